@@ -1,4 +1,4 @@
-"""Runs on mixtures of sources: the same data on any number of ranks, after a kill, and from phase to phase."""
+"""Runs on mixtures of sources: the loss of each, the same data after a kill, and from phase to phase."""
 
 from __future__ import annotations
 
@@ -14,13 +14,9 @@ from forge_data.prepare import prepare
 from forge_testing import forge_train, kill_after_step, start
 from forge_testing.runs import (
     assert_same_bits,
-    assert_same_rows,
-    columns,
     fit_alone,
-    fit_on_ranks,
     make_job,
     saved_tensors,
-    together,
 )
 from forge_train import ConfigError, DataError, Trainer, load_job, read_run
 from forge_train.report.planned import planned
@@ -84,12 +80,6 @@ def losses_by_source(job: Path, step: int, weights: dict[str, Any]) -> dict[str,
     return found
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "fsdp": {"dp_shard": 2},
-    "tp": {"tp": 2},
-    "cp": {"cp": 2},
-    "pp": {"pp": 2},
-}
 MTP = {"model.mtp.num_modules": 1, "train.cross_entropy.z_loss": 1e-4}
 
 
@@ -107,64 +97,6 @@ def test_the_loss_of_each_source_is_the_mean_over_its_labels(
     assert {*want} == {"text", "books", "notes"}
     for name, value in want.items():
         assert rows[f"loss.source.{name}"][-1] == pytest.approx(value, rel=1e-5), name
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("loss", ["cross_entropy", "fused_cross_entropy"])
-def test_the_loss_of_each_source_is_the_same_in_any_layout(
-    tmp_path: Path, tokens: Path, layout: str, loss: str
-) -> None:
-    keys = flat(train__loss=loss, parallel__precision="fp32", train__steps=3, model__num_layers=2)
-    fit_alone(mixed_job(tmp_path / "one", tokens), **keys)
-    keys |= {f"parallel.{key}": value for key, value in LAYOUTS[layout].items()}
-    job = mixed_job(tmp_path / "many", tokens)
-    given = {key.replace(".", "__"): value for key, value in keys.items()}
-    together(fit_on_ranks(2, job, **given))
-    alone, many = (read_run(tmp_path / name / "run").metrics for name in ("one", "many"))
-    for name in ("loss", *(f"loss.source.{n}" for n in ("text", "books", "notes"))):
-        assert many[name] == pytest.approx(alone[name], rel=2e-5), name
-
-
-MOE = {"model.moe.num_experts": 4, "model.moe.width_multiplier": 0.5}
-FURTHER: dict[str, tuple[int, dict[str, Any], dict[str, Any]]] = {
-    "hsdp": (4, {"dp_replicate": 2, "dp_shard": 2}, {}),
-    "accumulation": (2, {"dp_shard": 2}, {"train.micro_batch": 2}),
-    "interleaved": (2, {"pp": 2, "pp_schedule": "interleaved_1f1b"}, {"train.micro_batch": 3}),
-    "v": (2, {"pp": 2, "pp_schedule": "zbv_zero_bubble"}, {"train.micro_batch": 3}),
-    "ep": (2, {"ep": 2}, MOE),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("cell", FURTHER)
-def test_the_loss_of_each_source_is_the_same_in_further_layouts(
-    tmp_path: Path, tokens: Path, cell: str
-) -> None:
-    world, layout, more = FURTHER[cell]
-    keys = flat(parallel__precision="fp32", train__steps=3, model__num_layers=4) | more
-    alone = {key: value for key, value in keys.items() if key != "train.micro_batch"}
-    fit_alone(mixed_job(tmp_path / "one", tokens), **alone)
-    keys |= {f"parallel.{key}": value for key, value in layout.items()}
-    job = mixed_job(tmp_path / "many", tokens)
-    together(fit_on_ranks(world, job, **{k.replace(".", "__"): v for k, v in keys.items()}))
-    one, many = (read_run(tmp_path / name / "run").metrics for name in ("one", "many"))
-    for name in ("loss", *(f"loss.source.{n}" for n in ("text", "books", "notes"))):
-        assert many[name] == pytest.approx(one[name], rel=2e-5), name
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("world", [2, 3])
-def test_ranks_read_what_one_process_reads(tmp_path: Path, tokens: Path, world: int) -> None:
-    alone = fit_alone(mixed_job(tmp_path / "one", tokens), **flat())
-    job = mixed_job(tmp_path / "many", tokens)
-    ranks = fit_on_ranks(world, job, **{k.replace(".", "__"): v for k, v in flat().items()})
-    assert_same_rows(columns(job), columns(tmp_path / "one/job.toml"))
-    for name, value in alone.weights.items():
-        other = together(ranks)[name]
-        assert (other - value).abs().max() <= 1e-5 * value.abs().max(), name
 
 
 @pytest.mark.slow

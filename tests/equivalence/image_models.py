@@ -315,7 +315,8 @@ AXES: dict[str, str] = {
 REFUSED = {
     "deep": {"tp zbv", "tp whole zbv"},
     "cross": {"pp", "tp pp", "cp pp", "tp zbv", "tp whole zbv"},
-    **dict.fromkeys(("chosen", "tree", "ahead", "forest"), {"cp", "fsdp cp", "fsdp cp ring", "cp pp"}),
+    **{kind: {"cp", "fsdp cp", "fsdp cp ring", "cp pp"} for kind in ("chosen", "tree", "ahead", "forest")},
+    "patches": {"fsdp tp"},  # the convolution of its patches, in DTensors of two axes
 }  # fmt: skip
 
 

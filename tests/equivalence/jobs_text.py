@@ -237,7 +237,6 @@ FEATURES: dict[str, JobFeature] = {
             **IMPORTED,
             "data.sources.text.name": f"{EXTRAS}:PictureSource",
             "data.seq_len": 16,
-            "model.vocab_size": None,
         },
         without=EP | {"tp"},
         also=frozenset({"three readers"}),
@@ -260,9 +259,11 @@ FEATURES: dict[str, JobFeature] = {
         without=OTHER_ROWS,
         columns=OF_EXPERTS,
     ),
+    # later micro-batches of a step know the earlier ones: equal to one process where a reader has one
     "experts of the global batch": JobFeature(
         with_table(MOE),
         {"model.moe.aux_loss_weight": 0.1, "model.moe.aux_scope": "global_batch"},
+        without=OTHER_ROWS | {"pp", "fsdp accumulated"},
         columns=OF_EXPERTS,
     ),
     # optimizers and statistics
@@ -303,7 +304,9 @@ FEATURES: dict[str, JobFeature] = {
         micro_batch=3,
         without=EP | OTHER_ROWS | {"cp", "pp", "fsdp compiled"},
         columns=tuple(f"{part}.norm" for part in GRADIENTS),
-        rough_columns=tuple(f"{p}.{m}" for p in GRADIENTS for m in ("signal", "snr", "noise_scale")),
+        rough_columns=tuple(
+            f"{p}.{m}" for p in GRADIENTS for m in ("signal", "snr", "noise_scale")
+        ),
     ),
     "statistics of gradients of experts": JobFeature(
         with_table(MOE),
@@ -311,6 +314,8 @@ FEATURES: dict[str, JobFeature] = {
         micro_batch=3,
         without=EP | OTHER_ROWS | {"tp", "cp", "pp", "fsdp compiled"},
         columns=tuple(f"{part}.norm" for part in GRADIENTS),
-        rough_columns=tuple(f"{p}.{m}" for p in GRADIENTS for m in ("signal", "snr", "noise_scale")),
+        rough_columns=tuple(
+            f"{p}.{m}" for p in GRADIENTS for m in ("signal", "snr", "noise_scale")
+        ),
     ),
 }

@@ -33,6 +33,7 @@ class JobFeature:
     without: axes, or names of layouts, that refuse the feature or have no meaning for it.
     also: names of layouts that it must meet, beside every axis.
     callback: runs on the ranks, and fails the run if something is wrong inside.
+    bound: relative error of weights and moments; biases that begin at 0 and squares of gradients have more than 1e-5.
     columns: further columns of metrics that must be equal (relative error 1e-5).
     rough_columns: those that are ratios or small differences of sums (relative error 1e-3).
     """
@@ -45,6 +46,7 @@ class JobFeature:
     also: frozenset[str] = frozenset()
     callback: type[Callback] | None = None
     columns: tuple[str, ...] = ()
+    bound: float = 1e-5
     rough_columns: tuple[str, ...] = ()
 
     def merged(self, *others: dict[str, Any]) -> dict[str, Any]:
@@ -52,4 +54,6 @@ class JobFeature:
         found = dict(COMMON)
         for flags in (self.flags, *others):
             found |= flags
-        return {key: value for key, value in found.items() if self.flags.get(key, value) is not None}
+        return {
+            key: value for key, value in found.items() if self.flags.get(key, value) is not None
+        }

@@ -1,4 +1,7 @@
-"""Weighted labels, ragged extras and positions of three axes, in every layout as in one process."""
+"""Weighted labels, ragged extras and positions of three axes: gradients, cuts and refusals.
+
+tests/equivalence trains them in layouts.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,9 @@ from torch import Tensor, nn
 
 from forge_core import TransformerConfig
 from forge_data import Batch, Loader, Ragged
-from forge_parallel import global_count, make_meshes, parallelize
+from forge_parallel import make_meshes, parallelize
 from forge_parallel.compute import extra_problems
 from forge_parallel.micro_batches import divide_batch
-from forge_testing import device, run_on_ranks
 from forge_testing.parts import Pictured
 from forge_testing.runs import make_job
 from forge_train import ConfigError, Trainer, load_job
@@ -103,69 +105,27 @@ def reference() -> tuple[float, dict[str, Tensor]]:
     return float(total), {n: p.grad for n, p in model.named_parameters()}
 
 
-def train(job: Path, keys: dict[str, Any], micro_batch: int | None) -> Any:
-    """On a rank: its part of the loss, and the gradients that it holds, whole."""
-    flat = {f"parallel.{key}": value for key, value in {"device": device().type, **keys}.items()}
+@pytest.mark.distributed
+@pytest.mark.parametrize("micro_batch", [3, ROWS])
+def test_gradients_and_evaluation_are_those_of_rows(tmp_path: Path, micro_batch: int) -> None:
+    """One process of the runner, beside torch's own loss of each row."""
+    wanted, gradients = reference()
     sizes = {"model.dim": D, "model.num_layers": 4, "model.num_heads": 4, "data.seq_len": S}
-    config = load_job(job, {**flat, **sizes, "train.global_batch": ROWS}).config
+    config = load_job(make_job(tmp_path), {**sizes, "train.global_batch": ROWS}).config
     meshes = make_meshes(config.parallel)
-    parts = divide_batch(config.parallel, ROWS, meshes.batch_size, micro_batch)
+    parts = divide_batch(config.parallel, ROWS, 1, micro_batch)
     model = parallelize(build(), config.parallel, meshes, seq_len=S)
     compute = make_compute(model, config, meshes, parts, None)
-    loader = Loader(
-        Pictures(),
-        ROWS,
-        meshes.batch_rank,
-        meshes.batch_size,
-        micro_batch=parts.size,
-        num_micro_batches=parts.count,
+    rows = {"micro_batch": parts.size, "num_micro_batches": parts.count}
+    batch = next(Loader(Pictures(), ROWS, 0, 1, **rows))
+    assert float(compute.gradients(batch, lambda: batch.label_weight)) == pytest.approx(
+        wanted, rel=1e-5
     )
-    batch = next(loader)
-    count = float(global_count(batch.label_weight, meshes))
-    loss = float(compute.gradients(batch, lambda: count))
-    gradients = {n: _whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
-    pieces = batch.split(compute.rows_at_once)
-    counts = [part.label_weight * (meshes.pp.rank == meshes.cp.rank == 0) for part in pieces]
-    evaluated = [float(compute.losses(part)) for part in pieces]
-    return loss, gradients, list(zip(evaluated, counts, strict=True))
-
-
-def _whole(gradient: Any) -> Tensor:
-    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-
-
-@pytest.mark.parametrize(
-    ("world", "keys", "micro_batch"),
-    [
-        (1, {}, 3),
-        (2, {}, 2),
-        (3, {"recompute": "full"}, 6),  # one rank has nothing but filler
-        (5, {}, 1),
-        (2, {"cp": 2}, 4),
-        (4, {"cp": 2, "cp_exchange": "ring"}, 2),
-        (2, {"pp": 2}, 3),
-        (2, {"pp": 2, "pp_schedule": "zbv_zero_bubble"}, 2),
-        (4, {"pp": 2, "pp_schedule": "interleaved_1f1b"}, 1),
-        (4, {"pp": 2, "cp": 2}, 3),
-    ],
-    ids=str,
-)
-def test_gradients_and_evaluation_equal_one_process(
-    tmp_path: Path, world: int, keys: dict[str, Any], micro_batch: int
-) -> None:
-    wanted, gradients = reference()
-    told = run_on_ranks(world, train, make_job(tmp_path), keys, micro_batch)
-    assert sum(loss for loss, *_ in told) == pytest.approx(wanted, rel=1e-5)
-    found: dict[str, Tensor] = {}
-    for _, mine, _ in told:
-        found |= mine
-    assert found.keys() == gradients.keys()
-    for name, gradient in gradients.items():
-        assert (found[name] - gradient).abs().max() <= 1e-5 * gradient.abs().max(), name
-    sums = [pair for *_, evaluated in told for pair in evaluated]
-    weight = sum(b for _, b in sums)
-    assert weight == pytest.approx(next(Loader(Pictures(), ROWS)).label_weight, rel=1e-12)
-    assert sum(a for a, _ in sums) / weight == pytest.approx(wanted, rel=1e-5)
+    for name, parameter in model.named_parameters():
+        error = (parameter.grad - gradients[name]).abs().max()
+        assert error <= 1e-5 * gradients[name].abs().max(), name
+    losses = sum(float(compute.losses(part)) for part in batch.split(compute.rows_at_once))
+    assert losses / batch.label_weight == pytest.approx(wanted, rel=1e-5)
 
 
 def test_extras_that_are_not_there_or_cannot_be_cut_are_refused(tmp_path: Path) -> None:

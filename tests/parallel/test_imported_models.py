@@ -1,4 +1,7 @@
-"""Models of somebody else, which say what they can do, end in each layout where one process does."""
+"""Models of somebody else, which say what they can do: saved and gone on with, and refused.
+
+tests/equivalence trains them in layouts.
+"""
 
 from __future__ import annotations
 
@@ -6,24 +9,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_core import Transformer, TransformerConfig
-from forge_data import Ragged, SourceConfig
 from forge_moe import MoE, MoEConfig
-from forge_testing.parts import Pictured
 from forge_testing.runs import (
     Fitted,
     assert_close,
     assert_same_rows,
     columns,
-    fit_alone,
     fit_on_ranks,
+    fit_reference,
     make_job,
+    together,
 )
 from forge_train import Trainer, load_job, load_trained
 from forge_train.errors import ConfigError
@@ -126,9 +127,7 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
     "cp2": (2, {"cp": 2}),
     "pp2": (2, {"pp": 2}),
     "pp2-dp2": (4, {"pp": 2, "recompute": "full"}),
-    "pp2-cp2-interleaved": (4, {"pp": 2, "cp": 2, "pp_schedule": "interleaved_1f1b"}),
 }
-KINDS = ("stirred", "foreign", "tied")
 
 
 def keys(kind: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -136,44 +135,17 @@ def keys(kind: str, layout: dict[str, Any] | None = None) -> dict[str, Any]:
     return {**COMMON, "model.name": f"{__name__}:{kind}", **flat}
 
 
-def together(fitted: list[Fitted]) -> dict[str, Tensor]:
-    """Tensors of all ranks by name; where several have one, the same bits."""
-    found: dict[str, Tensor] = {}
-    for rank in fitted:
-        assert rank.problems == ()
-        for name, value in rank.weights.items():
-            assert torch.equal(found.setdefault(name, value), value), name
-    return found
-
-
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, list], Fitted]]:
-    found = {}
-    for kind in KINDS:
-        job = make_job(tmp_path_factory.mktemp(kind))
-        fitted = fit_alone(job, **keys(kind))
-        found[kind] = columns(job), fitted
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [*(("stirred", layout) for layout in LAYOUTS), ("foreign", "cp2"), ("foreign", "pp2"), ("tied", "pp2")],
-)  # fmt: skip
-def test_a_layout_ends_where_one_process_does(
-    tmp_path: Path, alone: dict[str, Any], kind: str, layout: str
-) -> None:
-    world, options = LAYOUTS[layout]
-    job = make_job(tmp_path)
-    assert_close(together(fit_on_ranks(world, job, **keys(kind, options))), alone[kind][1].weights)
-    assert_same_rows(columns(job), alone[kind][0])
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list], Fitted]:
+    job = make_job(tmp_path_factory.mktemp("stirred"))
+    fitted = fit_reference(job, **keys("stirred"))
+    return columns(job), fitted
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("first", "then"), [("pp2-dp2", "cp2"), ("cp2", "pp2")])
 def test_saved_in_one_layout_goes_on_in_another(
-    tmp_path: Path, alone: dict[str, Any], first: str, then: str
+    tmp_path: Path, alone: Any, first: str, then: str
 ) -> None:
     job = make_job(tmp_path)
     keep = {"checkpoint.keep_last": 9}
@@ -183,62 +155,11 @@ def test_saved_in_one_layout_goes_on_in_another(
         (tmp_path / "run/checkpoints" / step).rename(tmp_path / step)
     world, options = LAYOUTS[then]
     weights = together(fit_on_ranks(world, job, **keys("stirred", options)))
-    assert_close(weights, alone["stirred"][1].weights)
-    assert_same_rows(columns(job), alone["stirred"][0])
+    assert_close(weights, alone[1].weights)
+    assert_same_rows(columns(job), alone[0])
     model, _, step = load_trained(tmp_path / "run")
     assert step == 12
     assert all(torch.equal(p, weights[n]) for n, p in model.named_parameters())
-
-
-def pictured(vocab_size: int) -> nn.Module:
-    return Pictured(sizes(vocab_size))
-
-
-class Pictures:
-    """Rows of two documents and of i % 4 patches each."""
-
-    vocab_size, max_token_id, tokenizer = 64, 63, None
-
-    def __init__(self, config: SourceConfig) -> None:
-        self.offset = 0 if config.split == "train" else 1000
-
-    def fingerprint(self) -> dict[str, str | int]:
-        return {"pictures": self.offset}
-
-    def stream(self, seq_len: int, seed: int) -> Pictures:
-        return self
-
-    def __len__(self) -> int:
-        return 100
-
-    def arrays(self, ids: np.ndarray) -> dict[str, Any]:
-        random = [np.random.default_rng(self.offset + int(i)) for i in ids]
-        line = np.array([r.integers(0, 64, S + 1) for r in random]).reshape(len(ids), S + 1)
-        second = np.arange(S) >= np.array([5 + i % 7 for i in ids]).reshape(-1, 1)
-        counts = np.array([i % 4 for i in ids], np.int64)
-        patches = [r.standard_normal((n, 4)).astype(np.float32) for r, n in zip(random, counts)]
-        values = np.concatenate([np.zeros((0, 4), np.float32), *patches])
-        offsets = torch.from_numpy(np.cumsum([0, *counts]))
-        return {
-            "tokens": line[:, :-1].copy(),
-            "labels": line[:, 1:].copy(),
-            "positions": np.broadcast_to(np.arange(S), (len(ids), S)).copy(),
-            "document_ids": second.astype(np.int64),
-            "patches": Ragged(torch.from_numpy(values), offsets),
-        }
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["cp2", "pp2", "pp2-cp2-interleaved"])
-def test_what_a_source_gives_besides_tokens_reaches_the_model(tmp_path: Path, layout: str) -> None:
-    source = {"data.sources.text.name": f"{__name__}:Pictures", "model.vocab_size": 64,
-              "train.steps": 4, "eval.sequences": 12}  # fmt: skip
-    one, many = make_job(tmp_path / "one"), make_job(tmp_path / "many")
-    wanted = fit_alone(one, **keys("pictured"), **source).weights
-    assert wanted["patch.weight.exp_avg"].abs().max() > 0
-    world, options = LAYOUTS[layout]
-    assert_close(together(fit_on_ranks(world, many, **keys("pictured", options), **source)), wanted)
-    assert_same_rows(columns(many), columns(one))
 
 
 class Widthless(Foreign):
@@ -261,15 +182,6 @@ def roomy(vocab_size: int) -> nn.Module:
         dim=D, hidden_dim=16, num_experts=4, top_k=2, bias_update_rate=1e-3, aux="attach"
     )
     return Transformer(sizes(vocab_size), feed_forward=lambda _: MoE(moe))
-
-
-@pytest.mark.slow
-def test_experts_of_an_imported_model_are_shared_over_ep(tmp_path: Path) -> None:
-    job, many = make_job(tmp_path / "one"), make_job(tmp_path / "many")
-    wanted = fit_alone(job, **keys("roomy")).weights
-    fitted = fit_on_ranks(2, many, **keys("roomy", {"ep": 2}))
-    assert_close(together(fitted), wanted)
-    assert_same_rows(columns(many), columns(job))
 
 
 def llama(vocab_size: int) -> nn.Module:

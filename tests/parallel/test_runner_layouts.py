@@ -1,4 +1,4 @@
-"""The runner on every kind of layout ends where one process does, and saves what any other can load."""
+"""What the runner saves in one layout goes on in another, with uneven tables, shared heads and whole ones."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from forge_testing.runs import (
     columns,
     fit_alone,
     fit_on_ranks,
+    fit_reference,
     make_job,
     together,
 )
-from forge_train import load_trained, read_run
+from forge_train import load_trained
 
 pytestmark = pytest.mark.distributed
 
@@ -43,22 +44,6 @@ z_loss_weight = 1e-3
 """
 DEEP = {"optimizer__lr": 1e-3, "model__num_layers": 4, "model__num_heads": 4, "model__num_kv_heads": 2,
         "model__qk_norm": True, "model__dim": 32}  # fmt: skip
-Layouts = dict[str, tuple[int, dict[str, Any]]]
-LAYOUTS: Layouts = {
-    "tp2-whole-sequences": (2, {"tp": 2, "sequence_parallel": False}),
-    "cp2-ring": (2, {"cp": 2, "cp_exchange": "ring"}),
-    "fsdp2-tp2": (4, {"tp": 2}),
-    "pp2-fsdp2": (4, {"pp": 2}),
-    "pp2-tp2-interleaved": (4, {"pp": 2, "tp": 2, "pp_schedule": "interleaved_1f1b"}),
-    "pp2-cp2-zero-bubble": (4, {"pp": 2, "cp": 2, "pp_schedule": "zbv_zero_bubble"}),
-    "recomputed": (2, {"recompute": "selective"}),
-}
-MIXED: Layouts = {
-    "cp2": (2, {"cp": 2}),
-    "pp2-ep2": (4, {"pp": 2, "ep": 2}),
-    "tp2-ep4": (4, {"tp": 2, "ep": 4}),
-    "cp2-tp2-recomputed": (4, {"cp": 2, "tp": 2, "recompute": "full"}),
-}
 
 
 def overrides(layout: dict[str, Any]) -> dict[str, Any]:
@@ -66,78 +51,45 @@ def overrides(layout: dict[str, Any]) -> dict[str, Any]:
     return {**DEEP, "train__micro_batch": 3, **{f"parallel__{k}": v for k, v in layout.items()}}
 
 
-def alone(folder: Path, extra: str) -> tuple[dict[str, list], Fitted, dict[str, list]]:
-    job = make_job(folder, extra)
-    flat = {key.replace("__", "."): value for key, value in overrides({}).items()}
-    fitted = fit_alone(job, **flat, **{"metrics.console": "off"})
-    return columns(job), fitted, read_run(job.parent / "run").metrics
+def flat(**more: Any) -> dict[str, Any]:
+    """The same for one process, with dots."""
+    return {key.replace("__", "."): value for key, value in {**overrides({}), **more}.items()}
 
 
 @pytest.fixture(scope="module")
-def dense(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return alone(tmp_path_factory.mktemp("dense"), DENSE)
-
-
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return alone(tmp_path_factory.mktemp("mixture"), MOE)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_dense_model_in_a_layout_ends_where_one_process_does(
-    tmp_path: Path, dense: Any, layout: str
-) -> None:
-    world, options = LAYOUTS[layout]
-    job = make_job(tmp_path, DENSE)
-    fitted = fit_on_ranks(world, job, **overrides(options))
-    assert_close(together(fitted), dense[1].weights)
-    assert_same_rows(columns(job), dense[0])
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list], Fitted]:
+    """One process, undisturbed."""
+    job = make_job(tmp_path_factory.mktemp("mixture"), MOE)
+    fitted = fit_reference(job, **flat())
+    return columns(job), fitted
 
 
 OWN = {"optimizer__name": "forge_testing.models:NamedSGD", "optimizer__lr": 0.1}
 
 
 @pytest.mark.slow
-def test_an_optimizer_from_outside_whose_state_has_names_trains_in_a_pipeline(
+def test_an_optimizer_from_outside_whose_state_has_names_goes_on_with_other_stages(
     tmp_path: Path,
 ) -> None:
     """Saved by two stages, gone on with by one process, and the other way round."""
-    flat = {key.replace("__", "."): value for key, value in {**overrides({}), **OWN}.items()}
-    whole = make_job(tmp_path / "whole", DENSE)
-    wanted = fit_alone(whole, **flat, **{"metrics.console": "off"})
+    whole, piped = make_job(tmp_path / "whole", DENSE), {**overrides({"pp": 2}), **OWN}
+    wanted = fit_reference(whole, **flat(**OWN))
     assert any(name.endswith(".momentum") for name in wanted.weights)
-    piped = {**overrides({"pp": 2}), **OWN}
     for order in ("stages first", "stages last"):
         job = make_job(tmp_path / order, DENSE)
-        if order == "stages last":
-            fit_alone(job, **flat, **{"metrics.console": "off"})
+        first = order == "stages first"
+        if first:
+            together(fit_on_ranks(2, job, **piped))
         else:
-            assert_close(together(fit_on_ranks(2, job, **piped)), wanted.weights)
-        (newest,) = sorted((job.parent / "run/checkpoints").glob("step-*"))[-1:]
+            fit_alone(job, **flat(**OWN))
+        newest = max((job.parent / "run/checkpoints").glob("step-*"))
         newest.rename(job.parent / newest.name)  # go back to the one before
-        if order == "stages last":
-            found = together(fit_on_ranks(2, job, **piped))
+        if first:
+            found = fit_alone(job, **flat(**OWN)).weights
         else:
-            found = fit_alone(job, **flat, **{"metrics.console": "off"}).weights
+            found = together(fit_on_ranks(2, job, **piped))
         assert_close(found, wanted.weights)
         assert_same_rows(columns(job), columns(whole))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", MIXED)
-def test_a_mixture_in_a_layout_ends_where_one_process_does(
-    tmp_path: Path, mixture: Any, layout: str
-) -> None:
-    """Weights, moments, biases, losses, norms, and the columns of every mixture."""
-    world, options = MIXED[layout]
-    job = make_job(tmp_path, MOE)
-    fitted = fit_on_ranks(world, job, **overrides(options))
-    assert_close(together(fitted), mixture[1].weights)
-    assert_same_rows(columns(job), mixture[0])
-    rows = read_run(tmp_path / "run").metrics
-    for name in (n for n in mixture[2] if n.startswith("moe.")):
-        assert rows[name] == pytest.approx(mixture[2][name], rel=1e-4), name
 
 
 @pytest.mark.slow
@@ -160,8 +112,7 @@ def test_saved_in_one_layout_goes_on_in_another(
     for step in ("step-00000012", "step-00000009"):  # go back to step 6
         (tmp_path / "run/checkpoints" / step).rename(tmp_path / step)
     if then[0] == 1:
-        flat = {key.replace("__", "."): value for key, value in overrides({}).items()}
-        weights = fit_alone(job, **flat).weights
+        weights = fit_alone(job, **flat()).weights
     else:
         weights = together(fit_on_ranks(then[0], job, **overrides(then[1])))
     assert_close(weights, mixture[1].weights)
@@ -196,9 +147,8 @@ def test_an_odd_vocabulary_over_tp_and_three_shards_is_saved_without_padding(
         "model__tie_embeddings": tied,
     }
     keep = {**overrides({}), **odd, "checkpoint__keep_last": 9}
-    flat = {key.replace("__", "."): value for key, value in keep.items()}
     one, six = make_job(tmp_path / "one", DENSE), make_job(tmp_path / "six", DENSE)
-    wanted = fit_alone(one, **flat, **{"metrics.console": "off"}).weights
+    wanted = fit_reference(one, **flat(**keep)).weights
     found = together(fit_on_ranks(6, six, **keep, parallel__tp=2))
     assert_close(found, wanted)
     assert_same_rows(columns(six), columns(one))
@@ -220,10 +170,9 @@ def test_an_odd_vocabulary_over_tp_and_three_shards_is_saved_without_padding(
 @pytest.mark.slow
 def test_ranks_share_a_head_and_checkpoints_hold_it_once(tmp_path: Path) -> None:
     """One key/value head over two ranks: trained, saved, gone on with by one process, bit by bit the same."""
-    flat = {key.replace("__", "."): value for key, value in overrides({}).items()}
-    alike = {"model.num_kv_heads": 1, "metrics.console": "off"}
+    alike = flat(model__num_kv_heads=1)
     one, two = make_job(tmp_path / "one", DENSE), make_job(tmp_path / "two", DENSE)
-    wanted = fit_alone(one, **{**flat, **alike}).weights
+    wanted = fit_reference(one, **alike).weights
     layout = {**overrides({"tp": 2}), "model__num_kv_heads": 1, "checkpoint__keep_last": 9}
     found = together(fit_on_ranks(2, two, **layout))  # the copies have the same bits
     assert_close(found, wanted)
@@ -233,7 +182,7 @@ def test_ranks_share_a_head_and_checkpoints_hold_it_once(tmp_path: Path) -> None
     assert model.get_parameter("layers.0.mixer.k_proj.weight").shape == (8, 32)
     for step in ("step-00000012", "step-00000009"):  # go back to step 6
         (two.parent / "run/checkpoints" / step).rename(two.parent / step)
-    assert_close(fit_alone(two, **{**flat, **alike}).weights, wanted)
+    assert_close(fit_alone(two, **alike).weights, wanted)
 
 
 class Wide(torch.nn.Module):
@@ -274,7 +223,7 @@ def test_a_whole_head_has_its_loss_once_and_replicas_drop_alike(tmp_path: Path) 
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
-@pytest.mark.parametrize("before", [1, 2])
+@pytest.mark.parametrize("before", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_replicas_drop_alike_after_another_layout(tmp_path: Path, before: int) -> None:
     job = make_job(tmp_path)
     name = {"model__name": f"{__name__}:wide", "sample__max_new_tokens": 0}
@@ -292,6 +241,6 @@ def test_a_layout_that_the_model_refuses_is_a_configuration_error(tmp_path: Path
 
 
 @pytest.mark.slow
-def test_counts_over_the_global_batch_with_one_rank_a_stage(tmp_path: Path, mixture: Any) -> None:
+def test_counts_over_the_global_batch_with_one_rank_a_stage(tmp_path: Path) -> None:
     job = make_job(tmp_path, MOE + 'aux_scope = "global_batch"\naux_loss_weight = 1e-2\n')
     assert together(fit_on_ranks(2, job, train__steps=2, **overrides({"pp": 2})))

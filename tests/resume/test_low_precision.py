@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from forge_testing.runs import Fitted, columns, fit_alone, fit_on_ranks, make_job, together
+from forge_testing.runs import (
+    Fitted,
+    columns,
+    fit_alone,
+    fit_on_ranks,
+    fit_reference,
+    make_job,
+    together,
+)
 from forge_train import JobError, Trainer, load_job, load_trained
 from forge_train.hf.exporting import export_run
 from forge_train.hf.importing import import_folder
@@ -69,13 +77,13 @@ def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", [{}, {"parallel.dp_replicate": 2}, {"parallel.tp": 2}])
+@pytest.mark.parametrize("layout", [{"parallel.dp_replicate": 2}, {"parallel.tp": 2}], ids=str)
 def test_a_run_on_ranks_follows_one_process_and_goes_on_there(
     tmp_path: Path, layout: dict[str, Any]
 ) -> None:
     settings = {**QUIET, **BF16, "train.micro_batch": 3, "train.steps": 4}
     alone = _drop_eps(make_job(tmp_path / "alone"))
-    one = fit_alone(alone, **settings)
+    one = fit_reference(alone, **settings)
     job = _drop_eps(make_job(tmp_path / "ranks"))
     ranks = together(fit_on_ranks(2, job, **settings, **layout))
     assert columns(job)["loss"] == pytest.approx(columns(alone)["loss"], rel=3e-3)

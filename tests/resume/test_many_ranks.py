@@ -1,4 +1,4 @@
-"""Runs on several ranks: they decide together, end with the numbers of one process, and move.
+"""Runs on several ranks: they decide together, and move.
 
 Ranks are real gloo processes of the shared pool, each with a Trainer of its own; what needs a launcher,
 a signal from outside or a kill runs the command itself.
@@ -34,6 +34,7 @@ from forge_testing.runs import (
     fit,
     fit_alone,
     fit_on_ranks,
+    fit_reference,
     make_job,
 )
 from forge_train import Callback, ConfigError, Trainer, cli, load_job, load_trained, read_run
@@ -46,28 +47,8 @@ pytestmark = pytest.mark.distributed
 def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, list], Fitted]:
     """One process, undisturbed."""
     job = make_job(tmp_path_factory.mktemp("alone"))
-    fitted = fit_alone(job, **{"metrics.console": "off"})
+    fitted = fit_reference(job)
     return columns(job), fitted
-
-
-# ---- the numbers of one process
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("world", "layout"),
-    [(2, {}), (4, {"parallel__dp_replicate": 2}), (4, {"train__micro_batch": 1})],
-    ids=["fsdp2", "hsdp2x2", "fsdp4-accumulated"],
-)
-def test_F38_ranks_log_the_loss_of_the_global_batch_and_end_where_one_process_does(
-    tmp_path: Path, alone: Any, world: int, layout: dict[str, Any]
-) -> None:
-    job = make_job(tmp_path)
-    fitted = fit_on_ranks(world, job, **layout)
-    assert [f.code for f in fitted] == [0] * world
-    assert_same_rows(columns(job), alone[0])
-    for rank in fitted:
-        assert_close(rank.weights, alone[1].weights)
 
 
 # ---- stop, save and errors in the same step
@@ -370,7 +351,7 @@ def test_F101_goes_on_on_numbers_of_ranks_that_do_not_divide_the_batch(tmp_path:
     """16 rows on 4 ranks, on 3, on 4 again, on 7: what one process trains, evaluates and reports."""
     sizes = {"train.global_batch": 16, "train.micro_batch": 2, "eval.sequences": 10}
     wanted = make_job(tmp_path / "alone")
-    alone = fit_alone(wanted, **sizes)
+    alone = fit_reference(wanted, **sizes)
     job = make_job(tmp_path / "ranks")
     options = {key.replace(".", "__"): value for key, value in sizes.items()}
     keep = {"checkpoint__every_steps": 3, "checkpoint__keep_last": 9}

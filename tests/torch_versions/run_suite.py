@@ -137,7 +137,10 @@ def _run(results: Results, folders: list[str], expression: str, workers: int) ->
 
 
 def _pytest(results: Results, *arguments: str) -> None:
-    code = pytest.main(["--dist=loadfile", "--no-loadscope-reorder", "--lane=everything", *arguments], plugins=[results])
+    code = pytest.main(
+        ["--dist=loadfile", "--no-loadscope-reorder", "--lane=everything", *arguments],
+        plugins=[results],
+    )
     if code not in (
         pytest.ExitCode.OK,
         pytest.ExitCode.TESTS_FAILED,

@@ -1,11 +1,10 @@
-"""train.loss = "fused_cross_entropy" is the loss of the logits, in every layout, without ever holding them.
+"""train.loss = "fused_cross_entropy" is the loss of the logits without ever holding them.
 
 Bound: fp32 1e-5 of max|a - b| / max|b|.
 """
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forge_core.loss.fused import _BLOCK
 from forge_testing import forge_train, write_job
 from forge_testing.runs import (
-    Fitted,
     assert_close,
     assert_same_rows,
     columns,
     fit_alone,
-    fit_on_ranks,
+    fit_reference,
     make_job,
     together,
 )
@@ -84,53 +82,16 @@ class WeightedRows:
         }
 
 
-def keywords(keys: dict[str, Any]) -> dict[str, Any]:
-    return {key.replace(".", "__"): value for key, value in keys.items()}
-
-
-@functools.cache
-def plain(folder: Path, tied: bool) -> tuple[Fitted, dict[str, list]]:
-    """One process with the loss of the logits."""
-    job = make_job(folder / f"plain{tied}")
-    return fit_alone(job, **KEYS, **{"model.tie_embeddings": tied}), columns(job)
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("fused")
-
-
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "alone": {},
-    "recompute": {"recompute": "full"},
-    "fsdp": {"dp_shard": 2},
-    "tp": {"tp": 2},
-    "tp whole": {"tp": 2, "sequence_parallel": False},
-    "cp": {"cp": 2},
-    "pp 1f1b": {"pp": 2, "pp_schedule": "1f1b"},
-    "pp zero bubble": {"pp": 2, "pp_schedule": "interleaved_zero_bubble"},
-    "pp zbv": {"pp": 2, "pp_schedule": "zbv_zero_bubble"},
-}
-#: Tied ends on one rank are refused with any loss.
-CASES = [(name, tied) for name in LAYOUTS for tied in (False, True) if not (tied and "zbv" in name)]
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(("name", "tied"), CASES)
-def test_it_trains_as_the_loss_of_logits_does(
-    folder: Path, tmp_path: Path, name: str, tied: bool
-) -> None:
-    layout = LAYOUTS[name]
-    wanted, rows = plain(folder, tied)
-    job = make_job(tmp_path)
-    keys = {**KEYS, **FUSED, "model.tie_embeddings": tied}
-    keys |= {f"parallel.{key}": value for key, value in layout.items()}
-    if {*layout} <= {"recompute"}:
-        got = fit_alone(job, **keys).weights
-    else:
-        got = together(fit_on_ranks(2, job, None, **keywords(keys)))
-    assert_close(got, wanted.weights)
-    assert_same_rows(columns(job), rows)
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_it_trains_as_the_loss_of_logits_does(tmp_path: Path, recompute: str, tied: bool) -> None:
+    """In one process; tests/equivalence has the layouts."""
+    keys = {**KEYS, "model.tie_embeddings": tied}
+    plain, job = make_job(tmp_path / "plain"), make_job(tmp_path / "fused")
+    wanted = fit_reference(plain, **keys).weights
+    got = fit_alone(job, **keys, **FUSED, **{"parallel.recompute": recompute}).weights
+    assert_close(got, wanted)
+    assert_same_rows(columns(job), columns(plain))
 
 
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:

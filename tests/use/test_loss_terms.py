@@ -17,7 +17,7 @@ from torch import nn
 from forge_core import Transformer, initialise
 from forge_data import Loader, open_stream
 from forge_testing import forge_train
-from forge_testing.runs import Fitted, assert_close, fit_alone, fit_on_ranks, make_job, together
+from forge_testing.runs import Fitted, assert_close, fit_alone, make_job
 from forge_train import load_job, read_run
 
 Z, SMOOTHING = 1e-2, 0.2
@@ -30,7 +30,6 @@ KEYS: dict[str, Any] = {
     "eval.every_steps": 2,
     "sample.max_new_tokens": 0,
 }
-LOSSES = ("cross_entropy", "fused_cross_entropy")
 COLUMNS = ("loss", "val_loss", "grad_norm", "loss.z_loss", "loss.label_smoothing")
 
 
@@ -91,29 +90,10 @@ def test_F39_evaluation_is_the_plain_cross_entropy(folder: Path, tmp_path: Path)
     assert found[0] == found[1]
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "alone": {},
-    "fsdp": {"dp_shard": 2},
-    "tp": {"tp": 2},
-    "cp": {"cp": 2},
-    "pp": {"pp": 2},
-}
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_every_layout_trains_and_logs_the_same(
-    folder: Path, tmp_path: Path, loss: str, layout: str
-) -> None:
+def test_the_fused_loss_trains_and_logs_the_same(folder: Path, tmp_path: Path) -> None:
+    """In one process; tests/equivalence has the layouts."""
     wanted, rows = alone(folder)
-    keys = with_terms(loss) | {f"parallel.{k}": v for k, v in LAYOUTS[layout].items()}
-    job = make_job(tmp_path)
-    if layout == "alone":
-        got = fit_alone(job, **keys).weights
-    else:
-        given = {key.replace(".", "__"): value for key, value in keys.items()}
-        got = together(fit_on_ranks(2, job, None, **given))
+    got = fit_alone(make_job(tmp_path), **with_terms("fused_cross_entropy")).weights
     assert_close(got, wanted.weights)
     for name, column in rows_of(tmp_path).items():
         assert column == pytest.approx(rows[name], rel=1e-5, abs=ROUNDING), name
@@ -122,11 +102,12 @@ def test_every_layout_trains_and_logs_the_same(
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        (
+        pytest.param(
             ("--train.fused_cross_entropy.z_loss", "1e-4"),
             "fused_cross_entropy.z_loss 0.0001 is a key of loss 'fused_cross_entropy', and loss is 'cross_entropy'",
+            marks=pytest.mark.slow,
         ),
-        (
+        pytest.param(
             (
                 "--train.cross_entropy.z_loss",
                 "1e-4",
@@ -134,6 +115,7 @@ def test_every_layout_trains_and_logs_the_same(
                 "forge_testing.parts:smoothed",
             ),
             "is a key of loss 'cross_entropy', and objective replaces the loss; remove it",
+            marks=pytest.mark.slow,
         ),
         (
             ("--train.cross_entropy.z_loss", "-1"),

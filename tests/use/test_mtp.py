@@ -1,4 +1,4 @@
-"""Multi-token prediction in the runner: a column of its own, the same loss, every layout, and no trace in exports."""
+"""Multi-token prediction in the runner: a column of its own, the same loss, resumed, and no trace in exports."""
 
 from __future__ import annotations
 
@@ -9,28 +9,12 @@ import pytest
 import torch
 
 from forge_testing import write_job
-from forge_testing.runs import assert_close, fit_alone, fit_on_ranks, make_job, together
+from forge_testing.runs import fit_alone, make_job
 from forge_train import ConfigError, load_job, load_trained, read_run
 from forge_train.hf.exporting import export_run
 
 MTP: dict[str, Any] = {"model.mtp.num_modules": 2, "model.mtp.weight": 0.4}
 SHORT = {**MTP, "train.steps": 6, "eval.every_steps": 0, "sample.max_new_tokens": 0}
-MUP = {"model.parametrization": "mup", "model.mup.base_dim": 8, "model.mup.base_num_layers": 1}
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "fsdp": (2, {}),
-    "cp": (2, {"parallel.cp": 2}),
-    "tp": (2, {"parallel.tp": 2, "model.vocab_size": 258}),
-    "pp": (2, {"parallel.pp": 2, "train.micro_batch": 3, "model.num_layers": 2}),
-    "mup": (2, MUP),
-    "mup_pp": (2, {**MUP, "parallel.pp": 2, "train.micro_batch": 3, "model.num_layers": 2}),
-    "interleaved": (
-        2,
-        {
-            **{"parallel.pp": 2, "train.micro_batch": 3, "model.num_layers": 4},
-            **{"parallel.pp_schedule": "interleaved_1f1b", "train.cross_entropy.z_loss": 1e-3},
-        },
-    ),
-}
 
 
 @pytest.mark.slow
@@ -45,36 +29,6 @@ def test_the_first_loss_is_that_without_it_and_it_has_a_column(tmp_path: Path) -
     # about the loss of a uniform guess; labels near the end of a document are left out of the mean
     assert 0.6 * rows[1]["loss"][0] < rows[1]["loss.mtp"][0] < 1.1 * rows[1]["loss"][0]
     assert any(name.startswith("mtp.1.block.") for name in ahead.weights)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_a_loss_of_several_sums_runs_where_the_backward_is_halved(tmp_path: Path) -> None:
-    """Without modules: a view of the sums could not be detached in place."""
-    keys = {key: value for key, value in SHORT.items() if key not in MTP}
-    keys |= {"model.num_layers": 4, "train.cross_entropy.z_loss": 1e-3, "train.micro_batch": 3}
-    alone = fit_alone(make_job(tmp_path / "alone"), **keys)
-    keys |= {"parallel.pp": 2, "parallel.pp_schedule": "interleaved_zero_bubble"}
-    flat = {key.replace(".", "__"): value for key, value in keys.items()}
-    done = fit_on_ranks(2, make_job(tmp_path / "ranks"), **flat)
-    assert [rank.problems for rank in done] == [()] * 2
-    assert_close(together(done), alone.weights)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_equal_one_process(tmp_path: Path, layout: str) -> None:
-    ranks, options = LAYOUTS[layout]
-    alone_options = {k: v for k, v in options.items() if not k.startswith("parallel.")}
-    alone = fit_alone(make_job(tmp_path / "alone"), **SHORT, **alone_options)
-    flat = {k.replace(".", "__"): v for k, v in {**SHORT, **options}.items()}
-    done = fit_on_ranks(ranks, make_job(tmp_path / "ranks"), **flat)
-    assert [rank.problems for rank in done] == [()] * ranks
-    assert_close(together(done), alone.weights)
-    wanted, got = (read_run(tmp_path / name / "run").metrics for name in ("alone", "ranks"))
-    for name in ("loss", "loss.mtp"):
-        assert got[name] == pytest.approx(wanted[name], rel=1e-5), name
 
 
 @pytest.mark.slow

@@ -15,7 +15,14 @@ import torch.nn.functional as F
 from forge_core import Transformer, TransformerConfig, initialise
 from forge_data import Loader, PackedStream, SourceConfig, open_source
 from forge_testing import write_job
-from forge_testing.runs import assert_close, fit_alone, fit_on_ranks, make_job, together
+from forge_testing.runs import (
+    assert_close,
+    fit_alone,
+    fit_on_ranks,
+    fit_reference,
+    make_job,
+    together,
+)
 from forge_train import Callback, Trainer, load_job, load_trained, read_run
 from forge_train.errors import ConfigError
 
@@ -130,38 +137,21 @@ def test_a_run_that_stops_and_goes_on_has_the_same_bits(tmp_path: Path, first: i
     assert rows[0] == rows[1]
 
 
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "fsdp": (2, {}),
-    "tp": (2, {"parallel.tp": 2, "model.vocab_size": 258}),
-    "pp": (2, {"parallel.pp": 2, "train.micro_batch": 3, "model.num_layers": 2}),
-}
-
-
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_equal_one_process_and_go_on_from_each_other(tmp_path: Path, layout: str) -> None:
+def test_two_stages_and_one_process_go_on_from_each_other(tmp_path: Path) -> None:
     """Through evaluations and saves, of which each looks at the average."""
-    ranks, options = LAYOUTS[layout]
     keys = {**SHORT, "train.steps": 8, "eval.every_steps": 2, "checkpoint.every_steps": 2}
-    alone_options = {k: v for k, v in options.items() if k.startswith("model.")}
-    alone = fit_alone(make_job(tmp_path / "alone"), **keys, **alone_options)
-    job = make_job(tmp_path / "ranks")
-    flat = {**keys, **options, "train.steps": 4}
-    begun = fit_on_ranks(ranks, job, **{k.replace(".", "__"): v for k, v in flat.items()})
-    assert [b.problems for b in begun] == [()] * ranks
+    keys["model.num_layers"] = 2
+    wanted = fit_reference(make_job(tmp_path / "alone"), **keys).weights
+    job, stages = make_job(tmp_path / "ranks"), {"parallel.pp": 2, "train.micro_batch": 3}
+    begun = fit_on_ranks(2, job, **{**keys, **stages, "train.steps": 4})
+    assert [b.problems for b in begun] == [()] * 2
     shutil.copytree(tmp_path / "ranks", tmp_path / "one")
-    flat["train.steps"] = 8
-    done = fit_on_ranks(ranks, job, **{k.replace(".", "__"): v for k, v in flat.items()})
-    assert_close(together(done), alone.weights)
-    wanted = read_run(tmp_path / "alone/run").metrics
-    got = read_run(tmp_path / "ranks/run").metrics
-    for name in ("loss", "val_loss"):
-        assert [v and pytest.approx(v, rel=1e-5) for v in wanted[name]] == got[name], name
+    assert_close(together(fit_on_ranks(2, job, **keys, **stages)), wanted)
     text = (tmp_path / "one/job.toml").read_text()
     (tmp_path / "one/job.toml").write_text(text.replace("/ranks/run", "/one/run"))
-    settings = {k: v for k, v in flat.items() if not k.startswith(("parallel.", "train.micro"))}
-    assert_close(fit_alone(tmp_path / "one/job.toml", **settings).weights, alone.weights)
+    assert_close(fit_alone(tmp_path / "one/job.toml", **keys).weights, wanted)
 
 
 class Peek(Callback):

@@ -12,8 +12,7 @@ import torch
 
 from forge_core import SamplingConfig, generate
 from forge_testing import forge_train
-from forge_testing.runs import fit_alone, fit_on_ranks, saved_tensors, together
-from forge_testing.vlm_jobs import flags
+from forge_testing.runs import fit_alone, saved_tensors
 from forge_train import Trainer, load_job, read_run
 
 FIRST, NUMBER, BEGIN, END, EOS = 16, 16, 1, 2, 3
@@ -110,33 +109,6 @@ def test_the_loss_of_each_modality_is_the_mean_over_its_labels(tmp_path: Path, f
     assert rows["loss.modality.text"][-1] < math.log(32)
 
 
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "fsdp": {"dp_shard": 2},
-    "tp": {"tp": 2},
-    "cp": {"cp": 2},
-    "pp": {"pp": 2},
-}
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("fusion", FUSIONS)
-def test_F129_layouts_train_as_one_process_and_log_the_same_losses(
-    tmp_path: Path, fusion: str, layout: str
-) -> None:
-    keys: dict[str, Any] = {"model.fusion.name": fusion, "model.fusion.moma.balance_loss": 0.0}
-    if fusion != "moma":
-        del keys["model.fusion.moma.balance_loss"]
-    alone = fit_alone(write_job(tmp_path / "one"), **keys).weights
-    own = keys | {f"parallel.{key}": value for key, value in LAYOUTS[layout].items()}
-    found = together(fit_on_ranks(2, write_job(tmp_path / "many"), **flags(own)))
-    for name, value in alone.items():
-        assert (found[name] - value).abs().max() <= 1e-4 * value.abs().max(), name
-    one, many = (read_run(tmp_path / name / "run").metrics for name in ("one", "many"))
-    for name in ("loss", "loss.modality.text", "loss.modality.image"):
-        assert many[name] == pytest.approx(one[name], rel=2e-5), name
-
-
 @pytest.mark.parametrize("fusion", FUSIONS)
 def test_a_trained_run_draws_what_it_is_asked_for(tmp_path: Path, fusion: str) -> None:
     fit_alone(write_job(tmp_path), **{"train.steps": 200, "model.fusion.name": fusion})
@@ -151,7 +123,7 @@ def test_a_trained_run_draws_what_it_is_asked_for(tmp_path: Path, fusion: str) -
 
 
 @pytest.mark.slow
-def test_a_job_is_checked_planned_and_explained(tmp_path: Path) -> None:
+def test_F129_a_job_is_checked_planned_and_explained(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     explained = forge_train("explain", job)
     assert explained.code == 0, explained.err

@@ -149,17 +149,6 @@ def test_an_encoder_is_tuned_by_adapters_alone(tmp_path: Path, name: str) -> Non
     assert all(not torch.equal(moved[f"{n}.weight"], base[f"model.{n}.weight"]) for n in layers)
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-def test_other_layouts_are_one_process(tmp_path: Path) -> None:
-    alone, keys = job_of("qwen3_vl", tmp_path / "alone")
-    wanted = fit_alone(alone, **keys).weights
-    for axis in ("tp", "cp", "pp"):
-        many, _ = job_of("qwen3_vl", tmp_path / axis)
-        layout = {f"parallel.{axis}": 2}
-        assert_close(together(fit_on_ranks(2, many, None, **flags({**keys, **layout}))), wanted)
-
-
 def test_the_base_is_that_of_the_folder(tmp_path: Path) -> None:
     """Frozen weights have the bits of the file, in the order in which transformers has them."""
     job, keys = job_of("qwen3_vl", tmp_path)

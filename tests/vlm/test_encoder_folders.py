@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from forge_testing.pictures import SIDE
-from forge_testing.runs import assert_same_bits, fit_alone, fit_on_ranks, make_job, saved_tensors
-from forge_testing.vlm_jobs import CLIP, TRANSFORMERS, flags, write_vlm_job
+from forge_testing.runs import assert_same_bits, fit_alone, make_job, saved_tensors
+from forge_testing.vlm_jobs import CLIP, TRANSFORMERS, write_vlm_job
 from forge_train import ConfigError, read_run
 
 transformers = pytest.importorskip("transformers")
@@ -97,17 +97,6 @@ def test_beside_a_text_model_and_again_after_a_stop(tmp_path: Path) -> None:
     fit_alone(halves, **trained | {"train.steps": 2})
     fit_alone(halves, **trained | {"train.steps": 4})
     assert_same_bits(*(saved_tensors(tmp_path / name / "run") for name in ("one", "two")))
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"pp": 2}, {"tp": 2}])
-def test_ranks_take_their_part_of_it(tmp_path: Path, layout: dict[str, int]) -> None:
-    wanted = save(tmp_path / "clip")
-    keys = KEYS | {"init.encoder": str(tmp_path / "clip")}
-    keys |= {f"parallel.{key}": value for key, value in layout.items()}
-    ranks = fit_on_ranks(2, write_vlm_job(tmp_path), **flags(keys))
-    assert {r.problems for r in ranks} == {()}
-    assert_encoder(tmp_path / "run", wanted)
 
 
 def test_a_folder_of_another_encoder_is_refused_with_what_differs(tmp_path: Path) -> None:

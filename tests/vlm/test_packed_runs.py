@@ -11,9 +11,7 @@ import pytest
 
 from forge_testing.processes import forge_train
 from forge_testing.runs import (
-    assert_close,
     assert_same_bits,
-    assert_same_rows,
     columns,
     fit_alone,
     fit_on_ranks,
@@ -75,27 +73,6 @@ def test_the_answer_is_learnt_from_pictures_of_any_shape(tmp_path: Path) -> None
     fit_alone(job, **strips(tmp_path), **{"train.steps": 40})
     losses = columns(job)["loss"]
     assert losses[-1] < 0.2 * losses[0]
-
-
-#: Keys of a layout of two ranks.
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "fsdp": {},
-    "recompute": {"parallel.recompute": "full"},
-    "tp": {"parallel.tp": 2},
-    "pp": {"parallel.pp": 2, "train.micro_batch": 3},
-}
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_two_ranks_equal_one_process(tmp_path: Path, layout: str) -> None:
-    alone, many = (packed_job(tmp_path / name) for name in ("alone", "many"))
-    keys = strips(tmp_path)
-    wanted = fit_alone(alone, **keys)
-    got = together(fit_on_ranks(2, many, None, **flags({**keys, **LAYOUTS[layout]})))
-    assert_close(got, wanted.weights)
-    mine, theirs = columns(many), columns(alone)
-    assert_same_rows(mine, theirs)
 
 
 @pytest.mark.distributed

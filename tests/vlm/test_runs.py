@@ -15,14 +15,11 @@ from forge_data import Loader
 from forge_testing.pictures import Squares
 from forge_testing.processes import forge_train
 from forge_testing.runs import (
-    assert_close,
     assert_same_bits,
-    assert_same_rows,
     columns,
     fit_alone,
     fit_on_ranks,
     saved_tensors,
-    together,
 )
 from forge_testing.vlm_jobs import CLIP, TRANSFORMERS, flags, write_vlm_job
 from forge_train import ConfigError, DataError, Trainer, load_job, load_trained
@@ -37,15 +34,11 @@ CROSS = {
     "data.sources.squares.options": {"group": 12, "text": 6, "places": 1},
 }
 MOMA = {"model.fusion.name": "moma", "train.micro_batch": 3}
-GROUPS = {"model.fusion.moma.experts": {"image": 6}, "model.feed_forward_bias": True}
 CHOICE = {
     "eval.every_steps": 0,
     "model.fusion.moma.router": "expert_choice",
     "model.fusion.moma.gumbel_noise": 1.0,
 }
-STAGES = {"parallel.pp": 2, "train.micro_batch": 3}
-IN_V = {"parallel.pp_schedule": "zbv_zero_bubble", "model.num_layers": 4}
-EXPERTS = {"model.moe.num_experts": 4, "model.moe.top_k": 2, "model.moe.aux_loss_weight": 0.01}
 
 
 @pytest.mark.slow
@@ -80,89 +73,6 @@ def test_initial_values_are_a_function_of_the_seed(tmp_path: Path, encoder: dict
     assert {"vision", "adapter", "layers"} <= {n.partition(".")[0] for n in moved}
     for name, buffer in plain.named_buffers():
         assert torch.equal(dict(trainer.model.named_buffers())[name], buffer), name
-
-
-LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "fsdp": (2, {}),
-    "replicated": (2, {"parallel.dp_replicate": 2}),
-    "hsdp": (4, {"parallel.dp_replicate": 2}),
-    "recompute": (2, {"parallel.recompute": "full"}),
-    "fused": (2, {"train.loss": "fused_cross_entropy"}),
-    "three": (3, {"train.micro_batch": 2}),
-    "tp": (2, {"parallel.tp": 2}),
-    "tp whole": (2, {"parallel.tp": 2, "parallel.sequence_parallel": False}),
-    "cp": (2, {"parallel.cp": 2}),
-    "ring": (4, {"parallel.cp": 2, "parallel.cp_exchange": "ring"}),
-    "pp": (2, {"parallel.pp": 2, "train.micro_batch": 3}),
-}
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("text", [{}, TEXT], ids=["images", "text ranks"])
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_layout_equals_one_process(tmp_path: Path, layout: str, text: dict[str, Any]) -> None:
-    world, keys = LAYOUTS[layout]
-    alone, many = (write_vlm_job(tmp_path / name) for name in ("alone", "many"))
-    wanted = fit_alone(alone, **text)
-    got = together(fit_on_ranks(world, many, None, **flags({**text, **keys})))
-    assert_close(got, wanted.weights)
-    assert_same_rows(columns(many), columns(alone))
-
-
-#: Models beside that of the job, and the layouts they are tried in.
-MODELS: dict[str, tuple[int, dict[str, Any]]] = {
-    "mixture_of_transformers": (2, PARTED),
-    "moma": (2, MOMA),
-    "moma experts choose": (2, {**MOMA, **CHOICE}),
-    "mixture_of_transformers tp": (2, {**PARTED, "parallel.tp": 2}),
-    "mixture_of_transformers cp": (2, {**PARTED, "parallel.cp": 2}),
-    "mixture_of_transformers pp": (4, {**PARTED, **STAGES}),
-    "mixture_of_transformers zbv": (2, {**PARTED, **STAGES, **IN_V}),
-    "moma tp": (2, {**MOMA, "parallel.tp": 2}),
-    "moma tp whole": (2, {**MOMA, "parallel.tp": 2, "parallel.sequence_parallel": False}),
-    "moma cp": (2, {**MOMA, "parallel.cp": 2}),
-    "moma ring": (4, {**MOMA, "parallel.cp": 2, "parallel.cp_exchange": "ring"}),
-    "moma pp": (4, {**MOMA, **STAGES}),
-    "moma zbv": (2, {**MOMA, **STAGES, **IN_V}),
-    "moma ep": (2, {**MOMA, **GROUPS, "parallel.ep": 2}),
-    "moma hsdp ep": (4, {**MOMA, "parallel.ep": 2, "parallel.recompute": "full"}),
-    "moma cp ep": (2, {**MOMA, "parallel.cp": 2, "parallel.ep": 2}),
-    "moma pp ep": (4, {**MOMA, **STAGES, "parallel.ep": 2}),
-    "moma experts choose ep": (2, {**MOMA, **CHOICE, "parallel.ep": 2}),
-    "moma experts choose tp": (2, {**MOMA, **CHOICE, "parallel.tp": 2}),
-    "moma experts choose pp": (2, {**MOMA, **CHOICE, **STAGES, "parallel.recompute": "full"}),
-    "cross_attention": (2, CROSS),
-    "cross_attention tp": (2, {**CROSS, "parallel.tp": 2}),
-    "cross_attention cp": (2, {**CROSS, "parallel.cp": 2}),
-    "experts": (2, {**EXPERTS, "train.micro_batch": 6}),
-    "experts ep": (2, {**EXPERTS, "train.micro_batch": 6, "parallel.ep": 2}),
-}
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("name", MODELS)
-def test_other_models_equal_one_process(tmp_path: Path, name: str) -> None:
-    world, keys = MODELS[name]
-    alone, many = (write_vlm_job(tmp_path / name) for name in ("alone", "many"))
-    wanted = fit_alone(
-        alone,
-        **{**TEXT, **{k: v for k, v in keys.items() if not k.startswith("parallel.")}},
-    )
-    got = together(fit_on_ranks(world, many, None, **flags({**TEXT, **keys})))
-    assert_close(got, wanted.weights)
-    assert_same_rows(columns(many), columns(alone))
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("rows", [{"group": 24, "text": 12}, {"group": 1, "text": 1}], ids=str)
-def test_F75_steps_of_text_alone_hang_nobody(tmp_path: Path, rows: dict[str, int]) -> None:
-    """Steps without one picture on any rank, between steps of pictures and all the time."""
-    alone, many = (write_vlm_job(tmp_path / name) for name in ("alone", "many"))
-    keys = {"data.sources.squares.options": rows}
-    wanted = fit_alone(alone, **keys)
-    got = together(fit_on_ranks(2, many, None, **flags(keys)))
-    assert_close(got, wanted.weights)
-    assert_same_rows(columns(many), columns(alone))
 
 
 def test_ids_that_are_inputs_alone_are_those_of_the_data_too(tmp_path: Path) -> None:

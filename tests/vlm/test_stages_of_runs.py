@@ -110,19 +110,6 @@ def test_the_third_stage_trains_the_encoder_and_resumes_with_the_same_bits(
         assert_same_bits(saved_tensors(other), saved_tensors(run))
 
 
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    "layout", [{}, {"parallel.tp": 2}, {"parallel.pp": 2, "train.micro_batch": 3}], ids=str
-)
-def test_stages_on_ranks_equal_one_process(tmp_path: Path, layout: dict[str, Any]) -> None:
-    alone, many = (write_vlm_job(tmp_path / name, STAGES) for name in ("alone", "many"))
-    wanted = fit_alone(alone, **TEXT)
-    got = together(fit_on_ranks(2, many, None, **flags({**TEXT, **layout})))
-    assert_close(got, wanted.weights)
-    assert_same_rows(columns(many), columns(alone))
-
-
 def test_F77_a_stage_at_the_first_step_holds(tmp_path: Path) -> None:
     """The multipliers of groups are those of step 1: no weight with 0 has moved after it, and those of a stage come with it."""
     job = write_vlm_job(tmp_path, STAGES)

@@ -132,10 +132,20 @@ def columns(job: Path) -> dict[str, list]:
     return {name: metrics[name] for name in ("step", "loss", "val_loss", "grad_norm", "instances")}
 
 
-def assert_close(got: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+def assert_close(
+    got: dict[str, torch.Tensor],
+    wanted: dict[str, torch.Tensor],
+    bound: float = 1e-5,
+    floor: float = 0.0,
+) -> None:
+    """max|a - b| <= bound max|b| for every tensor; one below `floor` is the rounding noise of a zero."""
     assert got.keys() == wanted.keys()
+    off = {}
     for name, value in wanted.items():
-        assert (got[name] - value).abs().max() <= 1e-5 * value.abs().max(), name
+        error, size = float((got[name] - value).abs().max()), float(value.abs().max())
+        if not error <= max(bound * size, floor):  # not a number is off, too
+            off[name] = f"{error:.1e} of {size:.1e}"
+    assert not off, off
 
 
 def assert_same_rows(got: dict[str, list], wanted: dict[str, list]) -> None:
