@@ -270,6 +270,9 @@ FEATURES: dict[str, JobFeature] = {
     "groups that freeze and thaw": JobFeature(
         with_table(PLAN),
         {"train.steps": 6, "model.moe.num_experts": 4, "model.moe.first_dense_layers": 1},
+        also=frozenset(
+            {"fsdp accumulated", "fsdp gathered", "fsdp recomputed", "fsdp compiled", "pp zbv"}
+        ),
         callback=Watch,
     ),
     "groups of a class of torch": JobFeature(
