@@ -12,7 +12,7 @@ import pytest
 from . import page
 from .campaign import chosen_suites, done_rows
 
-pytestmark = [pytest.mark.distributed]
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 SUITES = "wait,async,files,points,disk,odd,world"
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -11,6 +11,8 @@ from forge_data.prepare import prepare
 from forge_testing.runs import fit_on_ranks, make_job
 from forge_train import Callback, Trainer, read_run
 
+pytestmark = pytest.mark.lane("test")
+
 
 class DamagedCopyOnRank1(Callback):
     """As if the second node had a copy of its own, with a flipped bit."""

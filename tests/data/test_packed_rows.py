@@ -18,6 +18,8 @@ from forge_testing.runs import make_job
 from forge_train import Trainer, load_job, read_run
 from forge_train.config.describe import planned_rows
 
+pytestmark = pytest.mark.lane("test")
+
 POLICIES = ("concatenate", "first_fit", "best_fit")
 
 

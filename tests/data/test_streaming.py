@@ -26,6 +26,8 @@ from forge_testing.runs import (
 )
 from forge_train import Callback, DataError, Trainer, load_job
 
+pytestmark = pytest.mark.lane("test")
+
 STREAMED = """
 [data.sources.text]
 name = "huggingface"

@@ -12,6 +12,8 @@ from forge_train.cli import VERBS
 from forge_train.config.describe import key_rows, keys_as_markdown
 from forge_train.metrics.columns import columns_as_markdown
 
+pytestmark = pytest.mark.lane("test")
+
 ROOT = Path(__file__).parents[2]
 PAGES = [p for p in [*ROOT.glob("*.md"), *ROOT.glob("*/**/*.md")] if not {"runs", "dist", "node_modules"} & set(p.parts)
          and not any(part.startswith((".venv", ".hatch")) for part in p.parts)]  # fmt: skip

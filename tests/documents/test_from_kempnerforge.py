@@ -5,8 +5,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from forge_core.optim import OPTIMIZERS, SCHEDULES
 from forge_train.config.describe import key_rows
+
+pytestmark = pytest.mark.lane("test")
 
 PAGE = (Path(__file__).parents[2] / "docs/from-kempnerforge.md").read_text()
 # Its tables of June 2026, by section.

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from benchmarks import optimizer_study
 
+pytestmark = pytest.mark.lane("test")
+
 DOCS = Path(optimizer_study.ROOT) / "docs"
 
 

@@ -13,6 +13,8 @@ import pytest
 
 from forge_testing.processes import forge_train
 
+pytestmark = pytest.mark.lane("test")
+
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/vlm-digits.md"
 FEW = ["--train.steps", "2", "--train.global_batch", "4"]

@@ -24,7 +24,7 @@ from forge_parallel import ParallelConfig, make_meshes
 from forge_testing import run_on_ranks, write_job
 from forge_train import Callback, Trainer, load_job
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 LAYERS = 2
 # Per block: gathered for the forward and again for the backward, gradients scattered; the root stays
 # gathered in between; what the ranks used. Then the vote, and the norm with the loss.

@@ -16,6 +16,8 @@ from run_cells import arguments, chosen_names
 
 from forge_testing.devices import DEVICE, NPROC
 
+pytestmark = pytest.mark.lane("test")
+
 DOCS = Path(__file__).parents[2] / "docs"
 
 

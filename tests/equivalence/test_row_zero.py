@@ -28,6 +28,8 @@ from forge_core.families import LLAMA, QWEN3, Family
 from forge_core.optim import MuonConfig
 from forge_parallel import ParallelConfig, clip_grad_norm_, parallelize
 
+pytestmark = pytest.mark.lane("test")
+
 BOUND = 1e-5
 STEPS, BATCH, SEQ, VOCAB = 20, 4, 24, 96
 LION_LR = 1e-4

@@ -12,6 +12,8 @@ import pytest
 
 from forge_testing import flip_bit, rank_pids, signal_at_random, signal_rank, truncate
 
+pytestmark = pytest.mark.lane("test")
+
 DATA = bytes(range(256)) * 4
 
 # A launcher of two ranks; each has a child of its own, which inherits RANK.

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from forge_testing import RankError, rank_mesh, run_on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 
 @dataclass

@@ -36,6 +36,8 @@ from forge_moe.families import (
     BlockFamily,
 )
 
+pytestmark = pytest.mark.lane("test")
+
 BOUND, MARGIN = 1e-5, 1e-4
 SHAPE: dict[str, Any] = {
     "vocab_size": 32,

@@ -35,6 +35,8 @@ from forge_moe import MoE
 from forge_moe.families import MIXTRAL
 from forge_parallel import ParallelConfig, clip_grad_norm_, parallelize
 
+pytestmark = pytest.mark.lane("test")
+
 BOUND, MARGIN = 1e-5, 1e-3
 STEPS, BATCH, SEQ, VOCAB, SEED = 20, 4, 16, 96, 8
 LR, BETAS, EPS, DECAY, MAX_NORM = 1e-3, (0.9, 0.95), 1e-4, 0.1, 1.0

@@ -26,7 +26,7 @@ from forge_train.trainer.build import build_model
 from forge_train.trainer.layout import layout_problems
 from forge_train.trainer.run_directory import RunDirectory
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 MOE = """
 [model.moe]

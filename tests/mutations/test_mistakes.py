@@ -14,6 +14,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import hits
 from mistakes import MISTAKES, Mistake
 
+pytestmark = pytest.mark.lane("test")
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

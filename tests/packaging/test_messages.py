@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.lane("test")
+
 ROOT = Path(__file__).parents[2]
 #: Characters from which on a text is a sentence of its own, without what is filled in.
 LONG = 40

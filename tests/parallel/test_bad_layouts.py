@@ -12,6 +12,8 @@ from forge_testing import write_job
 from forge_train import ConfigError, cli, load_job
 from forge_train.trainer.layout import layout_problems
 
+pytestmark = pytest.mark.lane("test")
+
 WIDE = {"model.num_layers": 4, "model.num_heads": 4, "model.dim": 32}
 MOE = {"model.moe.num_experts": 8}
 

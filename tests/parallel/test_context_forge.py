@@ -16,6 +16,8 @@ from forge_core.model import default_positions
 from forge_parallel.axes import context_parallel, cut_sequence, join_sequence
 from forge_testing import device, run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 B, S, V = 2, 32, 64
 
 # lengths of documents per row, and how many tokens at the end are pads

@@ -24,6 +24,8 @@ from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.axes import vocab_cross_entropy
 from forge_testing import device, run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 V, B, S = 48, 4, 16
 
 

@@ -29,7 +29,7 @@ from forge_testing.runs import (
 from forge_train import Trainer, load_job, load_trained
 from forge_train.errors import ConfigError
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 S, D, WORLD = 32, 32, {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "1",
                        "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1"}  # fmt: skip
 

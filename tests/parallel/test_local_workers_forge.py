@@ -9,7 +9,7 @@ import pytest
 from forge_parallel import start
 from forge_resilience import local_workers, run_local_workers
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 _GLOO = """
 import sys

@@ -13,6 +13,8 @@ from forge_moe import MoE, MoEConfig, recompute_contexts
 from forge_parallel.compile import compile_blocks, recompilations
 from forge_parallel.recompute import recompute
 
+pytestmark = pytest.mark.lane("test")
+
 VOCAB, SEQ = 64, 32
 
 

@@ -19,6 +19,8 @@ from forge_ckpt import Store
 from forge_data import SourceConfig, open_source, verify
 from forge_testing.runs import fit_alone
 
+pytestmark = pytest.mark.lane("test")
+
 RELEASES = sorted((Path(__file__).parent / "golden").iterdir())
 releases = pytest.mark.parametrize("golden", RELEASES, ids=lambda path: path.name)
 

@@ -15,6 +15,8 @@ from forge_testing.studies import LONG, SHORT, TRUNK, write_study
 from forge_train import read_run
 from forge_train.study.runs import read_study
 
+pytestmark = pytest.mark.lane("test")
+
 ROOT = Path(__file__).parents[2]
 _PAUSES = '[base.callbacks.pause]\nname = "tests.slurm.pause:Pause"\nevery_steps = {}\n'
 _SLURM = "[base.resilience]\nsave_limit_seconds = 20\n[base.slurm]\ncpus_per_task = 1\n"

@@ -12,6 +12,8 @@ from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.hf.families import find_family
 
+pytestmark = pytest.mark.lane("test")
+
 SMALL: dict[str, Any] = {"vocab_size": 64, "dim": 16, "num_layers": 2, "num_heads": 2}
 MUP: dict[str, Any] = {
     "parametrization": "mup",

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from scripts.write_notebooks import notebook_of
 
+pytestmark = pytest.mark.lane("test")
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples/notebooks"
 SCRIPTS = sorted(FOLDER.glob("*.py"))

@@ -12,6 +12,8 @@ from forge_testing.runs import assert_close, fit_on_ranks, make_job, together
 from forge_train import Trainer, load_job
 from forge_train.errors import ConfigError
 
+pytestmark = pytest.mark.lane("test")
+
 ADAM = {"optimizer.name": "torch.optim:Adam", "checkpoint.every_steps": 3, "train.steps": 6}
 
 

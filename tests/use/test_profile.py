@@ -15,6 +15,8 @@ from forge_testing import write_job
 from forge_testing.runs import assert_same_bits, columns, fit_on_ranks, make_job, together
 from forge_train import Callback, ConfigError, Trainer, load_job, read_run
 
+pytestmark = pytest.mark.lane("test")
+
 WINDOW = {"profile.start_step": 5, "profile.num_steps": 2, "sample.max_new_tokens": 0}
 
 

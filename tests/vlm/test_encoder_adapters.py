@@ -32,6 +32,8 @@ from forge_train.hf.families import modules_of
 from forge_train.jobs import load_model
 from forge_vlm import ModalityConfig
 
+pytestmark = pytest.mark.lane("test")
+
 pytest.importorskip("transformers")
 QWEN_JOB = """
 [run]

@@ -26,6 +26,8 @@ from forge_train.trainer.exact_match import COLUMN, ExactMatch, prompts_of
 from forge_train.trainer.layout import layout_problems
 from forge_vlm.answers import is_match
 
+pytestmark = pytest.mark.lane("test")
+
 Image = pytest.importorskip("PIL.Image")
 COLOURS = {"red": (230, 30, 30), "green": (30, 200, 30), "blue": (40, 60, 240), "yellow": (240, 230, 40)}  # fmt: skip
 OPTIONS = {"resolution": {"fixed": {"size": 8}}, "tokens_per_tile": 4, "template": "plain"}

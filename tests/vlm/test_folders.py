@@ -16,6 +16,8 @@ from forge_core import initialise
 from forge_vlm import VLM
 from forge_vlm.families import QWEN3_VL
 
+pytestmark = pytest.mark.lane("test")
+
 transformers = pytest.importorskip("transformers")
 README = Path(__file__).parents[2] / "packages/forge-vlm/README.md"
 TEXT = {

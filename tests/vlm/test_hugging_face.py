@@ -17,6 +17,8 @@ from forge_train import ConfigError, Trainer, load_job
 from forge_train.hf.exporting import export_run
 from forge_train.hf.importing import import_folder
 
+pytestmark = pytest.mark.lane("test")
+
 transformers = pytest.importorskip("transformers")
 TEXT = {
     "model_type": "llama",

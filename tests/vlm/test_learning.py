@@ -4,6 +4,8 @@ import pytest
 from tests.vlm.learn import FUSIONS, learn
 from tests.vlm.tasks import CHANCE, EOS, batch_of, ids, picture
 
+pytestmark = pytest.mark.lane("test")
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fusion", FUSIONS[:1])

@@ -26,6 +26,8 @@ from forge_testing.vlm_jobs import TRANSFORMERS, flags, write_vlm_job
 from forge_train import ConfigError, Trainer, load_job, read_run
 from forge_vlm import VLM
 
+pytestmark = pytest.mark.lane("test")
+
 STAGES = """
 [optimizer.groups.vision]
 patterns = ["vision.*"]

@@ -15,6 +15,8 @@ from forge_testing.runs import columns, fit_alone
 from forge_testing.vlm_jobs import write_vlm_job
 from forge_vlm.data import Conversations
 
+pytestmark = pytest.mark.lane("test")
+
 av = pytest.importorskip("av")
 
 WORDS = ["left", "right", "up", "down"]

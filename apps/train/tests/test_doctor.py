@@ -12,6 +12,8 @@ import torch
 from forge_testing import forge_train
 from forge_train import doctor
 
+pytestmark = pytest.mark.lane("test")
+
 
 def test_F119_an_accelerator_that_computes_nothing_is_broken(
     monkeypatch: pytest.MonkeyPatch,

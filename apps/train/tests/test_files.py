@@ -9,6 +9,8 @@ import pytest
 
 from forge_train.config.files import read_toml
 
+pytestmark = pytest.mark.lane("test")
+
 _WORDS = ". ".join("ABCDEFGHIJKLMNOPQRSTUVWXYZ")
 
 

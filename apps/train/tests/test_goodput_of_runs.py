@@ -12,6 +12,8 @@ from forge_testing import forge_train, kill_after_step, start, write_job
 from forge_train import Trainer, load_job, read_run
 from forge_train.report.goodput import print_report
 
+pytestmark = pytest.mark.lane("test")
+
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -9,6 +9,8 @@ import pytest
 from forge_train.config.layers import Layers, read_layers
 from forge_train.errors import ConfigError
 
+pytestmark = pytest.mark.lane("test")
+
 
 def write(folder: Path, **files: str) -> Path:
     for name, text in files.items():

@@ -15,6 +15,8 @@ from forge_testing import write_job
 from forge_train import Trainer, load_job
 from forge_train.errors import ConfigError
 
+pytestmark = pytest.mark.lane("test")
+
 PARTS = "forge_testing.parts"
 
 

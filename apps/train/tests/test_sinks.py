@@ -15,6 +15,8 @@ from forge_train.metrics import background
 from forge_train.metrics.background import BackgroundSink, end_all
 from forge_train.metrics.jsonl import JsonlSink
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Recording:
     def __init__(self) -> None:

@@ -13,6 +13,8 @@ import pytest
 from forge_testing import write_job
 from forge_train import read_run
 
+pytestmark = pytest.mark.lane("test")
+
 LAB = Path(__file__).parent / "somebodys_lab"
 PARTS = """
 [model.mixer_options]

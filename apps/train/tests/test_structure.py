@@ -9,6 +9,8 @@ import pytest
 from forge_train.config.describe import key_rows
 from forge_train.config.structure import structure
 
+pytestmark = pytest.mark.lane("test")
+
 GOOD: dict[str, Any] = {
     "model": {"vocab_size": 257, "dim": 16, "num_heads": 2},
     "data": {"sources": {"a": {"name": "builtin"}}},

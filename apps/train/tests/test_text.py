@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forge_core import SamplingConfig
 from forge_train.report import text
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Letters:
     eos_id = 0

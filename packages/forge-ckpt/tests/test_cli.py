@@ -11,6 +11,8 @@ import torch
 
 from forge_ckpt import Store, cli
 
+pytestmark = pytest.mark.lane("test")
+
 pytest.importorskip("tyro", reason="the command line is the extra [cli]")
 pytest.importorskip("rich", reason="the command line is the extra [cli]")
 

@@ -27,7 +27,10 @@ from forge_ckpt import Store, read_tensors
 from forge_ckpt.dcp import convert_from_dcp, convert_to_dcp
 from forge_testing import run_on_ranks
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.lane("test"),
+]
 
 # Numbers move bit by bit: every comparison is exact.
 

@@ -11,6 +11,8 @@ import torch
 
 from forge_ckpt import Store
 
+pytestmark = pytest.mark.lane("test")
+
 # Runs in a process of its own, with one thread: it forks a child per crash point. The child counts
 # calls that touch the disk and dies before or after the n-th; the parent then loads.
 _CRASH = """

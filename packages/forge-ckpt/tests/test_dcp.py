@@ -25,7 +25,10 @@ from forge_ckpt import (
 from forge_testing import run_on_ranks
 
 _NUMPY = "torch's own object collectives, which dcp uses in a process group, need numpy"
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.lane("test"),
+]
 
 
 @pytest.fixture

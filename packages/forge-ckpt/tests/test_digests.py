@@ -20,7 +20,10 @@ from forge_ckpt import (
     manifest,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.lane("test"),
+]
 STATE = {"x": {"w": torch.arange(3_000_000.0), "n": 1}}  # three blocks
 
 

@@ -14,6 +14,8 @@ import torch
 from forge_ckpt import Store, read_tensors
 from forge_testing import run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 

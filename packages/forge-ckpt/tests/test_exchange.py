@@ -16,7 +16,7 @@ from forge_ckpt import RNGState, Store
 from forge_ckpt.rank_group import RankGroup
 from forge_testing import run_on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 _ALLOWED = ("all_gather", "gather", "broadcast")
 _FORBIDDEN = (

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor
 from forge_ckpt import Store
 from forge_testing import run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 pytest.importorskip("torchao")
 
 

@@ -5,6 +5,8 @@ import torch
 
 from forge_ckpt.hf import check_rows, to_forge, to_hf
 
+pytestmark = pytest.mark.lane("test")
+
 
 def _tensor(*shape, dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)

@@ -14,7 +14,7 @@ from forge_ckpt import Store, manifest
 from forge_ckpt.files import Directory
 from forge_testing import run_on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 # fp32 numbers move between layouts bit by bit: every comparison of states is exact.
 

@@ -12,6 +12,8 @@ from torch.distributed.fsdp import fully_shard
 from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, Store, load_step
 from forge_testing import run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 
 def build(seed):
     torch.manual_seed(seed)

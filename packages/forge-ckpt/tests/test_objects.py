@@ -10,6 +10,8 @@ import torch
 
 from forge_ckpt import objects, tree
 
+pytestmark = pytest.mark.lane("test")
+
 
 def _same(a, b):
     if type(a) is not type(b):

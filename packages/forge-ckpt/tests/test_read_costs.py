@@ -20,7 +20,10 @@ from forge_ckpt import (
 from forge_ckpt.manifest import BLOCK_BYTES
 from forge_ckpt.read import arena, blocks, reader
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
+    pytest.mark.lane("test"),
+]
 
 
 def _save(path, state):

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.lane("test")
+
 
 @pytest.mark.slow  # CI runs it from the wheel, in scripts/smoke_wheels.py
 def test_the_first_example_runs(tmp_path, monkeypatch, capsys):

@@ -8,6 +8,8 @@ import pytest
 
 from forge_ckpt.retention import Keep, outdated
 
+pytestmark = pytest.mark.lane("test")
+
 POWERS = {0, *(2**n for n in range(20))}
 
 

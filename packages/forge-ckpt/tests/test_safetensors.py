@@ -17,6 +17,8 @@ from forge_ckpt import Store, load_hf
 from forge_ckpt.hf import HFFolder, HFTensors, save_hf
 from forge_testing import run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 ROWS = [
     ("emb.weight", "embedding.weight", ()),
     ("l.{i}.e.{e}.w1", "layers.{i}.up", (("transpose", 0, 1), ("stack_experts", 3))),

@@ -12,6 +12,8 @@ from torch import nn
 from forge_ckpt import CheckpointMismatch, Store
 from forge_ckpt.stage_state import NamedState, StageState, tensor_names
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Named:
     """An optimizer with a number and a moment per trained parameter."""

@@ -18,6 +18,8 @@ from forge_ckpt import (
     StoreInUse,
 )
 
+pytestmark = pytest.mark.lane("test")
+
 
 def _model(seed, width=8):
     torch.manual_seed(seed)

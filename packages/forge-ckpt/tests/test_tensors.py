@@ -9,6 +9,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from forge_ckpt import CorruptCheckpoint, Store, read_tensors
 from forge_testing import run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 SHAPES = {"rows": (7, 6), "columns": (3, 10), "cube": (2, 5, 6), "vector": (5,), "one": (1, 9)}
 CUTS = {"rows": (0, 1), "columns": (1, 0), "cube": (1, 2), "vector": (0, None), "one": (1, None)}
 

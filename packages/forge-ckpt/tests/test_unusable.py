@@ -9,6 +9,8 @@ import torch
 
 from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, RNGState, Store
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Counter:
     """Refuses by ``load_checks``; without it, by ``load_state_dict``."""

@@ -21,6 +21,8 @@ from forge_ckpt.read.shared_memory import equal_bits
 from forge_ckpt.read.tensors import SavedTensors
 from forge_testing import run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 pytest.importorskip("tyro", reason="the command line is the extra [cli]")
 pytest.importorskip("rich", reason="the command line is the extra [cli]")
 

@@ -11,6 +11,8 @@ from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, SavedTensors, Stor
 from forge_ckpt.weights import WeightsReport, load_weights, match_weights
 from forge_testing import run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Net(nn.Module):
     def __init__(self, classes=3, extra=False, seed=0):

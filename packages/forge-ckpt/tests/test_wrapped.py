@@ -10,6 +10,8 @@ from torch.utils._pytree import tree_map_only
 from forge_ckpt import Store, files
 from forge_testing import run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Wrapper(torch.Tensor):
     """Behaves like the tensor that it holds; detach and views stay wrapped."""

@@ -21,6 +21,8 @@ from forge_core.families import (
 )
 from forge_core.model import LayerType, MLAConfig
 
+pytestmark = pytest.mark.lane("test")
+
 HF = {
     "vocab_size": 8,
     "hidden_size": 16,

@@ -7,6 +7,8 @@ from forge_core.families import GEMMA3, GRANITE, LLAMA, OLMO2, PHI3, SMOLLM3
 from forge_core.families.layers import repeated
 from forge_core.model import LayerType
 
+pytestmark = pytest.mark.lane("test")
+
 HF = {
     "vocab_size": 8,
     "hidden_size": 16,

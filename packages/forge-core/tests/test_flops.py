@@ -8,6 +8,8 @@ from forge_core import Transformer, TransformerConfig
 from forge_core.flops import flops_per_token, parameter_count, peak_flops
 from forge_core.lora import LoRAConfig, lora
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Offers(nn.Module):
     def __init__(self):

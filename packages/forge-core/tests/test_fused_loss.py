@@ -16,6 +16,8 @@ from forge_core import (
 )
 from forge_core.loss import fused
 
+pytestmark = pytest.mark.lane("test")
+
 V, B, S = 40, 2, 12
 
 

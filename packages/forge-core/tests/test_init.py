@@ -11,6 +11,8 @@ from torch import nn
 
 from forge_core import Init, Transformer, TransformerConfig, initialise
 
+pytestmark = pytest.mark.lane("test")
+
 CONFIG = TransformerConfig(
     vocab_size=300, dim=64, num_layers=3, num_heads=4, qk_norm=True, qkv_bias=True, o_bias=True
 )

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.lane("test")
+
 CODE = """
 import sys
 {first}

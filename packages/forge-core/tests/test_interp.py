@@ -7,6 +7,8 @@ from torch import nn
 from forge_core import AttentionSpec, KVCache, Transformer, TransformerConfig
 from forge_core.interp import attention_weights
 
+pytestmark = pytest.mark.lane("test")
+
 SIZES = dict(vocab_size=64, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, init_std=0.3)
 TOKENS = torch.randint(0, 64, (2, 11), generator=torch.Generator().manual_seed(0))
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [-1] * 2])

@@ -10,6 +10,8 @@ from forge_core import AttentionSpec, Transformer, TransformerConfig
 from forge_core.interp import ActivationStore, intervene, points_of
 from forge_core.model import MLAConfig, MTPConfig
 
+pytestmark = pytest.mark.lane("test")
+
 SIZES = dict(vocab_size=64, dim=16, num_layers=3, num_heads=4, num_kv_heads=2, init_std=0.3)
 TOKENS = torch.randint(0, 64, (2, 11), generator=torch.Generator().manual_seed(0))
 DOCUMENTS = torch.tensor([[0] * 4 + [1] * 7, [0] * 9 + [1] * 2])

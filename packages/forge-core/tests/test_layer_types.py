@@ -6,6 +6,8 @@ import torch
 from forge_core import AttentionSpec, SamplingConfig, Transformer, TransformerConfig, generate
 from forge_core.model import Attention, LayerType, RopeScaling
 
+pytestmark = pytest.mark.lane("test")
+
 SHAPE = {"vocab_size": 31, "dim": 24, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8}
 LINEAR = RopeScaling(4.0, name="linear")
 TYPES = {

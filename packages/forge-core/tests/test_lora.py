@@ -15,6 +15,8 @@ from forge_core.lora import LoRAConfig, LoRALinear, adapter_names, lora, merge
 from forge_core.model import MLAConfig
 from forge_core.optim import AdamW, OptimizerConfig
 
+pytestmark = pytest.mark.lane("test")
+
 CONFIG = TransformerConfig(
     vocab_size=37, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, qkv_bias=True
 )

@@ -9,6 +9,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core.loss import TokenLoss, cross_entropy
 
+pytestmark = pytest.mark.lane("test")
+
 
 def _example(dtype=torch.float32, shape=(3, 5), vocab=11, seed=0):
     generator = torch.Generator().manual_seed(seed)

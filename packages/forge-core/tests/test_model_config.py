@@ -7,6 +7,8 @@ import pytest
 
 from forge_core import AttentionSpec, RopeScaling, SamplingConfig, TransformerConfig
 
+pytestmark = pytest.mark.lane("test")
+
 
 @pytest.mark.parametrize(
     ("options", "words"),

@@ -2,9 +2,12 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 
 from forge_core import TokenContext
+
+pytestmark = pytest.mark.lane("test")
 
 
 def test_a_rebuilt_context_shares_what_was_derived() -> None:

@@ -16,6 +16,8 @@ from forge_core.model.documents import SegmentPlan, within_segments
 from forge_core.model.kv_cache import LayerCache
 from forge_core.model.rows import attend_rows, sdpa
 
+pytestmark = pytest.mark.lane("test")
+
 ROWS = {
     "one_length": [[4, 4, 4], [4, 4, 4]],
     "mixed": [[5, 2, 4, 1], [2, 2, 8]],

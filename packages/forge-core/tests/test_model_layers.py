@@ -13,6 +13,8 @@ from forge_core.model import Attention
 from forge_core.model.rope import inverse_frequencies, rope_tables, rotate
 from forge_core.model.yarn import attention_factor
 
+pytestmark = pytest.mark.lane("test")
+
 
 def error(got: Tensor, wanted: Tensor) -> float:
     got, wanted = got.detach(), wanted.detach()

@@ -12,6 +12,8 @@ from forge_core import _torch_compat
 from forge_core.model import SegmentPlan, attend_segments, documents
 from forge_core.model.documents import within_segments
 
+pytestmark = pytest.mark.lane("test")
+
 PLANS = {
     "mixed": [[5, 2, 4, 1], [2, 2, 8]],
     "one_length": [[4, 4, 4], [4, 4, 4]],

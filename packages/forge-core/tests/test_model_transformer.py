@@ -10,6 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from forge_core import FeedForward, TokenContext, Transformer, TransformerConfig
 
+pytestmark = pytest.mark.lane("test")
+
 ROLES = {
     "colwise",
     "shared_heads",

@@ -8,6 +8,8 @@ import torch
 from forge_core import Transformer, TransformerConfig
 from forge_core.model import MRopeConfig
 
+pytestmark = pytest.mark.lane("test")
+
 SIZES = dict(vocab_size=32, dim=32, num_layers=2, num_heads=2, max_seq_len=16)
 
 

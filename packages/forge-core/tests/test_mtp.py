@@ -12,6 +12,8 @@ from torch import Tensor
 from forge_core import Transformer, TransformerConfig, generate, initialise
 from forge_core.model import MTPConfig, MuPConfig
 
+pytestmark = pytest.mark.lane("test")
+
 K, S, IGNORED = 2, 12, -100
 
 

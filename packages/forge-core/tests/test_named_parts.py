@@ -11,6 +11,8 @@ from forge_core import FeedForward, Transformer, TransformerConfig, fused_cross_
 from forge_core.model import PlusOneRMSNorm, initialise
 from forge_core.model.parts import build_block
 
+pytestmark = pytest.mark.lane("test")
+
 SHAPE = {"vocab_size": 29, "dim": 12, "num_layers": 2, "num_heads": 3, "head_dim": 6}
 
 

@@ -10,6 +10,8 @@ from torch import nn
 
 from forge_core.optim import AdamW, OptimizerConfig, ScheduleConfig, build_optimizer
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Tiny(nn.Module):
     """A matrix used twice, a norm, a bias, and an expert stack."""

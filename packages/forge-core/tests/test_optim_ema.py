@@ -18,6 +18,8 @@ from forge_core.optim import (
     check_optimizer,
 )
 
+pytestmark = pytest.mark.lane("test")
+
 DECAY = 0.8
 
 

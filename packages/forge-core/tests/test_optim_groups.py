@@ -35,6 +35,8 @@ from forge_core.optim import (
     trains_nothing,
 )
 
+pytestmark = pytest.mark.lane("test")
+
 
 def group(*patterns: str, **options: Any) -> OptimizerGroupConfig:
     return OptimizerGroupConfig(patterns, **options)

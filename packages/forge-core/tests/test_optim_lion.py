@@ -12,6 +12,8 @@ from torch import Tensor, nn
 
 from forge_core.optim import Lion, OptimizerConfig, build_optimizer
 
+pytestmark = pytest.mark.lane("test")
+
 Gradients = list[dict[str, Tensor]]
 
 

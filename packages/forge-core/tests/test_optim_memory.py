@@ -14,6 +14,8 @@ from forge_core.optim import EMAConfig, OptimizerConfig, build_optimizer, local
 sys.path.insert(0, str(Path(__file__).parent))
 from live_bytes import LiveBytes
 
+pytestmark = pytest.mark.lane("test")
+
 PIECE = 1000
 
 

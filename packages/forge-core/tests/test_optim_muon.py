@@ -22,6 +22,8 @@ from forge_core.optim import (
 from forge_core.optim import newton_schulz as newton_schulz_module
 from forge_core.optim.newton_schulz import orthogonalise
 
+pytestmark = pytest.mark.lane("test")
+
 Gradients = list[dict[str, Tensor]]
 NS = (3.4445, -4.7750, 2.0315)
 

@@ -18,6 +18,8 @@ from forge_core.optim import (
     set_multipliers,
 )
 
+pytestmark = pytest.mark.lane("test")
+
 NAME = "schedule_free_adamw"
 RATES = [0.01 * min(1.0, (k + 1) / 4) for k in range(12)]  # a warm-up of four steps
 

@@ -17,6 +17,8 @@ from forge_core.optim import (
     set_lr,
 )
 
+pytestmark = pytest.mark.lane("test")
+
 
 def model_of(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)

@@ -22,6 +22,8 @@ from forge_core import (
 from forge_core.model import Block, FeedForward, check_init_tables, check_parts
 from forge_core.model.rope import inverse_frequencies
 
+pytestmark = pytest.mark.lane("test")
+
 SHAPE = {"vocab_size": 16, "dim": 8, "num_layers": 2, "num_heads": 2, "hidden_dim": 16}
 
 

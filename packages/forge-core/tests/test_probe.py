@@ -8,6 +8,8 @@ from torch import nn
 from forge_core import Transformer, TransformerConfig
 from forge_core.interp import ActivationStore, fit_classifier, fit_ridge, logit_lens
 
+pytestmark = pytest.mark.lane("test")
+
 RANDOM = torch.Generator().manual_seed(0)
 X = 3 + 2 * torch.randn(80, 6, generator=RANDOM)
 LABELS = (X @ torch.randn(6, 3, generator=RANDOM)).argmax(-1)

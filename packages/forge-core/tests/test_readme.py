@@ -10,6 +10,8 @@ import forge_core.optim
 from forge_core import KVCache, Transformer, TransformerConfig, families, generate_stream
 from forge_core.optim import OptimizerConfig, OptimizerGroupConfig
 
+pytestmark = pytest.mark.lane("test")
+
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 

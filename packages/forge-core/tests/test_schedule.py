@@ -9,6 +9,8 @@ import pytest
 
 from forge_core.optim import ScheduleConfig, WSDConfig, build_schedule
 
+pytestmark = pytest.mark.lane("test")
+
 FALLING = ("cosine", "linear", "wsd", "rex")
 NAMES = (*FALLING, "inverse_sqrt", "constant")
 

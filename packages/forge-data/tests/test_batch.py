@@ -10,6 +10,8 @@ import torch
 
 from forge_data import Batch, Loader, Ragged, filler_batch
 
+pytestmark = pytest.mark.lane("test")
+
 S = 6
 
 

@@ -24,6 +24,8 @@ from forge_data.chat.template import ChatTemplate
 from forge_data.prepare import prepare
 from forge_testing.chats import CHATML, TALKS, save_tokenizer, say, talk, write_talks
 
+pytestmark = pytest.mark.lane("test")
+
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):

@@ -22,6 +22,8 @@ from forge_testing.chats import (
     talk,
 )
 
+pytestmark = pytest.mark.lane("test")
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):

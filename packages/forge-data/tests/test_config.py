@@ -9,6 +9,8 @@ import forge_data
 from forge_data import DataConfig, PhaseConfig, TrainingSourceConfig
 from forge_data.kinds import HuggingFaceConfig, TextConfig
 
+pytestmark = pytest.mark.lane("test")
+
 TEXT = {"docs": TrainingSourceConfig()}
 
 

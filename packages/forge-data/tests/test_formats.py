@@ -18,6 +18,8 @@ from forge_data import (
 )
 from forge_data.sources import id_shards
 
+pytestmark = pytest.mark.lane("test")
+
 EOT = 99
 DOCUMENTS = [[5, 6, 7, EOT], [8, EOT], [300, 2, 3, 4, 5, EOT], [1, 1, EOT]]
 IDS = [i for document in DOCUMENTS for i in document]

@@ -11,6 +11,8 @@ from forge_data.config import SourceConfig
 from forge_data.kinds import HuggingFaceConfig
 from forge_data.prepare import prepare
 
+pytestmark = pytest.mark.lane("test")
+
 ROWS = [f"document {i}, of words {'and words ' * (i % 7)}" for i in range(3000)]
 ROWS[10:13] = ["", " \n ", "\ufeffmarked \u00e9\U0001f600"]
 

@@ -22,6 +22,8 @@ from forge_data.packing_plan import plan_rows
 from forge_data.prepare import prepare
 from forge_data.raw_kinds import BorderConfig
 
+pytestmark = pytest.mark.lane("test")
+
 WORDS = ["<|endoftext|>", "<unk>", *"abcdefg"]
 TEXTS = ["a b c", "d", "e f g a " * 9, "b"]
 DOCUMENTS = [[WORDS.index(word) for word in text.split()] + [0] for text in TEXTS]

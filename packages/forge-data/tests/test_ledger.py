@@ -8,6 +8,8 @@ import pytest
 from forge_data import BuiltinCorpus, Loader, PackedStream
 from forge_data.ledger import Ledger
 
+pytestmark = pytest.mark.lane("test")
+
 
 @pytest.fixture(scope="module")
 def stream():

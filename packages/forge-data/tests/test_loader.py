@@ -14,6 +14,8 @@ import torch
 
 from forge_data import Batch, BuiltinCorpus, InvalidData, Loader, PackedStream, filler_batch
 
+pytestmark = pytest.mark.lane("test")
+
 TENSORS = ("tokens", "labels", "positions", "document_ids", "instance_ids")
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from forge_data.mixture import Mixture, Phase, _order, integer_shares
 
+pytestmark = pytest.mark.lane("test")
+
 
 def _listed(mixture, count):
     """(source, own) of the first instances, asked for in odd parts."""

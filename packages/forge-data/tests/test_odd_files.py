@@ -9,6 +9,8 @@ import pytest
 from forge_data import InvalidData, JsonTokenizer, SourceConfig, TokenFiles, load_tokenizer
 from forge_data.prepare import prepare
 
+pytestmark = pytest.mark.lane("test")
+
 
 @pytest.fixture
 def text(tmp_path):

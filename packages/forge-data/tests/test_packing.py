@@ -7,6 +7,8 @@ import pytest
 
 from forge_data import BuiltinCorpus, PackedStream, Permutation, batch_of
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Listed:
     """A source made of lists of ids."""

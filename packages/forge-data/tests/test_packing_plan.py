@@ -9,6 +9,8 @@ import pytest
 
 from forge_data.packing_plan import plan_rows, plan_windows
 
+pytestmark = pytest.mark.lane("test")
+
 POLICIES = ("first_fit", "best_fit")
 
 

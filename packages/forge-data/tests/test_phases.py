@@ -12,6 +12,8 @@ from forge_data.ledger import Ledger
 from forge_data.phased_stream import PhasedStream
 from forge_data.phases import stretches
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Numbers:
     """Row i of width w is i."""

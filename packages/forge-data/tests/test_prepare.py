@@ -9,6 +9,8 @@ from forge_data import ByteTokenizer, InvalidData, TokenFiles, verify
 from forge_data.prepare import prepare, text_documents
 from forge_data.prepare.token_writer import smallest_dtype
 
+pytestmark = pytest.mark.lane("test")
+
 
 def documents(folder, split="train"):
     source = TokenFiles(folder, split=split)

@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.lane("test")
+
 pytest.importorskip("tyro")
 library = pytest.importorskip("tokenizers")
 

@@ -13,6 +13,8 @@ import pytest
 from forge_data import InvalidData
 from forge_data.prepare.readers import find_inputs, read_pieces
 
+pytestmark = pytest.mark.lane("test")
+
 TEXTS = ["one\ntwo", "three é", "  ", "four\r\n five", "🙂" * 50, "last"]
 KEPT = [text for text in TEXTS if text.strip()]
 RECORDS = "".join(json.dumps({"n": 1, "text": text}) + "\n" for text in TEXTS).encode()

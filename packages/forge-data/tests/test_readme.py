@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.lane("test")
+
 
 def readme() -> str:
     beside = Path(__file__).parent.parent / "README.md"

@@ -19,6 +19,8 @@ from forge_data import (
 )
 from forge_data.prepare import prepare
 
+pytestmark = pytest.mark.lane("test")
+
 
 @pytest.fixture
 def folder(tmp_path):

@@ -7,6 +7,8 @@ import torch
 
 from forge_data import BuiltinCorpus, Loader, PackedStream, Ragged
 
+pytestmark = pytest.mark.lane("test")
+
 NAMES = ("tokens", "labels", "positions", "document_ids", "instance_ids", "source")
 
 

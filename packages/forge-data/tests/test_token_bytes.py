@@ -11,6 +11,8 @@ import pytest
 from forge_data import ByteTokenizer, JsonTokenizer
 from forge_data.token_bytes import byte_lengths
 
+pytestmark = pytest.mark.lane("test")
+
 TEXT = "So much straße, naïve 漢字 and 🙂:\n\tlow, lower, lowest widest newest"
 
 

@@ -18,6 +18,8 @@ from forge_data.prepare import prepare
 from forge_data.sources import token_cache
 from forge_data.sources.token_cache import Entry, file_states, open_cached
 
+pytestmark = pytest.mark.lane("test")
+
 FORK = multiprocessing.get_context("fork")
 WORDS = "so many words to read\n" * 50
 

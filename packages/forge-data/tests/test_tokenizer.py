@@ -6,6 +6,8 @@ import pytest
 
 from forge_data import ByteTokenizer, InvalidData, JsonTokenizer, load_tokenizer
 
+pytestmark = pytest.mark.lane("test")
+
 
 def test_bytes_go_there_and_back():
     tokenizer = ByteTokenizer()

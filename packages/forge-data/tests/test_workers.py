@@ -23,6 +23,8 @@ from forge_data.mixed_stream import MixedStream
 from forge_data.mixture import Phase
 from forge_data.read_ahead import ReadAhead
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Numbers:
     """Rows of two tokens, that of the instance; something happens at instance 21, `times` times."""

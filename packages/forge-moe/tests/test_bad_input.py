@@ -8,6 +8,8 @@ import torch
 
 from forge_moe import MoE, MoEConfig, RouterConfig, expert_parallelize
 
+pytestmark = pytest.mark.lane("test")
+
 GOOD = {"dim": 8, "hidden_dim": 16, "num_experts": 4}
 WHOLE = "must be an integer; write it as one"
 TYPES = [

@@ -15,6 +15,8 @@ from forge_moe import MoE, MoEConfig, aux_losses, set_aux_scale, update_expert_b
 from forge_moe.balance.bias import moved_bias, rate_at
 from forge_testing import device, run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 D, E, K = 8, 4, 2
 
 

@@ -26,7 +26,7 @@ from forge_moe import (
 from forge_moe.balance import sequence_group
 from forge_testing import device, run_on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 B, S, D, E, K = 2, 16, 8, 4, 2
 SCOPES = ["sequence", "micro_batch", "global_batch", "global_batch_lagged"]

@@ -8,6 +8,8 @@ import torch
 from forge_moe import MoE, MoEConfig
 from forge_moe.capacity import drop_over_capacity, row_limit
 
+pytestmark = pytest.mark.lane("test")
+
 IDS = torch.tensor(
     [[0, 1], [1, 0], [0, 2], [3, 0]]
 )  # expert 0 is wanted four times, E = 3: 3 is nowhere

@@ -13,7 +13,7 @@ from forge_moe.dispatch.received_rows import ReceivedRows
 from forge_moe.replay import recompute_contexts
 from forge_testing import device, run_on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 DIM = 12
 

@@ -7,6 +7,8 @@ import torch
 
 from forge_moe import MoE, MoEConfig, update_expert_bias
 
+pytestmark = pytest.mark.lane("test")
+
 DEPENDENT = {
     "capacity by position": {"capacity_factor": 0.5},
     "capacity by probability": {"capacity_factor": 0.5, "drop_policy": "probability"},

@@ -11,6 +11,8 @@ from forge_moe.gemm.backends import GROUPED_MM, LOOP
 from forge_moe.gemm.choose import choose_backend
 from forge_moe.gemm.float8 import to_float8
 
+pytestmark = pytest.mark.lane("test")
+
 BACKENDS = ["loop", "grouped_mm", "batched", "float8"]
 
 

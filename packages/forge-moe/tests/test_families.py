@@ -15,6 +15,8 @@ from forge_moe.families import (
     QWEN3_MOE,
 )
 
+pytestmark = pytest.mark.lane("test")
+
 SIGMOID = {"router": "sigmoid_topk", "expert_bias": True, "num_shared_experts": 1}
 SHARED = {"num_shared_experts": 1, "shared_gate": True, "shared_hidden_dim": 8}
 OPTIONS = {

@@ -13,6 +13,8 @@ from forge_moe import MoE, MoEConfig, update_expert_bias
 from forge_moe.hooks import MoEHooks, num_experts_by_layer, whole_batch_options
 from forge_testing import device, run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 E = 4
 
 

@@ -15,6 +15,8 @@ from forge_moe import (
 )
 from forge_moe.routers.rules import SOFTMAX_TOPK
 
+pytestmark = pytest.mark.lane("test")
+
 
 def layer(**settings) -> MoE:
     torch.manual_seed(0)

@@ -9,6 +9,8 @@ from torch.utils.checkpoint import checkpoint
 
 from forge_moe import MoE, MoEConfig, Router, RouterConfig, aux_losses
 
+pytestmark = pytest.mark.lane("test")
+
 README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
 
 

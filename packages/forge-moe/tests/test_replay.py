@@ -7,6 +7,8 @@ from torch.utils.checkpoint import checkpoint
 from forge_moe import MoE, MoEConfig, aux_losses, recompute_contexts, update_expert_bias
 from forge_moe.replay import record_or_replay, replaying
 
+pytestmark = pytest.mark.lane("test")
+
 SETTINGS = {"bias_update_rate": 0.1, "aux": "attach", "aux_loss_weight": 0.1}
 
 

@@ -10,6 +10,8 @@ import torch.nn.functional as F
 from forge_moe import MoE, MoEConfig, Router, RouterConfig, RoutingRule
 from forge_moe.routers.select import top_k_ids, within_best_groups
 
+pytestmark = pytest.mark.lane("test")
+
 
 def router(**settings) -> Router:
     torch.manual_seed(0)

@@ -9,6 +9,8 @@ import torch
 
 from forge_moe import LocalDispatch
 
+pytestmark = pytest.mark.lane("test")
+
 LAB = Path(__file__).parents[1] / "benchmarks"
 if not LAB.is_dir():
     pytest.skip("benchmarks/ is in the repository alone", allow_module_level=True)

@@ -9,6 +9,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from forge_moe import MoE, MoEConfig
 
+pytestmark = pytest.mark.lane("test")
+
 KEPT = [getattr(torch.ops.aten, n).default for n in ("_grouped_mm", "mm", "bmm", "addmm")]
 # What leaves rows without an expert, or adds to a product.
 CASES = {

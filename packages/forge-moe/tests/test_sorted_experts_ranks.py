@@ -11,7 +11,7 @@ from torch import Tensor
 from forge_moe import Experts, MoEConfig, SortedExperts, expert_parallelize
 from forge_testing import device, run_on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 CONFIG = MoEConfig(dim=8, hidden_dim=12, num_experts=4, bias=True)
 #: Rows of each expert on each rank: uneven, and on the last rank none at all.
 COUNTS = ((3, 0, 2, 1), (0, 4, 0, 0), (0, 0, 0, 0), (1, 1, 1, 1))

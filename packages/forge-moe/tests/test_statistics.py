@@ -10,6 +10,8 @@ from torch import nn
 from forge_moe import MoE, MoEConfig
 from forge_moe.statistics import coactivation, collect, drop_rate, load_summary
 
+pytestmark = pytest.mark.lane("test")
+
 
 def random_ids(num_tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
     """Distinct experts per token; about a fifth of the slots are nowhere."""

@@ -11,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from forge_moe import MoE, MoEConfig, recompute_contexts
 from forge_moe.traces import TraceWriter, read_trace, trace_routes, traced_layers
 
+pytestmark = pytest.mark.lane("test")
+
 LAYERS = {"layers.0": 8, "layers.3": 300}
 
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from forge_moe import MoE, MoEConfig
 from forge_moe.upcycle import upcycle
 
+pytestmark = pytest.mark.lane("test")
+
 DIM, HIDDEN = 16, 48
 COPIES = MoEConfig(dim=DIM, hidden_dim=HIDDEN, num_experts=8, top_k=2)
 

@@ -9,6 +9,8 @@ from forge_moe.dispatch.all_to_all import AllToAllDispatch
 from forge_moe.dispatch.hierarchical import HierarchicalDispatch
 from forge_testing import device, run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 EXPERTS, TOP_K, TOKENS = 16, 6, 20
 
 

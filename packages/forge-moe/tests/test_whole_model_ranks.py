@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from forge_moe import MoE, MoEConfig, expert_grad_norm, expert_parallelize, load_full_state
 from forge_testing import device, run_on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 TOKENS = 12
 
 

@@ -21,6 +21,8 @@ from forge_parallel import (
 )
 from forge_testing import device, run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 ROLES = {"*emb.*": "vocab", "layers.*": "opaque", "norm.*": "sequence", "head.*": "sharded_logits"}
 
 

@@ -15,6 +15,8 @@ from forge_parallel import Meshes, ParallelConfig, make_meshes, parallelize
 from forge_parallel.compute import Compute, evaluate
 from forge_testing import device, run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 VOCAB, ROWS, LENGTH = 7, 4, 3
 
 

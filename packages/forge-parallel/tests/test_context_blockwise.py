@@ -14,6 +14,8 @@ from forge_parallel.axes.blockwise import blockwise_attention
 from forge_parallel.axes.context import Place, documents, packed_tiling
 from forge_parallel.axes.tiles import Tile, Tiling
 
+pytestmark = pytest.mark.lane("test")
+
 B, S, H, K, D = 2, 16, 4, 2, 8
 
 

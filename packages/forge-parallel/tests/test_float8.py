@@ -19,6 +19,8 @@ from forge_parallel.axes.tensor import tensor_parallel
 from forge_parallel.float8 import convert_float8, float8_table
 from forge_testing import device, run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 torchao = pytest.importorskip("torchao.float8")
 #: Relative difference of losses from bf16's. A product of operands with 3 bits of mantissa is off by about
 #: 5 %, at random in sign, which weighs like a little more noise of the batch. Measured over 200 steps and 3

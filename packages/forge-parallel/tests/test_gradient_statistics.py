@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from forge_parallel import ParallelConfig, end_process_group, make_meshes, parallelize
 from forge_parallel.gradient_statistics import GradientStatistics
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Net(nn.Module):
     """Two blocks, and an embedding whose weight is the head's, too."""

@@ -7,6 +7,8 @@ import torch
 
 from forge_parallel.host_copy import HostCopy
 
+pytestmark = pytest.mark.lane("test")
+
 
 def test_numbers_come_back_flat_by_name_with_all_their_bits() -> None:
     third, counts = torch.tensor(1 / 3, dtype=torch.float64), torch.arange(6).view(2, 3)

@@ -15,6 +15,7 @@ from forge_testing import run_on_ranks
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.cpu_only(reason="the meta device stands for an accelerator"),
+    pytest.mark.lane("test"),
 ]
 
 

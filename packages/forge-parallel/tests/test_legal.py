@@ -29,6 +29,8 @@ from forge_parallel.plan import estimate_layout
 sys.path.insert(0, str(Path(__file__).parent))
 from plan_models import Llama
 
+pytestmark = pytest.mark.lane("test")
+
 NAMES = {"seq_len": "data.seq_len", "tp": "parallel.tp", "ep": "parallel.ep"}
 KINDS: dict[str, tuple[dict[str, Any], int, Facts, str]] = {
     "rows": ({"cp": 2}, 2, Facts(seq_len=14), "seq_len 14 must be divisible by 4 with cp 2; use 12 or 16"),

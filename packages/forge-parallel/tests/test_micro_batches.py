@@ -11,6 +11,8 @@ from forge_parallel import ParallelConfig
 from forge_parallel.micro_batches import divide_batch
 from forge_parallel.pipeline import schedule_problems
 
+pytestmark = pytest.mark.lane("test")
+
 PLAIN = ParallelConfig()
 SCHEDULES = ("gpipe", "1f1b", "interleaved_1f1b", "interleaved_zero_bubble", "zbv_zero_bubble",
              "dualpipev")  # fmt: skip

@@ -14,6 +14,8 @@ from forge_parallel.float8 import convert_float8
 from forge_parallel.order import STEPS, OrderError, mark
 from forge_parallel.recompute import recompute
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Summed:
     """Stands for a layer cut over ranks: its output is added up over two of them."""

@@ -20,6 +20,8 @@ from forge_parallel import (
     select_device,
 )
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Net(nn.Module):
     """Two blocks between two layers; `blocks` as the runner's models offer it."""

@@ -37,6 +37,8 @@ from forge_parallel.pipeline.cut import EMBEDDING_SHARE
 from forge_parallel.pipeline.pipeline import make_schedule
 from forge_parallel.pipeline.split import follow_mode
 
+pytestmark = pytest.mark.lane("test")
+
 SCHEDULES = (
     "gpipe",
     "1f1b",

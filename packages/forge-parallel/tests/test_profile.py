@@ -26,6 +26,8 @@ from forge_parallel.profile.kinds import kind_of_kernel, kind_of_operators
 from forge_parallel.profile.memory import peak_of_trace
 from forge_testing import device, run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 
 def test_sets_of_instants_are_those_of_a_grid() -> None:
     generator = torch.Generator().manual_seed(0)

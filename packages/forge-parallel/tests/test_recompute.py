@@ -28,6 +28,8 @@ from forge_testing import device, run_on_ranks
 sys.path.insert(0, str(Path(__file__).parent))
 import tensor_models
 
+pytestmark = pytest.mark.lane("test")
+
 DIM = 32
 
 

@@ -10,6 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forge_parallel import ParallelConfig, launch
 from forge_parallel.sdpa import sdpa_problem
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Called(TorchDispatchMode):
     def __init__(self) -> None:

@@ -11,6 +11,8 @@ from forge_parallel.start import World, find_world
 from forge_parallel.start.rendezvous import format_ranks, mismatches
 from forge_parallel.start.world import first_host, tasks_per_node
 
+pytestmark = pytest.mark.lane("test")
+
 RANKS = {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "29500"}
 # task 3 of `srun -N2 -n4` in job 812, as Slurm 22.05 sets it (numbers of the job differ on purpose)
 STEP = {

@@ -17,6 +17,8 @@ from forge_parallel.plan import Profile
 from forge_parallel.structure import Structure, structure_of
 from forge_testing import device, run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Block(nn.Module):
     def __init__(self, experts: int = 0) -> None:

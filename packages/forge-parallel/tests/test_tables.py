@@ -16,7 +16,7 @@ from forge_parallel.axes.tensor import tensor_parallel
 from forge_parallel.legal import offsets_are_right
 from forge_testing import device, run_on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 DIM, SIZES = 24, (*range(5, 30), 61, 67, 97)
 ROLES = {"table.*": "vocab", "head.*": "sharded_logits"}
 

@@ -20,7 +20,7 @@ from forge_testing import device, run_on_ranks
 sys.path.insert(0, str(Path(__file__).parent))
 from tensor_models import VOCAB, Attention, Block, FeedForward, mesh_of, seeded
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 MEANING = "a weight that tp cuts must be used by its own module's forward"
 
 

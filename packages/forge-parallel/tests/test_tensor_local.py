@@ -10,6 +10,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from forge_parallel.axes.local import add_mixin, use_local
 from forge_testing import device, run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Twice:
     def forward(self, x):

@@ -15,6 +15,8 @@ from forge_parallel.axes.roles import Role, check_cuts, find_roles, match_roles
 sys.path.insert(0, str(Path(__file__).parent))
 from tensor_models import Model
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Small(nn.Module):
     def __init__(self):

@@ -13,6 +13,8 @@ from forge_parallel.axes import vocab_part
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_testing import device, run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 ALONE = SimpleNamespace(group=None, size=1, rank=0)
 
 

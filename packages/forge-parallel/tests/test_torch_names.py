@@ -11,6 +11,8 @@ from torch.distributed.pipelining import PipelineStage
 
 from forge_parallel import _torch_compat
 
+pytestmark = pytest.mark.lane("test")
+
 OVERRIDDEN = ("_get_init_p2p_neighbors_ops", "backward_weight_one_chunk", "_validate_fwd_outputs")
 
 

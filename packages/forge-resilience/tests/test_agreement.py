@@ -11,6 +11,8 @@ import torch.distributed as dist
 from forge_resilience import Agreement, Decision, Vote
 from forge_testing import run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 STRANGE = [Vote(), Vote(stop=15, count=3), Vote(save=True, fault=65, count=4), Vote(digest=9)]
 
 

@@ -17,6 +17,8 @@ from forge_resilience.chaos import (
     make_schedule,
 )
 
+pytestmark = pytest.mark.lane("test")
+
 # A stranger's loop: counts to 120, saves its count, resumes, leaves with 75 on a stop signal.
 PROGRAM = """
 import os, signal, sys, time

@@ -15,6 +15,8 @@ from forge_resilience.goodput import (
     read_ledger,
 )
 
+pytestmark = pytest.mark.lane("test")
+
 
 def event(name, time, **fields):
     return {"event": name, "time": time, **fields}

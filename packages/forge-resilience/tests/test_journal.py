@@ -15,6 +15,8 @@ import torch
 
 from forge_resilience import Journal, read_events
 
+pytestmark = pytest.mark.lane("test")
+
 
 def test_an_event_has_time_process_and_fields(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "events.jsonl")

@@ -9,6 +9,8 @@ import torch
 
 from forge_resilience import nonfinite
 
+pytestmark = pytest.mark.lane("test")
+
 
 @pytest.mark.parametrize(("value", "verdict"), [(1.5, 0.0), (math.nan, 1.0), (-math.inf, 1.0)])
 def test_the_verdict_is_a_tensor(value: float, verdict: float) -> None:

@@ -19,6 +19,8 @@ from forge_resilience.slurm import (
 )
 from forge_resilience.slurm.commands import JobRow, Queue, QueueDown, QueueRefusal
 
+pytestmark = pytest.mark.lane("test")
+
 
 def test_every_broken_rule_is_named() -> None:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the sentences are looked at below

@@ -12,6 +12,8 @@ import pytest
 from forge_resilience.journal import read_events, read_json_lines
 from forge_resilience.provenance import describe_environment, git_state
 
+pytestmark = pytest.mark.lane("test")
+
 
 def test_the_environment_is_json_and_a_missing_distribution_has_no_version() -> None:
     found = json.loads(json.dumps(describe_environment(["torch", "no-such-distribution"])))

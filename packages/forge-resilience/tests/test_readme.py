@@ -9,6 +9,8 @@ import pytest
 
 from forge_resilience import ExitCode
 
+pytestmark = pytest.mark.lane("test")
+
 README = (Path(__file__).parents[1] / "README.md").read_text()
 
 

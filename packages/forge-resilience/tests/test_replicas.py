@@ -23,6 +23,8 @@ from forge_resilience.replicas import (
 )
 from forge_testing import run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 WRAP = 2**64
 
 

@@ -9,6 +9,8 @@ from forge_resilience.supervise import WatchConfig
 from forge_resilience.supervise.place import find_place
 from forge_resilience.supervise.watch import Watch
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Clock:
     now = 0.0

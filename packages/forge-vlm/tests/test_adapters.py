@@ -15,6 +15,8 @@ from forge_vlm.adapters import (
 )
 from forge_vlm.vision import Features
 
+pytestmark = pytest.mark.lane("test")
+
 ROWS, COLUMNS, WIDTH, DIM = 4, 6, 8, 12
 
 

@@ -16,6 +16,8 @@ from forge_vlm import (
 from forge_vlm.fusion import MoMaConfig
 from forge_vlm.vision import ViTConfig
 
+pytestmark = pytest.mark.lane("test")
+
 IMAGE = 63
 SIZES = dict(vocab_size=64, dim=16, num_layers=2, num_heads=2, max_seq_len=32)
 

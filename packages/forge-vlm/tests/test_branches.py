@@ -19,6 +19,8 @@ from forge_vlm.fusion import MoMaConfig
 from forge_vlm.mask import RowMask
 from forge_vlm.vision import ViTConfig
 
+pytestmark = pytest.mark.lane("test")
+
 IMAGE, S = 63, 32
 FUSIONS = {
     "joint_decoder": FusionConfig(),

@@ -9,6 +9,8 @@ from forge_core import SamplingConfig, cross_entropy, generate
 from forge_vlm import VLM, FusionConfig
 from forge_vlm.families.chameleon import CHAMELEON
 
+pytestmark = pytest.mark.lane("test")
+
 transformers = pytest.importorskip("transformers")
 PLACEHOLDER, FIRST, NUMBER = 95, 20, 16
 

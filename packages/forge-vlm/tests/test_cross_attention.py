@@ -13,6 +13,8 @@ from forge_vlm.fusion import CrossAttentionConfig
 from forge_vlm.fusion.seen import seen_images
 from forge_vlm.vision import ViTConfig
 
+pytestmark = pytest.mark.lane("test")
+
 IMAGE = 63
 SIZES = dict(
     vocab_size=64, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=32, init_std=0.1

@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
+pytestmark = pytest.mark.lane("test")
+
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 

@@ -6,6 +6,8 @@ import tarfile
 
 import pytest
 
+pytestmark = pytest.mark.lane("test")
+
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 

@@ -6,6 +6,8 @@ import json
 import pytest
 import torch
 
+pytestmark = pytest.mark.lane("test")
+
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 

@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+pytestmark = pytest.mark.lane("test")
+
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 

@@ -7,6 +7,8 @@ from forge_vlm import VLM, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.adapters import AdapterConfig, PixelShuffleConfig, build_adapter
 from forge_vlm.vision import ViTConfig, build_encoder, cut_patches
 
+pytestmark = pytest.mark.lane("test")
+
 KEYS = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
 
 

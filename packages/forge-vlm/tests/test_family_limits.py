@@ -19,6 +19,8 @@ import test_smolvlm
 import tiny_qwen3_vl
 from hf_folders import distance, renamed, saved
 
+pytestmark = pytest.mark.lane("test")
+
 transformers = pytest.importorskip("transformers")
 
 MODELS = {

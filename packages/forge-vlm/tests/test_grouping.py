@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+pytestmark = pytest.mark.lane("test")
+
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 Loader = pytest.importorskip("forge_data").Loader

@@ -16,6 +16,8 @@ from forge_vlm.vision import build_encoder
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_folders import distance, renamed, saved
 
+pytestmark = pytest.mark.lane("test")
+
 transformers = pytest.importorskip("transformers")
 IMAGE = 127
 

@@ -16,6 +16,8 @@ from forge_vlm.vision import VisionConfig
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_folders import distance, renamed, saved
 
+pytestmark = pytest.mark.lane("test")
+
 transformers = pytest.importorskip("transformers")
 VISION = {
     "clip_vision_model": dict(projection_dim=32),

@@ -12,6 +12,8 @@ from forge_vlm import VLM, FusionConfig, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.fusion import MixtureOfTransformersConfig
 from forge_vlm.vision import ViTConfig
 
+pytestmark = pytest.mark.lane("test")
+
 SIZES = dict(vocab_size=64, dim=16, num_layers=2, num_heads=4, num_kv_heads=2, max_seq_len=64)
 #: Three modalities: text, and two of discrete tokens beside a placeholder.
 MODALITIES = {

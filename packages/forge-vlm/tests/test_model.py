@@ -7,6 +7,8 @@ from forge_core import SamplingConfig, Transformer, generate
 from forge_vlm import VLM, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.vision import ViTConfig
 
+pytestmark = pytest.mark.lane("test")
+
 IMAGE = 63
 SIZES = dict(vocab_size=64, dim=16, num_layers=2, num_heads=2, max_seq_len=32)
 

@@ -12,6 +12,8 @@ from forge_core import SamplingConfig, generate, initialise
 from forge_vlm import VLM, AdapterConfig, FusionConfig, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.vision import PackedViT, ViTConfig, build_encoder, cut_patches
 
+pytestmark = pytest.mark.lane("test")
+
 IMAGE, PATCH = 63, 4
 VIT = ViTConfig(image_size=16, patch_size=PATCH, dim=16, num_layers=2, num_heads=2)
 #: Rows and columns in patches: larger and smaller than the table of 4 * 4, the table itself, and one of them twice.

@@ -5,6 +5,8 @@ import torch
 
 from forge_vlm import Segment, SequencePlan
 
+pytestmark = pytest.mark.lane("test")
+
 IMAGE = 126
 
 

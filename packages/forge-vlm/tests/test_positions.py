@@ -7,6 +7,8 @@ from forge_core.model import MRopeConfig
 from forge_vlm import VLM, ModalityConfig, SequencePlan, VisionConfig, VLMConfig
 from forge_vlm.vision import ViTConfig
 
+pytestmark = pytest.mark.lane("test")
+
 IMAGE = 63
 MROPE = {"positions": "mrope", "mrope": MRopeConfig((2, 1, 1))}
 NAMES = {"text_preserving": {"positions": "text_preserving"}, "mrope": MROPE}

@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny_qwen3_vl as qwen
 from hf_folders import distance
 
+pytestmark = pytest.mark.lane("test")
+
 pytest.importorskip("transformers")
 
 IMAGE, VIDEO = qwen.IMAGE, qwen.VIDEO

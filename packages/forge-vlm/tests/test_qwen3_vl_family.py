@@ -15,6 +15,8 @@ from forge_vlm.families import QWEN3_VL, find_family
 sys.path.insert(0, str(Path(__file__).parent))
 import tiny_qwen3_vl as qwen
 
+pytestmark = pytest.mark.lane("test")
+
 transformers = pytest.importorskip("transformers")
 
 ROWS = (

@@ -20,6 +20,8 @@ from forge_vlm.resolution import (
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_tokenizer import tokenizer_of
 
+pytestmark = pytest.mark.lane("test")
+
 SIZES = [(30, 70), (70, 30), (16, 16), (5, 9), (64, 64), (63, 64), (2, 90), (100, 47), (33, 31)]
 RAW = dict(do_rescale=False, do_normalize=False)  # bytes in, bytes out
 

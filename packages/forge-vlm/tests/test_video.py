@@ -7,6 +7,8 @@ from fractions import Fraction
 
 import pytest
 
+pytestmark = pytest.mark.lane("test")
+
 np = pytest.importorskip("numpy")
 av = pytest.importorskip("av")
 Image = pytest.importorskip("PIL.Image")

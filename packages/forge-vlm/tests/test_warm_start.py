@@ -9,6 +9,8 @@ from forge_vlm.fusion import MoMaConfig
 from forge_vlm.vision import ViTConfig
 from forge_vlm.warm_start import warm_start
 
+pytestmark = pytest.mark.lane("test")
+
 SIZES = dict(vocab_size=64, dim=16, num_layers=2, num_heads=4, max_seq_len=64)
 MODALITIES = {
     "image": ModalityConfig(first_id=63),

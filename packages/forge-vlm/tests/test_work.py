@@ -18,6 +18,8 @@ from forge_vlm.fusion import CrossAttentionConfig, MoMaConfig
 from forge_vlm.vision import ViTConfig, build_encoder
 from forge_vlm.vision.features import Features
 
+pytestmark = pytest.mark.lane("test")
+
 IMAGE, S, IMAGES = 63, 24, 2
 VIT = VisionConfig(vit=ViTConfig(image_size=16, patch_size=4, dim=8, num_layers=2, num_heads=2))
 POOL = AdapterConfig("attentional_pool", attentional_pool=AttentionalPoolConfig(2, num_heads=2))
