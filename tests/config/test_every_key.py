@@ -998,7 +998,7 @@ ELSEWHERE = {
     *(f"init.{key}" for key in ("from", "keep", "patterns", "other_tokenizer")),
     "init.encoder",  # tests/vlm/test_encoder_folders.py
     "profile.ranks",  # tests/use/test_profile.py
-    *(  # tests/use/test_evaluation_sets.py; the other keys are those of data.validation
+    *(  # apps/train/tests/test_evaluation_sets.py; the other keys are those of data.validation
         f"eval.choices.<name>.{f.name}" for f in fields(ChoicesConfig)
     ),
     *(row.key for row in key_rows() if row.key.startswith("eval.sets.<name>.")),

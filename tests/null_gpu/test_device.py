@@ -24,7 +24,7 @@ def needs_null_gpu(test: Any) -> Any:
 
 def main(argv: list[str]) -> int:
     """These tests, as a campaign of `hatch run null-gpu`."""
-    return int(pytest.main([__file__, "-m", "slow or not slow", *argv]))
+    return int(pytest.main([__file__, "--lane", "everything", *argv]))
 
 
 def _run(folder: Path, program: str, ranks: int = 1, **options: float) -> str:

@@ -21,7 +21,7 @@ PLANTS = "tests.null_gpu.plants"
 
 def main(arguments: list[str]) -> int:
     """These tests, as a campaign of `hatch run null-gpu`."""
-    return int(pytest.main([__file__, "-m", "slow or not slow", *arguments]))
+    return int(pytest.main([__file__, "--lane", "everything", *arguments]))
 
 
 def row(**waits: dict[str, int]) -> dict[str, Any]:

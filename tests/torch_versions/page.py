@@ -27,7 +27,7 @@ else that ran: {seen}.
 This page is written by `hatch run torch-2.11`, `hatch run torch-newest` and `hatch run torch-own` (the version of
 `constraints.txt`, which continuous integration has), from `torch-versions.json`. Each run tests what is committed
 then; a row keeps its commit until the next run. Builds for CUDA ran without a GPU or driver.
-The quick lane is `hatch test`; the slow one is the rest of `hatch run everything`.
+The quick lane is `hatch run quick`; the slow one is the rest of `hatch run nightly everything`.
 
 """
 _FOLDERS = """

@@ -1,7 +1,7 @@
 """lmms_eval asks a run about digits of scikit-learn, offline: its exact match is that of the run's own evaluation.
 
 pip install lmms_eval==0.7.3 && pip uninstall -y torchvision    # an environment of its own, with CPU torch
-pytest -q -m "slow or not slow" tests/vlm/test_lmms.py -n0
+pytest -q --lane everything tests/vlm/test_lmms.py -n0
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """lm_eval asks a run directory: its scores are those of lm_eval's own model on the exported folder.
 
 pip install lm_eval==0.4.13        # an environment of its own
-pytest -q -m "slow or not slow" apps/train/tests/test_lm_harness.py -n0
+pytest -q --lane everything apps/train/tests/test_lm_harness.py -n0
 """
 
 from __future__ import annotations
