@@ -18,8 +18,6 @@ from scripts.write_api_pages import (
     tree,
 )
 
-pytestmark = pytest.mark.lane("test")
-
 #: Files that reach inside of packages, mostly to fail parts of them or to plant mistakes.
 PATCHING = {
     "tests/equivalence/mutations.py": "plants mistakes",

@@ -14,7 +14,7 @@ from forge_resilience.replicas import training_tensors
 from forge_testing.runs import Fitted, fit_on_ranks, make_job
 from forge_train import Callback, Trainer, read_run
 
-pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
+pytestmark = pytest.mark.distributed
 
 MOE = """
 [model.moe]

@@ -26,7 +26,7 @@ from forge_testing.runs import (
 )
 from forge_train import load_trained
 
-pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
+pytestmark = pytest.mark.distributed
 
 DENSE = """
 [model.rope_scaling]

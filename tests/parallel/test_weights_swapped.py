@@ -10,7 +10,7 @@ import torch
 from forge_testing.runs import fit_on_ranks, make_job
 from forge_train import Callback, Trainer
 
-pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
+pytestmark = pytest.mark.distributed
 
 
 class Doubled(Callback):

@@ -13,7 +13,7 @@ from forge_resilience.heartbeat import Heartbeat, read_heartbeats
 from forge_testing import run_on_ranks
 from forge_testing.runs import fit, make_job
 
-pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
+pytestmark = pytest.mark.distributed
 
 
 def entries_of_a_rank(job: Path, folder: Path) -> tuple[list[Any], list[str], Any]:

@@ -12,8 +12,6 @@ from forge_testing import write_job
 from forge_testing.runs import assert_close, fit_alone, fit_on_ranks, make_job, together
 from forge_train import Callback, ConfigError, Trainer, load_job, load_trained, read_run
 
-pytestmark = pytest.mark.lane("test")
-
 DECAY, STEPS = 0.7, 10
 KEYS: dict[str, Any] = {
     "optimizer.ema.decay": DECAY,

@@ -16,8 +16,6 @@ from forge_testing import forge_train
 from forge_testing.runs import fit_alone, fit_on_ranks, make_job
 from forge_train import load_job, read_run
 
-pytestmark = pytest.mark.lane("test")
-
 S, ROWS = 32, 12
 
 

@@ -22,8 +22,6 @@ from forge_moe import MoE, MoEConfig, aux_losses, update_expert_bias
 from forge_testing import write_job
 from forge_train import Callback, Trainer, load_job, read_run
 
-pytestmark = pytest.mark.lane("test")
-
 STEPS, POISONED, PEAK, FLOOR, WARMUP, MAX_NORM = 10, 4, 1e-2, 0.2, 3, 0.7
 EXPERTS = {"num_experts": 4, "top_k": 2, "bias_update_rate": 1e-2, "sequence_loss_weight": 0.1}
 JOB = {

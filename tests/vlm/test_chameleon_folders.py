@@ -13,8 +13,6 @@ from forge_train import ConfigError
 from forge_train.hf.exporting import export_run
 from forge_train.hf.importing import import_folder
 
-pytestmark = pytest.mark.lane("test")
-
 transformers = pytest.importorskip("transformers")
 FIRST, NUMBER, PLACEHOLDER = 260, 16, 290
 JOB = """

@@ -15,7 +15,7 @@ from forge_vlm import VLM, FusionConfig, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.fusion import MoMaConfig
 from forge_vlm.vision import ViTConfig, cut_patches
 
-pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
+pytestmark = pytest.mark.distributed
 VOCAB, IMAGE, PLACES = 64, 63, 4
 FUSIONS = {
     "joint_decoder": FusionConfig(),

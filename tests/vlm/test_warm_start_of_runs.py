@@ -13,8 +13,6 @@ from forge_testing.runs import fit_alone, fit_on_ranks, saved_tensors
 from forge_testing.vlm_jobs import write_vlm_job
 from forge_train import ConfigError, Trainer, load_job, read_run
 
-pytestmark = pytest.mark.lane("test")
-
 SIZES = {"dim": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 16, "init_std": 0.2}
 
 

@@ -15,8 +15,6 @@ from forge_train.cli import evaluate
 from forge_train.jobs import load_model
 from forge_train.report.evaluate import evaluate_run
 
-pytestmark = pytest.mark.lane("test")
-
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:

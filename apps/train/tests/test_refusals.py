@@ -16,8 +16,6 @@ from forge_testing import write_job
 from forge_testing.warm import WarmProcess
 from forge_train import Callback, Trainer, load_job
 
-pytestmark = pytest.mark.lane("test")
-
 CONFIG = 78
 
 #: Runs one command line and tells what it imported.

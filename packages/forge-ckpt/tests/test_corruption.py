@@ -21,7 +21,7 @@ from forge_ckpt import CorruptCheckpoint, Store, manifest, read_tensors
 from forge_ckpt.files import Directory
 from forge_testing import run_on_ranks
 
-pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
+pytestmark = pytest.mark.distributed
 
 BLOCK = manifest.BLOCK_BYTES
 DATA = ["data-0.bin", "data-1.bin"]

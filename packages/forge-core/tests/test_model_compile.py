@@ -9,8 +9,6 @@ from forge_core._torch_compat import not_compiled
 from forge_core.model.documents import SegmentPlan, within_segments
 from forge_core.model.rope import inverse_frequencies, rope_tables, rotate
 
-pytestmark = pytest.mark.lane("test")
-
 
 @pytest.fixture
 def fresh_compiler():

@@ -19,8 +19,6 @@ from forge_data import (
 )
 from forge_data.kinds import HuggingFaceConfig
 
-pytestmark = pytest.mark.lane("test")
-
 datasets = pytest.importorskip("datasets")
 
 TEXTS = [f"document {i} " + "abc " * (i % 9) for i in range(60)]

@@ -10,8 +10,6 @@ import pytest
 
 from forge_resilience.slurm import JobFacts, SlurmConfig, batch_script, interactive_commands
 
-pytestmark = pytest.mark.lane("test")
-
 _ALL: dict[str, Any] = {
     "nodes": "3-4", "gpus_per_node": 8, "cpus_per_task": 4, "prologue": ("module load cuda",), "retries": 3,
     "environment": {"A": "$HOME/b c"}, "container": ("env", "B=$HOME/`x`"), "srun_options": ("--cpu-bind=cores",),

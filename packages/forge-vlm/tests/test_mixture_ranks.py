@@ -12,7 +12,7 @@ from forge_vlm import VLM, FusionConfig, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.fusion import MoMaConfig
 from forge_vlm.vision import ViTConfig
 
-pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
+pytestmark = pytest.mark.distributed
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "mixture_of_transformers": {},

@@ -22,8 +22,6 @@ from forge_vlm.fusion.seen import seen_images
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_folders import distance, saved
 
-pytestmark = pytest.mark.lane("test")
-
 transformers = pytest.importorskip("transformers")
 IMAGE = 128
 

@@ -16,8 +16,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hf_folders import distance, renamed, saved
 from tiny_tokenizer import tokenizer_of
 
-pytestmark = pytest.mark.lane("test")
-
 transformers = pytest.importorskip("transformers")
 CLASSES = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}
 IMAGE = 127
