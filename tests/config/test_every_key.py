@@ -1096,6 +1096,8 @@ def test_another_value_changes_something(
     assert before != after, f"{key} = {probe.other!r} changes nothing"
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_the_same_value_changes_nothing(tmp_path: Path) -> None:
     """Else the probes above could see noise."""
     for look in (initial, logits, trained, rows, evaluations):
@@ -1108,6 +1110,8 @@ def test_every_key_has_a_probe() -> None:
     assert known == PROBES.keys() | ELSEWHERE
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_run_begins_with_what_the_keys_of_init_take(tmp_path: Path) -> None:
     parent = build(tmp_path / "parent", {})
     parent.fit()

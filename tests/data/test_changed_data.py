@@ -36,6 +36,8 @@ def job(tmp_path: Path) -> Path:
     return make_job(tmp_path, SOURCES.format(books=tmp_path / "books"))
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_other_text_is_refused_or_accepted_and_recorded(job: Path) -> None:
     fit_alone(job, **QUIET | {"train.steps": 4})
     write_books(job.parent / "books", "there was a king\n")
@@ -53,6 +55,7 @@ def test_other_text_is_refused_or_accepted_and_recorded(job: Path) -> None:
     assert "data_changed" not in read_run(job.parent / "run").events[-3]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "words"),
     [

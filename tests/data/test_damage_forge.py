@@ -23,6 +23,8 @@ class DamagedCopyOnRank1(Callback):
             trainer.loader.stream.source = TokenFiles(path)  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.distributed
 def test_F93_a_damaged_block_of_one_rank_ends_all_in_the_same_step(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("".join(f"some words {i}\n" for i in range(400)))

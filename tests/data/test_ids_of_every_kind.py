@@ -92,6 +92,8 @@ def refused(job: Path, key: str) -> None:
     assert not (job.parent / "cache").exists(), "tokenized before"
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("kind", KINDS)
 def test_F49_ids_over_the_vocabulary_are_refused_before_a_run(
     tmp_path: Path, kind: Callable[[Path], str]

@@ -161,6 +161,8 @@ class BadDisk(Callback):
             trainer.loader.stream.part_at(10**9).stream.arrays = arrays  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.distributed
 def test_a_rank_without_data_in_a_phase_ends_all_in_the_same_step(tmp_path: Path) -> None:
     fitted = fit_on_ranks(2, job_in(tmp_path), BadDisk, **under(QUIET))
@@ -188,6 +190,8 @@ def test_the_start_tells_how_rows_of_each_length_are_packed(tmp_path: Path) -> N
     assert sum(line.startswith("phase long: ") for line in begun["data"]) == 1
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_explain_says_where_phases_begin(tmp_path: Path) -> None:
     told = forge_train("explain", job_in(tmp_path), *FLAGS)
     assert told.code == 0, told.err

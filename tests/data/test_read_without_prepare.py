@@ -107,6 +107,8 @@ def test_ranks_with_an_empty_cache_write_it_once(
     )  # both splits are in one, or each in its own
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("kind", ["text", "huggingface"])
 def test_moved_it_goes_on_and_changed_it_is_refused(tmp_path: Path, kind: str) -> None:
     pytest.importorskip("datasets")

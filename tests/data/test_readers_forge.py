@@ -38,6 +38,8 @@ def run(folder: Path, *callbacks: Callback, **more: Any) -> Path:
     return job
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_run_whose_worker_is_killed_is_the_run_without_workers(tmp_path: Path) -> None:
     alone = run(tmp_path / "alone")
     killed = run(tmp_path / "killed", Kill(), **{"data.num_workers": 2, "data.prefetch": 2})
@@ -50,6 +52,8 @@ def test_a_run_whose_worker_is_killed_is_the_run_without_workers(tmp_path: Path)
     assert lost["reading"].startswith("instances ")
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_an_error_in_a_source_of_ones_own_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_workers: int

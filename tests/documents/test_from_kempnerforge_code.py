@@ -107,6 +107,8 @@ def test_everything_there_is_mapped_once_and_what_is_gone_has_a_reason() -> None
         assert all(remark for _, here, remark in part if here == "gone")
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_what_is_here_exists(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

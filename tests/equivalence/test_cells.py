@@ -54,6 +54,7 @@ def param(cell: Cell) -> Any:
     return pytest.param(cell, id=cell.name, marks=[*lanes, *marks(LAYOUTS[cell.layout].keys)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cell", [param(cell) for cell in SMOKE])
 def test_a_cell_equals_one_process(cell: Cell) -> None:
     found = measured(cell)
@@ -135,6 +136,8 @@ def test_F131_positions_are_counted_on_whole_rows() -> None:
     assert green(Cell("tp", "towers_recompute", "sgd"), Cell("tp_cp", "towers", "sgd"))
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize(
     ("layout", "feature"),
     [("tp", "cross"), ("cp", "picture_towers"), ("pp_1f1b", "picture_experts"), ("fsdp_tp", "pictures")],
@@ -239,6 +242,8 @@ def test_every_mistake_is_tried() -> None:
     assert {mutation for mutation, *_ in CAUGHT} == set(MUTATIONS)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("mutation", list(MUTATIONS)[:4])
 def test_a_mistake_is_seen_in_bf16_too(mutation: str) -> None:
     found = measure(Cell("fsdp_2", "bf16", "sgd"), mutation)

@@ -133,6 +133,8 @@ def test_features_of_more_layers_than_a_stage_has_are_refused(tmp_path: Path) ->
         run_on_ranks(2, step, make_job(tmp_path), "deep", keys, 2)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_experts_that_choose_among_whole_rows_are_refused_where_cp_splits_them(
     tmp_path: Path,
 ) -> None:

@@ -76,6 +76,8 @@ def test_devices_that_do_not_go_are_refused(given: tuple[str, int | None], messa
         choose(*given)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_pytest_refuses_a_device_that_is_not_there_in_one_line() -> None:
     command = [sys.executable, "-m", "pytest", "--device", "cuda", "--nproc", "2", __file__]

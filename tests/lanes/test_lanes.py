@@ -74,6 +74,8 @@ def test_each_lane_has_its_tests(tmp_path: Path, lane: str, names: set[str]) -> 
     assert found.get("test_other.py::test_future", "SKIPPED") == "SKIPPED"
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_quick_is_the_default_and_a_named_test_runs_in_any_case(tmp_path: Path) -> None:
     assert len(run_pytest(tmp_path, "test_other.py")[1]) == 4
     code, found = run_pytest(tmp_path, "test_other.py::test_slow")
@@ -94,6 +96,8 @@ def test_an_unknown_lane_is_an_error(tmp_path: Path) -> None:
     assert run_pytest(tmp_path, "test_bad.py")[0] == pytest.ExitCode.USAGE_ERROR
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_random_order_is_that_of_its_seed(tmp_path: Path) -> None:
     orders = [
         list(run_pytest(tmp_path, "--random-order", seed, "test_other.py", "packages")[1])

@@ -76,6 +76,7 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ResolvedJob]
     return found
 
 
+@pytest.mark.slow
 def test_every_job_fits_its_ranks(resolved: dict[str, ResolvedJob]) -> None:
     for name, job in resolved.items():
         problems = layout_problems(job.config, JOBS[name].ranks)

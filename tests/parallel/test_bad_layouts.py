@@ -115,6 +115,8 @@ def test_a_layout_that_cannot_run_is_refused(tmp_path: Path, kind: str) -> None:
     assert any(all(part in problem for part in wanted) for problem in problems), problems
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("kind", ["heads", "layers and stages", "axes that do not divide"])
 def test_the_command_refuses_before_it_starts_a_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], kind: str

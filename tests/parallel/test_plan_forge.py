@@ -322,6 +322,8 @@ def test_too_little_memory_leaves_with_78_after_the_tables(
     assert "needs 222 GB on the fullest rank and must stay below 120 of an h200; use" in err
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
@@ -351,6 +353,7 @@ def test_auto_on_cpus_is_fsdp_over_all_ranks() -> None:
     assert "FSDP over all 4 ranks" in reasons[0]
 
 
+@pytest.mark.slow
 def test_a_run_starts_in_the_layout_that_is_chosen(tmp_path: Path) -> None:
     ended = forge_train(
         "run", make_job(tmp_path), "--parallel.layout", "auto", "--train.steps", "1"

@@ -45,6 +45,7 @@ def test_router_logits_are_read_and_changed():
     )
 
 
+@pytest.mark.slow
 def test_blocks_that_the_runner_compiles_are_refused_by_name():
     model = compile_blocks(Transformer(TransformerConfig(64, dim=16, num_layers=2, num_heads=4)))
     with pytest.raises(ValueError, match=r"compiled code \(layers\.0\), which has no such tensor"):
@@ -71,6 +72,8 @@ def sharded():
     return found.names == whole.names, worst, same, ablated
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.distributed
 def test_fsdp_has_the_same_points_and_values():
     model = mixture()

@@ -184,6 +184,7 @@ def _nothing() -> Any:
     return torch.no_grad()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(("kind", "layout"), CELLS)
 def test_whole_values_and_changes_are_those_of_one_process(layout: str, kind: str) -> None:

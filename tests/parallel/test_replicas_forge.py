@@ -125,6 +125,8 @@ def test_a_flipped_bit_ends_the_run_before_it_is_saved(tmp_path: Path, case: str
     assert saved == [3]
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("layout", [{}, {"cp": 2}], ids=["fsdp2", "cp2"])
 def test_memory_of_a_shard_that_changes_before_the_next_forward(
     tmp_path: Path, layout: dict[str, Any]
@@ -136,6 +138,8 @@ def test_memory_of_a_shard_that_changes_before_the_next_forward(
     assert (event["kind"], event["rank"], event["step"]) == ("memory", RANK, STEP)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_warning_is_an_event_and_the_run_goes_on(tmp_path: Path) -> None:
     fitted = run(tmp_path, 2, {"dp_replicate": 2}, InHead, resilience__replicas__action="warn")
     assert [(f.code, f.step) for f in fitted] == [(0, 6)] * 2

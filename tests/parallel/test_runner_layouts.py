@@ -223,6 +223,8 @@ def test_a_whole_head_has_its_loss_once_and_replicas_drop_alike(tmp_path: Path) 
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("before", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_replicas_drop_alike_after_another_layout(tmp_path: Path, before: int) -> None:
     job = make_job(tmp_path)

@@ -30,6 +30,8 @@ class Doubled(Callback):
                 parameter.copy_(value)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize(("ranks", "precision"), [(2, "fp32"), (1, "bf16")])
 def test_F88_an_evaluation_with_other_weights_changes_no_training(
     tmp_path: Path, ranks: int, precision: str

@@ -28,6 +28,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     return Runs()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [

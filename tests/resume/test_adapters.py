@@ -69,6 +69,8 @@ def tuned(tmp_path_factory: pytest.TempPathFactory, trunk: Path) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_the_frozen_weights_are_saved_once_in_16_bits_and_checkpoints_hold_the_rest(
     trunk: Path, tuned: Path
 ) -> None:
@@ -114,6 +116,8 @@ class Die(Callback):
         raise Stop
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_what_a_life_without_a_checkpoint_left_is_written_again(
     tmp_path: Path, trunk: Path, tuned: Path
 ) -> None:
@@ -202,6 +206,8 @@ class Logits(Callback):
             self.logits = trainer.model(self.tokens)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_fork_keeps_base_adapters_and_moments(tmp_path: Path, tuned: Path) -> None:
     init = {"init__from": f"{tuned}@3", "init__keep": ALL}
     fit(tmp_path, **init, **LORA, **EIGHT)
@@ -236,6 +242,8 @@ def test_exports_are_the_merged_model_and_a_folder_of_peft(
     assert (plain - merged).abs().max() > 100 * (both - merged).abs().max()
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_base_that_is_gone_or_another_one_is_refused(tmp_path: Path, tuned: Path) -> None:
     run = shutil.copytree(tuned, tmp_path / "run")
     more = {**LORA, "train__steps": 9}
@@ -291,6 +299,8 @@ def test_a_table_that_fits_no_run_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_parents_and_runs_that_do_not_fit_are_refused(
     tmp_path: Path, trunk: Path, tuned: Path
 ) -> None:
@@ -325,6 +335,8 @@ def test_parents_and_runs_that_do_not_fit_are_refused(
         export_run(run, tmp_path / "out", adapter=True)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_folder_of_hugging_face_is_a_base(tmp_path: Path, trunk: Path, tuned: Path) -> None:
     export_run(trunk, tmp_path / "hf")
     fit(tmp_path, init__from=str(tmp_path / "hf"), **LORA, **EIGHT)
@@ -332,6 +344,8 @@ def test_a_folder_of_hugging_face_is_a_base(tmp_path: Path, trunk: Path, tuned: 
     assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tuned))
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_what_training_changes_beside_adapters_is_in_the_checkpoints(tmp_path: Path) -> None:
     experts = {"model__moe__num_experts": 4, "model__moe__bias_update_rate": 0.1}
     tied = {"model__tie_embeddings": True, "optimizer__ema__decay": 0.5}
@@ -347,6 +361,8 @@ def test_what_training_changes_beside_adapters_is_in_the_checkpoints(tmp_path: P
     assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(tmp_path / "whole/run"))
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_files_that_lie_in_base_stay(tmp_path: Path, trunk: Path) -> None:
     base = tmp_path / "run/base"
     export_run(trunk, base)
@@ -374,6 +390,8 @@ class Poison(Callback):
                 trainer.model.get_parameter("norm.weight").fill_(float("nan"))
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_rollback_restores_the_frozen_weights(tmp_path: Path, trunk: Path) -> None:
     back = {"resilience__nonfinite__action": "rollback", "resilience__nonfinite__max_in_a_row": 1}
     more = {**LORA, **EIGHT, "checkpoint__every_steps": 2}
@@ -424,6 +442,8 @@ def test_other_adapters_of_the_same_shape_are_said(
     assert "those that [lora] freezes are random" in capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_an_adapter_names_the_folder_of_its_base(tmp_path: Path, trunk: Path) -> None:
     load_file = pytest.importorskip("safetensors.torch").load_file
     export_run(trunk, tmp_path / "hf")

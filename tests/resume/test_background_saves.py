@@ -161,6 +161,8 @@ def calls_of_a_rank(job: Path) -> Any:
     return step, heard.calls
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.distributed
 def test_all_ranks_hear_of_a_checkpoint_in_the_same_step(tmp_path: Path) -> None:
     (one, *others) = run_on_ranks(3, calls_of_a_rank, make_job(tmp_path))

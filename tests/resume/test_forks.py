@@ -126,6 +126,8 @@ class ByHand(Callback):
             trainer.optimizer.load_named_state({n: {**s, "step": 6.0} for n, s in state.items()})
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("keep", [["weights"], ["weights", "optimizer"]])
 def test_a_warm_start_is_a_new_run_with_weights_and_moments_put_in_by_hand(
     tmp_path: Path, trunk: Path, keep: list[str]
@@ -197,6 +199,8 @@ class Other(Counter):
     pass
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_callbacks_and_random_streams_go_on_with_the_cursor_alone(tmp_path: Path) -> None:
     parent = job_of(tmp_path / "parent")
     fit(parent, Counter(), train__steps=6)
@@ -223,6 +227,8 @@ def test_callbacks_and_random_streams_go_on_with_the_cursor_alone(tmp_path: Path
 # ---- schedules
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_two_decays_forked_from_a_trunk_are_two_whole_runs(tmp_path: Path) -> None:
     wsd = {"schedule__name": "wsd", "schedule__warmup_steps": 2, "checkpoint__keep_last": 9}
     fit(job_of(tmp_path / "trunk"), train__steps=14, schedule__wsd__decay_steps=2, **wsd)
@@ -244,6 +250,8 @@ def test_two_decays_forked_from_a_trunk_are_two_whole_runs(tmp_path: Path) -> No
         assert whole[start_step - 1][4] > whole[start_step][4] > whole[-1][4], "the rate fell"
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_another_schedule_is_evaluated_at_the_step_of_the_parent(
     tmp_path: Path, trunk: Path
 ) -> None:
@@ -297,6 +305,8 @@ class Die(Callback):
         raise Stop
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_fork_that_dies_before_its_first_save_forks_again_or_says_that_the_parent_is_gone(
     tmp_path: Path, trunk: Path
 ) -> None:
@@ -318,6 +328,8 @@ def test_a_fork_that_dies_before_its_first_save_forks_again_or_says_that_the_par
     assert_same_bits(saved_tensors(tmp_path / "run"), saved_tensors(trunk))
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_the_parent_may_train_meanwhile(tmp_path: Path, trunk: Path) -> None:
     parent = shutil.copytree(trunk, tmp_path / "parent")
 
@@ -340,6 +352,8 @@ def test_the_parent_may_train_meanwhile(tmp_path: Path, trunk: Path) -> None:
     assert_same_bits(saved_tensors(tmp_path / "child/run"), saved_tensors(tmp_path / "whole/run"))
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_damaged_source_is_refused_and_a_damaged_fork_never_forks_again(
     tmp_path: Path, trunk: Path
 ) -> None:
@@ -406,6 +420,7 @@ class Weights(Callback):
 # ---- other layouts
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("keep", [ALL, ["weights"]])
 @pytest.mark.parametrize(
@@ -455,6 +470,8 @@ def fork_of_another_step(job: Path, other: Path, settings: dict[str, Any]) -> An
     return trainer.progress.tokens, full(trainer)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.distributed
 @pytest.mark.parametrize("keep", [ALL, ["weights"]])
 def test_ranks_that_found_other_steps_take_one(
@@ -482,6 +499,8 @@ def folder(trunk: Path) -> Path:
     return trunk.parent / "hf"
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_fork_of_a_folder_of_hugging_face_is_an_import(tmp_path: Path, folder: Path) -> None:
     source = shutil.copytree(folder, tmp_path / "hf")
     (source / "LICENSE").write_text("of the weights")
@@ -517,6 +536,7 @@ def test_a_fork_of_a_folder_of_hugging_face_is_an_import(tmp_path: Path, folder:
         shutil.rmtree(tmp_path / "out")
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", [{}, {"parallel__pp": 2}, {"parallel__tp": 2}], ids=str)
 def test_parts_of_a_folder_of_hugging_face_in_layouts(

@@ -42,6 +42,8 @@ def entries_of_a_rank(job: Path, folder: Path) -> tuple[list[Any], list[str], An
     return entered, background, read_heartbeats(folder)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_each_phase_of_a_run_is_entered(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     ranks = run_on_ranks(2, entries_of_a_rank, job, tmp_path / "beats")

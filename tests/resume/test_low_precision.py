@@ -52,6 +52,7 @@ def _assert_same(one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> 
         assert torch.equal(value, two[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "settings"),
     [("", BF16), (MOE, {**BF16, **LION}), ("", {**BF16, **EMA})],
@@ -114,6 +115,8 @@ def test_a_run_keeps_its_dtypes(tmp_path: Path, key: str, now: str) -> None:
         _fit(tmp_path, **{**BF16, key: now}, train__steps=3)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("before", [{}, BF16])
 def test_a_fork_takes_weights_in_another_dtype_and_no_state(
     tmp_path: Path, before: dict[str, Any]
@@ -138,6 +141,8 @@ def test_a_fork_takes_weights_in_another_dtype_and_no_state(
         Trainer(other)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_an_import_begins_with_its_weights_rounded(tmp_path: Path) -> None:
     parent = _fit(tmp_path / "parent", train__steps=1)
     export_run(tmp_path / "parent/run", tmp_path / "hf")

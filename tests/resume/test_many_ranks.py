@@ -128,6 +128,8 @@ class BadWeightsOnRank1(BadValidationOnRank1):
     error = ValueError  # what Batch says of weights below 0
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("bad", [BadValidationOnRank1, BadWeightsOnRank1])
 def test_a_rank_without_validation_data_ends_all_at_the_evaluation(
     tmp_path: Path, bad: type[BadValidationOnRank1]
@@ -226,6 +228,8 @@ def test_a_forward_between_steps_changes_no_number(
     assert found[0] == found[1]
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_builder_that_gives_each_rank_another_model_is_refused(tmp_path: Path) -> None:
     other = {"model__name": "forge_testing.models:by_rank", "sample__max_new_tokens": 0}
     text = make_job(tmp_path).read_text()
@@ -293,6 +297,8 @@ class NanOnRank1(Callback):
         trainer.model.register_forward_hook(watch)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_F34_a_bad_gradient_on_one_rank_masks_the_update_of_all(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     fitted = fit_on_ranks(
@@ -382,6 +388,8 @@ def test_F101_explain_and_run_say_what_uneven_shares_cost(tmp_path: Path) -> Non
     assert any(cost in reason for reason in begun["reasons"])
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_explain_tells_the_cost_of_the_layout_that_the_planner_chooses(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

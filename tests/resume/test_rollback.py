@@ -92,6 +92,7 @@ def assert_same(got: list[Fitted], wanted: list[Fitted], job: Path, reference: P
     assert rows(job) == rows(reference)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [BACK, SPIKE], ids=["nonfinite", "spike"])
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_poisoned_window_leaves_the_run_of_one_that_never_saw_it(
@@ -172,6 +173,8 @@ def poisoned_row(
     return token_cross_entropy(logits, labels, weights) * torch.where(bad, math.inf, 1.0)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_rows_are_read_late_and_saves_first_so_nothing_bad_is_saved(tmp_path: Path) -> None:
     """With a row every 12 steps the bad step is found by the save of step 9, and goes back to 6."""
     job, reference = make_job(tmp_path / "a"), make_job(tmp_path / "b")
@@ -195,6 +198,8 @@ def test_batches_before_the_bad_ones_are_left_out_and_checkpoints_among_them_rem
     assert [e["step"] for e in events(job, "save")] == [0, 3, 6, 6, 9, 12]
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_windows_that_overlap_a_checkpoint_and_each_other_are_left_out_behind_it(
     tmp_path: Path,
 ) -> None:
@@ -270,6 +275,8 @@ def test_F36_more_rollbacks_than_allowed_end_with_76(tmp_path: Path, how: dict[s
     assert again[0].code == 76, "from the same checkpoint, to the same end"
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_each_rollback_lowers_the_learning_rate(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     fit_on_ranks(1, job, **BACK, resilience__rollback__lr_factor=0.5)
@@ -325,6 +332,8 @@ def test_F35_a_skipped_step_is_a_step(tmp_path: Path) -> None:
     assert [e["step"] for e in events(job, "save")] == [7, 12]
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("action", ["skip", "stop"])
 def test_a_spike_is_skipped_or_ends_the_run(tmp_path: Path, action: str) -> None:
     job = make_job(tmp_path)

@@ -46,6 +46,8 @@ def test_what_is_saved_is_the_average_of_the_weights_of_an_undisturbed_run(tmp_p
     assert away > 1e-3
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_run_that_stops_and_goes_on_has_the_same_bits(tmp_path: Path) -> None:
     whole = fit_alone(make_job(tmp_path / "whole"), **{**SHORT, "eval.every_steps": 3})
     job = make_job(tmp_path / "parts")
@@ -68,6 +70,8 @@ def test_generation_and_validation_read_the_average(tmp_path: Path) -> None:
     assert {"exp_avg", "trained", "ema_updates"} <= slots.keys()
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_an_average_neither_begins_nor_ends_within_a_run(tmp_path: Path) -> None:
     short = {**SHORT, "train.steps": 2, "metrics.console": "off"}
     off = {**short, "optimizer.ema.decay": "none"}

@@ -90,6 +90,7 @@ def test_every_layout_reads_the_same_bits(mixture: Path, layout: str) -> None:
     assert all(torch.equal(found[n], wanted[n]) for n in wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [

@@ -59,6 +59,7 @@ def alone(run: Path) -> dict[str, numpy.ndarray]:
         return {name: found[name] for name in found.files}
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_writes_the_values_of_one_process(
@@ -80,6 +81,8 @@ def test_every_layout_writes_the_values_of_one_process(
             assert numpy.abs(found[name] - wanted).max() <= 1e-5 * largest, name
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_folder_holds_the_same_in_shards(
     run: Path, alone: dict[str, numpy.ndarray], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

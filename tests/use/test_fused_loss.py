@@ -82,6 +82,7 @@ class WeightedRows:
         }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_it_trains_as_the_loss_of_logits_does(tmp_path: Path, recompute: str, tied: bool) -> None:
@@ -94,6 +95,8 @@ def test_it_trains_as_the_loss_of_logits_does(tmp_path: Path, recompute: str, ti
     assert_same_rows(columns(job), columns(plain))
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_resumed_run_has_the_same_bits(tmp_path: Path) -> None:
     keys = {**KEYS, **FUSED, "schedule.name": "constant"}
     straight = fit_alone(make_job(tmp_path / "straight"), **keys)
@@ -135,6 +138,7 @@ def test_no_tensor_has_the_size_of_all_logits(tmp_path: Path, training: bool) ->
     assert found[1] <= _BLOCK < rows * length * vocab
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

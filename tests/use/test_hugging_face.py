@@ -154,6 +154,8 @@ def error(got: Tensor, wanted: Tensor) -> float:
 TOKENS = torch.randint(0, VOCAB, (2, 40), generator=torch.Generator().manual_seed(1))
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("kind", CASES)
 def test_F57_F58_imported_weights_train_and_go_back(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
@@ -280,6 +282,8 @@ def test_F57_an_import_trains_alike_in_other_layouts(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_run_from_an_import_resumes_and_keeps_its_sidecar(tmp_path: Path) -> None:
     save("Mixtral", tmp_path / "hf")
     import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
@@ -497,6 +501,8 @@ def test_an_option_without_a_key_is_refused_by_name(tmp_path: Path, case: str) -
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_run_from_scratch_is_exported_as_the_first_family_that_fits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -545,6 +551,7 @@ def test_F50_F58_the_tokenizer_of_the_data_goes_out_with_the_model(tmp_path: Pat
     assert (model.config.eos_token_id, model.generation_config.eos_token_id) == (0, 0)
 
 
+@pytest.mark.slow
 def test_a_hostile_folder_is_one_line_on_the_command_line(tmp_path: Path) -> None:
     save("Llama", tmp_path / "hf")
     shard = next((tmp_path / "hf").glob("model-00002-*"))

@@ -99,6 +99,8 @@ def test_the_fused_loss_trains_and_logs_the_same(folder: Path, tmp_path: Path) -
         assert column == pytest.approx(rows[name], rel=1e-5, abs=ROUNDING), name
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

@@ -53,6 +53,8 @@ def test_an_export_leaves_it_out(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "left out, as transformers has no place for it: mtp (2)" in said
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_its_weight_may_change_within_a_run(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     fit_alone(job, **{**SHORT, "train.steps": 3})

@@ -104,6 +104,8 @@ def wanted_weights() -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_the_runner_equals_a_loop_by_hand(tmp_path: Path) -> None:
     trainer = Trainer(load_job(make_job(tmp_path, PLAN), SHORT))
     assert trainer.fit().step == STEPS
@@ -156,6 +158,8 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return value.to_local() if hasattr(value, "to_local") else value
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", [1, 2])
 def test_gradients_of_what_was_frozen_are_summed_in_fp32(tmp_path: Path, world: int) -> None:
@@ -197,6 +201,8 @@ def test_what_never_trains_has_no_state_and_a_rank_may_have_nothing_else(
         assert {(r.step, r.problems) for r in again} == {(steps, ())}
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.distributed
 @pytest.mark.parametrize("step", [2, 5])
 @pytest.mark.parametrize(
@@ -232,6 +238,8 @@ def test_a_run_resumes_in_the_middle_of_a_stage_with_the_same_bits(
             assert torch.equal(mine.weights[name], value), name
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.distributed
 @pytest.mark.parametrize("thaws", [True, False])
 @pytest.mark.parametrize(

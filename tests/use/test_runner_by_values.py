@@ -97,6 +97,8 @@ def plain_loop(with_experts: bool) -> tuple[nn.Module, list[dict[str, float]]]:
     return model, rows
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("kind", ["dense", "experts"])
 def test_the_runner_equals_a_loop_by_hand(tmp_path: Path, kind: str) -> None:
     experts = kind == "experts"

@@ -60,6 +60,8 @@ def plain_loop() -> tuple[Transformer, Any, list[float]]:
     return model, optimizer, losses
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_row_zero_twenty_steps_equal_the_authors_optimizer_in_a_loop_by_hand(
     tmp_path: Path,
 ) -> None:
@@ -121,6 +123,8 @@ def test_what_is_evaluated_sampled_saved_and_left_is_the_average(tmp_path: Path)
     assert not torch.equal(halfway.lm_head.weight, loaded.lm_head.weight)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("first", [4, 7])
 def test_a_run_that_stops_and_goes_on_has_the_same_bits(tmp_path: Path, first: int) -> None:
     """The undisturbed run saves and evaluates at other steps."""
@@ -168,6 +172,8 @@ class Peek(Callback):
         assert trainer.progress.step == 1 or not torch.equal(before, average)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.distributed
 def test_looks_at_the_average_change_no_bits_on_a_rank_that_casts(tmp_path: Path) -> None:
     """On one bf16 rank every module stays gathered after a forward without gradients."""
@@ -219,6 +225,8 @@ def test_another_schedule_is_refused(tmp_path: Path, name: str) -> None:
         )
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_the_authors_class_by_its_import_path_is_handled_alike(tmp_path: Path) -> None:
     """Any optimizer with `eval` and `train`; its state is torch's form, saved and loaded at the average."""
     pytest.importorskip("schedulefree")

@@ -98,6 +98,8 @@ def test_a_job_without_gradients_of_micro_batches_is_refused(
         Trainer(load_job(make_job(tmp_path), {**KEYS, **keys}))
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.distributed
 def test_ranks_without_gradients_of_micro_batches_are_refused(tmp_path: Path) -> None:
     keys = {key.replace(".", "__"): value for key, value in KEYS.items()}
@@ -133,6 +135,8 @@ class NoBlockingReceive(Callback):
                 setattr(dist, name, function)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.distributed
 def test_numbers_of_the_last_stage_reach_the_writer_without_a_receive(tmp_path: Path) -> None:
     """Loss, its terms and router statistics of the last of two stages stand in the rows that rank 0 writes."""
@@ -147,6 +151,8 @@ def test_numbers_of_the_last_stage_reach_the_writer_without_a_receive(tmp_path: 
         assert got[name] == pytest.approx(wanted[name], rel=1e-4), name
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.distributed
 def test_device_hours_count_the_ranks_of_each_life(tmp_path: Path) -> None:
     job = make_job(tmp_path)

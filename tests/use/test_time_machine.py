@@ -89,6 +89,7 @@ def record(run: Path, start: int, end: int, folder: Path, callbacks: bool = Fals
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "overrides"),
     [
@@ -119,6 +120,8 @@ def test_a_step_is_the_same_bits(tmp_path: Path, extra: str, overrides: dict[str
     assert (found.start, found.differs) == (0, {})
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_step_behind_rollbacks_leaves_out_what_they_left_out(tmp_path: Path) -> None:
     """Back to step 6 and again to step 6, whose checkpoint is gone."""
     rollbacks = "tests.resume.test_rollback"
@@ -187,6 +190,8 @@ def test_a_run_from_hugging_face_is_replayed_from_its_first_step(tmp_path: Path)
     assert (found.start, found.differs, found.changed) == (0, {}, {})
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_keys_that_a_later_life_changed_are_named(tmp_path: Path) -> None:
     options = {"metrics.console": "off", "checkpoint.keep_last": 9, "schedule.name": "constant"}
     job, run = make_job(tmp_path), tmp_path / "run"
@@ -201,6 +206,8 @@ def test_keys_that_a_later_life_changed_are_named(tmp_path: Path) -> None:
     assert (found.changed, found.differs) == ({}, {})
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_what_a_step_saw(tmp_path: Path) -> None:
     fit_alone(make_job(tmp_path), **{"metrics.console": "off"})
     run = tmp_path / "run"

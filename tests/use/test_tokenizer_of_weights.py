@@ -52,6 +52,8 @@ def build(folder: Path, data: dict[str, Any], **more: Any) -> Trainer:
     return Trainer(load_job(write_job(folder), {**KEYS, **data, **flat}))
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_other_tokenizers_are_refused_and_the_same_one_is_not(tmp_path: Path, places: Any) -> None:
     root, same, other = places
     hf = {"init__from": str(root / "hf")}

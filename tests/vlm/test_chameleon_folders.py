@@ -86,6 +86,8 @@ def job(folder: Path, run: str = "run", steps: int = 2, more: str = "") -> Path:
     return path
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("swin_norm", [False, True])
 def test_it_comes_in_trains_and_goes_out_with_its_tokeniser_of_images(
     tmp_path: Path, swin_norm: bool, capsys: pytest.CaptureFixture[str]

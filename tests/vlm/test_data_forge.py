@@ -122,6 +122,8 @@ def test_weights_are_those_of_the_batch(tmp_path: Path) -> None:
     assert np.isclose(float(batch.weights[batch.labels != -100].sum()), 8.0)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_model_learns_from_batches_of_the_loader(tmp_path: Path) -> None:
     """From files to a step: the loss of forty conversations falls, and rows without pictures are among them."""
     batches = Loader(stream_of(talks(tmp_path)), 8)
@@ -294,6 +296,7 @@ def test_loss_of_held_out_captions_is_by_hand_that_of_their_tokens(tmp_path: Pat
     assert np.allclose(found, logged, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_batches_that_are_drawn_together_are_those_of_the_run(tmp_path: Path) -> None:
     path = str(talks(tmp_path))
     grouped = {**OPTIONS, "pack": False, "group": 12}

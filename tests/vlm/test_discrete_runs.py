@@ -109,6 +109,7 @@ def test_the_loss_of_each_modality_is_the_mean_over_its_labels(tmp_path: Path, f
     assert rows["loss.modality.text"][-1] < math.log(32)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fusion", FUSIONS)
 def test_a_trained_run_draws_what_it_is_asked_for(tmp_path: Path, fusion: str) -> None:
     fit_alone(write_job(tmp_path), **{"train.steps": 200, "model.fusion.name": fusion})

@@ -151,6 +151,8 @@ def test_an_encoder_is_tuned_by_adapters_alone(tmp_path: Path, name: str) -> Non
     assert all(not torch.equal(moved[f"{n}.weight"], base[f"model.{n}.weight"]) for n in layers)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_the_base_is_that_of_the_folder(tmp_path: Path) -> None:
     """Frozen weights have the bits of the file, in the order in which transformers has them."""
     job, keys = job_of("qwen3_vl", tmp_path)

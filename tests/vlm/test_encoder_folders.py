@@ -147,6 +147,8 @@ def test_older_files_have_keys_that_say_nothing(tmp_path: Path) -> None:
     assert_encoder(tmp_path / "run", wanted)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_run_with_an_encoder_of_its_own_gives_the_rest(tmp_path: Path) -> None:
     wanted = save(tmp_path / "clip")
     fit_alone(write_vlm_job(tmp_path / "first"), **KEYS)

@@ -36,6 +36,8 @@ def objects(text: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in text.splitlines()]
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_file_of_conversations_is_answered_in_any_rows(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

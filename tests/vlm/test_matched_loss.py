@@ -11,6 +11,8 @@ import torch
 from tests.vlm.matched_loss import LEARNT, MODELS, RESULT, corpus, curve, matched, page, smooth
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_rows_are_a_digit_and_its_name() -> None:
     pytest.importorskip("sklearn")
     train, held = corpus()
@@ -20,6 +22,7 @@ def test_rows_are_a_digit_and_its_name() -> None:
         assert row.count(1) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_model_learns_both_modalities_at_the_flops_of_the_dense_one(name: str) -> None:
     pytest.importorskip("sklearn")

@@ -75,6 +75,8 @@ def test_the_answer_is_learnt_from_pictures_of_any_shape(tmp_path: Path) -> None
     assert losses[-1] < 0.2 * losses[0]
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.distributed
 def test_a_frozen_encoder_stays_as_it_began(tmp_path: Path) -> None:
     keys = strips(tmp_path) | {"train.steps": 2}

@@ -88,6 +88,8 @@ def test_activations_are_what_a_real_forward_keeps(fusion: str, frozen: bool) ->
     assert said == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("fusion", FUSIONS)
 def test_under_tp_and_cp_the_encoder_is_whole_on_each_rank(fusion: str) -> None:
     profile = Profile(build_model(section(fusion), 0), S)
@@ -149,6 +151,8 @@ def test_an_encoder_that_reads_values_is_refused() -> None:
 DEBUG = Path(__file__).parents[2] / "apps" / "train" / "configs" / "vlm_debug.toml"
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_the_command_plans_what_the_runner_runs(capsys: pytest.CaptureFixture[str]) -> None:
     def plan(*flags: str) -> int:
         with pytest.raises(SystemExit) as left:
@@ -167,6 +171,8 @@ def test_the_command_plans_what_the_runner_runs(capsys: pytest.CaptureFixture[st
     assert "must not be cut into pipeline stages" in capsys.readouterr().err
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_experts_that_choose_among_whole_rows_are_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

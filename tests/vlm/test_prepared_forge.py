@@ -117,6 +117,7 @@ def prepare(job: Path, out: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow
 def test_a_prepared_job_trains_with_the_bits_of_its_files(tmp_path: Path, files: Path) -> None:
     job, out = job_of(tmp_path / "a", files), tmp_path / "out"
     prepare(job, out)
@@ -126,6 +127,7 @@ def test_a_prepared_job_trains_with_the_bits_of_its_files(tmp_path: Path, files:
     assert_same_bits(*runs)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_files_with_the_folder_that_was_prepared(
     tmp_path: Path, files: Path
 ) -> None:
@@ -149,6 +151,7 @@ class Stop(Callback):
             signal.raise_signal(signal.SIGTERM)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(("before", "after", "workers"), [(2, 3, 0), (3, 1, 2), (1, 3, 1)])
 def test_a_streamed_run_is_stopped_and_goes_on_with_the_same_rows_on_other_ranks(
@@ -244,6 +247,8 @@ def test_a_streamed_source_is_no_validation(tmp_path: Path, files: Path) -> None
 SMOLVLM = {**CLIP, "model_type": "smolvlm_vision", "num_hidden_layers": 1}
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("masks", [True, False])
 def test_a_damaged_picture_is_masked_in_the_encoder_and_the_batch_trains(
     tmp_path: Path, masks: bool, monkeypatch: pytest.MonkeyPatch

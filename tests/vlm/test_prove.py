@@ -74,6 +74,7 @@ def one(tokens: Tensor) -> dict[str, Any]:
     return pictures(tokens, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fusion", FUSIONS)
 def test_ranks_that_branch_have_the_gradients_of_one_process(fusion: str) -> None:
     media = one if fusion == "cross_attention" else four

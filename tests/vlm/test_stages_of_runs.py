@@ -130,6 +130,8 @@ def test_F77_a_stage_at_the_first_step_holds(tmp_path: Path) -> None:
         load_job(job, {"train.stages.whole.start_step": 0})
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_F77_a_stage_that_starts_with_the_run_holds_from_the_first_step(tmp_path: Path) -> None:
     """Its multipliers stand in place of those of groups, as if groups had them."""
     job, other = (write_vlm_job(tmp_path / name, STAGES) for name in ("staged", "plain"))

@@ -56,6 +56,8 @@ def test_hooks_are_called_in_every_stage_and_life_of_a_run(tmp_path: Path) -> No
     assert results == [e["val_loss"] for e in events]
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.distributed
 def test_each_rank_has_its_callback_and_a_table_without_an_interval_that_of_its_class(
     tmp_path: Path,

@@ -127,6 +127,7 @@ def test_white_space_behind_a_prompt_goes_to_the_choice() -> None:
     assert split_ids(byte, "a", " b") == ([97, 32, 98], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("world", "overrides"),
     [
@@ -154,6 +155,8 @@ def test_every_layout_measures_alike(
         assert got == pytest.approx(wanted, rel=1e-5)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_mixtures_over_expert_ranks_measure_alike(alone: Path, tmp_path: Path) -> None:
     moe = {"model.moe.num_experts": 4, "model.moe.top_k": 2, **asked(alone.parent)}
     one, two = make_job(tmp_path / "one"), make_job(tmp_path / "two")
@@ -170,6 +173,8 @@ def assert_alike(got: dict[int, Any], wanted: dict[int, Any]) -> None:
         assert {k: got[step][k] for k in columns} == pytest.approx(columns, rel=1e-5), step
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_run_that_died_before_its_first_save_has_one_row_of_step_0(tmp_path: Path) -> None:
     class Dies(Callback):
         def on_step_end(self, trainer: Trainer) -> None:
@@ -183,6 +188,8 @@ def test_a_run_that_died_before_its_first_save_has_one_row_of_step_0(tmp_path: P
     assert read_run(job.parent / "run").metrics["step"] == [0, 1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_the_weights_do_not_depend_on_what_is_evaluated(alone: Path, tmp_path: Path) -> None:
     one, other = make_job(tmp_path / "one"), make_job(tmp_path / "other")
     plain = fit_alone(

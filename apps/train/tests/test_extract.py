@@ -124,6 +124,8 @@ def test_a_kill_behind_the_last_step_leaves_no_parts(
     assert [p.name for p in tmp_path.iterdir()] == ["x.npz"]
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_parts_that_are_damaged_or_of_nobody_are_not_used(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

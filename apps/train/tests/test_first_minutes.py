@@ -36,12 +36,16 @@ main(sys.argv[1:])
 """
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_F79_a_machine_without_gpu_prints_its_first_loss_line(tmp_path: Path) -> None:
     done = forge_train("run", write_job(tmp_path), CUDA_VISIBLE_DEVICES="")
     assert done.code == 0, done.err
     assert "step 1/12  loss 5." in done.out  # ln(257) = 5.55
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_F80_help_shows_type_default_and_meaning(tmp_path: Path) -> None:
     shown = forge_train("run", write_job(tmp_path), "--help", COLUMNS="90").out
     row = shown[shown.index("--train.global_batch INT") :][:200]

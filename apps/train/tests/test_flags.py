@@ -44,6 +44,7 @@ def test_a_list_whose_quotes_the_shell_took_is_no_pattern(text: str) -> None:
         parse("--init.patterns", text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "text", "value"),
     [
@@ -86,6 +87,7 @@ def test_a_free_table_itself_is_none() -> None:
         parse("--optimizer.options", "1")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flag", ["--callbacks.mine.nam", "--callbacks.0.name", "--callbacks.class.name", "--init.pat"]
 )

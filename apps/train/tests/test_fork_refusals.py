@@ -205,6 +205,8 @@ def test_a_fork_has_a_folder_of_its_own(places: dict[str, str]) -> None:
     assert sorted(folder.rglob("*")) == before
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_run_that_has_begun_takes_no_other_beginning(
     tmp_path: Path, places: dict[str, str]
 ) -> None:

@@ -80,6 +80,8 @@ def test_explain_writes_the_picture(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize(
     ("file", "words"),
     [
@@ -95,6 +97,8 @@ def test_a_picture_that_cannot_be_is_refused(
     assert not capsys.readouterr().out
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_without_matplotlib_it_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

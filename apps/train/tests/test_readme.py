@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from forge_train import read_run
 
 README = Path(__file__).parents[1] / "README.md"
 
 
+@pytest.mark.slow
 def test_the_example_of_the_readme_runs(tmp_path: Path) -> None:
     readme = README.read_text()
     (code,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)

@@ -41,6 +41,8 @@ def warm() -> Iterator[WarmProcess]:
     process.close()
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize(
     ("text", "more"),
     [("[train\n", {"torch", "numpy"}), ("[train]\nstepz = 3\n[model]\ndim = 0", set())],

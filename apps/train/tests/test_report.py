@@ -105,6 +105,8 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_the_page_holds_the_rows_and_nothing_else_changes(
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -311,6 +313,8 @@ def test_runs_of_all_kinds_have_a_page(copy: Path, case: str) -> None:
         assert page.curve("loss", "loss")[1] == [row["loss"] for row in rows[1:]]
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_long_run_is_thinned_to_extremes_and_gaps(copy: Path) -> None:
     values: list[float | None] = [float(i * 7919 % 1009) for i in range(50_000)]
     values[31_234], values[777], values[40_000] = 1e6, -1e6, None

@@ -76,6 +76,8 @@ def test_F114_an_optimizer_that_cannot_run_is_refused_before_anything_is_written
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_F116_float8_recomputation_and_text_go_through_save_load_and_sample(tmp_path: Path) -> None:
     """What a CPU computes by emulation only, end to end as the command line does it."""
     float8 = {

@@ -42,6 +42,8 @@ def test_a_sink_by_name_gets_the_rows_and_the_step_it_goes_on_from(tmp_path: Pat
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.distributed
 def test_rank_0_alone_opens_sinks(tmp_path: Path) -> None:
     job = make_job(tmp_path)
@@ -50,6 +52,8 @@ def test_rank_0_alone_opens_sinks(tmp_path: Path) -> None:
     assert (tmp_path / "run/rows.txt").read_text().count("resume_step") == 1
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_tensorboard_is_a_built_in_name_and_the_older_key_its_shorthand(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     job = write_job(tmp_path)
@@ -120,6 +124,8 @@ class Failing(Hanging):
         raise OSError(28, "No space left on device")
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_hanging_sink_is_waited_for_at_no_save_and_once_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -33,6 +33,7 @@ def test_it_writes_the_script_and_the_configuration_as_it_is(tmp_path: Path) -> 
     assert "vocab_size" not in text, "what follows from the rest follows from it again"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("extra", "sentence"),
     [
@@ -76,6 +77,8 @@ def test_without_sbatch_there_is_a_sentence(tmp_path: Path) -> None:
     assert (both.code, "--submit stands alone" in both.err) == (78, True)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_supervisor_is_asked_for_by_the_watch(tmp_path: Path) -> None:
     keys = '[resilience.watch]\naction = "restart"\nmax_restarts = 4\nlimits = { save = 60 }\n[slurm]\nnodes = 2\n'
     text = slurm(write_job(tmp_path, keys), "--print").out

@@ -284,6 +284,8 @@ def rows_of(
 LAW = ScalingFit(E=1.2, A=40.0, alpha=0.45, B=300.0, beta=0.5, objective=0.0)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_runs_of_an_exact_law_give_it_and_its_largest_size() -> None:
     found = fitted(rows_of(LAW), resamples=10, level=0.9)
     for name, (value, low, high) in found["constants"].items():
@@ -305,6 +307,7 @@ def test_runs_of_an_exact_law_give_it_and_its_largest_size() -> None:
     assert "distinct" in fitted(rows[:9], 2, 0.9)["held_out"]["refused"]
 
 
+@pytest.mark.slow
 def test_the_page_of_the_shipped_study_is_what_its_numbers_say(tmp_path: Path) -> None:
     """And the numbers are a fit of its own rows."""
     pytest.importorskip("matplotlib")

@@ -165,6 +165,8 @@ def test_without_a_key_wandb_asks_nobody_and_training_goes_on(tmp_path: Path) ->
     assert read_run(tmp_path / "run").metrics["step"] == [1, 2]
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_the_file_of_an_id_is_named_where_its_run_is_gone_and_made_anew_where_it_is_empty(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,6 +148,8 @@ def _train(root, wait, steps=9, every=2):
     return [p.full_tensor().detach() for p in model.parameters()]
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_job_that_does_not_wait_saves_the_bytes_of_one_that_does(tmp_path):
     """Every checkpoint, byte for byte: weights, moments, the manifest."""
     ends = [run_on_ranks(2, _train, str(tmp_path / str(wait)), wait) for wait in (True, False)]
@@ -292,6 +294,7 @@ def _alternate(root, wait):
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wait", [True, False], ids=["sync", "async"])
 def test_states_whose_structure_changes_between_saves(tmp_path, wait):
     assert run_on_ranks(2, _alternate, str(tmp_path), wait) == [[]] * 2

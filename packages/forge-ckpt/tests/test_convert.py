@@ -134,6 +134,7 @@ def load(root, shape, wanted, warm):
     train(model, optimizer, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("form", "saved", "shapes"),

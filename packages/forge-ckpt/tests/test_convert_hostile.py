@@ -370,6 +370,8 @@ def test_hostile_files(source):
     assert "at most" in refused(source, CorruptCheckpoint)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_every_flipped_byte_of_the_metadata_is_harmless(source):
     """Refused or read, by the machine alone: no other exception and no call, whatever the byte."""
     data = (source / ".metadata").read_bytes()

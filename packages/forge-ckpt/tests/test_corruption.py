@@ -349,11 +349,14 @@ def _names(original):
 ALL = {"alone": 1, "older": 3}  # of the damages where an older checkpoint is there, every third
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_the_corpus_has_900_cases(original):
     count = len(_names(original))
     assert sum(2 * -(-count // every) for every in ALL.values()) >= 900
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["alone", "older"])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("lane", ["some", pytest.param("all", marks=pytest.mark.slow)])
@@ -364,6 +367,8 @@ def test_all_damage_is_found_before_it_is_used(original, tmp_path, world, way, l
     assert found == [{}] * world
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("every", [17, pytest.param(2, marks=pytest.mark.slow)])
 def test_all_damage_is_found_without_a_state_too(original, tmp_path, every):
     names, root = _names(original)[::every], str(tmp_path / "store")

@@ -175,6 +175,8 @@ def placed(root, dims):
     return same(wanted, full(made))
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_other_dims_on_other_numbers_of_ranks(tmp_path):
     assert run_on_ranks(3, placed, str(tmp_path), (0, 1, 2, 1)) == [None] * 3
     assert run_on_ranks(4, placed, str(tmp_path), (2, 0, 1, 2)) == [None] * 4

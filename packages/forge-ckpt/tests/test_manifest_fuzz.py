@@ -391,6 +391,8 @@ def victim(root, tmp_path, monkeypatch):
     return tmp_path / "store"
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize(
     "seeds", [range(300), pytest.param(range(300, 4000), marks=pytest.mark.slow)], ids=str
 )
@@ -429,6 +431,8 @@ def _job(seed):
     return {"model": model, "optimizer": optimizer, "rng": RNGState()}
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize(
     "seeds", [range(100), pytest.param(range(100, 2000), marks=pytest.mark.slow)], ids=str
 )
@@ -544,6 +548,8 @@ def _poisoned_if_host(tensor):
     return _poison(tensor) if host and tensor.is_contiguous() else tensor
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "seeds", [range(60), pytest.param(range(60, 800), marks=pytest.mark.slow)], ids=str

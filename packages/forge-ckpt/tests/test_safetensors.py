@@ -323,6 +323,8 @@ def test_a_hostile_header_is_one_line_with_file_and_rule(tmp_path, case):
     assert len(text) < 500 + len(str(path))
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_fuzzed_headers_are_refused_or_harmless(tmp_path):
     """A byte of the header becomes another: a line that names the file, or tensors inside the file."""
     save_hf(tmp_path / "out", ROWS, state(2))

@@ -161,6 +161,8 @@ def draw(logits: Tensor, count: int, **options: object) -> Counter:
     return Counter(int(sample(logits[None], sampling, draws)) for _ in range(count))
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_samples_follow_the_distribution() -> None:
     probabilities = torch.tensor([0.5, 0.0, 0.2, 0.3])
     counts = draw(probabilities.log(), 4000)

@@ -20,6 +20,8 @@ def texts(path) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", path.read_text())
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_heads_and_tokens_are_named_as_they_are(tmp_path):
     out = tmp_path / "a.svg"
     draw_attention(weights(), out, labels=TEXTS, heads=[0, 4], title="layer 3")
@@ -30,6 +32,8 @@ def test_heads_and_tokens_are_named_as_they_are(tmp_path):
         assert found.count(text) >= 2, "beside the queries and below the keys"
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_the_same_weights_are_the_same_file_and_others_another(tmp_path):
     for name, value in (("a", weights()), ("b", weights()), ("c", weights().flip(0))):
         draw_attention(value, tmp_path / f"{name}.png")

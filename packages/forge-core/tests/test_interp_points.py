@@ -271,6 +271,8 @@ def test_a_store_inside_of_a_change_sees_it_and_one_outside_does_not():
     assert not any("point" in vars(m) for m in model.modules())
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_compiled_block_is_refused_by_name():
     model = build()
     model.layers["1"].compile(backend="eager")

@@ -119,6 +119,7 @@ def test_sums_and_gradients_equal_float64(terms: str, head: str, weighted: bool)
             assert error(leaf.grad, want.grad) < 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terms", TERMS)
 def test_gradcheck(terms: str) -> None:
     x, weight, labels, weights = example(torch.float64)
@@ -141,6 +142,8 @@ def test_smoothing_is_that_of_torch() -> None:
         torch.testing.assert_close(found.mean, wanted, rtol=1e-6, atol=0)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_the_same_when_compiled() -> None:
     x, weight, labels, weights = example()
     given = {**TERMS["both"], "weights": weights}

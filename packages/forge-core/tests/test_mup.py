@@ -165,6 +165,8 @@ SIZES = [1, 2, 4, 8]
 BOUNDS = {("width", "logits"): 0.25}
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("axis", ["width", "depth"])
 def test_coordinates_change_alike_at_four_widths_and_depths(axis: str) -> None:
     """Slope of log change over log size, after four steps: near 0, and in the standard parametrization 0.3 to 1.1."""
@@ -241,6 +243,8 @@ def _changes_ahead(config: TransformerConfig, lr: float, steps: int = 4) -> dict
     return {n: float((seen[-1][n] - seen[0][n]).square().mean().sqrt()) for n in now}
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("axis", ["width", "depth"])
 def test_streams_of_tokens_ahead_change_alike_at_four_widths_and_depths(axis: str) -> None:
     """Slopes over width -0.08 at most, and over depth 0.01; in the standard parametrization 0.75 to 0.86, 0.1 to 0.2."""

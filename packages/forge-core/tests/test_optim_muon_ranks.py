@@ -155,6 +155,8 @@ def train(layout: str, name: str = "muon") -> dict[str, Any]:
     return {"errors": errors(net, twin), "calls": sorted(calls), "worked": worked}
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_in_bf16_ranks_differ_by_rounding_alone() -> None:
     """What is gathered is rounded first, as on one process; a batch of another size may round products by 2^-9.
 

@@ -405,6 +405,8 @@ def _behind(dtype):
     return trained - model.w.detach().float().mean().item()
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_an_average_in_bf16_follows_the_weights(monkeypatch):
     fp32 = _behind(torch.float32)
     assert _behind(torch.bfloat16) == pytest.approx(fp32, abs=1e-3)

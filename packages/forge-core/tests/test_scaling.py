@@ -88,6 +88,8 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     assert max(widths) < 0.5  # they say something
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_the_bootstrap_is_a_function_of_its_seed() -> None:
     one, same, other = (bootstrap(*runs(noise=0.003), resamples=3, seed=s) for s in (1, 1, 2))
     assert one == same

@@ -66,6 +66,7 @@ def test_svcca_is_the_mean_of_canonical_correlations():
     assert svcca(noisy, X) == pytest.approx(1.0, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_batches_are_averaged_to_the_whole():
     one = MinibatchCKA()
     one.update(X, Y)

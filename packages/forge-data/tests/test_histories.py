@@ -232,6 +232,7 @@ def check_history(make, draw, rows):
     assert [row for _, row in got] == [rows[i] for i in left[: len(got)]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_any_history_reads_the_one_sequence_of_its_config(folders, seed):
     draw = random.Random(seed)
@@ -240,6 +241,7 @@ def test_any_history_reads_the_one_sequence_of_its_config(folders, seed):
     check_history(lambda: stream, draw, obvious_rows(config, stream))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 def test_any_history_reads_the_one_sequence_of_shards_beside_files(folders, seed):
     draw = random.Random(seed)

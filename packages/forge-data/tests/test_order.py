@@ -47,6 +47,7 @@ def test_the_order_is_pinned(key):
     assert Permutation(n, seed, epoch)(np.arange(min(n, 6))).tolist() == GOLDEN[key]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [2, 3, 7, 16, 37, 100])
 def test_rows_are_uniform_over_positions(n):
     """Chi-square over (position, row) of 2000 epochs; mean df, standard deviation sqrt(2 df)."""

@@ -176,6 +176,7 @@ def test_a_pickled_plan_is_a_path():
     assert pickle.loads(sent).starts.tolist() == plan.starts.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", ["concatenate", *POLICIES])
 @pytest.mark.parametrize("seed", range(2))
 def test_the_union_over_ranks_is_one_sequence_for_every_policy(policy, seed):

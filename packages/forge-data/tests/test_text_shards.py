@@ -144,6 +144,7 @@ def mixed(seed, tokenizer=None):
     return MixedStream(streams, [Phase(0, (2.0, 1.0)), Phase(30, (1.0, 3.0))])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [one, mixed])
 @pytest.mark.parametrize("seed", range(6))
 def test_the_union_over_ranks_is_one_sequence_whatever_reads_it(kind, seed):

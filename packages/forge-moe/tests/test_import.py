@@ -16,6 +16,8 @@ print(sorted(tops), sum(name.startswith("torch") for name in new))
 """
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_nothing_beyond_torch_is_loaded() -> None:
     code = CODE.format(first="import torch")
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

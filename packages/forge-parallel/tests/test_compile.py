@@ -123,6 +123,7 @@ def since(before: dict[str, int]) -> dict[str, int]:
     return {key: value - before[key] for key, value in recompilations().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize("experts", [False, True], ids=["dense", "experts"])
 def test_equal_to_eager_and_one_graph_per_kind(mode: str, experts: bool) -> None:
@@ -196,6 +197,8 @@ def saved_bytes(model: nn.Module) -> int:
     return sum(size for address, size in sizes.items() if address not in own)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_memory_budget_is_kept_and_changes_no_number() -> None:
     free = saved_bytes(compile_blocks(Net(), "aot_eager"))
     model = compile_blocks(Net(), "aot_eager", memory_budget=0.3)

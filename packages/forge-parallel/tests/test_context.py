@@ -251,6 +251,7 @@ def model_errors(exchange: str) -> dict[str, dict[str, float]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exchange", ["all_gather", "ring"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_model_over_ranks_equals_one_process(world: int, exchange: str) -> None:

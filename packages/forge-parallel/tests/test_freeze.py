@@ -87,6 +87,7 @@ def spread(options: dict[str, Any]) -> Any:
     return train(parallelize(Net(), config, meshes), meshes.batch_rank, meshes.batch_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("ranks", "options"),
     [

@@ -367,6 +367,8 @@ def test_the_choice_is_the_same_each_time_and_nothing_better_is_left() -> None:
     )
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_too_little_memory_names_the_smallest_layout() -> None:
     profile = Profile(on_meta(**SIZES_70B), 4096)
     space = SearchSpace(profile, ParallelConfig(), 4, 64, H200, 4, micro_batches=(1,))

@@ -90,6 +90,8 @@ def test_tokens_per_second_are_within_12_percent() -> None:
         assert planned(row).time.tokens_per_second == pytest.approx(row.tokens_per_second, rel=0.12)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_layouts_rank_as_published_for_each_model_and_number_of_gpus() -> None:
     groups: dict[tuple[int, str], list[Row]] = defaultdict(list)
     for row in PUBLISHED:

@@ -133,6 +133,8 @@ def test_a_plain_model_is_green_in_every_layout() -> None:
     assert 0 < max(r.worst for r in results) < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize(("seq_len", "verdict"), [(12, "green"), (14, "refused")])
 def test_rows_that_two_chunks_of_a_rank_allow_train_as_in_one_process(
     monkeypatch: pytest.MonkeyPatch, seq_len: int, verdict: str
@@ -160,6 +162,8 @@ def test_what_a_model_does_not_offer_is_refused_with_the_reason() -> None:
     assert verdicts(results)["fsdp"] == "green"
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_wrong_role_is_red_and_names_the_parameter() -> None:
     wrong = ROLES | {
         "*.q_norm.*": "sequence"
@@ -179,6 +183,7 @@ def test_a_head_that_every_rank_computes_whole_is_green() -> None:
     assert verdicts(results) == {"tp": "green", "tp, whole stream": "green"}
 
 
+@pytest.mark.slow
 def test_layouts_of_ones_own_are_cells() -> None:
     """The third has 24 rows, so that three readers of two micro-batches get as many each."""
     layouts = [{"tp": 2, "pp": 2}, {"cp": 2, "dp_replicate": 2, "recompute": "selective"}]
@@ -222,6 +227,7 @@ def test_layouts_that_break_a_rule_are_named_before_any_rank_starts(
         prove(Model, vocab_size=VOCAB, nproc=4, seq_len=18, layouts=[layout])
 
 
+@pytest.mark.slow
 def test_bf16_is_measured_beside_fp32_and_beside_one_rank() -> None:
     options: dict[str, Any] = {"vocab_size": VOCAB, "worlds": [1, 2], "precision": "bf16"}
     parts = ("accumulation", "tp, whole", "pp", "swapped")
@@ -234,6 +240,8 @@ def test_bf16_is_measured_beside_fp32_and_beside_one_rank() -> None:
     assert len(found) == 4
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_sums_in_bf16_and_wrong_roles_are_red_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """The sum of two gradients in bf16 is nearer to fp32 than many roundings before it; one rank is nearer still."""
     wrong = ROLES | {"*.q_norm.*": "sequence"}
@@ -433,6 +441,8 @@ def test_a_rank_that_raises_or_hangs_is_red_and_keeps_nobody_waiting() -> None:
     assert time.monotonic() - began < 15
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_caller_whose_threads_have_run_can_prove() -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
@@ -582,11 +592,15 @@ def dropping() -> nn.Module:
     return block
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_F86_rows_that_take_different_ways_are_green_row_by_row() -> None:
     (result,) = prove(with_blocks(ByRow), vocab_size=VOCAB, only="row by row", worlds=[2])
     assert result.verdict == "green", result
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("build", [with_blocks(fused), Functional], ids=["fused", "functional"])
 def test_F87_cut_weights_in_foreign_code_are_red_with_the_reason(
     build: Callable[[], nn.Module],
@@ -597,6 +611,8 @@ def test_F87_cut_weights_in_foreign_code_are_red_with_the_reason(
         assert "a weight that tp cuts must be used by its own module's forward" in result.message
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_F88_weights_swapped_around_an_evaluation_are_green() -> None:
     (result,) = prove(Model, vocab_size=VOCAB, only="swapped", worlds=[2])
     assert result.verdict == "green", result
@@ -613,6 +629,8 @@ class Stale(nn.Linear):
         return super().forward(x) + F.linear(x, self.kept)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_layer_with_an_old_weight_is_named() -> None:
     def build() -> nn.Module:
         model = Model()
@@ -624,6 +642,8 @@ def test_a_layer_with_an_old_weight_is_named() -> None:
     assert "stream behind layers.1 in step 2 differs first" in result.message
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_step_that_is_not_made_is_red_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     """It changes a weight by less than the bound of bf16."""
     clip = clip_grads_
@@ -639,6 +659,8 @@ def test_a_step_that_is_not_made_is_red_in_bf16(monkeypatch: pytest.MonkeyPatch)
     assert (result.verdict, result.parameter) == ("red", "layers.1.down.bias"), result
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_small_gradients_that_rounding_of_large_ones_reaches_are_green_in_bf16() -> None:
     """With weights of 0.02 attention is nearly uniform: q and k have gradients of 1e-4 of the largest."""
 
@@ -653,6 +675,8 @@ def test_small_gradients_that_rounding_of_large_ones_reaches_are_green_in_bf16()
     assert result.verdict == "green", result
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_choices_that_rounding_turns_are_said_to_be_of_the_precision() -> None:
     """As experts that the router likes equally well."""
 
@@ -715,6 +739,8 @@ def lab(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_ranks_find_imported_what_the_model_imports(lab: Path) -> None:
     """One process imports it to train, and the caller after it; models of transformers take seconds."""
     (lab / "heavy_part.py").write_text("open('imports', 'a').write('x')\n")

@@ -244,6 +244,8 @@ def strangers_store():
     return TCPStore("127.0.0.1", 0, is_master=True, timeout=timedelta(seconds=20))
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_F104_a_store_where_rank_0_does_not_check_in_is_not_its_own(start, strangers_store):
     """Rank 0 is gone: another job's store held its port."""
     port = strangers_store.port

@@ -179,6 +179,8 @@ def _on_meta():
     return float(total.detach() / (labels != -100).sum() - want), max(source.values())
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_meta_model_is_cut_and_filled_later():
     for difference, source in run_on_ranks(4, _on_meta):
         assert abs(difference) < 1e-5
@@ -264,5 +266,7 @@ def _fake():
         dist.destroy_process_group()
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_fake_group_runs_it_without_storage():
     assert _fake()

@@ -66,6 +66,8 @@ def _against_one_process(kind, tied):
     return float((loss - want).abs() / want), errors(model, reference), tuple(logits.shape), same
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize(("kind", "tied"), [("Llama", True), ("Qwen3", False)])
 def test_tp_plan_with_fsdp_equals_one_process(kind, tied):
     for loss, found, shape, same in run_on_ranks(4, _against_one_process, kind, tied, timeout=120):

@@ -125,6 +125,8 @@ def test_what_cannot_be_cut_is_named(module, role, message):
         check_cuts(model, match_roles(model, {"part.*": role}), 4)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_model_of_many_layers_is_matched_quickly():
     with torch.device("meta"):
         model = Model(kinds="a" * 80)

@@ -176,6 +176,7 @@ def test_fp16_products_are_refused_with_grad_alone() -> None:
         vocab_fused_cross_entropy(x.requires_grad_(), weight, labels, ALONE)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("terms", TERMS)
 def test_gradcheck(terms: str) -> None:
     x, weight, labels, weights = data(9)

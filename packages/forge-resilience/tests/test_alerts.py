@@ -94,6 +94,8 @@ def notes(folder: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_new_events_reach_both_ways_once_and_others_none(
     tmp_path: Path, receiver: Receiver, journal: Journal
 ) -> None:
@@ -136,6 +138,8 @@ def test_the_next_life_sends_what_was_written_between(
     assert said == [("spike", 1), ("hang", 1), ("spike", 2), ("hang", 2)]
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("codes", [[500, 200], [500], [302]])
 def test_a_webhook_that_refuses_is_tried_a_few_times_and_not_named(
     receiver: Receiver, journal: Journal, codes: list[int]

@@ -90,6 +90,8 @@ def test_the_queue_is_read_with_codes_and_signals(tmp_path: Path) -> None:
     assert "SLURM_JOB_ID" not in queue.environ, "sbatch would take options from it"
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_no_answer_is_not_a_refusal(tmp_path: Path) -> None:
     """Of a controller that is down nothing is known; one that is there may refuse a script, never a question."""
     queue = _clients(tmp_path)

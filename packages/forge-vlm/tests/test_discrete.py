@@ -80,6 +80,8 @@ def drawings():
     return torch.cat([classes, picture], dim=1), torch.cat([picture, classes], dim=1)
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("fusion", ["joint_decoder", "mixture_of_transformers", "moma"])
 def test_it_learns_to_draw_and_to_say_what_it_sees(fusion):
     model, (draw, say) = VLM(config(fusion)), drawings()

@@ -10,6 +10,8 @@ PROBE = (
 )
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_importing_it_loads_only_what_it_declares():
     done = subprocess.run(
         [sys.executable, "-c", PROBE], capture_output=True, text=True, check=True, timeout=60

@@ -134,6 +134,8 @@ def test_masks_may_be_left_out_and_a_batch_may_have_no_image(tmp_path):
     )
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("name", list(CLASSES))
 def test_twenty_steps_are_those_of_transformers(name, tmp_path):
     theirs = theirs_of(name)
