@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 import forge_moe
 
 CODE = """

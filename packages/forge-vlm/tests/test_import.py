@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 DECLARED = {"forge_vlm", "forge_core", "torch"}
 PROBE = (
     "import sys, torch; before = set(sys.modules); import forge_vlm; "
