@@ -26,6 +26,8 @@ def snapshot(folder: Path) -> list[bytes]:
     return sorted(f.read_bytes() for f in files if f.name != "lock")
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("name", BY_NAME)
 def test_F107_bad_input_is_refused_with_value_rule_and_fix(
     tmp_path: Path, warm: WarmProcess, name: str

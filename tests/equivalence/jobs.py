@@ -7,7 +7,7 @@ metrics of `forge-train run`. A feature is an entry of FEATURES, a layout one of
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,13 @@ class JobCell:
         also = FEATURES[self.feature].also & {self.layout}
         met = LAYOUTS[self.layout].axes | also
         return frozenset((self.feature, part) for part in met) | {self.layout}
+
+    @property
+    def rough_parts(self) -> frozenset[Any]:
+        """The same with two kinds of axes: the pipeline, and all others."""
+        pairs = [part for part in self.parts if not isinstance(part, str)]
+        axes = frozenset((feature, "pp" if axis == "pp" else "other") for feature, axis in pairs)
+        return axes | {self.layout}
 
     @property
     def name(self) -> str:
@@ -104,19 +111,22 @@ def cells() -> Iterator[JobCell]:
         yield from (JobCell(feature, layout) for layout in LAYOUTS if allowed(feature, layout))
 
 
-def covering(chosen: Iterable[JobCell] | None = None) -> list[JobCell]:
+def covering(
+    chosen: Iterable[JobCell] | None = None,
+    parts: Callable[[JobCell], frozenset[Any]] = lambda cell: cell.parts,
+) -> list[JobCell]:
     """Few cells in which every part occurs that occurs in any, small ones first; a layout counts a quarter of a pair."""
     left = list(cells() if chosen is None else chosen)
     order = {cell: number for number, cell in enumerate(left)}
-    missing = {part for cell in left for part in cell.parts}
+    missing = {part for cell in left for part in parts(cell)}
     found = []
 
     def gain(cell: JobCell) -> float:
-        counts = (0.25 if isinstance(part, str) else 1.0 for part in cell.parts & missing)
+        counts = (0.25 if isinstance(part, str) else 1.0 for part in parts(cell) & missing)
         return sum(counts) / LAYOUTS[cell.layout].world ** 0.5
 
     while missing:
         best = max(left, key=gain)
-        missing -= best.parts
+        missing -= parts(best)
         found.append(best)
     return sorted(found, key=lambda cell: order[cell])

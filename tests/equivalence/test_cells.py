@@ -83,6 +83,8 @@ def test_every_pair_of_axes_and_of_axis_and_feature_occurs() -> None:
     assert not {frozenset(("ep", f)) for f in [*mixtures, "moe_compile"]} - pairs
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize(
     "name", [pytest.param(name, marks=marks(asked.keys)) for name, asked in REFUSALS.items()]
 )
@@ -220,13 +222,14 @@ CAUGHT = [
 
 
 def tries() -> Iterator[Any]:
-    """Each mistake in all of its layouts: the first is quick."""
-    quick = set()
+    """Each mistake in all of its layouts: the first is in the lane `ci`."""
+    seen = set()
     for mutation, feature, layouts, quantities in CAUGHT:
         for layout in layouts:
-            slow = [pytest.mark.slow] if mutation in quick else []
-            quick.add(mutation)
-            yield pytest.param(mutation, feature, layout, quantities, marks=slow)
+            first = [] if mutation in seen else [pytest.mark.lane("ci")]
+            seen.add(mutation)
+            marked = [pytest.mark.slow, *first]
+            yield pytest.param(mutation, feature, layout, quantities, marks=marked)
 
 
 @pytest.mark.parametrize(("mutation", "feature", "layout", "quantities"), tries())

@@ -34,13 +34,17 @@ def reference(folder: Path, cell: JobCell) -> tuple[Path, Fitted]:
 
 
 def cells() -> list[Any]:
-    """The cells of `covering()`, with a mark where a schedule needs a newer torch."""
-    found = covering()
-    return [pytest.param(c, marks=marks(LAYOUTS[c.layout].flags), id=c.name) for c in found]
+    """The cells of `covering()`; in the lane `ci`, each feature with a pipeline and with another axis."""
+    every = covering()
+    in_ci = covering(every, lambda cell: cell.rough_parts)
+    ci = [pytest.mark.lane("ci")]
+    return [
+        pytest.param(c, marks=marks(LAYOUTS[c.layout].flags) + ci * (c in in_ci), id=c.name)
+        for c in every
+    ]
 
 
 @pytest.mark.slow
-@pytest.mark.lane("ci")
 @pytest.mark.distributed
 @pytest.mark.parametrize("cell", cells())
 def test_F38_a_run_equals_one_process(tmp_path: Path, cell: JobCell) -> None:

@@ -95,6 +95,8 @@ def section(name: str) -> BuiltInModelConfig:
     )
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_activations_are_what_a_real_forward_keeps(name: str, dtype: torch.dtype) -> None:
@@ -169,6 +171,8 @@ def _held(options: dict[str, Any]) -> int:
     return sum(p.to_local().numel() for p in model.parameters())  # type: ignore[attr-defined]
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "options",

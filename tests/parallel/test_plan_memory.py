@@ -17,6 +17,8 @@ def test_F118_every_preset_of_one_gpu_is_measured() -> None:
     assert {job.name for job in PRESETS} <= KEPT.keys()
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("job", [j for j in JOBS if j.name in KEPT], ids=lambda job: job.name)
 def test_F118_a_plan_is_near_the_allocators_peak(job: Job) -> None:
     """On one GPU within 5 %, in a layout within 10 %; and at most 2 % below."""

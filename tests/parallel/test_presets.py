@@ -39,6 +39,8 @@ def test_there_is_a_preset_of_every_model_and_number_of_gpus() -> None:
     assert {gpus_of(p) for p in PRESETS} == {1, 4, 8, 16, 32}
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("path", PRESETS, ids=lambda p: p.stem)
 def test_F85_a_preset_loads_and_fits_its_gpus(path: Path) -> None:
     config, gpus = load(path), gpus_of(path)

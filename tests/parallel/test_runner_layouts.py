@@ -224,8 +224,7 @@ def test_a_whole_head_has_its_loss_once_and_replicas_drop_alike(tmp_path: Path) 
 
 
 @pytest.mark.slow
-@pytest.mark.lane("ci")
-@pytest.mark.parametrize("before", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("before", [1, pytest.param(2, marks=pytest.mark.lane("ci"))])
 def test_replicas_drop_alike_after_another_layout(tmp_path: Path, before: int) -> None:
     job = make_job(tmp_path)
     name = {"model__name": f"{__name__}:wide", "sample__max_new_tokens": 0}

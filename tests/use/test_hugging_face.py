@@ -604,6 +604,8 @@ def test_a_check_that_fails_says_so(tmp_path: Path) -> None:
 WEIRD = (None, True, False, "x", "", -1, 0, 2.5, [], [1], [[1]], ["x"], {}, {"a": 1}, {"rope_type": []}, 10**30, float("nan"), float("inf"))  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("kind", CASES)
 def test_F98_a_key_of_any_value_is_read_or_refused(kind: str) -> None:
     """Every key of the family, and those of the others, with values that no file should have: a model, or lines."""

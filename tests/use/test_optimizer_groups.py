@@ -202,16 +202,15 @@ def test_what_never_trains_has_no_state_and_a_rank_may_have_nothing_else(
 
 
 @pytest.mark.slow
-@pytest.mark.lane("ci")
 @pytest.mark.distributed
 @pytest.mark.parametrize("step", [2, 5])
 @pytest.mark.parametrize(
     ("world", "options"),
     [
-        (1, {}),
-        pytest.param(2, {}, marks=pytest.mark.slow),
-        pytest.param(2, {"parallel.pp": 2, "train.micro_batch": 3}, marks=pytest.mark.slow),
-        pytest.param(2, {"optimizer.name": "torch.optim:Adam"}, marks=pytest.mark.slow),
+        pytest.param(1, {}, marks=pytest.mark.lane("ci")),
+        (2, {}),
+        pytest.param(2, {"parallel.pp": 2, "train.micro_batch": 3}, marks=pytest.mark.lane("ci")),
+        (2, {"optimizer.name": "torch.optim:Adam"}),
     ],
     ids=str,
 )
@@ -239,15 +238,14 @@ def test_a_run_resumes_in_the_middle_of_a_stage_with_the_same_bits(
 
 
 @pytest.mark.slow
-@pytest.mark.lane("ci")
 @pytest.mark.distributed
 @pytest.mark.parametrize("thaws", [True, False])
 @pytest.mark.parametrize(
     ("world", "options"),
     [
-        (1, {}),
-        pytest.param(2, {}, marks=pytest.mark.slow),
-        pytest.param(2, {"parallel.pp": 2, "train.micro_batch": 3}, marks=pytest.mark.slow),
+        pytest.param(1, {}, marks=pytest.mark.lane("ci")),
+        (2, {}),
+        pytest.param(2, {"parallel.pp": 2, "train.micro_batch": 3}, marks=pytest.mark.lane("ci")),
     ],
     ids=str,
 )

@@ -225,7 +225,14 @@ STREAMS = {  # pickles that no pickler writes
 }
 
 
-@pytest.mark.parametrize("kind", STREAMS)
+def _streams():
+    """Long ones are slow."""
+    for kind, stream in STREAMS.items():
+        slow = [pytest.mark.slow, pytest.mark.lane("ci")] if len(stream) > 1_000_000 else []
+        yield pytest.param(kind, marks=slow)
+
+
+@pytest.mark.parametrize("kind", _streams())
 def test_a_hostile_pickle(source, kind):
     (source / ".metadata").write_bytes(STREAMS[kind])
     refused(source)

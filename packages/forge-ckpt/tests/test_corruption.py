@@ -368,8 +368,7 @@ def test_all_damage_is_found_before_it_is_used(original, tmp_path, world, way, l
 
 
 @pytest.mark.slow
-@pytest.mark.lane("ci")
-@pytest.mark.parametrize("every", [17, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [pytest.param(17, marks=pytest.mark.lane("ci")), 2])
 def test_all_damage_is_found_without_a_state_too(original, tmp_path, every):
     names, root = _names(original)[::every], str(tmp_path / "store")
     assert run_on_ranks(1, _read_and_verify, str(original), root, names, timeout=300) == [{}]

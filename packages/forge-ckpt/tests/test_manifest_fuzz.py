@@ -392,9 +392,10 @@ def victim(root, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.lane("ci")
 @pytest.mark.parametrize(
-    "seeds", [range(300), pytest.param(range(300, 4000), marks=pytest.mark.slow)], ids=str
+    "seeds",
+    [pytest.param(range(300), marks=pytest.mark.lane("ci")), range(300, 4000)],
+    ids=str,
 )
 def test_F97_manifests_with_hostile_content_are_refused_or_harmless(victim, seeds, capsys):
     target = victim / "step-00000002" / "manifest.json"
@@ -432,9 +433,10 @@ def _job(seed):
 
 
 @pytest.mark.slow
-@pytest.mark.lane("ci")
 @pytest.mark.parametrize(
-    "seeds", [range(100), pytest.param(range(100, 2000), marks=pytest.mark.slow)], ids=str
+    "seeds",
+    [pytest.param(range(100), marks=pytest.mark.lane("ci")), range(100, 2000)],
+    ids=str,
 )
 def test_F97_what_an_object_cannot_use_falls_back_to_the_older_checkpoint(tmp_path, seeds):
     """torch's optimizers and RNGState get the hostile values; step 1 is sound."""
@@ -549,10 +551,11 @@ def _poisoned_if_host(tensor):
 
 
 @pytest.mark.slow
-@pytest.mark.lane("ci")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
-    "seeds", [range(60), pytest.param(range(60, 800), marks=pytest.mark.slow)], ids=str
+    "seeds",
+    [pytest.param(range(60), marks=pytest.mark.lane("ci")), range(60, 800)],
+    ids=str,
 )
 def test_F97_all_ranks_refuse_a_hostile_manifest_or_none_has_a_hole(tmp_path, seeds):
     first, second = run_on_ranks(2, _load_on_ranks, str(tmp_path), seeds, timeout=300)

@@ -354,6 +354,8 @@ def _nearest(values, chance):
     return values.to(torch.bfloat16).float()
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize("name", ["adamw", "lion"])
 def test_bf16_weights_follow_fp32_where_nearest_rounding_stalls(name, monkeypatch):
     fp32 = _descend(torch.float32, name)

@@ -273,6 +273,8 @@ def test_F104_keys_bear_the_name_of_the_run(start, strangers_store):
     assert [answer.get("sums", answer) for answer in answers] == [[3.0, 3.0]] * 2
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_F104_a_rank_whose_place_is_taken_without_a_word_ends_the_start_for_all(
     start, strangers_store
 ):
