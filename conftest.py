@@ -11,6 +11,7 @@ import signal
 import statistics
 import tempfile
 from collections import Counter, defaultdict
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             if needed > TORCH:
                 item.add_marker(pytest.mark.skip(f"needs torch {mark.args[0]}"))
     items[:] = _ordered(left, config.getoption("--random-order"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol() -> Generator[None, object, object]:
+    """Handlers of signals end with the test: a child that a later test forks would not end at SIGTERM."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return (yield)
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
 
 
 def _named(config: pytest.Config) -> bool:

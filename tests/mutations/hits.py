@@ -19,18 +19,22 @@ _SOURCE = '''"""Note which test executes a planted call: a line in FORGE_HITS fo
 import os
 
 _noted = set()
-_file = None
+_open, _write, _close = os.open, os.write, os.close  # tests of faults replace these
 
 
 def hit(name):
-    test = os.environ.get("PYTEST_CURRENT_TEST")
-    if test is None or (name, test) in _noted:
+    test, folder = os.environ.get("PYTEST_CURRENT_TEST"), os.environ.get("FORGE_HITS")
+    if test is None or folder is None or (name, test) in _noted:
+        return
+    try:
+        file = _open(f"{folder}/{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            _write(file, f"{name}\\t{test}\\n".encode())
+        finally:
+            _close(file)
+    except OSError:  # a disk that a test made full; the next call tries again
         return
     _noted.add((name, test))
-    folder = os.environ.get("FORGE_HITS")
-    if folder:
-        with open(f"{folder}/{os.getpid()}", "a") as file:
-            file.write(f"{name}\\t{test}\\n")
 
 
 hit._dynamo_marked_constant = True  # Dynamo calls it while it traces, and leaves it out of the graph

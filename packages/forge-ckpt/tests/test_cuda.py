@@ -1,4 +1,6 @@
-"""On a GPU: two ranks share one, each with shards and a random stream of its own there."""
+"""On a GPU: ranks share one, each with shards and a random stream of its own there."""
+
+import os
 
 import pytest
 import torch
@@ -29,7 +31,16 @@ def state_of(base):
     return {"w": DTensor.from_local(local, mesh, [Shard(0)], run_check=False), "rng": RNGState()}
 
 
-def save(root):
+def show(devices):
+    """Ranks of the CPU do not see GPUs; these do."""
+    if devices is None:
+        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = devices
+
+
+def save(root, devices):
+    show(devices)
     torch.cuda.manual_seed(dist.get_rank())
     draw()
     with Store(root) as store:
@@ -37,7 +48,8 @@ def save(root):
     return draw()
 
 
-def load(root):
+def load(root, devices):
+    show(devices)
     torch.cuda.manual_seed(99)
     state = state_of(500)
     with Store(root) as store:
@@ -48,12 +60,13 @@ def load(root):
 
 
 def test_cuda_shards_and_streams(tmp_path):
-    drawn = run_on_ranks(2, save, str(tmp_path))
+    devices = os.environ.get("CUDA_VISIBLE_DEVICES")
+    drawn = run_on_ranks(2, save, str(tmp_path), devices)
     want = torch.arange(80).float().view(8, 10).tolist()
-    back = run_on_ranks(2, load, str(tmp_path))
+    back = run_on_ranks(2, load, str(tmp_path), devices)
     assert [numbers for numbers, _ in back] == drawn
     assert [row for _, rows in back for row in rows] == want
-    spread = run_on_ranks(4, load, str(tmp_path))
+    spread = run_on_ranks(4, load, str(tmp_path), devices)
     assert [row for _, rows in spread for row in rows] == want
     assert len({tuple(numbers) for numbers, _ in [*back, *spread]}) == 6
 

@@ -214,7 +214,10 @@ class Adapted(nn.Module):
 
 def frozen_base(precision: str) -> tuple[set[torch.dtype], set[torch.dtype], float]:
     config = ParallelConfig(device=device().type, precision=precision)
-    alone, model = Adapted().float(), parallelize(Adapted(), config, make_meshes(config))
+    alone, model = (
+        Adapted().float().to(device()),
+        parallelize(Adapted(), config, make_meshes(config)),
+    )
     rows = torch.ones(2, 8, device=device())
     for net in (alone, model):
         net(rows).float().square().sum().backward()

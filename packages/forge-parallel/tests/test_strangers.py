@@ -197,7 +197,7 @@ def on_a_frozen_base(precision: str, trained: str) -> dict[str, Any]:
         models.append(build("Llama").bfloat16())
         for name, parameter in models[-1].named_parameters():
             parameter.requires_grad_(trained in name)
-    alone, model = models[0].float(), models[1]
+    alone, model = models[0].float().to(device()), models[1]
     config = ParallelConfig(device=device().type, precision=precision)  # type: ignore[arg-type]
     meshes = make_meshes(config)
     parallelize(model, config, meshes, report=lambda _: None)
