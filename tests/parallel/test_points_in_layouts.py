@@ -41,13 +41,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 CELLS = [
     ("dense", "tp2-whole-tokens"),
     ("dense", "cp2-ring"),
-    ("dense", "fsdp2-tp2"),
+    pytest.param("dense", "fsdp2-tp2", marks=pytest.mark.lane("ci")),
     ("dense", "tp2-pp2"),
     ("dense", "cp2"),
     ("experts", "fsdp2"),
     ("experts", "tp2"),
     ("experts", "pp2"),
-    ("experts", "tp2-cp2"),
+    pytest.param("experts", "tp2-cp2", marks=pytest.mark.lane("ci")),
     ("latent", "tp2-cp2"),
 ]
 

@@ -21,6 +21,8 @@ from forge_testing.runs import make_job
 from forge_train import Callback, JobError, Trainer, load_job, read_run
 from forge_train.trainer.trainer import RunResult
 
+pytestmark = pytest.mark.lane("test")
+
 
 @pytest.fixture
 def disk() -> Iterator[Disk]:

@@ -29,6 +29,8 @@ from forge_train import Callback, ConfigError, StateError, Trainer, load_job, re
 from forge_train.hf.exporting import export_run
 from forge_train.hf.importing import import_folder
 
+pytestmark = pytest.mark.lane("test")
+
 ALL = ["weights", "optimizer", "cursor"]
 QUIET = {"metrics.console": "off", "sample.max_new_tokens": 0}
 WITHOUT_MODEL = TINY_JOB.replace("[model]\ndim = 16\nnum_layers = 1\nnum_heads = 2\n", "")

@@ -26,6 +26,8 @@ from forge_testing.runs import (
 from forge_train import Callback, Trainer, load_job, load_trained, read_run
 from forge_train.errors import ConfigError
 
+pytestmark = pytest.mark.lane("test")
+
 STEPS, WARMUP, PEAK, EPS, DECAY = 20, 3, 1e-2, 1e-4, 0.1
 KEYS: dict[str, Any] = {
     "optimizer.name": "schedule_free_adamw",

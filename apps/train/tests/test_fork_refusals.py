@@ -13,6 +13,8 @@ from forge_train import DataError, JobError, Trainer, load_job
 from forge_train.hf.exporting import export_run
 from forge_train.hf.importing import import_folder
 
+pytestmark = pytest.mark.lane("test")
+
 ALL = ["weights", "optimizer", "cursor"]
 MOMENTS = ["weights", "optimizer"]
 QUIET = {"metrics.console": "off", "sample.max_new_tokens": 0, "eval.every_steps": 0}

@@ -23,6 +23,8 @@ from forge_train.study.page import draw, fitted, page
 from forge_train.study.runs import read_study
 from forge_train.study.sweep import run_sweep
 
+pytestmark = pytest.mark.lane("test")
+
 SLURM = "[base.resilience]\nsave_limit_seconds = 20\n[base.slurm]\ncpus_per_task = 1\n"
 
 

@@ -22,6 +22,8 @@ from forge_ckpt import CorruptCheckpoint, SaveEvent, StepExists, Store
 from forge_testing import run_on_ranks
 from forge_testing.disk import Disk
 
+pytestmark = pytest.mark.lane("test")
+
 BLOCK = 4 * 2**20
 
 

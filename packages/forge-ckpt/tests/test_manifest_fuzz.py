@@ -31,6 +31,8 @@ from forge_ckpt import (
 from forge_ckpt.files import byte_view
 from forge_testing import run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 POISON = 0xA5
 
 

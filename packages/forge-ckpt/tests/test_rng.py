@@ -9,6 +9,8 @@ import torch.distributed as dist
 from forge_ckpt import RNGState, Store
 from forge_testing import run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 # Two streams are taken as different when 4 draws of 2**31 values differ: never by chance.
 
 

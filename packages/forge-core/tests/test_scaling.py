@@ -10,6 +10,8 @@ import torch
 
 from forge_core.scaling import ScalingFit, bootstrap, fit_scaling, interval
 
+pytestmark = pytest.mark.lane("test")
+
 # Constants of Besiroglu et al. 2024 for the runs of Hoffmann et al. 2022.
 TRUTH = ScalingFit(E=1.8172, A=482.01, alpha=0.3478, B=2085.43, beta=0.3658, objective=0.0)
 SIZES = (1e7, 3e7, 1e8, 3e8, 1e9)

@@ -20,7 +20,7 @@ from forge_parallel.axes.fsdp import apply_fsdp
 from forge_parallel.meshes import with_one_rank
 from forge_testing import device, run_on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 
 class Net(nn.Module):
@@ -96,7 +96,7 @@ def spread(options: dict[str, Any]) -> Any:
         (4, {"dp_replicate": 2}),
         (2, {"recompute": "full"}),
         (2, {"compile": True}),
-        (2, {"precision": "bf16"}),
+        pytest.param(2, {"precision": "bf16"}, marks=pytest.mark.lane("ci")),
         (1, {"precision": "bf16"}),
     ],
     ids=str,

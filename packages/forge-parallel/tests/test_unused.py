@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from forge_parallel import ParallelConfig, accumulate, make_meshes, parallelize
 from forge_testing import device, run_on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 
 class Branches(nn.Module):

@@ -19,6 +19,8 @@ import pytest
 from forge_resilience import Journal, read_events
 from forge_resilience.alerts import Alerts, AlertsConfig
 
+pytestmark = pytest.mark.lane("test")
+
 
 def wait_until(true: Callable[[], object], seconds: float = 60.0) -> None:
     deadline = time.monotonic() + seconds

@@ -37,6 +37,8 @@ from forge_resilience.health import (
 from forge_resilience.health.node import clocks, sees_token, shared_folder, write_token
 from forge_testing import run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 # ---- the device
 
 

@@ -25,6 +25,8 @@ from forge_vlm.data.prepare import prepare  # noqa: E402
 from forge_vlm.data.prepared import Prepared, verify  # noqa: E402
 from forge_vlm.data.source import options_of  # noqa: E402
 
+pytestmark = pytest.mark.lane("test")
+
 
 def talks_of(folder, count=10):
     """Conversations of 0 to 2 pictures of one colour that is their number."""
