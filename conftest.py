@@ -9,6 +9,7 @@ import random
 import shutil
 import signal
 import statistics
+import sys
 import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Generator
@@ -99,7 +100,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol() -> Generator[None, object, object]:
-    """Handlers of signals end with the test: a child that a later test forks would not end at SIGTERM."""
+    """Each test begins with the same random state, so that its order in a worker changes no value.
+
+    Handlers of signals end with the test: a child that a later test forks would not end at SIGTERM.
+    """
+    random.seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         return (yield)

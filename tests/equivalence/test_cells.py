@@ -232,7 +232,7 @@ def tries() -> Iterator[Any]:
             yield pytest.param(mutation, feature, layout, quantities, marks=marked)
 
 
-@pytest.mark.parametrize(("mutation", "feature", "layout", "quantities"), tries())
+@pytest.mark.parametrize(("mutation", "feature", "layout", "quantities"), list(tries()))
 def test_a_mistake_turns_the_cell_red(
     mutation: str, feature: str, layout: str, quantities: set[str]
 ) -> None:

@@ -232,7 +232,7 @@ def _streams():
         yield pytest.param(kind, marks=slow)
 
 
-@pytest.mark.parametrize("kind", _streams())
+@pytest.mark.parametrize("kind", list(_streams()))
 def test_a_hostile_pickle(source, kind):
     (source / ".metadata").write_bytes(STREAMS[kind])
     refused(source)

@@ -95,6 +95,7 @@ def test_a_base_in_bf16_computes_in_the_dtype_of_the_stream():
 def test_it_trains_the_adapters_and_generates():
     model = _model()
     lora(model, ADAPTERS, base_dtype=None)
+    initialise(model, 1)
     frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
     optimizer = AdamW(model, OptimizerConfig(lr=3e-2, weight_decay=0.0))
     tokens, losses = _tokens(4), []

@@ -95,7 +95,7 @@ class FrozenBase:
             Store(self._path, group=self._group, keep=Keep(last=1)) as store,
         ):
             # a life that ended before its first checkpoint may have left another base
-            store.save(len(store.steps()), {"model": self._part(self._frozen)})
+            store.save(max(store.steps(), default=-1) + 1, {"model": self._part(self._frozen)})
         self._digest = self._found()
 
     def load(self) -> None:
