@@ -125,6 +125,22 @@ def test_a_state_of_another_structure_is_planned_anew(tmp_path):
     assert run_on_ranks(2, with_other_structures, str(tmp_path)) == [wanted, wanted]
 
 
+def in_groups_of_their_own(root):
+    if (
+        dist.get_rank() == 1
+    ):  # torch names a group of some ranks by how many groups each of them is in
+        dist.new_group([1], use_local_synchronization=True)
+    state = {"w": torch.full((3,), float(dist.get_rank()))}
+    with Store(root) as store:
+        store.save(1, {f"rank{dist.get_rank()}": state}, wait=False)
+
+
+def test_a_save_in_the_background_of_ranks_that_are_in_unlike_groups(tmp_path):
+    run_on_ranks(2, in_groups_of_their_own, str(tmp_path), timeout=30)
+    with Store(tmp_path) as store:
+        assert store.steps() == [1]
+
+
 def _tally(calls):
     names = [name for name, _ in calls]
     return {name: names.count(name) for name in set(names)}

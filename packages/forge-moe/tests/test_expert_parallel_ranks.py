@@ -142,6 +142,21 @@ def test_ranks_equal_one_process(case):
         assert max(found.values()) < 1e-5, found
 
 
+def compare_in_groups_of_their_own(*case):
+    if (
+        dist.get_rank() == 1
+    ):  # torch names a group of some ranks by how many groups each of them is in
+        dist.new_group([1], use_local_synchronization=True)
+    return compare(*case)
+
+
+def test_ranks_that_are_in_unlike_groups():
+    for found in run_on_ranks(
+        2, compare_in_groups_of_their_own, "hierarchical", [7, 9], {}, timeout=30
+    ):
+        assert max(found.values()) < 1e-5, found
+
+
 ROUTERS = {
     "weights of all experts": ({"normalize": "before_top_k"}, False),
     "sigmoid, groups": (

@@ -69,11 +69,24 @@ class RankGroup:
         if self.size == 1:
             return self
         twin = copy.copy(self)
+        self._equalize_group_counts()
         ranks = dist.get_process_group_ranks(self._group)
         twin._group = dist.new_group(
             ranks, timeout=timedelta(hours=1), backend="gloo", use_local_synchronization=True
         )
         return twin
+
+    def _equalize_group_counts(self) -> None:
+        """Let all ranks be in as many groups as the others; some join groups of their own.
+
+        new_group(use_local_synchronization=True) makes the name of a group from its ranks and from the number of
+        groups that this process is in. Where that differs, ranks wait for each other under two names.
+        """
+        count = len(dist.distributed_c10d._world.pg_names)
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(counts, torch.tensor([count]), group=self._group)
+        for _ in range(int(max(counts)) - count):
+            dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
     def run_on_all_ranks(self, run: Callable[[], T]) -> T:
         """Call ``run`` on every rank; if it raises on one, all raise that class, with the rank in the message.

@@ -121,6 +121,7 @@ def _dispatcher_factory(
             f"ranks_per_node {ranks_per_node} must divide the {len(ranks)} ranks of the mesh; "
             "give the number of neighbouring ranks that share a fast network"
         )
+    _equalize_group_counts(group)
     node, index = divmod(ranks.index(dist.get_rank()), size)
     neighbours = ranks[node * size : (node + 1) * size]
     between, within = (
@@ -128,3 +129,16 @@ def _dispatcher_factory(
         for members in (ranks[index::size], neighbours)
     )
     return partial(HierarchicalDispatch, between, within)
+
+
+def _equalize_group_counts(group: dist.ProcessGroup) -> None:
+    """Let all ranks be in as many groups as the others; some join groups of their own.
+
+    new_group(use_local_synchronization=True) makes the name of a group from its ranks and from the number of groups
+    that this process is in. Where that differs, ranks wait for each other under two names.
+    """
+    count = len(dist.distributed_c10d._world.pg_names)
+    counts = [0] * dist.get_world_size(group)
+    dist.all_gather_object(counts, count, group=group)
+    for _ in range(max(counts) - count):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
