@@ -1159,6 +1159,8 @@ def experts_of(options: dict[str, Any], moe: dict[str, Any]) -> Any:
     return str(layer.experts.up_proj.placements), type(layer.dispatcher).__name__, chunks
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("options", "moe"),

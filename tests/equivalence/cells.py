@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from forge_core import AttentionSpec, RopeScaling
@@ -148,7 +149,7 @@ class Cell:
     def name(self) -> str:
         return f"{self.layout}/{self.feature}/{self.optimizer}"
 
-    @property
+    @cached_property
     def parts(self) -> frozenset[Any]:
         """What occurs in it: each axis and all of them together, its feature and optimizer."""
         axes = LAYOUTS[self.layout].axes

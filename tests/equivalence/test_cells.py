@@ -253,6 +253,8 @@ def test_a_mistake_is_seen_in_bf16_too(mutation: str) -> None:
     assert "one rank bf16" in found.red, found
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_a_mistake_does_not_outlive_its_run() -> None:
     cell = Cell("fsdp_2", "uneven_labels", "sgd")
     measure(cell, "gradients averaged over ranks")

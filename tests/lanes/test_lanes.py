@@ -89,6 +89,8 @@ def test_all_quick_tests_of_a_folder_join_the_chosen_of_others(tmp_path: Path) -
     assert [name for name in found if "other" in name] == ["test_other.py::test_chosen"]
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_an_unknown_lane_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "test_bad.py").write_text(
         'import pytest\n\n@pytest.mark.lane("tset")\ndef test_it(): pass\n'
@@ -107,6 +109,8 @@ def test_a_random_order_is_that_of_its_seed(tmp_path: Path) -> None:
     assert sorted(orders[0]) == sorted(orders[2])
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_durations_are_medians_of_functions_with_the_cases_of_each_lane(tmp_path: Path) -> None:
     path = tmp_path / "durations.json"
     path.write_text('{"gone.py": {"test_it": {"seconds": 1.0, "cases": {"quick": 1}}}}')

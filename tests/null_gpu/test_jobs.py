@@ -85,6 +85,8 @@ def test_every_job_fits_its_ranks(resolved: dict[str, ResolvedJob]) -> None:
     assert {job.ranks for job in JOBS.values()} == {1, 2, 4, 8}
 
 
+@pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_every_choice_occurs_in_a_job(resolved: dict[str, ResolvedJob]) -> None:
     made = {(key, str(value)) for job in resolved.values() for key, value in job.values().items()}
     wanted = {(key, str(choice)) for key, choices in _choices() for choice in choices}

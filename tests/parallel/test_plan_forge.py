@@ -233,9 +233,20 @@ def test_state_of_an_optimizer_is_what_it_holds(name: str, decay: float | None) 
     assert found.memory[0].moments == held == found.checkpoint - 4 * profile.numel
 
 
+SLOW = [pytest.mark.slow, pytest.mark.lane("ci")]
+
+
 @pytest.mark.parametrize("weights", ["fp32", "bf16"])
 @pytest.mark.parametrize("state", ["fp32", "bf16"])
-@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "schedule_free_adamw"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "adamw",
+        pytest.param("lion", marks=SLOW),
+        "muon",
+        pytest.param("schedule_free_adamw", marks=SLOW),
+    ],
+)
 def test_what_is_stored_in_bf16_is_counted_as_it_is_held(
     name: str, state: str, weights: str
 ) -> None:

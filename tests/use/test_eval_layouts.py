@@ -80,7 +80,12 @@ def measured(run: Path, options: dict[str, Any]) -> Any:
     return evaluate_run(run, rows=3, parallel=parallel, meshes=meshes)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+SLOW = [pytest.mark.slow, pytest.mark.lane("ci")]
+
+
+@pytest.mark.parametrize(
+    "layout", [pytest.param(name, marks=SLOW if at % 2 else []) for at, name in enumerate(LAYOUTS)]
+)
 def test_every_layout_reads_the_same_bits(mixture: Path, layout: str) -> None:
     world, options = LAYOUTS[layout]
     found = together(run_on_ranks(world, opened, mixture, options))

@@ -34,9 +34,17 @@ main(["run", sys.argv[3]])
     ("module", "number"),
     [
         ("numpy", signal.SIGTERM),  # an exception there left torch waiting for a lock of its own
-        ("numpy._core", signal.SIGUSR1),  # C code drops an exception there
-        ("numpy._core", signal.SIGINT),
-        ("forge_train.trainer.trainer", signal.SIGTERM),
+        pytest.param(
+            "numpy._core", signal.SIGUSR1, marks=[pytest.mark.slow, pytest.mark.lane("ci")]
+        ),  # C code drops an exception there
+        pytest.param(
+            "numpy._core", signal.SIGINT, marks=[pytest.mark.slow, pytest.mark.lane("ci")]
+        ),
+        pytest.param(
+            "forge_train.trainer.trainer",
+            signal.SIGTERM,
+            marks=[pytest.mark.slow, pytest.mark.lane("ci")],
+        ),
     ],
 )
 def test_F99_a_signal_during_imports_ends_one_process_at_once(

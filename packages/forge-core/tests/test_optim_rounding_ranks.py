@@ -127,7 +127,9 @@ def trained(layout: str | None, name: str, steps: int = 3) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("name", ["adamw", "lion"])
+@pytest.mark.parametrize(
+    "name", ["adamw", pytest.param("lion", marks=[pytest.mark.slow, pytest.mark.lane("ci")])]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_updates_have_the_bits_of_one_process(layout: str, name: str) -> None:
     expected = trained(None, name)

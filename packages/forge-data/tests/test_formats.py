@@ -290,7 +290,12 @@ def look_through(source):
     return source.read(0, source.num_tokens)
 
 
-@pytest.mark.parametrize("kind", WRITERS)
+SLOW = [pytest.mark.slow, pytest.mark.lane("ci")]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=SLOW if at else []) for at, kind in enumerate(WRITERS)]
+)
 def test_any_flipped_byte_of_a_header_is_found_or_harmless(tmp_path, kind):
     """No crash, no allocation by a count, and no id that was not looked at before."""
     path = WRITERS[kind](tmp_path)

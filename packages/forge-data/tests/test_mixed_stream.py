@@ -62,7 +62,12 @@ def test_rows_are_those_of_the_streams_in_any_order_of_ids():
     assert len(stream) == 20
 
 
-@pytest.mark.parametrize("seed", range(8))
+SLOW = [pytest.mark.slow, pytest.mark.lane("ci")]
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, 2, *(pytest.param(seed, marks=SLOW) for seed in range(3, 8))]
+)
 def test_the_union_over_ranks_is_one_sequence_whatever_reads_it(seed):
     """Random histories of readers, batches, stops, workers and skipped windows."""
     draw = random.Random(seed)

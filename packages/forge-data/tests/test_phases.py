@@ -46,7 +46,12 @@ def want_of(instance):
     return instance, (2, 3, 5, 2)[part], instance - BORDERS[part]
 
 
-@pytest.mark.parametrize("seed", range(10))
+SLOW = [pytest.mark.slow, pytest.mark.lane("ci")]
+
+
+@pytest.mark.parametrize(
+    "seed", [0, 1, 2, *(pytest.param(seed, marks=SLOW) for seed in range(3, 10))]
+)
 def test_the_union_over_ranks_is_one_sequence_across_borders(seed):
     """Random histories of readers, batches of changing size, workers, stops and skipped windows."""
     draw = random.Random(seed)

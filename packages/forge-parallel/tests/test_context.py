@@ -178,7 +178,12 @@ def test_attention_over_ranks_equals_a_dense_mask(
 
 
 # With two ranks a chunk has 8 tokens, with four 4.
-@pytest.mark.parametrize("window", [2, 3, 8, 11, 31, 32, 50])
+SLOW = [pytest.mark.slow, pytest.mark.lane("ci")]
+
+
+@pytest.mark.parametrize(
+    "window", [3, 11, 31, *(pytest.param(window, marks=SLOW) for window in (2, 8, 32, 50))]
+)
 @pytest.mark.parametrize("exchange", ["all_gather", "ring"])
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_window_over_ranks_equals_a_dense_mask(world: int, exchange: str, window: int) -> None:
