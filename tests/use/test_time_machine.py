@@ -90,6 +90,7 @@ def record(run: Path, start: int, end: int, folder: Path, callbacks: bool = Fals
 
 
 @pytest.mark.slow
+@pytest.mark.lane("ci")
 @pytest.mark.parametrize(
     ("extra", "overrides"),
     [
