@@ -123,13 +123,18 @@ def _named(config: pytest.Config) -> bool:
 
 
 def _lane_of(item: pytest.Item) -> str:
-    """The smallest lane that has the test: `quick` unless it is marked slow, `test` or `ci` if it is marked so."""
-    lanes = {name for mark in item.iter_markers("lane") for name in mark.args}
-    if unknown := lanes - {"test", "ci"}:
-        raise pytest.UsageError(f"{item.nodeid}: lane {sorted(unknown)} must be 'test' or 'ci'")
-    if item.get_closest_marker("slow") is None:
-        return "test" if "test" in lanes else "quick"
-    return "ci" if "ci" in lanes else "everything"
+    """The smallest lane that has the test: `quick` unless it is marked slow, `test` or `ci` if it is marked so.
+
+    `lane("quick")` on a function takes it out of the lane `test` of its module.
+    """
+    near_first = [name for mark in item.iter_markers("lane") for name in mark.args]
+    if unknown := set(near_first) - {"test", "quick", "ci"}:
+        raise pytest.UsageError(
+            f"{item.nodeid}: lane {sorted(unknown)} must be 'test', 'quick' or 'ci'"
+        )
+    if item.get_closest_marker("slow") is not None:
+        return "ci" if "ci" in near_first else "everything"
+    return next((name for name in near_first if name in ("test", "quick")), "quick")
 
 
 def _ordered(items: list[pytest.Item], seed: str | None) -> list[pytest.Item]:

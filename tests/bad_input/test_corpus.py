@@ -13,6 +13,8 @@ from forge_testing.warm import WarmProcess
 from .corpus import BY_NAME, CONFIG, Call, Case
 from .page import PAGE, message, prepare, row, tell
 
+pytestmark = pytest.mark.lane("test")
+
 # A refusal reads a few files, two of each installed package for a name, and a checkpoint where there is one;
 # a CUDA build of torch opens some hundred libraries more.
 MAX_OPENED = 250 + 2 * len(list(importlib.metadata.distributions()))

@@ -51,6 +51,8 @@ from forge_train.trainer.auto_layout import with_layout
 from forge_train.trainer.experts import feed_forward_factory, shard_experts
 from forge_train.trainer.run_directory import RunDirectory
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Probe(NamedTuple):
     """`other` is set; `look` must see a difference. `also` holds in both runs."""
@@ -1082,6 +1084,7 @@ def baseline(probe: Probe, folder: Path) -> Any:
     return copy.deepcopy(_baselines[key])
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("key", PROBES)
 def test_another_value_changes_something(
     tmp_path: Path, key: str, monkeypatch: pytest.MonkeyPatch
@@ -1178,6 +1181,7 @@ def test_a_key_of_experts_changes_where_they_are_or_how_tokens_travel(
     assert run_on_ranks(2, experts_of, options, moe)[0] != plain
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("key", "other"),
@@ -1220,6 +1224,7 @@ def arranged(options: dict[str, Any]) -> Any:
     return found
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("key", "other", "also"),
@@ -1267,6 +1272,7 @@ def test_a_key_for_gpus_is_refused_on_a_cpu(tmp_path: Path, key: str) -> None:
         build(tmp_path, {f"parallel.{key}": True})
 
 
+@pytest.mark.lane("quick")
 def test_the_layout_is_chosen_with_reasons_and_kept_by_the_run(tmp_path: Path) -> None:
     job = load_job(write_job(tmp_path), {"parallel.layout": "auto", "train.steps": 1})
     alone = find_world({})
@@ -1359,6 +1365,7 @@ def test_path_and_dtype_choose_the_tokens(tmp_path: Path) -> None:
     assert rows(one) != rows(two)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("place", ["sources.<name>", "validation"])
 @pytest.mark.parametrize("key", BORDERS)
 def test_ids_between_documents_of_raw_files(tmp_path: Path, place: str, key: str) -> None:
@@ -1406,6 +1413,7 @@ def of_kind(folder: Path, source: str, kind: str, settings: dict[str, Any]) -> A
     return stream.fingerprint()
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("source", ["sources.<name>", "validation"])
 @pytest.mark.parametrize(
     ("kind", "key", "also"),

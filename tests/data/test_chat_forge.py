@@ -114,6 +114,7 @@ def test_packed_conversations_equal_those_run_apart(tmp_path: Path, template: st
         assert (gradient - wanted).abs().max() <= 1e-5 * wanted.abs().max(), name
 
 
+@pytest.mark.lane("test")
 def test_the_loss_is_that_of_transformers_with_labels_of_its_mask(tmp_path: Path) -> None:
     theirs = llama(tmp_path / "hf", MARKED)
     tokenizer = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(tmp_path / "hf")

@@ -126,6 +126,7 @@ def test_rows_come_in_the_shares_of_their_phase(tmp_path: Path, tokens: Path) ->
     assert metrics["lr"] == pytest.approx([rates[step] for step in metrics["step"]])
 
 
+@pytest.mark.lane("test")
 def test_sources_that_do_not_fit_are_refused(tmp_path: Path, tokens: Path) -> None:
     job = mixed_job(tmp_path, tokens)
     with pytest.raises(ConfigError, match=r"phases.end.weights 'text' must be one of the sources"):
@@ -155,6 +156,7 @@ def test_another_mixture_is_another_run(tmp_path: Path, tokens: Path) -> None:
         fit_alone(job, **flat(data__sources__text__weight=3.0))
 
 
+@pytest.mark.lane("test")
 def test_a_mixture_that_ends_before_the_run_is_refused(tmp_path: Path, tokens: Path) -> None:
     ends = {f"data__sources__{name}__max_epochs": 1 for name in ("books", "notes")}
     more = flat(**ends, data__sources__text__weight=0.0, data__phases__end__weights={"notes": 1.0})

@@ -24,6 +24,8 @@ from forge_train import Callback, ConfigError, Trainer, load_job, read_run
 from forge_train.report.planned import planned
 from forge_train.trainer.course import Course
 
+pytestmark = pytest.mark.lane("test")
+
 #: Rows of 32 tokens, 12 a step; 6 steps and a cut one of 8 rows, then rows of 48 tokens, then 24 of them a step.
 PHASES = """
 [data.phases.long]
@@ -64,6 +66,7 @@ def course_of(draw: random.Random, config: Any) -> Course:
     return Course(replace(config, data=replace(config.data, phases=phases)))
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("seed", range(20))
 def test_steps_tokens_and_rows_are_those_of_a_walk(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
@@ -90,6 +93,7 @@ def test_steps_tokens_and_rows_are_those_of_a_walk(tmp_path: Path, seed: int) ->
         assert course.steps_back(cursor, back, windows) == cursors[step - back]
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("seed", range(20))
 def test_steps_back_count_from_where_another_global_batch_began(tmp_path: Path, seed: int) -> None:
     """A rollback must leave out the rows of the bad step, and of no other."""
@@ -123,6 +127,7 @@ class Seen(Callback):
         self.tokens.append(trainer.progress.tokens)
 
 
+@pytest.mark.lane("quick")
 def test_what_is_planned_is_what_the_run_does(tmp_path: Path) -> None:
     job, seen = load_job(job_in(tmp_path), QUIET | {"schedule.name": "cosine"}), Seen()
     Trainer(job, [seen]).fit()

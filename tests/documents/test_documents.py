@@ -52,6 +52,7 @@ def test_links_lead_somewhere(page: Path) -> None:
             assert (page.parent / target).exists(), target
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if p.name != "bad-input.md"], ids=lambda p: str(p.relative_to(ROOT))
 )

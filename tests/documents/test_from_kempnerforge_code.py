@@ -18,6 +18,8 @@ from forge_train import cli
 from forge_train.config.describe import key_rows
 from forge_train.metrics.columns import column_of
 
+pytestmark = pytest.mark.lane("test")
+
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/from-kempnerforge-code.md").read_text()
 # What there was in June 2026 (hooks of the loop: July), by section of the page.

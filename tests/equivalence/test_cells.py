@@ -24,7 +24,7 @@ from training import Piece
 
 from forge_testing.schedules import marks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 DOCS = Path(__file__).parents[2] / "docs"
 
 measured = functools.cache(measure)

@@ -166,6 +166,7 @@ def test_the_runners_step_communicates_the_same_and_waits_for_nothing(
     assert found == [(0, wanted)] * 2
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("experts", [0, 2])
 def test_F121_a_logged_row_reads_nothing_that_the_device_still_makes(
     tmp_path: Path, experts: int

@@ -19,7 +19,7 @@ from forge_testing import RankError, run_on_ranks
 from forge_testing.runs import make_job
 from forge_train import load_job
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 
 def cases() -> list[Any]:
@@ -89,6 +89,7 @@ def units_of_encoder(kind: str, dtype: torch.dtype) -> tuple[list[bool], set[str
     )
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", ["plain", "clip", "shapes"])
 def test_a_frozen_encoder_is_sharded_by_block_in_its_dtype(kind: str, dtype: torch.dtype) -> None:

@@ -20,6 +20,8 @@ from forge_testing.runs import (
 from forge_testing.schedules import marks
 from forge_train import read_run
 
+pytestmark = pytest.mark.lane("test")
+
 
 def reference(folder: Path, cell: JobCell) -> tuple[Path, Fitted]:
     """The job of one process and its result; trained once in a session for all layouts of equal shape."""

@@ -164,6 +164,7 @@ def both(case: str, name: str) -> tuple[Run, Run, dict[str, Tensor]]:
     return train_reference(reference, name), train_forge(model, family, name), start
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     ("case", "name"), [*((case, "adamw") for case in CASES), ("llama_tied", "muon")]
 )

@@ -15,6 +15,8 @@ from forge_parallel import ParallelConfig, make_meshes
 from forge_testing import NotOnThisDevice, choose, device, rank_mesh, ranks, run_on_ranks
 from forge_testing.devices import DEVICE, NPROC, chosen
 
+pytestmark = pytest.mark.lane("test")
+
 ROOT = Path(__file__).parents[2]
 
 

@@ -77,6 +77,7 @@ def return_something_unpicklable() -> object:
     return (x for x in ())
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
 def test_every_rank_answers(world: int) -> None:
     assert run_on_ranks(world, total) == [sum(range(world))] * world

@@ -58,6 +58,7 @@ def run_pytest(folder: Path, *arguments: str) -> tuple[int, dict[str, str]]:
     return done.returncode, {words[0]: words[1] for words in lines}
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     ("lane", "names"),
     [
@@ -82,6 +83,7 @@ def test_quick_is_the_default_and_a_named_test_runs_in_any_case(tmp_path: Path) 
     assert (code, list(found)) == (0, ["test_other.py::test_slow"])
 
 
+@pytest.mark.lane("quick")
 def test_all_quick_tests_of_a_folder_join_the_chosen_of_others(tmp_path: Path) -> None:
     options = ("--lane", "test", "--all-quick-of", "packages", "packages", "test_other.py")
     _, found = run_pytest(tmp_path, *options)

@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 from tests.null_gpu import device
 
+pytestmark = pytest.mark.lane("test")
+
 WHY_NOT = device.why_not()
 GIB = 2**30
 

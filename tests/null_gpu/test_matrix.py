@@ -13,6 +13,8 @@ from tests.null_gpu.matrix import TABLE, _against, _arguments, _names, _row, pag
 
 from forge_testing import device, run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 RANK = {"c10d.allreduce_": 3, "launch": 100}
 
 

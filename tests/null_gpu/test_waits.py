@@ -14,6 +14,8 @@ from tests.null_gpu.layouts import measure
 from tests.null_gpu.ranks import NullRanks
 from tests.null_gpu.waits import fewer, page, problems
 
+pytestmark = pytest.mark.lane("test")
+
 WHY_NOT = device.why_not()
 needs_null_gpu = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 PLANTS = "tests.null_gpu.plants"

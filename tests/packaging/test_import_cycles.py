@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from scripts.write_api_pages import PACKAGES
 
+pytestmark = pytest.mark.lane("test")
+
 
 def _modules(package: str) -> dict[str, Path]:
     """Every module of a package by name; a package's own name stands for its __init__."""
@@ -58,6 +60,7 @@ def _circle(graph: dict[str, set[str]]) -> list[str]:
     return next((found for module in graph if (found := walk(module, []))), [])
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_module_imports_itself_through_others(package: str) -> None:
     modules = _modules(package)

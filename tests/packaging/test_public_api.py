@@ -18,6 +18,8 @@ from scripts.write_api_pages import (
     tree,
 )
 
+pytestmark = pytest.mark.lane("test")
+
 #: Files that reach inside of packages, mostly to fail parts of them or to plant mistakes.
 PATCHING = {
     "tests/equivalence/mutations.py": "plants mistakes",
@@ -89,6 +91,7 @@ def test_nobody_imports_what_is_not_public() -> None:
     assert private == []
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_name_exists_and_says_what_it_is(package: str) -> None:
     lacking = []

@@ -105,6 +105,7 @@ KINDS: dict[str, tuple[dict[str, Any], int, int, tuple[str, str]]] = {
 }  # fmt: skip
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_layout_that_cannot_run_is_refused(tmp_path: Path, kind: str) -> None:
     overrides, world, per_node, wanted = KINDS[kind]

@@ -25,7 +25,7 @@ from forge_testing.runs import make_job
 from forge_train import ConfigError, Trainer, load_job
 from forge_train.trainer.compute import make_compute
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 S, D, VOCAB, ROWS = 16, 32, 64, 12
 
 
@@ -105,6 +105,7 @@ def reference() -> tuple[float, dict[str, Tensor]]:
     return float(total), {n: p.grad for n, p in model.named_parameters()}
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 @pytest.mark.parametrize("micro_batch", [3, ROWS])
 def test_gradients_and_evaluation_are_those_of_rows(tmp_path: Path, micro_batch: int) -> None:
@@ -177,6 +178,7 @@ def build_pictured(vocab_size: int) -> Placed:
     return build()
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("plain", [False, True])
 def test_validation_rows_without_the_models_extras_are_refused_before_the_start(
     tmp_path: Path, plain: bool

@@ -74,6 +74,7 @@ def errors(layout: dict[str, int], tied: bool) -> dict[str, float]:
     return found
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"tp": 2}], ids=["fsdp", "tp"])

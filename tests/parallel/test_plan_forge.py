@@ -49,6 +49,8 @@ from forge_train.plan import choose_layout
 from forge_train.trainer.build import build_model
 from forge_train.trainer.experts import shard_experts
 
+pytestmark = pytest.mark.lane("test")
+
 SEQ = 64
 MOE = {"moe": MoESection(num_experts=8, top_k=2)}
 MODELS: dict[str, dict[str, Any]] = {
@@ -124,11 +126,13 @@ def test_activations_are_what_a_real_forward_keeps(name: str, dtype: torch.dtype
     assert said == pytest.approx(measured, rel=0.1)
 
 
+@pytest.mark.lane("quick")
 def test_a_tied_head_sees_all_tokens_under_tensor_parallelism() -> None:
     tied, own = (trace(Profile(build_model(section(n), 0), SEQ), tp=2) for n in ("tied", "dense"))
     assert (tied.logits, tied.last.sent) == (own.logits, own.last.sent)
 
 
+@pytest.mark.lane("quick")
 def test_latents_travel_to_the_heads_of_all_ranks() -> None:
     """48 + 32 + 8 dims of each token in bf16, in place of the stream's 64; the last are a view of 32 + 8."""
     latent, plain = (
@@ -210,6 +214,7 @@ def test_experts_travel_once_to_each_rank_that_has_some_of_theirs() -> None:
     assert received(2) == pytest.approx(2 * passes * layers * tokens * 2 * (1 - 6 / 28))
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("decay", [None, 0.9])
 @pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
 def test_state_of_an_optimizer_is_what_it_holds(name: str, decay: float | None) -> None:
@@ -413,6 +418,7 @@ MEASURED: dict[str, tuple[dict[str, Any], dict[str, Any], int, int, float]] = {
 }
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("name", MEASURED)
 def test_F118_a_plan_is_not_below_the_allocators_peak(name: str) -> None:
     model, parallel, global_batch, micro_batch, measured = MEASURED[name]

@@ -9,6 +9,8 @@ import pytest
 from tests.null_gpu.memory import is_near, plan, rows
 from tests.null_gpu.memory_rows import JOBS, PRESETS, Job
 
+pytestmark = pytest.mark.lane("test")
+
 KEPT = rows()
 
 

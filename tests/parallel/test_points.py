@@ -12,6 +12,8 @@ from forge_moe import MoE, MoEConfig
 from forge_parallel.compile import compile_blocks
 from forge_testing import device, run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 TOKENS = torch.randint(0, 64, (4, 9), generator=torch.Generator().manual_seed(0))
 
 

@@ -21,6 +21,8 @@ from forge_parallel.compute import Compute
 from forge_parallel.points import WholePoints
 from forge_testing import device, run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 ROWS, SEQ, VOCAB = 2, 16, 67  # no number of ranks divides the vocabulary
 KEEP = torch.tensor([1.0, 0, 1, 1])[:, None]
 CLOSE = 1e-5  # fp32, other orders of sums
@@ -217,6 +219,7 @@ def options(folder: Path) -> dict[str, Any]:
     return {"found": found, "refused": refused, "size": size}
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 def test_a_store_on_two_stages_has_the_options_of_one(tmp_path: Path) -> None:
     for rank in run_on_ranks(2, options, tmp_path):

@@ -18,6 +18,8 @@ from forge_train.config.schema import JobConfig
 from forge_train.trainer.build import build_model, freeze_groups
 from forge_train.trainer.layout import layout_problems
 
+pytestmark = pytest.mark.lane("test")
+
 ROOT = Path(__file__).parents[2]
 PRESETS = sorted((ROOT / "configs" / "presets").glob("*.toml"))
 MODELS = sorted((ROOT / "configs" / "models").glob("*.toml"))

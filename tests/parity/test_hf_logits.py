@@ -155,6 +155,7 @@ def test_config_round_trip(case: str) -> None:
     assert family.config_from_hf(old) == family.config_from_hf(new) == model.config
 
 
+@pytest.mark.lane("test")
 @pytest.mark.parametrize("case", [case for case in CASES if "yarn" in case])
 @pytest.mark.parametrize("key", ["beta_fast", "beta_slow", "factor", "mscale", "truncate"])
 def test_yarn_tables(case: str, key: str) -> None:
@@ -173,6 +174,7 @@ def test_yarn_tables(case: str, key: str) -> None:
             assert (got[0, :, 0] - wanted).abs().max() < 20 * 2**-23
 
 
+@pytest.mark.lane("test")
 def test_yarn_moves_logits() -> None:
     """Each key, taken back to its default, by far more than the bound."""
     _, reference, model = build("llama_yarn_mscale")

@@ -195,6 +195,7 @@ def test_logits_equal(case: str) -> None:
     assert float((got - wanted).abs().max() / wanted.abs().max()) < 1e-5
 
 
+@pytest.mark.lane("test")
 @pytest.mark.parametrize("case", CASES)
 def test_files_go_back_bit_equal(case: str, tmp_path: Path) -> None:
     model, rows, folder = load(case)
@@ -204,6 +205,7 @@ def test_files_go_back_bit_equal(case: str, tmp_path: Path) -> None:
     assert all(torch.equal(ours.read(name), theirs.read(name)) for name in ours.entries)
 
 
+@pytest.mark.lane("test")
 @pytest.mark.parametrize("case", [case for case in CASES if case[:3] in ("dee", "gpt")])
 def test_a_configuration_goes_back(case: str) -> None:
     reference, folder = saved(case)

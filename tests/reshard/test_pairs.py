@@ -11,7 +11,7 @@ import torch
 from .page import page
 from .pairs import BOUND, LAYOUTS, PAIRS, RING, Measured, Run, bounds, pair, run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 DOCS = Path(__file__).parents[2] / "docs"
 SHORT = [("one", "fsdp2"), ("pp2", "one")]  # of the fast lane
 

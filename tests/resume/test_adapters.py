@@ -26,6 +26,8 @@ from forge_testing.runs import (
 from forge_train import Callback, ConfigError, StateError, Trainer, load_job, load_trained, read_run
 from forge_train.hf.exporting import export_run
 
+pytestmark = pytest.mark.lane("test")
+
 ALL = ["weights", "optimizer", "cursor"]
 QUIET = {"metrics.console": "off", "sample.max_new_tokens": 0, "schedule.name": "constant"}
 LORA = {"lora__rank": 3, "lora__alpha": 6.0}
@@ -181,6 +183,7 @@ def test_a_stage_without_an_adapter_is_saved_and_resumed(tmp_path: Path, trunk: 
         assert (mixed[name] - whole[name]).abs().max() <= 1e-4 * whole[name].abs().max(), name
 
 
+@pytest.mark.lane("quick")
 def test_the_trained_model_has_its_adapters_added(tmp_path: Path, tuned: Path) -> None:
     seen = Logits()
     fit(
@@ -401,6 +404,7 @@ def test_a_rollback_restores_the_frozen_weights(tmp_path: Path, trunk: Path) -> 
     assert trainer.model.get_parameter("norm.weight").isfinite().all()
 
 
+@pytest.mark.lane("quick")
 def test_F126_values_of_a_builder_stay_and_another_model_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

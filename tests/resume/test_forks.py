@@ -75,6 +75,7 @@ def trunk(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # ---- what is kept
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     "place", ["run", "run@6", "run/checkpoints@6", "run/checkpoints/step-00000006", "copy"]
 )
@@ -147,6 +148,7 @@ def test_a_warm_start_is_a_new_run_with_weights_and_moments_put_in_by_hand(
     assert not torch.equal(full(fresh)["lm_head.weight"], mine["model.lm_head.weight"])
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("name", ["lion", "muon", "torch.optim:SGD"])
 def test_every_kind_of_optimizer_goes_on(tmp_path: Path, name: str) -> None:
     own = {"optimizer__name": name, "optimizer__lr": 1e-3, "eval__every_steps": 0}

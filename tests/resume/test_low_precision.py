@@ -22,6 +22,8 @@ from forge_train import JobError, Trainer, load_job, load_trained
 from forge_train.hf.exporting import export_run
 from forge_train.hf.importing import import_folder
 
+pytestmark = pytest.mark.lane("test")
+
 BF16 = {"parallel.param_dtype": "bf16", "optimizer.state_dtype": "bf16"}
 QUIET = {
     "parallel.precision": "bf16",
@@ -106,6 +108,7 @@ def test_both_ends_of_a_pipeline_round_a_tied_weight_alike(tmp_path: Path) -> No
     assert together(ends)[min(names[0])].dtype == torch.bfloat16  # and of the same bits
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     ("key", "now"), [("optimizer.state_dtype", "fp32"), ("parallel.param_dtype", "fp32")]
 )

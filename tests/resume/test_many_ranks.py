@@ -40,7 +40,7 @@ from forge_testing.runs import (
 from forge_train import Callback, ConfigError, Trainer, cli, load_job, load_trained, read_run
 from forge_train.trainer.build import seed_process
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 
 @pytest.fixture(scope="module")
@@ -153,6 +153,7 @@ def ends_of_fit(job: Path) -> tuple[str, str]:
     return str(fitted.code), fitted.problems[0]
 
 
+@pytest.mark.lane("quick")
 def test_a_mistake_in_a_users_validation_stream_ends_all_at_the_evaluation(tmp_path: Path) -> None:
     """The rank that made it raises it itself, with its trace; the others say whose it was."""
     other, made = run_on_ranks(2, ends_of_fit, make_job(tmp_path), timeout=60)
@@ -265,6 +266,7 @@ def test_a_rank_that_reads_another_batch_is_named(tmp_path: Path) -> None:
     assert "step 5: ranks [3] read another global batch than rank 0" in fitted[0].problems[0]
 
 
+@pytest.mark.lane("quick")
 def test_a_refusal_of_one_rank_is_a_refusal_of_all(tmp_path: Path) -> None:
     job = make_job(tmp_path)
     refused = run_on_ranks(2, fit_with_blocked_folder, job)

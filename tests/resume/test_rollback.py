@@ -20,7 +20,7 @@ from forge_train import Callback, ConfigError, Trainer, load_job, read_run
 from forge_train.trainer.objective import token_cross_entropy
 from forge_train.trainer.progress import Progress
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 BATCH = 12
 POISONED = range(75, 80)  # within step 7, whose batch is 72..83

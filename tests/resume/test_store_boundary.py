@@ -19,6 +19,8 @@ from forge_testing import flip_bit, write_job
 from forge_train import Callback, Trainer, load_job, load_trained, read_run
 from forge_train.errors import JobError
 
+pytestmark = pytest.mark.lane("test")
+
 ERROR, CORRUPT, CONFIG = 1, 66, 78
 QUIET = {
     "metrics.console": "off",
@@ -87,6 +89,7 @@ UNUSABLE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 }
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("name", UNUSABLE)
 def test_F97_F102_a_checkpoint_that_no_run_saved_falls_back(folder: Path, name: str) -> None:
     change, says = UNUSABLE[name]
@@ -162,6 +165,7 @@ def test_F103_the_newest_step_cannot_be_read(folder: Path, monkeypatch: pytest.M
     assert not (folder / "run/checkpoints/quarantine").exists()
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("kind", ["file", "link"])
 def test_F103_a_quarantine_that_is_no_directory_takes_nothing(folder: Path, kind: str) -> None:
     place, elsewhere = folder / "run/checkpoints/quarantine", folder / "elsewhere"
@@ -194,6 +198,7 @@ def last_event(folder: Path) -> dict[str, Any]:
     return read_run(folder / "run").events[-1]
 
 
+@pytest.mark.lane("quick")
 def test_F103_checkpoints_moved_while_the_run_writes(folder: Path) -> None:
     here, there = folder / "run/checkpoints", folder / "moved"
     code, says = refused(folder, 6, At(5, lambda: here.rename(there)))
@@ -205,6 +210,7 @@ def test_F103_checkpoints_moved_while_the_run_writes(folder: Path) -> None:
     assert run(folder, 6) == 6
 
 
+@pytest.mark.lane("quick")
 def test_F103_checkpoints_removed_and_made_anew_by_somebody(folder: Path) -> None:
     here = folder / "run/checkpoints"
 
@@ -218,6 +224,7 @@ def test_F103_checkpoints_removed_and_made_anew_by_somebody(folder: Path) -> Non
     assert "was moved or removed" in says
 
 
+@pytest.mark.lane("quick")
 def test_F103_a_disk_that_does_not_hold_what_was_written(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

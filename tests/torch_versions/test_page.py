@@ -18,6 +18,8 @@ from forge_train import doctor
 from .page import PAGE, ROOT, ROWS, bound, page, seen, supported
 from .run_suite import Results
 
+pytestmark = pytest.mark.lane("test")
+
 ROWS_OF_RUNS: list[dict[str, Any]] = json.loads(ROWS.read_text())
 
 

@@ -20,7 +20,7 @@ from forge_train.cli import evaluate
 from forge_train.jobs import load_model
 from forge_train.report.evaluate import evaluate_run
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 MIXTURE = {
     "model.moe.num_experts": 4,
@@ -83,6 +83,7 @@ def measured(run: Path, options: dict[str, Any]) -> Any:
 SLOW = [pytest.mark.slow, pytest.mark.lane("ci")]
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     "layout", [pytest.param(name, marks=SLOW if at % 2 else []) for at, name in enumerate(LAYOUTS)]
 )
@@ -118,6 +119,7 @@ def test_every_layout_measures_what_one_process_does(
             assert found[name] == pytest.approx(measures, rel=1e-5), name
 
 
+@pytest.mark.lane("quick")
 def test_a_checkpoint_that_cannot_be_opened_is_refused_by_all_ranks_alike(mixture: Path) -> None:
     found = run_on_ranks(2, opened, mixture, {}, 5)
     assert [f.code for f in found] == [66, 66]

@@ -27,6 +27,8 @@ from forge_testing.runs import (
 )
 from forge_train import ConfigError, Trainer, load_job
 
+pytestmark = pytest.mark.lane("test")
+
 V = 64
 FUSED = {"train.loss": "fused_cross_entropy"}
 KEYS: dict[str, Any] = {
@@ -119,6 +121,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
 def test_no_tensor_has_the_size_of_all_logits(tmp_path: Path, training: bool) -> None:
     rows, length, vocab = 2, 256, 40_000

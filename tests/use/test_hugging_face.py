@@ -211,6 +211,7 @@ def test_an_import_that_nothing_trained_goes_back_bit_equal(tmp_path: Path, kind
     assert {key: again[0][key] for key in again[1]} == again[1]
 
 
+@pytest.mark.lane("test")
 def test_bf16_is_cast_from_the_fp32_weights_and_a_bias_of_selection_stays(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -327,6 +328,7 @@ def bad_in_step_4(model: Any, batch: Any) -> dict[str, Tensor]:
     return {"loss": smoothed(model, batch)["loss"] * torch.where(bad, torch.inf, 1.0)}
 
 
+@pytest.mark.lane("test")
 def test_the_model_of_a_job_is_that_of_the_import(tmp_path: Path) -> None:
     save("Qwen3", tmp_path / "hf")
     import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
@@ -368,6 +370,7 @@ def test_a_damaged_import_never_starts_anew_silently(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.lane("test")
 @pytest.mark.parametrize(
     ("package", "name", "kind"),
     [("forge-ckpt", "Qwen3-0.6B", "Qwen3"), ("forge-moe", "Mixtral-8x7B", "Mixtral")],
@@ -455,6 +458,7 @@ def test_an_import_that_cannot_be_held_is_refused_by_name(tmp_path: Path, case: 
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.lane("test")
 def test_a_run_is_never_written_over_and_other_folders_are_refused(tmp_path: Path) -> None:
     save("Llama", tmp_path / "hf")
     import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
@@ -590,6 +594,7 @@ def test_exports_of_nothing_are_refused(
         export_run(tmp_path / source, tmp_path / "out", **options)
 
 
+@pytest.mark.lane("test")
 def test_a_check_that_fails_says_so(tmp_path: Path) -> None:
     """The exported folder is changed behind the export's back."""
     save("Llama", tmp_path / "hf")

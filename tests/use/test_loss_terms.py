@@ -90,6 +90,7 @@ def test_F39_evaluation_is_the_plain_cross_entropy(folder: Path, tmp_path: Path)
     assert found[0] == found[1]
 
 
+@pytest.mark.lane("test")
 def test_the_fused_loss_trains_and_logs_the_same(folder: Path, tmp_path: Path) -> None:
     """In one process; tests/equivalence has the layouts."""
     wanted, rows = alone(folder)

@@ -13,6 +13,8 @@ from forge_testing.runs import fit_alone, make_job
 from forge_train import ConfigError, load_job, load_trained, read_run
 from forge_train.hf.exporting import export_run
 
+pytestmark = pytest.mark.lane("test")
+
 MTP: dict[str, Any] = {"model.mtp.num_modules": 2, "model.mtp.weight": 0.4}
 SHORT = {**MTP, "train.steps": 6, "eval.every_steps": 0, "sample.max_new_tokens": 0}
 

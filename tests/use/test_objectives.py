@@ -16,6 +16,8 @@ from forge_testing import forge_train
 from forge_testing.runs import fit_alone, fit_on_ranks, make_job
 from forge_train import load_job, read_run
 
+pytestmark = pytest.mark.lane("test")
+
 S, ROWS = 32, 12
 
 
@@ -128,6 +130,7 @@ def test_names_that_lead_nowhere_are_refused(
         assert words in " ".join(told.err.split())
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("layout", "name", "words"),

@@ -19,6 +19,8 @@ from forge_testing.runs import assert_close, fit_alone, fit_on_ranks, fit_refere
 from forge_train import Callback, Trainer, load_job, read_run
 from forge_train.errors import ConfigError
 
+pytestmark = pytest.mark.lane("test")
+
 STEPS, CHANGE, PEAK, FLOOR, EPS, DECAY = 6, 4, 1e-2, 0.1, 1e-4, 0.1
 #: The front is frozen until step 4, the head from then on, the norms never train.
 PLAN = """
@@ -275,6 +277,7 @@ def test_a_later_life_may_train_what_was_always_frozen_or_freeze_for_good(
 SGD = {**SHORT, "optimizer.name": "torch.optim:SGD", "optimizer.lr": 0.5, "optimizer.eps": 1e-8}
 
 
+@pytest.mark.lane("quick")
 def test_a_class_of_torch_gets_the_groups(tmp_path: Path) -> None:
     trainer = Trainer(load_job(make_job(tmp_path, PLAN), SGD), [Watch()])
     assert trainer.fit().step == STEPS
@@ -285,6 +288,7 @@ def test_a_class_of_torch_gets_the_groups(tmp_path: Path) -> None:
     assert groups == [(None, 0.1, 1.0), (None, 0.0, 1.0), ("front", 0.3, 0.25), ("head", 0.1, 0.0)]
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     ("table", "words"),
     [
@@ -410,6 +414,7 @@ def test_other_groups_are_refused_where_state_goes_by_position(tmp_path: Path) -
         fit_alone(job, **adam)
 
 
+@pytest.mark.lane("quick")
 def test_an_imported_model_in_16_bits_has_groups(tmp_path: Path) -> None:
     """Masters in fp32 are made later; what never trains keeps its dtype but in one process in fp32."""
     name = {"model.name": "forge_testing.models:half", "parallel.precision": "bf16"}

@@ -72,6 +72,7 @@ def test_a_step_has_six_spans_and_one_for_each_call_of_hooks(
     assert found == {**dict.fromkeys(step, 6), "save": 1, "hooks": 6 + 4}
 
 
+@pytest.mark.lane("quick")
 def test_a_window_is_written_beside_the_rows_and_recorded(tmp_path: Path) -> None:
     options = {**WINDOW, "profile.every_steps": 3, "train.steps": 8, "metrics.console": "off"}
     Trainer(load_job(write_job(tmp_path), options)).fit()

@@ -81,6 +81,7 @@ def test_loads_of_experts_and_shares_of_sources(tmp_path: Path) -> None:
     assert all(column_of(name) for name in found)
 
 
+@pytest.mark.lane("test")
 @pytest.mark.parametrize(
     ("keys", "named"),
     [
@@ -167,6 +168,7 @@ def test_device_hours_count_the_ranks_of_each_life(tmp_path: Path) -> None:
     assert found["device_hours"] == pytest.approx(list(expected), rel=1e-9)
 
 
+@pytest.mark.lane("test")
 def test_a_checkpoint_without_device_seconds_counts_the_ranks_of_now() -> None:
     state = Progress(NumericsPolicy(), 1, step=3, tokens=9, seconds=5.0).state_dict()
     del state["device_seconds"]

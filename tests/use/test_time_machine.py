@@ -41,6 +41,8 @@ from forge_train.study.private_job import find_start, private_job
 from forge_train.study.record import Record, Recorder
 from forge_train.study.replay import replay_step, train_again
 
+pytestmark = pytest.mark.lane("test")
+
 MOE = """
 [model.moe]
 num_experts = 4

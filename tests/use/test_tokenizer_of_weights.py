@@ -15,6 +15,8 @@ from forge_train import DataError, Trainer, load_job
 from forge_train.hf.exporting import export_run
 from forge_train.hf.importing import import_folder
 
+pytestmark = pytest.mark.lane("test")
+
 WORDS = ["<|endoftext|>", "<unk>", "the", "cat", "sat", "on", "mat"]
 KEYS = {
     **{"metrics.console": "off", "sample.max_new_tokens": 0, "eval.every_steps": 0},
@@ -86,6 +88,7 @@ def test_an_import_and_a_fork_of_it_keep_the_rule(tmp_path: Path, places: Any) -
         build(tmp_path / "b", other, init__from=str(tmp_path / "a/run"))
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("lost", [False, True], ids=["", "the data is gone"])
 @pytest.mark.parametrize("made", ["same", "other", "bytes"])
 def test_an_export_has_the_tokenizer_of_the_data(

@@ -30,6 +30,8 @@ from forge_train.trainer.layout import layout_problems
 from forge_vlm import VLM, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.vision import ViTConfig
 
+pytestmark = pytest.mark.lane("test")
+
 OPTIONS = {
     "resolution": {"fixed": {"size": 8}},
     "tokens_per_tile": 4,
@@ -73,6 +75,7 @@ def sequence(batches: list[Any]) -> list[tuple[int, list[int], list[list[int]]]]
     return sorted(found)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(("world", "workers"), [(1, 2), (2, 0), (3, 1), (5, 0)])
 def test_ranks_and_workers_read_what_one_process_reads(
     tmp_path: Path, world: int, workers: int
@@ -91,6 +94,7 @@ def test_ranks_and_workers_read_what_one_process_reads(
         assert tokens.count(257) == 4 * len(pixels)
 
 
+@pytest.mark.lane("quick")
 def test_a_stopped_reader_goes_on_with_the_same_rows(tmp_path: Path) -> None:
     path = talks(tmp_path)
     loader = Loader(stream_of(path), 8)
@@ -151,6 +155,7 @@ def test_a_model_learns_from_batches_of_the_loader(tmp_path: Path) -> None:
     assert losses[-1] < 0.3 * losses[0]
 
 
+@pytest.mark.lane("quick")
 def test_pictures_stay_with_their_rows_in_a_mixture(tmp_path: Path) -> None:
     """Of two sources in shares: each row is one of its own source, with its pictures."""
     (tmp_path / "a").mkdir()
@@ -201,6 +206,7 @@ def tree_keys(folder: Path) -> dict[str, Any]:
     return keys | {"model.modalities.image.first_id": 257, "model.bidirectional": "image"}
 
 
+@pytest.mark.lane("quick")
 def test_a_job_of_trees_trains_as_one_of_separate_rows(tmp_path: Path) -> None:
     """The first loss is that of the same answers in records of their own."""
     keys, seen = tree_keys(tmp_path), []

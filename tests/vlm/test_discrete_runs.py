@@ -15,6 +15,8 @@ from forge_testing import forge_train
 from forge_testing.runs import fit_alone, saved_tensors
 from forge_train import Trainer, load_job, read_run
 
+pytestmark = pytest.mark.lane("test")
+
 FIRST, NUMBER, BEGIN, END, EOS = 16, 16, 1, 2, 3
 JOB = """
 [run]

@@ -14,6 +14,8 @@ from forge_testing.runs import assert_same_bits, fit_alone, make_job, saved_tens
 from forge_testing.vlm_jobs import CLIP, TRANSFORMERS, write_vlm_job
 from forge_train import ConfigError, read_run
 
+pytestmark = pytest.mark.lane("test")
+
 transformers = pytest.importorskip("transformers")
 #: The encoder keeps what it began with.
 KEYS: dict[str, Any] = {
@@ -51,6 +53,7 @@ def assert_encoder(run: Path, wanted: dict[str, torch.Tensor]) -> None:
         assert torch.equal(saved[name], wanted[name]), name
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("whole", [False, True])
 def test_the_encoder_begins_as_in_its_folder(
     tmp_path: Path, whole: bool, capsys: pytest.CaptureFixture[str]
@@ -99,6 +102,7 @@ def test_beside_a_text_model_and_again_after_a_stop(tmp_path: Path) -> None:
     assert_same_bits(*(saved_tensors(tmp_path / name / "run") for name in ("one", "two")))
 
 
+@pytest.mark.lane("quick")
 def test_a_folder_of_another_encoder_is_refused_with_what_differs(tmp_path: Path) -> None:
     def words(keys: dict[str, Any], folder: str) -> str:
         given = KEYS | {"init.encoder": str(tmp_path / folder)} | keys

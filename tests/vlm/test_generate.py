@@ -19,6 +19,8 @@ from forge_train.report.pictures import load_asked
 from forge_train.report.text import stream_text
 from forge_vlm.answers import answer_all
 
+pytestmark = pytest.mark.lane("test")
+
 Image = pytest.importorskip("PIL.Image")
 tokenizers = pytest.importorskip("tokenizers")
 
@@ -52,6 +54,7 @@ def test_a_file_of_conversations_is_answered_in_any_rows(
     assert len({row["text"] for row in found[0]}) > 1  # the pictures are looked at
 
 
+@pytest.mark.lane("quick")
 def test_one_question_of_two_pictures(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

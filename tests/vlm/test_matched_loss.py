@@ -10,6 +10,8 @@ import pytest
 import torch
 from tests.vlm.matched_loss import LEARNT, MODELS, RESULT, corpus, curve, matched, page, smooth
 
+pytestmark = pytest.mark.lane("test")
+
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")

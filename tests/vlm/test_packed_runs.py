@@ -21,6 +21,8 @@ from forge_testing.runs import (
 from forge_testing.vlm_jobs import flags, write_vlm_job
 from forge_train import ConfigError, DataError, Trainer, load_job
 
+pytestmark = pytest.mark.lane("test")
+
 pytest.importorskip("PIL")
 #: Widths and heights of pictures; the budget keeps their aspect in 2 to 18 patches.
 SIZES = [(8, 8), (24, 12), (8, 40), (16, 8), (30, 30)]
@@ -105,6 +107,7 @@ def test_a_resumed_run_has_the_same_bits(tmp_path: Path, world: int) -> None:
     assert_same_bits(saved_tensors(other), saved_tensors(tmp_path / "run"))
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     ("options", "words"),
     [

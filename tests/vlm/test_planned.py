@@ -138,6 +138,7 @@ def test_encoders_of_transformers_are_traced(kind: str) -> None:
     assert trace(profile).first.saved > 0
 
 
+@pytest.mark.lane("test")
 def test_an_encoder_that_reads_values_is_refused() -> None:
     pytest.importorskip("transformers")
     keys = {"model_type": "qwen3_vl_vision", "hidden_size": 16, "depth": 1, "num_heads": 2,
@@ -196,6 +197,7 @@ def test_the_small_model_learns_colours_of_drawn_squares(tmp_path: Path) -> None
     assert losses[-1] < 0.2, losses
 
 
+@pytest.mark.lane("test")
 def test_drawn_rows_are_a_function_of_seed_and_number() -> None:
     source = DrawnSquares(SimpleNamespace(split="train"), size=8, tokens=4)
     one, same = source.stream(8, 1).arrays(np.arange(4)), source.stream(8, 1).arrays(np.array([3]))

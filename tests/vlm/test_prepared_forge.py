@@ -32,6 +32,8 @@ from forge_train import Callback, ConfigError, DataError
 from forge_vlm import VLM, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.vision import build_encoder
 
+pytestmark = pytest.mark.lane("test")
+
 OPTIONS: dict[str, Any] = {
     "resolution": {"fixed": {"size": 8}},
     "tokens_per_tile": 4,
@@ -205,6 +207,7 @@ class Copies(Squares):
         return rows
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", [1, 2])
 def test_labels_that_nobody_shifted_are_refused(tmp_path: Path, world: int) -> None:
@@ -218,6 +221,7 @@ def test_labels_that_nobody_shifted_are_refused(tmp_path: Path, world: int) -> N
     assert all("labels are the token of their own position" in str(r.problems) for r in done)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     ("keys", "options", "words"),
     [

@@ -26,6 +26,8 @@ from forge_train import ConfigError, DataError, Trainer, load_job, load_trained
 from forge_train.report.summary import sample_text
 from forge_vlm import VLM
 
+pytestmark = pytest.mark.lane("test")
+
 #: Of each twelve rows the last six have no image: with two ranks one of them has none at all.
 TEXT = {"data.sources.squares.options": {"group": 12, "text": 6}}
 PARTED = {"model.fusion.name": "mixture_of_transformers"}
@@ -55,6 +57,7 @@ def test_the_answer_is_learnt_from_the_picture(tmp_path: Path) -> None:
     assert found[True] == sorted(found[True], reverse=True)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("encoder", [{}, TRANSFORMERS], ids=["vit", "transformers"])
 def test_initial_values_are_a_function_of_the_seed(tmp_path: Path, encoder: dict[str, Any]) -> None:
     if encoder:
@@ -178,6 +181,7 @@ class Bytes(Squares):
     tokenizer = {"name": "byte"}  # noqa: RUF012 - never changed
 
 
+@pytest.mark.lane("quick")
 def test_text_alone_is_continued_at_the_end_of_a_run_and_from_its_folder(tmp_path: Path) -> None:
     keys = {"data.sources.squares.name": f"{__name__}:Bytes", "train.steps": 1}
     keys |= {"sample.max_new_tokens": 4, "sample.prompt": "ab"}

@@ -112,6 +112,7 @@ def test_the_third_stage_trains_the_encoder_and_resumes_with_the_same_bits(
         assert_same_bits(saved_tensors(other), saved_tensors(run))
 
 
+@pytest.mark.lane("quick")
 def test_F77_a_stage_at_the_first_step_holds(tmp_path: Path) -> None:
     """The multipliers of groups are those of step 1: no weight with 0 has moved after it, and those of a stage come with it."""
     job = write_vlm_job(tmp_path, STAGES)

@@ -138,6 +138,7 @@ class NoCallback:
     pass
 
 
+@pytest.mark.lane("test")
 def test_hooks_that_do_not_take_what_they_get_and_other_objects_are_refused(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     says = (

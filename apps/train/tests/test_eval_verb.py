@@ -15,6 +15,8 @@ from forge_train.cli import evaluate
 from forge_train.jobs import load_model
 from forge_train.report.evaluate import evaluate_run
 
+pytestmark = pytest.mark.lane("test")
+
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -45,6 +47,7 @@ def test_a_checkpoint_has_the_numbers_of_its_run(
             assert got[f"eval/validation/{measure}"] == pytest.approx(row[f"val_{measure}"], rel=1e-5)  # fmt: skip
 
 
+@pytest.mark.lane("quick")
 def test_another_file_gives_other_sets(job: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.toml"
     other.write_text(
@@ -67,6 +70,7 @@ samples = 2
     assert found["asked"]["accuracy"] in (0.0, 0.5, 1.0)
 
 
+@pytest.mark.lane("quick")
 def test_a_run_that_never_evaluated_has_the_sets_of_the_file_alone(tmp_path: Path) -> None:
     job, other = make_job(tmp_path), tmp_path / "other.toml"
     fit_alone(job, **{"train.steps": 1, "eval.every_steps": 0, "metrics.console": "off"})

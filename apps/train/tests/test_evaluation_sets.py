@@ -17,6 +17,8 @@ from forge_train import Callback, ConfigError, DataError, Trainer, load_job, rea
 from forge_train.jobs import load_trained
 from forge_train.trainer.choices import split_ids
 
+pytestmark = pytest.mark.lane("test")
+
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -206,6 +208,7 @@ def test_the_weights_do_not_depend_on_what_is_evaluated(alone: Path, tmp_path: P
     assert all(torch.equal(plain[name], seen[name]) for name in plain)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     ("line", "problem"),
     [

@@ -113,6 +113,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, where: object, name: str, run: Pa
     monkeypatch.setattr(where, name, plain)
 
 
+@pytest.mark.lane("test")
 def test_a_kill_behind_the_last_step_leaves_no_parts(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +201,7 @@ def test_what_fp16_cannot_hold_is_refused(
     assert numpy.abs(numpy.load(tmp_path / "y.npz")[points[0]]).max() > 65504
 
 
+@pytest.mark.lane("test")
 def test_another_size_of_shards_after_a_kill_has_shards_of_its_own(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -213,6 +215,7 @@ def test_another_size_of_shards_after_a_kill_has_shards_of_its_own(
     assert sorted(p.name for p in (tmp_path / "x").iterdir()) == ["index.json", *names]
 
 
+@pytest.mark.lane("test")
 def test_the_command_lists_points_and_refuses(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

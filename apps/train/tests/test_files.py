@@ -51,6 +51,7 @@ def test_long_names_never_reach_tomllib(
         read_toml(path)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     "text",
     ['"""' + '\\"""' * 200_000, "'''" + "''\n" * 300_000, '"\\' * 400_000, '"""' + "\\" * 900_001],

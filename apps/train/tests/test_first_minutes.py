@@ -15,6 +15,8 @@ from forge_testing import forge_train, kill_after_step, start, wait_for_step, wr
 from forge_testing.models import Counting
 from forge_train import ConfigError, Trainer, load_job, load_trained, read_run
 
+pytestmark = pytest.mark.lane("test")
+
 ROOT = Path(__file__).parents[3]
 #: Name files of a user's own; tests/data/test_chat_forge.py and tests/vlm/test_recipe_qwen3_vl.py run them on some.
 OWN_FILES = ("chat.toml", "qwen3_vl.toml")
@@ -62,6 +64,7 @@ def test_F81_a_bad_configuration_is_found_before_a_process_group(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.lane("quick")
 def test_F82_hooks_from_the_configuration_and_from_code(tmp_path: Path) -> None:
     name = "forge_testing.models:Counting"
     mine = Counting()
@@ -100,6 +103,7 @@ def test_F84_an_extra_that_is_asked_for_and_missing_is_one_line(tmp_path: Path) 
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("path", SHIPPED, ids=lambda p: p.name)
 def test_F85_every_shipped_configuration_loads(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

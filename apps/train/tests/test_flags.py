@@ -9,6 +9,8 @@ import pytest
 from forge_train.config.flags import parse_flags
 from forge_train.errors import ConfigError
 
+pytestmark = pytest.mark.lane("test")
+
 FILE = {"data": {"sources": {"text": {"name": "builtin"}}}}
 
 

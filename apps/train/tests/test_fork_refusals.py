@@ -168,6 +168,7 @@ def test_keys_without_a_source(tmp_path: Path, overrides: dict[str, Any], wanted
         build(tmp_path, **overrides)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     "other", [{"data__seed": 7}, {"run__seed": 7}, {"data__seq_len": 16}], ids=str
 )

@@ -13,6 +13,8 @@ from forge_train import ConfigError
 from forge_train.jobs import load_folder
 from forge_train.report.text import continue_all, read_prompts, stream_text
 
+pytestmark = pytest.mark.lane("test")
+
 TEXTS = ["one two", "three", "two two three one"]
 
 
@@ -53,6 +55,7 @@ def test_a_folder_writes_what_transformers_writes(
     assert "a folder of Hugging Face" in shown.err
 
 
+@pytest.mark.lane("quick")
 def test_texts_of_a_file_do_not_depend_on_how_many_run_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

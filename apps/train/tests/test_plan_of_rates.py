@@ -12,6 +12,8 @@ from forge_testing import write_job
 from forge_train import Callback, ConfigError, Trainer, cli, load_job
 from forge_train.report.planned import planned
 
+pytestmark = pytest.mark.lane("test")
+
 TABLES = """
 [schedule]
 name = "wsd"
@@ -44,6 +46,7 @@ class Rates(Callback):
         self.tokens.append(trainer.progress.tokens)
 
 
+@pytest.mark.lane("quick")
 def test_what_is_drawn_is_what_the_run_does(tmp_path: Path) -> None:
     job = load_job(write_job(tmp_path, TABLES), {"train.steps": 12, "eval.every_steps": 0})
     seen = Rates()

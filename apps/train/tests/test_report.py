@@ -23,6 +23,8 @@ from forge_train.report.curves import thin
 from forge_train.report.page import write_page
 from forge_train.report.timeline import strip
 
+pytestmark = pytest.mark.lane("test")
+
 pytest.importorskip("plotly")
 
 HOSTILE = "</script><script>alert('x')</script><img src=http://evil.test/x.png onerror=alert(1)>"
@@ -145,6 +147,7 @@ def test_the_page_holds_the_rows_and_nothing_else_changes(
     assert after == before
 
 
+@pytest.mark.lane("quick")
 def test_runs_beside_one_another_show_the_keys_that_differ(
     run: Path, copy: Path, tmp_path: Path
 ) -> None:
@@ -264,6 +267,7 @@ def _names(picture: dict[str, Any]) -> list[str]:
     return [t["name"] for t in picture["traces"] if "name" in t] + marks
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("case", ["running", "one row", "no row", "no validation", "no events", "not finite", "not our types"])  # fmt: skip
 def test_runs_of_all_kinds_have_a_page(copy: Path, case: str) -> None:
     rows, torn = rows_of(copy), '{"step": 13, "lo'
@@ -355,6 +359,7 @@ def test_a_strip_of_very_many_spans_is_cut_into_cells() -> None:
     )
 
 
+@pytest.mark.lane("quick")
 def test_what_is_refused(
     run: Path, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,8 @@ from forge_train.report.summary import print_summary, sample_text
 from forge_train.report.text import stream_text
 from forge_train.trainer.callbacks import state_name
 
+pytestmark = pytest.mark.lane("test")
+
 
 def test_an_imported_model_keeps_the_buffers_its_builder_made(tmp_path: Path) -> None:
     settings = {"model.name": "forge_testing.models:scaled", "sample.max_new_tokens": 0}
@@ -22,6 +24,7 @@ def test_an_imported_model_keeps_the_buffers_its_builder_made(tmp_path: Path) ->
     assert torch.equal(trainer.model.scale, torch.full((3,), 2.5))
 
 
+@pytest.mark.lane("quick")
 def test_F113_logits_may_be_an_attribute_of_what_a_model_returns(tmp_path: Path) -> None:
     losses = []
     for name in ("bigram", "answering"):
@@ -38,6 +41,7 @@ def test_two_callbacks_of_one_class_have_states_of_their_own() -> None:
     assert state_name(Counting(), {first: None}) != first
 
 
+@pytest.mark.lane("quick")
 def test_every_evaluation_and_the_last_step_have_a_row(tmp_path: Path) -> None:
     settings = {"metrics.every_steps": 10, "eval.every_steps": 5, "checkpoint.every_steps": 4}
     Trainer(load_job(write_job(tmp_path), settings)).fit()
@@ -59,6 +63,7 @@ def test_a_source_name_must_fit_a_flag(tmp_path: Path) -> None:
         load_job(job)
 
 
+@pytest.mark.lane("quick")
 def test_a_run_goes_on_with_its_own_model_only(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     Trainer(load_job(job, {"train.steps": 3})).fit()

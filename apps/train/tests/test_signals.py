@@ -13,6 +13,8 @@ import pytest
 from forge_testing import forge_train, wait_for_step, write_job
 from forge_train import read_run
 
+pytestmark = pytest.mark.lane("test")
+
 ENDLESS = ("--train.steps", "100000", "--checkpoint.every_steps", "0")
 
 _RUN = """

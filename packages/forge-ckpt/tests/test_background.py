@@ -139,6 +139,7 @@ def test_a_save_waits_for_the_one_before(tmp_path, disk):
         assert store.steps() == [1, 2]
 
 
+@pytest.mark.lane("quick")
 def test_load_and_close_wait(tmp_path, disk):
     store = Store(tmp_path)
     disk.close()
@@ -274,6 +275,7 @@ def test_an_error_of_the_block_hides_no_failed_save(tmp_path, disk, caplog):
     assert "step 1 was not saved" in caplog.text
 
 
+@pytest.mark.lane("quick")
 def test_an_interrupt_of_a_wait_leaves_the_save_to_close(tmp_path, disk):
     def wait_and_be_interrupted():
         with Store(tmp_path) as store:
@@ -495,6 +497,7 @@ def save_while_voting(root):
         return store.load(back), numbers(back), set(votes), events[-3:]
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 def test_many_ranks_commit_together_while_others_vote(tmp_path):
     for step, found, votes, events in run_on_ranks(WORLD, save_while_voting, str(tmp_path)):

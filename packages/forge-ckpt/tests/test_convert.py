@@ -188,6 +188,7 @@ def load_flat(root, wanted):
             assert torch.equal(found[f"state.{name}.{slot}"], value), (name, slot)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 def test_a_flat_state_as_torchtitan_saves_it(tmp_path):
     wanted = run_on_ranks(2, save, str(tmp_path / "step-2"), (2,), "flat")[0]

@@ -354,6 +354,7 @@ def test_a_hostile_payload_of_an_object(source, kind):
     refused(source)
 
 
+@pytest.mark.lane("test")
 def test_hostile_files(source):
     payload = source / "__0_0.distcp"
     data = payload.read_bytes()
@@ -390,6 +391,7 @@ def test_every_flipped_byte_of_the_metadata_is_harmless(source):
                 unpickle.load(bytes(changed))
 
 
+@pytest.mark.lane("test")
 def test_the_machine_reads_what_pickle_reads(source):
     """The same records as by torch's classes, for what torch wrote."""
     ours, torchs = unpickle.load((source / ".metadata").read_bytes()), metadata_of(source)
@@ -422,6 +424,7 @@ class NamingEnums(pickle.Pickler):
         return NotImplemented
 
 
+@pytest.mark.lane("test")
 @pytest.mark.parametrize("form", ["torch 2.2", "Python 3.11.2"])
 def test_older_forms_of_the_metadata(source, form):
     data, metadata = io.BytesIO(), metadata_of(source)

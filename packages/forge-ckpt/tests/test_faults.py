@@ -77,6 +77,7 @@ def test_F51_flipped_bit_in_a_data_file(root, caplog, offset):
     assert f"block {offset // BLOCK}" in _falls_back(root, caplog)
 
 
+@pytest.mark.lane("test")
 def test_F51_any_changed_byte_of_the_manifest_is_found(root):
     data = (root / "step-00000200" / "manifest.json").read_bytes()
     manifest.decode(data, "m")
@@ -150,6 +151,7 @@ def test_links_pipes_and_directories_are_refused(root, caplog, name, kind):
     assert name in _falls_back(root, caplog)
 
 
+@pytest.mark.lane("test")
 def test_a_linked_step_directory_is_refused(root, caplog):
     os.rename(root / "step-00000200", root / "elsewhere")
     (root / "step-00000200").symlink_to(root / "elsewhere")
@@ -232,6 +234,7 @@ def test_F107_a_manifest_of_a_gigabyte_is_refused_by_its_first_bytes(root, caplo
         tracemalloc.stop()
 
 
+@pytest.mark.lane("test")
 def test_F107_deep_json_with_a_digest_that_fits_is_refused(root, caplog):
     body = b'{"format": ' + b"[" * 10**6 + b"]" * 10**6 + b"}"
     digest = hashlib.sha256(body).hexdigest().encode()
@@ -240,6 +243,7 @@ def test_F107_deep_json_with_a_digest_that_fits_is_refused(root, caplog):
     assert "not a manifest" in _falls_back(root, caplog)
 
 
+@pytest.mark.lane("test")
 def test_F97_chunks_that_tile_pass_whatever_their_order(root):
     def boxes(*cuts):
         sides = [list(itertools.pairwise(edges)) for edges in cuts]
@@ -260,6 +264,7 @@ def test_F97_chunks_that_tile_pass_whatever_their_order(root):
     assert not manifest._are_separable([*boxes([0, 5], [0, 1, 4]), *below], 2)
 
 
+@pytest.mark.lane("test")
 def test_a_newer_format_is_no_corruption(root):
     _forge(root, lambda table: table.update(format=3))
     with Store(root) as store:
@@ -268,6 +273,7 @@ def test_a_newer_format_is_no_corruption(root):
         assert store.steps() == [100, 200]
 
 
+@pytest.mark.lane("test")
 def test_nothing_of_the_state_changes_when_the_last_block_is_bad(root):
     shutil.rmtree(root / "step-00000100")
     path = root / "step-00000200" / "data-0.bin"
@@ -291,6 +297,7 @@ def test_a_partial_read_verifies_only_the_blocks_it_touches(root):
             store.verify(300)
 
 
+@pytest.mark.lane("test")
 def test_all_corrupt_raises_and_names_all_also_the_next_time(root, caplog):
     for step in (100, 200):
         _flip(root / f"step-00000{step}" / "data-0.bin", 5)
@@ -302,6 +309,7 @@ def test_all_corrupt_raises_and_names_all_also_the_next_time(root, caplog):
             store.load(_zeros())
 
 
+@pytest.mark.lane("test")
 def test_read_only_falls_back_and_renames_nothing(root, caplog):
     _flip(root / "step-00000200" / "data-0.bin", 5)
     before = sorted(path.name for path in root.iterdir())

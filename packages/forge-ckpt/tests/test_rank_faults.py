@@ -19,7 +19,7 @@ from forge_ckpt import CorruptCheckpoint, Store, StoreInUse
 from forge_ckpt.write.save import PlannedSave
 from forge_testing import flip_bit, run_on_ranks, truncate
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 WORLD = 3
 FILES = ["data-0.bin", "data-1.bin", "data-2.bin", "manifest.json"]
@@ -94,6 +94,7 @@ def load_once(root, read_only=False):
 HARM = [(name, harm, WORLD) for name in FILES for harm in (flip_bit, truncate, os.remove)]
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     ("name", "harm", "world"),
     [*HARM, *((name, flip_bit, 2) for name in FILES)],
@@ -196,6 +197,7 @@ def full_disk(root, victim, limit):
         return result, steps, there, loaded, values(state), sorted(os.listdir(root))
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("victim", range(WORLD))
 @pytest.mark.parametrize("limit", [0, 100])
 def test_a_full_disk_of_one_rank_and_nobody_commits(root, victim, limit):
@@ -224,6 +226,7 @@ def raises_on(root, victim, error):
         return result, store.steps()
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize(
     ("error", "kind", "text"),
@@ -286,6 +289,7 @@ def save_twice(root, harm):
         return results, kept, store.load(state), values(state), [s for s, _ in store.set_aside]
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("harm", FILES)
 def test_F54_the_same_step_twice_on_many_ranks(root, harm):
     for results, kept, loaded, found, aside in run_on_ranks(WORLD, save_twice, str(root), harm):
@@ -319,6 +323,7 @@ def retention_on_a_bad_disk(root, damaged):
         PlannedSave.write_and_commit = real
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("damaged", FILES[:3])
 def test_F53_many_ranks_read_back_before_an_old_one_goes(root, damaged):
     results = run_on_ranks(WORLD, retention_on_a_bad_disk, str(root), damaged)
@@ -419,6 +424,7 @@ def unusable_on_one_rank(root, early):
         return store.load(state), values(state), state["p"].n, store.steps(), store.set_aside
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("early", [True, False])
 def test_F102_what_one_rank_cannot_use_no_rank_uses(tmp_path, early):
     results = run_on_ranks(WORLD, unusable_on_one_rank, str(tmp_path), early)

@@ -35,6 +35,7 @@ def load(root):
     return draw()
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 def test_F56_every_rank_gets_its_own_stream_back(tmp_path):
     saved = run_on_ranks(4, save, str(tmp_path))

@@ -35,6 +35,7 @@ def save(root, step=3):
         store.save(step, {"model": state, "loader": {"cursor": 7}})
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", [1, 4])
 def test_tensors_are_whole_whatever_layout_saved_them(tmp_path, world):

@@ -106,6 +106,7 @@ UNUSABLE = {
 }
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("name", UNUSABLE)
 def test_F102_unusable_objects_fall_back_and_nothing_changes_before(tmp_path, caplog, name):
     with Store(tmp_path) as store:

@@ -239,6 +239,7 @@ def save_sharded(root):
         store.save(1, state)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 def test_reshard_of_columns(tmp_path, capsys):
     run_on_ranks(3, save_sharded, str(tmp_path / "a"))

@@ -184,6 +184,7 @@ def on_ranks(root, wanted):
     return None, False
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 def test_shards_of_ranks(saved):
     run_on_ranks(3, on_ranks, str(saved[0]), saved[1])
@@ -205,6 +206,7 @@ def a_block_of_one_rank(root):
     return None, model.weight.full_tensor().min().item()
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 def test_damage_that_one_rank_sees_stops_all(tmp_path):
     model = Big()

@@ -20,6 +20,8 @@ from forge_core import (
 )
 from forge_core.generate import _Draws, _ids_in, _penalise, candidates, sample
 
+pytestmark = pytest.mark.lane("test")
+
 GREEDY = SamplingConfig(temperature=0.0)
 PROMPTS = [[5, 1, 7, 30], [9], [3, 3, 8, 1, 2, 6, 4]]
 
@@ -39,6 +41,7 @@ def by_full_forwards(model: Transformer, prompt: list[int], steps: int) -> list[
     return tokens[len(prompt) :]
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True, "tie_embeddings": True}])
 def test_greedy_equals_full_forwards_for_32_tokens(options: dict) -> None:
     model = small(**options)
@@ -174,6 +177,7 @@ def test_samples_follow_the_distribution() -> None:
     assert counts[0] / 4000 == pytest.approx(squared[0].item(), abs=0.032)
 
 
+@pytest.mark.lane("quick")
 def test_top_k_and_top_p_keep_what_they_say() -> None:
     logits = torch.tensor([0.1, 0.4, 0.15, 0.35]).log()
     assert set(draw(logits, 500, top_k=2)) == {1, 3}
@@ -213,6 +217,7 @@ def test_weights_of_tokens_are_those_of_transformers() -> None:
         assert (found - scores.softmax(-1)).abs().max() < 1e-6
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("chunk", [1, 3, 5, 99])
 @pytest.mark.parametrize("options", [{}, {"attention": AttentionSpec(window=3)}])
 def test_a_prompt_in_chunks_gives_the_same_tokens(chunk: int, options: dict) -> None:

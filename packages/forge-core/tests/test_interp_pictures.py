@@ -8,6 +8,8 @@ import torch
 pytest.importorskip("matplotlib")
 from forge_core.interp import draw_attention
 
+pytestmark = pytest.mark.lane("test")
+
 TEXTS = ["The", " model", "\n", "$a_b$"]
 
 

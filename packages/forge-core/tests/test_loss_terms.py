@@ -21,6 +21,8 @@ from forge_core.loss import TokenLoss, cross_entropy, fused, fused_cross_entropy
 sys.path.insert(0, str(Path(__file__).parent))
 from live_bytes import LiveBytes
 
+pytestmark = pytest.mark.lane("test")
+
 V, D = 23, 8
 TERMS = {
     "plain": {},
@@ -90,6 +92,7 @@ def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr("forge_core.loss.token._BLOCK_CPU", request.param)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.usefixtures("blocks")
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("head", HEADS)

@@ -24,6 +24,8 @@ from forge_core import (
 from forge_core.lora import LoRAConfig, lora
 from forge_core.model import LatentAttention, MLAConfig
 
+pytestmark = pytest.mark.lane("test")
+
 B, S, M, H = 2, 11, 20, 3
 WIDE = MLAConfig(
     q_lora_rank=10, kv_lora_rank=7, qk_nope_head_dim=5, qk_rope_head_dim=4, v_head_dim=6
@@ -143,6 +145,7 @@ def error(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).abs().max() / wanted.abs().max())
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("rows", LENGTHS)
 @pytest.mark.parametrize("case", CASES)
 def test_forward_and_gradients_equal_the_definition(case: str, rows: str) -> None:
@@ -175,6 +178,7 @@ def model_of(case: str) -> Transformer:
     return model
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("parts", [(1,) * S, (4, 1, 1, 5), (3, 8)])
 @torch.no_grad()

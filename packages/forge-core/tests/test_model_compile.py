@@ -9,6 +9,8 @@ from forge_core._torch_compat import not_compiled
 from forge_core.model.documents import SegmentPlan, within_segments
 from forge_core.model.rope import inverse_frequencies, rope_tables, rotate
 
+pytestmark = pytest.mark.lane("test")
+
 
 @pytest.fixture
 def fresh_compiler():
@@ -74,6 +76,7 @@ _LABELS = torch.arange(2 * 6 * 3).view(2, 6, 3) % 8
 _PLAN = SegmentPlan.of_lengths([[4, 2], [1, 5]])
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("function", [_rotated, _normed, _lost, _within_documents])
 def test_F123_compiled_gradients_are_those_of_eager(function, fresh_compiler: None) -> None:
     """Each custom autograd function, behind a layer so that its input is not a leaf."""

@@ -23,6 +23,8 @@ from forge_core import (
 from forge_core.model.attention import LocalAttention
 from forge_core.model.kv_cache import LayerCache
 
+pytestmark = pytest.mark.lane("test")
+
 B, S, H, K, D = 2, 23, 4, 2, 8
 PREFIX = 3  # ids of tokens that see the whole prefix
 
@@ -99,6 +101,7 @@ def error(got: Tensor, wanted: Tensor) -> float:
     return float((got - wanted).abs().max() / largest)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", SPECS)
 def test_forward_and_gradients_equal_the_definition(name: str, rows: str) -> None:
@@ -129,6 +132,7 @@ def model_of(spec: AttentionSpec) -> Transformer:
     return model
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("chunks", [[1] * S, [9, 1, 4, 9], [3, 20]])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", [n for n, spec in SPECS.items() if spec.mask == "causal"])

@@ -18,6 +18,8 @@ from forge_core.model import Attention, MTPConfig, MuPConfig, build_feed_forward
 from forge_core.model.block import Block, PostNormBlock, SandwichBlock
 from forge_core.model.parts import build_block, build_mixer
 
+pytestmark = pytest.mark.lane("test")
+
 BLOCKS = {"pre_norm": Block, "post_norm": PostNormBlock, "sandwich": SandwichBlock}
 
 BASE = {"vocab_size": 61, "dim": 32, "num_layers": 2, "num_heads": 2, "hidden_dim": 64}
@@ -80,6 +82,7 @@ def test_it_is_the_same_function_in_standard_keys() -> None:
     assert config.as_standard().parametrization == "standard"
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("heads", [{}, {"num_heads": 2, "mup": MuPConfig(32, 2, base_head_dim=16)}])
 @pytest.mark.parametrize("block", ["pre_norm", "post_norm", "sandwich"])
 def test_parts_of_ones_own_may_be_given_the_config_as_it_is(block: str, heads: dict) -> None:

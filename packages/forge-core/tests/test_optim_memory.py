@@ -48,6 +48,7 @@ def steps(config: OptimizerConfig, skips: bool) -> tuple[list[Tensor], int]:
     return list(model.parameters()), seen.peak
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("skips", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_what_a_step_makes_is_some_pieces(

@@ -15,7 +15,7 @@ from forge_core.optim import muon as muon_module
 from forge_core.optim.whole import WholeMatrices, balanced, chunk_sizes
 from forge_testing import device, run_on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 CONFIG = OptimizerConfig("muon", lr=0.02, weight_decay=0.3, muon=MuonConfig(ns_dtype="fp32"))
 #: World size, mesh, and the dims that its axes cut: of matrices, and of stacks (E, in, out). None is a copy,
@@ -179,6 +179,7 @@ COLLECTIVES = {
 }
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_F33_the_update_is_that_of_the_whole_matrix(layout: str) -> None:
     results = run_on_ranks(LAYOUTS[layout][0], train, layout)
@@ -207,6 +208,7 @@ def gathered(layout: str) -> dict[str, Any]:
     return {"seen": seen, "doubled": doubled}
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parts_are_put_together_in_their_order(layout: str) -> None:
     """The iteration commutes with any order of rows and columns, so its own tests cannot see it."""
@@ -257,6 +259,7 @@ def moved() -> dict[str, float]:
     return errors(again, twin)
 
 
+@pytest.mark.lane("quick")
 def test_named_state_goes_from_fsdp_to_tp() -> None:
     for result in run_on_ranks(2, moved):
         assert max(result.values()) <= 1e-6, result

@@ -21,6 +21,8 @@ from forge_core.optim import (
 from forge_core.optim import ema as ema_module
 from forge_core.optim.rounding import place_of, round_by, widened
 
+pytestmark = pytest.mark.lane("test")
+
 NAMES = ("adamw", "lion", "muon")
 STEP = torch.tensor(3.0)
 
@@ -210,6 +212,7 @@ def test_moments_in_bf16_are_half_as_large(name):
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("state", ["fp32", "bf16"])
 @pytest.mark.parametrize("name", NAMES)
@@ -250,6 +253,7 @@ def test_a_masked_step_changes_no_bit(name, weights):
     _assert_same(_bits(model, masked), _bits(twin, plain))
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("ema", [None, 0.9])
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", [*NAMES, "schedule_free_adamw"])

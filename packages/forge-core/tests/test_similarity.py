@@ -7,6 +7,8 @@ import torch
 
 from forge_core.interp import MinibatchCKA, debiased_linear_cka, linear_cka, svcca
 
+pytestmark = pytest.mark.lane("test")
+
 RANDOM = torch.Generator().manual_seed(0)
 X = torch.randn(60, 7, generator=RANDOM)
 Y = X @ torch.randn(7, 5, generator=RANDOM) + torch.randn(60, 5, generator=RANDOM)

@@ -21,6 +21,8 @@ from forge_data.mixture import Phase
 from forge_data.prepare import prepare
 from forge_data.sources import integrity
 
+pytestmark = pytest.mark.lane("test")
+
 BLOCK = integrity.BLOCK_BYTES
 
 
@@ -52,6 +54,7 @@ def flip(path, at):
     path.write_bytes(content)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -171,6 +174,7 @@ def test_damaged_digests_are_named_themselves(folder):
         TokenFiles(folder)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_F93_a_loader_raises_it_at_the_batch_also_at_a_resume(folder, num_workers):
     def loader():
@@ -197,6 +201,7 @@ def read_sound_rows(loader, stop):
 HOW = {"here": {}, "thread": {"prefetch": 2}, "workers": {"num_workers": 2}}
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("kind", ["block", "id", "raw", "negative"])

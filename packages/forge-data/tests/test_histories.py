@@ -25,6 +25,8 @@ from forge_data.phases import stretches
 from forge_data.prepare import prepare
 from forge_data.text_shards import TextShards
 
+pytestmark = pytest.mark.lane("test")
+
 SEED, ROWS = 3, 300
 NAMES = "abc"
 

@@ -19,6 +19,8 @@ from forge_data import (
 )
 from forge_data.kinds import HuggingFaceConfig
 
+pytestmark = pytest.mark.lane("test")
+
 datasets = pytest.importorskip("datasets")
 
 TEXTS = [f"document {i} " + "abc " * (i % 9) for i in range(60)]
@@ -71,6 +73,7 @@ def documents(stream):
     return [text for piece in range(len(pieces)) for text in pieces.texts(piece, 0)]
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     ("make", "pieces"), [(parquet, 9), (json_lines, 2), (saved, 3), (arrow, 3)]
 )
@@ -85,6 +88,7 @@ def test_each_format_is_cut_into_pieces_that_have_every_text_once(tmp_path, make
     assert stream_of(tmp_path / "set").fingerprint() == stream.fingerprint()
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("workers", [0, 2])
 def test_it_goes_on_where_it_was_stopped(tmp_path, workers):
     folder = parquet(tmp_path / "set")
@@ -219,6 +223,7 @@ def test_other_columns_of_parquet_are_not_read(tmp_path):
     assert {*next(stream.pieces._tables(0)).column_names} == {"text"}
 
 
+@pytest.mark.lane("quick")
 def test_data_that_changed_are_refused_with_the_difference(tmp_path):
     folder = parquet(tmp_path / "set")
     loader = Loader(stream_of(folder), 4)

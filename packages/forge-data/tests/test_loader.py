@@ -59,6 +59,7 @@ def test_stream_does_not_depend_on_world_size(stream, world_size):
             assert torch.equal(joined, getattr(batch, name))
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("num_workers", [0, 2])
 @pytest.mark.parametrize(("world_size", "micro_batch"), [(3, 1), (5, 1), (3, 4), (5, 4), (7, 2)])
 def test_F101_any_number_of_ranks_deals_out_whole_micro_batches(

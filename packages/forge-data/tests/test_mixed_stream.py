@@ -16,6 +16,8 @@ from forge_data.mixed_stream import MixedStream, seed_of
 from forge_data.mixture import Phase
 from forge_data.phased_stream import PhasedStream
 
+pytestmark = pytest.mark.lane("test")
+
 
 class Numbers:
     """Row i of a source is i and its letter."""
@@ -65,6 +67,7 @@ def test_rows_are_those_of_the_streams_in_any_order_of_ids():
 SLOW = [pytest.mark.slow, pytest.mark.lane("ci")]
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     "seed", [0, 1, 2, *(pytest.param(seed, marks=SLOW) for seed in range(3, 8))]
 )
@@ -196,6 +199,7 @@ class RaggingShards(Ragging):
         pass
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("workers", [0, 1, 2, 3])
 def test_ragged_extras_of_shards_stay_with_their_rows(workers):
     """Alone and mixed with text, read by workers that own shards; some have no row in a step."""

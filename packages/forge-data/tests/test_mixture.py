@@ -37,6 +37,7 @@ def _random(seed):
     return phases, limits
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("seed", range(60))
 def test_each_source_comes_in_order_and_its_count_never_drifts(seed):
     phases, limits = _random(seed)

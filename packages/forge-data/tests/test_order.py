@@ -7,7 +7,10 @@ import pytest
 
 from forge_data import Permutation
 
+pytestmark = pytest.mark.lane("test")
 
+
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("seed", [0, 1, -7])
 def test_every_position_gets_a_row_of_its_own(seed):
     for n in range(1, 301):

@@ -21,6 +21,8 @@ from forge_data.prepare.duplicates import find_duplicates
 from forge_data.prepare.readers import find_inputs
 from forge_data.prepare.token_writer import TokenWriter
 
+pytestmark = pytest.mark.lane("test")
+
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch):
@@ -75,6 +77,7 @@ def content(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("workers", [1, 2, 3])
 @pytest.mark.parametrize("every", [0, 4])
 def test_the_bytes_are_those_of_one_writer_whatever_the_workers(tmp_path, corpus, workers, every):
@@ -264,6 +267,7 @@ def test_a_worker_that_dies_is_named_and_its_unit_begun_again_once(
 # shards
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("options", [{}, {"validation_every": 4}, {"deduplicate": True}])
 def test_merged_shards_are_the_single_run(tmp_path, corpus, options):
     prepare(corpus, tmp_path / "one", validation_fraction=0.0, **options)
@@ -346,6 +350,7 @@ def test_merge_needs_parts(tmp_path, corpus):
     assert (tmp_path / "out.parts" / "photo.jpg").exists()
 
 
+@pytest.mark.lane("quick")
 def test_the_tokenizer_of_the_shards_is_kept_with_them(tmp_path, corpus):
     library = pytest.importorskip("tokenizers")
     words = library.Tokenizer(library.models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
@@ -386,6 +391,7 @@ def documents(source):
     return [ByteTokenizer().decode(source.read(a, b).tolist()) for a, b in spans]
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("every", [0, 4])
 def test_copies_of_earlier_documents_are_dropped(tmp_path, corpus, every):
     texts = list(read_documents(corpus))
@@ -604,6 +610,7 @@ def end(process):
     process.join()
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("other", [None, (0, 2)])
 def test_two_commands_on_one_output_are_refused_while_the_first_lives(tmp_path, corpus, other):
     """One that was killed in the middle keeps nobody out."""
@@ -672,6 +679,7 @@ def test_a_merge_does_not_replace_its_inputs(tmp_path, corpus):
         merge(tmp_path / "in", overwrite=True)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("workers", [1, 2])
 @pytest.mark.parametrize("name", ["a.jsonl", "c1.txt"])
 def test_a_file_that_changes_meanwhile_is_refused(tmp_path, corpus, monkeypatch, name, workers):

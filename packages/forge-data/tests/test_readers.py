@@ -73,6 +73,7 @@ def test_packed_text_is_the_text(tmp_path, writer, kind):
     assert documents(packed, kind) == documents(plain, kind)
 
 
+@pytest.mark.lane("quick")
 def test_large_files_unpack_to_the_same_text(tmp_path):
     lines = [f"{i} {i * i % 977} some words" for i in range(100_000)]
     for writer, name in ((write_gzip, "a.txt.gz"), (write_zstd, "a.txt.zst")):
@@ -257,6 +258,7 @@ def test_a_missing_extra_is_one_line(tmp_path, monkeypatch, module):
     assert not isinstance(error.value, InvalidData)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("writer", [write_gzip, write_zstd])
 def test_memory_does_not_grow_with_what_a_file_unpacks_to(tmp_path, writer):
     path = tmp_path / ("a.txt.gz" if writer is write_gzip else "a.txt.zst")

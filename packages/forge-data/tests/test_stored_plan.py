@@ -25,6 +25,8 @@ from forge_data.packing_config import BestFitConfig, FirstFitConfig, PackingConf
 from forge_data.packing_plan import plan_rows
 from forge_data.stored_plan import StoredPlan, open_plan
 
+pytestmark = pytest.mark.lane("test")
+
 POLICIES = ("first_fit", "best_fit")
 
 
@@ -163,6 +165,7 @@ def _open_in_a_process(_):
     return len(wrote)
 
 
+@pytest.mark.lane("quick")
 def test_one_process_writes_and_others_wait():
     with multiprocessing.get_context("fork").Pool(4) as pool:
         assert sum(pool.map(_open_in_a_process, range(8), chunksize=1)) == 1

@@ -14,6 +14,8 @@ from forge_data.mixture import Phase
 from forge_data.order import Permutation
 from forge_data.text_shards import TextShards
 
+pytestmark = pytest.mark.lane("test")
+
 SEQ_LEN = 16
 
 
@@ -83,6 +85,7 @@ def rows_of_shard(seed, shard, shards, window, pieces, epochs):
     return rows
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     ("seed", "shards", "window"), [(0, 3, 3), (1, 2, 1), (2, 1, 100), (3, 4, 2)]
 )

@@ -251,6 +251,7 @@ def test_closing_a_thread_that_reads_ahead_ends_it():
     loader.close()
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("seed", range(6))
 def test_windows_are_part_of_the_stream_however_it_is_read(seed):
     """Random windows, ranks, workers, steps read ahead and stops: the union is what one list says."""

@@ -150,6 +150,7 @@ def compare_in_groups_of_their_own(*case):
     return compare(*case)
 
 
+@pytest.mark.lane("test")
 def test_ranks_that_are_in_unlike_groups():
     for found in run_on_ranks(
         2, compare_in_groups_of_their_own, "hierarchical", [7, 9], {}, timeout=30
@@ -434,6 +435,7 @@ def refusals():
     return texts
 
 
+@pytest.mark.lane("test")
 def test_refused_with_value_rule_and_fix():
     assert run_on_ranks(4, refusals)[0] == [
         "expert_parallelize found no forge_moe.MoE in the model; pass one that has",

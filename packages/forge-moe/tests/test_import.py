@@ -7,6 +7,8 @@ import pytest
 
 import forge_moe
 
+pytestmark = pytest.mark.lane("test")
+
 CODE = """
 import sys
 {first}

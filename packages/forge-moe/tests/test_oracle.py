@@ -198,10 +198,12 @@ def test_kinds_of_experts(settings: dict, backend: str) -> None:
     compare(make(4, 2, backend=backend, **settings), tokens(12), 1e-5)
 
 
+@pytest.mark.lane("test")
 def test_in_float64_to_the_last_digits() -> None:
     compare(make(8, 2, bias=True).double(), tokens(24).double(), 1e-13)
 
 
+@pytest.mark.lane("test")
 @pytest.mark.parametrize("backend", ["loop", "grouped_mm", "batched"])
 def test_in_bf16_within_its_rounding(backend: str) -> None:
     """2^-8 per rounding; a token passes four products, and its gradient eight."""

@@ -54,6 +54,7 @@ def test_scenarios_load_experts_as_named() -> None:
     assert sum(counts("zero_tokens", rank=1)) == 80
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_cell_is_exact(name: str) -> None:
     cell = run_cell(SMALL, name, "loop", "local")

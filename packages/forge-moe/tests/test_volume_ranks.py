@@ -91,6 +91,7 @@ def one_step(dim, dtype, chunks):
     return found
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("dim", "dtype", "chunks"),

@@ -22,6 +22,8 @@ from forge_parallel.compile import compile_blocks, recompilations
 from forge_parallel.recompute import recompute
 from forge_testing import device, rank_mesh, run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 DIM = 32
 
 
@@ -140,6 +142,7 @@ def test_equal_to_eager_and_one_graph_per_kind(mode: str, experts: bool) -> None
     assert not any(m.traced for m in model.modules() if isinstance(m, Experts))
 
 
+@pytest.mark.lane("quick")
 def test_without_grad_nothing_is_compiled() -> None:
     model = compile_blocks(Net(), "aot_eager")
     train(model)
@@ -311,5 +314,6 @@ def test_F123_compiled_gradients_over_ranks_are_those_of_eager() -> None:
         assert max(errors.values()) <= 1e-5, errors
 
 
+@pytest.mark.lane("quick")
 def test_F123_compiled_gradients_of_pieces_are_those_of_eager() -> None:
     assert worst([gradient(compiled(blockwise))], [gradient(blockwise)]) <= 1e-5

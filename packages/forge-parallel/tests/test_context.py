@@ -27,7 +27,7 @@ from forge_parallel.axes.context import (
 from forge_parallel.axes.key_exchange import chunks_of
 from forge_testing import device, run_on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 B, S, H, K, D, M = 2, 32, 4, 2, 8, 16
 
@@ -163,6 +163,7 @@ def attention_errors(
 
 
 # bf16: as in test_context_blockwise, and keys' gradients of several ranks are summed in fp32.
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     ("dtype", "bound"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 2e-2)]
 )
@@ -219,6 +220,7 @@ def seen_pairs(place: Place, lengths: list[list[int]] | None) -> tuple[Tensor, i
     return count, computed
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("exchange", ["all_gather", "ring"])
 @pytest.mark.parametrize("name", ROWS)
 def test_tiles_of_a_window_hold_each_pair_once_and_no_other(name: str, exchange: str) -> None:

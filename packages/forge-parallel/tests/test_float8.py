@@ -272,6 +272,7 @@ def cut_over_ranks(recipe: str) -> tuple[float, float]:
     return found[0], found[1]
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 def test_under_tensor_parallelism(recipe: str) -> None:

@@ -15,7 +15,7 @@ from pipeline_nets import clipped, error, evaluate_first, one_process, train
 
 from forge_testing import run_on_ranks
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 SCHEDULES = (
     "gpipe",
@@ -29,6 +29,7 @@ SPLIT = SCHEDULES[3:]
 LOOPS = ("1f1b", "interleaved_1f1b", "interleaved_zero_bubble")
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_two_ranks_compute_what_one_process_computes(schedule: str) -> None:
     ranks = run_on_ranks(2, train, {"pp": 2, "pp_schedule": schedule}, {}, 4)
@@ -138,6 +139,7 @@ def test_F10_document_ids_and_positions_reach_every_stage() -> None:
     assert error(ranks, one_process(4, keywords=False)) > 1e-2, "the model does not look at them"
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_F14_evaluation_runs_under_every_schedule(schedule: str) -> None:
     ranks = run_on_ranks(2, evaluate_first, {"pp": 2, "pp_schedule": schedule}, 4)

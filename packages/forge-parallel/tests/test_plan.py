@@ -39,6 +39,8 @@ from forge_testing import device, run_on_ranks
 sys.path.insert(0, str(Path(__file__).parent))
 from plan_models import Llama, on_meta
 
+pytestmark = pytest.mark.lane("test")
+
 SEQ, H200 = 64, find_hardware("h200")
 SIZES_70B = {
     "dim": 8192,
@@ -89,6 +91,7 @@ def saved_bytes(profile: Profile, found: Any) -> int:
     return int(found.first.saved + found.last.saved + found.shared + blocks)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_are_what_a_real_forward_keeps(dtype: torch.dtype) -> None:
     """In fp32 with a key of its own for each head: a CPU shares heads there, a GPU's kernels do not."""
@@ -127,6 +130,7 @@ def _whole(module: nn.Module) -> list[torch.Tensor]:
     return [p.to_local() if hasattr(p, "to_local") else p for p in found]
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_activations_under_tensor_parallelism(sequence_parallel: bool) -> None:
@@ -142,6 +146,7 @@ def _shards(options: dict[str, Any], sizes: dict[str, int]) -> dict[str, int]:
     return {n: p.to_local().numel() for n, p in model.named_parameters()}
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     "options", [{}, {"tp": 2}, {"dp_replicate": 2}, {"pp": 2}, {"pp": 2, "tp": 2}], ids=str
@@ -167,6 +172,7 @@ def _found(world: int, options: dict[str, Any], sizes: dict[str, int]) -> int:
     return sum(run_on_ranks(world, _shards, options, sizes)[0].values())
 
 
+@pytest.mark.lane("quick")
 def test_a_copy_less_recomputed_and_a_row_less_kept() -> None:
     def activations(**options: Any) -> float:
         return plan(on_meta(), 4, **options).memory[0].activations
@@ -199,6 +205,7 @@ def test_micro_batches_in_flight(schedule: str, batches: int, first: float, last
     assert micro_batches_in_flight(candidate, 3) == last
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("pp", [2, 3, 4, 8])
 @pytest.mark.parametrize(
     ("schedule", "table"),
@@ -236,6 +243,7 @@ def _most_kept(table: str, pp: int, rank: int, count: int) -> tuple[int, int]:
     return most
 
 
+@pytest.mark.lane("quick")
 def test_traffic_of_fsdp_and_hsdp() -> None:
     model = on_meta()
     numel = sum(p.numel() for p in model.parameters())
@@ -400,6 +408,7 @@ def sent_over_tp(sequence_parallel: bool) -> int:
     return sent.bytes
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_tp_sends_in_ranks_what_the_trace_counts(sequence_parallel: bool) -> None:

@@ -27,7 +27,7 @@ from forge_parallel.prove.settings import CPU_BOUND, Facts
 from forge_parallel.prove.sides import beside_the_cpu, one_process
 from forge_parallel.prove.task import Task
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 
 @pytest.fixture(autouse=True)
@@ -362,6 +362,7 @@ def test_a_module_that_mixes_rows_is_red_where_rows_are_spread() -> None:
     assert results["tp"].verdict == "green"
 
 
+@pytest.mark.lane("quick")
 def test_builders_and_models_that_have_no_truth_are_reported() -> None:
     def unseeded() -> nn.Module:
         model, generator = Model(), torch.Generator()

@@ -175,6 +175,7 @@ def test_F13_labels_are_counted_over_the_global_batch() -> None:
     assert run_on_ranks(2, count, [0, 0]) == [1.0] * 2  # nothing to learn divides by one
 
 
+@pytest.mark.lane("test")
 @pytest.mark.parametrize(
     ("options", "world", "message"),
     [
@@ -194,6 +195,7 @@ def test_layouts_that_do_not_fit_are_refused(
         ParallelConfig(**options).axes(world)
 
 
+@pytest.mark.lane("test")
 def test_all_problems_of_a_layout_in_one_error() -> None:
     with pytest.raises(ValueError, match="dp_replicate") as error:
         ParallelConfig(
@@ -261,6 +263,7 @@ def picky() -> tuple[torch.Tensor, torch.Tensor]:
     return out.detach(), whole(inner.grad)
 
 
+@pytest.mark.lane("test")
 def test_a_module_with_its_own_dtype_keeps_it() -> None:
     outputs, gradients = zip(*run_on_ranks(2, picky))
     assert outputs[0].dtype == torch.float32
@@ -346,6 +349,7 @@ def broken_axis(name: str) -> str:
     return "nothing"
 
 
+@pytest.mark.lane("test")
 @pytest.mark.parametrize("name", ["tp", "cp"])
 def test_a_group_that_cannot_talk_is_named_at_the_start(name: str) -> None:
     for rank, said in enumerate(run_on_ranks(4, broken_axis, name)):
@@ -391,5 +395,6 @@ def counted_once() -> float:
     return float(global_count(5 + meshes.batch_rank, meshes))
 
 
+@pytest.mark.lane("test")
 def test_ranks_that_read_the_same_rows_count_their_labels_once() -> None:
     assert run_on_ranks(4, counted_once) == [11.0] * 4

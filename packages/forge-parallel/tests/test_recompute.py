@@ -297,6 +297,7 @@ def sharded(mode: str) -> float:
     return worst
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_under_fsdp(mode: str) -> None:

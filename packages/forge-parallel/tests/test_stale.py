@@ -49,6 +49,7 @@ def around_an_evaluation(options: dict[str, Any]) -> tuple[bool, bool]:
     return torch.equal(evaluated, before), torch.equal(model(rows), before)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(("ranks", "precision"), [(2, "fp32"), (1, "bf16"), (1, "fp32")])
 def test_F88_weights_put_back_after_an_evaluation_are_used(ranks: int, precision: str) -> None:
     found = run_on_ranks(ranks, around_an_evaluation, {"precision": precision})

@@ -156,7 +156,7 @@ def start() -> Iterator[Ranks]:
     format_ranks.process.communicate()
 
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
 
 @pytest.mark.slow
@@ -369,6 +369,7 @@ def two_hosts() -> Iterator[list[str]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
 
+@pytest.mark.lane("quick")
 def test_two_hosts_whose_names_mean_nothing_to_each_other_meet(start, two_hosts):
     """gloo would send the others this host's name's address: 127.0.0.1 or one of another network."""
     environs = plain(4, 29500, MASTER_ADDR="10.99.0.1", LOCAL_WORLD_SIZE="2")

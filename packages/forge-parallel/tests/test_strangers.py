@@ -113,6 +113,7 @@ def with_a_prefix() -> str:
     return ""
 
 
+@pytest.mark.lane("test")
 def test_a_learned_prefix_is_not_recomputed() -> None:
     (said,) = run_on_ranks(1, with_a_prefix)
     assert "past_key_values holds 5 tokens, to which a recomputation would add its own" in said

@@ -94,6 +94,7 @@ def _refused(how: str) -> str:
     return "not refused"
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     ("how", "what"),
     [

@@ -24,6 +24,8 @@ from forge_testing import device, run_on_ranks
 sys.path.insert(0, str(Path(__file__).parent))
 from tensor_models import Model, batch, copy_of, errors, mesh_of, one_process, seeded, shard
 
+pytestmark = pytest.mark.lane("test")
+
 
 def _against_one_process(dp, tp, cases, compiled=False):
     mesh = mesh_of(dp, tp)
@@ -81,6 +83,7 @@ def test_loss_and_every_gradient_equal_one_process(dp, tp):
     _assert_equal(CASES, ranks)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(("dp", "tp"), [(1, 2), (2, 2), (1, 4)])
 def test_norms_over_all_heads_and_numbers_of_heads_equal_one_process(dp, tp):
     """With four ranks two share each key head, and its norm's weight."""
@@ -114,6 +117,7 @@ def _f07():
     return found
 
 
+@pytest.mark.lane("quick")
 def test_F07_gradients_of_head_norms_are_summed_over_tensor_parallel_ranks():
     """Each rank's norms see its own heads: without the sum their gradients are a part."""
     norms = [f"layers.0.mixer.{name}_norm.weight" for name in "qk"]

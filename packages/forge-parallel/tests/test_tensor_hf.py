@@ -19,6 +19,8 @@ from forge_testing import device, run_on_ranks
 sys.path.insert(0, str(Path(__file__).parent))
 from tensor_models import batch, copy_of, errors, mesh_of, shard
 
+pytestmark = pytest.mark.lane("test")
+
 transformers = pytest.importorskip("transformers")
 
 

@@ -25,6 +25,8 @@ from forge_parallel.axes import (
 )
 from forge_testing import device, run_on_ranks
 
+pytestmark = pytest.mark.lane("test")
+
 D, ROWS = 8, (3, 7)
 ALONE = SimpleNamespace(group=None, size=1, rank=0)
 TERMS: dict[str, dict[str, float]] = {
@@ -98,6 +100,7 @@ def error(got: Tensor, wanted: Tensor) -> float:
     return float((got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-9))
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("ids", [16, 37])

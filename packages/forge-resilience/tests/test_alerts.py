@@ -156,6 +156,7 @@ def test_a_webhook_that_refuses_is_tried_a_few_times_and_not_named(
     assert "s3cret" not in journal.path.read_text()
 
 
+@pytest.mark.lane("quick")
 def test_a_webhook_without_an_answer_and_without_a_server(
     receiver: Receiver, journal: Journal
 ) -> None:

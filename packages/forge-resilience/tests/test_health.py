@@ -296,6 +296,7 @@ def wait_for_others(absent: int) -> tuple[str, list[int]]:
     return str(found), late
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.distributed
 def test_a_rank_that_does_not_arrive_is_named_by_rank_0() -> None:
     assert run_on_ranks(3, wait_for_others, -1) == [("ranks: all 3 arrived", [])] * 3

@@ -15,7 +15,10 @@ import pytest
 
 from forge_resilience.heartbeat import Heartbeat, process_start, read_heartbeats
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="needs fork")
+pytestmark = [
+    pytest.mark.skipif(sys.platform == "win32", reason="needs fork"),
+    pytest.mark.lane("test"),
+]
 
 # A rank that takes its heartbeat from the environment, says "up", and does what it is told.
 _RANK = """
@@ -134,6 +137,7 @@ def test_an_entry_costs_a_handful_of_operations_and_no_system_call(tmp_path):
     assert sorted(calls) == ["crc32", "enter", "monotonic", "pack", "to_bytes"]  # _encode is cached
 
 
+@pytest.mark.lane("quick")
 def test_children_of_a_rank_do_not_write_its_entries(tmp_path):
     """A forked data worker, and a spawned one that runs the script's head again."""
     body = """
@@ -163,6 +167,7 @@ def test_a_later_life_replaces_the_file(tmp_path):
     assert (beat.phase, beat.step, beat.entries) == ("load", None, 2)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     ("environ", "number"), [({}, 0), ({"SLURM_PROCID": "4"}, 4), ({"RANK": "1", "SLURM_PROCID": "4"}, 1)]
 )  # fmt: skip
@@ -173,6 +178,7 @@ def test_the_rank_is_that_of_the_launcher(tmp_path, monkeypatch, environ, number
     assert [beat.rank for beat in read_heartbeats(tmp_path)] == [number]
 
 
+@pytest.mark.lane("quick")
 def test_without_a_folder_or_a_place_for_it_the_run_goes_on(tmp_path):
     alone = rank(tmp_path, "heartbeat.enter('step', 1)", FORGE_HEARTBEAT_DIR="")
     assert alone.communicate(timeout=60) == ("", "")

@@ -115,6 +115,7 @@ def test_the_exit_code_of_the_job(tmp_path, capfd, body, code, said):
     assert said or said_of_ranks(err) == []  # nothing is announced when all is well
 
 
+@pytest.mark.lane("test")
 def test_a_worker_that_ignores_TERM_is_killed_in_time(tmp_path, capfd):
     body = (
         "if rank == 1: wait_for('deaf0'); sys.exit(3)\n"
@@ -176,6 +177,7 @@ assert "FORGE_STORE_FD" in os.environ
     assert run_local_workers(worker(body, tmp_path), 2) == 0
 
 
+@pytest.mark.lane("test")
 def test_refusals(tmp_path):
     with pytest.raises(ValueError, match="nproc 0 must be at least 1"):
         run_local_workers(["true"], 0)
@@ -186,6 +188,7 @@ def test_refusals(tmp_path):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
+@pytest.mark.lane("test")
 def test_F63_a_signal_to_the_launcher_reaches_every_worker_and_leaves_no_orphan(tmp_path):
     """torchrun dies of USR1 and leaves its workers."""
     body = """

@@ -19,6 +19,8 @@ from forge_resilience.policy import (
     SpikeConfig,
 )
 
+pytestmark = pytest.mark.lane("test")
+
 NAN = math.nan
 
 
@@ -77,6 +79,7 @@ def test_going_back_answers_the_whole_run_of_bad_steps() -> None:
     assert outcome.skipped == (3, 4, 5, 8)
 
 
+@pytest.mark.lane("quick")
 def test_verdicts_of_many_steps_wait_in_few_tensors() -> None:
     policy = NumericsPolicy(NonfiniteConfig("skip", 1))
     losses = [NAN if step in (3, 1500, 1501) else 1.0 for step in range(1, 2501)]
@@ -132,6 +135,7 @@ def test_nothing_is_judged_before_the_window_is_full_and_a_lasting_rise_is_no_sp
     assert found[-1] == 0
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("value", [0.0, 0.1, 1.0])
 def test_behind_equal_values_a_rise_is_no_spike_for_ever(value: float) -> None:
     policy = NumericsPolicy(spike=SpikeConfig("skip", 6.0, 32))

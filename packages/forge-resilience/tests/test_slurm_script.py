@@ -24,6 +24,8 @@ from forge_resilience.slurm import (
     seconds_of,
 )
 
+pytestmark = pytest.mark.lane("test")
+
 # One rank in the place of all: options up to the command are noted.
 _SRUN = """#!/bin/bash
 echo "srun $*" >>"$CALLS"
@@ -122,6 +124,7 @@ def site(tmp_path: Path) -> Site:
     return Site(tmp_path)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("code", [0, 1, 3, 65, 66, 70, 71, 76, 78])
 def test_a_code_other_than_75_ends_the_job_with_it(site: Site, code: int) -> None:
     site.write(f"exit {code}")
@@ -225,6 +228,7 @@ def test_lives_that_a_node_failure_ended_count_too(site: Site) -> None:
     assert [site.life()[0] for _ in range(3)] == [-9, -9, 70]
 
 
+@pytest.mark.lane("quick")
 def test_lives_that_lost_a_node_are_no_lack_of_progress(site: Site) -> None:
     """Slurm starts a job on a dead node again and again until it has noticed, after SlurmdTimeout."""
     site.write("exit 1")
@@ -275,6 +279,7 @@ echo "scontrol $*" >>"$CALLS"
 """
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(("before", "all_of_them"), [("(null)", "n2,n4"), ("n9", "n9,n2,n4")])
 @pytest.mark.parametrize("on_stop", ["requeue", "resubmit"])
 def test_71_goes_on_without_the_nodes_that_are_broken(
@@ -426,6 +431,7 @@ def test_a_rank_that_was_killed_behind_the_others_does_not_hide_their_code(site:
     assert site.calls("scontrol") == ["requeue 7"]
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("on_stop", ["requeue", "resubmit"])
 @pytest.mark.parametrize(
     ("reason", "preempted", "goes_on"),

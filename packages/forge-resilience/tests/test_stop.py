@@ -16,6 +16,8 @@ import pytest
 
 from forge_resilience import StopSignal
 
+pytestmark = pytest.mark.lane("test")
+
 # A loop that reports what it saw on a pipe of its own, because its stdout and stderr may be gone.
 LOOP = """
 import os, sys
@@ -43,6 +45,7 @@ def start(extra: str = "", **streams: int) -> tuple[subprocess.Popen[bytes], int
     return process, reading
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_each_signal_is_a_request_to_stop(sent: signal.Signals) -> None:
     process, reading = start(stderr=subprocess.PIPE)
@@ -96,6 +99,7 @@ def test_a_full_pipe_that_nobody_reads_does_not_block_the_stop() -> None:
     os.close(full)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("closed_first", [True, False])
 def test_a_data_file_that_took_descriptor_2_stays_clean(tmp_path: Path, closed_first: bool) -> None:
     data = tmp_path / "weights"

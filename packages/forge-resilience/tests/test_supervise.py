@@ -21,6 +21,7 @@ from forge_resilience.supervise.report import describe_hang
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc"),
+    pytest.mark.lane("test"),
 ]
 LIMIT = 2.0
 _FLAGS = ("--start_seconds=60", "--grace_seconds=5")
@@ -249,6 +250,7 @@ def test_a_crash_starts_all_ranks_again(tmp_path):
     assert [wait_for(tmp_path / f"done{rank}") for rank in range(2)] == ["x" * 10] * 2
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("code", [0, 65, 75])
 def test_codes_that_are_final(tmp_path, code):
     assert set(ExitCode) - {1} == FINAL_CODES

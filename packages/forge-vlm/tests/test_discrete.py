@@ -16,6 +16,8 @@ from forge_vlm import (
 from forge_vlm.loss import modality_losses
 from forge_vlm.modalities import learnt, modality_ids, numbers_by_id
 
+pytestmark = pytest.mark.lane("test")
+
 IMAGE = ModalityConfig(first_id=16, num_ids=16, discrete=True)
 BEGIN, END = 1, 2
 

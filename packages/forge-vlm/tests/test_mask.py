@@ -8,6 +8,8 @@ from forge_vlm import Segment, SequencePlan
 from forge_vlm.mask import RowMask, attend_dense, attend_flex, flex_mask
 from forge_vlm.plan import SCOPES
 
+pytestmark = pytest.mark.lane("test")
+
 GRID = (1, 1, 3)
 
 

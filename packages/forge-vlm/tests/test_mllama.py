@@ -22,6 +22,8 @@ from forge_vlm.fusion.seen import seen_images
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_folders import distance, saved
 
+pytestmark = pytest.mark.lane("test")
+
 transformers = pytest.importorskip("transformers")
 IMAGE = 128
 
@@ -140,6 +142,7 @@ def as_meta_does(theirs):
     return theirs
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     ("cross", "layers", "first"),
     [((1, 3), 5, IMAGE), ((0,), 2, IMAGE), ((0, 2, 4), 6, IMAGE), ((1, 3), 5, 7)],
@@ -194,6 +197,7 @@ def test_twenty_steps_are_those_of_transformers(tmp_path):
         assert distance(ours(tokens, **media), theirs(**inputs).logits) < 1e-5
 
 
+@pytest.mark.lane("quick")
 def test_sixteen_greedy_tokens_are_those_of_transformers(tmp_path):
     """Rows of different lengths, with one and with three images, and one of text alone."""
     theirs = theirs_of().eval()

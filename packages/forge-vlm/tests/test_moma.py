@@ -12,6 +12,8 @@ from forge_vlm.fusion import MoMa, MoMaConfig, set_routing_step
 from forge_vlm.fusion.choice import gumbel_difference
 from forge_vlm.vision import ViTConfig
 
+pytestmark = pytest.mark.lane("test")
+
 SIZES = dict(vocab_size=64, dim=16, num_layers=2, num_heads=4, max_seq_len=64)
 MODALITIES = {
     "image": ModalityConfig(first_id=63),
@@ -282,6 +284,7 @@ def test_bare_expert_choice_neither_evaluates_nor_generates():
         generate(model, tokens, 2)
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize("router", ["token_choice", "auxiliary_router"])
 def test_generation_equals_whole_forwards(router):
     model = VLM(config(router=router)).eval()

@@ -329,6 +329,7 @@ def test_a_picture_of_another_size_removes_what_was_kept(tmp_path, monkeypatch):
     assert counted(path, monkeypatch, tmp_path, **tiles)[1] == 1
 
 
+@pytest.mark.lane("quick")
 def test_of_several_processes_one_finds_lengths_and_others_wait(tmp_path, monkeypatch):
     path, counts = talks_of(tmp_path / "a"), tmp_path / "counts"
     real = lengths_module.count

@@ -41,6 +41,7 @@ def logits(their, our):
     return found[mask > 0], wanted[mask > 0]
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     "options", [{}, {"tie_word_embeddings": True}, {"rope": {**qwen.ROPE, **YARN}}], ids=str
 )

@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hf_folders import distance, renamed, saved
 from tiny_tokenizer import tokenizer_of
 
+pytestmark = pytest.mark.lane("test")
+
 transformers = pytest.importorskip("transformers")
 CLASSES = {"smolvlm": "SmolVLM", "idefics3": "Idefics3"}
 IMAGE = 127
@@ -72,6 +74,7 @@ def media_of(tiles, masks=None):
     return media
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -122,6 +125,7 @@ def test_a_picture_and_a_prompt_give_the_logits_of_processor_and_model(tmp_path)
         assert distance(ours(tokens, images=resolution(picture)), wanted) < 1e-5
 
 
+@pytest.mark.lane("quick")
 def test_masks_may_be_left_out_and_a_batch_may_have_no_image(tmp_path):
     model, (tokens, tiles, masks) = ours_of(theirs_of("smolvlm"), tmp_path).eval(), batch()
     assert model.extra_inputs == ("images", "after_embedding")  # what a batch must hold
@@ -158,6 +162,7 @@ def test_twenty_steps_are_those_of_transformers(name, tmp_path):
     assert distance(ends[0], ends[1].logits) < 1e-5
 
 
+@pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     ("name", "tied"), [("smolvlm", False), ("smolvlm", True), ("idefics3", False)]
 )
