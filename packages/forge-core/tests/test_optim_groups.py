@@ -65,7 +65,11 @@ def train(model: nn.Module, optimizer: Any, steps: int, lr: float = 0.1) -> None
         optimizer.zero_grad()
 
 
-PLAN = {"body": group("body.0.*", lr_multiplier=0.5), "norm": group("body.1.*", weight_decay=0.7)}
+PLAN = {
+    "body": group("body.0.*", lr_multiplier=0.5),
+    "norm": group("body.1.*", weight_decay=0.7),
+    "table": group("table.*", weight_decay=0.0),  # a decay of zero is one that is given
+}
 
 
 def test_patterns_find_parameters_by_all_of_their_names() -> None:
@@ -107,16 +111,16 @@ def test_torch_sees_groups_with_rates_and_decay() -> None:
         for g in parameter_groups(model, config)
     ]
     assert seen == [
-        ("table.weight", 1, 0.2, None, None),
         ("body.0.weight", 1, 0.2, "body", 0.5),
         ("body.0.bias", 1, 0.0, "body", 0.5),
         ("body.1.weight", 2, 0.7, "norm", 1.0),
+        ("table.weight", 1, 0.0, "table", 1.0),
     ]
     for name in ("adamw", "torch.optim:SGD", "torch.optim:Adam"):
         optimizer = build_optimizer(model, OptimizerConfig(name, lr=0.4, groups=PLAN))
-        assert [g["lr"] for g in optimizer.param_groups] == [0.4, 0.2, 0.2, 0.4]
+        assert [g["lr"] for g in optimizer.param_groups] == [0.2, 0.2, 0.4, 0.4]
         set_lr(optimizer, 0.1)
-        assert [g["lr"] for g in optimizer.param_groups] == [0.1, 0.05, 0.05, 0.1]
+        assert [g["lr"] for g in optimizer.param_groups] == [0.05, 0.05, 0.1, 0.1]
 
 
 @pytest.mark.parametrize("name", ["adamw", "torch.optim:Adam"])

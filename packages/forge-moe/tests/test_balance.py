@@ -145,6 +145,23 @@ def test_lagged_takes_last_steps_counts_and_keeps_them_in_the_state() -> None:
     torch.testing.assert_close(aux_losses(moe).total, wanted)
 
 
+def test_a_masked_step_moves_neither_bias_nor_lagged_counts_and_its_counts_are_dropped() -> None:
+    moe = layer(aux_loss_weight=1.0, aux_scope="global_batch_lagged", bias_update_rate=0.1)
+    moe(torch.randn(2, 3, D))
+    update_expert_bias(moe, 0, 10)
+    before = {name: t.clone() for name, t in moe.state_dict().items()}
+    assert before["lagged_counts"].any()
+    assert before["router.expert_bias"].any()
+    moe(torch.randn(2, 5, D))
+    update_expert_bias(moe, 1, 10, skip=torch.tensor(1.0))
+    assert all(torch.equal(moe.state_dict()[name], t) for name, t in before.items())
+    moe(x := torch.randn(2, 7, D))
+    chosen = moe.router.route(x.flatten(0, 1)).ids
+    update_expert_bias(moe, 2, 10, skip=torch.tensor(0.0))
+    wanted = torch.bincount(chosen.flatten(), minlength=E)
+    assert torch.equal(moe.state_dict()["lagged_counts"], wanted.to(moe.lagged_counts.dtype))
+
+
 SETTINGS = {"aux_loss_weight": 0.3, "z_loss_weight": 0.2, "sequence_loss_weight": 0.1}
 
 

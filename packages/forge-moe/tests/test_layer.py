@@ -227,6 +227,18 @@ def test_statistics_sum_until_reset() -> None:
     assert moe.counters.step_counts.sum() == 12  # of training alone, and not reset
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_statistics_leave_pads_out(training: bool) -> None:
+    moe, x = layer().train(training), torch.randn(6, 8)
+    valid = torch.tensor([True, False, True, True, False, True])
+    moe(x, SimpleNamespace(valid=valid))
+    found, routed = moe.statistics(), moe.router.route(x[valid])
+    assert torch.equal(found["counts"], torch.bincount(routed.ids.flatten(), minlength=4))
+    assert found["tokens"] == 4
+    p = routed.probabilities
+    torch.testing.assert_close(found["entropy"], -(p * p.log()).sum(-1).mean())
+
+
 def test_copies_and_state() -> None:
     moe = layer(bias_update_rate=0.1, aux_scope="global_batch_lagged", aux_loss_weight=1.0)
     moe(torch.randn(4, 8))

@@ -165,14 +165,16 @@ def test_one_norm_over_gradients_on_different_meshes() -> None:
         assert largest == 10.0
 
 
-def count(valid: list[int]) -> float:
+def count(valid: list[float]) -> float:
     meshes = make_meshes(ParallelConfig(device=device().type, precision="fp32"))
     return float(global_count(valid[dist.get_rank()], meshes))
 
 
+@pytest.mark.lane("test")
 def test_F13_labels_are_counted_over_the_global_batch() -> None:
     assert run_on_ranks(4, count, [3, 0, 11, 1]) == [15.0] * 4
     assert run_on_ranks(2, count, [0, 0]) == [1.0] * 2  # nothing to learn divides by one
+    assert run_on_ranks(2, count, [0.125, 0.25]) == [0.375] * 2  # weights of labels may sum to less
 
 
 @pytest.mark.lane("test")
