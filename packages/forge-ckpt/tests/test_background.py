@@ -90,6 +90,15 @@ def test_a_background_save_writes_the_bytes_of_one_that_waits(tmp_path):
         assert files[0] == files[1]
 
 
+def test_a_save_that_is_smaller_than_the_one_before_has_its_own_bytes_alone(tmp_path):
+    small = torch.arange(10.0)
+    with Store(tmp_path) as store:
+        store.save(1, {"w": torch.ones(5000)}, wait=False)
+        store.save(2, {"w": small}, wait=False)
+        store.wait()
+    assert (tmp_path / "step-00000002/data-0.bin").read_bytes() == small.numpy().tobytes()
+
+
 def test_training_goes_on_while_the_disk_is_slow(tmp_path, disk):
     weight, steps = torch.zeros(BLOCK), []
     with Store(tmp_path) as store:

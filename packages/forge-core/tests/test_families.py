@@ -1,8 +1,11 @@
 """Translation of config.json: what is refused by name."""
 
+import importlib
+import pkgutil
+
 import pytest
 
-from forge_core import AttentionSpec, RopeScaling, TransformerConfig
+from forge_core import AttentionSpec, RopeScaling, TransformerConfig, families
 from forge_core.families import (
     DEEPSEEK_V3,
     FAMILIES,
@@ -33,6 +36,18 @@ HF = {
     "max_position_embeddings": 64,
 }
 LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+def test_every_family_is_found_by_its_model_type() -> None:
+    names = [module.name for module in pkgutil.iter_modules(families.__path__)]
+    made = [
+        value
+        for name in names
+        for value in vars(importlib.import_module(f"forge_core.families.{name}")).values()
+        if isinstance(value, Family)
+    ]
+    assert {family.name for family in made} == FAMILIES.keys()
+    assert all(find_family({"model_type": family.name}) is family for family in made)
 
 
 @pytest.mark.parametrize(

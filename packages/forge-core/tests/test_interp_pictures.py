@@ -6,6 +6,8 @@ import pytest
 import torch
 
 pytest.importorskip("matplotlib")
+from matplotlib.figure import Figure
+
 from forge_core.interp import draw_attention
 
 pytestmark = pytest.mark.lane("test")
@@ -53,6 +55,16 @@ def test_long_rows_and_other_keys_are_drawn(tmp_path):
         torch.rand(2, 4, 3), tmp_path / "x.svg", labels=TEXTS, key_labels=["cat", "dog", "owl"]
     )
     assert {"cat", "·model"} <= {*texts(tmp_path / "x.svg")}
+
+
+def test_the_heads_of_a_picture_have_one_scale_of_colors(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *a, **k: drawn.append(figure))
+    values = torch.tensor([0.25, 1.0, 0.5])[:, None, None].expand(3, 2, 2)
+    draw_attention(values, tmp_path / "a.png", heads=[0, 2])
+    images = [image for square in drawn[0].axes for image in square.images]
+    assert [image.get_array().max() for image in images] == [0.25, 0.5]
+    assert [image.get_clim() for image in images] == [(0.0, 0.5)] * 2, "that of the heads shown"
 
 
 def test_wrong_shapes_labels_and_names_are_refused(tmp_path):

@@ -233,6 +233,32 @@ def test_lion_is_elementwise_on_any_layout() -> None:
     assert Lion.update_groups is not muon_module.Muon.update_groups
 
 
+def summed(name: str) -> float:
+    """A step of copied parameters, with gradients of which each rank holds a part; the worst error."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+
+    net, twin, gradients = Net(), Net(), recorded(1)
+    mesh = init_device_mesh(device().type, (2,))
+    for block in net.layers:
+        for at, parameter in list(block.items()):
+            block[at] = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Replicate()]))
+    share = 2.0 if dist.get_rank() == 0 else -1.0  # of each gradient; powers of 2 round nothing
+
+    def part(gradient: Tensor) -> Tensor:
+        return DTensor.from_local(share * gradient, mesh, [Partial()])
+
+    config = CONFIG if name == "muon" else OptimizerConfig(name, lr=0.02, weight_decay=0.3)
+    run(net, build_optimizer(net, config), gradients, part)
+    run(twin, build_optimizer(twin, config), gradients)
+    return max(errors(net, twin).values())
+
+
+@pytest.mark.parametrize("name", ["muon", "lion", "adamw", "schedule_free_adamw"])
+def test_gradients_that_are_parts_of_a_sum_are_added_up(name: str) -> None:
+    assert max(run_on_ranks(2, summed, name)) <= 1e-6
+
+
 def moved() -> dict[str, float]:
     """Two steps under fsdp, two more under tp with its state, against four on the whole."""
     net, twin, gradients = Net(), Net(), recorded(4)

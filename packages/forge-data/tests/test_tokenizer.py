@@ -99,3 +99,17 @@ def test_F127_settings_for_inputs_of_a_model_neither_cut_nor_fill_documents(tmp_
     tokenizer = JsonTokenizer(tmp_path / "t.json")
     assert tokenizer.encode("a b a b a") == [1, 2, 1, 2, 1]
     assert tokenizer.encode_batch(["a b a b a", "b", ""]) == [[1, 2, 1, 2, 1], [2], []]
+
+
+def test_special_tokens_of_a_template_are_not_added(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    path = write_words(tmp_path / "t.json", "<unk>", "a", "b", "<s>", "</s>")
+    words = library.Tokenizer.from_file(str(path))
+    words.post_processor = library.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 3), ("</s>", 4)]
+    )
+    words.save(str(path))
+    assert words.encode("a b").ids == [3, 1, 2, 4]
+    tokenizer = JsonTokenizer(path)
+    assert tokenizer.encode("a b") == [1, 2]
+    assert tokenizer.encode_batch(["a b", "b", ""]) == [[1, 2], [2], []]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.grad_norm import clip_grads_
-from forge_parallel.prove import ProveError, Result, prove
+from forge_parallel.prove import ProveError, Result, processes, prove
 from forge_parallel.prove.__main__ import main
 from forge_parallel.prove.cells import Cell
 from forge_parallel.prove.settings import CPU_BOUND, Facts
@@ -440,6 +441,26 @@ def test_a_rank_that_raises_or_hangs_is_red_and_keeps_nobody_waiting() -> None:
     assert "on rank 1 it raised RuntimeError: no" in raised.message
     assert "within 3 s" in hung.message
     assert time.monotonic() - began < 15
+
+
+def test_after_an_exception_other_ranks_have_a_short_time_left(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    left: list[float] = []
+    wait = processes.connections.wait
+
+    def at_once(links: Any, seconds: float) -> list[Any]:
+        left.append(seconds)
+        return wait(links, 0.0)
+
+    monkeypatch.setattr(processes.connections, "wait", at_once)
+    pipes = [processes.connections.Pipe() for _ in range(2)]
+    pipes[1][1].send_bytes(pickle.dumps(processes.Outcome("KeyError", "no")))
+    links = {rank: own for rank, (own, _) in enumerate(pipes)}
+    waiting, raised = processes._gather(links, 600)
+    assert (waiting.kind, raised.kind) == ("lost", "KeyError")
+    first, second = left
+    assert second <= processes._GRACE_SECONDS < 60 < first
 
 
 @pytest.mark.slow

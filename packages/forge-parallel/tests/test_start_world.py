@@ -1,5 +1,6 @@
 """Which rank this process is: every launcher's variables, and environments that contradict themselves."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -166,6 +167,8 @@ def test_differences_name_the_first_rank_and_both_values():
     assert mismatches({0: one("a", torch="2.13"), 1: one("a", torch="2.13"), 3: one("b")}) == [
         "rank 3 on host b has torch None, rank 0 on host a has 2.13"
     ]
+    (unknown,) = mismatches({0: one("a", torch="2.13"), 2: one("b", torch="2.13", nccl="2.29")})
+    assert {"2", "b", "nccl", "2.29"} <= set(re.findall(r"[\w.]+", unknown))
     (same,) = mismatches({0: one("a", "GPU-1"), 1: one("a", "GPU-2"), 2: one("a", "GPU-1")})
     assert "ranks 0 and 2 on host a both use GPU GPU-1 (cuda:0)" in same
 

@@ -5,6 +5,7 @@ Bounds, of max|a - b| / max|b|: sums 1e-6, gradients in fp32 1e-5.
 
 from __future__ import annotations
 
+import itertools
 import re
 from types import SimpleNamespace
 from typing import Any
@@ -100,11 +101,17 @@ def error(got: Tensor, wanted: Tensor) -> float:
     return float((got.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-9))
 
 
-@pytest.mark.lane("quick")
+FIRST = ("both", 37, False)  # the case of the lane test
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize("fused", [False, True])
-@pytest.mark.parametrize("ids", [16, 37])
-@pytest.mark.parametrize("terms", TERMS)
+@pytest.mark.parametrize(
+    ("terms", "ids", "fused"),
+    [
+        pytest.param(*case, marks=pytest.mark.lane("test" if case == FIRST else "quick"))
+        for case in itertools.product(TERMS, [16, 37], [False, True])
+    ],
+)
 def test_sums_and_gradients_equal_whole_logits(terms: str, ids: int, fused: bool) -> None:
     for weighted in (False, True):
         wanted = whole(ids, TERMS[terms], weighted, CAP if fused else {})

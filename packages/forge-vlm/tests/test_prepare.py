@@ -96,6 +96,17 @@ def test_formats_and_resolutions(tmp_path, name):
     same_rows(Conversations(path, **options), Prepared(tmp_path / "out"))
 
 
+@pytest.mark.parametrize("weights", [(1, 1), (1, 2), (2, 2)])
+def test_one_label_with_another_weight_makes_a_folder_weighted(tmp_path, weights):
+    talk = []
+    for weight in weights:
+        talk.append({"role": "user", "content": "more"})
+        talk.append({"role": "assistant", "content": "one", "weight": weight})
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
+    assert prepared(tmp_path / "a.jsonl", tmp_path / "out")["weighted"] == (max(weights) > 1)
+    same_rows(Conversations(tmp_path / "a.jsonl", **OPTIONS), Prepared(tmp_path / "out"))
+
+
 def test_branches_of_a_record(tmp_path):
     ask = {"role": "user", "content": "name two"}
     answers = [[{"role": "assistant", "content": text}] for text in ("one", "two")]
