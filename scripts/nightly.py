@@ -45,7 +45,9 @@ def parts() -> dict[str, Part]:
     )
     found = {
         "everything": Part(
-            [*pytest, "--lane", "everything", "packages", "apps", "tests"], "every test"
+            [*pytest, "--lane", "everything", "--write-durations", f"{FOLDER}/durations.json",
+             "packages", "apps", "tests"],
+            "every test",
         ),
         "matrix": Part(
             [python, "tests/equivalence/run_cells.py", "--resume", "--out", f"{FOLDER}/equivalence.json"],
