@@ -224,7 +224,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
     file = args.folder / "optimizers.json"
-    rows: list[Row] = json.loads(file.read_text()) if args.resume or args.page else []
+    args.folder.mkdir(parents=True, exist_ok=True)
+    kept = args.page or (args.resume and file.exists())
+    rows: list[Row] = json.loads(file.read_text()) if kept else []
     more = {} if args.steps is None else {"train.steps": args.steps}
     commit = _commit()
     for row in () if args.page else study(rows, args.optimizers, args.seeds, more):

@@ -66,7 +66,7 @@ def parts() -> dict[str, Part]:
         "vlm-learning": Part([python, "-m", "tests.vlm.learn"], "what vision-language models learn"),
         "vlm-matched-loss": Part([python, "-m", "tests.vlm.matched_loss"], "fusions at equal loss"),
         "optimizers": Part(
-            [python, "-m", "benchmarks.optimizer_study", "--folder", str(FOLDER / "optimizers")],
+            [python, "-m", "benchmarks.optimizer_study", "--resume", "--folder", str(FOLDER / "optimizers")],
             "the study of docs/optimizers.md",
         ),
     }  # fmt: skip
