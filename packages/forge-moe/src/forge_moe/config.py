@@ -4,10 +4,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_type_hints
 
+from forge_moe._shared.problems import Problem, raise_problems
+
 __all__ = ["MoEConfig", "MoEOptions", "RouterConfig"]
 
 # Far above any model: a typing error is refused before memory is allocated.
 _MAX_WIDTH, _MAX_COUNT = 2**20, 2**16
+_POSITIVE = "must be finite and above 0"
 
 
 def _field(default: Any, help: str) -> Any:
@@ -38,8 +41,8 @@ class RouterConfig:
     router_bias: bool = _field(False, "bias in the router's projection (gpt-oss)")
 
     def __post_init__(self) -> None:
-        _raise("router", _type_problems(self))
-        _raise("router", _routing_problems(self, self.name))
+        raise_problems("router", _type_problems(self))
+        raise_problems("router", _routing_problems(self, self.name))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +119,8 @@ class MoEConfig(MoEOptions):
     )
 
     def __post_init__(self) -> None:
-        _raise("moe", _type_problems(self))
-        _raise("moe", _moe_problems(self))
+        raise_problems("moe", _type_problems(self))
+        raise_problems("moe", _moe_problems(self))
 
     @property
     def router_config(self) -> RouterConfig:
@@ -135,18 +138,11 @@ class MoEConfig(MoEOptions):
         return self.num_shared_experts * (self.shared_hidden_dim or self.hidden_dim)
 
 
-def _raise(where: str, problems: Iterator[str]) -> None:
-    """Raise one ValueError with a line for each problem, `where: value and rule; fix`."""
-    lines = [f"{where}: {problem}" for problem in problems]
-    if lines:
-        raise ValueError("\n".join(lines))
-
-
 _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str: "text"}
 
 
-def _type_problems(config: RouterConfig | MoEConfig) -> Iterator[str]:
-    """A sentence for each field that is not of its annotated type.
+def _type_problems(config: RouterConfig | MoEConfig) -> Iterator[Problem]:
+    """A problem for each field that is not of its annotated type.
 
     True is not a number and 2.0 not an integer; an integer is a number. `_one_of` checks the Literals.
     """
@@ -158,90 +154,91 @@ def _type_problems(config: RouterConfig | MoEConfig) -> Iterator[str]:
         if expected is None or type(value) in (*allowed, int if expected is float else expected):
             continue
         empty = ", or leave it empty" if type(None) in allowed else ""
-        yield f"{name} {value!r} must be {_TYPE_NAMES[expected]}; write it as one{empty}"
+        rule, fix = f"must be {_TYPE_NAMES[expected]}", f"write it as one{empty}"
+        yield Problem(name, "type", value, rule, fix)
 
 
-def _in_range(config: Any, name: str, minimum: int, maximum: int) -> Iterator[str]:
+def _in_range(config: Any, name: str, minimum: int, maximum: int) -> Iterator[Problem]:
     value = getattr(config, name)
     if value is not None and not minimum <= value <= maximum:
-        yield f"{name} {value} must be {minimum} to {maximum}; use a number in that range"
+        rule = f"must be {minimum} to {maximum}"
+        yield Problem(name, "range", value, rule, "use a number in that range")
 
 
-def _not_negative(config: Any, name: str) -> Iterator[str]:
+def _not_negative(config: Any, name: str) -> Iterator[Problem]:
     value = getattr(config, name)
     if not 0.0 <= value < float("inf"):
-        yield f"{name} {value} must be a finite number, 0 or more; use 0 to switch it off"
+        rule = "must be a finite number, 0 or more"
+        yield Problem(name, "range", value, rule, "use 0 to switch it off")
 
 
-def _one_of(config: Any, name: str) -> Iterator[str]:
-    """Sentence for a field whose value is not in its Literal."""
+def _one_of(config: Any, name: str) -> Iterator[Problem]:
+    """A problem for a field whose value is not in its Literal."""
     value, choices = getattr(config, name), get_args(get_type_hints(type(config))[name])
     if value not in choices:
-        yield f"{name} {value!r} is unknown; use one of {', '.join(choices)}"
+        yield Problem(name, "unknown", value, "is unknown", f"use one of {', '.join(choices)}")
 
 
-def _routing_problems(c: RouterConfig | MoEConfig, router: str) -> Iterator[str]:
+def _routing_problems(c: RouterConfig | MoEConfig, router: str) -> Iterator[Problem]:
     """Of the keys that router and layer share."""
     yield from _in_range(c, "dim", 1, _MAX_WIDTH)
     for name in ("num_experts", "top_k", "num_groups", "top_groups"):
         yield from _in_range(c, name, 1, _MAX_COUNT)
     softmax_or_sigmoid = router in ("softmax_topk", "sigmoid_topk")
     if c.top_k == 1 < c.num_experts and c.normalize == "after_top_k" and softmax_or_sigmoid:
-        yield (
-            "top_k 1 must go with normalize 'before_top_k': the weight of a single expert, divided by itself, is 1 "
-            "and gives the router no gradient; set normalize = 'before_top_k', or top_k = 2"
+        yield Problem(
+            "top_k",
+            "normalize",
+            c.top_k,
+            "must go with normalize 'before_top_k': the weight of a single expert, divided by itself, is 1 and gives "
+            "the router no gradient",
+            "set normalize = 'before_top_k', or top_k = 2",
         )
     if c.top_k > c.num_experts >= 1:
-        yield (
-            f"top_k {c.top_k} must not be above num_experts {c.num_experts}; lower top_k or add experts"
-        )
+        rule = f"must not be above num_experts {c.num_experts}"
+        yield Problem("top_k", "above_experts", c.top_k, rule, "lower top_k or add experts")
     yield from _group_problems(c)
     yield from _one_of(c, "normalize")
     yield from _one_of(c, "group_score")
     if not 0.0 < c.route_scale < float("inf"):
-        yield f"route_scale {c.route_scale} must be finite and above 0; use 1.0"
+        yield Problem("route_scale", "range", c.route_scale, _POSITIVE, "use 1.0")
 
 
-def _group_problems(c: RouterConfig | MoEConfig) -> Iterator[str]:
-    """Of routing limited to groups. Numbers below 1 have their own sentence, and none here."""
+def _group_problems(c: RouterConfig | MoEConfig) -> Iterator[Problem]:
+    """Of routing limited to groups. Numbers below 1 have a problem of their own, and none here."""
     divisible = c.num_groups >= 1 and c.num_experts % c.num_groups == 0
     if c.num_groups >= 1 and not divisible:
-        yield (
-            f"num_experts {c.num_experts} must be divisible by num_groups {c.num_groups}; use a divisor of "
-            "num_experts"
-        )
+        rule = f"must be divisible by num_groups {c.num_groups}"
+        yield Problem("num_experts", "divides", c.num_experts, rule, "use a divisor of num_experts")
     if c.top_groups > c.num_groups >= 1:
-        yield (
-            f"top_groups {c.top_groups} must not be above num_groups {c.num_groups}; lower top_groups, or raise "
-            "num_groups to limit routing"
-        )
+        rule = f"must not be above num_groups {c.num_groups}"
+        fix = "lower top_groups, or raise num_groups to limit routing"
+        yield Problem("top_groups", "above_groups", c.top_groups, rule, fix)
     if divisible and c.num_groups >= c.top_groups >= 1:
         reachable = c.num_experts // c.num_groups * c.top_groups
         if reachable < c.top_k <= c.num_experts:
-            yield (
-                f"top_k {c.top_k} must fit into top_groups {c.top_groups} of num_groups {c.num_groups} with "
-                f"num_experts {c.num_experts}; raise top_groups or lower top_k"
+            rule = (
+                f"must fit into top_groups {c.top_groups} of num_groups {c.num_groups} with num_experts "
+                f"{c.num_experts}"
             )
+            yield Problem("top_k", "groups", c.top_k, rule, "raise top_groups or lower top_k")
 
 
-def _activation_problems(c: MoEConfig) -> Iterator[str]:
+def _activation_problems(c: MoEConfig) -> Iterator[Problem]:
     for name in ("swiglu_alpha", "swiglu_limit"):
         value, default = getattr(c, name), getattr(MoEOptions, name)
         if not 0.0 < value < float("inf"):
-            yield f"{name} {value} must be finite and above 0; use {default}"
+            yield Problem(name, "range", value, _POSITIVE, f"use {default}")
         elif c.activation != "clamped_swiglu" and value != default:
-            yield (
-                f"{name} {value} is a key of activation 'clamped_swiglu', and activation is {c.activation!r}; "
-                "remove it, or use clamped_swiglu"
-            )
+            rule = f"is a key of activation 'clamped_swiglu', and activation is {c.activation!r}"
+            yield Problem(name, "foreign", value, rule, "remove it, or use clamped_swiglu")
     if c.activation == "clamped_swiglu" and c.num_shared_experts:
-        yield (
-            f"num_shared_experts {c.num_shared_experts} must be 0 with activation 'clamped_swiglu', which shared "
-            "experts do not compute; use swiglu, or no shared experts"
-        )
+        rule = "must be 0 with activation 'clamped_swiglu', which shared experts do not compute"
+        fix = "use swiglu, or no shared experts"
+        yield Problem("num_shared_experts", "activation", c.num_shared_experts, rule, fix)
 
 
-def _moe_problems(c: MoEConfig) -> Iterator[str]:
+def _moe_problems(c: MoEConfig) -> Iterator[Problem]:
     yield from _routing_problems(c, c.router)
     yield from _in_range(c, "hidden_dim", 1, _MAX_WIDTH)
     yield from _in_range(c, "num_shared_experts", 0, _MAX_COUNT)
@@ -249,23 +246,22 @@ def _moe_problems(c: MoEConfig) -> Iterator[str]:
     yield from _one_of(c, "activation")
     yield from _activation_problems(c)
     if c.shared_gate and c.num_shared_experts == 0:
-        yield (
-            "shared_gate must go with shared experts, and num_shared_experts is 0; set num_shared_experts = 1, or "
-            "shared_gate = false"
-        )
+        rule = "must go with shared experts, and num_shared_experts is 0"
+        fix = "set num_shared_experts = 1, or shared_gate = false"
+        yield Problem("shared_gate", "needs_experts", c.shared_gate, rule, fix)
     if c.capacity_factor is not None and not 0.0 < c.capacity_factor < 1e6:
-        yield (
-            f"capacity_factor {c.capacity_factor} must be above 0; use 1.25, or leave it empty to drop nothing"
-        )
+        fix = "use 1.25, or leave it empty to drop nothing"
+        yield Problem("capacity_factor", "range", c.capacity_factor, "must be above 0", fix)
     for name in ("drop_policy", "aux", "aux_scope"):
         yield from _one_of(c, name)
     for name in ("aux_loss_weight", "sequence_loss_weight", "z_loss_weight", "bias_update_rate"):
         yield from _not_negative(c, name)
     if c.aux == "none" and (c.aux_loss_weight or c.sequence_loss_weight or c.z_loss_weight):
-        yield (
-            f"aux 'none' must go without loss weights (aux_loss_weight {c.aux_loss_weight}, sequence_loss_weight "
-            f"{c.sequence_loss_weight}, z_loss_weight {c.z_loss_weight}); use aux = 'return' or 'attach', or set "
-            "the weights to 0"
+        rule = (
+            f"must go without loss weights (aux_loss_weight {c.aux_loss_weight}, sequence_loss_weight "
+            f"{c.sequence_loss_weight}, z_loss_weight {c.z_loss_weight})"
         )
+        fix = "use aux = 'return' or 'attach', or set the weights to 0"
+        yield Problem("aux", "weights", c.aux, rule, fix)
     yield from _one_of(c, "bias_schedule")
     yield from _one_of(c, "backend")

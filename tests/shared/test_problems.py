@@ -1,0 +1,50 @@
+"""The shared topic `problems`, by the copy of one package; `check` compares the bytes of the others."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from forge_moe._shared.problems import (
+    Problem,
+    ProblemError,
+    invalid,
+    problems_of,
+    raise_problems,
+    show,
+)
+
+pytestmark = pytest.mark.lane("test")
+
+LR = Problem("lr", "range", -1.0, "must be above 0", "use 3e-4")
+NAME = Problem("name", "unknown", "adm", "must be a registered optimizer")
+
+
+def test_a_text_has_key_value_rule_and_fix_in_this_order() -> None:
+    assert str(LR) == "lr -1.0 must be above 0; use 3e-4"
+    assert str(NAME) == "name 'adm' must be a registered optimizer"
+    assert str(Problem("", "damaged", "a.bin", "is damaged", "copy it")).startswith("'a.bin' is")
+
+
+def test_a_table_comes_before_the_key() -> None:
+    assert LR.under("optimizer").under("train").key == "train.optimizer.lr"
+    assert Problem("", "type", 3, "must be a table").under("optimizer").key == "optimizer"
+    assert (LR.under("a").code, LR.under("a").value) == (LR.code, LR.value)
+
+
+def test_one_error_has_all_problems_and_survives_pickling() -> None:
+    with pytest.raises(ValueError, match="lr") as caught:
+        raise_problems("optimizer", iter([LR, NAME]))
+    for error in (caught.value, pickle.loads(pickle.dumps(caught.value))):
+        assert problems_of(error) == (LR, NAME)
+        assert (error.key, error.code) == ("lr", "range")
+        assert str(error) == f"optimizer: {LR}\noptimizer: {NAME}"
+    raise_problems("optimizer", [])
+    assert isinstance(invalid("step", "range", -1, "must be at least 0"), ProblemError)
+    assert problems_of(ValueError("lr")) == ()
+
+
+def test_values_are_shown_in_part() -> None:
+    assert show("a" * 1000) == "'" + "a" * 199 + "..."
+    assert len(show(10**10000)) < 60
