@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from forge_moe import MoE, MoEConfig, Router, RouterConfig, RoutingRule
 from forge_moe.routers.select import top_k_ids, within_best_groups
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -178,18 +179,19 @@ def test_a_router_of_somebody_else_by_path_and_by_entry_point(monkeypatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "key", "value", "code"),
     [
-        ({"top_k": 9}, "top_k 9 must not be above num_experts 8"),
-        ({"num_groups": 3}, "num_experts 8 must be divisible by num_groups 3"),
-        ({"num_groups": 2, "top_groups": 3}, "top_groups 3 must not be above num_groups 2"),
-        ({"num_groups": 8, "top_k": 2}, "top_k 2 must fit into top_groups 1"),
-        ({"normalize": "never"}, "normalize 'never' is unknown; use one of after_top_k"),
-        ({"route_scale": 0.0}, "route_scale 0.0 must be finite and above 0"),
+        ({"top_k": 9}, "top_k", 9, "above_experts"),
+        ({"num_groups": 3}, "num_experts", 8, "divides"),
+        ({"num_groups": 2, "top_groups": 3}, "top_groups", 3, "above_groups"),
+        ({"num_groups": 8, "top_k": 2}, "top_k", 2, "groups"),
+        ({"normalize": "never"}, "normalize", "never", "unknown"),
+        ({"group_score": "sum"}, "group_score", "sum", "unknown"),
+        ({"route_scale": 0.0}, "route_scale", 0.0, "range"),
     ],
 )
-def test_rules(settings: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_rules(settings: dict, key: str, value: object, code: str) -> None:
+    with rejects(key, value, code):
         RouterConfig(**{"dim": 8, "num_experts": 8, **settings})
 
 

@@ -3,6 +3,7 @@
 from importlib import import_module
 from importlib.metadata import entry_points
 
+from forge_moe._shared.problems import invalid
 from forge_moe.routers.rules import EXPERT_CHOICE, SIGMOID_TOPK, SOFTMAX_TOPK, UNIFORM, RoutingRule
 
 _BUILT_IN = {
@@ -32,9 +33,9 @@ def find_rule(name: str) -> RoutingRule:
     offered = {point.name: point for point in entry_points(group=_GROUP)}
     if name in offered:
         return _checked(name, offered[name].load())
-    raise ValueError(
-        f"router {name!r} is unknown; use one of {', '.join(sorted({*_BUILT_IN, *offered}))}, "
-        "or module:attribute"
+    known = ", ".join(sorted({*_BUILT_IN, *offered}))
+    raise invalid(
+        "router", "unknown", name, "is unknown", f"use one of {known}, or module:attribute"
     )
 
 
