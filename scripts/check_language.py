@@ -40,9 +40,9 @@ class Line(NamedTuple):
 
     @property
     def area(self) -> str:
-        """The package of the line, or `docs`."""
+        """The package of the line, `shared` for masters of shared topics, or `docs`."""
         found = re.match(r"(?:packages|apps)/([\w-]+)/", self.file)
-        return found[1] if found else "docs"
+        return found[1] if found else "shared" if self.file.endswith(".py") else "docs"
 
 
 def whole_word(expression: str) -> re.Pattern[str]:
@@ -54,12 +54,13 @@ def whole_word(expression: str) -> re.Pattern[str]:
 def lines_of_text(exempt_files: list[str]) -> Iterator[Line]:
     """All lines of sources and pages, as git has them."""
     listed = subprocess.run(
-        ["git", "ls-files", "packages/*/src/*.py", "apps/*/src/*.py", "*.md"],
+        ["git", "ls-files", "packages/*/src/*.py", "apps/*/src/*.py", "scripts/shared/*.py", "*.md"],
         cwd=ROOT, check=True, capture_output=True, text=True,
     ).stdout  # fmt: skip
     for file in listed.splitlines():
         path = ROOT / file
-        if path.name in exempt_files or file in exempt_files or not path.is_file():
+        skipped = {path.name, file} & set(exempt_files) or "_shared" in path.parts
+        if skipped or not path.is_file():
             continue
         for number, text in enumerate(path.read_text().splitlines(), 1):
             yield Line(file, number, text)
