@@ -184,6 +184,7 @@ def _routing_problems(c: RouterConfig | MoEConfig, router: str) -> Iterator[Prob
     yield from _in_range(c, "dim", 1, _MAX_WIDTH)
     for name in ("num_experts", "top_k", "num_groups", "top_groups"):
         yield from _in_range(c, name, 1, _MAX_COUNT)
+
     softmax_or_sigmoid = router in ("softmax_topk", "sigmoid_topk")
     if c.top_k == 1 < c.num_experts and c.normalize == "after_top_k" and softmax_or_sigmoid:
         yield Problem(
@@ -197,6 +198,7 @@ def _routing_problems(c: RouterConfig | MoEConfig, router: str) -> Iterator[Prob
     if c.top_k > c.num_experts >= 1:
         rule = f"must not be above num_experts {c.num_experts}"
         yield Problem("top_k", "above_experts", c.top_k, rule, "lower top_k or add experts")
+
     yield from _group_problems(c)
     yield from _one_of(c, "normalize")
     yield from _one_of(c, "group_score")
@@ -210,10 +212,12 @@ def _group_problems(c: RouterConfig | MoEConfig) -> Iterator[Problem]:
     if c.num_groups >= 1 and not divisible:
         rule = f"must be divisible by num_groups {c.num_groups}"
         yield Problem("num_experts", "divides", c.num_experts, rule, "use a divisor of num_experts")
+
     if c.top_groups > c.num_groups >= 1:
         rule = f"must not be above num_groups {c.num_groups}"
         fix = "lower top_groups, or raise num_groups to limit routing"
         yield Problem("top_groups", "above_groups", c.top_groups, rule, fix)
+
     if divisible and c.num_groups >= c.top_groups >= 1:
         reachable = c.num_experts // c.num_groups * c.top_groups
         if reachable < c.top_k <= c.num_experts:
@@ -243,15 +247,18 @@ def _moe_problems(c: MoEConfig) -> Iterator[Problem]:
     yield from _in_range(c, "hidden_dim", 1, _MAX_WIDTH)
     yield from _in_range(c, "num_shared_experts", 0, _MAX_COUNT)
     yield from _in_range(c, "shared_hidden_dim", 1, _MAX_WIDTH)
+
     yield from _one_of(c, "activation")
     yield from _activation_problems(c)
     if c.shared_gate and c.num_shared_experts == 0:
         rule = "must go with shared experts, and num_shared_experts is 0"
         fix = "set num_shared_experts = 1, or shared_gate = false"
         yield Problem("shared_gate", "needs_experts", c.shared_gate, rule, fix)
+
     if c.capacity_factor is not None and not 0.0 < c.capacity_factor < 1e6:
         fix = "use 1.25, or leave it empty to drop nothing"
         yield Problem("capacity_factor", "range", c.capacity_factor, "must be above 0", fix)
+
     for name in ("drop_policy", "aux", "aux_scope"):
         yield from _one_of(c, name)
     for name in ("aux_loss_weight", "sequence_loss_weight", "z_loss_weight", "bias_update_rate"):

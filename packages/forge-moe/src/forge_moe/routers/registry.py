@@ -33,6 +33,7 @@ def find_rule(name: str) -> RoutingRule:
     offered = {point.name: point for point in entry_points(group=_GROUP)}
     if name in offered:
         return _checked(name, offered[name].load())
+
     known = ", ".join(sorted({*_BUILT_IN, *offered}))
     raise invalid(
         "router", "unknown", name, "is unknown", f"use one of {known}, or module:attribute"
