@@ -9,6 +9,8 @@ import pytest
 from forge_moe._shared.problems import (
     Problem,
     ProblemError,
+    Shown,
+    WithProblems,
     invalid,
     problems_of,
     raise_problems,
@@ -19,6 +21,10 @@ pytestmark = pytest.mark.lane("test")
 
 LR = Problem("lr", "range", -1.0, "must be above 0", "use 3e-4")
 NAME = Problem("name", "unknown", "adm", "must be a registered optimizer")
+
+
+class Damaged(WithProblems, RuntimeError):
+    """A kind of error of a package."""
 
 
 def test_a_text_has_key_value_rule_and_fix_in_this_order() -> None:
@@ -41,8 +47,25 @@ def test_one_error_has_all_problems_and_survives_pickling() -> None:
         assert (error.key, error.code) == ("lr", "range")
         assert str(error) == f"optimizer: {LR}\noptimizer: {NAME}"
     raise_problems("optimizer", [])
+
+
+def test_other_kinds_of_errors_carry_problems_too() -> None:
+    error = invalid("", "not_json", ..., "is not JSON", where="a.json", kind=Damaged)
+    assert (type(error), error.where, str(error)) == (Damaged, "a.json", "a.json: is not JSON")
     assert isinstance(invalid("step", "range", -1, "must be at least 0"), ProblemError)
-    assert problems_of(ValueError("lr")) == ()
+    again = pickle.loads(pickle.dumps(Damaged("two\nlines")))
+    assert (str(again), again.problems, again.code) == ("two\nlines", (), "")
+
+
+def test_an_error_without_problems_is_one_for_each_line() -> None:
+    first, second = problems_of(ValueError("lr -1\nbeta 2"))
+    assert (str(first), str(second)) == ("lr -1", "beta 2")
+    assert (first.key, first.code, first.value) == ("", "error", ...)
+
+
+def test_a_value_of_another_process_is_shown_as_it_was_there() -> None:
+    sent = Problem("name", "unknown", Shown("'adm'"), "is unknown", origin="job.toml")
+    assert str(sent) == "name 'adm' is unknown [job.toml]"
 
 
 def test_values_are_shown_in_part() -> None:
