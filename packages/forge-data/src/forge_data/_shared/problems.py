@@ -54,7 +54,7 @@ class Problem:
 class WithProblems(Exception):
     """Base of exceptions that know their problems; `key` and `code` are those of the first.
 
-    `where`, as a file, begins each line of the text. A text alone has no problems, for errors that are not about values.
+    `where`, as a file, begins each line of the text. A plain text has no problems, for errors that are not about values.
     """
 
     def __init__(self, problems: Iterable[Problem] | str, where: str = "") -> None:
