@@ -217,4 +217,4 @@ def test_what_a_model_lacks_is_told_before_a_process_group_exists(
     flat = {**keys("none", layout), "model.name": path, "train.micro_batch": 1}
     with pytest.raises(ConfigError) as told:
         Trainer(load_job(make_job(tmp_path), flat))
-    assert any(wanted in problem for problem in told.value.problems), told.value.problems
+    assert any(wanted in line for line in told.value.lines), told.value.problems

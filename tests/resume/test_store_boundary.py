@@ -40,7 +40,7 @@ def refused(folder: Path, steps: int = 6, *callbacks: Callback) -> tuple[int, st
     """(exit code, what is printed) of a run that cannot go on."""
     with pytest.raises(JobError) as caught:
         run(folder, steps, *callbacks)
-    (problem,) = caught.value.problems
+    (problem,) = caught.value.lines
     assert "\n" not in problem
     return int(caught.value.exit_code), problem
 

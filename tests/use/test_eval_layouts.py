@@ -67,7 +67,7 @@ def opened(run: Path, options: dict[str, Any], step: int | None = None) -> Fitte
     try:
         model, _, at = load_model(run, step=step, parallel=parallel, meshes=make_meshes(parallel))
     except JobError as error:
-        return Fitted(int(error.exit_code), 0, error.problems, {})
+        return Fitted(int(error.exit_code), 0, tuple(error.lines), {})
     assert not model.training
     named = model.named_parameters()
     whole = {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in named}

@@ -340,14 +340,14 @@ def test_the_model_of_a_job_is_that_of_the_import(tmp_path: Path) -> None:
     assert load_job(job).origin("model.dim") == f"import {tmp_path / 'run' / 'model.toml'}"
     with pytest.raises(ConfigError) as caught:
         load_job(job, {"model.dim": 64, "model.rope_scaling.factor": 2.0})
-    first, second = caught.value.problems
+    first, second = caught.value.lines
     assert first.startswith("model.dim 64 must be 32, that of the weights that ")
     assert second.startswith(
         "model.rope_scaling {'factor': 2.0} must be 'none', that of the weights"
     )
     with pytest.raises(ConfigError) as caught:
         load_job(job, {"model.name": "my_lab:build"})
-    assert caught.value.problems[0].startswith("model.name 'my_lab:build' must be 'transformer'")
+    assert caught.value.lines[0].startswith("model.name 'my_lab:build' must be 'transformer'")
     assert len(caught.value.problems) == 1
 
 

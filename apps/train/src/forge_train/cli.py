@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import io
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +23,8 @@ from rich.console import Console
 
 from forge_resilience import ExitCode
 from forge_train import process
+from forge_train._shared.problems import Problem, invalid
+from forge_train.errors import ConfigError, JobError, refuse
 
 if TYPE_CHECKING:
     from forge_train.config.layers import Layers
@@ -44,33 +48,39 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 
 def _dispatch(args: list[str]) -> int:
-    from forge_train.errors import JobError
-
-    verb, rest = (args[0], args[1:]) if args else ("--help", [])
-    if verb in ("--help", "-h"):
-        return _help()
-    if verb not in VERBS:
-        mounted = _mounted()
-        if verb in mounted:
-            return int(mounted[verb].load()(rest))
-        near = ", ".join([*VERBS, *mounted])
-        return process.fail(
-            [f"{verb!r} is not a verb of forge-train; use one of {near}"], ExitCode.CONFIG_ERROR
-        )
+    """`run_verb`, whose errors are printed; the exit code."""
     try:
-        _refuse_doubles(rest)
-        return VERBS[verb](rest)
+        return run_verb(args)
     except JobError as error:
-        return process.fail(process.problems_of_this_rank(error), error.exit_code)
-    except SystemExit as stop:  # tyro: 0 after help, 2 after a bad flag
-        return ExitCode.CONFIG_ERROR if stop.code == 2 else stop.code  # type: ignore[return-value]
+        return process.print_error(error)
+    except SystemExit as stop:  # after help
+        if not isinstance(stop.code, int):
+            raise
+        return stop.code
     except KeyboardInterrupt:  # outside the loop, which has a handler of its own
+        if args[0] not in VERBS:
+            raise
         return process.fail(["interrupted; what was saved before is intact"], ExitCode.REQUEUE)
     except RuntimeError as error:
         cause = process.problems_of_a_lost_rank(error)
         if cause is None:
             raise
         return process.fail(cause, ExitCode.ERROR)
+
+
+def run_verb(args: list[str]) -> int:
+    """Run a verb with its arguments, for its exit code. JobError for what it rejects, SystemExit after help."""
+    verb, rest = (args[0], args[1:]) if args else ("--help", [])
+    if verb in ("--help", "-h"):
+        return _help()
+    if verb in VERBS:
+        _refuse_doubles(rest)
+        return VERBS[verb](rest)
+    mounted = _mounted()
+    if verb in mounted:
+        return int(mounted[verb].load()(rest))
+    fix = f"use one of {', '.join([*VERBS, *mounted])}"
+    raise invalid("VERB", "unknown", verb, "is not a verb of forge-train", fix, kind=ConfigError)
 
 
 def run(args: list[str]) -> int:
@@ -110,21 +120,16 @@ def run(args: list[str]) -> int:
 
 def _refuse_doubles(args: Sequence[str]) -> None:
     """Refuse a flag that is given twice: parsers would take the last one silently."""
-    from forge_train.errors import ConfigError
-
     names = [arg.partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")]
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise ConfigError(
-            [f"--{name[2:]} must be given once, and it is there {names.count(name)} times; leave "
-             "one out" for name in twice]
-        )  # fmt: skip
+    refuse(
+        Problem(f"--{name[2:]}", "duplicate", ..., f"is given {count} times", "leave one out")
+        for name, count in Counter(names).items()
+        if count > 1
+    )
 
 
 def _nproc(args: list[str]) -> tuple[int | None, list[str]]:
     """`--nproc N` or `--nproc=N`, and the other arguments."""
-    from forge_train.errors import ConfigError
-
     rest = list(args)
     for i, arg in enumerate(rest):
         name, equals, value = arg.partition("=")
@@ -133,12 +138,11 @@ def _nproc(args: list[str]) -> tuple[int | None, list[str]]:
         value = value if equals else "".join(rest[i + 1 : i + 2])
         del rest[i : i + (1 if equals else 2)]
         if not value.isdecimal() or int(value) < 1:
-            raise ConfigError([f"--nproc {value!r} must be a number of processes; use --nproc 2"])
+            rule, fix = "must be a number of processes", "use --nproc 2"
+            raise invalid("--nproc", "range", value, rule, fix, kind=ConfigError)
         if process.is_rank_of_many():
-            raise ConfigError(
-                [f"--nproc {value} starts processes, but this process is already one of several that "
-                 "a launcher started; leave it out"]
-            )  # fmt: skip
+            rule = "starts processes, but a launcher started this process as one of several"
+            raise invalid("--nproc", "launcher", value, rule, "leave it out", kind=ConfigError)
         return int(value), rest
     return None, rest
 
@@ -228,12 +232,9 @@ def _on_processes(job: ResolvedJob, nproc: int) -> tuple[ResolvedJob, list[str]]
 
 
 def _refuse_layout(job: ResolvedJob, nproc: int) -> None:
-    from forge_train.errors import ConfigError
     from forge_train.trainer.layout import layout_problems
 
-    problems = layout_problems(job.config, nproc, nproc)
-    if problems:
-        raise ConfigError(problems)
+    refuse(layout_problems(job.config, nproc, nproc))
 
 
 def plan(args: list[str]) -> int:
@@ -265,7 +266,7 @@ def generate(args: list[str]) -> int:
     """Continue a text, or each of a file, by a run's newest good checkpoint or a Hugging Face folder."""
     from forge_train.report.text import stream_text
 
-    return tyro.cli(stream_text, prog="forge-train generate", args=args, use_underscores=True)
+    return _call(stream_text, args, "generate")
 
 
 def evaluate(args: list[str]) -> int:
@@ -316,9 +317,6 @@ def study(args: list[str]) -> int:
     """Train a step of a run again, find where two runs part, or train a scaling study; `forge-train study` lists the verbs."""
     from pydoc import locate
 
-    from forge_train.errors import ConfigError
-
-    names = ", ".join(STUDIES)
     if not args or args[0] in ("-h", "--help"):
         print(
             "usage: forge-train study VERB ...   (forge-train study VERB --help says more)\n\nverbs"
@@ -327,10 +325,10 @@ def study(args: list[str]) -> int:
             print(f"  {name:10} {(locate(path).__doc__ or '').splitlines()[0]}")
         return ExitCode.DONE
     if args[0] not in STUDIES:
-        raise ConfigError([f"{args[0]!r} is not a verb of forge-train study; use one of {names}"])
+        rule, fix = "is not a verb of forge-train study", f"use one of {', '.join(STUDIES)}"
+        raise invalid("study", "unknown", args[0], rule, fix, kind=ConfigError)
     call: Any = locate(STUDIES[args[0]])
-    prog = f"forge-train study {args[0]}"
-    return int(tyro.cli(call, prog=prog, args=args[1:], use_underscores=True))
+    return _call(call, args[1:], f"study {args[0]}")
 
 
 def doctor(args: list[str]) -> int:
@@ -365,13 +363,7 @@ def doctor(args: list[str]) -> int:
             return write_site(site)
         return examine(json, required_findings(requires, config, site))
 
-    return tyro.cli(
-        options,
-        prog="forge-train doctor",
-        description=doctor.__doc__,
-        args=args,
-        use_underscores=True,
-    )
+    return _call(options, args, "doctor", doctor.__doc__)
 
 
 def report(args: list[str]) -> int:
@@ -395,19 +387,15 @@ def report(args: list[str]) -> int:
         ] = False,
         json: Annotated[bool, tyro.conf.arg(help="print them as one JSON object")] = False,
     ) -> int:
-        from forge_train.errors import ConfigError
-
         if text and json:
-            raise ConfigError(["--text and --json exclude each other; give one of them"])
+            raise invalid("--text", "json", ..., "excludes --json", "give one", kind=ConfigError)
         if not runs or ((text or json) and len(runs) > 1):
-            raise ConfigError(
-                [
-                    f"report has {len(runs)} runs and must have one, or more for a page; give its folder"
-                ]
-            )
+            rule, fix = "must be one run, or more for a page", "give its folder"
+            raise invalid("RUNS", "length", [*map(str, runs)], rule, fix, kind=ConfigError)
         if text or json:
             if output is not None:
-                raise ConfigError([f"--output {output} is of a page; leave it or --text out"])
+                rule, fix = "is the file of a page, not of --text or --json", "leave one out"
+                raise invalid("--output", "excludes", str(output), rule, fix, kind=ConfigError)
             from forge_train.report.goodput import print_report
 
             print_report(runs[0], json)
@@ -417,27 +405,21 @@ def report(args: list[str]) -> int:
         print(write_page(runs, output))
         return ExitCode.DONE
 
-    return tyro.cli(
-        options,
-        prog="forge-train report",
-        description=report.__doc__,
-        args=args,
-        use_underscores=True,
-    )
+    return _call(options, args, "report", report.__doc__)
 
 
 def import_(args: list[str]) -> int:
     """Write the weights of a Hugging Face folder as step 0 of a new run, and its [model] table."""
     from forge_train.hf.importing import import_folder
 
-    return tyro.cli(import_folder, prog="forge-train import", args=args, use_underscores=True)
+    return _call(import_folder, args, "import")
 
 
 def export(args: list[str]) -> int:
     """Write a checkpoint of a run as a folder that transformers loads: weights, config.json, tokenizer."""
     from forge_train.hf.exporting import export_run
 
-    return tyro.cli(export_run, prog="forge-train export", args=args, use_underscores=True)
+    return _call(export_run, args, "export")
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
@@ -474,12 +456,12 @@ def _layers(
 ) -> tuple[Layers, dict[str, Any]]:
     """The file with the flags laid over it, and the flags of the verb: those of the dataclass `own`."""
     from forge_train.config.layers import NAMED_TABLES, Layers, read_layers
-    from forge_train.errors import ConfigError
 
     config = _positional(args)
     wants_help = {"-h", "--help"} & set(args)
     if config is None and not wants_help:
-        raise ConfigError([f"forge-train {verb} needs a TOML file; forge-train {verb} CONFIG.toml"])
+        rule, fix = "must name a TOML file", f"write forge-train {verb} CONFIG.toml"
+        raise invalid("CONFIG", "missing", ..., rule, fix, kind=ConfigError)
     layers = Layers() if config is None else read_layers(Path(config))
     # imports torch, which takes seconds: a file that cannot be read is refused before
     from forge_train.config.flags import parse_flags
@@ -489,7 +471,7 @@ def _layers(
             layers.set(f"{table}.NAME.{key}", value, "example")
     flags = [arg for arg in args if arg is not config]
     prog = f"forge-train {verb} CONFIG.toml"
-    with _one_rank_prints():
+    with _flag_errors():
         parsed = parse_flags(layers.values, flags, prog, description, own)
     for key in [key for key in parsed if "." in key]:
         layers.set(key, parsed.pop(key), "flag")
@@ -498,32 +480,45 @@ def _layers(
 
 def _flags(kind: type[Flags], args: list[str], verb: str, description: str) -> Flags:
     """The arguments of a verb that opens a run, as the dataclass `kind`."""
-    with _one_rank_prints():
-        return tyro.cli(
-            kind,
-            prog=f"forge-train {verb}",
-            description=description,
-            args=args,
-            use_underscores=True,
-        )
+    return _parse(kind, args, verb, description)
+
+
+def _call(
+    function: Callable[..., int], args: list[str], verb: str, description: str | None = None
+) -> int:
+    """Call a function with arguments of the command line: they are parsed first, so that it prints on its own."""
+
+    @functools.wraps(function)
+    def bind(*given: Any, **named: Any) -> Callable[[], int]:
+        return functools.partial(function, *given, **named)
+
+    return int(_parse(bind, args, verb, description)())
+
+
+def _parse(kind: Any, args: list[str], verb: str, description: str | None) -> Any:
+    prog = f"forge-train {verb}"
+    with _flag_errors():
+        return tyro.cli(kind, prog=prog, description=description, args=args, use_underscores=True)
 
 
 @contextlib.contextmanager
-def _one_rank_prints() -> Iterator[None]:
-    """What a parser prints about a bad flag as a ConfigError, in a rank of many: every rank finds it, one prints it."""
-    if not process.is_rank_of_many():
-        yield
-        return
-    from forge_train.errors import ConfigError
-
+def _flag_errors() -> Iterator[None]:
+    """A bad flag as a ConfigError, `printed` as the parser printed it."""
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
             yield
     except SystemExit as stop:
-        if stop.code and errors.getvalue():
-            raise ConfigError(errors.getvalue().splitlines()) from stop
-        raise
+        if not stop.code:
+            raise
+        printed, errors = errors.getvalue(), io.StringIO()
+        text = re.sub(r"\x1b\[[0-9;]*m|[\s╭╮╰╯─│]+", " ", printed).strip()
+        flag = re.search(r"--(?!help)\w[\w.-]*", text)
+        error = ConfigError([Problem(flag[0] if flag else "", "flag", ..., text)])
+        error.printed = printed
+        raise error from stop
+    finally:
+        sys.stderr.write(errors.getvalue())
 
 
 def _positional(args: Sequence[str]) -> str | None:

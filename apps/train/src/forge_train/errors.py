@@ -3,28 +3,50 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 from forge_resilience import Agreement, ExitCode
+from forge_train._shared.problems import Problem, Shown, WithProblems, problems_of, show
 
 T = TypeVar("T")
-Report = list[int | str] | None
-"""The error of a rank, for the others: exit code and problems; None without one."""
+Report = list[Any] | None
+"""The error of a rank, for the others: exit code, and each problem as plain data; None without one."""
 
 
-class JobError(Exception):
-    """A job that cannot run; `problems` are complete sentences with value, rule and fix.
+class JobError(WithProblems):
+    """A job that cannot run. A text among its problems, for an error that is not about a value, has the code `error`.
 
-    `shared`: every rank of the job raises it, so one of them prints it.
+    `shared`: every rank of the job raises it, so one of them prints it. `printed`: the text that a parser made of it.
     """
 
     exit_code = ExitCode.ERROR
     shared = False
+    printed = ""
 
-    def __init__(self, problems: Sequence[str]) -> None:
-        self.problems = tuple(problems)
-        super().__init__("\n".join(self.problems))
+    def __init__(self, problems: Iterable[Problem | str] | str, where: str = "") -> None:
+        given = [problems] if isinstance(problems, str) else problems
+        found = (Problem("", "error", ..., p) if isinstance(p, str) else p for p in given)
+        super().__init__(found, where)
+
+    @property
+    def lines(self) -> list[str]:
+        """The text of each problem."""
+        where = f"{self.where}: " if self.where else ""
+        return self.printed.splitlines() or [f"{where}{problem}" for problem in self.problems]
+
+
+@dataclasses.dataclass(frozen=True)
+class RankProblem(Problem):
+    """A problem that a rank reported; `rank` is None if all ranks have it. `where` as in WithProblems."""
+
+    rank: int | None = None
+    where: str = ""
+
+    def __str__(self) -> str:
+        rank = "" if self.rank is None else f"rank {self.rank}: "
+        return rank + (f"{self.where}: " if self.where else "") + super().__str__()
 
 
 class ConfigError(JobError):
@@ -57,19 +79,35 @@ class HardwareError(JobError):
     exit_code = ExitCode.HARDWARE
 
 
-def refuse(problems: Sequence[str]) -> None:
+def refuse(problems: Iterable[Problem | str]) -> None:
     """Raise a ConfigError if there are problems."""
-    if problems:
-        raise ConfigError(problems)
+    if found := list(problems):
+        raise ConfigError(found)
+
+
+def problems_under(error: BaseException, table: str) -> list[Problem]:
+    """The problems of an error with their keys below a table; a file that its text names is their origin."""
+    where = str(getattr(error, "where", ""))
+    origin = "" if where.isidentifier() else where  # the name of a component, or a file
+    if not getattr(error, "problems", ()):
+        return [
+            Problem(table, "error", ..., f"cannot be used: {p.rule}") for p in problems_of(error)
+        ]
+    return [dataclasses.replace(p.under(table), origin=p.origin or origin) for p in problems_of(error)]  # fmt: skip
 
 
 @contextlib.contextmanager
-def config_errors() -> Iterator[None]:
-    """Raise a ValueError of the configuration, or an ImportError of a missing package, as a ConfigError."""
+def config_errors(table: str = "") -> Iterator[None]:
+    """Raise a ValueError of the configuration, or an ImportError of a missing package, as a ConfigError.
+
+    Its problems keep their keys, below `table` if there is one.
+    """
     try:
         yield
     except (ValueError, ImportError) as error:
-        raise ConfigError(str(error).splitlines()) from error
+        if table:
+            raise ConfigError(problems_under(error, table)) from error
+        raise ConfigError(problems_of(error), getattr(error, "where", "")) from error
 
 
 def run_on_all_ranks(agreement: Agreement, action: Callable[[], T]) -> T:
@@ -84,7 +122,7 @@ def run_on_all_ranks(agreement: Agreement, action: Callable[[], T]) -> T:
     try:
         result = action()
     except JobError as error:
-        own, report = error, [int(error.exit_code), *error.problems]
+        own, report = error, report_of(error)
     except Exception as error:
         own, report = error, [int(ExitCode.ERROR), f"{type(error).__name__}: {error}"]
     reports = agreement.exchange(report)
@@ -94,8 +132,21 @@ def run_on_all_ranks(agreement: Agreement, action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
+def report_of(error: JobError) -> Report:
+    """An error as plain data: a value is the text that messages show."""
+    fields = [
+        [p.key, p.code, None if p.value is ... else show(p.value), p.rule, p.fix, p.origin]
+        for p in error.problems
+    ]
+    wheres = [getattr(problem, "where", error.where) for problem in error.problems]
+    return [int(error.exit_code), *([*f, where] for f, where in zip(fields, wheres, strict=True))]
+
+
 def raise_reported(reports: Sequence[Report]) -> None:
-    """Raise the errors that ranks reported, on every rank alike; nothing if there are none."""
+    """Raise the errors that ranks reported, on every rank alike; nothing if there are none.
+
+    A report holds an exit code and problems, as `report_of` makes them; a text is a problem without key.
+    """
     failed = {rank: report for rank, report in enumerate(reports) if report}
     if not failed:
         return
@@ -103,8 +154,17 @@ def raise_reported(reports: Sequence[Report]) -> None:
     known = (ConfigError, DataError, StateError, NumericsError, HardwareError)
     kinds = {kind.exit_code: kind for kind in known}
     # A dict keeps the order, and a problem that several ranks report once.
-    problems: dict[str, None] = {}
-    for rank, (_, *sentences) in failed.items():
-        alone = len(reports) > 1 and len(failed) < len(reports)
-        problems.update(dict.fromkeys(f"rank {rank}: {s}" if alone else str(s) for s in sentences))
-    raise kinds.get(ExitCode(int(first)), JobError)(list(problems))
+    problems: dict[str, Problem] = {}
+    for rank, (_, *reported) in failed.items():
+        for data in reported:
+            found = _received(data, rank if len(failed) < len(reports) else None)
+            problems.setdefault(str(found), found)
+    raise kinds.get(ExitCode(int(first)), JobError)(problems.values())
+
+
+def _received(data: str | list[Any], rank: int | None) -> RankProblem:
+    if isinstance(data, str):
+        data = ["", "error", None, data, "", "", ""]
+    key, code, value, rule, fix, origin, where = data
+    shown = ... if value is None else Shown(value)
+    return RankProblem(key, code, shown, rule, fix, origin, rank, where)

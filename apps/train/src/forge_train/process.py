@@ -156,27 +156,27 @@ def reader_left(error: OSError) -> bool:
     return error.errno in (errno.EPIPE, errno.EIO)
 
 
-def problems_of_this_rank(error: JobError) -> Sequence[str]:
-    """The problems that this process prints: rank 0 prints errors of all ranks, and each rank its own, with its number.
+def lines_of_this_rank(error: JobError) -> Sequence[str]:
+    """The lines that this process prints: rank 0 prints errors of all ranks, and each rank its own, with its number.
 
     Configuration and data are read before the ranks have met: one rank of each host prints those problems, as
     another host may have other files.
     """
     if not is_rank_of_many():
-        return error.problems
+        return error.lines
     from forge_parallel import find_world
     from forge_train.errors import ConfigError, DataError
 
     try:
         world = find_world()
     except ValueError:  # the environment was the problem
-        return error.problems
+        return error.lines
     of_the_host = isinstance(error, ConfigError | DataError)
     if world.rank == 0 and (error.shared or of_the_host):
-        return error.problems
+        return error.lines
     if error.shared or (of_the_host and world.local_rank > 0):
         return ()
-    return [f"rank {world.rank}: {problem}" for problem in error.problems]
+    return [f"rank {world.rank}: {line}" for line in error.lines]
 
 
 def problems_of_a_lost_rank(error: RuntimeError) -> Sequence[str] | None:
@@ -196,6 +196,15 @@ def problems_of_a_lost_rank(error: RuntimeError) -> Sequence[str] | None:
     if world.rank > 0 and (world.launcher != "environment" or "FORGE_NPROC" in os.environ):
         return ()
     return [f"rank {world.rank}: another rank is gone ({cause}); what was saved before is intact"]
+
+
+def print_error(error: JobError) -> int:
+    """Print an error as `lines_of_this_rank` has it, or as a parser printed it; its exit code."""
+    if not error.printed or is_rank_of_many():
+        return fail(lines_of_this_rank(error), error.exit_code)
+    with contextlib.suppress(OSError):
+        sys.stderr.write(error.printed)
+    return error.exit_code
 
 
 def fail(problems: Sequence[str], code: int) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from forge_parallel import Meshes, ParallelConfig, StartError, launch
 from forge_resilience.local_workers import run_local_workers
+from forge_train._shared.problems import problems_of
 from forge_train.errors import JobError
 
 
@@ -25,7 +26,7 @@ def meet(config: ParallelConfig, facts: Mapping[str, str] | None = None) -> Iter
         with launch(config, facts) as meshes:
             yield meshes
     except StartError as error:
-        failure = JobError(str(error).splitlines())
+        failure = JobError(problems_of(error), getattr(error, "where", ""))
         failure.shared = error.shared
         raise failure from error
     except JobError as error:

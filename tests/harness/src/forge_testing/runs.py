@@ -53,7 +53,7 @@ def fit(job: Path, overrides: dict[str, Any], callback: type[Callback] | None = 
         finally:
             step = trainer.progress.step
     except JobError as error:
-        return Fitted(int(error.exit_code), step, error.problems, {})
+        return Fitted(int(error.exit_code), step, tuple(error.lines), {})
     return Fitted(int(result.exit_code), result.step, (), full(trainer))
 
 
