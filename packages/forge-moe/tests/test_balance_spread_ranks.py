@@ -36,8 +36,8 @@ SCOPES = ["sequence", "micro_batch", "global_batch", "global_batch_lagged"]
 DOCUMENTS = {
     "whole rows": None,
     "packed": [[0] * 3 + [1] + [2] * 9 + [3] * 3, [5] * 8 + [0] * 4 + [9] * 4],
-    "pads in one row": [[0] * 16, [0] * 11 + [1] * 1 + [-1] * 4],
-    "a rank of pads": [[0] * 4 + [-1] * 8 + [1] * 4, [-1] * 16],
+    "pads at an end": [[0] * 16, [0] * 11 + [1] * 1 + [-1] * 4],
+    "only pads": [[0] * 4 + [-1] * 8 + [1] * 4, [-1] * 16],
 }
 
 

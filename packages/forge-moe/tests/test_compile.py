@@ -64,7 +64,7 @@ FUNCTIONS = {
     "attached loss": attached,
     "experts": experts(),
     "experts with biases": experts(bias=True),
-    "experts that are clamped": experts(bias=True, activation="clamped_swiglu"),
+    "clamped experts": experts(bias=True, activation="clamped_swiglu"),
     "experts in one kernel": in_bf16(experts(bias=True, activation="gelu")),
 }
 
@@ -120,7 +120,5 @@ def test_F109_without_gradients_a_layer_is_one_graph_also_in_fp32() -> None:
         exported = torch.export.export(moe, (x,)).module()
         other = torch.randn(2, 6, 8)  # other routes
         assert torch.equal(exported(other), moe(other))
-    with pytest.raises(
-        Exception, match="compile it without fullgraph = True, or run it under torch"
-    ):
+    with pytest.raises(Exception, match=r"fullgraph = True.*torch\.no_grad"):
         compiled(x)

@@ -1,5 +1,7 @@
 """Rows travel between real processes and come back as one process would have them."""
 
+import re
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from forge_moe.dispatch.hierarchical import HierarchicalDispatch
 from forge_moe.dispatch.received_rows import ReceivedRows
 from forge_moe.replay import recompute_contexts
 from forge_testing import device, run_on_ranks
+from forge_testing.problems import rejects
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
@@ -112,7 +115,7 @@ CASES = {
     "two ranks": ([5, 9], 4, 2, 1),
     "four ranks": ([7, 3, 11, 6], 8, 3, 1),
     "top-1": ([4, 4, 4, 4], 4, 1, 1),
-    "every expert of a token": ([3, 2, 4, 1], 8, 8, 1),
+    "all experts": ([3, 2, 4, 1], 8, 8, 1),
     "256 experts": ([6, 5, 8, 7], 256, 8, 1),
     "a rank without tokens": ([6, 0, 3, 0], 8, 2, 1),
     "no tokens at all": ([0, 0, 0, 0], 4, 2, 1),
@@ -374,20 +377,16 @@ def test_chunks_are_even():
 
 
 def refusals():
-    found = []
-    for experts, chunks in ((6, 1), (8, 0)):
-        with pytest.raises(ValueError) as caught:  # noqa: PT011  the texts are compared below
-            AllToAllDispatch(dist.group.WORLD, experts, chunks=chunks)
-        found.append(str(caught.value))
-    return found
+    with rejects("num_experts", 6, "divides") as caught:
+        AllToAllDispatch(dist.group.WORLD, 6)
+    with rejects("chunks", 0, "range"):
+        AllToAllDispatch(dist.group.WORLD, 8, chunks=0)
+    return caught.value.problems[0].fix
 
 
 def test_refused_with_rule_and_fix():
-    divide, chunks = run_on_ranks(4, refusals)[0]
-    assert divide == (
-        "num_experts 6 must be divisible by the 4 ranks of the group; use 8 experts or ep 1, 2, 3, 6"
-    )
-    assert chunks == "chunks 0 must be at least 1; use 1, or 2 to overlap"
+    numbers = re.findall(r"\d+", run_on_ranks(4, refusals)[0])
+    assert numbers == ["8", "1", "2", "3", "6"]  # experts for 4 ranks; ranks for 6 experts
 
 
 def widely_summed():

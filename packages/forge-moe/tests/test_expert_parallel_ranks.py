@@ -18,6 +18,7 @@ from forge_moe import (
     update_expert_bias,
 )
 from forge_testing import device, run_on_ranks
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.distributed
 
@@ -418,33 +419,22 @@ def refusals():
     sharded = expert_parallelize(build(), mesh["ep"])
     wrapped = build()
     fully_shard(wrapped.experts, mesh=mesh["efsdp"])
-    calls = [
-        lambda: expert_parallelize(torch.nn.Linear(2, 2), mesh["ep"]),
-        lambda: expert_parallelize(build(), mesh),
-        lambda: expert_parallelize(torch.nn.Sequential(build(num_experts=6)), ep4),
-        lambda: expert_parallelize(sharded, mesh["ep"]),
-        lambda: expert_parallelize(wrapped, mesh["ep"]),
-        lambda: expert_parallelize(build(), mesh["ep"], dispatcher="ring"),
-        lambda: expert_parallelize(build(), ep4, dispatcher="hierarchical", ranks_per_node=3),
-    ]
-    texts = []
-    for call in calls:
-        with pytest.raises(ValueError) as caught:  # noqa: PT011  the texts are compared below
-            call()
-        texts.append(str(caught.value))
-    return texts
+    with rejects("model", ..., "missing"):
+        expert_parallelize(torch.nn.Linear(2, 2), mesh["ep"])
+    with rejects("mesh", ("efsdp", "ep"), "dims"):
+        expert_parallelize(build(), mesh)
+    with rejects("num_experts", 6, "divides", where="0"):
+        expert_parallelize(torch.nn.Sequential(build(num_experts=6)), ep4)
+    with rejects("experts", ..., "sharded", where="MoE"):
+        expert_parallelize(sharded, mesh["ep"])
+    with rejects("experts", ..., "wrapped", where="MoE"):
+        expert_parallelize(wrapped, mesh["ep"])
+    with rejects("dispatcher", "ring", "unknown"):
+        expert_parallelize(build(), mesh["ep"], dispatcher="ring")
+    with rejects("ranks_per_node", 3, "divides"):
+        expert_parallelize(build(), ep4, dispatcher="hierarchical", ranks_per_node=3)
 
 
 @pytest.mark.lane("test")
 def test_refused_with_value_rule_and_fix():
-    assert run_on_ranks(4, refusals)[0] == [
-        "expert_parallelize found no forge_moe.MoE in the model; pass one that has",
-        "mesh has 2 axes ('efsdp', 'ep') and must have one; pass mesh['ep']",
-        "0: num_experts 6 must be divisible by the 4 ranks of the group; "
-        "use 8 experts or ep 1, 2, 3, 6",
-        "MoE: experts are sharded already; call expert_parallelize once",
-        "MoE: experts are wrapped by FSDP; call expert_parallelize before it",
-        "dispatcher 'ring' is unknown; use all_to_all or hierarchical",
-        "ranks_per_node 3 must divide the 4 ranks of the mesh; "
-        "give the number of neighbouring ranks that share a fast network",
-    ]
+    run_on_ranks(4, refusals)

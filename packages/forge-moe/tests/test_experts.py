@@ -1,5 +1,7 @@
 """The stack of experts: backends, tails, idle experts, syncs, autocast, float8, meta."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from forge_moe import Experts, MoE, MoEConfig
 from forge_moe.gemm.activations import ClampedSwiGLU
 from forge_moe.gemm.backends import GROUPED_MM, LOOP
-from forge_moe.gemm.choose import choose_backend
+from forge_moe.gemm.choose import _float8, choose_backend
 from forge_moe.gemm.float8 import to_float8
 from forge_testing.problems import rejects
 
@@ -141,7 +143,7 @@ def test_F29_no_padding_rows() -> None:
     assert seen == [100] * 6
 
 
-def test_the_choice_of_a_backend() -> None:
+def test_the_choice_of_a_backend(monkeypatch) -> None:
     def pick(dtype: torch.dtype, *widths: int) -> object:
         return choose_backend("auto", torch.empty(1, widths[0], dtype=dtype), widths)
 
@@ -150,10 +152,26 @@ def test_the_choice_of_a_backend() -> None:
     assert pick(torch.float32, 4, 12) is GROUPED_MM
     assert pick(torch.float32, 4, 6) is LOOP
     assert pick(torch.float64, 8, 16) is LOOP
-    with pytest.raises(
-        ValueError, match=r"multiples of 8 in torch.bfloat16, and they are \(8, 12\)"
-    ):
+    with rejects("backend", "grouped_mm", "widths"):
         choose_backend("grouped_mm", torch.empty(1, 8, dtype=torch.bfloat16), (8, 12))
+    with rejects("backend", "grouped_mm", "dtype"):
+        choose_backend("grouped_mm", torch.empty(1, 8, dtype=torch.float64), (8, 16))
+    monkeypatch.setattr("forge_moe.gemm.choose.is_compiling_or_fake", lambda x: True)
+    with rejects("backend", "grouped_mm", "compile"):
+        choose_backend("grouped_mm", torch.empty(1, 8), (8, 16))
+    monkeypatch.setattr("forge_moe.gemm.choose.grouped_mm", None)
+    with rejects("backend", "grouped_mm", "requires"):
+        choose_backend("grouped_mm", torch.empty(1, 8), (8, 16))
+
+
+def test_float8_on_a_gpu_needs_its_rows_and_its_kernel(monkeypatch) -> None:
+    x = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
+    with rejects("backend", "float8", "rows"):
+        _float8(x, (16, 24))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    with rejects("backend", "float8", "device"):
+        _float8(x, (16, 32))
 
 
 def test_widths_that_the_kernel_refuses_take_the_loop() -> None:
@@ -265,7 +283,7 @@ def test_fake_tensors_count_flops(activation: str) -> None:
 
 
 def test_counts_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"counts \(3,\) must be \(4,\)"):
+    with rejects("counts", (3,), "shape"):
         experts()(torch.randn(3, 8), torch.tensor([1, 1, 1]))
 
 

@@ -55,6 +55,6 @@ def recompute() -> None:
     ],
 )
 def test_quoted_refusals(act) -> None:
-    with pytest.raises((ValueError, RuntimeError)) as caught:
+    with pytest.raises((ValueError, RuntimeError)) as caught:  # prose: README quotes the text
         act()
     assert f"`{caught.value}`" in README

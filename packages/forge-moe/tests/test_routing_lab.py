@@ -13,7 +13,7 @@ pytestmark = pytest.mark.lane("test")
 
 LAB = Path(__file__).parents[1] / "benchmarks"
 if not LAB.is_dir():
-    pytest.skip("benchmarks/ is in the repository alone", allow_module_level=True)
+    pytest.skip("only the repository has benchmarks/", allow_module_level=True)
 sys.path.append(str(LAB))
 
 from lab_cell import Settings, run_cell  # noqa: E402

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from forge_moe import Experts, MoEConfig, SortedExperts, expert_parallelize
 from forge_testing import device, run_on_ranks
+from forge_testing.problems import rejects
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 CONFIG = MoEConfig(dim=8, hidden_dim=12, num_experts=4, bias=True)
@@ -82,5 +83,5 @@ def refused() -> None:
     from torch.distributed.device_mesh import init_device_mesh
 
     mesh = init_device_mesh(device().type, (3,), mesh_dim_names=("ep",))
-    with pytest.raises(ValueError, match="experts: num_experts 4 must be divisible by the 3 ranks"):
+    with rejects("num_experts", 4, "divides", where="experts"):
         expert_parallelize(torch.nn.ModuleDict({"experts": built(SortedExperts)}), mesh)

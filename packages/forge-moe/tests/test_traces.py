@@ -1,5 +1,6 @@
 """Routing traces: what is written is read, and damage is found."""
 
+import struct
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from forge_moe import MoE, MoEConfig, recompute_contexts
 from forge_moe.traces import TraceWriter, read_trace, trace_routes, traced_layers
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -70,7 +72,7 @@ def test_a_file_cut_off_is_read_up_to_the_cut(tmp_path: Path, missing: int) -> N
     path.write_bytes(path.read_bytes()[:-missing])
     reader = read_trace(path)
     assert [len(next(reader).ids) for _ in range(3)] == [5, 7, 0]
-    with pytest.raises(ValueError, match="is truncated after 3 records"):
+    with rejects("records", 3, "truncated", where=path):
         next(reader)
 
 
@@ -80,30 +82,38 @@ def test_a_flipped_bit_is_found(tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    with pytest.raises(ValueError, match="record 3 is damaged"):
+    with rejects("record", 3, "damaged", where=path):
         list(read_trace(path))
 
 
 def test_another_file_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"hello, this is not a trace")
-    with pytest.raises(ValueError, match="not a routing trace"):
+    with rejects("", ..., "format", where=tmp_path / "x"):
         list(read_trace(tmp_path / "x"))
+    (tmp_path / "y").write_bytes(b"FMOETRC1" + struct.pack("<I", 4) + b"{...")
+    with rejects("header", ..., "damaged", where=tmp_path / "y"):
+        list(read_trace(tmp_path / "y"))
 
 
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="num_experts 32767 must be 1 to 32766"):
+    with rejects("num_experts", 32767, "range", where="a"):
         TraceWriter(tmp_path / "big", {"a": 32767})
     with TraceWriter(tmp_path / "trace", LAYERS) as trace:
-        with pytest.raises(ValueError, match=r"ids must be in 0\.\.8"):
+        with rejects("ids", (9, 9), "range", where="layers.0"):
             trace.write(0, "layers.0", torch.full((4, 2), 9))
-        with pytest.raises(ValueError, match="opened with weights = False"):
+        with rejects("weights, token_ids", (True, False), "header", where="layers.0"):
             trace.write(0, "layers.0", torch.zeros(4, 2).long(), torch.zeros(4, 2))
     with (
         TraceWriter(tmp_path / "weights", LAYERS, weights=True) as trace,
-        pytest.raises(ValueError, match=r"weights \(4, 1\) must be \(4, 2\)"),
+        rejects("weights", (4, 1), "shape", where="layers.0"),
     ):
         trace.write(0, "layers.0", torch.zeros(4, 2).long(), torch.zeros(4, 1))
-    with pytest.raises(FileExistsError):
+    with (
+        TraceWriter(tmp_path / "tokens", LAYERS, token_ids=True) as trace,
+        rejects("token_ids", 3, "length", where="layers.0"),
+    ):
+        trace.write(0, "layers.0", torch.zeros(4, 2).long(), token_ids=torch.zeros(3))
+    with pytest.raises(FileExistsError, match=str(tmp_path / "trace")):
         TraceWriter(tmp_path / "trace", LAYERS)
 
 

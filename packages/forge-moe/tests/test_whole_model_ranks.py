@@ -6,10 +6,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from forge_moe import MoE, MoEConfig, expert_grad_norm, expert_parallelize, load_full_state
 from forge_testing import device, run_on_ranks
+from forge_testing.problems import assert_problem, rejects
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 TOKENS = 12
@@ -69,35 +70,43 @@ def test_the_norm_over_dense_and_expert_gradients_is_that_of_one_process(efsdp: 
         assert same
 
 
-def refused() -> list[str]:
+def refused() -> None:
     mesh = init_device_mesh(device().type, (2,), mesh_dim_names=("ep",))
-    said, model = [], build()
-    for act in (lambda: expert_grad_norm(model, mesh["ep"]), lambda: expert_grad_norm(model, "ep")):
-        with pytest.raises(ValueError) as caught:  # noqa: PT011  (compared below)
-            act()
-        said.append(str(caught.value))
+    model = build()
+    for one in (mesh["ep"], "ep"):
+        with rejects("mesh", one, "missing"):
+            expert_grad_norm(model, one)
     expert_parallelize(model, mesh["ep"])
+    summed = model[1].experts.up_proj
+    summed.grad = DTensor.from_local(summed.full_tensor(), mesh["ep"], [Partial()])
+    with rejects("1.experts.up_proj", ..., "partial"):
+        expert_grad_norm(model, mesh["ep"])
+    summed.grad = None
     whole = build(1).state_dict()
     whole["1.experts.up_proj"] = whole["1.experts.up_proj"][:2]  # as a rank holds it
     whole["1.gate"] = whole.pop("0.bias")
     whole["0.weight"] = [1.0]
     before = {name: _full(value).clone() for name, value in model.state_dict().items()}
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
+    with rejects("0.bias", ..., "missing", where="load_full_state") as caught:
         load_full_state(model, whole)
     assert all(torch.equal(_full(v), before[n]) for n, v in model.state_dict().items())
-    return [*said, *str(caught.value).splitlines()]
+    for problem in (
+        ("0.weight", "list", "type"),
+        ("1.experts.up_proj", (2, 8, 16), "shape"),
+        ("1.gate", ..., "unknown"),
+    ):
+        assert_problem(caught.value, *problem)
+    assert len(caught.value.problems) == 4
+
+    both = init_device_mesh(device().type, (1, 2), mesh_dim_names=("efsdp", "ep"))
+    wrapped = expert_parallelize(build(), both["ep"])
+    fully_shard(wrapped[1].experts, mesh=both["efsdp"])
+    with rejects("1.experts.up_proj", ..., "fsdp"):
+        load_full_state(wrapped, build(1).state_dict())
 
 
 def test_what_does_not_fit_is_listed_and_nothing_changes() -> None:
-    for none, text, *lines in run_on_ranks(2, refused):
-        assert "found no experts on mesh" in none
-        assert "found no experts on mesh 'ep'" in text
-        assert [line.partition("; ")[0] for line in lines] == [
-            "load_full_state: 0.bias is missing",
-            "load_full_state: 0.weight is a list and must be a plain tensor",
-            "load_full_state: 1.experts.up_proj (2, 8, 16) must be (4, 8, 16)",
-            "load_full_state: 1.gate is unknown",
-        ]
+    run_on_ranks(2, refused)
 
 
 def loaded() -> bool:
@@ -116,5 +125,17 @@ def test_a_whole_state_goes_into_a_model_on_one_process_and_not_onto_meta() -> N
     model, whole = build(), build(1).state_dict()
     load_full_state(model, whole)
     assert all(torch.equal(value, whole[name]) for name, value in model.state_dict().items())
-    with pytest.raises(ValueError, match=r"0\.weight is on the meta device; call model\.to_empty"):
+    with rejects("0.weight", ..., "meta"):
         load_full_state(build().to("meta"), whole)
+
+
+class WithExtraState(torch.nn.Module):
+    """A module whose state has an entry that is not a tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 3}
+
+
+def test_extra_state_is_not_loaded() -> None:
+    with rejects("_extra_state", ..., "extra"):
+        load_full_state(WithExtraState(), {"_extra_state": {"calls": 4}})

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_moe._shared.problems import invalid
 from forge_moe._torch_compat import autocast_dtype
 from forge_moe.config import MoEConfig
 from forge_moe.gemm import GroupedFeedForward, Groups, choose_backend
@@ -67,9 +68,8 @@ class Experts(nn.Module):
         up = weights[1]
         assert up is not None
         if counts.numel() != up.size(0):
-            raise ValueError(
-                f"counts {tuple(counts.shape)} must be ({up.size(0)},): one number of rows per expert here"
-            )
+            rule = f"must be ({up.size(0)},): one number of rows per expert here"
+            raise invalid("counts", "shape", tuple(counts.shape), rule)
         rows = rows.to(dtype)
         widths = (self.config.dim, self.config.hidden_dim)
         backend = choose_backend(self.config.backend, rows, widths)

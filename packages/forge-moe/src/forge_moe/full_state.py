@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from forge_moe._shared.problems import Problem, raise_problems
 
 
 @torch.no_grad()
@@ -23,38 +25,38 @@ def load_full_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     again: load before `fully_shard`.
     """
     targets: dict[str, Any] = model.state_dict()
-    problems = [f"{name} is missing; save the full model" for name in targets.keys() - state.keys()]
-    problems += [f"{name} is unknown; leave it out" for name in state.keys() - targets.keys()]
-    for name in targets.keys() & state.keys():
-        problems += _problems(name, targets[name], state[name])
-    if problems:
-        raise ValueError("\n".join(f"load_full_state: {text}" for text in sorted(problems)))
+    names = sorted(targets.keys() | state.keys())
+    problems = [problem for name in names for problem in _problems(name, targets, state)]
+    raise_problems("load_full_state", problems)
     for name, target in targets.items():
         if isinstance(target, Tensor):
             _local(target).copy_(_shard(state[name], target))
 
 
-def _problems(name: str, target: Any, value: Any) -> list[str]:
+def _problems(name: str, targets: Mapping[str, Any], state: Mapping[str, Any]) -> Iterator[Problem]:
+    """The first rule that the tensor `name` breaks."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
-    if not isinstance(target, Tensor):
-        return [f"{name} is extra state, not a tensor; use load_state_dict for it"]
-    if not isinstance(value, Tensor) or isinstance(value, DTensor):
-        return [
-            f"{name} is a {type(value).__name__} and must be a plain tensor; give the full tensor"
-        ]
-    if value.shape != target.shape:
-        return [
-            f"{name} {tuple(value.shape)} must be {tuple(target.shape)}; give all experts, of this model"
-        ]
-    if target.is_meta:
-        return [f"{name} is on the meta device; call model.to_empty(device=...) before"]
+    target, value = targets.get(name), state.get(name)
+    if name not in state:
+        yield Problem(name, "missing", ..., "is missing", "save the full model")
+    elif name not in targets:
+        yield Problem(name, "unknown", ..., "is unknown", "leave it out")
+    elif not isinstance(target, Tensor):
+        yield Problem(name, "extra", ..., "is extra state, not a tensor", "use load_state_dict")
+    elif not isinstance(value, Tensor) or isinstance(value, DTensor):
+        kind = type(value).__name__
+        yield Problem(name, "type", kind, "must be a plain tensor", "give the full tensor")
+    elif value.shape != target.shape:
+        rule, fix = f"must be {tuple(target.shape)}", "give all experts of this model"
+        yield Problem(name, "shape", tuple(value.shape), rule, fix)
+    elif target.is_meta:
+        fix = "call model.to_empty(device=...) before"
+        yield Problem(name, "meta", ..., "is on the meta device", fix)
     # FSDP on a mesh axis of experts' DTensors uses a placement class of its own (strided shards).
-    if isinstance(target, DTensor) and any(
-        type(p) not in (Shard, Replicate) for p in target.placements
-    ):
-        return [f"{name} is sharded by {target.placements}; load before fully_shard"]
-    return []
+    elif any(type(p) not in (Shard, Replicate) for p in getattr(target, "placements", ())):
+        rule = f"is sharded by {target.placements}"  # type: ignore[attr-defined]
+        yield Problem(name, "fsdp", ..., rule, "load before fully_shard")
 
 
 def _shard(full: Tensor, target: Any) -> Tensor:

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forge_moe._shared.problems import invalid
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -34,9 +36,8 @@ def expert_grad_norm(model: nn.Module, mesh: DeviceMesh) -> Tensor:
     sharded = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
     axis = getattr(mesh, "mesh_dim_names", None) or ()
     if not any(set(axis) <= set(p.device_mesh.mesh_dim_names or ()) for p in sharded.values()):
-        raise ValueError(
-            f"expert_grad_norm found no experts on mesh {mesh!r}; pass the mesh given to expert_parallelize"
-        )
+        fix = "pass the mesh given to expert_parallelize"
+        raise invalid("mesh", "missing", mesh, "has no experts of the model", fix)
     # Squares are summed per mesh first: one all-reduce per mesh axis, not per parameter.
     squares: dict[DeviceMesh, Tensor] = {}
     total = torch.zeros((), dtype=torch.float64, device=next(iter(sharded.values())).device)
@@ -45,7 +46,7 @@ def expert_grad_norm(model: nn.Module, mesh: DeviceMesh) -> Tensor:
             total += gradient.double().square().sum()
             continue
         if any(placement.is_partial() for placement in gradient.placements):
-            raise ValueError(f"{name}: the gradient is a partial sum; reduce it before its norm")
+            raise invalid(name, "partial", ..., "has a partial sum as gradient", "reduce it before")
         local = gradient.to_local().double().square().sum() / _copies(gradient)
         before = squares.get(gradient.device_mesh)
         squares[gradient.device_mesh] = local if before is None else before + local

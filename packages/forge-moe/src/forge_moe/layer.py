@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_moe._shared.problems import invalid
 from forge_moe._torch_compat import inside_backward, is_fake
 from forge_moe.balance.attach import AttachLoss
 from forge_moe.balance.counters import RoutingCounters
@@ -144,10 +145,9 @@ class MoE(nn.Module):
     def _num_rows(self, x: Tensor) -> int | None:
         """B of x (B, S, D), None of (T, D); ValueError if the router chooses within rows and they are split."""
         if self.needs_whole_rows and not self.training and self.sequence_group is not None:
-            raise ValueError(
-                f"router {self.config.router!r} chooses within each row in eval and cannot evaluate rows "
-                "that are split over ranks; evaluate without sequence_group, or train another router"
-            )
+            rule = "chooses within each row in eval, and cannot where rows are split over ranks"
+            fix = "evaluate without sequence_group, or train another router"
+            raise invalid("router", "split_rows", self.config.router, rule, fix)
         return None if x.dim() == 2 else max(x.shape[:-2].numel(), 1)
 
     def _max_slots(self, tokens: int, rows: int | None) -> int | None:
@@ -269,10 +269,8 @@ class MoE(nn.Module):
             return lagged_shares(self.lagged_counts)
         documents: Tensor | None = getattr(ctx, "document_ids", None)
         if x.dim() == 2 and documents is None:
-            raise ValueError(
-                f"a loss per sequence needs the sequences, and x {tuple(x.shape)} is (T, D); pass "
-                "(B, S, D), or ctx.document_ids"
-            )
+            rule = "must be (B, S, D), as a loss per sequence needs the sequences"
+            raise invalid("x", "dims", tuple(x.shape), rule, "pass (B, S, D), or ctx.document_ids")
         shape = x.shape[:-1] if documents is None else documents.shape
         rows = shape[0] if len(shape) == 2 else 1
         return sequence_shares(ids, rows, documents, num, group)
@@ -336,7 +334,6 @@ def _flat(ctx: TokenContext | None, name: str, x: Tensor) -> Tensor | None:
     if found is None:
         return None
     if found.numel() != x.numel() // x.size(-1):
-        raise ValueError(
-            f"{name} {tuple(found.shape)} must have one value for each token of x {tuple(x.shape)}"
-        )
+        rule = f"must have one value for each token of x {tuple(x.shape)}"
+        raise invalid(name, "length", tuple(found.shape), rule)
     return found.to(x.device, non_blocking=True).reshape(-1)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 import torch.distributed as dist
 from torch import nn
 
+from forge_moe._shared.problems import invalid
 from forge_moe.dispatch import AllToAllDispatch, HierarchicalDispatch
 from forge_moe.dispatch.all_to_all import check_divisible
 from forge_moe.experts import Experts
@@ -56,16 +57,13 @@ def expert_parallelize(
     from torch.distributed.device_mesh import DeviceMesh
 
     if not isinstance(mesh, DeviceMesh):
-        raise ValueError(f"mesh {mesh!r} must be a DeviceMesh of one axis; pass mesh['ep']")
+        raise invalid("mesh", "type", mesh, "must be a DeviceMesh of one axis", "pass mesh['ep']")
     layers = {n: m for n, m in model.named_modules() if isinstance(m, MoE | SortedExperts)}
     if not layers:
-        raise ValueError(
-            "expert_parallelize found no forge_moe.MoE in the model; pass one that has"
-        )
+        raise invalid("model", "missing", ..., "has no forge_moe.MoE", "pass one that has")
     if mesh.ndim != 1:
-        raise ValueError(
-            f"mesh has {mesh.ndim} axes {mesh.mesh_dim_names} and must have one; pass mesh['ep']"
-        )
+        rule = f"must have one axis, and has {mesh.ndim}"
+        raise invalid("mesh", "dims", mesh.mesh_dim_names, rule, "pass mesh['ep']")
     for name, layer in layers.items():
         _check(name or type(layer).__name__, _experts_of(layer), mesh.size())
     make_dispatcher = _dispatcher_factory(mesh.get_group(), dispatcher, ranks_per_node, timeout)
@@ -83,14 +81,13 @@ def _check(name: str, experts: Experts, ranks: int) -> None:
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.tensor import DTensor
 
-    try:
-        check_divisible(experts.config.num_experts, ranks)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+    check_divisible(experts.config.num_experts, ranks, name)
     if isinstance(experts, FSDPModule):
-        raise ValueError(f"{name}: experts are wrapped by FSDP; call expert_parallelize before it")
+        rule, fix = "are wrapped by FSDP", "call expert_parallelize before it"
+        raise invalid("experts", "wrapped", ..., rule, fix, where=name)
     if any(isinstance(p, DTensor) for p in experts.parameters()):
-        raise ValueError(f"{name}: experts are sharded already; call expert_parallelize once")
+        rule, fix = "are sharded already", "call expert_parallelize once"
+        raise invalid("experts", "sharded", ..., rule, fix, where=name)
 
 
 def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
@@ -113,14 +110,14 @@ def _dispatcher_factory(
     if dispatcher == "all_to_all":
         return partial(AllToAllDispatch, group)
     if dispatcher != "hierarchical":
-        raise ValueError(f"dispatcher {dispatcher!r} is unknown; use all_to_all or hierarchical")
+        fix = "use all_to_all or hierarchical"
+        raise invalid("dispatcher", "unknown", dispatcher, "is unknown", fix)
     ranks = dist.get_process_group_ranks(group)
     size = ranks_per_node or 0
     if not 1 <= size <= len(ranks) or len(ranks) % size:
-        raise ValueError(
-            f"ranks_per_node {ranks_per_node} must divide the {len(ranks)} ranks of the mesh; "
-            "give the number of neighbouring ranks that share a fast network"
-        )
+        rule = f"must divide the {len(ranks)} ranks of the mesh"
+        fix = "give the number of neighboring ranks that share a fast network"
+        raise invalid("ranks_per_node", "divides", ranks_per_node, rule, fix)
     _equalize_group_counts(group)
     node, index = divmod(ranks.index(dist.get_rank()), size)
     neighbours = ranks[node * size : (node + 1) * size]

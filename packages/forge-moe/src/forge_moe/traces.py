@@ -31,6 +31,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from forge_moe._shared.problems import invalid
 from forge_moe._torch_compat import inside_backward
 from forge_moe.replay import replaying
 
@@ -72,9 +73,8 @@ class TraceWriter:
     ) -> None:
         for name, num_experts in layers.items():
             if not 1 <= num_experts < 2**15 - 1:
-                raise ValueError(
-                    f"{name}: num_experts {num_experts} must be 1 to 32766; ids are stored as int16"
-                )
+                rule = "must be 1 to 32766, as ids are stored as int16"
+                raise invalid("num_experts", "range", num_experts, rule, where=name)
         self.layers, self.weights, self.token_ids = dict(layers), weights, token_ids
         self._layer_indices = {name: index for index, name in enumerate(layers)}
         rows = [{"name": name, "num_experts": number} for name, number in layers.items()]
@@ -91,18 +91,24 @@ class TraceWriter:
         token_ids: Tensor | None = None,
     ) -> None:
         """Append a record: ids (T, K), weights (T, K) and T token_ids, as declared in the header."""
-        if (weights is not None, token_ids is not None) != (self.weights, self.token_ids):
-            raise ValueError(
-                f"{layer}: the trace was opened with weights = {self.weights}, token_ids = "
-                f"{self.token_ids}; give those and no others"
+        given = (weights is not None, token_ids is not None)
+        if given != (self.weights, self.token_ids):
+            rule = f"must be {self.weights, self.token_ids}, as the trace was opened"
+            raise invalid(
+                "weights, token_ids", "header", given, rule, "give those and no others", where=layer
             )
+
         if weights is not None and weights.shape != ids.shape:
-            raise ValueError(f"{layer}: weights {tuple(weights.shape)} must be {tuple(ids.shape)}")
+            rule = f"must be {tuple(ids.shape)}, as ids"
+            raise invalid("weights", "shape", tuple(weights.shape), rule, where=layer)
         if token_ids is not None and token_ids.numel() != ids.size(0):
-            raise ValueError(f"{layer}: {token_ids.numel()} token_ids for {ids.size(0)} tokens")
+            rule = f"must be one for each of {ids.size(0)} tokens"
+            raise invalid("token_ids", "length", token_ids.numel(), rule, where=layer)
         on_host, num_experts = ids.detach().cpu(), self.layers[layer]
         if on_host.numel() and not 0 <= int(on_host.min()) <= int(on_host.max()) <= num_experts:
-            raise ValueError(f"{layer}: ids must be in 0..{num_experts}")
+            found = (int(on_host.min()), int(on_host.max()))
+            raise invalid("ids", "range", found, f"must be in 0..{num_experts}", where=layer)
+
         parts = ((on_host, torch.int16), (weights, torch.float32), (token_ids, torch.int32))
         payload = b"".join(_bytes(part, dtype) for part, dtype in parts if part is not None)
         head = _HEAD.pack(step, self._layer_indices[layer], *ids.shape, zlib.crc32(payload))
@@ -138,10 +144,12 @@ def read_trace(path: str | os.PathLike[str]) -> Iterator[TraceRecord]:
             step, layer, tokens, slots, checksum = _HEAD.unpack(head) if complete else (0,) * 5
             length = tokens * (slots * (2 + 4 * header["weights"]) + 4 * header["token_ids"])
             if not complete or file.tell() + length > size:
-                raise ValueError(f"{path} is truncated after {number} records; those are intact")
+                rule = "are intact, and the file is truncated after them"
+                raise invalid("records", "truncated", number, rule, where=path)
             payload = file.read(length)
             if zlib.crc32(payload) != checksum or layer >= len(header["layers"]):
-                raise ValueError(f"{path}: record {number} is damaged; write the trace again")
+                fix = "write the trace again"
+                raise invalid("record", "damaged", number, "is damaged", fix, where=path)
             yield _record(step, header["layers"][layer]["name"], (tokens, slots), payload, header)
             number += 1
 
@@ -149,12 +157,14 @@ def read_trace(path: str | os.PathLike[str]) -> Iterator[TraceRecord]:
 def _read_header(file: BinaryIO, path: Path) -> dict[str, Any]:
     start = file.read(len(MAGIC) + _LENGTH.size)
     if len(start) < len(MAGIC) + _LENGTH.size or start[: len(MAGIC)] != MAGIC:
-        raise ValueError(f"{path} is not a routing trace; give a file that TraceWriter wrote")
+        fix = "give a file that TraceWriter wrote"
+        raise invalid("", "format", ..., "is not a routing trace", fix, where=path)
     (length,) = _LENGTH.unpack(start[len(MAGIC) :])
     try:
         header: dict[str, Any] = json.loads(file.read(min(length, 2**24)))
     except ValueError as error:
-        raise ValueError(f"{path}: the header is damaged ({error}); write it again") from error
+        rule, fix = f"is damaged ({error})", "write the trace again"
+        raise invalid("header", "damaged", ..., rule, fix, where=path) from error
     return header
 
 

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forge_moe._shared.problems import invalid
 from forge_moe.balance.bias import moved_bias, rate_at
 from forge_moe.balance.losses import AuxLosses
 from forge_moe.balance.scopes import reduction_groups
@@ -22,17 +23,15 @@ def aux_losses(model: nn.Module) -> AuxLosses:
     """
     layers = [layer for layer in _layers(model) if layer.config.aux == "return"]
     if not layers:
-        raise ValueError(
-            "no MoE layer of the model has aux = 'return'; with 'attach' backward adds the gradient already"
-        )
+        rule = "is 'return' in no MoE layer of the model: with 'attach' backward adds the gradient"
+        raise invalid("aux", "attached", ..., rule, "leave aux_losses out, or use aux = 'return'")
     pending = [layer.pending_losses for layer in layers]
     for layer in layers:
         layer.pending_losses = None
     found = [losses for losses in pending if losses is not None]
     if not found:
-        raise ValueError(
-            "the model holds no router losses; call aux_losses once after each forward in training mode"
-        )
+        fix = "call aux_losses once after each forward in training mode"
+        raise invalid("model", "no_losses", ..., "holds no router losses", fix)
     sums = [torch.stack(terms).sum(0) for terms in zip(*found)]
     return AuxLosses(*sums)
 
@@ -46,9 +45,8 @@ def set_aux_scale(model: nn.Module, scale: Tensor) -> None:
     without a host sync. Raises ValueError for another shape.
     """
     if scale.dim() != 0:
-        raise ValueError(
-            f"scale {tuple(scale.shape)} must be a 0-dim tensor; use torch.tensor(0.25)"
-        )
+        fix = "use torch.tensor(0.25)"
+        raise invalid("scale", "shape", tuple(scale.shape), "must be a 0-dim tensor", fix)
     for layer in _layers(model):
         layer.aux_scale = scale
 

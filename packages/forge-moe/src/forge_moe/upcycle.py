@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge_moe._shared.problems import Problem, invalid, raise_problems
 from forge_moe.config import MoEConfig
 from forge_moe.layer import MoE
 from forge_moe.protocols import DenseFeedForward
@@ -39,9 +40,7 @@ def upcycle(dense: DenseFeedForward, moe: MoE, *, noise: float = 0.0, seed: int 
     """
     config = moe.config
     weights = _weights(dense)
-    problems = list(_problems(config, weights))
-    if problems:
-        raise ValueError("\n".join(f"upcycle: {text}" for text in problems))
+    raise_problems("upcycle", _problems(config, weights))
     shared = config.resolved_shared_hidden_dim
     num_slices = (weights["up_proj"].size(0) - shared) // config.hidden_dim
     if shared:
@@ -85,53 +84,52 @@ def _weights(dense: DenseFeedForward) -> dict[str, Tensor]:
     for name in ("gate_proj", "up_proj", "down_proj"):
         linear: Any = getattr(dense, name, None)
         if linear is None and name != "gate_proj":
-            raise ValueError(
-                f"upcycle: {type(dense).__name__} has no {name}; give a feed-forward with linear "
-                "layers up_proj, down_proj and, if gated, gate_proj"
-            )
+            rule = f"is not in {type(dense).__name__}"
+            fix = "give linear layers up_proj, down_proj and, if gated, gate_proj"
+            raise invalid(name, "missing", ..., rule, fix, where="upcycle")
         if linear is not None:
             if linear.bias is not None:
-                raise ValueError(f"upcycle: {name} has a bias, which must be absent; drop biases")
+                rule = "has a bias, which must be absent"
+                raise invalid(name, "bias", ..., rule, "drop biases", where="upcycle")
             found[name] = linear.weight
     return found
 
 
-def _problems(config: MoEConfig, weights: Mapping[str, Tensor]) -> Iterator[str]:
-    """A sentence for each option that would make the experts another function than the dense layer."""
+def _problems(config: MoEConfig, weights: Mapping[str, Tensor]) -> Iterator[Problem]:
+    """A problem for each option that would make the experts another function than the dense layer."""
     hidden, dim = weights["up_proj"].shape
     activation = "swiglu" if "gate_proj" in weights else "gelu"
     if config.dim != dim:
-        yield f"dim {config.dim} must be that of the dense layer; use {dim}"
+        rule = "must equal that of the dense layer"
+        yield Problem("dim", "mismatch", config.dim, rule, f"use {dim}")
     if config.activation != activation:
-        yield f"activation {config.activation!r} must be that of the dense layer; use {activation!r}"
+        rule, fix = "must equal that of the dense layer", f"use {activation!r}"
+        yield Problem("activation", "mismatch", config.activation, rule, fix)
     if config.bias:
-        yield "bias true must be false, as a bias would be added once per slot; build the layer without"
+        rule = "must be false, as a bias would be added once per slot"
+        yield Problem("bias", "unsupported", True, rule, "build the layer without")
     routed = hidden - config.resolved_shared_hidden_dim
     num_slices = routed // config.hidden_dim
     if num_slices >= 1 and num_slices * config.hidden_dim == routed:
         yield from _slice_problems(config, num_slices)
     else:
-        yield (
-            f"hidden_dim {config.hidden_dim} must divide the {routed} hidden units that shared experts leave of "
-            f"{hidden}; use {max(routed, 1)} for copies, or a divisor of it"
-        )
+        rule = f"must divide the {routed} hidden units that shared experts leave of {hidden}"
+        fix = f"use {max(routed, 1)} for copies, or a divisor of it"
+        yield Problem("hidden_dim", "divides", config.hidden_dim, rule, fix)
     softmax_of_all = config.router == "softmax_topk" and config.top_k == config.num_experts
     constant_sum = config.normalize == "after_top_k" or softmax_of_all
     if config.router not in _ROUTERS or not constant_sum:
-        yield (
-            f"router {config.router!r} with normalize {config.normalize!r} must give weights of constant sum; use "
-            "softmax_topk or sigmoid_topk with after_top_k and top_k 2 or more"
-        )
+        rule = f"with normalize {config.normalize!r} must give weights of constant sum"
+        fix = "use softmax_topk or sigmoid_topk with after_top_k and top_k 2 or more"
+        yield Problem("router", "sum", config.router, rule, fix)
 
 
-def _slice_problems(config: MoEConfig, num_slices: int) -> Iterator[str]:
-    if config.num_experts % num_slices or config.top_k % num_slices:
-        yield (
-            f"num_experts {config.num_experts} and top_k {config.top_k} must be multiples of the {num_slices} "
-            "slices; round them up"
-        )
+def _slice_problems(config: MoEConfig, num_slices: int) -> Iterator[Problem]:
+    for name in ("num_experts", "top_k"):
+        if (value := getattr(config, name)) % num_slices:
+            rule = f"must be a multiple of the {num_slices} slices"
+            yield Problem(name, "slices", value, rule, "round it up")
     if config.num_experts // config.num_groups % num_slices:
-        yield (
-            f"num_groups {config.num_groups} must keep the {num_slices} slices of a copy together; use a divisor "
-            f"of {config.num_experts // num_slices}"
-        )
+        rule = f"must keep the {num_slices} slices of a copy together"
+        fix = f"use a divisor of {config.num_experts // num_slices}"
+        yield Problem("num_groups", "splits", config.num_groups, rule, fix)

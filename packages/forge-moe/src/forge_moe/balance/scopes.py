@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forge_moe._shared.problems import invalid
 from forge_moe._torch_compat import inside_backward
 from forge_moe.balance.losses import count_ids, count_ids_per_segment, fractions, segments_of
 from forge_moe.balance.sequence_group import SequenceGroup
@@ -77,9 +78,8 @@ def reduction_groups(groups: Any) -> tuple[Any, ...]:
     """
     if groups is None:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError(
-                f"counts must be summed over the data ranks, and no group is given in a job of "
-                f"{dist.get_world_size()} ranks; give the data-parallel groups, or () to sum nothing"
-            )
+            rule = f"must be given in a job of {dist.get_world_size()} ranks, to sum the counts"
+            fix = "give the data-parallel groups, or () to sum nothing"
+            raise invalid("groups", "missing", groups, rule, fix)
         return ()
     return tuple(groups) if isinstance(groups, tuple | list) else (groups,)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forge_moe._shared.problems import invalid
 from forge_moe.dispatch import exchange
 from forge_moe.dispatch.chunked import ChunkedDispatch
 from forge_moe.dispatch.exchange import Exchange, Route
@@ -102,12 +103,11 @@ class AllToAllDispatch(ChunkedDispatch):
         return exchange.finish_combine(combining)
 
 
-def check_divisible(num_experts: int, ranks: int) -> None:
+def check_divisible(num_experts: int, ranks: int, where: str = "") -> None:
     """Raise ValueError unless every rank gets the same number of experts."""
     if num_experts % ranks:
         divisors = ", ".join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)
         more = -(-num_experts // ranks) * ranks
-        raise ValueError(
-            f"num_experts {num_experts} must be divisible by the {ranks} ranks of the group; "
-            f"use {more} experts or ep {divisors}"
-        )
+        rule = f"must be divisible by the {ranks} ranks of the group"
+        fix = f"use {more} experts or ep {divisors}"
+        raise invalid("num_experts", "divides", num_experts, rule, fix, where=where)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge_moe._shared.problems import invalid
 from forge_moe.protocols import Dispatched
 
 
@@ -30,7 +31,7 @@ class ChunkedDispatch:
 
     def __init__(self, chunks: int) -> None:
         if chunks < 1:
-            raise ValueError(f"chunks {chunks} must be at least 1; use 1, or 2 to overlap")
+            raise invalid("chunks", "range", chunks, "must be at least 1", "use 1, or 2 to overlap")
         self.chunks = chunks
 
     def dispatch(self, x: Tensor, weights: Tensor, ids: Tensor) -> Dispatched:

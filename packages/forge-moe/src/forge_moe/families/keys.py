@@ -1,9 +1,10 @@
 """Keys of a Hugging Face `config.json` that describe expert blocks, one table per family."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from forge_moe._shared.problems import Problem, invalid, raise_problems
 from forge_moe.config import MoEConfig
 
 # Fields that a family's own table does not set.
@@ -45,6 +46,7 @@ _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "normalize": ("true or false", (bool,)),
     **dict.fromkeys(("route_scale", "swiglu_alpha", "swiglu_limit"), ("a number", (int, float))),
 }
+_PUBLISHED = "give the published config.json"
 _NORMALIZE = {True: "after_top_k", False: "before_top_k"}
 
 
@@ -73,22 +75,14 @@ class ConfigKeys:
         """
         other = hf.get("model_type", self.model_type)
         if other != self.model_type:
-            raise ValueError(
-                f"{self.model_type}: model_type {other!r} is not supported; give a config.json of model_type "
-                f"{self.model_type!r}, or use the map of {other!r} if there is one"
-            )
+            fix = f"give a config.json of {self.model_type!r}, or use the map of {other!r} if there is one"
+            rule, where = "is not supported", self.model_type
+            raise invalid("model_type", "mismatch", other, rule, fix, where=where)
         found = {
             **self.optional,
             **{self.aliases.get(key, key): value for key, value in hf.items()},
         }
-        problems = [
-            f"{key} is missing; give a complete config.json"
-            for key in self.names
-            if found.get(key) is None
-        ]
-        problems += self._wrong_types(found) + self._unsupported(hf)
-        if problems:
-            raise ValueError("\n".join(f"{self.model_type}: {text}" for text in problems))
+        raise_problems(self.model_type, [*self._wrong_types(found), *self._unsupported(hf)])
         values = {name: _from_hf(key, found[key]) for key, name in self.names.items()}
         return MoEConfig(**{**_DEFAULTS, **self.fixed, **values})
 
@@ -96,35 +90,32 @@ class ConfigKeys:
         """The keys of `config.json` about experts; ValueError for fields without an equivalent."""
         # bias_update_rate adds a bias too, and Hugging Face only knows whether there is one.
         values = {**vars(config), "expert_bias": config.router_config.expert_bias}
-        problems = [
-            f"{self.model_type}: {name} {values[name]!r} must be {value!r} in this family; "
-            "choose another family"
+        fix = "choose another family"
+        problems = (
+            Problem(name, "fixed", values[name], f"must be {value!r} in this family", fix)
             for name, value in {**_DEFAULTS, **self.fixed}.items()
             if name not in self.names.values() and values[name] != value
-        ]
-        if problems:
-            raise ValueError("\n".join(problems))
+        )
+        raise_problems(self.model_type, problems)
         return {
             "model_type": self.model_type,
             "hidden_act": "silu",
             **{key: _to_hf(key, values[name]) for key, name in self.names.items()},
         }
 
-    def _wrong_types(self, found: Mapping[str, Any]) -> list[str]:
-        problems = []
+    def _wrong_types(self, found: Mapping[str, Any]) -> Iterator[Problem]:
+        """A problem for each key that is missing or has a value of another type."""
         for key, name in self.names.items():
             text, types = _TYPES.get(name, ("an integer", (int,)))
-            if found.get(key) is not None and type(found[key]) not in types:
-                problems.append(
-                    f"{key} {found[key]!r} must be {text}; give the published config.json"
-                )
-        return problems
+            if found.get(key) is None:
+                yield Problem(key, "missing", ..., "is missing", "give a complete config.json")
+            elif type(found[key]) not in types:
+                yield Problem(key, "type", found[key], f"must be {text}", _PUBLISHED)
 
-    def _unsupported(self, hf: Mapping[str, Any]) -> list[str]:
-        """A sentence for each key that the layer does not support, or that is unknown."""
+    def _unsupported(self, hf: Mapping[str, Any]) -> Iterator[Problem]:
+        """A problem for each key that the layer does not support, or that is unknown."""
         required = {**_REQUIRED, **self.required}
         known = _IGNORED | self.names.keys() | self.aliases.keys() | set(self.ignored)
-        problems = []
         for key, value in hf.items():
             if key in known or value is None or value is False or value in ([], {}):
                 continue
@@ -133,15 +124,12 @@ class ConfigKeys:
             if key == "layer_types" and isinstance(value, list) and not _other_kinds(value):
                 continue
             if key not in required:
-                problems.append(
-                    f"{key} {value!r} is unknown and may change the function; use a model without it, or take "
-                    "it out of the dict if you know that nothing changes"
-                )
+                fix = "use a model without it, or take it out of the dict if you know that nothing changes"
+                rule = "is unknown and may change the function"
+                yield Problem(key, "unknown_key", value, rule, fix)
             elif value != required[key]:
-                problems.append(
-                    f"{key} {value!r} is not supported; use a model with {required[key]!r}"
-                )
-        return problems
+                fix = f"use a model with {required[key]!r}"
+                yield Problem(key, "unsupported", value, "is not supported", fix)
 
 
 def _other_kinds(layer_types: list[Any]) -> list[Any]:
@@ -165,9 +153,7 @@ def stepped_layers(hf: Mapping[str, Any]) -> tuple[int, ...]:
     """Every `decoder_sparse_step`-th layer, but none of `mlp_only_layers` (Qwen)."""
     dense, step = hf.get("mlp_only_layers") or [], _count(hf, "decoder_sparse_step", 1, 1)
     if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
-        raise ValueError(
-            f"mlp_only_layers {dense!r:.80} must be a list of layers; give the published config.json"
-        )
+        raise invalid("mlp_only_layers", "type", dense, "must be a list of layers", _PUBLISHED)
     return tuple(i for i in every_layer(hf) if i not in dense and (i + 1) % step == 0)
 
 
@@ -198,17 +184,15 @@ def later_layers_to_hf(name: str, layers: Sequence[int], num_layers: int) -> dic
 
 def _refuse_layers(wrong: bool, layers: Sequence[int], name: str, rule: str) -> None:
     if wrong:
-        raise ValueError(
-            f"{name}: mixtures in layers {list(layers)} must be {rule} in this family; choose another family"
-        )
+        rule, fix = f"with mixtures must be {rule} in this family", "choose another family"
+        raise invalid("layers", "unsupported", list(layers), rule, fix, where=name)
 
 
 def _count(hf: Mapping[str, Any], key: str, default: int | None, minimum: int) -> int:
     value = hf.get(key, default)
     if type(value) is not int or not minimum <= value <= 2**16:
-        raise ValueError(
-            f"{key} {value!r} must be an integer from {minimum} to {2**16}; give the published config.json"
-        )
+        rule = f"must be an integer from {minimum} to {2**16}"
+        raise invalid(key, "range", value, rule, _PUBLISHED)
     return value
 
 

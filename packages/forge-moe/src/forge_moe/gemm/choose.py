@@ -3,10 +3,13 @@
 import torch
 from torch import Tensor
 
+from forge_moe._shared.problems import Problem, invalid, raise_problems
 from forge_moe._torch_compat import grouped_mm, is_compiling_or_fake
 from forge_moe.gemm.backends import BATCHED, GROUPED_MM, LOOP, SHAPES_ONLY, GemmBackend
 from forge_moe.gemm.custom_ops import CUSTOM_OPS
 from forge_moe.gemm.float8 import EMULATED, SCALED
+
+_FIX = "use backend = 'auto' or 'loop'"
 
 
 def choose_backend(name: str, x: Tensor, widths: tuple[int, ...]) -> GemmBackend:
@@ -22,7 +25,7 @@ def choose_backend(name: str, x: Tensor, widths: tuple[int, ...]) -> GemmBackend
     if name == "auto":
         name = "grouped_mm" if obstacle is None else "loop"
     elif name == "grouped_mm" and obstacle is not None and not x.is_meta:
-        raise ValueError(f"backend 'grouped_mm' {obstacle}; use backend = 'auto' or 'loop'")
+        raise_problems("", [obstacle])
     if name != "grouped_mm" and is_compiling_or_fake(x) and not torch.compiler.is_compiling():
         return SHAPES_ONLY
     if name == "float8":
@@ -31,17 +34,21 @@ def choose_backend(name: str, x: Tensor, widths: tuple[int, ...]) -> GemmBackend
     return {"grouped_mm": GROUPED_MM, "loop": loop, "batched": BATCHED}[name]
 
 
-def _obstacle(x: Tensor, widths: tuple[int, ...]) -> str | None:
+def _obstacle(x: Tensor, widths: tuple[int, ...]) -> Problem | None:
     """The reason why the grouped kernel cannot multiply `x`, or None."""
     if grouped_mm is None:
-        return "needs grouped_mm, which this torch lacks"
+        rule = "needs grouped_mm, which this torch lacks"
+        return Problem("backend", "requires", "grouped_mm", rule, _FIX)
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        return f"supports bf16, fp16 and fp32, and the rows are {x.dtype}"
+        rule = f"supports bf16, fp16 and fp32, and the rows are {x.dtype}"
+        return Problem("backend", "dtype", "grouped_mm", rule, _FIX)
     if x.dtype != torch.bfloat16 and (x.device.type != "cpu" or is_compiling_or_fake(x)):
-        return f"supports only bf16 on {x.device.type} or under torch.compile, and the rows are {x.dtype}"
+        rule = f"supports only bf16 on {x.device.type} or under torch.compile, and the rows are {x.dtype}"
+        return Problem("backend", "compile", "grouped_mm", rule, _FIX)
     step = 16 // x.element_size()
     if any(width % step for width in widths):
-        return f"needs widths that are multiples of {step} in {x.dtype}, and they are {widths}"
+        rule = f"needs widths that are multiples of {step} in {x.dtype}, and they are {widths}"
+        return Problem("backend", "widths", "grouped_mm", rule, _FIX)
     return None
 
 
@@ -49,13 +56,11 @@ def _float8(x: Tensor, widths: tuple[int, ...]) -> GemmBackend:
     if x.device.type != "cuda":
         return EMULATED
     if x.dtype != torch.bfloat16 or any(width % 16 for width in widths):
-        raise ValueError(
-            f"backend 'float8' needs bf16 rows and widths that are multiples of 16, and they are {x.dtype} "
-            f"and {widths}; use precision bf16, or backend = 'auto'"
-        )
+        rule = f"needs bf16 rows and widths that are multiples of 16, not {x.dtype} and {widths}"
+        fix = "use precision bf16, or backend = 'auto'"
+        raise invalid("backend", "rows", "float8", rule, fix)
     if torch.cuda.get_device_capability(x.device) < (9, 0):
-        raise ValueError(
-            f"backend 'float8' needs a GPU of capability 9.0 (H100) or later, and this is "
-            f"{torch.cuda.get_device_name(x.device)}; use backend = 'auto'"
-        )
+        device = torch.cuda.get_device_name(x.device)
+        rule = f"needs a GPU of capability 9.0 (H100) or later, and this is {device}"
+        raise invalid("backend", "device", "float8", rule, "use backend = 'auto'")
     return SCALED

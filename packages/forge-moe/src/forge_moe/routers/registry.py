@@ -21,11 +21,12 @@ def find_rule(name: str) -> RoutingRule:
     Raises ValueError for an unknown name, a path to anything but a RoutingRule, and `gradient_scale`.
     """
     if name == "gradient_scale":
-        raise ValueError(
-            "router 'gradient_scale' is refused: it multiplies the layer's output in training and not in "
-            "evaluation, so the two are different functions; scale the learning rate of the experts "
-            "instead, or use route_scale, which acts in both"
+        rule = (
+            "is not supported: it multiplies the layer's output in training and not in evaluation, so the two are "
+            "different functions"
         )
+        fix = "scale the learning rate of the experts, or use route_scale, which acts in both"
+        raise invalid("router", "unsupported", name, rule, fix)
     if name in _BUILT_IN:
         return _BUILT_IN[name]
     if ":" in name:
@@ -35,9 +36,8 @@ def find_rule(name: str) -> RoutingRule:
         return _checked(name, offered[name].load())
 
     known = ", ".join(sorted({*_BUILT_IN, *offered}))
-    raise invalid(
-        "router", "unknown", name, "is unknown", f"use one of {known}, or module:attribute"
-    )
+    fix = f"use one of {known}, or module:attribute"
+    raise invalid("router", "unknown", name, "is unknown", fix)
 
 
 def _import(path: str) -> object:
@@ -45,13 +45,12 @@ def _import(path: str) -> object:
     try:
         return getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"router {path!r} cannot be imported ({error}); check the path") from error
+        rule = f"cannot be imported ({error})"
+        raise invalid("router", "not_found", path, rule, "check the path") from error
 
 
 def _checked(name: str, found: object) -> RoutingRule:
     if not isinstance(found, RoutingRule):
-        raise ValueError(
-            f"router {name!r} is a {type(found).__name__} and must be a forge_moe.RoutingRule; "
-            "make one from score, choose and weigh"
-        )
+        rule = f"must be a forge_moe.RoutingRule, and is a {type(found).__name__}"
+        raise invalid("router", "type", name, rule, "make one from score, choose and weigh")
     return found

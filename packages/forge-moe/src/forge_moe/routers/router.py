@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_moe._shared.problems import invalid
 from forge_moe._torch_compat import without_autocast
 from forge_moe.config import RouterConfig
 from forge_moe.replay import record_or_replay
@@ -72,17 +73,15 @@ class Router(nn.Module):
         for such a rule without rows.
         """
         if x.dim() != 2:
-            raise ValueError(
-                f"x {tuple(x.shape)} must be (T, {self.config.dim}); flatten it to one row per token"
-            )
+            rule, fix = f"must be (T, {self.config.dim})", "flatten it to one row per token"
+            raise invalid("x", "dims", tuple(x.shape), rule, fix)
         check_tokens(x, self.config.dim)
         if self.rule.causal or self.training:
             rows = 1  # the choice is over all tokens of the call
         elif rows is None:
-            raise ValueError(
-                f"router {self.config.name!r} chooses within each row in eval and needs the number of rows; give "
-                "the layer (B, S, D), or the router rows = B"
-            )
+            rule = f"must be given in eval: router {self.config.name!r} chooses within each row"
+            fix = "give the layer (B, S, D), or the router rows = B"
+            raise invalid("rows", "missing", rows, rule, fix)
         logits = self.point("router_logits", self._logits(x))
         scores = self.rule.score(logits)
         # The choice has no gradient, and a recomputation takes it from the record.
@@ -131,14 +130,12 @@ class Router(nn.Module):
 def check_tokens(x: Tensor, dim: int) -> None:
     """Raise ValueError unless x (..., D) holds tokens of width `dim`."""
     if not x.is_floating_point():
-        raise ValueError(
-            f"x is {x.dtype} and must be floating point; give embeddings, not token ids"
-        )
+        fix = "give embeddings, not token ids"
+        raise invalid("x", "dtype", x.dtype, "must be floating point", fix)
     if x.dim() < 2 or x.size(-1) != dim:
-        raise ValueError(
-            f"x {tuple(x.shape)} must be (..., {dim}), tokens of the width dim {dim} that the layer was built "
-            f"for; build it with dim = {x.shape[-1] if x.dim() else 1}, or project x to {dim}"
-        )
+        rule = f"must be (..., {dim}), tokens of the width dim {dim} that the layer was built for"
+        fix = f"build it with dim = {x.shape[-1] if x.dim() else 1}, or project x to {dim}"
+        raise invalid("x", "shape", tuple(x.shape), rule, fix)
 
 
 def _normalize(scores: Tensor) -> Tensor:
