@@ -67,7 +67,7 @@ REFUSALS = {
     "tp x a model without roles": Refusal(2, {"tp": 2}, "must say the roles of its parameters", _BARE),
     "cp x a model without attend": Refusal(2, {"cp": 2}, "has no module with an attribute attend", _BARE),
     "pp x a model without parts": Refusal(2, _PP, "must offer pipeline_parts()", _BARE),
-    "ep x a dense model": Refusal(2, {"ep": 2}, "found no forge_moe.MoE in the model"),
+    "ep x a dense model": Refusal(2, {"ep": 2}, "no forge_moe.MoE"),
     "tp x dropout": Refusal(2, _TP, "dropout 0.1 must be 0 under tp", {"dropout": 0.1}),
     "tp x one product for gate and up": Refusal(2, _TP, _CUT, {"foreign": "fused"}),
     "tp x a head that is a function of the embedding": Refusal(2, _TP, _CUT, {"foreign": "head", "tie_embeddings": True}),
