@@ -8,6 +8,8 @@
 `language: REASON` in a comment is exempt; exempt lines are counted and printed. `walls` is the percentage of the functions
 with at least 15 code lines that hold more than 15 of them without a blank line or a comment. Comments per 100 lines of
 code are printed only.
+
+Seen to fail: one `oftener`, four `behind`, nine functions of 20 lines without a blank line.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Judge the run that `hatch run train` left: is the loss below the text's bigram entropy, is the text English?
 
 python scripts/check_main_job.py runs/debug
+
+Seen to fail: a run of 30 steps, whose loss is above the bound and of whose words 38 % are known.
 """
 
 from __future__ import annotations

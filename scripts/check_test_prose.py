@@ -12,6 +12,8 @@ Two kinds of hits, by area (tests of a package or of the runner; a folder of tes
 - sentences: a literal of a test with three consecutive words that also stand in a string of the sources (docstrings aside).
 
 A line with `# prose: REASON` is exempt, and counted.
+
+Seen to fail: a `pytest.raises(ValueError)` without pattern, an assertion of three words of a message.
 """
 
 from __future__ import annotations

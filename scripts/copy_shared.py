@@ -6,6 +6,8 @@
 A package uses a topic if it has the file `_shared/TOPIC.py`; to begin, create an empty one. A copy starts with a line that
 names its master, and is not edited. A topic imports the standard library, torch and other topics alone, these by
 `from .TOPIC import ...`. Its tests are in tests/shared.
+
+Seen to fail: a line added to a copy, a master removed, a master that no package uses.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@
 Blank lines, comments and docstrings are not counted: an explanation costs nothing. `_shared/` folders are copies of the
 masters in scripts/shared, which have a row. Lines cannot hide in the test harness, in templates or in the scripts here:
 they have rows, too.
+
+Seen to fail: 300 lines added to a package, a record raised without a reason.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """Fail for a file that lists tests by name: marks decide lanes, and a list of names goes stale unseen.
 
 Results of runs under docs/ name tests as they name numbers; they choose nothing.
+
+Seen to fail: a text file with the names of seven tests.
 """
 
 from __future__ import annotations

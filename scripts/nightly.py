@@ -3,6 +3,8 @@
 Parts that are green for the sources as they are do not run again, so a night that was cut off goes on where it was;
 `--again` runs them all the same, `--list` shows the parts with their last result. Campaigns with `--resume` keep their
 finished rows. Results and logs are in runs/nightly. Exit code 1 if a part failed or did not end within its hour.
+
+Seen to fail: `slurm-story` on a machine without Slurm.
 """
 
 from __future__ import annotations

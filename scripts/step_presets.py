@@ -4,6 +4,8 @@ Each is built on fake tensors for one rank of a fake process group of its own si
 `parallelize` as a run, and does a forward, a backward, the gradient norm and an update. One JSON line each;
 non-zero exit if one failed. Not done: compilation, and routes between experts' ranks are taken to be even,
 because their numbers are data. Several seconds a preset.
+
+Seen to fail: a norm that returns another shape.
 """
 
 from __future__ import annotations

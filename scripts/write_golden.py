@@ -2,6 +2,8 @@
 
 A job, its checkpoints, token files and the rows read from them, as this release writes them. Later releases load
 them (tests/resume/test_golden.py). They never change, so an existing folder is refused.
+
+Seen to fail: a version whose folder exists.
 """
 
 from __future__ import annotations
