@@ -14,7 +14,7 @@ from forge_testing import run_on_ranks
 
 pytestmark = [
     pytest.mark.distributed,
-    pytest.mark.cpu_only(reason="the meta device stands for an accelerator"),
+    pytest.mark.cpu_only(reason="an accelerator is simulated by meta tensors"),
     pytest.mark.lane("test"),
 ]
 

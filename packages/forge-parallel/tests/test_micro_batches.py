@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from forge_parallel import ParallelConfig
 from forge_parallel.micro_batches import divide_batch
 from forge_parallel.pipeline import schedule_problems
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -40,9 +42,8 @@ def test_F101_the_micro_batch_is_the_share_or_the_largest_that_costs_a_tenth(
 def test_F101_what_filler_costs_is_said() -> None:
     parts = divide_batch(PLAIN, 16, 5)
     assert (parts.size, parts.count) == (4, 1)
-    assert parts.cost == (
-        "5 readers share 16 rows in micro-batches of 4, 1 on each: 25.0% of the computation is added as filler"
-    )
+    assert parts.cost is not None
+    assert re.findall(r"[\d.]+%?", parts.cost) == ["5", "16", "4", "1", "25.0%"]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -63,13 +64,11 @@ def test_a_pipeline_gets_micro_batches_without_being_told() -> None:
 
 @pytest.mark.parametrize(("rows", "readers"), [(0, 4), (16, 0)])
 def test_no_rows_and_no_readers_are_refused(rows: int, readers: int) -> None:
-    with pytest.raises(ValueError, match="must be at least 1; use the rows of a step"):
+    with rejects(*(("global_batch", 0) if readers else ("readers", 0)), code="range"):
         divide_batch(PLAIN, rows, readers)
 
 
 @pytest.mark.parametrize("size", [3, 0, 17])
 def test_a_micro_batch_that_does_not_divide_is_refused(size: Any) -> None:
-    with pytest.raises(
-        ValueError, match=rf"micro_batch {size} must divide global_batch 16; use \d+"
-    ):
+    with rejects("micro_batch", size, "divides"):
         divide_batch(PLAIN, 16, 4, size)

@@ -19,6 +19,7 @@ from forge_parallel import (
     parallelize,
     select_device,
 )
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -204,15 +205,18 @@ def test_F83_the_device_is_never_assumed() -> None:
     assert select_device("auto").type == expected
     assert select_device("cpu").type == "cpu"
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="use cpu or auto"):
+        with rejects("device", "cuda", "requires"):
             select_device("cuda")
+    with rejects("device", "tpu", "unknown"):
+        select_device("tpu")
 
 
 def test_all_problems_of_a_config_come_at_once() -> None:
-    with pytest.raises(ValueError, match=r"device 'tpu'[\s\S]*precision 'fp61'"):
+    with rejects("device", "tpu", "unknown") as caught:
         ParallelConfig(device="tpu", precision="fp61")  # type: ignore[arg-type]
+    assert [p.key for p in caught.value.problems] == ["device", "precision"]
 
 
 def test_max_norm_must_be_positive() -> None:
-    with pytest.raises(ValueError, match=r"max_norm 0 must be above 0"):
+    with rejects("max_norm", 0, "range"):
         clip_grad_norm_([], 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,6 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+
+from forge_parallel._shared.problems import ProblemError
+from forge_testing.problems import assert_problem, rejects
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -81,9 +85,7 @@ def test_equal_blocks_give_even_stages_and_a_heavy_head_fewer_blocks() -> None:
 
 
 def test_fewer_blocks_than_stages_are_refused() -> None:
-    with pytest.raises(
-        ValueError, match="num_layers 3 must be at least one for each of the 4 stages"
-    ):
+    with rejects("num_layers", 3, "stages"):
         stage_ranges([1, 1, 1], 4)
 
 
@@ -108,9 +110,7 @@ def test_ranks_keep_the_names_of_the_whole_and_lose_none(schedule: str, tied: bo
     whole = net(tied=tied)
     names = set(whole.state_dict())
     if tied and schedule in ("zbv_zero_bubble", "dualpipev"):
-        with pytest.raises(
-            ValueError, match="embedding is tied, and must have its two ends on two ranks"
-        ):
+        with rejects("pp_schedule", schedule, "tied"):
             split(whole, set_up, meshes(0, 4))
         return
     seen: list[str] = []
@@ -153,8 +153,9 @@ def test_stages_of_a_rank_share_modules_and_have_hooks_of_their_own() -> None:
 def test_modules_are_replaced_before_stages_share_them() -> None:
     model = net()
     split(model, config(2, "interleaved_1f1b"), meshes(1), seq_len=S)
-    with pytest.raises(OrderError, match="float8 must come before split"):
+    with pytest.raises(OrderError) as caught:
         mark(model, "float8")
+    assert (caught.value.step, caught.value.after) == ("float8", "split")
 
 
 def test_a_model_is_cut_once_and_before_other_steps() -> None:
@@ -169,45 +170,51 @@ class Stranger(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "value", "code"),
     [
-        (lambda m: setattr(m, "pipeline_parts", None), "Net must offer pipeline_parts"),
-        (lambda m: setattr(m, "extra", nn.Linear(2, 2)), "extra must belong to a stage"),
-        (
-            lambda m: setattr(m, "scale", nn.Parameter(torch.ones(1))),
-            "scale must belong to a stage",
-        ),
-        (lambda m: delattr(m, "place"), "names place, which must be a child"),
+        (lambda m: setattr(m, "pipeline_parts", None), ..., "missing"),
+        (lambda m: setattr(m, "pipeline_parts", lambda: {"refused": "why"}), ..., "refused"),
+        (lambda m: setattr(m, "extra", nn.Linear(2, 2)), "extra", "stage"),
+        (lambda m: setattr(m, "scale", nn.Parameter(torch.ones(1))), "scale", "stage"),
+        (lambda m: delattr(m, "place"), "place", "child"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_by_name(change: Any, message: str) -> None:
+def test_what_cannot_be_cut_is_refused_by_name(change: Any, value: object, code: str) -> None:
     model = net()
     change(model)
-    with pytest.raises(ValueError, match=message):
+    with rejects("pipeline_parts", value, code):
         split(model, config(), meshes(0))
 
 
 def test_a_model_without_the_protocol_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="Stranger must offer pipeline_parts"):
+    with rejects("pipeline_parts", ..., "missing", where="Stranger"):
         parts_of(Stranger())
 
 
 @pytest.mark.parametrize(
-    ("set_up", "batches", "layers", "message"),
+    ("set_up", "batches", "layers", "key", "value", "code", "fix"),
     [
-        (config(4), 8, 3, "num_layers 3 must be at least one for each of the 4 stages"),
-        (config(4), 3, 8, "3 micro-batches must be at least pp 4 with 1f1b; use 4 or more"),
-        (config(4, "interleaved_1f1b"), 9, 8, "multiple of their 2 rounds of pp 4"),
-        (config(4, "interleaved_zero_bubble"), 9, 8, "use 8 or 10"),
-        (config(2, "dualpipev"), 3, 8, "at least the 4 stages with dualpipev; use 4 or more"),
-        (config(2, "dualpipev", compile=True), 4, 8, "compile must be off with dualpipev"),
-        (config(2, "gpipe"), 0, 8, "0 micro-batches must be at least 1"),
+        (config(4), 8, 3, "num_layers", 3, "stages", []),
+        (config(4), 3, 8, "num_micro_batches", 3, "pp", ["4"]),
+        (config(4, "interleaved_1f1b"), 9, 8, "num_micro_batches", 9, "rounds", ["8", "10"]),
+        (config(4, "interleaved_zero_bubble"), 9, 8, "num_micro_batches", 9, "rounds", ["8", "10"]),
+        (config(2, "dualpipev"), 3, 8, "num_micro_batches", 3, "stages", ["4"]),
+        (config(2, "dualpipev", compile=True), 4, 8, "compile", True, "excludes", []),
+        (config(2, "gpipe"), 0, 8, "num_micro_batches", 0, "range", ["2"]),
     ],
 )
 def test_bad_numbers_are_refused_before_anything_starts(
-    set_up: ParallelConfig, batches: int, layers: int, message: str
+    set_up: ParallelConfig,
+    batches: int,
+    layers: int,
+    key: str,
+    value: object,
+    code: str,
+    fix: list[str],
 ) -> None:
-    assert any(message in problem for problem in schedule_problems(set_up, batches, layers))
+    problems = schedule_problems(set_up, batches, layers)
+    assert_problem(ProblemError(problems), key, value, code)
+    assert not fix or re.findall(r"\b\d+\b", problems[0].fix) == fix
 
 
 def test_F124_halves_of_a_backward_need_a_torch_that_has_them(
@@ -216,7 +223,7 @@ def test_F124_halves_of_a_backward_need_a_torch_that_has_them(
     monkeypatch.setattr(_torch_compat, "SPLITS_ANY_BACKWARD", False)
     for schedule in ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev"):
         (problem,) = schedule_problems(config(2, schedule), 4, 8)
-        assert f"pp_schedule {schedule} must have torch 2.13 or newer" in problem
+        assert_problem(ProblemError([problem]), "pp_schedule", schedule, "requires")
     assert schedule_problems(config(2, "interleaved_1f1b"), 4, 8) == []
 
 
@@ -310,7 +317,7 @@ def _ready(action: Any, done: set[tuple[str, int, int]], count: int) -> bool:
 def test_the_width_of_the_stream_is_what_the_model_says() -> None:
     model = net()
     parts = model.pipeline_parts()
-    with pytest.raises(ValueError, match="Net must say the width of its stream, and says None"):
+    with rejects("dim", None, "type"):
         stream_dim(model)
     model.config = SimpleNamespace(dim=24)
     assert stream_dim(model) == 24

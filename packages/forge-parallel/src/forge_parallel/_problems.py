@@ -1,22 +1,18 @@
-"""Problems of configurations and models: sentences of value, rule and fix, raised together."""
+"""Problems of a model with many layers."""
 
 import re
 from collections.abc import Iterable
+from dataclasses import replace
+
+from forge_parallel._shared.problems import Problem
 
 
-def raise_problems(where: str, problems: Iterable[str]) -> None:
-    """Raise one ValueError with a line `where: problem` for each problem; do nothing without any."""
-    lines = [f"{where}: {problem}" for problem in problems]
-    if lines:
-        raise ValueError("\n".join(lines))
-
-
-def merge_layers(problems: list[str]) -> str:
-    """One line for problems that differ only in the number of the layer: the first of them and a count."""
-    alike: dict[str, list[str]] = {}
+def merge_layers(problems: Iterable[Problem]) -> list[Problem]:
+    """One problem for those that differ only in the number of the layer: the first of them, with a count."""
+    alike: dict[str, list[Problem]] = {}
     for problem in problems:
-        alike.setdefault(re.sub(r"\.\d+(?=\.)", ".*", problem), []).append(problem)
-    return "\n".join(
-        first + (f" (and {len(others)} more like it)" if others else "")
+        alike.setdefault(re.sub(r"\.\d+(?=\.)", ".*", str(problem)), []).append(problem)
+    return [
+        replace(first, fix=f"{first.fix} (and {len(others)} more like it)") if others else first
         for first, *others in alike.values()
-    )
+    ]

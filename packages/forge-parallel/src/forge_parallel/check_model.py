@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from forge_parallel._problems import merge_layers
+from forge_parallel._shared.problems import Problem, raise_problems
 from forge_parallel.axes.context import attention_problems
 from forge_parallel.axes.roles import Matched, cut_problems
 from forge_parallel.config import Layout, ParallelConfig
@@ -35,14 +36,13 @@ def check_model(
         found += _shared_across_units(model, meshes, structure)
     if meshes.sparse is not None:
         found += _expert_problems(model, meshes, matched)
-    if found:
-        raise ValueError(merge_layers(found))
+    raise_problems("", merge_layers(found))
 
 
 def facts_of(model: nn.Module, layout: Layout, structure: Structure, matched: Matched) -> Facts:
     """The facts of the model itself for this layout; nothing about its batch, nor about experts, which are sharded
     over ep before."""
-    obstacles: dict[str, list[str]] = {}
+    obstacles: dict[str, list[Problem]] = {}
     if layout.tp > 1:
         obstacles["tp"] = cut_problems(model, matched, layout.tp, layout.dp_shard * layout.cp)
     if layout.cp > 1:
@@ -94,7 +94,7 @@ def report_blocks(
     )
 
 
-def _shared_across_units(model: nn.Module, meshes: Meshes, structure: Structure) -> list[str]:
+def _shared_across_units(model: nn.Module, meshes: Meshes, structure: Structure) -> list[Problem]:
     """Tied parameters in several units of FSDP2, or several stages, each of which would get its own copy."""
     blocks = {id(unit) for unit in (*structure.modules(model), *further_units(model))}
     modules = model.named_modules(remove_duplicate=False)
@@ -114,12 +114,15 @@ def _shared_across_units(model: nn.Module, meshes: Meshes, structure: Structure)
     ]
     if not split_names:
         return []
-    more = f" (so are those of {len(split_names) - 1} more)" if len(split_names) > 1 else ""
-    return [
-        f"{' and '.join(split_names[0])}: are one parameter{more}, and {type(model).__name__} holds it in several of "
-        "its blocks and ends, each of which would get its own; let one module outside of the blocks hold it, in "
-        "a pipeline one that `first` and `last` name alike"
-    ]
+    (first, *others), more = split_names[0], ""
+    if len(split_names) > 1:
+        more = f" (so are those of {len(split_names) - 1} more)"
+    rule = (
+        f"and {' and '.join(others)} are one parameter{more}, and {type(model).__name__} holds it in several of its "
+        "blocks and ends, each of which would get its own"
+    )
+    fix = "let one module outside of the blocks hold it, in a pipeline one that `first` and `last` name alike"
+    return [Problem(first, "shared", ..., rule, fix)]
 
 
 def _value_of_owner(parameter: str, values: Mapping[str, object]) -> object:
@@ -132,7 +135,7 @@ def _value_of_owner(parameter: str, values: Mapping[str, object]) -> object:
     return None
 
 
-def _expert_problems(model: nn.Module, meshes: Meshes, matched: Matched) -> list[str]:
+def _expert_problems(model: nn.Module, meshes: Meshes, matched: Matched) -> list[Problem]:
     """Experts must be in modules of their own, and sharded over ep already."""
     parameters = dict(model.named_parameters())
     names = [name for name in matched.expert_parameters if name in parameters]
@@ -141,19 +144,17 @@ def _expert_problems(model: nn.Module, meshes: Meshes, matched: Matched) -> list
     if "ep" in axes:
         whole = [n for n in names if "ep" not in _axes_of(parameters[n])]
         if whole or not names:
-            problems.append(
-                f"ep {meshes.sparse['ep'].size()} must have experts that are sharded over it, and "
-                f"{whole[0] + ' is not' if whole else 'no parameter has the role expert'}; shard them first "
-                "(forge_moe.expert_parallelize), or use ep = 1"
-            )
+            other = f"{whole[0]} is not" if whole else "no parameter has the role expert"
+            rule = f"must have experts that are sharded over it, and {other}"
+            fix = "shard them first (forge_moe.expert_parallelize), or use ep = 1"
+            problems.append(Problem("ep", "experts", meshes.sparse["ep"].size(), rule, fix))
     owners: dict[str, object] = {name.rpartition(".")[0]: name for name in names}
     known = set(names)
     for other in [n for n in parameters if n not in known]:
         if (expert := _value_of_owner(other, owners)) is not None:
-            problems.append(
-                f"{expert} and {other}: are in one module, and experts are sharded apart from the rest; put them "
-                "into a module of their own"
-            )
+            rule = f"and {other} are in one module, and experts are sharded apart from the rest"
+            fix = "put them into a module of their own"
+            problems.append(Problem(str(expert), "module", ..., rule, fix))
             break
     return problems
 

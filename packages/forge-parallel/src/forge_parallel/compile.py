@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from forge_parallel._shared.problems import invalid
 from forge_parallel._torch_compat import compiler, count_compilations, raise_recompile_limit
 from forge_parallel.order import mark
 from forge_parallel.recompute import TrainingForward, is_selective
@@ -48,15 +49,13 @@ def compile_blocks(
     the first step.
     """
     if memory_budget is not None and not 0 < memory_budget <= 1:
-        raise ValueError(
-            f"memory_budget {memory_budget} must be above 0 and at most 1; use 0.5 for half"
-        )
+        rule = "must be above 0 and at most 1"
+        raise invalid("memory_budget", "range", memory_budget, rule, "use 0.5 for half")
     blocks = (structure_of(model) if structure is None else structure).modules(model) or [model]
     if any(is_selective(module) for block in blocks for module in block.modules()):
-        raise ValueError(
-            "recompute selective must go without compile, which chooses what to recompute by itself; use "
-            "recompute = 'none' with memory_budget = 0.7, or recompute = 'full'"
-        )
+        rule = "must go without compile, which chooses what to recompute by itself"
+        fix = "use recompute = 'none' with memory_budget = 0.7, or recompute = 'full'"
+        raise invalid("recompute", "excludes", "selective", rule, fix)
     from forge_parallel.axes.local import add_mixin  # late: DTensor costs half a second to import
 
     mark(model, "compile")

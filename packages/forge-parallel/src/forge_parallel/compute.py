@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from forge_parallel._shared.problems import Problem, invalid, raise_problems
 from forge_parallel.axes import (
     accumulate,
     arguments_with_positions,
@@ -110,17 +111,15 @@ class Compute:
         self.model, self.meshes, self.micro_batch = model, meshes, micro_batch
         self._loss, self._sharded_loss, self._objective = loss, sharded_loss, objective
         if wrong := ahead_problem(config, ahead):
-            raise ValueError(wrong)
+            raise_problems("", [wrong])
         self._num_sums = num_sums + (ahead > 0)
         self._ahead, self._ahead_weight, self._by_source = ahead, ahead_weight, by_source
         self._in_head = in_head and objective is None
         self._keywords = tuple(keywords)
         self._sharded_width = width_of_cut_logits(model)
         if self._sharded_width is not None and (objective or sharded_loss is None):
-            raise ValueError(
-                f"{called} must have whole logits, and with parallel.tp {config.tp} each rank has those of a part "
-                "of the vocabulary; use tp = 1"
-            )
+            rule = f"gives each rank the logits of a part of the vocabulary, and {called} must have whole ones"
+            raise invalid("parallel.tp", "logits", config.tp, rule, "use tp = 1")
         # with sequence parallelism, a head that no role shards sees this tp rank's tokens alone
         self._head_shares_tokens = False
         stages = [model] if meshes.pp.size == 1 else stages_of(model)
@@ -228,7 +227,8 @@ class Compute:
         each row. ValueError with an objective, which has no losses of rows.
         """
         if self._objective is not None:
-            raise ValueError("losses of rows need a loss of logits, and there is an objective")
+            rule = "has no losses of rows, which need a loss of logits"
+            raise invalid("objective", "excludes", ..., rule, "use a loss")
         given = self._local(batch, training=False)
         then = partial(self._loss_in_head, by_row=True) if self._in_head else None
         found: list[Tensor] = []
@@ -409,36 +409,35 @@ def evaluate(
 
 def extra_problems(
     model: nn.Module, batch: BatchLike, layout: Layout, data: str = "the data"
-) -> list[str]:
+) -> list[Problem]:
     """Why a model cannot get the extras that it declares (`extra_inputs`) from batches of `data`."""
     wanted = [n for n in getattr(model, "extra_inputs", ()) if n != AFTER_EMBEDDING]
     masks = getattr(model, "mask_inputs", ())
     if BRANCH_IDS in batch.extras and BRANCH_IDS not in masks:
-        return [
-            f"model.name: batches of {data} have {BRANCH_IDS}, and the model would let the branches of a row see each other; "
-            "use a model that takes them (mask_inputs), or data without branches"
-        ]
+        rule = f"would let the branches of a row see each other, and batches of {data} have {BRANCH_IDS}"
+        fix = "use a model that takes them (mask_inputs), or data without branches"
+        return [Problem("model.name", "branches", ..., rule, fix)]
     missing = [name for name in wanted if name not in batch.extras]
     if missing:
         has = ", ".join(batch.extras) or "none"
-        return [
-            f"model.name: the model takes the extras {', '.join(missing)}, and batches of {data} have {has}; "
-            "use a source that gives them"
-        ]
-    given = [n for n in masks if n in batch.extras]
-    if given and layout.cp > 1:
-        return [
-            f"parallel.cp {layout.cp} cuts the rows whose tokens see each other by {', '.join(given)} of {data}; use cp = 1"
-        ]
-    if wanted and layout.cp > 1 and layout.tp > 1:
-        return [
-            f"parallel.cp {layout.cp} splits the stream behind the embedding of a model that takes the extras "
-            f"{', '.join(wanted)}, where tp {layout.tp} has split it already; use cp = 1 or tp = 1"
-        ]
-    if wanted and layout.cp > 1 and AFTER_EMBEDDING not in model.extra_inputs:  # type: ignore[operator]
-        return [
-            f"parallel.cp {layout.cp} cuts rows before a model that takes the extras {', '.join(wanted)} has "
-            f"joined them to its stream; let it name {AFTER_EMBEDDING!r} among its extra_inputs and call that on "
-            "the stream (B, S, D), or use cp = 1"
-        ]
+        rule = f"takes the extras {', '.join(missing)}, and batches of {data} have {has}"
+        return [Problem("model.name", "extras", ..., rule, "use a source that gives them")]
+    if layout.cp == 1:
+        return []
+    given, names = [n for n in masks if n in batch.extras], ", ".join(wanted)
+    if given:
+        rule = f"cuts the rows whose tokens see each other by {', '.join(given)} of {data}"
+        return [Problem("parallel.cp", "mask_inputs", layout.cp, rule, "use cp = 1")]
+    if wanted and layout.tp > 1:
+        rule = (
+            f"splits the stream behind the embedding of a model that takes the extras {names}, where tp {layout.tp} has "
+            "split it already"
+        )
+        return [Problem("parallel.cp", "tp", layout.cp, rule, "use cp = 1 or tp = 1")]
+    if wanted and AFTER_EMBEDDING not in model.extra_inputs:  # type: ignore[operator]
+        rule = (
+            f"cuts rows before a model that takes the extras {names} has joined them to its stream"
+        )
+        fix = f"let it name {AFTER_EMBEDDING!r} among its extra_inputs and call that on the stream (B, S, D), or use cp = 1"
+        return [Problem("parallel.cp", "after_embedding", layout.cp, rule, fix)]
     return []

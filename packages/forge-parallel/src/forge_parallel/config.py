@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
-from forge_parallel._problems import raise_problems
+from forge_parallel._shared.problems import Problem, invalid, raise_problems
 
 __all__ = ["SCHEDULES", "V_SCHEDULES", "Layout", "ParallelConfig"]
 
@@ -185,33 +185,31 @@ class ParallelConfig:
         """The axes on `world_size` ranks. ValueError unless they multiply to it, `ep` divides the ranks it
         borrows, and tp and ep stay inside a node of `ranks_per_node` (or `gpus_per_node`)."""
         fixed, shard = self.dp_replicate * self.tp * self.cp * self.pp, self.dp_shard
+        ranks = f"{world_size} ranks of the job"
         if shard == -1:
             if world_size % fixed:
-                raise ValueError(
-                    f"parallel: {self._product(shard)} must divide the {world_size} ranks of the job; "
-                    f"use {_divisors(world_size)}"
-                )
+                rule = f"with {self._others()} must divide the {ranks}"
+                fix = f"use a product of {_divisors(world_size)}"
+                raise invalid("dp_shard", "divides", shard, rule, fix, where="parallel")
             shard = world_size // fixed
         if fixed * shard != world_size:
-            raise ValueError(
-                f"parallel: {self._product(shard)} = {fixed * shard} must be the {world_size} ranks of "
-                f"the job; use dp_shard = -1 or start {fixed * shard} processes"
-            )
+            others = f" with {self._others()}" if fixed > 1 else ""
+            rule = f"{others} = {fixed * shard} must be the {ranks}".strip()
+            fix = f"use dp_shard = -1 or start {fixed * shard} processes"
+            raise invalid("dp_shard", "world_size", shard, rule, fix, where="parallel")
         lenders = shard * self.cp * self.tp
         if lenders % self.ep:
-            raise ValueError(
-                f"parallel: ep {self.ep} must divide dp_shard x cp x tp = {lenders}, whose ranks it "
-                f"borrows; use {_divisors(lenders)}"
-            )
+            rule = f"must divide dp_shard x cp x tp = {lenders}, whose ranks it borrows"
+            fix = f"use {_divisors(lenders)}"
+            raise invalid("ep", "divides", self.ep, rule, fix, where="parallel")
         layout = Layout(self.pp, self.dp_replicate, shard, self.cp, self.tp, self.ep)
         self._check_nodes(world_size, self.gpus_per_node or ranks_per_node)
         return layout
 
-    def _product(self, shard: int) -> str:
-        """The axes that are set, as a product: `dp_replicate 2 x tp 4`."""
+    def _others(self) -> str:
+        """The axes above 1 but dp_shard, as a product: `dp_replicate 2 x tp 4`."""
         sizes = {"dp_replicate": self.dp_replicate, "cp": self.cp, "tp": self.tp, "pp": self.pp}
-        parts = [f"{name} {size}" for name, size in sizes.items() if size > 1]
-        return " x ".join(parts + ([f"dp_shard {shard}"] if shard != -1 else []))
+        return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
 
     def _check_nodes(self, world_size: int, per_node: int | None) -> None:
         """tp and ep groups of neighbouring ranks must not straddle a node's border."""
@@ -219,10 +217,9 @@ class ParallelConfig:
             return
         for name, size in (("tp", self.tp), ("ep", self.ep)):
             if per_node % size:
-                raise ValueError(
-                    f"parallel: {name} {size} must stay inside a node of {per_node} ranks; use "
-                    f"{_divisors(per_node)}, or across_nodes = true"
-                )
+                rule = f"must stay inside a node of {per_node} ranks"
+                fix = f"use {_divisors(per_node)}, or across_nodes = true"
+                raise invalid(name, "node", size, rule, fix, where="parallel")
 
 
 _TYPES = get_type_hints(ParallelConfig)
@@ -250,97 +247,92 @@ _COUNTS = {
 _SECONDS = {"timeout_seconds": "use 600", "start_timeout_seconds": "use 300"}
 
 
-def _problems(c: ParallelConfig) -> Iterator[str]:
+def _problems(c: ParallelConfig) -> Iterator[Problem]:
     """Every key by itself, then keys that need or exclude one another."""
     for name, fix in _CHOICES.items():
         known = get_args(_TYPES[name])
-        if getattr(c, name) not in known:
-            yield f"{name} {getattr(c, name)!r} must be one of {', '.join(known)}; {fix}"
+        if (value := getattr(c, name)) not in known:
+            yield Problem(name, "unknown", value, f"must be one of {', '.join(known)}", fix)
     for name, fix in _COUNTS.items():
-        if getattr(c, name) is not None and getattr(c, name) < 1:
-            yield f"{name} {getattr(c, name)} must be at least 1; {fix}"
+        if (value := getattr(c, name)) is not None and value < 1:
+            yield Problem(name, "range", value, "must be at least 1", fix)
     for name, fix in _SECONDS.items():
-        if not 0 < getattr(c, name) < float("inf"):
-            yield f"{name} {getattr(c, name)} must be finite and above 0; {fix}"
+        if not 0 < (value := getattr(c, name)) < float("inf"):
+            yield Problem(name, "finite", value, "must be finite and above 0", fix)
     if c.dp_shard < 1 and c.dp_shard != -1:
-        yield f"dp_shard {c.dp_shard} must be at least 1, or -1; use -1 for all ranks that are left"
+        fix = "use -1 for all ranks that are left"
+        yield Problem("dp_shard", "range", c.dp_shard, "must be at least 1, or -1", fix)
     yield from _axes_problems(c)
     yield from _precision_problems(c)
     yield from _recompute_problems(c)
 
 
-def _axes_problems(c: ParallelConfig) -> Iterator[str]:
+def _axes_problems(c: ParallelConfig) -> Iterator[Problem]:
     if c.layout == "auto" and (c.dp_shard != -1 or any(getattr(c, axis) != 1 for axis in _AXES)):
-        yield (
-            f"layout auto must be left to choose, and an axis is set (dp_replicate {c.dp_replicate}, dp_shard "
-            f"{c.dp_shard}, tp {c.tp}, cp {c.cp}, pp {c.pp}, ep {c.ep}); remove the axes, or use layout = 'manual'"
+        rule = (
+            f"must be left to choose, and an axis is set (dp_replicate {c.dp_replicate}, dp_shard {c.dp_shard}, "
+            f"tp {c.tp}, cp {c.cp}, pp {c.pp}, ep {c.ep})"
         )
+        fix = "remove the axes, or use layout = 'manual'"
+        yield Problem("layout", "excludes", c.layout, rule, fix)
     compiled = c.compile and c.sequence_parallel
     if c.async_tp and (c.device == "cpu" or not compiled or c.tp == 1):
-        yield (
-            f"async_tp must have tp above 1, sequence_parallel, compile and CUDA, and tp is {c.tp}, "
-            f"sequence_parallel {c.sequence_parallel}, compile {c.compile}, device {c.device}; use async_tp = "
-            "false, or set the others"
+        rule = (
+            f"must have tp above 1, sequence_parallel, compile and CUDA, and tp is {c.tp}, sequence_parallel "
+            f"{c.sequence_parallel}, compile {c.compile}, device {c.device}"
         )
+        fix = "use async_tp = false, or set the others"
+        yield Problem("async_tp", "requires", c.async_tp, rule, fix)
     if c.sdpa != "auto" and c.cp > 1:
-        yield f"sdpa {c.sdpa!r} must be auto under cp {c.cp}, which has kernels of its own; remove it, or use cp = 1"
+        rule = f"must be auto under cp {c.cp}, which has kernels of its own"
+        yield Problem("sdpa", "excludes", c.sdpa, rule, "remove it, or use cp = 1")
     stages, usual = c.pp_stages_per_rank, SCHEDULES.get(c.pp_schedule)
     if stages is not None and usual is not None:
         more = c.pp_schedule.startswith("interleaved")
         if stages < usual or (stages > usual and not more):
-            yield (
-                f"pp_stages_per_rank {stages} must fit pp_schedule {c.pp_schedule!r}; leave it out; interleaved "
-                "schedules take 2 or more, gpipe and 1f1b have 1, V-schedules 2"
-            )
+            fix = "leave it out; interleaved schedules take 2 or more, gpipe and 1f1b have 1, V-schedules 2"
+            rule = f"must fit pp_schedule {c.pp_schedule!r}"
+            yield Problem("pp_stages_per_rank", "schedule", stages, rule, fix)
     if c.cpu_offload and max(c.tp, c.cp, c.pp, c.ep) > 1:
-        yield (
-            f"cpu_offload must go with data parallelism alone, and tp is {c.tp}, cp {c.cp}, pp {c.pp}, ep {c.ep}; "
-            "set them to 1, or cpu_offload = false"
-        )
+        rule = f"must go with data parallelism alone, and tp is {c.tp}, cp {c.cp}, pp {c.pp}, ep {c.ep}"
+        fix = "set them to 1, or cpu_offload = false"
+        yield Problem("cpu_offload", "excludes", c.cpu_offload, rule, fix)
 
 
-def _precision_problems(c: ParallelConfig) -> Iterator[str]:
-    if (c.reduce_dtype, c.precision) == ("bf16", "fp32"):
-        yield (
-            "reduce_dtype bf16 must go with precision bf16, and precision is fp32; use reduce_dtype = 'fp32' or "
-            "precision = 'bf16'"
-        )
-    if (c.param_dtype, c.precision) == ("bf16", "fp32"):
-        yield (
-            "param_dtype bf16 must go with precision bf16, and precision is fp32; use param_dtype = 'fp32' or "
-            "precision = 'bf16'"
-        )
+def _precision_problems(c: ParallelConfig) -> Iterator[Problem]:
+    for name in ("reduce_dtype", "param_dtype"):
+        if (getattr(c, name), c.precision) == ("bf16", "fp32"):
+            rule = "must go with precision bf16, and precision is fp32"
+            fix = f"use {name} = 'fp32' or precision = 'bf16'"
+            yield Problem(name, "precision", "bf16", rule, fix)
     if c.float8 != "none" and c.precision == "fp32":
-        yield (
-            f"float8 {c.float8} must go with precision bf16, and precision is fp32; use precision = 'bf16' or "
-            "float8 = 'none'"
-        )
+        rule = "must go with precision bf16, and precision is fp32"
+        fix = "use precision = 'bf16' or float8 = 'none'"
+        yield Problem("float8", "precision", c.float8, rule, fix)
     if c.float8_all_gather and (c.float8 != "tensorwise" or c.device == "cpu" or c.tp > 1):
-        yield (
-            f"float8_all_gather must go with float8 tensorwise on CUDA and tp 1, and float8 is {c.float8}, device "
-            f"{c.device}, tp {c.tp}; use float8_all_gather = false, or float8 = 'tensorwise' on a GPU"
-        )
+        rule = f"must go with float8 tensorwise on CUDA and tp 1, and float8 is {c.float8}, device {c.device}, tp {c.tp}"
+        fix = "use float8_all_gather = false, or float8 = 'tensorwise' on a GPU"
+        yield Problem("float8_all_gather", "requires", c.float8_all_gather, rule, fix)
 
 
-def _recompute_problems(c: ParallelConfig) -> Iterator[str]:
+def _recompute_problems(c: ParallelConfig) -> Iterator[Problem]:
     if c.recompute_every > 1 and c.recompute == "none":
-        yield (
-            f"recompute_every {c.recompute_every} must go with a mode, and recompute is none; use recompute = "
-            "'full', or leave recompute_every out"
-        )
+        fix = "use recompute = 'full', or leave recompute_every out"
+        rule = "must go with a mode, and recompute is none"
+        yield Problem("recompute_every", "requires", c.recompute_every, rule, fix)
     if c.compile and c.recompute == "selective":
-        yield (
-            "recompute selective must go without compile, which chooses what to recompute by itself; use recompute "
-            "= 'none' with memory_budget = 0.7, recompute = 'full', or compile = false"
-        )
+        rule = "must go without compile, which chooses what to recompute by itself"
+        fix = "use recompute = 'none' with memory_budget = 0.7, recompute = 'full', or compile = false"
+        yield Problem("recompute", "excludes", c.recompute, rule, fix)
     budget = c.memory_budget
     chooses = c.compile and c.recompute == "none"  # the compiler, under a budget
     if budget is not None and not (0 < budget <= 1 and chooses):
-        yield (
-            f"memory_budget {budget} must be above 0 and at most 1, with compile and recompute none; compile is "
-            f"{c.compile}, recompute {c.recompute}; use compile = true and recompute = 'none', or leave memory_budget "
-            "out"
+        rule = (
+            "must be above 0 and at most 1, with compile and recompute none; compile is "
+            f"{c.compile}, recompute {c.recompute}"
         )
+        fix = "use compile = true and recompute = 'none', or leave memory_budget out"
+        yield Problem("memory_budget", "range", budget, rule, fix)
 
 
 def _divisors(n: int) -> str:

@@ -17,10 +17,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from forge_parallel._shared.problems import invalid
 from forge_parallel.axes.roles import Matched, find_roles
 from forge_parallel.order import mark
 
 RECIPES = ("tensorwise", "rowwise")
+#: Reasons of a Float8Row.
+TOO_SMALL, SHARED = "too small to gain", "kept: its weight is shared"
+OWN_DTYPE = "kept: computes in a dtype of its own"
 #: Output heads, routers and gates: few FLOPs, and sensitive.
 KEEP = ("*lm_head", "output", "score", "*router*", "*.gate", "*.shared_expert_gate")
 # dim of the weight that tp cuts
@@ -99,11 +103,11 @@ def convert_float8(
         odd = [size for size in shape if size % divisible_by]
         reason = _reason_to_keep(model, name, role, keep)
         if not reason and holders[id(linear.weight)] > 1:
-            reason = "kept: its weight is shared"
+            reason = SHARED
         if not reason and odd:
             reason = f"{odd[0]} is no multiple of {divisible_by}"
         if not reason and not gains(*shape):
-            reason = "too small to gain"
+            reason = TOO_SMALL
         rows.append(Float8Row(name, shape, reason))
     chosen = {row.name for row in rows if row.converted}
     config = replace(
@@ -133,28 +137,24 @@ def float8_table(rows: Iterable[Float8Row]) -> str:
 
 def _check(model: nn.Module, recipe: str, all_gather: bool, device: torch.device, tp: int) -> None:
     if recipe not in RECIPES:
-        raise ValueError(f"float8 {recipe!r} must be one of {', '.join(RECIPES)}; use tensorwise")
+        rule = f"must be one of {', '.join(RECIPES)}"
+        raise invalid("float8", "unknown", recipe, rule, "use tensorwise")
     if isinstance(model, nn.Linear):
-        raise ValueError(
-            "float8 replaces the linear layers inside a module, and this is one itself; put it into one"
-        )
+        rule = "must hold the linear layers that float8 replaces, and is one itself"
+        raise invalid("model", "type", "Linear", rule, "put it into a module")
     if not all_gather:
         return
     backend = dist.get_backend() if dist.is_initialized() else "nccl"
     if device.type != "cuda" or "nccl" not in backend:
-        raise ValueError(
-            f"float8_all_gather must have CUDA and nccl, and this is {device.type} with {backend}: gloo "
-            "does not know float8; use float8_all_gather = false"
-        )
+        rule = f"must have CUDA and nccl, and this is {device.type} with {backend}: gloo does not know float8"
+        raise invalid("float8_all_gather", "device", True, rule, "use float8_all_gather = false")
     if recipe != "tensorwise":
-        raise ValueError(
-            f"float8_all_gather must go with tensorwise, and float8 is {recipe}: ranks that hold parts of "
-            "a row cannot scale it; use tensorwise, or float8_all_gather = false"
-        )
+        rule = f"must go with tensorwise, and float8 is {recipe}: ranks that hold parts of a row cannot scale it"
+        fix = "use tensorwise, or float8_all_gather = false"
+        raise invalid("float8_all_gather", "recipe", True, rule, fix)
     if tp > 1:
-        raise ValueError(
-            f"float8_all_gather must go with tp 1, and tp is {tp}; use float8_all_gather = false"
-        )
+        rule = f"must go with tp 1, and tp is {tp}"
+        raise invalid("float8_all_gather", "tp", True, rule, "use float8_all_gather = false")
 
 
 def _torchao() -> Any:
@@ -195,7 +195,7 @@ def _reason_to_keep(model: nn.Module, name: str, role: str | None, keep: Sequenc
     parts = name.split(".")
     inside = (model.get_submodule(".".join(parts[:i])) for i in range(len(parts)))
     if any(isinstance(getattr(m, "compute_dtype", None), torch.dtype) for m in inside):
-        return "kept: computes in a dtype of its own"
+        return OWN_DTYPE
     return ""
 
 

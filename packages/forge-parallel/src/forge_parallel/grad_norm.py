@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forge_parallel._shared.problems import invalid
 from forge_parallel._torch_compat import foreach_mul_, foreach_norm, local_tensor
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def global_grad_norm(
     a partial sum.
     """
     if norm_type not in (2.0, math.inf):
-        raise ValueError(f"norm_type {norm_type} must be 2 or inf; use 2.0")
+        raise invalid("norm_type", "unknown", norm_type, "must be 2 or inf", "use 2.0")
     gradients = [p.grad for p in parameters if p.grad is not None]
     device = _device_of(gradients, sums, group)
     local = local_norm(gradients, norm_type, device, group)
@@ -150,10 +151,10 @@ def _copies(gradient: Tensor, group: Any) -> int:
     copies = 1
     for dim, placement in enumerate(gradient.placements):  # type: ignore[attr-defined]
         if placement.is_partial():
-            raise ValueError(
-                f"a gradient has placements {tuple(gradient.placements)}, a sum that was never made; "  # type: ignore[attr-defined]
-                "reduce it over its mesh first"
-            )
+            placements = tuple(gradient.placements)  # type: ignore[attr-defined]
+            rule = "are those of a sum that was never made"
+            fix = "reduce the gradient over its mesh first"
+            raise invalid("placements", "partial", placements, rule, fix)
         copies *= mesh.size(dim) if placement.is_replicate() else 1
     return copies
 
@@ -174,4 +175,5 @@ def _device_of(gradients: list[Tensor], sums: Tensor | None, group: Any) -> torc
 
 def _require_positive(max_norm: float | None) -> None:
     if max_norm is not None and not max_norm > 0:
-        raise ValueError(f"max_norm {max_norm} must be above 0; use 1.0, or None to measure only")
+        fix = "use 1.0, or None to measure only"
+        raise invalid("max_norm", "range", max_norm, "must be above 0", fix)

@@ -1,5 +1,5 @@
-"""Rules that a configuration, a layout and a model must satisfy together; a broken rule is a sentence with value,
-rule and fix.
+"""Rules that a configuration, a layout and a model must satisfy together; a broken rule is a Problem with key,
+value, rule and fix.
 
     broken = problems(config, config.axes(8), Facts(seq_len=2048, num_layers=12, num_experts=0))
 
@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from forge_parallel import _torch_compat
+from forge_parallel._shared.problems import Problem, Shown
 from forge_parallel.config import V_SCHEDULES, Layout, ParallelConfig
 from forge_parallel.stages import next_allowed_count, num_stages, splits_backward
 
@@ -37,8 +38,8 @@ __all__ = [
 class ShardedDim(NamedTuple):
     """A dim that tp shards."""
 
-    label: str
-    """Name and value, for messages."""
+    key: str
+    """Its name, as that of a module or an option."""
     size: int
     unit: int = 1
     """The part of a rank must be a multiple of it: head_dim, for example."""
@@ -46,6 +47,8 @@ class ShardedDim(NamedTuple):
     """Several ranks may have the same unit, if there are more ranks than units."""
     width: int = 1
     """The other dim, for a table sharded by ids."""
+    what: str = ""
+    """What `size` counts, for messages: "ids"."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +64,8 @@ class Facts:
     widths, vocab      dims that tp shards evenly (heads, hidden widths), and tables sharded by ids
     tied               names of modules at both ends of the model
     whole_batch        features that need all tokens of a micro-batch: {feature with its value: alternative}
-    obstacles          {axis: sentences on why this model cannot be parallelized over it}
-    model, names       for messages: the model's name, and {key: name in the configuration}, as "data.seq_len"
+    obstacles          {axis: problems of a model that cannot be parallelized over it}
+    model, names       for problems: the model's name, and {key: name in the configuration}, as "data.seq_len"
     """
 
     seq_len: int | None = None
@@ -75,7 +78,7 @@ class Facts:
     vocab: Sequence[ShardedDim] = ()
     tied: Sequence[str] = ()
     whole_batch: Mapping[str, str] = field(default_factory=dict)
-    obstacles: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    obstacles: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
     model: str = "the model"
     names: Mapping[str, str] = field(default_factory=dict)
 
@@ -84,16 +87,16 @@ class Facts:
         return self.names.get(key, key)
 
 
-def problems(config: ParallelConfig, layout: Layout, facts: Facts) -> list[str]:
-    """Every broken rule, a sentence each: value, rule, fix. Needs no process group and costs microseconds.
+def problems(config: ParallelConfig, layout: Layout, facts: Facts) -> list[Problem]:
+    """Every broken rule. Needs no process group and costs microseconds.
 
     `layout` is `config.axes(world_size)`, which itself raises unless the axes fit the ranks.
     """
     rules = (_sequence, _float8, _experts, _context, _tensor, _pipeline, _recompute)
-    return [sentence for rule in rules for sentence in rule(config, layout, facts)]
+    return [problem for rule in rules for problem in rule(config, layout, facts)]
 
 
-def _sequence(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[str]:
+def _sequence(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[Problem]:
     """A mixture of experts cuts its tokens over tp, with and without sequence_parallel."""
     sharded = config.sequence_parallel or bool(facts.num_experts)
     if facts.seq_len is not None:
@@ -102,7 +105,7 @@ def _sequence(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[
             yield wrong
 
 
-def _float8(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[str]:
+def _float8(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[Problem]:
     """Float8 kernels sum weight gradients over tokens in pieces of 16; the emulation on the CPU does not."""
     micro, length = facts.micro_batch, facts.seq_len
     if config.float8 == "none" or config.device == "cpu" or micro is None or length is None:
@@ -111,35 +114,36 @@ def _float8(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[st
     ranks = layout.cp * (layout.tp if facts.num_experts else 1)
     tokens = micro * length // ranks
     if tokens % 16:
-        yield (
-            f"{facts.name('float8')} {config.float8!r} must have a multiple of 16 tokens of a micro-batch on each "
-            f"rank, and they are {tokens} ({micro} x {length} over {ranks}); use a {facts.name('seq_len')} "
-            f"divisible by {16 * ranks}, or float8 = 'none'"
+        rule = (
+            "must have a multiple of 16 tokens of a micro-batch on each rank, and they are "
+            f"{tokens} ({micro} x {length} over {ranks})"
         )
+        fix = f"use a {facts.name('seq_len')} divisible by {16 * ranks}, or float8 = 'none'"
+        yield Problem(facts.name("float8"), "tokens", config.float8, rule, fix)
 
 
-def _experts(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[str]:
+def _experts(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[Problem]:
     ep, experts = layout.ep, facts.num_experts
     if ep > 1 and experts is not None and (not experts or experts % ep):
-        yield (
-            f"{facts.name('ep')} {ep} must divide {facts.name('num_experts')} {experts} of a mixture; use ep = 1, "
-            f"or {max(ep, experts // ep * ep)} experts"
-        )
+        fix = f"use ep = 1, or {max(ep, experts // ep * ep)} experts"
+        rule = f"must divide {facts.name('num_experts')} {experts} of a mixture"
+        yield Problem(facts.name("ep"), "divides", ep, rule, fix)
 
 
-def _context(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[str]:
+def _context(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[Problem]:
     if layout.cp > 1:
         yield from facts.obstacles.get("cp", ())
     if layout.cp * layout.tp == 1:
         return
     for feature, other in facts.whole_batch.items():
-        yield (
-            f"{feature} decides over the tokens of a whole micro-batch and must go without {facts.name('cp')} and "
-            f"{facts.name('tp')} above 1, which cut them; use data, expert or pipeline ranks, or {other}"
-        )
+        key, _, value = feature.partition(" ")
+        axes = f"{facts.name('cp')} and {facts.name('tp')} above 1, which cut them"
+        rule = f"decides over the tokens of a whole micro-batch and must go without {axes}"
+        fix = f"use data, expert or pipeline ranks, or {other}"
+        yield Problem(key, "whole_batch", Shown(value), rule, fix)
 
 
-def _tensor(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[str]:
+def _tensor(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[Problem]:
     tp = layout.tp
     if tp == 1:
         return
@@ -152,7 +156,7 @@ def _tensor(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[st
             yield wrong
 
 
-def _pipeline(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[str]:
+def _pipeline(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[Problem]:
     if layout.pp == 1:
         return
     if found := facts.obstacles.get("pp", ()):
@@ -163,18 +167,18 @@ def _pipeline(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[
     yield from schedule_problems(config, facts.num_micro_batches, facts.num_layers, facts.names)
 
 
-def _recompute(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[str]:
+def _recompute(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[Problem]:
     if config.recompute != "none" and facts.num_blocks == 0:
-        yield (
-            f"{facts.name('recompute')} {config.recompute} must have blocks to keep the inputs of, and "
-            f"{facts.model} offers none; give it blocks() that returns them, name them with blocks=, or use "
-            "recompute = 'none'"
+        rule = f"must have blocks to keep the inputs of, and {facts.model} offers none"
+        fix = (
+            "give it blocks() that returns them, name them with blocks=, or use recompute = 'none'"
         )
+        yield Problem(facts.name("recompute"), "blocks", config.recompute, rule, fix)
 
 
 def uneven_sequence(
     seq_len: int, cp: int = 1, tp: int = 1, names: Mapping[str, str] = {}
-) -> str | None:
+) -> Problem | None:
     """Why rows of `seq_len` tokens cannot be divided, or None.
 
     Ring attention needs 2 cp equal chunks, two for each cp rank; tp divides the tokens of a cp rank.
@@ -188,13 +192,11 @@ def uneven_sequence(
     axes = (
         f"{names.get(axis, axis)} {size}" for axis, size in (("cp", cp), ("tp", tp)) if size > 1
     )
-    return (
-        f"{names.get('seq_len', 'seq_len')} {seq_len} must be divisible by {pieces} with {' and '.join(axes)}; "
-        f"use {near}"
-    )
+    rule = f"must be divisible by {pieces} with {' and '.join(axes)}"
+    return Problem(names.get("seq_len", "seq_len"), "divides", seq_len, rule, f"use {near}")
 
 
-def uneven_width(dim: ShardedDim, tp: int, names: Mapping[str, str] = {}) -> str | None:
+def uneven_width(dim: ShardedDim, tp: int, names: Mapping[str, str] = {}) -> Problem | None:
     """Why `tp` ranks cannot have equal parts of whole units, or None."""
     units, rest = divmod(dim.size, dim.unit)
     if not rest and (units % tp == 0 or (dim.shared and tp % units == 0)):
@@ -202,12 +204,13 @@ def uneven_width(dim: ShardedDim, tp: int, names: Mapping[str, str] = {}) -> str
     fits = [str(n) for n in range(1, tp) if dim.size % (dim.unit * n) == 0] or ["1"]
     name = names.get("tp", "tp")
     rule = "or divide it" if dim.shared else "no rank may share one"
-    return f"{dim.label} must be divisible by {name} {tp}, {rule}; use tp {', '.join(fits)}"
+    rule = f"{dim.what} must be divisible by {name} {tp}, {rule}".lstrip()
+    return Problem(dim.key, "divides", dim.size, rule, f"use tp {', '.join(fits)}")
 
 
 def uneven_vocab(
     dim: ShardedDim, tp: int, shards: int = 1, names: Mapping[str, str] = {}
-) -> str | None:
+) -> Problem | None:
     """Why a table (V, D), V = dim.size and D = dim.width, cannot be sharded by ids over `tp` ranks and then over
     `shards` ranks of FSDP2, or None.
 
@@ -216,13 +219,16 @@ def uneven_vocab(
     """
     name = names.get("tp", "tp")
     if -(-dim.size // tp) * (tp - 1) >= dim.size:
-        return f"{dim.label} must leave none of {name} {tp} ranks empty; use a smaller tp"
+        rule = f"{dim.what} must leave none of {name} {tp} ranks empty".lstrip()
+        return Problem(dim.key, "empty", dim.size, rule, "use a smaller tp")
     if offsets_are_right(dim.size, tp, shards) or dim.width % shards == 0:
         return None
-    return (
-        f"{dim.label} of width {dim.width} over {name} {tp} and {shards} shards must be divisible by {tp}, or the width "
-        f"by {shards}, as torch misplaces uneven shards of ids; use {-(-dim.size // tp) * tp} ids"
+    rule = (
+        f"{dim.what} of width {dim.width} over {name} {tp} and {shards} shards must be divisible by {tp}, or the width "
+        f"by {shards}, as torch misplaces uneven shards of ids"
     )
+    fix = f"use {-(-dim.size // tp) * tp} ids"
+    return Problem(dim.key, "shards", dim.size, rule.lstrip(), fix)
 
 
 def offsets_are_right(rows: int, tp: int, shards: int) -> bool:
@@ -241,38 +247,36 @@ def width_of(shape: Sequence[int]) -> int:
     return shape[1] if len(shape) > 1 else 1
 
 
-def ahead_problem(config: ParallelConfig, ahead: int, name: str = "ahead") -> str | None:
+def ahead_problem(config: ParallelConfig, ahead: int, name: str = "ahead") -> Problem | None:
     """Why modules that predict `ahead` further tokens cannot run under a schedule, or None."""
     if not ahead or config.pp == 1 or not splits_backward(config):
         return None
-    return (
-        f"pp_schedule {config.pp_schedule!r} halves the backward, in which torch loses track of an embedding that {name} "
-        f"{ahead} reads on the last stage, too; use 1f1b or interleaved_1f1b"
+    rule = (
+        f"halves the backward, in which torch loses track of an embedding that {name} {ahead} reads on the last stage, "
+        "too"
     )
+    fix = "use 1f1b or interleaved_1f1b"
+    return Problem("pp_schedule", "ahead", config.pp_schedule, rule, fix)
 
 
 def tied_on_one_rank(
     config: ParallelConfig, tied: Sequence[str], names: Mapping[str, str] = {}
-) -> str | None:
+) -> Problem | None:
     """Why the schedule cannot run a model with `tied` ends, or None."""
     if not tied or config.pp == 1 or config.pp_schedule not in V_SCHEDULES:
         return None
-    name = names.get("pp_schedule", "pp_schedule")
-    return (
-        f"{', '.join(tied)} is tied, and must have its two ends on two ranks, which {name} {config.pp_schedule} puts "
-        "on one; untie it, or use interleaved_zero_bubble"
-    )
+    rule = f"must put the two ends of {', '.join(tied)}, which is tied, on two ranks, and puts them on one"
+    fix = "untie it, or use interleaved_zero_bubble"
+    return Problem(names.get("pp_schedule", "pp_schedule"), "tied", config.pp_schedule, rule, fix)
 
 
-def too_few_layers(num_layers: int, stages: int, names: Mapping[str, str] = {}) -> str | None:
+def too_few_layers(num_layers: int, stages: int, names: Mapping[str, str] = {}) -> Problem | None:
     """Why so many layers cannot be distributed over so many stages, or None."""
     if num_layers >= stages:
         return None
-    name = names.get("num_layers", "num_layers")
-    return (
-        f"{name} {num_layers} must be at least one for each of the {stages} stages; use pp x pp_stages_per_rank up "
-        f"to {num_layers}, or more layers"
-    )
+    rule = f"must be at least one for each of the {stages} stages"
+    fix = f"use pp x pp_stages_per_rank up to {num_layers}, or more layers"
+    return Problem(names.get("num_layers", "num_layers"), "stages", num_layers, rule, fix)
 
 
 def schedule_problems(
@@ -280,7 +284,7 @@ def schedule_problems(
     num_micro_batches: int | None,
     num_layers: int | None,
     names: Mapping[str, str] = {},
-) -> list[str]:
+) -> list[Problem]:
     """Reasons why a pipeline cannot run; empty without pp.
 
     `num_micro_batches`: of one data rank in a step. None skips the rules about it, as it does for `num_layers`.
@@ -293,36 +297,34 @@ def schedule_problems(
     if num_micro_batches is not None:
         allowed = next_allowed_count(config, num_micro_batches)
         if num_micro_batches != allowed:
-            rule = _count_rule(config, num_micro_batches, allowed)
-            found.append(f"{num_micro_batches} micro-batches must be {rule}")
+            found.append(_count_problem(config, num_micro_batches, allowed))
     if not splits_backward(config):
         return found
+    schedule = config.pp_schedule
     if not _torch_compat.SPLITS_ANY_BACKWARD:
-        found.append(
-            f"{names.get('pp_schedule', 'pp_schedule')} {config.pp_schedule} must have torch 2.13 or newer, not "
-            f"{torch.__version__}, whose halves of a backward do not fit every model; use interleaved_1f1b"
-        )
+        rule = f"must have torch 2.13 or newer, not {torch.__version__}, whose halves of a backward do not fit every model"
+        key = names.get("pp_schedule", "pp_schedule")
+        found.append(Problem(key, "requires", schedule, rule, "use interleaved_1f1b"))
     if config.compile:
-        found.append(
-            f"{names.get('compile', 'compile')} must be off with {config.pp_schedule}, which halves the backward: "
-            "a compiled block has it in one piece, and would run it twice; use compile = false, or interleaved_1f1b"
+        rule = (
+            f"must be off with {schedule}, which halves the backward: a compiled block has it in one piece, and would "
+            "run it twice"
         )
+        fix = "use compile = false, or interleaved_1f1b"
+        found.append(Problem(names.get("compile", "compile"), "excludes", True, rule, fix))
     return found
 
 
-def _count_rule(config: ParallelConfig, count: int, allowed: int) -> str:
-    """The schedule's rule for the number of micro-batches, and the fix, in words."""
+def _count_problem(config: ParallelConfig, count: int, allowed: int) -> Problem:
+    """The schedule's rule for the number of micro-batches."""
+    key, pp, schedule = "num_micro_batches", config.pp, config.pp_schedule
     if count < 1:
-        return f"at least 1; use pp {config.pp} or more of them"
-    if config.pp_schedule == "1f1b":
-        return f"at least pp {config.pp} with 1f1b; use {allowed} or more, or gpipe"
-    if config.pp_schedule == "dualpipev":
-        return (
-            f"at least the {num_stages(config)} stages with dualpipev; use {allowed} or more, or "
-            "zbv_zero_bubble"
-        )
-    fewer = count - count % config.pp
-    return (
-        f"a multiple of their {count // config.pp} rounds of pp {config.pp} with {config.pp_schedule}; "
-        f"use {fewer} or {allowed}"
-    )
+        return Problem(key, "range", count, "must be at least 1", f"use pp {pp} or more of them")
+    if schedule == "1f1b":
+        fix = f"use {allowed} or more, or gpipe"
+        return Problem(key, "pp", count, f"must be at least pp {pp} with 1f1b", fix)
+    if schedule == "dualpipev":
+        rule = f"must be at least the {num_stages(config)} stages with dualpipev"
+        return Problem(key, "stages", count, rule, f"use {allowed} or more, or zbv_zero_bubble")
+    rule = f"must be a multiple of their {count // pp} rounds of pp {pp} with {schedule}"
+    return Problem(key, "rounds", count, rule, f"use {count - count % pp} or {allowed}")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from forge_parallel._shared.problems import invalid, raise_problems
 from forge_parallel._torch_compat import set_timeout
 from forge_parallel.config import DEVICES, Layout, ParallelConfig
 from forge_parallel.sdpa import sdpa_kernel, sdpa_problem
@@ -79,12 +80,11 @@ def select_device(name: str = "auto") -> torch.device:
     unknown name and for `cuda` on a machine without one. Usage: `device = select_device("auto")`.
     """
     if name not in DEVICES:
-        raise ValueError(f"device {name!r} must be one of {', '.join(DEVICES)}; use auto")
+        raise invalid("device", "unknown", name, f"must be one of {', '.join(DEVICES)}", "use auto")
     available = torch.cuda.is_available()
     if name == "cuda" and not available:
-        raise ValueError(
-            "device 'cuda' must have a CUDA GPU and this machine shows none; use cpu or auto"
-        )
+        rule = "must have a CUDA GPU and this machine shows none"
+        raise invalid("device", "requires", name, rule, "use cpu or auto")
     if name == "cpu" or not available:
         return torch.device("cpu")
     device = torch.device("cuda", _index_of_this_rank() if torch.cuda.device_count() > 1 else 0)
@@ -108,16 +108,14 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
     not multiply to the world size. Usage: `meshes = make_meshes(config)`.
     """
     if config.layout == "auto":
-        raise ValueError(
-            "parallel: layout auto must become a layout first; forge-train does that, and "
-            "forge_parallel.plan.auto_layout gives its keys"
-        )
+        rule = "must become a layout first"
+        fix = "forge-train does that, and forge_parallel.plan.auto_layout gives its keys"
+        raise invalid("layout", "auto", config.layout, rule, fix, where="parallel")
     world = os.environ.get("WORLD_SIZE", "1")
     if not dist.is_initialized() and world != "1":
-        raise ValueError(
-            f"WORLD_SIZE is {world} and this process stands alone: each would train by itself; use "
-            "`with launch(config) as meshes`, or torch.distributed.init_process_group"
-        )
+        rule = "is set and this process stands alone: each would train by itself"
+        fix = "use `with launch(config) as meshes`, or torch.distributed.init_process_group"
+        raise invalid("WORLD_SIZE", "group", world, rule, fix)
     device = select_device(config.device) if device is None else device
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     layout = config.axes(world_size)
@@ -236,7 +234,7 @@ def launch(config: ParallelConfig, facts: Mapping[str, str] | None = None) -> It
     config.axes(world.world_size, world.local_world_size)
     device = select_device(config.device)
     if wrong := sdpa_problem(config.sdpa, device, config.precision):
-        raise ValueError(f"parallel: {wrong}")
+        raise_problems("parallel", [wrong])
     if world.world_size > 1:
         start_process_group(
             world,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from forge_parallel._shared.problems import invalid
 from forge_parallel.config import ParallelConfig
 from forge_parallel.stages import next_allowed_count
 
@@ -57,11 +58,10 @@ def divide_batch(
     the next one that the schedule allows. Raises ValueError for a micro_batch that does not divide the
     global batch, and for no rows or readers.
     """
-    if global_batch < 1 or readers < 1:
-        raise ValueError(
-            f"global_batch {global_batch} and readers {readers} must be at least 1; use the rows of a step and "
-            "Layout.batch_size"
-        )
+    for name, count in (("global_batch", global_batch), ("readers", readers)):
+        if count < 1:
+            fix = "use the rows of a step and Layout.batch_size"
+            raise invalid(name, "range", count, "must be at least 1", fix)
 
     def of_size(size: int) -> MicroBatches:
         shared = -(-global_batch // (size * readers))
@@ -69,10 +69,9 @@ def divide_batch(
 
     if micro_batch is not None:
         if micro_batch < 1 or global_batch % micro_batch:
-            raise ValueError(
-                f"micro_batch {micro_batch} must divide global_batch {global_batch}; use "
-                f"{_divisors(global_batch, micro_batch)[-1]}"
-            )
+            fix = f"use {_divisors(global_batch, micro_batch)[-1]}"
+            rule = f"must divide global_batch {global_batch}"
+            raise invalid("micro_batch", "divides", micro_batch, rule, fix)
         return of_size(micro_batch)
     share = -(-global_batch // readers)
     whole = of_size(share) if global_batch % readers == 0 else None

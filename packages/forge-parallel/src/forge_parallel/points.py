@@ -26,6 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_parallel._shared.problems import invalid
 from forge_parallel.axes.collectives import NamedGroup, join
 from forge_parallel.axes.context import cut_sequence, join_sequence
 from forge_parallel.axes.layers import Opaque, Rowwise, SharedHeads
@@ -83,10 +84,9 @@ class WholePoints:
         kinds: Mapping[str, Kind] | None = None,
     ) -> None:
         if len(stages_of(model)) > 1:
-            raise ValueError(
-                f"points must be those of one stage a rank, and pp_schedule {config.pp_schedule} has "
-                f"{len(stages_of(model))}; use pp_schedule = '1f1b'"
-            )
+            rule = f"must have one stage a rank for points, and has {len(stages_of(model))}"
+            fix = "use pp_schedule = '1f1b'"
+            raise invalid("pp_schedule", "stages", config.pp_schedule, rule, fix)
         self.meshes, self.tp = meshes, NamedGroup.of(meshes.tp)
         self.kinds = POINTS | dict(kinds or {})
         self._cuts_stream = config.sequence_parallel and self.tp.size > 1
@@ -104,29 +104,26 @@ class WholePoints:
             return
         kind = self.kinds.get(place.point)
         if kind is None:
-            raise ValueError(
-                f"point {name} has no kind, so how ranks of tp and cp share it is unknown; give WholePoints "
-                f"kinds={{{place.point!r}: ...}}, or use tp = 1 and cp = 1"
-            )
+            rule = "has no kind, so how ranks of tp and cp share it is unknown"
+            fix = f"give WholePoints kinds={{{place.point!r}: ...}}, or use tp = 1 and cp = 1"
+            raise invalid("point", "kind", name, rule, fix)
         if self.tp.size == 1:
             return
         inside = [p for p in self._opaque if f"{place.path}.".startswith(f"{p}.")]
         if inside and not (place.path in inside and place.kind in ("input", "output")):
-            raise ValueError(
-                f"point {name} is inside of {inside[0]}, which sees all tokens where the stream is cut over tp; "
-                "use sequence_parallel = false"
+            rule = (
+                f"is inside of {inside[0]}, which sees all tokens where the stream is cut over tp"
             )
+            raise invalid("point", "opaque", name, rule, "use sequence_parallel = false")
         children = place.module.children()
         if kind in ("heads", "width", "scores") and not any(
             isinstance(m, Rowwise) for m in children
         ):
-            raise ValueError(
-                f"point {name} is of a module without a row-wise layer, so how ranks of tp share it is unknown; use tp = 1"
-            )
+            rule = "is of a module without a row-wise layer, so how ranks of tp share it is unknown"
+            raise invalid("point", "rowwise", name, rule, "use tp = 1")
         if kind == "vocab" and self._ids is None:
-            raise ValueError(
-                f"point {name} must be of a head with the role sharded_logits under tp, and it has another; use tp = 1"
-            )
+            rule = "must be of a head with the role sharded_logits under tp, and it has another"
+            raise invalid("point", "head", name, rule, "use tp = 1")
 
     def join(self, place: Any, part: Tensor) -> Tensor:
         """The whole value, without graph, of this rank's part, whose first dim are rows."""
@@ -158,10 +155,8 @@ class WholePoints:
         stages = self._of_stages(kinds)
         total = sum(size for stage in stages for *_, size in stage)
         if max_bytes is not None and total > max_bytes:
-            raise ValueError(
-                f"the points of all stages make {total} bytes, above the {max_bytes} that are left of max_bytes; raise it, or "
-                "keep fewer points"
-            )
+            rule = f"bytes are left, and the points of all stages make {total}"
+            raise invalid("max_bytes", "range", max_bytes, rule, "raise it, or keep fewer points")
         own = iter([v for values in found.values() for v in values])
         for rank, stage in enumerate(stages):
             for name, shape, dtype, _ in stage:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from forge_parallel._shared.problems import invalid
 from forge_parallel._torch_compat import (
     DispatchMode,
     alias,
@@ -82,9 +83,13 @@ def recompute(
     backward. Returns how many blocks recompute. Raises ValueError for an unknown mode or `every` < 1.
     """
     if mode not in MODES:
-        raise ValueError(f"recompute {mode!r} must be one of {', '.join(MODES)}; use none")
+        raise invalid(
+            "recompute", "unknown", mode, f"must be one of {', '.join(MODES)}", "use none"
+        )
     if every < 1:
-        raise ValueError(f"recompute_every {every} must be at least 1; use 1 for every block")
+        raise invalid(
+            "recompute_every", "range", every, "must be at least 1", "use 1 for every block"
+        )
     if mode == "none":
         return 0
     from forge_parallel.axes.local import add_mixin  # late: DTensor costs half a second to import
@@ -138,10 +143,8 @@ class TrainingForward:
         layers = (getattr(m, "layer_idx", None) for m in cast(nn.Module, self).modules())
         tokens = value.get_seq_length(next((i for i in layers if i is not None), 0))
         if tokens and self.recompute_contexts is not None:
-            raise ValueError(
-                f"{name} holds {tokens} tokens, to which a recomputation would add its own twice; use "
-                "recompute = 'none' with a prefix"
-            )
+            rule = "tokens are held, to which a recomputation would add its own twice"
+            raise invalid(name, "cache", tokens, rule, "use recompute = 'none' with a prefix")
         return value if tokens else None
 
 

@@ -7,20 +7,27 @@ from contextlib import contextmanager
 
 import torch
 
+from forge_parallel._shared.problems import Problem
+
 #: On a CPU torch has these two.
 _ON_CPU = ("flash", "math")
 #: On CUDA these compute in 16 bits alone.
 _HALF_ONLY = ("flash", "cudnn")
 
 
-def sdpa_problem(name: str, device: torch.device, precision: str) -> str | None:
-    """A sentence if the device does not have the kernel, or does not have it in this precision."""
+def sdpa_problem(name: str, device: torch.device, precision: str) -> Problem | None:
+    """A problem if the device does not have the kernel, or does not have it in this precision."""
     if name == "auto":
         return None
     if device.type == "cpu" and name not in _ON_CPU:
-        return f"sdpa {name!r} is a kernel of CUDA, and the device is cpu; use {' or '.join(_ON_CPU)}, or auto"
+        fix = f"use {' or '.join(_ON_CPU)}, or auto"
+        return Problem("sdpa", "device", name, "is a kernel of CUDA, and the device is cpu", fix)
     if device.type == "cuda" and name in _HALF_ONLY and precision == "fp32":
-        return f"sdpa {name!r} computes in 16 bits on CUDA, and precision is fp32; use efficient or math, or auto"
+        rule, fix = (
+            "computes in 16 bits on CUDA, and precision is fp32",
+            "use efficient or math, or auto",
+        )
+        return Problem("sdpa", "precision", name, rule, fix)
     return None
 
 

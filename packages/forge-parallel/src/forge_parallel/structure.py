@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import nn
 
+from forge_parallel._shared.problems import Problem, invalid, raise_problems
+
 __all__ = ["Blocks", "Structure", "further_units", "stages_of", "structure_of"]
 
 Blocks = str | Iterable[str | nn.Module]
@@ -107,10 +109,9 @@ def _names_of(model: nn.Module, modules: Iterable[nn.Module]) -> list[str]:
     names = {module: name for name, module in model.named_modules()}
     for module in modules:
         if module not in names:
-            raise ValueError(
-                f"blocks of {type(model).__name__} must be modules of it, and a {type(module).__name__} among "
-                "them is not; return those that the model has registered"
-            )
+            rule = f"must be a module of {type(model).__name__}, and is not"
+            fix = "return those that the model has registered"
+            raise invalid("blocks", "unregistered", type(module).__name__, rule, fix)
     return [names[module] for module in dict.fromkeys(modules)]
 
 
@@ -124,25 +125,23 @@ def _given(model: nn.Module, blocks: Blocks) -> list[str]:
         else:
             fits = {module: name for name, module in model.named_modules() if _fits(name, item)}
             if not fits:
-                problems.append(
-                    f"blocks {item!r} must name modules of {type(model).__name__}, and fits none; its children "
-                    f"are {', '.join(n for n, _ in model.named_children()) or 'none'}"
-                )
+                rule = f"must name modules of {type(model).__name__}, and fits none"
+                children = ", ".join(n for n, _ in model.named_children()) or "none"
+                fix = f"its children are {children}"
+                problems.append(Problem("blocks", "not_found", item, rule, fix))
         found |= {module: name for module, name in fits.items() if module not in found}
     names = set(found.values())
     for module, name in found.items():
         if not any(True for _ in module.parameters()) or isinstance(module, _LISTS):
-            problems.append(
-                f"blocks: {name} must have parameters and a forward of its own, and is a "
-                f"{type(module).__name__}; name the modules that are called"
+            rule = (
+                f"must have parameters and a forward of its own, and is a {type(module).__name__}"
             )
+            fix = "name the modules that are called"
+            problems.append(Problem("blocks", "forward", name, rule, fix))
         if (outer := next((n for n in _above(name) if n in names), None)) is not None:
-            problems.append(
-                f"blocks: {name} is inside {outer or 'the model'}, and no block may contain another; name one "
-                "of them"
-            )
-    if problems:
-        raise ValueError("\n".join(problems))
+            rule = f"is inside {outer or 'the model'}, and no block may contain another"
+            problems.append(Problem("blocks", "nested", name, rule, "name one of them"))
+    raise_problems("", problems)
     return list(found.values())
 
 
@@ -166,12 +165,10 @@ def _longest(model: nn.Module) -> tuple[list[str], str]:
     taken = [name for name, children in lists.items() if len(children) == longest]
     kind = type(model).__name__
     if len(taken) > 1:
-        both = " and ".join(taken[:2])
         patterns = " or ".join(repr(f"{name}.*") for name in taken[:2])
-        raise ValueError(
-            f"{kind} does not say which are its blocks, and {both} hold {longest} modules each; pass "
-            f"blocks={patterns} (both in a list, if all are), or give it blocks()"
-        )
+        rule = f"hold {longest} modules each, and {kind} does not say which are its blocks"
+        fix = f"pass blocks={patterns} (both in a list, if all are), or give it blocks()"
+        raise invalid("blocks", "ambiguous", taken[:2], rule, fix)
     if not taken:
         return [], ""
     names = _names_of(model, lists[taken[0]])

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from forge_parallel._shared.problems import invalid
 from forge_parallel._torch_compat import function_output
 from forge_parallel.axes.attention_kernels import kernel_for
 from forge_parallel.axes.tiles import Runs, Tiling
@@ -52,10 +53,11 @@ def blockwise_attention(
     head. Raises ValueError if v does not have the shape of k, or H is no multiple of K.
     """
     if k.shape != v.shape or q.size(2) % k.size(2) or q.size(3) != k.size(3):
-        raise ValueError(
-            f"k {tuple(k.shape)} and v {tuple(v.shape)} must have one shape, with the head width of q "
-            f"{tuple(q.shape)} and heads that divide its own; pad v, or repeat heads"
+        rule = (
+            f"must have the shape of v {tuple(v.shape)}, with the head width of q {tuple(q.shape)} and heads that divide "
+            "its own"
         )
+        raise invalid("k", "shape", tuple(k.shape), rule, "pad v, or repeat heads")
     out: Tensor = _Blockwise.apply(q, k, v, tiling, exchange)
     return out
 

@@ -6,12 +6,14 @@ Shapes: (..., tokens, width); `dim` is the dim that is cut or joined, n the rank
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from forge_parallel._shared.problems import invalid, raise_problems
 from forge_parallel._torch_compat import (
     all_gather,
     all_reduce,
@@ -33,9 +35,8 @@ class NamedGroup(NamedTuple):
         """Of a DeviceMesh of one axis, or of anything with `.group`, `.size` and `.rank`."""
         if hasattr(axis, "get_group"):
             if axis.ndim != 1:
-                raise ValueError(
-                    f"mesh has {axis.ndim} axes {axis.mesh_dim_names} and must have one; pass mesh['tp']"
-                )
+                fix = "pass mesh['tp']"
+                raise invalid("mesh", "axes", axis.mesh_dim_names, "must have one axis", fix)
             return cls(axis.get_group().group_name, axis.size(), axis.get_local_rank())
         return cls("" if axis.group is None else axis.group.group_name, axis.size, axis.rank)
 
@@ -139,6 +140,8 @@ def _cut(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
 def _check_cut(shape: torch.Size, dim: int, size: int) -> None:
     """ValueError unless the tokens of (..., tokens, width) divide over the ranks."""
     if shape[dim] % size:  # compiled code traces no more than this line
-        here = {"seq_len": f"tokens (dim {dim} of {tuple(shape)})"}
-        wrong = uneven_sequence(shape[dim], tp=size, names=here)
-        raise ValueError(f"{wrong}, or sequence_parallel = false and no experts")
+        wrong = uneven_sequence(shape[dim], tp=size, names={"seq_len": f"dim {dim}"})
+        assert wrong is not None
+        rule = f"of {tuple(shape)}, its tokens, {wrong.rule}"
+        fix = f"{wrong.fix}, or sequence_parallel = false and no experts"
+        raise_problems("", [replace(wrong, rule=rule, fix=fix)])

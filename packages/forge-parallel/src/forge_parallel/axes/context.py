@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from forge_parallel._shared.problems import Problem, invalid, raise_problems
 from forge_parallel._torch_compat import disable_compile, start_all_gather
 from forge_parallel.axes.blockwise import blockwise_attention
 from forge_parallel.axes.key_exchange import AllGather, Ring, chunks_of, join_parts, local_chunks
@@ -51,7 +52,7 @@ def cut_sequence(x: Tensor, axis: Any, dim: int = 1) -> Tensor:
     if axis.size == 1:
         return x
     if wrong := uneven_sequence(x.size(dim), cp=axis.size):
-        raise ValueError(wrong)
+        raise_problems("", [wrong])
     return local_chunks(x, axis.rank, axis.size, dim)
 
 
@@ -94,10 +95,9 @@ def context_parallel(
     unknown.
     """
     if exchange not in _EXCHANGES:
-        raise ValueError(f"exchange {exchange!r} is unknown; use {' or '.join(_EXCHANGES)}")
-    problems = attention_problems(model)
-    if problems:
-        raise ValueError("\n".join(problems))
+        fix = f"use {' or '.join(_EXCHANGES)}"
+        raise invalid("exchange", "unknown", exchange, "is unknown", fix)
+    raise_problems("", attention_problems(model))
     if axis.size == 1:
         return model
     mark(model, "context")
@@ -112,37 +112,33 @@ def context_parallel(
     return model
 
 
-def attention_problems(model: nn.Module) -> list[str]:
-    """Reasons why a model's attention cannot be computed over cp ranks: a sentence per layer and field.
+def attention_problems(model: nn.Module) -> list[Problem]:
+    """Reasons why a model's attention cannot be computed over cp ranks, for each layer and field.
 
     `module.attend` declares its computation by `spec`, a dataclass whose defaults mean plain causal attention inside
     of documents with scores by D ** -0.5; or by `is_causal = True` that it is exactly that.
     """
     offers = {name: m.attend for name, m in model.named_modules() if hasattr(m, "attend")}
+    kind = type(model).__name__
     if not offers:
-        return [
-            f"{type(model).__name__} has no module with an attribute attend(q, k, v, ctx), so its "
-            "attention cannot reach over ranks; give its attention one, or use cp 1"
-        ]
+        rule = f"must be an attribute attend(q, k, v, ctx) of a module of {kind} to reach over ranks, and is of none"
+        return [Problem("attend", "missing", ..., rule, "give its attention one, or use cp 1")]
     needed = {*getattr(model, "mask_inputs", ())} & {*getattr(model, "extra_inputs", ())}
-    problems = [
-        f"{type(model).__name__} takes {name}, by which tokens of whole rows see each other, and ranks of cp have parts of "
-        "rows; use cp 1"
-        for name in sorted(needed)
-    ]
+    rule = f"of {kind} lets tokens of whole rows see each other, and ranks of cp have parts of rows"
+    problems = [Problem(name, "mask_inputs", ..., rule, "use cp 1") for name in sorted(needed)]
+    causal = "must be causal attention inside of documents with scores by D ** -0.5, which cp puts in its place"
+    computed = (
+        "is not computed over the ranks of cp, where attention is causal, with a scale and a window"
+    )
     for name, attend in offers.items():
-        spec = getattr(attend, "spec", None)
+        key, spec = f"{name}.attend", getattr(attend, "spec", None)
         if spec is None and not getattr(attend, "is_causal", False):
-            problems.append(
-                f"{name}.attend must be causal attention inside of documents with scores by D ** -0.5, which cp "
-                "puts in its place, and does not say so; give the function is_causal = True if it is, or use cp 1"
-            )
-        problems += [
-            f"{name}.attend: {f.name} {getattr(spec, f.name)!r} is not computed over the ranks of cp, where "
-            f"attention is causal, with a scale and a window; use cp 1, or {f.name} {f.default!r}"
-            for f in (() if spec is None else dataclasses.fields(spec))
-            if f.name not in _COMPUTED and getattr(spec, f.name) != f.default
-        ]
+            fix = "give the function is_causal = True if it is, or use cp 1"
+            problems.append(Problem(key, "causal", ..., f"{causal}, and does not say so", fix))
+        for f in () if spec is None else dataclasses.fields(spec):
+            if f.name not in _COMPUTED and (value := getattr(spec, f.name)) != f.default:
+                fix = f"use cp 1, or {f.name} {f.default!r}"
+                problems.append(Problem(f"{key}.{f.name}", "spec", value, computed, fix))
     return problems
 
 
@@ -216,10 +212,9 @@ class ContextAttention:
         if ids is None:
             tiling = whole_rows_tiling(self._place(q.size(1)))
         elif ids.shape != q.shape[:2]:
-            raise ValueError(
-                f"document_ids {tuple(ids.shape)} must be cut as tokens are, to {tuple(q.shape[:2])}; "
-                "use cut_sequence(document_ids, axis), or give those of whole rows"
-            )
+            rule = f"must be cut as tokens are, to {tuple(q.shape[:2])}"
+            fix = "use cut_sequence(document_ids, axis), or give those of whole rows"
+            raise invalid("document_ids", "shape", tuple(ids.shape), rule, fix)
         else:
             tiling = self._tiling(ctx, q.device)
         if self.scale is not None:  # kernels scale by D ** -0.5, so q takes the rest of the factor
@@ -238,10 +233,9 @@ class ContextAttention:
         `scores`, `softmax` and `mix` compute attention from its definition, for who looks into it (forge_core.interp).
         """
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad):
-            raise ValueError(
-                "scores of tokens that lie on several ranks have no gradient; call the model under torch.no_grad(), or "
-                "use cp 1"
-            )
+            rule = "of tokens that lie on several ranks have no gradient"
+            fix = "call the model under torch.no_grad(), or use cp 1"
+            raise invalid("scores", "gradient", ..., rule, fix)
         scale = q.size(-1) ** -0.5 if self.scale is None else self.scale
         wide = torch.promote_types(q.dtype, torch.float32)
         keys = _of_queries(join_sequence(k.contiguous(), self.axis).to(wide), q.size(2))
@@ -402,10 +396,9 @@ class _RowsOverRanks:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(self.cp_arguments, args)) | kwargs
         if given.get("positions") is None and given.get("cache") is None:
-            raise ValueError(
-                "positions must be given where a row is spread over ranks, as they do not count from "
-                "0; pass positions=cut_sequence(positions, axis)"
-            )
+            rule = "must be given where a row is spread over ranks, as they do not count from 0"
+            fix = "pass positions=cut_sequence(positions, axis)"
+            raise invalid("positions", "missing", ..., rule, fix)
         ids, attention = given.get("document_ids"), self.cp_attention
         if ids is not None and given.get("cache") is None:
             here = given["positions"].size(-1)  # a stage's stream may be cut by tp besides

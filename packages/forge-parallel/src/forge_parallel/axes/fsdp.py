@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from forge_parallel._shared.problems import invalid, raise_problems
 from forge_parallel._torch_compat import local_tensor, reduce_unused_parameters, refresh_grad_dtypes
 from forge_parallel.legal import ShardedDim, offsets_are_right, uneven_vocab, width_of
 from forge_parallel.order import mark
@@ -171,10 +172,11 @@ def shard_of(parameter: Any, shards: int) -> Any:
     if cuts_inside(shape, shards, rows, tp):
         return Shard(1)
     if not offsets_are_right(rows, tp, shards):
-        table = ShardedDim(
-            f"a parameter {tuple(parameter.shape)}: {rows} ids", rows, width=width_of(shape)
-        )
-        raise ValueError(uneven_vocab(table, tp, shards))
+        what = f"ids of a parameter {tuple(parameter.shape)}"
+        table = ShardedDim("rows", rows, width=width_of(shape), what=what)
+        wrong = uneven_vocab(table, tp, shards)
+        assert wrong is not None
+        raise_problems("", [wrong])
     return None
 
 
@@ -265,10 +267,9 @@ def follow_requires_grad(model: nn.Module) -> None:
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     for name in model.__dict__.get(FROZEN_HALF, ()):
         if name in trained:
-            raise ValueError(
-                f"{name} was frozen and in 16 bits at parallelize, and must stay frozen: updates would be rounded away; "
-                "to train it later give it in fp32, or freeze it after parallelize"
-            )
+            rule = "was frozen and in 16 bits at parallelize, and must stay frozen: updates would be rounded away"
+            fix = "to train it later give it in fp32, or freeze it after parallelize"
+            raise invalid(name, "frozen", ..., rule, fix)
     reshard(model)
     for module in _units(model):
         refresh_grad_dtypes(module)

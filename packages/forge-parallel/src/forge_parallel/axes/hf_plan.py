@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from forge_parallel._problems import merge_layers
+from forge_parallel._shared.problems import Problem, raise_problems
 
 #: transformers' styles that are one of the roles; others are refused by name.
 STYLES = {
@@ -40,34 +41,30 @@ def roles_of_plan(model: nn.Module) -> dict[str, str]:
     plan = _plan(model)
     found: dict[str, str] = {}
     beside = set()
-    problems = []
+    problems: list[Problem] = []
     for name, _ in model.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]
         styles = {s for p, s in plan.items() if fnmatchcase(owner, p) or fnmatchcase(name, p)}
         unknown = styles - set(STYLES)
         if unknown or len(styles) > 1:
             listed = ", ".join(sorted(styles))
-            problems.append(
-                f"{owner}: tp style {listed} must be one of {', '.join(STYLES)}; pass roles for this model"
-            )
+            rule = f"must be a tp style: one of {', '.join(STYLES)}"
+            problems.append(Problem(owner, "style", listed, rule, "pass roles for this model"))
         elif styles:
             found[name] = STYLES[styles.pop()]
             if found[name] == "colwise":
                 beside.add(owner.rpartition(".")[0])
     for name, _ in model.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]
-        if name in found or any(problem.startswith(f"{owner}:") for problem in problems):
+        if name in found or any(problem.key == owner for problem in problems):
             continue
         if owner.rpartition(".")[0] in beside:
-            problems.append(
-                f"{owner}: has no tp style and must have one beside colwise layers, where ranks have "
-                "different heads; pass roles for this model"
-            )
+            rule = "has no tp style and must have one beside colwise layers, where ranks have different heads"
+            problems.append(Problem(owner, "missing", ..., rule, "pass roles for this model"))
         module = model.get_submodule(owner)
         ids = isinstance(module, nn.Embedding) and _looks_up_ids(model, module)
         found[name] = "vocab" if ids else "opaque"
-    if problems:
-        raise ValueError(merge_layers(list(dict.fromkeys(problems))))
+    raise_problems("", merge_layers(dict.fromkeys(problems)))
     return found
 
 

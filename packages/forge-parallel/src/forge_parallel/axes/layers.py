@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
+from forge_parallel._shared.problems import invalid
 from forge_parallel.axes.collectives import (
     NamedGroup,
     copy,
@@ -148,10 +149,9 @@ class ShardedLogits(Colwise):
             return logits
         missing = self.tp_width - logits.size(-1)
         if missing < 0:
-            raise ValueError(
-                f"a rank's logits {tuple(logits.shape)} must have at most {self.tp_width} ids; give the tied "
-                "weight's embedding the role 'vocab'"
-            )
+            rule = f"of a rank must have at most {self.tp_width} ids"
+            fix = "give the tied weight's embedding the role 'vocab'"
+            raise invalid("logits", "width", tuple(logits.shape), rule, fix)
         return F.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
 
@@ -240,7 +240,9 @@ class Opaque(nn.Module):
         outs = [out] if isinstance(out, Tensor) else list(out)
         stream = next((i for i, value in enumerate(outs) if _is_stream(value)), None)
         if stream is None:
-            raise ValueError("an opaque module must return the stream as a float tensor")
+            raise invalid(
+                "opaque", "output", ..., "module must return the stream as a float tensor"
+            )
         outs[stream] = cut(outs[stream], self.tp.group, token_dim(outs[stream]))
         return outs[0] if isinstance(out, Tensor) else tuple(outs)
 
@@ -275,11 +277,12 @@ class Root(nn.Module):
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
-            raise ValueError(
-                "a weight that tp cuts must be used by its own module's forward, and other code uses it (the line "
-                "is above), where nothing would be exchanged between ranks; call the module there, or give it "
-                f"the role opaque: {error}"
-            ) from error
+            rule = (
+                "that tp cuts must be used by its own module's forward, and other code uses it (the line is above), where "
+                "nothing would be exchanged between ranks"
+            )
+            fix = f"call the module there, or give it the role opaque: {error}"
+            raise invalid("weight", "foreign", ..., rule, fix) from error
 
 
 def _on_first(
@@ -300,7 +303,7 @@ def _join_streams(values: tuple[Any, ...], group: NamedGroup) -> dict[int, Tenso
     """{id: whole tokens} of the first float tensor and of those of its shape (queries, keys, values)."""
     floats = [value for value in values if _is_stream(value)]
     if not floats:
-        raise ValueError("an opaque module must take the stream as a float tensor")
+        raise invalid("opaque", "input", ..., "module must take the stream as a float tensor")
     first, dim = floats[0], token_dim(floats[0])
     streams = {id(x): x for x in floats if x.shape == first.shape}
     return {key: join(x, group, dim) for key, x in streams.items()}

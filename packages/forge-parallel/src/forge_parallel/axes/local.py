@@ -14,6 +14,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Placement
 
+from forge_parallel._shared.problems import invalid
+
 
 def add_mixin(module: nn.Module, mixin: type) -> None:
     """Put `mixin` before the class of `module`, in place.
@@ -46,10 +48,9 @@ def use_local(
     are returned unchanged. Raises ValueError for a name that is no parameter of the module.
     """
     if name not in module._parameters:
-        raise ValueError(
-            f"{name!r} must be a parameter of {type(module).__name__}; it has "
-            f"{', '.join(module._parameters) or 'none'}"
-        )
+        fix = f"it has {', '.join(module._parameters) or 'none'}"
+        rule = f"must be a parameter of {type(module).__name__}"
+        raise invalid("name", "not_found", name, rule, fix)
     if not isinstance(module, OwnForward):
         add_mixin(module, OwnForward)
     cls: Any = type(module)

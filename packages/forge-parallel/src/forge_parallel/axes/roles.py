@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from forge_parallel._problems import merge_layers
+from forge_parallel._shared.problems import Problem, invalid, raise_problems
 from forge_parallel.axes.hf_plan import has_plan, roles_of_plan
 from forge_parallel.legal import ShardedDim, uneven_vocab, uneven_width, width_of
 
@@ -117,10 +118,9 @@ def find_roles(
             return Matched()
     table = table_of(model, roles)
     if not table:
-        raise ValueError(
-            f"{type(model).__name__} must say the roles of its parameters; give it a method "
-            "parallel_roles(), or pass roles"
-        )
+        rule = f"must be given for the parameters of {type(model).__name__}"
+        fix = "give it a method parallel_roles(), or pass roles"
+        raise invalid("roles", "missing", ..., rule, fix)
     return match_roles(model, table, strict=roles is not None)
 
 
@@ -134,20 +134,20 @@ def match_roles(model: nn.Module, table: Mapping[str, Any], *, strict: bool = Fa
     parameter without a row or with two, and unknown roles; with `strict` also rows that fit nothing.
     """
     found, rows, problems = _match(model, table, strict)
-    _raise(problems)
+    raise_problems("", merge_layers(problems))
     matched, problems = _resolve(found, rows)
-    _raise(problems)
+    raise_problems("", merge_layers(problems))
     return matched
 
 
 def _match(
     model: nn.Module, table: Mapping[str, Any], strict: bool = False
-) -> tuple[dict[str, str], dict[str, Role], list[str]]:
+) -> tuple[dict[str, str], dict[str, Role], list[Problem]]:
     """(the one row that each name matches, all rows, problems)."""
     rows = {pattern: _role(pattern, value) for pattern, value in table.items()}
     patterns = [pattern for pattern in rows if any(sign in pattern for sign in "*?[")]
     found: dict[str, str] = {}  # name: pattern
-    problems: list[str] = []
+    problems: list[Problem] = []
     used: set[str] = set()
     for name, _ in model.named_parameters(remove_duplicate=False):
         fits = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
@@ -157,18 +157,22 @@ def _match(
             found[name] = fits[0]
         elif fits:
             listed = " and ".join(repr(pattern) for pattern in fits)
-            problems.append(f"{name}: must match one row, and {listed} do; make one narrower")
+            rule = f"must match one row, and {listed} do"
+            problems.append(Problem(name, "rows", ..., rule, "make one narrower"))
         else:
-            problems.append(f"{name}: no row matches it; add one with a role of {', '.join(ROLES)}")
+            fix = f"add one with a role of {', '.join(ROLES)}"
+            problems.append(Problem(name, "no_row", ..., "must match a row, and no row does", fix))
     bare = [n for n, m in model.named_modules() if n and not any(True for _ in m.parameters())]
     for pattern in [pattern for pattern in rows if pattern not in used]:
         named = [name for name in bare if fnmatchcase(name, pattern)]
         found |= {f"{name}.": pattern for name in named}
         role = rows[pattern].name
         if named and role not in _WITHOUT_PARAMETERS:
-            problems.append(f"{named[0]}: role {role!r} must have parameters, and it has none")
+            rule = "is a role of modules with parameters, and it has none"
+            problems.append(Problem(named[0], "parameters", role, rule))
         if strict and not named:
-            problems.append(f"row {pattern!r} matches no parameter; remove or correct it")
+            rule = "is a row that matches no parameter"
+            problems.append(Problem(pattern, "not_found", ..., rule, "remove or correct it"))
     return found, rows, problems
 
 
@@ -184,10 +188,10 @@ def table_of(model: Any, roles: Mapping[str, Any] | None = None) -> Mapping[str,
 
 def check_cuts(model: nn.Module, matched: Matched, size: int) -> None:
     """One ValueError with all `cut_problems`."""
-    _raise(cut_problems(model, matched, size))
+    raise_problems("", merge_layers(cut_problems(model, matched, size)))
 
 
-def cut_problems(model: nn.Module, matched: Matched, size: int, shards: int = 1) -> list[str]:
+def cut_problems(model: nn.Module, matched: Matched, size: int, shards: int = 1) -> list[Problem]:
     """Every linear layer and embedding that cannot be sharded over `size` ranks, and every dropout.
 
     Outputs (colwise) and inputs (rowwise) must be divisible, below a module with `head_dim` into whole heads; so
@@ -196,7 +200,7 @@ def cut_problems(model: nn.Module, matched: Matched, size: int, shards: int = 1)
     (`legal.uneven_vocab`).
     """
     problems = [
-        f"{name}: is a DTensor already; cut a model once, before FSDP"
+        Problem(name, "sharded", ..., "is a DTensor already", "shard a model once, before FSDP")
         for name, parameter in model.named_parameters()
         if hasattr(parameter, "device_mesh") and not matched.is_expert(name)
     ]
@@ -205,8 +209,8 @@ def cut_problems(model: nn.Module, matched: Matched, size: int, shards: int = 1)
         module: Any = model.get_submodule(name)
         if not any(True for _ in module.parameters(recurse=False)):
             continue
-        if (wrong := _wrong_kind(module, role.name)) is not None:
-            problems.append(f"{name}: {wrong}")
+        if wrong := _wrong_kind(name, module, role.name):
+            problems.append(wrong)
         elif role.name in ("colwise", "rowwise"):
             whole = module.weight.size(0 if role.name == "colwise" else 1)
             unit = _unit(model, name, role, whole)
@@ -226,20 +230,21 @@ def cut_problems(model: nn.Module, matched: Matched, size: int, shards: int = 1)
                 if parameter == "lora_a":  # a whole copy on each rank
                     continue
                 here = name if parameter == "weight" else f"{name}.{parameter}"
-                dim = ShardedDim(f"{here}: {whole} ids", whole, width=width_of(table.shape))
+                dim = ShardedDim(here, whole, width=width_of(table.shape), what="ids")
                 if wrong := uneven_vocab(dim, size, shards):
                     problems.append(wrong)
                     break
             cap = getattr(getattr(model, "config", None), "final_logit_softcapping", None)
             if role.name in HEADS and whole % size and cap is not None:
-                problems.append(
-                    f"{name}: {whole} ids must be divisible by tp {size} under final_logit_softcapping {cap}, which "
-                    "would make logits of the ids that fill up the last rank; pad the vocabulary"
+                rule = (
+                    f"ids must be divisible by tp {size} under final_logit_softcapping {cap}, which would make logits of "
+                    "the ids that fill up the last rank"
                 )
+                problems.append(Problem(name, "softcap", whole, rule, "pad the vocabulary"))
     return problems
 
 
-def dropout_problems(model: nn.Module) -> list[str]:
+def dropout_problems(model: nn.Module) -> list[Problem]:
     """Modules with dropout: tp ranks have the same seed and would drop the same positions of different heads."""
     found: dict[str, Any] = {}
     for name, module in model.named_modules():
@@ -254,57 +259,55 @@ def dropout_problems(model: nn.Module) -> list[str]:
         config = getattr(model, "config", None)
         names = ("attention_dropout", "attn_pdrop")
         found = {f"config.{name}": getattr(config, name, None) for name in names}
-    return [
-        f"{name}: dropout {value} must be 0 under tp, whose ranks would drop the same of different heads and "
-        "tokens; set it to 0, or use tp = 1"
-        for name, value in found.items()
-        if _drops(value)
-    ]
+    rule = "must be 0 under tp, whose ranks would drop the same of different heads and tokens"
+    fix = "set this dropout to 0, or use tp = 1"
+    return [Problem(n, "dropout", value, rule, fix) for n, value in found.items() if _drops(value)]
 
 
 def _drops(value: Any) -> bool:
     return isinstance(value, float) and value > 0.0
 
 
-def _tied_apart(model: nn.Module, matched: Matched) -> list[str]:
+def _tied_apart(model: nn.Module, matched: Matched) -> list[Problem]:
     """Parameters with several names whose roles need different placements."""
     roles: dict[nn.Parameter, dict[str, str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         role = matched.leaves.get(name.rpartition(".")[0])
         kind = "opaque" if role is None else role.name
         roles.setdefault(parameter, {})[name] = "by rows" if kind in BY_ROWS else kind
-    return [
-        f"{' and '.join(names)}: are one parameter and must be cut alike, not {' and '.join(names.values())}; "
-        "give an embedding 'vocab' and its head 'sharded_logits'"
-        for names in roles.values()
-        if len(set(names.values())) > 1
-    ]
+    problems = []
+    for first, *others in (list(names.items()) for names in roles.values()):
+        if len({first[1], *(kind for _, kind in others)}) > 1:
+            names, kinds = zip(first, *others, strict=True)
+            rule = f"and {' and '.join(names[1:])} are one parameter and must be sharded alike, not {' and '.join(kinds)}"
+            fix = "give an embedding 'vocab' and its head 'sharded_logits'"
+            problems.append(Problem(first[0], "tied", ..., rule, fix))
+    return problems
 
 
 def _role(pattern: str, value: Any) -> Role:
     if isinstance(value, Mapping):
         unknown = set(value) - {"role", "multiple_of"}
         if unknown or "role" not in value:
-            raise ValueError(
-                f"row {pattern!r}: {dict(value)} must have the key role, and may have multiple_of"
-            )
+            rule = "must have the key role, and may have multiple_of"
+            raise invalid(pattern, "keys", dict(value), rule)
         role = Role(value["role"], value.get("multiple_of", 1))
     else:
         if not isinstance(value, str | tuple | list):
-            raise ValueError(
-                f"row {pattern!r}: {value!r} must be a role's name, or a table with the key role"
-            )
+            rule = "must be a role's name, or a table with the key role"
+            raise invalid(pattern, "type", value, rule)
         role = Role(value) if isinstance(value, str) else Role(*value)
     if role.name == "shared_heads":
         role = Role("colwise", role.multiple_of, shared=True)
     if role.name not in ROLES:
-        raise ValueError(f"row {pattern!r}: role {role.name!r} is unknown; use {', '.join(ROLES)}")
+        raise invalid(pattern, "unknown", role.name, "is no role", f"use {', '.join(ROLES)}")
     if role.multiple_of < 1:
-        raise ValueError(f"row {pattern!r}: multiple_of {role.multiple_of} must be at least 1")
+        key = f"{pattern}.multiple_of"
+        raise invalid(key, "range", role.multiple_of, "must be at least 1", "use 1")
     return role
 
 
-def _resolve(found: Mapping[str, str], rows: Mapping[str, Role]) -> tuple[Matched, list[str]]:
+def _resolve(found: Mapping[str, str], rows: Mapping[str, Role]) -> tuple[Matched, list[Problem]]:
     """Modules by role, from the rows of their parameters, and problems: roles that contradict each other."""
     leaves: dict[str, Role] = {}
     opaque: dict[str, None] = {}
@@ -317,25 +320,21 @@ def _resolve(found: Mapping[str, str], rows: Mapping[str, Role]) -> tuple[Matche
         elif role.name == "expert":
             experts[_named(name, pattern)] = None
         elif leaves.setdefault(owner, role) != role:
-            problems.append(
-                f"{owner}: its parameters must have one role, and have {leaves[owner].name!r} and "
-                f"{role.name!r}; name the module in one row"
-            )
+            rule = f"must have one role for its parameters, and has {leaves[owner].name!r} and {role.name!r}"
+            problems.append(Problem(owner, "roles", ..., rule, "name the module in one row"))
     opaque = {r: None for r in opaque if not any(r != o and _within(r, o) for o in opaque)}
     routed = dict.fromkeys(name.rpartition(".")[0] for name in experts)
     for region in opaque:
         inside = [n for n in (*leaves, *routed) if _within(n, region)]
         if region == "":
-            problems.append("an opaque row must name a module below the model, as in 'mixer.*'")
+            rule = "must be the role of a module below the model"
+            problems.append(Problem("opaque", "model", ..., rule, "write a row as 'mixer.*'"))
         elif inside:
-            problems.append(
-                f"{region}: is opaque, and {inside[0]} inside has a role; use one of them"
-            )
+            rule = f"is opaque, and {inside[0]} inside has a role"
+            problems.append(Problem(region, "nested", ..., rule, "use one of them"))
         elif any(_within(region, r) for r in routed):
-            problems.append(
-                f"{region}: opaque modules cannot stand among experts, where ranks have different "
-                "tokens; use replicate_sum_grad"
-            )
+            rule = "is opaque and must not stand among experts, where ranks have different tokens"
+            problems.append(Problem(region, "experts", ..., rule, "use replicate_sum_grad"))
     parameters = {n: rows[p].name for n, p in found.items() if not n.endswith(".")}
     return Matched(leaves, tuple(opaque), tuple(experts), tuple(routed), parameters), problems
 
@@ -350,27 +349,33 @@ def _named(parameter: str, pattern: str) -> str:
     return ".".join(parts) if pattern != "*" else ""
 
 
-def _wrong_kind(module: Any, role: str) -> str | None:
+def _wrong_kind(name: str, module: Any, role: str) -> Problem | None:
+    """Why a module cannot have its role, or None."""
     names = {name for name, _ in module.named_parameters(recurse=False)}
     shape = tuple(getattr(module.weight, "shape", ())) if "weight" in names else ()
+    found = f"and it is {_say(module)}"
     if role in _LINEAR:
         want = (getattr(module, "out_features", None), getattr(module, "in_features", None))
         if shape != want or not names <= _OF_LINEAR:
-            return (
-                f"role {role!r} must be a linear layer, weight (out, in), and it is {_say(module)}"
-            )
+            rule = f"must be the role of a linear layer, weight (out, in), {found}"
+            return Problem(name, "linear", role, rule)
     if role == "norm_over_heads" and (len(shape) != 1 or not hasattr(module, "mean_over_ranks")):
-        return (
-            "role 'norm_over_heads' must be an RMS norm with a weight (D,) that takes the mean of squares from "
-            f"`mean_over_ranks(sums)` where that is set, and it is {_say(module)}"
+        rule = (
+            "must be the role of an RMS norm with a weight (D,) that takes the mean of squares from "
+            f"`mean_over_ranks(sums)` where that is set, {found}"
         )
+        return Problem(name, "norm", role, rule)
     if role == "enter":
-        return f"role 'enter' must be a module without parameters, and it is {_say(module)}"
+        rule = f"must be the role of a module without parameters, {found}"
+        return Problem(name, "enter", role, rule)
     if role == "vocab":
         if not isinstance(module, nn.Embedding):
-            return f"role 'vocab' must be an nn.Embedding, and it is {_say(module)}"
+            return Problem(name, "embedding", role, f"must be the role of an nn.Embedding, {found}")
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            return "a vocabulary over ranks has no max_norm, scale_grad_by_freq or sparse; unset it"
+            rule = (
+                "must be the role of an embedding without max_norm, scale_grad_by_freq and sparse"
+            )
+            return Problem(name, "options", role, rule, "unset it")
     return None
 
 
@@ -396,15 +401,10 @@ def shared_head(model: nn.Module, name: str, role: Role, size: int) -> int:
 
 
 def _sharded_dim(name: str, role: Role, whole: int, unit: int) -> ShardedDim:
-    side = "inputs" if role.name == "rowwise" else "outputs"
-    what = f"{whole} {side}" if unit == 1 else f"{whole // unit} heads of {unit} ({whole} {side})"
-    return ShardedDim(f"{name}: {what}", whole, unit, role.shared and unit > 1)
+    what = "inputs" if role.name == "rowwise" else "outputs"
+    what = what if unit == 1 else f"{what} ({whole // unit} heads of {unit})"
+    return ShardedDim(name, whole, unit, role.shared and unit > 1, what=what)
 
 
 def _within(name: str, region: str) -> bool:
     return region in ("", name) or name.startswith(f"{region}.")
-
-
-def _raise(problems: list[str]) -> None:
-    if problems:
-        raise ValueError(merge_layers(problems))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from forge_parallel._shared.problems import invalid
 from forge_parallel._torch_compat import overlap_matmuls
 from forge_parallel.axes.collectives import NamedGroup, join
 from forge_parallel.axes.hf_plan import has_plan
@@ -102,15 +103,15 @@ def tensor_parallel(
         check_cuts(model, matched, group.size)
     ids = _ids_of_heads(model, matched)
     if foreign and sequence_parallel:
-        raise ValueError(
-            f"sequence_parallel must be off for a model of Hugging Face ({type(model).__name__} reads lengths off "
-            "the stream); use sequence_parallel = false"
-        )
+        rule = f"must be off for a model of Hugging Face ({type(model).__name__} reads lengths off the stream)"
+        fix = "use sequence_parallel = false"
+        raise invalid("sequence_parallel", "excludes", True, rule, fix)
     if async_tp and (mesh.device_type != "cuda" or not sequence_parallel):
-        raise ValueError(
-            f"async_tp must have CUDA and sequence parallelism, and the device is {mesh.device_type}, "
-            f"sequence_parallel {sequence_parallel}; use async_tp = false"
+        rule = (
+            f"must have CUDA and sequence parallelism, and the device is {mesh.device_type}, sequence_parallel "
+            f"{sequence_parallel}"
         )
+        raise invalid("async_tp", "requires", async_tp, rule, "use async_tp = false")
     mark(model, "tensor")
     if async_tp:
         overlap_matmuls(group.name)
@@ -283,10 +284,9 @@ def _ids_of_heads(model: nn.Module, matched: Matched) -> dict[str, int]:
         if role.name in HEADS:
             weight: Any = getattr(model.get_submodule(name), "weight", None)
             if weight is None and len(tables) != 1:
-                raise ValueError(
-                    f"{name}: a head without weight must go with one embedding of role 'vocab', and there are "
-                    f"{len(tables)}; give the head its weight, or the embedding this role"
-                )
+                rule = f"has no weight and must go with one embedding of role 'vocab', and there are {len(tables)}"
+                fix = "give the head its weight, or the embedding this role"
+                raise invalid(name, "weight", ..., rule, fix)
             found[name] = int(tables[0].num_embeddings if weight is None else weight.size(0))
     return found
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from forge_parallel._shared.problems import invalid
 from forge_parallel.axes.collectives import NamedGroup
 from forge_parallel.axes.vocab_part import (
     VocabLoss,
@@ -53,10 +54,8 @@ def vocab_cross_entropy(
     """
     group = NamedGroup.of(axis)
     if logits.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"labels {tuple(labels.shape)} must have the shape of logits {tuple(logits.shape)} without the last "
-            "dim; shift both by slicing"
-        )
+        rule = f"must have the shape of logits {tuple(logits.shape)} without the last dim"
+        raise invalid("labels", "shape", tuple(labels.shape), rule, "shift both by slicing")
     flat = logits.reshape(-1, logits.size(-1))  # (N, W)
     part = VocabPart.of(group, flat.size(1), vocab_size, (z_loss, label_smoothing))
     ids, valid, scales, count = label_scales(labels, weights, ignore_index, wide_dtype(logits))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from forge_parallel._shared.problems import invalid
 from forge_parallel.axes.collectives import NamedGroup
 from forge_parallel.axes.vocab_part import (
     VocabLoss,
@@ -75,35 +76,33 @@ def vocab_fused_cross_entropy(
     """
     group = NamedGroup.of(axis)
     if x.shape[:-1] != labels.shape or weight.ndim != 2 or x.size(-1) != weight.size(1):
-        raise ValueError(
-            f"x {tuple(x.shape)} must be the labels' shape {tuple(labels.shape)} and the width of weight "
-            f"{tuple(weight.shape)}; shift tokens and labels by slicing"
-        )
+        rule = f"must be the labels' shape {tuple(labels.shape)} and the width of weight {tuple(weight.shape)}"
+        raise invalid("x", "shape", tuple(x.shape), rule, "shift tokens and labels by slicing")
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap {softcap} must be above 0, or None for no cap; use 30")
+        rule = "must be above 0, or None for no cap"
+        raise invalid("softcap", "range", softcap, rule, "use 30")
     width = len(weight) if vocab_size is None else -(-vocab_size // group.size)
     part = VocabPart.of(group, width, vocab_size, (z_loss, label_smoothing))
     # asked alike on all ranks, or the others would wait for the one that raises
     if (group.size - 1) * width >= part.vocab_size:
-        raise ValueError(
-            f"{part.vocab_size} ids must leave some for the last of {group.size} ranks, of which each has {width}; use "
-            "fewer ranks, or a larger vocabulary"
-        )
+        rule = f"must leave ids for the last of {group.size} ranks, of which each has {width}"
+        fix = "use fewer ranks, or a larger vocabulary"
+        raise invalid("vocab_size", "empty", part.vocab_size, rule, fix)
     if len(weight) != part.real:
-        raise ValueError(
-            f"weight {tuple(weight.shape)} must have {part.real} rows, at least one, on rank {group.rank} of "
-            f"{group.size} for {part.vocab_size} ids; give the size of the whole vocabulary"
-        )
+        rule = f"must have {part.real} rows, at least one, on rank {group.rank} of {group.size} for {part.vocab_size} ids"
+        fix = "give the size of the whole vocabulary"
+        raise invalid("weight", "shape", tuple(weight.shape), rule, fix)
     x, weight = _as_product_casts(x), _as_product_casts(weight)
     ids, valid, scales, count = label_scales(labels, weights, ignore_index, wide_dtype(x))
     check_labels(ids, valid, part.vocab_size)
     scales = valid.to(wide_dtype(x)) if scales is None else scales
     needs = (x.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
     if any(needs) and x.dtype == torch.float16:
-        raise ValueError(
-            f"x {x.dtype} must be bf16 or wider where gradients are needed: slopes are rounded to it before the factor "
-            "of a loss scaler is known; use bf16, or vocab_cross_entropy"
+        rule = (
+            "must be bf16 or wider where gradients are needed: they are rounded to it before the factor of a loss "
+            "scaler is known"
         )
+        raise invalid("x", "dtype", x.dtype, rule, "use bf16, or vocab_cross_entropy")
     head, flat = _Head(scale, softcap, part), x.reshape(-1, x.size(-1))
     with torch.autocast(x.device.type, enabled=False):
         total, shown, each = _Fused.apply(flat, weight, ids, valid, scales, head, needs)

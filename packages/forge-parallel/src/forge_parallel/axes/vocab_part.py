@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from forge_parallel._shared.problems import invalid
 from forge_parallel._torch_compat import all_gather
 from forge_parallel.axes.collectives import NamedGroup
 
@@ -58,14 +59,17 @@ class VocabPart(NamedTuple):
         """ValueError for a vocabulary that `width` does not cut, and for a coefficient out of range."""
         ids, (z_loss, label_smoothing) = vocab_size or width * group.size, terms
         if -(-ids // group.size) != width:
-            raise ValueError(
-                f"vocab_size {ids} over {group.size} ranks must give parts of {width} ids, as there are; give the "
-                "size of the whole vocabulary"
+            rule = f"over {group.size} ranks must give parts of {width} ids, as there are"
+            raise invalid(
+                "vocab_size", "shards", ids, rule, "give the size of the whole vocabulary"
             )
-        if not (0.0 <= z_loss < float("inf") and 0.0 <= label_smoothing < 1.0):
-            raise ValueError(
-                f"z_loss {z_loss} must be finite and at least 0, label_smoothing {label_smoothing} at least 0 and "
-                "below 1; use 1e-4 and 0.1, or 0 for none"
+        if not 0.0 <= z_loss < float("inf"):
+            rule = "must be finite and at least 0"
+            raise invalid("z_loss", "range", z_loss, rule, "use 1e-4, or 0 for none")
+        if not 0.0 <= label_smoothing < 1.0:
+            rule = "must be at least 0 and below 1"
+            raise invalid(
+                "label_smoothing", "range", label_smoothing, rule, "use 0.1, or 0 for none"
             )
         return cls(group, width, ids, z_loss, label_smoothing)
 
@@ -166,16 +170,17 @@ def label_scales(
 
     ValueError unless labels are integers, and weights floating point and one for each label."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise ValueError(f"labels {labels.dtype} must be ids in integers; use torch.int64")
+        raise invalid("labels", "dtype", labels.dtype, "must be ids in integers", "use torch.int64")
     ids = labels.reshape(-1).to(torch.int64)
     valid = ids != ignore_index
     if weights is None:
         return ids, valid, None, valid.sum()
-    if weights.shape != labels.shape or not weights.is_floating_point():
-        raise ValueError(
-            f"weights {weights.dtype} {tuple(weights.shape)} must be floating-point numbers, one for each of labels "
-            f"{tuple(labels.shape)}; cast or reshape them"
-        )
+    if not weights.is_floating_point():
+        rule = "must be floating-point numbers"
+        raise invalid("weights", "dtype", weights.dtype, rule, "cast them")
+    if weights.shape != labels.shape:
+        rule = f"must be one for each of labels {tuple(labels.shape)}"
+        raise invalid("weights", "shape", tuple(weights.shape), rule, "reshape them")
     flat = weights.reshape(-1).to(dtype).where(valid, 0.0)
     return ids, valid, flat, flat.double().sum()
 
@@ -186,7 +191,8 @@ def check_labels(labels: Tensor, valid: Tensor, num_ids: int) -> None:
         return
     wrong = labels[valid & ((labels < 0) | (labels >= num_ids))]
     if wrong.numel():
-        raise ValueError(
-            f"label {int(wrong[0])} must be in [0, {num_ids}) or ignore_index; enlarge the vocabulary or check the "
-            "tokenizer"
+        rule, fix = (
+            f"must be in [0, {num_ids}) or ignore_index",
+            "enlarge the vocabulary or check the tokenizer",
         )
+        raise invalid("labels", "range", int(wrong[0]), rule, fix)

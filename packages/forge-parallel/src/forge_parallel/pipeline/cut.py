@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from forge_parallel._shared.problems import raise_problems
 from forge_parallel.legal import too_few_layers
 from forge_parallel.pipeline.parts import blocks_by_key
 from forge_parallel.structure import Structure
@@ -53,7 +54,7 @@ def stage_ranges(costs: Sequence[float], num_stages: int) -> list[range]:
     Usage: `stage_ranges([1, 1, 1, 3], 2) == [range(0, 3), range(3, 4)]`.
     """
     if wrong := too_few_layers(len(costs), num_stages):
-        raise ValueError(wrong)
+        raise_problems("", [wrong])
     sums = [0.0, *accumulate(costs)]
     limit = _best_ends(sums, num_stages, math.inf, max)[0]
     # sums of floats in another order differ in the last bits

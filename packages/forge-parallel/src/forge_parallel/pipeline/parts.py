@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from forge_parallel._shared.problems import Problem, invalid, problems_of
 from forge_parallel.structure import Structure, structure_of
 
 
@@ -24,22 +25,21 @@ def parts_of(model: nn.Module, structure: Structure | None = None) -> Structure:
     """
     kind, declare = type(model).__name__, getattr(model, "pipeline_parts", None)
     if not callable(declare):
-        raise ValueError(
-            f"{kind} must offer pipeline_parts() to be cut into pipeline stages, and has no such method; "
-            "add it (see forge_parallel.pipeline.parts_of), or use pp 1"
-        )
+        rule = f"must be a method of {kind} to split it into pipeline stages, and it has none"
+        fix = "add it (see forge_parallel.pipeline.parts_of), or use pp 1"
+        raise invalid("pipeline_parts", "missing", ..., rule, fix)
     if reason := declare().get("refused"):
-        raise ValueError(f"{kind} must not be cut into pipeline stages: {reason}; use pp 1")
+        rule = f"of {kind} must allow pipeline stages, and does not: {reason}"
+        raise invalid("pipeline_parts", "refused", ..., rule, "use pp 1")
     parts = structure_of(model) if structure is None else structure
     children = model._modules
     unknown = [name for name in (*parts.ends, parts.container) if name not in children]
     if unknown or not isinstance(
         children[parts.container], nn.ModuleDict | nn.ModuleList | nn.Sequential
     ):
-        raise ValueError(
-            f"{kind}.pipeline_parts() names {', '.join(unknown) or parts.container}, which must be a child of "
-            "it (blocks: a ModuleDict, ModuleList or Sequential); name attributes of the model"
-        )
+        rule = f"must be a child of {kind} (blocks: a ModuleDict, ModuleList or Sequential)"
+        wrong, fix = ", ".join(unknown) or parts.container, "name attributes of the model"
+        raise invalid("pipeline_parts", "child", wrong, rule, fix)
     own = [name for name, p in model._parameters.items() if p is not None]
     forgotten = [
         name
@@ -48,19 +48,18 @@ def parts_of(model: nn.Module, structure: Structure | None = None) -> Structure:
         if any(True for _ in child.parameters())
     ]
     if own or forgotten:
-        raise ValueError(
-            f"{kind}: {', '.join(own + forgotten)} must belong to a stage, and pipeline_parts() names "
-            "neither; put it into a module that `first` or `last` names"
-        )
+        rule = f"of {kind} must belong to a stage, and pipeline_parts() names none of them"
+        fix = "put it into a module that `first` or `last` names"
+        raise invalid("pipeline_parts", "stage", ", ".join(own + forgotten), rule, fix)
     return parts
 
 
-def part_problems(model: nn.Module, structure: Structure | None = None) -> list[str]:
+def part_problems(model: nn.Module, structure: Structure | None = None) -> list[Problem]:
     """Why it cannot be cut into stages; empty if it can."""
     try:
         parts_of(model, structure)
     except ValueError as error:
-        return [str(error)]
+        return list(problems_of(error))
     return []
 
 
@@ -75,10 +74,9 @@ def stream_dim(model: nn.Module) -> int:
     declared: Any = model.pipeline_parts()  # type: ignore[operator]
     dim = declared.get("dim", getattr(getattr(model, "config", None), "dim", None))
     if type(dim) is not int or dim < 1:
-        raise ValueError(
-            f"{type(model).__name__} must say the width of its stream, and says {dim!r}; let pipeline_parts() name "
-            'it as "dim", or give the model a config with dim'
-        )
+        rule = f"must be the width of the stream of {type(model).__name__}"
+        fix = 'let pipeline_parts() name it as "dim", or give the model a config with dim'
+        raise invalid("dim", "type", dim, rule, fix)
     return dim
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forge_parallel._shared.problems import invalid, raise_problems
 from forge_parallel._torch_compat import pipeline_stage
 from forge_parallel.axes.context import arguments_with_positions
 from forge_parallel.axes.fsdp import reshard
@@ -46,7 +47,7 @@ class Pipeline:
     Evaluation does not use torch's `schedule.eval()`: it runs as many micro-batches as training, holds the logits
     of all of them until the end, and torch 2.13 sets up its stages again at each switch from and to training.
 
-    Raises ValueError with the sentences of `schedule_problems`, and for rows that cp or tp cannot divide.
+    Raises ValueError with the problems of `schedule_problems`, and for rows that cp or tp cannot divide.
     """
 
     def __init__(
@@ -68,8 +69,7 @@ class Pipeline:
         cut = config.tp if config.sequence_parallel else 1
         if wrong := uneven_sequence(seq_len, config.cp, cut):
             problems.append(wrong)
-        if problems:
-            raise ValueError("\n".join(problems))
+        raise_problems("", problems)
         self.length, self.cut = seq_len // config.cp, cut
         self.tokens_length = seq_len if whole_tokens else self.length
         if dtype is None:
@@ -249,20 +249,19 @@ class Pipeline:
         wanted |= {n: (target, (rows, self.length)) for n, target in zip(names, targets)}
         for name, (tensor, shape) in wanted.items():
             if tensor is not None and tensor.shape != shape:
-                raise ValueError(
-                    f"{name} {tuple(tensor.shape)} must be {shape}: {count} micro-batches of "
-                    f"{self.micro_batch} rows; give all rows of the step, cut by cp alone"
-                )
+                rule = f"must be {shape}: {count} micro-batches of {self.micro_batch} rows"
+                fix = "give all rows of the step, cut by cp alone"
+                raise invalid(name, "shape", tuple(tensor.shape), rule, fix)
         given = {name: value for name, value in kwargs.items() if value is not None}
         # a stage that sees a part of each row needs the positions of its tokens
         if self.cut > 1 and not given and arguments_with_positions(self.model):
             given["positions"] = torch.arange(self.length, device=tokens.device).unsqueeze(0)
         for name, value in given.items():
             if not isinstance(value, Tensor) or value.dim() == 0 or len(value) not in (1, rows):
-                what = tuple(value.shape) if isinstance(value, Tensor) else repr(value)
-                raise ValueError(
-                    f"{name} {what} must be a tensor with {rows} rows or 1, to be cut into micro-batches; "
-                    "let loss_fn close over what is not per row"
+                what = tuple(value.shape) if isinstance(value, Tensor) else value
+                rule = f"must be a tensor with {rows} rows or 1, to be split into micro-batches"
+                raise invalid(
+                    name, "rows", what, rule, "let loss_fn close over what is not per row"
                 )
         return {n: v.expand(rows, *v.shape[1:]) for n, v in given.items()}
 
@@ -273,10 +272,9 @@ class Pipeline:
         """
         wanted, got = _kind(self._stream), _kind(output)
         if got != wanted:
-            raise ValueError(
-                f"stage {module.pipeline_stage} gives {got}, and the next one waits for {wanted}; give "
-                "Pipeline the stream's dim and dtype"
-            )
+            rule = f"gives {got}, and the next one waits for {wanted}"
+            fix = "give Pipeline the stream's dim and dtype"
+            raise invalid("stage", "stream", module.pipeline_stage, rule, fix)
         return output.clone() if output._is_view() and splits_backward(self.config) else output
 
     def _total(self, losses: list[Tensor]) -> Tensor:

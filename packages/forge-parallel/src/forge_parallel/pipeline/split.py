@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from forge_parallel._shared.problems import raise_problems
 from forge_parallel.config import ParallelConfig
 from forge_parallel.legal import tied_on_one_rank
 from forge_parallel.meshes import Meshes
@@ -42,7 +43,7 @@ def split(
     """
     parts = parts_of(model, structure)
     if wrong := tied_on_one_rank(config, parts.tied):
-        raise ValueError(wrong)
+        raise_problems("", [wrong])
     count, keys = num_stages(config), list(blocks_by_key(model, parts))
     ranges = stage_ranges(block_costs(model, parts, seq_len), count)
     mark(model, "split")

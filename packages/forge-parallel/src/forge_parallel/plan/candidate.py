@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 import torch
 
+from forge_parallel._shared.problems import Problem, raise_problems
 from forge_parallel.config import Layout, ParallelConfig
 from forge_parallel.legal import problems
 from forge_parallel.micro_batches import MicroBatches, divide_batch
@@ -55,8 +57,8 @@ class SearchSpace:
     micro_batches: Sequence[int | None] = (None,)
     modes: Sequence[str] = MODES
     storage: Storage = field(default_factory=Storage)
-    #: What else stands against a layout, in sentences: rules of whoever trains in it.
-    refuses: Callable[[ParallelConfig], Sequence[str]] = lambda config: ()
+    #: Other problems of a layout, of whoever trains in it.
+    refuses: Callable[[ParallelConfig], Sequence[Any]] = lambda config: ()
 
     def candidate(self, config: ParallelConfig, micro_batch: int | None) -> Candidate:
         """One candidate, by default with the micro_batch of `divide_batch`. ValueError, a line for each broken rule."""
@@ -64,8 +66,7 @@ class SearchSpace:
         parts = divide_batch(config, self.global_batch, readers, micro_batch)
         candidate = Candidate(self.profile, config, self.world_size, self.global_batch,
                     parts.size, self.hardware, self.gpus_per_node, self.storage)  # fmt: skip
-        if broken := [*_problems(candidate), *self.refuses(config)]:
-            raise ValueError("\n".join(broken))
+        raise_problems("", [*_problems(candidate), *self.refuses(config)])
         return candidate
 
 
@@ -187,7 +188,7 @@ def describe(candidate: Candidate) -> str:
     return ", ".join(parts + ([f"memory_budget {c.memory_budget:g}"] if c.memory_budget else []))
 
 
-def _problems(candidate: Candidate) -> list[str]:
+def _problems(candidate: Candidate) -> list[Problem]:
     """Every rule that the candidate breaks."""
     d, count = candidate.layout, candidate.num_micro_batches
     facts = candidate.profile.facts(d.tp, d.dp_shard * d.cp)

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from forge_parallel._problems import merge_layers
+from forge_parallel._shared.problems import Problem, problems_of
 from forge_parallel.axes.context import attention_problems
 from forge_parallel.axes.fsdp import own_dtype
 from forge_parallel.axes.roles import (
@@ -71,11 +72,11 @@ class Profile:
         self.ahead = ahead
         self._found: dict[Any, Any] = {}
         self.structure = structure_of(model, blocks)
-        self.no_roles: str | None = None
+        self.no_roles: tuple[Problem, ...] = ()
         try:
             self.matched = find_roles(model)
         except ValueError as error:
-            self.matched, self.no_roles = find_roles(model, cut=False), str(error)
+            self.matched, self.no_roles = find_roles(model, cut=False), problems_of(error)
         self._find_kinds()
         self.pp_problems = part_problems(model, self.structure)
         self.cp_problems = attention_problems(model)
@@ -175,14 +176,13 @@ class Profile:
             self._found[key] = make()
         return self._found[key]
 
-    def tp_problems(self, tp: int, shards: int = 1) -> list[str]:
+    def tp_problems(self, tp: int, shards: int = 1) -> list[Problem]:
         """Why `tp` ranks, and FSDP2's `shards` of their parts, cannot cut this model; empty if they can."""
 
-        def find() -> list[str]:
-            if self.no_roles is not None:
-                return [self.no_roles]
-            found = cut_problems(self.model, self.matched, tp, shards)
-            return merge_layers(found).splitlines()
+        def find() -> list[Problem]:
+            if self.no_roles:
+                return list(self.no_roles)
+            return merge_layers(cut_problems(self.model, self.matched, tp, shards))
 
         return [] if tp == 1 else self.once(("tp", tp, shards), find)
 

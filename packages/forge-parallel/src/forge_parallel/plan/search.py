@@ -8,6 +8,7 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from forge_parallel._shared.problems import invalid
 from forge_parallel.config import ParallelConfig
 from forge_parallel.plan.candidate import SearchSpace, describe
 from forge_parallel.plan.report import Estimate
@@ -45,18 +46,18 @@ def auto_layout(space: SearchSpace) -> tuple[Estimate, list[str]]:
     """The best estimate, and the reasons in words. ValueError if no candidate is allowed, or none fits."""
     ranked = search(space)
     if not ranked:
-        raise ValueError(
-            f"global_batch {space.global_batch} on {space.world_size} ranks must have an allowed layout, and "
-            "none is; use rows of a length that tp and cp divide, or fewer layers than ranks of pp"
-        )
+        rule = f"on {space.world_size} ranks must have an allowed layout, and none is"
+        fix = "use rows of a length that tp and cp divide, or fewer layers than ranks of pp"
+        raise invalid("global_batch", "layout", space.global_batch, rule, fix)
     best = ranked[0]
     if not best.fits:
-        raise ValueError(
-            f"{space.profile.numel / 1e9:.1f} B parameters on {space.world_size} x {space.hardware.name} must "
-            f"stay below {space.hardware.limit / 1e9:.0f} GB a rank, and the smallest layout "
-            f"({describe(best.candidate)}) needs {best.peak / 1e9:.0f}; use more ranks, shorter rows or "
-            "recompute = 'full'"
+        rule = (
+            f"x {space.hardware.name} must hold {space.profile.numel / 1e9:.1f} B parameters in "
+            f"{space.hardware.limit / 1e9:.0f} GB a rank, and the smallest layout ({describe(best.candidate)}) needs "
+            f"{best.peak / 1e9:.0f}"
         )
+        fix = "use more ranks, shorter rows or recompute = 'full'"
+        raise invalid("world_size", "memory", space.world_size, rule, fix)
     return best, _reasons(best, ranked)
 
 

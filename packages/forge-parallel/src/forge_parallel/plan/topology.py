@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+from forge_parallel._shared.problems import invalid
 from forge_parallel.config import Layout
 
 
@@ -61,7 +62,7 @@ def find_hardware(name: str) -> Hardware:
     """The row of HARDWARE by its name. ValueError for an unknown one."""
     found = HARDWARE.get(name.lower())
     if found is None:
-        raise ValueError(f"gpu {name!r} must be one of {', '.join(HARDWARE)}; use h200")
+        raise invalid("gpu", "unknown", name, f"must be one of {', '.join(HARDWARE)}", "use h200")
     return found
 
 

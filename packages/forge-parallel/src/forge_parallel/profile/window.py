@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from forge_parallel._shared.problems import Problem, raise_problems
 from forge_parallel._torch_compat import start_memory_history, stop_memory_history
 from forge_parallel.profile.breakdown import breakdown, read_trace
 from forge_parallel.profile.memory import gradient_addresses, memory_by_category, peak_of_trace
@@ -55,9 +56,7 @@ class ProfileWindow:
         device: torch.device | str = "cpu",
         memory: bool = False,
     ) -> None:
-        problems = window_problems(start_step, num_steps, every_steps)
-        if problems:
-            raise ValueError("\n".join(problems))
+        raise_problems("", window_problems(start_step, num_steps, every_steps))
         self._folder, self._rank, self._memory = Path(folder), rank, memory
         self._start, self._num, self._every = start_step, num_steps, every_steps
         self._device = torch.device(device)
@@ -180,19 +179,17 @@ class ProfileWindow:
             torch.cuda.synchronize(self._device)
 
 
-def window_problems(start_step: int, num_steps: int, every_steps: int) -> list[str]:
-    """Why there is no such window, a sentence each."""
+def window_problems(start_step: int, num_steps: int, every_steps: int) -> list[Problem]:
+    """Why there is no such window."""
     problems = []
     if start_step <= _WARM_UP:
-        problems.append(
-            f"start_step {start_step} must be {_WARM_UP + 1} or more, as the profiler warms up in the step "
-            "before; use 10"
-        )
+        rule = f"must be {_WARM_UP + 1} or more, as the profiler warms up in the step before"
+        problems.append(Problem("start_step", "range", start_step, rule, "use 10"))
     if num_steps < 0:
-        problems.append(f"num_steps {num_steps} must be 0 (never) or more; use 3")
+        rule = "must be 0 (never) or more"
+        problems.append(Problem("num_steps", "range", num_steps, rule, "use 3"))
     if every_steps < 0 or 0 < every_steps <= num_steps:
-        problems.append(
-            f"every_steps {every_steps} must be 0 (one window) or above num_steps {num_steps}, as each window "
-            f"has a step of warm-up before it; use {max(num_steps, 0) + 1} or more"
-        )
+        rule = f"must be 0 (one window) or above num_steps {num_steps}, as each window has a step of warm-up before it"
+        fix = f"use {max(num_steps, 0) + 1} or more"
+        problems.append(Problem("every_steps", "range", every_steps, rule, fix))
     return problems

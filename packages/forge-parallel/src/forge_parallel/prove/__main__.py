@@ -26,6 +26,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forge_parallel._shared.problems import invalid
 from forge_parallel.prove.cells import layout_name
 from forge_parallel.prove.prove import Result, prove
 from forge_parallel.prove.settings import PRECISIONS, ProveError
@@ -129,7 +130,8 @@ def _worlds(text: str | None) -> list[int] | None:
     try:
         return [int(world) for world in text.split(",")]
     except ValueError as error:
-        raise ProveError(f"--world {text!r} must be numbers with commas; write 2,4") from error
+        rule = "must be numbers with commas"
+        raise invalid("--world", "type", text, rule, "write 2,4", kind=ProveError) from error
 
 
 def _layout(words: list[str]) -> dict[str, Any]:
@@ -139,14 +141,17 @@ def _layout(words: list[str]) -> dict[str, Any]:
 def _pairs(words: list[str], flag: str, example: str) -> dict[str, Any]:
     pairs = [_pair(word, flag, example) for word in words]
     if twice := [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]:
-        raise ProveError(f"{flag} must name {twice[0]} once; leave out all but one")
+        rule, fix = "must be given once", "leave out all but one"
+        raise invalid(f"{flag} {twice[0]}", "duplicate", ..., rule, fix, kind=ProveError)
     return dict(pairs)
 
 
 def _pair(text: str, flag: str, example: str) -> tuple[str, Any]:
     key, equals, value = text.partition("=")
     if not (key and equals):
-        raise ProveError(f"{flag} {text!r} must be key=value; write {example}")
+        raise invalid(
+            flag, "syntax", text, "must be key=value", f"write {example}", kind=ProveError
+        )
     try:
         return key, tomllib.loads(f"x = {value}")["x"]
     except tomllib.TOMLDecodeError:
@@ -159,9 +164,11 @@ def _roles(path: Path | None) -> dict[str, Any] | None:
     try:
         table = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ProveError(f"--roles {path} must be a TOML file ({error}); correct it") from error
+        rule = f"must be a TOML file ({error})"
+        raise invalid("--roles", "toml", str(path), rule, "correct it", kind=ProveError) from error
     if set(table) != {"roles"} or not isinstance(table["roles"], dict):
-        raise ProveError(f"--roles {path} must hold one table [roles]; write [roles] first")
+        rule, fix = "must hold one table [roles]", "write [roles] first"
+        raise invalid("--roles", "table", str(path), rule, fix, kind=ProveError)
     return table["roles"]
 
 

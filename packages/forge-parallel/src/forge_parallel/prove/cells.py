@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from forge_parallel._shared.problems import invalid, problems_of, raise_problems
 from forge_parallel.config import ParallelConfig
 from forge_parallel.legal import Facts, problems
 from forge_parallel.prove.settings import ProveError, Settings
@@ -102,21 +103,21 @@ def own_cell(layout: Mapping[str, Any], world: int, settings: Settings, seq_len:
     for key in keys:
         if key in _NOT_IN_A_LAYOUT or key not in known:
             fix = _NOT_IN_A_LAYOUT.get(key, "use tp=2, pp=2, compile=true, micro_batches=4, ...")
-            raise ProveError(f"layout {name}: {key} must be a key of a layout; {fix}")
+            rule, where = "must be a key of a layout", f"layout {name}"
+            raise invalid(key, "unknown_key", ..., rule, fix, where=where, kind=ProveError)
         _require_type(name, key, keys[key])
     if count is not None and (type(count) is not int or count < 1):
-        raise ProveError(
-            f"layout {name}: micro_batches {count!r} must be a number from 1 on; use 1"
-        )
+        where, rule = f"layout {name}", "must be a number from 1 on"
+        raise invalid("micro_batches", "range", count, rule, "use 1", where=where, kind=ProveError)
+    where = f"layout {name} on {world} ranks"
     try:
         config = Cell(name, world, keys).config(settings)
         axes = config.axes(world)
     except (ValueError, TypeError) as error:
-        raise ProveError(f"layout {name} on {world} ranks: {error}") from error
+        raise ProveError(problems_of(error), where) from error
     count = next_allowed_count(config, 1) if count is None else count
     facts = Facts(seq_len=seq_len, num_micro_batches=count)
-    if found := problems(config, axes, facts):
-        raise ProveError("\n".join(f"layout {name} on {world} ranks: {p}" for p in found))
+    raise_problems(where, problems(config, axes, facts), ProveError)
     return Cell(name, world, keys, count)
 
 
@@ -127,7 +128,8 @@ def _require_type(name: str, key: str, value: Any) -> None:
     if get_origin(hint) is Literal or type(value) in kinds or (type(value), *kinds) == (int, float):
         return
     names = {int: "a whole number", float: "a number", bool: "true or false"}
-    raise ProveError(f"layout {name}: {key} {value!r} must be {names[kinds[0]]}; correct it")
+    rule, where = f"must be {names[kinds[0]]}", f"layout {name}"
+    raise invalid(key, "type", value, rule, "correct it", where=where, kind=ProveError)
 
 
 def standard_cells(worlds: Iterable[int], only: str, settings: Settings) -> Sequence[Cell]:

@@ -18,6 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -25,6 +26,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 import torch.distributed as dist
 
+from forge_parallel._shared.problems import Problem, Shown, problems_of, show
 from forge_parallel._torch_compat import clear_sharding_caches
 from forge_parallel.prove.settings import make_deterministic
 from forge_parallel.start.interface import choose_interface
@@ -34,12 +36,13 @@ _GRACE_SECONDS = 2.0  # for ranks that wait in a collective for one that has end
 
 class Outcome(NamedTuple):
     """The end of a rank: "returned" with its value, the name of an exception's class with its text, or "lost". `at` is
-    the time, `trace` the traceback."""
+    the time, `trace` the traceback, `problems` those of the exception, with their values as text."""
 
     kind: str
     value: Any
     at: float = float("inf")
     trace: str = ""
+    problems: tuple[Problem, ...] = ()
 
 
 def run_on_ranks(
@@ -135,8 +138,15 @@ def _be_rank(
             dist.barrier()  # a rank that exits early resets connections from which others still read
     except BaseException as error:
         kind, text = type(error).__name__, str(error)
-        outcome = Outcome(kind, text, time.monotonic(), traceback.format_exc())
+        outcome = Outcome(kind, text, time.monotonic(), traceback.format_exc(), _portable(error))
     try:
         link.send_bytes(pickle.dumps(outcome))
     finally:
         os._exit(0)
+
+
+def _portable(error: BaseException) -> tuple[Problem, ...]:
+    """The problems of an error, which another process can read whatever their values are."""
+    return tuple(
+        p if p.value is ... else replace(p, value=Shown(show(p.value))) for p in problems_of(error)
+    )

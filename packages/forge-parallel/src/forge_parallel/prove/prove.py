@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forge_parallel._shared.problems import Problem, invalid
 from forge_parallel.prove.cells import Cell, own_cell, standard_cells
 from forge_parallel.prove.processes import Outcome, run_on_ranks
 from forge_parallel.prove.settings import (
@@ -43,7 +44,7 @@ class Result:
     `errors` are the worst, max|a - b| / max|b|, by quantity: stream (behind each layer), loss, gradient,
     norm, weight, text (greedy, of a model of transformers, in fp32); in bf16 also "one rank", all of them beside one
     rank in bf16. Of a red cell, `message` names the first value that differs, `parameter` and `layer` its module, if
-    any. `trace` is the traceback of a rank that raised.
+    any. `trace` is the traceback of a rank that raised, `problems` are those of a refused cell.
     """
 
     cell: str
@@ -55,6 +56,7 @@ class Result:
     layer: str | None = None
     trace: str = ""
     seconds: float = 0.0
+    problems: tuple[Problem, ...] = ()
 
     @property
     def worst(self) -> float:
@@ -117,7 +119,8 @@ def prove(
     settings = make_settings(device, precision, bound)
     timeout = (300.0 if device == "cuda" else 60.0) if timeout is None else timeout
     if nproc is not None and nproc < 1:
-        raise ProveError(f"nproc {nproc} must be at least 1; use the number of your GPUs or cores")
+        fix = "use the number of your GPUs or cores"
+        raise invalid("nproc", "range", nproc, "must be at least 1", fix, kind=ProveError)
     _require_sizes(vocab_size, seq_len, seed, timeout)
     facts = _devices(nproc, timeout) if device == "cuda" else None
     nproc = facts.count if facts is not None and nproc is None else nproc
@@ -143,12 +146,12 @@ def prove(
 
 def _require_alone() -> None:
     if dist.is_initialized():
-        raise ProveError("prove must be called outside of a process group; end it first")
+        rule = "must not exist where prove is called"
+        raise invalid("process group", "running", ..., rule, "end it first", kind=ProveError)
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise ProveError(
-            f"prove starts its own ranks and must be called once, and WORLD_SIZE is {os.environ['WORLD_SIZE']}; "
-            "call it without torchrun, with --nproc"
-        )
+        rule, size = "must be 1, as prove starts its own ranks", os.environ["WORLD_SIZE"]
+        fix = "call it without torchrun, with --nproc"
+        raise invalid("WORLD_SIZE", "ranks", size, rule, fix, kind=ProveError)
 
 
 def _require_sizes(vocab_size: int, seq_len: int, seed: int, timeout: float) -> None:
@@ -159,29 +162,26 @@ def _require_sizes(vocab_size: int, seq_len: int, seed: int, timeout: float) -> 
         ("seed", seed, 0, 2**32 - 1),
     ):
         if not least <= value <= most:
-            raise ProveError(
-                f"{name} {value} must be at least {least} and at most {most}; correct it"
-            )
+            rule = f"must be at least {least} and at most {most}"
+            raise invalid(name, "range", value, rule, "correct it", kind=ProveError)
     if not 0 < timeout <= 86400:
-        raise ProveError(
-            f"timeout {timeout:g} must be above 0 and at most 86400 seconds; leave it out for the default"
-        )
+        rule = "must be above 0 and at most 86400 seconds"
+        fix = "leave it out for the default"
+        raise invalid("timeout", "range", timeout, rule, fix, kind=ProveError)
 
 
 def _devices(nproc: int | None, timeout: float) -> Facts:
     """Of this machine, asked for in a child. NCCL refuses two ranks on one device."""
     (outcome,) = run_on_ranks(1, lambda _: find_devices(), timeout)
     if outcome.kind != "returned":
-        raise ProveError(
-            f"device cuda must have a GPU that torch can use, and asking for it, {_describe(outcome)}; correct the driver, "
-            f"or use cpu\n{outcome.trace}"
-        )
+        rule = f"must have a GPU that torch can use, and asking for it, {_describe(outcome)}"
+        fix = f"correct the driver, or use cpu\n{outcome.trace}"
+        raise invalid("device", "requires", "cuda", rule, fix, kind=ProveError)
     facts: Facts = outcome.value
     if (nproc or 1) > facts.count:
-        raise ProveError(
-            f"nproc {nproc or 1} must be at most the {facts.count} GPUs that this process sees, as NCCL refuses two ranks "
-            f"on one; use {f'nproc {facts.count}' if facts.count else 'device cpu'}"
-        )
+        rule = f"must be at most the {facts.count} GPUs that this process sees, as NCCL refuses two ranks on one"
+        fix = f"use {f'nproc {facts.count}' if facts.count else 'device cpu'}"
+        raise invalid("nproc", "devices", nproc or 1, rule, fix, kind=ProveError)
     return facts
 
 
@@ -194,17 +194,17 @@ def _cells(
     seq_len: int,
 ) -> list[Cell]:
     if layouts and nproc is None:
-        raise ProveError("layouts must have a number of ranks; add nproc=4 (--nproc 4)")
+        rule = "must be given with layouts"
+        raise invalid("nproc", "missing", ..., rule, "add nproc=4 (--nproc 4)", kind=ProveError)
     own = [own_cell(layout, nproc or 1, settings, seq_len) for layout in layouts]
     if worlds is None:
         worlds = () if layouts else (2, 4) if nproc is None else range(1, nproc + 1)
     counts = [world for world in worlds if nproc is None or world <= nproc]
     cells = [*own, *standard_cells(counts, only, settings)]
     if not cells:
-        raise ProveError(
-            f"worlds {counts} and only {only!r} must leave a cell, and leave none; use 1, 2, 4 or 8 ranks, and "
-            "a part of a name in docs/prove.md"
-        )
+        rule = f"and only {only!r} must leave a cell, and leave none"
+        fix = "use 1, 2, 4 or 8 ranks, and a part of a name in docs/prove.md"
+        raise invalid("worlds", "empty", counts, rule, fix, kind=ProveError)
     return cells
 
 
@@ -268,15 +268,13 @@ def _import(name: str) -> Callable[..., Any]:
             raise ValueError(f"a {type(found).__name__} cannot be called")
         return found
     except (ImportError, AttributeError, ValueError) as error:
-        raise ProveError(
-            f"{name!r} must be module:function, and cannot be imported ({error}); run where it can be, as "
-            "my_lab.model:build"
-        ) from error
+        rule = f"cannot be imported ({error}), and must be module:function"
+        fix = "run where it can be, as my_lab.model:build"
+        raise invalid("import", "not_found", name, rule, fix, kind=ProveError) from error
     except (Exception, SystemExit) as error:  # of the module's own code
-        raise ProveError(
-            f"{name!r} must be module:function, and importing it raised {type(error).__name__}: {error}; correct the "
-            f"module\n{traceback.format_exc()}"
-        ) from error
+        rule = f"must be module:function, and importing it raised {type(error).__name__}: {error}"
+        fix = f"correct the module\n{traceback.format_exc()}"
+        raise invalid("import", "raised", name, rule, fix, kind=ProveError) from error
 
 
 def _reference(run: Callable[..., Any], timeout: float, device: str) -> Reference:
@@ -293,16 +291,14 @@ def _reference(run: Callable[..., Any], timeout: float, device: str) -> Referenc
                 importlib.import_module(module)
         return reference
     if outcome.kind == "ProveError":
-        raise ProveError(outcome.value)
+        raise ProveError(outcome.problems)
     if "fork-based multiprocessing" in str(outcome.value):
-        raise ProveError(
-            "this process has run a backward on a CUDA build of torch and must not have, as its forks then "
-            "cannot run any; prove first, or in a process of its own: python -m forge_parallel.prove"
-        )
-    raise ProveError(
-        f"the model must train in one process, and there {_describe(outcome)}; correct build, its args, vocab_size, "
-        f"seq_len or timeout\n{outcome.trace}"
-    )
+        rule = "must not have run a backward on a CUDA build of torch, as its forks then cannot run any"
+        fix = "prove first, or in a process of its own: python -m forge_parallel.prove"
+        raise invalid("this process", "backward", ..., rule, fix, kind=ProveError)
+    rule = f"must train in one process, and there {_describe(outcome)}"
+    fix = f"correct build, its args, vocab_size, seq_len or timeout\n{outcome.trace}"
+    raise invalid("model", "raised", ..., rule, fix, kind=ProveError)
 
 
 def _judge(
@@ -317,9 +313,10 @@ def _judge(
     if failed:  # the first error is the cause; the others have lost their connection
         _, rank, first = min(failed)
         if first.kind == "ProveError":
-            raise ProveError(first.value)
+            raise ProveError(first.problems)
         if first.kind == "Refused":
-            return replace(result, verdict="refused", message=first.value)
+            message, problems = first.value, first.problems
+            return replace(result, verdict="refused", message=message, problems=problems)
         message = f"on rank {rank} {_describe(first)}"
         return replace(result, verdict="red", message=message, trace=first.trace)
     red: dict[str, Any] = {}

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from forge_parallel._shared.problems import WithProblems, invalid
+
 PRECISIONS = ("fp32", "tf32", "bf16")
 QUANTITIES = ("stream", "loss", "gradient", "norm", "weight", "text")
 ONE_RANK = "one rank"
@@ -39,8 +41,8 @@ TF32_BOUNDS = {quantity: bound / 8 for quantity, bound in BF16_BOUNDS.items()}
 CPU_BOUND = 3e-4
 
 
-class ProveError(ValueError):
-    """This model, layout or device cannot be proved: value, rule, fix."""
+class ProveError(WithProblems, ValueError):
+    """This model, layout or device cannot be proved."""
 
 
 @dataclass(frozen=True)
@@ -77,23 +79,21 @@ class Facts:
 def make_settings(device: str, precision: str, bound: float | None) -> Settings:
     """ProveError for a device or precision that is none, or that this process cannot have."""
     if device not in ("cpu", "cuda"):
-        raise ProveError(f"device {device!r} must be cpu or cuda; use cpu")
+        raise invalid(
+            "device", "unknown", device, "must be cpu or cuda", "use cpu", kind=ProveError
+        )
     if precision not in PRECISIONS:
-        raise ProveError(
-            f"precision {precision!r} must be one of {', '.join(PRECISIONS)}; use fp32"
-        )
+        rule = f"must be one of {', '.join(PRECISIONS)}"
+        raise invalid("precision", "unknown", precision, rule, "use fp32", kind=ProveError)
     if precision == "tf32" and device == "cpu":
-        raise ProveError(
-            "precision tf32 must have a GPU, and device is cpu; use fp32, or device cuda"
-        )
+        rule, fix = "must have a GPU, and device is cpu", "use fp32, or device cuda"
+        raise invalid("precision", "requires", precision, rule, fix, kind=ProveError)
     if bound is not None and not 0 < bound < math.inf:
-        raise ProveError(
-            f"bound {bound} must be above 0 and finite; leave it out for those of the precision"
-        )
+        fix = "leave it out for those of the precision"
+        raise invalid("bound", "finite", bound, "must be above 0 and finite", fix, kind=ProveError)
     if device == "cuda" and torch.version.cuda is None:
-        raise ProveError(
-            f"device cuda must have a CUDA build of torch, and {torch.__version__} is none; install one, or use cpu"
-        )
+        rule = f"must have a CUDA build of torch, and {torch.__version__} is not one"
+        raise invalid("device", "build", device, rule, "install one, or use cpu", kind=ProveError)
     if device == "cuda":
         require_no_cuda()
     bounds = {
@@ -110,10 +110,9 @@ def make_settings(device: str, precision: str, bound: float | None) -> Settings:
 def require_no_cuda() -> None:
     """ProveError if this process has used CUDA, which no fork of it can use again."""
     if torch.cuda.is_initialized():
-        raise ProveError(
-            "this process, or a module that it imported, has used CUDA and must not have, as ranks are forked from it; "
-            "prove in a process of its own (python -m forge_parallel.prove), and use CUDA inside of functions"
-        )
+        rule = "must not have been used by this process or a module that it imported, as ranks are forked from it"
+        fix = "prove in a process of its own (python -m forge_parallel.prove), and use CUDA inside of functions"
+        raise invalid("CUDA", "initialized", ..., rule, fix, kind=ProveError)
 
 
 def find_devices() -> Facts:

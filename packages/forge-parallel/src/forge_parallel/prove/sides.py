@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_parallel._shared.problems import WithProblems, invalid, problems_of, raise_problems
 from forge_parallel.axes.context import cut_sequence
 from forge_parallel.axes.fsdp import reshard
 from forge_parallel.axes.vocab import vocab_cross_entropy
@@ -42,7 +43,7 @@ STEPS, MAX_NORM = 2, 0.5
 SGD: dict[str, Any] = {"lr": 0.1, "momentum": 0.9}
 
 
-class Refused(Exception):
+class Refused(WithProblems):
     """forge_parallel refuses this layout for this model."""
 
 
@@ -58,10 +59,9 @@ def one_process(task: Task, device: torch.device) -> Reference:
     with torch.no_grad():
         twice = (logits(again(batch.tokens, **batch.inputs)).cpu() for _ in range(2))
         if not _same(*twice):
-            raise ProveError(
-                "forward must give the same for the same tokens, and gave two results; build the model "
-                "without dropout, other random numbers and counts of its calls"
-            )
+            rule = "must give the same for the same tokens, and gave two results"
+            fix = "build the model without dropout, other random numbers and counts of its calls"
+            raise invalid("forward", "random", ..., rule, fix, kind=ProveError)
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
     values: dict[tuple[int, str], Tensors] = {}
     for step in range(STEPS):
@@ -86,10 +86,10 @@ def one_process(task: Task, device: torch.device) -> Reference:
     for (step, quantity), tensors in values.items():
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():
-                raise ProveError(
-                    f"a model must train in one process, and {quantity}{f' of {name}' if name else ''} in step "
-                    f"{step + 1} is nan or infinite there; correct its forward or its initial weights"
-                )
+                of = f" of {name}" if name else ""
+                rule = f"must be finite in one process, and its {quantity}{of} in step {step + 1} is nan or infinite there"
+                fix = "correct its forward or its initial weights"
+                raise invalid("model", "finite", ..., rule, fix, kind=ProveError)
     return Reference(start, values)
 
 
@@ -180,7 +180,7 @@ def _train(
     except ProveError:
         raise
     except ValueError as broken:
-        raise Refused(str(broken)) from broken
+        raise Refused(problems_of(broken)) from broken
     model = run.model
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
     with sdpa_kernel(run.config.sdpa):
@@ -214,16 +214,14 @@ class _LayoutRun:
         _require_same_start(named, reference.start, "on another rank")
         self.config = config = cell.config(task.settings)
         if wrong := sdpa_problem(config.sdpa, device, config.precision):
-            raise Refused(wrong)
+            raise Refused([wrong])
         if config.cp > 1 and "positions" not in self.names:
-            raise Refused(
-                f"{type(self.model).__name__} must take positions to have its rows cut; add the parameter to its "
-                "forward"
-            )
+            rule = f"must be an argument of the forward of {type(self.model).__name__} to split its rows"
+            raise invalid("positions", "missing", ..., rule, "add the parameter", kind=Refused)
         self.meshes = make_meshes(config, device)
         batch = Facts(seq_len=task.seq_len, num_micro_batches=cell.micro_batches)
-        if found := problems(config, config.axes(self.meshes.world_size), batch):
-            raise Refused("\n".join(found))
+        layout = config.axes(self.meshes.world_size)
+        raise_problems("", problems(config, layout, batch), Refused)
         self.all_rows = task.rows // self.meshes.batch_size
         self.rows = self.all_rows // cell.micro_batches
         parallelize(
@@ -278,17 +276,18 @@ def _width_of(reference: Reference) -> int:
     """D of the stream that stages hand on."""
     for stream in reference.values[0, "stream"].values():
         return stream.size(-1)
-    raise Refused(
-        "pp must have blocks that hand on the stream as one float tensor (B, S, D), and no block does; "
-        "pipeline_parts() says which are the blocks"
+    rule = (
+        "must have blocks that hand on the stream as one float tensor (B, S, D), and no block does"
     )
+    fix = "pipeline_parts() says which are the blocks"
+    raise invalid("pp", "stream", ..., rule, fix, kind=Refused)
 
 
 def _structure(model: nn.Module, task: Task) -> Structure:
     try:
         return structure_of(model, task.blocks)
     except ValueError as error:
-        raise ProveError(str(error)) from error
+        raise ProveError(problems_of(error)) from error
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
@@ -299,10 +298,9 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def _require_same_start(named: Iterable[tuple[str, Tensor]], start: Tensors, when: str) -> None:
     for name, tensor in named:
         if name not in start or not _same(tensor, start[name]):
-            raise ProveError(
-                f"build must give the same values each time, and {name} differs {when}; draw from torch's, "
-                "random's or numpy's own generators, which are seeded before"
-            )
+            rule = f"must give the same values each time, and {name} differs {when}"
+            fix = "draw from torch's, random's or numpy's own generators, which are seeded before"
+            raise invalid("build", "random", ..., rule, fix, kind=ProveError)
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_parallel._shared.problems import invalid
 from forge_parallel.prove.settings import ProveError, Settings
 from forge_parallel.structure import Blocks, Structure
 
@@ -91,8 +92,9 @@ class Task:
             sys.modules["numpy"].random.seed(self.seed)
         model = self.build()
         if not isinstance(model, nn.Module):
-            raise ProveError(
-                f"build must return an nn.Module, and returned a {type(model).__name__}; correct it"
+            rule = "must be an nn.Module, as the result of build"
+            raise invalid(
+                "build", "type", type(model).__name__, rule, "correct it", kind=ProveError
             )
         if self.roles is not None:
             table = dict(self.roles)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_parallel._shared.problems import invalid
 from forge_parallel._torch_compat import in_backward
 from forge_parallel.axes.hf_plan import has_plan
 from forge_parallel.prove.settings import ProveError
@@ -70,10 +71,9 @@ def logits(output: Any) -> Tensor:
     """(B, S, V), also of a Hugging Face output. ProveError for anything else."""
     found = getattr(output, "logits", output)
     if not (isinstance(found, Tensor) and found.dim() == 3):
-        what = tuple(found.shape) if isinstance(found, Tensor) else f"a {type(found).__name__}"
-        raise ProveError(
-            f"forward must return logits (B, S, V), or something with .logits, and returned {what}; wrap the model"
-        )
+        what = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        rule = "must be logits (B, S, V), or something with .logits, as the result of forward"
+        raise invalid("forward", "logits", what, rule, "wrap the model", kind=ProveError)
     return found
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from forge_parallel._shared.problems import invalid, problems_of
 from forge_parallel.start.interface import choose_interface, release_interface
 from forge_parallel.start.rendezvous import rendezvous, say_goodbye
 from forge_parallel.start.store import StartError
@@ -52,9 +53,10 @@ def start_process_group(
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
     if dist.is_initialized():
-        raise StartError(
-            f"rank {world.rank}: a process group of {dist.get_world_size()} ranks is running already; "
-            "end it first"
+        rule = f"of {dist.get_world_size()} ranks is running already"
+        where = f"rank {world.rank}"
+        raise invalid(
+            "process group", "running", ..., rule, "end it first", where=where, kind=StartError
         )
     chosen = False
     try:
@@ -72,14 +74,12 @@ def start_process_group(
     except (RuntimeError, ValueError) as error:
         if chosen:
             release_interface()
-        cause = str(error)
-        if not isinstance(error, StartError):
-            cause = f"the ranks came and cannot connect: {cause.splitlines()[0]}"
-        raise StartError(
-            f"rank {world.rank} of {world.world_size} on host {socket.gethostname()}, meeting at "
-            f"{world.where}: {cause}",
-            shared=getattr(error, "shared", False),
-        ) from error
+        where = f"rank {world.rank} of {world.world_size} on host {socket.gethostname()}, meeting at {world.where}"
+        if isinstance(error, StartError):
+            where = f"{where}: {error.where}" if error.where else where
+            raise StartError(problems_of(error), where, error.shared) from error
+        rule = f"came and cannot connect: {str(error).splitlines()[0]}"
+        raise invalid("ranks", "connect", ..., rule, where=where, kind=StartError) from error
     _started = world, store, chosen
 
 

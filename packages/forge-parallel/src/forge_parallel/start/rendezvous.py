@@ -9,11 +9,13 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from forge_parallel._shared.problems import Problem, invalid
 from forge_parallel.start.store import (
     ANSWER_SECONDS,
     StartError,
@@ -26,7 +28,7 @@ from forge_parallel.start.world import RUN_NAME, World
 _GRACE_SECONDS = 10.0  # rank 0 names missing ranks this long before the others give up
 _GOODBYE_SECONDS = 5.0
 _DESCRIPTION = {"host", "pid", "network", "device", "gpu", "facts", "store_host"}
-_DECISION = {"error", "rank_0", "world_size"}
+_DECISION = {"problems", "rank_0", "world_size"}
 _attempts: Counter[str] = Counter()  # every rank starts its groups in the same order
 
 
@@ -48,15 +50,15 @@ def rendezvous(
         verdict = run_with_timeout(
             seconds + 2 * _GRACE_SECONDS,
             lambda: _check_in(world, store, description, seconds),
-            "the store stopped answering; is rank 0's process stopped?",
+            Problem("store", "silent", ..., "stopped answering", "is rank 0's process stopped?"),
         )
     except StartError:
         raise
     except RuntimeError as error:
-        cause = f"the store went away ({str(error).splitlines()[0]}); rank 0 or its launcher ended"
-        raise StartError(cause) from error
-    if verdict["error"]:
-        raise StartError(verdict["error"], shared=True)
+        rule = f"went away ({str(error).splitlines()[0]}), as rank 0 or its launcher ended"
+        raise invalid("store", "lost", ..., rule, kind=StartError) from error
+    if verdict["problems"]:
+        raise StartError([Problem(**one) for one in verdict["problems"]], shared=True)
     return store, verdict["rank_0"]
 
 
@@ -85,7 +87,7 @@ def say_goodbye(world: World, store: Store) -> None:
             _wait_until(lambda: store.add("gone", 0) >= world.world_size, deadline)
 
     with contextlib.suppress(RuntimeError):  # a rank or the store died: the job ends in any case
-        run_with_timeout(_GOODBYE_SECONDS, goodbye, "")
+        run_with_timeout(_GOODBYE_SECONDS, goodbye, Problem("store", "silent", ..., ""))
 
 
 def _description(world: World, device: torch.device, facts: Mapping[str, str]) -> dict[str, Any]:
@@ -115,46 +117,43 @@ def _check_in(
     deadline = began + seconds
     soon = min(deadline, began + ANSWER_SECONDS)
     if store.add(f"here/{world.rank}", 1) > 1:
-        raise StartError(_duplicate_rank(world, store, soon))
+        raise StartError([_duplicate_rank(world, store, soon)])
     store.set(f"rank/{world.rank}", json.dumps(description))
     store.add("arrived", 1)
     if world.rank == 0:
         return _decide(world, store, deadline)
     if not agent_hosts() and not _wait_until(lambda: store.check(["rank/0"]), soon):
-        raise StartError(
-            f"a store answers at {world.where}, and rank 0 did not check in there within "
-            f"{soon - began:g} s; another job's store holds the port: choose another MASTER_PORT"
-        )
+        rule = f"has a store at {world.address}, and rank 0 did not check in there within {soon - began:g} s"
+        fix = "another job's store holds the port: choose another MASTER_PORT"
+        raise invalid("MASTER_PORT", "foreign", world.port, rule, fix, kind=StartError)
     if not _wait_until(
         lambda: _read(store, "verdict", _DECISION) is not None, deadline + _GRACE_SECONDS
     ):
         absent = [rank for rank in range(world.world_size) if not store.check([f"rank/{rank}"])]
-        raise StartError(_absence(absent, world) if absent else "rank 0 gave no answer in time")
+        unanswered = Problem("rank", "no_verdict", 0, "gave no answer in time")
+        raise StartError([_absence(absent, world) if absent else unanswered])
     verdict = _read(store, "verdict", _DECISION)
     assert verdict is not None
     store.add("read", 1)
     # with a larger world size rank 0 did not wait for this rank
     if verdict["world_size"] != world.world_size:
-        raise StartError(
-            f"rank 0 has world size {verdict['world_size']}, this rank {world.world_size}"
-        )
+        rule = f"must be that of rank 0, {verdict['world_size']}"
+        raise invalid("WORLD_SIZE", "mismatch", world.world_size, rule, kind=StartError)
     return verdict
 
 
-def _duplicate_rank(world: World, store: Store, deadline: float) -> str:
-    """A sentence on the process that took this rank before; if it did not describe itself, all ranks are told to end."""
+def _duplicate_rank(world: World, store: Store, deadline: float) -> Problem:
+    """The process that took this rank before; if it did not describe itself, all ranks are told to end."""
     if _wait_until(lambda: _read(store, f"rank/{world.rank}", _DESCRIPTION) is not None, deadline):
         other = _read(store, f"rank/{world.rank}", _DESCRIPTION) or {}
-        return (
-            f"rank {world.rank} is here already, on host {other['host']} with pid {other['pid']}; two "
-            "jobs share this address, or two processes were given one RANK"
-        )
-    cause = (
-        f"rank {world.rank} is here already and did not say who it is; another process writes to the "
-        f"store at {world.where}: choose another MASTER_PORT"
-    )
-    store.set("trouble", cause)
-    return cause
+        rule = f"is here already, on host {other['host']} with pid {other['pid']}"
+        fix = "two jobs share this address, or two processes were given one RANK"
+        return Problem("rank", "duplicate", world.rank, rule, fix)
+    rule = "is here already and did not say who it is"
+    fix = f"another process writes to the store at {world.where}: choose another MASTER_PORT"
+    trouble = Problem("rank", "undescribed", world.rank, rule, fix)
+    store.set("trouble", json.dumps(asdict(trouble)))
+    return trouble
 
 
 def _decide(world: World, store: Store, deadline: float) -> dict[str, Any]:
@@ -171,17 +170,17 @@ def _decide(world: World, store: Store, deadline: float) -> dict[str, Any]:
     absent = [rank for rank in descriptions if rank not in present]
     causes = [_absence(absent, world)] if absent else []
     if absent and store.check(["trouble"]):
-        causes = [store.get("trouble").decode()]
+        causes = [Problem(**json.loads(store.get("trouble")))]
     remote_hosts = [
         one["store_host"] for one in present.values() if one["network"] != present[0]["network"]
     ]
     verdict = {
-        "error": "; ".join(causes + mismatches(present)),
+        "problems": [asdict(problem) for problem in causes + mismatches(present)],
         "rank_0": remote_hosts[0] if remote_hosts else None,
         "world_size": world.world_size,
     }
     store.set("verdict", json.dumps(verdict))
-    if verdict["error"]:
+    if verdict["problems"]:
         others = store.add("arrived", 0) - 1
         _wait_until(lambda: store.add("read", 0) >= others, time.monotonic() + _GOODBYE_SECONDS)
     return verdict
@@ -198,32 +197,33 @@ def _read(store: Store, key: str, names: set[str]) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and found.keys() == names else None
 
 
-def _absence(absent: list[int], world: World) -> str:
-    return f"{format_ranks(absent)} of {world.world_size} did not come in time"
+def _absence(absent: list[int], world: World) -> Problem:
+    rule = f"({format_ranks(absent)} of {world.world_size}) did not come in time"
+    return Problem("ranks", "absent", absent, rule)
 
 
-def mismatches(present: Mapping[int, dict[str, Any]]) -> list[str]:
-    """Contradictions between the descriptions of ranks, a line each.
+def mismatches(present: Mapping[int, dict[str, Any]]) -> list[Problem]:
+    """Contradictions between the descriptions of ranks, one for each fact.
 
     Everything is compared with rank 0; of each fact the first rank that differs is named.
     """
-    found: list[str] = []
+    found: list[Problem] = []
     first = present[0]["facts"]
     for name in sorted({name for one in present.values() for name in one["facts"]}):
         for rank, one in present.items():
-            if one["facts"].get(name) != first.get(name):
-                found.append(
-                    f"rank {rank} on host {one['host']} has {name} {one['facts'].get(name)}, rank 0 on "
-                    f"host {present[0]['host']} has {first.get(name)}"
+            if (value := one["facts"].get(name)) != first.get(name):
+                rule = (
+                    f"of rank {rank} on host {one['host']} must be that of rank 0 on host {present[0]['host']}, "
+                    f"{first.get(name)}"
                 )
+                found.append(Problem(name, "differs", value, rule))
                 break
     owner: dict[str, int] = {}
     for rank, one in present.items():
         if one["gpu"] and owner.setdefault(one["gpu"], rank) != rank:
-            found.append(
-                f"ranks {owner[one['gpu']]} and {rank} on host {one['host']} both use GPU {one['gpu']} "
-                f"({one['device']}); give each rank its own (LOCAL_RANK, CUDA_VISIBLE_DEVICES)"
-            )
+            rule = f"({one['device']}) is used by ranks {owner[one['gpu']]} and {rank} on host {one['host']}"
+            fix = "give each rank its own (LOCAL_RANK, CUDA_VISIBLE_DEVICES)"
+            found.append(Problem("gpu", "duplicate", one["gpu"], rule, fix))
     return found
 
 

@@ -6,13 +6,14 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from datetime import timedelta
 from typing import TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from forge_parallel._shared.problems import Problem, WithProblems, invalid
 from forge_parallel.start.world import LOOPBACK, STORE_FD, World, is_loopback
 
 T = TypeVar("T")
@@ -22,18 +23,21 @@ ANSWER_SECONDS = 30.0
 store within this time is another service. It also bounds errors that waiting does not cure: an unknown host name, a
 rank 0 that cannot reach itself. Late ranks have `start_timeout_seconds`."""
 
+_OTHER_PORT = "another service holds the port: choose another MASTER_PORT"
 _open: dict[tuple[str, int], TCPStore] = {}
 
 
-class StartError(RuntimeError):
+class StartError(WithProblems, RuntimeError):
     """The ranks of a job did not find each other. The message names host, rank, address and cause.
 
     A runner maps it to an exit code of its own; nothing was computed and nothing written. `shared`: every
     rank that came raises it with the same cause, rank 0 among them, so one of them may print it.
     """
 
-    def __init__(self, message: str, shared: bool = False) -> None:
-        super().__init__(message)
+    def __init__(
+        self, problems: Iterable[Problem] | str, where: str = "", shared: bool = False
+    ) -> None:
+        super().__init__(problems, where)
         self.shared = shared
 
 
@@ -56,8 +60,13 @@ def open_store(world: World, seconds: float) -> TCPStore:
         _open[key] = run_with_timeout(
             left,
             lambda: _connect(world, address, listening, seconds),
-            f"something listens at {world.where} and does not answer as a store within {left:g} s; another "
-            "service holds the port: choose another MASTER_PORT",
+            Problem(
+                "MASTER_PORT",
+                "silent",
+                world.port,
+                f"at {world.address} does not answer as a store within {left:g} s",
+                _OTHER_PORT,
+            ),
         )
     return _open[key]
 
@@ -67,8 +76,8 @@ def agent_hosts() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def run_with_timeout(seconds: float, function: Callable[[], T], otherwise: str) -> T:
-    """`function()` in a thread of its own; StartError(otherwise) if it has not returned in time.
+def run_with_timeout(seconds: float, function: Callable[[], T], otherwise: Problem) -> T:
+    """`function()` in a thread of its own; StartError([otherwise]) if it has not returned in time.
 
     For calls into torch that have no timeout. The main thread goes on handling signals.
     """
@@ -84,7 +93,7 @@ def run_with_timeout(seconds: float, function: Callable[[], T], otherwise: str) 
     try:
         return future.result(seconds)
     except TimeoutError:
-        raise StartError(otherwise) from None
+        raise StartError([otherwise]) from None
 
 
 def _connect(
@@ -101,7 +110,8 @@ def _connect(
         )
     except RuntimeError as error:
         first = str(error).splitlines()[0]
-        raise StartError(f"the store at {world.where} failed: {first}") from error
+        rule = f"is where the store failed: {first}"
+        raise invalid("MASTER_ADDR", "store", world.where, rule, kind=StartError) from error
 
 
 def _listen(world: World) -> socket.socket:
@@ -119,10 +129,9 @@ def _listen(world: World) -> socket.socket:
         return socket.create_server((host, world.port), family=family, dualstack_ipv6=both)
     except OSError as error:
         cause = os.strerror(error.errno or 0)
-        raise StartError(
-            f"port {world.port} cannot be opened: {cause}; another job or service may hold it: choose "
-            "another MASTER_PORT"
-        ) from error
+        rule = f"cannot be opened: {cause}"
+        fix = "another job or service may hold it: choose another MASTER_PORT"
+        raise invalid("MASTER_PORT", "taken", world.port, rule, fix, kind=StartError) from error
 
 
 def _inherited_socket(number: int) -> socket.socket | None:
@@ -149,15 +158,19 @@ def _reachable_address(world: World, deadline: float) -> str:
     while True:
         try:
             left = max(0.1, deadline - time.monotonic())
-            with socket.create_connection((world.address, world.port), timeout=left) as found:
-                return str(found.getpeername()[0])
+            with socket.create_connection((world.address, world.port), timeout=left) as peer:
+                return str(peer.getpeername()[0])
         except socket.gaierror as error:
-            stop, cause = soon, f"is unknown ({error.strerror}); check MASTER_ADDR"
+            stop = soon
+            found = Problem(
+                "MASTER_ADDR", "unknown", world.where, f"is unknown ({error.strerror})", "check it"
+            )
         except OSError as error:
             stop = soon if world.rank == 0 else deadline
-            fix = "is MASTER_ADDR rank 0's host, and does rank 0 run?"
-            cause = f"cannot be reached ({error.strerror or error}); {fix}"
+            fix = "is it rank 0's host, and does rank 0 run?"
+            rule = f"cannot be reached ({error.strerror or error})"
+            found = Problem("MASTER_ADDR", "unreachable", world.where, rule, fix)
         if time.monotonic() >= stop:
-            raise StartError(f"after {time.monotonic() - began:.0f} s {world.where} {cause}")
+            raise StartError([found], f"after {time.monotonic() - began:.0f} s")
         time.sleep(pause)
         pause = min(2 * pause, 0.5)

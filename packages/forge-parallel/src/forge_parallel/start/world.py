@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from forge_parallel._shared.problems import invalid
+
 Environ = Mapping[str, str]
 Launcher = Literal["none", "torchrun", "slurm", "environment"]
 LOOPBACK = "127.0.0.1"
@@ -66,10 +68,9 @@ def find_world(environ: Environ = os.environ) -> World:
     if _in_step(environ):
         return _from_step(environ)
     if environ.get("WORLD_SIZE", "1") != "1":
-        raise ValueError(
-            f"WORLD_SIZE {environ['WORLD_SIZE']!r} is set and RANK is not, so this process cannot know "
-            f"which rank it is; {_FIX}, or unset WORLD_SIZE for one process"
-        )
+        rule = "is set and RANK is not, so this process cannot know which rank it is"
+        fix = f"{_FIX}, or unset WORLD_SIZE for one process"
+        raise invalid("WORLD_SIZE", "requires", environ["WORLD_SIZE"], rule, fix)
     return World()
 
 
@@ -79,7 +80,8 @@ def _from_ranks(environ: Environ, launcher: Launcher) -> World:
     alone = world_size == 1
     address = environ.get("MASTER_ADDR") or (LOOPBACK if alone else "")
     if not address:
-        raise ValueError(f"MASTER_ADDR must be set for {world_size} ranks and is not; {_FIX}")
+        rule = f"must be set for {world_size} ranks and is not"
+        raise invalid("MASTER_ADDR", "missing", ..., rule, _FIX)
     number = 0 if alone and "MASTER_PORT" not in environ else _port(environ)
     local_rank, local_world_size = _local(environ, rank, world_size, address)
     return World(rank, world_size, local_rank, local_world_size, address, number, launcher)
@@ -98,7 +100,8 @@ def _local(environ: Environ, rank: int, world_size: int, address: str) -> tuple[
     known = {**implied, **environ}
     size = _integer(known, "LOCAL_WORLD_SIZE", least=1)
     if size > world_size:
-        raise ValueError(f"LOCAL_WORLD_SIZE {size} must be at most WORLD_SIZE {world_size}; {_FIX}")
+        rule = f"must be at most WORLD_SIZE {world_size}"
+        raise invalid("LOCAL_WORLD_SIZE", "world_size", size, rule, _FIX)
     return _integer(known, "LOCAL_RANK", below=("LOCAL_WORLD_SIZE", size)), size
 
 
@@ -120,10 +123,9 @@ def _from_step(environ: Environ) -> World:
     name = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS"
     world_size = _integer(environ, name, least=1)
     if environ.get("WORLD_SIZE", str(world_size)) != str(world_size):
-        raise ValueError(
-            f"WORLD_SIZE {environ['WORLD_SIZE']!r} must equal {name} {world_size} in a Slurm step; "
-            "unset it, or set RANK as well"
-        )
+        rule = f"must equal {name} {world_size} in a Slurm step"
+        fix = "unset it, or set RANK as well"
+        raise invalid("WORLD_SIZE", "mismatch", environ["WORLD_SIZE"], rule, fix)
     rank = _integer(environ, "SLURM_PROCID", below=(name, world_size))
     if world_size == 1:
         return World(launcher="slurm")
@@ -138,9 +140,8 @@ def _local_in_step(environ: Environ, world_size: int) -> tuple[int, int]:
     text = environ.get("SLURM_STEP_TASKS_PER_NODE", "")
     counts = tasks_per_node(text)
     if sum(counts) != world_size:
-        raise ValueError(
-            f"SLURM_STEP_TASKS_PER_NODE {text!r} must add up to the step's {world_size} tasks; {_FIX}"
-        )
+        rule = f"must add up to the step's {world_size} tasks"
+        raise invalid("SLURM_STEP_TASKS_PER_NODE", "mismatch", text, rule, _FIX)
     node = _integer(environ, "SLURM_NODEID", below=("the nodes of the step,", len(counts)))
     size = counts[node]
     return _integer(environ, "SLURM_LOCALID", below=("the node's tasks,", size)), size
@@ -165,7 +166,8 @@ def tasks_per_node(text: str) -> list[int]:
     for say_goodbye in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", say_goodbye.strip())
         if match is None:
-            raise ValueError(f"SLURM_STEP_TASKS_PER_NODE {text!r} must read like 2(x3),1; {_FIX}")
+            rule = "must read like 2(x3),1"
+            raise invalid("SLURM_STEP_TASKS_PER_NODE", "syntax", text, rule, _FIX)
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 
@@ -178,7 +180,8 @@ def first_host(nodes: str) -> str:
     """
     first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodes.strip())
     if first is None or nodes.count("[") != nodes.count("]"):
-        raise ValueError(f"SLURM_STEP_NODELIST {nodes!r} must be a list such as n[1-4]; {_FIX}")
+        rule = "must be a list such as n[1-4]"
+        raise invalid("SLURM_STEP_NODELIST", "syntax", nodes, rule, _FIX)
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0])
 
 
@@ -212,16 +215,16 @@ def _integer(
     Raises ValueError that names the variable, its value, the rule and the fix.
     """
     if name not in environ:
-        raise ValueError(f"{name} must be set here and is not; {_FIX}")
+        raise invalid(name, "missing", ..., "must be set here and is not", _FIX)
     text = environ[name]
     try:
         value = int(text)
     except ValueError:
-        raise ValueError(f"{name} {text!r} must be an integer; {_FIX}") from None
+        raise invalid(name, "type", text, "must be an integer", _FIX) from None
     if value < least:
-        raise ValueError(f"{name} {value} must be at least {least}; {_FIX}")
+        raise invalid(name, "range", value, f"must be at least {least}", _FIX)
     if below is not None and value >= below[1]:
-        raise ValueError(f"{name} {value} must be below {below[0]} {below[1]}; {_FIX}")
+        raise invalid(name, "below", value, f"must be below {below[0]} {below[1]}", _FIX)
     return value
 
 
