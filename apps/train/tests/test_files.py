@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from forge_train.config.files import read_toml
+from forge_testing.problems import rejects
+from forge_train.config.files import MAX_BYTES, MAX_DEPTH, read_toml
 
 pytestmark = pytest.mark.lane("test")
 
@@ -47,7 +49,7 @@ def test_long_names_never_reach_tomllib(
         raise AssertionError("tomllib was called")
 
     monkeypatch.setattr(tomllib, "loads", loads)
-    with pytest.raises(ValueError, match="more than 16 parts; write fewer dots"):
+    with rejects("", ..., "parts"):
         read_toml(path)
 
 
@@ -60,5 +62,37 @@ def test_long_names_never_reach_tomllib(
 def test_a_string_without_end_is_refused_at_once(tmp_path: Path, text: str) -> None:
     path = tmp_path / "job.toml"
     path.write_text("x = " + text)
-    with pytest.raises(ValueError, match="not valid TOML"):
+    with rejects("", ..., "not_toml"):
         read_toml(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "code"),
+    [
+        ("x = " + "9" * 5000, "digits"),
+        ("x = " + "[" * 20 + "]" * 20, "depth"),
+        ("x = " + "[" * 20_000, "depth"),
+        (b"x = '\xff'", "not_utf8"),
+        ("#" * (MAX_BYTES + 1), "length"),
+    ],
+    ids=["digits", "depth", "recursion", "bytes", "size"],
+)
+def test_a_text_beyond_a_limit_is_refused(tmp_path: Path, content: str | bytes, code: str) -> None:
+    path = tmp_path / "job.toml"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with rejects("", ..., code):
+        read_toml(path)
+    path.write_text("x = " + "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1))
+    assert read_toml(path)
+
+
+def test_what_is_not_a_text_file_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name, code in {
+        "none": "not_found",
+        ".": "not_a_file",
+        "pipe": "not_a_file",
+        "\0": "file_name",
+    }.items():
+        with rejects("", ..., code):
+            read_toml(tmp_path / name)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from forge_testing.problems import rejects
 from forge_train.config.layers import Layers, read_layers
 from forge_train.errors import ConfigError
 
@@ -81,7 +83,25 @@ def test_the_key_of_version_0_1_for_skipped_steps_is_read(
 
 def test_circle_names_every_file(tmp_path: Path) -> None:
     path = write(tmp_path, a='extends = "b.toml"', b='extends = "a.toml"')
-    with pytest.raises(
-        ConfigError, match=r"circular extends: .*a\.toml -> .*b\.toml -> .*a\.toml;"
-    ):
+    circle = " -> ".join(str(tmp_path / name) for name in ("a.toml", "b.toml", "a.toml"))
+    with rejects("extends", ..., "circular", ConfigError, where=circle):
         read_layers(path)
+
+
+@pytest.mark.parametrize(("base", "value", "code"), [(3, 3, "type"), ("''", ..., "not_a_file")])
+def test_a_base_is_the_path_of_a_file(tmp_path: Path, base: Any, value: Any, code: str) -> None:
+    path = write(tmp_path, a=f"extends = {base}")
+    with rejects("extends" if code == "type" else "", value, code, ConfigError, where=path):
+        read_layers(path)
+
+
+def test_a_chain_of_files_has_an_end(tmp_path: Path) -> None:
+    path = write(tmp_path, **{f"f{i}": f'extends = "f{i + 1}.toml"' for i in range(20)})
+    with rejects("extends", ..., "depth", ConfigError, where=path):
+        read_layers(path)
+
+
+@pytest.mark.parametrize("name", ["my-text", "class"])
+def test_the_name_of_a_table_can_be_part_of_a_flag(tmp_path: Path, name: str) -> None:
+    with rejects("data.sources", name, "name", ConfigError):
+        read_layers(write(tmp_path, a=f'[data.sources."{name}"]\nname = "builtin"'))

@@ -25,7 +25,7 @@ class JobError(WithProblems):
     shared = False
     printed = ""
 
-    def __init__(self, problems: Iterable[Problem | str] | str, where: str = "") -> None:
+    def __init__(self, problems: Iterable[Any] | str, where: str = "") -> None:
         given = [problems] if isinstance(problems, str) else problems
         found = (Problem("", "error", ..., p) if isinstance(p, str) else p for p in given)
         super().__init__(found, where)
@@ -79,8 +79,8 @@ class HardwareError(JobError):
     exit_code = ExitCode.HARDWARE
 
 
-def refuse(problems: Iterable[Problem | str]) -> None:
-    """Raise a ConfigError if there are problems."""
+def refuse(problems: Iterable[Any]) -> None:
+    """Raise a ConfigError if there are problems, of whichever package, or texts."""
     if found := list(problems):
         raise ConfigError(found)
 

@@ -17,6 +17,7 @@ from forge_core.lora import merge
 from forge_data import Tokenizer, load_tokenizer
 from forge_parallel import Meshes, ParallelConfig, materialise, store_parameters
 from forge_resilience import Agreement
+from forge_train._shared.problems import invalid
 from forge_train.config.layers import read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
 from forge_train.config.schema import JobConfig
@@ -102,22 +103,15 @@ def load_model(
     ):
         steps = store.steps()
         if step is not None and step not in steps:
-            raise StateError(
-                [
-                    f"step {step} is not one of {steps}, the checkpoints of {run_dir}; name one of them"
-                ]
-            )
+            rule = f"is not one of {steps}, the checkpoints of {run_dir}"
+            raise invalid("step", "unknown", step, rule, "name one of them", kind=StateError)
         loaded = store.load(state, newest=step)
     if step is not None and loaded != step:
-        raise StateError(
-            [f"the checkpoint of step {step} in {run_dir} is damaged; name another of {steps}"]
-        )
+        rule, fix = f"has a damaged checkpoint in {run_dir}", f"name another of {steps}"
+        raise invalid("step", "damaged", step, rule, fix, kind=StateError)
     if loaded is None:
-        raise StateError(
-            [
-                f"{paths.checkpoints} holds no checkpoint; train first: forge-train run {paths.config}"
-            ]
-        )
+        rule, fix = "holds no checkpoint", f"train first: forge-train run {paths.config}"
+        raise invalid("run_dir", "empty", str(paths.checkpoints), rule, fix, kind=StateError)
     if base is not None:
         base.load()
         if meshes.world_size == 1:
@@ -151,16 +145,12 @@ def refuse_no_run(paths: RunDirectory) -> None:
     """ConfigError for a folder that no run has trained in."""
     run_dir = paths.path
     if paths.imported.exists() and not paths.config.exists():
-        raise ConfigError(
-            [
-                f"{run_dir} is an import that no run has trained; generate from the folder that was imported, or train "
-                f"first: forge-train run JOB.toml --run.dir {run_dir}"
-            ]
-        )
+        rule = "is an import that no run has trained"
+        fix = f"generate from the folder that was imported, or train first: forge-train run JOB.toml --run.dir {run_dir}"
+        raise invalid("run_dir", "untrained", str(run_dir), rule, fix, kind=ConfigError)
     if not paths.config.exists():
-        raise ConfigError(
-            [f"{run_dir} has no {paths.config.name}; name the folder of a run, as in run.dir"]
-        )
+        rule, fix = f"has no {paths.config.name}", "name the folder of a run, as in run.dir"
+        raise invalid("run_dir", "not_found", str(run_dir), rule, fix, kind=ConfigError)
 
 
 def load_folder(
@@ -174,9 +164,8 @@ def load_folder(
     found = read_model(Path(folder))
     path = found.path / "tokenizer.json"
     if not path.is_file():
-        raise ConfigError(
-            [f"{folder} has no {path.name}, which makes text of ids; put the model's own there"]
-        )
+        rule, fix = f"has no {path.name}, which makes text of ids", "put the model's own there"
+        raise invalid("folder", "tokenizer", str(folder), rule, fix, kind=ConfigError)
     model = materialise(build_model(found.section, 0), torch.device(device))
     initialise(model, 0)  # buffers that the folder need not hold
     found.load(model)

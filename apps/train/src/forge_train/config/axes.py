@@ -32,7 +32,7 @@ class Axes:
         """The layout, in fp32. ConfigError for a value out of range."""
         whole = self.sequence_parallel == "false"
         axes = {name: getattr(self, name) for name in ("dp_replicate", "tp", "cp", "pp", "ep")}
-        with config_errors():
+        with config_errors("parallel"):
             return ParallelConfig(
                 device=device,  # type: ignore[arg-type]
                 precision="fp32",

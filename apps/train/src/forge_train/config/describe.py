@@ -23,7 +23,7 @@ from forge_train.config.structure import (
     section_types,
     type_name,
 )
-from forge_train.errors import DataError
+from forge_train.errors import DataError, problems_under
 
 #: Kinds that make their own rows, whatever the packing is.
 _OWN_ROWS = ("chat",)
@@ -93,7 +93,7 @@ def planned_rows(data: DataConfig) -> Iterator[str]:
             try:
                 rows = _rows_of(header, seq_len, data.packing)
             except InvalidData as error:  # files without digests are read for their documents
-                raise DataError([f"data.sources.{name}: {error}"]) from error
+                raise DataError(problems_under(error, f"data.sources.{name}")) from error
             yield f"data.sources.{name}: {data.packing.name}, {rows}"
 
 

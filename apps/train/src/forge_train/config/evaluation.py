@@ -7,7 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from forge_data import SourceConfig
+from forge_train._shared.problems import Problem, raise_problems
 from forge_train.config.exact_match import ExactMatchConfig
+from forge_train.config.ranges import range_problems
 
 __all__ = ["VALIDATION", "ChoicesConfig", "EvalConfig", "EvalSetConfig", "evaluation_problems"]
 
@@ -34,7 +36,8 @@ class EvalSetConfig(SourceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _require([*_ranges(self, "sequences", 1), *_ranges(self, "every_steps", 0)])
+        sequences = range_problems(self, 1, _MAX_ROWS, "sequences")
+        raise_problems("", [*sequences, *range_problems(self, 0, _MAX_STEPS, "every_steps")])
 
 
 @dataclass(frozen=True)
@@ -51,8 +54,13 @@ class ChoicesConfig:
     )
 
     def __post_init__(self) -> None:
-        missing = [] if self.path else ["path must name a file of questions"]
-        _require([*missing, *_ranges(self, "samples", 1), *_ranges(self, "every_steps", 0)])
+        raise_problems("", self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
+        if not self.path:
+            yield Problem("path", "missing", self.path, "must name a file of questions")
+        yield from range_problems(self, 1, _MAX_ROWS, "samples")
+        yield from range_problems(self, 0, _MAX_STEPS, "every_steps")
 
 
 @dataclass(frozen=True)
@@ -77,49 +85,36 @@ class EvalConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(
-            [
-                *_ranges(self, "every_steps", 0),
-                *_ranges(self, "sequences", 1),
-                *_named_twice(self.sets, self.choices),
-            ]
-        )
+        raise_problems("", self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
+        yield from range_problems(self, 0, _MAX_STEPS, "every_steps")
+        yield from range_problems(self, 1, _MAX_ROWS, "sequences")
+        yield from _named_twice(self.sets, self.choices)
 
     def interval(self, own: int | None) -> int:
         """Steps between evaluations of a set or of questions; 0: at the last step alone."""
         return self.every_steps if own is None else own
 
 
-def evaluation_problems(config: Any) -> Iterator[str]:
-    """Parts of a job's evaluations that nothing would ever read."""
+def evaluation_problems(config: Any) -> Iterator[Problem]:
+    """Parts of a job's evaluations that no step would read."""
     asked = config.eval
     if asked.every_steps:
         return
     given = [f"eval.sets.{name}" for name in asked.sets]
     given += [f"eval.choices.{name}" for name in asked.choices]
     given += ["eval.at_start"] if asked.at_start else []
-    for key in given:
-        yield (
-            f"{key} is given but eval.every_steps 0 never evaluates; set eval.every_steps = 100, or remove it"
-        )
+    rule, fix = "is given but eval.every_steps 0 never evaluates", "set eval.every_steps = 100"
+    yield from (Problem(key, "never_read", ..., rule, f"{fix}, or remove it") for key in given)
 
 
 def _named_twice(
     sets: Mapping[str, EvalSetConfig], choices: Mapping[str, ChoicesConfig]
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     for name in sorted({*sets} & {*choices}):
-        yield f"sets.{name} and choices.{name} have one name; rename one, as eval/{name} is in metrics"
+        rule = f"has the name of choices.{name}, and metrics have one eval/{name}"
+        yield Problem(f"sets.{name}", "duplicate", ..., rule, "rename one")
     for table in (t for t, own in (("sets", sets), ("choices", choices)) if VALIDATION in own):
-        yield f"{table}.{VALIDATION} has the name of [data.validation]; rename it"
-
-
-def _ranges(config: Any, name: str, low: int) -> Iterator[str]:
-    value, high = getattr(config, name), _MAX_STEPS if name == "every_steps" else _MAX_ROWS
-    if value is not None and not low <= value <= high:
-        fix = f"{low} or more" if value < low else "fewer zeros"
-        yield f"{name} {value} must be from {low} to {high}; use {fix}"
-
-
-def _require(problems: list[str]) -> None:
-    if problems:
-        raise ValueError("\n".join(problems))
+        rule = "has the name of [data.validation]"
+        yield Problem(f"{table}.{VALIDATION}", "validation", ..., rule, "rename it")

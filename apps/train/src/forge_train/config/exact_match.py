@@ -6,6 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+from forge_train._shared.problems import Problem, raise_problems
+from forge_train.config.ranges import range_problems
+
 KINDS = ("vlm", "forge_vlm.data:open_source")
 
 
@@ -38,15 +41,12 @@ class ExactMatchConfig:
     )
 
     def __post_init__(self) -> None:
-        problems = list(_problems(self))
-        if problems:
-            raise ValueError("\n".join(problems))
+        raise_problems("", _problems(self))
 
 
-def _problems(c: ExactMatchConfig) -> Iterator[str]:
-    for name in ("samples", "max_new_tokens", "rows"):
-        if not 1 <= getattr(c, name) <= 2**20:
-            yield f"{name} {getattr(c, name)} must be from 1 to {2**20}; use {getattr(ExactMatchConfig, name)}"
+def _problems(c: ExactMatchConfig) -> Iterator[Problem]:
+    yield from range_problems(c, 1, 2**20, "samples", "max_new_tokens", "rows")
+    rule, fix = "is set without path, which names the questions", "give path, or remove it"
     for f in fields(c) if c.path is None else ():
         if getattr(c, f.name) != f.default:
-            yield f"{f.name} {getattr(c, f.name)!r} is set without path, which names the questions; give path or remove it"
+            yield Problem(f.name, "requires", getattr(c, f.name), rule, fix)

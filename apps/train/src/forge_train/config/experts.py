@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from forge_moe import MoEConfig
 from forge_moe.config import MoEOptions
+from forge_train._shared.problems import Problem, problems_of, raise_problems
 
 
 def _field(default: Any, help: str) -> Any:
@@ -35,25 +37,7 @@ class MoESection(MoEOptions):
     )
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} {value} must be at least {least}; use {least} or more"
-            for name, value, least in (
-                ("num_experts", self.num_experts, 0),
-                ("every_n_layers", self.every_n_layers, 1),
-                ("dispatch_chunks", self.dispatch_chunks, 1),
-                ("first_dense_layers", self.first_dense_layers, 0),
-            )
-            if value < least
-        ]
-        if not 0 < self.width_multiplier < float("inf"):
-            problems.append(
-                f"width_multiplier {self.width_multiplier} must be above 0; use 1.0, or 0.25 for "
-                "fine-grained experts"
-            )
-        if self.num_experts >= 1:
-            problems += _problems_of(self)
-        if problems:
-            raise ValueError("\n".join(problems))
+        raise_problems("", _problems(self))
 
     def is_mixture(self, layer: int) -> bool:
         """True when this layer's feed-forward is a mixture; counted from 0."""
@@ -69,10 +53,16 @@ class MoESection(MoEOptions):
         )
 
 
-def _problems_of(section: MoESection) -> list[str]:
-    """Problems of the layer's own keys; widths come from the model, which checks them."""
-    try:
-        section.layer_config(1, 1)
-    except ValueError as error:
-        return [line.partition(": ")[2] for line in str(error).splitlines()]
-    return []
+def _problems(c: MoESection) -> Iterator[Problem]:
+    least = {"num_experts": 0, "every_n_layers": 1, "dispatch_chunks": 1, "first_dense_layers": 0}
+    for name, low in least.items():
+        if getattr(c, name) < low:
+            yield Problem(name, "range", getattr(c, name), f"must be at least {low}", f"use {low}")
+    if not 0 < c.width_multiplier < float("inf"):
+        fix = "use 1.0, or 0.25 for fine-grained experts"
+        yield Problem("width_multiplier", "range", c.width_multiplier, "must be above 0", fix)
+    if c.num_experts >= 1:
+        try:
+            c.layer_config(1, 1)  # widths come from the model, which checks them
+        except ValueError as error:
+            yield from problems_of(error)

@@ -9,6 +9,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from forge_train._shared.problems import invalid
+
 MAX_BYTES = 2**20
 MAX_DEPTH = 16
 #: A dotted name with more parts than a table may be deep, in a text whose strings are empty. tomllib would need
@@ -29,50 +31,52 @@ _STRING_OR_COMMENT = re.compile(
 def read_text(path: str | Path, max_bytes: int = MAX_BYTES) -> str:
     """The text of a regular file of at most `max_bytes` bytes of UTF-8; never waits for a pipe or device.
 
-    Raises ValueError that ends in a fix, without the path: the caller adds it with the role of the file.
+    Raises ValueError without the path: the caller adds it with the role of the file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except OSError as error:
-        raise ValueError(f"{error.strerror}; name an existing file") from error
+        raise invalid("", "not_found", ..., f"{error.strerror}", "name an existing file") from error
     except ValueError as error:  # NUL, or half a surrogate pair
-        raise ValueError(
-            "is no path, as it holds NUL or a lone surrogate; name an existing file"
-        ) from error
+        rule = "is not a path, as it holds NUL or a lone surrogate"
+        raise invalid("", "file_name", ..., rule, "name an existing file") from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise ValueError("is no regular file (a folder, pipe or device); name an existing file")
+            rule = "is not a regular file (it is a folder, pipe or device)"
+            raise invalid("", "not_a_file", ..., rule, "name an existing file")
         with open(descriptor, "rb", closefd=False) as file:
             content = file.read(max_bytes + 1)
     finally:
         os.close(descriptor)
     if len(content) > max_bytes:
-        raise ValueError(
-            f"has more than {max_bytes} bytes; name the right file, or make it shorter"
-        )
+        rule, fix = f"has more than {max_bytes} bytes", "name the right file, or make it shorter"
+        raise invalid("", "length", ..., rule, fix)
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise ValueError(
-            f"is not text: byte {error.start} is not UTF-8; save it as UTF-8"
-        ) from error
+        rule = f"is not text: byte {error.start} is not UTF-8"
+        raise invalid("", "not_utf8", ..., rule, "save it as UTF-8") from error
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
     """The table of a TOML file. Raises ValueError as `read_text` does; cost: one read, linear parsing."""
     text = read_text(path)
     if _LONG_NAME.search(_STRING_OR_COMMENT.sub('""', text)):
-        raise ValueError(f"has a name of more than {MAX_DEPTH} parts; write fewer dots")
+        rule = f"has a name of more than {MAX_DEPTH} parts"
+        raise invalid("", "parts", ..., rule, "write fewer dots")
     try:
         table: dict[str, Any] | None = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"not valid TOML: {error}; correct that line") from error
+        rule = f"is not valid TOML: {error}"
+        raise invalid("", "not_toml", ..., rule, "correct that line") from error
     except ValueError as error:  # int() of more than 4300 digits
-        raise ValueError("holds a number of thousands of digits; write a shorter one") from error
+        rule = "holds a number of thousands of digits"
+        raise invalid("", "digits", ..., rule, "write a shorter one") from error
     except RecursionError:
         table = None
     if table is None or _is_deep(table):
-        raise ValueError(f"is nested deeper than {MAX_DEPTH} levels; write it flat")
+        rule = f"is nested deeper than {MAX_DEPTH} levels"
+        raise invalid("", "depth", ..., rule, "write it flat")
     return table
 
 

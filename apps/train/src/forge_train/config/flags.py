@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
+from forge_train._shared.problems import invalid
 from forge_train.config.layers import NAMED_TABLES
 from forge_train.config.structure import (
     dotted_fields,
@@ -100,17 +101,19 @@ def _written(name: str, text: str, kinds: Mapping[str, Any]) -> tuple[str, Any] 
     key = name.replace("-", "_")
     kind = kinds.get(_generic(key))
     if kind is not None and get_origin(kind) is dict:
-        raise ConfigError([f"--{name} is a table; give a key of it, --{name}.KEY VALUE"])
+        fix = f"give a key of it, --{name}.KEY VALUE"
+        raise invalid(f"--{name}", "table", text, "is a table", fix, kind=ConfigError)
     kind = without_none(kind) if type(None) in get_args(kind) else kind
     if get_origin(kind) is tuple and text.startswith("[") and text.endswith("]"):
         value = _as_toml(text)
         if isinstance(value, list):
             return key, value
         if "," in text:
-            raise ConfigError(
-                [f"--{name} {text} must be a {type_name(kind)}, and is no list of TOML: the shell takes quotes away; "
-                 f"write --{name} '[\"a\", \"b\"]', or the words alone"]
-            )  # fmt: skip
+            rule = (
+                f"must be a {type_name(kind)}, and is not a list of TOML: the shell removes quotes"
+            )
+            fix = f'write --{name} \'["a", "b"]\', or only the words'
+            raise invalid(f"--{name}", "type", text, rule, fix, kind=ConfigError)
         return None  # a pattern may be [ab]
     for end in (i for i, letter in enumerate(key) if letter == "."):
         table = kinds.get(_generic(key[:end]))

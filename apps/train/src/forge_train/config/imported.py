@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import tomlkit
 
+from forge_train._shared.problems import Problem, problems_of
 from forge_train.config.files import read_toml
 from forge_train.config.layers import Layers, flatten
-from forge_train.errors import ConfigError
+from forge_train.errors import ConfigError, refuse
 
 if TYPE_CHECKING:
     from forge_train.config.schema import BuiltInModelConfig
@@ -54,7 +55,7 @@ def over_import(layers: Layers, path: Path) -> Layers:
     try:
         table = read_toml(path)
     except ValueError as error:
-        raise ConfigError([f"{path}: {error}"]) from error
+        raise ConfigError(problems_of(error), str(path)) from error
     return over_table(layers, table, path)
 
 
@@ -67,16 +68,21 @@ def over_table(layers: Layers, table: dict[str, Any], path: Path) -> Layers:
     merged.add(table, f"import {path}")
     for key, origin in layers.origins.items():
         merged.set(key, layers.at(key), origin)
+    rule, fix = f"that of the weights that {path} came with", "leave the key out"
     problems = [
-        f"{key} {layers.at(key)!r} must be {value!r}, that of the weights that {path} came with; leave the key "
-        "out, or choose another run.dir"
+        Problem(
+            key,
+            "weights",
+            layers.at(key),
+            f"must be {value!r}, {rule}",
+            f"{fix}, or choose another run.dir",
+        )
         for key, value in flatten(table)
         if _plain(merged.at(key)) != _plain(value)
         and key.removeprefix("model.") not in TRAINING_KEYS
     ]
-    if problems:
-        named = [problem for problem in problems if problem.startswith("model.name ")]
-        raise ConfigError(named or problems)
+    # another model has other keys: its name is the only problem then
+    refuse([problem for problem in problems if problem.key == "model.name"] or problems)
     return merged
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from forge_train._shared.problems import Problem, invalid, problems_of, raise_problems
 from forge_train.config.imported import NAME
+from forge_train.config.ranges import range_problems
 
 
 def _field(default: Any, help: str) -> Any:
@@ -44,35 +46,28 @@ class InitConfig:
     )
 
     def __post_init__(self) -> None:
-        problems = list(_problems(self))
-        if problems:
-            raise ValueError("\n".join(problems))
+        raise_problems("", _problems(self))
 
 
-def _problems(c: InitConfig) -> Iterator[str]:
-    if c.seed is not None and not 0 <= c.seed < 2**63:
-        yield f"seed {c.seed} must be from 0 to {2**63 - 1}; use 0 or more"
+def _problems(c: InitConfig) -> Iterator[Problem]:
+    yield from range_problems(c, 0, 2**63 - 1, "seed")
+    keep, patterns = list(c.keep), list(c.patterns)
     given = [key for key in ("keep", "patterns") if getattr(c, key) != getattr(InitConfig, key)]
     if c.from_ is None and given:
-        yield (
-            f"{given[0]} {list(getattr(c, given[0]))} belongs to no source; give from, or leave {given[0]} out"
-        )
+        fix = f"give from, or leave {given[0]} out"
+        yield Problem(given[0], "requires", list(getattr(c, given[0])), "belongs to no source", fix)
     if c.from_ is not None and not c.from_.strip("/ "):
-        yield f"from {c.from_!r} must name a run; use from = 'runs/trunk@1000', or leave it out"
+        fix = "use from = 'runs/trunk@1000', or leave it out"
+        yield Problem("from", "missing", c.from_, "must name a run", fix)
     if len(set(c.keep)) < len(c.keep) or "weights" not in c.keep:
-        yield (
-            f"keep {list(c.keep)} must hold 'weights', and no word twice; use keep = ['weights']"
-        )
+        rule = "must hold 'weights', and no word twice"
+        yield Problem("keep", "weights", keep, rule, "use keep = ['weights']")
     elif "cursor" in c.keep and "optimizer" not in c.keep:
-        yield (
-            f"keep {list(c.keep)} goes on at the parent's step without its moments; add 'optimizer', or leave "
-            "'cursor' out"
-        )
+        rule = "continues at the parent's step without its moments"
+        yield Problem("keep", "moments", keep, rule, "add 'optimizer', or leave 'cursor' out")
     if c.patterns and "optimizer" in c.keep:
-        yield (
-            f"patterns {list(c.patterns)} take a part of the weights, and keep {list(c.keep)} the moments of all; "
-            "use keep = ['weights']"
-        )
+        rule = f"take a part of the weights, and keep {keep} the moments of all"
+        yield Problem("patterns", "excludes", patterns, rule, "use keep = ['weights']")
 
 
 @dataclass(frozen=True)
@@ -92,10 +87,8 @@ def find_source(name: str) -> Source:
     if at and tail.isdecimal() and not os.path.lexists(path):
         path, step = Path(head), int(tail)
     if not os.path.isdir(path):
-        raise ValueError(
-            f"init.from {name!r}: {path} is no folder here; name a run, one of its checkpoints, or a folder of "
-            "Hugging Face"
-        )
+        fix = "name a run, one of its checkpoints, or a folder of Hugging Face"
+        raise invalid("init.from", "not_found", name, f"names {path}, which is not a folder", fix)
     if path.name == "checkpoints" and committed(path.parent):
         path = path.parent
     if step is None and os.path.isfile(path / "manifest.json"):
@@ -104,22 +97,24 @@ def find_source(name: str) -> Source:
     if step is None and os.path.isfile(path / "config.json"):
         return Source(path, is_hf=True)
     if not os.path.isdir(path / "checkpoints"):
-        raise ValueError(
-            f"init.from {name!r} is no run (it has no folder checkpoints), no checkpoint (no manifest.json) and no "
-            "folder of Hugging Face (no config.json); name one"
+        rule = (
+            "is not a run (it has no folder checkpoints), not a checkpoint (no manifest.json) and not a folder of Hugging "
+            "Face (no config.json)"
         )
+        raise invalid("init.from", "unknown", name, rule, "name one")
     steps = committed(path)
     if not steps:
-        raise ValueError(
-            f"init.from {name!r} has no committed checkpoint; train it until it has saved, or name another"
-        )
+        fix = "train it until it has saved, or name another"
+        raise invalid("init.from", "empty", name, "has no committed checkpoint", fix)
     if step is None:
         step = max(steps)
     if step not in steps:
-        raise ValueError(
-            f"init.from {name!r}: there is no checkpoint of step {step}, which may have been removed as an old one "
-            f"(checkpoint.keep_every keeps some); there are {', '.join(map(str, sorted(steps)))}"
+        rule = (
+            f"has no checkpoint of step {step}, which may have been removed as an old one (checkpoint.keep_every keeps "
+            "some)"
         )
+        fix = f"name one of {', '.join(map(str, sorted(steps)))}"
+        raise invalid("init.from", "step", name, rule, fix)
     return Source(steps[step], path)
 
 
@@ -159,19 +154,18 @@ def has_begun(run_dir: Path) -> bool:
     return bool(committed(run_dir)) or (os.path.isdir(quarantine) and any(quarantine.iterdir()))
 
 
-def source_problems(name: str | None, run_dir: Path) -> list[str]:
+def source_problems(name: str | None, run_dir: Path) -> Sequence[Problem]:
     """Why a run in `run_dir` cannot begin from `name`, from names on the disk alone."""
     if name is None:
         return []
-    problems, run = [], None
+    problems: Sequence[Problem] = ()
+    run = None
     try:
         run = find_source(name).run
     except ValueError as error:
-        problems = [str(error)]
+        problems = problems_of(error)
     parents = [Path(name), Path(name.rpartition("@")[0] or name), *([run] if run else [])]
     if os.path.realpath(run_dir) in map(os.path.realpath, parents):
-        return [
-            f"run.dir {str(run_dir)!r} is the run of init.from {name!r}, and a fork needs a folder of its own; choose "
-            "another run.dir"
-        ]
+        rule = f"is the run of init.from {name!r}, and a fork needs a folder of its own"
+        return [Problem("run.dir", "parent", str(run_dir), rule, "choose another run.dir")]
     return [] if has_begun(run_dir) else problems

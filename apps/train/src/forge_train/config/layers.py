@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forge_train._shared.problems import Problem, invalid, problems_of
 from forge_train.config.files import read_toml
-from forge_train.errors import ConfigError
+from forge_train.errors import ConfigError, refuse
 
 LENGTH_KEYS = ("steps", "tokens", "tokens_per_parameter")
 #: Keys of which a file or flag that sets one unsets the others of earlier layers.
@@ -145,16 +146,14 @@ def read_layers(path: Path) -> Layers:
 
 def _refuse_odd_names(layers: Layers) -> None:
     """Refuse names of tables that cannot be part of a flag, `--data.sources.NAME.path`."""
-    odd = []
-    for key in NAMED_TABLES:
-        names = layers.at(key)
-        odd += [
-            f"{key}.{name}: {name!r} must be letters, digits and underscores; rename it"
-            for name in (names if isinstance(names, dict) else ())
-            if not name.isidentifier() or keyword.iskeyword(name)
-        ]
-    if odd:
-        raise ConfigError(odd)
+    rule = "must be letters, digits and underscores"
+    tables = {key: table for key in NAMED_TABLES if isinstance(table := layers.at(key), dict)}
+    refuse(
+        Problem(key, "name", name, rule, "rename it")
+        for key, table in tables.items()
+        for name in table
+        if not name.isidentifier() or keyword.iskeyword(name)
+    )
 
 
 def _chain(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -165,19 +164,18 @@ def _chain(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         try:
             table = read_toml(current)
         except ValueError as error:
-            raise ConfigError([f"{current}{by}: {error}"]) from error
+            raise ConfigError(problems_of(error), f"{current}{by}") from error
         if current.resolve() in [p.resolve() for p in seen]:
             circle = " -> ".join(map(str, [*seen, current]))
-            raise ConfigError(
-                [f"circular extends: {circle}; a base file must not extend its own child"]
-            )
+            rule, fix = f"is circular: {circle}", "a base file must not extend its own child"
+            raise invalid("extends", "circular", ..., rule, fix, kind=ConfigError)
         if len(seen) == _MAX_FILES:
-            raise ConfigError(
-                [f"{path}: extends leads through more than {_MAX_FILES} files; merge some"]
-            )
+            rule = f"leads through more than {_MAX_FILES} files"
+            raise invalid("extends", "depth", ..., rule, "merge some", where=path, kind=ConfigError)
         base = table.pop("extends", None)
         if base is not None and not isinstance(base, str):
-            raise ConfigError([f"{current}: extends {base!r} must be the path of one TOML file"])
+            rule = "must be the path of one TOML file"
+            raise invalid("extends", "type", base, rule, where=current, kind=ConfigError)
         seen.append(current)
         yield current, table
         current = None if base is None else current.parent / base

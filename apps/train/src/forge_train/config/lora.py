@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from forge_core.lora import LoRAConfig
+from forge_train._shared.problems import Problem, problems_of, raise_problems
 
 
 def _field(default: Any, help: str) -> Any:
@@ -32,9 +33,7 @@ class LoRASection:
     )
 
     def __post_init__(self) -> None:
-        problems = list(_problems(self))
-        if problems:
-            raise ValueError("\n".join(problems))
+        raise_problems("", _problems(self))
 
     @property
     def adapters(self) -> LoRAConfig | None:
@@ -42,14 +41,15 @@ class LoRASection:
         return LoRAConfig(self.patterns, self.rank, self.alpha) if self.rank else None
 
 
-def _problems(c: LoRASection) -> Iterator[str]:
+def _problems(c: LoRASection) -> Iterator[Problem]:
     if c.rank:
         try:
             LoRAConfig(c.patterns, c.rank, c.alpha)
         except ValueError as error:
-            yield from (line.removeprefix("lora: ") for line in str(error).splitlines())
+            yield from problems_of(error)
         return
     default = {field.name: field.default for field in dataclasses.fields(c)}
     for key, value in default.items():
         if getattr(c, key) != value:
-            yield f"{key} {getattr(c, key)} belongs to adapters, and rank is 0; give rank = 8, or remove it"
+            rule, fix = "belongs to adapters, and rank is 0", "give rank = 8, or remove it"
+            yield Problem(key, "requires", getattr(c, key), rule, fix)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from forge_core.registry import Registry
+from forge_train._shared.problems import invalid
 from forge_train.config.schema import MODELS_GROUP, ImportedModelConfig
 from forge_train.errors import ConfigError, config_errors
 
@@ -22,10 +23,11 @@ def model_builder(section: ImportedModelConfig) -> Callable[[], Any]:
         try:
             return function(vocab_size=section.vocab_size, **section.args)
         except (TypeError, ValueError) as error:
-            raise ConfigError(
-                [f"model.args {section.args}: {section.name}(vocab_size=..., **args): {error}; "
-                 "give the arguments that this builder takes"]
-            ) from error  # fmt: skip
+            rule = f"does not fit {section.name}(vocab_size=..., **args): {error}"
+            fix = "give the arguments that this builder takes"
+            raise invalid(
+                "model.args", "call", section.args, rule, fix, kind=ConfigError
+            ) from error
 
     call(inspect.signature(build).bind)
     return lambda: call(build)

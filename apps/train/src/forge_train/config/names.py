@@ -16,10 +16,11 @@ from forge_core.optim import (
     stage_problems,
 )
 from forge_moe.routers import find_rule
+from forge_train._shared.problems import Problem, problems_of
 from forge_train.config.model_builder import model_builder
 from forge_train.config.schema import BuiltInModelConfig, JobConfig
 from forge_train.config.vlm import VLMModelConfig
-from forge_train.errors import ConfigError
+from forge_train.errors import ConfigError, problems_under
 from forge_train.metrics.sinks import find_sinks
 from forge_train.trainer.callbacks import find_callbacks
 from forge_train.trainer.objective import find_loss, find_objective
@@ -27,8 +28,8 @@ from forge_vlm.adapters import check_adapter
 from forge_vlm.vision import check_encoder
 
 
-def name_problems(config: JobConfig) -> list[str]:
-    """A sentence for each name without an object (model, its parts, router, optimizer, schedule, sinks, callbacks),
+def name_problems(config: JobConfig) -> list[Problem]:
+    """A problem for each name without an object (model, its parts, router, optimizer, schedule, sinks, callbacks),
     and for each option that a part does not take or lacks.
 
     Imports the modules of import paths and calls nothing: a schedule is only looked up if its length depends
@@ -45,7 +46,7 @@ def name_problems(config: JobConfig) -> list[str]:
     ]
 
 
-def _model_problems(config: JobConfig) -> list[str]:
+def _model_problems(config: JobConfig) -> list[Problem]:
     model = config.model
     if isinstance(model, BuiltInModelConfig):
         parts = _refusal(check_parts, model)
@@ -54,17 +55,17 @@ def _model_problems(config: JobConfig) -> list[str]:
             parts += _refusal(check_adapter, model.adapter)
         if not model.moe.num_experts:
             return parts
-        return [*parts, *_refusal(find_rule, model.moe.router, key="model.moe.")]
+        return [*parts, *_refusal(find_rule, model.moe.router, table="model.moe")]
     return _refusal(model_builder, model)
 
 
-def _optimizer_problems(config: JobConfig) -> list[str]:
+def _optimizer_problems(config: JobConfig) -> list[Problem]:
     """Of the optimizer, its groups and the stages; patterns are tried on models of ours, built without values."""
     optimizer, stages = config.optimizer, config.train.stages
     # a block with a matrix without values: an optimizer checks some options only with parameters
     stand_in = nn.Sequential(nn.Linear(1, 1, device="meta"))
     alone = [{name: replace(own, patterns=("*",))} for name, own in optimizer.groups.items()]
-    found = [
+    found: list[Any] = [
         problem
         for groups in alone or [{}]
         for problem in _refusal(check_optimizer, stand_in, replace(optimizer, groups=groups))
@@ -72,7 +73,7 @@ def _optimizer_problems(config: JobConfig) -> list[str]:
     found += stage_problems(optimizer, stages, config.train.steps)
     ours = config.model.is_built_in and not _model_problems(config)
     if found or not optimizer.groups or not ours:
-        return list(dict.fromkeys(found))
+        return list({str(problem): problem for problem in found}.values())
     # imported here: half a second, which other refusals do not need
     from forge_train.trainer.build import build_trained
 
@@ -80,7 +81,7 @@ def _optimizer_problems(config: JobConfig) -> list[str]:
     return _refusal(check_something_trains, model, optimizer, stages)
 
 
-def _schedule_problems(config: JobConfig) -> list[str]:
+def _schedule_problems(config: JobConfig) -> list[Problem]:
     # imported here: half a second, which other refusals do not need
     from forge_train.trainer.build import build_trained, run_schedule, total_steps
 
@@ -93,12 +94,10 @@ def _schedule_problems(config: JobConfig) -> list[str]:
     return _refusal(run_schedule, config, total_steps(config, model))
 
 
-def _refusal(check: Callable[..., Any], *args: Any, key: str = "") -> list[str]:
-    """The sentences with which `check(*args)` refuses its arguments, behind `key`; empty if it does not."""
+def _refusal(check: Callable[..., Any], *args: Any, table: str = "") -> list[Problem]:
+    """The problems with which `check(*args)` rejects its arguments, with their keys below `table`."""
     try:
         check(*args)
-    except ConfigError as error:
-        return list(error.problems)
-    except (ValueError, ImportError) as error:
-        return [f"{key}{line}" for line in str(error).splitlines()]
+    except (ValueError, ImportError, ConfigError) as error:
+        return problems_under(error, table) if table else list(problems_of(error))
     return []

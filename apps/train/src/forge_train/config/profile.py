@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 from forge_parallel.profile import window_problems
+from forge_train._shared.problems import Problem, raise_problems
 
 
 def _field(default: Any, help: str) -> Any:
@@ -28,27 +30,26 @@ class ProfileConfig:
     )
 
     def __post_init__(self) -> None:
-        problems = window_problems(self.start_step, self.num_steps, self.every_steps)
+        problems: list[Any] = window_problems(self.start_step, self.num_steps, self.every_steps)
         if not self.ranks or any(rank < 0 for rank in self.ranks):
-            problems.append(f"ranks {list(self.ranks)} must hold numbers of ranks; use [0]")
-        if problems:
-            raise ValueError("\n".join(problems))
+            rule = "must hold numbers of ranks"
+            problems.append(Problem("ranks", "range", list(self.ranks), rule, "use [0]"))
+        raise_problems("", problems)
 
 
-def profile_problems(config: ProfileConfig, world_size: int, total_steps: int) -> list[str]:
+def profile_problems(config: ProfileConfig, world_size: int, total_steps: int) -> Iterator[Problem]:
     """Why a run of so many ranks and steps never comes to this window."""
     if not config.num_steps:
-        return []
-    problems = []
+        return
     last = config.start_step + config.num_steps - 1
     if last > total_steps:
-        problems.append(
-            f"profile: the window of steps {config.start_step} to {last} must be within the run of {total_steps} "
-            "steps; lower profile.start_step or profile.num_steps"
+        rule = (
+            f"begins the window of steps {config.start_step} to {last}, which must be within the run of {total_steps} "
+            "steps"
         )
+        fix = "lower profile.start_step or profile.num_steps"
+        yield Problem("profile.start_step", "window", config.start_step, rule, fix)
     missing = [rank for rank in config.ranks if rank >= world_size]
     if missing:
-        problems.append(
-            f"profile.ranks {missing} must be below the number of ranks, {world_size}; use [0]"
-        )
-    return problems
+        rule = f"must be below the number of ranks, {world_size}"
+        yield Problem("profile.ranks", "world", missing, rule, "use [0]")

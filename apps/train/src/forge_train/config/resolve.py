@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from forge_data import DataConfig, SourceConfig, load_tokenizer, open_header
 from forge_data.protocols import Source
 from forge_parallel.legal import ahead_problem
 from forge_resilience.policy import RollbackConfig
+from forge_train._shared.problems import Problem
 from forge_train.config.evaluation import evaluation_problems
 from forge_train.config.exact_match import KINDS as NO_SPLITS
 from forge_train.config.imported import DEFAULT_DIR, over_import, over_table, with_import
@@ -26,13 +27,14 @@ from forge_train.config.schema import JobConfig
 from forge_train.config.structure import key_of, structure
 from forge_train.config.tokenizer import tokenizer_problems
 from forge_train.config.vlm import chosen_by_experts, exact_match_problems
-from forge_train.errors import ConfigError, DataError, refuse
+from forge_train.errors import DataError, problems_under, refuse
 from forge_train.metrics.sinks import sink_problems
 
 #: Keys of a training source that its validation split does not take over.
 _OF_TRAINING = tuple(
     f"huggingface.{key}" for key in ("split", "streaming", "virtual_shards", "shuffle_window")
 )
+_VOCABULARY, _MOMA_ROUTER = "model.vocab_size", "model.fusion.moma.router"
 #: Optimizers that write weights in bf16 with stochastic rounding.
 _ROUNDING = ("adamw", "lion", "muon")
 
@@ -83,28 +85,25 @@ def resolve(
         data_problems = _derive(layers, data, derives_validation)
         data_problems = data_problems if with_data else []
         built, problems = structure(layers.values)
-        if not data_problems:
-            problems = [_vocabulary_of(p, data) for p in problems]
-        if data_problems and not [p for p in problems if "vocab_size" not in p]:
+        problems = [p for p in problems if not (data_problems and p.key == _VOCABULARY)]
+        if data_problems and not problems:
             raise DataError(data_problems)
-        problems = [p for p in problems if not (data_problems and "vocab_size" in p)]
-    elif "model.vocab_size" not in layers.origins:
-        problems = [p for p in problems if not p.startswith("model.vocab_size")]
-    if problems:
-        raise ConfigError([_with_origin(p, layers) for p in problems])
+        problems = [_vocabulary_of(p, data) for p in problems]
+    elif _VOCABULARY not in layers.origins:
+        problems = [p for p in problems if p.key != _VOCABULARY]
+    refuse(_with_origin(p, layers) for p in problems)
     job = ResolvedJob(JobConfig(**built), dict(layers.origins))
     _check_combination(job.config, with_data)
     return job
 
 
-def _vocabulary_of(problem: str, data: DataConfig) -> str:
+def _vocabulary_of(problem: Problem, data: DataConfig) -> Problem:
     """The problem of a vocabulary that was not given, with the source that has none."""
-    if not problem.startswith("model.vocab_size is missing"):
+    if (problem.key, problem.code) != (_VOCABULARY, "missing"):
         return problem
-    return (
-        f"model.vocab_size must be given, as data.sources.{next(iter(data.sources))} has ids and no vocabulary; set that of "
-        "its tokenizer (GPT-2: 50257)"
-    )
+    rule = f"must be given, as data.sources.{next(iter(data.sources))} has ids and no vocabulary"
+    fix = "set that of its tokenizer (GPT-2: 50257)"
+    return dataclasses.replace(problem, code="vocabulary", rule=rule, fix=fix)
 
 
 def _with_weights(layers: Layers) -> Layers:
@@ -122,9 +121,9 @@ def _with_weights(layers: Layers) -> Layers:
     return over_table(layers, read_model(folder).layer(), folder / "config.json")
 
 
-def _derive(layers: Layers, data: DataConfig, validation: bool) -> list[str]:
+def _derive(layers: Layers, data: DataConfig, validation: bool) -> list[Problem]:
     """Derive keys from the data: the vocabulary size, and the validation split."""
-    problems: list[str] = []
+    problems: list[Problem] = []
     for name, config in data.sources.items():
         source = _open(f"data.sources.{name}", config, problems)
         if source is None:
@@ -164,111 +163,124 @@ def _check_combination(config: JobConfig, with_data: bool) -> None:
         _check_data(config)
 
 
-def _section_problems(config: JobConfig) -> list[str]:
+def _section_problems(config: JobConfig) -> list[Problem]:
     """Keys of two sections that contradict each other, and a package that a key needs."""
-    problems = []
-    limit = getattr(config.model, "max_seq_len", None)
-    if limit is not None and config.data.seq_len > limit:
-        problems.append(
-            f"data.seq_len {config.data.seq_len} must be at most model.max_seq_len {limit}; "
-            f"use {limit}, or set model.max_seq_len = {config.data.seq_len}"
-        )
-    micro = config.train.micro_batch
-    for name, phase in config.data.phases.items():
-        if limit is not None and phase.seq_len is not None and phase.seq_len > limit:
-            problems.append(
-                f"data.phases.{name}.seq_len {phase.seq_len} must be at most model.max_seq_len {limit}; use "
-                f"{limit}, or set model.max_seq_len = {phase.seq_len}"
-            )
+    return [
+        *_length_problems(config),
+        *_loss_problems(config),
+        *sink_problems(config.metrics),
+        *_optimizer_problems(config),
+        *_evaluation_problems(config),
+        *evaluation_problems(config),
+        *exact_match_problems(config),
+        *_fault_problems(config),
+    ]
+
+
+def _length_problems(config: JobConfig) -> Iterator[Problem]:
+    limit, micro = getattr(config.model, "max_seq_len", None), config.train.micro_batch
+    phases = config.data.phases.items()
+    lengths = {f"data.phases.{name}.seq_len": phase.seq_len for name, phase in phases}
+    for key, length in {"data.seq_len": config.data.seq_len, **lengths}.items():
+        if limit is not None and length is not None and length > limit:
+            rule = f"must be at most model.max_seq_len {limit}"
+            fix = f"use {limit}, or set model.max_seq_len = {length}"
+            yield Problem(key, "above_limit", length, rule, fix)
+    for name, phase in phases:
         if micro and phase.global_batch is not None and phase.global_batch % micro:
-            problems.append(
-                f"data.phases.{name}.global_batch {phase.global_batch} must be divisible by train.micro_batch {micro}; "
-                f"use {max(1, phase.global_batch // micro) * micro}"
+            key, rule = (
+                f"data.phases.{name}.global_batch",
+                f"must be divisible by train.micro_batch {micro}",
             )
-    mtp = getattr(config.model, "mtp", None)
-    if mtp is not None and mtp.num_modules and config.train.objective is not None:
-        problems.append(
-            f"model.mtp.num_modules {mtp.num_modules} adds to the loss of logits, and train.objective "
-            f"{config.train.objective!r} computes its own; use one of them"
-        )
+            fix = f"use {max(1, phase.global_batch // micro) * micro}"
+            yield Problem(key, "divides", phase.global_batch, rule, fix)
+
+
+def _loss_problems(config: JobConfig) -> Iterator[Problem]:
+    mtp, objective = getattr(config.model, "mtp", None), config.train.objective
     depths = 0 if mtp is None else mtp.num_modules
+    if depths and objective is not None:
+        rule = f"adds to the loss of logits, and train.objective {objective!r} computes its own"
+        yield Problem("model.mtp.num_modules", "excludes", depths, rule, "use one of them")
     if wrong := ahead_problem(config.parallel, depths, "model.mtp.num_modules"):
-        problems.append(f"parallel.{wrong}")
-    problems += sink_problems(config.metrics)
-    if config.optimizer.name == "schedule_free_adamw" and config.schedule.name != "constant":
-        problems.append(
-            f"schedule.name {config.schedule.name!r} must be 'constant' with optimizer.name 'schedule_free_adamw', "
-            "whose average stands for the fall of the rate; set schedule.name = 'constant', with warmup_steps"
+        yield wrong.under("parallel")  # type: ignore[misc]  # the same class, of another package
+
+
+def _optimizer_problems(config: JobConfig) -> Iterator[Problem]:
+    """Of the optimizer with its schedule, and with weights in bf16."""
+    optimizer, param_dtype = config.optimizer.name, config.parallel.param_dtype
+    if optimizer == "schedule_free_adamw" and config.schedule.name != "constant":
+        rule = (
+            "must be 'constant' with optimizer.name 'schedule_free_adamw', whose average replaces the decay of the "
+            "learning rate"
         )
-    if config.parallel.param_dtype == "bf16" and config.optimizer.name not in _ROUNDING:
-        problems.append(
-            f"parallel.param_dtype 'bf16' must go with an optimizer that rounds updates stochastically, and "
-            f"optimizer.name is {config.optimizer.name!r}; use {', '.join(_ROUNDING)}, or parallel.param_dtype = 'fp32'"
+        fix = "set schedule.name = 'constant', with warmup_steps"
+        yield Problem("schedule.name", "optimizer", config.schedule.name, rule, fix)
+    fp32 = "parallel.param_dtype = 'fp32'"
+    if param_dtype == "bf16" and optimizer not in _ROUNDING:
+        rule = f"must go with an optimizer that rounds updates stochastically, and optimizer.name is {optimizer!r}"
+        fix = f"use {', '.join(_ROUNDING)}, or {fp32}"
+        yield Problem("parallel.param_dtype", "optimizer", param_dtype, rule, fix)
+    if param_dtype == "bf16" and config.lora.rank:
+        rule = (
+            f"must go without adapters, and lora.rank is {config.lora.rank}: frozen weights are stored in "
+            "lora.base_dtype"
         )
-    if config.parallel.param_dtype == "bf16" and config.lora.rank:
-        problems.append(
-            f"parallel.param_dtype 'bf16' must go without adapters, and lora.rank is {config.lora.rank}: frozen weights "
-            "are stored in lora.base_dtype; use parallel.param_dtype = 'fp32'"
-        )
-    if config.eval.every_steps == 0 and config.data.validation is not None:
-        problems.append(
-            "data.validation is given but eval.every_steps 0 never reads it; set "
-            "eval.every_steps = 100 or remove [data.validation]"
-        )
-    if config.checkpoint.best is not None and config.data.validation is None:
-        problems.append(
-            f"checkpoint.best {config.checkpoint.best!r} needs data.validation, which is not given; give "
-            "[data.validation] or leave checkpoint.best out"
-        )
-    if config.eval.every_steps and chosen_by_experts(config.model):
-        problems.append(
-            "model.fusion.moma.router 'expert_choice' chooses among later tokens, too, and cannot evaluate; set "
-            "eval.every_steps = 0, or router = 'auxiliary_router'"
-        )
-    problems += [*evaluation_problems(config), *exact_match_problems(config)]
-    resilience = config.resilience
+        yield Problem("parallel.param_dtype", "adapters", param_dtype, rule, f"use {fp32}")
+
+
+def _evaluation_problems(config: JobConfig) -> Iterator[Problem]:
+    """Of held-out data that no step reads, and of what cannot be evaluated."""
+    every, validation = config.eval.every_steps, config.data.validation
+    if every == 0 and validation is not None:
+        rule = "is given but eval.every_steps 0 never reads it"
+        fix = "set eval.every_steps = 100 or remove [data.validation]"
+        yield Problem("data.validation", "never_read", ..., rule, fix)
+    if config.checkpoint.best is not None and validation is None:
+        rule = "needs data.validation, which is not given"
+        fix = "give [data.validation] or leave checkpoint.best out"
+        yield Problem("checkpoint.best", "requires", config.checkpoint.best, rule, fix)
+    if every and chosen_by_experts(config.model):
+        rule = "chooses among later tokens, too, and cannot evaluate"
+        fix = "set eval.every_steps = 0, or router = 'auxiliary_router'"
+        yield Problem(_MOMA_ROUTER, "evaluation", "expert_choice", rule, fix)
+
+
+def _fault_problems(config: JobConfig) -> Iterator[Problem]:
+    resilience, digest = config.resilience, config.checkpoint.digest
     actions = (resilience.nonfinite.action, resilience.spike.action)
     if resilience.rollback != RollbackConfig() and "rollback" not in actions:
-        problems.append(
-            "resilience.rollback is set, but no action is 'rollback'; set resilience.nonfinite.action or "
-            "resilience.spike.action to 'rollback', or leave it out"
-        )
-    if config.checkpoint.digest == "blake3" and importlib.util.find_spec("blake3") is None:
-        problems.append(
-            "checkpoint.digest 'blake3' needs the package blake3, which is not installed; pip install "
-            "'forge-ckpt[fast]' or leave it out"
-        )
-    return problems
+        rule = "is set, but no action is 'rollback'"
+        fix = "set resilience.nonfinite.action or resilience.spike.action to 'rollback', or leave it out"
+        yield Problem("resilience.rollback", "requires", ..., rule, fix)
+    if digest == "blake3" and importlib.util.find_spec("blake3") is None:
+        rule = "needs the package blake3, which is not installed"
+        fix = "pip install 'forge-ckpt[fast]' or leave it out"
+        yield Problem("checkpoint.digest", "requires", digest, rule, fix)
 
 
-def _generation_problems(config: JobConfig) -> list[str]:
+def _generation_problems(config: JobConfig) -> Iterator[Problem]:
     """Parts of the model that cannot write the sample at the end of the run."""
-    if not config.sample.max_new_tokens:
-        return []
-    fix = (
-        f"sample.max_new_tokens {config.sample.max_new_tokens} does; set sample.max_new_tokens = 0"
-    )
-    problems = []
+    tokens = config.sample.max_new_tokens
+    if not tokens:
+        return
+    generates = f"cannot generate, and sample.max_new_tokens {tokens} does"
+    fix = "set sample.max_new_tokens = 0"
     moe = getattr(config.model, "moe", None)
     if moe and moe.router == "expert_choice":
-        problems.append(
-            "model.moe.router 'expert_choice' chooses among all tokens of a row and cannot generate, and "
-            + fix
-        )
+        rule = f"chooses among all tokens of a row and {generates}"
+        yield Problem("model.moe.router", "generation", moe.router, rule, fix)
     if chosen_by_experts(config.model):
-        problems.append("model.fusion.moma.router 'expert_choice' cannot generate, and " + fix)
+        yield Problem(_MOMA_ROUTER, "generation", "expert_choice", generates, fix)
     spec = getattr(config.model, "attention", None)
     if spec and spec.mask != "causal":
-        problems.append(
-            f"model.attention.mask {spec.mask!r} is not computed with a KV cache and cannot generate, and "
-            + fix
-        )
-    return problems
+        rule = f"is not computed with a KV cache and {generates}"
+        yield Problem("model.attention.mask", "generation", spec.mask, rule, fix)
 
 
 def _check_data(config: JobConfig) -> None:
     """Vocabulary, tokenizer and splits, from the sources' headers; DataError with all problems."""
-    problems: list[str] = []
+    problems: list[Problem] = []
     tokenizers: dict[str, str] = {}
     validation = config.data.validation
     for name, table in config.data.sources.items():
@@ -285,19 +297,16 @@ def _check_data(config: JobConfig) -> None:
             for f in dataclasses.fields(SourceConfig)
         )
         if source is not None and same:
-            problems.append(
-                f"{key} and data.validation are the same data; validation must be held out: use "
-                "split = 'validation' or another path"
-            )
+            rule, fix = f"is the same data as {key}", "use split = 'validation' or another path"
+            problems.append(Problem("data.validation", "same_data", ..., rule, fix))
     (first, wanted), *others = tokenizers.items() or [("", "")]
+    rule, fix = f"must have the tokenizer of {first}, or ids mean two things", "prepare one again"
     problems += [
-        f"{key}: its tokenizer must be that of {first}, or ids mean two things; prepare one of them again"
-        for key, found in others
-        if found != wanted
+        Problem(key, "tokenizer", ..., rule, fix) for key, found in others if found != wanted
     ]
     held_out = {f"eval.sets.{name}": table for name, table in config.eval.sets.items()}
     for key, own in {"data.validation": validation, **held_out}.items():
-        fix = "; or set eval.every_steps = 0" if own is validation else ""
+        fix = "set eval.every_steps = 0" if own is validation else ""
         source = None if own is None else _open(key, own, problems, fix)
         if source is not None:
             problems += _vocabulary_problems(key, source, config.model)
@@ -307,77 +316,74 @@ def _check_data(config: JobConfig) -> None:
         raise DataError(problems)
 
 
-def _held_out_problems(key: str, source: Source, first: str, wanted: str) -> list[str]:
+def _held_out_problems(key: str, source: Source, first: str, wanted: str) -> list[Problem]:
     """Why ids of held-out rows mean other text than those of `first`, whose tokenizer has the fingerprint `wanted`."""
     if not key.startswith("eval.sets.") or not wanted or source.tokenizer is None:
         return []
     if load_tokenizer(source.tokenizer).fingerprint == wanted:
         return []
-    return [
-        f"{key}: its tokenizer is not that of {first}, so the model would read other text; prepare it with that one"
-    ]
+    rule = f"must have the tokenizer of {first}, or the model reads other text"
+    return [Problem(key, "tokenizer_of_set", ..., rule, "prepare it with that one")]
 
 
-def _open(key: str, table: SourceConfig, problems: list[str], fix: str = "") -> Any:
-    """The source of a table; None if it cannot be opened, with the problem added to the list."""
+def _open(key: str, table: SourceConfig, problems: list[Problem], fix: str = "") -> Any:
+    """The source of a table; None if it cannot be opened, with the problems added to the list.
+
+    `fix` is another one than those that the source names.
+    """
     try:
         return open_header(table)
     except (ValueError, OSError) as error:
-        problems.append(f"{key}: {_sentence(error)}{fix}")
+        found = _of_source(error, key)
+        either = [(p, "; or ".join(text for text in (p.fix, fix) if text)) for p in found]
+        problems += [dataclasses.replace(p, fix=text) for p, text in either]
         return None
 
 
-def _vocabulary_problems(key: str, source: Source, model: Any) -> list[str]:
+def _of_source(error: ValueError | OSError, key: str) -> list[Problem]:
+    if not isinstance(error, OSError) or not error.strerror:
+        return problems_under(error, key)
+    rule, fix = f"cannot be read: {error.strerror}", "name an existing path"
+    return [Problem(key, "not_found", error.filename or ..., rule, fix)]
+
+
+def _vocabulary_problems(key: str, source: Source, model: Any) -> list[Problem]:
     vocab_size, beyond = model.vocab_size, getattr(model, "input_only_ids", 0)
     try:
         highest = source.max_token_id  # files without a sidecar are read for it
     except (ValueError, OSError) as error:
-        return [f"{key}: {_sentence(error)}"]
+        return _of_source(error, key)
     if highest < vocab_size + beyond:
         return []
     and_more = f" and model.input_only_ids {beyond}" if beyond else ""
-    return [
-        f"{key}: token id {highest} must be below model.vocab_size {vocab_size}{and_more}; set "
-        f"model.vocab_size = {max(highest + 1, source.vocab_size or 0)} or prepare the data with "
-        "the model's tokenizer"
-    ]
+    rule = f"is its highest token id and must be below model.vocab_size {vocab_size}{and_more}"
+    size = max(highest + 1, source.vocab_size or 0)
+    fix = f"set model.vocab_size = {size} or prepare the data with the model's tokenizer"
+    return [Problem(key, "token_id", highest, rule, fix)]
 
 
-def _tokenizer_problems(key: str, source: Source, config: JobConfig) -> list[str]:
+def _tokenizer_problems(key: str, source: Source, config: JobConfig) -> list[Problem]:
     return tokenizer_problems(key, source.tokenizer, config.init, Path(config.run.dir))
 
 
-def _sample_problems(key: str, source: Source, config: JobConfig) -> list[str]:
+def _sample_problems(key: str, source: Source, config: JobConfig) -> Iterator[Problem]:
     """Why the text of the sample cannot be written with the tokenizer of the data, or is too long."""
     sample, limit = config.sample, getattr(config.model, "max_seq_len", None)
-    if not sample.max_new_tokens:
-        return []
-    if source.tokenizer is None:
-        return [
-            f"{key}: has no tokenizer, but sample.max_new_tokens {sample.max_new_tokens} needs one; set "
-            "sample.max_new_tokens = 0 or prepare the data with forge-data"
-        ]
-    if not limit:
-        return []
-    length = max(1, len(load_tokenizer(source.tokenizer).encode(sample.prompt)))
-    if length + sample.max_new_tokens <= limit:
-        return []
-    return [
-        f"sample.max_new_tokens {sample.max_new_tokens} after a prompt of {length} tokens must stay within "
-        f"model.max_seq_len {limit}; use {max(limit - length, 0)} or fewer"
-    ]
+    tokens, argument = sample.max_new_tokens, "sample.max_new_tokens"
+    if tokens and source.tokenizer is None:
+        fix = f"set {argument} = 0 or prepare the data with forge-data"
+        yield Problem(argument, "requires", tokens, f"needs a tokenizer, and {key} has none", fix)
+    elif tokens and limit and source.tokenizer is not None:
+        length = max(1, len(load_tokenizer(source.tokenizer).encode(sample.prompt)))
+        if length + tokens > limit:
+            rule = f"after a prompt of {length} tokens must stay within model.max_seq_len {limit}"
+            fix = f"use {max(limit - length, 0)} or fewer"
+            yield Problem(argument, "above_limit", tokens, rule, fix)
 
 
-def _sentence(error: BaseException) -> str:
-    if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or ''}: {error.strerror}; name an existing path"
-    return str(error)
-
-
-def _with_origin(problem: str, layers: Layers) -> str:
-    key = problem.split(":", 1)[0].split(" ", 1)[0]
-    origin = layers.origins.get(key)
-    return f"{problem}  [{origin}]" if origin else problem
+def _with_origin(problem: Problem, layers: Layers) -> Problem:
+    origin = problem.origin or layers.origins.get(problem.key, "")
+    return dataclasses.replace(problem, origin=origin)
 
 
 def _plain(value: Any) -> Any:

@@ -18,12 +18,14 @@ from forge_resilience.policy import NonfiniteConfig, RollbackConfig, SpikeConfig
 from forge_resilience.replicas import ReplicasConfig
 from forge_resilience.slurm import SlurmConfig
 from forge_resilience.supervise import WatchConfig
+from forge_train._shared.problems import Problem, raise_problems
 from forge_train.config.evaluation import EvalConfig
 from forge_train.config.experts import MoESection
 from forge_train.config.init import InitConfig
 from forge_train.config.layers import LENGTH_KEYS
 from forge_train.config.lora import LoRASection
 from forge_train.config.profile import ProfileConfig
+from forge_train.config.ranges import range_problems
 
 if TYPE_CHECKING:
     from forge_ckpt import Keep
@@ -31,21 +33,6 @@ if TYPE_CHECKING:
 
 def _field(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
-
-
-def _require(problems: list[str]) -> None:
-    if problems:
-        raise ValueError("\n".join(problems))
-
-
-def _within(low: float, high: float, **values: float | None) -> list[str]:
-    """Sentences for values out of range. `high` is far above every real job: a larger value is a typing error."""
-    return [
-        f"{name} {value} must be from {low} to {high}; use "
-        + (f"{low} or more" if value < low else "fewer zeros")
-        for name, value in values.items()
-        if value is not None and not low <= value <= high
-    ]
 
 
 MODELS_GROUP = "forge.models"
@@ -64,10 +51,13 @@ class RunConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(
-            _within(0, 2**63 - 1, seed=self.seed)
-            + ([] if self.dir.strip() else ["dir '' must name a folder; use dir = 'runs/my_run'"])
-        )
+        raise_problems("", self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
+        yield from range_problems(self, 0, 2**63 - 1, "seed")
+        if not self.dir.strip():
+            fix = "use dir = 'runs/my_run'"
+            yield Problem("dir", "missing", self.dir, "must name a folder", fix)
 
 
 @dataclass(frozen=True)
@@ -84,21 +74,7 @@ class BuiltInModelConfig(TransformerConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.moe.num_experts and not self.moe_layers:
-            raise ValueError(
-                f"moe.num_experts {self.moe.num_experts} needs a layer to be in: first_dense_layers "
-                f"{self.moe.first_dense_layers} leaves none of {self.num_layers}; lower it"
-            )
-        if self.moe.num_experts and self.mtp.num_modules:
-            raise ValueError(
-                f"mtp.num_modules {self.mtp.num_modules} must be 0 with moe.num_experts {self.moe.num_experts}: its "
-                "blocks are dense; leave one out"
-            )
-        if self.moe.num_experts and self.parametrization == "mup":
-            raise ValueError(
-                f"moe.num_experts {self.moe.num_experts} has no rule in parametrization 'mup', which knows dense "
-                "layers; use 0, or parametrization 'standard'"
-            )
+        raise_problems("", _mixture_problems(self))
 
     @property
     def is_built_in(self) -> bool:
@@ -109,6 +85,22 @@ class BuiltInModelConfig(TransformerConfig):
     def moe_layers(self) -> list[int]:
         """Layers whose feed-forward is a mixture."""
         return [i for i in range(self.num_layers) if self.moe.is_mixture(i)]
+
+
+def _mixture_problems(c: BuiltInModelConfig) -> Iterator[Problem]:
+    num_experts = c.moe.num_experts
+    if not num_experts:
+        return
+    if not c.moe_layers:
+        rule = f"needs a layer: first_dense_layers {c.moe.first_dense_layers} leaves none of {c.num_layers}"
+        yield Problem("moe.num_experts", "layers", num_experts, rule, "lower first_dense_layers")
+    if c.mtp.num_modules:
+        rule = f"must be 0 with moe.num_experts {num_experts}: its blocks are dense"
+        yield Problem("mtp.num_modules", "excludes", c.mtp.num_modules, rule, "leave one out")
+    if c.parametrization == "mup":
+        rule = "has no rule in parametrization 'mup', which has rules for dense layers"
+        fix = "use 0, or parametrization 'standard'"
+        yield Problem("moe.num_experts", "mup", num_experts, rule, fix)
 
 
 @dataclass(frozen=True)
@@ -130,18 +122,11 @@ class ImportedModelConfig:
     def __post_init__(self) -> None:
         module, _, attr = self.name.partition(":")
         path = all(part.isidentifier() for part in [*module.split("."), attr])
-        good = path or installed(self.name, MODELS_GROUP)
-        _require(
-            (
-                []
-                if good
-                else [
-                    f"name {self.name!r} must be 'transformer', 'vlm', an entry point of {MODELS_GROUP} or "
-                    "'package.module:attr'"
-                ]
-            )
-            + _within(0, 2**31 - 1, vocab_size=self.vocab_size)
-        )
+        problems = list(range_problems(self, 0, 2**31 - 1, "vocab_size"))
+        if not path and not installed(self.name, MODELS_GROUP):
+            fix = f"use 'transformer', 'vlm', an entry point of {MODELS_GROUP} or 'package.module:attr'"
+            problems.insert(0, Problem("name", "unknown", self.name, "is not a model", fix))
+        raise_problems("", problems)
 
 
 @dataclass(frozen=True)
@@ -193,67 +178,62 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         outside = [
-            *_within(1, _MAX_STEPS, steps=self.steps),
-            *_within(1, _MAX_TOKENS, tokens=self.tokens),
-            *_within(1, _MAX_BATCH, global_batch=self.global_batch, micro_batch=self.micro_batch),
+            *range_problems(self, 1, _MAX_STEPS, "steps"),
+            *range_problems(self, 1, _MAX_TOKENS, "tokens"),
+            *range_problems(self, 1, _MAX_BATCH, "global_batch", "micro_batch"),
         ]
         # divisors are listed only for a batch in range: there may be 10**18 candidates otherwise
         division = [] if outside else _division_problems(self)
         objective, clip = _objective_problems(self), _clip_problems(self)
-        loss = _loss_problems(self)
-        _require([*outside, *_length_problems(self), *division, *loss, *objective, *clip])
+        loss, length = _loss_problems(self), _length_problems(self)
+        raise_problems("", [*outside, *length, *division, *loss, *objective, *clip])
 
 
-def _length_problems(c: TrainConfig) -> Iterator[str]:
+def _length_problems(c: TrainConfig) -> Iterator[Problem]:
     lengths = [key for key in LENGTH_KEYS if getattr(c, key) is not None]
     if len(lengths) != 1:
         given = ", ".join(lengths) or "none"
-        yield (
-            f"length given by {given}: exactly one of {', '.join(LENGTH_KEYS)} must be set; "
-            "set train.steps = 400, for example"
-        )
+        rule = f"or another length must be set, one of {', '.join(LENGTH_KEYS)}: set are {given}"
+        yield Problem("steps", "one_length", ..., rule, "set train.steps = 400, for example")
     if c.tokens_per_parameter is not None and not 0 < c.tokens_per_parameter <= 10**6:
-        yield (
-            f"tokens_per_parameter {c.tokens_per_parameter} must be above 0 and at most 10**6; "
-            "use 20.0"
-        )
+        rule = "must be above 0 and at most 10**6"
+        yield Problem("tokens_per_parameter", "range", c.tokens_per_parameter, rule, "use 20.0")
 
 
-def _division_problems(c: TrainConfig) -> Iterator[str]:
+def _division_problems(c: TrainConfig) -> Iterator[Problem]:
     if c.micro_batch and c.global_batch % c.micro_batch:
-        yield (
-            f"global_batch {c.global_batch} must be divisible by micro_batch "
-            f"{c.micro_batch}; use micro_batch {_divisors(c.global_batch)}"
-        )
+        rule = f"must be divisible by micro_batch {c.micro_batch}"
+        fix = f"use micro_batch {_divisors(c.global_batch)}"
+        yield Problem("global_batch", "divides", c.global_batch, rule, fix)
 
 
-def _loss_problems(c: TrainConfig) -> Iterator[str]:
+def _loss_problems(c: TrainConfig) -> Iterator[Problem]:
     default = CrossEntropyConfig()
+    step = f"loss is {c.loss!r}" if c.objective is None else "objective replaces the loss"
     for name in ("cross_entropy", "fused_cross_entropy"):
         table, used = getattr(c, name), c.objective is None and c.loss == name
+        rule, fix = f"is a key of loss {name!r}, and {step}", f"remove it, or use loss = {name!r}"
         for key in () if used else ("z_loss", "label_smoothing"):
             if getattr(table, key) != getattr(default, key):
-                step = (
-                    f"loss is {c.loss!r}" if c.objective is None else "objective replaces the loss"
-                )
-                yield (
-                    f"{name}.{key} {getattr(table, key)} is a key of loss {name!r}, and {step}; remove it, or use "
-                    f"loss = {name!r}"
-                )
+                yield Problem(f"{name}.{key}", "foreign", getattr(table, key), rule, fix)
 
 
-def _objective_problems(c: TrainConfig) -> Iterator[str]:
+def _objective_problems(c: TrainConfig) -> Iterator[Problem]:
     if c.objective is not None and c.loss != "cross_entropy":
-        yield (
-            f"objective {c.objective!r} computes the loss itself, and loss is {c.loss!r}; give one of them"
-        )
+        rule = f"computes the loss itself, and loss is {c.loss!r}"
+        yield Problem("objective", "excludes", c.objective, rule, "give one of them")
     if c.objective is None and c.objective_options:
-        yield f"objective_options {c.objective_options} belong to no objective; give objective"
+        options = c.objective_options
+        yield Problem(
+            "objective_options", "requires", options, "belong to no objective", "give objective"
+        )
 
 
-def _clip_problems(c: TrainConfig) -> Iterator[str]:
+def _clip_problems(c: TrainConfig) -> Iterator[Problem]:
     if c.max_grad_norm is not None and not c.max_grad_norm > 0:
-        yield f"max_grad_norm {c.max_grad_norm} must be above 0; use 1.0 or none"
+        yield Problem(
+            "max_grad_norm", "range", c.max_grad_norm, "must be above 0", "use 1.0 or none"
+        )
 
 
 @dataclass(frozen=True)
@@ -285,14 +265,15 @@ class CheckpointConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(
-            _within(0, _MAX_STEPS, every_steps=self.every_steps, keep_every=self.keep_every)
-            + _within(1, _MAX_STEPS, keep_last=self.keep_last)
-            + _within(1, 1000, max_failed_saves=self.max_failed_saves)
-            + _within(2**-30, 2**20, staging_gib=self.staging_gib)
-        )
+        raise_problems("", self._problems())
         if self.milestones is not None:
             self.keep()
+
+    def _problems(self) -> Iterator[Problem]:
+        yield from range_problems(self, 0, _MAX_STEPS, "every_steps", "keep_every")
+        yield from range_problems(self, 1, _MAX_STEPS, "keep_last")
+        yield from range_problems(self, 1, 1000, "max_failed_saves")
+        yield from range_problems(self, 2**-30, 2**20, "staging_gib")
 
     def keep(self) -> Keep:
         """The rule by which old checkpoints are removed; ValueError for milestones that cannot be imported."""
@@ -350,10 +331,9 @@ class MetricsConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(
-            _within(1, _MAX_STEPS, every_steps=self.every_steps)
-            + _within(0, _MAX_STEPS, gradients_every_steps=self.gradients_every_steps)
-        )
+        rows = range_problems(self, 1, _MAX_STEPS, "every_steps")
+        gradients = range_problems(self, 0, _MAX_STEPS, "gradients_every_steps")
+        raise_problems("", [*rows, *gradients])
 
 
 @dataclass(frozen=True)
@@ -373,7 +353,7 @@ class CallbackConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(_within(1, _MAX_STEPS, every_steps=self.every_steps))
+        raise_problems("", range_problems(self, 1, _MAX_STEPS, "every_steps"))
 
 
 @dataclass(frozen=True)
@@ -387,10 +367,8 @@ class SampleConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(
-            _within(0, 10**6, max_new_tokens=self.max_new_tokens)
-            + _within(0, 100, temperature=self.temperature)
-        )
+        length = range_problems(self, 0, 10**6, "max_new_tokens")
+        raise_problems("", [*length, *range_problems(self, 0, 100, "temperature")])
 
 
 @dataclass(frozen=True)
@@ -409,7 +387,7 @@ class ResilienceConfig:
     )
 
     def __post_init__(self) -> None:
-        _require(_within(0.001, 65_000, save_limit_seconds=self.save_limit_seconds))
+        raise_problems("", range_problems(self, 0.001, 65_000, "save_limit_seconds"))
 
 
 ModelSection = BuiltInModelConfig | ImportedModelConfig

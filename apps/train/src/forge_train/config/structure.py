@@ -6,7 +6,6 @@ import difflib
 import functools
 import math
 import operator
-import re
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -16,9 +15,11 @@ import cattrs
 from cattrs.errors import ClassValidationError, IterableValidationError
 from cattrs.gen import make_dict_structure_fn, override
 
+from forge_train._shared.problems import Problem, invalid
 from forge_train.config.init import InitConfig
 from forge_train.config.schema import BuiltInModelConfig, ImportedModelConfig, JobConfig
 from forge_train.config.vlm import VLMModelConfig
+from forge_train.errors import problems_under
 
 #: The [model] tables of our own models, by name.
 BUILT_IN_MODELS: dict[str, type[BuiltInModelConfig]] = {
@@ -27,14 +28,13 @@ BUILT_IN_MODELS: dict[str, type[BuiltInModelConfig]] = {
 }
 
 
-def structure(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def structure(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """Build every section of JobConfig from its raw table.
 
-    Returns the sections that could be built and all problems of the others, each one sentence
-    that starts with the dotted key.
+    Returns the sections that could be built and all problems of the others, with dotted keys.
     """
     built: dict[str, Any] = {}
-    problems: list[str] = []
+    problems: list[Problem] = []
     types_of_sections = section_types(values)
     unknown = [name for name in values if name not in types_of_sections]
     problems += _unknowns(unknown, types_of_sections)
@@ -46,16 +46,21 @@ def structure(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     return built, problems
 
 
-def structure_table(table: Any, kind: Any, name: str) -> tuple[Any, list[str]]:
-    """One table as its dataclass, or None, and all problems, each a sentence that starts with the dotted key."""
-    if not isinstance(table, dict):
-        return None, [f"{name}: {_show(table)} must be a table; write [{name}] and its keys"]
-    problems: list[str] = []
+def structure_table(table: Any, kind: Any, name: str) -> tuple[Any, list[Problem]]:
+    """One table as its dataclass, or None, and all problems, with dotted keys."""
+    problems = list(_not_a_table(table, name))
+    if problems:
+        return None, problems
     table = _known_part(table, kind, name, problems)
     try:
         return _CONVERTER.structure(table, kind), problems
     except Exception as error:
-        return None, [*problems, *_explain(error, name, inner_dataclass(kind))]
+        return None, [*problems, *_explain(error, name)]
+
+
+def _not_a_table(value: Any, key: str) -> Iterator[Problem]:
+    if not isinstance(value, dict):
+        yield Problem(key, "table", value, "must be a table", f"write [{key}] and its keys")
 
 
 def fits(value: Any, kind: Any) -> bool:
@@ -117,36 +122,47 @@ def inner_dataclass(kind: Any) -> type | None:
     return next((c for c in candidates if isinstance(c, type) and is_dataclass(c)), None)
 
 
-def _known_part(table: Any, kind: Any, key: str, problems: list[str]) -> Any:
-    """The table `key` without the keys that its `kind` does not know, each of which becomes a problem.
+def _known_part(table: Any, kind: Any, key: str, problems: list[Problem]) -> Any:
+    """The table `key` without the keys that its `kind` does not have, each of which becomes a problem.
 
     The rest is checked as if they were not there, so that a misspelt key hides no other problem.
     """
     cls: Any = inner_dataclass(kind)
-    if cls is None or not isinstance(table, dict):
+    is_free = get_origin(kind) is dict
+    if (cls is None and not is_free) or (_is_optional(kind) and table in (None, "none")):
         return table
-    if get_origin(kind) is dict:
-        return {
-            name: _known_part(entry, cls, f"{key}.{name}", problems)
-            for name, entry in table.items()
-        }
-    hints = {key_of(name): kind for name, kind in get_type_hints(cls).items()}
+    if found := list(_not_a_table(table, key)):
+        problems += found
+        return _DROPPED
+    if is_free:
+        hints = dict.fromkeys(table, cls or Any)
+    else:
+        hints = {key_of(name): kind for name, kind in get_type_hints(cls).items()}
     siblings = [f"{key}.{name}" for name in hints]
     problems += _unknowns([f"{key}.{name}" for name in table if name not in hints], siblings)
-    return {
+    parts = {
         name: _known_part(value, hints[name], f"{key}.{name}", problems)
         for name, value in table.items()
         if name in hints
     }
+    return {name: part for name, part in parts.items() if part is not _DROPPED}
+
+
+_DROPPED = object()  # a value that is not the table that it must be
 
 
 # ---- strict leaves
 
 
+def _of_another_type(value: Any, expected: str) -> Any:
+    rule = f"is of type {type(value).__name__} and must be {expected}"
+    return invalid("", "type", value, rule)
+
+
 def _strict(expected: type, accepted: tuple[type, ...]) -> Any:
     def hook(value: Any, _: Any) -> Any:
         if isinstance(value, bool) != (expected is bool) or not isinstance(value, accepted):
-            raise TypeError(f"{_show(value)} must be {_article(expected.__name__)}")
+            raise _of_another_type(value, _article(expected.__name__))
         return _clean_text(str(value)) if expected is str else _finite(value, expected)
 
     return hook
@@ -155,9 +171,9 @@ def _strict(expected: type, accepted: tuple[type, ...]) -> Any:
 def _finite(value: Any, kind: type) -> Any:
     """A number that 64 bits hold; nan and inf would come back as a loss, hours later."""
     if isinstance(value, int) and value.bit_length() >= 64:
-        raise ValueError(f"{_show(value)} must be a number that 64 bits hold; use fewer zeros")
+        raise invalid("", "range", value, "must be a number that 64 bits hold", "use fewer zeros")
     if not math.isfinite(value):
-        raise ValueError(f"{value} must be a finite number; write one")
+        raise invalid("", "finite", value, "must be a finite number")
     return kind(value)
 
 
@@ -168,7 +184,7 @@ def _clean_text(text: str) -> str:
     except UnicodeEncodeError:  # bytes of a command line that are no UTF-8
         good = False
     if not good:
-        raise ValueError(f"{_show(text)} must be UTF-8 text without NUL; write it again")
+        raise invalid("", "not_utf8", text, "must be UTF-8 text without NUL", "write it again")
     return text
 
 
@@ -178,18 +194,18 @@ def _literal(value: Any, kind: Any) -> Any:
             return value
     written = value[:_SHOWN_CHARACTERS] if isinstance(value, str) else ""
     near = difflib.get_close_matches(written, [str(c) for c in get_args(kind)], 1)
-    hint = f"; did you mean '{near[0]}'?" if near else ""
-    raise ValueError(f"{_show(value)} must be {type_name(kind)}{hint}")
+    fix = f"did you mean '{near[0]}'?" if near else ""
+    raise invalid("", "unknown", value, f"must be {type_name(kind)}", fix)
 
 
 def _tuple(value: Any, kind: Any) -> Any:
     args = get_args(kind)
     if not isinstance(value, list | tuple):
-        raise TypeError(f"{_show(value)} must be a {type_name(kind)}")
+        raise _of_another_type(value, f"a {type_name(kind)}")
     if args[-1] is Ellipsis:
         return tuple(_CONVERTER.structure(v, args[0]) for v in value)
     if len(value) != len(args):
-        raise TypeError(f"{_show(value)} must be a {type_name(kind)}")
+        raise invalid("", "length", value, f"must be a {type_name(kind)}")
     return tuple(_CONVERTER.structure(v, a) for v, a in zip(value, args))
 
 
@@ -206,7 +222,7 @@ def without_none(kind: Any) -> Any:
 
 def _number_or_text(value: Any, kind: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | str):
-        raise TypeError(f"{_show(value)} must be {type_name(kind)}")
+        raise _of_another_type(value, type_name(kind))
     return _CONVERTER.structure(value, str if isinstance(value, str) else int)
 
 
@@ -244,63 +260,44 @@ def _converter() -> cattrs.Converter:
 
 _CONVERTER = _converter()
 _SHOWN_KEYS, _SHOWN_CHARACTERS = 20, 200
-_OWN_PREFIX = re.compile(r"^[a-z_]+: ")
 
 
-# ---- problems as sentences
+# ---- problems
 
 
-def _explain(error: BaseException, path: str, cls: type | None) -> list[str]:
-    """Flatten cattrs' nested groups into one sentence per problem, with its dotted key in front."""
+def _explain(error: BaseException, path: str) -> list[Problem]:
+    """The problems of cattrs' nested groups, with dotted keys."""
     if isinstance(error, ClassValidationError | IterableValidationError):
         with_notes, without = error.group_exceptions()
         problems = []
         for inner, note in with_notes:
             name = getattr(note, "name", getattr(note, "index", "?"))
-            child = inner_dataclass(getattr(note, "type", None))
-            problems.extend(_explain(inner, f"{path}.{key_of(str(name))}", child))
+            problems.extend(_explain(inner, f"{path}.{key_of(str(name))}"))
         for inner in without:
-            problems.extend(_explain(inner, path, cls))
+            problems.extend(_explain(inner, path))
         return problems
     if isinstance(error, KeyError):  # a key without default
         key = path if path.endswith(f".{error.args[0]}") else f"{path}.{error.args[0]}"
-        return [f"{key} is missing; it has no default, so give it a value"]
-    if (
-        cls is not None
-        and isinstance(error, TypeError | AttributeError)
-        and "must be" not in str(error)
-    ):
-        return [f"{path}: {error}; write it as a table with its keys"]
-    # a package's config raises "optimizer: lr -1 must ..."; the dotted key replaces that prefix
-    return [f"{path}: {_OWN_PREFIX.sub('', line)}" for line in str(error).splitlines() if line]
+        return [Problem(key, "missing", ..., "is missing and has no default", "give it a value")]
+    return problems_under(error, path)
 
 
-def _unknowns(keys: list[str], known: Iterable[str]) -> list[str]:
-    """A sentence for each of the first; a file of something else has thousands."""
+def _unknowns(keys: list[str], known: Iterable[str]) -> list[Problem]:
+    """A problem for each of the first; a file of something else has thousands."""
     shown = [_unknown(key, known) for key in keys[:_SHOWN_KEYS]]
     rest = len(keys) - _SHOWN_KEYS
-    return (
-        [*shown, f"{rest} more keys are not known; is this a file of forge-train?"]
-        if rest > 0
-        else shown
-    )
+    if rest > 0:
+        fix = "is this a file of forge-train?"
+        shown.append(Problem("", "unknown_keys", rest, "more keys are not known", fix))
+    return shown
 
 
-def _unknown(key: str, known: Iterable[str]) -> str:
-    names, key = list(known), _shortened(key)
+def _unknown(key: str, known: Iterable[str]) -> Problem:
+    names = list(known)
+    key = key if len(key) <= _SHOWN_CHARACTERS else key[:_SHOWN_CHARACTERS] + "..."
     near = difflib.get_close_matches(key, names, 1, cutoff=0.5)
     fix = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
-    return f"{key} is not a known key; {fix}"
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, int) and value.bit_length() > 1000:  # Python refuses to print thousands
-        return f"an integer of {value.bit_length()} bits"
-    return f"{_shortened(repr(value))} ({type(value).__name__})"
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _SHOWN_CHARACTERS else text[:_SHOWN_CHARACTERS] + "..."
+    return Problem(key, "unknown_key", ..., "is not a known key", fix)
 
 
 def _article(name: str) -> str:

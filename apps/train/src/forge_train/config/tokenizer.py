@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from forge_train._shared.problems import Problem
 from forge_train.config.imported import FILES
 from forge_train.config.init import InitConfig, find_source, has_begun
 
@@ -20,10 +21,10 @@ _MAX_BYTES = 2**28
 
 def tokenizer_problems(
     key: str, spec: Mapping[str, Any] | None, init: InitConfig, run_dir: Path
-) -> list[str]:
-    """A sentence if the data of `key` was made with another tokenizer than the one beside the weights.
+) -> list[Problem]:
+    """The problem if the data of `key` was made with another tokenizer than the one beside the weights.
 
-    `spec` is that of the data's source. Nothing is said where data or weights have no tokenizer to compare.
+    `spec` is that of the data's source. None where data or weights have no tokenizer to compare.
     """
     if init.other_tokenizer or spec is None:
         return []
@@ -31,10 +32,9 @@ def tokenizer_problems(
     if path is None or gives_same_ids(spec, path):
         return []
     made = "bytes" if spec["name"] == "byte" else f"{spec.get('path', spec['name'])}"
-    return [
-        f"{key}: its tokenizer ({made}) must be that of the weights, {path}, or ids mean other texts; prepare the text "
-        f"with --tokenizer {path}, or train the weights to another one with init.other_tokenizer = true"
-    ]
+    rule = f"is its tokenizer and must be that of the weights, {path}, or ids mean other texts"
+    fix = f"prepare the text with --tokenizer {path}, or train the weights to another one with init.other_tokenizer = true"
+    return [Problem(key, "weights", made, rule, fix)]
 
 
 def beside_weights(init: InitConfig, run_dir: Path) -> Path | None:
