@@ -1,10 +1,12 @@
 """Fields and checks of configuration dataclasses."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import field
 from numbers import Integral, Real
 from typing import Any
+
+from forge_vlm._shared.problems import Problem
 
 
 def setting(default: Any, help: str) -> Any:
@@ -12,20 +14,14 @@ def setting(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-def raise_problems(where: str, problems: Iterable[str]) -> None:
-    """Raise one ValueError with a line `where: problem` for each problem; do nothing without any."""
-    lines = [f"{where}: {problem}" for problem in problems]
-    if lines:
-        raise ValueError("\n".join(lines))
-
-
-def foreign_table(config: Any, table: str, name: str) -> Iterator[str]:
-    """Sentences for keys off their defaults of the `table` that belongs to `name`, under another `config.name`."""
+def foreign_table(config: Any, table: str, name: str) -> Iterator[Problem]:
+    """Problems of keys off their defaults of the `table` that belongs to `name`, under another `config.name`."""
     own = getattr(config, table)
     defaults = vars(type(own)())
     for key, value in vars(own).items():
         if config.name != name and value != defaults[key]:
-            yield f"{table}.{key} {value!r} is a key of name {name!r}, and name is {config.name!r}; remove one"
+            rule = f"is a key of name {name!r}, and name is {config.name!r}"
+            yield Problem(f"{table}.{key}", "foreign", value, rule, "remove one")
 
 
 def is_finite(value: object) -> bool:
@@ -38,10 +34,11 @@ def is_size(value: object, most: int) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and 1 <= int(value) <= most
 
 
-def size_problems(config: object, sizes: dict[str, int]) -> Iterator[str]:
-    """Sentences for fields that are no whole numbers from 1 to a maximum; None is allowed where it is the default."""
+def size_problems(config: object, sizes: dict[str, int]) -> Iterator[Problem]:
+    """Problems of fields that are not whole numbers from 1 to a maximum; None is allowed where it is the default."""
     for name, most in sizes.items():
         value = getattr(config, name)
         optional = getattr(type(config), name, 0) is None
         if not is_size(value, most) and not (optional and value is None):
-            yield f"{name} {value!r} must be a whole number from 1 to {most}; give one"
+            rule = f"must be a whole number from 1 to {most}"
+            yield Problem(name, "size", value, rule, "use one")

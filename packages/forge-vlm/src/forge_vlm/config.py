@@ -12,7 +12,8 @@ from typing import Literal
 
 from forge_core import TransformerConfig
 from forge_core.model import MRopeConfig
-from forge_vlm._config import foreign_table, is_size, raise_problems, setting
+from forge_vlm._config import foreign_table, is_size, setting
+from forge_vlm._shared.problems import Problem, raise_problems
 from forge_vlm.adapters import AdapterConfig
 from forge_vlm.fusion.config import MixtureOfTransformersConfig, MoMaConfig, fusion_problems
 from forge_vlm.fusion.cross_config import CrossAttentionConfig
@@ -54,11 +55,11 @@ class FusionConfig:
         raise_problems("fusion", _fusion_problems(self))
 
 
-def _fusion_problems(c: FusionConfig) -> Iterator[str]:
+def _fusion_problems(c: FusionConfig) -> Iterator[Problem]:
     if c.name in REFUSED:
-        yield f"name {c.name!r} is refused: {REFUSED[c.name]}"
+        yield Problem("name", "unsupported", c.name, f"is not supported: {REFUSED[c.name]}")
     elif c.name not in FUSIONS:
-        yield f"name {c.name!r} must be one of {', '.join(FUSIONS)}; use one"
+        yield Problem("name", "unknown", c.name, f"must be one of {', '.join(FUSIONS)}", "use one")
     for table in ("cross_attention", "mixture_of_transformers", "moma"):
         yield from foreign_table(c, table, table)
 
@@ -126,126 +127,122 @@ class VLMConfig(TransformerConfig):
         return {name: m for name, m in self.modalities.items() if m.discrete}
 
 
-def _mask_problems(c: VLMConfig) -> Iterator[str]:
+def _mask_problems(c: VLMConfig) -> Iterator[Problem]:
     name = c.bidirectional
     if name not in ("none", *SCOPES):
-        yield f"bidirectional {name!r} must be one of none, {', '.join(SCOPES)}; use 'none'"
+        rule = f"must be one of none, {', '.join(SCOPES)}"
+        yield Problem("bidirectional", "unknown", name, rule, "use 'none'")
     if name == "none":
         return
     if c.fusion.name == "cross_attention":
-        yield (
-            f"bidirectional {name!r} must be 'none' with fusion.name 'cross_attention', whose images are no tokens of the "
-            "stream; leave it out"
-        )
+        rule = "must be 'none' with fusion.name 'cross_attention', whose images are not tokens of the stream"
+        yield Problem("bidirectional", "cross_attention", name, rule, "leave it out")
     for other in c.discrete:
-        yield (
-            f"bidirectional {name!r} must be 'none' with modalities.{other}, whose discrete tokens are predicted from "
-            "those before them; leave it out"
-        )
+        rule = f"must be 'none' with modalities.{other}, whose discrete tokens are predicted from the tokens before them"
+        yield Problem("bidirectional", "discrete", name, rule, "leave it out")
     if c.mixer not in ("attention", "mla"):
-        yield f"bidirectional {name!r} is computed by mixer 'attention' and 'mla', and mixer is {c.mixer!r}; use one"
+        rule = f"is computed by mixer 'attention' and 'mla', and mixer is {c.mixer!r}"
+        yield Problem("bidirectional", "mixer", name, rule, "use one")
     if c.attention.mask != "causal":
-        yield (
-            f"bidirectional {name!r} and attention.mask {c.attention.mask!r} both say who sees whom; leave one out"
+        rule = (
+            f"excludes attention.mask {c.attention.mask!r}: both define which tokens see each other"
         )
+        yield Problem("bidirectional", "excludes", name, rule, "leave one out")
 
 
-def _no_encoder_problems(c: VLMConfig) -> Iterator[str]:
+def _no_encoder_problems(c: VLMConfig) -> Iterator[Problem]:
     for name in c.placeholders:
-        yield (
-            f"modalities.{name} stands for features, and vision.name is 'none'; name an encoder, or set discrete = true"
-        )
+        rule = "stands for features, and vision.name is 'none'"
+        fix = "name an encoder, or set discrete = true"
+        yield Problem(f"modalities.{name}", "requires", ..., rule, fix)
     if not c.modalities:
-        yield (
-            "modalities {} must name the discrete tokens of images without an encoder; write [model.modalities.image] "
-            "first_id, num_ids and discrete = true"
-        )
+        rule = "must name the discrete tokens of images without an encoder"
+        fix = "write [model.modalities.image] first_id, num_ids and discrete = true"
+        yield Problem("modalities", "no_discrete", c.modalities, rule, fix)
     if c.adapter != AdapterConfig():
-        yield f"adapter.name {c.adapter.name!r} has no features to adapt with vision.name 'none'; remove [model.adapter]"
+        rule = "has no features to adapt with vision.name 'none'"
+        yield Problem("adapter.name", "requires", c.adapter.name, rule, "remove [model.adapter]")
     if c.fusion.name == "cross_attention":
-        yield "fusion.name 'cross_attention' must have an encoder, and vision.name is 'none'; use joint_decoder"
+        rule = "must have an encoder, and vision.name is 'none'"
+        yield Problem("fusion.name", "requires", c.fusion.name, rule, "use joint_decoder")
 
 
-def _any_size_problems(c: VLMConfig) -> Iterator[str]:
+def _any_size_problems(c: VLMConfig) -> Iterator[Problem]:
     name = c.adapter.name
     if name not in ("none", "linear", "mlp") and ":" not in name:
-        yield (
-            f"adapter.name {name!r} must be none, linear, mlp or module:attr with an encoder of images of any sizes, whose "
-            "tokens are no grid of one size; use mlp"
+        rule = (
+            "must be none, linear, mlp or module:attr with an encoder of images of any sizes, whose tokens do not form a grid "
+            "of one size"
         )
+        yield Problem("adapter.name", "any_size", name, rule, "use mlp")
     if c.fusion.name == "cross_attention":
-        yield (
-            "fusion.name 'cross_attention' must have images of one size, and this encoder packs those of any sizes; use "
-            "joint_decoder"
-        )
+        rule = "must have images of one size, and this encoder packs images of any sizes"
+        yield Problem("fusion.name", "any_size", c.fusion.name, rule, "use joint_decoder")
 
 
-def _pixel_problems(c: VLMConfig) -> Iterator[str]:
+def _pixel_problems(c: VLMConfig) -> Iterator[Problem]:
     if not c.vision.any_size:
         kind = c.vision.transformers.get("model_type", c.vision.name)
-        yield (
-            f"pixels_per_image {c.pixels_per_image!r} is not read with the encoder {kind!r}, whose images have one size; "
-            "remove it"
-        )
+        rule = f"is not read with the encoder {kind!r}, whose images have one size"
+        yield Problem("pixels_per_image", "foreign", c.pixels_per_image, rule, "remove it")
     elif not is_size(c.pixels_per_image, 2**28):
-        yield f"pixels_per_image {c.pixels_per_image!r} must be a whole number; use 262144"
+        value = c.pixels_per_image
+        yield Problem("pixels_per_image", "size", value, "must be a whole number", "use 262144")
 
 
-def _problems(c: VLMConfig) -> Iterator[str]:
+def _problems(c: VLMConfig) -> Iterator[Problem]:
     if c.vision.name == "none":
         yield from _no_encoder_problems(c)
     elif not c.placeholders:
-        yield (
-            "modalities {} must name the placeholder of images; write [model.modalities.image] first_id = its id"
-        )
+        rule = "must name the placeholder of images"
+        fix = "write [model.modalities.image] first_id = its id"
+        yield Problem("modalities", "no_placeholder", c.modalities, rule, fix)
     ends = sorted((m.first_id, m.first_id + m.num_ids, name) for name, m in c.modalities.items())
     for name, m in c.modalities.items():
         if not m.discrete and m.first_id == 0:
-            yield (
-                f"modalities.{name}.first_id 0 must be above 0, as rows are padded with 0 and padding is no image; give the "
-                "placeholder another id"
-            )
+            rule = "must be above 0, as rows are padded with 0 and padding is not an image"
+            fix = "give the placeholder another id"
+            yield Problem(f"modalities.{name}.first_id", "padding", 0, rule, fix)
         most = c.vocab_size + (0 if m.discrete else c.input_only_ids)
         if m.first_id + m.num_ids > most:
-            yield (
-                f"modalities.{name}.first_id {m.first_id} must be below vocab_size {most} with all of its "
-                f"{m.num_ids} ids; raise vocab_size"
-            )
+            rule = f"must be below vocab_size {most} with all of its {m.num_ids} ids"
+            value = m.first_id
+            yield Problem(f"modalities.{name}.first_id", "range", value, rule, "raise vocab_size")
     for (_, stop, one), (start, _, other) in itertools.pairwise(ends):
         if start < stop:
-            yield f"modalities.{one} and modalities.{other} must not share ids; move one"
+            rule = f"must not share ids with modalities.{other}"
+            yield Problem(f"modalities.{one}", "duplicate", ..., rule, "move one")
     if not (c.images_per_row == 0 or is_size(c.images_per_row, 2**16)):
-        yield f"images_per_row {c.images_per_row!r} must be a whole number, 0 or more; use 1"
+        rule = "must be a whole number, 0 or more"
+        yield Problem("images_per_row", "range", c.images_per_row, rule, "use 1")
     if c.vision.any_size:
         yield from _any_size_problems(c)
     if c.pixels_per_image is not None:
         yield from _pixel_problems(c)
     if not (c.input_only_ids == 0 or is_size(c.input_only_ids, 2**20)):
-        yield f"input_only_ids {c.input_only_ids!r} must be a whole number, 0 or more; leave it out"
+        rule = "must be a whole number, 0 or more"
+        yield Problem("input_only_ids", "range", c.input_only_ids, rule, "leave it out")
     elif c.input_only_ids and c.tie_embeddings:
-        yield (
-            f"input_only_ids {c.input_only_ids} must be 0 with tie_embeddings, where every id that is embedded is "
-            "predicted; untie them"
-        )
+        rule = "must be 0 with tie_embeddings, where every id that is embedded is predicted"
+        yield Problem("input_only_ids", "excludes", c.input_only_ids, rule, "untie them")
     if c.fusion.name == "cross_attention":
         yield from c.fusion.cross_attention.problems(c.num_layers)
         if c.positions != "sequential":
-            yield (
-                f"positions {c.positions!r} must be 'sequential' with fusion.name 'cross_attention', whose images "
-                "are no tokens of the stream; leave it out"
-            )
+            rule = "must be 'sequential' with fusion.name 'cross_attention', whose images are not tokens of the stream"
+            yield Problem("positions", "cross_attention", c.positions, rule, "leave it out")
     if c.positions not in ("sequential", "text_preserving", "mrope"):
-        yield f"positions {c.positions!r} must be 'sequential', 'text_preserving' or 'mrope'; use 'sequential'"
+        rule = "must be 'sequential', 'text_preserving' or 'mrope'"
+        yield Problem("positions", "unknown", c.positions, rule, "use 'sequential'")
     if (c.positions == "mrope") != (c.mrope is not None):
-        yield (
-            f"positions {c.positions!r} must go with mrope {c.mrope}: positions of three axes are those of a "
-            "decoder with [model.mrope]; set both, or neither"
-        )
+        rule = f"must go with mrope {c.mrope}: positions of three axes are for a decoder with [model.mrope]"
+        yield Problem("positions", "mrope", c.positions, rule, "set both, or neither")
     if c.mrope is not None:
-        yield from c.mrope.problems(c.rotary_dim, c.mixer)
+        for problem in c.mrope.problems(c.rotary_dim, c.mixer):
+            yield (
+                problem if isinstance(problem, Problem) else Problem("", "error", ..., str(problem))
+            )
     yield from _mask_problems(c)
     yield from fusion_problems(c)
     if c.mtp.num_modules:
-        yield (
-            f"mtp.num_modules {c.mtp.num_modules} must be 0 with images, whose tokens have no embedding ahead; leave it out"
-        )
+        rule = "must be 0 with images, whose tokens have no embedding ahead"
+        yield Problem("mtp.num_modules", "excludes", c.mtp.num_modules, rule, "leave it out")

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from forge_core.model import AttentionSpec, attend_masked
+from forge_vlm._shared.problems import invalid
 
 __all__ = ["RowMask", "attend_dense", "attend_flex", "flex_mask"]
 
@@ -46,10 +47,8 @@ class RowMask:
         given = [t for t in (branch_ids, span_ids, document_ids) if t is not None]
         shapes = [tuple(t.shape) for t in given]
         if len(set(shapes)) > 1:
-            raise ValueError(
-                f"ids of branches, of what sees ahead, and of documents must have one shape (B, S), and have {shapes}; give "
-                "those of whole rows (cp = 1)"
-            )
+            rule = "of branch_ids, span_ids and document_ids must be one shape (B, S)"
+            raise invalid("shapes", "shape", shapes, rule, "give the ids of full rows (cp = 1)")
         branched = branch_ids is not None and bool((branch_ids > 0).any())
         spanned = span_ids is not None and bool((span_ids >= 0).any())
         if not (branched or spanned):
@@ -82,20 +81,18 @@ class RowMask:
     def prepare(self, spec: AttentionSpec, x: Tensor) -> None:
         """Make the mask of a window on the device of x; ValueError for an attention that it is not for."""
         if spec.mask != "causal":
-            raise ValueError(
-                f"attention.mask {spec.mask!r} must be 'causal' where rows have branches or tokens that see ahead, which are "
-                "masks of their own; leave it out"
-            )
+            rule = "must be 'causal' where rows have branches or tokens that see ahead, which are masks of their own"
+            raise invalid("attention.mask", "excludes", spec.mask, rule, "leave it out")
         if spec.window in self._made:
             return
         if x.device.type == "cpu":
             self._made[spec.window] = _dense(self, spec.window)
             return
         if spec.needs_scores:
-            raise ValueError(
-                f"attention.softcap {spec.softcap} and attention.sinks {spec.sinks} are not computed on {x.device.type} with "
-                "branches or tokens that see ahead; leave them out, or bidirectional = 'none' and rows without branches"
-            )
+            key, value = ("softcap", spec.softcap) if spec.softcap else ("sinks", spec.sinks)
+            rule = f"is not computed on {x.device.type} with branches or tokens that see ahead"
+            fix = "leave it out, or use bidirectional = 'none' and rows without branches"
+            raise invalid(f"attention.{key}", "unsupported", value, rule, fix)
         self._made[spec.window] = flex_mask(self.to(x.device), spec.window)
 
     def attend(

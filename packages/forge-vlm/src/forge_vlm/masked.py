@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core import KVCache
+from forge_vlm._shared.problems import invalid
 from forge_vlm.mask import RowMask
 from forge_vlm.plan import SPAN_INPUTS, SequencePlan
 
@@ -30,19 +31,17 @@ def planned_spans(
     """
     past, several = 0 if cache is None else cache.length, tokens.size(1) > 1
     if past and (plan is not None or (name == "prefix_lm" and several)):
-        raise ValueError(
-            f"with bidirectional {name!r} all tokens that see ahead must be the first of a cache, and it holds {past}; give "
-            "images, and a prefix whole, in the first call (no prefill_chunk)"
-        )
+        rule = f"needs all tokens that see ahead to be the first of a cache, and it holds {past} tokens"
+        fix = "give images, and a full prefix, in the first call (no prefill_chunk)"
+        raise invalid("bidirectional", "cache", name, rule, fix)
     if past:
         return None
     if name == "prefix_lm" and cache is not None:
         return torch.zeros(tokens.shape[:2], dtype=torch.int64)
     if name == "prefix_lm" or (plan is not None and name == "clip") or tokens.is_floating_point():
-        raise ValueError(
-            f"{SPAN_INPUTS[name]} must be given with bidirectional {name!r}, as these tokens do not tell which of them see ahead; give "
-            "SequencePlan.spans, or data with the option bidirectional"
-        )
+        rule = f"must be given with bidirectional {name!r}, as these tokens do not show which of them see ahead"
+        fix = "give SequencePlan.spans, or data with the option bidirectional"
+        raise invalid(SPAN_INPUTS[name], "missing", ..., rule, fix)
     return None if plan is None else plan().spans(name)
 
 
@@ -50,14 +49,11 @@ def check_branches(branch_ids: Tensor, here: Tensor | None, cache: KVCache | Non
     """ValueError for branches beside a cache, and for images of blocks of cross-attention (`here`, (B, S) bool) in a
     branch, of which others would count them."""
     if cache is not None:
-        raise ValueError(
-            "branch_ids must be left out with a cache, whose rows grow at one end; give a row for each branch"
-        )
+        rule = "must be left out with a cache, whose rows grow at one end"
+        raise invalid("branch_ids", "cache", ..., rule, "give a row for each branch")
     if here is not None and here.device.type == "cpu" and bool((here & (branch_ids > 0)).any()):
-        raise ValueError(
-            "images of fusion.name 'cross_attention' must stand in what branches share, and a branch has one; move it "
-            "there, or use joint_decoder"
-        )
+        rule = "of fusion.name 'cross_attention' must stand in the shared part of a row, and a branch has one"
+        raise invalid("images", "branch", ..., rule, "move it there, or use joint_decoder")
 
 
 def masked(
@@ -71,16 +67,15 @@ def masked(
     for key, block in layers.items() if mask is not None else ():
         takes = any(hasattr(module, "attend") for module in block.modules())
         if not takes and not key.startswith("cross_"):
-            raise ValueError(
-                f"layers.{key} has no attention that takes a mask, which branches and tokens that see ahead need; use "
-                "mixer 'attention' or 'mla'"
+            rule = (
+                "has no attention that takes a mask, which branches and tokens that see ahead need"
             )
+            raise invalid(f"layers.{key}", "mask", ..., rule, "use mixer 'attention' or 'mla'")
     return mask
 
 
 def refuse_split_mask(mask: RowMask | None) -> None:
     """ValueError for a mask of rows of which ranks hold parts."""
     if mask is not None:
-        raise ValueError(
-            "branches, and tokens that see ahead, must have whole rows on a rank, and cp cuts them; use cp = 1"
-        )
+        rule = "must be 1 with branches or tokens that see ahead, which need full rows on a rank"
+        raise invalid("cp", "split_rows", ..., rule, "use cp = 1")

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forge_vlm._config import is_size, raise_problems, setting
+from forge_vlm._config import is_size, setting
+from forge_vlm._shared.problems import Problem, invalid, raise_problems
 
 __all__ = [
     "ModalityConfig",
@@ -42,13 +43,16 @@ class ModalityConfig:
         raise_problems("modality", _problems(self))
 
 
-def _problems(c: ModalityConfig) -> Iterator[str]:
+def _problems(c: ModalityConfig) -> Iterator[Problem]:
     if isinstance(c.first_id, bool) or not isinstance(c.first_id, int) or c.first_id < 0:
-        yield f"first_id {c.first_id!r} must be a token id, 0 or more; give the placeholder's"
+        rule = "must be a token id, 0 or more"
+        yield Problem("first_id", "range", c.first_id, rule, "give the placeholder's")
     if not is_size(c.num_ids, 2**31):
-        yield f"num_ids {c.num_ids!r} must be a whole number, at least 1; use 1 for a placeholder"
+        rule = "must be a whole number, at least 1"
+        yield Problem("num_ids", "size", c.num_ids, rule, "use 1 for a placeholder")
     elif c.num_ids > 1 and not c.discrete:
-        yield f"num_ids {c.num_ids} must be 1 for a placeholder; set discrete = true, or use 1"
+        fix = "set discrete = true, or use 1"
+        yield Problem("num_ids", "placeholder", c.num_ids, "must be 1 for a placeholder", fix)
 
 
 def numbers(modalities: Mapping[str, ModalityConfig]) -> dict[str, int]:
@@ -98,8 +102,7 @@ def modality_ids(
     if document_ids is None:
         return found
     if document_ids.shape != tokens.shape:
-        raise ValueError(
-            f"document_ids {tuple(document_ids.shape)} must be one for each of the tokens {tuple(tokens.shape)}, as padding has "
-            "no modality; give those of the same rows"
-        )
+        rule = f"must have the shape {tuple(tokens.shape)} of tokens, as padding has no modality"
+        value = tuple(document_ids.shape)
+        raise invalid("document_ids", "shape", value, rule, "give those of the same rows")
     return found.masked_fill(document_ids.to(tokens.device, non_blocking=True) < 0, -1)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from forge_core import KVCache, Transformer, initialise
 from forge_core.flops import spared_flops
+from forge_vlm._shared.problems import invalid
 from forge_vlm.adapters import build_adapter
 from forge_vlm.config import VLMConfig
 from forge_vlm.fusion.build import ExpertFactory, fusion_parts
@@ -125,10 +126,12 @@ class VLM(Transformer):
             )
             planned = self.config.positions != "sequential" or branch_ids is not None
             if positions is None and cache is None and planned:
-                raise ValueError(
-                    f"positions of a stream of floats must be given with positions {self.config.positions!r} or branches, "
-                    "which follow from its tokens and images; give those of a SequencePlan with the batch"
+                rule = (
+                    f"of a stream of floats must be given with positions {self.config.positions!r} or branches, which follow "
+                    "from its tokens and images"
                 )
+                fix = "give those of a SequencePlan with the batch"
+                raise invalid("positions", "missing", ..., rule, fix)
             return super().forward(tokens, positions, document_ids, cache=cache, then=then, **rest)
         rest.pop("token_ids", None)  # which later stages of a pipeline need
         if positions is None:
@@ -181,10 +184,8 @@ class VLM(Transformer):
         if token_ids is not None:
             return self._modality_ids(token_ids, document_ids, placed=True)
         if self.reads_token_ids:
-            raise ValueError(
-                f"a stream of floats without token_ids has no modalities, by which fusion {self.config.fusion.name!r} "
-                "parts tokens; give token_ids"
-            )
+            rule = f"must be given with a stream of floats, as fusion {self.config.fusion.name!r} splits tokens by modality"
+            raise invalid("token_ids", "missing", ..., rule, "give token_ids")
         return None
 
     def _positions(
@@ -233,17 +234,14 @@ class VLM(Transformer):
             check_places(here, len(flat) if given else 0)
         other = [f.size(-1) for f in features.layers if f.size(-1) != stream.size(-1)]
         if other:
-            raise ValueError(
-                f"features for the first blocks must have the stream's width {stream.size(-1)}, and the encoder's have "
-                f"{other[0]}; change vision.transformers.out_hidden_size, or dim"
-            )
+            rule = f"must be the stream's width dim {stream.size(-1)}, as these features are added to the first blocks"
+            fix = "change it, or dim"
+            raise invalid("vision.transformers.out_hidden_size", "width", other[0], rule, fix)
         nothing = torch.zeros_like(stream)
         layers = tuple(place(nothing, f, here, self.token_part) for f in features.layers)
         if len(layers) > len(self.layers):
-            raise ValueError(
-                f"features of {len(layers)} layers of the encoder are added behind the first blocks, and this stage "
-                f"of a pipeline has {len(self.layers)}; use fewer stages"
-            )
+            rule = f"must be at most the blocks of this pipeline stage, {len(self.layers)}, which they are added after"
+            raise invalid("features.layers", "stage", len(layers), rule, "use fewer stages")
         return place(stream, flat, here, self.token_part), layers
 
     def _seen(
@@ -261,10 +259,9 @@ class VLM(Transformer):
             cache.seen = seen.newest()
             return seen
         if cache is not None and (cache.length or not isinstance(cache, VLMCache)):
-            raise ValueError(
-                f"images with a cache of {cache.length} tokens must come with its first tokens; give those of all turns in "
-                "the first call, with model.new_cache()"
-            )
+            rule = "must be 0 tokens long where images come, which must come with its first tokens"
+            fix = "give those of all turns in the first call, with model.new_cache()"
+            raise invalid("cache", "images", cache.length, rule, fix)
         features, given = self._features(media, tokens.device)
         here, sees = self._placeholders(tokens), self.config.fusion.cross_attention.sees
         images = media[self._media_names[0]]

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from forge_vlm._shared.problems import invalid
+
 __all__ = ["check_places", "place"]
 
 
@@ -36,7 +38,6 @@ def check_places(here: Tensor, num_features: int) -> None:
     """ValueError where the media have another number of tokens than there are places; reads `here`."""
     places = int(here.sum())
     if places != num_features:
-        raise ValueError(
-            f"the rows hold {places} placeholders of media, and the media given have {num_features} tokens; put as "
-            "many placeholders as each image has tokens, and give the images of all rows in order"
-        )
+        rule = f"tokens must be as many as the placeholders of media in the rows, {places}"
+        fix = "put as many placeholders as each image has tokens, and give the images of all rows in order"
+        raise invalid("media", "number", num_features, rule, fix)

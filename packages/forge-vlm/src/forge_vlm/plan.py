@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge_vlm._shared.problems import invalid
+
 __all__ = ["IGNORE", "PAD", "POSITIONS", "SCOPES", "SPAN_INPUTS", "TEXT", "Segment", "SequencePlan"]
 
 IGNORE = -100  # label of a position with nothing to learn
@@ -64,10 +66,10 @@ class SequencePlan:
         for number, row in enumerate(self.rows):
             borders = [0, *(segment.stop for segment in row)]
             if [s.start for s in row] != borders[:-1] or borders[-1] != self.size:
-                raise ValueError(
-                    f"row {number}: segments begin at {[s.start for s in row]} and end at {borders[1:]}, and must "
-                    f"cover the {self.size} tokens of the row in order; correct them"
-                )
+                ends = [(s.start, s.stop) for s in row]
+                rule = f"(first and one after the last token) must cover the {self.size} tokens of the row in order"
+                fix = "correct them"
+                raise invalid("segments", "order", ends, rule, fix, where=f"row {number}")
 
     @classmethod
     def of(
@@ -140,7 +142,8 @@ class SequencePlan:
         the largest of them (Qwen2-VL, section 2.1). Branches go on where what they share ends.
         """
         if name not in POSITIONS:
-            raise ValueError(f"positions {name!r} must be one of {', '.join(POSITIONS)}; use one")
+            rule = f"must be one of {', '.join(POSITIONS)}"
+            raise invalid("positions", "unknown", name, rule, "use one")
         found = torch.zeros(len(self.rows), 3, self.size, dtype=torch.int64)
         for number, row in enumerate(self.rows):
             for segment, begin in _begins(row, name):
@@ -153,9 +156,8 @@ class SequencePlan:
         target of `labels` (B, S), or before the branches of a document.
         """
         if scope not in SCOPES:
-            raise ValueError(
-                f"scope {scope!r} must be one of {', '.join(SCOPES)}; use one, or None"
-            )
+            rule = f"must be one of {', '.join(SCOPES)}"
+            raise invalid("scope", "unknown", scope, rule, "use one, or None")
         if scope == "image":
             return self.image_ids()
         if scope == "clip":
@@ -225,10 +227,9 @@ def _segments(
             yield Segment(kind, start, length, document, image, grid, branch, clip)
             start, image = start + length, image + 1
     if sizes is not None and image != len(sizes):
-        raise ValueError(
-            f"row {number}: placeholders are those of {image} images, and {len(sizes)} are given; give one run of "
-            "placeholders for each"
-        )
+        rule = f"are given, and the placeholders are those of {image} images"
+        fix = "give one run of placeholders for each"
+        raise invalid("grids", "number", len(sizes), rule, fix, where=f"row {number}")
 
 
 def _next_grid(
@@ -236,10 +237,9 @@ def _next_grid(
 ) -> tuple[int, int, int]:
     grid = sizes[image] if image < len(sizes) else None
     if grid is None or grid[0] * grid[1] * grid[2] > left:
-        raise ValueError(
-            f"row {number}: {left} placeholders of image {image} must be its tokens, of time, rows and columns "
-            f"{grid}; expand each placeholder to the tokens of its image"
-        )
+        rule = f"of image {image} must have as many tokens as there are placeholders left, {left}"
+        fix = "expand each placeholder to the tokens (time, rows, columns) of its image"
+        raise invalid("grids", "tokens", grid, rule, fix, where=f"row {number}")
     return grid
 
 
@@ -262,8 +262,7 @@ def _within(segment: Segment, name: str) -> Tensor:
     if name == "text_preserving":
         return torch.zeros(3, length, dtype=torch.int64)
     if segment.grid is None:
-        raise ValueError(
-            f"positions 'mrope' need the grid of the image at token {segment.start}; give grids to SequencePlan.of"
-        )
+        rule = f"of the image at token {segment.start} must be given with positions 'mrope'"
+        raise invalid("grids", "missing", ..., rule, "give grids to SequencePlan.of")
     axes = [torch.arange(n) for n in segment.grid]
     return torch.stack([axis.reshape(-1) for axis in torch.meshgrid(*axes, indexing="ij")])

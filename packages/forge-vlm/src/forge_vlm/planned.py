@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forge_core import Transformer
+from forge_vlm._shared.problems import invalid
 from forge_vlm.fusion.seen import Seen
 from forge_vlm.place import place
 from forge_vlm.vision.features import Features
@@ -31,18 +32,16 @@ def plan_forward(model: VLM, tokens: Tensor) -> Tensor:
     number, rows = model.config.images_per_row, len(tokens)
     fusion = model.config.fusion
     if fusion.name == "moma" and fusion.moma.router != "token_choice":
-        raise ValueError(
-            f"fusion.moma.router {fusion.moma.router!r} takes tokens by the documents of each row, and cannot be planned; "
-            "plan 'token_choice', or use parallel.layout = 'manual'"
-        )
+        rule = "takes tokens by the documents of each row, and cannot be planned"
+        fix = "plan 'token_choice', or use parallel.layout = 'manual'"
+        raise invalid("fusion.moma.router", "planned", fusion.moma.router, rule, fix)
     positions = torch.arange(tokens.size(1), device=tokens.device)[None]
     if model.vision is None or not number:
         return Transformer.forward(model, model.embed(tokens), positions)
     if not hasattr(model.vision, "media_of"):
-        raise ValueError(
-            f"vision.name {model.config.vision.name!r} cannot be planned: its encoder does not say what an image is; "
-            "give it media_of(images, pixels, device), or use parallel.layout = 'manual'"
-        )
+        rule = "cannot be planned: its encoder does not define media_of(images, pixels, device)"
+        fix = "add it, or use parallel.layout = 'manual'"
+        raise invalid("vision.name", "planned", model.config.vision.name, rule, fix)
     features = _features(model, rows * number, tokens.device)
     adapted = model.adapter(features).flatten(0, 1)  # (B M, D)
     stream, seen = model.embed(tokens), None
@@ -72,7 +71,7 @@ def _features(model: VLM, images: int, device: Any) -> Features:
             and "DataDependent" not in type(error).__name__
         ):
             raise
-        raise ValueError(
-            f"vision.transformers {model.config.vision.transformers.get('model_type')!r} reads values of images in its "
-            "forward, and cannot be planned; use parallel.layout = 'manual'"
-        ) from error
+        kind = model.config.vision.transformers.get("model_type")
+        rule = "reads values of images in its forward, and cannot be planned"
+        fix = "use parallel.layout = 'manual'"
+        raise invalid("vision.transformers.model_type", "planned", kind, rule, fix) from error

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from forge_core import KVCache
 from forge_core.model import default_positions
+from forge_vlm._shared.problems import invalid
 from forge_vlm.fusion.seen import Seen
 from forge_vlm.plan import SequencePlan
 from forge_vlm.vision.pixels import values_of
@@ -95,8 +96,9 @@ def grids_of(
     size = int(torch.isin(tokens.cpu(), torch.tensor(list(placeholders))).sum()) // number
     side = math.isqrt(size)
     if name == "mrope" and side * side != size:
-        raise ValueError(
-            f"positions 'mrope' need images whose tokens are rows and columns, and each of the {number} has {size}; "
-            "give positions, or use vision.select_feature 'patch'"
+        rule = (
+            f"needs images whose tokens form rows and columns, and each of the {number} has {size}"
         )
+        fix = "give positions, or use vision.select_feature 'patch'"
+        raise invalid("positions", "not_square", name, rule, fix)
     return [(1, side, side) if name == "mrope" else (1, 1, size)] * number

@@ -9,6 +9,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from forge_vlm._shared.problems import Problem, raise_problems
+
 __all__ = ["WarmStart", "warm_start"]
 
 #: Tensors with a row for each token id, of which a model may have more than the weights that it begins from.
@@ -69,13 +71,10 @@ def warm_start(
     problems += _placement_problems(targets)
     lost = [name for name in unused if not _matches(name, allow_unused)]
     if lost:
-        more = f" and {len(lost) - 8} more" if len(lost) > 8 else ""
-        problems.append(
-            f"weights {', '.join(lost[:8])}{more} are used by no part of the model; correct its config, or name them "
-            "in allow_unused"
-        )
-    if problems:
-        raise ValueError("\n".join(f"warm_start: {problem}" for problem in problems))
+        rule = "are used by no part of the model"
+        fix = "correct its config, or name them in allow_unused"
+        problems.append(Problem("weights", "unused", lost, rule, fix))
+    raise_problems("warm_start", problems)
     for name, (_, value) in found.items():
         targets[name][: len(value)].copy_(value) if value.ndim else targets[name].copy_(value)
     return _report(targets, found, unused)
@@ -127,18 +126,17 @@ def _fitted(name: str, weight: Tensor, target: Tensor) -> Tensor | None:
     return weight.expand(len(target), *weight.shape[1:]) if stacked and len(weight) == 1 else None
 
 
-def _misfit(name: str, target: Tensor, source: str, weight: Tensor) -> str:
-    return (
-        f"{name} {tuple(target.shape)} cannot begin as the weight {source} {tuple(weight.shape)}; correct the config, or "
-        "name it in keep"
-    )
+def _misfit(name: str, target: Tensor, source: str, weight: Tensor) -> Problem:
+    shape, rule = tuple(target.shape), f"cannot begin as the weight {source} {tuple(weight.shape)}"
+    return Problem(name, "shape", shape, rule, "correct the config, or name it in keep")
 
 
-def _placement_problems(targets: Mapping[str, Tensor]) -> Iterator[str]:
+def _placement_problems(targets: Mapping[str, Tensor]) -> Iterator[Problem]:
     for name, target in targets.items():
         if target.is_meta or hasattr(target, "device_mesh"):
             where = "on the meta device" if target.is_meta else "sharded"
-            yield f"{name} is {where}, and weights are copied into whole tensors; copy before, or build it plainly"
+            rule = f"is {where}, and weights are copied into full tensors on a device"
+            yield Problem(name, "placement", ..., rule, "copy before, or build it plainly")
             return
 
 

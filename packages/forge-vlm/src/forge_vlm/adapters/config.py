@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge_vlm._config import foreign_table, raise_problems, setting, size_problems
+from forge_vlm._config import foreign_table, setting, size_problems
+from forge_vlm._shared.problems import Problem, raise_problems
 
 __all__ = [
     "AdapterConfig",
@@ -139,10 +140,12 @@ class AdapterConfig:
         raise_problems("adapter", _problems(self))
 
 
-def _problems(c: AdapterConfig) -> Iterator[str]:
+def _problems(c: AdapterConfig) -> Iterator[Problem]:
     if c.name not in NAMES and ":" not in c.name:
-        yield f"name {c.name!r} must be {', '.join(NAMES)} or module:attr; use mlp"
+        rule = f"must be {', '.join(NAMES)} or module:attr"
+        yield Problem("name", "unknown", c.name, rule, "use mlp")
     for table in TABLES:
         yield from foreign_table(c, table, table)
     if c.options and ":" not in c.name:
-        yield f"options are those of an adapter by import path, and name is {c.name!r}; remove them"
+        rule = f"are those of an adapter by import path, and name is {c.name!r}"
+        yield Problem("options", "foreign", ..., rule, "remove them")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_vlm._shared.problems import invalid
 from forge_vlm.adapters.config import AdapterConfig
 from forge_vlm.vision.features import Features
 
@@ -20,10 +21,8 @@ class Unchanged(nn.Module):
     def __init__(self, config: AdapterConfig, width: int, dim: int) -> None:
         super().__init__()
         if width != dim:
-            raise ValueError(
-                f"adapter.name 'none' must have features of the stream's width {dim}, and the encoder's have "
-                f"{width}; use linear or mlp"
-            )
+            rule = f"must have features of the stream's width {dim}, and the encoder's have {width}"
+            raise invalid("adapter.name", "width", "none", rule, "use linear or mlp")
 
     def forward(self, features: Features) -> Tensor:
         """(N, T, D) -> (N, T, D)."""

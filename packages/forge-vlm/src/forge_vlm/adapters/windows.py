@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_vlm._shared.problems import invalid
 from forge_vlm.adapters.config import AdapterConfig
 from forge_vlm.adapters.heads import width_of_heads
 from forge_vlm.vision.features import Features
@@ -30,10 +31,9 @@ class _Windows(nn.Module):
         """How many tokens an image of rows * columns patches becomes; ValueError where windows do not fit."""
         f = self.factor
         if not rows or rows % f or columns % f:
-            raise ValueError(
-                f"adapter.{self.name}.factor {f} must divide the {rows} rows and {columns} columns of an image's "
-                "tokens, without a class token; change it, or use vision.select_feature 'patch'"
-            )
+            rule = f"must divide the {rows} rows and {columns} columns of an image's tokens, without a class token"
+            fix = "change it, or use vision.select_feature 'patch'"
+            raise invalid(f"adapter.{self.name}.factor", "divides", f, rule, fix)
         return (rows // f) * (columns // f)
 
     def image_work(self, seen: ImageWork) -> ImageWork:

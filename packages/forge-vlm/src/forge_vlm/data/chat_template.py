@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge_vlm.data.errors import InvalidSample
+from forge_vlm._shared.problems import ProblemError
+from forge_vlm.data.errors import invalid
 from forge_vlm.data.records import Message, Record
 from forge_vlm.data.templates import Piece
 
@@ -35,18 +36,18 @@ class TokenizerTemplate:
         try:
             from transformers import AutoTokenizer
         except ImportError:
-            raise ValueError(
-                f"the template of tokenizer {folder} needs transformers; pip install 'forge-vlm[transformers]'"
-            ) from None
+            rule, fix = f"of {folder} needs transformers", "pip install 'forge-vlm[transformers]'"
+            value = "tokenizer"
+            raise invalid("template", "requires", value, rule, fix, kind=ProblemError) from None
         if not (Path(folder) / "tokenizer.json").is_file():
-            raise ValueError(
-                f"tokenizer {folder} must be a folder with tokenizer.json for template 'tokenizer'; give that of the model"
-            )
+            rule = "must be a folder with tokenizer.json for template 'tokenizer'"
+            fix = "give that of the model"
+            raise invalid("tokenizer", "not_found", folder, rule, fix, kind=ProblemError)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if not self._tokenizer.chat_template:
-            raise ValueError(
-                f"tokenizer {folder} has no chat template; use template 'chatml', 'vicuna' or 'plain'"
-            )
+            fix = "use template 'chatml', 'vicuna' or 'plain'"
+            rule = "has no chat template"
+            raise invalid("tokenizer", "no_template", folder, rule, fix, kind=ProblemError)
         self.eos: str = eos or self._tokenizer.eos_token or ""
         self.image = image
         content = json.dumps(self._tokenizer.chat_template, sort_keys=True)
@@ -58,10 +59,8 @@ class TokenizerTemplate:
         marked = self._render(record, [f"{_OPEN}{i}{_CLOSE}" for i in range(len(texts))])
         template, numbers = _MARK.split(marked)[::2], [int(n) for n in _MARK.findall(marked)]
         if numbers != [*range(len(texts))]:
-            raise InvalidSample(
-                f"{record.name}: the template gives texts {numbers} of {len(texts)}, each of which must be there once and in "
-                "order; use another template"
-            )
+            rule = f"gives texts {numbers} of {len(texts)}, each of which must be there once and in order"
+            raise invalid("template", "order", ..., rule, "use another template", where=record.name)
         texts = self._as_rendered(record, template, texts)
         answers = _answers(record.messages)
         pictures = iter([p for m in record.messages for p in m.parts if isinstance(p, int)])
@@ -70,18 +69,16 @@ class TokenizerTemplate:
             yield Piece(text, "text", answer[0])
             if answer[1]:  # the last text of its message
                 if not behind.startswith(self.eos) or not self.eos:
-                    raise InvalidSample(
-                        f"{record.name}: the template puts {behind!r:.40} behind an answer, which must begin with eos "
-                        f"{self.eos!r}; set eos to the token that ends an answer"
-                    )
+                    rule = f"must begin what the template puts after an answer, {behind!r:.40}"
+                    fix = "set eos to the token that ends an answer"
+                    raise invalid("eos", "end", self.eos, rule, fix, where=record.name)
                 yield Piece(self.eos, "special", answer[0])
                 behind = behind[len(self.eos) :]
             yield from self._own(record, behind, pictures)
         if next(pictures, None) is not None:
-            raise InvalidSample(
-                f"{record.name}: the template leaves a picture out, or does not write it as {self.image!r}; set image to "
-                "what it writes"
-            )
+            rule = "must be what the template writes for each picture, and one is left out"
+            fix = "set image to what it writes"
+            raise invalid("image", "missing", self.image, rule, fix, where=record.name)
 
     def _own(self, record: Record, text: str, pictures: Iterator[int]) -> Iterator[Piece]:
         """Text of the template, with pictures in it."""
@@ -90,10 +87,9 @@ class TokenizerTemplate:
         for part in rest:
             number = next(pictures, None)
             if number is None:
-                raise InvalidSample(
-                    f"{record.name}: the template writes {self.image!r} more often than there are pictures; set image to "
-                    "what it writes once for each"
-                )
+                rule = "is written by the template more often than there are pictures"
+                fix = "set image to what it writes once for each"
+                raise invalid("image", "too_many", self.image, rule, fix, where=record.name)
             yield Piece("", "image", -1, number)
             yield Piece(part, "template")
 
@@ -104,10 +100,9 @@ class TokenizerTemplate:
             joined = "".join(a + b for a, b in zip(template, [*given, ""]))
             if joined == wanted:
                 return given
-        raise InvalidSample(
-            f"{record.name}: the template changes the text of a message (some drop earlier reasoning), so that its tokens are "
-            "not known; use another template"
-        )
+        rule = "changes the text of a message (some drop earlier reasoning), so that its tokens are not known"
+        fix = "use another template"
+        raise invalid("template", "changes_text", ..., rule, fix, where=record.name)
 
     def _render(self, record: Record, texts: Sequence[str]) -> str:
         left = iter(texts)
@@ -121,10 +116,9 @@ class TokenizerTemplate:
         try:
             found = self._tokenizer.apply_chat_template(messages, tokenize=False)
         except Exception as error:  # a template raises what it likes
-            raise InvalidSample(
-                f"{record.name}: the template does not take it ({error!s:.200}); correct the record, or use another "
-                "template"
-            ) from None
+            rule = f"does not take it ({error!s:.200})"
+            fix = "correct the record, or use another template"
+            raise invalid("template", "rejects", ..., rule, fix, where=record.name) from None
         return str(found)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from forge_vlm._shared.problems import invalid
 from forge_vlm.data.errors import InvalidSample
 
 __all__ = ["main"]
@@ -88,13 +89,12 @@ def _prepare(given: argparse.Namespace) -> None:
     if path.endswith(".toml"):
         path, options = _of_job(Path(path), given.source)
     elif given.source is not None:
-        raise ValueError(
-            f"--source {given.source!r:.80} names a table of a job; give its .toml, or leave it out"
-        )
+        rule, fix = "names a table of a job", "give its .toml, or leave it out"
+        raise invalid("--source", "requires", given.source, rule, fix)
     for item in given.option:
         key, sign, value = item.partition("=")
         if not sign or not key:
-            raise ValueError(f"--option {item!r:.80} must be KEY=VALUE; write template=plain")
+            raise invalid("--option", "syntax", item, "must be KEY=VALUE", "write template=plain")
         _set(options, key, _value(value))
     about = prepare(
         path,
@@ -113,7 +113,8 @@ def _of_job(file: Path, name: str | None) -> tuple[str, dict[str, Any]]:
     try:
         job = tomllib.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise ValueError(f"{file} must be the TOML of a job ({error}); correct it") from None
+        rule = f"must be the TOML of a job ({error})"
+        raise invalid("", "not_toml", ..., rule, "correct it", where=file) from None
     tables = job.get("data", {}).get("sources", {})
     own = {
         n: t
@@ -123,9 +124,8 @@ def _of_job(file: Path, name: str | None) -> tuple[str, dict[str, Any]]:
     if name is None and len(own) == 1:
         name = next(iter(own))
     if name not in own:
-        raise ValueError(
-            f"{file} has the sources of name 'vlm' {', '.join(own) or 'none'}, and --source is {name}; name one"
-        )
+        rule = f"must be one of the sources of name 'vlm', {', '.join(own) or 'none'}"
+        raise invalid("--source", "unknown", name, rule, "name one", where=file)
     options = {k: v for k, v in own[name].get("options", {}).items() if k not in _NOT_PREPARED}
     return str(own[name].get("path", "")), options
 
@@ -136,9 +136,8 @@ def _set(options: dict[str, Any], key: str, value: Any) -> None:
     for table in tables:
         inner = options.setdefault(table, {})
         if not isinstance(inner, dict):
-            raise ValueError(
-                f"--option {key} goes into {table}, which is {inner!r:.40}; give one of both"
-            )
+            rule = f"goes into {table}, which is {inner!r:.40}"
+            raise invalid("--option", "excludes", key, rule, "give one of both")
         options = inner
     options[last] = value
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from forge_vlm._shared.problems import invalid
 from forge_vlm.data.stream import PictureRows
 from forge_vlm.plan import IGNORE, PAD
 
@@ -37,10 +38,10 @@ class DrawnSquares:
     tokenizer: dict[str, Any] | None = None
 
     def __init__(self, config: Any, size: int = 32, tokens: int = 16) -> None:
-        if size < 4 or tokens < 1:
-            raise ValueError(
-                f"size {size} and tokens {tokens} of drawn squares must be at least 4 and 1; use 32 and 16"
-            )
+        if size < 4:
+            raise invalid("size", "range", size, "must be at least 4", "use 32")
+        if tokens < 1:
+            raise invalid("tokens", "range", tokens, "must be at least 1", "use 16")
         self.split, self.size, self.tokens = config.split, size, tokens
 
     def fingerprint(self) -> dict[str, str | int]:
@@ -48,10 +49,8 @@ class DrawnSquares:
 
     def stream(self, seq_len: int, seed: int) -> DrawnRows:
         if seq_len < self.tokens + 2:
-            raise ValueError(
-                f"seq_len {seq_len} must hold a picture of {self.tokens} tokens, a question and its answer; use "
-                f"{self.tokens + 2}"
-            )
+            rule = f"must hold a picture of {self.tokens} tokens, a question and its answer"
+            raise invalid("seq_len", "range", seq_len, rule, f"use {self.tokens + 2}")
         return DrawnRows(self, seq_len, seed)
 
 

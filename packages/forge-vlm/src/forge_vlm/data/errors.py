@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
-__all__ = ["InvalidSample"]
+from functools import partial
+
+from forge_vlm._shared import problems
+
+__all__ = ["InvalidSample", "invalid"]
 
 
-class InvalidSample(ValueError):
-    """A sample, a picture or a file that cannot be read; the message names it."""
+class InvalidSample(problems.WithProblems, ValueError):
+    """A sample, a picture or a file that cannot be read; `where` names it."""
+
+
+#: The InvalidSample of one problem, or, with `kind`, another error.
+invalid = partial(problems.invalid, kind=InvalidSample)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from forge_vlm._shared.problems import Problem
 from forge_vlm.data.options import resolution_of
 
 __all__ = ["fit_problems"]
 
 
-def fit_problems(options: Mapping[str, Any], image_id: int, model: Any, where: str) -> list[str]:
-    """Sentences on options of a source, the table `where`, that are not those of a `VLM`; none for another model.
+def fit_problems(
+    options: Mapping[str, Any], image_id: int, model: Any, where: str
+) -> list[Problem]:
+    """Problems of options of a source, the table `where`, that are not those of a `VLM`; none for another model.
 
     Usage: `fit_problems(source.options, source.image_id, model, "data.sources.talks.options")`.
     """
@@ -26,23 +29,22 @@ def fit_problems(options: Mapping[str, Any], image_id: int, model: Any, where: s
 
 def _token_problems(
     options: Mapping[str, Any], image_id: int, config: Any, where: str
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     if options["positions"] != config.positions:
-        yield (
-            f"{where}.positions {options['positions']!r} must be model.positions {config.positions!r}; change one"
-        )
+        rule = f"must be model.positions {config.positions!r}"
+        yield Problem(f"{where}.positions", "mismatch", options["positions"], rule, "change one")
     own = options.get("bidirectional", "none")
     if own != config.bidirectional:
-        yield f"{where}.bidirectional {own!r} must be model.bidirectional {config.bidirectional!r}; change one"
+        rule = f"must be model.bidirectional {config.bidirectional!r}"
+        yield Problem(f"{where}.bidirectional", "mismatch", own, rule, "change one")
     ids = [m.first_id for m in config.placeholders.values()]
     if image_id not in ids:
-        yield (
-            f"{where}.image {options['image']!r} is id {image_id}, and model.modalities has the placeholders {ids}; set "
-            f"model.modalities.image.first_id = {image_id}"
-        )
+        rule = f"is id {image_id}, and model.modalities has the placeholders {ids}"
+        fix = f"set model.modalities.image.first_id = {image_id}"
+        yield Problem(f"{where}.image", "placeholder", options["image"], rule, fix)
 
 
-def _picture_problems(options: Mapping[str, Any], model: Any, where: str) -> Iterator[str]:
+def _picture_problems(options: Mapping[str, Any], model: Any, where: str) -> Iterator[Problem]:
     vision, resolution = model.vision, resolution_of(options["resolution"] or {})
     if vision is None:
         return
@@ -50,7 +52,8 @@ def _picture_problems(options: Mapping[str, Any], model: Any, where: str) -> Ite
         for key in ("patch_size", "merge", "patch_time"):
             own = getattr(vision, key, options[key])
             if options[key] != own:
-                yield f"{where}.{key} {options[key]} must be that of the encoder model.vision, {own}; change one"
+                rule = f"must be {own}, as in the encoder model.vision"
+                yield Problem(f"{where}.{key}", "encoder", options[key], rule, "change one")
         return
     if getattr(vision, "extra_inputs", None) != ("images",):
         return
@@ -59,17 +62,15 @@ def _picture_problems(options: Mapping[str, Any], model: Any, where: str) -> Ite
     if side is None or patch is None:
         return
     if resolution.name == "fixed" and resolution.fixed.size != side:
-        yield (
-            f"{where}.resolution.fixed.size {resolution.fixed.size} must be the image_size {side} of model.vision; change one"
-        )
+        rule, size = f"must be the image_size {side} of model.vision", resolution.fixed.size
+        yield Problem(f"{where}.resolution.fixed.size", "image_size", size, rule, "change one")
         return
     rows = side // patch
     tokens = 1 if model.cross else model.adapter.tokens(rows, rows) + _class_tokens(model)
     if options["tokens_per_tile"] != tokens:
-        yield (
-            f"{where}.tokens_per_tile {options['tokens_per_tile']} must be {tokens}, which model.vision and model.adapter "
-            f"give for {rows} x {rows} patches; use {tokens}"
-        )
+        rule = f"must be {tokens}, which model.vision and model.adapter give for {rows} x {rows} patches"
+        value = options["tokens_per_tile"]
+        yield Problem(f"{where}.tokens_per_tile", "tokens", value, rule, f"use {tokens}")
 
 
 def _class_tokens(model: Any) -> int:

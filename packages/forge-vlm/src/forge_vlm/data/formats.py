@@ -17,7 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forge_vlm.data.errors import InvalidSample
+from forge_vlm._shared.problems import ProblemError
+from forge_vlm.data.errors import InvalidSample, invalid
 from forge_vlm.data.records import (
     Caps,
     Picture,
@@ -115,7 +116,8 @@ def _llava(path: Path, asks: bool = False) -> Records:
     content = _content(path)
     values = _json(content, str(path))
     if not isinstance(values, list):
-        raise InvalidSample(f"{path} must hold a list of records; give LLaVA's JSON")
+        rule = "must hold a list of records"
+        raise invalid("", "not_list", ..., rule, "give LLaVA's JSON", where=path)
     return _List(values, make, path, hashlib.sha256(content).hexdigest())
 
 
@@ -128,10 +130,9 @@ def _coco(path: Path, together: bool = False) -> Records:
         files = {image["id"]: image["file_name"] for image in value["images"]}
         pairs = [(files[note["image_id"]], note["caption"]) for note in value["annotations"]]
     except (KeyError, TypeError) as error:
-        raise InvalidSample(
-            f"{path} must hold images with id and file_name, and annotations with image_id and caption ({error!r}); "
-            "give a captions file of COCO"
-        ) from error
+        rule = f"must hold images with id and file_name, and annotations with image_id and caption ({error!r})"
+        fix = "give a captions file of COCO"
+        raise invalid("", "not_coco", ..., rule, fix, where=path) from error
     places = (path.parent, path.parent / "images")
     first = pairs[0][0] if pairs else ""
     folder = next((p for p in places if (p / first).exists()), path.parent)
@@ -182,9 +183,8 @@ def _of_metadata(path: Path, make: Callable[[str, Any, Path], Record], columns: 
     lines, table = path / "metadata.jsonl", path / "metadata.csv"
     index = lines if lines.exists() else table
     if not index.exists():
-        raise InvalidSample(
-            f"{path} must hold metadata.jsonl or metadata.csv with {columns}; write one"
-        )
+        rule = f"must hold metadata.jsonl or metadata.csv with {columns}"
+        raise invalid("", "no_metadata", ..., rule, "write one", where=path)
     content = _content(index)
     rows: list[Any]
     if index == lines:
@@ -194,7 +194,8 @@ def _of_metadata(path: Path, make: Callable[[str, Any, Path], Record], columns: 
             # a quoted field may hold line breaks, and spreadsheets write a mark before the first
             rows = list(csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline="")))
         except (UnicodeDecodeError, csv.Error) as error:
-            raise InvalidSample(f"{index} must be CSV in UTF-8 ({error}); correct it") from error
+            rule = f"must be CSV in UTF-8 ({error})"
+            raise invalid("", "not_csv", ..., rule, "correct it", where=index) from error
 
     def of_row(name: str, row: Any, folder: Path) -> Record:
         return make(name, row if isinstance(row, Mapping) else {}, folder)
@@ -205,41 +206,47 @@ def _of_metadata(path: Path, make: Callable[[str, Any, Path], Record], columns: 
 def _parquet(path: Path) -> Records:
     """Parquet files with a column `image` or `images` of bytes (or `{"bytes", "path"}`), and one of captions or
     messages."""
-    try:
-        from datasets import Dataset, concatenate_datasets
-    except ImportError as error:
-        raise ValueError("parquet needs datasets; install 'forge-vlm[data]'") from error
+    sets = _datasets("parquet")
     files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
     if not files or not files[0].exists():
-        raise InvalidSample(f"{path} must be a parquet file or a folder of them; check the path")
+        rule = "must be a parquet file or a folder of them"
+        raise invalid("", "no_parquet", ..., rule, "check the path", where=path)
     digest = hashlib.sha256()
     for file in files:
         digest.update(hashlib.file_digest(file.open("rb"), "sha256").digest())
     try:
-        sets = [Dataset.from_parquet(str(file), keep_in_memory=False) for file in files]
-        return _Rows(concatenate_datasets(sets), path, digest.hexdigest())
+        each = [sets.Dataset.from_parquet(str(f), keep_in_memory=False) for f in files]
+        return _Rows(sets.concatenate_datasets(each), path, digest.hexdigest())
     except InvalidSample:
         raise
     except Exception as error:
-        raise InvalidSample(f"{path} cannot be read as parquet ({error}); restore it") from error
+        rule = f"cannot be read as parquet ({error})"
+        raise invalid("", "bad_parquet", ..., rule, "restore it", where=path) from error
+
+
+def _datasets(format: str) -> Any:
+    """The library; ValueError where it is not installed."""
+    try:
+        import datasets
+    except ImportError as error:
+        fix = "install 'forge-vlm[data]'"
+        rule = "needs datasets"
+        raise invalid("format", "requires", format, rule, fix, kind=ProblemError) from error
+    return datasets
 
 
 def _saved_set(path: Path) -> Records:
     """A set of `datasets` that `save_to_disk` wrote, with columns as of parquet."""
+    sets = _datasets("dataset")
     try:
-        from datasets import load_from_disk
-    except ImportError as error:
-        raise ValueError("sets need datasets; install 'forge-vlm[data]'") from error
-    try:
-        found: Any = load_from_disk(str(path))
+        found: Any = sets.load_from_disk(str(path))
     except Exception as error:
-        raise InvalidSample(
-            f"{path} must be a folder that save_to_disk wrote ({error}); check the path"
-        ) from error
+        rule = f"must be a folder that save_to_disk wrote ({error})"
+        raise invalid("", "not_saved", ..., rule, "check the path", where=path) from error
     if isinstance(found, Mapping):
-        raise InvalidSample(
-            f"{path} holds the splits {', '.join(found)}; name the folder of one, {path / next(iter(found))}"
-        )
+        rule = f"holds the splits {', '.join(found)}"
+        fix = f"name the folder of one, {path / next(iter(found))}"
+        raise invalid("", "splits", ..., rule, fix, where=path)
     digest = hashlib.sha256()
     for file in sorted(path.glob("*.arrow")):
         digest.update(hashlib.file_digest(file.open("rb"), "sha256").digest())
@@ -257,10 +264,9 @@ class _Rows:
         self._text = next((n for n in (*_MESSAGES, *_CAPTIONS) if n in names), None)
         self._image = next((n for n in ("image", "images") if n in names), None)
         if self._text is None or (self._image is None and self._text not in _MESSAGES):
-            raise InvalidSample(
-                f"{path} has the columns {', '.join(names)}, and must have image (or images) and one of "
-                f"{', '.join((*_MESSAGES, *_CAPTIONS))}; rename them"
-            )
+            wanted = ", ".join((*_MESSAGES, *_CAPTIONS))
+            rule = f"must have image (or images) and one of {wanted}"
+            raise invalid("columns", "missing", names, rule, "rename them", where=path)
         feature = None if self._image is None else rows.features[self._image]
         if isinstance(feature, Image):
             rows = rows.cast_column(self._image, Image(decode=False))
@@ -311,10 +317,9 @@ def _with_pictures(name: str, row: Any, pictures: list[Any], folder: Path) -> Re
         parts = [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
         first["content"] = [*({"type": "image", "image": p} for p in rest), *parts]
     elif rest:
-        raise InvalidSample(
-            f"{name}: {len(pictures) - len(rest)} parts of type image must be those of {len(pictures)} pictures; "
-            "give a part for each"
-        )
+        rule = f"parts of type image must be as many as the pictures, {len(pictures)}"
+        value = len(pictures) - len(rest)
+        raise invalid("messages", "number", value, rule, "give a part for each", where=name)
     return from_chat(name, {"messages": messages, "branches": row.get("branches")}, folder)
 
 
@@ -326,7 +331,8 @@ class _Tar:
         self._path = path
         files = sorted(path.glob("*.tar")) if path.is_dir() else [path]
         if not files or not files[0].exists():
-            raise InvalidSample(f"{path} must be a .tar or a folder of them; check the path")
+            rule = "must be a .tar or a folder of them"
+            raise invalid("", "no_tar", ..., rule, "check the path", where=path)
         # members by sample and the rest of their name
         self._samples: list[tuple[str, dict[str, Span]]] = []
         self._files = files
@@ -338,9 +344,8 @@ class _Tar:
             with tarfile.open(file, "r:") as tar:
                 members = [m for m in tar if m.isfile()]
         except (tarfile.TarError, OSError, EOFError) as error:
-            raise InvalidSample(
-                f"{file} cannot be read as tar without compression ({error}); restore or unpack it"
-            ) from error
+            rule = f"cannot be read as tar without compression ({error})"
+            raise invalid("", "bad_tar", ..., rule, "restore or unpack it", where=file) from error
         for member in members:
             folder, _, base = member.name.rpartition("/")
             stem, _, ending = base.partition(".")
@@ -351,9 +356,8 @@ class _Tar:
                 self._samples.append((f"{file}: {name}", {}))
             found = self._samples[-1][1]
             if ending.lower() in found:
-                raise InvalidSample(
-                    f"{file} has {member.name} twice in one sample; give each sample a name of its own"
-                )
+                rule, fix = "is there twice in one sample", "give each sample a name of its own"
+                raise invalid("", "duplicate", member.name, rule, fix, where=file)
             found[ending.lower()] = Span(file, member.offset_data, member.size)
 
     def __len__(self) -> int:
@@ -370,12 +374,12 @@ class _Tar:
             try:
                 caption = self._read(name, members["txt"]).decode().strip()
             except UnicodeDecodeError as error:
-                raise InvalidSample(f"{name}.txt must be UTF-8 ({error}); correct it") from error
+                rule, where = f"must be UTF-8 ({error})", f"{name}.txt"
+                raise invalid("", "not_utf8", ..., rule, "correct it", where=where) from error
             return captioned(name, caption, pictures)
         if "json" not in members:
-            raise InvalidSample(
-                f"{name} has {', '.join(members)}, and must have .txt or .json beside its pictures; add one"
-            )
+            rule = f"has {', '.join(members)}, and must have .txt or .json next to its pictures"
+            raise invalid("", "no_text", ..., rule, "add one", where=name)
         value = _json(self._read(name, members["json"]), f"{name}.json")
         given = [{"bytes": p.content} for p in pictures]
         if isinstance(value, Mapping) and "messages" in value:
@@ -411,7 +415,8 @@ def _opened(path: Path) -> Any:
     try:
         return path.open("rb")
     except OSError as error:
-        raise InvalidSample(f"{path} cannot be read ({error.strerror}); check the path") from error
+        rule = f"cannot be read ({error.strerror})"
+        raise invalid("", "unreadable", ..., rule, "check the path", where=path) from error
 
 
 def _content(path: Path) -> bytes:
@@ -424,7 +429,8 @@ def _json(content: bytes, name: str) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise InvalidSample(f"{name} must be JSON ({error}); correct it") from error
+        rule = f"must be JSON ({error})"
+        raise invalid("", "not_json", ..., rule, "correct it", where=name) from error
 
 
 FORMATS: dict[str, Callable[..., Records]] = {
@@ -453,5 +459,5 @@ def open_records(name: str, path: Path, asks: bool = False) -> Records:
 
     Of those that only `asks`, conversations of chat and llava may end with a question."""
     if not path.exists():
-        raise InvalidSample(f"path {path} must exist; check it")
+        raise invalid("path", "not_found", str(path), "must exist", "check it")
     return FORMATS[name](path, asks=True) if asks and name in _ASKING else FORMATS[name](path)

@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from forge_vlm.data.errors import InvalidSample
+from forge_vlm.data.errors import invalid
 from forge_vlm.data.reader import Reader
 from forge_vlm.data.records import Record, Records
 from forge_vlm.data.sample import check_labels
@@ -62,10 +62,8 @@ def count(records: Records, reader: Reader, path: str) -> tuple[Counted, list[Re
         kept.append(number)
         pictured.append(bool(sample.pictures))
     if not kept:
-        raise InvalidSample(
-            f"{path} must have a sample whose pictures can be read, and has none of {len(records)}; check the path and the "
-            "format"
-        )
+        rule = f"must have a sample whose pictures can be read, and has none of {len(records)}"
+        raise invalid("", "empty", ..., rule, "check the path and the format", where=path)
     check_labels(np.concatenate(tokens), np.concatenate(labels))
     arrays = np.array(lengths, np.int64), np.array(kept, np.int64), np.array(pictured, bool)
     return Counted(*arrays, weighted, branched, len(records), int(unlearnt)), damaged

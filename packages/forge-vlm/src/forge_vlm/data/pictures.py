@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_vlm.data.errors import InvalidSample
+from forge_vlm._shared.problems import ProblemError, problems_of
+from forge_vlm.data.errors import InvalidSample, invalid
 from forge_vlm.data.records import NO_CAPS, Caps
 from forge_vlm.resolution import Layout, ResolutionConfig, build_resolution
 from forge_vlm.vision.patches import cut_patches
@@ -57,17 +58,15 @@ class Pictures:
             return self.resolution
         key, value = next(iter(own.items()))
         if not self.budget:
-            raise InvalidSample(
-                f"{name}: {key} {value} means nothing when resolution.name is {self._config.name!r}; remove it, or set "
-                "resolution.name = 'budget'"
-            )
+            rule = f"means nothing when resolution.name is {self._config.name!r}"
+            fix = "remove it, or set resolution.name = 'budget'"
+            raise invalid(key, "foreign", value, rule, fix, where=name)
         try:
             budget = replace(self._config.budget, **own)
         except ValueError as error:
-            lines = str(error).replace("budget: ", "").splitlines()
-            raise InvalidSample(
-                f"{name}: {'; '.join(lines)} (what its part leaves out is that of resolution.budget)"
-            ) from None
+            origin = "a bound that its part leaves out is that of resolution.budget"
+            problems = [replace(p, origin=origin) for p in problems_of(error)]
+            raise InvalidSample(problems, name) from None
         return build_resolution(replace(self._config, budget=budget), self._mean)
 
     def layout(self, content: bytes, name: str, caps: Caps = NO_CAPS) -> Layout:
@@ -113,7 +112,8 @@ class Pictures:
         except Exception as error:  # decoders of damaged files raise whatever they meet
             raise _damaged(name, error) from None
         if tiles.shape != (layout.num_tiles, 3, layout.height, layout.width):
-            raise InvalidSample(f"{name} has another size than when it was opened; start again")
+            rule = "has another size than when it was opened"
+            raise invalid("", "changed", ..., rule, "start again", where=name)
         return self._cut(tiles)
 
     def blank(self, layout: Layout) -> Media:
@@ -136,18 +136,17 @@ def _opened(content: bytes, name: str) -> Any:
     try:
         from PIL import Image
     except ImportError:
-        raise ValueError(
-            "pictures need pillow, which is not installed; pip install 'forge-vlm[data]'"
-        ) from None
+        rule, fix = "pictures need pillow", "pip install 'forge-vlm[data]'"
+        raise invalid("", "requires", ..., rule, fix, kind=ProblemError) from None
     try:
         return Image.open(io.BytesIO(content))
     except Exception as error:
         raise _damaged(name, error) from None
 
 
-def _damaged(name: str, error: Exception) -> InvalidSample:
+def _damaged(name: str, error: Exception) -> Any:
     # pillow names the buffer that it reads, whose address tells nobody anything
     said = re.sub(r" <_io\.BytesIO object at \w+>", "", str(error))
-    return InvalidSample(
-        f"{name} cannot be decoded ({type(error).__name__}: {said:.120}); restore it, or set corrupt = 'mask' or 'skip'"
-    )
+    rule = f"cannot be decoded ({type(error).__name__}: {said:.120})"
+    fix = "restore it, or set corrupt = 'mask' or 'skip'"
+    return invalid("", "damaged", ..., rule, fix, where=name)

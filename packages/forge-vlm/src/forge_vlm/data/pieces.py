@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from forge_vlm.data.errors import InvalidSample
+from forge_vlm.data.errors import invalid
 from forge_vlm.data.formats import lines_of, open_records
 from forge_vlm.data.records import Records
 
@@ -28,12 +28,11 @@ class Pieces:
         self.format = format
         ending = ".tar" if format == "webdataset" else ".jsonl"
         if not path.exists():
-            raise InvalidSample(f"path {path} to stream from must exist; check it")
+            raise invalid("path", "not_found", str(path), "to stream from must exist", "check it")
         files = sorted(path.glob(f"*{ending}")) if path.is_dir() else [path]
         if not files or any(file.suffix != ending for file in files):
-            raise InvalidSample(
-                f"{path} must be a {ending} file, or a folder of them, to be streamed as {format!r}; convert it, or prepare it"
-            )
+            rule = f"must be a {ending} file, or a folder of them, to be streamed as {format!r}"
+            raise invalid("path", "format", str(path), rule, "convert it, or prepare it")
         self.files = files
         sizes = [file.stat().st_size for file in files]
         each = min(_MOST, max(_LEAST, -(-sum(sizes) // (virtual_shards * _RANGES))))
@@ -44,9 +43,8 @@ class Pieces:
                 (file, at, min(size, at + step)) for at in range(0, size, max(1, step))
             ]
         if not self._pieces:
-            raise InvalidSample(
-                f"{path} must hold records, and its files are empty; check the path"
-            )
+            rule = "must hold records, and its files are empty"
+            raise invalid("path", "empty", str(path), rule, "check the path")
         self._digest = _digest(files)
 
     def __len__(self) -> int:

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from forge_vlm._config import raise_problems
-from forge_vlm.data.errors import InvalidSample
+from forge_vlm._shared.problems import Problem, ProblemError, raise_problems
+from forge_vlm.data.errors import invalid
 from forge_vlm.data.formats import open_records
 from forge_vlm.data.lengths import locked
 from forge_vlm.data.options import problems
@@ -66,7 +66,8 @@ def prepare(
     output, path = Path(output).absolute(), str(Path(path).absolute())
     records, reader = open_records(given["format"], Path(path)), Reader(given)
     if not len(records):
-        raise InvalidSample(f"{path} must hold a record to prepare; check the path and the format")
+        rule = "must hold a record to prepare"
+        raise invalid("path", "empty", path, rule, "check the path and the format")
     about = {
         "version": VERSION,
         "path": path,
@@ -79,10 +80,10 @@ def prepare(
     }
     parts = output.with_name(f"{output.name}.parts")
     if output.exists() and not overwrite:
-        raise ValueError(_exists(output))
+        raise _exists(output)
     with _named(output), locked(parts / "lock", f"the samples of {path}"):
         if output.exists() and not overwrite:  # written while this process waited
-            raise ValueError(_exists(output))
+            raise _exists(output)
         _begin(parts, about)
         _write_units(parts, path, given, pictures, len(records), workers, progress)
         units = [parts / _name(n) for n in range(-(-len(records) // UNIT))]
@@ -97,17 +98,19 @@ def prepare(
     return about
 
 
-def _problems(output: Path, pictures: str, overwrite: bool, workers: int) -> Iterator[str]:
+def _problems(output: Path, pictures: str, overwrite: bool, workers: int) -> Iterator[Problem]:
     if pictures not in ("copy", "name"):
-        yield f"pictures {pictures!r:.40} must be 'copy' or 'name'; use 'copy'"
+        yield Problem("pictures", "unknown", pictures, "must be 'copy' or 'name'", "use 'copy'")
     if not 1 <= workers <= 1024:
-        yield f"workers {workers} must be from 1 to 1024; use 1"
+        yield Problem("workers", "range", workers, "must be from 1 to 1024", "use 1")
     if overwrite and output.exists() and (output.is_symlink() or not is_prepared(output)):
-        yield f"output {output} must be a folder of prepared samples to be overwritten; choose another"
+        rule = "must be a folder of prepared samples to be overwritten"
+        yield Problem("output", "foreign", str(output), rule, "choose another")
 
 
-def _exists(output: Path) -> str:
-    return f"output {output} is there already; choose another name, or replace it with overwrite=True (--overwrite)"
+def _exists(output: Path) -> Any:
+    fix = "choose another name, or replace it with overwrite=True (--overwrite)"
+    return invalid("output", "exists", str(output), "is there already", fix, kind=ProblemError)
 
 
 @contextlib.contextmanager
@@ -116,9 +119,8 @@ def _named(output: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ValueError(
-            f"output {output} cannot be written ({error.strerror}); choose a folder with room that can"
-        ) from error
+        rule, fix = f"cannot be written ({error.strerror})", "choose a folder with room that can"
+        raise invalid("output", "unwritable", str(output), rule, fix, kind=ProblemError) from error
 
 
 def _name(unit: int) -> str:
@@ -208,9 +210,8 @@ def _join(units: list[Path], folder: Path, about: dict[str, Any]) -> dict[str, A
             totals["samples"] += len(samples)
             totals.update(json.loads(arrays["counts"].tobytes()))
     if not totals["samples"]:
-        raise InvalidSample(
-            f"{about['path']} has no sample left, as a picture of each of {about['records']} records is damaged; restore them"
-        )
+        rule = f"has no sample left, as a picture of each of {about['records']} records is damaged"
+        raise invalid("", "no_sample", ..., rule, "restore them", where=about["path"])
     columns, branched = dict(COLUMNS), bool(totals.pop("branched"))
     if not branched:
         files.pop("branches").close()

@@ -22,8 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from forge_vlm._config import raise_problems
-from forge_vlm.data.errors import InvalidSample
+from forge_vlm._shared.problems import ProblemError, raise_problems
+from forge_vlm.data.errors import invalid
 from forge_vlm.data.options import problems
 from forge_vlm.data.reader import Decoder, identity_of, pictures_of
 from forge_vlm.data.records import Caps, Picture
@@ -65,9 +65,8 @@ class Prepared(CountedSamples):
         for name, size in about["bytes"].items():
             found = (folder / name).stat().st_size if (folder / name).is_file() else None
             if found != size:
-                raise InvalidSample(
-                    f"{folder / name} must have {size} bytes, and has {found}; prepare it again"
-                )
+                rule = f"must have {size} bytes, and has {found}"
+                raise invalid("", "truncated", ..., rule, "prepare it again", where=folder / name)
         self._given, given = options, _merged(about["given"], options, self.path)
         self._columns = {
             name: _mapped(folder / f"{name}.bin", dtype) for name, dtype in about["columns"].items()
@@ -139,7 +138,8 @@ def verify(path: str | Path) -> dict[str, Any]:
     for name, wanted in about["sha256"].items():
         with (Path(path) / name).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != wanted:
-                raise InvalidSample(f"{Path(path) / name} is damaged; prepare it again")
+                rule = "is damaged"
+                raise invalid("", "damaged", ..., rule, "prepare it again", where=Path(path) / name)
     return about
 
 
@@ -148,13 +148,11 @@ def _manifest(folder: Path) -> dict[str, Any]:
         about: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         version = about["version"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InvalidSample(
-            f"{folder / MANIFEST} must be that of a prepared folder ({error}); prepare it again"
-        ) from error
+        rule, where = f"must be that of a prepared folder ({error})", folder / MANIFEST
+        raise invalid("", "not_json", ..., rule, "prepare it again", where=where) from error
     if version != VERSION:
-        raise InvalidSample(
-            f"{folder} has version {version} and must have {VERSION}; prepare it again"
-        )
+        rule = f"must be {VERSION}"
+        raise invalid("version", "version", version, rule, "prepare it again", where=folder)
     return about
 
 
@@ -165,14 +163,13 @@ def _merged(prepared: Mapping[str, Any], given: Mapping[str, Any], path: str) ->
         if name in OF_ROWS:
             found[name] = value
         elif name not in prepared:
-            raise ValueError(
-                f"option {name} {value!r:.40} means nothing for {path}, which is prepared; remove it"
-            )
+            rule = "is not an option of a prepared folder"
+            fix = "remove it"
+            raise invalid(name, "unknown_key", value, rule, fix, where=path, kind=ProblemError)
         elif json.loads(json.dumps(value)) != prepared[name]:
-            raise ValueError(
-                f"option {name} {value!r:.80} must be {prepared[name]!r:.80}, with which {path} was prepared; remove it, or "
-                "prepare again"
-            )
+            rule = f"must be {prepared[name]!r:.80}, with which it was prepared"
+            fix = "remove it, or prepare again"
+            raise invalid(name, "mismatch", value, rule, fix, where=path, kind=ProblemError)
     raise_problems("source", problems(found))
     return found
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forge_vlm._config import raise_problems
-from forge_vlm.data.errors import InvalidSample
+from forge_vlm._shared.problems import raise_problems
+from forge_vlm.data.errors import invalid
 from forge_vlm.data.formats import open_records
 from forge_vlm.data.options import problems
 from forge_vlm.data.reader import Reader
@@ -69,24 +69,25 @@ class Prompts:
         """The prompt of a conversation. Reads the headers of its pictures."""
         asked, last = record.messages, record.messages[-1]
         if record.branches:
-            raise InvalidSample(
-                f"{record.name}: a question must be without branches, and there are {len(record.branches)}; write a record for each"
-            )
+            rule, value = "must be 0 in a question", len(record.branches)
+            fix = "write a record for each"
+            raise invalid("branches", "question", value, rule, fix, where=record.name)
         if last.role == DOCUMENT:
-            raise InvalidSample(
-                f"{record.name}: a document of texts asks nothing; give messages with a question"
-            )
+            rule = "are a document of texts, which asks nothing"
+            raise invalid("messages", "document", ..., rule, "give a question", where=record.name)
         answer = None
         if last.role == "assistant":
             asked = asked[:-1]
             answer = "".join(part for part in last.parts if isinstance(part, str))
         if not asked:
-            raise InvalidSample(f"{record.name}: there is no question before the answer; give one")
+            rule = "must hold a question before the answer"
+            raise invalid("messages", "no_question", ..., rule, "give one", where=record.name)
         whole = replace(record, messages=(*asked, Message("assistant", (_ANSWER,))))
         layouts = [self.pictures.layout(p.read(), p.name, p.caps) for p in record.pictures]
         sample = sample_of(whole, layouts, self.tokens, self.pictures, self._until, bos=self.bos)
         if not len(sample.tokens):
-            raise InvalidSample(f"{record.name}: the prompt has no tokens; ask something")
+            rule = "must give a prompt of at least one token"
+            raise invalid("messages", "empty", ..., rule, "ask something", where=record.name)
         return Prompt(record.name, sample.tokens, sample.pictures, sample.layouts, answer)
 
     def of(self, text: str, pictures: Sequence[Path]) -> Prompt:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from forge_vlm._config import is_finite, is_size
-from forge_vlm.data.errors import InvalidSample
+from forge_vlm.data.errors import invalid
 
 __all__ = [
     "Caps",
@@ -78,11 +78,10 @@ class Picture:
                 file.seek(offset)
                 found = file.read(size)
         except OSError as error:
-            raise InvalidSample(
-                f"{self.name} cannot be read ({error.strerror}); restore it"
-            ) from error
+            rule = f"cannot be read ({error.strerror})"
+            raise invalid("", "unreadable", ..., rule, "restore it", where=self.name) from error
         if len(found) != size:
-            raise InvalidSample(f"{path} has become shorter; restore it")
+            raise invalid("", "truncated", ..., "has become shorter", "restore it", where=path)
         return found
 
     def release(self) -> None:
@@ -148,9 +147,8 @@ def from_chat(name: str, value: Any, folder: Path, asks: bool = False) -> Record
 def _branches(name: str, given: Mapping[str, Any]) -> Sequence[Any]:
     found = given.get("branches") or ()
     if not isinstance(found, Sequence) or isinstance(found, str):
-        raise InvalidSample(
-            f"{name}: branches must be a list of lists, each of what one branch says; correct it"
-        )
+        rule = "must be a list of lists, each of what one branch says"
+        raise invalid("branches", "type", found, rule, "correct it", where=name)
     return found
 
 
@@ -158,20 +156,19 @@ def _messages(
     name: str, messages: Any, folder: Path, pictures: list[Picture]
 ) -> tuple[Message, ...]:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise InvalidSample(f"{name}: messages must be a list with one message or more; correct it")
+        rule = "must be a list with one message or more"
+        raise invalid("messages", "type", messages, rule, "correct it", where=name)
     found = []
     for message in messages:
         role = message.get("role") if isinstance(message, Mapping) else None
         if role not in ROLES:
-            raise InvalidSample(
-                f"{name}: role {role!r:.80} must be one of {', '.join(ROLES)}; correct it"
-            )
+            rule = f"must be one of {', '.join(ROLES)}"
+            raise invalid("role", "unknown", role, rule, "correct it", where=name)
         content = message.get("content")
         parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         if not isinstance(parts, Sequence):
-            raise InvalidSample(
-                f"{name}: content of a message must be text or a list of parts; correct it"
-            )
+            rule = "must be text or a list of parts"
+            raise invalid("content", "type", content, rule, "correct it", where=name)
         parts = tuple(_part(name, part, folder, pictures) for part in parts)
         found.append(Message(role, parts, _weight(name, message.get("weight"))))
     return tuple(found)
@@ -180,9 +177,8 @@ def _messages(
 def _weight(name: str, given: Any) -> float:
     weight = 1.0 if given is None else given
     if not is_finite(weight) or weight < 0:
-        raise InvalidSample(
-            f"{name}: weight {given!r:.40} of a message must be a finite number of at least 0; use 1"
-        )
+        rule = "of a message must be a finite number of at least 0"
+        raise invalid("weight", "range", given, rule, "use 1", where=name)
     return float(weight)
 
 
@@ -205,15 +201,13 @@ def _part(name: str, part: Any, folder: Path, pictures: list[Picture]) -> str | 
         video = video_of(f"{name}, video {len(pictures)}", given, folder)
         capped = next((key for key in Caps._fields if part.get(key) is not None), None)
         if capped:
-            raise InvalidSample(
-                f"{video.name}: {capped} {part[capped]!r:.40} is of an image, and a video has none; set resolution.budget.{capped} "
-                "of the source, which bounds each frame"
-            )
+            rule, value = "is of an image, and a video has none", part[capped]
+            fix = f"set resolution.budget.{capped} of the source, which bounds each frame"
+            raise invalid(capped, "video", value, rule, fix, where=video.name)
         pictures.append(video)
         return len(pictures) - 1
-    raise InvalidSample(
-        f"{name}: a part of type {kind!r:.80} must be text, image or video, with a value of that name; correct it"
-    )
+    rule = "of a part must be text, image or video, with a value of that name"
+    raise invalid("type", "unknown", kind, rule, "correct it", where=name)
 
 
 def _caps(name: str, part: Mapping[str, Any]) -> Caps:
@@ -221,9 +215,8 @@ def _caps(name: str, part: Mapping[str, Any]) -> Caps:
     for key in Caps._fields:
         value = part.get(key)
         if value is not None and not is_size(value, 2**40):
-            raise InvalidSample(
-                f"{name}: {key} {value!r:.40} must be a whole number from 1 to {2**40}; correct it, or leave it out"
-            )
+            rule = f"must be a whole number from 1 to {2**40}"
+            raise invalid(key, "size", value, rule, "correct it, or leave it out", where=name)
     return Caps(*(part.get(key) for key in Caps._fields))
 
 
@@ -248,26 +241,23 @@ def from_llava(name: str, value: Any, folder: Path, asks: bool = False) -> Recor
         messages[first] = Message(begun.role, (*range(len(pictures)), *begun.parts))
         used = len(pictures)
     if used != len(pictures):
-        raise InvalidSample(
-            f"{name}: {used} marks {IMAGE} must be those of {len(pictures)} pictures; give a mark for each"
-        )
+        rule = f"marks {IMAGE} must be as many as the pictures, {len(pictures)}"
+        raise invalid("conversations", "number", used, rule, "give a mark for each", where=name)
     return _checked(Record(name, tuple(messages), pictures, tuple(branches)), asks)
 
 
 def _turns(name: str, turns: Any, used: int, mark: str) -> tuple[list[Message], int]:
     """Messages, and how many pictures are named up to their end."""
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
-        raise InvalidSample(
-            f"{name}: conversations must be a list with one turn or more; correct it"
-        )
+        rule = "must be a list with one turn or more"
+        raise invalid("conversations", "type", turns, rule, "correct it", where=name)
     messages = []
     for turn in turns:
         said = turn if isinstance(turn, Mapping) else {}
         role, text = _LLAVA_ROLES.get(str(said.get("from"))), said.get("value")
         if role is None or not isinstance(text, str):
-            raise InvalidSample(
-                f"{name}: a turn must have 'from' human, gpt or system, and a text 'value'; correct it"
-            )
+            rule = "must have 'from' human, gpt or system, and a text 'value'"
+            raise invalid("conversations", "turn", turn, rule, "correct it", where=name)
         pieces = text.replace(mark, IMAGE).split(IMAGE) if role != "assistant" else [text]
         parts: list[str | int] = [pieces[0]]
         for piece in pieces[1:]:
@@ -299,9 +289,11 @@ def asked(name: str, row: Mapping[str, Any], videos: Sequence[Video]) -> Record:
         options = given  # no list
     options = options or [row[f"a{i}"] for i in range(26) if row.get(f"a{i}") not in (None, "")]
     if not isinstance(question, str) or not question or answer is None or answer == "":
-        raise InvalidSample(f"{name}: question and answer must be texts; give both")
+        rule = "(with its answer) must be two texts"
+        raise invalid("question", "type", (question, answer), rule, "give both", where=name)
     if not isinstance(options, list) or not all(isinstance(o, str) for o in options):
-        raise InvalidSample(f"{name}: options must be a list of texts; correct them")
+        rule = "must be a list of texts"
+        raise invalid("options", "type", options, rule, "correct them", where=name)
     said = str(answer)
     if options:
         letters = [chr(ord("A") + i) for i in range(len(options))]
@@ -309,9 +301,8 @@ def asked(name: str, row: Mapping[str, Any], videos: Sequence[Video]) -> Record:
         by_name = dict(zip(options, letters)) | dict(zip(map(str, range(len(letters))), letters))
         said = said if said in letters else by_name.get(said, "")
         if not said:
-            raise InvalidSample(
-                f"{name}: answer {answer!r:.80} must be one of the options, its letter or its number; correct it"
-            )
+            rule = "must be one of the options, its letter or its number"
+            raise invalid("answer", "unknown", answer, rule, "correct it", where=name)
     messages = (Message("user", (*range(len(videos)), question)), Message("assistant", (said,)))
     return Record(name, messages, tuple(videos))
 
@@ -319,25 +310,24 @@ def asked(name: str, row: Mapping[str, Any], videos: Sequence[Video]) -> Record:
 def interleaved(name: str, texts: Any, pictures: Sequence[Picture]) -> Record:
     """A document of texts with a picture at each None among them; all of its text is learnt."""
     if not isinstance(texts, list) or not any(isinstance(t, str) and t for t in texts):
-        raise InvalidSample(f"{name}: texts must be a list with a text in it; correct it")
+        rule = "must be a list with a text in it"
+        raise invalid("texts", "type", texts, rule, "correct it", where=name)
     places = iter(range(len(texts)))
     parts = tuple(next(places) if text is None else text for text in texts)
     marks = sum(isinstance(part, int) for part in parts)
     if marks != len(pictures) or not all(isinstance(part, str | int) for part in parts):
-        raise InvalidSample(
-            f"{name}: texts must hold text, and null for each of {len(pictures)} pictures, and have {marks}; correct them"
-        )
+        rule = f"places with null must be as many as the pictures, {len(pictures)}, and all others text"
+        raise invalid("texts", "number", marks, rule, "correct them", where=name)
     return Record(name, (Message(DOCUMENT, parts),), tuple(pictures))
 
 
 def captioned(name: str, caption: Any, pictures: Sequence[Picture], *more: Any) -> Record:
     """A picture, and the text that says what is on it; with `more` texts each is a branch."""
     if len(pictures) != 1:
-        raise InvalidSample(
-            f"{name}: a caption must be that of one picture, and there are {len(pictures)}; give messages in place of it"
-        )
+        rule, fix = "pictures must be 1 with a caption", "give messages in place of it"
+        raise invalid("caption", "number", len(pictures), rule, fix, where=name)
     if not all(isinstance(text, str) and text for text in (caption, *more)):
-        raise InvalidSample(f"{name}: the caption must be a text; correct it")
+        raise invalid("caption", "type", caption, "must be a text", "correct it", where=name)
     asked, said = (
         Message("user", (0,)),
         [Message("assistant", (text,)) for text in (caption, *more)],
@@ -359,14 +349,15 @@ def picture_of(name: str, given: Any, folder: Path) -> Picture:
         try:
             return Picture(name, base64.b64decode(given, validate=True))
         except binascii.Error as error:
-            raise InvalidSample(f"{name}: its data URI must be base64; correct it") from error
+            rule = "must be base64 in a data URI"
+            raise invalid("path", "base64", ..., rule, "correct it", where=name) from error
     if not isinstance(given, str) or not given or "\0" in given:
-        raise InvalidSample(f"{name}: {given!r:.80} must be a path or a data URI; correct it")
+        rule = "must be a path or a data URI"
+        raise invalid("path", "type", given, rule, "correct it", where=name)
     path = (folder / given).resolve()
     if not path.is_relative_to(folder.resolve()):
-        raise InvalidSample(
-            f"{name}: path {given!r:.80} must lie below {folder}; move the file there"
-        )
+        fix = "move the file there"
+        raise invalid("path", "outside", given, f"must lie below {folder}", fix, where=name)
     return Picture(f"{name} ({given})", path)
 
 
@@ -378,16 +369,15 @@ def video_of(name: str, given: Any, folder: Path) -> Video:
 
 def _checked(record: Record, asks: bool) -> Record:
     if any(isinstance(p, int) for branch in record.branches for m in branch for p in m.parts):
-        raise InvalidSample(
-            f"{record.name}: a picture must stand in what branches share, and a branch has one; move it to the messages before"
-        )
+        rule = "must not hold a picture, and one has it"
+        fix = "move it to the messages before"
+        raise invalid("branches", "picture", ..., rule, fix, where=record.name)
     ends = record.branches or (record.messages,)
     if not asks and not all(any(m.role == "assistant" for m in messages) for messages in ends):
-        raise InvalidSample(
-            f"{record.name}: there is no assistant's message to learn; give one or leave the record out"
-        )
+        rule = "must hold an assistant's message to learn"
+        fix = "give one or leave the record out"
+        raise invalid("messages", "no_answer", ..., rule, fix, where=record.name)
     if any(isinstance(p, int) for m in record.messages if m.role == "assistant" for p in m.parts):
-        raise InvalidSample(
-            f"{record.name}: an assistant's message must be text, and one has a picture; move it to the user's"
-        )
+        rule = "of an assistant must be text, and one has a picture"
+        raise invalid("messages", "picture", ..., rule, "move it to the user's", where=record.name)
     return record

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from forge_vlm.data.errors import InvalidSample
+from forge_vlm._shared.problems import problems_of
+from forge_vlm.data.errors import InvalidSample, invalid
 from forge_vlm.data.pictures import Pictures
 from forge_vlm.data.records import LEARNT, Picture, Record
 from forge_vlm.data.templates import Piece, Template, pieces_of
@@ -62,7 +63,7 @@ def sample_of(
     try:
         ids, owners = tokenizer.encode(pieces)
     except InvalidSample as error:
-        raise InvalidSample(f"{record.name}: {error}") from None
+        raise InvalidSample(problems_of(error), record.name) from None
     order = [piece.picture for piece in pieces if piece.kind == "image"]
     each = [pictures.grids(layouts[i]) for i in order]
     grids = tuple(grid for own in each for grid in own)
@@ -112,7 +113,5 @@ def check_labels(tokens: np.ndarray, labels: np.ndarray) -> None:
     valid = labels != IGNORE
     copies, count = int((labels == tokens)[valid].sum()), int(valid.sum())
     if copies > _COPIES * count:
-        raise InvalidSample(
-            f"{copies} of {count} labels are the token of their own position, and must be that of the token behind; shift "
-            "them by one"
-        )
+        rule = f"of {count} are the token of their own position, and must be the next token"
+        raise invalid("labels", "copies", copies, rule, "shift them by one")

@@ -12,7 +12,8 @@ from typing import Literal
 
 import numpy as np
 
-from forge_vlm._config import is_finite, is_size, raise_problems, setting
+from forge_vlm._config import is_finite, is_size, setting
+from forge_vlm._shared.problems import Problem, invalid, raise_problems
 
 __all__ = ["Score", "VideoConfig", "at_rate", "best", "score_of", "spread"]
 
@@ -44,19 +45,24 @@ class VideoConfig:
         raise_problems("video", _problems(self))
 
 
-def _problems(c: VideoConfig) -> Iterator[str]:
+def _problems(c: VideoConfig) -> Iterator[Problem]:
     if c.sampling not in SAMPLING:
-        yield f"sampling {c.sampling!r:.40} must be {', '.join(SAMPLING)}; use 'uniform'"
+        rule = f"must be {', '.join(SAMPLING)}"
+        yield Problem("sampling", "unknown", c.sampling, rule, "use 'uniform'")
     if not is_finite(c.fps) or not 0 < c.fps <= 1000:
-        yield f"fps {c.fps!r:.40} must be a number above 0, at most 1000; use 2.0"
+        yield Problem("fps", "range", c.fps, "must be a number above 0, at most 1000", "use 2.0")
     if not is_size(c.max_frames, 2**14):
-        yield f"max_frames {c.max_frames!r:.40} must be a whole number from 1 to {2**14}; use 16"
+        rule = f"must be a whole number from 1 to {2**14}"
+        yield Problem("max_frames", "size", c.max_frames, rule, "use 16")
     elif c.sampling == "first_last" and c.max_frames < 2:
-        yield f"max_frames {c.max_frames} must be 2 or more with sampling 'first_last'; use 2"
+        rule = "must be 2 or more with sampling 'first_last'"
+        yield Problem("max_frames", "ends", c.max_frames, rule, "use 2")
     if c.sampling != "top_k" and c.score != "difference":
-        yield f"score {c.score!r:.80} is a key of sampling 'top_k', and sampling is {c.sampling!r}; remove it"
+        rule = f"is a key of sampling 'top_k', and sampling is {c.sampling!r}"
+        yield Problem("score", "foreign", c.score, rule, "remove it")
     elif c.score != "difference" and ":" not in c.score:
-        yield f"score {c.score!r:.80} must be 'difference' or module:attr; use 'difference'"
+        rule = "must be 'difference' or module:attr"
+        yield Problem("score", "unknown", c.score, rule, "use 'difference'")
 
 
 def at_rate(times: np.ndarray, fps: float) -> np.ndarray:
@@ -87,9 +93,8 @@ def score_of(name: str) -> Score:
     try:
         found: Score = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"video.score {name!r:.80} cannot be imported ({error}); correct the path"
-        ) from error
+        rule = f"cannot be imported ({error})"
+        raise invalid("video.score", "import", name, rule, "correct the path") from error
     return found
 
 

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from forge_vlm._config import is_size, raise_problems
-from forge_vlm.data.errors import InvalidSample
+from forge_vlm._config import is_size
+from forge_vlm._shared.problems import Problem, raise_problems
+from forge_vlm.data.errors import invalid
 from forge_vlm.data.fit import fit_problems
 from forge_vlm.data.options import problems
 from forge_vlm.data.packing import PACKING_VERSION, order_of, plan_rows
@@ -68,15 +69,15 @@ class StreamedConversations:
         return {**self.pieces.fingerprint(), "options": _digest(self.reader.identity)}
 
 
-def _problems(options: Mapping[str, Any], given: Mapping[str, int]) -> Iterator[str]:
+def _problems(options: Mapping[str, Any], given: Mapping[str, int]) -> Iterator[Problem]:
     if options["format"] not in STREAMED:
-        yield (
-            f"format {options['format']!r:.40} must be one of {', '.join(STREAMED)} with streaming; remove streaming, or "
-            "prepare the files"
-        )
+        rule = f"must be one of {', '.join(STREAMED)} with streaming"
+        fix = "remove streaming, or prepare the files"
+        yield Problem("format", "streaming", options["format"], rule, fix)
     for name, value in given.items():
         if not is_size(value, _MOST[name]):
-            yield f"{name} {value!r:.40} must be a whole number from 1 to {_MOST[name]}; leave it out"
+            rule = f"must be a whole number from 1 to {_MOST[name]}"
+            yield Problem(name, "size", value, rule, "leave it out")
 
 
 class PictureShards:
@@ -141,7 +142,7 @@ class PictureShards:
         found = arrays_of(rows, self.seq_len, self.reader, options["positions"], weighted=True)
         return {**found, "shard_places": places}
 
-    def model_problems(self, model: Any, where: str) -> list[str]:
+    def model_problems(self, model: Any, where: str) -> list[Problem]:
         """As `fit_problems`, of the rows' options."""
         return fit_problems(self.reader.identity, self.reader.image_id, model, where)
 
@@ -189,10 +190,9 @@ class PictureShards:
                 yield window
                 first += len(window.rows)
             if whole and first == before:
-                raise InvalidSample(
-                    f"shard {shard} of {self.num_shards} must hold samples of at most {self.seq_len} tokens, and its pieces "
-                    "have none; remove empty files, raise seq_len, or use fewer virtual_shards"
-                )
+                rule = f"of {self.num_shards} must hold samples of at most {self.seq_len} tokens, and its files have none"
+                fix = "remove empty files, raise seq_len, or use fewer virtual_shards"
+                raise invalid("shard", "empty", shard, rule, fix)
             turn, record = (turn // len(pieces) + 1) * len(pieces), 0
 
     def _samples(
@@ -207,10 +207,9 @@ class PictureShards:
                 found = records[number]
                 sample, good = self.reader.sample(found)
                 if sample.branches is not None:
-                    raise InvalidSample(
-                        f"{found.name} has branches, which streaming does not read; prepare the files, or write a record for "
-                        "each answer"
-                    )
+                    rule = "are not read by streaming"
+                    fix = "prepare the files, or write a record for each answer"
+                    raise invalid("branches", "streaming", ..., rule, fix, where=found.name)
                 if not good and self.reader.corrupt == "skip":
                     self._leave_out(f"{found.name} has a picture that is missing or damaged")
                 elif len(sample.tokens) <= self.seq_len:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from forge_vlm._config import raise_problems
+from forge_vlm._shared.problems import invalid, raise_problems
 from forge_vlm.data.formats import open_records
 from forge_vlm.data.lengths import cached, entry_of
 from forge_vlm.data.options import problems
@@ -111,11 +111,13 @@ class Conversations(CountedSamples):
 
 def options_of(path: str, options: Mapping[str, Any]) -> dict[str, Any]:
     """All options of `Conversations`, with defaults for those that are not given; ValueError for others."""
-    try:
-        bound = inspect.signature(Conversations).bind(path, **options)
-    except TypeError as error:
-        known = ", ".join([*inspect.signature(Conversations).parameters][1:])
-        raise ValueError(f"options of the source vlm: {error}; the options are {known}") from None
+    signature = inspect.signature(Conversations)
+    _, *known = signature.parameters
+    for key, value in options.items():
+        if key not in known:
+            rule = "is not an option of the source vlm"
+            raise invalid(key, "unknown_key", value, rule, f"use one of {', '.join(known)}")
+    bound = signature.bind(path, **options)
     bound.apply_defaults()
     found = dict(bound.arguments)
     del found["path"]
@@ -126,37 +128,31 @@ def open_source(config: Any, **options: Any) -> Source:
     """The source of a configuration, whose `path` names files or a folder that `prepare` wrote; see `Conversations` for the
     options. `streaming` reads large files front to back while a run goes on (`StreamedConversations`)."""
     if not getattr(config, "path", None):
-        raise ValueError(
-            "a source of conversations with pictures needs path; give that of its files"
-        )
+        rule = "must be given for a source of conversations with pictures"
+        raise invalid("path", "missing", ..., rule, "give that of its files")
     if getattr(config, "split", "train") != "train":
-        raise ValueError(
-            f"split {config.split!r} of conversations with pictures is not known, as their files have one part; give the path "
-            "of held-out files, without split"
-        )
+        rule = "of conversations with pictures is not known, as their files have one part"
+        fix = "give the path of held-out files, without split"
+        raise invalid("split", "unsupported", config.split, rule, fix)
     path = str(config.path)
     streamed = {n: options.pop(n) for n in ("virtual_shards", "shuffle_window") if n in options}
     streaming = options.pop("streaming", False)
     if streamed and not streaming:
         name, value = next(iter(streamed.items()))
-        raise ValueError(
-            f"option {name} {value!r:.40} is read by streaming alone; set streaming = true or remove it"
-        )
+        rule, fix = "is read only by streaming", "set streaming = true or remove it"
+        raise invalid(name, "streaming", value, rule, fix)
     if is_prepared(path):
         if streaming:
-            raise ValueError(
-                f"streaming of {path} is not needed, which is prepared and mapped into memory; remove streaming"
-            )
+            rule = f"is not needed for {path}, which is prepared and mapped into memory"
+            raise invalid("streaming", "prepared", True, rule, "remove streaming")
         return Prepared(path, **options)
     complete = options_of(path, options)
     if streaming:
         if complete["group"] is not None:
-            raise ValueError(
-                f"group {complete['group']!r:.40} needs the lengths of all samples, which streaming does not find; remove one"
-            )
+            rule = "needs the lengths of all samples, which streaming does not find"
+            raise invalid("group", "streaming", complete["group"], rule, "remove one")
         if complete.pop("cache") is not None:
-            raise ValueError(
-                f"cache {options['cache']!r:.80} keeps nothing of a streaming source; remove it"
-            )
+            rule = "keeps nothing of a streaming source"
+            raise invalid("cache", "streaming", options["cache"], rule, "remove it")
         return StreamedConversations(path, complete, **streamed)
     return Conversations(path, **options)

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forge_vlm.data.errors import InvalidSample
+from forge_vlm._shared.problems import Problem
+from forge_vlm.data.errors import InvalidSample, invalid
 from forge_vlm.data.fit import fit_problems
 from forge_vlm.data.packing import PACKING_VERSION, grouped_order, order_of, plan_rows
 from forge_vlm.data.sample import Sample
@@ -131,7 +132,7 @@ class RowsOfPictures:
         rows = [[self._sample(int(n)) for n in self.samples_of(i)] for i in instance_ids.tolist()]
         return arrays_of(rows, self.seq_len, self._samples, self._position_name, self._weighted)
 
-    def model_problems(self, model: Any, where: str) -> list[str]:
+    def model_problems(self, model: Any, where: str) -> list[Problem]:
         """As `fit_problems`, of the rows' options."""
         return fit_problems(self._samples.options, self._samples.image_id, model, where)
 
@@ -152,10 +153,8 @@ class RowsOfPictures:
         length = int(self._samples.lengths[number])
         if len(sample.tokens) != length:
             self._samples.forget()
-            raise InvalidSample(
-                f"sample {number} has {len(sample.tokens)} tokens and had {length} when it was opened, as a picture or a "
-                "text was changed; start again"
-            )
+            rule = f"has {len(sample.tokens)} tokens and had {length} when it was opened, as a picture or a text was changed"
+            raise invalid("sample", "changed", number, rule, "start again")
         return sample
 
 
@@ -169,9 +168,8 @@ def stream_of(
         raise too_long(name_of(int(long[0])), int(lengths[long[0]]), seq_len, len(long) - 1)
     fits = np.flatnonzero(lengths <= seq_len)
     if not len(fits):
-        raise InvalidSample(
-            f"{path} has no sample of at most seq_len {seq_len} tokens; raise seq_len"
-        )
+        rule = "must hold a sample, and all are longer"
+        raise invalid("seq_len", "too_short", seq_len, rule, "raise seq_len", where=path)
     rows = [fits[row] for row in plan_rows(lengths[fits], seq_len, options["pack"])]
     stream = RowsOfPictures(samples, rows, seq_len, seed, options["positions"], samples.weighted)
     if len(long):
@@ -184,9 +182,10 @@ def stream_of(
 def too_long(name: str, tokens: int, seq_len: int, others: int) -> InvalidSample:
     """The error of a sample that is longer than a row."""
     rest = f", and so are {others} others" if others else ""
-    return InvalidSample(
-        f"{name}: {tokens} tokens are longer than seq_len {seq_len}{rest}; raise seq_len, or set too_long = 'skip'"
-    )
+    rule = f"must be at most seq_len {seq_len}{rest}"
+    fix = "raise seq_len, or set too_long = 'skip'"
+    error: InvalidSample = invalid("tokens", "too_long", tokens, rule, fix, where=name)
+    return error
 
 
 def arrays_of(

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from forge_vlm.data.errors import InvalidSample
+from forge_vlm._shared.problems import ProblemError
+from forge_vlm.data.errors import invalid
 from forge_vlm.data.templates import Piece
 
 __all__ = ["ByteTokens", "JsonTokens", "Tokens", "open_tokenizer"]
@@ -75,16 +76,17 @@ class JsonTokens:
         try:
             from tokenizers import Tokenizer
         except ImportError:
-            raise ValueError(
-                f"tokenizer {path} needs the tokenizers library; pip install 'forge-vlm[data]'"
-            ) from None
+            rule, fix = "needs the tokenizers library", "pip install 'forge-vlm[data]'"
+            value = str(path)
+            raise invalid("tokenizer", "requires", value, rule, fix, kind=ProblemError) from None
         path = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
         try:
             content = path.read_bytes()
             self._tokenizer: Any = Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain exceptions
-            raise ValueError(
-                f"tokenizer {path} must be a tokenizer.json or its folder ({error}); correct the path"
+            rule, fix = f"must be a tokenizer.json or its folder ({error})", "correct the path"
+            raise invalid(
+                "tokenizer", "unreadable", str(path), rule, fix, kind=ProblemError
             ) from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -140,11 +142,10 @@ class JsonTokens:
         # a token that was added without being special is found in any text
         held = {self.image_id: self.image, self.eos_id: self.eos}.keys() & set(ids)
         if held:
-            raise InvalidSample(
-                f"text {text!r:.80} holds {self.image if self.image_id in held else self.eos!r}, a token that its "
-                "tokenizer reads in any text; declare it special there, or take it out of the text, where a tokenizer of "
-                "whole words reads it in either case"
-            )
+            token = self.image if self.image_id in held else self.eos
+            rule = f"holds {token!r}, a token that its tokenizer reads in any text"
+            fix = "declare it special there, or take it out of the text, where a tokenizer of whole words reads it in either case"
+            raise invalid("text", "special", text, rule, fix)
         return ids
 
     def _known(self, text: str) -> list[int]:
@@ -160,10 +161,9 @@ class JsonTokens:
     def _id(self, name: str) -> int:
         found: int | None = self._tokenizer.token_to_id(name)
         if found is None:
-            raise ValueError(
-                f"tokenizer {self.path} has no token {name!r}, which the template, eos, bos or image names; name one that "
-                "it has"
-            )
+            rule = f"has no token {name!r}, which the template, eos, bos or image names"
+            fix = "name one that it has"
+            raise invalid("tokenizer", "no_token", str(self.path), rule, fix, kind=ProblemError)
         return found
 
 

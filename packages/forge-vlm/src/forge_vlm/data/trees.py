@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from forge_vlm.data.errors import InvalidSample
+from forge_vlm.data.errors import invalid
 from forge_vlm.data.records import Record
 from forge_vlm.data.sample import Sample
 from forge_vlm.plan import IGNORE
@@ -38,10 +38,9 @@ def tree_of(name: str, paths: Sequence[Sample], image_id: int) -> Sample:
     first = paths[0]
     held = int((first.tokens[:shared] == image_id).sum())
     if any(int((path.tokens == image_id).sum()) != held for path in paths):
-        raise InvalidSample(
-            f"{name}: all pictures of branches must stand in what they share, and behind them something that is not learnt; "
-            "use a template with a text before answers (not 'plain'), or a record for each"
-        )
+        rule = "must share all pictures, and something after them that is not learnt"
+        fix = "use a template with a text before answers (not 'plain'), or a record for each"
+        raise invalid("branches", "picture", ..., rule, fix, where=name)
     rests = [path.tokens[shared:] for path in paths]
     numbers = [np.zeros(shared, np.int64)]
     numbers += [np.full(len(rest), n, np.int64) for n, rest in enumerate(rests, 1)]
@@ -69,9 +68,8 @@ def check_ahead(name: str, sample: Sample, scope: str, image_id: int) -> None:
     """InvalidSample where a learnt token stands between pictures that see each other, through which it would be seen before
     it is predicted, and for branches of which the questions would be no part of the prefix."""
     if scope == "prefix_lm" and sample.branches is not None:
-        raise InvalidSample(
-            f"{name}: branches with bidirectional 'prefix_lm' have no prefix of their own; write a record for each"
-        )
+        rule = "have no prefix of their own with bidirectional 'prefix_lm'"
+        raise invalid("branches", "prefix", ..., rule, "write a record for each", where=name)
     if scope not in ("clip", "document"):
         return
     places = np.flatnonzero(sample.tokens == image_id)
@@ -81,7 +79,5 @@ def check_ahead(name: str, sample: Sample, scope: str, image_id: int) -> None:
     for clip in np.unique(clips):
         mine = places[clips == clip]
         if ((learnt >= mine[0]) & (learnt < mine[-1])).any():
-            raise InvalidSample(
-                f"{name}: with bidirectional {scope!r} no learnt text may stand between pictures that see each other, as the "
-                "later ones have read it; use 'image'"
-            )
+            rule = "excludes learnt text between pictures that see each other, as the later ones have read it"
+            raise invalid("bidirectional", "between", scope, rule, "use 'image'", where=name)

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from forge_vlm.data.errors import InvalidSample
+from forge_vlm._shared.problems import ProblemError
+from forge_vlm.data.errors import InvalidSample, invalid
 from forge_vlm.data.records import Message, Picture, Record, Span, Video
 from forge_vlm.data.sampling import VideoConfig, at_rate, best, score_of, spread
 
@@ -27,7 +28,7 @@ class Frame(Picture):
 
     clip: Clip | None = None
     place: int = 0
-    problem: str = ""
+    problem: InvalidSample | None = None
 
     @property
     def size(self) -> tuple[int, int] | None:
@@ -36,8 +37,9 @@ class Frame(Picture):
 
     def read(self) -> bytes:
         """A picture without losses; InvalidSample where the clip is damaged."""
-        if self.clip is None:
-            raise InvalidSample(self.problem)
+        if self.problem is not None:
+            raise self.problem
+        assert self.clip is not None
         return self.clip.frame(self.place)
 
     def release(self) -> None:
@@ -85,10 +87,9 @@ class Clip:
         if config.sampling == "top_k" and len(candidates) > config.max_frames:
             scores = score_of(config.score)(self._thumbnails(candidates))
             if np.shape(scores) != candidates.shape:
-                raise ValueError(
-                    f"video.score {config.score!r} must give {len(candidates)} numbers, one for each thumbnail, and gave "
-                    f"the shape {np.shape(scores)}; correct it"
-                )
+                rule = f"must give {len(candidates)} numbers, one for each thumbnail, and gave the shape {np.shape(scores)}"
+                value = config.score
+                raise invalid("video.score", "shape", value, rule, "correct it", kind=ProblemError)
             taken = best(np.asarray(scores), config.max_frames)
         else:
             ends = config.sampling == "first_last"
@@ -161,9 +162,8 @@ class Clip:
         try:
             import av
         except ImportError:
-            raise ValueError(
-                "videos need PyAV, which is not installed; pip install 'forge-vlm[video]'"
-            ) from None
+            rule, fix = "videos need PyAV", "pip install 'forge-vlm[video]'"
+            raise invalid("", "requires", ..., rule, fix, kind=ProblemError) from None
         content = self._content
         try:
             opened = av.open(io.BytesIO(content) if isinstance(content, bytes) else str(content))
@@ -174,10 +174,10 @@ class Clip:
             raise self._damaged("it has no stream of video")
         return opened
 
-    def _damaged(self, words: str) -> InvalidSample:
-        return InvalidSample(
-            f"{self.name} cannot be decoded as video ({words:.100}); restore it, or set corrupt = 'mask' or 'skip'"
-        )
+    def _damaged(self, words: str) -> Any:
+        rule = f"cannot be decoded as video ({words:.100})"
+        fix = "restore it, or set corrupt = 'mask' or 'skip'"
+        return invalid("", "damaged", ..., rule, fix, where=self.name)
 
 
 def expanded(record: Record, config: VideoConfig, *, keep: bool) -> tuple[Record, bool]:
@@ -198,7 +198,7 @@ def expanded(record: Record, config: VideoConfig, *, keep: bool) -> tuple[Record
             except InvalidSample as error:
                 if not keep:
                     raise
-                found, good = [("", Frame(picture.name, b"", problem=str(error)))], False
+                found, good = [("", Frame(picture.name, b"", problem=error))], False
         parts: list[str | int] = []
         for text, frame in found:
             parts += [text, len(pictures)] if text else [len(pictures)]

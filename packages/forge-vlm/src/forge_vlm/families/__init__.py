@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge_core.families import Family
+from forge_vlm._shared.problems import invalid
 from forge_vlm.families.chameleon import CHAMELEON
 from forge_vlm.families.internvl import INTERNVL
 from forge_vlm.families.llava import LLAVA
@@ -40,6 +41,5 @@ def find_family(hf: Mapping[str, Any]) -> Family:
     name = hf.get("model_type")
     if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
-    raise ValueError(
-        f"model_type {name!r:.80} is no vision-language model that can be held; use one of {', '.join(FAMILIES)}"
-    )
+    rule = "is not a vision-language family of this package"
+    raise invalid("model_type", "unknown", name, rule, f"use one of {', '.join(FAMILIES)}")

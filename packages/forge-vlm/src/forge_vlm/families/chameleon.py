@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from forge_core import Attention, Init, TransformerConfig
 from forge_core.families import LLAMA, Family
+from forge_vlm._shared.problems import Problem, ProblemError, invalid, problems_of
 from forge_vlm.config import VLMConfig
-from forge_vlm.families.keys import Row, beyond_decoder
+from forge_vlm.families.keys import Row, beyond_decoder, check_values
 from forge_vlm.modalities import ModalityConfig
 from forge_vlm.vision import VisionConfig
 
@@ -58,7 +59,8 @@ class ChameleonAttention(Attention):
     def __init__(self, config: TransformerConfig, layer: int) -> None:
         super().__init__(config)
         if config.qk_norm:
-            raise ValueError("qk_norm true stands beside the norms of Chameleon's own; remove it")
+            rule = "duplicates the norms of Chameleon"
+            raise invalid("qk_norm", "excludes", True, rule, "remove it")
         self.norms_heads = True
         norms: Any = [
             HeadLayerNorm(heads, self.head_dim)
@@ -76,13 +78,15 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
     try:
         text = LLAMA.config_from_hf(decoder)
     except ValueError as error:
-        raise ValueError(str(error).replace("llama: ", "chameleon: ")) from error
+        raise ProblemError(problems_of(error), "chameleon") from error
     images = sorted(i for n, i in hf.get("vocabulary_map", {}).items() if n.startswith(_IMAGE))
     if not images or images != list(range(images[0], images[0] + len(images))):
-        raise ValueError(
-            f"chameleon: vocabulary_map must give image tokens, which begin with {_IMAGE}, one range of ids, and gives "
-            f"{len(images)} from {images[:1]} to {images[-1:]}; give a complete config.json"
+        rule = (
+            f"must give image tokens, which begin with {_IMAGE}, one range of ids, and gives {len(images)} from {images[:1]} "
+            f"to {images[-1:]}"
         )
+        fix = "give a complete config.json"
+        raise invalid("vocabulary_map", "range", ..., rule, fix, where="chameleon")
     own = {
         "mixer": _MIXER,
         "block": _BLOCKS[bool(hf.get("swin_norm", False))],
@@ -95,25 +99,17 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
 def _to_hf(config: TransformerConfig) -> dict[str, Any]:
     assert isinstance(config, VLMConfig)
     discrete = [name for name, own in config.modalities.items() if own.discrete]
-    problems = [
-        f"chameleon: {key} {value!r} must be {wanted!r} in this family; choose another family"
-        for key, value, wanted in (
-            ("fusion.name", config.fusion.name, "joint_decoder"),
-            ("vision.name", config.vision.name, "none"),
-            ("mixer", config.mixer, _MIXER),
-            ("positions", config.positions, "sequential"),
-            ("modalities", discrete, list(config.modalities)),
-            *beyond_decoder(config),
-        )
-        if value != wanted
-    ]
-    if config.block not in _BLOCKS.values():
-        problems.append(
-            f"chameleon: block {config.block!r} must be one of {', '.join(_BLOCKS.values())} in this family; choose another "
-            "family"
-        )
-    if problems:
-        raise ValueError("\n".join(problems))
+    given = (
+        ("fusion.name", config.fusion.name, "joint_decoder"),
+        ("vision.name", config.vision.name, "none"),
+        ("mixer", config.mixer, _MIXER),
+        ("positions", config.positions, "sequential"),
+        ("modalities", discrete, list(config.modalities)),
+        *beyond_decoder(config),
+    )
+    rule = f"must be one of {', '.join(_BLOCKS.values())} in this family"
+    block = Problem("block", "unknown", config.block, rule, "choose another family")
+    check_values("chameleon", given, () if config.block in _BLOCKS.values() else [block])
     decoder = LLAMA.config_to_hf(replace(config, mixer="attention", block="pre_norm"))
     return {
         **decoder,

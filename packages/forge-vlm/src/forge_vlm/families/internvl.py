@@ -7,12 +7,14 @@ from typing import Any
 
 from forge_core import TransformerConfig
 from forge_core.families import Family
+from forge_vlm._shared.problems import Problem, raise_problems
 from forge_vlm.adapters import AdapterConfig, PixelShuffleMLPConfig
 from forge_vlm.config import VLMConfig
 from forge_vlm.families.keys import (
     Row,
     beyond_decoder,
     check_keys,
+    check_values,
     encoder_rows,
     family_of,
     text_config,
@@ -33,7 +35,7 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
     check_keys(hf, "internvl", _READS)
     ratio, layer = hf.get("downsample_ratio", 0.5), hf.get("vision_feature_layer", -1)
     problems = [
-        f"internvl: {key} {value!r} must be {rule}; use a file of another model"
+        Problem(key, "unsupported", value, f"must be {rule}", "use a file of another model")
         for key, value, holds, rule in (
             ("downsample_ratio", ratio, _is_one_over(ratio), "one over a whole number"),
             ("vision_feature_layer", layer, isinstance(layer, int), "one layer"),
@@ -47,8 +49,7 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
         )
         if not holds
     ]
-    if problems:
-        raise ValueError("\n".join(problems))
+    raise_problems("internvl", problems)
     text = dict(hf["text_config"])
     text["tie_word_embeddings"] = hf.get(
         "tie_word_embeddings", text.get("tie_word_embeddings", True)
@@ -72,27 +73,19 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
 def _to_hf(config: TransformerConfig) -> dict[str, Any]:
     assert isinstance(config, VLMConfig)
     vision, factor = config.vision, config.adapter.pixel_shuffle_mlp.factor
-    problems = [
-        f"internvl: {key} {value!r} must be {wanted!r} in an InternVL; export as another model"
-        for key, value, wanted in (
-            ("fusion.name", config.fusion.name, "joint_decoder"),
-            ("vision.name", vision.name, "transformers"),
-            (
-                "vision.transformers.model_type",
-                vision.transformers.get("model_type"),
-                "internvl_vision",
-            ),
-            ("vision.select_feature", vision.select_feature, "patch"),
-            ("vision.select_layer", vision.select_layer, _one_layer(vision)),
-            ("adapter.name", config.adapter.name, "pixel_shuffle_mlp"),
-            ("positions", config.positions, "sequential"),
-            ("modalities", sorted(config.modalities), ["image"]),
-            *beyond_decoder(config),
-        )
-        if value != wanted
-    ]
-    if problems:
-        raise ValueError("\n".join(problems))
+    kind = vision.transformers.get("model_type")
+    given = (
+        ("fusion.name", config.fusion.name, "joint_decoder"),
+        ("vision.name", vision.name, "transformers"),
+        ("vision.transformers.model_type", kind, "internvl_vision"),
+        ("vision.select_feature", vision.select_feature, "patch"),
+        ("vision.select_layer", vision.select_layer, _one_layer(vision)),
+        ("adapter.name", config.adapter.name, "pixel_shuffle_mlp"),
+        ("positions", config.positions, "sequential"),
+        ("modalities", sorted(config.modalities), ["image"]),
+        *beyond_decoder(config),
+    )
+    check_values("internvl", given)
     return {
         "model_type": "internvl",
         "architectures": ["InternVLForConditionalGeneration"],

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from forge_core import TransformerConfig
 from forge_core.families import FAMILIES, Family, find_family
+from forge_vlm._shared.problems import Problem, ProblemError, problems_of, raise_problems
 from forge_vlm.config import VLMConfig
 from forge_vlm.vision import VisionConfig, build_encoder
 
@@ -47,19 +47,37 @@ _TEXT_DEFAULTS = {
 
 def check_keys(hf: Mapping[str, Any], model_type: str, reads: tuple[str, ...]) -> None:
     """ValueError with a line for each key that is not known: it may change what the model computes."""
+    rule, fix = "is unknown and may change what the model computes", "remove it if it does not"
     unknown = [
-        f"{model_type}: {key} {reprlib.repr(value)} is unknown and may change what the model computes; remove it if it "
-        "does not"
+        Problem(key, "unknown_key", value, rule, fix)
         for key, value in hf.items()
         if key not in _HARMLESS and key not in reads and value is not None
     ]
     missing = [
-        f"{model_type}: {key} must be a table; give a complete config.json"
+        Problem(key, "type", ..., "must be a table", "give a complete config.json")
         for key in ("text_config", "vision_config")
         if not isinstance(hf.get(key), Mapping)
     ]
-    if missing or unknown:
-        raise ValueError("\n".join(missing + unknown))
+    raise_problems(model_type, missing + unknown)
+
+
+def check_values(
+    family: str, given: Iterable[tuple[str, Any, Any]], more: Sequence[Problem] = ()
+) -> None:
+    """ValueError with `more` problems, and one for each (key, value, wanted) whose value is not the only one that the
+    family can hold."""
+    fix = "choose another family"
+    own = [
+        Problem(key, "family", value, f"must be {wanted!r} in this family", fix)
+        for key, value, wanted in given
+        if value != wanted
+    ]
+    raise_problems(family, [*own, *more])
+
+
+def of_text_config(error: ValueError, model_type: str) -> ProblemError:
+    """The error of a decoder's keys, with the problems below text_config."""
+    return ProblemError([p.under("text_config") for p in problems_of(error)], model_type)
 
 
 def text_config(hf: Mapping[str, Any], model_type: str) -> tuple[Family, TransformerConfig]:
@@ -70,10 +88,7 @@ def text_config(hf: Mapping[str, Any], model_type: str) -> tuple[Family, Transfo
         family = find_family(given)
         return family, family.config_from_hf(given)
     except ValueError as error:
-        lines = str(error).splitlines()
-        raise ValueError(
-            "\n".join(f"{model_type}: text_config: {line}" for line in lines)
-        ) from error
+        raise of_text_config(error, model_type) from error
 
 
 def vision_from_hf(hf: Mapping[str, Any], **options: Any) -> VisionConfig:
@@ -114,12 +129,12 @@ def encoder_rows(config: VLMConfig, prefix: str) -> tuple[Row, ...]:
 
 def family_of(config: VLMConfig, names: tuple[str, ...]) -> Family:
     """The family of text models, of `names`, that holds the decoder; ValueError with what keeps it from the first."""
-    problems = []
+    errors = []
     for name in names:
         try:
             FAMILIES[name].config_to_hf(config)
         except ValueError as error:
-            problems.append(str(error))
+            errors.append(error)
         else:
             return FAMILIES[name]
-    raise ValueError(problems[0])
+    raise errors[0]

@@ -7,12 +7,14 @@ from typing import Any
 
 from forge_core import TransformerConfig
 from forge_core.families import Family
+from forge_vlm._shared.problems import Problem, invalid
 from forge_vlm.adapters import AdapterConfig, MLPConfig
 from forge_vlm.config import VLMConfig
 from forge_vlm.families.keys import (
     Row,
     beyond_decoder,
     check_keys,
+    check_values,
     encoder_rows,
     family_of,
     text_config,
@@ -41,23 +43,24 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
     layers = hf.get("vision_feature_layer", -2)
     strategy = hf.get("vision_feature_select_strategy", "default")
     if strategy not in _FEATURES:
-        raise ValueError(
-            f"llava: vision_feature_select_strategy {strategy!r} must be 'default' or 'full'; correct it"
+        rule = "must be 'default' or 'full'"
+        raise invalid(
+            "vision_feature_select_strategy", "unknown", strategy, rule, "correct it", where="llava"
         )
     if hf.get("projector_hidden_act", "gelu") != "gelu":
-        raise ValueError(
-            f"llava: projector_hidden_act {hf['projector_hidden_act']!r} must be 'gelu'; use another model"
-        )
+        act, rule = hf["projector_hidden_act"], "must be 'gelu'"
+        fix = "use another model"
+        raise invalid("projector_hidden_act", "unsupported", act, rule, fix, where="llava")
     vision = vision_from_hf(
         hf,
         select_layer=(layers,) if isinstance(layers, int) else tuple(layers),
         select_feature=_FEATURES[strategy],
     )
     if strategy == "default" and (front := front_tokens(vision.transformers)) != 1:
-        raise ValueError(
-            f"llava: vision_feature_select_strategy 'default' drops one token in front of the patches, and "
-            f"{vision.transformers['model_type']!r} has {front}; use 'full' for a file whose model keeps all"
-        )
+        kind = vision.transformers["model_type"]
+        rule = f"drops one token in front of the patches, and {kind!r} has {front}"
+        fix = "use 'full' for a file whose model keeps all"
+        raise invalid("vision_feature_select_strategy", "front", strategy, rule, fix, where="llava")
     image = hf.get("image_token_index", hf.get("image_token_id", 32000))
     bias = bool(hf.get("multimodal_projector_bias", True))
     return VLMConfig(
@@ -70,25 +73,18 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
 
 def _to_hf(config: TransformerConfig) -> dict[str, Any]:
     assert isinstance(config, VLMConfig)
-    problems = [
-        f"llava: {key} {value!r} must be {wanted!r} in this family; choose another family"
-        for key, value, wanted in (
-            ("fusion.name", config.fusion.name, "joint_decoder"),
-            ("vision.name", config.vision.name, "transformers"),
-            ("adapter.name", config.adapter.name, "mlp"),
-            ("adapter.mlp.hidden_dim", config.adapter.mlp.hidden_dim, None),
-            ("positions", config.positions, "sequential"),
-            ("modalities", sorted(config.modalities), ["image"]),
-            *beyond_decoder(config),
-        )
-        if value != wanted
-    ]
-    if not config.vision.select_layer:
-        problems.append(
-            "llava: vision.select_layer () must name a hidden state in this family; choose another family"
-        )
-    if problems:
-        raise ValueError("\n".join(problems))
+    given = (
+        ("fusion.name", config.fusion.name, "joint_decoder"),
+        ("vision.name", config.vision.name, "transformers"),
+        ("adapter.name", config.adapter.name, "mlp"),
+        ("adapter.mlp.hidden_dim", config.adapter.mlp.hidden_dim, None),
+        ("positions", config.positions, "sequential"),
+        ("modalities", sorted(config.modalities), ["image"]),
+        *beyond_decoder(config),
+    )
+    rule, fix = "must name a hidden state in this family", "choose another family"
+    layer = Problem("vision.select_layer", "missing", (), rule, fix)
+    check_values("llava", given, () if config.vision.select_layer else [layer])
     layers, strategy = config.vision.select_layer, _strategy(config.vision)
     return {
         "model_type": "llava",
@@ -110,10 +106,10 @@ def _strategy(vision: VisionConfig) -> str:
         return "full"
     front = front_tokens(vision.transformers)
     if front > 1:
-        raise ValueError(
-            f"llava: vision.select_feature 'patch' leaves out {front} tokens of {vision.transformers['model_type']!r}, a "
-            "class token and registers, and this family one; choose 'cls_patch', or another family"
-        )
+        kind = vision.transformers["model_type"]
+        rule = f"leaves out {front} tokens of {kind!r}, a class token and registers, and this family one"
+        fix = "choose 'cls_patch', or another family"
+        raise invalid("vision.select_feature", "front", "patch", rule, fix, where="llava")
     return "default" if front else "full"
 
 

@@ -5,14 +5,22 @@ Hugging Face counts these blocks among the layers; here the text's layers have t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from forge_core import TransformerConfig
 from forge_core.families import LLAMA, Family
+from forge_vlm._shared.problems import Problem, raise_problems
 from forge_vlm.adapters import AdapterConfig
 from forge_vlm.config import FusionConfig, VLMConfig
-from forge_vlm.families.keys import Row, check_keys, encoder_rows, vision_from_hf
+from forge_vlm.families.keys import (
+    Row,
+    check_keys,
+    check_values,
+    encoder_rows,
+    of_text_config,
+    vision_from_hf,
+)
 from forge_vlm.fusion.cross_config import CrossAttentionConfig
 from forge_vlm.modalities import ModalityConfig
 
@@ -71,55 +79,46 @@ def _text(keys: Mapping[str, Any]) -> tuple[TransformerConfig, tuple[int, ...]]:
     kind, dropout = given.pop("model_type", "mllama_text_model"), given.pop("dropout", 0.0)
     total = given["num_hidden_layers"]
     before = tuple(layer - i for i, layer in enumerate(sorted(cross)))
-    problems = [
-        f"text_config: {line}"
-        for line, wrong in (
-            (
-                f"model_type {kind!r} must be 'mllama_text_model'; correct it",
-                kind != "mllama_text_model",
-            ),
-            (f"dropout {dropout} is not supported; use 0", bool(dropout)),
-            (
-                f"cross_attention_layers {list(cross)} must each stand before a text layer of its own, of {total} layers in "
-                "all; use another model",
-                not cross or len(set(before)) < len(before) or before[-1] >= total - len(before),
-            ),
-        )
-        if wrong
-    ]
-    if problems:
-        raise ValueError("\n".join(f"mllama: {problem}" for problem in problems))
+    raise_problems("mllama", _text_problems(kind, dropout, cross, before, total))
     llama = {**given, "model_type": "llama", "num_hidden_layers": total - len(before)}
     try:
         return LLAMA.config_from_hf(llama), before
     except ValueError as error:
-        lines = str(error).splitlines()
-        raise ValueError("\n".join(f"mllama: text_config: {line}" for line in lines)) from error
+        raise of_text_config(error, "mllama") from error
+
+
+def _text_problems(
+    kind: Any, dropout: Any, cross: Any, before: tuple[int, ...], total: int
+) -> Iterator[Problem]:
+    if kind != "mllama_text_model":
+        rule = "must be 'mllama_text_model'"
+        yield Problem("text_config.model_type", "unknown", kind, rule, "correct it")
+    if dropout:
+        yield Problem("text_config.dropout", "unsupported", dropout, "is not supported", "use 0")
+    if not cross or len(set(before)) < len(before) or before[-1] >= total - len(before):
+        rule = f"must each stand before a text layer of its own, of {total} layers in all"
+        fix = "use another model"
+        yield Problem("text_config.cross_attention_layers", "range", cross, rule, fix)
 
 
 def _to_hf(config: TransformerConfig) -> dict[str, Any]:
     assert isinstance(config, VLMConfig)
     cross = config.fusion.cross_attention
-    problems = [
-        f"mllama: {key} {value!r} must be {wanted!r} in this family; choose another family"
-        for key, value, wanted in (
-            ("fusion.name", config.fusion.name, "cross_attention"),
-            ("fusion.cross_attention.qk_norm", cross.qk_norm, True),
-            ("fusion.cross_attention.sees", cross.sees, "group"),
-            ("vision.name", config.vision.name, "transformers"),
-            ("vision.transformers.model_type", _model_type(config), "mllama_vision_model"),
-            ("adapter.name", config.adapter.name, "linear"),
-            ("modalities", sorted(config.modalities), ["image"]),
-            ("input_only_ids", config.input_only_ids, _INPUT_ONLY),
-            ("qkv_bias", config.qkv_bias, False),
-            ("feed_forward_bias", config.feed_forward_bias, False),
-            ("tie_embeddings", config.tie_embeddings, False),
-            ("head_dim", config.resolved_head_dim, config.dim // config.num_heads),
-        )
-        if value != wanted
-    ]
-    if problems:
-        raise ValueError("\n".join(problems))
+    given = (
+        ("fusion.name", config.fusion.name, "cross_attention"),
+        ("fusion.cross_attention.qk_norm", cross.qk_norm, True),
+        ("fusion.cross_attention.sees", cross.sees, "group"),
+        ("vision.name", config.vision.name, "transformers"),
+        ("vision.transformers.model_type", _model_type(config), "mllama_vision_model"),
+        ("adapter.name", config.adapter.name, "linear"),
+        ("modalities", sorted(config.modalities), ["image"]),
+        ("input_only_ids", config.input_only_ids, _INPUT_ONLY),
+        ("qkv_bias", config.qkv_bias, False),
+        ("feed_forward_bias", config.feed_forward_bias, False),
+        ("tie_embeddings", config.tie_embeddings, False),
+        ("head_dim", config.resolved_head_dim, config.dim // config.num_heads),
+    )
+    check_values("mllama", given)
     text = LLAMA.config_to_hf(config)
     for key in ("architectures", "attention_bias", "mlp_bias", "head_dim"):
         del text[key]

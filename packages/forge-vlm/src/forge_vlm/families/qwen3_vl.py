@@ -12,12 +12,14 @@ from typing import Any
 from forge_core import TransformerConfig
 from forge_core.families import QWEN3, Family
 from forge_core.model import MRopeConfig
+from forge_vlm._shared.problems import invalid
 from forge_vlm.adapters import AdapterConfig
 from forge_vlm.config import VLMConfig
 from forge_vlm.families.keys import (
     Row,
     beyond_decoder,
     check_keys,
+    check_values,
     encoder_rows,
     text_config,
     text_rows,
@@ -69,8 +71,10 @@ def _mrope(text: Mapping[str, Any]) -> MRopeConfig:
     rope = {key: value for where in _ROPE for key, value in (text.get(where) or {}).items()}
     interleaved, sections = rope.get("mrope_interleaved", True), rope.get("mrope_section")
     if interleaved is not True:
-        raise ValueError(
-            f"{_NAME}: text_config: mrope_interleaved {interleaved!r} must be true; use another model"
+        rule = "must be true"
+        fix = "use another model"
+        raise invalid(
+            "text_config.mrope_interleaved", "unsupported", interleaved, rule, fix, where=_NAME
         )
     return MRopeConfig(tuple(sections or (24, 20, 20)), "interleaved")
 
@@ -78,25 +82,20 @@ def _mrope(text: Mapping[str, Any]) -> MRopeConfig:
 def _to_hf(config: TransformerConfig) -> dict[str, Any]:
     assert isinstance(config, VLMConfig)
     vision, mrope = config.vision, config.mrope
-    wanted = {
-        "fusion.name": (config.fusion.name, "joint_decoder"),
-        "vision.name": (vision.name, "transformers"),
-        "vision.transformers.model_type": (vision.transformers.get("model_type"), _VISION),
-        "adapter.name": (config.adapter.name, "none"),
-        "positions": (config.positions, "mrope"),
-        "mrope.layout": (mrope and mrope.layout, "interleaved"),
-        "modalities": (sorted(config.modalities), sorted(_IDS)),
-        "layer_pattern": (config.layer_pattern, ()),
-        "attention.window": (config.attention.window, None),
-        **{key: (value, rule) for key, value, rule in beyond_decoder(config)},
-    }
-    problems = [
-        f"{_NAME}: {key} {value!r} must be {rule!r} in a Qwen3-VL; export a model of another family"
-        for key, (value, rule) in wanted.items()
-        if value != rule
-    ]
-    if problems or mrope is None:
-        raise ValueError("\n".join(problems))
+    given = (
+        ("fusion.name", config.fusion.name, "joint_decoder"),
+        ("vision.name", vision.name, "transformers"),
+        ("vision.transformers.model_type", vision.transformers.get("model_type"), _VISION),
+        ("adapter.name", config.adapter.name, "none"),
+        ("positions", config.positions, "mrope"),
+        ("mrope.layout", mrope and mrope.layout, "interleaved"),
+        ("modalities", sorted(config.modalities), sorted(_IDS)),
+        ("layer_pattern", config.layer_pattern, ()),
+        ("attention.window", config.attention.window, None),
+        *beyond_decoder(config),
+    )
+    check_values(_NAME, given)
+    assert mrope is not None
     return {
         "model_type": _NAME,
         "architectures": ["Qwen3VLForConditionalGeneration"],

@@ -17,6 +17,7 @@ from forge_vlm.families.keys import (
     Row,
     beyond_decoder,
     check_keys,
+    check_values,
     encoder_rows,
     family_of,
     text_config,
@@ -70,27 +71,19 @@ def _from_hf(name: str, hf: Mapping[str, Any]) -> VLMConfig:
 def _to_hf(name: str, config: TransformerConfig) -> dict[str, Any]:
     assert isinstance(config, VLMConfig)
     vision = config.vision
-    problems = [
-        f"{name}: {key} {value!r} must be {wanted!r} for a model of this name; export another one"
-        for key, value, wanted in (
-            ("fusion.name", config.fusion.name, "joint_decoder"),
-            ("vision.name", vision.name, "transformers"),
-            (
-                "vision.transformers.model_type",
-                vision.transformers.get("model_type"),
-                f"{name}_vision",
-            ),
-            ("vision.select_layer", vision.select_layer, ()),
-            ("adapter.name", config.adapter.name, "pixel_shuffle"),
-            ("adapter.pixel_shuffle.bias", config.adapter.pixel_shuffle.bias, False),
-            ("positions", config.positions, "sequential"),
-            ("modalities", sorted(config.modalities), ["image"]),
-            *beyond_decoder(config),
-        )
-        if value != wanted
-    ]
-    if problems:
-        raise ValueError("\n".join(problems))
+    kind = vision.transformers.get("model_type")
+    given = (
+        ("fusion.name", config.fusion.name, "joint_decoder"),
+        ("vision.name", vision.name, "transformers"),
+        ("vision.transformers.model_type", kind, f"{name}_vision"),
+        ("vision.select_layer", vision.select_layer, ()),
+        ("adapter.name", config.adapter.name, "pixel_shuffle"),
+        ("adapter.pixel_shuffle.bias", config.adapter.pixel_shuffle.bias, False),
+        ("positions", config.positions, "sequential"),
+        ("modalities", sorted(config.modalities), ["image"]),
+        *beyond_decoder(config),
+    )
+    check_values(name, given)
     return {
         "model_type": name,
         "architectures": [_ARCHITECTURES[name]],

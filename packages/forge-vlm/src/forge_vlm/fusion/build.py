@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from forge_core.model import build_block, build_feed_forward, build_mixer
+from forge_vlm._shared.problems import invalid
 from forge_vlm.fusion.config import groups_of
 from forge_vlm.fusion.mixture_of_transformers import MixtureBlock
 from forge_vlm.fusion.moma import MoMa
@@ -37,12 +38,12 @@ def fusion_parts(
     """
     name = config.fusion.name
     if experts is not None and name != "moma":
-        raise ValueError(f"experts must be left out with fusion {name!r}, which has none; use moma")
+        rule = f"must be left out with fusion {name!r}, which has none"
+        raise invalid("experts", "fusion", experts, rule, "use moma")
     for key in _REPLACED.get(name, ()):
         if given[key] is not None:
-            raise ValueError(
-                f"{key} must be left out with fusion {name!r}, which builds its own; use another fusion"
-            )
+            rule = f"must be left out with fusion {name!r}, which builds its own"
+            raise invalid(key, "built_in", given[key], rule, "use another fusion")
     if name == "mixture_of_transformers":
         return {"block": lambda layer: _mixture(config, layer)}
     if name == "moma":

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from forge_core.model import BLOCK_NAMES, GATED, UNGATED
-from forge_vlm._config import is_finite, is_size, raise_problems, setting, size_problems
+from forge_vlm._config import is_finite, is_size, setting, size_problems
+from forge_vlm._shared.problems import Problem, invalid, raise_problems
 
 __all__ = [
     "PARTING",
@@ -91,40 +92,46 @@ _FOREIGN = {
 }
 
 
-def _moma_problems(c: MoMaConfig) -> Iterator[str]:
+def _moma_problems(c: MoMaConfig) -> Iterator[Problem]:
     if c.router not in ROUTERS:
-        yield f"router {c.router!r} must be one of {', '.join(ROUTERS)}; use token_choice"
+        rule = f"must be one of {', '.join(ROUTERS)}"
+        yield Problem("router", "unknown", c.router, rule, "use token_choice")
         return
     sizes = {"num_experts": 2**12, "hidden_dim": 2**24, "top_k": 2**12, "auxiliary_dim": 2**16}
     wrong = list(size_problems(c, sizes))
     yield from wrong
     for name, number in c.experts.items():
         if not is_size(number, 2**12):
-            yield f"experts.{name} {number!r} must be a whole number from 1 to 4096; give one"
+            rule = "must be a whole number from 1 to 4096"
+            yield Problem(f"experts.{name}", "size", number, rule, "use one")
     for key in _FOREIGN[c.router]:
         if getattr(c, key) != getattr(MoMaConfig, key):
-            yield f"{key} {getattr(c, key)!r} is not read by router {c.router!r}; remove it"
+            value = getattr(c, key)
+            yield Problem(key, "foreign", value, f"is not read by router {c.router!r}", "remove it")
     if c.scope not in SCOPES:
-        yield f"scope {c.scope!r} must be one of {', '.join(SCOPES)}; use sequence"
+        rule = f"must be one of {', '.join(SCOPES)}"
+        yield Problem("scope", "unknown", c.scope, rule, "use sequence")
     for key in ("gumbel_noise", "balance_loss"):
         if not (is_finite(getattr(c, key)) and getattr(c, key) >= 0.0):
-            yield f"{key} {getattr(c, key)!r} must be a finite number, 0 or more; use 0 for none"
+            rule = "must be a finite number, 0 or more"
+            yield Problem(key, "range", getattr(c, key), rule, "use 0 for none")
     if not (is_finite(c.capacity_factor) and c.capacity_factor > 0.0):
-        yield f"capacity_factor {c.capacity_factor!r} must be a finite number above 0; use 1"
+        rule = "must be a finite number above 0"
+        yield Problem("capacity_factor", "range", c.capacity_factor, rule, "use 1")
     if c.router == "token_choice" and not wrong:
         yield from _top_k_problems(c)
 
 
-def _top_k_problems(c: MoMaConfig) -> Iterator[str]:
+def _top_k_problems(c: MoMaConfig) -> Iterator[Problem]:
     counts = {"num_experts": c.num_experts} | {f"experts.{n}": e for n, e in c.experts.items()}
     for name, number in counts.items():
         if is_size(number, 2**12) and 1 < number < c.top_k:
-            yield f"top_k {c.top_k} must be at most {name} {number}; lower it, or give more experts"
+            fix = "lower it, or give more experts"
+            value = c.top_k
+            yield Problem("top_k", "above_experts", value, f"must be at most {name} {number}", fix)
     if c.top_k == 1 and c.normalize and max(counts.values()) > 1:
-        yield (
-            "top_k 1 with normalize makes every gate 1, and a router without a gradient learns nothing; set "
-            "normalize = false, or top_k = 2"
-        )
+        rule = "with normalize makes every gate 1, and a router without a gradient learns nothing"
+        yield Problem("top_k", "normalize", c.top_k, rule, "set normalize = false, or top_k = 2")
 
 
 def groups_of(names: list[str], share: Mapping[str, str]) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -133,8 +140,8 @@ def groups_of(names: list[str], share: Mapping[str, str]) -> tuple[tuple[str, ..
     return tuple(name for name in owner if owner[name] == name), owner
 
 
-def fusion_problems(c: Any) -> Iterator[str]:
-    """Sentences about the fusion of a VLMConfig, and what it asks of the decoder."""
+def fusion_problems(c: Any) -> Iterator[Problem]:
+    """Problems of the fusion of a VLMConfig, and what it asks of the decoder."""
     name = c.fusion.name
     if name not in PARTING:
         return
@@ -143,43 +150,39 @@ def fusion_problems(c: Any) -> Iterator[str]:
     if name == "moma":
         known = set(groups_of(list(c.modalities), options.share)[0])
         for group in sorted(set(options.experts) - known):
-            yield f"fusion.moma.experts.{group} must be one of {', '.join(sorted(known))}; correct it"
+            rule = f"must be one of {', '.join(sorted(known))}"
+            value = options.experts[group]
+            yield Problem(f"fusion.moma.experts.{group}", "unknown", value, rule, "correct it")
     else:
         asked = {"mixer": ("attention",), "block": BLOCK_NAMES, "feed_forward": (*GATED, *UNGATED)}
         for key, allowed in asked.items():
             if getattr(c, key) not in allowed:
-                yield (
-                    f"{key} {getattr(c, key)!r} must be {', '.join(allowed)} with fusion {name!r}, which runs its parts "
-                    "on rows of one modality; use one"
-                )
+                rule = f"must be {', '.join(allowed)} with fusion {name!r}, which runs its parts on rows of one modality"
+                yield Problem(key, "fusion", getattr(c, key), rule, "use one")
         if c.attention.sinks:
-            yield f"attention.sinks true is not computed by fusion {name!r}; use sinks = false"
+            rule = f"is not computed by fusion {name!r}"
+            yield Problem("attention.sinks", "fusion", c.attention.sinks, rule, "use sinks = false")
     if name == "moma" and c.feed_forward not in (*GATED, *UNGATED):
-        yield (
-            f"feed_forward {c.feed_forward!r} must be built in with fusion 'moma', whose experts have its shape; use "
-            "swiglu"
-        )
+        rule = "must be built in with fusion 'moma', whose experts have its shape"
+        yield Problem("feed_forward", "built_in", c.feed_forward, rule, "use swiglu")
 
 
-def _name_problems(table: str, names: list[str], share: Mapping[str, str]) -> Iterator[str]:
+def _name_problems(table: str, names: list[str], share: Mapping[str, str]) -> Iterator[Problem]:
     for name in names:
         if name == TEXT or not name.isidentifier():
-            yield (
-                f"modalities.{name} must be a word other than 'text' with fusion {table!r}, which names weights by it; "
-                "rename it"
+            rule = (
+                f"must be a word other than 'text' with fusion {table!r}, which names weights by it"
             )
+            yield Problem(f"modalities.{name}", "name", ..., rule, "rename it")
     for name, other in share.items():
         if name not in names or other not in (TEXT, *names) or other in share:
-            yield (
-                f"fusion.{table}.share {{{name!r}: {other!r}}} must lead from one of the modalities {', '.join(names)} "
-                "to 'text' or one that shares with none; correct it"
-            )
+            rule = f"must lead from one of the modalities {', '.join(names)} to 'text' or one that shares with none"
+            yield Problem(f"fusion.{table}.share", "unknown", {name: other}, rule, "correct it")
 
 
 def refuse_split_rows(fusion: Any) -> None:
     """ValueError for a FusionConfig whose experts choose among all tokens of a row, where ranks hold parts of rows."""
     if fusion.name == "moma" and fusion.moma.router != "token_choice":
-        raise ValueError(
-            f"fusion.moma.router {fusion.moma.router!r} chooses among the tokens of whole rows, of which each rank of cp has "
-            "a part; use cp = 1, or token_choice"
-        )
+        rule = "chooses among the tokens of whole rows, of which each rank of cp has a part"
+        fix = "use cp = 1, or token_choice"
+        raise invalid("fusion.moma.router", "split_rows", fusion.moma.router, rule, fix)

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from forge_vlm._config import is_size, raise_problems, setting
+from forge_vlm._config import is_size, setting
+from forge_vlm._shared.problems import Problem, raise_problems
 
 __all__ = ["CrossAttentionConfig"]
 
@@ -46,28 +47,30 @@ class CrossAttentionConfig:
             return tuple(sorted(self.layers))
         return tuple(range(self.every_n_layers - 1, num_layers, self.every_n_layers))
 
-    def problems(self, num_layers: int) -> Iterator[str]:
-        """Sentences for places that a decoder of `num_layers` does not have."""
+    def problems(self, num_layers: int) -> Iterator[Problem]:
+        """Problems of places that a decoder of `num_layers` does not have."""
         where = self.before(num_layers)
         if not where:
-            yield (
-                f"fusion.cross_attention.every_n_layers {self.every_n_layers} must be at most num_layers {num_layers}, or "
-                f"no block sees images; use {num_layers} or less"
-            )
+            rule = f"must be at most num_layers {num_layers}, or no block sees images"
+            fix = f"use {num_layers} or less"
+            value = self.every_n_layers
+            yield Problem("fusion.cross_attention.every_n_layers", "range", value, rule, fix)
         elif where[-1] >= num_layers:
-            yield (
-                f"fusion.cross_attention.layers {list(self.layers)} must be below num_layers {num_layers}, the number of "
-                "text layers; correct them"
-            )
+            rule = f"must be below num_layers {num_layers}, the number of text layers"
+            fix = "correct them"
+            yield Problem("fusion.cross_attention.layers", "range", self.layers, rule, fix)
 
 
-def _problems(c: CrossAttentionConfig) -> Iterator[str]:
+def _problems(c: CrossAttentionConfig) -> Iterator[Problem]:
     if not is_size(c.every_n_layers, 2**16):
-        yield f"every_n_layers {c.every_n_layers!r} must be a whole number, at least 1; use 4"
+        rule = "must be a whole number, at least 1"
+        yield Problem("every_n_layers", "size", c.every_n_layers, rule, "use 4")
     wrong = [n for n in c.layers if isinstance(n, bool) or not isinstance(n, int) or n < 0]
     if wrong or len(set(c.layers)) != len(c.layers):
-        yield f"layers {list(c.layers)} must be different whole numbers from 0; use [3, 7]"
+        rule = "must be different whole numbers from 0"
+        yield Problem("layers", "duplicate", c.layers, rule, "use [3, 7]")
     if c.sees not in SEES:
-        yield f"sees {c.sees!r} must be {', '.join(SEES[:-1])} or {SEES[-1]}; use 'group'"
+        rule = f"must be {', '.join(SEES[:-1])} or {SEES[-1]}"
+        yield Problem("sees", "unknown", c.sees, rule, "use 'group'")
     if not isinstance(c.qk_norm, bool):
-        yield f"qk_norm {c.qk_norm!r} must be true or false; use true"
+        yield Problem("qk_norm", "type", c.qk_norm, "must be true or false", "use true")

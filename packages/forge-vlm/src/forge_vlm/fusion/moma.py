@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_core import TokenContext
+from forge_vlm._shared.problems import invalid
 from forge_vlm.fusion.attach import attach
 from forge_vlm.fusion.choice import expert_choice, gumbel_difference, quotas_of, token_choice
 from forge_vlm.fusion.experts import GroupExperts, expert_flops, expert_sources
@@ -61,10 +62,9 @@ class MoMa(nn.Module):
         """x (B, S, D) -> the same shape and dtype."""
         ctx = TokenContext() if ctx is None else ctx
         if not self.training and self.needs_whole_rows:
-            raise ValueError(
-                f"fusion.moma.router 'expert_choice' of layer {self.layer} is for training: in evaluation a token's "
-                "output would depend on those behind it; train with 'auxiliary_router', or use 'token_choice'"
-            )
+            rule = f"of layer {self.layer} is for training: in evaluation a token's output would depend on later tokens"
+            fix = "train with 'auxiliary_router', or use 'token_choice'"
+            raise invalid("fusion.moma.router", "evaluation", self.options.router, rule, fix)
         routes = routes_of(ctx, self.table)
         rows = routes.split(x.reshape(-1, x.size(-1)))  # (n, D) each
         places = routes.split(torch.arange(x.shape[:-1].numel(), device=x.device)[:, None])

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from forge_vlm._shared.problems import invalid
 from forge_vlm.vision.features import Features
 
 __all__ = ["Seen", "check_images", "images_of_rows", "seen_images"]
@@ -105,31 +106,26 @@ def check_images(
     """ValueError for features and document_ids that do not fit the tokens of images, and, where these are on the CPU,
     for another number of images than of their tokens, in a row whose part of `media` is known."""
     if features.layers:
-        raise ValueError(
-            "fusion.name 'cross_attention' must have an encoder without features for single layers, and this one gives "
-            f"{len(features.layers)}; use joint_decoder"
-        )
+        rule = "must be joint_decoder with an encoder that gives features for single layers"
+        fix = f"this one gives {len(features.layers)}; use joint_decoder"
+        raise invalid("fusion.name", "layers", "cross_attention", rule, fix)
     if given and len(features.tokens) != given:
-        raise ValueError(
-            f"fusion.name 'cross_attention' must have an encoder that gives each of {given} images features of its own, and "
-            f"this one gives {len(features.tokens)}; use images of one size, or joint_decoder"
-        )
+        rule = f"must have an encoder that gives each of {given} images its own features, and this one gives {len(features.tokens)}"
+        fix = "use images of one size, or joint_decoder"
+        raise invalid("fusion.name", "packed", "cross_attention", rule, fix)
     if document_ids is not None and document_ids.shape != here.shape:
-        raise ValueError(
-            f"document_ids {tuple(document_ids.shape)} must be those of whole rows {tuple(here.shape)} for images that come "
-            "before; give row_document_ids"
-        )
+        rule = f"must have the shape {tuple(here.shape)} of full rows for images that come before"
+        value = tuple(document_ids.shape)
+        raise invalid("document_ids", "shape", value, rule, "give row_document_ids")
     tokens = int(here.sum()) if here.device.type == "cpu" else given
     if tokens != given:
-        raise ValueError(
-            f"the rows hold {tokens} tokens of images, and {given} images are given; put one token for each image, and "
-            "give the images of all rows in order"
-        )
+        rule = f"must be as many as the tokens of images in the rows, {tokens}"
+        fix = "put one token for each image, and give the images of all rows in order"
+        raise invalid("images", "number", given, rule, fix)
     offsets = getattr(media, "row_offsets", None)
     if given and offsets is not None and here.device.type == "cpu":
         own, wanted = offsets.diff().tolist(), here.sum(1).tolist()
         if own + [0] * (len(wanted) - len(own)) != wanted:  # rows of text behind may have none
-            raise ValueError(
-                f"images of rows {own} must be as many as those of tokens, {wanted}; give each row the images whose tokens it "
-                "holds"
-            )
+            rule = f"by row must be as many as the tokens of images, {wanted}"
+            fix = "give each row the images whose tokens it holds"
+            raise invalid("images", "rows", own, rule, fix)

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from forge_vlm._shared.problems import invalid
 from forge_vlm.resolution.config import ResolutionConfig
 from forge_vlm.resolution.layout import Layout
 from forge_vlm.resolution.pictures import picture_of, resized, size_of, tensor_of
@@ -30,10 +31,10 @@ class BudgetResolution:
         """The one tile of an image of that size; ValueError where one side is more than 200 times the other."""
         c = self.config
         if max(height, width) > _MOST_ASPECT * min(height, width):
-            raise ValueError(
-                f"an image of {height} * {width} pixels must have sides that differ by a factor of at most "
-                f"{_MOST_ASPECT}; crop it or leave it out"
+            rule = (
+                f"(height, width) must be sides that differ by a factor of at most {_MOST_ASPECT}"
             )
+            raise invalid("image", "aspect", (height, width), rule, "crop it or leave it out")
         tall, wide = (round(side / c.multiple) * c.multiple for side in (height, width))
         if tall * wide > c.max_pixels:
             scale = math.sqrt(height * width / c.max_pixels)

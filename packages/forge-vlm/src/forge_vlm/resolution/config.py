@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from forge_vlm._config import foreign_table, raise_problems, setting, size_problems
+from forge_vlm._config import foreign_table, setting, size_problems
+from forge_vlm._shared.problems import Problem, raise_problems
 
 __all__ = [
     "AspectTilesConfig",
@@ -22,29 +23,32 @@ LONGEST = 4096  # of Idefics3's and SmolVLM's images
 _FILTER_HELP = "how pixels are resampled: bilinear, bicubic, or lanczos"
 
 
-def _table_problems(c: object, sizes: dict[str, int]) -> Iterator[str]:
+def _table_problems(c: object, sizes: dict[str, int]) -> Iterator[Problem]:
     yield from size_problems(c, sizes)
     for key, names in (("filter", FILTERS), ("fit", FITS)):
         value = getattr(c, key, names[0])
         if value not in names:
-            yield f"{key} {value!r} must be one of {', '.join(names)}; choose one"
+            yield Problem(key, "unknown", value, f"must be one of {', '.join(names)}", "choose one")
 
 
-def _aspect_problems(c: AspectTilesConfig) -> Iterator[str]:
+def _aspect_problems(c: AspectTilesConfig) -> Iterator[Problem]:
     wrong = list(_table_problems(c, {"tile_size": 2**14, "min_tiles": 1024, "max_tiles": 1024}))
     yield from wrong
     if not wrong and c.min_tiles > c.max_tiles:
-        yield f"min_tiles {c.min_tiles} must be at most max_tiles {c.max_tiles}; lower it"
+        rule = f"must be at most max_tiles {c.max_tiles}"
+        yield Problem("min_tiles", "order", c.min_tiles, rule, "lower it")
 
 
-def _budget_problems(c: BudgetConfig) -> Iterator[str]:
+def _budget_problems(c: BudgetConfig) -> Iterator[Problem]:
     sizes = {"multiple": 2**14, "min_pixels": 2**40, "max_pixels": 2**40}
     wrong = list(_table_problems(c, sizes))
     yield from wrong
     if not wrong and c.min_pixels > c.max_pixels:
-        yield f"min_pixels {c.min_pixels} must be at most max_pixels {c.max_pixels}; lower it"
+        rule = f"must be at most max_pixels {c.max_pixels}"
+        yield Problem("min_pixels", "order", c.min_pixels, rule, "lower it")
     if not wrong and c.max_pixels < c.multiple**2:
-        yield f"max_pixels {c.max_pixels} must hold one square of multiple {c.multiple}; raise it"
+        rule = f"must hold one square of multiple {c.multiple}"
+        yield Problem("max_pixels", "range", c.max_pixels, rule, "raise it")
 
 
 @dataclass(frozen=True)
@@ -130,8 +134,9 @@ class ResolutionConfig:
         raise_problems("resolution", _problems(self))
 
 
-def _problems(c: ResolutionConfig) -> Iterator[str]:
+def _problems(c: ResolutionConfig) -> Iterator[Problem]:
     if c.name not in TABLES:
-        yield f"name {c.name!r} must be one of {', '.join(TABLES)}; use fixed for one square"
+        rule = f"must be one of {', '.join(TABLES)}"
+        yield Problem("name", "unknown", c.name, rule, "use fixed for one square")
     for table in TABLES:
         yield from foreign_table(c, table, table)

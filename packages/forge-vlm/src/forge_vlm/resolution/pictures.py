@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge_vlm._shared.problems import invalid
+
 __all__ = ["picture_of", "resized", "size_of", "tensor_of"]
 
 
@@ -28,14 +30,14 @@ def picture_of(image: Any) -> Any:
     try:
         from PIL import Image
     except ImportError as error:
-        raise ValueError("images need pillow; install 'forge-vlm[images]'") from error
+        fix = "install 'forge-vlm[images]'"
+        raise invalid("", "requires", ..., "images need pillow", fix) from error
     if isinstance(image, Image.Image):
         return _opaque(image)
     shape, dtype = tuple(getattr(image, "shape", ())), str(getattr(image, "dtype", type(image)))
     if len(shape) != 3 or shape[2] != 3 or 0 in shape or dtype.rpartition(".")[2] != "uint8":
-        raise ValueError(
-            f"an image of shape {shape} and {dtype} must be (height, width, 3) of uint8, or one of pillow; convert it"
-        )
+        rule = f"and {dtype} must be (height, width, 3) of uint8, or an image of pillow"
+        raise invalid("image", "shape", shape, rule, "convert it")
     return Image.fromarray(image.numpy() if isinstance(image, Tensor) else image)
 
 
@@ -55,10 +57,8 @@ def _eight_bits(picture: Any) -> Any:
     wide = picture if picture.mode == "F" else picture.convert("I")
     least, most = wide.getextrema()
     if picture.mode == "F" or least < 0 or most > 0xFFFF:
-        raise ValueError(
-            f"a picture of mode {picture.mode!r} with values from {least} to {most} must have grey from 0 to 65535; save it "
-            "with 8 or 16 bits"
-        )
+        rule = f"of a picture of mode {picture.mode!r} must be gray from 0 to 65535"
+        raise invalid("values", "range", (least, most), rule, "save it with 8 or 16 bits")
     return wide.point(lambda value: value / 256).convert("L")
 
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from forge_vlm._config import foreign_table, is_finite, raise_problems, setting, size_problems
+from forge_vlm._config import foreign_table, is_finite, setting, size_problems
+from forge_vlm._shared.problems import Problem, raise_problems
 
 __all__ = ["PATCH_MODELS", "ViTConfig", "VisionConfig"]
 
@@ -61,14 +62,15 @@ class ViTConfig:
         return self.image_size // self.patch_size
 
 
-def _vit_problems(c: ViTConfig) -> Iterator[str]:
+def _vit_problems(c: ViTConfig) -> Iterator[Problem]:
     sizes = {"image_size": 2**14, "patch_size": 2**14, "dim": 2**16, "num_layers": 2**10}
     wrong = list(size_problems(c, {**sizes, "num_heads": 2**10, "hidden_dim": 2**20, "merge": 64}))
     yield from wrong
     if not wrong and c.image_size % c.patch_size:
-        yield f"patch_size {c.patch_size} must divide image_size {c.image_size}; change one"
+        rule = f"must divide image_size {c.image_size}"
+        yield Problem("patch_size", "divides", c.patch_size, rule, "change one")
     if not wrong and c.dim % c.num_heads:
-        yield f"num_heads {c.num_heads} must divide dim {c.dim}; change one"
+        yield Problem("num_heads", "divides", c.num_heads, f"must divide dim {c.dim}", "change one")
 
 
 @dataclass(frozen=True)
@@ -131,39 +133,48 @@ class VisionConfig:
         return self.mean or known[0], self.std or known[1]
 
 
-def _vision_problems(c: VisionConfig) -> Iterator[str]:
+def _vision_problems(c: VisionConfig) -> Iterator[Problem]:
     if c.name not in NAMES and ":" not in c.name:
-        yield f"name {c.name!r} must be {', '.join(NAMES)} or module:attr; use vit"
+        rule = f"must be {', '.join(NAMES)} or module:attr"
+        yield Problem("name", "unknown", c.name, rule, "use vit")
     if c.name != "packed_vit":
         yield from foreign_table(c, "vit", "vit")
     if c.name == "vit" and c.vit.merge != 1:
-        yield f"vit.merge {c.vit.merge} is a key of name 'packed_vit', and name is 'vit'; remove one"
+        rule = "is a key of name 'packed_vit', and name is 'vit'"
+        yield Problem("vit.merge", "foreign", c.vit.merge, rule, "remove one")
     if c.transformers and c.name != "transformers":
-        yield f"transformers is the table of name 'transformers', and name is {c.name!r}; remove it"
+        rule = f"is the table of name 'transformers', and name is {c.name!r}"
+        yield Problem("transformers", "foreign", ..., rule, "remove it")
     if c.name == "transformers" and not isinstance(c.transformers.get("model_type"), str):
-        yield (
-            "transformers.model_type must name a vision model; use 'clip_vision_model' or 'siglip_vision_model'"
+        rule, fix = "must name a vision model", "use 'clip_vision_model' or 'siglip_vision_model'"
+        yield Problem(
+            "transformers.model_type", "type", c.transformers.get("model_type"), rule, fix
         )
     if c.name == "none":
         yield from _keys_of_no_encoder(c)
     if c.options and ":" not in c.name:
-        yield f"options are those of an encoder by import path, and name is {c.name!r}; remove them"
+        rule = f"are those of an encoder by import path, and name is {c.name!r}"
+        yield Problem("options", "foreign", ..., rule, "remove them")
     if any(isinstance(i, bool) or not isinstance(i, int) for i in c.select_layer):
-        yield f"select_layer {list(c.select_layer)} must be whole numbers; use [-2]"
+        yield Problem("select_layer", "type", c.select_layer, "must be whole numbers", "use [-2]")
     if c.select_feature not in ("patch", "cls_patch"):
-        yield f"select_feature {c.select_feature!r} must be 'patch' or 'cls_patch'; use 'cls_patch'"
+        rule = "must be 'patch' or 'cls_patch'"
+        yield Problem("select_feature", "unknown", c.select_feature, rule, "use 'cls_patch'")
     for key in ("mean", "std"):
         value = getattr(c, key)
         kind = c.transformers.get("model_type")
         if not value and kind and kind not in _TRAINED_ON:
-            yield f"{key} of a {kind!r} is not known here; give image_{key} of its preprocessor_config.json"
+            fix = f"give image_{key} of its preprocessor_config.json"
+            yield Problem(key, "missing", ..., f"of a {kind!r} is not known here", fix)
         elif value and (
             len(value) != 3 or not all(is_finite(v) and (key == "mean" or v > 0) for v in value)
         ):
-            yield f"{key} {list(value)} must be three finite numbers{', above 0' if key == 'std' else ''}; use 0.5"
+            rule = f"must be three finite numbers{', above 0' if key == 'std' else ''}"
+            yield Problem(key, "range", value, rule, "use 0.5")
 
 
-def _keys_of_no_encoder(c: VisionConfig) -> Iterator[str]:
+def _keys_of_no_encoder(c: VisionConfig) -> Iterator[Problem]:
     for key in ("select_layer", "select_feature", "mean", "std"):
         if getattr(c, key) != getattr(VisionConfig, key):
-            yield f"{key} {getattr(c, key)!r} is not read by name 'none', which has no encoder; remove it"
+            rule = "is not read by name 'none', which has no encoder"
+            yield Problem(key, "no_encoder", getattr(c, key), rule, "remove it")

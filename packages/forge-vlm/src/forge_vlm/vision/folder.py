@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from forge_vlm._shared.problems import Problem, invalid
 from forge_vlm.vision.config import VisionConfig
 
 __all__ = ["encoder_differences", "encoder_tensors"]
@@ -25,19 +26,18 @@ def encoder_tensors(own: Iterable[str], found: Iterable[str]) -> dict[str, str]:
     fronts = {f.removesuffix(n) for n in names for f in there if f == n or f.endswith(f".{n}")}
     missing = {front: [n for n in names if front + n not in there] for front in fronts}
     if not missing:
-        raise ValueError(f"has none of the encoder's tensors, such as {names[0]}; name its folder")
+        rule = f"has none of the encoder's tensors, such as {names[0]}"
+        raise invalid("", "missing", ..., rule, "name its folder")
     front = min(missing, key=lambda f: (len(missing[f]), len(f), f))
     lost = missing[front]
     if lost:
-        raise ValueError(
-            f"lacks {', '.join(front + n for n in lost[:3])} ({len(lost)} of the encoder's {len(names)} tensors); name a "
-            "folder of the same model"
-        )
+        rule = f"lacks {', '.join(front + n for n in lost[:3])} ({len(lost)} of the encoder's {len(names)} tensors)"
+        raise invalid("", "incomplete", ..., rule, "name a folder of the same model")
     return {name: front + name for name in names}
 
 
-def encoder_differences(config: VisionConfig, hf: Mapping[str, Any]) -> list[str]:
-    """Sentences on keys of `vision.transformers` that the folder's `config.json` has otherwise: with the same shapes it
+def encoder_differences(config: VisionConfig, hf: Mapping[str, Any]) -> list[Problem]:
+    """Problems of keys of `vision.transformers` that the folder's `config.json` has otherwise: with the same shapes it
     would compute something else. Keys that the encoder's config does not have (older files write dozens) say nothing, as in
     transformers. Nothing is built."""
     from transformers import PretrainedConfig
@@ -48,13 +48,16 @@ def encoder_differences(config: VisionConfig, hf: Mapping[str, Any]) -> list[str
     given = {**hf.get("vision_config", hf)}
     given.setdefault("model_type", kind)
     if given["model_type"] != kind:
-        return [f"vision.transformers.model_type {kind!r} is {given['model_type']!r} there; use it"]
+        rule = f"is {given['model_type']!r} there"
+        return [Problem("vision.transformers.model_type", "differs", kind, rule, "use it")]
     here = build_config(config.transformers).to_dict()
     own = here.keys() - PretrainedConfig().to_dict().keys() - {*_HARMLESS}
     known = {key: value for key, value in given.items() if key in own}
     there = build_config({"model_type": kind, **known}).to_dict()
     return [
-        f"vision.transformers.{key} {here[key]!r} is {there[key]!r} there; use it"
+        Problem(
+            f"vision.transformers.{key}", "differs", here[key], f"is {there[key]!r} there", "use it"
+        )
         for key in sorted(own)
         if here[key] != there[key]
     ]

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core import Init
+from forge_vlm._shared.problems import invalid
 from forge_vlm.vision.config import VisionConfig
 from forge_vlm.vision.features import Features
 from forge_vlm.vision.pixels import normalised, values_of
@@ -33,19 +34,25 @@ class MllamaEncoder(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         if config.select_layer or config.select_feature != "cls_patch":
-            raise ValueError(
-                f"vision.select_layer {list(config.select_layer)} and vision.select_feature {config.select_feature!r} must "
-                "be left out for 'mllama_vision_model', which has transformers.intermediate_layers_indices; remove them"
-            )
+            value = (config.select_layer, config.select_feature)
+            rule = "(and select_feature) must be left out for 'mllama_vision_model'"
+            fix = "use transformers.intermediate_layers_indices"
+            raise invalid("vision.select_layer", "foreign", value, rule, fix)
         from transformers import MllamaVisionModel
 
         self.config, own = config, build_config(config.transformers)
         self.model, self._buffers_at_start = with_buffers(lambda: MllamaVisionModel(own))
         self.width = own.hidden_size * (1 + len(own.intermediate_layers_indices))
         if self.width != own.vision_output_dim:
-            raise ValueError(
-                f"vision.transformers.vision_output_dim {own.vision_output_dim} must be {self.width}, hidden_size times one "
-                "more than intermediate_layers_indices; correct it"
+            rule = (
+                f"must be {self.width}, hidden_size times one more than intermediate_layers_indices"
+            )
+            raise invalid(
+                "vision.transformers.vision_output_dim",
+                "mismatch",
+                own.vision_output_dim,
+                rule,
+                "correct it",
             )
         self.num_tiles, self.image_size = own.max_num_tiles, own.image_size
         self.tiles_of = (0, *(rows * columns for rows, columns in own.supported_aspect_ratios))

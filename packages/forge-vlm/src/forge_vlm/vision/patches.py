@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core import Init
+from forge_vlm._shared.problems import invalid
 from forge_vlm.vision.config import PATCH_MODELS, VisionConfig
 from forge_vlm.vision.features import Features
 from forge_vlm.vision.pixels import normalised, values_of
@@ -48,10 +49,10 @@ class PatchEncoder(nn.Module):
     def __init__(self, config: VisionConfig) -> None:
         super().__init__()
         if config.select_layer:
-            raise ValueError(
-                f"vision.select_layer {list(config.select_layer)} must be empty for {config.transformers['model_type']}, "
-                "whose features are those of its end and of deepstack_visual_indexes; leave it out"
-            )
+            kind = config.transformers["model_type"]
+            rule = f"must be empty for {kind}, whose features are those of its end and of deepstack_visual_indexes"
+            value = config.select_layer
+            raise invalid("vision.select_layer", "foreign", value, rule, "leave it out")
         self.config = config
         own = build_config(config.transformers)
         from transformers import AutoModel
@@ -154,10 +155,8 @@ def grids_on_host(grids: Any) -> Tensor:
     """The grids (N, 3) int64 of all rows; ValueError for another shape or dtype."""
     found = values_of(grids).cpu()
     if found.dim() != 2 or found.size(1) != 3 or found.dtype not in (torch.int64, torch.int32):
-        raise ValueError(
-            f"grids {tuple(found.shape)} of {found.dtype} must be (N, 3) int64, (time, rows, columns) in patches of each "
-            "image; cut_patches makes them"
-        )
+        rule = f"and {found.dtype} must be (N, 3) and int64: (time, rows, columns) in patches of each image"
+        raise invalid("grids", "shape", tuple(found.shape), rule, "cut_patches makes them")
     return found
 
 
@@ -165,10 +164,8 @@ def checked_grids(grids: Sequence[Sequence[int]], merge: int) -> Sequence[Sequen
     """The (time, rows, columns) of images as they are; ValueError where `merge` does not divide rows and columns."""
     for grid in grids:
         if min(grid) < 1 or grid[1] % merge or grid[2] % merge:
-            raise ValueError(
-                f"grids {list(grid)} must be (time, rows, columns) in patches, with rows and columns that "
-                f"{merge} divides; resize the image"
-            )
+            rule = f"must be (time, rows, columns) in patches, with rows and columns that {merge} divides"
+            raise invalid("grids", "divides", list(grid), rule, "resize the image")
     return grids
 
 
@@ -176,10 +173,9 @@ def check_patches(patches: Tensor, lengths: Sequence[int], width: int) -> None:
     """ValueError for patches that are not (P, E = `width`), with those of images of `lengths`."""
     wanted = (sum(lengths), width)
     if patches.shape != wanted:
-        raise ValueError(
-            f"patches {tuple(patches.shape)} must be {wanted}, those of the {len(lengths)} images of grids; "
-            "give both of the same images"
-        )
+        rule = f"must be {wanted}, those of the {len(lengths)} images of grids"
+        value = tuple(patches.shape)
+        raise invalid("patches", "shape", value, rule, "give both of the same images")
 
 
 def cut_patches(
@@ -195,9 +191,8 @@ def cut_patches(
     height, width = frames.shape[-2:]
     side = patch_size * merge
     if height % side or width % side:
-        raise ValueError(
-            f"an image of {height} x {width} must have sides that {side} divides; resize it"
-        )
+        rule = f"(height, width) must be sides that {side} divides"
+        raise invalid("frames", "divides", (height, width), rule, "resize it")
     missing = -len(frames) % time
     frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])
     x = frames.unflatten(0, (-1, time))  # (T, time, C, H, W)

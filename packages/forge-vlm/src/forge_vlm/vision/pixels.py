@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge_vlm._shared.problems import invalid
+
 __all__ = ["check_size", "normalised", "values_of"]
 
 
@@ -19,20 +21,18 @@ def values_of(media: Any) -> Tensor:
     for anything else."""
     values = media if isinstance(media, Tensor) else getattr(media, "values", None)
     if not isinstance(values, Tensor):
-        raise ValueError(
-            f"media of type {type(media).__name__} must be one tensor of those of all rows, or an object with such `values`; "
-            "stack them, or leave the keyword out where there are none"
-        )
+        rule = "must be one tensor of those of all rows, or an object with such `values`"
+        fix = "stack them, or leave the keyword out where there are none"
+        raise invalid("media", "type", type(media).__name__, rule, fix)
     return values
 
 
 def check_size(images: Tensor, size: int) -> None:
     """ValueError for images that are not (N, 3, size, size): others would have the positions of other patches."""
     if images.shape[1:] != (3, size, size):
-        raise ValueError(
-            f"images {tuple(images.shape)} must be (N, 3, {size}, {size}), the size that the encoder has positions for; "
-            "resize them, or use packed_vit for images of any sizes"
-        )
+        rule = f"must be (N, 3, {size}, {size}), the size that the encoder has positions for"
+        fix = "resize them, or use packed_vit for images of any sizes"
+        raise invalid("images", "shape", tuple(images.shape), rule, fix)
 
 
 def normalised(
@@ -46,7 +46,6 @@ def normalised(
         shift, scale = both[:, :, None, None]
         images = (images.float() / 255 - shift) / scale
     elif not images.is_floating_point():
-        raise ValueError(
-            f"pixels {images.dtype} must be torch.uint8, or floats that are normalised already; convert them"
-        )
+        rule = "must be torch.uint8, or floats that are normalized already"
+        raise invalid("images", "dtype", images.dtype, rule, "convert them")
     return images.to(dtype)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from forge_vlm._shared.problems import invalid
 from forge_vlm.vision.config import VisionConfig
 
 __all__ = ["select"]
@@ -22,10 +23,9 @@ def select(states: Sequence[Tensor], last: Tensor, config: VisionConfig, *, fron
     try:
         chosen = [states[layer] for layer in config.select_layer] or [last]
     except IndexError:
-        raise ValueError(
-            f"vision.select_layer {list(config.select_layer)} must be hidden states of the encoder, from "
-            f"{-len(states)} to {len(states) - 1}; correct it"
-        ) from None
+        rule = f"must be hidden states of the encoder, from {-len(states)} to {len(states) - 1}"
+        value = config.select_layer
+        raise invalid("vision.select_layer", "range", value, rule, "correct it") from None
     if config.select_feature == "patch":
         chosen = [state[:, front:] for state in chosen]
     return chosen[0] if len(chosen) == 1 else torch.cat(chosen, dim=-1)

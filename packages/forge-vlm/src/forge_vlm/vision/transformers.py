@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core import Init
+from forge_vlm._shared.problems import invalid
 from forge_vlm.vision.config import VisionConfig
 from forge_vlm.vision.features import Features
 from forge_vlm.vision.pixels import check_size, normalised, values_of
@@ -47,10 +48,10 @@ class TransformersEncoder(nn.Module):
         self.config = config
         own = build_config(config.transformers)
         if not hasattr(own, "image_size"):
-            raise ValueError(
-                f"vision.transformers.model_type {config.transformers['model_type']!r} has no image_size, and encoders of "
-                "other inputs than images of one size are not computed; use 'siglip_vision_model', or name = 'packed_vit'"
-            )
+            rule = "has no image_size, and only encoders of images of one size are computed"
+            fix = "use 'siglip_vision_model', or name = 'packed_vit'"
+            value = config.transformers["model_type"]
+            raise invalid("vision.transformers.model_type", "no_image_size", value, rule, fix)
         self.model: Any
         self.model, self._buffers_at_start = _build_model(own)
         if hasattr(self.model, "use_head"):
@@ -126,21 +127,21 @@ def build_config(keys: dict[str, Any]) -> Any:
     try:
         from transformers import CONFIG_MAPPING
     except ImportError as error:
-        raise ValueError(
-            "vision.name 'transformers' needs transformers; install 'forge-vlm[transformers]'"
-        ) from error
+        fix = "install 'forge-vlm[transformers]'"
+        rule = "needs transformers"
+        raise invalid("vision.name", "requires", "transformers", rule, fix) from error
     options = {key: value for key, value in keys.items() if key != "model_type"}
     if keys["model_type"] not in CONFIG_MAPPING:
-        raise ValueError(
-            f"vision.transformers.model_type {keys['model_type']!r} is unknown to transformers; use "
-            "'clip_vision_model' or 'siglip_vision_model'"
-        )
+        rule, fix = "is unknown to transformers", "use 'clip_vision_model' or 'siglip_vision_model'"
+        raise invalid("vision.transformers.model_type", "unknown", keys["model_type"], rule, fix)
     kind = CONFIG_MAPPING[keys["model_type"]]
     plain = kind()
     unknown = [key for key in options if not hasattr(plain, key)]
     if unknown:
-        raise ValueError(
-            f"vision.transformers.{unknown[0]} is no key of {kind.__name__}; correct or remove it"
+        rule = f"is not a key of {kind.__name__}"
+        fix = "correct or remove it"
+        raise invalid(
+            f"vision.transformers.{unknown[0]}", "unknown_key", options[unknown[0]], rule, fix
         )
     return kind(**options)
 
