@@ -166,7 +166,7 @@ def test_the_choice_of_a_backend(monkeypatch) -> None:
 
 def test_float8_on_a_gpu_needs_its_rows_and_its_kernel(monkeypatch) -> None:
     x = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16)
-    with rejects("backend", "float8", "rows"):
+    with rejects("backend", "float8", "precision"):
         _float8(x, (16, 24))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))

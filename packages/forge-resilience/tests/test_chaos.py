@@ -16,6 +16,7 @@ from forge_resilience.chaos import (
     failure_rate_bound,
     make_schedule,
 )
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -68,7 +69,7 @@ def test_a_seed_gives_one_schedule_and_every_prefix_is_spread_evenly():
     assert max(counts.values()) - min(counts.values()) <= 1
     assert {fault.rank for fault in one} == {0, 1, 2, 3}
     assert [fault.number for fault in one] == list(range(53))
-    with pytest.raises(ValueError, match="must each have a phase"):
+    with rejects("kinds", ["term"], "missing"):
         make_schedule(0, 3, {"term": []}, 1)
 
 
@@ -82,7 +83,7 @@ def test_no_failure_is_the_rule_of_three(faults):
 def test_the_bound_with_failures_is_clopper_and_pearsons():
     assert failure_rate_bound(1, 10) == pytest.approx(0.39416, abs=1e-5)  # one-sided tables
     assert failure_rate_bound(5, 5) == 1.0
-    with pytest.raises(ValueError, match="count again"):
+    with rejects("failures", 3, "range"):
         failure_rate_bound(3, 2)
 
 
@@ -116,9 +117,9 @@ def test_damage_is_seeded_and_changes_what_its_name_says(tmp_path, kind):
 
 def test_unknown_damage_and_empty_files_are_refused(tmp_path):
     (tmp_path / "empty").touch()
-    with pytest.raises(ValueError, match="must be one of flip_bit"):
+    with rejects("kind", "melt", "unknown"):
         damage("melt", tmp_path / "empty", 0)
-    with pytest.raises(ValueError, match="choose a file with content"):
+    with rejects("", ..., "empty", where=tmp_path / "empty"):
         damage("flip_bit", tmp_path / "empty", 0)
 
 

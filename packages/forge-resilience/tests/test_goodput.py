@@ -14,6 +14,7 @@ from forge_resilience.goodput import (
     process_start_time,
     read_ledger,
 )
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -187,8 +188,10 @@ def test_corners_of_the_formulas():
     assert daly_interval(0.0, 100.0) == 0.0
     assert daly_interval(200.0, 100.0) == 100.0
     assert ettr(10.0, 1.0, 1e6, 1.0) == 0.0
-    with pytest.raises(ValueError, match="must be at least 0"):
+    with rejects("save", -1.0):
         daly_interval(-1.0, 100.0)
+    with rejects("mean_time", 0.0):
+        daly_interval(1.0, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,7 @@ from forge_resilience.health import (
 )
 from forge_resilience.health.node import clocks, sees_token, shared_folder, write_token
 from forge_testing import run_on_ranks
+from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -419,16 +420,26 @@ def test_the_nodes_of_the_last_life_that_are_known_to_be_broken(tmp_path: Path) 
     assert subprocess.run(command, capture_output=True).returncode == 2
 
 
-@pytest.mark.parametrize("nodes", [["n1;reboot"], ["n 1"], []])
-def test_names_that_are_none_are_refused(nodes: list[str]) -> None:
-    with pytest.raises(ValueError, match="must be"):
-        exclude_nodes(nodes, job="1")
+@pytest.mark.parametrize(
+    ("nodes", "job", "key", "value", "code"),
+    [
+        (["n1;reboot"], "1", "nodes", "n1;reboot", "name"),
+        (["n 1"], "1", "nodes", "n 1", "name"),
+        ([], "1", "nodes", [], "missing"),
+        (["n1"], "", "job", None, "missing"),
+    ],
+)
+def test_names_that_are_none_are_refused(
+    nodes: list[str], job: str, key: str, value: Any, code: str
+) -> None:
+    with rejects(key, value, code):
+        exclude_nodes(nodes, job, environ={})
 
 
 def test_configurations_name_value_rule_and_fix() -> None:
-    with pytest.raises(ValueError, match="must") as error:
-        HealthConfig(every_steps=-1, memory_mib=0, timeout_seconds=0)
-    first, second, third = str(error.value).splitlines()
-    assert first == "every_steps -1 must be from 0 to 10**9; use 1000, or 0 for none"
-    assert second.startswith("memory_mib 0 must be from 1")
-    assert third.startswith("timeout_seconds 0 must be above 0")
+    wrong = {"every_steps": -1, "memory_mib": 0, "timeout_seconds": 0}
+    with rejects("every_steps", -1, "range") as error:
+        HealthConfig(**wrong)
+    assert {p.key: p.value for p in error.value.problems} == wrong
+    for key, value in wrong.items():
+        assert_problem(error.value, key, value, "range")

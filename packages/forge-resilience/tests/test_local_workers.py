@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from forge_resilience import run_local_workers
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.distributed
 
@@ -179,9 +180,9 @@ assert "FORGE_STORE_FD" in os.environ
 
 @pytest.mark.lane("test")
 def test_refusals(tmp_path):
-    with pytest.raises(ValueError, match="nproc 0 must be at least 1"):
+    with rejects("nproc", 0, "range"):
         run_local_workers(["true"], 0)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=str(tmp_path / "nothing")):
         run_local_workers([str(tmp_path / "nothing")], 2)
     before = signal.getsignal(signal.SIGTERM)
     assert run_local_workers(["true"], 1) == 0

@@ -22,6 +22,7 @@ from forge_resilience.replicas import (
     training_tensors,
 )
 from forge_testing import run_on_ranks
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -290,5 +291,5 @@ def test_what_has_another_shape_than_when_it_was_sealed_is_not_compared() -> Non
 
 
 def test_a_configuration_names_value_rule_and_fix() -> None:
-    with pytest.raises(ValueError, match=r"every_steps -1 must be from 0 to 10.*; use 100"):
+    with rejects("every_steps", -1, "range"):
         ReplicasConfig(every_steps=-1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import sys
 import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,9 +20,13 @@ from forge_resilience.slurm import (
     SlurmConfig,
     batch_script,
     clean_environ,
+    find_site,
     interactive_commands,
+    limit_problem,
+    read_site,
     seconds_of,
 )
+from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -475,41 +479,76 @@ def test_a_controller_that_restarts_is_waited_for_and_one_that_refuses_is_named(
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("options", "key", "value", "code"),
     [
-        ({"nodes": "4-3"}, "nodes '4-3' must be a number or a range"),
-        ({"nodes": 0}, "nodes 0 must be"),
-        ({"tasks_per_node": 0}, "tasks_per_node 0 must be from 1"),
-        ({"time_limit": "soon"}, "time_limit 'soon' must be minutes or"),
-        ({"partition": "gpu --exclusive"}, "partition 'gpu --exclusive' must be one word"),
-        ({"job_name": "a\nb"}, "must be one line"),
-        ({"gpus_option": "--gpus=8"}, "must hold {gpus}"),
-        ({"environment": {"A-B": "1"}}, "environment.A-B must be the name of a variable"),
-        ({"mail_type": "END"}, "mail_type 'END' needs an address"),
-        ({"sbatch_options": ("--nodes=3",)}, "would undo what the script relies on; set nodes"),
-        (
-            {"sbatch_options": ("--signal=USR1@5",)},
-            "would undo what the script relies on; leave it out",
-        ),
-        ({"sbatch_options": ("hetjob",)}, "makes a heterogeneous job, which is not supported"),
-        ({"srun_options": ("--het-group=1",)}, "makes a heterogeneous job"),
-        ({"srun_options": ("cores",)}, "must begin with a dash"),
-        ({"srun_options": ("--export=NONE",)}, "set environment"),
-        ({"container": ("bash", "-c")}, 'name a script whose last line is: exec "$@"'),
-        ({"container": ("env", "|", "tee")}, "a pipe loses signals"),
-        ({"array": "x"}, "array 'x' must be as sbatch takes it"),
-        ({"array": "0-3"}, "runs elements at once in one run's folder"),
-        ({"array_run_dirs": True}, "array_run_dirs True belongs to no array"),
+        ({"nodes": "4-3"}, "nodes", "4-3", "format"),
+        ({"nodes": 0}, "nodes", 0, "format"),
+        ({"tasks_per_node": 0}, "tasks_per_node", 0, "range"),
+        ({"time_limit": "soon"}, "time_limit", "soon", "format"),
+        ({"partition": "gpu --exclusive"}, "partition", "gpu --exclusive", "word"),
+        ({"job_name": "a\nb"}, "job_name", "a\nb", "line"),
+        ({"gpus_option": "--gpus=8"}, "gpus_option", "--gpus=8", "placeholder"),
+        ({"environment": {"A-B": "1"}}, "environment.A-B", ..., "name"),
+        ({"mail_type": "END"}, "mail_type", "END", "requires"),
+        ({"sbatch_options": ("--nodes=3",)}, "sbatch_options", "--nodes=3", "owned"),
+        ({"sbatch_options": ("--signal=USR1@5",)}, "sbatch_options", "--signal=USR1@5", "owned"),
+        ({"sbatch_options": ("hetjob",)}, "sbatch_options", "hetjob", "heterogeneous"),
+        ({"srun_options": ("--het-group=1",)}, "srun_options", "--het-group=1", "heterogeneous"),
+        ({"srun_options": ("cores",)}, "srun_options", "cores", "dash"),
+        ({"srun_options": ("--export=NONE",)}, "srun_options", "--export=NONE", "owned"),
+        ({"container": ("bash", "-c")}, "container", "bash -c", "shell"),
+        ({"container": ("env", "|", "tee")}, "container", ["env", "|", "tee"], "pipe"),
+        ({"array": "x"}, "array", "x", "format"),
+        ({"array": "0-3"}, "array", "0-3", "run_dirs"),
+        ({"array_run_dirs": True}, "array_run_dirs", True, "requires"),
     ],
 )
-def test_what_is_refused(options: dict[str, Any], sentence: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(sentence)):
+def test_what_is_refused(options: dict[str, Any], key: str, value: Any, code: str) -> None:
+    with rejects(key, value, code):
         SlurmConfig(**options)
 
 
-def test_a_limit_that_leaves_no_time_is_refused(site: Site) -> None:
-    with pytest.raises(ValueError, match="the job would be told to stop at once"):
+def test_a_place_that_no_node_could_find_is_refused() -> None:
+    wrong = {"run_dir": "runs/a", "script": "/a\nb", "save_limit_seconds": 1e6}
+    with rejects("run_dir", "runs/a", "path") as caught:
+        JobFacts(**wrong, working_dir="/w", checkpoints="/step-*")
+    for problem in (
+        ("script", "/a\nb", "path"),
+        ("checkpoints", "/step-*", "pattern"),
+        ("save_limit_seconds", 1e6, "range"),
+    ):
+        assert_problem(caught.value, *problem)
+
+
+def test_a_limit_that_leaves_no_time_and_an_array_at_a_terminal_are_refused(site: Site) -> None:
+    with rejects("time_limit", "1:30", "lead"):
         batch_script(SlurmConfig(time_limit="1:30"), ["true"], site.facts)
+    with rejects("array", "1-2%1", "unsupported"):
+        interactive_commands(SlurmConfig(array="1-2%1"), ["true"], site.facts)
+
+
+def test_a_site_that_is_not_there_or_holds_something_else_is_refused(tmp_path: Path) -> None:
+    with rejects("--site", "./none.toml", "not_found"):
+        find_site("./none.toml", environ={})
+    with rejects("FORGE_SITE", "./none.toml", "not_found"):
+        find_site(environ={"FORGE_SITE": "./none.toml"})
+    path = tmp_path / "site.toml"
+    path.write_text("slurm = 3\n")
+    with rejects("", ["slurm"], "tables", where=path):
+        read_site(path)
+    path.write_text("[slurm\n")
+    with rejects("", ..., "damaged", where=path):
+        read_site(path)
+
+
+def test_a_partition_whose_own_limit_leaves_no_time_needs_one_of_the_job(monkeypatch) -> None:
+    rows = [{"PartitionName": "low", "DefaultTime": "00:05:00"}]
+    monkeypatch.setattr("forge_resilience.slurm.site._partitions", lambda partition: rows)
+    assert limit_problem(299) is None
+    problem = limit_problem(300)
+    assert_problem(SimpleNamespace(problems=[problem]), "time_limit", ..., "missing")
+    assert "low" in problem.rule
+    assert "00:05:00" in problem.rule
 
 
 def test_time_limits_are_read_as_slurm_reads_them() -> None:

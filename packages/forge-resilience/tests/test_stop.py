@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import random
 import signal
@@ -166,14 +167,14 @@ def test_off_the_main_thread_it_is_refused() -> None:
 def test_a_signal_that_cannot_be_caught_leaves_nothing_installed() -> None:
     before = signal.getsignal(signal.SIGTERM)
     stop = StopSignal((signal.SIGTERM, signal.SIGKILL))
-    with pytest.raises(OSError, match="Invalid"):
+    with pytest.raises(OSError, match=str(errno.EINVAL)):
         stop.__enter__()
     assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_entering_it_while_open_is_refused() -> None:
     before = signal.getsignal(signal.SIGTERM)
-    with StopSignal() as stop, pytest.raises(RuntimeError, match="one object per context"):
+    with StopSignal() as stop, pytest.raises(RuntimeError, match="StopSignal"):
         stop.__enter__()
     assert signal.getsignal(signal.SIGTERM) is before
 

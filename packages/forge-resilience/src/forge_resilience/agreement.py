@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from forge_resilience._shared.problems import invalid
+
 _INT64 = range(-(2**63), 2**63)
 
 
@@ -107,7 +109,7 @@ class Agreement:
 
     def __init__(self, group: Any = None, *, alone: bool = False) -> None:
         if alone and group is not None:
-            raise ValueError("a group and alone=True contradict each other; give one of them")
+            raise invalid("alone", "excludes", alone, "excludes a group", "give one of them")
         self.group = group
         self.alone = alone
 
@@ -125,10 +127,8 @@ class Agreement:
             return None
         backends = dist.get_backend_config(group)
         if "cpu:" not in backends:
-            raise ValueError(
-                f"the process group with backend {backends} must carry CPU tensors; give a host "
-                'group, such as torch.distributed.new_group(backend="gloo")'
-            )
+            fix = 'give a host group, such as torch.distributed.new_group(backend="gloo")'
+            raise invalid("group", "backend", str(backends), "must carry CPU tensors", fix)
         return group
 
     def exchange(self, value: Any) -> list[Any]:
@@ -193,9 +193,8 @@ def _bits(digest: int | str) -> int:
     """The signed integer of a digest's 64 bits."""
     if isinstance(digest, str):
         if not re.fullmatch("[0-9a-fA-F]{16}", digest):
-            raise ValueError(
-                f"digest {digest[:40]!r} must be 16 hex digits or an integer; use Batch.digest"
-            )
+            rule = "must be 16 hex digits or an integer"
+            raise invalid("digest", "format", digest, rule, "use Batch.digest")
         digest = int(digest, 16)
     value = _whole("digest", digest)
     return value - 2**64 if 2**63 <= value < 2**64 else value
@@ -207,17 +206,16 @@ def _finite(name: str, value: Any) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        what = value if isinstance(value, float) else f"of type {type(value).__name__}"
-        raise ValueError(f"{name} {what} must be a finite number of 64 bits; use a smaller float")
+        rule = "must be a finite number of 64 bits"
+        raise invalid(name, "finite", value, rule, "use a smaller float")
     return number
 
 
 def _int64(name: str, value: Any) -> int:
     value = _whole(name, value)
     if value not in _INT64:
-        raise ValueError(
-            f"{name} of {value.bit_length()} bits must fit a signed integer of 64; use a smaller number"
-        )
+        rule = "must fit a signed integer of 64 bits"
+        raise invalid(name, "range", value, rule, "use a smaller number")
     return value
 
 
@@ -225,6 +223,4 @@ def _whole(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:
-        raise ValueError(
-            f"{name} {str(value)[:40]!r} must be a whole number; use an integer"
-        ) from None
+        raise invalid(name, "type", value, "must be an integer", "use one") from None

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forge_resilience._shared.problems import Problem, raise_problems
 from forge_resilience.journal import Journal
 
 __all__ = ["FOLLOWED", "Alerts", "AlertsConfig"]
@@ -63,27 +64,26 @@ class AlertsConfig:
     attempts: int = field(default=3, metadata={"help": "attempts for each event"})
 
     def __post_init__(self) -> None:
-        problems = []
+        raise_problems("", self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
+        # No problem shows the command or the webhook, which may contain secrets.
         if self.command is not None and not _words_of(self.command):
-            problems.append(
-                "command must be a program with its arguments, quoted as in a shell; use 'notify.sh --to me'"
-            )
+            rule = "must be a program with its arguments, quoted as in a shell"
+            yield Problem("command", "words", ..., rule, "use 'notify.sh --to me'")
         if self.webhook is not None and not re.fullmatch(
             r"https?://[^/\s]+\S*|\$\w+", self.webhook
         ):
-            problems.append(
-                "webhook must be an http(s) URL or '$NAME' of a variable; use '$SLACK_URL'"
-            )
+            rule = "must be an http(s) URL or '$NAME' of a variable"
+            yield Problem("webhook", "format", ..., rule, "use '$SLACK_URL'")
         if not self.events or not all(re.fullmatch(r"\w+", name) for name in self.events):
-            problems.append(f"events {list(self.events)} must be names of events; use ['stop', 'hang']")  # fmt: skip
+            rule, fix = "must be names of events", "use ['stop', 'hang']"
+            yield Problem("events", "format", list(self.events), rule, fix)
         if not 0 < self.timeout_seconds <= 600:
-            problems.append(
-                f"timeout_seconds {self.timeout_seconds} must be above 0 and at most 600; use 10"
-            )
+            rule = "must be above 0 and at most 600"
+            yield Problem("timeout_seconds", "range", self.timeout_seconds, rule, "use 10")
         if not 1 <= self.attempts <= 100:
-            problems.append(f"attempts {self.attempts} must be from 1 to 100; use 3")
-        if problems:
-            raise ValueError("\n".join(problems))
+            yield Problem("attempts", "range", self.attempts, "must be from 1 to 100", "use 3")
 
     @property
     def is_on(self) -> bool:

@@ -16,6 +16,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from forge_resilience._shared.problems import invalid
+
 __all__ = [
     "CAUSES",
     "Goodput",
@@ -244,7 +246,7 @@ class Goodput:
 
     ettr                kept steps / wall clock (without idle)
     mean_time           M: seconds that the run was up / losses
-    mean_time_bounds    95 % bounds of M, from the number of losses alone (Poisson); (M, inf) without a loss
+    mean_time_bounds    95 % bounds of M, only from the number of losses (Poisson); (M, inf) without a loss
     save_seconds        delta: mean wait for a save
     restart_seconds     R: hung, down, start and load per loss; without a loss, of the starts so far
     save_interval       tau: useful seconds between saves
@@ -364,8 +366,10 @@ def daly_interval(save: float, mean_time: float) -> float:
     sqrt(2 delta M) (1 + x/3 + x^2/9) - delta with x = sqrt(delta / 2M); M where a save takes 2 M and more, and 0
     for a save that costs nothing. Raises ValueError for a negative save or a mean time that is not positive.
     """
-    if save < 0 or mean_time <= 0:
-        raise ValueError(f"save {save:g} s must be at least 0 and mean_time {mean_time:g} s positive; give measured seconds")  # fmt: skip
+    if save < 0:
+        raise invalid("save", "range", save, "must be at least 0", "give measured seconds")
+    if mean_time <= 0:
+        raise invalid("mean_time", "range", mean_time, "must be above 0", "give measured seconds")
     if save >= 2 * mean_time:
         return mean_time
     x = math.sqrt(save / (2 * mean_time))

@@ -22,6 +22,8 @@ from pathlib import Path
 from time import monotonic
 from typing import IO
 
+from forge_resilience._shared.problems import invalid
+
 __all__ = ["FOLDER", "PHASES", "Beat", "Heartbeat", "process_start", "read_heartbeats"]
 
 FOLDER = "FORGE_HEARTBEAT_DIR"
@@ -193,7 +195,9 @@ def _shared(path: Path, content: bytes | bytearray | mmap.mmap) -> mmap.mmap:
 def _encode(name: str) -> bytes:
     text = name.encode()
     if len(text) > 32:
-        raise ValueError(f"phase {name!r} has {len(text)} bytes and may have 32; shorten it")
+        raise invalid(
+            "phase", "length", name, f"has {len(text)} bytes, the limit is 32", "shorten it"
+        )
     return text
 
 

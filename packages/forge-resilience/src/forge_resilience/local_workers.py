@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from forge_resilience._shared.problems import invalid
 from forge_resilience.exit_codes import ExitCode
 
 __all__ = ["RUN_NAME", "STORE_FD", "Outcome", "local_ranks", "run_local_workers", "run_workers"]
@@ -274,7 +275,7 @@ def local_ranks(
     place of the socket: torch's own start-up opens it, a moment later. Raises ValueError for nproc below 1.
     """
     if nproc < 1:
-        raise ValueError(f"nproc {nproc} must be at least 1; use the number of ranks on this host")
+        raise invalid("nproc", "range", nproc, "must be at least 1", "use the number of ranks here")
     with socket.create_server((LOOPBACK, 0)) as listening:
         shared = _shared_environ(environ, nproc, listening.getsockname()[1])
         environs = [

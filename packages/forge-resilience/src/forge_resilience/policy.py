@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from forge_resilience._shared.problems import Problem, invalid, raise_problems
 from forge_resilience.nonfinite import nonfinite
 
 __all__ = ["NonfiniteConfig", "NumericsPolicy", "Outcome", "RollbackConfig", "SpikeConfig"]
@@ -19,11 +20,6 @@ _COUNTERS = ("rollbacks", "in_a_row", "bad_since")
 
 def _field(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
-
-
-def _require(problems: list[str]) -> None:
-    if problems:
-        raise ValueError("\n".join(problems))
 
 
 @dataclass(frozen=True)
@@ -43,12 +39,11 @@ class NonfiniteConfig:
     def __post_init__(self) -> None:
         number = self.max_in_a_row
         if number is not None and not 0 <= number <= _MAX_STEPS:
-            raise ValueError(f"max_in_a_row {number} must be from 0 to {_MAX_STEPS}; use 3")
+            rule = f"must be from 0 to {_MAX_STEPS}"
+            raise invalid("max_in_a_row", "range", number, rule, "use 3")
         if number and self.action == "stop":
-            raise ValueError(
-                f"max_in_a_row {number} contradicts action 'stop', which is for the first such step; use action "
-                "'skip' or 'rollback'"
-            )
+            rule = "must go without action 'stop', which is for the first such step"
+            raise invalid("max_in_a_row", "action", number, rule, "use action 'skip' or 'rollback'")
 
     @property
     def limit(self) -> int:
@@ -74,12 +69,15 @@ class SpikeConfig:
     of: Literal["loss", "grad_norm", "both"] = _field("loss", "the number that is judged")
 
     def __post_init__(self) -> None:
-        problems = []
+        raise_problems("", self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
         if not 0 < self.sigma <= 1000:
-            problems.append(f"sigma {self.sigma} must be above 0 and at most 1000; use 6.0")
+            rule = "must be above 0 and at most 1000"
+            yield Problem("sigma", "range", self.sigma, rule, "use 6.0")
         if not 2 <= self.window <= _MAX_STEPS:
-            problems.append(f"window {self.window} must be from 2 to {_MAX_STEPS} steps; use 128")
-        _require(problems)
+            rule = f"must be from 2 to {_MAX_STEPS} steps"
+            yield Problem("window", "range", self.window, rule, "use 128")
 
 
 @dataclass(frozen=True)
@@ -93,20 +91,18 @@ class RollbackConfig:
     lr_factor: float = _field(1.0, "the learning rate is multiplied by this at each rollback")
 
     def __post_init__(self) -> None:
-        problems = []
+        raise_problems("", self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
         if not 1 <= self.max_rollbacks <= _MAX_STEPS:
-            problems.append(
-                f"max_rollbacks {self.max_rollbacks} must be from 1 to {_MAX_STEPS}; use 2, or another action"
-            )
+            rule, fix = f"must be from 1 to {_MAX_STEPS}", "use 2, or another action"
+            yield Problem("max_rollbacks", "range", self.max_rollbacks, rule, fix)
         if not 0 <= self.batches_before <= _MAX_STEPS:
-            problems.append(
-                f"batches_before {self.batches_before} must be from 0 to {_MAX_STEPS}; use 0"
-            )
+            rule = f"must be from 0 to {_MAX_STEPS}"
+            yield Problem("batches_before", "range", self.batches_before, rule, "use 0")
         if not 0 < self.lr_factor <= 1:
-            problems.append(
-                f"lr_factor {self.lr_factor} must be above 0 and at most 1; use 1.0 to keep the rate"
-            )
-        _require(problems)
+            rule, fix = "must be above 0 and at most 1", "use 1.0 to keep the learning rate"
+            yield Problem("lr_factor", "range", self.lr_factor, rule, fix)
 
 
 @dataclass(frozen=True)
@@ -241,13 +237,13 @@ class NumericsPolicy:
         """Raise ValueError for a state that no policy saved."""
         counters = [state.get(name) for name in _COUNTERS] if isinstance(state, Mapping) else []
         if not counters or not all(type(n) is int and n >= 0 for n in counters):
-            raise ValueError(
-                f"policy {state!r:.200} must hold {', '.join(_COUNTERS)} of at least 0"
-            )
+            rule = f"must hold {', '.join(_COUNTERS)} of at least 0"
+            raise invalid("policy", "damaged", state, rule)
         rows = state.get("window", [[], []])
         flat = [x for row in rows for x in row] if _is_two_lists(rows) else [math.nan]
         if not all(isinstance(x, float | int) and math.isfinite(x) for x in flat):
-            raise ValueError(f"policy window {rows!r:.200} must be two lists of finite numbers")
+            rule = "must be two lists of finite numbers"
+            raise invalid("policy.window", "damaged", rows, rule)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`; verdicts that nobody has taken are dropped. A window of another size keeps its

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from forge_resilience._shared.problems import invalid
 from forge_resilience.agreement import Agreement
 
 if TYPE_CHECKING:
@@ -46,9 +47,8 @@ class ReplicasConfig:
 
     def __post_init__(self) -> None:
         if not 0 <= self.every_steps <= _MAX_STEPS:
-            raise ValueError(
-                f"every_steps {self.every_steps} must be from 0 to {_MAX_STEPS}; use 100, or 0 for never"
-            )
+            rule, fix = f"must be from 0 to {_MAX_STEPS}", "use 100, or 0 for never"
+            raise invalid("every_steps", "range", self.every_steps, rule, fix)
 
 
 @dataclass(frozen=True)

@@ -40,10 +40,10 @@ def _obstacle(x: Tensor, widths: tuple[int, ...]) -> Problem | None:
         rule = "needs grouped_mm, which this torch lacks"
         return Problem("backend", "requires", "grouped_mm", rule, _FIX)
     if x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        rule = f"supports bf16, fp16 and fp32, and the rows are {x.dtype}"
+        rule = f"supports bf16, fp16 and fp32, not {x.dtype}"
         return Problem("backend", "dtype", "grouped_mm", rule, _FIX)
     if x.dtype != torch.bfloat16 and (x.device.type != "cpu" or is_compiling_or_fake(x)):
-        rule = f"supports only bf16 on {x.device.type} or under torch.compile, and the rows are {x.dtype}"
+        rule = f"supports only bf16 on {x.device.type} or under torch.compile, not {x.dtype}"
         return Problem("backend", "compile", "grouped_mm", rule, _FIX)
     step = 16 // x.element_size()
     if any(width % step for width in widths):
@@ -58,7 +58,7 @@ def _float8(x: Tensor, widths: tuple[int, ...]) -> GemmBackend:
     if x.dtype != torch.bfloat16 or any(width % 16 for width in widths):
         rule = f"needs bf16 rows and widths that are multiples of 16, not {x.dtype} and {widths}"
         fix = "use precision bf16, or backend = 'auto'"
-        raise invalid("backend", "rows", "float8", rule, fix)
+        raise invalid("backend", "precision", "float8", rule, fix)
     if torch.cuda.get_device_capability(x.device) < (9, 0):
         device = torch.cuda.get_device_name(x.device)
         rule = f"needs a GPU of capability 9.0 (H100) or later, and this is {device}"

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from forge_resilience._shared.problems import invalid
+
 _PAGE = 4096
 
 
@@ -92,7 +94,7 @@ FILE_KINDS: dict[str, Callable[[Path, random.Random], None]] = {
 def damage(kind: str, path: Path, seed: int) -> None:
     """Do `kind` of FILE_KINDS to a file; the same seed does the same. ValueError for an unknown kind or an empty file."""
     if kind not in FILE_KINDS:
-        raise ValueError(f"kind {kind!r} must be one of {', '.join(FILE_KINDS)}")
+        raise invalid("kind", "unknown", kind, f"must be one of {', '.join(FILE_KINDS)}")
     FILE_KINDS[kind](path, random.Random(seed))
 
 
@@ -107,5 +109,5 @@ def _overwrite(path: Path, at: int, change: Callable[[bytes], bytes], length: in
 def _size(path: Path) -> int:
     size = path.stat().st_size
     if size == 0:
-        raise ValueError(f"{path} has 0 bytes and must have 1; choose a file with content")
+        raise invalid("", "empty", ..., "has 0 bytes", "choose a file with content", where=path)
     return size

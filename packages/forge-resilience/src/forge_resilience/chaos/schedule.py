@@ -7,6 +7,8 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from forge_resilience._shared.problems import invalid
+
 FIRST = ("start", "load")
 """Phases that come once in a life, at its begin."""
 ONCE = (*FIRST, "exit")
@@ -44,7 +46,7 @@ def make_schedule(
     pairs = [(kind, phase) for kind, phases in kinds.items() for phase in phases]
     empty = [kind for kind, phases in kinds.items() if not phases]
     if not pairs or empty:
-        raise ValueError(f"kinds {empty or list(kinds)} must each have a phase; name some")
+        raise invalid("kinds", "missing", empty, "must each have a phase", "name some")
     draw, faults = random.Random(seed), list[Fault]()
     while len(faults) < count:
         for kind, phase in draw.sample(pairs, len(pairs)):
@@ -67,7 +69,7 @@ def failure_rate_bound(failures: int, faults: int, confidence: float = 0.95) -> 
     Without a failure it is 1 - (1 - confidence)^(1/n), just below 3 / n: the rule of three. 1.0 without faults.
     """
     if not 0 <= failures <= faults:
-        raise ValueError(f"failures {failures} must be 0 to the {faults} faults; count again")
+        raise invalid("failures", "range", failures, f"must be from 0 to {faults} faults")
     if failures == faults:
         return 1.0
     low, high = 0.0, 1.0

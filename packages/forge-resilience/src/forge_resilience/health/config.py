@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from dataclasses import field as dataclass_field
 from typing import Any, Literal
+
+from forge_resilience._shared.problems import Problem, raise_problems
 
 
 def _field(default: Any, help: str) -> Any:
@@ -31,18 +34,15 @@ class HealthConfig:
     )
 
     def __post_init__(self) -> None:
-        problems = []
+        raise_problems("", self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
         if not 0 <= self.every_steps <= 10**9:
-            problems.append(
-                f"every_steps {self.every_steps} must be from 0 to 10**9; use 1000, or 0 for none"
-            )
+            fix = "use 1000, or 0 for none"
+            yield Problem("every_steps", "range", self.every_steps, "must be from 0 to 10**9", fix)
         if self.memory_mib is not None and not 1 <= self.memory_mib <= 2**20:
-            problems.append(
-                f"memory_mib {self.memory_mib} must be from 1 to {2**20}; use 512, or leave it out"
-            )
+            rule, fix = f"must be from 1 to {2**20}", "use 512, or leave it out"
+            yield Problem("memory_mib", "range", self.memory_mib, rule, fix)
         if not 0 < self.timeout_seconds <= 10**6:
-            problems.append(
-                f"timeout_seconds {self.timeout_seconds} must be above 0 and at most 10**6; use 60"
-            )
-        if problems:
-            raise ValueError("\n".join(problems))
+            rule = "must be above 0 and at most 10**6"
+            yield Problem("timeout_seconds", "range", self.timeout_seconds, rule, "use 60")

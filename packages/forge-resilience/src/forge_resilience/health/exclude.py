@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from forge_resilience._shared.problems import invalid
 from forge_resilience.journal import read_events
 
 __all__ = ["broken_nodes", "exclude_nodes"]
@@ -50,11 +51,14 @@ def exclude_nodes(
     """
     for node in nodes:
         if not re.fullmatch(r"[\w.-]+", node):
-            raise ValueError(f"node {node!r} must be a name of a node; use one that sinfo lists")
+            raise invalid("nodes", "name", node, "must name a node", "use one that sinfo lists")
     environ = os.environ if environ is None else environ
     job = job or environ.get("SLURM_JOB_ID")
-    if not nodes or not job:
-        raise ValueError(f"job {job!r}, nodes {list(nodes)}: both must be there; give a job and nodes")  # fmt: skip
+    if not nodes:
+        raise invalid("nodes", "missing", list(nodes), "must be given")
+    if not job:
+        raise invalid("job", "missing", job, "must be given outside a job")
+
     _scontrol(["requeue", job], environ)
     shown = _scontrol(["--oneliner", "show", "job", job], environ)
     (before,) = re.findall(r" ExcNodeList=(\S+)", shown)[:1] or ["(null)"]

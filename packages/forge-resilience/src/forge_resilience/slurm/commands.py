@@ -149,7 +149,7 @@ class Queue:
         if done.returncode == 0:
             return done.stdout, done.stderr
         said = " ".join((done.stderr or done.stdout).split())
-        # A refusal and a silent controller differ in words alone, which change from version to version.
+        # A refusal and a silent controller differ only in words, which change from version to version.
         if self._call(("scontrol", "ping"), {}).returncode:
             raise QueueDown(said)
         raise QueueRefusal(f"{command[0]}: {said}")

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from forge_resilience._shared.problems import Problem, raise_problems
 from forge_resilience.slurm.orchestrate import OrchestratorConfig
 
 __all__ = ["JobFacts", "SlurmConfig", "seconds_of"]
@@ -119,14 +120,8 @@ class SlurmConfig:
     )
 
     def __post_init__(self) -> None:
-        problems = [
-            *_number_problems(self),
-            *_text_problems(self),
-            *_option_problems(self),
-            *_array_problems(self),
-        ]
-        if problems:
-            raise ValueError("\n".join(problems))
+        rules = (_number_problems, _text_problems, _option_problems, _array_problems)
+        raise_problems("", (problem for of in rules for problem in of(self)))
 
     @property
     def node_range(self) -> tuple[int, int]:
@@ -161,24 +156,24 @@ class JobFacts:
     broken_nodes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} {path!r} must be an absolute path without line breaks; write it out"
-            for name in ("run_dir", "script", "working_dir")
-            if not (path := getattr(self, name)).startswith("/") or "\n" in path
-        ]
+        raise_problems("", self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
+        for name in ("run_dir", "script", "working_dir"):
+            if not (path := getattr(self, name)).startswith("/") or "\n" in path:
+                rule = "must be an absolute path without line breaks"
+                yield Problem(name, "path", path, rule, "write it out")
+
         pattern = self.checkpoints or "x"
         if not re.fullmatch(r"[\w.*?/\-\[\]]+", pattern) or pattern.startswith("/"):
-            problems.append(
-                f"checkpoints {pattern!r} must be a pattern below run_dir of letters, digits and ./*?[]-; name the file "
-                "that each checkpoint has, such as 'checkpoint-*/trainer_state.json'"
-            )
-        if not 0 < self.save_limit_seconds <= _MAX_LEAD_SECONDS - _EARLY_SECONDS:
-            problems.append(
-                f"save_limit_seconds {self.save_limit_seconds:g} must be above 0 and at most "
-                f"{_MAX_LEAD_SECONDS - _EARLY_SECONDS}, as sbatch --signal takes {_MAX_LEAD_SECONDS}; lower it"
-            )
-        if problems:
-            raise ValueError("\n".join(problems))
+            rule = "must be a pattern below run_dir of letters, digits and ./*?[]-"
+            fix = "name a file of each checkpoint, such as 'checkpoint-*/trainer_state.json'"
+            yield Problem("checkpoints", "pattern", pattern, rule, fix)
+
+        most = _MAX_LEAD_SECONDS - _EARLY_SECONDS
+        if not 0 < self.save_limit_seconds <= most:
+            rule = f"must be above 0 and at most {most} (sbatch --signal: {_MAX_LEAD_SECONDS})"
+            yield Problem("save_limit_seconds", "range", self.save_limit_seconds, rule, "lower it")
 
     @property
     def lead_seconds(self) -> int:
@@ -200,83 +195,98 @@ def seconds_of(time_limit: int | str) -> int | None:
     return 60 * minutes + part["ds"] + part["hs"] + part["s"]
 
 
-def _number_problems(c: SlurmConfig) -> Iterator[str]:
+def _number_problems(c: SlurmConfig) -> Iterator[Problem]:
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", str(c.nodes))
     if match is None or int(match[1]) < 1 or int(match[2] or match[1]) < int(match[1]):
-        yield f"nodes {c.nodes!r} must be a number or a range such as '3-4'; use nodes = 1"
+        rule = "must be a number or a range such as '3-4'"
+        yield Problem("nodes", "format", c.nodes, rule, "use nodes = 1")
+
     for name, least in (("tasks_per_node", 1), ("gpus_per_node", 0), ("cpus_per_task", 1),
                         ("max_restarts", 0), ("retries", 0)):  # fmt: skip
         value = getattr(c, name)
         if value is not None and not least <= value <= 10**6:
-            yield f"{name} {value} must be from {least} to 10**6; use {least} or more"
+            rule = f"must be from {least} to 10**6"
+            yield Problem(name, "range", value, rule, f"use {least} or more")
+
     limit = c.time_limit
     if (
         limit is not None
         and str(limit).upper() not in ("UNLIMITED", "INFINITE")
         and not seconds_of(limit)
     ):
-        yield f"time_limit {limit!r} must be minutes or 'D-HH:MM:SS'; use '12:00:00' for twelve hours"
+        rule, fix = "must be minutes or 'D-HH:MM:SS'", "use '12:00:00' for twelve hours"
+        yield Problem("time_limit", "format", limit, rule, fix)
 
 
-def _text_problems(c: SlurmConfig) -> Iterator[str]:
+def _text_problems(c: SlurmConfig) -> Iterator[Problem]:
     """Values that would end a directive, or a line of the script, before its end."""
     for name in ("partition", "account", "qos", "mail_user", "mail_type", "memory"):
         value = getattr(c, name)
         if value is not None and not re.fullmatch(r"[^\s'\"\\#]+", value):
-            yield f"{name} {value!r} must be one word without quotes; write what Slurm calls it"
+            rule = "must be one word without quotes"
+            yield Problem(name, "word", value, rule, "write what Slurm calls it")
+
     broken = [("job_name", c.job_name), ("cache_dir", c.cache_dir), ("gpus_option", c.gpus_option)]
     lists = ("sbatch_options", "srun_options", "container", "prologue", "array_arguments")
     broken += [(name, text) for name in lists for text in getattr(c, name)]
     broken += [(f"environment.{name}", text or "empty") for name, text in c.environment.items()]
     for name, text in broken:
         if text is not None and (not text.strip() or "\n" in text or "\0" in text):
-            yield f"{name} {text!r} must be one line that is not empty; leave it out, or write a line each"
+            rule, fix = "must be one line that is not empty", "leave it out, or write a line each"
+            yield Problem(name, "line", text, rule, fix)
     if "{gpus}" not in c.gpus_option:
-        yield f"gpus_option {c.gpus_option!r} must hold {{gpus}} for their number; use '--gres=gpu:{{gpus}}'"
+        rule, fix = "must contain {gpus} for their number", "use '--gres=gpu:{gpus}'"
+        yield Problem("gpus_option", "placeholder", c.gpus_option, rule, fix)
+
     for name in c.environment:
         if not re.fullmatch(r"[A-Za-z_]\w*", name, re.ASCII):
-            yield f"environment.{name} must be the name of a variable; use letters, digits and underscores"
+            rule, fix = "must be the name of a variable", "use letters, digits and underscores"
+            yield Problem(f"environment.{name}", "name", ..., rule, fix)
     if c.mail_type and not c.mail_user:
-        yield f"mail_type {c.mail_type!r} needs an address; set mail_user, too"
+        rule, fix = "needs an address", "set mail_user, too"
+        yield Problem("mail_type", "requires", c.mail_type, rule, fix)
 
 
-def _option_problems(c: SlurmConfig) -> Iterator[str]:
+def _option_problems(c: SlurmConfig) -> Iterator[Problem]:
     for key, owned in (("sbatch_options", _OF_SBATCH), ("srun_options", _OF_SRUN)):
         for option in getattr(c, key):
             name = option.partition("=")[0].split()[0] if option.strip() else ""
             if _HETEROGENEOUS.match(name) or " : " in option:
-                yield f"{key} {option!r} makes a heterogeneous job, which is not supported; ask for nodes of one kind"
+                rule = "makes a heterogeneous job, which is not supported"
+                yield Problem(key, "heterogeneous", option, rule, "ask for nodes of one kind")
             elif not name.startswith("-"):
-                yield f"{key} {option!r} must begin with a dash; write each option with its value, as '--exclude=n7'"
+                fix = "write each option with its value, as '--exclude=n7'"
+                yield Problem(key, "dash", option, "must begin with a dash", fix)
             elif name in owned:
-                own = f"set {owned[name]}" if owned[name] else "leave it out"
-                yield f"{key} {option!r} would undo what the script relies on; {own}"
+                fix = f"set {owned[name]}" if owned[name] else "leave it out"
+                yield Problem(key, "owned", option, "would undo what the script relies on", fix)
     yield from _container_problems(c.container)
 
 
-def _container_problems(words: Iterable[str]) -> Iterator[str]:
+def _container_problems(words: Iterable[str]) -> Iterator[Problem]:
     """`bash -c` takes the command as its own arguments, and a pipe hides signals and the exit code."""
     words = list(words)
     shell = bool(words) and words[0].rpartition("/")[2] in ("sh", "bash", "zsh", "dash")
     if shell and "-c" in words:
-        yield (
-            f"container {shlex.join(words)!r} must end so that the command can follow, and a shell -c loses signals and "
-            'exit code; name a script whose last line is: exec "$@"'
-        )
+        rule = "must end so that the command can follow, and a shell -c loses signals and exit code"
+        fix = 'name a script whose last line is: exec "$@"'
+        yield Problem("container", "shell", shlex.join(words), rule, fix)
     if "|" in words:
-        yield f"container {words!r} must be one command, and a pipe loses signals; the batch script keeps the log anyway"
+        rule = "must be one command, and a pipe loses signals"
+        yield Problem("container", "pipe", words, rule, "the batch script keeps the log anyway")
 
 
-def _array_problems(c: SlurmConfig) -> Iterator[str]:
+def _array_problems(c: SlurmConfig) -> Iterator[Problem]:
     if c.array is None:
         for name in ("array_run_dirs", "array_arguments"):
-            if getattr(c, name):
-                yield f"{name} {getattr(c, name)!r} belongs to no array; set array, too"
+            if value := getattr(c, name):
+                yield Problem(name, "requires", value, "belongs to an array", "set array, too")
         return
     if not re.fullmatch(r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", c.array):
-        yield f"array {c.array!r} must be as sbatch takes it; use '0-7' or '1-20%4'"
+        fix = "use '0-7' or '1-20%4'"
+        yield Problem("array", "format", c.array, "must be as sbatch takes it", fix)
     elif not c.array_run_dirs and not c.array.endswith("%1") and not c.array.isdecimal():
-        yield (
-            f"array {c.array!r} runs elements at once in one run's folder, which only one job may use; set "
-            f"array_run_dirs = true, or array = '{c.array.partition('%')[0]}%1' for lives one after another"
-        )
+        one = c.array.partition("%")[0]
+        rule = "runs elements at once in one run's folder, which only one job may use"
+        fix = f"set array_run_dirs = true, or array = '{one}%1' for one element after another"
+        yield Problem("array", "run_dirs", c.array, rule, fix)

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from forge_resilience._shared.problems import Problem, invalid, raise_problems
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.health import broken_nodes
 from forge_resilience.journal import Journal
@@ -61,8 +62,8 @@ class OrchestratorConfig:
     )
 
     def __post_init__(self) -> None:
-        problems = [
-            f"{name} {value} must be from {least:g} to {most:g}; use {usual:g}"
+        problems = (
+            Problem(name, "range", value, f"must be from {least:g} to {most:g}", f"use {usual:g}")
             for name, least, most, usual in (
                 ("wait_seconds", 0, 10**7, 600),
                 ("grow_after_seconds", 0, 10**7, 900),
@@ -70,9 +71,8 @@ class OrchestratorConfig:
                 ("poll_seconds", 0.1, 3600, 30),
             )
             if not least <= (value := getattr(self, name)) <= most
-        ]
-        if problems:
-            raise ValueError("\n".join(problems))
+        )
+        raise_problems("", problems)
 
 
 @dataclass
@@ -121,11 +121,11 @@ def orchestrate(
     """
     script = Path(script)
     if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
-        raise ValueError(
-            f"sizes {list(sizes)} must be different numbers of nodes from 1 on; use [4, 3, 2]"
-        )
+        rule = "must be different numbers of nodes from 1 on"
+        raise invalid("sizes", "range", list(sizes), rule, "use [4, 3, 2]")
     if not script.is_file():
-        raise ValueError(f"{script} must be a batch script; write it before")
+        fix = "write it before"
+        raise invalid("script", "not_found", str(script), "must be a batch script", fix)
     config = OrchestratorConfig() if config is None else config
     own = _Orchestrator(script, sorted(sizes, reverse=True), name, config, max_restarts, journal)
     while True:

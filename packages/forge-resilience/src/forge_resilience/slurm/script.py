@@ -6,6 +6,7 @@ import os
 import shlex
 from collections.abc import Iterator, Sequence
 
+from forge_resilience._shared.problems import invalid
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.slurm.config import JobFacts, SlurmConfig, seconds_of
 from forge_resilience.slurm.quote import directive, expanded
@@ -258,9 +259,8 @@ def interactive_commands(
     """
     _check(config, facts)
     if config.array:
-        raise ValueError(
-            f"array {config.array!r} needs a batch job; leave it out, or submit the job"
-        )
+        fix = "leave it out, or submit the job"
+        raise invalid("array", "unsupported", config.array, "needs a batch job", fix)
     salloc = ["salloc", f"--signal=USR1@{facts.lead_seconds}"]
     for option, value in _resources(config, facts):
         salloc.append(option if value is None else f"{option}={value}")
@@ -280,11 +280,12 @@ def interactive_commands(
 def _check(config: SlurmConfig, facts: JobFacts) -> None:
     seconds = None if config.time_limit is None else seconds_of(config.time_limit)
     if seconds is not None and seconds <= facts.lead_seconds:
-        raise ValueError(
-            f"time_limit {config.time_limit!r} must be longer than save_limit_seconds {facts.save_limit_seconds:g} and the "
-            f"minute that Slurm's clock is early ({facts.lead_seconds} s): the job would be told to stop at once; use a "
-            "longer limit or a lower save_limit_seconds"
+        rule = (
+            f"must be longer than save_limit_seconds {facts.save_limit_seconds:g} and the minute that Slurm's clock is "
+            f"early ({facts.lead_seconds} s): the job would be told to stop at once"
         )
+        fix = "use a longer limit or a lower save_limit_seconds"
+        raise invalid("time_limit", "lead", config.time_limit, rule, fix)
 
 
 def _resources(config: SlurmConfig, facts: JobFacts) -> Iterator[tuple[str, str | None]]:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from forge_resilience._shared.problems import Problem, invalid
 from forge_resilience.slurm.config import seconds_of
 
 __all__ = ["find_site", "grace_warnings", "limit_problem", "read_site", "site_path", "site_text"]
@@ -30,9 +31,8 @@ def find_site(name: str | None = None, environ: Environ = os.environ) -> Path | 
     path = site_path(named)
     if not path.is_file():
         origin = "--site" if name else "FORGE_SITE"
-        raise ValueError(
-            f"{origin} {named!r}: {path} is no file; write one: forge-train doctor --init --site {named}"
-        )
+        fix = f"write one: forge-train doctor --init --site {named}"
+        raise invalid(origin, "not_found", named, f"is not a file at {path}", fix)
     return path
 
 
@@ -47,14 +47,10 @@ def read_site(path: str | os.PathLike[str]) -> dict[str, Any]:
     try:
         table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"{path}: {error}; write it anew: forge-train doctor --init --site {path}"
-        ) from error
-    others = sorted(table.keys() - {"slurm"})
-    if others or not isinstance(table.get("slurm", {}), dict):
-        raise ValueError(
-            f"{path} must hold one table, [slurm], and has {', '.join(others) or 'a value of that name'}"
-        )
+        fix = f"write it again: forge-train doctor --init --site {path}"
+        raise invalid("", "damaged", ..., str(error), fix, where=path) from error
+    if table.keys() - {"slurm"} or not isinstance(table.get("slurm", {}), dict):
+        raise invalid("", "tables", sorted(table), "must be one table, [slurm]", where=path)
     return dict(table.get("slurm", {}))
 
 
@@ -79,18 +75,19 @@ def grace_warnings(save_limit_seconds: float, partition: str | None = None) -> l
     return warnings
 
 
-def limit_problem(lead_seconds: int, partition: str | None = None) -> str | None:
+def limit_problem(lead_seconds: int, partition: str | None = None) -> Problem | None:
     """Why a job without a time limit of its own cannot run here: the partition's leaves no time before the save."""
     for line in _partitions(partition):
         default, most = line.get("DefaultTime", "NONE"), line.get("MaxTime", "UNLIMITED")
         limit = most if default == "NONE" else default
         seconds = seconds_of(limit)
         if seconds is not None and seconds <= lead_seconds:
-            return (
-                f"time_limit must be set: partition {line['PartitionName']} gives a job without one {limit}, no longer than "
-                f"the {lead_seconds} s before its end at which a job is told to save; use a longer limit, or a lower "
-                "resilience.save_limit_seconds"
+            rule = (
+                f"must be set: partition {line['PartitionName']} gives a job without one {limit}, no longer than "
+                f"the {lead_seconds} s before its end at which a job is told to save"
             )
+            fix = "use a longer limit, or a lower resilience.save_limit_seconds"
+            return Problem("time_limit", "missing", ..., rule, fix)
     return None
 
 

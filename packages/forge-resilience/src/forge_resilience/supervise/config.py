@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
+
+from forge_resilience._shared.problems import Problem, raise_problems
 
 __all__ = ["WatchConfig"]
 
@@ -42,20 +45,22 @@ class WatchConfig:
     )
 
     def __post_init__(self) -> None:
+        raise_problems("", self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
         names = ("step_seconds", "first_step_seconds", "start_seconds", "other_seconds")
         seconds = {name: getattr(self, name) for name in names}
         seconds |= {f"limits.{phase}": value for phase, value in self.limits.items()}
-        problems = [
-            f"{name} {value} must be from 0.1 to 10**7 seconds, or 0 for no limit; use 900"
-            for name, value in seconds.items()
-            if value and not 0.1 <= value <= 10**7
-        ]
+        for name, value in seconds.items():
+            if value and not 0.1 <= value <= 10**7:
+                rule = "must be from 0.1 to 10**7 seconds, or 0 for no limit"
+                yield Problem(name, "range", value, rule, "use 900")
         if self.action not in ("off", "report", "restart"):
-            problems.append(f"action {self.action!r} must be off, report or restart; use restart")
+            rule = "must be off, report or restart"
+            yield Problem("action", "unknown", self.action, rule, "use restart")
         if not 0 <= self.max_restarts <= 10**6:
-            problems.append(f"max_restarts {self.max_restarts} must be from 0 to 10**6; use 10")
-        if problems:
-            raise ValueError("\n".join(problems))
+            rule = "must be from 0 to 10**6"
+            yield Problem("max_restarts", "range", self.max_restarts, rule, "use 10")
 
     def limit(self, phase: str, first_step: bool = False) -> float:
         """Seconds that a rank may stay in `phase`; infinity without a limit."""

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from forge_resilience._shared.problems import invalid
 from forge_resilience.local_workers import RUN_NAME, STORE_FD, local_ranks
 
 __all__ = ["Place", "find_place"]
@@ -71,22 +72,21 @@ def find_place(nproc: int | None, environ: Mapping[str, str] = os.environ) -> Pl
     """
     world = environ.get("WORLD_SIZE", "1")
     step_tasks = int(environ.get("SLURM_STEP_NUM_TASKS", "1")) if "SLURM_STEP_ID" in environ else 1
+
     if nproc is None:
         given = "RANK" in environ and world != "1"
         return Place(None, whole=not given and step_tasks == 1)
     if "RANK" in environ and world != "1":
-        raise ValueError(
-            f"nproc {nproc} starts ranks, but this process is rank {environ['RANK']} of {world} that a launcher "
-            "started; leave nproc out to supervise this one"
-        )
+        rule = f"starts ranks, but a launcher started this process as rank {environ['RANK']} of {world}"
+        raise invalid("nproc", "in_rank", nproc, rule, "leave nproc out to supervise this one")
+
     if step_tasks == 1:
         return Place(nproc)
     nodes = int(environ.get("SLURM_STEP_NUM_NODES", "1"))
     if nodes != step_tasks:
-        raise ValueError(
-            f"the Slurm step has {step_tasks} tasks on {nodes} nodes, and a supervisor with nproc {nproc} starts "
-            "the ranks of a whole node; use srun --ntasks-per-node=1, or leave nproc out"
-        )
+        rule = f"starts the ranks of a node, and the Slurm step has {step_tasks} tasks on {nodes} nodes"
+        fix = "use srun --ntasks-per-node=1, or leave nproc out"
+        raise invalid("nproc", "step_tasks", nproc, rule, fix)
     return Place(nproc, int(environ["SLURM_PROCID"]), nodes, whole=False)
 
 
