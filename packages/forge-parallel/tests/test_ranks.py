@@ -22,6 +22,7 @@ from forge_parallel import (
     parallelize,
 )
 from forge_testing import device, run_on_ranks
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.distributed
 
@@ -153,7 +154,7 @@ def mixed_norm() -> tuple[float, float]:
     norm = clip_grad_norm_(parameters)
     partial = nn.Parameter(DTensor.from_local(full, one, [Partial()]))
     partial.grad = partial.detach()
-    with pytest.raises(ValueError, match="a sum that was never made"):
+    with rejects("placements", (Partial(),), "partial"):
         clip_grad_norm_([partial])
     return float(norm), float(clip_grad_norm_(parameters, norm_type=math.inf))
 
@@ -179,22 +180,19 @@ def test_F13_labels_are_counted_over_the_global_batch() -> None:
 
 @pytest.mark.lane("test")
 @pytest.mark.parametrize(
-    ("options", "world", "message"),
+    ("options", "value", "code", "product"),
     [
-        ({"dp_replicate": 3}, 4, "dp_replicate 3 must divide the 4 ranks of the job; use 1, 2, 4"),
-        (
-            {"dp_shard": 3},
-            4,
-            r"dp_shard 3 = 3 must be the 4 ranks .* dp_shard = -1",
-        ),
-        ({"dp_replicate": 2, "dp_shard": 4}, 4, "= 8 must be the 4 ranks"),
+        ({"dp_replicate": 3}, -1, "divides", "3"),
+        ({"dp_shard": 3}, 3, "world_size", "3"),
+        ({"dp_replicate": 2, "dp_shard": 4}, 4, "world_size", "8"),
     ],
 )
 def test_layouts_that_do_not_fit_are_refused(
-    options: dict[str, Any], world: int, message: str
+    options: dict[str, Any], value: int, code: str, product: str
 ) -> None:
-    with pytest.raises(ValueError, match=message):
-        ParallelConfig(**options).axes(world)
+    with rejects("dp_shard", value, code) as caught:
+        ParallelConfig(**options).axes(4)
+    assert {product, "4"} <= set(str(caught.value).split())
 
 
 @pytest.mark.lane("test")
@@ -355,7 +353,7 @@ def broken_axis(name: str) -> str:
 @pytest.mark.parametrize("name", ["tp", "cp"])
 def test_a_group_that_cannot_talk_is_named_at_the_start(name: str) -> None:
     for rank, said in enumerate(run_on_ranks(4, broken_axis, name)):
-        assert f"rank {rank}: the first collective over axis" in said
+        assert said.startswith(f"rank {rank}:")
         assert "connection refused" in said
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -22,8 +23,9 @@ from forge_parallel.axes.fsdp import apply_fsdp
 from forge_parallel.axes.tensor import tensor_parallel
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.compile import compile_blocks
-from forge_parallel.recompute import recompute
+from forge_parallel.recompute import _CHANGED, recompute
 from forge_testing import device, run_on_ranks
+from forge_testing.problems import rejects
 
 sys.path.insert(0, str(Path(__file__).parent))
 import tensor_models
@@ -203,9 +205,9 @@ class Fickle(nn.Module):
 def test_what_would_be_wrong_is_refused() -> None:
     model = Net(InPlace)
     recompute(model.blocks(), "selective")
-    with pytest.raises(RuntimeError, match=r"aten.mul_.* changed in place a tensor that selective"):
+    with pytest.raises(RuntimeError, match=r"aten\.mul_"):
         gradients(model, False)
-    for mode, message in (("full", "different metadata"), ("selective", "did something else")):
+    for mode, message in (("full", "different metadata"), ("selective", r"aten\.\w+")):
         model = Net(Fickle)
         recompute(model.blocks(), mode)
         with pytest.raises(RuntimeError, match=message):
@@ -229,7 +231,7 @@ def test_a_change_after_the_block_is_noticed_too() -> None:
     recompute([block], "selective")
     y, z = block(data())
     y.add_(1.0)
-    with pytest.raises(RuntimeError, match="changed in place a tensor that selective"):
+    with pytest.raises(RuntimeError, match=re.escape(_CHANGED.partition("{}")[2])):
         (y + z).sum().backward()
 
 
@@ -267,14 +269,14 @@ def test_a_copy_recomputes_on_its_own_parameters() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("arguments", "key", "value", "code"),
     [
-        ({"mode": "some"}, "recompute 'some' must be one of none, full, selective; use none"),
-        ({"every": 0}, "recompute_every 0 must be at least 1; use 1 for every block"),
+        ({"mode": "some"}, "recompute", "some", "unknown"),
+        ({"every": 0}, "recompute_every", 0, "range"),
     ],
 )
-def test_refusals(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_refusals(arguments: dict[str, Any], key: str, value: object, code: str) -> None:
+    with rejects(key, value, code):
         recompute(Net().blocks(), **arguments)
 
 

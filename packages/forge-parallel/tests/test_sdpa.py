@@ -8,7 +8,9 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_parallel import ParallelConfig, launch
+from forge_parallel._shared.problems import ProblemError
 from forge_parallel.sdpa import sdpa_problem
+from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -41,13 +43,15 @@ def test_a_kernel_is_chosen_and_put_back(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_what_the_device_has_not_is_refused_before_a_group_starts() -> None:
     with (
-        pytest.raises(ValueError, match="sdpa 'cudnn' is a kernel of CUDA, and the device is cpu"),
+        rejects("sdpa", "cudnn", "device"),
         launch(ParallelConfig(device="cpu", sdpa="cudnn")),
     ):
         pass
-    with pytest.raises(ValueError, match="sdpa 'math' must be auto under cp 2"):
+    with rejects("sdpa", "math", "excludes"):
         ParallelConfig(device="cpu", sdpa="math", cp=2)
     cuda = torch.device("cuda")
-    assert "computes in 16 bits" in str(sdpa_problem("flash", cuda, "fp32"))
+    problem = sdpa_problem("flash", cuda, "fp32")
+    assert problem is not None
+    assert_problem(ProblemError([problem]), "sdpa", "flash", "precision")
     assert sdpa_problem("flash", cuda, "bf16") is None
     assert sdpa_problem("efficient", cuda, "fp32") is None

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 import forge_parallel.start
-from forge_parallel.start import World, find_world
+from forge_parallel.start import StartError, World, find_world
 from forge_parallel.start.rendezvous import format_ranks, mismatches
 from forge_parallel.start.world import first_host, tasks_per_node
+from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -27,6 +28,7 @@ STEP = {
     "SLURM_STEP_TASKS_PER_NODE": "3,1",
     "SLURM_STEP_NODELIST": "localhost,n2",
 }
+TASKS = "SLURM_STEP_TASKS_PER_NODE"
 # the shell of `sbatch -n4`, and of its `salloc`: one process, whatever the job's size
 BATCH = {"SLURM_JOB_ID": "812", "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}
 
@@ -80,40 +82,33 @@ def test_a_world_for_every_launcher(environ, world):
 
 
 @pytest.mark.parametrize(
-    ("environ", "message"),
+    ("environ", "key", "value", "code"),
     [
-        (without(RANKS, "WORLD_SIZE"), "WORLD_SIZE must be set here and is not; start every rank"),
-        (without(RANKS, "RANK"), "WORLD_SIZE '4' is set and RANK is not"),
-        (without(RANKS, "MASTER_ADDR"), "MASTER_ADDR must be set for 4 ranks and is not"),
-        (without(RANKS, "MASTER_PORT"), "MASTER_PORT must be set here and is not"),
-        (RANKS | {"RANK": "4"}, "RANK 4 must be below WORLD_SIZE 4"),
-        (RANKS | {"RANK": "-1"}, "RANK -1 must be at least 0"),
-        (RANKS | {"RANK": "one"}, "RANK 'one' must be an integer"),
-        (RANKS | {"WORLD_SIZE": "0"}, "WORLD_SIZE 0 must be at least 1"),
-        (RANKS | {"MASTER_PORT": "70000"}, "MASTER_PORT 70000 must be below"),
-        (RANKS | {"LOCAL_RANK": "1"}, "LOCAL_WORLD_SIZE must be set here and is not"),
-        (
-            RANKS | {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"},
-            "LOCAL_RANK 2 must be below LOCAL_WORLD_SIZE 2",
-        ),
-        (
-            RANKS | {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "8"},
-            "LOCAL_WORLD_SIZE 8 must be at most WORLD_SIZE 4",
-        ),
-        (STEP | {"WORLD_SIZE": "8"}, "WORLD_SIZE '8' must equal SLURM_STEP_NUM_TASKS 4"),
-        (STEP | {"SLURM_PROCID": "4"}, "SLURM_PROCID 4 must be below SLURM_STEP_NUM_TASKS 4"),
-        (
-            STEP | {"SLURM_STEP_TASKS_PER_NODE": "2,x"},
-            "SLURM_STEP_TASKS_PER_NODE '2,x' must read like",
-        ),
-        (STEP | {"SLURM_STEP_TASKS_PER_NODE": "2(x3)"}, "must add up to the step's 4 tasks"),
-        (STEP | {"SLURM_STEP_NODELIST": "n[1-2"}, "SLURM_STEP_NODELIST 'n[1-2' must be a list"),
+        (without(RANKS, "WORLD_SIZE"), "WORLD_SIZE", ..., "missing"),
+        (without(RANKS, "RANK"), "WORLD_SIZE", "4", "requires"),
+        (without(RANKS, "MASTER_ADDR"), "MASTER_ADDR", ..., "missing"),
+        (without(RANKS, "MASTER_PORT"), "MASTER_PORT", ..., "missing"),
+        (RANKS | {"RANK": "4"}, "RANK", 4, "below"),
+        (RANKS | {"RANK": "-1"}, "RANK", -1, "range"),
+        (RANKS | {"RANK": "one"}, "RANK", "one", "type"),
+        (RANKS | {"WORLD_SIZE": "0"}, "WORLD_SIZE", 0, "range"),
+        (RANKS | {"MASTER_PORT": "70000"}, "MASTER_PORT", 70000, "below"),
+        (RANKS | {"LOCAL_RANK": "1"}, "LOCAL_WORLD_SIZE", ..., "missing"),
+        (RANKS | {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK", 2, "below"),
+        (RANKS | {"LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE", 8, "world_size"),
+        (STEP | {"WORLD_SIZE": "8"}, "WORLD_SIZE", "8", "mismatch"),
+        (STEP | {"SLURM_PROCID": "4"}, "SLURM_PROCID", 4, "below"),
+        (STEP | {TASKS: "2,x"}, TASKS, "2,x", "syntax"),
+        (STEP | {TASKS: "2(x3)"}, TASKS, "2(x3)", "mismatch"),
+        (STEP | {"SLURM_STEP_NODELIST": "n[1-2"}, "SLURM_STEP_NODELIST", "n[1-2", "syntax"),
     ],
 )
-def test_a_contradicting_environment_is_refused(environ, message):
-    with pytest.raises(ValueError, match=r"; (start|unset|set)") as error:
+def test_a_contradicting_environment_is_refused(
+    environ: dict[str, str], key: str, value: object, code: str
+) -> None:
+    with rejects(key, value, code) as caught:
         find_world(environ)
-    assert message in str(error.value)
+    assert caught.value.problems[0].fix.split()[0] in ("start", "unset", "set")
 
 
 def test_finding_the_world_needs_no_torch():
@@ -122,7 +117,7 @@ def test_finding_the_world_needs_no_torch():
     body = f"""
 import sys, types
 for name, path in (("forge_parallel", {str(folder.parent)!r}), ("forge_parallel.start", {str(folder)!r})):
-    sys.modules[name] = types.ModuleType(name)  # in place of an __init__ that imports everything
+    sys.modules[name] = types.ModuleType(name)  # without its __init__, which imports torch
     sys.modules[name].__path__ = [path]
 from forge_parallel.start.world import find_world
 assert find_world({{}}).world_size == 1
@@ -164,13 +159,15 @@ def test_differences_name_the_first_rank_and_both_values():
         return {"host": host, "device": "cuda:0", "gpu": gpu, "facts": facts}
 
     assert mismatches({0: one("a", torch="2.13"), 1: one("b", torch="2.13")}) == []
-    assert mismatches({0: one("a", torch="2.13"), 1: one("a", torch="2.13"), 3: one("b")}) == [
-        "rank 3 on host b has torch None, rank 0 on host a has 2.13"
-    ]
+    (older,) = mismatches({0: one("a", torch="2.13"), 1: one("a", torch="2.13"), 3: one("b")})
+    assert_problem(StartError([older]), "torch", None, "differs")
+    assert {"3", "a", "b", "2.13"} <= set(re.findall(r"[\w.]+", older.rule))
     (unknown,) = mismatches({0: one("a", torch="2.13"), 2: one("b", torch="2.13", nccl="2.29")})
-    assert {"2", "b", "nccl", "2.29"} <= set(re.findall(r"[\w.]+", unknown))
+    assert_problem(StartError([unknown]), "nccl", "2.29", "differs")
+    assert {"2", "b"} <= set(re.findall(r"[\w.]+", unknown.rule))
     (same,) = mismatches({0: one("a", "GPU-1"), 1: one("a", "GPU-2"), 2: one("a", "GPU-1")})
-    assert "ranks 0 and 2 on host a both use GPU GPU-1 (cuda:0)" in same
+    assert_problem(StartError([same]), "gpu", "GPU-1", "duplicate")
+    assert {"0", "2", "a", "cuda"} <= set(re.findall(r"\w+", same.rule))
 
 
 def test_ranks_are_listed_briefly():

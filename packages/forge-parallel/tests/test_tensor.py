@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -20,6 +21,7 @@ from forge_parallel.axes.local import use_local
 from forge_parallel.axes.tensor import gather_vocab, tensor_parallel
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_testing import device, run_on_ranks
+from forge_testing.problems import assert_problem
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tensor_models import Model, batch, copy_of, errors, mesh_of, one_process, seeded, shard
@@ -213,12 +215,13 @@ def _too_short():
     try:
         model(torch.zeros(1, 7, dtype=torch.int64))
     except ValueError as error:
-        return str(error)
+        return error
 
 
 def test_rows_that_do_not_divide_are_refused():
-    message = run_on_ranks(2, _too_short)[1]
-    assert "7 must be divisible by 2 with tp 2; use 6 or 8, or sequence_parallel = false" in message
+    error = run_on_ranks(2, _too_short)[1]
+    assert_problem(error, "dim 1", 7, "divides")
+    assert {"6", "8", "sequence_parallel"} <= set(re.findall(r"\w+", error.problems[0].fix))
 
 
 def _refused():
@@ -235,7 +238,7 @@ def _refused():
         try:
             tensor_parallel(model, tp, **options)
         except ValueError as error:
-            found.append(str(error))
+            found.append(error)
         assert before == {n: id(p) for n, p in model.named_parameters()}
         assert type(model) is kind
     return found
@@ -243,13 +246,12 @@ def _refused():
 
 def test_what_cannot_be_cut_is_refused_before_anything_changes():
     heads, later, roles = run_on_ranks(4, _refused)[0]
-    assert heads.splitlines() == [
-        f"layers.0.mixer.{name}_proj: 2 heads of 4 (8 outputs) must be divisible by tp 4, no rank may "
-        "share one; use tp 1, 2"
-        for name in "kv"
-    ]
-    assert "async_tp must have CUDA and sequence parallelism, and the device is cpu" in later
-    assert "Linear must say the roles of its parameters" in roles
+    assert [p.key for p in heads.problems] == [f"layers.0.mixer.{name}_proj" for name in "kv"]
+    assert_problem(heads, "layers.0.mixer.k_proj", 8, "divides")
+    assert re.findall(r"\d+", heads.problems[0].fix) == ["1", "2"]
+    assert_problem(later, "async_tp", True, "requires")
+    assert_problem(roles, "roles", ..., "missing")
+    assert "Linear" in str(roles)
 
 
 def _fake():

@@ -15,6 +15,7 @@ from forge_parallel.axes.hf_plan import roles_of_plan
 from forge_parallel.axes.tensor import tensor_parallel
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_testing import device, run_on_ranks
+from forge_testing.problems import assert_problem, rejects
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tensor_models import batch, copy_of, errors, mesh_of, shard
@@ -95,14 +96,11 @@ def test_F113_unknown_styles_and_forgotten_norms_are_refused_by_name():
     plan["layers.*.mlp.up_proj"] = "packed_colwise"
     del plan["layers.*.self_attn.k_norm"]
     model.config.base_model_tp_plan, model._tp_plan = plan, {"lm_head": "colwise_gather_output"}
-    with pytest.raises(ValueError, match="tp style") as raised:
+    with rejects("model.layers.0.mlp.up_proj", "packed_colwise", "style") as caught:
         roles_of_plan(model)
-    message = str(raised.value)
-    # once, not for each layer
-    first, second = message.splitlines()
-    assert "model.layers.0.mlp.up_proj: tp style packed_colwise must be one of colwise" in first
-    assert "model.layers.0.self_attn.k_norm: has no tp style and must have one" in second
-    assert first.endswith("(and 1 more like it)")
+    assert_problem(caught.value, "model.layers.0.self_attn.k_norm", ..., "missing")
+    first, _ = caught.value.problems  # once, not for each layer
+    assert "1 more" in first.fix
 
 
 def _own_loss_and_text(kind):
@@ -142,24 +140,25 @@ def _with_dropout(dropout):
     try:
         parallelize(build("Llama", attention_dropout=dropout), config, make_meshes(config))
     except ValueError as error:
-        return str(error)
-    return ""
+        return error
+    return None
 
 
 def test_F89_dropout_of_a_model_of_hugging_face_is_refused_under_tp():
-    assert run_on_ranks(2, _with_dropout, 0.0) == ["", ""]
-    (said, _) = run_on_ranks(2, _with_dropout, 0.25)
-    assert "self_attn.attention_dropout: dropout 0.25 must be 0 under tp" in said
-    assert len(said.splitlines()) == 1
+    assert run_on_ranks(2, _with_dropout, 0.0) == [None, None]
+    (error, _) = run_on_ranks(2, _with_dropout, 0.25)
+    assert_problem(error, "model.layers.0.self_attn.attention_dropout", 0.25, "dropout")
+    assert len(error.problems) == 1
 
 
 def _cut_stream():
     try:
         tensor_parallel(build("Llama"), mesh_of(1, 2)["tp"], sequence_parallel=True)
     except ValueError as error:
-        return str(error)
+        return error
 
 
 def test_sequence_parallelism_of_a_plan_is_refused():
-    message = run_on_ranks(2, _cut_stream)[0]
-    assert "must be off for a model of Hugging Face (LlamaForCausalLM reads lengths" in message
+    error = run_on_ranks(2, _cut_stream)[0]
+    assert_problem(error, "sequence_parallel", True, "excludes")
+    assert "LlamaForCausalLM" in str(error)

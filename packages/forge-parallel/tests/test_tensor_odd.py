@@ -12,7 +12,7 @@ from forge_parallel.prove import prove
 from forge_testing import run_on_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
-OWN_RANKS = pytest.mark.cpu_only(reason="prove starts ranks of its own, on CPUs")
+OWN_RANKS = pytest.mark.cpu_only(reason="prove forks its ranks, on CPUs")
 WIDTH = 16
 ROLES = {
     "emb.*": "vocab",
@@ -104,14 +104,12 @@ class Net(nn.Module):
 
 ODD = {
     "siblings of two grad modes": lambda: Net([GradModes(), GradModes()]),
-    "siblings of an input that is written to": lambda: Net([InPlace(), InPlace()]),
-    "three streams into an opaque module": lambda: Net([Queries()], **{"*.mixer.*": "opaque"}),
-    "an opaque row inside another": lambda: Net(
+    "siblings of a changed input": lambda: Net([InPlace(), InPlace()]),
+    "opaque with three streams": lambda: Net([Queries()], **{"*.mixer.*": "opaque"}),
+    "opaque inside opaque": lambda: Net(
         [Queries()], **{"*.mixer.in_*": "opaque", "*.mixer.out_proj.*": "opaque"}
     ),
-    "a value that enters": lambda: Net(
-        [Latent(), Latent()], **{"*.narrow.*": "sequence", "*.shared": "enter"}
-    ),
+    "enter": lambda: Net([Latent(), Latent()], **{"*.narrow.*": "sequence", "*.shared": "enter"}),
     "a block used three times": lambda: Net([Block()] * 3),
 }
 

@@ -32,23 +32,28 @@ from forge_parallel.prove.prove import Result, prove
 from forge_parallel.prove.settings import PRECISIONS, ProveError
 
 
-def main(argv: list[str] | None = None) -> int:
-    """The exit code."""
+def run(argv: list[str] | None = None) -> list[Result]:
+    """The printed results. Raises ProveError as `prove`, and for flags that cannot be read."""
     options = vars(_parser().parse_args(argv))
     sys.path.insert(0, os.getcwd())
+    layouts = [_layout(words) for words in options.pop("layout")]
+    width = max([26, *(len(layout_name(layout)) + 2 for layout in layouts)])
+    return prove(
+        options.pop("build"),
+        args=_pairs(options.pop("args"), "--args", "layers=2"),
+        roles=_roles(options.pop("roles")),
+        layouts=layouts,
+        worlds=_worlds(options.pop("world")),
+        header=partial(_print_header, width),
+        report=partial(_print, width),
+        **options,  # the others are named as in prove
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit code."""
     try:
-        layouts = [_layout(words) for words in options.pop("layout")]
-        width = max([26, *(len(layout_name(layout)) + 2 for layout in layouts)])
-        results = prove(
-            options.pop("build"),
-            args=_pairs(options.pop("args"), "--args", "layers=2"),
-            roles=_roles(options.pop("roles")),
-            layouts=layouts,
-            worlds=_worlds(options.pop("world")),
-            header=partial(_print_header, width),
-            report=partial(_print, width),
-            **options,  # the others are named as in prove
-        )
+        results = run(argv)
     except ValueError as error:
         print(f"cannot be run: {error}".rstrip(), file=sys.stderr)
         return 2

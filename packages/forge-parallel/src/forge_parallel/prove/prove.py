@@ -36,6 +36,8 @@ from forge_parallel.prove.task import Task
 from forge_parallel.prove.values import Reference, ValueKey
 from forge_parallel.structure import Blocks
 
+SAME_IN_ONE_RANK = "; one rank in bf16 computes the same: it is the precision, not the layout"
+
 
 @dataclass(frozen=True)
 class Result:
@@ -44,7 +46,7 @@ class Result:
     `errors` are the worst, max|a - b| / max|b|, by quantity: stream (behind each layer), loss, gradient,
     norm, weight, text (greedy, of a model of transformers, in fp32); in bf16 also "one rank", all of them beside one
     rank in bf16. Of a red cell, `message` names the first value that differs, `parameter` and `layer` its module, if
-    any. `trace` is the traceback of a rank that raised, `problems` are those of a refused cell.
+    any. `trace` is the traceback of a rank that raised, `problems` are those of its error.
     """
 
     cell: str
@@ -314,9 +316,9 @@ def _judge(
         _, rank, first = min(failed)
         if first.kind == "ProveError":
             raise ProveError(first.problems)
+        result = replace(result, problems=first.problems)
         if first.kind == "Refused":
-            message, problems = first.value, first.problems
-            return replace(result, verdict="refused", message=message, problems=problems)
+            return replace(result, verdict="refused", message=first.value)
         message = f"on rank {rank} {_describe(first)}"
         return replace(result, verdict="red", message=message, trace=first.trace)
     red: dict[str, Any] = {}
@@ -337,9 +339,7 @@ def _judge(
         elif missing := sorted(reference.start.keys() - compared):
             red = red or {"message": f"no rank holds {missing[0]}", "parameter": missing[0]}
         elif truth == ONE_RANK and began == 0:
-            red["message"] += (
-                "; one rank in bf16 computes the same: it is the precision, not the layout"
-            )
+            red["message"] += SAME_IN_ONE_RANK
     return replace(result, verdict="red", **red) if red else result
 
 
