@@ -15,6 +15,7 @@ from forge_core.model.context import default_positions
 from forge_core.model.documents import SegmentPlan, within_segments
 from forge_core.model.kv_cache import LayerCache
 from forge_core.model.rows import attend_rows, sdpa
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -122,11 +123,11 @@ def test_cache_goes_on_with_the_newest_document() -> None:
 def test_cache_refusals() -> None:
     model, cache = small(), KVCache(4)
     model(torch.zeros(2, 3, dtype=torch.int64), cache=cache)
-    with pytest.raises(ValueError, match="5 tokens do not fit a KV cache of 4"):
+    with rejects("max_length", 4, "full"):
         model(torch.zeros(2, 2, dtype=torch.int64), cache=cache)
-    with pytest.raises(ValueError, match="1 rows do not fit a KV cache of 2 rows"):
+    with rejects("k", (1, 1, 2, 8), "rows"):
         model(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
-    with pytest.raises(ValueError, match="max_length 0"):
+    with rejects("max_length", 0, "range"):
         KVCache(0)
 
 

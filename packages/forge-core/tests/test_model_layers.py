@@ -1,7 +1,6 @@
 """Norms, rotation, feed-forwards against slow references in float64."""
 
 import math
-import re
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from forge_core import FeedForward, RMSNorm, RopeScaling, TransformerConfig
 from forge_core.model import Attention
 from forge_core.model.rope import inverse_frequencies, rope_tables, rotate
 from forge_core.model.yarn import attention_factor
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -162,28 +162,28 @@ def test_yarn_grows_what_turns(keys: dict, wanted: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "problem"),
+    ("name", "key", "value", "code"),
     [
-        ({"name": "yarn", "low_freq_factor": 2.0}, "low_freq_factor 2.0 is a key of name 'llama3'"),
-        ({"beta_fast": 16.0}, "beta_fast 16.0 is a key of name 'yarn', and name is 'llama3'"),
-        ({"name": "linear", "truncate": False}, "truncate False is a key of name 'yarn'"),
-        ({"name": "yarn", "beta_slow": 33.0}, "beta_slow 33.0 must be positive and at most"),
-        ({"name": "yarn", "mscale": 1.0}, "mscale 1.0 must go with mscale_all_dim"),
-        ({"name": "yarn", "attention_factor": 0.0}, "attention_factor 0.0 must be a finite number"),
-        (
-            {"name": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.0},
-            "attention_factor 1.0 takes the place of mscale 1.0",
-        ),
+        ("yarn", "low_freq_factor", 2.0, "foreign"),
+        ("llama3", "beta_fast", 16.0, "foreign"),
+        ("linear", "truncate", False, "foreign"),
+        ("yarn", "beta_slow", 33.0, "range"),
+        ("yarn", "truncate", 1, "type"),
+        ("yarn", "mscale", 1.0, "requires"),
+        ("yarn", "attention_factor", 0.0, "range"),
     ],
 )
-def test_keys_of_scalings(keys: dict, problem: str) -> None:
-    with pytest.raises(ValueError, match=f"^rope_scaling: {re.escape(problem)}"):
-        RopeScaling(**keys)
+def test_keys_of_scalings(name: str, key: str, value: object, code: str) -> None:
+    with rejects(key, value, code, where="rope_scaling: "):
+        RopeScaling(name=name, **{key: value})
+    given = {"mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.0}
+    with rejects("attention_factor", 1.0, "excludes"):
+        RopeScaling(name="yarn", **given)
 
 
 def test_a_key_of_latent_attention_alone() -> None:
     scaling = RopeScaling(name="yarn", mscale_all_dim=1.0)
-    with pytest.raises(ValueError, match="read by latent attention alone"):
+    with rejects("rope_scaling.mscale_all_dim", 1.0, "requires"):
         TransformerConfig(8, rope_scaling=scaling)
 
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from forge_core import Transformer, TransformerConfig
+from forge_core._shared.problems import raise_problems
 from forge_core.model import MRopeConfig
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -52,14 +54,18 @@ def test_text_has_the_logits_of_one_axis(layout: str) -> None:
 
 
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="at most a third of the pairs"):
+    with rejects("sections", [1, 3, 4], "interleaved"):
         MRopeConfig((1, 3, 4))
-    with pytest.raises(ValueError, match="three whole numbers"):
+    with rejects("sections", [1, 3], "range"):
         MRopeConfig((1, 3))
-    with pytest.raises(ValueError, match="layout 'x' must be one of"):
+    with rejects("layout", "x", "unknown"):
         MRopeConfig(layout="x")  # type: ignore[arg-type]
-    assert "sum to half" in next(MRopeConfig().problems(32, "attention"))
-    assert "is read by mixer 'attention' alone" in next(MRopeConfig().problems(128, "mla"))
+    for dims, mixer, key, code in (
+        (32, "attention", "mrope.sections", "sum"),
+        (128, "mla", "mrope", "mixer"),
+    ):
+        with rejects(key, code=code):
+            raise_problems("model", MRopeConfig().problems(dims, mixer))
     tokens = torch.zeros(2, 6, dtype=torch.int64)
-    with pytest.raises(ValueError, match="or one for each axis with mrope"):
+    with rejects("positions", (2, 3, 6), "shape"):
         Transformer(TransformerConfig(**SIZES))(tokens, torch.zeros(2, 3, 6, dtype=torch.int64))

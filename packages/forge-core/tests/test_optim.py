@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from forge_core.optim import AdamW, OptimizerConfig, ScheduleConfig, build_optimizer
+from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -145,16 +146,17 @@ def test_a_state_that_does_not_fit_is_refused_as_a_whole():
     state["head.bias"]["exp_avg"] = torch.zeros(5)
     state["head.bias"]["momentum"] = 0.0
     state["stranger"] = {}
-    with pytest.raises(ValueError, match="does not fit") as error:
+    state["experts"]["exp_avg"] = 1.0
+    with rejects("norm.weight", ..., "missing", where="optimizer state: ") as error:
         optimizer.load_named_state(state)
-    for part in (
-        "norm.weight: missing",
-        "norm.bias.step: missing",
-        "head.bias.exp_avg: shape (5,); the parameter has (6,)",
-        "head.bias.momentum: extra",
-        "stranger: extra",
+    for wanted in (
+        ("norm.bias.step", ..., "missing"),
+        ("head.bias.exp_avg", (5,), "shape"),
+        ("head.bias.momentum", ..., "extra"),
+        ("stranger", ..., "extra"),
+        ("experts.exp_avg", 1.0, "type"),
     ):
-        assert part in str(error.value)
+        assert_problem(error.value, *wanted)
     for name, slots in optimizer.named_state().items():
         assert torch.equal(slots["exp_avg"], before[name]["exp_avg"])
 
@@ -209,26 +211,29 @@ def test_lr_and_zero_grad():
 
 
 def test_masters_in_fp16_are_refused():
-    with pytest.raises(ValueError, match=r"experts is torch.float16.*masters must be fp32"):
+    with rejects("experts", torch.float16, "dtype"):
         build_optimizer(Tiny().half())
 
 
 def test_meta_and_frozen_models_are_refused():
-    with pytest.raises(ValueError, match="materialise the model first"):
+    with rejects("experts", ..., "meta"):
         build_optimizer(Tiny().to("meta"))
-    with pytest.raises(ValueError, match="no parameter to train"):
+    with rejects("requires_grad", False, "frozen"):
         build_optimizer(Tiny().requires_grad_(False))
 
 
 def test_all_problems_of_a_config_in_one_error():
-    with pytest.raises(ValueError, match="optimizer: lr") as error:
-        OptimizerConfig(name="", lr=0.0, betas=(0.9, 1.0), eps=-1.0, weight_decay=math.nan)
-    assert len(str(error.value).splitlines()) == 5
+    given = {"name": "", "lr": 0.0, "betas": (0.9, 1.0), "eps": -1.0, "weight_decay": math.nan}
+    with rejects("lr", 0.0, "range", where="optimizer: ") as error:
+        OptimizerConfig(**given)
+    assert {problem.key for problem in error.value.problems} == given.keys()
+    assert_problem(error.value, "name", "", "missing")
+    assert_problem(error.value, "eps", -1.0, "range")
 
 
 @pytest.mark.parametrize("betas", [(0.9,), (0.9, 0.95, 0.1), (0.9, math.nan), (0.9, "0.95"), 0.9])
 def test_betas_are_two_numbers(betas):
-    with pytest.raises(ValueError, match=r"optimizer: betas .* must be two numbers in \[0, 1\)"):
+    with rejects("betas", betas, "range", where="optimizer: "):
         OptimizerConfig(betas=betas)
 
 
@@ -253,11 +258,9 @@ def test_a_name_from_an_entry_point(monkeypatch):
     theirs = build_optimizer(Tiny(), OptimizerConfig("theirs", lr=0.5))
     assert theirs.param_groups[0]["lr"] == 0.5
     assert asked == ["forge.optimizers"]
-    with pytest.raises(
-        ValueError,
-        match=r"optimizer.name 'adam' is unknown.*adamw, lion.*theirs.*did you mean 'adamw'",
-    ):
+    with rejects("optimizer.name", "adam", "unknown", where="'adamw'") as error:
         build_optimizer(Tiny(), OptimizerConfig("adam"))
+    assert all(name in str(error.value) for name in ("adamw, lion", "theirs"))
 
 
 def _assert_same(one, other):

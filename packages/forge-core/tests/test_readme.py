@@ -52,7 +52,7 @@ def test_examples_of_attention_and_activations_run() -> None:
     assert names["alike"] > 0.5
     exec(changed, names)
     assert equal(names["patched"], names["model"](names["tokens"])), (
-        "all behind layer 0 is that of the clean run"
+        "layers after 0 equal the clean run"
     )
 
 

@@ -1,10 +1,12 @@
 """Fields and checks of configuration dataclasses."""
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import field
 from numbers import Integral, Real
 from typing import Any
+
+from forge_core._shared.problems import Problem
 
 
 def setting(default: Any, help: str) -> Any:
@@ -12,17 +14,10 @@ def setting(default: Any, help: str) -> Any:
     return field(default=default, metadata={"help": help})
 
 
-def raise_problems(where: str, problems: Iterable[str]) -> None:
-    """Raise one ValueError with a line `where: problem` for each problem; do nothing without any."""
-    lines = [f"{where}: {problem}" for problem in problems]
-    if lines:
-        raise ValueError("\n".join(lines))
-
-
 def foreign_keys(
     config: Any, readers: Mapping[str, tuple[str, ...]], names: Collection[str]
-) -> Iterator[str]:
-    """Sentences for keys off their defaults that the built-in part of `config.name` does not read.
+) -> Iterator[Problem]:
+    """Problems of keys off their defaults that the built-in part of `config.name` does not read.
 
     readers: the names that read each key; a part that is not among the built-in `names` may read all.
     """
@@ -30,21 +25,21 @@ def foreign_keys(
         value = getattr(config, key)
         # a default stands in every configuration that was ever written, so it passes under any name
         if config.name not in whose and value != getattr(type(config), key):
-            yield (
-                f"{key} {value} is a key of name {' and '.join(map(repr, whose))}, and name is {config.name!r}; "
-                f"remove it, or use {whose[0]}"
-            )
+            yield foreign(config.name, key, value, whose)
 
 
-def foreign_table(config: Any, table: str, name: str) -> Iterator[str]:
-    """Sentences for keys off their defaults of the `table` that belongs to `name`, under another `config.name`."""
+def foreign(name: str, key: str, value: Any, whose: tuple[str, ...]) -> Problem:
+    """The problem of a key that only the names `whose` read, where `name` is set."""
+    rule = f"is a key of name {' and '.join(map(repr, whose))}, and name is {name!r}"
+    return Problem(key, "foreign", value, rule, f"remove it, or use {whose[0]}")
+
+
+def foreign_table(config: Any, table: str, name: str) -> Iterator[Problem]:
+    """Problems of keys off their defaults of the `table` that belongs to `name`, under another `config.name`."""
     own = getattr(config, table)
     for key, value in vars(own).items():
         if config.name != name and value != getattr(type(own), key):
-            yield (
-                f"{table}.{key} {value} is a key of name {name!r}, and name is {config.name!r}; remove it, or use "
-                f"{name}"
-            )
+            yield foreign(config.name, f"{table}.{key}", value, (name,))
 
 
 def is_finite(value: object) -> bool:
@@ -57,13 +52,27 @@ def is_size(value: object, most: int) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and 1 <= int(value) <= most
 
 
-def size_problems(config: object, sizes: dict[str, int]) -> Iterator[str]:
-    """Sentences for fields that are no whole numbers from 1 to a maximum; None is allowed where it is the default."""
+def size_problems(config: object, sizes: dict[str, int]) -> Iterator[Problem]:
+    """Problems of fields that are not integers from 1 to a maximum; None is allowed where it is the default."""
     for name, most in sizes.items():
         value = getattr(config, name)
         optional = getattr(type(config), name, 0) is None
         if not is_size(value, most) and not (optional and value is None):
-            yield (
-                f"{name} {value!r} must be a whole number, at least 1 and at most {most}; "
-                "give one in that range"
-            )
+            rule = f"must be a whole number, at least 1 and at most {most}"
+            yield Problem(name, "range", value, rule, "give one in that range")
+
+
+def switch_problems(config: object, *names: str) -> Iterator[Problem]:
+    """Problems of fields that are not true or false."""
+    for name in names:
+        value, default = getattr(config, name), getattr(type(config), name)
+        if not isinstance(value, bool):
+            yield Problem(name, "type", value, "must be true or false", f"use {default}".lower())
+
+
+def choice_problems(config: object, name: str, choices: tuple[str, ...]) -> Iterator[Problem]:
+    """The problem of a field that is not one of its choices."""
+    value, default = getattr(config, name), getattr(type(config), name)
+    if value not in choices:
+        rule = f"must be {' or '.join(map(repr, choices))}"
+        yield Problem(name, "unknown", value, rule, f"use {default!r}")

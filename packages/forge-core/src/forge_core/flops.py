@@ -8,6 +8,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from forge_core._shared.problems import invalid
+
 __all__ = ["flops_per_token", "parameter_count", "peak_flops", "spared_flops"]
 
 # Dense bf16 peak in FLOP/s without sparsity, from the vendors' datasheets. The first key found in the
@@ -51,7 +53,8 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
     For a plain model without the method attention is not counted, so the figure is a lower bound.
     """
     if seq_len < 1:
-        raise ValueError(f"seq_len {seq_len} must be at least 1; give the tokens per sequence")
+        fix = "give the tokens per sequence"
+        raise invalid("seq_len", "range", seq_len, "must be at least 1", fix)
     return 3.0 * _forward(model, seq_len) - spared_flops(model, seq_len)
 
 

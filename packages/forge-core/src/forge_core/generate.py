@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_core._config import raise_problems, setting
+from forge_core._config import setting
+from forge_core._shared.problems import Problem, invalid, raise_problems
 
 __all__ = ["SamplingConfig", "generate", "generate_stream"]
 
@@ -43,19 +44,20 @@ class SamplingConfig:
         raise_problems("sampling", _problems(self))
 
 
-def _problems(c: SamplingConfig) -> Iterator[str]:
+def _problems(c: SamplingConfig) -> Iterator[Problem]:
     if not 0.0 <= c.temperature < float("inf"):
-        yield f"temperature {c.temperature} must be a finite number, 0 or more; use 1, or 0 for greedy"
+        rule = "must be a finite number, 0 or more"
+        yield Problem("temperature", "range", c.temperature, rule, "use 1, or 0 for greedy")
     if c.top_k is not None and c.top_k < 1:
-        yield f"top_k {c.top_k} must be at least 1; use 1 or more, or leave it out"
-    if c.top_p is not None and not 0.0 < c.top_p <= 1.0:
-        yield f"top_p {c.top_p} must be above 0 and at most 1; use 0.9, or leave it out"
-    if c.min_p is not None and not 0.0 < c.min_p <= 1.0:
-        yield f"min_p {c.min_p} must be above 0 and at most 1; use 0.05, or leave it out"
+        fix = "use 1 or more, or leave it out"
+        yield Problem("top_k", "range", c.top_k, "must be at least 1", fix)
+    for name, value, example in (("top_p", c.top_p, 0.9), ("min_p", c.min_p, 0.05)):
+        if value is not None and not 0.0 < value <= 1.0:
+            rule = "must be above 0 and at most 1"
+            yield Problem(name, "range", value, rule, f"use {example}, or leave it out")
     if not 0.0 < c.repetition_penalty < float("inf"):
-        yield (
-            f"repetition_penalty {c.repetition_penalty} must be a finite number above 0; use 1.1, or 1 for none"
-        )
+        rule, value = "must be a finite number above 0", c.repetition_penalty
+        yield Problem("repetition_penalty", "range", value, rule, "use 1.1, or 1 for none")
 
 
 def generate(
@@ -112,25 +114,21 @@ def generate_stream(
     rows, document_ids = _pad_left(tokens, device)
     longest: int | None = getattr(getattr(model, "config", None), "max_seq_len", None)
     if max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens {max_new_tokens} must be at least 1; ask for one or more")
+        rule, fix = "must be at least 1", "ask for one or more"
+        raise invalid("max_new_tokens", "range", max_new_tokens, rule, fix)
     if prefill_chunk is not None and prefill_chunk < 1:
-        raise ValueError(
-            f"prefill_chunk {prefill_chunk} must be at least 1; use 2048, or leave it out"
-        )
+        rule, fix = "must be at least 1", "use 2048, or leave it out"
+        raise invalid("prefill_chunk", "range", prefill_chunk, rule, fix)
     if longest is not None and rows.size(1) >= longest:
-        raise ValueError(
-            f"a prompt of {rows.size(1)} tokens fills max_seq_len {longest}; shorten it"
-        )
+        rule = f"has a prompt of {rows.size(1)} tokens, which fills max_seq_len {longest}"
+        raise invalid("tokens", "length", tuple(rows.shape), rule, "shorten it")
     if longest is not None and rows.size(1) + max_new_tokens > longest:
-        raise ValueError(
-            f"a prompt of {rows.size(1)} and {max_new_tokens} new tokens are longer than max_seq_len {longest}; "
-            f"ask for {longest - rows.size(1)} or fewer, or shorten the prompt"
-        )
+        rule = f"and a prompt of {rows.size(1)} tokens are longer than max_seq_len {longest}"
+        fix = f"ask for {longest - rows.size(1)} or fewer, or shorten the prompt"
+        raise invalid("max_new_tokens", "length", max_new_tokens, rule, fix)
     if extras and prefill_chunk is not None:
-        raise ValueError(
-            f"prefill_chunk {prefill_chunk} must be left out with extras {', '.join(extras)}, which belong to whole "
-            "prompts; leave it out"
-        )
+        rule = f"must be left out with extras {', '.join(extras)}, which belong to whole prompts"
+        raise invalid("prefill_chunk", "excludes", prefill_chunk, rule)
     chunk = rows.size(1) if prefill_chunk is None else prefill_chunk
     draws = _Draws(sampling.seed, rows.size(0), device, first_row)
     given = extras or {}
@@ -275,14 +273,13 @@ def _pad_left(tokens: Prompts, device: torch.device) -> tuple[Tensor, Tensor | N
     """
     if isinstance(tokens, Tensor):
         if tokens.dim() != 2:
-            raise ValueError(
-                f"tokens of shape {tuple(tokens.shape)} must be (B, S); add a dim for one row"
-            )
+            fix = "add a dim for one row"
+            raise invalid("tokens", "shape", tuple(tokens.shape), "must be (B, S)", fix)
         prompts = list(tokens)
     else:
         prompts = [torch.as_tensor(prompt, dtype=torch.int64) for prompt in tokens]
     if not prompts or min(prompt.numel() for prompt in prompts) == 0:
-        raise ValueError("an empty prompt has nothing to go on from; begin it with one token")
+        raise invalid("tokens", "empty", ..., "must not be empty", "begin a prompt with one token")
     longest = max(prompt.numel() for prompt in prompts)
     rows = torch.zeros(len(prompts), longest, dtype=torch.int64, device=device)
     ids = torch.full((len(prompts), longest), -1, device="cpu")

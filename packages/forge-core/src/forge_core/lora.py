@@ -16,7 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_core._config import is_finite, is_size, raise_problems, setting
+from forge_core._config import is_finite, is_size, setting
+from forge_core._shared.problems import Problem, invalid, raise_problems
 from forge_core.model.init import Init
 
 __all__ = ["FACTORS", "LoRAConfig", "LoRALinear", "adapter_names", "lora", "merge", "merged_weight"]
@@ -48,14 +49,17 @@ class LoRAConfig:
         return self.alpha / self.rank
 
 
-def _problems(c: LoRAConfig) -> Iterator[str]:
+def _problems(c: LoRAConfig) -> Iterator[Problem]:
     taken = () if isinstance(c.patterns, str) else [p for p in c.patterns if not p.startswith("!")]
     if not taken or not all(c.patterns):
-        yield f"patterns {c.patterns!r} must be a list with a name that '!' does not exclude; use ['*.q_proj', '*.v_proj']"
+        rule = "must be a list with a name that '!' does not exclude"
+        yield Problem("patterns", "type", c.patterns, rule, "use ['*.q_proj', '*.v_proj']")
     if not is_size(c.rank, _MAX_RANK):
-        yield f"rank {c.rank!r} must be a whole number from 1 to {_MAX_RANK}; use 8"
+        rule = f"must be a whole number from 1 to {_MAX_RANK}"
+        yield Problem("rank", "range", c.rank, rule, "use 8")
     if not (is_finite(c.alpha) and c.alpha > 0.0):
-        yield f"alpha {c.alpha!r} must be a finite number above 0; use twice the rank"
+        rule = "must be a finite number above 0"
+        yield Problem("alpha", "range", c.alpha, rule, "use twice the rank")
 
 
 class LoRALinear(nn.Module):
@@ -138,9 +142,8 @@ def merge(model: nn.Module) -> None:
     The model is whole (not sharded). The sum is made in fp32 and rounded to the weight's dtype.
     """
     if isinstance(model, LoRALinear):
-        raise ValueError(
-            "merge replaces layers inside of a model, and it was given one; give the model"
-        )
+        rule = "is an adapted layer, and merge replaces layers inside of a model"
+        raise invalid("model", "layer", ..., rule, "give the model")
     for name, module in list(model.named_modules()):
         if isinstance(module, LoRALinear):
             _replace(model, name, _merged(module))
@@ -171,7 +174,8 @@ def _matched(model: nn.Module, config: LoRAConfig) -> dict[str, nn.Linear]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     found: dict[str, nn.Linear] = {}
-    problems = []
+    problems: list[Problem] = []
+    key = "lora.patterns"
     excluded = [pattern[1:] for pattern in config.patterns if pattern.startswith("!")]
     for pattern in (p for p in config.patterns if not p.startswith("!")):
         fits = [
@@ -182,29 +186,23 @@ def _matched(model: nn.Module, config: LoRAConfig) -> dict[str, nn.Linear]:
         if not fits:
             linear = [name for name, module in modules.items() if type(module) is nn.Linear]
             near = ", ".join(difflib.get_close_matches(pattern, linear, n=3, cutoff=0.0))
-            problems.append(
-                f"lora.patterns {pattern!r} must match a linear layer, and matches no module; the nearest names "
-                f"are {near or 'none: the model has no linear layer'}"
-            )
+            rule = "must match a linear layer, and matches no module"
+            fix = f"the nearest names are {near or 'none: the model has no linear layer'}"
+            problems.append(Problem(key, "not_found", pattern, rule, fix))
         others = [name for name in fits if type(modules[name]) is not nn.Linear]
         if others:
             kinds = ", ".join(f"{name} ({type(modules[name]).__name__})" for name in others[:3])
-            problems.append(
-                f"lora.patterns {pattern!r} must match nn.Linear alone, and matches {kinds}{', ...' * (len(others) > 3)}; "
-                f"exclude them, as '!{others[0]}'"
-            )
+            rule = f"must match only nn.Linear, and matches {kinds}{', ...' * (len(others) > 3)}"
+            problems.append(Problem(key, "type", pattern, rule, f"exclude them, as '!{others[0]}'"))
         for name in (name for name in fits if name not in others):
             module: Any = modules[name]
             if len(names[module.weight]) > 1:
-                problems.append(
-                    f"lora.patterns {pattern!r}: the weight of {name} is also "
-                    f"{next(n for n in names[module.weight] if n != f'{name}.weight')}, and an "
-                    "adapter would change only one of them; exclude it"
-                )
+                other = next(n for n in names[module.weight] if n != f"{name}.weight")
+                rule = f"must not match {name}: its weight is also {other}, and an adapter would change only one"
+                problems.append(Problem(key, "tied", pattern, rule, "exclude it"))
             else:
                 found[name] = module
-    if problems:
-        raise ValueError("\n".join(dict.fromkeys(problems)))
+    raise_problems("", dict.fromkeys(problems))
     return {name: found[name] for name in modules if name in found}
 
 

@@ -11,6 +11,8 @@ from importlib.metadata import entry_points
 from types import UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
+from forge_core._shared.problems import Problem, invalid, problems_of, raise_problems
+
 __all__ = ["Registry", "installed", "options_table"]
 
 
@@ -43,11 +45,10 @@ class Registry(NamedTuple):
             return installed[name].load()
         known = sorted({*self.built_in, *installed})
         near = difflib.get_close_matches(name, known, n=1)
-        raise ValueError(
-            f"{self.key} {name!r} is unknown: known in {self.group} are {', '.join(known)}, anything else is "
-            "an import path module:attr; "
-            + (f"did you mean {near[0]!r}?" if near else "use one of these")
-        )
+        listed = f"known in {self.group} are {', '.join(known)}"
+        rule = f"is unknown: {listed}, anything else is an import path module:attr"
+        fix = f"did you mean {near[0]!r}?" if near else "use one of these"
+        raise invalid(self.key, "unknown", name, rule, fix)
 
     def bound(
         self, tables: Mapping[str, tuple[str, Mapping[str, Any]]]
@@ -57,15 +58,14 @@ class Registry(NamedTuple):
         The table's name replaces `<name>` in the key. ValueError with all problems of all tables.
         """
         found: dict[str, Callable[..., Any]] = {}
-        problems: list[str] = []
+        problems: list[Problem] = []
         for table, (name, options) in tables.items():
             registry = self._replace(key=self.key.replace("<name>", table))
             try:
                 found[table] = partial(registry.checked(name, options), **options)
             except ValueError as error:
-                problems.append(str(error))
-        if problems:
-            raise ValueError("\n".join(problems))
+                problems += problems_of(error)
+        raise_problems("", problems)
         return found
 
     def checked(self, name: str, options: Mapping[str, Any]) -> Any:
@@ -81,28 +81,23 @@ class Registry(NamedTuple):
 
         `given` are keywords that the part is called with beside its options.
         """
-        problems = self._problems(part, name, options, given)
-        if problems:
-            raise ValueError("\n".join(problems))
+        raise_problems("", self._problems(part, name, options, given))
 
     def _problems(
         self, part: Any, name: str, options: Mapping[str, Any], given: Collection[str]
-    ) -> list[str]:
+    ) -> list[Problem]:
         table = options_table(self.key)
         if name in self.built_in and not self.built_in_options:
             section = self.key.rpartition(".")[0]
-            return [
-                f"{table}.{key} {value!r}: {name!r} is built in and takes no options; use the keys of "
-                f"[{section}], or name a part of your own"
-                for key, value in options.items()
-            ]
+            rule = f"cannot be given: {name!r} is built in and takes no options"
+            fix = f"use the keys of [{section}], or name a part of your own"
+            given_here = options.items()
+            return [Problem(f"{table}.{k}", "built_in", v, rule, fix) for k, v in given_here]
         call = f"{name}({', '.join((*self.arguments, '**options'))})"
         if not callable(part):
-            return [
-                f"{self.key} {name!r} is of type {type(part).__name__} and must be callable as {call}; name a "
-                "function or a class"
-            ]
-        return _unlike_signature(part, name, options, table, call, len(self.arguments), given)
+            rule = f"is of type {type(part).__name__} and must be callable as {call}"
+            return [Problem(self.key, "type", name, rule, "name a function or a class")]
+        return _unlike_signature(self, part, name, options, table, call, given)
 
 
 def options_table(key: str) -> str:
@@ -118,44 +113,48 @@ def installed(name: str, group: str) -> bool:
 
 
 def _unlike_signature(
+    registry: Registry,
     part: Callable[..., Any],
     name: str,
     options: Mapping[str, Any],
     table: str,
     call: str,
-    places: int,
     given: Collection[str],
-) -> list[str]:
+) -> list[Problem]:
+    places = len(registry.arguments)
     parameters = list(inspect.signature(part).parameters.values())
     kinds = [p.kind for p in parameters]
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     if len(positional) < places and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        return [
-            f"{name!r} takes {len(positional)} arguments by position and is called as {call}; give it those"
-        ]
+        rule = f"takes {len(positional)} arguments by position and is called as {call}"
+        return [Problem(registry.key, "positional", name, rule, "give it those")]
     first = {p.name for p in positional[:places]}
     taken = {
         p.name: p
         for p in parameters
         if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in {*first, *given}
     }
+
+    # options that it does not take, then options that it needs, then values of another type
+    rule, names = f"is not an option of {name!r}", list(taken)
     problems = [
-        f"{table}.{key} {value!r} is no option of {name!r}; {_taken(key, list(taken))}"
+        Problem(f"{table}.{key}", "unknown_key", value, rule, _taken(key, names))
         for key, value in options.items()
         if key not in taken
         and (inspect.Parameter.VAR_KEYWORD not in kinds or key in {*first, *given})
     ]
+    rule = f"is missing, and {name!r} has no default for it"
     problems += [
-        f"{table} lacks {key!r}, which {name!r} has no default for; give it in [{table}]"
+        Problem(f"{table}.{key}", "missing", ..., rule, f"give it in [{table}]")
         for key, p in taken.items()
         if p.default is p.empty and key not in options
     ]
     hints = _hints(part)
-    return problems + [
-        f"{table}.{key} {options[key]!r} must be of type {_called(hints[key])}, as {name!r} annotates it; correct it"
-        for key in taken
-        if key in options and not _fits(options[key], hints.get(key))
-    ]
+    for key in taken:
+        if key in options and not _fits(options[key], hints.get(key)):
+            rule = f"must be of type {_called(hints[key])}, as {name!r} annotates it"
+            problems.append(Problem(f"{table}.{key}", "type", options[key], rule, "correct it"))
+    return problems
 
 
 def _taken(key: str, names: list[str]) -> str:
@@ -203,7 +202,6 @@ def _from_path(path: str, key: str) -> Any:
     try:
         return getattr(import_module(module_name), attribute)
     except (ImportError, AttributeError, SyntaxError, ValueError) as error:
-        raise ValueError(
-            f"{key}: cannot import {path!r} ({error}): a name with a colon is module:attr; "
-            "install the module or correct the path"
-        ) from error
+        rule = f"cannot be imported ({error}): a name with a colon is module:attr"
+        fix = "install the module or correct the path"
+        raise invalid(key, "import", path, rule, fix) from error

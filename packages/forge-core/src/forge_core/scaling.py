@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from forge_core._shared.problems import Problem, invalid, raise_problems
 
 __all__ = ["NUM_CONSTANTS", "ScalingFit", "bootstrap", "fit_scaling", "interval"]
 
@@ -28,6 +30,7 @@ NUM_CONSTANTS = 5
 _LEAST_TERM = (
     1e-6  # of a loss: a term that changes by less over all runs says nothing about its exponent
 )
+_POSITIVE = "must be finite and above 0"
 _LEVELS = 3  # distinct N, and distinct D: E, A and alpha are not known from fewer
 _BEST_STARTS = 24
 _ITERATIONS = 400
@@ -50,10 +53,13 @@ class ScalingFit:
 
     def optimum(self, flops: float, flops_per_parameter: float = 6.0) -> tuple[float, float]:
         """(N, D) of the lowest loss among those of `flops = flops_per_parameter * N * D`."""
-        if not (0 < flops < math.inf and 0 < flops_per_parameter < math.inf):
-            raise ValueError(
-                f"flops {flops} and flops_per_parameter {flops_per_parameter} must be finite and above 0; use 6.0 for the latter"
-            )
+        given = {
+            "flops": (flops, "use 1e18"),
+            "flops_per_parameter": (flops_per_parameter, "use 6.0"),
+        }
+        for name, (value, fix) in given.items():
+            if not 0 < value < math.inf:
+                raise invalid(name, "range", value, _POSITIVE, fix)
         product, total = flops / flops_per_parameter, self.alpha + self.beta
         # d/dN of A N^-alpha + B (product / N)^-beta is zero there
         scale = (self.alpha * self.A / (self.beta * self.B)) ** (1.0 / total)
@@ -80,8 +86,7 @@ def fit_scaling(
         points, torch.ones(1, points.shape[1]), _starts(points, delta), delta
     )
     fit = _fits(theta, objective)[0]
-    if problems := _flat_terms(fit, points):
-        raise ValueError("\n".join(problems))
+    raise_problems("", _flat_terms(fit, points))
     return fit
 
 
@@ -100,7 +105,7 @@ def bootstrap(
     from their fit. Cost: some seconds for 200.
     """
     if resamples < 1:
-        raise ValueError(f"resamples {resamples} must be at least 1; use 200")
+        raise invalid("resamples", "range", resamples, "must be at least 1", "use 200")
     points = _points(parameters, tokens, losses, delta)
     generator = torch.Generator().manual_seed(seed)
     number, counts = points.shape[1], list[Tensor]()
@@ -117,8 +122,10 @@ def bootstrap(
 
 def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
     """The central interval that holds `level` of the values, as of a bootstrap."""
-    if not values or not 0 < level < 1:
-        raise ValueError(f"level {level} must be between 0 and 1, of one value or more; use 0.95")
+    if not values:
+        raise invalid("values", "missing", ..., "must be one or more")
+    if not 0 < level < 1:
+        raise invalid("level", "range", level, "must be between 0 and 1", "use 0.95")
     edges = torch.tensor([(1 - level) / 2, (1 + level) / 2], dtype=torch.float64)
     low, high = torch.quantile(torch.tensor(values, dtype=torch.float64), edges).tolist()
     return low, high
@@ -132,56 +139,53 @@ def _points(
 ) -> Tensor:
     """log N, log D, log L: (3, R). ValueError for what cannot be fitted."""
     if not 0 < delta < math.inf:
-        raise ValueError(f"delta {delta} must be finite and above 0; use 1e-3")
+        raise invalid("delta", "range", delta, _POSITIVE, "use 1e-3")
     if not len(parameters) == len(tokens) == len(losses):
-        raise ValueError(
-            f"parameters, tokens and losses must be equally many, not {len(parameters)}, {len(tokens)} and {len(losses)}"
-        )
+        rule = f"and tokens and losses must have one length, not {len(tokens)} and {len(losses)}"
+        raise invalid("parameters", "length", len(parameters), rule)
     rows = torch.tensor([list(parameters), list(tokens), list(losses)], dtype=torch.float64)
-    if not bool(((rows > 0) & rows.isfinite()).all()):
-        raise ValueError(
-            "parameters, tokens and losses must be finite and above 0; leave out runs that diverged"
-        )
+    for name, row in zip(("parameters", "tokens", "losses"), rows):
+        if not bool(((row > 0) & row.isfinite()).all()):
+            raise invalid(name, "range", ..., _POSITIVE, "leave out runs that diverged")
     points = rows.log()
-    if problems := _problems(points):
-        raise ValueError("\n".join(problems))
+    raise_problems("", _problems(points))
     return points
 
 
-def _problems(points: Tensor) -> list[str]:
+def _problems(points: Tensor) -> list[Problem]:
     number = points.shape[1]
     if number <= NUM_CONSTANTS:
-        return [
-            f"{number} runs cannot fit {NUM_CONSTANTS} constants and say how well; train {NUM_CONSTANTS + 1} or more"
-        ]
+        rule = f"is the number of runs, too few for {NUM_CONSTANTS} constants and their uncertainty"
+        return [Problem("parameters", "count", number, rule, f"train {NUM_CONSTANTS + 1} or more")]
+    rule, fix = (
+        "is the number of distinct values, too few for its exponent",
+        f"train {_LEVELS} or more",
+    )
     problems = [
-        f"{levels} distinct {name} cannot tell its exponent; train {_LEVELS} or more"
-        for name, row in (("numbers of parameters", points[0]), ("numbers of tokens", points[1]))
+        Problem(name, "levels", levels, rule, fix)
+        for name, row in (("parameters", points[0]), ("tokens", points[1]))
         if (levels := len(row.unique())) < _LEVELS
     ]
     if not problems and abs(float(torch.corrcoef(points[:2])[0, 1])) > 1 - 1e-9:
+        rule = "of each run follow from its parameters, so that their terms cannot be separated"
         problems.append(
-            "the tokens of each run follow from its parameters, so that their terms cannot be told apart; train each size "
-            "on several budgets"
+            Problem("tokens", "dependent", ..., rule, "train each size on several budgets")
         )
     return problems
 
 
-def _flat_terms(fit: ScalingFit, points: Tensor) -> list[str]:
-    """A sentence for each term of N or D that is the same in all runs."""
+def _flat_terms(fit: ScalingFit, points: Tensor) -> Iterator[Problem]:
+    """A problem for each term of N or D that is the same in all runs."""
     log_n, log_d, log_l = points
-    problems = []
     for name, scale, exponent, row in (
         ("parameters", fit.A, fit.alpha, log_n),
         ("tokens", fit.B, fit.beta, log_d),
     ):
         term = (math.log(scale) - exponent * row - log_l.mean()).exp()
         if float(term.max() - term.min()) < _LEAST_TERM:
-            problems.append(
-                f"the losses do not fall with the number of {name}, so that they have no exponent; look for runs that diverged "
-                "or whose learning rate does not suit their size"
-            )
-    return problems
+            rule = "must lower the losses, and do not, so that they have no exponent"
+            fix = "look for runs that diverged or whose learning rate does not suit their size"
+            yield Problem(name, "flat", ..., rule, fix)
 
 
 def _starts(points: Tensor, delta: float) -> Tensor:

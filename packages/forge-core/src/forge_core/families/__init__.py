@@ -6,6 +6,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from forge_core._shared.problems import invalid
 from forge_core.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3, Family
 from forge_core.families.gemma import GEMMA3
 from forge_core.families.gpt_oss import GPT_OSS
@@ -64,4 +65,5 @@ def find_family(hf: Mapping[str, Any]) -> Family:
     name = hf.get("model_type")
     if isinstance(name, str) and name in FAMILIES:
         return FAMILIES[name]
-    raise ValueError(f"model_type {name!r:.80} cannot be held; use one of {', '.join(FAMILIES)}")
+    fix = f"use one of {', '.join(FAMILIES)}"
+    raise invalid("model_type", "unknown", name, "cannot be held", fix)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from forge_core._config import is_size
+from forge_core._shared.problems import invalid
 from forge_core.families.keys import read_common, write_common
 from forge_core.families.layers import (
     FULL,
@@ -105,9 +106,8 @@ def _qwen_from_hf(
         if not hf.get("use_sliding_window") or window is None:
             return {}
         if not isinstance(first, int):
-            raise ValueError(
-                f"{model_type}: max_window_layers {first!r:.80} must be a whole number; correct it"
-            )
+            key, rule = "max_window_layers", "must be a whole number"
+            raise invalid(key, "type", first, rule, "correct it", where=model_type)
         layers = range(hf["num_hidden_layers"])
         names = names_of(hf, model_type, [FULL if i < first else SLIDING for i in layers])
         return pattern_options(names, {LOCAL: LayerType(window=window)})

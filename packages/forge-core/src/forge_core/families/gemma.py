@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from forge_core._shared.problems import Problem, problems_of, raise_problems
 from forge_core.families.dense import OUTSIDE_LAYERS, QK_NORMS, Family, layer_rows, sublayers
 from forge_core.families.keys import read_common, write_common
 from forge_core.families.layers import (
@@ -33,19 +34,18 @@ _FIXED: dict[str, Any] = {"block": "sandwich", "norm": "rms_norm_plus_one", "qk_
 
 def _gemma3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
     given = {**_DEFAULTS, **{key: value for key, value in hf.items() if value is not None}}
+    rule = "is not supported"
     problems = [
-        f"{_NAME}: {key} {given[key]!r} is not supported; use a model without it"
+        Problem(key, "unsupported", given[key], rule, "use a model without it")
         for key in ("attn_logit_softcapping", "use_bidirectional_attention")
         if given.get(key)
     ]
     activation = given.get("hidden_activation", "gelu_pytorch_tanh")
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        problems.append(
-            f"{_NAME}: hidden_activation {activation!r:.80} is not supported; use {', '.join(_ACTIVATIONS)}"
-        )
+        fix = f"use {', '.join(_ACTIVATIONS)}"
+        problems.append(Problem("hidden_activation", "unknown", activation, rule, fix))
     given, local = _rope_of_layers(given, problems)
-    if problems:
-        raise ValueError("\n".join(problems))
+    raise_problems(_NAME, problems)
 
     def own() -> dict[str, Any]:
         # transformers 5 writes it with an underscore, beside the layer_types that it made of it
@@ -83,7 +83,7 @@ def _gemma3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
     )
 
 
-def _rope_of_layers(given: dict[str, Any], problems: list[str]) -> tuple[dict[str, Any], float]:
+def _rope_of_layers(given: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any], float]:
     """The keys with the rotary table of global layers alone, as in other families, and the base of local ones.
 
     transformers 5 has a table for each type of layer, 4 has `rope_local_base_freq`.
@@ -95,15 +95,12 @@ def _rope_of_layers(given: dict[str, Any], problems: list[str]) -> tuple[dict[st
     near, far = (tables.get(kind) or {} for kind in (SLIDING, FULL))
     unknown = sorted(tables.keys() - {FULL, SLIDING})
     if unknown or not isinstance(near, Mapping) or near.get("rope_type", "default") != "default":
-        problems.append(
-            f"{_NAME}: rope_parameters must have tables {FULL} and {SLIDING}, the latter of rope_type 'default'; "
-            "use such a model"
-        )
+        rule = f"must have tables {FULL} and {SLIDING}, the latter of rope_type 'default'"
+        problems.append(Problem("rope_parameters", "tables", ..., rule, "use such a model"))
         return given, local
-    strange = sorted(near.keys() - {"rope_type", "rope_theta"})
-    problems += [
-        f"{_NAME}: rope_parameters.{SLIDING}.{key} is unknown; remove it" for key in strange
-    ]
+    for name in sorted(near.keys() - {"rope_type", "rope_theta"}):
+        key = f"rope_parameters.{SLIDING}.{name}"
+        problems.append(Problem(key, "unknown_key", near[name], "is unknown", "remove it"))
     return {**given, "rope_parameters": far}, near.get("rope_theta", local)
 
 
@@ -111,22 +108,19 @@ def _gemma3_to_hf(config: TransformerConfig) -> dict[str, Any]:
     kinds = kinds_of(config)
     near = {kind for kind in kinds if kind.window is not None}
     far = {kind for kind in kinds if kind.window is None}
-    problems = []
+    problems: list[Problem] = []
     whole = Kind(None, config.rope_theta, True, True)
     if len(near) > 1 or not far <= {whole} or not all(kind.rope for kind in near):
-        problems.append(
-            f"{_NAME}: layer_types must be one with a window and one without, both with rope, and here are "
-            f"{sorted(set(map(str, kinds)))}; choose another family"
-        )
+        here = f"and here are {sorted(set(map(str, kinds)))}"
+        rule = f"must be one with a window and one without, both with rope, {here}"
+        problems.append(Problem("layer_types", "kinds", ..., rule, "choose another family"))
     if config.rope_scaling is not None and any(kind.scaled for kind in near):
-        problems.append(
-            f"{_NAME}: rope_scaling of layers with a window must be off; set it in their layer_types"
-        )
-    scalar = round(_scalar(config))
+        rule, fix = "of layers with a window must be off", "set it in their layer_types"
+        problems.append(Problem("rope_scaling", "window", ..., rule, fix))
+    scalar, scale = round(_scalar(config)), config.attention.scale
     if abs(_scalar(config) / scalar - 1.0) > 1e-9:
-        problems.append(
-            f"{_NAME}: attention.scale {config.attention.scale} must be n ** -0.5 of a whole n; choose another"
-        )
+        rule = "must be n ** -0.5 of a whole n"
+        problems.append(Problem("attention.scale", "family", scale, rule, "choose another"))
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     fixed = {
         **_FIXED,
@@ -140,9 +134,8 @@ def _gemma3_to_hf(config: TransformerConfig) -> dict[str, Any]:
     try:
         hf = write_common(config, _NAME, "Gemma3ForCausalLM", fixed, ("scale", "window"))
     except ValueError as error:
-        problems += str(error).splitlines()
-    if problems:
-        raise ValueError("\n".join(problems))
+        problems += problems_of(error)
+    raise_problems(_NAME, problems)
     del hf["hidden_act"]
     window = next((kind.window for kind in near), None)
     local = next((kind.rope_theta for kind in near), 1e4)

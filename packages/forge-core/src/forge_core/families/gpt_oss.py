@@ -6,6 +6,7 @@ Keys and rows of its experts are another package's.
 from collections.abc import Mapping
 from typing import Any
 
+from forge_core._shared.problems import invalid
 from forge_core.families.dense import NORMS, OUTSIDE_LAYERS, Family, layer_rows
 from forge_core.families.keys import read_common, write_common
 from forge_core.families.layers import (
@@ -51,11 +52,10 @@ _READS = (
 
 
 def _from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
-    if hf.get("quantization_config") is not None:
-        raise ValueError(
-            f"{_NAME}: quantization_config {hf['quantization_config']!r:.80}: experts in 4 bits (mxfp4) are not read; "
-            "load the model with Mxfp4Config(dequantize=True) of transformers, save it, and import that"
-        )
+    if (quantized := hf.get("quantization_config")) is not None:
+        rule = "is not supported: experts in 4 bits (mxfp4) are not read"
+        fix = "load the model with Mxfp4Config(dequantize=True) of transformers, save it, and import that"
+        raise invalid("quantization_config", "unsupported", quantized, rule, fix, where=_NAME)
     given = {**_DEFAULTS, **{key: value for key, value in hf.items() if value is not None}}
     if "rope_parameters" not in given and "rope_scaling" not in given:
         given["rope_scaling"] = _YARN
@@ -84,9 +84,8 @@ def _to_hf(config: TransformerConfig) -> dict[str, Any]:
     }
     hf = write_common(config, _NAME, "GptOssForCausalLM", fixed, ("sinks", "window"))
     if not config.attention.sinks:
-        raise ValueError(
-            f"{_NAME}: attention.sinks must be true in this family; set it, or choose another"
-        )
+        rule, fix = "must be true in this family", "set it, or choose another"
+        raise invalid("attention.sinks", "family", False, rule, fix, where=_NAME)
     layers = sliding_to_hf(config, _NAME)
     return {**hf, **layers, "attention_bias": config.qkv_bias}
 

@@ -1,10 +1,10 @@
 """Keys of a Hugging Face `config.json` that the families share."""
 
-import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from forge_core._config import is_finite, is_size
+from forge_core._shared.problems import Problem, raise_problems
 from forge_core.model.config import ROPE_NAMES, RopeScaling, TransformerConfig
 
 _REQUIRED = (
@@ -48,6 +48,7 @@ _ROPE_NEEDS = {
     "yarn": ("factor", _ROPE_SIZE),
 }
 _NAMES = " or ".join(map(repr, ROPE_NAMES))
+_ANOTHER = "choose another family"
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
         (*_REQUIRED, *_OPTIONAL_SIZES, *_LATENT_SIZES, *_LAYER_SIZES, _ROPE_SIZE),
@@ -114,17 +115,15 @@ def read_common(
     sound. Raises ValueError with one line for each key that is missing, holds no sound number, asks for something that Forge's transformer cannot
     do, or is unknown: it may change what the model computes.
     """
-    problems = [
-        f"{key} is missing; give a complete config.json" for key in _REQUIRED if key not in hf
-    ]
+    missing = ("missing", ..., "is missing", "give a complete config.json")
+    problems = [Problem(key, *missing) for key in _REQUIRED if key not in hf]
     wrong = _wrong_kinds(hf)
     problems += wrong + _unknown(hf, reads)
     if not wrong:
         problems += _unsupported(hf, model_type, sliding) + _unsupported_rope(
             _rope_keys(hf), partial_rotary
         )
-    if problems:
-        raise ValueError("\n".join(f"{model_type}: {text}" for text in problems))
+    raise_problems(model_type, problems)
     rope = _rope_keys(hf)
     return TransformerConfig(
         vocab_size=hf["vocab_size"],
@@ -177,22 +176,18 @@ def write_common(
         **fixed,
     }
     problems = [
-        f"{model_type}: {name} {getattr(config, name)!r} must be {value!r} in this family; "
-        "choose another family"
+        Problem(name, "family", own, f"must be {value!r} in this family", _ANOTHER)
         for name, value in expected.items()
-        if getattr(config, name) != value
+        if (own := getattr(config, name)) != value
     ]
     problems += [
-        f"{model_type}: attention.{name} {value!r} has no key in this family; choose another family"
+        Problem(f"attention.{name}", "no_key", value, "has no key in this family", _ANOTHER)
         for name, value in config.attention.beyond(spec).items()
     ]
     if config.rope_scaling is not None and config.rope_scaling.name not in ROPE_NAMES:
-        problems.append(
-            f"{model_type}: rope_scaling.name {config.rope_scaling.name!r} must be {_NAMES} in this family; "
-            "choose one"
-        )
-    if problems:
-        raise ValueError("\n".join(problems))
+        name, rule = config.rope_scaling.name, f"must be {_NAMES} in this family"
+        problems.append(Problem("rope_scaling.name", "unknown", name, rule, "choose one"))
+    raise_problems(model_type, problems)
     scaling = _scaling_to_hf(config.rope_scaling)
     return {
         "architectures": [architecture],
@@ -229,10 +224,10 @@ def _rope_entries(hf: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _wrong_kinds(hf: Mapping[str, Any]) -> list[str]:
+def _wrong_kinds(hf: Mapping[str, Any]) -> list[Problem]:
     """Values of the wrong kind for their key; null stands for the default where there is one."""
     return [
-        f"{name} {reprlib.repr(value)} must be {rule}; correct it"
+        Problem(name, "type", value, f"must be {rule}", "correct it")
         for name, value in {**hf, **_rope_entries(hf)}.items()
         for keys, sound, rule in _KINDS
         if name.rpartition(".")[2] in keys
@@ -241,36 +236,33 @@ def _wrong_kinds(hf: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _unknown(hf: Mapping[str, Any], reads: tuple[str, ...]) -> list[str]:
+def _unknown(hf: Mapping[str, Any], reads: tuple[str, ...]) -> list[Problem]:
     known = (
         _READ | set(_HARMLESS.split()) | set(reads) | {key for key in _OFF if hf.get(key) is False}
     )
     given = {key: value for key, value in hf.items() if key not in known}
     rope = _rope_entries(hf).items()
     given.update((name, value) for name, value in rope if name.rpartition(".")[2] not in _ROPE)
-    return [
-        f"{name} {reprlib.repr(value)} is unknown and may change what the model computes; remove it "
-        "if it does not"
-        for name, value in given.items()
-        if value is not None
-    ]
+    rule, fix = "is unknown and may change what the model computes", "remove it if it does not"
+    given = {name: value for name, value in given.items() if value is not None}
+    return [Problem(name, "unknown_key", value, rule, fix) for name, value in given.items()]
 
 
-def _unsupported(hf: Mapping[str, Any], model_type: str, sliding: bool) -> list[str]:
+def _unsupported(hf: Mapping[str, Any], model_type: str, sliding: bool) -> list[Problem]:
     """Settings outside rotary embedding that Forge's transformer does not support."""
     layer_types = {kind for kind in hf.get("layer_types") or () if kind != "full_attention"}
-    refused = {
-        f"model_type {hf.get('model_type')!r}": hf.get("model_type", model_type) != model_type,
-        f"hidden_act {hf.get('hidden_act')!r}": hf.get("hidden_act", "silu") != "silu",
-        "use_sliding_window true": bool(hf.get("use_sliding_window", False)) and not sliding,
-        f"layer_types with {', '.join(sorted(layer_types))}": bool(layer_types) and not sliding,
-        f"attention_dropout {hf.get('attention_dropout')}": bool(hf.get("attention_dropout")),
+    broken = {
+        "model_type": hf.get("model_type", model_type) != model_type,
+        "hidden_act": hf.get("hidden_act", "silu") != "silu",
+        "use_sliding_window": bool(hf.get("use_sliding_window", False)) and not sliding,
+        "layer_types": bool(layer_types) and not sliding,
+        "attention_dropout": bool(hf.get("attention_dropout")),
     }
-    return [
-        f"{setting} is not supported; use a {model_type} model with silu and full attention"
-        for setting, broken in refused.items()
-        if broken
-    ]
+    found = {key: hf.get(key) for key in broken if broken[key]}
+    if "layer_types" in found:
+        found["layer_types"] = sorted(layer_types)
+    fix = f"use a {model_type} model with silu and full attention"
+    return [Problem(k, "unsupported", v, "is not supported", fix) for k, v in found.items()]
 
 
 def _rope_keys(hf: Mapping[str, Any]) -> dict[str, Any]:
@@ -285,20 +277,17 @@ def _rope_keys(hf: Mapping[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def _unsupported_rope(rope: Mapping[str, Any], partial_rotary: bool) -> list[str]:
+def _unsupported_rope(rope: Mapping[str, Any], partial_rotary: bool) -> list[Problem]:
     problems = []
-    kind = rope["rope_type"]
+    kind, partial = rope["rope_type"], rope["partial_rotary_factor"]
     if kind not in ("default", *ROPE_NAMES):
-        problems.append(f"rope_type {kind!r} is not supported; use 'default', {_NAMES}")
-    problems += [
-        f"rope_type {kind!r} needs {key}; give it"
-        for key in _ROPE_NEEDS.get(kind, ())
-        if key not in rope
-    ]
-    if rope["partial_rotary_factor"] != 1.0 and not partial_rotary:
-        problems.append(
-            f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported; use 1"
-        )
+        fix = f"use 'default', {_NAMES}"
+        problems.append(Problem("rope_type", "unsupported", kind, "is not supported", fix))
+    for key in (key for key in _ROPE_NEEDS.get(kind, ()) if key not in rope):
+        problems.append(Problem("rope_type", "requires", kind, f"needs {key}", "give it"))
+    if partial != 1.0 and not partial_rotary:
+        key = "partial_rotary_factor"
+        problems.append(Problem(key, "unsupported", partial, "is not supported", "use 1"))
     return problems
 
 

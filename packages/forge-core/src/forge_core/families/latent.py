@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from forge_core._shared.problems import Problem, invalid, raise_problems
 from forge_core.families.dense import NORMS, OUTSIDE_LAYERS, Family, feed_forward_rows, layer_rows
 from forge_core.families.keys import read_common, write_common
 from forge_core.families.mixtures import EXPERT_KEYS
@@ -28,11 +29,8 @@ _ROWS = tuple(
 
 
 def _from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
-    missing = [key for key in _WIDTHS if key not in hf]
-    if missing:
-        raise ValueError(
-            "\n".join(f"deepseek_v3: {key} is missing; write its width, or null" for key in missing)
-        )
+    missing = ("missing", ..., "is missing", "write its width, or null")
+    raise_problems("deepseek_v3", (Problem(key, *missing) for key in _WIDTHS if key not in hf))
     bias = bool(hf.get("attention_bias", False))
     reads = ("attention_bias", "auto_map", "qk_head_dim", "rope_interleave", *_WIDTHS, *EXPERT_KEYS)
     interleave = hf.get("rope_interleave")
@@ -51,10 +49,8 @@ def _from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
     )
     given, width = hf.get("qk_head_dim"), config.resolved_mla.qk_head_dim
     if given not in (None, width):
-        raise ValueError(
-            f"deepseek_v3: qk_head_dim {given!r} must be {width}, the sum of qk_nope_head_dim and qk_rope_head_dim; "
-            "correct it"
-        )
+        rule = f"must be {width}, the sum of qk_nope_head_dim and qk_rope_head_dim"
+        raise invalid("qk_head_dim", "sum", given, rule, "correct it", where="deepseek_v3")
     return config
 
 

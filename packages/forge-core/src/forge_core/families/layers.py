@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from forge_core._shared.problems import invalid
 from forge_core.model.config import TransformerConfig
 from forge_core.model.layer_types import GLOBAL, LayerType
 
@@ -58,11 +59,11 @@ def names_of(hf: Mapping[str, Any], model_type: str, default: Sequence[str]) -> 
     """The type of each layer in our words; ValueError for another number of them, or another kind."""
     given = list(hf.get("layer_types") or default)
     words = {FULL: GLOBAL, SLIDING: LOCAL}
-    if len(given) != hf["num_hidden_layers"] or not set(given) <= words.keys():
-        raise ValueError(
-            f"{model_type}: layer_types must be one of {', '.join(words)} for each of "
-            f"{hf['num_hidden_layers']} layers, and there are {len(given)} of {sorted(set(given))}; correct it"
-        )
+    count = hf["num_hidden_layers"]
+    if len(given) != count or not set(given) <= words.keys():
+        here = f"and there are {len(given)} of {sorted(set(given))}"
+        rule = f"must be one of {', '.join(words)} for each of {count} layers, {here}"
+        raise invalid("layer_types", "unknown", ..., rule, "correct it", where=model_type)
     return [words[kind] for kind in given]
 
 
@@ -72,10 +73,9 @@ def sliding_to_hf(config: TransformerConfig, model_type: str) -> dict[str, Any]:
     windows = windows_of(kinds)
     whole = Kind(None, config.rope_theta, True, True)
     if len(windows) > 1 or {kind._replace(window=None) for kind in kinds} != {whole}:
-        raise ValueError(
-            f"{model_type}: layer_types may differ in one window alone in this family, and here are "
-            f"{sorted(set(map(str, kinds)))}; choose another family"
-        )
+        here = f"and here are {sorted(set(map(str, kinds)))}"
+        rule, fix = f"may differ only in one window in this family, {here}", "choose another family"
+        raise invalid("layer_types", "family", ..., rule, fix, where=model_type)
     return {
         "layer_types": [FULL if kind.window is None else SLIDING for kind in kinds],
         "sliding_window": max(windows) if windows else None,

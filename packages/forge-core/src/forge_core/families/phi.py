@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge_core._config import is_size
+from forge_core._shared.problems import Problem, invalid, raise_problems
 from forge_core.families.dense import NORMS, OUTSIDE_LAYERS, Family, Row, layer_rows
 from forge_core.families.keys import read_common, write_common
 from forge_core.model.config import TransformerConfig
@@ -14,20 +15,17 @@ _READS = ("sliding_window", "original_max_position_embeddings", *_DROPOUTS)
 
 
 def _phi3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
-    problems = [
-        f"phi3: {key} {hf[key]!r:.80} is not supported; use 0" for key in _DROPOUTS if hf.get(key)
-    ]
-    if problems:
-        raise ValueError("\n".join(problems))
+    dropouts, rule = {key: hf[key] for key in _DROPOUTS if hf.get(key)}, "is not supported"
+    odd = (Problem(key, "unsupported", value, rule, "use 0") for key, value in dropouts.items())
+    raise_problems("phi3", odd)
     window = hf.get("sliding_window")
     spec = AttentionSpec(window=window if is_size(window, 2**31) else None)
     given = {"rms_norm_eps": 1e-5, **hf}
     config = read_common(given, "phi3", _READS, partial_rotary=True, attention=spec)
     if config.rope_scaling is not None:
-        raise ValueError(
-            f"phi3: rope_type {config.rope_scaling.name!r} is not supported, as transformers reads 'longrope' or "
-            "nothing there; use 'default'"
-        )
+        name = config.rope_scaling.name
+        rule = "is not supported, as transformers reads 'longrope' or nothing there"
+        raise invalid("rope_type", "family", name, rule, "use 'default'", where="phi3")
     return config
 
 

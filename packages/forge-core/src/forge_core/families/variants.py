@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
+from forge_core._shared.problems import invalid
 from forge_core.families.dense import NORMS, OUTSIDE_LAYERS, QK_NORMS, Family, layer_rows, sublayers
 from forge_core.families.keys import read_common, write_common
 from forge_core.families.layers import (
@@ -111,9 +112,9 @@ def _smollm3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
         every = hf.get("no_rope_layer_interval") or 4
         turns = hf.get("no_rope_layers") or [int((i + 1) % every != 0) for i in range(count)]
         if len(turns) < count:
-            raise ValueError(
-                f"smollm3: no_rope_layers of {len(turns)} must have one entry for each of {count} layers; correct it"
-            )
+            rule = f"has {len(turns)} entries and must have one for each of {count} layers"
+            key = "no_rope_layers"
+            raise invalid(key, "length", turns, rule, "correct it", where="smollm3")
         slides = [SLIDING if window is not None and not turn else FULL for turn in turns[:count]]
         words = {(True, GLOBAL): GLOBAL, (False, GLOBAL): "nope"}
         words |= {(True, LOCAL): LOCAL, (False, LOCAL): "nope_local"}
@@ -150,10 +151,9 @@ def _smollm3_to_hf(config: TransformerConfig) -> dict[str, Any]:
     windows = windows_of(kinds)
     turning = {(kind.rope_theta, kind.scaled) for kind in kinds if kind.rope}
     if len(windows) > 1 or not turning <= {(config.rope_theta, True)}:
-        raise ValueError(
-            f"smollm3: layer_types may differ in one window and in rope alone, and here are "
-            f"{sorted(set(map(str, kinds)))}; choose another family"
-        )
+        here = f"and here are {sorted(set(map(str, kinds)))}"
+        rule, fix = f"may differ only in one window and in rope, {here}", "choose another family"
+        raise invalid("layer_types", "family", ..., rule, fix, where="smollm3")
     fixed = {
         "qk_norm": False,
         "o_bias": config.qkv_bias,

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_core._shared.problems import invalid
+
 
 @contextmanager
 def attention_weights(model: nn.Module) -> Iterator[dict[str, Tensor]]:
@@ -30,10 +32,8 @@ def attention_weights(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     with ExitStack() as stack:
         watched = [_watch(name, m, found, stack) for name, m in model.named_modules()]
         if not any(watched):
-            raise ValueError(
-                f"{type(model).__name__} must have a module with `attend` or `attention_weights`, and has none; see "
-                "forge_core.interp"
-            )
+            rule = f"of type {type(model).__name__} must have a module with `attend` or `attention_weights`"
+            raise invalid("model", "missing", ..., rule, "see forge_core.interp")
         yield found
 
 
@@ -50,10 +50,9 @@ def _watch(name: str, module: Any, found: dict[str, Tensor], stack: ExitStack) -
     if attend is None:
         return False
     if not hasattr(attend, "weights"):
-        raise ValueError(
-            f"{name}.attend is a {type(attend).__name__}, which must offer `weights` to be looked into; use one process "
-            "without context parallelism"
-        )
+        rule = f"of type {type(attend).__name__} must have a method `weights`"
+        fix = "use one process without context parallelism"
+        raise invalid(f"{name}.attend", "unsupported", ..., rule, fix)
 
     def attend_and_keep(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
         with torch.no_grad():

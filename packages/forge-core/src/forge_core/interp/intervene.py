@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_core._shared.problems import invalid
 from forge_core.interp.points import Place, Whole, chosen, in_rows, rows_of, visited
 
 #: Of a value and the name of its point, the value in its place: same shape, dtype and device.
@@ -48,10 +49,9 @@ def intervene(
         begin.remove()
     missing = [name for name in places if name not in change.reached]
     if missing:
-        raise ValueError(
-            f"point {missing[0]} must be reached by a call inside intervene, and was not; call the model there, in "
-            "whole rows without a cache for attn_scores and attn_weights"
-        )
+        rule = "must be reached by a call inside intervene, and was not"
+        fix = "call the model there, in whole rows without a cache for attn_scores and attn_weights"
+        raise invalid("point", "not_reached", missing[0], rule, fix)
 
 
 class _Changes:
@@ -75,9 +75,8 @@ class _Changes:
         if self._whole is None:
             return self._changed(name, value)
         if value.requires_grad:
-            raise ValueError(
-                f"the change of {name}, of which ranks have parts, has no gradient; call the model under torch.no_grad()"
-            )
+            rule = "is spread over ranks, and its change has no gradient"
+            raise invalid("point", "gradient", name, rule, "call the model under torch.no_grad()")
         place, by_row = self._places[name], in_rows(value, self._rows)
         joined = self._whole.join(place, by_row)
         changed = self._changed(name, joined)
@@ -106,7 +105,6 @@ def _same_kind(name: str, old: Tensor, new: Tensor) -> Tensor:
     for what in ("shape", "dtype", "device"):
         wanted, found = getattr(old, what), getattr(new, what, None)
         if wanted != found:
-            raise ValueError(
-                f"the change of {name} returned {what} {found}, it must be {wanted}; return a tensor like the value"
-            )
+            rule = f"is the {what} that the change of {name} returned, and must be {wanted}"
+            raise invalid(name, what, found, rule, "return a tensor like the value")
     return new

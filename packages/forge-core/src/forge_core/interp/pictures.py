@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge_core._shared.problems import invalid
+
 _FORMATS = (".png", ".svg", ".pdf")
 #: Inches of a labelled token, and the most tokens that are labelled one by one.
 _INCHES, _LABELLED = 0.15, 64
@@ -81,16 +83,15 @@ def draw_attention(
 
 def _check(weights: Tensor, path: Path, texts: tuple[Sequence[str], Sequence[str]]) -> None:
     if weights.dim() != 3 or not weights.numel():
-        raise ValueError(
-            f"weights {tuple(weights.shape)} must be (heads, queries, keys) of one row; take one: weights[0]"
-        )
+        rule = "must be (heads, queries, keys) of one row"
+        raise invalid("weights", "shape", tuple(weights.shape), rule, "take one: weights[0]")
     for name, words, size in zip(("labels", "key_labels"), texts, weights.shape[1:], strict=True):
         if words and len(words) != size:
-            raise ValueError(
-                f"{name} are {len(words)}, they must be one for each of the {size} tokens"
-            )
+            rule = f"is the number of labels, and must be one for each of the {size} tokens"
+            raise invalid(name, "length", len(words), rule)
     if path.suffix not in _FORMATS:
-        raise ValueError(f"{path} must end in .png, .svg or .pdf; use {path.stem}.png")
+        fix = f"use {path.stem}.png"
+        raise invalid("path", "suffix", str(path), "must end in .png, .svg or .pdf", fix)
 
 
 def _visible(text: str) -> str:

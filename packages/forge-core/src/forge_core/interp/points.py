@@ -30,6 +30,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from forge_core._shared.problems import invalid
 from forge_core.model.context import TokenContext
 
 #: Computed beside the attention, where its `attend` offers what they are made by, as `LocalAttention` does.
@@ -109,10 +110,8 @@ def points_of(model: nn.Module) -> dict[str, Place]:
         found["final_norm"] = Place("norm", norm, "output", "final_norm")
         found["logits"] = Place("", model, "output", "logits")
     if not found:
-        raise ValueError(
-            f"{type(model).__name__} must have blocks or modules with `points`, and has none; see "
-            "forge_core.interp"
-        )
+        rule = f"of type {type(model).__name__} must have blocks or modules with `points`"
+        raise invalid("model", "missing", ..., rule, "see forge_core.interp")
     return found
 
 
@@ -132,10 +131,8 @@ def chosen(
         names = [name for name in points if fnmatchcase(name, pattern)]
         if not names:
             near = get_close_matches(pattern, points, 3, 0.5) or points[:3]
-            raise ValueError(
-                f"point {pattern!r} must be one of the {len(points)} of {type(model).__name__}, and matches none; "
-                f"near: {', '.join(near)}"
-            )
+            rule = f"must match one of the {len(points)} points of {type(model).__name__}"
+            raise invalid("point", "not_found", pattern, rule, f"near: {', '.join(near)}")
         found |= {*(name for name in names if not name.startswith(_AHEAD))} or {*names}
     places = {name: place for name, place in here.items() if name in found}
     _refuse_compiled(model, places)
@@ -204,10 +201,9 @@ def _refuse_compiled(model: nn.Module, places: dict[str, Place]) -> None:
         above = ["", *(".".join(parts[: i + 1]) for i in range(len(parts)))]
         within = next((path for path in above if path in compiled), None)
         if within is not None:
-            raise ValueError(
-                f"point {name} is inside of compiled code ({within or 'the model'}), which has no such tensor; load "
-                "the model without torch.compile"
-            )
+            rule = f"is inside of compiled code ({within or 'the model'}), which has no such tensor"
+            fix = "load the model without torch.compile"
+            raise invalid("point", "compiled", name, rule, fix)
 
 
 def _hook(place: Place, name: str, visitor: Visitor) -> Callable[[], None]:

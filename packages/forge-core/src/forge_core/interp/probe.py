@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_core._shared.problems import invalid
+
 
 def logit_lens(model: nn.Module, stream: Tensor) -> Tensor:
     """Logits (B, S, V) of a stream (B, S, M) of any depth, as if the model ended there (nostalgebraist 2020).
@@ -18,9 +20,8 @@ def logit_lens(model: nn.Module, stream: Tensor) -> Tensor:
     """
     offer: Any = getattr(model, "head", None)
     if not callable(offer):
-        raise ValueError(
-            f"{type(model).__name__} must have a method head(stream), and has none; give a Transformer"
-        )
+        rule = f"of type {type(model).__name__} must have a method head(stream)"
+        raise invalid("model", "missing", ..., rule, "give a Transformer")
     logits: Tensor = offer(stream)
     return logits
 
@@ -63,13 +64,11 @@ def fit_classifier(x: Tensor, labels: Tensor, l2: float = 1.0, steps: int = 500)
     """
     _check(x, labels, l2)
     if labels.is_floating_point() or labels.dim() != 1:
-        raise ValueError(
-            f"labels {labels.dtype} {tuple(labels.shape)} must be integers (N,); use fit_ridge for numbers"
-        )
+        rule, fix = f"{labels.dtype} must be integers (N,)", "use fit_ridge for numbers"
+        raise invalid("labels", "type", tuple(labels.shape), rule, fix)
     if labels.min() < 0:
-        raise ValueError(
-            f"labels must be 0 or more, and hold {int(labels.min())}; leave out samples without a label"
-        )
+        fix = "leave out samples without a label"
+        raise invalid("labels", "range", int(labels.min()), "must be 0 or more", fix)
     x, labels = x.detach().double(), labels.long()
     mean, spread = x.mean(0), x.std(0, correction=0)
     spread = torch.where(spread > 0, spread, 1.0)
@@ -92,22 +91,21 @@ def fit_classifier(x: Tensor, labels: Tensor, l2: float = 1.0, steps: int = 500)
         loss()
     assert weight.grad is not None
     if float(weight.grad.abs().max()) > 1e-5:
-        raise ValueError(
-            f"the classifier has not converged after {steps} steps; raise l2 {l2}, or steps"
-        )
+        rule, fix = "are too few: the classifier has not converged", f"raise l2 {l2}, or steps"
+        raise invalid("steps", "converged", steps, rule, fix)
     found = weight.detach() / spread[:, None]
     return LinearProbe(found, bias.detach() - mean @ found)
 
 
 def _check(x: Tensor, y: Tensor, l2: float) -> None:
     if x.dim() != 2 or len(x) != len(y):
-        raise ValueError(
-            f"x {tuple(x.shape)} must be (samples, features) with the samples of y {tuple(y.shape)}; flatten rows "
-            "and tokens of both"
-        )
+        rule = f"must be (samples, features) with the samples of y {tuple(y.shape)}"
+        raise invalid("x", "shape", tuple(x.shape), rule, "flatten rows and tokens of both")
     if not len(x):
-        raise ValueError(f"x {tuple(x.shape)} must have samples; read more tokens")
-    if not (x.isfinite().all() and y.isfinite().all()):
-        raise ValueError("x must be finite, and y; leave out samples that hold nan or inf")
+        raise invalid("x", "empty", tuple(x.shape), "must have samples", "read more tokens")
+    for name, values in (("x", x), ("y", y)):
+        if not values.isfinite().all():
+            fix = "leave out samples that hold nan or inf"
+            raise invalid(name, "finite", ..., "must be finite", fix)
     if not l2 >= 0:
-        raise ValueError(f"l2 is {l2}, it must be 0 or more")
+        raise invalid("l2", "range", l2, "must be 0 or more")

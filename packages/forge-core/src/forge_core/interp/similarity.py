@@ -10,6 +10,8 @@ import math
 import torch
 from torch import Tensor
 
+from forge_core._shared.problems import invalid
+
 
 def linear_cka(x: Tensor, y: Tensor) -> float:
     """Linear CKA of x (N, P) and y (N, Q), from 0 to 1 (Kornblith et al. 2019, equation 4).
@@ -53,7 +55,7 @@ class MinibatchCKA:
     def value(self) -> float:
         """CKA of all batches so far; ValueError before the first."""
         if not self._batches:
-            raise ValueError("MinibatchCKA has no samples, it must have a batch; call update first")
+            raise invalid("MinibatchCKA", "empty", ..., "has no batch yet", "call update first")
         between, of_x, of_y = self._sums
         return _share(between, of_x, of_y)
 
@@ -65,28 +67,27 @@ def svcca(x: Tensor, y: Tensor, *, share: float = 0.99) -> float:
     directions: with as many it is 1 for anything, which is refused.
     """
     if not 0.0 < share <= 1.0:
-        raise ValueError(f"share is {share}, it must be above 0 and at most 1")
+        raise invalid("share", "range", share, "must be above 0 and at most 1")
     x, y = _centred(x, y)
     if not (x.any() and y.any()):
         return math.nan
     bases = [_main_directions(z, share) for z in (x, y)]
     most = bases[0].size(1) + bases[1].size(1)
     if most >= len(x):
-        raise ValueError(
-            f"x and y have {bases[0].size(1)} and {bases[1].size(1)} directions in {len(x)} samples, of which there must "
-            "be more than both together; read more tokens, or lower share"
-        )
+        sizes = " and ".join(str(basis.size(1)) for basis in bases)
+        rule = f"is the number of samples, and must be above that of the directions of x and y, {sizes}"
+        raise invalid("x", "directions", len(x), rule, "read more tokens, or lower share")
     return float(torch.linalg.svdvals(bases[0].T @ bases[1]).clamp(max=1.0).mean())
 
 
 def _checked(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     for name, value in (("x", x), ("y", y)):
         if value.dim() != 2 or not value.numel():
-            raise ValueError(
-                f"{name} {tuple(value.shape)} must be (samples, features) of one or more; flatten rows and tokens"
-            )
+            rule, fix = "must be (samples, features) of one or more", "flatten rows and tokens"
+            raise invalid(name, "shape", tuple(value.shape), rule, fix)
     if len(x) != len(y):
-        raise ValueError(f"x has {len(x)} samples and y {len(y)}; both must be of the same tokens")
+        rule = f"samples must be of the tokens of y, which has {len(y)}"
+        raise invalid("x", "length", len(x), rule, "give both of the same tokens")
     return x.detach().double(), y.detach().double()
 
 
@@ -106,7 +107,7 @@ def _hsics(x: Tensor, y: Tensor) -> tuple[float, float, float]:
     """Unbiased HSIC of x and y, of x with itself, of y with itself."""
     x, y = _centred(x, y)  # the same, and more exact where means are large
     if len(x) < 4:
-        raise ValueError(f"x has {len(x)} samples, it must have 4 or more; read more tokens")
+        raise invalid("x", "range", len(x), "samples must be 4 or more", "read more tokens")
     a, b = x @ x.T, y @ y.T
     return _unbiased_hsic(a, b), _unbiased_hsic(a, a), _unbiased_hsic(b, b)
 

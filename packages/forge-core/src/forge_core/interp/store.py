@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_core._shared.problems import invalid
 from forge_core.interp.points import Place, Whole, chosen, in_rows, rows_of, visited
 
 
@@ -50,7 +51,7 @@ class ActivationStore:
         whole: Whole | None = None,
     ) -> None:
         if every < 1:
-            raise ValueError(f"every is {every}, it must be 1 or more; 1 keeps all rows")
+            raise invalid("every", "range", every, "must be 1 or more", "use 1 to keep all rows")
         self.points = (points,) if isinstance(points, str) else tuple(points)
         self.every, self.dtype, self.device = every, dtype, torch.device(device)
         self.max_bytes, self.whole = max_bytes, whole
@@ -73,14 +74,12 @@ class ActivationStore:
         """All rows of a point. ValueError where calls had rows of different lengths: read `chunks` then."""
         found = self.chunks(name)
         if not found:
-            raise ValueError(
-                f"{name} has no rows yet, it must have one; call the model inside of watch, every={self.every}"
-            )
+            fix = f"call the model inside of watch, every={self.every}"
+            raise invalid("point", "empty", name, "has no rows yet", fix)
         shapes = {tuple(value.shape[1:]) for value in found}
         if len(shapes) > 1:
-            raise ValueError(
-                f"{name} has rows of shapes {sorted(shapes)}, which are no one tensor; read chunks({name!r})"
-            )
+            rule = f"has rows of shapes {sorted(shapes)}, which are not one tensor"
+            raise invalid("point", "shape", name, rule, f"read chunks({name!r})")
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def chunks(self, name: str) -> list[Tensor]:
@@ -134,20 +133,17 @@ class ActivationStore:
         size = math.prod(shape) * self._dtype(dtype).itemsize
         total = self.nbytes + self._pending_bytes + size
         if total > self.max_bytes:
-            raise ValueError(
-                f"{name} {tuple(shape)} makes {total} bytes, above max_bytes {self.max_bytes}; raise it, keep fewer points, "
-                f"or a share of the rows (every={self.every})"
-            )
+            rule = f"must be {total} or more for {name} {tuple(shape)}"
+            fix = f"raise it, keep fewer points, or fewer rows (every={self.every})"
+            raise invalid("max_bytes", "full", self.max_bytes, rule, fix)
 
     def visit(self, name: str, value: Tensor) -> Tensor:
         """Keep rows of `value`, which stays as it is."""
         if self._batch is None:
             return value  # a recomputation in the backward, or a call of a part
         if name in self._pending:
-            raise ValueError(
-                f"point {name} was reached twice in one call, so that its rows are not those of the tokens; watch a "
-                "call that runs each block once"
-            )
+            rule = "was reached twice in one call, so that its rows are not those of the tokens"
+            raise invalid("point", "twice", name, rule, "watch a call that runs each block once")
         found = in_rows(value.detach(), self._batch)[self._slice(self._batch)]
         if self.whole is not None and len(found):
             found = self.whole.join(self._places[name], found)
@@ -171,9 +167,9 @@ class ActivationStore:
         try:
             path.touch(exist_ok=False)
         except FileExistsError:
-            raise ValueError(
-                f"folder {self.folder} holds a file of another store, {path.name}; give each a folder of its own"
-            ) from None
+            rule = f"holds a file of another store, {path.name}"
+            fix = "give each a folder of its own"
+            raise invalid("folder", "exists", str(self.folder), rule, fix) from None
         self._files.append(path)
         options: Any = {"shared": True, "size": value.numel(), "dtype": value.dtype}
         torch.from_file(str(path), **options).copy_(value.flatten())
@@ -187,10 +183,9 @@ class ActivationStore:
         missing = [name for name in self._places if name not in self._pending]
         if missing:
             self._drop()
-            raise ValueError(
-                f"point {missing[0]} must be reached by each call that is watched, and was not; name the points that are, "
-                "and call the model in whole rows without a cache for attn_scores and attn_weights"
-            )
+            rule = "must be reached by each call that is watched, and was not"
+            fix = "name the points that are, and call the model in whole rows without a cache for attn_scores and attn_weights"
+            raise invalid("point", "not_reached", missing[0], rule, fix)
         for name in self._places:
             value = self._pending[name]
             if len(value):
@@ -211,5 +206,6 @@ class ActivationStore:
 def _empty_folder(folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
-        raise ValueError(f"folder {folder} holds files, it must be empty or new; name another one")
+        rule = "holds files, and must be empty or new"
+        raise invalid("folder", "not_empty", str(folder), rule, "name another one")
     return folder

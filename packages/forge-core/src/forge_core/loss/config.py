@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from forge_core._config import raise_problems, setting
+from forge_core._config import setting
+from forge_core._shared.problems import Problem, raise_problems
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class CrossEntropyConfig:
         raise_problems("cross_entropy", term_problems(self.z_loss, self.label_smoothing))
 
 
-def term_problems(z_loss: float, label_smoothing: float) -> Iterator[str]:
-    """Sentences for coefficients out of range."""
+def term_problems(z_loss: float, label_smoothing: float) -> Iterator[Problem]:
+    """Problems of coefficients out of range."""
     if not 0 <= z_loss < math.inf:  # comparisons alone, which compiled code can trace
-        yield f"z_loss {z_loss} must be a finite number of at least 0; use 1e-4, or 0 for none"
+        rule = "must be a finite number of at least 0"
+        yield Problem("z_loss", "range", z_loss, rule, "use 1e-4, or 0 for none")
     if not 0 <= label_smoothing < 1:
-        yield (
-            f"label_smoothing {label_smoothing} must be at least 0 and below 1; use 0.1, or 0 for none"
-        )
+        rule = "must be at least 0 and below 1"
+        yield Problem("label_smoothing", "range", label_smoothing, rule, "use 0.1, or 0 for none")

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forge_core._shared.problems import invalid
 from forge_core._torch_compat import graph_is_kept
 from forge_core.loss.terms import Terms, terms_of, wide_dtype
 from forge_core.loss.token import _BLOCK_CPU, TokenLoss, check_labels, explain_labels
@@ -74,13 +75,13 @@ def fused_cross_entropy(
     both gradients, (N, D) in the dtype of x and (V, D) in fp32; without grad one product. No host sync.
     """
     if x.shape[:-1] != labels.shape or weight.ndim != 2 or x.size(-1) != weight.size(1):
-        raise ValueError(
-            f"labels {tuple(labels.shape)} must have the shape of x {tuple(x.shape)} without its last dim, which "
-            f"is that of weight {tuple(weight.shape)}; shift tokens and labels by slicing"
-        )
+        size = f"the last dim of weight {tuple(weight.shape)}"
+        rule = f"must have the shape of x {tuple(x.shape)} without its last dim, which is {size}"
+        fix = "shift tokens and labels by slicing"
+        raise invalid("labels", "shape", tuple(labels.shape), rule, fix)
     check_labels(labels, weights)
     if softcap is not None and not softcap > 0:
-        raise ValueError(f"softcap {softcap} must be above 0; use 30, or None for no cap")
+        raise invalid("softcap", "range", softcap, "must be above 0", "use 30, or None for no cap")
     head = _Head(scale, softcap, terms_of(z_loss, label_smoothing))
     x, weight = _as_product_casts(x), _as_product_casts(weight)
     flat = labels.reshape(-1).to(torch.int64)  # (N,)
@@ -91,10 +92,9 @@ def fused_cross_entropy(
         count = scales.double().sum()
     needs = (x.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
     if any(needs) and x.dtype == torch.float16:
-        raise ValueError(
-            f"x {x.dtype} must be bf16 or wider where gradients are needed: slopes are rounded to it before the factor "
-            "of a loss scaler is known; use bf16, or cross_entropy"
-        )
+        reason = "they are rounded to it before the factor of a loss scaler is known"
+        rule = f"must be bf16 or wider where gradients are needed: {reason}"
+        raise invalid("x", "dtype", x.dtype, rule, "use bf16, or cross_entropy")
     target = flat.where(valid, 0)
     try:
         with torch.autocast(x.device.type, enabled=False):

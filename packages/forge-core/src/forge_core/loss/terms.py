@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forge_core._config import raise_problems
+from forge_core._shared.problems import raise_problems
 from forge_core.loss.config import term_problems
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from forge_core._shared.problems import invalid
 from forge_core.loss.terms import Terms, terms_of, wide_dtype
 
 # Elements of one fp32 block: about 4 MB, a share of a CPU's cache; on other devices large enough that
@@ -168,24 +169,21 @@ def _blocks(logits: Tensor) -> Iterator[slice]:
 
 def _check(logits: Tensor, labels: Tensor, weights: Tensor | None) -> None:
     if logits.ndim < 1 or logits.shape[:-1] != labels.shape:
-        raise ValueError(
-            f"labels of shape {tuple(labels.shape)} do not fit logits of shape {tuple(logits.shape)}: "
-            "labels need the shape of the logits without the last dim; shift both by slicing"
-        )
+        rule = f"must have the shape of logits {tuple(logits.shape)} without the last dim"
+        raise invalid("labels", "shape", tuple(labels.shape), rule, "shift both by slicing")
     if not logits.is_floating_point():
-        raise ValueError(f"logits are {logits.dtype}, they must be floating point; pass raw scores")
+        raise invalid("logits", "dtype", logits.dtype, "must be floating point", "pass raw scores")
     check_labels(labels, weights)
 
 
 def check_labels(labels: Tensor, weights: Tensor | None) -> None:
     """ValueError unless labels are integers and weights, if any, floating point and one for each label."""
     if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
-        raise ValueError(f"labels are {labels.dtype}, they must be token ids; use torch.int64")
+        raise invalid("labels", "dtype", labels.dtype, "must be token ids", "use torch.int64")
     if weights is not None and (weights.shape != labels.shape or not weights.is_floating_point()):
-        raise ValueError(
-            f"weights {weights.dtype} of shape {tuple(weights.shape)} must be floating point and have the "
-            f"shape of labels {tuple(labels.shape)}; give one for each label"
-        )
+        shape = f"the shape of labels {tuple(labels.shape)}"
+        rule = f"{weights.dtype} must be floating point and have {shape}"
+        raise invalid("weights", "shape", tuple(weights.shape), rule, "give one for each label")
 
 
 def explain_labels(labels: Tensor, valid: Tensor, vocab_size: int, error: Exception) -> None:
@@ -194,7 +192,6 @@ def explain_labels(labels: Tensor, valid: Tensor, vocab_size: int, error: Except
         return  # after a device-side assertion nothing can be read back
     wrong = labels[valid & ((labels < 0) | (labels >= vocab_size))]
     if wrong.numel():
-        raise ValueError(
-            f"label {int(wrong[0])} is outside the {vocab_size} logits: a label is in "
-            f"[0, {vocab_size}) or ignore_index; enlarge vocab_size or check the tokenizer"
-        ) from error
+        rule = f"must be in [0, {vocab_size}), the {vocab_size} logits, or ignore_index"
+        fix = "enlarge vocab_size or check the tokenizer"
+        raise invalid("labels", "range", int(wrong[0]), rule, fix) from error

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_core._shared.problems import invalid
 from forge_core._torch_compat import not_compiled
 from forge_core.model.config import RopeScaling, TransformerConfig
 from forge_core.model.context import TokenContext, default_positions
@@ -72,10 +73,9 @@ class LocalAttention:
     def softmax(self, scores: Tensor, ctx: TokenContext, sinks: Tensor | None = None) -> Tensor:
         """The weights of `scores`: soft-cap, mask and sinks of the spec. ValueError for a `ctx.mask`."""
         if ctx.mask is not None:
-            raise ValueError(
-                f"{type(ctx.mask).__name__} is a mask of the call, whose weights are not computed; read q, k and head_out, "
-                "or call the model without it"
-            )
+            rule = f"is a {type(ctx.mask).__name__}, and weights with a mask of the call are not computed"
+            fix = "read q, k and head_out, or call the model without it"
+            raise invalid("mask", "weights", ..., rule, fix)
         size, device = scores.size(-1), scores.device
         mask = self._visible(self._mask or causal_mask, ctx, size, device).unsqueeze(1)
         return softmax_scores(scores, mask, self.spec, sinks)
@@ -135,10 +135,9 @@ class RotaryMixer(WithPoints):
         """
         if ctx.mask is not None:
             if not getattr(self.attend, "takes_mask", False):
-                raise ValueError(
-                    f"{type(self.attend).__name__} does not compute the mask of its context; use attention of whole rows "
-                    "in one process (cp = 1), or a model without such a mask"
-                )
+                rule = f"of the context is not computed by {type(self.attend).__name__}"
+                fix = "use attention in one process (cp = 1), or a model without such a mask"
+                raise invalid("mask", "unsupported", ..., rule, fix)
             ctx.mask.prepare(self.spec, x)
         offer: Any = getattr(self.attend, "prepare", None)
         if offer is None or cache is not None:
@@ -191,10 +190,9 @@ class Attention(RotaryMixer):
     def __init__(self, config: TransformerConfig, spec: AttentionSpec | None = None) -> None:
         super().__init__()
         if config.layer_pattern:
-            raise ValueError(
-                f"layer_pattern {config.layer_pattern} has layers of several types; give Attention the config of "
-                "one, config.of_layer(layer)"
-            )
+            rule = "has layers of several types, and Attention takes one"
+            fix = "give it the config of one, config.of_layer(layer)"
+            raise invalid("layer_pattern", "several", config.layer_pattern, rule, fix)
         self.spec = config.as_standard().attention if spec is None else spec
         self.head_dim, self.rotary_dim = config.resolved_head_dim, config.rotary_dim
         self.rope_theta, self.rope_scaling = config.rope_theta, config.rope_scaling

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
+from forge_core._shared.problems import invalid
 from forge_core.model.config import TransformerConfig
 from forge_core.model.context import TokenContext
 from forge_core.model.kv_cache import LayerCache
@@ -125,8 +126,6 @@ def flops_of(module: nn.Module, seq_len: int) -> float:
     """Forward FLOPs of a part for one token; ValueError where it does not count them."""
     offer: Any = getattr(module, "flops_per_token", None)
     if offer is None:
-        raise ValueError(
-            f"{type(module).__name__} does not count its FLOPs; "
-            "give it a method flops_per_token(seq_len) -> float"
-        )
+        rule = f"must be a method of {type(module).__name__}, which does not count its FLOPs"
+        raise invalid("flops_per_token", "missing", ..., rule, "give it (seq_len) -> float")
     return float(offer(seq_len))

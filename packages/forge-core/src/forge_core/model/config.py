@@ -6,7 +6,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Self
 
-from forge_core._config import foreign_keys, is_finite, raise_problems, setting, size_problems
+from forge_core._config import (
+    choice_problems,
+    foreign_keys,
+    is_finite,
+    setting,
+    size_problems,
+    switch_problems,
+)
+from forge_core._shared.problems import Problem, raise_problems
 from forge_core.model.layer_types import GLOBAL, LayerType, pattern_problems
 from forge_core.model.mla_config import MLAConfig
 from forge_core.model.mrope import MRopeConfig
@@ -30,15 +38,13 @@ def _options_of(part: str) -> dict[str, str]:
 
 def _name_problems(
     config: object, key: str, group: str, built_in: tuple[str, ...]
-) -> Iterator[str]:
-    """A sentence for a name that is not built in, not an entry point of `group` and no import path."""
+) -> Iterator[Problem]:
+    """The problem of a name that is not built in, not an entry point of `group` and no import path."""
     name = getattr(config, key)
     known = isinstance(name, str) and name and (name in built_in or ":" in name)
     if not known and not (isinstance(name, str) and name and installed(name, group)):
-        yield (
-            f"{key} {name!r} is unknown; use {' or '.join(map(repr, built_in))}, an entry point of {group}, "
-            "or module:attr"
-        )
+        fix = f"use {' or '.join(map(repr, built_in))}, an entry point of {group}, or module:attr"
+        yield Problem(key, "unknown", name, "is unknown", fix)
 
 
 @dataclass(frozen=True)
@@ -93,38 +99,37 @@ _ROPE_KEYS = {
 ROPE_NAMES = ("llama3", "linear", "yarn")
 
 
-def _rope_scaling_problems(c: RopeScaling) -> Iterator[str]:
+def _rope_scaling_problems(c: RopeScaling) -> Iterator[Problem]:
     if not (is_finite(c.factor) and c.factor >= 1.0):
-        yield (
-            f"factor {c.factor} must be a finite number, at least 1; use 1 for no stretching, 8 for Llama 3.1"
-        )
+        rule, fix = "must be a finite number, at least 1", "use 1 for no scaling, 8 for Llama 3.1"
+        yield Problem("factor", "range", c.factor, rule, fix)
     low, high = c.low_freq_factor, c.high_freq_factor
     if not (is_finite(low) and is_finite(high) and 0.0 < low < high):
-        yield (
-            f"low_freq_factor {low} must be positive and below high_freq_factor {high}; use 1 and 4"
-        )
+        rule = f"must be positive and below high_freq_factor {high}"
+        yield Problem("low_freq_factor", "range", low, rule, "use 1 and 4")
     yield from size_problems(c, {"original_max_position": 2**31})
     yield from _name_problems(c, "name", "forge.rope_scalings", ROPE_NAMES)
     yield from _yarn_problems(c)
     yield from foreign_keys(c, _ROPE_KEYS, ROPE_NAMES)
 
 
-def _yarn_problems(c: RopeScaling) -> Iterator[str]:
+def _yarn_problems(c: RopeScaling) -> Iterator[Problem]:
     fast, slow = c.beta_fast, c.beta_slow
     if not (is_finite(fast) and is_finite(slow) and 0.0 < slow <= fast):
-        yield f"beta_slow {slow} must be positive and at most beta_fast {fast}; use 1 and 32"
+        rule = f"must be positive and at most beta_fast {fast}"
+        yield Problem("beta_slow", "range", slow, rule, "use 1 and 32")
     for key in ("mscale", "mscale_all_dim", "attention_factor"):
         value = getattr(c, key)
         if value is not None and not (is_finite(value) and value > 0.0):
-            yield f"{key} {value!r} must be a finite number above 0; use 1, or leave it out"
-    if not isinstance(c.truncate, bool):
-        yield f"truncate {c.truncate!r} must be true or false; use true"
+            fix = "use 1, or leave it out"
+            yield Problem(key, "range", value, "must be a finite number above 0", fix)
+    yield from switch_problems(c, "truncate")
     if c.mscale is not None and c.mscale_all_dim is None:
-        yield f"mscale {c.mscale} must go with mscale_all_dim; give that, or attention_factor"
+        fix = "give that, or attention_factor"
+        yield Problem("mscale", "requires", c.mscale, "must go with mscale_all_dim", fix)
     if c.mscale is not None and c.attention_factor is not None:
-        yield (
-            f"attention_factor {c.attention_factor} takes the place of mscale {c.mscale}; give one of them"
-        )
+        value, rule = c.attention_factor, f"takes the place of mscale {c.mscale}"
+        yield Problem("attention_factor", "excludes", value, rule, "give one of them")
 
 
 #: Maxima far above any model that was trained, low enough that every check is instant.
@@ -337,103 +342,97 @@ class TransformerConfig:
         )
 
 
-def _transformer_problems(c: TransformerConfig) -> Iterator[str]:
+def _transformer_problems(c: TransformerConfig) -> Iterator[Problem]:
     sizes = list(size_problems(c, _SIZES))
     yield from sizes or (_latent_problems(c) if c.mixer == "mla" else _shape_problems(c))
     yield from _name_problems(c, "mixer", "forge.mixers", ("attention", "mla"))
     if c.mla is not None and c.mixer != "mla":
-        yield f"mla is the table of mixer 'mla', and mixer is {c.mixer!r}; remove it, or use mla"
+        rule = f"is the table of mixer 'mla', and mixer is {c.mixer!r}"
+        yield Problem("mla", "foreign", ..., rule, "remove it, or use mla")
     yield from _name_problems(c, "norm", "forge.norms", NORM_NAMES)
     yield from _name_problems(c, "feed_forward", "forge.feed_forwards", (*GATED, *UNGATED))
     yield from _name_problems(c, "block", "forge.blocks", BLOCK_NAMES)
     if not (is_finite(c.norm_eps) and 0.0 < c.norm_eps < 1.0):
-        yield f"norm_eps {c.norm_eps} must be between 0 and 1; use 1e-5"
+        yield Problem("norm_eps", "range", c.norm_eps, "must be between 0 and 1", "use 1e-5")
     if not (is_finite(c.rope_theta) and c.rope_theta > 1.0):
-        yield (
-            f"rope_theta {c.rope_theta} must be a finite number above 1; use 10000, or 500000 for long contexts"
-        )
+        rule, fix = "must be a finite number above 1", "use 10000, or 500000 for long contexts"
+        yield Problem("rope_theta", "range", c.rope_theta, rule, fix)
     scaling = c.rope_scaling
     alone = scaling is not None and scaling.mscale is None and scaling.name == "yarn"
     if c.mixer == "attention" and scaling is not None and alone and scaling.mscale_all_dim:
-        yield (
-            f"rope_scaling.mscale_all_dim {scaling.mscale_all_dim} without mscale is read by latent attention "
-            "alone; give mscale, or remove it"
-        )
-    if c.qk_norm_over not in ("head", "all_heads"):
-        yield f"qk_norm_over {c.qk_norm_over!r} must be 'head' or 'all_heads'; use 'head'"
+        value, rule = scaling.mscale_all_dim, "without mscale is read only by latent attention"
+        fix = "give mscale, or remove it"
+        yield Problem("rope_scaling.mscale_all_dim", "requires", value, rule, fix)
+    yield from choice_problems(c, "qk_norm_over", ("head", "all_heads"))
     if c.qk_norm_over == "all_heads" and not c.qk_norm:
-        yield "qk_norm_over 'all_heads' must go with qk_norm, which is off; set qk_norm = true"
+        rule = "must go with qk_norm, which is off"
+        yield Problem("qk_norm_over", "requires", c.qk_norm_over, rule, "set qk_norm = true")
     for key in ("embedding_scale", "residual_scale", "logits_scale", "logits_softcap"):
         value = getattr(c, key)
         if not (is_finite(value) and value > 0.0) and not (
             key == "logits_softcap" and value is None
         ):
-            yield f"{key} {value!r} must be a finite number above 0; use {getattr(TransformerConfig, key) or 30.0}"
+            fix = f"use {getattr(TransformerConfig, key) or 30.0}"
+            yield Problem(key, "range", value, "must be a finite number above 0", fix)
     yield from pattern_problems(c.layer_pattern, c.layer_types, c.num_layers)
     yield from mup_problems(c)
     if not (is_finite(c.init_std) and c.init_std >= 0.0):
-        yield f"init_std {c.init_std} must be a finite number, 0 or more; use 0.02"
+        yield Problem(
+            "init_std", "range", c.init_std, "must be a finite number, 0 or more", "use 0.02"
+        )
 
 
-def _shape_problems(c: TransformerConfig) -> Iterator[str]:
-    """Sentences about several sizes, each of which is sound by itself."""
+def _shape_problems(c: TransformerConfig) -> Iterator[Problem]:
+    """Problems of several sizes, each of which is sound by itself."""
     uneven = c.head_dim is None and c.dim % c.num_heads != 0
     if uneven:
-        yield (
-            f"dim {c.dim} must be divisible by num_heads {c.num_heads}; change one of them, or give head_dim"
-        )
+        rule = f"must be divisible by num_heads {c.num_heads}"
+        yield Problem("dim", "divides", c.dim, rule, "change one of them, or give head_dim")
     if c.num_heads % c.resolved_num_kv_heads != 0:
-        yield (
-            f"num_heads {c.num_heads} must be divisible by num_kv_heads {c.num_kv_heads}; use a divisor of "
-            "num_heads"
-        )
+        rule = f"must be divisible by num_kv_heads {c.num_kv_heads}"
+        yield Problem("num_heads", "divides", c.num_heads, rule, "use a divisor of num_heads")
     if not uneven and c.resolved_head_dim % 2 != 0:
-        yield (
-            f"the head width (head_dim {c.head_dim}, or dim {c.dim} / num_heads {c.num_heads}) must be even; "
-            "rotary embedding turns pairs: give an even head_dim"
-        )
+        given = f"dim {c.dim} / num_heads {c.num_heads} " if c.head_dim is None else ""
+        rule = f"{given}must be even: rotary embedding rotates pairs"
+        yield Problem("head_dim", "even", c.resolved_head_dim, rule, "give an even head_dim")
     elif not uneven:
         yield from _rotary_problems(c)
 
 
-_NOTHING_TURNS = (
-    "partial_rotary_factor 0 must go without rope_scaling, which nothing reads then; remove it"
+_NOTHING_TURNS = Problem(
+    *("partial_rotary_factor", "excludes", 0.0),
+    *("must go without rope_scaling, which nothing reads then", "remove it"),
 )
 #: Fields that latent attention does not read, and the values at which they say nothing.
 _NOT_LATENT = {"head_dim": None, "qk_norm": False}
 
 
-def _latent_problems(c: TransformerConfig) -> Iterator[str]:
+def _latent_problems(c: TransformerConfig) -> Iterator[Problem]:
     for name, nothing in _NOT_LATENT.items():
         if getattr(c, name) != nothing:
-            yield (
-                f"{name} {getattr(c, name)!r} is not read by mixer 'mla', whose widths are in its own table; "
-                "remove it"
-            )
+            rule = "is not read by mixer 'mla', whose widths are in its own table"
+            yield Problem(name, "mixer", getattr(c, name), rule, "remove it")
     if c.resolved_num_kv_heads != c.num_heads:
-        yield (
-            f"num_kv_heads {c.num_kv_heads} must be num_heads {c.num_heads} with mixer 'mla', which makes keys "
-            "and values of every head; remove it"
-        )
-    if c.partial_rotary_factor not in (0.0, 1.0):
-        yield (
-            f"partial_rotary_factor {c.partial_rotary_factor} must be 1, or 0 for no turning, with mixer 'mla'; "
-            "use mla.qk_rope_head_dim"
-        )
-    elif c.partial_rotary_factor == 0.0 and c.rope_scaling is not None:
+        rule = f"must be num_heads {c.num_heads} with mixer 'mla', which has keys of every head"
+        yield Problem("num_kv_heads", "mixer", c.num_kv_heads, rule, "remove it")
+    factor = c.partial_rotary_factor
+    if factor not in (0.0, 1.0):
+        rule = "must be 1, or 0 for no rotation, with mixer 'mla'"
+        yield Problem("partial_rotary_factor", "mixer", factor, rule, "use mla.qk_rope_head_dim")
+    elif factor == 0.0 and c.rope_scaling is not None:
         yield _NOTHING_TURNS
     if c.attention.sinks:
-        yield "attention.sinks true is not computed by mixer 'mla'; use sinks = false, or attention"
+        rule, fix = "is not computed by mixer 'mla'", "use sinks = false, or attention"
+        yield Problem("attention.sinks", "mixer", c.attention.sinks, rule, fix)
 
 
-def _rotary_problems(c: TransformerConfig) -> Iterator[str]:
-    factor = c.partial_rotary_factor
+def _rotary_problems(c: TransformerConfig) -> Iterator[Problem]:
+    key, factor = "partial_rotary_factor", c.partial_rotary_factor
     if not (is_finite(factor) and 0.0 <= factor <= 1.0):
-        yield f"partial_rotary_factor {factor} must be 0 or more and at most 1; use 1, or 0.5 (GLM-4)"
+        yield Problem(key, "range", factor, "must be from 0 to 1", "use 1, or 0.5 (GLM-4)")
     elif factor == 0.0 and c.rope_scaling is not None:
         yield _NOTHING_TURNS
     elif c.rotary_dim % 2 or (c.rotary_dim == 0 and factor > 0.0):
-        yield (
-            f"partial_rotary_factor {factor} of the head width {c.resolved_head_dim} must be an even number of "
-            f"dims, and it is {c.rotary_dim}; use 1 or 0.5"
-        )
+        head_dim, dims = c.resolved_head_dim, c.rotary_dim
+        rule = f"of the head width {head_dim} must be an even number of dims, and it is {dims}"
+        yield Problem(key, "even", factor, rule, "use 1 or 0.5")

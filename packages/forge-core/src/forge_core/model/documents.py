@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from forge_core._shared.problems import invalid
 from forge_core._torch_compat import not_compiled, varlen, varlen_computes
 from forge_core.model.rows import PLAIN, attend_rows, sdpa
 from forge_core.model.spec import AttentionSpec
@@ -144,10 +145,9 @@ def attend_segments(q: Tensor, k: Tensor, v: Tensor, plan: SegmentPlan) -> Tenso
     """
     batch, size = q.shape[:2]
     if (plan.rows, sum(plan.lengths)) != (batch, batch * size):
-        raise ValueError(
-            f"a plan of {plan.rows} rows with segments of {sum(plan.lengths)} tokens must be that of {batch} rows of "
-            f"{size}; make it of their lengths"
-        )
+        rule = f"(rows, tokens of segments) must be {(batch, batch * size)}, that of {batch} rows of {size}"
+        given = plan.rows, sum(plan.lengths)
+        raise invalid("plan", "mismatch", given, rule, "make it of their lengths")
     if plan.whole_rows:
         return _attend_in_full(q, k, v)
     if _fits_varlen(q):

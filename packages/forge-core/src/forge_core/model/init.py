@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core._indices import own_indices
+from forge_core._shared.problems import Problem, invalid, raise_problems
 from forge_core.model.norm import RMSNorm
 
 
@@ -63,20 +64,18 @@ def initialise(
         residual_std = getattr(config, "residual_std", std)
     table = _table(model, std, residual_std, whole, by_kind=by_kind)
     targets = {**dict(model.named_parameters()), **_named_rows(model, table)}
-    problems = [_without_row(name) for name in targets if name not in table and strict] + [
-        f"{name}: still on the meta device; call model.to_empty(device=...) first"
-        for name, target in targets.items()
-        if target.is_meta
-    ]
-    if problems:
-        raise ValueError("\n".join(problems))
+    problems = [_without_row(name) for name in targets if name not in table and strict]
+    rule, fix = "is still on the meta device", "call model.to_empty(device=...) first"
+    meta = [name for name, target in targets.items() if target.is_meta]
+    raise_problems("", problems + [Problem(name, "meta", ..., rule, fix) for name in meta])
     for name, target in targets.items():
         if name in table:
             _fill(target, Init(*table[name]), seed, name)
 
 
-def _without_row(name: str) -> str:
-    return f"{name}: no init_table of a module names it; add a row (kind, value) for it"
+def _without_row(name: str) -> Problem:
+    rule, fix = "is in no init_table of a module", "add a row (kind, value) for it"
+    return Problem(name, "missing", ..., rule, fix)
 
 
 def check_init_tables(model: nn.Module) -> None:
@@ -86,9 +85,8 @@ def check_init_tables(model: nn.Module) -> None:
     """
     table = _table(model, 0.02, 0.02)
     lost = [name for name, b in model.named_buffers() if b.is_meta]
-    nameless = [n for n in (*dict(model.named_parameters()), *lost) if n not in table]
-    if nameless:
-        raise ValueError("\n".join(map(_without_row, nameless)))
+    nameless = (n for n in (*dict(model.named_parameters()), *lost) if n not in table)
+    raise_problems("", map(_without_row, nameless))
 
 
 def _fill(target: Tensor, how: Init, seed: int, name: str) -> None:
@@ -105,11 +103,11 @@ def _fill(target: Tensor, how: Init, seed: int, name: str) -> None:
         generator = torch.Generator("cpu").manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         full.normal_(0.0, how.value, generator=generator)
     else:
-        raise ValueError(
-            f"{name}: init kind {how.kind!r} is unknown; use 'normal', 'constant' or 'values'"
-        )
+        rule, fix = "is not a kind of initial values", "use 'normal', 'constant' or 'values'"
+        raise invalid(name, "unknown", how.kind, rule, fix)
     if not math.isfinite(how.value):
-        raise ValueError(f"{name}: init value {how.value} must be finite; check the config's stds")
+        rule, fix = "is its initial value and must be finite", "check the config's stds"
+        raise invalid(name, "finite", how.value, rule, fix)
     with torch.no_grad():
         if hasattr(target, "device_mesh"):
             _local(target).copy_(_shard(full, target))
@@ -154,7 +152,7 @@ def _table(
                 n for n, _ in module.named_buffers()
             }
             for unknown in {dot + name for name in set(rows) - known}.difference(whole):
-                raise ValueError(f"{unknown}: an init_table names it, but it does not exist")
+                raise invalid(unknown, "not_found", ..., "is in an init_table, and does not exist")
         kind = _rows_by_kind(module, std) if by_kind else {}
         for name, row in {**kind, **rows}.items():
             table.setdefault(dot + name, row)

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from forge_core._shared.problems import invalid
 from forge_core.model.context import TokenContext
 from forge_core.model.documents import SegmentPlan, cut, within_segments
 from forge_core.model.rows import PLAIN, attend_masked, visible
@@ -100,17 +101,14 @@ class LayerCache:
         """
         size, total = k.size(1), self.length + k.size(1)
         if total > self.max_length:
-            raise ValueError(
-                f"{total} tokens do not fit a KV cache of {self.max_length}; make it longer"
-            )
+            rule = f"of the KV cache must be at least {total}, the tokens to store"
+            raise invalid("max_length", "full", self.max_length, rule, "make it longer")
         if self.keys is None or self.values is None:
             self.keys = self._empty(k)
             self.values = self.keys if v is k else self._empty(v)
         if k.size(0) != self.keys.size(0):
-            raise ValueError(
-                f"{k.size(0)} rows do not fit a KV cache of {self.keys.size(0)} rows; "
-                "use a new cache for another batch"
-            )
+            rule = f"must have the {self.keys.size(0)} rows of the KV cache"
+            raise invalid("k", "rows", tuple(k.shape), rule, "use a new cache for another batch")
         self.keys[:, :, self.length : total] = k.detach().transpose(1, 2)
         if v is not k:
             self.values[:, :, self.length : total] = v.detach().transpose(1, 2)
@@ -167,10 +165,9 @@ class LayerCache:
 def refuse_mask(spec: AttentionSpec) -> None:
     """ValueError for an attention that a cache cannot compute."""
     if spec.mask != "causal":
-        raise ValueError(
-            f"attention.mask {spec.mask!r} is not computed with a KV cache, where a token sees earlier ones "
-            "alone; score whole rows without a cache, or use 'causal'"
-        )
+        rule = "is not computed with a KV cache, where a token sees only earlier ones"
+        fix = "score whole rows without a cache, or use 'causal'"
+        raise invalid("attention.mask", "unsupported", spec.mask, rule, fix)
 
 
 def _one_token(
@@ -239,7 +236,8 @@ class KVCache:
 
     def __init__(self, max_length: int) -> None:
         if max_length < 1:
-            raise ValueError(f"max_length {max_length} must be at least 1; give the longest row")
+            fix = "give the longest row"
+            raise invalid("max_length", "range", max_length, "must be at least 1", fix)
         self.max_length = max_length
         self.history = History()
         self.layers: dict[str, LayerCache] = {}

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from forge_core._config import is_finite, is_size, raise_problems, setting
+from forge_core._config import is_finite, is_size, setting, switch_problems
+from forge_core._shared.problems import Problem, raise_problems
 
 #: The type of a layer that is as the model's own keys say; it has no table.
 GLOBAL = "global"
@@ -36,37 +37,39 @@ class LayerType:
         raise_problems("layer_types", _problems(self))
 
 
-def _problems(c: LayerType) -> Iterator[str]:
+def _problems(c: LayerType) -> Iterator[Problem]:
     if all(getattr(c, f.name) == f.default for f in fields(c)):
-        yield f"a type without any key is {GLOBAL!r}; give it a key, or put {GLOBAL!r} into layer_pattern"
+        fix = f"give it a key, or put {GLOBAL!r} into layer_pattern"
+        yield Problem("", "missing", ..., f"a type without any key is {GLOBAL!r}", fix)
     if c.window is not None and not is_size(c.window, 2**31):
-        yield f"window {c.window!r} must be a whole number, at least 1; use 512, or leave it out"
+        rule = "must be a whole number, at least 1"
+        yield Problem("window", "range", c.window, rule, "use 512, or leave it out")
     if c.rope_theta is not None and not (is_finite(c.rope_theta) and c.rope_theta > 1.0):
-        yield f"rope_theta {c.rope_theta!r} must be a finite number above 1; use 10000, or leave it out"
-    for name in ("rope_scaling", "rope"):
-        if not isinstance(getattr(c, name), bool):
-            yield f"{name} {getattr(c, name)!r} must be true or false; use true"
+        rule = "must be a finite number above 1"
+        yield Problem("rope_theta", "range", c.rope_theta, rule, "use 10000, or leave it out")
+    yield from switch_problems(c, "rope_scaling", "rope")
     if c.rope is False and (c.rope_theta is not None or c.rope_scaling is False):
-        yield "rope false must go without rope_theta and rope_scaling, which nothing reads then; remove them"
+        rule = "must go without rope_theta and rope_scaling, which nothing reads then"
+        yield Problem("rope", "excludes", c.rope, rule, "remove them")
 
 
 def pattern_problems(
     pattern: tuple[str, ...], types: dict[str, LayerType], num_layers: Any
-) -> Iterator[str]:
-    """Sentences for names of a pattern without a table, tables that no layer has, and the like."""
+) -> Iterator[Problem]:
+    """Problems of names of a pattern without a table, tables that no layer has, and the like."""
     if not (isinstance(pattern, tuple) and all(isinstance(name, str) for name in pattern)):
-        yield f"layer_pattern {pattern!r} must be a tuple of names; use ('local', {GLOBAL!r})"
+        fix = f"use ('local', {GLOBAL!r})"
+        yield Problem("layer_pattern", "type", pattern, "must be a tuple of names", fix)
         return
     if GLOBAL in types:
-        yield f"layer_types.{GLOBAL} must not be there: such layers are as the model says; use another name"
+        rule = "must not be there: such layers are as the model's keys set them"
+        yield Problem(f"layer_types.{GLOBAL}", "reserved", ..., rule, "use another name")
     for name in sorted({name for name in pattern if name != GLOBAL and name not in types}):
-        yield (
-            f"layer_pattern has {name!r}, which must be {GLOBAL!r} or have a table; write "
-            f"[model.layer_types.{name}]"
-        )
+        rule, fix = f"must be {GLOBAL!r} or have a table", f"write [model.layer_types.{name}]"
+        yield Problem("layer_pattern", "unknown", name, rule, fix)
     for name in sorted(types.keys() - {*pattern, GLOBAL}):
-        yield f"layer_types.{name} is the type of no layer; put {name!r} into layer_pattern, or remove it"
+        fix = f"put {name!r} into layer_pattern, or remove it"
+        yield Problem(f"layer_types.{name}", "unused", ..., "is the type of no layer", fix)
     if isinstance(num_layers, int) and len(pattern) > num_layers:
-        yield (
-            f"layer_pattern of {len(pattern)} types must not be longer than num_layers {num_layers}; shorten it"
-        )
+        rule = f"has {len(pattern)} types and must not be longer than num_layers {num_layers}"
+        yield Problem("layer_pattern", "length", pattern, rule, "shorten it")

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from forge_core._config import raise_problems, setting, size_problems
+from forge_core._config import setting, size_problems, switch_problems
+from forge_core._shared.problems import Problem, raise_problems
 
 _SIZES = dict.fromkeys(
     ("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 2**16
@@ -39,12 +40,10 @@ class MLAConfig:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
-def _problems(c: MLAConfig) -> Iterator[str]:
+def _problems(c: MLAConfig) -> Iterator[Problem]:
     sizes = list(size_problems(c, _SIZES))
     yield from sizes
     if not sizes and c.qk_rope_head_dim % 2:
-        yield (
-            f"qk_rope_head_dim {c.qk_rope_head_dim} must be even; rotary embedding turns pairs: use 64"
-        )
-    if not isinstance(c.rope_interleave, bool):
-        yield f"rope_interleave {c.rope_interleave!r} must be true or false; use false"
+        rule = "must be even: rotary embedding rotates pairs"
+        yield Problem("qk_rope_head_dim", "even", c.qk_rope_head_dim, rule, "use 64")
+    yield from switch_problems(c, "rope_interleave")

@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from forge_core._config import is_size, raise_problems, setting
+from forge_core._config import choice_problems, is_size, setting
+from forge_core._shared.problems import Problem, raise_problems
 
 _LAYOUTS = ("chunked", "interleaved")
 
@@ -38,15 +39,15 @@ class MRopeConfig:
     def __post_init__(self) -> None:
         raise_problems("mrope", _problems(self))
 
-    def problems(self, rotary_dim: int, mixer: str) -> Iterator[str]:
-        """Sentences about these positions in a model whose `mixer` turns `rotary_dim` dims of a head."""
+    def problems(self, rotary_dim: int, mixer: str) -> Iterator[Problem]:
+        """Problems of these positions in a model whose `mixer` rotates `rotary_dim` dims of a head."""
         if mixer != "attention":
-            yield f"mrope is read by mixer 'attention' alone, and mixer is {mixer!r}; remove it"
+            rule = f"is read only by mixer 'attention', and mixer is {mixer!r}"
+            yield Problem("mrope", "mixer", ..., rule, "remove it")
         elif 2 * sum(self.sections) != rotary_dim:
-            yield (
-                f"mrope.sections {list(self.sections)} must sum to half of the turned width of a head, {rotary_dim} "
-                "/ 2; change them, or head_dim"
-            )
+            rule = f"must sum to half of the rotated width of a head, {rotary_dim} / 2"
+            sections = list(self.sections)
+            yield Problem("mrope.sections", "sum", sections, rule, "change them, or head_dim")
 
     @property
     def axes(self) -> tuple[int, ...]:
@@ -65,14 +66,14 @@ class MRopeConfig:
         return positions.index_select(1, axes).transpose(1, 2)
 
 
-def _problems(c: MRopeConfig) -> Iterator[str]:
+def _problems(c: MRopeConfig) -> Iterator[Problem]:
     sizes = len(c.sections) == 3 and all(is_size(pairs, 2**15) for pairs in c.sections)
     if not sizes:
-        yield f"sections {list(c.sections)} must be three whole numbers, at least 1; use [24, 20, 20]"
-    if c.layout not in _LAYOUTS:
-        yield f"layout {c.layout!r} must be one of {', '.join(_LAYOUTS)}; use interleaved"
-    elif sizes and [c.axes.count(axis) for axis in range(3)] != list(c.sections):
-        yield (
-            f"sections {list(c.sections)} must give row and column at most a third of the pairs where they are "
-            "interleaved; use [24, 20, 20], or layout chunked"
-        )
+        rule = "must be three whole numbers, at least 1"
+        yield Problem("sections", "range", list(c.sections), rule, "use [24, 20, 20]")
+    layout = list(choice_problems(c, "layout", _LAYOUTS))
+    yield from layout
+    if not layout and sizes and [c.axes.count(axis) for axis in range(3)] != list(c.sections):
+        rule = "must give row and column at most a third of the pairs where they are interleaved"
+        fix = "use [24, 20, 20], or layout chunked"
+        yield Problem("sections", "interleaved", list(c.sections), rule, fix)

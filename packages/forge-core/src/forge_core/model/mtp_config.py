@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from forge_core._config import is_finite, is_size, raise_problems, setting
+from forge_core._config import is_finite, is_size, setting
+from forge_core._shared.problems import Problem, raise_problems
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,10 @@ class MTPConfig:
         raise_problems("mtp", _problems(self))
 
 
-def _problems(c: MTPConfig) -> Iterator[str]:
+def _problems(c: MTPConfig) -> Iterator[Problem]:
     if c.num_modules != 0 and not is_size(c.num_modules, 64):
-        yield f"num_modules {c.num_modules!r} must be a whole number from 0 to 64; use 1"
+        yield Problem(
+            "num_modules", "range", c.num_modules, "must be a whole number from 0 to 64", "use 1"
+        )
     if not (is_finite(c.weight) and c.weight > 0.0):
-        yield f"weight {c.weight!r} must be a finite number above 0; use 0.3"
+        yield Problem("weight", "range", c.weight, "must be a finite number above 0", "use 0.3")

@@ -23,7 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from forge_core._config import raise_problems, setting, size_problems
+from forge_core._config import choice_problems, setting, size_problems
+from forge_core._shared.problems import Problem, raise_problems
 
 
 @dataclass(frozen=True)
@@ -71,23 +72,19 @@ class Scales:
         return self.branch / (self.width if num_dims >= 2 else 1.0)
 
 
-def problems(config: Any) -> Iterator[str]:
-    """Sentences about [model.mup] and the keys that it goes with."""
-    if config.parametrization not in ("standard", "mup"):
-        yield f"parametrization {config.parametrization!r} must be 'standard' or 'mup'; use 'standard'"
-    elif config.parametrization == "standard":
-        if config.mup != MuPConfig():
-            yield (
-                "mup is the table of parametrization 'mup', and parametrization is 'standard'; remove it, or "
-                "use mup"
-            )
-    elif config.mixer != "attention":
-        yield (
-            f"mixer {config.mixer!r} has no rule in parametrization 'mup', which knows attention; use that, or "
-            "'standard'"
-        )
+def problems(config: Any) -> Iterator[Problem]:
+    """Problems of [model.mup] and the keys that it goes with."""
+    yield from choice_problems(config, "parametrization", ("standard", "mup"))
+    if config.parametrization == "standard" and config.mup != MuPConfig():
+        rule = "is the table of parametrization 'mup', and parametrization is 'standard'"
+        yield Problem("mup", "foreign", ..., rule, "remove it, or use mup")
+    if config.parametrization != "mup":
+        return
+    if config.mixer != "attention":
+        rule = "has no rule in parametrization 'mup', which is defined for attention"
+        yield Problem("mixer", "parametrization", config.mixer, rule, "use that, or 'standard'")
     elif config.mup.base_head_dim is not None and config.attention.scale is not None:
-        yield (
-            f"attention.scale {config.attention.scale} takes the place of the scale of mup.base_head_dim "
-            f"{config.mup.base_head_dim}; give one of them"
-        )
+        base = config.mup.base_head_dim
+        rule = f"takes the place of the scale of mup.base_head_dim {base}"
+        scale = config.attention.scale
+        yield Problem("attention.scale", "excludes", scale, rule, "give one of them")

@@ -15,6 +15,7 @@ standard parametrization (`config.as_standard()`), which has the factors of any 
 
 from torch import nn
 
+from forge_core._shared.problems import Problem, problems_of, raise_problems
 from forge_core.model.attention import Attention
 from forge_core.model.block import Block, PostNormBlock, SandwichBlock
 from forge_core.model.config import TransformerConfig
@@ -72,11 +73,10 @@ def check_parts(config: TransformerConfig) -> None:
         named.append((MASKS, config.attention.mask, {}))
     if config.rope_scaling is not None:
         named.append((ROPE_SCALINGS, config.rope_scaling.name, config.rope_scaling.options))
-    problems = []
+    problems: list[Problem] = []
     for registry, name, options in named:
         try:
             registry.checked(name, options)
         except ValueError as error:
-            problems.append(str(error))
-    if problems:
-        raise ValueError("\n".join(problems))
+            problems += problems_of(error)
+    raise_problems("", problems)

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from forge_core._config import is_finite, is_size, raise_problems, setting
+from forge_core._config import is_finite, is_size, setting, switch_problems
+from forge_core._shared.problems import Problem, raise_problems
 from forge_core.registry import Registry
 
 
@@ -55,19 +56,20 @@ class AttentionSpec:
         }
 
 
-def _problems(c: AttentionSpec) -> Iterator[str]:
+def _problems(c: AttentionSpec) -> Iterator[Problem]:
     for name, value, example in (
         ("scale", c.scale, "0.125 for a head width of 64"),
         ("softcap", c.softcap, "50"),
     ):
         if value is not None and not (is_finite(value) and value > 0.0):
-            yield f"{name} {value!r} must be a finite number above 0; use {example}, or leave it out"
+            fix = f"use {example}, or leave it out"
+            yield Problem(name, "range", value, "must be a finite number above 0", fix)
     if c.window is not None and not is_size(c.window, 2**31):
-        yield f"window {c.window!r} must be a whole number, at least 1; use 4096, or leave it out"
-    if not isinstance(c.sinks, bool):
-        yield f"sinks {c.sinks!r} must be true or false; use false"
+        rule = "must be a whole number, at least 1"
+        yield Problem("window", "range", c.window, rule, "use 4096, or leave it out")
+    yield from switch_problems(c, "sinks")
     if not isinstance(c.mask, str) or (c.mask != "causal" and ":" not in c.mask):
-        yield f"mask {c.mask!r} must be 'causal' or module:attr; use 'causal'"
+        yield Problem("mask", "unknown", c.mask, "must be 'causal' or module:attr", "use 'causal'")
 
 
 def causal_mask(ctx: Any, queries: Tensor, keys: Tensor) -> Tensor:

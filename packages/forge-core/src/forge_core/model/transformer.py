@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_core._shared.problems import invalid
 from forge_core.model.block import flops_of, prepare, roles_of
 from forge_core.model.config import TransformerConfig
 from forge_core.model.context import TokenContext, TokenMask, default_positions
@@ -54,9 +55,8 @@ class Transformer(nn.Module):
     ) -> None:
         super().__init__()
         if block is not None and (mixer is not None or feed_forward is not None):
-            raise ValueError(
-                "block replaces mixer and feed_forward; give either block or the other two"
-            )
+            rule, fix = "replaces mixer and feed_forward", "give either block or the other two"
+            raise invalid("block", "excludes", ..., rule, fix)
         self.config = config
         check_parts(config)
         # the parts need not know of parametrizations: scales are keys of the standard one
@@ -162,10 +162,9 @@ class Transformer(nn.Module):
         """What the head makes of the stream x (B, S, D) and of those of the modules, as rows of one batch."""
         if self.mtp is None or next_tokens.size(1) != len(self.mtp):
             have = 0 if self.mtp is None else len(self.mtp)
-            raise ValueError(
-                f"next_tokens {tuple(next_tokens.shape)} must be (B, {have}, S) for mtp.num_modules {have}; give the "
-                "tokens ahead for each module"
-            )
+            rule = f"must be (B, {have}, S) for mtp.num_modules {have}"
+            fix = "give the next tokens for each module"
+            raise invalid("next_tokens", "shape", tuple(next_tokens.shape), rule, fix)
         streams = [self.norm(x)]
         for module, tokens in zip(self.mtp.values(), next_tokens.unbind(1)):
             module.prepare(ctx, x)
@@ -199,21 +198,22 @@ class Transformer(nn.Module):
         past = 0 if cache is None else cache.length
         if past + size > self.config.max_seq_len:
             cached = f" ({past} of them cached)" if past else ""
-            raise ValueError(
-                f"a row of {past + size} tokens{cached} is longer than max_seq_len "
-                f"{self.config.max_seq_len}; shorten it or raise max_seq_len"
-            )
+            total = f"makes a row of {past + size} tokens{cached}"
+            rule = f"{total}, longer than max_seq_len {self.config.max_seq_len}"
+            fix = "shorten it or raise max_seq_len"
+            raise invalid("tokens", "length", tuple(tokens.shape), rule, fix)
         if document_ids is not None and document_ids.shape != (rows, size):
-            raise ValueError(
-                f"document_ids {tuple(document_ids.shape)} must have the shape of tokens "
-                f"{(rows, size)}; give one id per token"
-            )
+            rule = f"must have the shape of tokens {(rows, size)}"
+            shape = tuple(document_ids.shape)
+            raise invalid("document_ids", "shape", shape, rule, "give one id per token")
         shapes = [(rows, size), (1, size)] + ([(rows, 3, size)] if self.config.mrope else [])
         if positions is not None and positions.shape not in shapes:
-            raise ValueError(
-                f"positions {tuple(positions.shape)} must be {' or '.join(map(str, shapes))}; give one position "
-                "per token" + ("" if self.config.mrope else ", or one for each axis with mrope")
+            more = "" if self.config.mrope else ", or one for each axis with mrope"
+            rule, fix = (
+                f"must be {' or '.join(map(str, shapes))}",
+                f"give one position per token{more}",
             )
+            raise invalid("positions", "shape", tuple(positions.shape), rule, fix)
         if positions is None:
             first = None
             if cache is not None:
@@ -238,10 +238,9 @@ class Transformer(nn.Module):
             if isinstance(getattr(module, "spec", None), AttentionSpec):
                 refuse_mask(module.spec)
             if getattr(module, "needs_whole_rows", False):
-                raise ValueError(
-                    f"{name} chooses among all tokens of a row and cannot decode one token at a time; "
-                    "score whole rows with it, or train a router that chooses for each token alone"
-                )
+                rule = "chooses among all tokens of a row and cannot decode one token at a time"
+                fix = "score whole rows with it, or train a router that chooses per token"
+                raise invalid(name, "needs_whole_rows", ..., rule, fix)
         return KVCache(max_length)
 
     def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
@@ -324,16 +323,14 @@ def _check_tokens(tokens: Tensor, dim: int) -> None:
     """Shape and dtype alone, so it costs no sync and holds on meta, fake and compiled tensors."""
     if tokens.is_floating_point():
         if tokens.dim() != 3 or tokens.size(-1) != dim:
-            raise ValueError(
-                f"tokens {tokens.dtype} of shape {tuple(tokens.shape)} must be integer ids (B, S), or a "
-                f"stream (B, S, {dim}) from another stage of a pipeline; convert ids with .long()"
-            )
+            stream = f"a stream (B, S, {dim}) from another stage of a pipeline"
+            rule = f"{tokens.dtype} must be integer ids (B, S), or {stream}"
+            raise invalid("tokens", "stream", tuple(tokens.shape), rule, "convert ids with .long()")
     elif tokens.dtype not in (torch.int64, torch.int32):
-        raise ValueError(f"tokens are {tokens.dtype}, they must be int64 or int32; use .long()")
+        raise invalid("tokens", "dtype", tokens.dtype, "must be int64 or int32", "use .long()")
     elif tokens.dim() != 2:
-        raise ValueError(
-            f"tokens of shape {tuple(tokens.shape)} must be (B, S); add a dim for one row: tokens[None]"
-        )
+        fix = "add a dim for one row: tokens[None]"
+        raise invalid("tokens", "shape", tuple(tokens.shape), "must be (B, S)", fix)
 
 
 def _not_padding(document_ids: Tensor | None, device: torch.device) -> Tensor | None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from forge_core._shared.problems import Problem, invalid, raise_problems
 from forge_core.optim.config import OptimizerConfig
 from forge_core.optim.groups import parameter_groups, take_part
 from forge_core.optim.named import named_parameters, set_group_lrs
@@ -66,15 +67,14 @@ class NamedOptimizer(torch.optim.Optimizer):
             groups = parameter_groups(model, config, rounds=self.rounds_weights)
         half = config.state_dtype == "bf16"
         if half and not self.rounds_state:
-            raise ValueError(
-                f"optimizer.state_dtype 'bf16': {config.name} keeps its state in fp32; leave it out, or use adamw, lion, "
-                "muon or schedule_free_adamw"
-            )
+            rule = f"must be 'fp32', in which {config.name} keeps its state"
+            fix = "leave it out, or use adamw, lion, muon or schedule_free_adamw"
+            raise invalid("optimizer.state_dtype", "unsupported", "bf16", rule, fix)
         for name, parameter in (pair for group in groups for pair in group["params"]):
             if parameter.is_meta:
-                raise ValueError(
-                    f"parameter {name} is on the meta device and has no values; materialise the model first"
-                )
+                rule = "is on the meta device and has no values"
+                fix = "materialize the model first"
+                raise invalid(name, "meta", ..., rule, fix, where="parameter")
         settings = {"lr": config.lr, "weight_decay": config.weight_decay, **defaults}
         if half or any(p.dtype != torch.float32 for group in groups for _, p in group["params"]):
             settings |= {"state_dtype": config.state_dtype, _SEED: 0}
@@ -217,17 +217,17 @@ class NamedOptimizer(torch.optim.Optimizer):
         that is missing, extra, of another shape, or a plain tensor where this one holds a DTensor.
         """
         members = dict(self._members())
-        problems = [f"{name}: missing; the model has it" for name in members if name not in state]
+        missing = (name for name in members if name not in state)
+        problems = [Problem(n, "missing", ..., "is missing; the model has it") for n in missing]
         problems += [
-            f"{name}: extra; the model has no such parameter"
+            Problem(name, "extra", ..., "is extra; the model has no such parameter")
             for name in state
             if name not in members
         ]
         for name in (name for name in members if name in state):
             parameter, group = members[name]
             problems += _differences(name, parameter, self.slots(group), state[name])
-        if problems:
-            raise ValueError("optimizer state does not fit:\n" + "\n".join(problems))
+        raise_problems("optimizer state", problems)
         for name, (parameter, group) in members.items():
             own = self.state_of(parameter, group)
             with torch.no_grad():
@@ -276,22 +276,24 @@ def _values(numbers: list[Tensor]) -> list[float]:
 
 def _differences(
     name: str, parameter: Tensor, slots: Slots, state: Mapping[str, Any]
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     known = (*slots.tensors, *slots.numbers)
-    yield from (f"{name}.{slot}: missing" for slot in known if slot not in state)
-    yield from (f"{name}.{slot}: extra" for slot in state if slot not in known)
+    for slot in (slot for slot in known if slot not in state):
+        yield Problem(f"{name}.{slot}", "missing", ..., "is missing")
+    for slot in (slot for slot in state if slot not in known):
+        yield Problem(f"{name}.{slot}", "extra", ..., "is extra")
     for slot in (slot for slot in slots.tensors if slot in state):
         yield from _unlike(f"{name}.{slot}", parameter, state[slot])
 
 
-def _unlike(name: str, parameter: Tensor, value: object) -> Iterator[str]:
+def _unlike(name: str, parameter: Tensor, value: object) -> Iterator[Problem]:
+    kind = type(value).__name__
     if not isinstance(value, Tensor):
-        yield f"{name}: {type(value).__name__}; a moment is a tensor"
+        yield Problem(name, "type", value, f"is of type {kind} and must be a tensor")
     elif value.shape != parameter.shape:
-        yield f"{name}: shape {tuple(value.shape)}; the parameter has {tuple(parameter.shape)}"
+        rule = f"must have the shape of the parameter {tuple(parameter.shape)}"
+        yield Problem(name, "shape", tuple(value.shape), rule)
     # Duck-typed, so that torch.distributed.tensor is not imported by those who do not use it.
     elif hasattr(value, "placements") != hasattr(parameter, "placements"):
-        yield (
-            f"{name}: {type(value).__name__}; load into the tensors that named_state() gives, "
-            "they are distributed like the parameter"
-        )
+        rule = f"is of type {kind} and must be distributed like the parameter"
+        yield Problem(name, "placements", ..., rule, "load into the tensors of named_state()")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from forge_core._shared.problems import Problem, invalid, raise_problems
 from forge_core.optim.adamw import build_adamw
 from forge_core.optim.base import NamedOptimizer, set_rounding_seed
 from forge_core.optim.config import OptimizerConfig
@@ -56,7 +57,7 @@ def build_optimizer(
     else:
         OPTIMIZERS.check(built, config.name, config.options)
         optimizer = built(model, config, **config.options)
-        _check_methods(optimizer, f"{config.name!r} built a {type(optimizer).__name__}, which")
+        _check_methods(optimizer, config.name, f"built a {type(optimizer).__name__}, which ")
     if isinstance(optimizer, NamedOptimizer):  # which took part as it was made
         set_rounding_seed(optimizer, seed)
     else:
@@ -77,7 +78,7 @@ def check_optimizer(model: nn.Module, config: OptimizerConfig) -> None:
             raise unnamed(config.ema, config.name)
     else:
         if isinstance(built, type):
-            _check_methods(built, f"{config.name!r}")
+            _check_methods(built, config.name)
         OPTIMIZERS.check(built, config.name, config.options)
 
 
@@ -109,26 +110,25 @@ def _over_groups(
     taken = inspect.signature(kind).parameters
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
-        raise ValueError(
-            f"optimizer.name {config.name!r} needs a closure that runs the model again, and a step has "
-            "none; use an optimizer with step()"
+        rule = "needs a closure that runs the model again, and a step has none"
+        raise invalid(
+            "optimizer.name", "closure", config.name, rule, "use an optimizer with step()"
         )
     settings, defaults = _settings(config), _settings(OptimizerConfig(config.name))
     given = {key: value for key, value in settings.items() if _takes(taken.get(key), value)}
-    ignored = [
-        f"optimizer.{key} {value}: {config.name} takes none like it; leave it out"
-        for key, value in settings.items()
-        if key not in given and value != defaults[key]
-    ]
+    ignored = {k: v for k, v in settings.items() if k not in given and v != defaults[k]}
     if "weight_decay" not in given:
-        ignored += [
-            f"optimizer.groups.{name}.weight_decay {group.weight_decay}: {config.name} takes none like it; "
-            "leave it out"
+        ignored |= {
+            f"groups.{name}.weight_decay": group.weight_decay
             for name, group in config.groups.items()
             if group.weight_decay is not None
-        ]
-    if ignored:
-        raise ValueError("\n".join(ignored))
+        }
+    rule = f"cannot be given: {config.name} takes none like it"
+    odd = (
+        Problem(f"optimizer.{k}", "unsupported", v, rule, "leave it out")
+        for k, v in ignored.items()
+    )
+    raise_problems("", odd)
     OPTIMIZERS._replace(arguments=("params",)).check(kind, config.name, config.options, given)
     groups = parameter_groups(model, config)
     if "weight_decay" not in given:
@@ -137,10 +137,11 @@ def _over_groups(
     try:
         return kind(groups, **given, **config.options)
     except TypeError as error:
-        raise ValueError(
-            f"optimizer.name {config.name!r}: {error}; name a function builder(model, config) that "
-            "calls it with the arguments that it needs"
-        ) from error
+        rule = f"cannot be called: {error}"
+        fix = (
+            "name a function builder(model, config) that calls it with the arguments that it needs"
+        )
+        raise invalid("optimizer.name", "arguments", config.name, rule, fix) from error
 
 
 def _settings(config: OptimizerConfig) -> dict[str, Any]:
@@ -161,16 +162,15 @@ def _length(value: Any) -> int | None:
     return len(value) if isinstance(value, tuple) else None
 
 
-def _check_methods(optimizer: Any, what: str) -> None:
+def _check_methods(optimizer: Any, name: str, built: str = "") -> None:
     needed = [name for name in _METHODS if not callable(getattr(optimizer, name, None))]
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if issubclass(kind, torch.optim.Optimizer) and "set_lr" in needed:
         needed.remove("set_lr")
     if needed:
-        raise ValueError(
-            f"optimizer.name {what} has no {', '.join(needed)}; an optimizer has "
-            f"{', '.join(_METHODS)}, or is a torch optimizer"
-        )
+        rule = f"{built}has no {', '.join(needed)}"
+        fix = f"give it {', '.join(_METHODS)}, or use a torch optimizer"
+        raise invalid("optimizer.name", "methods", name, rule, fix)
 
 
 OPTIMIZERS = Registry(

@@ -8,13 +8,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_type_hints
 
 from forge_core._config import (
+    choice_problems,
+    foreign,
     foreign_keys,
     foreign_table,
     is_finite,
     is_size,
-    raise_problems,
     setting,
 )
+from forge_core._shared.problems import Problem, raise_problems
 
 _BETAS = {
     "adamw": (0.9, 0.95),
@@ -208,56 +210,59 @@ class ScheduleConfig:
         raise_problems("schedule", _schedule_problems(self))
 
 
-_DECAYS = get_args(get_type_hints(WSDConfig)["decay"])
 _NO_FLOOR = ("constant", "inverse_sqrt", "none")
+_FALLING = ("cosine", "linear", "wsd", "rex")
 
 
-def _group_problems(c: OptimizerGroupConfig) -> Iterator[str]:
+def _group_problems(c: OptimizerGroupConfig) -> Iterator[Problem]:
     if isinstance(c.patterns, str) or not c.patterns or not all(c.patterns):
-        yield (
-            f"patterns {c.patterns!r} must be a list of one or more names; use ['vision.*'] for all below a "
-            "module vision"
-        )
+        fix = "use ['vision.*'] for all below a module vision"
+        rule = "must be a list of one or more names"
+        yield Problem("patterns", "type", c.patterns, rule, fix)
     if not 0.0 <= c.lr_multiplier < math.inf:
-        yield (
-            f"lr_multiplier {c.lr_multiplier} must be a finite number of at least 0; use 0.1 for a tenth of the "
-            "rate, or 0 to freeze the group"
-        )
+        fix = "use 0.1 for a tenth of the rate, or 0 to freeze the group"
+        rule = "must be a finite number of at least 0"
+        yield Problem("lr_multiplier", "range", c.lr_multiplier, rule, fix)
     if c.weight_decay is not None:
         yield from _weight_decay_problems(c.weight_decay)
 
 
-def _weight_decay_problems(value: float) -> Iterator[str]:
+def _weight_decay_problems(value: float) -> Iterator[Problem]:
     if not 0.0 <= value < math.inf:
-        yield f"weight_decay {value} must not be negative; use 0.1, or 0 to switch it off"
+        fix = "use 0.1, or 0 to switch it off"
+        yield Problem("weight_decay", "range", value, "must not be negative", fix)
 
 
-def _optimizer_problems(c: OptimizerConfig) -> Iterator[str]:
+def _optimizer_problems(c: OptimizerConfig) -> Iterator[Problem]:
     if not c.name:
-        yield f"name {c.name!r} is empty; use adamw or an import path module:attr"
+        fix = "use adamw or an import path module:attr"
+        yield Problem("name", "missing", c.name, "must not be empty", fix)
     if not 0.0 < c.lr < math.inf:
-        yield f"lr {c.lr} must be a positive number; use 3e-4 or so"
+        yield Problem("lr", "range", c.lr, "must be a positive number", "use 3e-4 or so")
     if c.betas is not None and not _are_betas(c.betas):
-        yield f"betas {c.betas!r} must be two numbers in [0, 1); use 0.9 and 0.95"
-    if not 0.0 < c.eps < math.inf:
-        yield (
-            f"eps {c.eps} must be a positive number, or a zero gradient divides by zero; use 1e-8"
+        yield Problem(
+            "betas", "range", c.betas, "must be two numbers in [0, 1)", "use 0.9 and 0.95"
         )
+    if not 0.0 < c.eps < math.inf:
+        rule = "must be a positive number, or a zero gradient divides by zero"
+        yield Problem("eps", "range", c.eps, rule, "use 1e-8")
     yield from _weight_decay_problems(c.weight_decay)
     if c.ema.decay is not None and c.name == "schedule_free_adamw":
-        yield f"ema.decay {c.ema.decay} cannot go with {c.name!r}, which has an average of its own; leave it out"
-    allowed = get_args(get_type_hints(OptimizerConfig)["state_dtype"])
-    if c.state_dtype not in allowed:
-        yield f"state_dtype {c.state_dtype!r} must be {' or '.join(allowed)}; use fp32"
+        rule = f"cannot go with {c.name!r}, which has an average of its own"
+        yield Problem("ema.decay", "excludes", c.ema.decay, rule, "leave it out")
+
+    yield from _literal_problems(c, "state_dtype")
     yield from foreign_keys(c, _READERS, tuple(_BETAS))
     for table, reader in _TABLES.items():
         yield from foreign_table(c, table, reader)
     for name, group in c.groups.items():
         if c.name != "muon" and group.muon is not None:
-            yield (
-                f"groups.{name}.muon {group.muon} is a key of name 'muon', and name is {c.name!r}; remove it, or use "
-                "muon"
-            )
+            yield foreign(c.name, f"groups.{name}.muon", group.muon, ("muon",))
+
+
+def _literal_problems(config: Any, name: str) -> Iterator[Problem]:
+    """The problem of a field whose value is not in its Literal."""
+    return choice_problems(config, name, get_args(get_type_hints(type(config))[name]))
 
 
 def _are_betas(value: object) -> bool:
@@ -267,61 +272,60 @@ def _are_betas(value: object) -> bool:
     return all(is_finite(beta) and 0.0 <= beta < 1.0 for beta in value)
 
 
-def _muon_problems(c: MuonConfig) -> Iterator[str]:
+def _muon_problems(c: MuonConfig) -> Iterator[Problem]:
     if not 0.0 <= c.momentum < 1.0:
-        yield f"momentum {c.momentum} must be in [0, 1); use 0.95"
+        yield Problem("momentum", "range", c.momentum, "must be in [0, 1)", "use 0.95")
     if not is_size(c.ns_steps, 99):
-        yield f"ns_steps {c.ns_steps!r} must be a whole number from 1 to 99; use 5"
+        yield Problem(
+            "ns_steps", "range", c.ns_steps, "must be a whole number from 1 to 99", "use 5"
+        )
     for key in ("ns_dtype", "adjust"):
-        allowed = get_args(get_type_hints(MuonConfig)[key])
-        if getattr(c, key) not in allowed:
-            yield (
-                f"{key} {getattr(c, key)!r} must be {' or '.join(allowed)}; use {getattr(MuonConfig, key)}"
-            )
-    if not 0.0 < c.adamw_lr_multiplier < math.inf:
-        yield f"adamw_lr_multiplier {c.adamw_lr_multiplier} must be a positive number; use 1.0"
+        yield from _literal_problems(c, key)
+    value = c.adamw_lr_multiplier
+    if not 0.0 < value < math.inf:
+        yield Problem("adamw_lr_multiplier", "range", value, "must be a positive number", "use 1.0")
 
 
-def _ema_problems(c: EMAConfig) -> Iterator[str]:
+def _ema_problems(c: EMAConfig) -> Iterator[Problem]:
     if c.decay is not None and not 0.0 < c.decay < 1.0:
-        yield f"decay {c.decay} must be above 0 and below 1; use 0.999, or none for no average"
+        fix = "use 0.999, or leave it out for no average"
+        yield Problem("decay", "range", c.decay, "must be above 0 and below 1", fix)
 
 
-def _schedule_free_problems(c: ScheduleFreeConfig) -> Iterator[str]:
+def _schedule_free_problems(c: ScheduleFreeConfig) -> Iterator[Problem]:
     for key, value in vars(c).items():
         if not 0.0 <= value < math.inf:
-            yield f"{key} {value} must be a finite number of at least 0; use {getattr(type(c), key)}"
+            fix = f"use {getattr(type(c), key)}"
+            yield Problem(key, "range", value, "must be a finite number of at least 0", fix)
 
 
-def _wsd_problems(c: WSDConfig) -> Iterator[str]:
-    if c.decay_steps is not None and c.decay_steps < 1:
-        yield f"decay_steps {c.decay_steps} must be at least 1; use a fifth of the run"
-    if not 0.0 < c.decay_fraction <= 1.0:
-        yield f"decay_fraction {c.decay_fraction} must be above 0 and at most 1; use 0.2"
-    if c.decay_steps is not None and c.decay_fraction != WSDConfig.decay_fraction:
-        yield (
-            f"decay_steps {c.decay_steps} and decay_fraction {c.decay_fraction} say the same thing; remove one"
+def _wsd_problems(c: WSDConfig) -> Iterator[Problem]:
+    steps, fraction = c.decay_steps, c.decay_fraction
+    if steps is not None and steps < 1:
+        yield Problem("decay_steps", "range", steps, "must be at least 1", "use a fifth of the run")
+    if not 0.0 < fraction <= 1.0:
+        yield Problem(
+            "decay_fraction", "range", fraction, "must be above 0 and at most 1", "use 0.2"
         )
-    if c.decay not in _DECAYS:
-        yield f"decay {c.decay!r} must be one of {', '.join(_DECAYS)}; use sqrt"
+    if steps is not None and fraction != WSDConfig.decay_fraction:
+        rule = f"and decay_fraction {fraction} set the same thing"
+        yield Problem("decay_steps", "excludes", steps, rule, "remove one")
+    yield from _literal_problems(c, "decay")
 
 
-def _schedule_problems(c: ScheduleConfig) -> Iterator[str]:
+def _schedule_problems(c: ScheduleConfig) -> Iterator[Problem]:
     if not c.name:
-        yield f"name {c.name!r} is empty; use cosine, constant or an import path module:attr"
+        fix = "use cosine, constant or an import path module:attr"
+        yield Problem("name", "missing", c.name, "must not be empty", fix)
     if c.warmup_steps < 0:
-        yield f"warmup_steps {c.warmup_steps} must not be negative; use 0 for none"
+        yield Problem("warmup_steps", "range", c.warmup_steps, "must not be negative", "use 0")
     if not 0.0 <= c.min_lr_ratio <= 1.0:
-        yield f"min_lr_ratio {c.min_lr_ratio} must be in [0, 1]; use 0.1"
+        yield Problem("min_lr_ratio", "range", c.min_lr_ratio, "must be in [0, 1]", "use 0.1")
     if c.name == "none" and c.warmup_steps > 0:
-        yield (
-            f"warmup_steps {c.warmup_steps} is no key of name 'none', whose rate is the peak from the first step; "
-            "remove it, or use constant"
-        )
+        rule = "is not a key of name 'none', whose rate is the peak from the first step"
+        fix = "remove it, or use constant"
+        yield Problem("warmup_steps", "foreign", c.warmup_steps, rule, fix)
     # defaults stand in every configuration that was ever written, so they pass under any name
     if c.name in _NO_FLOOR and c.min_lr_ratio != ScheduleConfig.min_lr_ratio:
-        yield (
-            f"min_lr_ratio {c.min_lr_ratio} is a key of names cosine, linear, wsd and rex, and name is {c.name!r}; "
-            "remove it, or use one of them"
-        )
+        yield foreign(c.name, "min_lr_ratio", c.min_lr_ratio, _FALLING)
     yield from foreign_table(c, "wsd", "wsd")

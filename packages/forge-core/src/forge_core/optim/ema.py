@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge_core._shared.problems import Problem, invalid, raise_problems
 from forge_core.optim.config import EMAConfig
 from forge_core.optim.local import pieces, shard
 from forge_core.optim.named import named_parameters
@@ -16,6 +17,7 @@ from forge_core.optim.rounding import place_of, widened
 
 #: Slots of named state beside those of the optimizer: the weights that are trained, and the updates so far.
 _TRAINED, _UPDATES = "trained", "ema_updates"
+_WHERE = "state of an average"
 #: The average remembers about a ninth of the updates so far at most, so that a young one is not that of the beginning.
 _YOUTH = 9.0
 
@@ -150,13 +152,12 @@ class EMA:
         """
         self._refuse()
         lost = [
-            f"{name}.{slot}: missing"
+            f"{name}.{slot}"
             for name, slots in state.items()
             for slot in (_TRAINED, _UPDATES)
             if slot not in slots
         ]
-        if lost:
-            raise ValueError("\n".join(["state of an average does not fit:", *lost]))
+        raise_problems(_WHERE, map(_missing, lost))
         self._check({name: slots[_TRAINED] for name, slots in state.items()}, f".{_TRAINED}")
         rest = {
             name: {slot: v for slot, v in slots.items() if slot not in (_TRAINED, _UPDATES)}
@@ -181,10 +182,8 @@ class EMA:
         """Restore it, beside weights that were saved with it. ValueError for that of an optimizer without an
         average, or of other parameters."""
         if not {"optimizer", "others", "updates", "evaluating"} <= state.keys():
-            raise ValueError(
-                "this state holds no average of weights; build the optimizer without ema, or load one that an "
-                "average was saved with"
-            )
+            fix = "build the optimizer without ema, or load one that an average was saved with"
+            raise invalid("", "no_average", ..., "holds no average of weights", fix, where="state")
         self._check(state["others"], "")
         self.optimizer.load_state_dict(state["optimizer"])
         with torch.no_grad():
@@ -195,14 +194,12 @@ class EMA:
 
     def _check(self, others: Mapping[str, Any], slot: str) -> None:
         """ValueError unless these are weights of all parameters here."""
-        problems = [f"{name}{slot}: missing" for name in self._others if name not in others]
-        problems += [
-            f"{name}{slot}: {_shape(others[name])}; the parameter has {tuple(own.shape)}"
-            for name, own in self._others.items()
-            if name in others and _shape(others[name]) != tuple(own.shape)
-        ]
-        if problems:
-            raise ValueError("\n".join(["state of an average does not fit:", *problems]))
+        problems = [_missing(f"{name}{slot}") for name in self._others if name not in others]
+        for name, own in self._others.items():
+            if name in others and _shape(others[name]) != tuple(own.shape):
+                rule = f"must have the shape of the parameter {tuple(own.shape)}"
+                problems.append(Problem(f"{name}{slot}", "shape", _shape(others[name]), rule))
+        raise_problems(_WHERE, problems)
 
     def _refuse(self) -> None:
         if not self._evaluating:
@@ -215,9 +212,13 @@ def _shape(value: Any) -> Any:
     return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 
+def _missing(key: str) -> Problem:
+    return Problem(key, "missing", ..., "is missing")
+
+
 def unnamed(config: EMAConfig, what: str) -> ValueError:
-    """The refusal of an optimizer whose state has no names."""
-    return ValueError(
-        f"optimizer.ema.decay {config.decay} must go with an optimizer that has named state, and {what!r} has none; "
-        "use one of Forge, or leave it out"
-    )
+    """The error of an average of an optimizer whose state has no names."""
+    rule = f"must go with an optimizer that has named state, and {what!r} has none"
+    fix = "use one of Forge, or leave it out"
+    found: ValueError = invalid("optimizer.ema.decay", "unsupported", config.decay, rule, fix)
+    return found

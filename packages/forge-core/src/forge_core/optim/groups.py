@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from forge_core._shared.problems import Problem, invalid, raise_problems
 from forge_core.optim.config import OptimizerConfig, OptimizerGroupConfig
 from forge_core.optim.named import set_group_lrs, trainable
 
@@ -29,32 +30,29 @@ def match_groups(model: nn.Module, groups: Mapping[str, OptimizerGroupConfig]) -
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     found: dict[str, str] = {}
-    problems = []
+    problems: list[Problem] = []
     for aliases in names.values():
         owners = [
             group for group, config in groups.items() if any(_fits(n, config) for n in aliases)
         ]
         if len(owners) > 1:
             listed = " and ".join(f"optimizer.groups.{owner}" for owner in owners)
-            problems.append(
-                f"parameter {aliases[0]} must be in one group at most, and patterns of {listed} match it; "
-                "make one of them narrower"
-            )
+            rule = f"must be in one group at most, and patterns of {listed} match it"
+            fix = "make one of them narrower"
+            problems.append(Problem("optimizer.groups", "duplicate", aliases[0], rule, fix))
         found.update(dict.fromkeys(aliases, owners[0]) if owners else {})
+    known = [name for aliases in names.values() for name in aliases]
     for group, config in groups.items():
         for pattern in config.patterns:
-            if not any(
-                fnmatchcase(name, pattern) for aliases in names.values() for name in aliases
-            ):
-                near = ", ".join(
-                    _nearest(pattern, [n for aliases in names.values() for n in aliases])
+            if not any(fnmatchcase(name, pattern) for name in known):
+                key, near = (
+                    f"optimizer.groups.{group}.patterns",
+                    ", ".join(_nearest(pattern, known)),
                 )
-                problems.append(
-                    f"optimizer.groups.{group}.patterns {pattern!r} must match a parameter of the model, "
-                    f"and matches none; the nearest names are {near or 'none: it has no parameter'}"
-                )
-    if problems:
-        raise ValueError("\n".join(problems))
+                rule = "must match a parameter of the model, and matches none"
+                fix = f"the nearest names are {near or 'none: it has no parameter'}"
+                problems.append(Problem(key, "not_found", pattern, rule, fix))
+    raise_problems("", problems)
     return found
 
 
@@ -88,10 +86,9 @@ def lr_scales(model: nn.Module, config: OptimizerConfig) -> Mapping[str, float]:
             offered: Mapping[str, float] = module.lr_scales()
             scales |= {f"{prefix}.{n}" if prefix else n: scale for n, scale in offered.items()}
     if scales and config.name not in _SIZED_BY_RATE:
-        raise ValueError(
-            f"optimizer.name {config.name!r} has no rule for the rates of a model that scales them with its width "
-            f"(parametrization 'mup'); use {' or '.join(_SIZED_BY_RATE)}, or parametrization 'standard'"
-        )
+        rule = "has no rule for learning rates that scale with the model's width (parametrization 'mup')"
+        fix = f"use {' or '.join(_SIZED_BY_RATE)}, or parametrization 'standard'"
+        raise invalid("optimizer.name", "parametrization", config.name, rule, fix)
     return scales
 
 
@@ -179,11 +176,10 @@ def _check_groups(
         if p.requires_grad and name in owners and group_of.get(p) != owners[name]
     ]
     if lost:
-        raise ValueError(
-            f"optimizer.groups.{owners[lost[0]]}: {built_by!r} built a {type(optimizer).__name__} whose "
-            f"param_groups do not hold {lost[0]} in a group of that name; build it over "
-            "forge_core.optim.parameter_groups(model, config), or remove optimizer.groups"
-        )
+        built = f"{built_by!r} built a {type(optimizer).__name__}"
+        rule = f"must be a group of the optimizer: {built} whose param_groups do not hold {lost[0]} there"
+        fix = "build it over parameter_groups(model, config), or remove optimizer.groups"
+        raise invalid(f"optimizer.groups.{owners[lost[0]]}", "param_groups", ..., rule, fix)
 
 
 #: Keys by which a row of `param_groups` is a group of the configuration, has a factor of its rate, or is rounded.

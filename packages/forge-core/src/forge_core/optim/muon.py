@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_core._shared.problems import invalid
 from forge_core.optim.adamw import AdamW
 from forge_core.optim.base import Group, Slots, count_step, rounds
 from forge_core.optim.config import OptimizerConfig
@@ -139,10 +140,9 @@ def hidden_matrices(model: nn.Module, config: OptimizerConfig) -> set[str]:
             if hidden if chosen is None else chosen:
                 found.add(name)
     if not matrices:
-        raise ValueError(
-            "optimizer.name 'muon' must have a matrix below a block (layers.0.weight) and the model has none; "
-            "name some in a group: [optimizer.groups.hidden] with patterns and muon = true, or use adamw"
-        )
+        rule = "must have a matrix below a block (layers.0.weight), and the model has none"
+        fix = "name some in a group: [optimizer.groups.hidden] with patterns and muon = true, or use adamw"
+        raise invalid("optimizer.name", "no_matrix", "muon", rule, fix)
     return found
 
 

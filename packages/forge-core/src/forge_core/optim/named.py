@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_core._shared.problems import invalid
+
 
 def trainable(model: nn.Module, *, rounds: bool = False) -> dict[str, nn.Parameter]:
     """Parameters to train by name; a tied one counts once, under its first name.
@@ -17,14 +19,13 @@ def trainable(model: nn.Module, *, rounds: bool = False) -> dict[str, nn.Paramet
     allowed = (torch.float32, *([torch.bfloat16] if rounds else []))
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not parameters:
-        raise ValueError("no parameter to train: all are frozen; leave requires_grad True on some")
+        rule = "is that of every parameter, so there is none to train"
+        raise invalid("requires_grad", "frozen", False, rule, "leave it True on some")
     for name, parameter in parameters.items():
         if parameter.dtype not in allowed:
-            raise ValueError(
-                f"parameter {name} is {parameter.dtype}: a plain update in it loses small steps, so the "
-                "masters must be fp32; keep the model in fp32 and let the forward compute in bf16, or train weights "
-                "in bf16 with adamw, lion or muon, which round updates stochastically"
-            )
+            rule = "must be fp32, as a plain update in another dtype loses small steps"
+            fix = "keep the model in fp32 and let the forward compute in bf16, or train weights in bf16 with adamw, lion or muon, which round updates stochastically"
+            raise invalid(name, "dtype", parameter.dtype, rule, fix, where="parameter")
     return parameters
 
 

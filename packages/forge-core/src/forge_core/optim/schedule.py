@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from forge_core._shared.problems import invalid
 from forge_core.optim.config import ScheduleConfig
 from forge_core.registry import Registry
 
@@ -30,14 +31,13 @@ def build_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
         warm-up and a decay that overlap; the function it returns raises it for a step below one.
     """
     if total_steps < 1:
-        raise ValueError(
-            f"total_steps {total_steps} must be at least 1; train for one step or more"
-        )
-    if config.warmup_steps >= total_steps:
-        raise ValueError(
-            f"schedule: warmup_steps {config.warmup_steps} must be below the {total_steps} steps of the "
-            f"run, or the peak rate is never used; use {total_steps - 1} or fewer, or train longer"
-        )
+        fix = "train for one step or more"
+        raise invalid("total_steps", "range", total_steps, "must be at least 1", fix)
+    warmup = config.warmup_steps
+    if warmup >= total_steps:
+        rule = f"must be below the {total_steps} steps of the run, or the peak rate is never used"
+        fix = f"use {total_steps - 1} or fewer, or train longer"
+        raise invalid("warmup_steps", "above_steps", warmup, rule, fix, where="schedule")
     builder = SCHEDULES.checked(config.name, config.options)
     schedule: Schedule = builder(config, total_steps, **config.options)
     return schedule
@@ -66,11 +66,11 @@ def wsd(config: ScheduleConfig, total_steps: int) -> Schedule:
     """
     own = config.wsd
     steps = own.decay_steps or max(1, round(own.decay_fraction * total_steps))
-    if config.warmup_steps + steps > total_steps:
-        raise ValueError(
-            f"schedule: warmup_steps {config.warmup_steps} and the {steps} steps of decay must fit in the "
-            f"{total_steps} steps of the run; make either shorter, or train longer"
-        )
+    warmup = config.warmup_steps
+    if warmup + steps > total_steps:
+        rule = f"and the {steps} steps of decay must fit in the {total_steps} steps of the run"
+        fix = "make either shorter, or train longer"
+        raise invalid("warmup_steps", "overlap", warmup, rule, fix, where="schedule")
     return _falling(config, total_steps - steps, total_steps, _SHAPES[own.decay])
 
 
@@ -107,9 +107,8 @@ def _falling(config: ScheduleConfig, start: int, end: int, shape: Shape) -> Sche
 def _warmed(warmup_steps: int, after: Schedule) -> Schedule:
     def factor(step: int) -> float:
         if step < 1:
-            raise ValueError(
-                f"step {step} must be at least 1: steps count from one; add one to an index"
-            )
+            rule = "must be at least 1: steps count from one"
+            raise invalid("step", "range", step, rule, "add one to an index")
         return step / warmup_steps if step <= warmup_steps else after(step)
 
     return factor

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
+from forge_core._shared.problems import Problem, invalid, raise_problems
 from forge_core.optim.config import OptimizerConfig
 from forge_core.optim.groups import match_groups, set_multipliers
 
@@ -33,20 +34,21 @@ class StageConfig:
     )
 
     def __post_init__(self) -> None:
-        problems = []
-        if self.start_step < 1:
-            problems.append(
-                f"start_step {self.start_step} must be at least 1, the first step; use 1"
+        raise_problems("", self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
+        start, given = self.start_step, self.lr_multipliers
+        if start < 1:
+            yield Problem(
+                "start_step", "range", start, "must be at least 1, the first step", "use 1"
             )
-        if not self.lr_multipliers:
-            problems.append("lr_multipliers {} must name a group; write {vision = 0.0} or so")
-        problems += [
-            f"lr_multipliers.{group} {value} must be a finite number of at least 0; use 0 to freeze it"
-            for group, value in self.lr_multipliers.items()
-            if not 0.0 <= value < math.inf
-        ]
-        if problems:
-            raise ValueError("\n".join(problems))
+        if not given:
+            fix = "write {vision = 0.0} or so"
+            yield Problem("lr_multipliers", "missing", given, "must name a group", fix)
+        for group, value in given.items():
+            if not 0.0 <= value < math.inf:
+                rule = "must be a finite number of at least 0"
+                yield Problem(f"lr_multipliers.{group}", "range", value, rule, "use 0 to freeze it")
 
 
 def multipliers_at(
@@ -70,30 +72,27 @@ def in_order(stages: Mapping[str, StageConfig]) -> dict[str, StageConfig]:
 
 def stage_problems(
     config: OptimizerConfig, stages: Mapping[str, StageConfig], total_steps: int | None = None
-) -> list[str]:
-    """Sentences on stages that contradict the groups, each other or a run's length."""
-    problems = []
+) -> list[Problem]:
+    """Problems of stages that contradict the groups, each other or a run's length."""
+    problems: list[Problem] = []
     ordered = in_order(stages)
     for before, after in zip(ordered, list(ordered)[1:]):
         step = ordered[before].start_step
         if step == ordered[after].start_step:
-            problems.append(
-                f"train.stages.{after}.start_step {step} must differ from that of train.stages.{before}; "
-                "make them one stage, or start one later"
-            )
+            key, fix = f"train.stages.{after}.start_step", "make them one stage, or start one later"
+            rule = f"must differ from start_step of train.stages.{before}"
+            problems.append(Problem(key, "duplicate", step, rule, fix))
     for name, stage in ordered.items():
-        known = ", ".join(config.groups) or "none"
-        problems += [
-            f"train.stages.{name}.lr_multipliers {group!r} must be a group of optimizer.groups, which are "
-            f"{known}; correct it, or add [optimizer.groups.{group}]"
-            for group in stage.lr_multipliers
-            if group not in config.groups
-        ]
-        if total_steps is not None and stage.start_step > total_steps:
-            problems.append(
-                f"train.stages.{name}.start_step {stage.start_step} must be at most {total_steps}, the "
-                "steps of the run, or the stage is never reached; start it earlier or train longer"
-            )
+        key, known = f"train.stages.{name}", ", ".join(config.groups) or "none"
+        rule = f"must be a group of optimizer.groups, which are {known}"
+        for group in (g for g in stage.lr_multipliers if g not in config.groups):
+            fix = f"correct it, or add [optimizer.groups.{group}]"
+            problems.append(Problem(f"{key}.lr_multipliers", "unknown", group, rule, fix))
+        start = stage.start_step
+        if total_steps is not None and start > total_steps:
+            rule = f"must be at most {total_steps}, the steps of the run, or the stage is never reached"
+            fix = "start it earlier or train longer"
+            problems.append(Problem(f"{key}.start_step", "above_steps", start, rule, fix))
     return problems
 
 
@@ -120,10 +119,8 @@ def check_something_trains(
     for key, step in starts.items():
         now = multipliers_at(config, stages, step)
         if not any(owner is None or now[owner] for owner in trainable):
-            raise ValueError(
-                f"{key}: every parameter is frozen from step {step} on, and a step must have some to train; "
-                "give one group an lr_multiplier above 0"
-            )
+            rule = f"must leave parameters to train: every parameter is frozen from step {step} on"
+            raise invalid(key, "frozen", ..., rule, "give one group an lr_multiplier above 0")
 
 
 def freeze_never_trained(
