@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from forge_testing.problems import rejects
+
 pytestmark = pytest.mark.lane("test")
 
 np = pytest.importorskip("numpy")
@@ -115,14 +117,14 @@ def test_a_prepared_folder_draws_the_same_batches(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "code"),
     [
-        ({"group": 4, "pack": True}, "group 4 needs rows of one sample each"),
-        ({"group": 0}, "group 0 must be a whole number"),
-        ({"group": 4, "streaming": True}, "needs the lengths of all samples"),
+        ({"group": 4, "pack": True}, "excludes"),
+        ({"group": 0}, "size"),
+        ({"group": 4, "streaming": True}, "streaming"),
     ],
 )
-def test_what_cannot_be_grouped_is_refused(tmp_path, options, words):
+def test_what_cannot_be_grouped_is_refused(tmp_path, options, code):
     config = SimpleNamespace(path=str(talks(tmp_path)), split="train")
-    with pytest.raises(ValueError, match=words):
+    with rejects("group", options["group"], code):
         open_source(config, **{**OPTIONS, **options})

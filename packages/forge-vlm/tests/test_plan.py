@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from forge_testing.problems import rejects
 from forge_vlm import Segment, SequencePlan
 
 pytestmark = pytest.mark.lane("test")
@@ -88,21 +89,29 @@ def test_branches_share_an_image_and_do_not_see_each_other():
 
 
 @pytest.mark.parametrize(
-    ("grids", "words"),
+    ("grids", "value", "code"),
     [
-        ([[(1, 1, 2)]], "3 placeholders of image 1 must be its tokens"),
-        ([[(1, 1, 2), (1, 2, 2)]], "of time, rows and columns \\(1, 2, 2\\)"),
-        ([[(1, 1, 5), (1, 1, 1)]], "those of 1 images, and 2 are given"),
+        ([[(1, 1, 2)]], None, "tokens"),
+        ([[(1, 1, 2), (1, 2, 2)]], (1, 2, 2), "tokens"),
+        ([[(1, 1, 5), (1, 1, 1)]], 2, "number"),
     ],
 )
-def test_placeholders_that_are_not_those_of_the_images_are_refused(grids, words):
+def test_placeholders_that_are_not_those_of_the_images_are_refused(grids, value, code):
     tokens = torch.tensor([[1, *[IMAGE] * 5, 2]])
-    with pytest.raises(ValueError, match=words):
+    with rejects("grids", value, code, where="row 0"):
         SequencePlan.of(tokens, None, {IMAGE: 1}, grids)
 
 
 def test_segments_must_cover_a_row():
-    with pytest.raises(ValueError, match="row 0: segments begin at"):
+    with rejects("segments", [(0, 2), (3, 4)], "order", where="row 0"):
         SequencePlan(((Segment(0, 0, 2), Segment(0, 3, 1)),), 4)
-    with pytest.raises(ValueError, match="positions 'mrope' need the grid"):
-        SequencePlan.of(torch.tensor([[IMAGE]]), None, {IMAGE: 1}).positions("mrope")
+
+
+def test_positions_and_spans_have_names():
+    plan = SequencePlan.of(torch.tensor([[IMAGE]]), None, {IMAGE: 1})
+    with rejects("grids", ..., "missing"):
+        plan.positions("mrope")
+    with rejects("positions", "random", "unknown"):
+        plan.positions("random")
+    with rejects("scope", "row", "unknown"):
+        plan.spans("row")

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from forge_core.model import MRopeConfig
+from forge_testing.problems import rejects
 from forge_vlm import VLM, ModalityConfig, SequencePlan, VisionConfig, VLMConfig
 from forge_vlm.vision import ViTConfig
 
@@ -91,11 +92,9 @@ def test_what_has_no_positions_is_refused():
     model, (tokens, ids, images) = model_with(**MROPE), packed()
     moved = tokens.clone()
     moved[0, 12], moved[0, 15] = 5, IMAGE
-    with pytest.raises(ValueError, match="row 0: 3 placeholders of image 1 must be its tokens"):
+    with rejects("grids", (1, 2, 2), "tokens", where="row 0"):
         model(moved, document_ids=ids, images=images)
-    with pytest.raises(ValueError, match="each of the 4 has 3; give positions"):
+    with rejects("positions", "mrope", "not_square"):
         model(tokens, document_ids=ids, images=torch.cat([images, images[:1]]))
-    with pytest.raises(
-        ValueError, match="of a stream of floats must be given with positions 'mrope'"
-    ):
+    with rejects("positions", ..., "missing"):
         model(torch.zeros(1, 4, 16))

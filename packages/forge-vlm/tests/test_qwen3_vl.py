@@ -16,6 +16,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 import tiny_qwen3_vl as qwen
 from hf_folders import distance
 
+from forge_testing.problems import assert_problem, rejects
+from forge_vlm._shared.problems import ProblemError
+
 pytestmark = pytest.mark.lane("test")
 
 pytest.importorskip("transformers")
@@ -132,9 +135,9 @@ def test_patches_of_another_size_are_refused_before_the_first_step(models, key):
         **{"patch_size": 4, "merge": 2, "patch_time": 2},
     }
     assert fit_problems(options, qwen.IMAGE, models[1], "here") == []
-    other = fit_problems({**options, key: 1}, qwen.IMAGE, models[1], "here")
-    own = options[key]
-    assert other == [f"here.{key} 1 must be that of the encoder model.vision, {own}; change one"]
+    (found,) = fit_problems({**options, key: 1}, qwen.IMAGE, models[1], "here")
+    assert_problem(ProblemError([found]), f"here.{key}", 1, "encoder")
+    assert str(options[key]) in found.rule
 
 
 def test_patches_are_those_of_its_processor(models):
@@ -157,24 +160,26 @@ def test_patches_are_those_of_its_processor(models):
 
 
 @pytest.mark.parametrize(
-    ("patches", "grids", "words"),
+    ("patches", "grids", "key", "value", "code"),
     [
-        ((24, 96), [[1, 4, 4]], r"patches \(24, 96\) must be \(16, 96\), those of the 1 images"),
-        ((16, 48), [[1, 4, 4]], r"patches \(16, 48\) must be \(16, 96\)"),
-        ((12, 96), [[1, 4, 3]], r"grids \[1, 4, 3\] must be .* that 2 divides"),
-        ((16, 96), [[1, 2, 8]], "2 placeholders of image 0 must be its tokens"),
+        ((24, 96), [[1, 4, 4]], "patches", (24, 96), "shape"),
+        ((16, 48), [[1, 4, 4]], "patches", (16, 48), "shape"),
+        ((12, 96), [[1, 4, 3]], "grids", [1, 4, 3], "divides"),
+        ((16, 96), [[1, 2, 8]], "grids", (1, 1, 4), "tokens"),
     ],
 )
-def test_grids_that_are_not_those_of_the_patches_are_refused(models, patches, grids, words):
-    parted = "placeholders" in words
+def test_grids_that_are_not_those_of_the_patches_are_refused(
+    models, patches, grids, key, value, code
+):
+    parted = code == "tokens"
     row = torch.tensor([[1, IMAGE, IMAGE, 2 if parted else IMAGE, IMAGE, IMAGE if parted else 2]])
-    with pytest.raises(ValueError, match=words):
+    with rejects(key, value, code):
         models[1](row, patches=torch.zeros(patches), grids=torch.tensor(grids))
 
 
 def test_grids_of_more_images_than_the_rows_hold_are_refused(models):
     media = {"patches": torch.zeros(8, 96), "grids": torch.tensor([[1, 2, 2], [1, 2, 2]])}
-    with pytest.raises(ValueError, match="those of 1 images, and 2 are given"):
+    with rejects("grids", 2, "number"):
         models[1](torch.tensor([[1, IMAGE, 2]]), **media)
     assert models[1].host_inputs == (
         "document_ids",
@@ -188,11 +193,11 @@ def test_features_of_another_width_than_the_stream_are_refused(models):
     vision = VisionConfig(
         "transformers", transformers={**config.vision.transformers, "out_hidden_size": 48}
     )
-    with pytest.raises(ValueError, match="must have features of the stream's width 64"):
+    with rejects("adapter.name", "none", "width"):
         VLM(replace(config, vision=vision))
     other = VLM(replace(config, vision=vision, adapter=AdapterConfig("linear")))
     media = {"patches": torch.zeros(4, 96), "grids": torch.tensor([[1, 2, 2]])}
-    with pytest.raises(ValueError, match=r"must have the stream's width 64, .* have 48"):
+    with rejects("vision.transformers.out_hidden_size", 48, "width"):
         other(torch.tensor([[1, IMAGE, 2]]), **media)
 
 

@@ -20,6 +20,8 @@ from forge_vlm.resolution import (
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_tokenizer import tokenizer_of
 
+from forge_testing.problems import rejects
+
 pytestmark = pytest.mark.lane("test")
 
 SIZES = [(30, 70), (70, 30), (16, 16), (5, 9), (64, 64), (63, 64), (2, 90), (100, 47), (33, 31)]
@@ -193,40 +195,40 @@ def test_F132_grey_of_16_bits_keeps_its_shades(mode):
 def test_grey_without_a_range_is_refused():
     pillow = pytest.importorskip("PIL.Image")
     ours = build_resolution(ResolutionConfig())
-    for picture in (pillow.new("F", (4, 4), 0.5), pillow.new("I", (4, 4), 70000)):
-        with pytest.raises(ValueError, match=r"must have grey from 0 to 65535; save it with 8"):
-            ours(picture)
+    for mode, value in (("F", 0.5), ("I", 70000)):
+        with rejects("values", (value, value), "range"):
+            ours(pillow.new(mode, (4, 4), value))
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("make", "key", "value", "code"),
     [
-        (lambda: ResolutionConfig("tile"), "name 'tile' must be one of fixed, tiles"),
+        (lambda: ResolutionConfig("tile"), "name", "tile", "unknown"),
         (
             lambda: ResolutionConfig("fixed", budget=BudgetConfig(multiple=28)),
-            "budget.multiple 28 is a key of name 'budget', and name is 'fixed'",
+            *("budget.multiple", 28, "foreign"),
         ),
-        (lambda: FixedConfig(fit="squeeze"), "fit 'squeeze' must be one of pad, stretch, crop"),
-        (lambda: TilesConfig(longest_edge=5000), "longest_edge 5000 must be a whole number from"),
-        (lambda: TilesConfig(filter="box"), "filter 'box' must be one of bilinear"),
-        (lambda: AspectTilesConfig(min_tiles=13), "min_tiles 13 must be at most max_tiles 12"),
-        (lambda: BudgetConfig(max_pixels=9), "min_pixels 65536 must be at most max_pixels 9"),
-        (lambda: BudgetConfig(min_pixels=1, max_pixels=9), "max_pixels 9 must hold one square"),
+        (lambda: FixedConfig(fit="squeeze"), "fit", "squeeze", "unknown"),
+        (lambda: TilesConfig(longest_edge=5000), "longest_edge", 5000, "size"),
+        (lambda: TilesConfig(filter="box"), "filter", "box", "unknown"),
+        (lambda: AspectTilesConfig(min_tiles=13), "min_tiles", 13, "order"),
+        (lambda: BudgetConfig(max_pixels=9), "min_pixels", 65536, "order"),
+        (lambda: BudgetConfig(min_pixels=1, max_pixels=9), "max_pixels", 9, "range"),
         (
             lambda: build_resolution(ResolutionConfig("budget")).layout(3, 700),
-            "an image of 3 \\* 700 pixels must have sides that differ by a factor of at most 200",
+            *("image", (3, 700), "aspect"),
         ),
     ],
 )
-def test_what_cannot_be_is_refused(make, words):
-    with pytest.raises(ValueError, match=words):
+def test_what_cannot_be_is_refused(make, key, value, code):
+    with rejects(key, value, code):
         make()
 
 
 @pytest.mark.parametrize("image", [torch.zeros(3, 8, 8), torch.zeros(8, 8, dtype=torch.uint8), 5])
 def test_what_is_no_image_is_refused(image):
     pytest.importorskip("PIL")
-    with pytest.raises(ValueError, match="must be \\(height, width, 3\\) of uint8"):
+    with rejects("image", tuple(getattr(image, "shape", ())), "shape"):
         build_resolution(ResolutionConfig())(image)
 
 
@@ -234,5 +236,5 @@ def test_without_pillow_one_line_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "PIL", None)
     resolution = build_resolution(ResolutionConfig("tiles"))
     assert resolution.layout(100, 300).columns == 4  # counting needs none
-    with pytest.raises(ValueError, match="install 'forge-vlm\\[images\\]'"):
+    with rejects("", ..., "requires"):
         resolution(picture(4, 4))

@@ -16,6 +16,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from hf_folders import distance, renamed, saved
 from tiny_tokenizer import tokenizer_of
 
+from forge_testing.problems import rejects
+
 pytestmark = pytest.mark.lane("test")
 
 transformers = pytest.importorskip("transformers")
@@ -197,16 +199,17 @@ def test_a_published_file_is_read_and_what_changes_the_function_refused(tmp_path
         "vision_config": {**hf["vision_config"], "model_type": "idefics3", "use_base_siglip": True},
     }
     assert family.config_from_hf(published) == family.config_from_hf(hf)
-    for change, words in (
-        ({"use_resampler": True}, "use_resampler True is unknown"),
-        ({"vision_config": {**hf["vision_config"], "tubelets": 2}}, "tubelets"),
-        ({"text_config": None}, "text_config must be a table"),
+    vision = {**hf["vision_config"], "tubelets": 2}
+    for change, key, value, code in (
+        ({"use_resampler": True}, "use_resampler", True, "unknown_key"),
+        ({"vision_config": vision}, "vision.transformers.tubelets", 2, "unknown_key"),
+        ({"text_config": None}, "text_config", ..., "type"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with rejects(key, value, code):
             VLM(family.config_from_hf({**hf, **change}))
 
 
 def test_another_model_is_no_smolvlm(tmp_path):
     config = ours_of(theirs_of("smolvlm"), tmp_path).config
-    with pytest.raises(ValueError, match="must be 'idefics3_vision' for a model of this name"):
+    with rejects("vision.transformers.model_type", "smolvlm_vision", where="idefics3"):
         FAMILIES["idefics3"].config_to_hf(config)

@@ -6,6 +6,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from forge_core.flops import flops_per_token
+from forge_testing.problems import rejects
 from forge_vlm import VLM, AdapterConfig, FusionConfig, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.adapters import (
     AttentionalPoolConfig,
@@ -174,5 +175,5 @@ def test_images_of_any_size_are_counted_in_the_size_of_the_config():
     first, same, larger = (model.image_work() for model in found)
     assert first == same
     assert larger.tokens == 4 * same.tokens
-    with pytest.raises(ValueError, match="pixels_per_image 64 is not read"):
+    with rejects("pixels_per_image", 64, "foreign"):
         model_of("joint_decoder", pixels_per_image=64)
