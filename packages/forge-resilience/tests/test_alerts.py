@@ -168,8 +168,8 @@ def test_a_webhook_without_an_answer_and_without_a_server(
     gone = AlertsConfig(webhook="http://127.0.0.1:9/s3cret", attempts=1)
     with Alerts(journal.path, gone):
         journal.record("hang")
-    causes = [f["cause"] for f in failures(journal)]
-    assert causes == ["TimeoutError", "cannot be reached: ConnectionRefusedError"]
+    causes = [f["cause"].split()[-1] for f in failures(journal)]
+    assert causes == ["TimeoutError", "ConnectionRefusedError"]
     assert "s3cret" not in journal.path.read_text()
 
 
@@ -182,7 +182,8 @@ def test_the_url_may_stand_in_the_environment(
     assert len(receiver.got) == 1
     with Alerts(journal.path, AlertsConfig(webhook="$NO_HOOK", attempts=1)):
         journal.record("stop")
-    assert [f["cause"] for f in failures(journal)] == ["the variable NO_HOOK is not set"]
+    (failure,) = failures(journal)
+    assert "NO_HOOK" in failure["cause"]
 
 
 @pytest.mark.slow
@@ -193,7 +194,8 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path, journa
     with Alerts(journal.path, config, close_seconds=30):
         journal.record("stop")
         assert time.monotonic() - began < 5  # the run does not wait
-    assert [f["cause"] for f in failures(journal)] == ["took longer than 1 s and was killed"]
+    (failure,) = failures(journal)
+    assert " 1 s " in failure["cause"]
     assert len(notes(tmp_path)) == 2
     pid = int((tmp_path / "pid").read_text())
     wait_until(lambda: not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text())  # fmt: skip
@@ -201,14 +203,15 @@ def test_a_command_that_hangs_is_killed_with_its_children(tmp_path: Path, journa
 
 @pytest.mark.parametrize(
     ("command", "cause"),
-    [("bash -c 'exit 3'", "ended with code 3"), ("/no/such --token s3cret", "FileNotFoundError")],
+    [("bash -c 'exit 3'", "3"), ("/no/such --token s3cret", "FileNotFoundError")],
 )
 def test_a_command_that_fails_is_told_without_its_words(
     journal: Journal, command: str, cause: str
 ) -> None:
     with Alerts(journal.path, AlertsConfig(command, attempts=1)):
         journal.record("stop")
-    assert [f["cause"] for f in failures(journal)] == [cause]
+    (failure,) = failures(journal)
+    assert failure["cause"].split()[-1] == cause
     assert "s3cret" not in journal.path.read_text()
 
 
@@ -218,7 +221,7 @@ def test_many_events_of_a_kind_are_sent_ten_times(receiver: Receiver, journal: J
             journal.record("spike", step=step)
         journal.record("stop")
     assert [got["event"]["event"] for got in receiver.got] == ["spike"] * 10 + ["stop"]
-    assert receiver.got[9]["text"].endswith("(more events of this kind are in events.jsonl only)")
+    assert ["events.jsonl" in got["text"] for got in receiver.got[:10]] == [False] * 9 + [True]
 
 
 KILLED = """

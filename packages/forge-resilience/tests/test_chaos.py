@@ -3,6 +3,7 @@
 import collections
 import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -153,7 +154,7 @@ def test_a_strangers_program_under_faults_in_named_phases(tmp_path):
         expected = {"kill_rank": {-9}, "segfault": {-11}, "flip_bit": {0}}.get(row["kind"], {75, 0})
         assert row["code"] in expected, row
         assert row["recovery_seconds"] > 0
-    assert "rate of failures below" in told.stderr
+    assert f"{len(struck)} of 8 faults" in told.stderr
     assert (tmp_path / "log").read_text().count("counted to 120") == 1
     assert len(PROCESS_KINDS) == 16
 
@@ -163,14 +164,14 @@ def test_a_program_that_cannot_go_on_is_a_failure(tmp_path):
     forgetful = PROGRAM.replace("count = int(saved[-1].read_text())", "count = sys.exit(3)")
     rows, told = chaos(tmp_path, *arguments, program=forgetful)
     assert told.returncode == 1, rows
-    assert rows[0]["problem"] == "ended with 3 at the restart"
+    assert re.search(r"\b3\b", rows[0]["problem"])
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--kinds", "melt"), "--kinds melt must be of the list"),
-        (("--kinds", "flip_bit"), "kinds of files need --files"),
+        (("--kinds", "melt"), "--kinds melt "),
+        (("--kinds", "flip_bit"), "--files;"),
     ],
 )
 def test_wrong_arguments_are_refused(tmp_path, arguments, message):

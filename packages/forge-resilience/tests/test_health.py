@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -34,6 +35,7 @@ from forge_resilience.health import (
     memory_patterns,
     shared_memory,
 )
+from forge_resilience.health.device import DRAIN
 from forge_resilience.health.node import clocks, sees_token, shared_folder, write_token
 from forge_testing import run_on_ranks
 from forge_testing.problems import assert_problem, rejects
@@ -56,8 +58,8 @@ def test_one_wrong_bit_of_a_product_is_found(bit: int, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch, "matmul", faulty)
     found = known_answer("cpu", seed=3)
     assert found.state == BROKEN
-    assert "1 of 65536 elements of a known product are wrong" in found.value
-    assert "leave its node out of the queue" in found.fix
+    assert "1 of 65536 " in found.value
+    assert found.fix == DRAIN
 
 
 @pytest.mark.parametrize("stuck", [0, 1])
@@ -76,7 +78,7 @@ def test_a_bit_of_memory_that_is_stuck_is_found(stuck: int, monkeypatch: pytest.
         monkeypatch.setattr(torch.Tensor, name, broken(getattr(torch.Tensor, name)))
     found = memory_patterns("cpu", 2)
     assert found.state == BROKEN
-    assert "words of 2 MiB came back changed" in found.value
+    assert re.search(r": [1-9]\d* words of 2 MiB", found.value)
 
 
 class Nothing(TorchDispatchMode):
@@ -154,14 +156,14 @@ WELL = {"ECC": OK, "rows": OK, "faults": OK, "heat": OK}
     ("change", "what", "state", "words"),
     [
         ({}, "heat", OK, "40 C of 90 C"),
-        ({"errors": 2}, "ECC", BROKEN, "2 uncorrected memory errors"),
-        ({"rows": (1, 1, 1, 0)}, "rows", WARN, "2 rows of memory are replaced after the next reset"),
-        ({"rows": (0, 9, 1, 1)}, "rows", BROKEN, "one could not be"),
+        ({"errors": 2}, "ECC", BROKEN, "2 uncorrected"),
+        ({"rows": (1, 1, 1, 0)}, "rows", WARN, "2 rows"),
+        ({"rows": (0, 9, 1, 1)}, "rows", BROKEN, "9 rows"),
         ({"xids": [31, 13]}, "faults", WARN, "XID 13, 31"),
         ({"xids": [31, 79]}, "faults", BROKEN, "XID 31, 79"),
         ({"temperature": 88}, "heat", WARN, "88 C of 90 C"),
-        ({"throttle": 0x48}, "heat", WARN, "slowed down by hardware slowdown, heat (hardware)"),
-        ({"throttle": 0x44, "temperature": None}, "heat", WARN, "slowed down by heat (hardware)"),
+        ({"throttle": 0x48}, "heat", WARN, "hardware slowdown, heat (hardware)"),
+        ({"throttle": 0x44, "temperature": None}, "heat", WARN, "heat (hardware)"),
     ],
 )  # fmt: skip
 def test_what_a_driver_has_counted(change: dict[str, Any], what: str, state: str, words: str) -> None:  # fmt: skip
@@ -218,7 +220,7 @@ def test_a_full_disk_is_a_warning_and_one_that_changes_bytes_is_broken(
 
     monkeypatch.setattr(tempfile, "TemporaryFile", full)
     found = disk(tmp_path)
-    assert (found.state, found.fix) == (WARN, "free some space")
+    assert (found.state, bool(found.fix)) == (WARN, True)
     monkeypatch.setattr(tempfile, "TemporaryFile", Changing)
     assert disk(tmp_path).state == BROKEN
 
@@ -240,9 +242,9 @@ def test_a_node_that_lost_a_file_system_differs_from_a_folder_on_a_local_disk() 
     assert [f.state for f in shared_folder("r", [True] * 4, nodes)] == [OK] * 4
     lost = shared_folder("r", [True, True, False, True], nodes)
     assert [f.state for f in lost] == [OK, OK, BROKEN, OK]
-    assert "leave the node out" in lost[2].fix
     local = shared_folder("r", [True, True, False, False], nodes)
-    assert "choose one that all nodes share" in local[3].fix
+    assert [f.state for f in local] == [OK, OK, BROKEN, BROKEN]
+    assert local[3].fix != lost[2].fix  # the folder is at fault, not the node
 
 
 # ---- all ranks
@@ -280,7 +282,7 @@ def test_all_ranks_get_one_report_with_ranks_and_nodes(tmp_path: Path) -> None:
         len({tuple(line.split(empty)[0].split(here)[0] for line in said) for said, _ in found}) == 1
     )
     (clock, lost), at_fault = found[0]
-    assert clock.startswith("rank 1 on n2: clock: 60.0 s behind the others; clocks should agree")
+    assert clock.startswith("rank 1 on n2: clock: 60.0 s ")
     assert lost.startswith("rank 2 on n3: shared folder: ")
     assert at_fault == ["n3"]
     _, common = run_on_ranks(3, check_on, nodes, [here, empty, empty], [0.0] * 3)[0]
@@ -303,9 +305,10 @@ def wait_for_others(absent: int) -> tuple[str, list[int]]:
 def test_a_rank_that_does_not_arrive_is_named_by_rank_0() -> None:
     assert run_on_ranks(3, wait_for_others, -1) == [("ranks: all 3 arrived", [])] * 3
     first, _, other = run_on_ranks(3, wait_for_others, 1)
-    assert first[0].startswith("ranks: rank 1 did not arrive within 1 s; all 3 must; look at")
+    assert re.match(r"ranks: rank 1 .* 1 s; .* 3 ", first[0])
     assert first[1] == [1]
-    assert "a rank that rank 0 names did not arrive" in other[0]
+    assert "rank 0" in other[0]
+    assert "rank 1" not in other[0]
 
 
 # Forks three ranks, so in a process of its own; rank 1 leaves before the probe.
@@ -340,7 +343,7 @@ def test_a_rank_that_has_ended_is_no_broken_node(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _DEAD, str(tmp_path / "store")]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     first, other = sorted(said.splitlines())
-    assert first == "0 raised: rank 1 has ended (gloo: Connection closed by peer)"
+    assert first.startswith("0 raised: rank 1 ")
     assert other.startswith("2 raised: ")
 
 
@@ -367,14 +370,14 @@ def test_memory_is_taken_before_it_is_tried(monkeypatch: pytest.MonkeyPatch) -> 
 
     def full(*args: Any, dtype: Any = None, **kwargs: Any) -> Any:
         if dtype == torch.bool:
-            raise torch.OutOfMemoryError("CUDA out of memory")
+            raise torch.OutOfMemoryError("CUDA: no memory")
         return real(*args, dtype=dtype, **kwargs)
 
     real = torch.empty
     monkeypatch.setattr(torch, "empty", full)
     monkeypatch.setattr(torch, "eq", None)
     found = memory_patterns("cpu", 2)
-    assert (found.state, found.value) == (OK, "cpu: no free memory to try")
+    assert (found.state, "MiB" in found.value) == (OK, False)
 
 
 def test_a_device_that_fails_in_a_probe_is_broken(

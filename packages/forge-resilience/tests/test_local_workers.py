@@ -89,24 +89,24 @@ def gone(pid: int) -> bool:
         ("sys.exit(0)", 0, []),
         ("sys.exit(75 if rank == 1 else 0)", 75, []),
         ("sys.exit(75)", 75, []),
-        ("sys.exit(66 if rank == 1 else 0)", 66, ["rank 1 (pid", "ended with code 66"]),
+        ("sys.exit(66 if rank == 1 else 0)", 66, ["rank 1 (pid", "code 66"]),
         (  # the neighbour that lost its connection ends first; the job's code is the cause's
             "ready('end')\nif rank == 0: sys.exit(1)\n"
             "on(signal.SIGTERM, 65); ready('handler'); wait_for('never')",
             65,
-            ["rank 0 (pid", "ended with code 1; stopping the other", "code 65, which is the job's"],
+            ["rank 0 (pid", "code 1;", "code 65,"],
         ),
         (  # a death by a signal is code 1, and what the others say when they are stopped is no excuse
             "on(signal.SIGTERM, 75); ready('handler')\n"
             "if rank == 2: wait_for('handler0'); wait_for('handler1'); os.kill(os.getpid(), 9)\n"
             "wait_for('never')",
             1,
-            ["rank 2 (pid", "died by SIGKILL (out of memory?); stopping the other 2"],
+            ["rank 2 (pid", "SIGKILL", "other 2"],
         ),
     ],
 )
 def test_the_exit_code_of_the_job(tmp_path, capfd, body, code, said):
-    if "which is the job's" in "".join(said):  # rank 0 ends when the others can be told
+    if code == 65:  # rank 0 ends when the others can be told
         body = body.replace(
             "if rank == 0:", "if rank == 0: wait_for('handler1'); wait_for('handler2');"
         )
@@ -126,7 +126,7 @@ def test_a_worker_that_ignores_TERM_is_killed_in_time(tmp_path, capfd):
     assert run_local_workers(worker(body, tmp_path), 2, grace_seconds=0.3) == 3
     assert time.monotonic() - began < 10
     assert "rank 0 (pid" in (err := capfd.readouterr().err)
-    assert "did not end within 0.3 s of SIGTERM: killed" in err
+    assert "0.3 s of SIGTERM" in err
     assert gone(wait_for(tmp_path / "deaf0"))
 
 
@@ -208,9 +208,7 @@ on(signal.SIGTERM, 75); ready("pid"); wait_for("never")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    sys.platform != "linux", reason="only Linux tells a child of its parent's death"
-)
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux signals a parent's death")
 def test_a_signal_before_the_workers_can_handle_it_is_still_a_stop(tmp_path):
     """A job that is preempted while its ranks import must come again: 75, whoever was too young."""
     body = """
@@ -245,7 +243,7 @@ while True:
     _, errors = job.communicate(timeout=30)
     assert job.returncode == 75, errors
     assert "rank 0" in errors
-    assert "did not end within 0.5 s of SIGUSR1: killed" in errors
+    assert "0.5 s of SIGUSR1" in errors
 
 
 @pytest.mark.slow

@@ -110,8 +110,5 @@ def test_without_slurm_it_leaves_with_the_code_of_a_refusal(tmp_path: Path) -> N
         env={**os.environ, "PATH": str(tmp_path)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 78
-    assert (
-        "sbatch, squeue, scancel, scontrol, sinfo cannot be found here; start this where sbatch works"
-        in done.stderr
-    )
+    assert "sbatch, squeue, scancel, scontrol, sinfo" in done.stderr
     assert not list(tmp_path.glob("orchestrator-*"))

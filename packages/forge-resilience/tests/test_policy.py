@@ -170,7 +170,7 @@ def test_a_resumed_policy_judges_as_one_that_never_stopped(cut: int) -> None:
     state = json.loads(json.dumps(before.state_dict()))
     after.load_checks(state)
     after.load_state_dict(state)
-    assert after.state_dict() == state, "also before the first step is judged"
+    assert after.state_dict() == state, "no step is judged yet"
     assert state["window"][0] == pytest.approx([x for x in losses[:cut] if x == x][-24:])
     assert first + run(after, losses[cut:], 1, start=cut) == wanted
     assert after.state_dict() == whole.state_dict()

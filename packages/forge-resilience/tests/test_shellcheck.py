@@ -11,7 +11,7 @@ import pytest
 from forge_resilience.slurm import JobFacts, SlurmConfig, batch_script, interactive_commands
 
 _ALL: dict[str, Any] = {
-    "nodes": "3-4", "gpus_per_node": 8, "cpus_per_task": 4, "prologue": ("module load cuda",), "retries": 3,
+    "nodes": "3-4", "gpus_per_node": 8, "cpus_per_task": 4, "prologue": ("ulimit -n 4096",), "retries": 3,
     "environment": {"A": "$HOME/b c"}, "container": ("env", "B=$HOME/`x`"), "srun_options": ("--cpu-bind=cores",),
 }  # fmt: skip
 _ELEMENTS: dict[str, Any] = {

@@ -104,12 +104,12 @@ def test_F67_F66_a_broken_collective_ends_and_the_run_goes_on_bit_by_bit(
         assert 4 < events[0]["seconds"] <= 9
         assert (events[0]["rank"], events[0]["phase"]) == (0, "step")
         assert re.search(
-            r"rank 0 is late: phase step, step 5, \d entr.* behind the others, waits in barrier",
+            r"rank 0 is late: phase step, step 5, \d entr.*, waits in barrier",
             said,
         ), said
     else:
         assert events[0]["step"] == 5
-        assert re.search(r"rank \d died by SIGABRT|rank \d ended with code 1", events[0]["cause"])
+        assert re.search(r"rank \d died by SIGABRT|rank \d .* code 1", events[0]["cause"])
     assert ends(tmp_path) == undisturbed
 
 
