@@ -41,7 +41,7 @@ class Refusal:
 
 
 _TP: dict[str, Any] = {"tp": 2}
-_CUT = "a weight that tp cuts must be used by its own module's forward"
+_CUT = "weight that tp cuts must be used by"
 _PP: dict[str, Any] = {"pp": 2, "pp_schedule": "1f1b"}
 _BARE = {"bare": True}
 _TIED = {"tie_embeddings": True}
@@ -52,35 +52,35 @@ REFUSALS = {
     "cpu_offload x pp": Refusal(2, {**_PP, "cpu_offload": True}, "must go with data parallelism alone"),
     "cpu_offload x cp": Refusal(2, {"cp": 2, "cpu_offload": True}, "must go with data parallelism alone"),
     "cpu_offload x ep": Refusal(2, {"ep": 2, "cpu_offload": True}, "must go with data parallelism alone"),
-    "tied x pp zbv": Refusal(2, {**_PP, "pp_schedule": "zbv_zero_bubble"}, "must have its two ends on two ranks", _TIED),
-    "tied x pp dualpipev": Refusal(2, {**_PP, "pp_schedule": "dualpipev"}, "must have its two ends on two ranks", _TIED),
-    "compile x pp zero bubble": Refusal(2, {**_PP, "pp_schedule": "interleaved_zero_bubble", "compile": True}, "compile must be off with interleaved_zero_bubble"),
-    "compile x pp zbv": Refusal(2, {**_PP, "pp_schedule": "zbv_zero_bubble", "compile": True}, "compile must be off with zbv_zero_bubble"),
-    "compile x pp dualpipev": Refusal(2, {**_PP, "pp_schedule": "dualpipev", "compile": True}, "compile must be off with dualpipev"),
-    "compile x recompute selective": Refusal(2, {"compile": True, "recompute": "selective"}, "recompute selective must go without compile"),
+    "tied x pp zbv": Refusal(2, {**_PP, "pp_schedule": "zbv_zero_bubble"}, "untie it", _TIED),
+    "tied x pp dualpipev": Refusal(2, {**_PP, "pp_schedule": "dualpipev"}, "untie it", _TIED),
+    "compile x pp zero bubble": Refusal(2, {**_PP, "pp_schedule": "interleaved_zero_bubble", "compile": True}, "off with interleaved_zero_bubble"),
+    "compile x pp zbv": Refusal(2, {**_PP, "pp_schedule": "zbv_zero_bubble", "compile": True}, "off with zbv_zero_bubble"),
+    "compile x pp dualpipev": Refusal(2, {**_PP, "pp_schedule": "dualpipev", "compile": True}, "off with dualpipev"),
+    "compile x recompute selective": Refusal(2, {"compile": True, "recompute": "selective"}, "must go without compile"),
     "memory_budget without compile": Refusal(2, {"memory_budget": 0.5}, "memory_budget 0.5 must be above 0 and at most 1, with compile"),
-    "float8 x fp32": Refusal(2, {"float8": "rowwise"}, "float8 rowwise must go with precision bf16"),
+    "float8 x fp32": Refusal(2, {"float8": "rowwise"}, "must go with precision bf16"),
     "float8_all_gather on a CPU": Refusal(2, {"float8": "tensorwise", "float8_all_gather": True, "precision": "bf16"}, "must go with float8 tensorwise on CUDA"),
-    "reduce_dtype bf16 x fp32": Refusal(2, {"reduce_dtype": "bf16"}, "reduce_dtype bf16 must go with precision bf16"),
-    "param_dtype bf16 x fp32": Refusal(2, {"param_dtype": "bf16"}, "param_dtype bf16 must go with precision bf16"),
-    "async_tp on a CPU": Refusal(2, {"tp": 2, "async_tp": True, "compile": True}, "async_tp must have tp above 1, sequence_parallel, compile and CUDA"),
-    "tp x a model without roles": Refusal(2, {"tp": 2}, "must say the roles of its parameters", _BARE),
-    "cp x a model without attend": Refusal(2, {"cp": 2}, "has no module with an attribute attend", _BARE),
-    "pp x a model without parts": Refusal(2, _PP, "must offer pipeline_parts()", _BARE),
+    "reduce_dtype bf16 x fp32": Refusal(2, {"reduce_dtype": "bf16"}, "reduce_dtype = 'fp32'"),
+    "param_dtype bf16 x fp32": Refusal(2, {"param_dtype": "bf16"}, "param_dtype = 'fp32'"),
+    "async_tp on a CPU": Refusal(2, {"tp": 2, "async_tp": True, "compile": True}, "must have tp above 1"),
+    "tp x a model without roles": Refusal(2, {"tp": 2}, "parallel_roles()", _BARE),
+    "cp x a model without attend": Refusal(2, {"cp": 2}, "attend(q, k, v, ctx)", _BARE),
+    "pp x a model without parts": Refusal(2, _PP, "forge_parallel.pipeline.parts_of", _BARE),
     "ep x a dense model": Refusal(2, {"ep": 2}, "no forge_moe.MoE"),
-    "tp x dropout": Refusal(2, _TP, "dropout 0.1 must be 0 under tp", {"dropout": 0.1}),
+    "tp x dropout": Refusal(2, _TP, "0.1 must be 0 under tp", {"dropout": 0.1}),
     "tp x one product for gate and up": Refusal(2, _TP, _CUT, {"foreign": "fused"}),
     "tp x a head that is a function of the embedding": Refusal(2, _TP, _CUT, {"foreign": "head", "tie_embeddings": True}),
     "ep 2 x three experts": Refusal(2, {"ep": 2}, "num_experts 3 must be divisible by the 2 ranks", {"experts": 3}),
     "ep 4 on two ranks": Refusal(2, {"ep": 4}, "ep 4 must divide dp_shard x cp x tp = 2", {"experts": 4}),
     "cp 2 x rows of 14 tokens": Refusal(2, {"cp": 2}, "seq_len 14 must be divisible by 4 with cp 2", seq_len=14),
-    "pp 1f1b x one micro-batch": Refusal(2, _PP, "1 micro-batches must be at least pp 2", micro_batches=1),
-    "pp dualpipev x two micro-batches": Refusal(2, {**_PP, "pp_schedule": "dualpipev"}, "2 micro-batches must be at least", micro_batches=2),
+    "pp 1f1b x one micro-batch": Refusal(2, _PP, "must be at least pp 2 with 1f1b", micro_batches=1),
+    "pp dualpipev x two micro-batches": Refusal(2, {**_PP, "pp_schedule": "dualpipev"}, "4 stages with dualpipev", micro_batches=2),
     "pp interleaved x two layers": Refusal(2, {**_PP, "pp_schedule": "interleaved_1f1b"}, "num_layers 2 must be at least one for each of the 4 stages", {"num_layers": 2}),
     "pp zbv x one stage per rank": Refusal(2, {**_PP, "pp_schedule": "zbv_zero_bubble", "pp_stages_per_rank": 1}, "pp_stages_per_rank 1 must fit pp_schedule"),
     "pictures x cp x tp": Refusal(4, {"cp": 2, "tp": 2}, "cp 2 splits the stream behind the embedding of a model that takes the extras images", _PICTURES),
     "pictures that see themselves whole x cp": Refusal(2, {"cp": 2}, "cp 2 cuts the rows whose tokens see each other by image_ids", {**_PICTURES, "masks": "image"}),
-    "cross attention x pp": Refusal(2, _PP, "VLM must not be cut into pipeline stages: fusion.name 'cross_attention'", _CROSS),
+    "cross attention x pp": Refusal(2, _PP, "fusion.name 'cross_attention'", _CROSS),
     "axes that are not the ranks": Refusal(2, {"tp": 2, "dp_shard": 2}, "must be the 2 ranks of the job"),
 }  # fmt: skip
 

@@ -16,6 +16,7 @@ from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.compute import extra_problems
 from forge_parallel.pipeline import parts_of
 from forge_testing import RankError, run_on_ranks
+from forge_testing.problems import rejects
 from forge_testing.runs import make_job
 from forge_train import load_job
 
@@ -105,7 +106,7 @@ def test_context_and_tensor_parallelism_together_are_refused(tmp_path: Path) -> 
     config = load_job(make_job(tmp_path)).config
     layout = replace(config.parallel, cp=2, tp=2).axes(4)
     (problem,) = extra_problems(build(), Loader(Pictures(), 4).filler(1), layout)
-    assert "parallel.cp 2 splits the stream behind the embedding" in problem
+    assert (problem.key, problem.value, problem.code) == ("parallel.cp", 2, "tp")
 
 
 def test_masks_of_whole_rows_are_refused_where_cp_splits_them(tmp_path: Path) -> None:
@@ -113,18 +114,16 @@ def test_masks_of_whole_rows_are_refused_where_cp_splits_them(tmp_path: Path) ->
     layout = replace(config.parallel, cp=2).axes(2)
     batch = Loader(Pictures("tree"), 4).filler(1)
     (problem,) = extra_problems(build("tree"), batch, layout)
-    assert (
-        "cp 2 cuts the rows whose tokens see each other by branch_ids of the data; use" in problem
-    )
+    assert (problem.key, problem.value, problem.code) == ("parallel.cp", 2, "mask_inputs")
+    assert "branch_ids" in problem.rule
     (problem,) = extra_problems(nn.Linear(2, 2), batch, layout)
-    assert "have branch_ids, and the model would let the branches" in problem
-    with pytest.raises(RankError, match=r"VLM takes image_ids, by which tokens of whole rows see"):
+    assert (problem.key, problem.code) == ("model.name", "branches")
+    with pytest.raises(RankError, match=r"image_ids of VLM"):
         run_on_ranks(2, step, make_job(tmp_path), "ahead", {"cp": 2}, 4)
 
 
 def test_cross_attention_in_stages_of_a_pipeline_is_refused() -> None:
-    words = r"VLM must not be cut into pipeline stages: fusion\.name 'cross_attention'"
-    with pytest.raises(ValueError, match=words):
+    with rejects("pipeline_parts", ..., "refused", where="fusion.name 'cross_attention'"):
         parts_of(build("cross"))
 
 

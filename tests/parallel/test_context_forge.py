@@ -15,6 +15,7 @@ from forge_core import Transformer, TransformerConfig
 from forge_core.model import default_positions
 from forge_parallel.axes import context_parallel, cut_sequence, join_sequence
 from forge_testing import device, run_on_ranks
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -95,5 +96,5 @@ def test_a_cache_is_attended_on_its_own_rank() -> None:
         cache = model.new_cache(S)
         got = [model(part, cache=cache) for part in tokens.split(8, 1)]
     assert error(torch.cat(got, 1), wanted) < 1e-5
-    with pytest.raises(ValueError, match=r"pass positions=cut_sequence\(positions, axis\)"):
+    with rejects("positions", ..., "missing"):
         model(tokens)

@@ -5,6 +5,7 @@ tests/equivalence trains them in layouts.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from forge_parallel import make_meshes, parallelize
 from forge_parallel.compute import extra_problems
 from forge_parallel.micro_batches import divide_batch
 from forge_testing.parts import Pictured
+from forge_testing.problems import assert_problem
 from forge_testing.runs import make_job
 from forge_train import ConfigError, Trainer, load_job
 from forge_train.trainer.compute import make_compute
@@ -136,7 +138,8 @@ def test_extras_that_are_not_there_or_cannot_be_cut_are_refused(tmp_path: Path) 
     bare = replace(batch, extras={}, label_weight=0.0)
     assert extra_problems(model, batch, two, "[data]") == []
     (missing,) = extra_problems(model, bare, one, "[data]")
-    assert "takes the extras patches, and batches of [data] have none; use a source" in missing
+    assert_problem(ConfigError([missing]), "model.name", ..., "extras")
+    assert {"patches", "[data]"} <= set(re.split(r"[ ,;]+", missing.rule))
 
     class Rigid(Placed):
         extra_inputs = ("patches",)
@@ -144,7 +147,9 @@ def test_extras_that_are_not_there_or_cannot_be_cut_are_refused(tmp_path: Path) 
     model.__class__ = Rigid
     assert extra_problems(model, batch, one) == []
     (uncut,) = extra_problems(model, batch, two, "[data]")
-    assert "name 'after_embedding' among its extra_inputs" in uncut
+    assert_problem(ConfigError([uncut]), "parallel.cp", 2, "after_embedding")
+    (both,) = extra_problems(model, batch, replace(config.parallel, cp=2, tp=2).axes(4))
+    assert_problem(ConfigError([both]), "parallel.cp", 2, "tp")
 
 
 def test_a_batch_of_three_axes_is_cut_along_its_tokens() -> None:

@@ -35,7 +35,7 @@ def fit_on_nodes(job: Path, from_probe: int, options: dict[str, Any]) -> Fitted:
 @pytest.mark.parametrize(
     ("from_probe", "options", "step"),
     [(1, {}, 0), (2, {"health.every_steps": 2}, 2), (1, {"health.at_start": False}, 6)],
-    ids=["at the start", "later", "not looked at"],
+    ids=["first", "later", "never"],
 )
 def test_a_device_that_computes_wrong_ends_the_run_and_its_node_is_known(
     tmp_path: Path, from_probe: int, options: dict[str, Any], step: int

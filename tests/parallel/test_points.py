@@ -11,6 +11,7 @@ from forge_core.interp import ActivationStore, intervene
 from forge_moe import MoE, MoEConfig
 from forge_parallel.compile import compile_blocks
 from forge_testing import device, run_on_ranks
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -50,7 +51,7 @@ def test_router_logits_are_read_and_changed():
 @pytest.mark.slow
 def test_blocks_that_the_runner_compiles_are_refused_by_name():
     model = compile_blocks(Transformer(TransformerConfig(64, dim=16, num_layers=2, num_heads=4)))
-    with pytest.raises(ValueError, match=r"compiled code \(layers\.0\), which has no such tensor"):
+    with rejects("point", "layers.0.resid_mid", "compiled", where="layers.0"):
         everything(model, TOKENS, "layers.*.resid_mid")
     assert len(everything(model.eval(), TOKENS, "final_norm")["final_norm"]) == 4
 

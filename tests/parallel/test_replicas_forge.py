@@ -133,7 +133,7 @@ def test_memory_of_a_shard_that_changes_before_the_next_forward(
 ) -> None:
     fitted = run(tmp_path, 2, layout, InMemory)
     assert [f.code for f in fitted] == [ExitCode.HARDWARE] * 2
-    assert "lm_head.weight of rank 1 changed in memory" in fitted[0].problems[0]
+    assert "lm_head.weight of rank 1 " in fitted[0].problems[0]
     (event,) = mismatches(tmp_path)
     assert (event["kind"], event["rank"], event["step"]) == ("memory", RANK, STEP)
 

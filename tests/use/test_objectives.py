@@ -140,7 +140,7 @@ def test_names_that_lead_nowhere_are_refused(
             "distil",
             "calls the whole model, of which a rank of parallel.pp 2",
         ),
-        ({"tp": 2}, "distil", "must have whole logits, and with parallel.tp 2"),
+        ({"tp": 2}, "distil", "parallel.tp 2 gives each rank"),
         ({}, "not_sums", "must give a dict of 0-dim tensors"),
     ],
     ids=str,

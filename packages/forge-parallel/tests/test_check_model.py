@@ -117,9 +117,9 @@ BESIDE = {
 }
 REFUSED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any, tuple[str, Any, str]]] = {
     "ends tied by assignment": (tied, {"pp": 2}, None, ("emb.weight", ..., "shared")),
-    "a block used four times, in a pipeline": (
+    "a-block-used-four-times-in-a-pipeline": (
         one_block_four_times, {"pp": 2}, None, ("layers.0.weight", ..., "shared")),
-    "a parameter of two blocks": (a_bias_in_two_blocks, {}, None, ("layers.0.bias", ..., "shared")),
+    "a-parameter-of-two-blocks": (a_bias_in_two_blocks, {}, None, ("layers.0.bias", ..., "shared")),
     "experts on no rank of ep": (experts, {"ep": 2}, EXPERTS, ("ep", 2, "experts")),
     "ep without experts": (Net, {"ep": 2}, ROLES, ("ep", 2, "experts")),
     "experts beside a router": (
@@ -137,10 +137,10 @@ NUMBERED |= {row: role for row, role in ROLES.items() if row != "layers.*"}
 SUITED: dict[str, tuple[Callable[[], nn.Module], dict[str, Any], Any]] = {
     "a block used four times, in one unit": (one_block_four_times, {}, None),
     "tied by assignment, in one unit": (tied, {}, None),
-    "tied by assignment, with a role for each name": (tied, {"tp": 2}, ROLES),
+    "tied-by-assignment-with-a-role-for-each-name": (tied, {"tp": 2}, ROLES),
     "dropout without tp": (dropout, {}, ROLES),
     "one pattern for all blocks": (Net, {"pp": 2, "tp": 2}, ROLES),
-    "a pattern for each block, of which a stage has some": (Net, {"pp": 2, "tp": 2}, NUMBERED),
+    "a-pattern-for-each-block-of-which-a-stage-has-some": (Net, {"pp": 2, "tp": 2}, NUMBERED),
 }  # fmt: skip
 UNKNOWN_ROW = (Net, {"pp": 2, "tp": 2}, {**NUMBERED, "gone.*": "opaque"})
 

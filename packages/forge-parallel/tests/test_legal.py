@@ -37,22 +37,22 @@ pytestmark = pytest.mark.lane("test")
 NAMES = {"seq_len": "data.seq_len", "tp": "parallel.tp", "ep": "parallel.ep"}
 KINDS: dict[str, tuple[dict[str, Any], int, Facts, tuple[str, Any, str]]] = {
     "rows": ({"cp": 2}, 2, Facts(seq_len=14), ("seq_len", 14, "divides")),
-    "rows of a mixture": (
+    "rows-of-a-mixture": (
         {"tp": 2, "sequence_parallel": False}, 2, Facts(seq_len=7, num_experts=4), ("seq_len", 7, "divides")),
-    "names of the caller": ({"tp": 2}, 2, Facts(seq_len=7, names=NAMES), ("data.seq_len", 7, "divides")),
+    "names-of-the-caller": ({"tp": 2}, 2, Facts(seq_len=7, names=NAMES), ("data.seq_len", 7, "divides")),
     "float8": ({"float8": "rowwise"}, 1, Facts(seq_len=24, micro_batch=1), ("float8", "rowwise", "tokens")),
     "experts": ({"ep": 2}, 2, Facts(num_experts=3), ("ep", 2, "divides")),
     "widths": ({"tp": 4}, 4, Facts(widths=[ShardedDim("num_heads", 6)]), ("num_heads", 6, "divides")),
-    "no id for a rank": ({"tp": 4}, 4, Facts(vocab=[ShardedDim("vocab", 5)]), ("vocab", 5, "empty")),
+    "no-id-for-a-rank": ({"tp": 4}, 4, Facts(vocab=[ShardedDim("vocab", 5)]), ("vocab", 5, "empty")),
     "shards that torch misplaces": (
         {"tp": 2}, 16, Facts(vocab=[ShardedDim("vocab", 257, width=36)]), ("vocab", 257, "shards")),
-    "what decides over a micro-batch": (
+    "what-decides-over-a-micro-batch": (
         {"cp": 2}, 2, Facts(whole_batch={"capacity 1.25": "no capacity"}), ("capacity", 1.25, "whole_batch")),
     "tied ends": (
         {"pp": 2, "pp_schedule": "dualpipev"}, 2, Facts(tied=["embedding"]), ("pp_schedule", "dualpipev", "tied")),
     "layers": ({"pp": 2}, 2, Facts(num_layers=1), ("num_layers", 1, "stages")),
     "micro-batches": ({"pp": 2}, 2, Facts(num_micro_batches=1), ("num_micro_batches", 1, "pp")),
-    "what the model lacks": (
+    "what-the-model-lacks": (
         {"cp": 2}, 2, Facts(obstacles={"cp": [Problem("attend", "missing", ..., "is missing")]}),
         ("attend", ..., "missing")),
     "blocks": ({"recompute": "full"}, 2, Facts(num_blocks=0, model="Net"), ("recompute", "full", "blocks")),

@@ -342,7 +342,7 @@ def test_what_the_caller_refuses_is_not_a_candidate() -> None:
     model = on_meta()
     space = SearchSpace(Profile(model, SEQ), ParallelConfig(), 4, 32, H200, 4)
     assert {c.candidate.layout.tp for c in search(space)} > {1}
-    problem = Problem("tp", "own", 2, "is not for this model")
+    problem = Problem("tp", "own", 2, "is too large")
     own = replace(space, refuses=lambda config: [problem] if config.tp > 1 else [])
     assert {c.candidate.layout.tp for c in search(own)} == {1}
     with rejects("tp", 2, "own"):

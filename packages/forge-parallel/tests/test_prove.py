@@ -47,7 +47,7 @@ def forks_that_can_run_a_backward() -> None:
             os._exit(1)
         os._exit(0)
     if os.waitpid(child, 0)[1]:
-        pytest.skip("a CUDA build cannot fork after an earlier test; run this file by itself")
+        pytest.skip("CUDA builds cannot fork after an earlier test: run this file by itself")
 
 
 DIM, HEAD, VOCAB = 16, 4, 61

@@ -77,7 +77,7 @@ CHOICES: dict[str, tuple[nn.Module, tuple[str, ...]]] = {
     "the longer of two": (Stranger(blocks(3), heads=blocks(2)), names("body.layers", 3)),
     "not the experts inside, though more": (Stranger(blocks(2, 5)), names("body.layers", 2)),
     "kinds of one family": (Stranger(MIXED), names("body.layers", 3)),
-    "modules in a dict": (
+    "modules-in-a-dict": (
         Stranger(nn.ModuleDict({"a": Block(), "b": Block()})), ("body.layers.a", "body.layers.b")),
     "nested lists": (
         Stranger(NESTED), (*names("body.layers.0", 2), *names("body.layers.1", 3))),
@@ -140,7 +140,7 @@ def test_a_tied_head_stands_at_both_ends() -> None:
 
 GIVEN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "a pattern": ("body.layers.*", names("body.layers", 3)),
-    "some of the list": ("body.layers.[02]", ("body.layers.0", "body.layers.2")),
+    "some-of-the-list": ("body.layers.[02]", ("body.layers.0", "body.layers.2")),
     "a star stands for one part": ("*.layers.*", names("body.layers", 3)),
     "names in the order given": (["tower.1", "body.layers.*"], ("tower.1", *names("body.layers", 3))),
     "one twice": (["tower.1", "tower.*"], ("tower.1", "tower.0")),
@@ -164,7 +164,7 @@ REFUSED: dict[str, tuple[Any, str, str]] = {
     "the model and its blocks": (["", "body.layers.*"], "body.layers.0", "nested"),
     "without parameters": ("body.*", "body.rotary", "forward"),
     "a list without a forward": ("body.layers", "body.layers", "forward"),
-    "of another model": ([nn.Linear(2, 2)], "Linear", "unregistered"),
+    "of-another-model": ([nn.Linear(2, 2)], "Linear", "unregistered"),
 }  # fmt: skip
 
 
