@@ -9,7 +9,8 @@ Two kinds of hits, by area (tests of a package or of the runner; a folder of tes
 - raises: `pytest.raises` of a built-in exception without `match`, or with a pattern of plain words alone. A pattern names
   the argument or the value: it holds a name with `_` or `.`, a number, something in quotes or brackets, an argument of a
   function of the sources, or what an expression computes. `rejects` of the test harness asserts key, value and code.
-- sentences: a literal of a test with three consecutive words that also stand in a string of the sources (docstrings aside).
+- sentences: a literal of a test of which at least half of the words are runs of three or more that also stand in a string
+  of the sources (docstrings aside).
 
 A line with `# prose: REASON` is exempt, and counted.
 
@@ -66,13 +67,29 @@ def literals(tree: ast.Module) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
+def runs(text: str) -> list[list[str]]:
+    """Consecutive words with nothing but spaces between them."""
+    parts = re.split(r"[^A-Za-z' ]+", text)
+    return [[word.lower() for word in _WORD.findall(part)] for part in parts]
+
+
 def phrases(text: str) -> set[tuple[str, ...]]:
-    """Runs of three words with nothing but spaces between them."""
-    found: set[tuple[str, ...]] = set()
-    for run in re.split(r"[^A-Za-z' ]+", text):
-        words = [word.lower() for word in _WORD.findall(run)]
-        found |= {tuple(words[i : i + _LENGTH]) for i in range(len(words) - _LENGTH + 1)}
-    return found
+    """Runs of three words."""
+    windows = ((run, i) for run in runs(text) for i in range(len(run) - _LENGTH + 1))
+    return {tuple(run[i : i + _LENGTH]) for run, i in windows}
+
+
+def is_of_sources(text: str) -> bool:
+    """Whether at least half of the words stand in strings of the sources as they do here."""
+    found = runs(text)
+    covered = {
+        (number, i + j)
+        for number, run in enumerate(found)
+        for i in range(len(run) - _LENGTH + 1)
+        if tuple(run[i : i + _LENGTH]) in source_phrases()
+        for j in range(_LENGTH)
+    }
+    return bool(covered) and 2 * len(covered) >= sum(map(len, found))
 
 
 @functools.cache
@@ -139,9 +156,8 @@ def hits_of(file: Path) -> Iterator[Hit]:
             if is_prose(given) and _EXEMPT not in lines[node.lineno - 1]:
                 yield Hit(area, "raises", file, node.lineno, lines[node.lineno - 1].strip())
     for line, literal in literals(tree):
-        shared = phrases(literal) & source_phrases()
-        if shared and _EXEMPT not in lines[line - 1]:
-            yield Hit(area, "sentences", file, line, " ".join(min(shared)))
+        if is_of_sources(literal) and _EXEMPT not in lines[line - 1]:
+            yield Hit(area, "sentences", file, line, " ".join(literal.split())[:100])
 
 
 def test_files() -> list[Path]:
