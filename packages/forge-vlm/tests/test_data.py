@@ -1,11 +1,15 @@
 """Conversations with pictures: formats, labels, packing, damage."""
 
 import json
+import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -30,7 +34,7 @@ from data_files import (  # noqa: E402
 )
 
 from forge_vlm import VLM, FusionConfig, ModalityConfig, VisionConfig, VLMConfig  # noqa: E402
-from forge_vlm.data import Conversations, InvalidSample  # noqa: E402
+from forge_vlm.data import Conversations, InvalidSample, open_source  # noqa: E402
 from forge_vlm.fusion import PARTING  # noqa: E402
 from forge_vlm.vision import ViTConfig  # noqa: E402
 
@@ -210,7 +214,8 @@ def test_F76_damaged_pictures(damage, tmp_path, capfd):
     else:
         bad.write_bytes(b"no picture" if damage == "bytes" else bad.read_bytes()[:45])
     common = dict(format="llava", template="plain", pack=False, **OPTIONS)
-    with pytest.raises(InvalidSample, match=r"green\.png.* (restore|set corrupt)"):
+    code = "unreadable" if damage == "missing" else "damaged"
+    with rejects("", ..., code, InvalidSample, where="green.png"):
         rows(Conversations(path, **common), 16)
     talks = Conversations(path, corrupt="mask", **common)
     stream = talks.stream(16)
@@ -218,69 +223,134 @@ def test_F76_damaged_pictures(damage, tmp_path, capfd):
     learnt = (arrays["labels"] != -100).any(1)
     assert learnt.sum() == 3
     assert talks.masked == 1
-    assert "its sample is not learnt" in capfd.readouterr().err
+    assert "green.png" in capfd.readouterr().err
     kept = Conversations(path, corrupt="skip", **common)
     assert len(kept.stream(16)) == (4 if damage == "truncated" else 3)
     assert bool(kept.stream(16).remarks) == (damage != "truncated")
     rows(kept, 16)
 
 
+def talk(*parts, role="user", **more):
+    return json.dumps({"messages": [{"role": role, "content": [*parts]}], **more})
+
+
 @pytest.mark.parametrize(
-    ("line", "words"),
+    ("line", "key", "value", "code"),
     [
-        ("{", "record 0 must be JSON"),
-        ("[1]", "messages must be a list"),
-        (
-            '{"messages": [{"role": "user", "content": "a"}], "branches": 1}',
-            "branches must be a list of lists",
-        ),
-        (
-            '{"messages": [{"role": "user", "content": [{"type": "video"}]}]}',
-            "video 0: None must be a path or a data URI",
-        ),
-        ('{"messages": []}', "messages must be a list"),
-        ('{"messages": [{"role": "bot", "content": "a"}]}', "role 'bot' must be one of"),
-        ('{"messages": [{"role": "user", "content": "a"}]}', "no assistant's message to learn"),
-        ('{"messages": [{"role": "assistant", "content": [{"type": "audio"}]}]}', "type 'audio'"),
-        (
-            '{"messages": [{"role": "user", "content": [{"type": "image", "image": "../x"}]}]}',
-            "must lie below",
-        ),
-        (
-            '{"messages": [{"role": "user", "content": [{"type": "image", "image": "data:,%"}]}]}',
-            "data URI must be base64",
-        ),
-        ('{"messages": [{"role": "user", "content": [{"type": "image"}]}]}', "None must be a path"),
+        ("{", "", ..., "not_json"),
+        ("[1]", "messages", None, "type"),
+        (talk(branches=1), "branches", 1, "type"),
+        (talk({"type": "video"}), "path", None, "type"),
+        (talk({"type": "image"}), "path", None, "type"),
+        ('{"messages": []}', "messages", [], "type"),
+        (talk(role="bot"), "role", "bot", "unknown"),
+        ('{"messages": [{"role": "user", "content": 1}]}', "content", 1, "type"),
+        (talk({"type": "text", "text": "a"}), "messages", ..., "no_answer"),
+        (talk({"type": "image", "base64": ""}, role="assistant"), "messages", ..., "picture"),
+        (talk({"type": "audio"}, role="assistant"), "type", "audio", "unknown"),
+        (talk({"type": "image", "image": "../x"}), "path", "../x", "outside"),
+        (talk({"type": "image", "image": "data:,%"}), "path", ..., "base64"),
     ],
 )
-def test_wrong_records_are_named(line, words, tmp_path):
+def test_wrong_records_are_named(line, key, value, code, tmp_path):
     (tmp_path / "a.jsonl").write_text(line)
-    with pytest.raises(InvalidSample, match=words):
+    with rejects(key, value, code, InvalidSample, where="a.jsonl, record 0"):
         Conversations(tmp_path / "a.jsonl", **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("value", "key", "found", "code"),
+    [
+        ({}, "", ..., "not_list"),
+        ([{"conversations": 1}], "conversations", 1, "type"),
+        ([{"conversations": [{"from": "bot"}]}], "conversations", {"from": "bot"}, "turn"),
+        (
+            [{"conversations": [{"from": "human", "value": "<image>"}]}],
+            "conversations",
+            1,
+            "number",
+        ),
+    ],
+)
+def test_wrong_records_of_llava_are_named(value, key, found, code, tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps(value))
+    with rejects(key, found, code, InvalidSample, where="a.json"):
+        Conversations(tmp_path / "a.json", format="llava", **OPTIONS)
+
+
+@pytest.mark.parametrize(
+    ("format", "name", "content", "key", "code"),
+    [
+        ("coco", "a.json", b"[]", "", "not_coco"),
+        ("folder", "a", None, "", "no_metadata"),
+        ("folder", "a/metadata.csv", b"file_name,text\n\xff", "", "not_csv"),
+        ("folder", "a/metadata.csv", b"file_name\na.png", "caption", "type"),
+        ("parquet", "a", None, "", "no_parquet"),
+        ("parquet", "a.parquet", b"none", "", "bad_parquet"),
+        ("dataset", "a", None, "", "not_saved"),
+        ("webdataset", "a", None, "", "no_tar"),
+        ("chat", "b", None, "path", "not_found"),
+        ("chat", "a", None, "", "unreadable"),
+        ("chat", "a.jsonl", b"", "", "empty"),
+    ],
+)
+def test_files_of_another_format_are_named(format, name, content, key, code, tmp_path):
+    file = tmp_path / name
+    path = file if content is None or file.parent == tmp_path else file.parent
+    (tmp_path / "a").mkdir()
+    if content is not None:
+        file.write_bytes(content)
+    with rejects(key, code=code, kind=InvalidSample, where=path):
+        Conversations(path, format=format, **OPTIONS)
 
 
 def test_options_that_cannot_be_are_refused(tmp_path):
     path = chat(tmp_path)
-    for options, words in (
-        ({"format": "x"}, "format 'x' must be one of chat, llava"),
-        ({"weigh": "x"}, "weigh 'x' must be one of"),
-        ({"tokens_per_tile": None}, "tokens_per_tile None must be a whole number"),
-        ({"resolution": {"fixes": {}}}, "resolution.fixes must be one of name, fixed"),
-        ({"resolution": {"fixed": {"sizes": 8}}}, "resolution.fixed.sizes must be one of size"),
-        ({"resolution": {"name": "x"}}, "name 'x' must be one of fixed"),
-        ({"resolution": {"name": "budget"}}, "tokens_per_tile 4 means nothing"),
-        ({"merge": 1}, "merge 1 is a key of resolution.name 'budget'"),
-        ({"mean": (2, 0, 0)}, "mean .* must be three numbers"),
-        ({"positions": "mrope", "tokens_per_tile": 6}, "6 must be a square"),
-        ({"tokenizer": str(tmp_path / "none.json")}, "must be a tokenizer.json"),
+    none = str(tmp_path / "none.json")
+    for options, key, value, code in (
+        ({"format": "x"}, "format", "x", "unknown"),
+        ({"weigh": "x"}, "weigh", "x", "unknown"),
+        ({"tokens_per_tile": None}, "tokens_per_tile", None, "size"),
+        ({"resolution": {"fixes": {}}}, "resolution.fixes", {}, "unknown_key"),
+        ({"resolution": {"fixed": {"sizes": 8}}}, "resolution.fixed.sizes", 8, "unknown_key"),
+        ({"resolution": {"fixed": {"size": 0}}}, "resolution.fixed.size", 0, "size"),
+        ({"resolution": {"name": "x"}}, "resolution.name", "x", "unknown"),
+        ({"resolution": {"name": "budget"}}, "tokens_per_tile", 4, "foreign"),
+        (
+            {"resolution": {"name": "budget", "budget": {"multiple": 9}}, "tokens_per_tile": None},
+            *("resolution.budget.multiple", 9, "divides"),
+        ),
+        (
+            {"resolution": {"name": "budget"}, "tokens_per_tile": None, "image_masks": True},
+            *("image_masks", True, "excludes"),
+        ),
+        ({"merge": 1}, "merge", 1, "foreign"),
+        ({"merge": 0}, "merge", 0, "size"),
+        ({"mean": (2, 0, 0)}, "mean", (2, 0, 0), "range"),
+        ({"positions": "mrope", "tokens_per_tile": 6}, "tokens_per_tile", 6, "square"),
+        ({"tokenizer": none}, "tokenizer", none, "unreadable"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with rejects(key, value, code):
             Conversations(path, **{**OPTIONS, **options})
-    with pytest.raises(InvalidSample, match="longer than seq_len 20, and so are 2 others"):
+    with rejects("tokens", code="too_long", kind=InvalidSample) as caught:
         Conversations(path, **OPTIONS).stream(20)
-    with pytest.raises(InvalidSample, match="has no sample of at most seq_len 20"):
+    assert re.findall("[0-9]+", caught.value.problems[0].rule) == ["20", "2"]
+    with rejects("seq_len", 20, "too_short", InvalidSample, where=path):
         Conversations(path, too_long="skip", **OPTIONS).stream(20)
     assert len(Conversations(path, too_long="skip", pack=False, **OPTIONS).stream(100)) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "key", "value", "code"),
+    [
+        ({"path": ""}, {}, "path", ..., "missing"),
+        ({"path": "a", "split": "test"}, {}, "split", "test", "unsupported"),
+        ({"path": "a"}, {"streamed": True}, "streamed", True, "unknown_key"),
+    ],
+)
+def test_sources_that_cannot_be_are_refused(config, options, key, value, code):
+    with rejects(key, value, code):
+        open_source(SimpleNamespace(**config), **options)
 
 
 def test_another_content_is_another_fingerprint(tmp_path):

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from forge_testing.problems import rejects
+
 pytestmark = pytest.mark.lane("test")
 
 np = pytest.importorskip("numpy")
@@ -15,12 +17,13 @@ Image = pytest.importorskip("PIL.Image")
 tokenizers = pytest.importorskip("tokenizers")
 
 from forge_vlm.data import Conversations, InvalidSample, check_labels  # noqa: E402
-from forge_vlm.data.formats import open_records  # noqa: E402
+from forge_vlm.data.formats import _with_pictures, open_records  # noqa: E402
+from forge_vlm.data.records import Picture, Span  # noqa: E402
 
 SPECIALS = ["<unk>", "<s>", "</s>", "<image>", "<|im_start|>", "<|im_end|>"]
 OPTIONS = dict(resolution={"fixed": {"size": 8}}, tokens_per_tile=3)
 SYSTEM = (
-    "A chat between a curious human and an artificial intelligence assistant. "
+    "A chat between a curious human and an artificial intelligence assistant. "  # prose: published
     "The assistant gives helpful, detailed, and polite answers to the human's questions."
 )
 
@@ -128,7 +131,7 @@ def test_a_token_that_any_text_becomes_is_refused(tmp_path, made):
     other = tmp_path / "other.json"
     other.write_text(json.dumps(content))
     messages = [{"role": "user", "content": "<image>"}, {"role": "assistant", "content": "a"}]
-    with pytest.raises(InvalidSample, match=r"record 0: text '<image>' holds '<image>'"):
+    with rejects("text", "<image>", "special", InvalidSample, where="record 0"):
         talks(tmp_path, messages, tokenizer=str(other), template="vicuna")
     sample = talks(tmp_path, turns(), tokenizer=str(other), template="vicuna").sample(0)
     assert (sample.tokens == 3).sum() == 3
@@ -136,8 +139,9 @@ def test_a_token_that_any_text_becomes_is_refused(tmp_path, made):
 
 def test_a_name_that_the_tokenizer_does_not_have(made, tmp_path):
     for options in ({"image": "<picture>"}, {"eos": "<end>"}, {"bos": "<begin>"}):
-        with pytest.raises(ValueError, match=f"has no token '{next(iter(options.values()))}'"):
+        with rejects("tokenizer", made[1], "no_token") as caught:
             talks(tmp_path, turns(), tokenizer=made[1], **options)
+        assert next(iter(options.values())) in caught.value.problems[0].rule
 
 
 def test_a_message_of_weight_0_is_not_learnt(tmp_path):
@@ -152,19 +156,19 @@ def test_a_message_of_weight_0_is_not_learnt(tmp_path):
     assert "weights" not in talks(tmp_path, turns()).stream(300).arrays(np.arange(1))
     messages = turns()
     messages[1]["weight"] = -1
-    with pytest.raises(InvalidSample, match="weight -1 of a message must be a finite number"):
+    with rejects("weight", -1, "range", InvalidSample):
         talks(tmp_path, messages)
 
 
 def test_F68_labels_that_copy_are_refused(tmp_path):
     """Unshifted labels are the tokens themselves."""
     tokens = np.arange(20)
-    with pytest.raises(InvalidSample, match="20 of 20 labels are the token of their own position"):
+    with rejects("labels", 20, "copies", InvalidSample):
         check_labels(tokens, tokens)
     check_labels(tokens, np.where(tokens < 18, tokens + 1, tokens))
     check_labels(tokens, np.full(20, -100))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a" * 99}]
-    with pytest.raises(InvalidSample, match="98 of 100 labels"):
+    with rejects("labels", 98, "copies", InvalidSample):
         talks(tmp_path, messages)
 
 
@@ -192,37 +196,65 @@ def test_documents_with_pictures_among_their_text(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
+    ("value", "key", "found", "code"),
     [
-        ({"texts": ["a", None]}, "null for each of 0 pictures, and have 1"),
-        ({"texts": [None]}, "texts must be a list with a text"),
-        ({"caption": "a"}, "a caption must be that of one picture, and there are 0"),
-        ({"other": "a"}, "a caption must be that of one picture"),
-        ([], "a caption must be that of one picture"),
+        ({"texts": ["a", None]}, "texts", 1, "number"),
+        ({"texts": [None]}, "texts", [None], "type"),
+        ({"caption": "a"}, "caption", 0, "number"),
+        ({"other": "a"}, "caption", 0, "number"),
+        ([], "caption", 0, "number"),
     ],
 )
-def test_wrong_members_of_a_tar_are_named(value, words, tmp_path):
-    content = json.dumps(value).encode()
-    with tarfile.open(tmp_path / "a.tar", "w") as tar:
-        member = tarfile.TarInfo("d.json")
-        member.size = len(content)
-        tar.addfile(member, io.BytesIO(content))
-    with pytest.raises(InvalidSample, match=words):
+def test_wrong_members_of_a_tar_are_named(value, key, found, code, tmp_path):
+    write_tar(tmp_path / "a.tar", ["d.json"], json.dumps(value).encode())
+    with rejects(key, found, code, InvalidSample, where="a.tar"):
         Conversations(tmp_path / "a.tar", format="webdataset", **OPTIONS)
 
 
-def write_tar(path, names):
+@pytest.mark.parametrize(
+    ("name", "content", "key", "value", "code"),
+    [
+        ("d.txt", b"\xff", "", ..., "not_utf8"),
+        ("d.png", b"a", "", ..., "no_text"),
+        ("d.json", b"{", "", ..., "not_json"),
+        (
+            "d.json",
+            b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
+            *("path", None, "type"),
+        ),
+    ],
+)
+def test_wrong_content_of_a_tar_is_named(name, content, key, value, code, tmp_path):
+    write_tar(tmp_path / "a.tar", [name], content)
+    with rejects(key, value, code, InvalidSample, where="a.tar"):
+        Conversations(tmp_path / "a.tar", format="webdataset", **OPTIONS)
+
+
+def test_pictures_without_parts_are_named(tmp_path):
+    parts = [{"type": "image"}]
+    value = {"messages": [{"role": "user", "content": parts}]}
+    with rejects("messages", 1, "number", InvalidSample, where="here"):
+        _with_pictures("here", value, [png(), png()], tmp_path)
+
+
+def test_a_file_that_has_become_shorter_is_named(tmp_path):
+    (tmp_path / "a").write_bytes(b"abc")
+    with rejects("", ..., "truncated", InvalidSample, where=tmp_path / "a"):
+        Picture("picture", Span(tmp_path / "a", 1, 3)).read()
+
+
+def write_tar(path, names, content=b"a"):
     with tarfile.open(path, "w") as tar:
         for name in names:
             member = tarfile.TarInfo(name)
-            member.size = 1
-            tar.addfile(member, io.BytesIO(b"a"))
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
 
 
 def test_F133_samples_of_one_name_are_not_one(tmp_path):
     """As of two tars that were joined: the pictures of the first would be lost without a word."""
     write_tar(tmp_path / "a.tar", ["d/x.txt", "d/x.png", "d/x.txt", "d/x.png"])
-    with pytest.raises(InvalidSample, match=r"a\.tar has d/x\.txt twice in one sample; give each"):
+    with rejects("", "d/x.txt", "duplicate", InvalidSample, where="a.tar"):
         Conversations(tmp_path / "a.tar", format="webdataset", **OPTIONS)
 
 
@@ -234,7 +266,7 @@ def test_what_macos_writes_beside_files_is_left_out(tmp_path):
 def test_a_packed_tar_is_refused(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w:gz"):
         pass
-    with pytest.raises(InvalidSample, match="cannot be read as tar without compression"):
+    with rejects("", ..., "bad_tar", InvalidSample, where="a.tar"):
         Conversations(tmp_path / "a.tar", format="webdataset", **OPTIONS)
 
 
@@ -289,27 +321,31 @@ def test_the_template_of_a_tokenizer(cut, made, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("template", "options", "words"),
+    ("template", "options", "key", "value", "code"),
     [
-        (TEMPLATE.replace("FILTER", "| upper"), {}, "changes the text of a message"),
-        (TEMPLATE.replace("FILTER", ""), {"eos": "</s>"}, "must begin with eos '</s>'"),
-        (TEMPLATE.replace("FILTER", "").replace("<image>", ""), {}, "leaves a picture out"),
-        (TEMPLATE.replace("FILTER", "").replace("<unk>", "<image>"), {}, "more often than"),
-        ("{{ raise_exception('no') }}", {}, r"does not take it \(no\)"),
-        ("a", {}, r"gives texts \[\] of 4"),
+        (TEMPLATE.replace("FILTER", "| upper"), {}, "template", ..., "changes_text"),
+        (TEMPLATE.replace("FILTER", ""), {"eos": "</s>"}, "eos", "</s>", "end"),
+        (
+            TEMPLATE.replace("FILTER", "").replace("<image>", ""),
+            *({}, "image", "<image>", "missing"),
+        ),
+        (
+            TEMPLATE.replace("FILTER", "").replace("<unk>", "<image>"),
+            *({}, "image", "<image>", "too_many"),
+        ),
+        ("{{ raise_exception('no') }}", {}, "template", ..., "rejects"),
+        ("a", {}, "template", ..., "order"),
     ],
 )
-def test_templates_that_do_not_fit_are_refused(template, options, words, made, tmp_path):
+def test_templates_that_do_not_fit_are_refused(template, options, key, value, code, made, tmp_path):
     folder_of(made, tmp_path / "model", template)
     options = {"tokenizer": str(tmp_path / "model"), "template": "tokenizer", **options}
-    with pytest.raises(InvalidSample, match=words):
+    with rejects(key, value, code, InvalidSample, where="record 0"):
         talks(tmp_path, turns(), **options)
 
 
 def test_a_tokenizer_without_a_template_is_refused(made, tmp_path):
     folder_of(made, tmp_path / "model", None)
-    options = {"template": "tokenizer"}
-    with pytest.raises(ValueError, match="has no chat template"):
-        talks(tmp_path, turns(), tokenizer=str(tmp_path / "model"), **options)
-    with pytest.raises(ValueError, match=r"must be a folder with tokenizer\.json"):
-        talks(tmp_path, turns(), tokenizer=made[1], **options)
+    for tokenizer, code in ((str(tmp_path / "model"), "no_template"), (made[1], "not_found")):
+        with rejects("tokenizer", tokenizer, code):
+            talks(tmp_path, turns(), tokenizer=tokenizer, template="tokenizer")

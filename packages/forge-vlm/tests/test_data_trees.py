@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from forge_testing.problems import rejects
+
 pytestmark = pytest.mark.lane("test")
 
 np = pytest.importorskip("numpy")
@@ -154,17 +156,15 @@ def test_rows_have_the_ids_of_what_sees_ahead(tmp_path, scope):
 def test_trees_that_cannot_be_are_refused(tmp_path):
     pictures(tmp_path)
     *_, content = coco(tmp_path)
-    with pytest.raises(
-        InvalidSample, match="all pictures of branches must stand in what they share"
-    ):
+    with rejects("branches", ..., "picture", InvalidSample, where="record 0"):
         open_(tmp_path, "a", "coco_trees", content, 400, template="plain")
-    with pytest.raises(InvalidSample, match="'prefix_lm' have no prefix of their own"):
+    with rejects("branches", ..., "prefix", InvalidSample):
         open_(tmp_path, "a", "coco_trees", content, 400, bidirectional="prefix_lm")
     see = [{"type": "image", "image": "0.png"}]
     said = {"role": "assistant", "content": "yes"}
     talk = [{"role": "user", "content": see}, said]
-    with pytest.raises(InvalidSample, match="a picture must stand in what branches share"):
+    with rejects("branches", ..., "picture", InvalidSample, where="record 0"):
         open_(tmp_path, "b", "chat", [{"messages": talk, "branches": [talk]}], 400)
-    with pytest.raises(InvalidSample, match="no learnt text may stand between pictures that see"):
+    with rejects("bidirectional", "document", "between", InvalidSample):
         open_(tmp_path, "c", "chat", [{"messages": [*talk, *talk]}], 400, bidirectional="document")
     open_(tmp_path, "c", "chat", [{"messages": [*talk, *talk]}], 400, bidirectional="clip")

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from forge_testing.problems import rejects
+
 pytestmark = pytest.mark.lane("test")
 
 np = pytest.importorskip("numpy")
@@ -171,7 +173,7 @@ def test_damaged_pictures_of_a_stream(tmp_path, corrupt, capfd):
     file.write_bytes(file.read_bytes().replace(picture(12), b"x" * len(picture(12))))
     stream = stream_of(path, corrupt=corrupt, image_masks=True)
     if corrupt == "raise":
-        with pytest.raises(InvalidSample, match=r"012\.png cannot be decoded"):
+        with rejects("", ..., "damaged", InvalidSample, where="012.png"):
             rows_of(stream, range(60))
         return
     found = stream.arrays(np.arange(60))
@@ -204,34 +206,51 @@ def test_a_changed_file_or_option_is_another_fingerprint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "key", "code"),
     [
-        ({"format": "coco"}, "format 'coco' must be one of chat, llava, webdataset with streaming"),
-        ({"virtual_shards": 0}, "virtual_shards 0 must be a whole number"),
-        ({"shuffle_window": "4"}, "shuffle_window '4' must be"),
-        ({"cache": "x"}, "cache 'x' keeps nothing"),
-        ({"format": "chat"}, r"must be a \.jsonl file"),
-        ({"template": "x"}, "template 'x' must be one of"),
+        ({"format": "coco"}, "format", "streaming"),
+        ({"virtual_shards": 0}, "virtual_shards", "size"),
+        ({"shuffle_window": "4"}, "shuffle_window", "size"),
+        ({"cache": "x"}, "cache", "streaming"),
+        ({"format": "chat"}, "path", "format"),
+        ({"template": "x"}, "template", "unknown"),
     ],
 )
-def test_what_cannot_be_streamed_is_refused(tmp_path, options, words):
+def test_what_cannot_be_streamed_is_refused(tmp_path, options, key, code):
     path = tars(tmp_path)
-    with pytest.raises(ValueError, match=words):
+    with rejects(key, str(path) if key == "path" else options[key], code):
         source_of(path, **{**SHARDS, **options})
+
+
+def test_paths_without_records_are_not_streamed(tmp_path):
+    with rejects("path", str(tmp_path / "a"), "not_found", InvalidSample):
+        source_of(tmp_path / "a", **SHARDS)
+    (tmp_path / "a.tar").touch()
+    with rejects("path", str(tmp_path), "empty", InvalidSample):
+        source_of(tmp_path, **SHARDS)
 
 
 def test_options_of_streaming_need_it(tmp_path):
     class Config:
         path = str(tars(tmp_path))
 
-    with pytest.raises(ValueError, match="virtual_shards 3 is read by streaming alone"):
+    with rejects("virtual_shards", 3, "streaming"):
         open_source(Config, virtual_shards=3)
-    with pytest.raises(TypeError, match="rows of a streaming source"):
+    with pytest.raises(TypeError, match="rows of a streaming source"):  # prose: not about a value
         len(stream_of(Config.path))
-    with pytest.raises(InvalidSample, match="longer than seq_len 5"):
+    with rejects("tokens", code="too_long", kind=InvalidSample):
         stream_of(Config.path, seq_len=5).arrays(np.arange(3))
-    with pytest.raises(InvalidSample, match="must hold samples of at most 3 tokens"):
+    with rejects("shard", code="empty", kind=InvalidSample):
         stream_of(Config.path, seq_len=3, too_long="skip").arrays(np.arange(3))
+
+
+def test_branches_are_not_streamed(tmp_path):
+    said = [{"role": "assistant", "content": "yes"}]
+    talk = {"messages": [{"role": "user", "content": "?"}], "branches": [said, said]}
+    (tmp_path / "a.jsonl").write_text(json.dumps(talk))
+    stream = stream_of(tmp_path / "a.jsonl", format="chat")
+    with rejects("branches", ..., "streaming", InvalidSample, where="a.jsonl"):
+        stream.arrays(np.arange(1))
 
 
 def test_no_ids_give_the_same_names_without_rows(tmp_path):

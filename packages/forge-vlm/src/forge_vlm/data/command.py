@@ -12,7 +12,7 @@ from typing import Any
 from forge_vlm._shared.problems import invalid
 from forge_vlm.data.errors import InvalidSample
 
-__all__ = ["main"]
+__all__ = ["main", "run"]
 
 OK, DATA_ERROR, ARGUMENT_ERROR, INTERRUPTED = 0, 65, 78, 130
 _NOT_PREPARED = (
@@ -25,8 +25,7 @@ _NOT_PREPARED = (
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors are one message on stderr, without traceback."""
     try:
-        given = _parser().parse_args(arguments)
-        {"prepare": _prepare, "verify": _verify}[given.command](given)
+        run(arguments)
     except SystemExit as stop:  # argparse: 0 after --help, 2 after bad arguments, already explained
         return OK if not stop.code else ARGUMENT_ERROR
     except ImportError as error:
@@ -38,6 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _fail("stopped; the same command goes on from what is done", INTERRUPTED)
     return OK
+
+
+def run(arguments: Sequence[str] | None = None) -> None:
+    """Run one command; raises what `main` prints."""
+    given = _parser().parse_args(arguments)
+    {"prepare": _prepare, "verify": _verify}[given.command](given)
 
 
 def _parser() -> argparse.ArgumentParser:

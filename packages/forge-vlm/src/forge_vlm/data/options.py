@@ -56,7 +56,7 @@ def _made(kind: type[C], given: Mapping[str, Any], where: str) -> C:
     for key in given:
         if key not in known:
             rule = f"must be one of {', '.join(known)}"
-            raise invalid(f"{where}.{key}", "unknown_key", ..., rule, "correct the key")
+            raise invalid(f"{where}.{key}", "unknown_key", given[key], rule, "correct the key")
     try:
         return kind(**given)
     except ValueError as error:
