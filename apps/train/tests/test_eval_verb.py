@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from forge_testing.evaluations import asked, losses_by_hand, questions, rows_of
+from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone, make_job
 from forge_train import ConfigError, StateError, load_job
 from forge_train.cli import evaluate
@@ -77,7 +78,7 @@ def test_a_run_that_never_evaluated_has_the_sets_of_the_file_alone(tmp_path: Pat
     other.write_text('[eval.sets.mine]\nsplit = "validation"\nsequences = 2\n')
     _, found = evaluate_run(job.parent / "run", other)
     assert found.keys() == {"mine"}
-    with pytest.raises(ConfigError, match="has nothing to evaluate"):
+    with rejects("run", str(job.parent / "run"), "nothing", ConfigError):
         evaluate_run(job.parent / "run")
 
 
@@ -93,9 +94,9 @@ def test_what_cannot_be_evaluated_is_refused(job: Path, tmp_path: Path) -> None:
     with pytest.raises(StateError, match=r"step 5 is not one of \[3, 6\]"):
         evaluate_run(run, step=5)
     other.write_text("[optimizer]\nlr = 1.0\n")
-    with pytest.raises(ConfigError, match=r"optimizer\.lr in .* is no key of an evaluation"):
+    with rejects("optimizer.lr", ..., "unknown_key", ConfigError, where=other):
         evaluate_run(run, other)
-    with pytest.raises(ConfigError, match="--rows 0 must be 1 or more"):
+    with rejects("--rows", 0, "range", ConfigError):
         evaluate_run(run, rows=0)
     with pytest.raises(ConfigError, match="name the folder of a run"):
         evaluate_run(tmp_path)

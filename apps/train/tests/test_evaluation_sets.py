@@ -12,6 +12,7 @@ import torch
 
 from forge_data import SourceConfig, open_source
 from forge_testing.evaluations import QUESTIONS, SETS, asked, losses_by_hand, rows_of
+from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone, fit_on_ranks, make_job, together
 from forge_train import Callback, ConfigError, DataError, Trainer, load_job, read_run
 from forge_train.jobs import load_trained
@@ -180,11 +181,11 @@ def assert_alike(got: dict[int, Any], wanted: dict[int, Any]) -> None:
 def test_a_run_that_died_before_its_first_save_has_one_row_of_step_0(tmp_path: Path) -> None:
     class Dies(Callback):
         def on_step_end(self, trainer: Trainer) -> None:
-            raise KeyboardInterrupt
+            raise KeyboardInterrupt(f"step_{trainer.progress.step}")
 
     job = make_job(tmp_path)
     overrides = {**SETS, "eval.at_start": True}
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt, match=r"^step_1$"):
         Trainer(load_job(job, overrides), [Dies()]).fit()
     fit_alone(job, **overrides)
     assert read_run(job.parent / "run").metrics["step"] == [0, 1, 2, 3, 4, 5, 6]
@@ -210,49 +211,69 @@ def test_the_weights_do_not_depend_on_what_is_evaluated(alone: Path, tmp_path: P
 
 @pytest.mark.lane("quick")
 @pytest.mark.parametrize(
-    ("line", "problem"),
+    ("line", "key", "value", "code"),
     [
-        ('{"prompt": "a"}', "must be an object with prompt, choices and answer"),
-        ('{"prompt": " ", "choices": ["a", "b"], "answer": 0}', "must be a text with a token"),
-        ('{"prompt": "a", "choices": ["a"], "answer": 0}', "must be two texts or more"),
-        ('{"prompt": "a", "choices": ["a", ""], "answer": 0}', "must be two texts or more"),
-        ('{"prompt": "a", "choices": ["a", "b"], "answer": 2}', "from 0 to 1"),
-        ('{"prompt": "a", "choices": ["a", "b"], "answer": true}', "from 0 to 1"),
-        (json.dumps({"prompt": "a" * 99, "choices": ["a", "b"], "answer": 0}), "data.seq_len"),
-        ("nonsense", "question 1"),
-        ("", "has no questions"),
+        ('{"prompt": "a"}', "", {"prompt": "a"}, "type"),
+        ('{"prompt": " ", "choices": ["a", "b"], "answer": 0}', ".prompt", " ", "type"),
+        ('{"prompt": "a", "choices": ["a"], "answer": 0}', ".choices", ["a"], "type"),
+        ('{"prompt": "a", "choices": ["a", ""], "answer": 0}', ".choices", ["a", ""], "type"),
+        ('{"prompt": "a", "choices": ["a", "b"], "answer": 2}', ".answer", 2, "range"),
+        ('{"prompt": "a", "choices": ["a", "b"], "answer": true}', ".answer", True, "range"),
+        (
+            json.dumps({"prompt": "a" * 99, "choices": ["a", "b"], "answer": 0}),
+            ".prompt",
+            100,
+            "length",
+        ),
+        ("nonsense", "", ..., "not_json"),
     ],
 )
 def test_questions_that_cannot_be_asked_are_refused_by_line(
-    tmp_path: Path, line: str, problem: str
+    tmp_path: Path, line: str, key: str, value: Any, code: str
 ) -> None:
     job, path = make_job(tmp_path), tmp_path / "q.jsonl"
-    path.write_text(line)
-    with pytest.raises(DataError, match=problem) as found:
+    path.write_text(f"\n{line}")
+    with rejects(f"eval.choices.mine{key}", value, code, DataError) as found:
         Trainer(load_job(job, {"eval.choices.mine.path": str(path), "data.seq_len": 64}))
-    assert all("eval.choices.mine" in line for line in found.value.problems)
+    assert found.value.problems[0].origin == f"{path}, question 1"
+
+
+def test_files_without_questions_are_refused(tmp_path: Path) -> None:
+    job, path = make_job(tmp_path), tmp_path / "q.jsonl"
+    flags = {"eval.choices.mine.path": str(path), "data.seq_len": 64}
+    path.write_text("\n")
+    with rejects("eval.choices.mine.path", str(path), "empty", DataError):
+        Trainer(load_job(job, flags))
+    path.write_bytes(b"\xff")
+    with rejects("eval.choices.mine.path", str(path), "read", DataError):
+        Trainer(load_job(job, flags))
+    path.write_text(json.dumps({"prompt": "a", "choices": ["b", "c"], "answer": 0}))
+    objective = {"train.objective": "forge_testing.models:tokens_and_confidence"}
+    with rejects("eval.choices.mine", ..., "objective", DataError):
+        Trainer(load_job(job, {**flags, **objective}))
 
 
 @pytest.mark.parametrize(
-    ("overrides", "problem"),
+    ("overrides", "key", "value", "code"),
     [
-        ({"eval.every_steps": 0}, "eval.sets.more is given but eval.every_steps 0 never evaluates"),
-        ({"eval.sets.more.sequences": 0}, "eval.sets.more.*sequences 0 must be from 1"),
-        ({"eval.sets.validation.split": "train"}, "has the name of"),
-        ({"eval.choices.more.path": "q.jsonl"}, "have one name"),
-        ({"eval.choices.other.samples": 3}, "path must name a file"),
-        ({"eval.sets.more.squences": 3}, "sequences"),
+        ({"eval.every_steps": 0}, "eval.sets.more", ..., "never_read"),
+        ({"eval.sets.more.sequences": 0}, "eval.sets.more.sequences", 0, "range"),
+        ({"eval.sets.validation.split": "train"}, "eval.sets.validation", ..., "validation"),
+        ({"eval.choices.more.path": "q.jsonl"}, "eval.sets.more", ..., "duplicate"),
+        ({"eval.choices.other.samples": 3}, "eval.choices.other.path", None, "missing"),
+        ({"eval.sets.more.squences": 3}, "eval.sets.more.squences", ..., "unknown_key"),
     ],
 )
 def test_tables_that_would_never_be_read_are_refused(
-    tmp_path: Path, overrides: dict[str, Any], problem: str
+    tmp_path: Path, overrides: dict[str, Any], key: str, value: Any, code: str
 ) -> None:
     job = make_job(tmp_path)
-    with pytest.raises(ConfigError, match=problem):
+    with rejects(key, value, code, ConfigError):
         load_job(job, {"eval.sets.more.split": "validation", **overrides})
 
 
 def test_a_set_whose_file_is_missing_is_named(tmp_path: Path) -> None:
     own = {"eval.sets.more.name": "tokens", "eval.sets.more.path": str(tmp_path / "none")}
-    with pytest.raises((ConfigError, DataError), match=r"eval\.sets\.more"):
+    with pytest.raises((ConfigError, DataError)) as caught:
         load_job(make_job(tmp_path), own)
+    assert all(p.key.startswith("eval.sets.more") for p in caught.value.problems)

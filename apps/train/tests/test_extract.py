@@ -17,8 +17,10 @@ import torch
 from forge_core.interp import ActivationStore
 from forge_data import batch_of
 from forge_testing.evaluations import asked
+from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone, make_job
 from forge_train import ConfigError, DataError, StateError
+from forge_train._shared.problems import Problem
 from forge_train.cli import extract
 from forge_train.jobs import load_model
 from forge_train.report import activation_files
@@ -136,7 +138,7 @@ def test_parts_that_are_damaged_or_of_nobody_are_not_used(
     first = parts / "rows-000000000.npz"
     whole = first.read_bytes()
     first.write_bytes(whole[:300])
-    with pytest.raises(StateError, match=r"rows-000000000\.npz is damaged .*; remove it, and give"):
+    with rejects("", str(first), "damaged", StateError):
         extract_run(run, ("logits",), out, rows=6, batch=2)
     for request in (None, "{"):  # parts that nobody knows the command of
         parts.mkdir(exist_ok=True)
@@ -149,14 +151,14 @@ def test_parts_that_are_damaged_or_of_nobody_are_not_used(
     # a command that was refused holds nobody up
     values = module._values
     monkeypatch.setattr(module, "_values", _unreached)
-    with pytest.raises(ConfigError, match="must be reached"):
+    with rejects("points", "logits", "unreached", ConfigError):
         extract_run(run, ("logits",), out, rows=6, batch=2)
     monkeypatch.setattr(module, "_values", values)
     assert extract_run(run, ("final_norm",), out, rows=6, batch=2) == (6, 6)
 
 
 def _unreached(*_: object) -> dict[str, numpy.ndarray]:
-    raise ConfigError(["a point must be reached"])
+    raise ConfigError([Problem("points", "unreached", "logits", "must be found")])
 
 
 def test_another_writer_and_a_full_disk_are_told(run: Path, tmp_path: Path) -> None:
@@ -168,15 +170,13 @@ def test_another_writer_and_a_full_disk_are_told(run: Path, tmp_path: Path) -> N
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"1\n"
-        with pytest.raises(StateError, match="is written by another command; wait for it"):
+        with rejects("", str(lock.parent), "locked", StateError):
             extract_run(run, ("logits",), out, rows=6, batch=2)
         other.communicate(b"\n")
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, most[1]))
     try:
-        with pytest.raises(
-            StateError, match=r"x\.npz\.parts could not be written \(File too large"
-        ):
+        with rejects("", str(lock.parent), "write", StateError, where="File too large"):
             extract_run(run, ("logits",), out, rows=6, batch=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, most)
@@ -195,7 +195,7 @@ def test_what_fp16_cannot_hold_is_refused(
 
     monkeypatch.setattr(module, "load_model", large)
     points = ("layers.0.attn_scores",)
-    with pytest.raises(DataError, match=r"layers.0.attn_scores holds .*, and fp16 ends at 65504"):
+    with rejects("--dtype", "fp16", "range", DataError, where=points[0]):
         extract_run(run, points, tmp_path / "x.npz", rows=2, dtype="fp16")
     extract_run(run, points, tmp_path / "y.npz", rows=2)
     assert numpy.abs(numpy.load(tmp_path / "y.npz")[points[0]]).max() > 65504
@@ -226,19 +226,21 @@ def test_the_command_lists_points_and_refuses(
     assert extract([*arguments, "--rows", "2", "--device", "cpu"]) == 0
     assert numpy.load(out)["layers.0.q"].dtype == numpy.float16
     assert "2 rows of validation" in capsys.readouterr().out
-    for more, words in (
-        (dict(points=("layers.9.q",)), "layers.9.q"),
-        (dict(set_name="nothing"), "--set nothing must be a set that .*: validation, seen"),
-        (dict(rows=0), "--rows 0 must be 1 or more"),
-        (dict(dtype="int8"), "--dtype int8 must be one of fp32, fp16"),
-        (dict(output=tmp_path / "x.bin"), r"x.bin must end in .npz, or be the name of a folder"),
-        (dict(shard_mib=0), "--shard_mib 0 must be 1 or more"),
-        (dict(output=out), "exists already"),
+    binary = tmp_path / "x.bin"
+    for more, key, value, code in (
+        (dict(set_name="nothing"), "--set", "nothing", "unknown"),
+        (dict(rows=0), "--rows", 0, "range"),
+        (dict(dtype="int8"), "--dtype", "int8", "unknown"),
+        (dict(output=binary), "--output", str(binary), "name"),
+        (dict(shard_mib=0), "--shard_mib", 0, "range"),
+        (dict(output=out), "--output", str(out), "exists"),
     ):
         given = {"run": run, "points": ("logits",), "output": tmp_path / "y.npz", **more}
-        with pytest.raises(ConfigError, match=words):
+        with rejects(key, value, code, ConfigError):
             extract_run(**given)  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="--output must be given to write activations"):
+    with pytest.raises(ConfigError, match=r"layers\.9\.q"):
+        extract_run(run, ("layers.9.q",), tmp_path / "y.npz")
+    with rejects("--output", ..., "missing", ConfigError):
         extract([str(run), "--points", "logits"])
     with pytest.raises(ConfigError, match=r"parallel: .*tp 2"):
         extract([str(run), "--points", "logits", "--output", str(tmp_path / "y.npz"), "--nproc", "3", "--parallel.tp", "2"])  # fmt: skip

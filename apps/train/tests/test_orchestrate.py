@@ -3,30 +3,41 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from forge_testing import forge_train, write_job
+from forge_testing.problems import rejects
+from forge_train import ConfigError
+from forge_train.cli import run_verb
 
 _EXTRA = "[slurm]\ntasks_per_node = 2\n"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "key", "value", "code"),
     [
-        (["--orchestrate"], "--orchestrate and --sizes belong together"),
-        (["--orchestrate", "--sizes", "2,2"], "--sizes '2,2' must be different numbers of nodes"),
-        (["--orchestrate", "--sizes", "2", "--interactive"], "leave out --interactive"),
-        (["--orchestrate", "--sizes", "3,1", "--parallel.dp_shard", "4"], "--sizes 3: "),
+        (["--orchestrate"], "--orchestrate", ..., "requires"),
+        (["--sizes", "2"], "--sizes", ..., "requires"),
+        (["--orchestrate", "--sizes", "2,2"], "--sizes", "2,2", "type"),
+        (["--orchestrate", "--sizes", "2", "--interactive"], "--interactive", ..., "batch"),
+        (["--orchestrate", "--sizes", "2", "--slurm.array", "0-1"], "slurm.array", ..., "batch"),
+        (
+            ["--orchestrate", "--sizes", "3,1", "--parallel.dp_shard", "4"],
+            "parallel.dp_shard",
+            4,
+            "world_size",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_before_anything_is_written(
-    tmp_path: Path, flags: list[str], said: str
+    tmp_path: Path, flags: list[str], key: str, value: Any, code: str
 ) -> None:
-    refused = forge_train("slurm", write_job(tmp_path, _EXTRA), *flags)
-    assert refused.code == 78
-    assert said in refused.err
+    with rejects(key, value, code, ConfigError) as caught:
+        run_verb(["slurm", str(write_job(tmp_path, _EXTRA)), *flags])
+    origins = [p.origin for p in caught.value.problems]
+    assert origins == (["--sizes 3", "--sizes 1"] if code == "world_size" else [""])
     assert not (tmp_path / "run").exists()
 
 
@@ -37,5 +48,6 @@ def test_sizes_that_are_not_legal_are_left_out_aloud(tmp_path: Path) -> None:
     assert shown.code == 0
     assert "#SBATCH --nodes=2\n" in shown.out
     assert "#SBATCH --no-requeue\n" in shown.out
-    assert "left out: --sizes 3: " in shown.err
+    assert "parallel.dp_shard 4 " in shown.err
+    assert "[--sizes 3]" in shown.err
     assert not (tmp_path / "run").exists()

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from forge_resilience.goodput import read_ledger
+from forge_testing.problems import ANY, rejects
 from forge_testing.runs import fit_alone, make_job
 from forge_train import ConfigError, read_run
 from forge_train.cli import report
@@ -363,22 +364,28 @@ def test_a_strip_of_very_many_spans_is_cut_into_cells() -> None:
 def test_what_is_refused(
     run: Path, copy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refused(*args: Any) -> str:
-        with pytest.raises(ConfigError) as error:
+    for key, value, code, args in (
+        ("run", str(tmp_path), "not_found", [tmp_path]),
+        ("RUNS", [], None, []),
+        ("--output", ..., "missing", [run, copy]),
+        ("run", str(run), "duplicate", [run, run, "--output", tmp_path / "x.html"]),
+        ("RUNS", [run, copy], None, [run, copy, "--text"]),
+        ("--output", ANY, "page", [run, "--json", "--output", tmp_path / "x.html"]),
+        (
+            "--output",
+            str(tmp_path / "none/x.html"),
+            "write",
+            [run, "--output", tmp_path / "none/x.html"],
+        ),
+    ):
+        with rejects(key, value, code, ConfigError):
             report([str(arg) for arg in args])
-        return str(error.value)
-
-    assert "must be the folder of a run" in refused(tmp_path)
-    assert "must have one" in refused()
-    assert "--output must name the page of 2 runs" in refused(run, copy)
-    assert "is there twice" in refused(run, run, "--output", tmp_path / "x.html")
-    assert "must have one" in refused(run, copy, "--text")
-    assert "--output" in refused(run, "--json", "--output", tmp_path / "x.html")
-    assert "cannot be written" in refused(run, "--output", tmp_path / "none/x.html")
     (copy / "environment.json").write_text("{torn")
-    assert "cannot be read" in refused(copy)
+    with rejects("run", str(copy), "damaged", ConfigError):
+        report([str(copy)])
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    assert "pip install 'forge-train[report]'" in refused(run)
+    with rejects("report", ..., "requires", ConfigError, where="plotly"):
+        report([str(run)])
     assert not list(tmp_path.glob("*.html"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import threading
 from pathlib import Path
@@ -63,7 +64,7 @@ def test_a_sink_that_exits_is_switched_off_with_a_line(capfd: pytest.CaptureFixt
     sink.write({"step": 1})
     assert sink.flush()  # answered: nobody waits for it at a save
     end_all([sink], 10.0)
-    assert "mine: SystemExit: 3; this sink is off, training goes on" in capfd.readouterr().err
+    assert "mine: SystemExit: 3;" in capfd.readouterr().err
 
 
 def test_a_sink_that_cannot_open_is_switched_off_too(capfd: pytest.CaptureFixture[str]) -> None:
@@ -144,7 +145,7 @@ def test_hanging_sinks_share_one_wait_at_the_end(
         monkeypatch.setattr(sink._thread, "join", join)
     end_all(sinks, 6.0)
     assert waits == [6.0, 2.0, 0.0]
-    assert capfd.readouterr().err.count("has not taken its last rows") == 3
+    assert capfd.readouterr().err.count("forge-train: slow: ") == 3
     for go in frees:
         go.set()
 
@@ -185,7 +186,7 @@ def test_rows_wait_for_a_disk_that_is_full_with_one_warning(
     sink.write({"step": 20})
     sink.close()
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [*range(10, 21)]
-    assert capfd.readouterr().err.count("rows wait in memory") == 1
+    assert capfd.readouterr().err.count(f"{path}: ") == 1
 
 
 def test_rows_without_a_schema_are_read_and_those_of_a_later_one_are_told(
@@ -199,7 +200,7 @@ def test_rows_without_a_schema_are_read_and_those_of_a_later_one_are_told(
     assert not capfd.readouterr().err
     path.write_text('{"step": 3, "schema": 7}\n')
     assert read_run(tmp_path).metrics["step"] == [3]
-    assert "1 rows have the schema 7, and this version knows up to 1" in capfd.readouterr().err
+    assert re.search(r"metrics\.jsonl: 1 rows .* 7, .* 1:", capfd.readouterr().err)
 
 
 def test_rows_after_the_resumed_step_and_a_torn_line_are_removed(tmp_path: Path) -> None:
@@ -229,9 +230,9 @@ def test_F108_a_foreign_line_costs_itself_and_one_warning(
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
     err = capfd.readouterr().err
     assert err.count("\n") == 1
-    assert "metrics.jsonl: 7 lines that are no rows of metrics were left out" in err
+    assert "metrics.jsonl: 7 lines " in err
     path.write_text('{"step": 1, "loss": 2.0}\n[1]\n')
     (tmp_path / "config.toml").write_text("")
     (tmp_path / "environment.json").write_text("{}")
     assert read_run(tmp_path).metrics == {"step": [1], "loss": [2.0]}
-    assert "1 lines that are no rows" in capfd.readouterr().err
+    assert "metrics.jsonl: 1 lines " in capfd.readouterr().err

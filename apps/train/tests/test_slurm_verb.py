@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from forge_testing import Outcome, forge_train, write_job
-from forge_train import Trainer, load_job
+from forge_testing.problems import rejects
+from forge_train import ConfigError, JobError, Trainer, load_job
+from forge_train import slurm as slurm_verb
+from forge_train.cli import run_verb
 
 
 def slurm(*arguments: str | Path, PATH: str = "/nowhere", **environ: str) -> Outcome:
@@ -25,7 +29,7 @@ def test_it_writes_the_script_and_the_configuration_as_it_is(tmp_path: Path) -> 
     written = slurm(job, "--slurm.time_limit", "1:00:00", "--optimizer.lr", "0.5")
     assert written.code == 0, written.err
     folder = tmp_path / "run/slurm"
-    assert f"submit it: sbatch {folder}/job.sh" in written.out
+    assert f"sbatch {folder}/job.sh" in written.out
     assert (folder / "job.sh").read_text() == shown.out
     own = load_job(folder / "job.toml").config
     assert own == load_job(job, {"optimizer.lr": 0.5, "slurm.time_limit": "1:00:00"}).config
@@ -33,48 +37,71 @@ def test_it_writes_the_script_and_the_configuration_as_it_is(tmp_path: Path) -> 
     assert "vocab_size" not in text, "what follows from the rest follows from it again"
 
 
-@pytest.mark.slow
+@pytest.fixture
+def nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without Slurm and site files."""
+    for name in ("PATH", "HOME"):
+        monkeypatch.setenv(name, "/nowhere")
+
+
 @pytest.mark.parametrize(
-    ("extra", "sentence"),
+    ("extra", "key", "value", "code"),
     [
-        ('[slurm]\nsrun_options = ["--het-group=1"]\n', "makes a heterogeneous job"),
-        ("[slurm]\nnodes = [3]\n", "slurm.nodes: [3] (list) must be int or str"),
-        ("[slurm]\nnodes = true\n", "slurm.nodes: True (bool) must be int or str"),
-        ('[slurm]\ntime_limit = "5:00"\n', "the job would be told to stop at once"),
-        (
-            '[slurm]\nnodes = "2-3"\n[resilience]\nsave_limit_seconds = 0\n',
-            "save_limit_seconds 0.0 must be from",
-        ),
+        ('srun_options = ["--het-group=1"]', "srun_options", "--het-group=1", "heterogeneous"),
+        ("nodes = [3]", "nodes", [3], "type"),
+        ("nodes = true", "nodes", True, "type"),
+        ('time_limit = "5:00"', "time_limit", "5:00", "lead"),
     ],
 )
-def test_what_is_refused(tmp_path: Path, extra: str, sentence: str) -> None:
-    done = slurm(write_job(tmp_path, extra), "--print")
-    assert (done.code, sentence in done.err) == (78, True), done.err
+def test_what_is_refused(
+    tmp_path: Path, nowhere: None, extra: str, key: str, value: Any, code: str
+) -> None:
+    with rejects(f"slurm.{key}", value, code, ConfigError):
+        run_verb(["slurm", str(write_job(tmp_path, f"[slurm]\n{extra}\n")), "--print"])
 
 
-@pytest.mark.slow
-def test_every_number_of_nodes_must_have_a_layout(tmp_path: Path) -> None:
+def test_every_number_of_nodes_must_have_a_layout(
+    tmp_path: Path, nowhere: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     job = write_job(tmp_path, '[slurm]\nnodes = "2-3"\n')
-    done = slurm(job, "--print", "--parallel.dp_replicate", "2")
-    assert (done.code, "3" in done.err) == (78, True)
-    assert slurm(job, "--print", "--parallel.dp_replicate", "2", "--slurm.nodes", "2").code == 0
+    flags = ["slurm", str(job), "--print", "--parallel.dp_replicate", "2"]
+    with rejects("parallel.dp_shard", -1, "divides", ConfigError, where="3"):
+        run_verb(flags)
+    assert run_verb([*flags, "--slurm.nodes", "2"]) == 0
+    assert "#SBATCH --nodes=2" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_another_experiment_in_the_run_directory_is_refused_before_it_waits(tmp_path: Path) -> None:
+def test_another_experiment_in_the_run_directory_is_refused_before_it_waits(
+    tmp_path: Path, nowhere: None
+) -> None:
     job = write_job(tmp_path)
     Trainer(load_job(job, {"train.steps": 1})).fit()
-    done = slurm(job, "--run.seed", "5")
-    assert (done.code, "run.seed was 0" in done.err) == (78, True)
+    with rejects("run.seed", 5, "fixed", ConfigError):
+        run_verb(["slurm", str(job), "--run.seed", "5"])
     assert not (tmp_path / "run/slurm").exists()
 
 
-@pytest.mark.slow
-def test_without_sbatch_there_is_a_sentence(tmp_path: Path) -> None:
-    done = slurm(write_job(tmp_path), "--submit")
-    assert (done.code, "sbatch is not on this machine" in done.err) == (1, True)
-    both = slurm(write_job(tmp_path), "--submit", "--print")
-    assert (both.code, "--submit stands alone" in both.err) == (78, True)
+def test_without_sbatch_nothing_is_submitted(tmp_path: Path, nowhere: None) -> None:
+    job = str(write_job(tmp_path))
+    with pytest.raises(JobError, match="sbatch"):
+        run_verb(["slurm", job, "--submit"])
+    with rejects("--print", ..., "excludes", ConfigError):
+        run_verb(["slurm", job, "--submit", "--print"])
+    (tmp_path / "run/slurm/job.sh").unlink()
+    (tmp_path / "run/slurm/job.sh").mkdir()
+    with rejects("run.dir", str(tmp_path / "run"), "write", ConfigError):
+        run_verb(["slurm", job])
+
+
+def test_a_queued_job_of_the_run_is_named(
+    tmp_path: Path, nowhere: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slurm_verb, "jobs_of", lambda script: [("7", "PENDING")])
+    with rejects("run.dir", str(tmp_path / "run"), "queued", ConfigError, where="7"):
+        run_verb(["slurm", str(write_job(tmp_path)), "--submit"])
+    with rejects("run.dir", str(tmp_path / "run"), "queued", ConfigError, where="7"):
+        run_verb(["slurm", str(write_job(tmp_path)), "--orchestrate", "--sizes", "1"])
 
 
 @pytest.mark.slow

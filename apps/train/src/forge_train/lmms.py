@@ -16,6 +16,7 @@ from lmms_eval.models.registry_v2 import ModelManifest
 
 from forge_core import SamplingConfig
 from forge_parallel import select_device
+from forge_train._shared.problems import invalid
 from forge_train.report.pictures import load_asked
 from forge_vlm.answers import answer_all, media_on
 from forge_vlm.data import Message, Picture, Piece, Prompt, Record
@@ -44,7 +45,7 @@ class Forge(lmms):  # type: ignore[misc, unused-ignore]
         given = {key: value for key, value in other.items() if value is not None}
         given.pop("max_batch_size", None)
         if given:
-            raise ValueError(f"model_args {', '.join(given)} are not known; give path")
+            raise invalid("model_args", "unknown_key", [*given], "are not arguments", "give path")
         self._rows = int(batch_size)
         self._model, self._prompts = load_asked(path, select_device(device or "auto"))
 

@@ -25,8 +25,9 @@ from forge_parallel.plan import (
     render,
     search,
 )
+from forge_train._shared.problems import Problem, invalid, problems_of
 from forge_train.config.schema import JobConfig
-from forge_train.errors import ConfigError
+from forge_train.errors import ConfigError, refuse
 from forge_train.trainer.build import build_trained, freeze_groups
 from forge_train.trainer.layout import layout_problems
 from forge_train.trainer.objective import FUSED
@@ -67,10 +68,10 @@ def show_plan(config: JobConfig, flags: PlanFlags) -> None:
     if not fits:
         allowed = (describe(c.candidate) for c in others if c.fits)
         fix = next(allowed, "more GPUs, shorter rows or a smaller model")
-        raise ConfigError([
-            f"parallel: {describe(plan.candidate)} needs {plan.peak / 1e9:.0f} GB on the fullest rank and must "
-            f"stay below {gpu.limit / 1e9:.0f} of an {gpu.name}; use {fix}"
-        ])  # fmt: skip
+        needs = f"needs {plan.peak / 1e9:.0f} GB on the fullest rank and must stay below"
+        rule = f"{needs} {gpu.limit / 1e9:.0f} of an {gpu.name}"
+        layout = describe(plan.candidate)
+        raise invalid("parallel", "memory", layout, rule, f"use {fix}", kind=ConfigError)
 
 
 def price(config: JobConfig, gpu: str, gpus: int = 1, nodes: int | None = None) -> Estimate:
@@ -86,9 +87,7 @@ def _estimated(config: JobConfig, flags: PlanFlags) -> tuple[Estimate, SearchSpa
     parallel, reasons = config.parallel, list[str]()
     if parallel.layout == "auto":
         parallel, reasons = _auto_layout(space)
-    problems = layout_problems(replace(config, parallel=parallel), flags.gpus, per_node)
-    if problems:
-        raise ConfigError(problems)
+    refuse(layout_problems(replace(config, parallel=parallel), flags.gpus, per_node))
     try:
         plan = estimate_layout(
             profile,
@@ -102,7 +101,7 @@ def _estimated(config: JobConfig, flags: PlanFlags) -> tuple[Estimate, SearchSpa
         )
         _ = plan.fits  # raises if the step cannot be traced
     except ValueError as error:
-        raise ConfigError(str(error).splitlines()) from error
+        raise ConfigError(problems_of(error)) from error
     return plan, space, reasons
 
 
@@ -148,7 +147,7 @@ def _auto_layout(space: SearchSpace) -> tuple[ParallelConfig, list[str]]:
         try:
             best, reasons = auto_layout(space)
         except ValueError as error:
-            raise ConfigError([f"parallel.layout auto: {error}"]) from error
+            raise ConfigError(problems_of(error), "parallel.layout auto") from error
     return best.candidate.config, reasons
 
 
@@ -164,7 +163,7 @@ def _space(
         weights=weight, gradients=weight, moments=moments, frozen=frozen, fused_loss=fused
     )
 
-    def refuses(parallel: ParallelConfig) -> list[str]:
+    def refuses(parallel: ParallelConfig) -> list[Problem]:
         return layout_problems(replace(config, parallel=parallel), gpus, per_node)
 
     return SearchSpace(profile, replace(config.parallel, layout="manual"), gpus, config.train.global_batch, gpu,
@@ -174,11 +173,11 @@ def _space(
 def _machine(config: JobConfig, flags: PlanFlags) -> tuple[Hardware, int]:
     """The GPU and how many of them share a node."""
     if flags.gpus < 1:
-        raise ConfigError([f"--gpus {flags.gpus} must be at least 1; use --gpus 8"])
+        rule, fix = "must be at least 1", "use --gpus 8"
+        raise invalid("--gpus", "range", flags.gpus, rule, fix, kind=ConfigError)
     if flags.nodes is not None and (flags.nodes < 1 or flags.gpus % flags.nodes):
-        raise ConfigError(
-            [f"--nodes {flags.nodes} must divide --gpus {flags.gpus}; leave it out for nodes of 8"]
-        )
+        rule, fix = f"must divide --gpus {flags.gpus}", "leave it out for nodes of 8"
+        raise invalid("--nodes", "divides", flags.nodes, rule, fix, kind=ConfigError)
     per_node = config.parallel.gpus_per_node or 8
     if flags.nodes is not None:
         per_node = flags.gpus // flags.nodes

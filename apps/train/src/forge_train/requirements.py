@@ -16,6 +16,7 @@ import forge_train
 from forge_resilience import ExitCode
 from forge_resilience.health import BROKEN, OK, Finding
 from forge_resilience.slurm import NoNodes, SlurmConfig, site_path, site_text, unseen_files
+from forge_train._shared.problems import Problem, invalid
 from forge_train.config.layers import Layers, read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
 from forge_train.config.structure import structure
@@ -30,7 +31,8 @@ def write_site(name: str | None) -> int:
     """Write the site file `name` from what Slurm says; ConfigError if it exists already, JobError without a Slurm."""
     path = site_path(name or os.environ.get("FORGE_SITE") or "site")
     if path.exists():
-        raise ConfigError([f"{path} exists; edit it, or remove it to have it written anew"])
+        fix = "edit it, or remove it to have it written anew"
+        raise invalid("--site", "exists", str(path), "exists already", fix, kind=ConfigError)
     try:
         text = site_text()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -48,11 +50,11 @@ def required_findings(names: str | None, config: str | None, site: str | None) -
     """
     wanted = [name.strip() for name in (names or "").split(",") if name.strip()]
     unknown = [name for name in wanted if name not in _KNOWN]
-    refuse(
-        [f"--requires {name!r} is not known; use some of {', '.join(_KNOWN)}" for name in unknown]
-    )
+    rule = f"must be some of {', '.join(_KNOWN)}"
+    refuse([Problem("--requires", "unknown", name, rule) for name in unknown])
     if config is not None and "multi-node" not in wanted:
-        raise ConfigError([f"{config} is looked at from other nodes; add --requires multi-node"])
+        rule, fix = "is read from other nodes", "add --requires multi-node"
+        raise invalid("config", "requires", str(config), rule, fix, kind=ConfigError)
     layers = Layers() if config is None else read_layers(Path(config))
     add_site(layers, site)
     job = None if config is None else resolve(layers)
@@ -61,7 +63,7 @@ def required_findings(names: str | None, config: str | None, site: str | None) -
 
 def _slurm_of(layers: Layers) -> SlurmConfig:
     built, problems = structure({"slurm": layers.values.get("slurm", {})})
-    refuse([problem for problem in problems if problem.startswith("slurm.")])
+    refuse([problem for problem in problems if problem.key.startswith("slurm.")])
     return built["slurm"]
 
 

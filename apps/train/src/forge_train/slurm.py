@@ -26,6 +26,7 @@ from forge_resilience.slurm import (
     read_site,
     submit,
 )
+from forge_train._shared.problems import Problem, invalid
 from forge_train.config.files import replace_text
 from forge_train.config.layers import Layers, flatten
 from forge_train.config.resolve import ResolvedJob, resolve
@@ -67,7 +68,8 @@ class SlurmFlags:
 def run_slurm(layers: Layers, flags: SlurmFlags) -> int:
     """Do what `flags` say with the job of `layers`. ConfigError for a job that could not run on these nodes."""
     if flags.submit and (flags.interactive or flags.print):
-        raise ConfigError(["--submit stands alone; leave out --interactive and --print"])
+        key, rule = "--interactive" if flags.interactive else "--print", "must go without --submit"
+        raise invalid(key, "excludes", ..., rule, "leave one out", kind=ConfigError)
     add_site(layers, flags.site)
     job = resolve(layers)
     if flags.orchestrate or flags.sizes is not None:
@@ -77,7 +79,7 @@ def run_slurm(layers: Layers, flags: SlurmFlags) -> int:
     RunDirectory(job.config.run.dir).allowed_changes(job)
     facts, config = job_facts(job), _elements(job)
     look_at_limits(config, facts)
-    with config_errors():
+    with config_errors("slurm"):
         if flags.interactive:
             return _interactive(config, _command(config, facts), facts, job, flags.print)
         text = batch_script(config, _command(config, facts), facts)
@@ -86,7 +88,7 @@ def run_slurm(layers: Layers, flags: SlurmFlags) -> int:
         return ExitCode.DONE
     queued = [job for name in _SCRIPTS for job in jobs_of(_beside(facts, name))]
     if queued and flags.submit:
-        raise ConfigError(two_jobs(facts.run_dir, queued))
+        raise ConfigError(two_jobs("run.dir", facts.run_dir, queued))
     _write(facts.script, text, facts, job)
     if flags.submit:
         return _submit(facts)
@@ -114,7 +116,7 @@ def _orchestrate(job: ResolvedJob, flags: SlurmFlags) -> int:
         save_limit_seconds=1,
         supervisor=(),
     )
-    with config_errors():
+    with config_errors("slurm"):
         text = batch_script(config, _command(config, facts), facts)
         small = batch_script(small_job(config), command, own)
     if flags.print:
@@ -127,7 +129,7 @@ def _orchestrate(job: ResolvedJob, flags: SlurmFlags) -> int:
         for found in jobs_of(_beside(facts, script))
     ]
     if others:
-        raise ConfigError(two_jobs(facts.run_dir, others))
+        raise ConfigError(two_jobs("run.dir", facts.run_dir, others))
     _write(facts.script, text, facts, job)
     if flags.submit:
         _write(own.script, small, facts, job)
@@ -139,29 +141,30 @@ def _orchestrate(job: ResolvedJob, flags: SlurmFlags) -> int:
 def _legal_sizes(job: ResolvedJob, flags: SlurmFlags) -> list[int]:
     """Numbers of nodes on which the job can run; the others are left out aloud."""
     if not flags.orchestrate or flags.sizes is None:
-        raise ConfigError(
-            ["--orchestrate and --sizes belong together; give both: --orchestrate --sizes 4,3,2"]
-        )
+        key, other = ("--orchestrate", "--sizes")[:: 1 if flags.orchestrate else -1]
+        rule, fix = f"must go with {other}", "give both: --orchestrate --sizes 4,3,2"
+        raise invalid(key, "requires", ..., rule, fix, kind=ConfigError)
     if flags.interactive or job.config.slurm.array:
-        raise ConfigError(
-            ["--orchestrate keeps one batch job; leave out --interactive and slurm.array"]
+        key, rule = (
+            "--interactive" if flags.interactive else "slurm.array",
+            "must go without --orchestrate",
         )
+        raise invalid(key, "batch", ..., rule, "leave it out", kind=ConfigError)
     words = flags.sizes.split(",")
     if not all(word.isdecimal() and 1 <= int(word) <= 10**6 for word in words) or len(
         set(words)
     ) < len(words):
-        raise ConfigError(
-            [f"--sizes {flags.sizes!r} must be different numbers of nodes; use --sizes 32,24,16"]
-        )
+        rule, fix = "must be different numbers of nodes", "use --sizes 32,24,16"
+        raise invalid("--sizes", "type", flags.sizes, rule, fix, kind=ConfigError)
     per_node = job.config.slurm.ranks_per_node
     problems = {
         int(word): layout_problems(job.config, int(word) * per_node, per_node) for word in words
     }
-    sentences = [f"--sizes {size}: {text}" for size, found in problems.items() for text in found]
+    wrong = [replace(p, origin=f"--sizes {n}") for n, found in problems.items() for p in found]
     legal = [size for size, found in problems.items() if not found]
-    refuse([] if legal else sentences)
-    for sentence in sentences:
-        print(f"forge-train: left out: {sentence}", file=sys.stderr)
+    refuse([] if legal else wrong)
+    for problem in wrong:
+        print(f"forge-train: left out: {problem}", file=sys.stderr)
     return legal
 
 
@@ -200,13 +203,11 @@ def _beside(facts: JobFacts, name: str) -> str:
     return os.path.join(os.path.dirname(facts.script), name)
 
 
-def two_jobs(run_dir: str, queued: list[tuple[str, str]]) -> list[str]:
-    """A sentence for each job that is in the queue for this folder already."""
-    return [
-        f"{run_dir} has job {number} in the queue ({state}), and two jobs cannot train one run; "
-        f"scancel {number} first, or choose another folder"
-        for number, state in queued
-    ]
+def two_jobs(key: str, folder: str, queued: list[tuple[str, str]]) -> list[Problem]:
+    """A problem for each job that is in the queue for this folder already."""
+    rule = "has job {} in the queue ({}), and two jobs cannot train one run"
+    fix = "scancel it first, or choose another folder"
+    return [Problem(key, "queued", folder, rule.format(*job), fix) for job in queued]
 
 
 def _command(config: SlurmConfig, facts: JobFacts) -> list[str]:
@@ -218,7 +219,7 @@ def look_at_limits(config: SlurmConfig, facts: JobFacts) -> None:
     """Refuse a time limit, and warn of kills, that leave no time for a save."""
     if config.time_limit is None:
         problem = limit_problem(facts.lead_seconds, config.partition)
-        refuse([] if problem is None else [f"slurm: {problem}"])
+        refuse([] if problem is None else [problem.under("slurm")])
     for warning in grace_warnings(facts.save_limit_seconds, config.partition):
         print(f"forge-train: {warning}", file=sys.stderr)
 
@@ -238,10 +239,11 @@ def refuse_layouts(job: ResolvedJob) -> None:
     config = job.config.slurm
     per_node = config.ranks_per_node
     low, high = config.node_range
-    found: dict[str, None] = {}
+    found: dict[str, Problem] = {}
     for nodes in dict.fromkeys((low, high)):
-        found |= dict.fromkeys(layout_problems(job.config, nodes * per_node, per_node))
-    refuse(list(found))
+        problems = layout_problems(job.config, nodes * per_node, per_node)
+        found |= {str(problem): problem for problem in problems}
+    refuse(found.values())
 
 
 def job_facts(job: ResolvedJob) -> JobFacts:
@@ -305,8 +307,9 @@ def _write(path: str, text: str, facts: JobFacts, job: ResolvedJob) -> None:
         replace_text(Path(path), text)
         replace_text(Path(_config_file(facts)), job.to_toml(given=True))
     except OSError as error:
-        raise ConfigError(
-            [f"run.dir {facts.run_dir} cannot be written ({error.strerror}); choose another"]
+        key, rule = "run.dir", f"cannot be written ({error.strerror})"
+        raise invalid(
+            key, "write", facts.run_dir, rule, "choose another", kind=ConfigError
         ) from error
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from forge_ckpt import SavedTensors
 from forge_ckpt.hf import Row, hf_name
 from forge_core.lora import FACTORS, LoRAConfig, merged_weight
+from forge_train._shared.problems import invalid
 
 
 class MergedTensors:
@@ -31,9 +32,8 @@ class MergedTensors:
             self._checkpoint = self._opened.enter_context(SavedTensors(checkpoint))
             self._base = self._opened.enter_context(SavedTensors(base))
             if self._checkpoint.read_object("base")["digest"] != self._base.digest:
-                raise ValueError(
-                    f"{base} is not the base that {checkpoint} was trained beside; restore it"
-                )
+                rule = f"must be the base that {checkpoint} was trained with"
+                raise invalid("", "base", str(base), rule, "restore it")
         except BaseException:
             self._opened.close()
             raise
@@ -85,9 +85,9 @@ def peft_files(
     there = {layer: hf_name(rows, f"{layer}.weight") for layer in sorted(tensors.layers)}
     fused = [layer for layer, name in there.items() if name is None]
     if fused:
-        raise ValueError(
-            f"--adapter: {', '.join(fused[:3])} must have a weight of their own in the family, and are parts of fused "
-            "tensors there; leave --adapter out to write the merged model"
+        rule = "have no weight of their own in the family: they are parts of fused tensors"
+        raise invalid(
+            "--adapter", "fused", fused[:3], rule, "leave it out to write the merged model"
         )
     targets = {layer: module(str(name)).removesuffix(".weight") for layer, name in there.items()}
     settings: dict[str, Any] = {

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from forge_ckpt.hf import fill_tensor
 from forge_core import initialise
 from forge_parallel import materialise
+from forge_train._shared.problems import invalid
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, JobError
@@ -42,9 +43,8 @@ def _with_images(
     images = torch.randn(shape, generator=torch.Generator().manual_seed(1))
     features: Tensor = adapter(vision(images=images))  # (N, T, D)
     if features.size(1) + 1 >= tokens.size(1):
-        raise ConfigError(
-            [f"--check: an image of {features.size(1)} tokens must fit into rows of {tokens.size(1)}; leave --check out"]
-        )  # fmt: skip
+        rule = f"puts an image of {features.size(1)} tokens into rows of {tokens.size(1)}, which are too short"
+        raise invalid("--check", "length", ..., rule, "leave it out", kind=ConfigError)
     tokens[:, 1 : 1 + features.size(1)] = place
     tiled = model_type in ("idefics3", "smolvlm")  # one tile of each image
     return tokens, {"images": images}, {"pixel_values": images[:, None] if tiled else images}
@@ -64,18 +64,16 @@ def compare(
     try:
         import transformers
     except ImportError as error:
-        raise ConfigError(
-            [
-                "--check needs the package transformers; pip install transformers, or leave --check out"
-            ]
-        ) from error
+        rule, fix = "needs the package transformers", "pip install transformers, or leave it out"
+        raise invalid("--check", "requires", ..., rule, fix, kind=ConfigError) from error
     transformers.utils.logging.disable_progress_bar()
     kind = "ImageTextToText" if isinstance(section, VLMModelConfig) else "CausalLM"
     try:
         loader = getattr(transformers, f"AutoModelFor{kind}")
         theirs = loader.from_pretrained(folder, dtype=torch.float32).eval()
     except (ValueError, OSError, RuntimeError, KeyError) as error:
-        raise ConfigError([f"{folder}: transformers cannot load it: {error}"]) from error
+        rule = f"cannot be loaded by transformers: {error}"
+        raise invalid("--check", "unsupported", str(folder), rule, kind=ConfigError) from error
     model = materialise(build_model(section, 0), torch.device("cpu")).eval()
     if isinstance(section, VLMModelConfig):
         initialise(model, 0)  # buffers of its encoder, which files do not hold
@@ -95,7 +93,14 @@ def compare(
         f"({shape[0]} x {shape[1]} tokens{', an image in each row' if images else ''}, fp32)"
     )
     if not relative <= BOUND:  # nan too
-        raise JobError(
-            [f"{folder}: {line}, and must be at most {BOUND} of it; do not use this copy"]
+        rule = f"must be at most {BOUND} of the largest logit ({line})"
+        raise invalid(
+            "difference",
+            "range",
+            relative,
+            rule,
+            "do not use this copy",
+            where=folder,
+            kind=JobError,
         )
     return line

@@ -18,13 +18,14 @@ from forge_ckpt import Store, read_tensors
 from forge_ckpt.hf import Row, read_json, save_hf
 from forge_core.lora import LoRAConfig
 from forge_data import DataConfig, load_tokenizer, open_header
+from forge_train._shared.problems import invalid, problems_of
 from forge_train.config.files import read_toml
 from forge_train.config.imported import FILES, NAME, training_options
 from forge_train.config.lora import LoRASection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.config.structure import structure
 from forge_train.config.tokenizer import gives_same_ids, tokenizer_in
-from forge_train.errors import ConfigError, JobError, config_errors, refuse
+from forge_train.errors import ConfigError, JobError, config_errors
 from forge_train.hf.adapters import MergedTensors, peft_files
 from forge_train.hf.beside import joined, rows_beside
 from forge_train.hf.compare import compare
@@ -121,10 +122,10 @@ def _rows_beside(run: RunDirectory, patterns: Sequence[str], name: str) -> list[
     """The rows of what a folder of the family has beside the model; ValueError where the run has none of it."""
     rows = rows_beside(run.path / FILES) if patterns else []
     if patterns and not rows:
-        raise ValueError(
-            f"{name}: {', '.join(patterns)} belong into such a folder, and {run.path} did not begin from one that has them; "
-            "begin the run with forge-train import"
+        rule = (
+            f"needs {', '.join(patterns)}, and {run.path} did not begin from a folder that has them"
         )
+        raise invalid("--family", "requires", name, rule, "begin the run with forge-train import")
     return rows
 
 
@@ -151,14 +152,13 @@ def _config_and_files(
 def _refuse_adapter(low_rank: LoRASection | None, check: bool) -> None:
     """ConfigError for what a folder of peft cannot hold."""
     if low_rank is not None and low_rank.whole:
-        raise ConfigError(
-            [f"--adapter writes low-rank matrices alone, and lora.whole {list(low_rank.whole)} are trained too; leave "
-             "--adapter out"]
-        )  # fmt: skip
-    if check:
-        raise ConfigError(
-            ["--check compares whole models, and --adapter writes none; leave one out"]
+        rule = (
+            f"writes only low-rank matrices, and lora.whole {list(low_rank.whole)} are trained too"
         )
+        raise invalid("--adapter", "whole", ..., rule, "leave it out", kind=ConfigError)
+    if check:
+        rule = "compares full models, and --adapter writes none"
+        raise invalid("--check", "excludes", ..., rule, "leave one out", kind=ConfigError)
 
 
 def _merged(original: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
@@ -185,7 +185,8 @@ def _export_adapter(
 ) -> int:
     """Write a folder of peft; ConfigError for a run without adapters, or layers that the family has otherwise."""
     if lora is None:
-        raise ConfigError([f"--adapter: {run.path} has no [lora]; leave --adapter out"])
+        rule = f"needs [lora], and {run.path} has none"
+        raise invalid("--adapter", "requires", ..., rule, "leave it out", kind=ConfigError)
     with store_errors(checkpoint, JobError), config_errors():
         name = find_family(section, family or family_of_origin(section, _original(run)))
         with MergedTensors(checkpoint, run.base, lora.scale) as tensors:
@@ -219,28 +220,26 @@ def _find(source: Path, step: int | None) -> tuple[RunDirectory, Path]:
     at = source.absolute()
     if _STEP.fullmatch(at.name):
         if step is not None:
-            raise ConfigError(
-                [f"--step {step} and the checkpoint {source} are both given; leave one out"]
-            )
+            rule = f"and the checkpoint {source} are both given"
+            raise invalid("--step", "excludes", step, rule, "leave one out", kind=ConfigError)
         run, checkpoint = RunDirectory(at.parent.parent), source
     else:
         run = RunDirectory(at.parent if at.name == "checkpoints" else source)
         if not run.has_checkpoints():
-            raise ConfigError(
-                [f"{source} has no checkpoint; name the folder of a run, or a checkpoint in it"]
-            )
+            rule, fix = "has no checkpoint", "name the folder of a run, or a checkpoint in it"
+            raise invalid("source", "not_found", str(source), rule, fix, kind=ConfigError)
         with (
             store_errors(run.checkpoints, ConfigError),
             Store(run.checkpoints, read_only=True) as store,
         ):
             steps = store.steps()
         if step is not None and step not in steps:
-            raise ConfigError(
-                [f"--step {step} is not one of {steps}, the checkpoints of {source}; use one"]
-            )
+            rule = f"must be one of {steps}, the checkpoints of {source}"
+            raise invalid("--step", "unknown", step, rule, "use one", kind=ConfigError)
         checkpoint = run.checkpoint(steps[-1] if step is None else step)
     if not (checkpoint / "manifest.json").is_file():
-        raise ConfigError([f"{checkpoint} is no committed checkpoint; name another"])
+        rule, shown = "is not a committed checkpoint", str(checkpoint)
+        raise invalid("source", "damaged", shown, rule, "name another", kind=ConfigError)
     return run, checkpoint
 
 
@@ -250,25 +249,22 @@ def _sections(
     """[model], [data] and [lora] of the run, or [model] of an import that nothing has trained yet."""
     path = next((p for p in (run.config, run.path / NAME) if p.exists()), None)
     if path is None:
-        raise ConfigError(
-            [
-                f"{run.path} has no {run.config.name} and no {NAME}, which describe the model; restore one"
-            ]
-        )
+        rule = f"has no {run.config.name} and no {NAME}, which describe the model"
+        raise invalid("source", "model", str(run.path), rule, "restore one", kind=ConfigError)
     try:
         values = read_toml(path)
     except ValueError as error:
-        raise ConfigError([f"{path}: {error}"]) from error
+        raise ConfigError(problems_of(error), str(path)) from error
     built, problems = structure(
         {key: values[key] for key in ("model", "data", "lora") if key in values}
     )
-    refuse([f"{path}: {problem}" for problem in problems if problem.startswith("model")])
+    if own := [problem for problem in problems if problem.key.startswith("model")]:
+        raise ConfigError(own, str(path))
     section = built["model"]
     if not isinstance(section, BuiltInModelConfig):
-        raise ConfigError(
-            [f"model.name {section.name!r} must be 'transformer': families hold the built-in model; write rows "
-             "of your own and use forge_ckpt.hf.save_hf"]
-        )  # fmt: skip
+        rule = "must be 'transformer': families hold the built-in model"
+        fix = "write rows of your own and use forge_ckpt.hf.save_hf"
+        raise invalid("model.name", "unsupported", section.name, rule, fix, kind=ConfigError)
     return section, built.get("data"), built.get("lora")
 
 

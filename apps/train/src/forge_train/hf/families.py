@@ -13,6 +13,14 @@ from forge_core import TransformerConfig
 from forge_core import families as decoders
 from forge_moe import families as experts
 from forge_moe.config import MoEConfig, MoEOptions
+from forge_train._shared.problems import (
+    Problem,
+    ProblemError,
+    invalid,
+    problems_of,
+    raise_problems,
+    show,
+)
 from forge_train.config.experts import MoESection
 from forge_train.config.imported import TRAINING_KEYS
 from forge_train.config.schema import BuiltInModelConfig
@@ -47,13 +55,12 @@ def section_to_hf(section: BuiltInModelConfig, family: str) -> dict[str, Any]:
     Options of training alone (router losses, rates of the balancing bias, capacity) are not written.
     """
     written, misfits = _write(section, family)
-    if misfits:
-        raise ValueError("\n".join(f"{family}: {misfit}" for misfit in misfits))
+    raise_problems(family, misfits)
     return written
 
 
-def _write(section: BuiltInModelConfig, family: str) -> tuple[dict[str, Any], list[str]]:
-    """The keys of `config.json`, and a sentence without a fix for each option that the family cannot hold."""
+def _write(section: BuiltInModelConfig, family: str) -> tuple[dict[str, Any], list[Problem]]:
+    """The keys of `config.json`, and a problem without a fix for each option that the family cannot hold."""
     plain = _without_training(section).as_standard()
     if isinstance(section, VLMModelConfig):
         return _write_vlm(section, plain, family)
@@ -61,10 +68,10 @@ def _write(section: BuiltInModelConfig, family: str) -> tuple[dict[str, Any], li
     parts: list[tuple[str, Callable[[], dict[str, Any]]]] = [
         ("", lambda: decoders.FAMILIES[family].config_to_hf(plain))
     ]
-    misfits = []
+    misfits: list[Problem] = []
     if (block is None) == bool(layers):
-        rule = "0" if layers else "1 or more"
-        misfits.append(f"model.moe.num_experts {moe.num_experts} must be {rule} in this family")
+        rule = f"must be {'0' if layers else '1 or more'} in this family"
+        misfits.append(Problem("model.moe.num_experts", "family", moe.num_experts, rule))
     elif block is not None:
         parts.append(("moe.", lambda: block.config_to_hf(_layer_config(plain))))
         parts.append(("moe.", lambda: block.layers_to_hf(layers, plain.num_layers)))
@@ -73,39 +80,39 @@ def _write(section: BuiltInModelConfig, family: str) -> tuple[dict[str, Any], li
         try:
             written |= part()
         except ValueError as error:
-            misfits += [_misfit(section, family, table, line) for line in str(error).splitlines()]
+            misfits += [_misfit(section, table, problem) for problem in problems_of(error)]
     return written, misfits
 
 
 def _write_vlm(
     section: VLMModelConfig, plain: BuiltInModelConfig, family: str
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[dict[str, Any], list[Problem]]:
     """`_write` of a model with images, whose families have no mixtures of experts."""
-    if section.moe.num_experts:
-        return {}, [f"model.moe.num_experts {section.moe.num_experts} must be 0 in this family"]
+    if num_experts := section.moe.num_experts:
+        rule = "must be 0 in a family with images"
+        return {}, [Problem("model.moe.num_experts", "images", num_experts, rule)]
     try:
         return images.FAMILIES[family].config_to_hf(plain), []
     except ValueError as error:
-        return {}, [_misfit(section, family, "", line) for line in str(error).splitlines()]
+        return {}, [_misfit(section, "", problem) for problem in problems_of(error)]
 
 
-def _misfit(section: BuiltInModelConfig, family: str, table: str, line: str) -> str:
-    """A sentence of a family about a field of `table`, about the key that the user has set."""
-    key, _, rest = line.removeprefix(f"{family}: ").rpartition(";")[0].partition(" ")
+def _misfit(section: BuiltInModelConfig, table: str, problem: Any) -> Problem:
+    """A problem of a family with a field of `table`, about the key that the user has set."""
+    key, code, value, rule = problem.key, problem.code, problem.value, problem.rule
     own: Any = section.moe if table else section
     if not hasattr(own, key.partition(".")[0]):
-        return f"{key} {rest}"
-    cause = None
+        return Problem(key, code, value, rule)
+    cause: tuple[str, Any] | None = None
     if section.parametrization == "mup" and f"{table}{key}" in _OF_MUP:
         read = attrgetter(key)
         if read(section) != read(section.as_standard()):
-            cause = "parametrization 'mup'"
+            cause = ("parametrization", "mup")
     elif table and key == "expert_bias" and not section.moe.expert_bias:
-        cause = f"moe.bias_update_rate {section.moe.bias_update_rate}"
+        cause = ("moe.bias_update_rate", section.moe.bias_update_rate)
     if cause is None:
-        return f"model.{table}{key} {rest}"
-    value, _, rule = rest.partition(" ")
-    return f"model.{cause} gives {key} {value}, which {rule}"
+        return Problem(f"model.{table}{key}", code, value, rule)
+    return Problem(f"model.{cause[0]}", code, cause[1], f"gives {key} {show(value)}, which {rule}")
 
 
 def rows_of(section: BuiltInModelConfig, family: str) -> tuple[Row, ...]:
@@ -122,10 +129,9 @@ def modules_of(section: BuiltInModelConfig, family: str) -> Callable[[str], str]
     if not isinstance(section, VLMModelConfig):
         return str  # files of text models have the names of modules
     if family not in images.MODULES:
-        raise ValueError(
-            f"--adapter: family {family!r} must be one of {', '.join(images.MODULES)}, whose modules peft is known to "
-            "find; leave --adapter out, which writes the merged model"
-        )
+        rule = f"must be one of {', '.join(images.MODULES)}, whose modules peft is known to find"
+        fix = "leave --adapter out, which writes the merged model"
+        raise invalid("--family", "adapter", family, rule, fix)
     return partial(images.module_name, family)
 
 
@@ -152,24 +158,27 @@ def find_family(section: BuiltInModelConfig, wanted: str | None) -> str:
     """
     names = list(_families(section))
     if wanted is not None and wanted not in names:
-        raise ValueError(f"family {wanted!r} is unknown; use one of {', '.join(names)}")
+        fix = f"use one of {', '.join(names)}"
+        raise invalid("--family", "unknown", wanted, "is unknown", fix)
     misfits = {name: _write(section, name)[1] for name in names}
     holds = next((name for name in names if not misfits[name]), None)
     if wanted is not None:
         if not misfits[wanted]:
             return wanted
         fix = f"use --family {holds}" if holds else f"no other family holds the model: {_BY_HAND}"
-        raise ValueError("\n".join(f"{wanted}: {misfit}; {fix}" for misfit in misfits[wanted]))
+        raise_problems(wanted, [dataclasses.replace(p, fix=fix) for p in misfits[wanted]])
     if holds is not None:
         return holds
     nearest = min(names, key=lambda name: sum(map(_distance, misfits[name])))
-    lines = [f"{nearest}, the nearest: {misfit}" for misfit in misfits[nearest]]
-    raise ValueError("\n".join([f"no family of Hugging Face holds this model; {_BY_HAND}", *lines]))
+    origin = f"{nearest}, the nearest family"
+    own = [dataclasses.replace(misfit, origin=origin) for misfit in misfits[nearest]]
+    none = Problem("model", "no_family", ..., "is held by no family of Hugging Face", _BY_HAND)
+    raise ProblemError([none, *own])
 
 
-def _distance(misfit: str) -> int:
+def _distance(misfit: Problem) -> int:
     """How far a family is from a model for one misfit: other tensors are farther than another number."""
-    return _FAR.get(misfit.split(" ", 1)[0], 1)
+    return _FAR.get(misfit.key, 1)
 
 
 def _layer_config(section: BuiltInModelConfig) -> MoEConfig:
@@ -196,10 +205,9 @@ def _moe_section(moe: MoEConfig, sparse: tuple[int, ...], config: TransformerCon
     first = sparse[0] if sparse else config.num_layers
     step = sparse[1] - first if len(sparse) > 1 else config.num_layers
     if not sparse or sparse != tuple(range(first, config.num_layers, step)):
-        raise ValueError(
-            f"mixtures in layers {list(sparse)} must be every n-th from a first one on; use a model whose "
-            "mlp_only_layers leave such a pattern"
-        )
+        rule = "are the layers with mixtures, and must be every n-th from a first one on"
+        fix = "use a model whose mlp_only_layers leave such a pattern"
+        raise invalid("mlp_only_layers", "pattern", list(sparse), rule, fix)
     same = {f.name: getattr(moe, f.name) for f in dataclasses.fields(MoEOptions)}
     return MoESection(
         num_experts=moe.num_experts,

@@ -11,12 +11,13 @@ from typing import Any
 from torch import nn
 
 from forge_ckpt.hf import HFFolder, HFTensors, Row, load_hf, read_json
+from forge_train._shared.problems import invalid
 from forge_train.config.imported import FILES, NAME, TRAINING_KEYS, table_of, write_table
 from forge_train.config.layers import Layers
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.config.structure import structure
 from forge_train.config.vlm import VLMModelConfig
-from forge_train.errors import ConfigError, config_errors, refuse
+from forge_train.errors import ConfigError, config_errors
 from forge_train.hf.beside import keep_beside
 from forge_train.hf.families import beside_of, rows_of, section_from_hf
 
@@ -124,7 +125,8 @@ def read_model(folder: Path) -> HFModel:
         model = HFModel(folder, hf, section, table_of(section, _sidecar(folder / SIDECAR)))
         _, problems = structure(model.layer())
         # the only part of the table that is not ours is the sidecar's
-        refuse([f"{folder / SIDECAR}: {p}" for p in problems if p.startswith("model")])
+        if own := [problem for problem in problems if problem.key.startswith("model")]:
+            raise ConfigError(own, str(folder / SIDECAR))
         return model
 
 
@@ -179,10 +181,9 @@ def _sidecar(path: Path) -> dict[str, Any]:
     table = read_json(path)
     model = table.get("model")
     if table.get("format") != 1 or not isinstance(model, dict) or not model.keys() <= TRAINING_KEYS:
-        raise ValueError(
-            f"{path}: must have format 1 and a table model of {', '.join(sorted(TRAINING_KEYS))}; remove the "
-            "file, or use the version that wrote it"
-        )
+        rule = f"must have format 1 and a table model of {', '.join(sorted(TRAINING_KEYS))}"
+        fix = "remove the file, or use the version that wrote it"
+        raise invalid("", "version", ..., rule, fix, where=path)
     return model
 
 
@@ -191,8 +192,7 @@ def _kept_files(folder: Path) -> dict[str, bytes]:
     for path in sorted(folder.iterdir()):
         if path.is_file() and any(fnmatchcase(path.name, pattern) for pattern in _KEPT):
             if path.stat().st_size > _MAX_BYTES:
-                raise ConfigError(
-                    [f"{path}: more than {_MAX_BYTES} bytes; remove it, or name another"]
-                )
+                rule, fix = f"has more than {_MAX_BYTES} bytes", "remove it, or name another"
+                raise invalid("", "size", ..., rule, fix, where=path, kind=ConfigError)
             found[path.name] = path.read_bytes()
     return found

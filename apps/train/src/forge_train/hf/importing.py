@@ -8,8 +8,9 @@ from typing import Annotated
 import tyro
 
 from forge_ckpt.hf import store_hf
+from forge_train._shared.problems import invalid
 from forge_train.config.imported import NAME
-from forge_train.errors import ConfigError, JobError, refuse
+from forge_train.errors import ConfigError, JobError
 from forge_train.hf.compare import compare
 from forge_train.hf.folder import left_out, read_model
 from forge_train.trainer.build import build_model
@@ -40,15 +41,11 @@ def import_folder(
     paths = RunDirectory(run_dir)
     model = read_model(hf_dir)
     source = model.tensors()
-    refuse(
-        [f"{hf_dir}: {p}" for p in source.differences(build_model(model.section, 0).state_dict())]
-    )
+    if found := source.differences(build_model(model.section, 0).state_dict()):
+        raise ConfigError(found, str(hf_dir))
     if paths.config.exists() or paths.has_checkpoints():
-        raise ConfigError(
-            [
-                f"run.dir {run_dir} has a run already and must be a new folder; choose another run.dir"
-            ]
-        )
+        rule, fix = "must be a new folder, and has a run already", "choose another run.dir"
+        raise invalid("run.dir", "exists", str(run_dir), rule, fix, kind=ConfigError)
     kept = model.files()
     paths.create(0)
     with store_errors(paths.checkpoints, JobError):
@@ -56,9 +53,8 @@ def import_folder(
     try:
         model.write(paths.path, kept)
     except OSError as error:
-        raise JobError(
-            [f"run.dir {run_dir} cannot be written ({error.strerror}); make room"]
-        ) from error
+        rule = f"cannot be written ({error.strerror})"
+        raise invalid("run.dir", "write", str(run_dir), rule, "make room", kind=JobError) from error
     count = len(source.meta)
     print(f"imported {count} tensors of {model.family} into {paths.checkpoints} as step 0")
     if source.ignored:

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from forge_ckpt.hf import read_json
+from forge_train._shared.problems import invalid
 from forge_train.errors import ConfigError, config_errors
 from forge_train.hf.folder import processor_table
 from forge_vlm import VLM
 from forge_vlm.data import Prompts
 
+_FIX = "put the model's own there"
 _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # numbers of pillow
 
 
@@ -34,11 +36,8 @@ def folder_prompts(folder: Path, model: VLM) -> Prompts:
         "resolution": _resolution(folder, family, table),
     }
     if options["template"] == "vicuna" and family != "llava":
-        raise ConfigError(
-            [
-                f"{folder} has no chat template, by which questions are written; put the model's own there"
-            ]
-        )
+        rule = "is missing: questions are written by it"
+        raise invalid("chat_template", "missing", ..., rule, _FIX, where=folder, kind=ConfigError)
     if options["resolution"]["name"] == "budget":
         vision = hf["vision_config"]
         options |= {
@@ -66,11 +65,8 @@ def tokens_per_tile(model: VLM) -> int:
 def _processor(folder: Path) -> Mapping[str, Any]:
     table = processor_table(folder)
     if not table:
-        raise ConfigError(
-            [
-                f"{folder} has no preprocessor_config.json, which says how pictures are cut; put the model's own there"
-            ]
-        )
+        name, rule = "preprocessor_config.json", "is missing: it sets how images are split"
+        raise invalid(name, "missing", ..., rule, _FIX, where=folder, kind=ConfigError)
     return table
 
 
@@ -105,10 +101,9 @@ def _resolution(folder: Path, family: str, table: Mapping[str, Any]) -> dict[str
             "name": "budget",
             "budget": {"multiple": side, "min_pixels": least, "max_pixels": most, **used},
         }
-    raise ConfigError(
-        [f"{folder}: pictures of model_type {family!r} cannot be cut as its processor does; use a run with a source of name "
-         "'vlm', or a family of llava, idefics3, smolvlm, internvl and qwen3_vl"]
-    )  # fmt: skip
+    rule = "has images that cannot be split as its processor does"
+    fix = "use a run with a source of name 'vlm', or one of llava, idefics3, smolvlm, internvl and qwen3_vl"
+    raise invalid("model_type", "unsupported", family, rule, fix, where=folder, kind=ConfigError)
 
 
 def _has_template(folder: Path) -> bool:
@@ -123,11 +118,8 @@ def _token(folder: Path, number: int) -> str:
     for token in read_json(folder / "tokenizer.json").get("added_tokens", []):
         if token["id"] == number:
             return str(token["content"])
-    raise ConfigError(
-        [
-            f"{folder}/tokenizer.json has no added token {number}, which stands for pictures in config.json; put the model's own there"
-        ]
-    )
+    rule, where = "must have the image token of config.json", folder / "tokenizer.json"
+    raise invalid("added_tokens", "not_found", number, rule, _FIX, where=where, kind=ConfigError)
 
 
 def _has(folder: Path, name: str) -> bool:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from forge_core.registry import Registry
+from forge_train._shared.problems import Problem
 from forge_train.config.schema import MetricsConfig
 from forge_train.metrics.columns import scalars
 from forge_train.metrics.tracking import MlflowSink, WandbSink
@@ -52,19 +53,16 @@ def find_sinks(metrics: MetricsConfig) -> dict[str, Callable[[Path, int], Sink]]
     return found
 
 
-def sink_problems(metrics: MetricsConfig) -> list[str]:
+def sink_problems(metrics: MetricsConfig) -> Iterator[Problem]:
     """Built-in sinks whose package is not installed, and those that are named twice: a run has one id there."""
     names = Counter(sink.name for sink in metrics.sinks.values())
     wanted = {*names, *(["tensorboard"] if metrics.tensorboard else [])}
-    missing = [
-        f"metrics: the sink {name!r} needs the package {name}, which is not installed; "
-        f"pip install 'forge-train[{extra}]' or leave it out"
-        for name, extra in _NEEDS.items()
-        if name in wanted and importlib.util.find_spec(name) is None
-    ]
-    twice = [
-        f"metrics.sinks: {names[name]} tables have the name {name!r}, and a run has one id there; leave one"
-        for name in ("wandb", "mlflow")
-        if names[name] > 1
-    ]
-    return missing + twice
+    for name, extra in _NEEDS.items():
+        if name in wanted and importlib.util.find_spec(name) is None:
+            rule = f"has the sink {name!r}, whose package is not installed"
+            fix = f"pip install 'forge-train[{extra}]' or leave it out"
+            yield Problem("metrics", "requires", ..., rule, fix)
+    for name in ("wandb", "mlflow"):
+        if names[name] > 1:
+            rule = f"has {names[name]} tables of this name, and a run has one id there"
+            yield Problem("metrics.sinks", "duplicate", name, rule, "leave one")

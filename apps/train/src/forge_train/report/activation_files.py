@@ -18,6 +18,7 @@ from typing import IO, Any
 
 import numpy
 
+from forge_train._shared.problems import Problem, invalid
 from forge_train.errors import StateError
 
 __all__ = ["Parts", "output_problems"]
@@ -25,25 +26,22 @@ __all__ = ["Parts", "output_problems"]
 _REQUEST, _LOCK = "request.json", "lock"
 
 
-def output_problems(out: Path) -> list[str]:
+def output_problems(out: Path) -> Iterator[Problem]:
     """Why nothing can be written there: a file .npz, or a folder."""
+    key, shown = "--output", str(out)
     if out.exists():
-        # of a command that was killed behind its last step
+        # of a command that was killed after its last step
         shutil.rmtree(Parts(out).folder, ignore_errors=True)
-        return [f"--output {out} exists already; name another file, or remove it"]
-    if out.suffix == ".npz":
-        return []
-    if out.suffix:
-        return [
-            f"--output {out} must end in .npz, or be the name of a folder for safetensors; rename it"
-        ]
-    try:
-        import safetensors  # noqa: F401
-    except ImportError:
-        return [
-            f"--output {out}, a folder, needs safetensors, which is not installed; pip install 'forge-train[safetensors]'"
-        ]
-    return []
+        yield Problem(key, "exists", shown, "exists already", "name another file, or remove it")
+    elif out.suffix not in ("", ".npz"):
+        rule = "must end in .npz, or be the name of a folder for safetensors"
+        yield Problem(key, "name", shown, rule, "rename it")
+    elif not out.suffix:
+        try:
+            import safetensors  # noqa: F401
+        except ImportError:
+            rule = "is a folder, and needs safetensors, which is not installed"
+            yield Problem(key, "requires", shown, rule, "pip install 'forge-train[safetensors]'")
 
 
 class Parts:
@@ -67,12 +65,9 @@ class Parts:
                 return
         other = next((key for key in request if before.get(key) != request[key]), None)
         if other is not None:
-            raise StateError(
-                [
-                    f"{self.folder} holds parts of another command ({other} {before.get(other)!r}, now "
-                    f"{request[other]!r}); give that command again, or remove the folder"
-                ]
-            )
+            rule = f"is of the parts in {self.folder}, and now {request[other]!r}"
+            fix = "give the command of these parts again, or remove the folder"
+            raise invalid(other, "changed", before.get(other), rule, fix, kind=StateError)
 
     def _take(self) -> None:
         """Lock the folder until this process has ended, where the file system has locks."""
@@ -80,11 +75,8 @@ class Parts:
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError):
-            raise StateError(
-                [
-                    f"{self.folder} is written by another command; wait for it, or name another --output"
-                ]
-            ) from None
+            rule, fix = "is written by another command", "wait for it, or name another --output"
+            raise invalid("", "locked", str(self.folder), rule, fix, kind=StateError) from None
         except OSError:
             pass
 
@@ -110,12 +102,9 @@ class Parts:
         counts = [len(_array(path, "tokens")) for path in files]
         rows = sum(counts)
         if rows != request["rows"]:
-            raise StateError(
-                [
-                    f"{self.folder} has {rows} of {request['rows']} rows; all ranks must write to one folder: let "
-                    "--output lie on a file system that they share"
-                ]
-            )
+            rule = f"of {request['rows']} rows are in {self.folder}, and all ranks must write there"
+            fix = "put --output on a file system that they share"
+            raise invalid("", "not_shared", rows, rule, fix, kind=StateError)
         with numpy.load(files[0]) as first:
             shapes = {name: (first[name].shape[1:], first[name].dtype) for name in first.files}
         with _room_on_disk(self.folder):
@@ -133,11 +122,9 @@ def _room_on_disk(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise StateError(
-            [
-                f"{folder} could not be written ({error.strerror or error}); make room there, then give the command again"
-            ]
-        ) from error
+        rule = f"could not be written ({error.strerror or error})"
+        fix = "make room there, then give the command again"
+        raise invalid("", "write", str(folder), rule, fix, kind=StateError) from error
 
 
 def _request(path: Path) -> dict[str, Any]:
@@ -232,13 +219,11 @@ def _array(path: Path, name: str, shape: tuple[int, ...] | None = None) -> numpy
         with numpy.load(path) as part:
             values: numpy.ndarray = part[name]
     except (zipfile.BadZipFile, ValueError, EOFError, KeyError) as error:
-        raise StateError(
-            [f"{path} is damaged ({error}); remove it, and give the command again"]
-        ) from error
+        rule, fix = f"is damaged ({error})", "remove it, and give the command again"
+        raise invalid("", "damaged", str(path), rule, fix, kind=StateError) from error
     if shape is not None and values.shape[1:] != shape:
-        raise StateError(
-            [f"{name} has rows of {values.shape[1:]} and {shape}, which are no one array"]
-        )
+        rule = f"is the shape of some rows, and that of others is {shape}"
+        raise invalid(name, "shape", values.shape[1:], rule, kind=StateError)
     return values
 
 

@@ -13,6 +13,7 @@ import tyro
 from forge_data import Batch
 from forge_parallel import Meshes, ParallelConfig, World, find_world, select_device
 from forge_resilience import Agreement, ExitCode
+from forge_train._shared.problems import invalid
 from forge_train.config.axes import Axes
 from forge_train.config.layers import Layers, flatten, read_layers
 from forge_train.config.resolve import resolve
@@ -114,7 +115,7 @@ def checked_job(
 ) -> JobConfig:
     """The evaluations as a job of these ranks. ConfigError for what cannot be evaluated, or not by them."""
     if rows < 1:
-        raise ConfigError([f"--rows {rows} must be 1 or more; use 8"])
+        raise invalid("--rows", "range", rows, "must be 1 or more", "use 8", kind=ConfigError)
     paths, other = RunDirectory(run), None if config is None else Path(config)
     refuse_no_run(paths)
     with config_errors():
@@ -135,9 +136,8 @@ def _measure(
         agreement, lambda: Evaluation(job, open_held_out(job, model, layout))
     )
     if not evaluation.names:
-        raise ConfigError(
-            [f"{run} has nothing to evaluate; name a file with [eval.sets] by --config"]
-        )
+        rule, fix = "has nothing to evaluate", "name a file with [eval.sets] by --config"
+        raise invalid("run", "nothing", str(run), rule, fix, kind=ConfigError)
     division = micro_batches(job, layout)
     with config_errors():
         compute = make_compute(model, job, meshes, division, find_objective(job.train))
@@ -169,11 +169,8 @@ def evaluation_job(
     keys = {} if given is None else dict(flatten(given.values))
     strange = [key for key in keys if not key.startswith(_OWN)]
     if strange:
-        raise ConfigError(
-            [
-                f"{strange[0]} in {other} is no key of an evaluation; give [eval] and [data.validation] alone"
-            ]
-        )
+        rule, fix = "is not a key of an evaluation", "give only [eval] and [data.validation]"
+        raise invalid(strange[0], "unknown_key", ..., rule, fix, where=other, kind=ConfigError)
     if any(key.startswith("data.validation.") for key in keys):
         layers.values.get("data", {}).pop("validation", None)
     here: dict[str, Any] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -19,10 +20,11 @@ from forge_parallel import Meshes, ParallelConfig, World, find_world
 from forge_parallel.compute import Compute
 from forge_parallel.points import WholePoints
 from forge_resilience import Agreement, ExitCode
+from forge_train._shared.problems import Problem, invalid
 from forge_train.config.axes import Axes
 from forge_train.config.schema import JobConfig
 from forge_train.config.vlm import VLMModelConfig
-from forge_train.errors import ConfigError, DataError, config_errors, run_on_all_ranks
+from forge_train.errors import ConfigError, DataError, config_errors, refuse, run_on_all_ranks
 from forge_train.jobs import load_model
 from forge_train.ranks import meet
 from forge_train.report.activation_files import Parts, output_problems
@@ -80,12 +82,9 @@ class ExtractFlags:
     def _check_output(self) -> None:
         missing = [n for n in ("points", "output") if not getattr(self, n)]
         if missing:
-            raise ConfigError(
-                [
-                    f"--{missing[0]} must be given to write activations; give --points 'layers.*.resid_post' --output "
-                    "activations.npz, or neither, in one process, to list the points"
-                ]
-            )
+            rule = "must be given to write activations"
+            fix = "give --points 'layers.*.resid_post' --output activations.npz, or neither, in one process, to list the points"
+            raise invalid(f"--{missing[0]}", "missing", ..., rule, fix, kind=ConfigError)
 
 
 @dataclass(frozen=True)
@@ -100,15 +99,13 @@ class _Asked:
     dtype: str
     shard_mib: int
 
-    def problems(self) -> list[str]:
-        found = [
-            f"--{name} {getattr(self, name)} must be 1 or more"
-            for name in ("rows", "batch", "shard_mib")
-            if getattr(self, name) < 1
-        ]
+    def problems(self) -> Iterator[Problem]:
+        for name in ("rows", "batch", "shard_mib"):
+            if (value := getattr(self, name)) < 1:
+                yield Problem(f"--{name}", "range", value, "must be 1 or more")
         if self.dtype not in _DTYPES:
-            found.append(f"--dtype {self.dtype} must be one of {', '.join(_DTYPES)}")
-        return found + output_problems(self.output)
+            yield Problem("--dtype", "unknown", self.dtype, f"must be one of {', '.join(_DTYPES)}")
+        yield from output_problems(self.output)
 
 
 def run_extract(flags: ExtractFlags) -> int:
@@ -182,15 +179,12 @@ def _extract(asked: _Asked, parallel: ParallelConfig, meshes: Meshes | None) -> 
 
 def _job(asked: _Asked, parallel: ParallelConfig, world: World) -> JobConfig:
     """The job of these ranks. ConfigError for what cannot be written, or not by them."""
-    if problems := asked.problems():
-        raise ConfigError(problems)
+    refuse(list(asked.problems()))
     job = checked_job(asked.run, None, asked.batch, parallel, world)
     if isinstance(job.model, VLMModelConfig):
-        raise ConfigError(
-            [
-                f"{asked.run} is of a model with images, whose rows have no one shape; use forge_core.interp on it"
-            ]
-        )
+        rule = "is a run of a model with images, whose rows have different shapes"
+        fix = "use forge_core.interp on it"
+        raise invalid("run", "images", str(asked.run), rule, fix, kind=ConfigError)
     return job
 
 
@@ -236,11 +230,9 @@ def _write_part(parts: Parts, start: int, values: dict[str, numpy.ndarray], aske
         narrow = {name: values[name].astype(_DTYPES[asked.dtype]) for name in floats}
     for name, value in narrow.items():
         if (numpy.isinf(value) & numpy.isfinite(values[name])).any():
-            raise DataError(
-                [
-                    f"{name} holds {numpy.abs(values[name]).max():.6g}, and {asked.dtype} ends at 65504; use --dtype fp32"
-                ]
-            )
+            largest = f"{numpy.abs(values[name]).max():.6g}"
+            rule = f"cannot hold {largest} of {name}: it ends at 65504"
+            raise invalid("--dtype", "range", asked.dtype, rule, "use --dtype fp32", kind=DataError)
     parts.write(start, values | narrow)
 
 
@@ -270,11 +262,9 @@ def _stream(asked: _Asked, job: JobConfig, model: nn.Module, meshes: Meshes) -> 
     found = {key.rpartition(".")[2]: s for key, s in open_held_out(job, model, layout).items()}
     if asked.set_name not in found:
         names = ", ".join(found) or "none"
-        raise ConfigError(
-            [
-                f"--set {asked.set_name} must be a set that {asked.run} evaluates: {names}; name one of them"
-            ]
-        )
+        rule = f"must be a set that {asked.run} evaluates: {names}"
+        fix = "name one of them"
+        raise invalid("--set", "unknown", asked.set_name, rule, fix, kind=ConfigError)
     return found[asked.set_name]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from forge_resilience import read_events
 from forge_resilience.goodput import Goodput, goodput, read_ledger
+from forge_train._shared.problems import invalid
 from forge_train.errors import ConfigError
 from forge_train.metrics.jsonl import read_rows
 from forge_train.trainer.run_directory import RunDirectory
@@ -20,9 +21,8 @@ def run_goodput(run_dir: str | Path) -> Goodput:
     """
     paths = RunDirectory(run_dir)
     if not paths.events.exists():
-        raise ConfigError(
-            [f"{paths.events} is not there; name the folder of a run that was started once"]
-        )
+        rule, fix = f"has no {paths.events.name}", "name the folder of a run that was started once"
+        raise invalid("run", "not_found", str(run_dir), rule, fix, kind=ConfigError)
     last_sign = paths.metrics.stat().st_mtime if paths.metrics.exists() else None
     return goodput(read_ledger(read_events(paths.events), last_sign))
 

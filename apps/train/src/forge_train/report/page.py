@@ -20,6 +20,7 @@ from tomlkit.items import InlineTable, Table
 
 from forge_parallel.profile import tables
 from forge_resilience.goodput import CAUSES, Goodput, Ledger, goodput, read_ledger
+from forge_train._shared.problems import invalid
 from forge_train.config.files import read_text, replace_text
 from forge_train.config.layers import flatten
 from forge_train.errors import ConfigError
@@ -57,9 +58,8 @@ def write_page(folders: Sequence[Path], output: Path | None = None) -> Path:
     the page cannot be written. Needs the extra `forge-train[report]`.
     """
     if output is None and len(folders) != 1:
-        raise ConfigError(
-            [f"--output must name the page of {len(folders)} runs; give --output FILE.html"]
-        )
+        rule, fix = f"must name the page of {len(folders)} runs", "give --output FILE.html"
+        raise invalid("--output", "missing", ..., rule, fix, kind=ConfigError)
     render = _renderer()
     names = _names(folders)
     text = render({name: _part(folder) for name, folder in zip(names, folders)})
@@ -67,9 +67,8 @@ def write_page(folders: Sequence[Path], output: Path | None = None) -> Path:
     try:
         replace_text(path, text.encode(errors="replace").decode())  # lone surrogates of JSON
     except OSError as error:
-        raise ConfigError(
-            [f"{path} cannot be written ({error.strerror}); give --output FILE.html in a folder of yours"]
-        ) from error  # fmt: skip
+        rule, fix = f"cannot be written ({error.strerror})", "name a FILE.html in a folder of yours"
+        raise invalid("--output", "write", str(path), rule, fix, kind=ConfigError) from error
     return path
 
 
@@ -78,7 +77,8 @@ def _names(folders: Sequence[Path]) -> list[str]:
     short = [folder.resolve().name or str(folder) for folder in folders]
     names = short if len(set(short)) == len(short) else [str(folder) for folder in folders]
     if len(set(names)) < len(names):
-        raise ConfigError([f"{max(names, key=names.count)} is there twice; name each run once"])
+        twice, fix = max(names, key=names.count), "name each run once"
+        raise invalid("run", "duplicate", twice, "is given twice", fix, kind=ConfigError)
     return names
 
 
@@ -87,13 +87,12 @@ def _part(folder: Path) -> Part:
     try:
         run, text = read(folder, floats), read_text(paths.config)
     except FileNotFoundError as error:
-        raise ConfigError(
-            [f"{error.filename or error}: {folder} must be the folder of a run; name another one"]
-        ) from error
+        rule = f"must be the folder of a run ({error.filename or error})"
+        fix = "name another one"
+        raise invalid("run", "not_found", str(folder), rule, fix, kind=ConfigError) from error
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            [f"{folder} cannot be read ({error}); restore config.toml and environment.json"]
-        ) from error
+        rule, fix = f"cannot be read ({error})", "restore config.toml and environment.json"
+        raise invalid("run", "damaged", str(folder), rule, fix, kind=ConfigError) from error
     last_sign = paths.metrics.stat().st_mtime if paths.metrics.exists() else None
     ledger = read_ledger(run.events, last_sign)
     return Part(paths, text, run, ledger, goodput(ledger))
@@ -104,9 +103,9 @@ def _renderer() -> Callable[[Mapping[str, Part]], str]:
         import jinja2
         from plotly.offline import get_plotlyjs
     except ImportError as error:
-        raise ConfigError(
-            [f"report needs {error.name}, which is not installed; pip install 'forge-train[report]', or print a table by --text"]
-        ) from error  # fmt: skip
+        rule = f"needs {error.name}, which is not installed"
+        fix = "pip install 'forge-train[report]', or print a table by --text"
+        raise invalid("report", "requires", ..., rule, fix, kind=ConfigError) from error
     here = Path(__file__).parent
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(here / "page"),

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from forge_core import SamplingConfig
+from forge_train._shared.problems import invalid, problems_of
 from forge_train.errors import ConfigError
 from forge_train.hf.prompts import folder_prompts
 from forge_train.jobs import load_folder, load_model
@@ -57,7 +58,7 @@ def answer_pictures(
     """Print the answer to a question, or an object with prompt and text for each of a file. ConfigError for what
     cannot be read or answered."""
     if rows < 1:
-        raise ConfigError([f"--rows {rows} must be at least 1; use 8"])
+        raise invalid("--rows", "range", rows, "must be at least 1", "use 8", kind=ConfigError)
     try:
         model, prompts = load_asked(source, device)
         if asked.path is None:
@@ -71,7 +72,7 @@ def answer_pictures(
             row = {"prompt": question.name, "text": text}
             print(text if asked.path is None else json.dumps(row, ensure_ascii=False), flush=True)
     except ValueError as error:  # a damaged picture, a prompt that is too long
-        raise ConfigError(str(error).splitlines()) from error
+        raise ConfigError(problems_of(error)) from error
     return 0
 
 
@@ -94,9 +95,8 @@ def load_asked(source: str | Path, device: torch.device | str = "cpu") -> tuple[
 
 def _with_images(source: Path, model: torch.nn.Module) -> VLM:
     if not isinstance(model, VLM):
-        raise ConfigError(
-            [f"{source} has a model of text alone, which sees no pictures; give text"]
-        )
+        rule = "has a text model, which takes no images"
+        raise invalid("source", "images", str(source), rule, "give text", kind=ConfigError)
     return model
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from forge_core.optim import multipliers_at
+from forge_train._shared.problems import invalid
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, config_errors
 from forge_train.trainer.build import build_trained, run_schedule, total_steps
@@ -32,7 +33,7 @@ def planned(config: JobConfig) -> Planned:
     of the run depends on its size. Raises ConfigError as the run would.
     """
     total, course = _length(config), Course(config)
-    with config_errors():
+    with config_errors("schedule"):
         factor = run_schedule(config, total)
     steps = _steps(config, course, total)
     rates: dict[str, list[float]] = {}
@@ -73,15 +74,16 @@ def _steps(config: JobConfig, course: Course, total: int) -> list[int]:
 def check_picture(path: Path) -> None:
     """ConfigError where `draw` could not write there, or matplotlib is missing."""
     if path.suffix not in _FORMATS:
-        raise ConfigError([f"--plot {path} must end in .png, .svg or .pdf; use {path.stem}.png"])
+        rule, fix = "must end in .png, .svg or .pdf", f"use {path.stem}.png"
+        raise invalid("--plot", "name", str(path), rule, fix, kind=ConfigError)
     if not path.parent.is_dir():
-        raise ConfigError([f"--plot {path}: no such folder {path.parent}; make it first"])
+        rule, fix = f"must be in a folder that exists, and {path.parent} does not", "make it first"
+        raise invalid("--plot", "not_found", str(path), rule, fix, kind=ConfigError)
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            ["--plot needs matplotlib, which is not installed; pip install 'forge-train[plot]'"]
-        ) from error
+        rule, fix = "needs matplotlib, which is not installed", "pip install 'forge-train[plot]'"
+        raise invalid("--plot", "requires", ..., rule, fix, kind=ConfigError) from error
 
 
 def draw(plan: Planned, path: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from forge_core import SamplingConfig, generate, generate_stream
 from forge_data import Tokenizer
 from forge_parallel import select_device
+from forge_train._shared.problems import invalid, problems_of
 from forge_train.errors import ConfigError
 from forge_train.jobs import load_folder, load_trained
 from forge_train.report.pictures import Asked, answer_pictures, conversations_in
@@ -120,18 +121,14 @@ def stream_text(
         talks = None if prompts is None else conversations_in(prompts)
         texts = None if prompts is None or talks else read_prompts(prompts)
     except ValueError as error:
-        raise ConfigError(str(error).splitlines()) from error
+        raise ConfigError(problems_of(error)) from error
     if prompts is not None and (prompt or image):
-        raise ConfigError(
-            [f"--{'prompt' if prompt else 'image'} and --prompts are both given; leave one out"]
-        )
+        key, rule = "--prompt" if prompt else "--image", "and --prompts exclude each other"
+        raise invalid(key, "excludes", ..., rule, "leave one out", kind=ConfigError)
     if talks or image:
         if prefill_chunk is not None:
-            raise ConfigError(
-                [
-                    f"--prefill_chunk {prefill_chunk} must be left out with pictures, which belong to whole prompts"
-                ]
-            )
+            rule = "must be left out with images, which belong to whole prompts"
+            raise invalid("--prefill_chunk", "images", prefill_chunk, rule, kind=ConfigError)
         asked = Asked(prompt, image, prompts, talks)
         return answer_pictures(source, asked, sampling, max_new_tokens, rows, chosen)
     model, tokenizer = _load(source, chosen)
@@ -153,7 +150,7 @@ def stream_text(
             sys.stdout.write(piece)
             sys.stdout.flush()
     except ValueError as error:  # a prompt that is no text, a length beyond the model's
-        raise ConfigError(str(error).splitlines()) from error
+        raise ConfigError(problems_of(error)) from error
     sys.stdout.write("\n")
     return 0
 
@@ -189,25 +186,23 @@ def read_prompts(path: Path) -> list[str]:
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"--prompts {path} cannot be read: {error}; give a file of UTF-8 text"
-        ) from error
+        rule, fix = f"cannot be read: {error}", "give a file of UTF-8 text"
+        raise invalid("--prompts", "read", str(path), rule, fix) from error
     if path.suffix != ".jsonl":
         return [line for line in lines if line]
     found = []
     for number, line in enumerate(lines, 1):
+        where = f"{path}, line {number}"
         try:
             row = json.loads(line) if line.strip() else None
         except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number}: must be an object of JSON ({error}); correct it"
-            ) from error
+            rule = f"must be a JSON object ({error})"
+            raise invalid("", "not_json", ..., rule, "correct it", where=where) from error
         if row is not None:
             text = row.get("prompt") if isinstance(row, dict) else None
             if not isinstance(text, str):
-                raise ValueError(
-                    f'{path}, line {number}: must have a text as "prompt"; write {{"prompt": "..."}}'
-                )
+                fix = 'write {"prompt": "..."}'
+                raise invalid("prompt", "type", text, "must be a text", fix, where=where)
             found.append(text)
     return found
 
@@ -226,7 +221,7 @@ def continue_all(
     Refused texts raise before the first one is continued.
     """
     if rows < 1:
-        raise ValueError(f"rows {rows} must be at least 1; use 8")
+        raise invalid("--rows", "range", rows, "must be at least 1", "use 8")
     ids = [_ids(tokenizer, text) for text in texts]
     if ids:  # not begun: it refuses lengths
         generate_stream(
@@ -254,5 +249,6 @@ def _ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
     if ids:
         return ids
     if tokenizer.eos_id is None:
-        raise ConfigError(["prompt '' has no tokens and the tokenizer no end token; give a prompt"])
+        rule = "has no tokens and the tokenizer no end token"
+        raise invalid("prompt", "empty", prompt, rule, "give a prompt", kind=ConfigError)
     return [tokenizer.eos_id]  # documents begin after it

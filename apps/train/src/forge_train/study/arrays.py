@@ -10,6 +10,7 @@ from pathlib import Path
 
 from forge_resilience import ExitCode
 from forge_resilience.slurm import SlurmConfig, batch_script, jobs_of, submit
+from forge_train._shared.problems import Problem
 from forge_train.config.files import replace_text
 from forge_train.config.layers import Layers
 from forge_train.config.resolve import ResolvedJob
@@ -56,12 +57,12 @@ def _write(study: Study, name: str, runs: list[StudyRun], site: str | None) -> s
         refuse_layouts(job)
     facts = replace(job_facts(jobs[0]), run_dir=str(folder), script=str(folder / "job.sh"))
     config = with_retries(jobs[0])
-    with config_errors():
+    with config_errors("slurm"):
         look_at_limits(config, facts)
         python = "python" if config.container else sys.executable
         text = batch_script(config, [python, "-m", "forge_train", "run"], facts)
     if queued := jobs_of(facts.script):
-        raise ConfigError(two_jobs(str(folder), queued))
+        raise ConfigError(two_jobs("study.dir", str(folder), queued))
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for number, run in enumerate(runs):
@@ -85,14 +86,13 @@ def _element(
     add_site(layers, site)
     table = layers.values.get("slurm", {})
     problems = [
-        f"slurm.{key} {table[key]!r} is made by the study; leave it out"
+        Problem(f"slurm.{key}", "excludes", table[key], "is made by the study", "leave it out")
         for key in ("array", "array_run_dirs", "array_arguments")
         if key in table
     ]
     if study.config.trunk and table.get("on_stop", "requeue") != "requeue":
-        problems.append(
-            f"slurm.on_stop {table['on_stop']!r} ends the job that forks wait for; use 'requeue', or study.trunk = false"
-        )
+        rule, fix = "ends the job that forks wait for", "use 'requeue', or study.trunk = false"
+        problems.append(Problem("slurm.on_stop", "trunk", table["on_stop"], rule, fix))
     refuse(problems)
     own = {
         "array": f"0-{number - 1}",
@@ -100,8 +100,8 @@ def _element(
         "array_arguments": [f"{folder}/task-%a.toml"],
     }
     own["job_name"] = table.get("job_name") or f"{study.name}-{folder.name}"
-    config, problems = structure_table({**table, **own}, SlurmConfig, "slurm")
-    refuse(problems)
+    config, found = structure_table({**table, **own}, SlurmConfig, "slurm")
+    refuse(found)
     return replace(run.job, config=replace(run.job.config, slurm=config))
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from forge_ckpt import SavedTensors
+from forge_train._shared.problems import invalid
 from forge_train.config.files import read_toml
 from forge_train.config.init import committed
 from forge_train.errors import ConfigError, StateError, config_errors
@@ -80,7 +81,8 @@ def find_interval(a: Path, b: Path, tolerance: float = 0.0) -> Interval:
     rows = len(steps) if end is None else steps.index(end) + 1
     common = sorted({*committed(a)} & {*committed(b)})
     if not steps and not common:
-        raise StateError([f"{a} and {b} have no logged step and no checkpoint in common; name runs that have"])  # fmt: skip
+        rule = f"must have a logged step or a checkpoint in common with {a}"
+        raise invalid("run_b", "common", str(b), rule, "name runs that have", kind=StateError)
     count = 0
     for step in reversed([s for s in common if end is None or s < end]):
         count += 1
@@ -101,9 +103,9 @@ def different_tensor(a: Path, b: Path, step: int, tolerance: float = 0.0) -> str
             return None
         for name in one.names(("model.*",)):
             if name not in two.table.tensors or one.meta(name).shape != two.meta(name).shape:
-                raise ConfigError(
-                    [f"{name.removeprefix('model.')} of {a} has no counterpart of its shape in {b}; compare runs of one model"]
-                )  # fmt: skip
+                rule = f"must have {name.removeprefix('model.')} in the shape that it has in {a}"
+                fix = "compare runs of one model"
+                raise invalid("run_b", "mismatch", str(b), rule, fix, kind=ConfigError)
             x, y = one.read(name), two.read(name)
             scale = float(y.abs().max()) if tolerance and y.numel() else 0.0
             same = torch.equal(x, y) or bool((x - y).abs().max() <= tolerance * scale)
@@ -124,7 +126,8 @@ def bisect_runs(
     Costs two replays of the steps between two checkpoints. Raises ConfigError and StateError.
     """
     if a.resolve() == b.resolve():
-        raise ConfigError([f"{a} is given twice; name two runs"])
+        rule = "must be another run than run_a"
+        raise invalid("run_b", "duplicate", str(b), rule, "name two runs", kind=ConfigError)
     if tolerance is None:
         tolerance = 0.0 if _layout(a) == _layout(b) else BOUND
     interval = find_interval(a, b, tolerance)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_train._shared.problems import invalid
 from forge_train.errors import ConfigError
 from forge_train.study.record import Part, Record
 
@@ -58,10 +59,9 @@ def first_difference(a: Record, b: Record, tolerance: float | None = None) -> Di
     bound, same = bound_of(a, b, tolerance), same_layout(a, b)
     first, last = max(a.head.first, b.head.first), min(a.head.last, b.head.last)
     if first > last:
-        raise ConfigError(
-            [f"{a.folder} has steps {a.head.first} to {a.head.last} and {b.folder} {b.head.first} to {b.head.last}; "
-             "record steps that are in both"]
-        )  # fmt: skip
+        rule = f"has steps {b.head.first} to {b.head.last}, and {a.folder} {a.head.first} to {a.head.last}"
+        fix = "record steps that are in both"
+        raise invalid("run_b", "common", str(b.folder), rule, fix, kind=ConfigError)
     for step in range(first, last + 2):
         found = next(_of_step(a, b, step, bound, same, step > last), None)
         if found is not None:
@@ -131,11 +131,9 @@ def _refuse_other_models(
     for name in [*ours, *theirs]:
         shapes = [_shape(side.get(name)) for side in (ours, theirs)]
         if shapes[0] != shapes[1]:
-            has = [
-                f"{run} {'has none' if s is None else f'has it as {s}'}"
-                for run, s in zip(runs, shapes)
-            ]
-            raise ConfigError([f"{name} is not the same parameter in both: {' and '.join(has)}; compare runs of one model"])  # fmt: skip
+            rule = f"must have the shape of {runs[0]}, {shapes[0]}, in {runs[1]}; None: it has none"
+            fix = "compare runs of one model"
+            raise invalid(name, "mismatch", shapes[1], rule, fix, kind=ConfigError)
 
 
 def _shape(values: Values | None) -> tuple[int, ...] | None:

@@ -11,6 +11,7 @@ from typing import Any
 from forge_core.scaling import ScalingFit, bootstrap, fit_scaling, interval
 from forge_data import open_stream
 from forge_resilience.provenance import git_state
+from forge_train._shared.problems import invalid
 from forge_train.config.files import replace_text
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, StateError
@@ -26,9 +27,8 @@ def check_plot() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        raise ConfigError(
-            ["study sweep needs matplotlib for its picture; pip install 'forge-train[plot]'"]
-        ) from error
+        rule, fix = "needs matplotlib for its plots", "pip install 'forge-train[plot]'"
+        raise invalid("study sweep", "requires", ..., rule, fix, kind=ConfigError) from error
 
 
 def write_page(study: Study, path: Path) -> None:
@@ -92,12 +92,9 @@ def _row(run: StudyRun) -> dict[str, Any]:
     ]
     loss = losses[-1] if losses else None
     if loss is None or not math.isfinite(loss):
-        raise StateError(
-            [
-                f"{run.dir} has no finite validation loss of step {run.steps}: remove the folder to train it again; if it diverges "
-                "again, take it out of the study"
-            ]
-        )
+        rule = f"must be finite at step {run.steps}"
+        fix = "remove the folder to train it again; if it diverges again, take it out of the study"
+        raise invalid("val_loss", "finite", loss, rule, fix, where=run.dir, kind=StateError)
     return {
         "name": run.name,
         "size": run.size,

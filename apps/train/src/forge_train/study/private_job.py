@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from forge_ckpt import SavedTensors
+from forge_train._shared.problems import Problem, invalid
 from forge_train.config.init import committed
 from forge_train.config.layers import read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
-from forge_train.errors import ConfigError, StateError
+from forge_train.errors import ConfigError, StateError, refuse
 from forge_train.jobs import refuse_no_run
 from forge_train.study.journal import read_journal
 from forge_train.trainer.checkpoints import IMPORTED
@@ -48,18 +49,16 @@ def find_start(run: Path, step: int) -> int:
     journal = read_journal(run)
     begin, last = journal.begin, journal.total_steps
     if step <= begin or (last is not None and step > last):
-        raise ConfigError(
-            [f"--step {step} must be from {begin + 1} to {last or 'the last'}, the steps of {run}; name one of them"]
-        )  # fmt: skip
+        rule = f"must be from {begin + 1} to {last or 'the last'}, the steps of {run}"
+        raise invalid("--step", "range", step, rule, "name one of them", kind=ConfigError)
     steps = sorted(committed(run))
     before = [s for s in steps if s < step]
     if before:
         return before[-1]
     if paths.imported.is_file() and read_layers(paths.config).at("init.from") in (None, "none"):
-        raise StateError(
-            [f"{run} holds no checkpoint before step {step}, and its initial weights were imported; there are "
-             f"checkpoints of {steps or 'no step'}: name a step behind one of them"]
-        )  # fmt: skip
+        rule = f"must be after a checkpoint of {run}, whose initial weights were imported"
+        fix = f"name a step after one of {steps}" if steps else "it has no checkpoint"
+        raise invalid("--step", "imported", step, rule, fix, kind=StateError)
     return begin
 
 
@@ -96,11 +95,9 @@ def private_job(
     for key, value in (_QUIET | {"run.dir": str(folder)} | dict(settings or {})).items():
         layers.set(key, value, "replay")
     wrong = [key for key in settings or {} if is_fixed(key) or key.startswith(("run.", "init."))]
-    if wrong:
-        raise ConfigError(
-            [f"--set {key}: it makes another experiment of {run}; set keys of [parallel], or how often something is done"
-             for key in wrong]
-        )  # fmt: skip
+    rule = f"makes another experiment of {run}"
+    fix = "set keys of [parallel], or how often something is done"
+    refuse([Problem("--set", "fixed", key, rule, fix) for key in wrong])
     return resolve(layers)
 
 
@@ -110,7 +107,8 @@ def parse_settings(pairs: tuple[str, ...]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, value = pair.partition("=")
         if not equals or not key.strip():
-            raise ConfigError([f"--set {pair!r} must be KEY=VALUE; write --set parallel.tp=1"])
+            fix = "write --set parallel.tp=1"
+            raise invalid("--set", "form", pair, "must be KEY=VALUE", fix, kind=ConfigError)
         try:
             found[key.strip()] = tomllib.loads(f"x = {value}")["x"]
         except tomllib.TOMLDecodeError:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from forge_parallel import reshard
 from forge_parallel.recompute import is_recomputing
+from forge_train._shared.problems import invalid
 from forge_train.config.files import read_toml
 from forge_train.errors import ConfigError
 from forge_train.study.replay import Replay, Visitor
@@ -256,10 +257,9 @@ class Record:
                 raise ValueError(f"format {found['format']}")
             self.head = Head(**found)
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                [f"{folder} is no record of format {FORMAT} ({error}); write one: forge-train study replay RUN "
-                 "--step N --record DIR"]
-            ) from error  # fmt: skip
+            rule = f"must be a record of format {FORMAT} ({error})"
+            fix = "write one: forge-train study replay RUN --step N --record DIR"
+            raise invalid("record", "damaged", str(folder), rule, fix, kind=ConfigError) from error
 
     def row(self, step: int) -> dict[str, Any]:
         """The row of metrics of a step."""

@@ -17,6 +17,7 @@ from forge_data import Batch
 from forge_parallel import StartError, launch
 from forge_resilience import ExitCode, StopSignal
 from forge_resilience.policy import Outcome
+from forge_train._shared.problems import invalid
 from forge_train.config.resolve import ResolvedJob
 from forge_train.errors import ConfigError, JobError, NumericsError, StateError
 from forge_train.metrics.jsonl import read_rows
@@ -73,9 +74,8 @@ class Replay(Trainer):
         self._rollbacks = {event["to_step"]: event for event in read_journal(run).rollbacks}
         self.batch: Batch | None = None
         if not 1 <= first <= last <= self.total_steps:
-            raise ConfigError(
-                [f"--step {last} must be from 1 to {self.total_steps}, the steps of this run; name one of them"]
-            )  # fmt: skip
+            rule = f"must be from 1 to {self.total_steps}, the steps of this run"
+            raise invalid("--step", "range", last, rule, "name one of them", kind=ConfigError)
 
     def train_step(self) -> None:
         """One step, inside of what the visitor puts around it; without the data that a rollback of the run left out."""
@@ -243,11 +243,11 @@ def private_folder(run: str | Path, output: str | Path | None) -> Iterator[Path]
         return
     folder, inside = Path(output), Path(run).resolve()
     if inside in (folder.resolve(), *folder.resolve().parents):
-        raise ConfigError(
-            [f"--output {output} is inside of {run}, which is only read; name a folder elsewhere"]
-        )
+        rule, fix = f"must be outside of {run}, which is only read", "name a folder elsewhere"
+        raise invalid("--output", "inside", str(output), rule, fix, kind=ConfigError)
     if RunDirectory(folder).config.exists():
-        raise StateError([f"--output {output} holds a replay or a run already; name a new folder"])
+        rule, fix = "holds a replay or a run already", "name a new folder"
+        raise invalid("--output", "exists", str(output), rule, fix, kind=StateError)
     yield folder
 
 

@@ -29,6 +29,7 @@ import tomlkit
 from torch import nn
 
 from forge_core import flops_per_token, parameter_count
+from forge_train._shared.problems import Problem, invalid, problems_of, raise_problems
 from forge_train.config.files import read_toml
 from forge_train.config.init import committed
 from forge_train.config.layers import Layers, read_layers
@@ -70,23 +71,25 @@ class StudyConfig:
     level: float = _field(0.95, "part of them that an interval holds")
 
     def __post_init__(self) -> None:
-        problems, budgets = list[str](), self.tokens_per_parameter
+        raise_problems("", self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
+        budgets, seeds = list(self.tokens_per_parameter), list(self.seeds)
         if not self.dir.strip():
-            problems.append(f"dir {self.dir!r} must name a folder; use 'runs/scaling'")
+            yield Problem("dir", "missing", self.dir, "must name a folder", "use 'runs/scaling'")
         # as they stand in the names of runs
         if not budgets or min(budgets) <= 0 or len({f"{b:g}" for b in budgets}) < len(budgets):
-            problems.append(
-                f"tokens_per_parameter {list(budgets)} must be one number or more, all above 0 and different in six digits; use [5.0, 10.0]"
+            rule = "must be one number or more, all above 0 and different in six digits"
+            yield Problem("tokens_per_parameter", "range", budgets, rule, "use [5.0, 10.0]")
+        if not seeds or len(set(seeds)) < len(seeds):
+            yield Problem(
+                "seeds", "duplicate", seeds, "must be one or more, all different", "use [0]"
             )
-        if not self.seeds or len(set(self.seeds)) < len(self.seeds):
-            problems.append(f"seeds {list(self.seeds)} must be one or more, all different; use [0]")
         for name, value in (("threads", self.threads), ("resamples", self.resamples)):
             if not 1 <= value <= 10**6:
-                problems.append(f"{name} {value} must be from 1 to 10**6; use {max(value, 1)}")
+                yield Problem(name, "range", value, "must be 1 to 10**6", f"use {max(value, 1)}")
         if not 0 < self.level < 1:
-            problems.append(f"level {self.level} must be between 0 and 1; use 0.95")
-        if problems:
-            raise ValueError("\n".join(problems))
+            yield Problem("level", "range", self.level, "must be between 0 and 1", "use 0.95")
 
 
 @dataclass(frozen=True)
@@ -136,21 +139,18 @@ class StudyRun:
         refuses."""
         of_trunk = committed(self.dir.with_name(self.parent)) if self.parent else {}
         if not committed(self.dir) and max(of_trunk, default=0) > self.begin not in of_trunk:
-            raise ConfigError(
-                [
-                    f"{self.parent} has passed step {self.begin}, from which {self.name} forks, and did not save there: it was "
-                    "trained for other budgets; choose another study.dir"
-                ]
+            rule = (
+                f"has {self.parent}, which did not save at step {self.begin}, from which {self.name} forks: it was trained "
+                "for other budgets"
             )
+            folder = str(self.dir.parent.parent)
+            raise invalid("study.dir", "parent", folder, rule, "choose another", kind=ConfigError)
         if self.file.exists() and self.file.read_text(encoding="utf-8") == self.toml:
             return
         if committed(self.dir):
-            raise ConfigError(
-                [
-                    f"{self.dir} was begun with another configuration than the study has now; set the study back, or choose "
-                    "another study.dir"
-                ]
-            )
+            rule = f"has {self.name}, which was begun with another configuration than the study has now"
+            folder, fix = str(self.dir.parent.parent), "set the study back, or choose another"
+            raise invalid("study.dir", "changed", folder, rule, fix, kind=ConfigError)
         with writing(self.file):
             self.file.parent.mkdir(parents=True, exist_ok=True)
             self.file.write_text(self.toml, encoding="utf-8")
@@ -162,8 +162,9 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise JobError(
-            [f"study.dir: {path} cannot be written ({error.strerror}); choose another"]
+        rule = f"cannot be written ({error.strerror})"
+        raise invalid(
+            "study.dir", "write", str(path), rule, "choose another", kind=JobError
         ) from error
 
 
@@ -185,31 +186,31 @@ def read_study(path: Path) -> Study:
     try:
         table = read_toml(path)
     except ValueError as error:
-        raise ConfigError([f"{path}: {error}"]) from error
+        raise ConfigError(problems_of(error), str(path)) from error
     known = ("study", "base", *AXES)
-    problems = [
-        f"{key} is not a table of a study; use {', '.join(known)}"
-        for key in table
-        if key not in known
+    rule, fix = "is not a table of a study", f"use {', '.join(known)}"
+    problems: list[Any] = [
+        Problem(key, "unknown_key", ..., rule, fix) for key in table if key not in known
     ]
     config, found = structure_table(table.get("study", {}), StudyConfig, "study")
     problems += found
     for axis in AXES:
         problems += _axis_problems(axis, table.get(axis, {}))
     if "sizes" not in table:
-        problems.append("sizes are missing; add [sizes.small] with keys of [model], such as dim")
+        fix = "add [sizes.small] with keys of [model], such as dim"
+        problems.append(Problem("sizes", "missing", ..., "are missing", fix))
     refuse(problems)
     base = _base(path, config, table.get("base", {}))
     axes = [_entries(path, axis, table.get(axis, {})) for axis in AXES]
     runs: list[StudyRun] = []
-    seen: dict[str, None] = {}
+    seen: dict[str, Problem] = {}  # each once, also with values that have no hash
     for size, optimizer, schedules in itertools.product(axes[0], axes[1], [axes[2]]):
         for seed in config.seeds:
             try:
                 runs += _group(config, base, size, optimizer, schedules, seed)
             except ConfigError as error:
-                seen |= dict.fromkeys(error.problems)
-    refuse(list(seen))
+                seen |= {str(problem): problem for problem in error.problems}
+    refuse(list(seen.values()))
     runs.sort(key=lambda run: run.parent is not None)  # stable: trunks first
     return Study(Path(config.dir).name, config, tuple(runs))
 
@@ -217,32 +218,37 @@ def read_study(path: Path) -> Study:
 _Entry = tuple[str, Layers]
 
 
-def _axis_problems(axis: str, table: Any) -> Iterator[str]:
+def _axis_problems(axis: str, table: Any) -> Iterator[Problem]:
     if not isinstance(table, dict) or not all(isinstance(entry, dict) for entry in table.values()):
-        yield f"{axis} must be a table of tables; write [{axis}.NAME] and keys of [{AXES[axis]}]"
+        fix = f"write [{axis}.NAME] and keys of [{AXES[axis]}]"
+        yield Problem(axis, "type", table, "must be a table of tables", fix)
         return
+    rule = "must be at most 40 letters, digits and underscores"
     for name in table:
         if not re.fullmatch(r"\w{1,40}", name, re.ASCII):
-            yield f"{axis}.{name}: {name!r} must be at most 40 letters, digits and underscores; rename it"
+            yield Problem(axis, "name", name, rule, "rename it")
 
 
 def _base(path: Path, config: StudyConfig, table: Any) -> Layers:
     layers = Layers() if config.job is None else read_layers(path.parent / config.job)
     if not isinstance(table, dict):
-        raise ConfigError(["base must be a table; write [base.train] and the like"])
+        fix = "write [base.train] and the like"
+        raise invalid("base", "type", table, "must be a table", fix, kind=ConfigError)
     layers.add(table, f"base of {path}")
     given = [f"train.{key}" for key in ("steps", "tokens", "tokens_per_parameter")]
+    rule, fix = "is given by the study", "leave it out of the base"
     problems = [
-        f"{key} is given by the study; leave it out of the base"
+        Problem(key, "excludes", layers.at(key), rule, fix)
         for key in (*given, "run.dir", "run.seed", "init.from")
         if key in layers.origins
     ]
     if layers.at("eval.every_steps") == 0:
-        problems.append("eval.every_steps 0 measures nothing to fit; leave it out")
-    if layers.at("data.phases"):
         problems.append(
-            "data.phases are no part of a study, whose budgets they would mix; leave them out"
+            Problem("eval.every_steps", "range", 0, "measures nothing to fit", "leave it out")
         )
+    if layers.at("data.phases"):
+        rule = "are not part of a study, whose budgets they would mix"
+        problems.append(Problem("data.phases", "unsupported", ..., rule, "leave them out"))
     refuse(problems)
     return layers
 
@@ -256,9 +262,8 @@ def _entries(path: Path, axis: str, table: Mapping[str, Any]) -> list[_Entry]:
             file = path.parent / str(keys.pop("path"))
             read = read_layers(file)
             if "model" not in read.values:
-                raise ConfigError(
-                    [f"{axis}.{name}: {file} has no [model]; name a file that has one"]
-                )
+                key, fix = f"{axis}.{name}.path", "name a file that has one"
+                raise invalid(key, "model", str(file), "has no [model]", fix, kind=ConfigError)
             layers.add({"model": read.values["model"]}, f"{axis}.{name}")
         layers.add({AXES[axis]: keys}, f"{axis}.{name}")
         found.append((name, layers))
@@ -284,19 +289,17 @@ def _group(
             names = (size[0], optimizer[0], schedule[0], seed)
             run = _run(config, layers, names, budget)
             if runs and runs[-1].schedule == run.schedule and runs[-1].steps == run.steps:
-                raise ConfigError(
-                    [f"{runs[-1].name} and {run.name} both have {run.steps} steps; take budgets that differ more"]
-                )  # fmt: skip
+                rule = f"gives {runs[-1].name} and {run.name} {run.steps} steps each"
+                key, fix = "study.tokens_per_parameter", "use budgets that differ more"
+                raise invalid(key, "duplicate", budget, rule, fix, kind=ConfigError)
             runs.append(run)
         warmups.add(runs[-1].job.config.schedule.warmup_steps)
     if not config.trunk:
         return runs
     if len(warmups) > 1:
-        raise ConfigError(
-            [
-                f"schedules of one trunk must have one warmup_steps, not {sorted(warmups)}; set study.trunk = false"
-            ]
-        )
+        key, rule = "schedule.warmup_steps", "must be one number in the schedules of one trunk"
+        fix = "set study.trunk = false"
+        raise invalid(key, "trunk", sorted(warmups), rule, fix, kind=ConfigError)
     name = _name(size[0], optimizer[0], "", seed, "trunk")
     forks = [_forked(config, run, name) for run in runs]
     begins = sorted({fork.begin for fork in forks})
@@ -339,7 +342,7 @@ def _made(
     try:
         job = resolve(layers)
     except ConfigError as error:  # of the length: what else is wrong was found before
-        raise ConfigError([f"{name}: {problem}" for problem in error.problems]) from error
+        raise ConfigError(error.problems, name) from error
     model = build_trained(job.config)
     _, before, own = Course(job.config).at_step(steps)
     tokens = before + own
@@ -355,22 +358,16 @@ def _forked(config: StudyConfig, run: StudyRun, trunk: str) -> StudyRun:
     """The run as the decay of a trunk: the same bits, and a part of the steps."""
     schedule = run.job.config.schedule
     if schedule.name != "wsd":
-        raise ConfigError(
-            [
-                f"schedule {schedule.name!r} of {run.name} has no constant rate that a trunk could have; use wsd, or set "
-                "study.trunk = false"
-            ]
-        )
+        rule = f"must have a constant rate for the trunk of {run.name}"
+        fix = "use wsd, or set study.trunk = false"
+        raise invalid("schedule.name", "trunk", schedule.name, rule, fix, kind=ConfigError)
     own = schedule.wsd
     decay = own.decay_steps or max(1, round(own.decay_fraction * run.steps))
     begin = run.steps - decay
     if begin <= schedule.warmup_steps:
-        raise ConfigError(
-            [
-                f"{run.name} has {run.steps} steps, of which {decay} decay: {begin} before them must be more than the "
-                f"{schedule.warmup_steps} of the warm-up; take larger budgets or fewer schedule.warmup_steps"
-            ]
-        )
+        rule = f"must be below {begin}, the steps of {run.name} before its decay: {run.steps} less {decay}"
+        key, fix = "schedule.warmup_steps", "use larger budgets or fewer warmup_steps"
+        raise invalid(key, "decay", schedule.warmup_steps, rule, fix, kind=ConfigError)
     source = Path(config.dir).absolute() / "runs" / trunk
     toml = f"{run.toml}\n[init]\nfrom = {tomlkit.item(f'{source}@{begin}').as_string()}\nkeep = {_KEEP}\n"
     return replace(run, parent=trunk, begin=begin, toml=toml)

@@ -21,7 +21,8 @@ from typing import Annotated, Any
 import tyro
 
 from forge_resilience import ExitCode
-from forge_train.errors import ConfigError, JobError
+from forge_train._shared.problems import Problem, invalid
+from forge_train.errors import JobError, refuse
 from forge_train.study.runs import Study, StudyRun, read_study, writing
 
 _PR_SET_PDEATHSIG = 1
@@ -56,17 +57,7 @@ def run_sweep(
     ] = None,
 ) -> int:
     """Train the runs of a study that are not done, fit a scaling law to them, and write a page about both."""
-    problems = [f"--jobs {jobs} must be at least 1; use --jobs 2"] if jobs < 1 else []
-    if gpu is not None and not plan:
-        problems.append("--gpu belongs to --plan; give both")
-    if (submit or site is not None) and not slurm:
-        problems.append("--submit and --site belong to --slurm; give it, too")
-    if plan and slurm:
-        problems.append("--plan and --slurm exclude each other; give one of them")
-    if report is not None and (report.suffix != ".md" or not report.parent.is_dir()):
-        problems.append(f"--report {report} must be a .md file in a folder that exists; rename it")
-    if problems:
-        raise ConfigError(problems)
+    refuse(list(_flag_problems(plan, gpu, jobs, slurm, submit, site, report)))
     described = read_study(study)
     if plan:
         from forge_train.study.price import print_plan
@@ -87,9 +78,37 @@ def run_sweep(
             try:
                 write_page(described, where)
             except OSError as error:
-                raise JobError([f"{where} cannot be written ({error.strerror}); choose another --report"]) from error  # fmt: skip
+                rule = f"cannot be written ({error.strerror})"
+                raise invalid(
+                    "--report", "write", str(where), rule, "choose another", kind=JobError
+                ) from error
             print(f"the page of the study: {where}")
     return code
+
+
+def _flag_problems(
+    plan: bool,
+    gpu: str | None,
+    jobs: int,
+    slurm: bool,
+    submit: bool,
+    site: str | None,
+    report: Path | None,
+) -> Iterator[Problem]:
+    if jobs < 1:
+        yield Problem("--jobs", "range", jobs, "must be at least 1", "use --jobs 2")
+    if gpu is not None and not plan:
+        yield Problem("--gpu", "requires", gpu, "must go with --plan", "give both")
+    for key, value in (("--submit", submit or None), ("--site", site)):
+        if value is not None and not slurm:
+            yield Problem(key, "requires", value, "must go with --slurm", "give it, too")
+    if plan and slurm:
+        yield Problem(
+            "--plan", "excludes", ..., "and --slurm exclude each other", "give one of them"
+        )
+    if report is not None and (report.suffix != ".md" or not report.parent.is_dir()):
+        rule = "must be a .md file in a folder that exists"
+        yield Problem("--report", "name", str(report), rule, "rename it")
 
 
 @contextlib.contextmanager
@@ -102,7 +121,8 @@ def _alone(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            raise JobError([f"study.dir: another sweep trains {folder}; wait for it, or stop it first"]) from error  # fmt: skip
+            rule, fix = "is trained by another sweep", "wait for it, or stop it first"
+            raise invalid("study.dir", "locked", str(folder), rule, fix, kind=JobError) from error
         except OSError:  # a file system without flock: each run still has a lock of its own
             pass
         yield

@@ -13,6 +13,7 @@ import tyro
 
 from forge_resilience import ExitCode
 from forge_train import process
+from forge_train._shared.problems import invalid
 from forge_train.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
@@ -83,14 +84,14 @@ def replay(
     _refuse_mixed(record, from_step, looks, nproc)
     many = process.is_rank_of_many()
     if many and output is None:
-        raise ConfigError(["--output must name a new folder that all ranks share; a launcher started several"])  # fmt: skip
+        rule = "must name a new folder that all ranks share, as a launcher started several"
+        raise invalid("--output", "missing", ..., rule, kind=ConfigError)
     find_start(run_dir, step)  # refused here, once
     ranks = 1 if many else nproc or read_journal(run_dir).world_size_for(step) or 1
     if debugger and (many or ranks > 1):
-        raise ConfigError(
-            [f"--debugger needs one process, and there are {ranks if not many else 'several'}; use --nproc 1 with --set "
-             "keys of a layout for one"]
-        )  # fmt: skip
+        rule = f"needs one process, and there are {ranks if not many else 'several'}"
+        fix = "use --nproc 1 with --set keys of a layout for one"
+        raise invalid("--debugger", "processes", ..., rule, fix, kind=ConfigError)
     if ranks > 1:
         alone = {"anomaly": anomaly, "callbacks": callbacks, "json": json}
         valued = {"step": step, "record": record, "from_step": from_step}
@@ -144,11 +145,16 @@ def bisect(
 
     records = [(folder / "record.json").is_file() for folder in (run_a, run_b)]
     if any(records) and not all(records):
-        raise ConfigError([f"{run_a} and {run_b} must be two runs or two records; write a record of the run, too"])  # fmt: skip
+        rule = f"and {str(run_a)!r} must be two runs or two records"
+        fix = "write a record of the run, too"
+        raise invalid("run_b", "mismatch", str(run_b), rule, fix, kind=ConfigError)
     if tolerance is not None and not 0 <= tolerance < 1:
-        raise ConfigError([f"--tolerance {tolerance} must be from 0, the same bits, to below 1; leave it out"])  # fmt: skip
+        rule = "must be from 0, the same bits, to below 1"
+        raise invalid("--tolerance", "range", tolerance, rule, "leave it out", kind=ConfigError)
     if any(records) and (logged_only or callbacks):
-        raise ConfigError(["--logged_only and --callbacks are for runs, and a record is a replay already; leave them out"])  # fmt: skip
+        key = "--logged_only" if logged_only else "--callbacks"
+        rule = "must go with runs: a record is a replay already"
+        raise invalid(key, "excludes", ..., rule, "leave it out", kind=ConfigError)
     if all(records):
         return _show(bisect_records(run_a, run_b, tolerance), json)
 
@@ -206,11 +212,15 @@ def _refuse_mixed(
 ) -> None:
     """ConfigError for flags of a replay that exclude each other; `looks`: one of those that look at a step is given."""
     if from_step is not None and record is None:
-        raise ConfigError(["--from_step says where a record begins; give --record DIR, too"])
+        rule, fix = "must go with --record", "give --record DIR, too"
+        raise invalid("--from_step", "requires", from_step, rule, fix, kind=ConfigError)
     if record is not None and looks:
-        raise ConfigError(["--record writes tensors of steps, and --anomaly, --debugger, --hook and --json look at one; leave one or the other out"])  # fmt: skip
+        rule = "and flags that look at one step (--anomaly, --debugger, --hook, --json) exclude each other"
+        fix = "leave one or the other out"
+        raise invalid("--record", "excludes", str(record), rule, fix, kind=ConfigError)
     if nproc is not None and nproc < 1:
-        raise ConfigError([f"--nproc {nproc} must be at least 1; leave it out for as many as the run had"])  # fmt: skip
+        fix = "leave it out for as many as the run had"
+        raise invalid("--nproc", "range", nproc, "must be at least 1", fix, kind=ConfigError)
 
 
 def _as_flags(
@@ -253,11 +263,11 @@ def _record(
     start = find_start(run, step if from_step is None else from_step + 1)
     first = (start if from_step is None else from_step) + 1
     if first > step:
-        raise ConfigError(
-            [f"--from_step {from_step} must be before --step {step}; name an earlier one"]
-        )
+        rule, fix = f"must be before --step {step}", "name an earlier one"
+        raise invalid("--from_step", "order", from_step, rule, fix, kind=ConfigError)
     if (folder / "record.json").exists():
-        raise StateError([f"--record {folder} holds a record; name a new folder"])
+        rule, fix = "holds a record", "name a new folder"
+        raise invalid("--record", "exists", str(folder), rule, fix, kind=StateError)
     folder.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(folder)
     with private_folder(run, output) as private:
@@ -275,9 +285,11 @@ def _import(name: str) -> Any:
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError([f"--hook {name!r} cannot be imported ({error}); name it module:attr"]) from error  # fmt: skip
+        rule, fix = f"cannot be imported ({error})", "name it module:attr"
+        raise invalid("--hook", "not_found", name, rule, fix, kind=ConfigError) from error
     if not callable(found):
-        raise ConfigError([f"--hook {name!r} is a {type(found).__name__}, and must be called with the Trainer; name a function"])  # fmt: skip
+        rule = f"must be called with the Trainer, and is a {type(found).__name__}"
+        raise invalid("--hook", "type", name, rule, "name a function", kind=ConfigError)
     return found
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from forge_core.lora import lora
 from forge_core.optim import match_groups
+from forge_train._shared.problems import Problem, invalid, raise_problems
 from forge_train.config.lora import LoRASection
 from forge_train.config.schema import JobConfig
 from forge_train.errors import config_errors
@@ -36,9 +37,8 @@ def add_lora(model: nn.Module, section: LoRASection, base_dtype: torch.dtype | N
     layers = lora(model, section.adapters, base_dtype)
     both = sorted(whole & {f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")})
     if both:
-        raise ValueError(
-            f"lora.whole matches {both[0]}, whose layer has an adapter by lora.patterns; leave it out of one of them"
-        )
+        rule = "is a weight of a layer that has an adapter by lora.patterns"
+        raise invalid("lora.whole", "excludes", both[0], rule, "leave it out of one of them")
     for name in whole:
         parameter, value = before[name]
         parameter.data = value
@@ -49,9 +49,8 @@ def _whole_names(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
     idle = [p for p in patterns if not any(fnmatchcase(name, p) for name in names)]
     if idle:
         near = ", ".join(difflib.get_close_matches(idle[0], names, n=3, cutoff=0.0))
-        raise ValueError(
-            f"lora.whole {idle[0]!r} must match a weight, and matches none; the nearest names are {near}"
-        )
+        fix = f"the nearest names are {near}"
+        raise invalid("lora.whole", "not_found", idle[0], "must match a weight", fix)
     return {name for name in names if any(fnmatchcase(name, p) for p in patterns)}
 
 
@@ -60,14 +59,10 @@ def _refuse_frozen_groups(model: nn.Module, config: JobConfig) -> None:
     trained = {name for name, p in model.named_parameters() if p.requires_grad}
     owners = match_groups(model, config.optimizer.groups)
     idle = set(config.optimizer.groups) - {owners.get(name) for name in trained}
-    if idle:
-        raise ValueError(
-            "\n".join(
-                f"optimizer.groups.{group}.patterns match weights that lora.rank {config.lora.rank} freezes, and no "
-                "adapter; use a pattern as '*.lora_b', or remove the group"
-                for group in sorted(idle)
-            )
-        )
+    rule = f"match weights that lora.rank {config.lora.rank} freezes, and no adapter"
+    fix = "use a pattern as '*.lora_b', or remove the group"
+    keys = [f"optimizer.groups.{group}.patterns" for group in sorted(idle)]
+    raise_problems("", [Problem(key, "frozen", ..., rule, fix) for key in keys])
 
 
 def frozen_names(model: nn.Module) -> set[str]:

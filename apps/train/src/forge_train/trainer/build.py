@@ -40,11 +40,12 @@ from forge_parallel.compute import extra_problems
 from forge_parallel.config import Layout
 from forge_parallel.micro_batches import MicroBatches
 from forge_resilience import Agreement
+from forge_train._shared.problems import Problem, invalid
 from forge_train.config.evaluation import VALIDATION
 from forge_train.config.model_builder import model_builder
 from forge_train.config.schema import BuiltInModelConfig, JobConfig, ModelSection
 from forge_train.config.vlm import VLMModelConfig
-from forge_train.errors import ConfigError, DataError, config_errors, refuse
+from forge_train.errors import ConfigError, DataError, config_errors, problems_under, refuse
 from forge_train.trainer.adapters import add_adapters
 from forge_train.trainer.course import Course
 from forge_train.trainer.experts import feed_forward_factory, group_expert_factory
@@ -68,8 +69,10 @@ def build_model(section: ModelSection, seed: int) -> nn.Module:
     seed_process(seed, 0)
     model = build()
     if not isinstance(model, nn.Module):
-        raise ConfigError([f"model.name {section.name!r} built a {type(model).__name__}, which must "
-                           "be a torch.nn.Module; return the model"])  # fmt: skip
+        rule = f"must build a torch.nn.Module, and built a {type(model).__name__}"
+        raise invalid(
+            "model.name", "type", section.name, rule, "return the model", kind=ConfigError
+        )
     return model
 
 
@@ -115,10 +118,11 @@ def refuse_other_model(model: nn.Module, agreement: Agreement) -> None:
     digests = agreement.exchange(digest.hexdigest())
     mismatched = [rank for rank, other in enumerate(digests) if other != digests[0]]
     if mismatched:
-        raise ConfigError(
-            [f"model.name: ranks {mismatched} built other values than rank 0; a builder must give every "
-             "rank the same: draw from torch, random or numpy, which are seeded alike before it runs"]
-        )  # fmt: skip
+        rule = (
+            f"must build the same values on every rank, and ranks {mismatched} differ from rank 0"
+        )
+        fix = "draw from torch, random or numpy, which are seeded alike before it runs"
+        raise invalid("model.name", "mismatch", ..., rule, fix, kind=ConfigError)
 
 
 def total_steps(config: JobConfig, model: nn.Module | None) -> int:
@@ -203,16 +207,15 @@ def _sets(config: JobConfig) -> dict[str, SourceConfig]:
     }
 
 
-def _axes_problems(config: JobConfig, batch: Batch, data: str) -> list[str]:
-    """A sentence on rows whose positions have three axes and a model whose have one; text has one in any model."""
+def _axes_problems(config: JobConfig, batch: Batch, data: str) -> list[Problem]:
+    """Of rows whose positions have three axes and a model whose have one; text has one in any model."""
     if batch.positions.dim() == 2 or not isinstance(config.model, BuiltInModelConfig):
         return []
     if config.model.mrope is not None:
         return []
-    return [
-        f"model.mrope: rows of {data} have positions of three axes, and the model one; set model.positions = 'mrope' and "
-        "[model.mrope], or have the source give one"
-    ]
+    rule = f"must be set: sequences of {data} have positions of three axes, and the model one"
+    fix = "set model.positions = 'mrope' and [model.mrope], or have the source give one"
+    return [Problem("model.mrope", "missing", ..., rule, fix)]
 
 
 @contextmanager
@@ -222,7 +225,7 @@ def _data_errors(key: str) -> Iterator[None]:
         try:
             yield
         except InvalidData as error:
-            raise DataError([f"{key}: {error}"]) from error
+            raise DataError(problems_under(error, key)) from error
 
 
 def tokenize(config: JobConfig) -> None:
@@ -234,46 +237,50 @@ def tokenize(config: JobConfig) -> None:
     tables |= held_out(config)
     tables = {key: table for key, table in tables.items() if table.name in CACHED}
     for ask in (_missing, _unfit):  # all is looked at before the first is tokenized for hours
-        problems = [
-            f"{key}: {line}" for key, table in tables.items() for line in ask(key, table, config)
-        ]
+        problems = [p for key, table in tables.items() for p in ask(key, table, config)]
         if problems:
             raise DataError(problems)
 
 
-def _missing(key: str, table: SourceConfig, config: JobConfig) -> Iterator[str]:
+def _missing(key: str, table: SourceConfig, config: JobConfig) -> Iterator[Problem]:
     """What a source lacks, as far as can be seen without reading its text."""
     try:
         open_header(table, check=True)
     except (ValueError, OSError) as error:
-        fix = "; or set eval.every_steps = 0" if key == _VALIDATION else ""
-        yield f"{error}{fix}"
+        also = "; or set eval.every_steps = 0" if key == _VALIDATION else ""
+        yield from (
+            dataclasses.replace(p, fix=f"{p.fix}{also}".removeprefix("; "))
+            for p in problems_under(error, key)
+        )
 
 
-def _unfit(key: str, table: SourceConfig, config: JobConfig) -> Iterator[str]:
+def _unfit(key: str, table: SourceConfig, config: JobConfig) -> Iterator[Problem]:
     """What is wrong with a source's text, or with its rows."""
     try:
         ask = getattr(open_source(table), "row_problems", None)
     except (ValueError, OSError) as error:
-        yield str(error)
+        yield from problems_under(error, key)
         return
     if ask is None:
         return
     training = {stretch.seq_len for stretch in Course(config).stretches}
     for length in sorted(training) if key.startswith("data.sources.") else [config.data.seq_len]:
-        yield from ask(length)
+        for found in ask(length):
+            yield Problem(key, "rows", ..., found) if isinstance(found, str) else found.under(key)
 
 
-def _end_problems(config: JobConfig, stream: Stream, steps: int) -> list[str]:
+def _end_problems(config: JobConfig, stream: Stream, steps: int) -> list[Problem]:
     """Why a stream that ends is too short for so many steps."""
     end, course = getattr(stream, "end", None), Course(config)
     if end is None or course.rows_of(steps) <= end:
         return []
     last = bisect_right(range(1, steps + 1), end, key=course.rows_of)  # whole steps before the end
-    return [
-        f"data.sources: max_epochs end the data after {end} rows, in step {last + 1}, and the run has {steps} steps "
-        f"with {course.rows_of(steps)} rows; raise one, leave one out, or train {last} steps"
-    ]
+    rule = (
+        f"with max_epochs end after {end} sequences, in step {last + 1}, and the run has {steps} steps with "
+        f"{course.rows_of(steps)} sequences"
+    )
+    fix = f"raise one, leave one out, or train {last} steps"
+    return [Problem("data.sources", "length", ..., rule, fix)]
 
 
 def _loader(config: JobConfig, reader: int, division: MicroBatches) -> Loader:
@@ -303,5 +310,7 @@ def run_tokenizer(config: JobConfig) -> Tokenizer:
 def tokenizer_of(source: SourceConfig) -> Tokenizer:
     spec = open_header(source).tokenizer
     if spec is None:
-        raise ValueError(f"source {source.path!r} has no tokenizer; prepare it with forge-data")
+        raise invalid(
+            "source", "tokenizer", source.path, "has no tokenizer", "prepare it with forge-data"
+        )
     return load_tokenizer(spec)

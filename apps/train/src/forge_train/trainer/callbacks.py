@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_core.registry import Registry
+from forge_train._shared.problems import Problem, invalid
 from forge_train.config.schema import CallbackConfig
 from forge_train.errors import ConfigError, config_errors
 
@@ -62,18 +63,20 @@ def load_callbacks(tables: Mapping[str, CallbackConfig]) -> list[Callback]:
         with config_errors():
             made = make()
         if not isinstance(made, Callback):
-            raise ConfigError(
-                [f"callbacks.{name}.name: {tables[name].name!r} makes a {type(made).__name__}, which must be a "
-                 "forge_train.Callback; derive it from that class"]
-            )  # fmt: skip
+            key, rule = (
+                f"callbacks.{name}.name",
+                f"must make a forge_train.Callback, and makes a {type(made).__name__}",
+            )
+            fix = "derive it from that class"
+            raise invalid(key, "type", tables[name].name, rule, fix, kind=ConfigError)
         if (every := tables[name].every_steps) is not None:
             made.every_steps = every
         callbacks.append(made)
     return callbacks
 
 
-def hook_problems(callbacks: Sequence[Callback]) -> list[str]:
-    """A sentence for each hook that does not take the arguments of its call."""
+def hook_problems(callbacks: Sequence[Callback]) -> list[Problem]:
+    """A problem for each hook that does not take the arguments of its call."""
     found = []
     for hook, base in inspect.getmembers(Callback, inspect.isfunction):
         _, *wanted = inspect.signature(base).parameters
@@ -81,10 +84,9 @@ def hook_problems(callbacks: Sequence[Callback]) -> list[str]:
             try:
                 inspect.signature(getattr(callback, hook)).bind(*wanted)
             except TypeError as error:
-                found.append(
-                    f"{type(callback).__qualname__}.{hook}: {error}; it is called as "
-                    f"{hook}({', '.join(wanted)}), take that"
-                )
+                key, rule = f"{type(callback).__qualname__}.{hook}", f"cannot be called: {error}"
+                fix = f"take the arguments of {hook}({', '.join(wanted)})"
+                found.append(Problem(key, "signature", ..., rule, fix))
     return found
 
 

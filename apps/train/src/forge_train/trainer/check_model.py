@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
@@ -15,6 +17,7 @@ from forge_parallel.config import Layout
 from forge_parallel.legal import problems
 from forge_parallel.pipeline import stream_dim
 from forge_parallel.structure import structure_of
+from forge_train._shared.problems import Problem, problems_of
 from forge_train.config.schema import JobConfig
 from forge_train.trainer.layout import NAMES
 from forge_train.trainer.objective import FUSED
@@ -23,34 +26,33 @@ from forge_train.trainer.objective import FUSED
 _NAMES = {name: key for name, key in NAMES.items() if not key.startswith("model.")}
 
 
-def model_problems(model: nn.Module, config: JobConfig, layout: Layout) -> list[str]:
+def model_problems(model: nn.Module, config: JobConfig, layout: Layout) -> Iterator[Problem]:
     """Why a whole model, ours or a user's, cannot run the job: a loss inside its head, samples, pp, cp, tp.
 
     The model itself tells: its parts and the width of its stream (`pipeline_parts()`), its attention
     (`attend`), its roles (`parallel_roles()`), its MoE layers. Costs a walk over its modules.
     """
+    every, new = config.metrics.gradients_every_steps, config.sample.max_new_tokens
     if config.train.loss == FUSED and "then" not in inspect.signature(model.forward).parameters:
-        return [
-            f"train.loss {FUSED!r} is computed inside the head, and the forward of {config.model.name} takes no "
-            "`then` to hand there; use train.loss = 'cross_entropy', or pass then(x, weight) to the head"
-        ]
-    if config.metrics.gradients_every_steps and layout.tp > 1 and num_experts_by_layer(model):
-        return [
-            f"metrics.gradients_every_steps {config.metrics.gradients_every_steps} measures gradients of micro-batches, and "
-            f"with parallel.tp {layout.tp} the experts of each rank see a part of their tokens; use parallel.tp = 1, or "
-            "metrics.gradients_every_steps = 0"
-        ]
-    if problems := _layout_problems(model, config, layout):
-        return problems
-    if config.sample.max_new_tokens and not hasattr(model, "new_cache"):
-        return [
-            f"sample.max_new_tokens {config.sample.max_new_tokens} needs a model that generates "
-            f"(new_cache), which {config.model.name} is not; set sample.max_new_tokens = 0"
-        ]
-    return []
+        rule = f"is computed inside the head, and the forward of {config.model.name} takes no `then` to hand there"
+        fix = "use train.loss = 'cross_entropy', or pass then(x, weight) to the head"
+        yield Problem("train.loss", "unsupported", FUSED, rule, fix)
+    elif every and layout.tp > 1 and num_experts_by_layer(model):
+        rule = (
+            f"measures gradients of micro-batches, and with parallel.tp {layout.tp} the experts of each rank see a part "
+            "of their tokens"
+        )
+        fix = "use parallel.tp = 1, or metrics.gradients_every_steps = 0"
+        yield Problem("metrics.gradients_every_steps", "experts", every, rule, fix)
+    elif problems := _layout_problems(model, config, layout):
+        yield from problems
+    elif new and not hasattr(model, "new_cache"):
+        rule = f"needs a model that generates (new_cache), which {config.model.name} is not"
+        fix = "set sample.max_new_tokens = 0"
+        yield Problem("sample.max_new_tokens", "unsupported", new, rule, fix)
 
 
-def _layout_problems(model: nn.Module, config: JobConfig, layout: Layout) -> list[str]:
+def _layout_problems(model: nn.Module, config: JobConfig, layout: Layout) -> Sequence[Any]:
     if layout.pp * layout.cp * layout.tp * layout.ep == 1:
         return []
     try:
@@ -60,7 +62,7 @@ def _layout_problems(model: nn.Module, config: JobConfig, layout: Layout) -> lis
         if layout.pp > 1 and not facts.obstacles["pp"]:
             stream_dim(model)
     except ValueError as error:
-        return str(error).splitlines()
+        return problems_of(error)
     known = replace(
         facts,
         seq_len=config.data.seq_len,

@@ -15,6 +15,7 @@ from forge_ckpt.stage_state import NamedState, StageState, tensor_names
 from forge_core.optim import IdleOptimizer
 from forge_data import Loader
 from forge_parallel import Meshes
+from forge_train._shared.problems import invalid
 from forge_train.config.imported import NAME as MODEL_OF_IMPORT
 from forge_train.config.schema import CheckpointConfig
 from forge_train.errors import ConfigError, JobError, StateError
@@ -139,10 +140,9 @@ class Checkpoints:
         if step is None and begin is not None:
             begin(self._state, self._check_saved)
         elif step is None and (self._store.path.parent / MODEL_OF_IMPORT).exists():
-            raise StateError(
-                [f"{self._store.path} holds no checkpoint, and {MODEL_OF_IMPORT} beside it is that of imported "
-                 "weights; import them again, or remove that file to begin from fresh ones"]
-            )  # fmt: skip
+            rule = f"holds no checkpoint, and {MODEL_OF_IMPORT} next to it is of imported weights"
+            fix = "import them again, or remove that file to begin from fresh ones"
+            raise invalid("", "not_found", str(self._store.path), rule, fix, kind=StateError)
         if self._base is not None:
             self._base.save() if step is None else self._base.load()
         seconds = time.perf_counter() - started
@@ -229,16 +229,18 @@ class Checkpoints:
         """Numbers that a checkpoint holds twice must agree: the step, and the position in the data."""
         progress, cursor = saved["progress"], saved["loader"]["cursor"]
         if progress["step"] != step:
-            raise ValueError(f"progress.step {progress['step']} is not that of step {step}")
+            rule = f"must be {step}, the step of the checkpoint"
+            raise invalid("progress.step", "mismatch", progress["step"], rule)
         tokens = self._tokens(cursor, saved["loader"].get("skipped", ()))
         if progress["tokens"] == tokens:
             return
         # not damage, so nothing may be set aside for it
         if saved["loader"]["fingerprint"] != self._state["loader"].stream.fingerprint():
-            raise StateError(
-                [f"data.phases: the run has seen {progress['tokens']:,} tokens in {cursor:,} rows, which are {tokens:,} in these "
-                 "phases; phases that have begun must keep their rows: restore them, or begin a run with init.from"]
-            )  # fmt: skip
-        raise ValueError(
-            f"progress.tokens {progress['tokens']} are not the {tokens} of loader.cursor {cursor}"
-        )
+            rule = (
+                f"must keep the sequences of phases that have begun: the run has seen {progress['tokens']:,} tokens in "
+                f"{cursor:,} sequences, which are {tokens:,} in these phases"
+            )
+            fix = "restore them, or begin a run with init.from"
+            raise invalid("data.phases", "changed", ..., rule, fix, kind=StateError)
+        rule = f"must be {tokens}, those of loader.cursor {cursor}"
+        raise invalid("progress.tokens", "mismatch", progress["tokens"], rule)

@@ -15,6 +15,7 @@ from forge_data import Batch, Tokenizer, filler_batch
 from forge_parallel import reshard
 from forge_parallel.compute import Compute
 from forge_resilience import Agreement
+from forge_train._shared.problems import Problem, invalid, problems_of, raise_problems
 from forge_train.config.evaluation import ChoicesConfig
 from forge_train.config.schema import JobConfig
 from forge_train.config.vlm import VLMModelConfig
@@ -46,27 +47,31 @@ class Choices:
 
     def __init__(self, name: str, config: ChoicesConfig, job: JobConfig) -> None:
         self._key, self._seq_len = f"eval.choices.{name}", job.data.seq_len
-        problem = _unfit_job(job)
-        if problem:
-            raise DataError([f"{self._key}: {problem}"])
+        if problems := list(_unfit_job(job, self._key)):
+            raise DataError(problems)
         assert config.path is not None
         self.questions = self._read(Path(config.path), config.samples, run_tokenizer(job))
 
     def _read(self, path: Path, samples: int, tokenizer: Tokenizer) -> list[Question]:
-        problems: list[str] = []
+        key = f"{self._key}.path"
+        problems: list[Problem] = []
         found: list[Question] = []
         try:
             with path.open(encoding="utf-8") as file:
                 lines = [line for line in file if line.strip()][:samples]
         except (OSError, UnicodeDecodeError) as error:
-            raise DataError([f"{self._key}: {error}; name a file of JSON lines"]) from error
+            rule, fix = f"cannot be read: {error}", "name a file of JSON lines"
+            raise invalid(key, "read", str(path), rule, fix, kind=DataError) from error
         for number, line in enumerate(lines, 1):
             try:
                 found.append(_question(line, tokenizer, self._seq_len))
             except ValueError as error:
-                problems.append(f"{self._key}: {path}, question {number}: {error}")
+                origin = f"{path}, question {number}"
+                own = [replace(p.under(self._key), origin=origin) for p in problems_of(error)]
+                problems += own
         if not lines:
-            problems.append(f"{self._key}: {path} has no questions; name another file")
+            rule, fix = "has no questions", "name another file"
+            problems.append(Problem(key, "empty", str(path), rule, fix))
         if problems:
             raise DataError(problems)
         return found
@@ -139,44 +144,49 @@ def split_ids(tokenizer: Tokenizer, prompt: str, text: str) -> tuple[list[int], 
 
 
 def _question(line: str, tokenizer: Tokenizer, seq_len: int) -> Question:
-    table: Any = json.loads(line)
-    problem = "; ".join(_unfit_record(table))
-    if problem:
-        raise ValueError(problem)
+    try:
+        table: Any = json.loads(line)
+    except ValueError as error:
+        raise invalid("", "not_json", ..., f"is not JSON: {error}", "correct it") from error
+    raise_problems("", _unfit_record(table))
     rows = tuple(split_ids(tokenizer, table["prompt"], choice) for choice in table["choices"])
     for choice, (ids, begin) in zip(table["choices"], rows):
         if len(ids) <= begin:
-            raise ValueError(f"choice {choice!r} adds no token to the prompt; give one that does")
-        if len(ids) - 1 > seq_len:
-            raise ValueError(
-                f"prompt and choice have {len(ids)} tokens, and data.seq_len {seq_len} takes {seq_len + 1}; shorten it"
+            raise invalid(
+                "choices", "empty", choice, "adds no token to the prompt", "give one that does"
             )
+        if len(ids) - 1 > seq_len:
+            rule = f"is the number of tokens of prompt and choice, and data.seq_len {seq_len} takes {seq_len + 1}"
+            raise invalid("prompt", "length", len(ids), rule, "shorten it")
     return Question(rows, tuple(len(c.encode()) for c in table["choices"]), table["answer"])
 
 
-def _unfit_record(table: Any) -> Iterator[str]:
+def _unfit_record(table: Any) -> Iterator[Problem]:
     if not isinstance(table, dict) or not {"prompt", "choices", "answer"} <= table.keys():
-        yield "must be an object with prompt, choices and answer"
+        yield Problem("", "type", table, "must be an object with prompt, choices and answer")
         return
     prompt, choices, answer = table["prompt"], table["choices"], table["answer"]
     if not isinstance(prompt, str) or not prompt.strip():
-        yield f"prompt {prompt!r} must be a text with a token; write what comes before the choices"
+        fix = "write the text before the choices"
+        yield Problem("prompt", "type", prompt, "must be a text with a token", fix)
     if not isinstance(choices, list) or len(choices) < 2 or not all(_is_text(c) for c in choices):
-        yield f"choices {choices!r} must be two texts or more; give all of them"
+        yield Problem("choices", "type", choices, "must be two texts or more", "give all of them")
     elif type(answer) is not int or not 0 <= answer < len(choices):
-        yield f"answer {answer!r} must be the number of a choice, from 0 to {len(choices) - 1}"
+        rule = f"must be the number of a choice, from 0 to {len(choices) - 1}"
+        yield Problem("answer", "range", answer, rule)
 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str) and bool(value)
 
 
-def _unfit_job(job: JobConfig) -> str | None:
+def _unfit_job(job: JobConfig, key: str) -> Iterator[Problem]:
     if job.train.objective is not None:
-        return f"train.objective {job.train.objective!r} has no losses of rows; train with a loss"
-    if isinstance(job.model, VLMModelConfig):
-        return "questions are of text alone; use eval.exact_match for model.name 'vlm'"
-    return None
+        rule = f"needs losses of sequences, which train.objective {job.train.objective!r} has not"
+        yield Problem(key, "objective", ..., rule, "train with a loss")
+    elif isinstance(job.model, VLMModelConfig):
+        fix = "use eval.exact_match"
+        yield Problem(key, "images", ..., "has text only, and model.name is 'vlm'", fix)
 
 
 def _least(losses: Sequence[float]) -> int:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from forge_ckpt.hf import HFFolder, fill_tensor, read_json
 from forge_resilience import Agreement
+from forge_train._shared.problems import Problem, invalid, problems_of, raise_problems
 from forge_train.config.init import has_begun
 from forge_train.config.schema import JobConfig
 from forge_train.config.vlm import VLMModelConfig
-from forge_train.errors import config_errors, refuse, run_on_all_ranks
+from forge_train.errors import ConfigError, config_errors, run_on_all_ranks
 from forge_train.hf.folder import processor_table
 from forge_train.trainer.fork import Fork
 from forge_vlm.vision import VisionConfig, encoder_differences, encoder_tensors
@@ -63,29 +64,22 @@ def find_encoder(config: JobConfig, model: nn.Module, fork: Fork | None) -> Enco
     if config.init.encoder is None or has_begun(Path(config.run.dir)):
         return None
     path, section = Path(config.init.encoder), config.model
-    where = f"init.encoder {str(path)!r}"
+    key, where = "init.encoder", f"init.encoder {str(path)!r}"
     if not isinstance(section, VLMModelConfig) or section.vision.name != "transformers":
-        refuse(
-            [
-                f"{where} is a folder of transformers, and the model has no encoder of model.vision.name 'transformers'; set it, "
-                "or leave init.encoder out"
-            ]
+        rule = "is a folder of transformers, and the model has no encoder of model.vision.name 'transformers'"
+        raise invalid(
+            key, "encoder", str(path), rule, "set it, or leave init.encoder out", kind=ConfigError
         )
-    assert isinstance(section, VLMModelConfig)
     if fork is not None and any(name.startswith(_PREFIX) for name in fork.weights.copied):
-        refuse(
-            [
-                f"{where} and init.from {config.init.from_!r} both have weights of the encoder; leave one out, or take the "
-                "others alone, with init.patterns = ['*', '!vision.*']"
-            ]
-        )
+        rule = f"and init.from {config.init.from_!r} both have weights of the encoder"
+        fix = "leave one out, or take only the others, with init.patterns = ['*', '!vision.*']"
+        raise invalid(key, "excludes", str(path), rule, fix, kind=ConfigError)
     with config_errors():
         folder = HFFolder(path)
-        problems = [
-            f"model.{p}"
-            for p in encoder_differences(section.vision, read_json(path / "config.json"))
-        ]
-        refuse([f"{where}: {p}" for p in [*problems, *_pixel_problems(section.vision, path)]])
+        differences = encoder_differences(section.vision, read_json(path / "config.json"))
+        problems: list[Any] = [problem.under("model") for problem in differences]
+        problems += _pixel_problems(section.vision, path)
+        raise_problems(where, problems, ConfigError)
         own = {
             n.removeprefix(_PREFIX): t
             for n, t in model.state_dict().items()
@@ -94,27 +88,29 @@ def find_encoder(config: JobConfig, model: nn.Module, fork: Fork | None) -> Enco
         try:
             names = encoder_tensors(own, folder.entries)
         except ValueError as error:
-            raise ValueError(f"{where} {error}") from error
-        refuse([f"{where}: {p}" for p in _shape_problems(own, names, folder.meta())])
+            found = [replace(p.under(key), value=str(path)) for p in problems_of(error)]
+            raise ConfigError(found) from error
+        raise_problems(where, _shape_problems(own, names, folder.meta()), ConfigError)
     taken = {_PREFIX + name: theirs for name, theirs in names.items()}
     return EncoderSource(path, taken, len(folder.entries) - len(taken))
 
 
 def _shape_problems(
     own: Mapping[str, Tensor], names: Mapping[str, str], there: Mapping[str, Tensor]
-) -> list[str]:
-    return [
-        f"{theirs} is {tuple(there[theirs].shape)} there and {tuple(own[name].shape)} in the model; build the model of this folder"
-        for name, theirs in names.items()
-        if there[theirs].shape != own[name].shape
-    ]
+) -> Iterator[Problem]:
+    for name, theirs in names.items():
+        shape, wanted = tuple(there[theirs].shape), tuple(own[name].shape)
+        if shape != wanted:
+            rule, fix = f"must be {wanted}, as in the model", "build the model of this folder"
+            yield Problem(theirs, "shape", shape, rule, fix)
 
 
-def _pixel_problems(vision: VisionConfig, path: Path) -> list[str]:
+def _pixel_problems(vision: VisionConfig, path: Path) -> list[Problem]:
     """Of the numbers by which the folder's own processor normalises pixels, where it has one."""
     table = processor_table(path)
+    rule = "is {} for the processor of the folder"
     return [
-        f"model.vision.{key} {list(own)} is {table[theirs]} for the processor of the folder; use it"
+        Problem(f"model.vision.{key}", "processor", list(own), rule.format(table[theirs]), "use it")
         for key, theirs, own in zip(("mean", "std"), ("image_mean", "image_std"), vision.pixels)
         if isinstance(table.get(theirs), list)
         and [round(v, 6) for v in table[theirs]] != [round(v, 6) for v in own]

@@ -9,9 +9,17 @@ from torch import Tensor, nn
 
 from forge_parallel import Meshes, reshard
 from forge_resilience import Agreement
+from forge_train._shared.problems import Problem, invalid
 from forge_train.config.exact_match import KINDS
 from forge_train.config.schema import JobConfig
-from forge_train.errors import ConfigError, DataError, config_errors, refuse, run_on_all_ranks
+from forge_train.errors import (
+    ConfigError,
+    DataError,
+    config_errors,
+    problems_under,
+    refuse,
+    run_on_all_ranks,
+)
 from forge_vlm.answers import answer, is_match
 from forge_vlm.data import InvalidSample, Prompt, Prompts
 
@@ -24,12 +32,8 @@ def prompts_of(config: JobConfig, name: str | None = None) -> Prompts:
     there is none."""
     sources = {n: s for n, s in config.data.sources.items() if s.name in KINDS}
     if not sources:
-        raise ConfigError(
-            [
-                "data.sources of the run has no source of name 'vlm', by whose template and resolution questions with "
-                "pictures are written; train with one"
-            ]
-        )
+        rule = "must have a source of name 'vlm', whose template and resolution write questions with images"
+        raise invalid("data.sources", "missing", ..., rule, "train with one", kind=ConfigError)
     source = sources[name] if name is not None else next(iter(sources.values()))
     options: dict[str, Any] = {k: v for k, v in source.options.items() if k != "format"}
     with config_errors():
@@ -50,8 +54,8 @@ class ExactMatch:
         try:
             asked = self.prompts.read(self.config.path, self.config.format, self.config.samples)
         except (InvalidSample, OSError) as error:
-            raise DataError([f"{_KEY}: {error}"]) from error
-        refuse(list(_unfit(asked, config)))
+            raise DataError(problems_under(error, _KEY)) from error
+        refuse(_unfit(asked, config))
         size = self.config.rows
         self._batches = [asked[i : i + size] for i in range(0, len(asked), size)]
         self.count = len(asked)
@@ -93,21 +97,22 @@ class ExactMatch:
         try:
             return [self.prompts.media(part) for part in parts]
         except (InvalidSample, OSError) as error:
-            raise DataError([f"{_KEY}: {error}"]) from error
+            raise DataError(problems_under(error, _KEY)) from error
 
 
-def _unfit(asked: list[Prompt], config: JobConfig) -> Iterator[str]:
+def _unfit(asked: list[Prompt], config: JobConfig) -> Iterator[Problem]:
     """Questions without an answer, and those for which the model has no room."""
     if not asked:
-        yield f"{_KEY}.path has no questions; name another file"
+        path = config.eval.exact_match.path
+        yield Problem(f"{_KEY}.path", "empty", path, "has no questions", "name another file")
     longest = max((len(p.tokens) for p in asked), default=0)
     new, room = config.eval.exact_match.max_new_tokens, getattr(config.model, "max_seq_len", None)
     for prompt in asked:
         if prompt.answer is None:
-            yield f"{_KEY}: {prompt.name} has no answer to compare with; end it with that of the assistant"
+            rule, fix = "has no answer to compare with", "end it with that of the assistant"
+            yield Problem(f"{_KEY}.path", "answer", prompt.name, rule, fix)
             return
     if room is not None and longest + new > room:
-        yield (
-            f"{_KEY}.max_new_tokens {new} behind a prompt of {longest} tokens must be at most model.max_seq_len {room}; "
-            "lower one, or raise max_seq_len"
-        )
+        rule = f"after a prompt of {longest} tokens must be at most model.max_seq_len {room}"
+        fix = "lower one, or raise max_seq_len"
+        yield Problem(f"{_KEY}.max_new_tokens", "range", new, rule, fix)

@@ -12,6 +12,7 @@ from forge_data import Batch, InvalidData, Loader
 from forge_data.mixed_stream import MixedStream
 from forge_data.phased_stream import parts_of
 from forge_data.protocols import Stream
+from forge_train._shared.problems import Problem
 from forge_train.config.schema import JobConfig
 from forge_vlm.data import InvalidSample, check_labels
 from forge_vlm.plan import IGNORE
@@ -23,25 +24,30 @@ _ENOUGH = 64  # labels before they are judged: fewer may be copies by chance
 
 def fitting_problems(
     config: JobConfig, model: nn.Module, stream: Stream, held_out: Mapping[str, Stream]
-) -> list[str]:
-    """Sentences of the training stream and those of held-out rows, by the keys of their tables: of streams that know of models (`model_problems(model, where)`), with the table of their options."""
-    found: dict[str, None] = {}
+) -> list[Problem]:
+    """Problems of the training stream and those of held-out rows, by the keys of their tables: of streams that know of models (`model_problems(model, where)`), with the table of their options."""
+    found: dict[str, Problem] = {}
     for where, own in _streams(config, stream, held_out):
         ask = getattr(own, "model_problems", None)
-        found |= dict.fromkeys(ask(model, where) if ask is not None else ())
-        found |= dict.fromkeys(_group_problems(config, own, where))
-    return list(found)
+        problems = [
+            *(() if ask is None else ask(model, where)),
+            *_group_problems(config, own, where),
+        ]
+        found |= {str(problem): problem for problem in problems}
+    return list(found.values())
 
 
-def _group_problems(config: JobConfig, stream: Stream, where: str) -> Iterator[str]:
+def _group_problems(config: JobConfig, stream: Stream, where: str) -> Iterator[Problem]:
     """Of a stream whose batches are drawn together (`group`): they must be the batches of the run."""
     group, batch = getattr(stream, "group", None), config.train.global_batch
     if group is None or not where.startswith("data.sources."):
         return
     if len(config.data.sources) > 1:
-        yield f"{where}.group {group} draws batches of one source, and there are {len(config.data.sources)}; remove it"
+        rule = f"draws batches of one source, and there are {len(config.data.sources)}"
+        yield Problem(f"{where}.group", "sources", group, rule, "remove it")
     elif group != batch:
-        yield f"{where}.group {group} must be train.global_batch {batch}; use {batch}"
+        rule = f"must be train.global_batch {batch}"
+        yield Problem(f"{where}.group", "mismatch", group, rule, f"use {batch}")
 
 
 def _streams(

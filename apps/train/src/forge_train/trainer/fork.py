@@ -25,6 +25,7 @@ from forge_core.lora import adapter_names
 from forge_data import InvalidData, Loader
 from forge_parallel import Meshes
 from forge_resilience import Agreement
+from forge_train._shared.problems import Problem, invalid
 from forge_train.config.imported import FILES, NAME
 from forge_train.config.init import (
     InitConfig,
@@ -47,6 +48,7 @@ from forge_train.errors import (
 from forge_train.hf.folder import HFModel, left_out, read_model
 from forge_train.trainer.checkpoints import Check
 from forge_train.trainer.run_directory import RunDirectory, is_fixed
+from forge_train.trainer.store_errors import problems_at
 from forge_vlm.fusion import PARTING
 
 #: The objects of a checkpoint that a run goes on with, beside weights and moments; each callback has one, too.
@@ -134,9 +136,10 @@ class Fork:
             if self.model_toml is not None:  # later lives get their [model] here
                 shutil.copyfile(self.model_toml, run_dir / NAME)
         except OSError as error:
-            raise JobError(
-                [f"run.dir {run_dir} cannot hold the files of {self.source.path} ({error.strerror}); make room there"]
-            ) from error  # fmt: skip
+            rule = f"cannot hold the files of {self.source.path} ({error.strerror})"
+            raise invalid(
+                "run.dir", "room", str(run_dir), rule, "make room there", kind=JobError
+            ) from error
 
     def parent(self) -> dict[str, Any]:
         """Where the state is from, and what was taken, as plain data for parent.json."""
@@ -228,9 +231,8 @@ def _model_toml(job: ResolvedJob, source: Source) -> Path | None:
 
 def _of_hf(init: InitConfig, source: Source, here: Mapping[str, Tensor]) -> Fork:
     if init.keep != ("weights",):
-        raise ConfigError(
-            [f"init.keep {list(init.keep)}: a folder of Hugging Face has weights alone; use keep = ['weights']"]
-        )  # fmt: skip
+        rule, fix = "must be ['weights']: a folder of Hugging Face has only weights", "use that"
+        raise invalid("init.keep", "weights", list(init.keep), rule, fix, kind=ConfigError)
     hf = read_model(source.path)
     tensors = hf.tensors()
     weights = _match(init, here, tensors.meta, source, {})
@@ -242,21 +244,18 @@ def _base(init: InitConfig, source: Source, trained: bool, trains: bool) -> Path
     """The frozen weights of a parent with adapters, which the run must have as well; None if the parent has none."""
     if not trained:
         return None
-    name = f"init.from {init.from_!r}"
+    name, key = init.from_, "init.from"
     if not trains:
-        raise ConfigError(
-            [f"{name} has adapters, and lora.rank is 0 here; write the model with forge-train export and begin from that "
-             "folder, or set lora.rank"]
-        )  # fmt: skip
+        rule = "has adapters, and lora.rank is 0 here"
+        fix = "write the model with forge-train export and begin from that folder, or set lora.rank"
+        raise invalid(key, "adapters", name, rule, fix, kind=ConfigError)
     if init.patterns:
-        raise ConfigError(
-            [f"init.patterns {list(init.patterns)} take a part of the weights, and {name} has adapters, which belong to "
-             "all; leave init.patterns out"]
-        )  # fmt: skip
+        rule = f"take a part of the weights, and {key} {name!r} has adapters, which belong to all"
+        fix = "leave init.patterns out"
+        raise invalid("init.patterns", "adapters", list(init.patterns), rule, fix, kind=ConfigError)
     if source.run is None:
-        raise ConfigError(
-            [f"{name} has adapters alone, and their frozen weights are those of its run; name the run, as RUN@STEP"]
-        )  # fmt: skip
+        rule = "has only adapters, and their frozen weights are those of its run"
+        raise invalid(key, "base", name, rule, "name the run, as RUN@STEP", kind=ConfigError)
     return RunDirectory(source.run).base
 
 
@@ -264,9 +263,8 @@ def _below(base: Path, digest: str) -> dict[str, Tensor]:
     """The weights of a base; ValueError unless it has this digest."""
     with SavedTensors(base) as saved:
         if saved.digest != digest:
-            raise ValueError(
-                f"{base} is not the base that its adapters were trained beside; restore it"
-            )
+            rule = "must be the base that its adapters were trained with"
+            raise invalid("", "digest", str(base), rule, "restore it")
         return saved.below("model")
 
 
@@ -281,22 +279,25 @@ def _match(
 
     ConfigError else: with the keys of [model] or [lora] that differ from the parent's, or with tensors where none does.
     """
-    fix = "init.patterns = ['*'] takes the weights that both have"
+    fix = _BOTH
     if any(name.endswith(".lora_a") for name in there):
         fix = "begin from a folder that forge-train export wrote of the parent"
-    problems: list[str] = []
+    problems: list[Problem] = []
     try:
         report = match_weights(here, there, init.patterns or ("*",))
     except ValueError as error:
-        problems = [f"init.from {init.from_!r}: {line.strip()}" for line in str(error).splitlines()]
+        found = problems_at(error, f"init.from {init.from_!r}")
+        problems = [p.under("init") if p.key == "patterns" else p for p in found]
     else:
         if init.patterns or not (report.fresh or report.unused):
             return report
         where = "here" if report.fresh else "there"
         names = report.fresh or report.unused
-        problems = [
-            f"init.from {init.from_!r} is of another model: {_some(names)} only {where}; build the same model, or {fix}"
-        ]
+        rule, fix = (
+            f"is of another model: {_some(names)} only {where}",
+            f"build the same model, or {fix}",
+        )
+        problems = [Problem("init.from", "model", init.from_, rule, fix)]
     fixed = [key for key in changed if is_fixed(key)]
     keys = [key for key in fixed if key.startswith("model.")]
     otherwise = "name those that fit in init.patterns"
@@ -304,12 +305,17 @@ def _match(
         keys = [key for key in fixed if key.startswith("lora.")]
         otherwise = "begin from a folder that forge-train export wrote of the parent"
     if keys and not init.patterns:
-        problems = [
-            f"{key} was {changed[key][0]!r} in {source.run} and is now {changed[key][1]!r}, and init.from takes all "
-            f"weights; set it back, or {otherwise}"
-            for key in keys
-        ]
+        rule = f"was another in {source.run}, and init.from takes all weights"
+        problems = [_changed(key, changed, rule, f"set it back, or {otherwise}") for key in keys]
     raise ConfigError(problems)
+
+
+_BOTH = "init.patterns = ['*'] takes the weights that both have"
+
+
+def _changed(key: str, changed: Mapping[str, list[Any]], rule: str, fix: str) -> Problem:
+    before, now = changed[key]
+    return Problem(key, "changed", now, f"{rule}: {before!r}", fix)
 
 
 #: Keys of [model] that a text model does not have.
@@ -334,44 +340,36 @@ def _match_text(
     as copies of text's.
     """
     init, fusion = job.config.init, job.config.model.fusion.name  # type: ignore[union-attr]
-    name, fix = (
-        f"init.from {init.from_!r}",
-        "init.patterns = ['*'] takes the weights that both have",
-    )
+    name = f"init.from {init.from_!r}"
     keys = [k for k in changed if k.startswith("model.") and is_fixed(k) and k != "model.name"]
     other = [k for k in keys if k.split(".")[1] not in _OF_IMAGES]
-    problems = [
-        f"{key} was {changed[key][0]!r} in the text model of {name} and is now {changed[key][1]!r}; set it back, or "
-        "name those that fit in init.patterns"
-        for key in other
-    ]
+    rule = f"was another in the text model of {name}"
+    fix = "set it back, or name those that fit in init.patterns"
+    problems = [_changed(key, changed, rule, fix) for key in other]
     if fusion in PARTING:
-        problems.append(
-            f"model.fusion.name {fusion!r} has parts that begin as copies of the text model's, and {name} makes none; use "
-            "forge_vlm.warm_start.warm_start on a whole model, or init.patterns = ['*'] for fresh ones"
-        )
+        rule = f"has parts that begin as copies of the text model's, and {name} makes none"
+        fix = "use forge_vlm.warm_start.warm_start on a full model, or init.patterns = ['*'] for fresh ones"
+        problems.append(Problem("model.fusion.name", "copies", fusion, rule, fix))
     try:
         report = match_weights(here, there, ("*",))
     except ValueError as error:
-        problems += [f"{name}: {line.strip()}" for line in str(error).splitlines()]
+        problems += problems_at(error, name)
     else:
         if report.unused:
-            problems.append(
-                f"{name} has weights of text that nothing here would use: {_some(report.unused)}; build the same text "
-                f"model, or {fix}"
-            )
+            rule = f"has weights of text that nothing here would use: {_some(report.unused)}"
+            fix = f"build the same text model, or {_BOTH}"
+            problems.append(Problem("init.from", "unused", init.from_, rule, fix))
     refuse(problems)
     return report
 
 
-def _missing(init: InitConfig, source: Source, saved: Sequence[str]) -> list[str]:
-    """A sentence on objects that are kept and were not saved: an import has weights alone."""
+def _missing(init: InitConfig, source: Source, saved: Sequence[str]) -> list[Problem]:
+    """A problem of objects that are kept and were not saved: an import has weights alone."""
     wanted = {"weights": ("model",), "optimizer": ("optimizer",), "cursor": _CURSOR}
     missing = [name for kind in init.keep for name in wanted[kind] if name not in saved]
-    return [
-        f"init.keep {list(init.keep)} needs {', '.join(missing)}, and {source.path} has {', '.join(saved)} alone; keep "
-        "less, or name another checkpoint"
-    ] if missing else []  # fmt: skip
+    rule = f"needs {', '.join(missing)}, and {source.path} has only {', '.join(saved)}"
+    fix = "keep less, or name another checkpoint"
+    return [Problem("init.keep", "missing", list(init.keep), rule, fix)] if missing else []
 
 
 def _changes(job: ResolvedJob, source: Source) -> dict[str, list[Any]]:
@@ -387,8 +385,10 @@ def _changes(job: ResolvedJob, source: Source) -> dict[str, list[Any]]:
 _OF_OPTIMIZER = ("optimizer.name", "optimizer.state_dtype", "parallel.param_dtype")
 
 
-def _other_parts(init: InitConfig, source: Source, changed: Mapping[str, list[Any]]) -> list[str]:
-    """Sentences on keys that give what is kept another meaning."""
+def _other_parts(
+    init: InitConfig, source: Source, changed: Mapping[str, list[Any]]
+) -> list[Problem]:
+    """Problems of keys that give what is kept another meaning."""
     if "optimizer" not in init.keep:
         return []
     goes_on = "cursor" in init.keep
@@ -400,38 +400,34 @@ def _other_parts(init: InitConfig, source: Source, changed: Mapping[str, list[An
         or k.startswith(("lora.", "model.parametrization", "model.mup."))
         or (goes_on and k.startswith("model.") and is_fixed(k))
     ]
+    rule = f"was another in {source.run}, and init.keep is {list(init.keep)}"
     fix = "set it back, or use init.keep = ['weights']"
-    return [
-        f"{key} was {changed[key][0]!r} in {source.run} and is now {changed[key][1]!r}, and init.keep is "
-        f"{list(init.keep)}; {fix}"
-        for key in keys
-    ]  # fmt: skip
+    return [_changed(key, changed, rule, fix) for key in keys]
 
 
-def _other_average(job: ResolvedJob, source: Source, averaged: bool) -> list[str]:
-    """A sentence on an average of the weights that the state has and the job does not, or the other way round."""
+def _other_average(job: ResolvedJob, source: Source, averaged: bool) -> list[Problem]:
+    """A problem of an average of the weights that the state has and the job does not, or the other way round."""
     init, decay = job.config.init, job.config.optimizer.ema.decay
     if "optimizer" not in init.keep or (decay is not None) == averaged:
         return []
     kept = f"init.keep {list(init.keep)} takes the optimizer's state"
-    weights = "or use init.keep = ['weights'], which begins"
+    key, weights = "optimizer.ema.decay", "or use init.keep = ['weights'], which begins"
     if averaged:
-        return [
-            f"optimizer.ema.decay is none, {source.path} holds an average of the weights, and {kept}; set the decay, "
-            f"{weights} with the average as weights"
-        ]
-    return [
-        f"optimizer.ema.decay {decay} goes on with an average of the weights, {source.path} holds none, and {kept}; "
-        f"leave the decay out, {weights} an average"
-    ]
+        rule = f"must be set: {source.path} holds an average of the weights, and {kept}"
+        fix = f"set the decay, {weights} with the average as weights"
+        return [Problem(key, "missing", ..., rule, fix)]
+    rule = f"needs an average of the weights, {source.path} holds none, and {kept}"
+    return [Problem(key, "average", decay, rule, f"leave the decay out, {weights} an average")]
 
 
-def _length(init: InitConfig, step: int | None, total_steps: int) -> list[str]:
+def _length(init: InitConfig, step: int | None, total_steps: int) -> list[Problem]:
     if step is not None and step < total_steps:
         return []
+    rule = f"must be above {step}, the step of init.from {init.from_!r}, where a run goes on that keeps the cursor"
     return [
-        f"train: the length of {total_steps} steps must be above {step}, the step of init.from {init.from_!r}, at which a "
-        "run goes on that keeps the cursor; train longer, or name an earlier checkpoint"
+        Problem(
+            "train.steps", "range", total_steps, rule, "train longer, or name an earlier checkpoint"
+        )
     ]
 
 
@@ -441,23 +437,22 @@ def _source_errors(init: InitConfig, path: Path) -> Iterator[None]:
     try:
         yield
     except InvalidData as error:
-        raise DataError(
-            [
-                f"init.from {init.from_!r}: {error}",
-                f"init.keep {list(init.keep)} goes on in the parent's data; leave 'cursor' out to begin with other data",
-            ]
-        ) from error
+        rule, fix = "goes on in the parent's data", "leave 'cursor' out to begin with other data"
+        also = Problem("init.keep", "data", list(init.keep), rule, fix)
+        raise DataError([*problems_at(error, f"init.from {init.from_!r}"), also]) from error
     except (CorruptCheckpoint, OSError, ValueError) as error:
         if not os.path.lexists(path):
-            raise ConfigError(
-                [f"init.from {init.from_!r}: {path} was removed while it was read, as an old checkpoint; name a newer "
-                 "one, or let the parent keep more (checkpoint.keep_every)"]
-            ) from error  # fmt: skip
-        if isinstance(error, CorruptCheckpoint):
-            raise StateError(
-                [f"init.from {init.from_!r}: {error}; name another checkpoint"]
+            rule = f"names {path}, an old checkpoint that was removed while it was read"
+            fix = "name a newer one, or let the parent keep more (checkpoint.keep_every)"
+            raise invalid(
+                "init.from", "removed", init.from_, rule, fix, kind=ConfigError
             ) from error
-        raise ConfigError([f"init.from {init.from_!r}: {line}" for line in str(error).splitlines()]) from error  # fmt: skip
+        if isinstance(error, CorruptCheckpoint):
+            rule = f"is damaged: {error}"
+            raise invalid(
+                "init.from", "damaged", init.from_, rule, "name another checkpoint", kind=StateError
+            ) from error
+        raise ConfigError(problems_at(error, f"init.from {init.from_!r}")) from error
 
 
 def _some(names: Sequence[str]) -> str:

@@ -12,22 +12,23 @@ from forge_ckpt import CheckpointMismatch, Keep, SavedTensors, Store, load_weigh
 from forge_ckpt.stage_state import StageState, tensor_names
 from forge_parallel import Meshes
 from forge_resilience import Agreement
+from forge_train._shared.problems import Problem, invalid
 from forge_train.config.schema import JobConfig
 from forge_train.errors import StateError, run_on_all_ranks
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
 
 
-def base_problems(config: JobConfig, run: RunDirectory) -> list[str]:
+def base_problems(config: JobConfig, run: RunDirectory) -> list[Problem]:
     """Why a run that goes on cannot have adapters: its checkpoints were written without, by an import, say."""
     if not config.lora.rank or not run.has_checkpoints():
         return []
     if any(run.base.glob("step-*/manifest.json")):
         return []
-    return [
-        f"lora.rank {config.lora.rank} needs {run.base}, the frozen weights, and {run.path} has checkpoints without; to "
-        f"train adapters of this run choose another run.dir and set init.from = '{run.path}', or restore the folder"
-    ]
+    rule = f"needs {run.base}, the frozen weights, and {run.path} has checkpoints without"
+    other = f"choose another run.dir and set init.from = '{run.path}'"
+    fix = f"to train adapters of this run {other}, or restore the folder"
+    return [Problem("lora.rank", "base", config.lora.rank, rule, fix)]
 
 
 class PartOfModel:
@@ -106,17 +107,18 @@ class FrozenBase:
         with store_errors(self._path, StateError):
             digest = self._found()
             if digest != self._digest:
-                raise ValueError(
-                    f"its digest is {digest[:12]} and that of the weights that the adapters were trained beside "
-                    f"{self._digest[:12]}; restore the folder as it was"
+                rule = f"must be {self._digest[:12]}, that of the weights that the adapters were trained with"
+                raise invalid(
+                    "digest", "mismatch", digest[:12], rule, "restore the folder as it was"
                 )
             report = load_weights(self._path, self._model, names=self._frozen, group=self._group)
             others = [*report.fresh, *report.unused]
             if others:
-                raise CheckpointMismatch(
-                    f"the frozen weights are of another model: {', '.join(others[:3])} are only in one of them; build "
-                    "the model as it was"
+                rule, fix = (
+                    "are only in one of the frozen weights and the model",
+                    "build the model as it was",
                 )
+                raise invalid("", "model", others[:3], rule, fix, kind=CheckpointMismatch)
 
     def _found(self) -> str:
         """Its digest as rank 0 reads it, on all ranks."""

@@ -11,6 +11,7 @@ from forge_parallel import ParallelConfig
 from forge_parallel.config import Layout
 from forge_parallel.legal import Facts, ShardedDim, problems
 from forge_parallel.micro_batches import MicroBatches, divide_batch
+from forge_train._shared.problems import Problem, problems_of
 from forge_train.config.schema import BuiltInModelConfig, JobConfig
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.trainer.course import Course
@@ -27,13 +28,13 @@ NAMES = {field.name: f"parallel.{field.name}" for field in fields(ParallelConfig
 
 def layout_problems(
     config: JobConfig, world_size: int, ranks_per_node: int | None = None
-) -> list[str]:
+) -> list[Problem]:
     """Why layout, model and batch do not fit `world_size` ranks; empty if they do."""
     try:
         layout = config.parallel.axes(world_size, ranks_per_node)
     except ValueError as error:
-        return [str(error)]
-    own = [
+        return [problem.under("parallel") for problem in problems_of(error)]
+    own: list[Any] = [
         *_images(config, layout),
         *_answers(config, layout),
         *_objective(config),
@@ -63,108 +64,99 @@ def remarks(config: JobConfig, layout: Layout) -> list[str]:
     return lines
 
 
-def _phases(config: JobConfig, layout: Layout) -> list[str]:
+def _phases(config: JobConfig, layout: Layout) -> Iterator[Any]:
     """Problems of the rows and batches of phases."""
-    course, found = Course(config), []
-    if course.changes_batch and config.parallel.pp > 1:
-        return [
-            f"data.phases with another seq_len or global_batch must go without parallel.pp {config.parallel.pp}, whose "
-            "pipeline has fixed shapes; use pp = 1, or a run of its own for the phase, with init.from"
-        ]
+    course, pp = Course(config), config.parallel.pp
+    if course.changes_batch and pp > 1:
+        rule = f"with another seq_len or global_batch must go without parallel.pp {pp}, whose pipeline has fixed shapes"
+        fix = "use pp = 1, or a run of its own for the phase, with init.from"
+        yield Problem("data.phases", "pipeline", ..., rule, fix)
+        return
     for stretch in course.stretches[1:] if course.changes_batch else ():
         here = course.config_of(stretch)
-        wrong = problems(config.parallel, layout, _facts(here, layout))
-        found += [f"data.phases.{stretch.name}: {problem}" for problem in wrong]
-    return found
+        for problem in problems(config.parallel, layout, _facts(here, layout)):
+            yield replace(problem, origin=f"data.phases.{stretch.name}")
 
 
-def _gradients(config: JobConfig, layout: Layout) -> Iterator[str]:
+def _gradients(config: JobConfig, layout: Layout) -> Iterator[Problem]:
     """Layouts in which no rank has a micro-batch's gradient of a parameter."""
     every, parallel = config.metrics.gradients_every_steps, config.parallel
     wrong = {f"{axis} {n}": n > 1 for axis in ("cp", "pp", "ep") if (n := getattr(layout, axis))}
     wrong |= {"compile true": parallel.compile, f"float8 {parallel.float8!r}": parallel.float8 != "none"}  # fmt: skip
     for what in (key for key, bad in wrong.items() if every and bad):
-        name, _, value = what.partition(" ")
-        yield (
-            f"metrics.gradients_every_steps {every} measures gradients of micro-batches, which no rank has with "
-            f"parallel.{name} {value}; set metrics.gradients_every_steps = 0, or leave parallel.{name} out"
+        rule = f"measures gradients of micro-batches, which no rank has with parallel.{what}"
+        fix = (
+            f"set metrics.gradients_every_steps = 0, or leave parallel.{what.partition(' ')[0]} out"
         )
+        yield Problem("metrics.gradients_every_steps", "layout", every, rule, fix)
 
 
-def _images(config: JobConfig, layout: Layout) -> Iterator[str]:
+def _images(config: JobConfig, layout: Layout) -> Iterator[Problem]:
     """Axes that a fusion cannot be computed on."""
     if not isinstance(config.model, VLMModelConfig):
         return
-    fusion = config.model.fusion
+    fusion, key = config.model.fusion, "parallel.cp"
     if config.model.bidirectional != "none" and layout.cp > 1:
-        yield (
-            f"parallel.cp {layout.cp} cuts the rows whose tokens see each other ahead by model.bidirectional "
-            f"{config.model.bidirectional!r}; use cp = 1, or 'none'"
-        )
+        rule = f"splits sequences whose tokens attend both ways by model.bidirectional {config.model.bidirectional!r}"
+        yield Problem(key, "bidirectional", layout.cp, rule, "use cp = 1, or 'none'")
     if layout.ep > 1 and fusion.name in PARTING:
         yield from _experts_of_groups(config.model, layout)
     if fusion.name == "moma" and fusion.moma.router != "token_choice" and layout.cp > 1:
-        yield (
-            f"parallel.cp {layout.cp} cuts the rows among whose tokens the experts of model.fusion.moma.router "
-            f"{fusion.moma.router!r} choose; use cp = 1, or token_choice"
-        )
+        router = f"model.fusion.moma.router {fusion.moma.router!r}"
+        rule = f"splits the sequences among whose tokens the experts of {router} choose"
+        yield Problem(key, "router", layout.cp, rule, "use cp = 1, or token_choice")
 
 
-def _answers(config: JobConfig, layout: Layout) -> Iterator[str]:
+def _answers(config: JobConfig, layout: Layout) -> Iterator[Problem]:
     """Axes on which no rank can write answers by itself."""
     cut = [f"{axis} {n}" for axis in ("tp", "cp", "pp") if (n := getattr(layout, axis)) > 1]
     if cut and config.eval.exact_match.path is not None:
-        yield (
-            f"eval.exact_match.path generates, and with parallel.{', parallel.'.join(cut)} no rank can run the model by "
-            "itself; use data ranks (dp_shard, dp_replicate) or ep, or ask its checkpoints with forge-train generate"
-        )
+        rule = f"generates, and with parallel.{', parallel.'.join(cut)} no rank can run the model by itself"
+        fix = "use data ranks (dp_shard, dp_replicate) or ep, or run forge-train generate on its checkpoints"
+        yield Problem("eval.exact_match.path", "layout", ..., rule, fix)
 
 
-def _experts_of_groups(model: VLMModelConfig, layout: Layout) -> Iterator[str]:
+def _experts_of_groups(model: VLMModelConfig, layout: Layout) -> Iterator[Problem]:
     """Why ranks cannot share the experts of modalities."""
-    fusion, ep = model.fusion, f"parallel.ep {layout.ep}"
+    fusion, key, ep = model.fusion, "parallel.ep", layout.ep
     if fusion.name != "moma":
-        yield (
-            f"{ep} must be 1 with model.fusion.name {fusion.name!r}, whose weights of a modality are no experts; use "
-            "data ranks (dp_shard, dp_replicate), or the fusion moma"
-        )
+        rule = f"must be 1 with model.fusion.name {fusion.name!r}, whose weights of a modality are not experts"
+        fix = "use data ranks (dp_shard, dp_replicate), or the fusion moma"
+        yield Problem(key, "fusion", ep, rule, fix)
         return
     if layout.tp > 1:
-        yield (
-            f"{ep} with model.fusion.name 'moma' must go without parallel.tp {layout.tp}, whose ranks would send the "
-            "experts of a modality the same tokens; use tp = 1, or ep = 1"
+        rule = (
+            f"with model.fusion.name 'moma' must go without parallel.tp {layout.tp}, whose ranks would send the experts "
+            "of a modality the same tokens"
         )
+        yield Problem(key, "tp", ep, rule, "use tp = 1, or ep = 1")
     if model.feed_forward not in EXPERT_ACTIVATIONS:
-        yield (
-            f"{ep} must go with model.feed_forward {' or '.join(EXPERT_ACTIVATIONS)}, and experts of modalities by "
-            f"{model.feed_forward!r} are no stacks; use ep = 1"
-        )
+        rule = f"must go with model.feed_forward {' or '.join(EXPERT_ACTIVATIONS)}, and it is {model.feed_forward!r}"
+        yield Problem(key, "feed_forward", ep, rule, "use ep = 1")
     for group in groups_of(list(model.modalities), fusion.moma.share)[0]:
         num = fusion.moma.experts.get(group, fusion.moma.num_experts)
         if num % layout.ep:
-            yield (
-                f"{ep} must divide the {num} experts of modality {group!r} of model.fusion.moma; use ep = 1, or "
-                f"{-(-num // layout.ep) * layout.ep} experts"
-            )
+            rule = f"must divide the {num} experts of modality {group!r} of model.fusion.moma"
+            yield Problem(key, "divides", ep, rule, f"use ep = 1, or {-(-num // ep) * ep} experts")
 
 
-def _objective(config: JobConfig) -> list[str]:
+def _objective(config: JobConfig) -> list[Problem]:
     if config.parallel.pp == 1 or config.train.objective is None:
         return []
-    return [
-        f"train.objective {config.train.objective!r} calls the whole model, of which a rank of parallel.pp "
-        f"{config.parallel.pp} has a part; use pp = 1, or train.loss"
-    ]
+    rule = f"calls the full model, of which a rank of parallel.pp {config.parallel.pp} has a part"
+    fix = "use pp = 1, or train.loss"
+    return [Problem("train.objective", "pipeline", config.train.objective, rule, fix)]
 
 
-def _optimizer(config: JobConfig) -> list[str]:
+def _optimizer(config: JobConfig) -> list[Problem]:
     if config.parallel.pp == 1 or _saves_by_name(config.optimizer.name):
         return []
-    return [
-        f"parallel.pp {config.parallel.pp} must go with an optimizer whose state its stages share by parameter "
-        f"name, and {config.optimizer.name!r} from outside is no class with named_state() and "
-        "load_named_state(); give it both, or use 'adamw' or pp = 1"
-    ]
+    rule = (
+        f"must go with an optimizer whose state its stages share by parameter name, and {config.optimizer.name!r} from "
+        "outside is not a class with named_state() and load_named_state()"
+    )
+    fix = "give it both, or use 'adamw' or pp = 1"
+    return [Problem("parallel.pp", "optimizer", config.parallel.pp, rule, fix)]
 
 
 def _saves_by_name(optimizer: str) -> bool:
@@ -208,12 +200,10 @@ def _of_model(model: BuiltInModelConfig) -> dict[str, Any]:
         "num_layers": model.num_layers,
         "tied": ("the embedding (model.tie_embeddings)",) if model.tie_embeddings else (),
         "widths": [
-            ShardedDim(f"model.{name} {size}", size, shared=name == "num_kv_heads")
+            ShardedDim(f"model.{name}", size, shared=name == "num_kv_heads")
             for name, size in _widths(model).items()
         ],
-        "vocab": [
-            ShardedDim(f"model.vocab_size {model.vocab_size}", model.vocab_size, width=model.dim)
-        ],
+        "vocab": [ShardedDim("model.vocab_size", model.vocab_size, width=model.dim)],
         "whole_batch": _whole_batch(model),
     }
 

@@ -16,6 +16,7 @@ from forge_core.registry import Registry
 from forge_data import Batch
 from forge_data.batch import IGNORE
 from forge_parallel.axes import VocabLoss
+from forge_train._shared.problems import invalid
 from forge_train.config.schema import JobConfig, TrainConfig
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError
@@ -200,10 +201,9 @@ class Objective:
             what = ", ".join(
                 f"{tuple(v.shape)}" if isinstance(v, Tensor) else type(v).__name__ for v in values
             )
-            raise ConfigError(
-                [f"train.objective {self._name!r} gave {type(sums).__name__} ({what}) and must give a dict of "
-                 "0-dim tensors, what is trained first; sum over rows and tokens"]
-            )  # fmt: skip
+            rule = f"must give a dict of 0-dim tensors, the trained one first, and gave {type(sums).__name__} ({what})"
+            fix = "sum over sequences and tokens"
+            raise invalid("train.objective", "type", self._name, rule, fix, kind=ConfigError)
         self.names = tuple(sums)
         return values
 

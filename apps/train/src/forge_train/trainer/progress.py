@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge_resilience import NumericsPolicy
+from forge_train._shared.problems import invalid
 
 _COUNTERS = ("step", "tokens", "seconds")
 
@@ -45,7 +46,8 @@ class Progress:
         times = [values[2], state.get("device_seconds", 0.0)] if values else [None]
         finite = all(isinstance(t, float | int) and 0 <= t < math.inf for t in times)
         if len(counts) < 2 or not finite:
-            raise ValueError(f"{state!r:.200} must hold step, tokens and seconds of at least 0")
+            rule = "must hold step, tokens and seconds of at least 0"
+            raise invalid("progress", "damaged", state, rule)
         if "policy" in state:
             self.policy.load_checks(state["policy"])
 

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from forge_resilience.provenance import describe_environment, git_state
+from forge_train._shared.problems import Problem, invalid
 from forge_train.config.files import read_toml, replace_text
 from forge_train.config.imported import NAME as IMPORTED_MODEL
 from forge_train.config.init import committed
 from forge_train.config.layers import Layers, flatten
 from forge_train.config.resolve import ResolvedJob
-from forge_train.errors import ConfigError, JobError
+from forge_train.errors import ConfigError, JobError, refuse
 
 _DISTRIBUTIONS = ("torch", "numpy", "forge-train", "forge-train-core", "forge-parallel", "forge-moe", "forge-data",
                   "forge-ckpt", "forge-resilience")  # fmt: skip
@@ -106,10 +107,11 @@ class RunDirectory:
             probe.touch()
             probe.unlink(missing_ok=True)
         except OSError as error:
-            raise ConfigError(
-                [f"run.dir {str(self.path)[:500]!r} cannot be written ({error.strerror}); choose a folder "
-                 "that you own, such as --run.dir runs/mine"]
-            ) from error  # fmt: skip
+            rule = f"cannot be written ({error.strerror})"
+            fix = "choose a folder that you own, such as --run.dir runs/mine"
+            raise invalid(
+                "run.dir", "write", str(self.path), rule, fix, kind=ConfigError
+            ) from error
 
     def changes(self, job: ResolvedJob) -> dict[str, list[Any]]:
         """Key -> [value of the last life, value now]; empty for a new run. ConfigError if config.toml cannot be
@@ -120,10 +122,9 @@ class RunDirectory:
             layers = Layers()
             layers.add(read_toml(self.config), "before")
         except ValueError as error:
-            raise ConfigError(
-                [f"{self.config}: {error}; it describes this run: restore it, remove it to go on "
-                 "unchecked, or choose another run.dir"]
-            ) from error  # fmt: skip
+            fix = "restore it, remove it to go on unchecked, or choose another run.dir"
+            rule = f"describes this run and cannot be read: {error}"
+            raise invalid("", "damaged", str(self.config), rule, fix, kind=ConfigError) from error
         layers.replace_old_keys()
         before = dict(flatten(layers.values))
         now = dict(flatten(tomllib.loads(job.to_toml())))
@@ -142,7 +143,10 @@ class RunDirectory:
         try:
             before = dict(flatten(read_toml(self.imported)))
         except ValueError as error:
-            raise ConfigError([f"{self.imported}: {error}; import the weights again"]) from error
+            rule, fix = f"cannot be read: {error}", "import the weights again"
+            raise invalid(
+                "", "imported", str(self.imported), rule, fix, kind=ConfigError
+            ) from error
         now = dict(flatten(tomllib.loads(job.to_toml())))
         return {k: [v, now[k]] for k, v in before.items() if now.get(k, "none") not in ("none", v)}
 
@@ -155,21 +159,19 @@ class RunDirectory:
         return changes
 
     def _refuse_other_experiment(self, changes: Mapping[str, list[Any]]) -> None:
+        rule, fix = "must stay as it was", "set it back or choose another run.dir"
+        origin = f"run {self.path}"
         problems = [
-            f"{key} was {changes[key][0]!r} when {self.path} was started and is now "
-            f"{changes[key][1]!r}; it must stay within a run: set it back or choose another run.dir"
-            for key in changes
+            Problem(key, "fixed", now, f"{rule} when the run was started: {before!r}", fix, origin)
+            for key, (before, now) in changes.items()
             if is_fixed(key)
         ]
         before, now = changes.get(_AVERAGE, [None, None])
         if (before in _OFF) != (now in _OFF):
-            problems.append(
-                f"{_AVERAGE} was {before or 'none'!r} when {self.path} was started and is now {now or 'none'!r}; an "
-                f"average begins and ends with a run: set it back, or fork with init.from = {str(self.path)!r} and "
-                "another run.dir"
-            )
-        if problems:
-            raise ConfigError(problems)
+            rule = f"must stay {before or 'none'!r}, as an average begins and ends with a run"
+            fix = f"set it back, or fork with init.from = {str(self.path)!r} and another run.dir"
+            problems.append(Problem(_AVERAGE, "average", now or "none", rule, fix, origin))
+        refuse(problems)
 
     def record(
         self, job: ResolvedJob, hosts: Sequence[str], parent: Mapping[str, Any] | None = None
@@ -191,10 +193,9 @@ class RunDirectory:
             else:
                 self.patch.unlink(missing_ok=True)
         except OSError as error:
-            raise JobError(
-                [f"run.dir {self.path} cannot be written ({error.strerror}); make room there or "
-                 "choose another folder"]
-            ) from error  # fmt: skip
+            rule = f"has no room ({error.strerror})"
+            fix = "make room there or choose another folder"
+            raise invalid("run.dir", "room", str(self.path), rule, fix, kind=JobError) from error
 
     def num_ranks(self) -> int | None:
         """Ranks of the last life; None for a new run, or if nothing says it."""

@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from pathlib import Path
 
 import forge_data
 from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, StoreInUse
+from forge_train._shared.problems import Problem, invalid, problems_of
 from forge_train.errors import ConfigError, DataError, JobError, StateError
+
+
+def problems_at(error: BaseException, origin: object) -> list[Problem]:
+    """The problems of an error, with what gave their values: `origin`, and the file that the error is about."""
+    places = ", ".join(str(place) for place in (origin, getattr(error, "where", "")) if place)
+    return [dataclasses.replace(p, origin=p.origin or places) for p in problems_of(error)]
 
 
 @contextlib.contextmanager
@@ -17,17 +25,17 @@ def store_errors(checkpoints: Path, unusable: type[JobError]) -> Iterator[None]:
     try:
         yield
     except StoreInUse as error:
-        raise ConfigError([f"run.dir {checkpoints.parent} is in use: {error}"]) from error
+        folder, rule = str(checkpoints.parent), f"is in use: {error}"
+        raise invalid("run.dir", "in_use", folder, rule, kind=ConfigError) from error
     except CheckpointMismatch as error:
-        raise ConfigError(
-            [f"{checkpoints}: {error}", "choose another run.dir, if they are of another job"]
-        ) from error
+        fix = "choose another run.dir, if they are of another job"
+        raise ConfigError([*problems_at(error, checkpoints), fix]) from error
     except CorruptCheckpoint as error:
-        raise StateError([str(error)]) from error
+        raise StateError(problems_at(error, "")) from error
     except forge_data.InvalidData as error:  # the checkpoint's data is not the run's
-        raise DataError([f"{checkpoints}: {error}"]) from error
+        raise DataError(problems_at(error, checkpoints)) from error
     except OSError as error:
         file = "" if error.filename is None else f" ({error.filename})"
         raise unusable([f"{checkpoints}: {error.strerror or error}{file}"]) from error
     except ValueError as error:
-        raise unusable([f"{checkpoints}: {error}"]) from error
+        raise unusable(problems_at(error, checkpoints)) from error

@@ -34,6 +34,7 @@ from forge_parallel.profile import ProfileWindow, span
 from forge_resilience import Agreement, Decision, ExitCode, StopSignal, Vote
 from forge_resilience.heartbeat import Heartbeat
 from forge_resilience.policy import Outcome
+from forge_train._shared.problems import invalid
 from forge_train.config.profile import profile_problems
 from forge_train.config.resolve import ResolvedJob
 from forge_train.errors import (
@@ -129,7 +130,7 @@ class Trainer:
         self.total_steps = total_steps(config, self.model)
         refuse(profile_problems(config.profile, world.world_size, self.total_steps))
         freeze_groups(self.model, config)
-        with config_errors():
+        with config_errors("schedule"):
             self.schedule = run_schedule(config, self.total_steps)
         self._reasons = [*reasons, *remarks(config, layout)]
         self._placement = describe_placement(config.parallel, world, self.model)
@@ -220,11 +221,10 @@ class Trainer:
 
     def _join(self, meshes: Meshes) -> None:
         if meshes.batch_size != self.loader.world_size:
-            raise ConfigError(
-                [f"the process group has {meshes.batch_size} ranks that read data and the environment "
-                 f"says {self.loader.world_size}; start it with forge_parallel.launch, or set RANK and "
-                 "WORLD_SIZE of the group"]
-            )  # fmt: skip
+            rule = f"must be {self.loader.world_size}, that of the environment"
+            fix = "start the process group with forge_parallel.launch, or set RANK and WORLD_SIZE of it"
+            key = "data ranks of the process group"
+            raise invalid(key, "mismatch", meshes.batch_size, rule, fix, kind=ConfigError)
         self._meshes = meshes
         self.agreement = Agreement(meshes.host_group)
 

@@ -7,6 +7,7 @@ from forge_data import Batch, Stream, batch_of
 from forge_parallel import Meshes
 from forge_resilience import Agreement
 from forge_train.errors import DataError, run_on_all_ranks
+from forge_train.trainer.store_errors import problems_at
 
 
 def share_of_rows(
@@ -34,7 +35,7 @@ def share_of_rows(
                 for batch in range(first, first + each)
             ]
         except (forge_data.InvalidData, OSError, ValueError) as error:
-            raise DataError([f"{called} data: {type(error).__name__}: {error}"]) from error
+            raise DataError(problems_at(error, f"{called} data")) from error
 
     return run_on_all_ranks(agreement, read)
 
