@@ -91,7 +91,7 @@ def _schedule_problems(config: JobConfig) -> list[Problem]:
     if unknown or parts or (by_size and not config.model.is_built_in):
         return unknown
     model = build_trained(config) if by_size else None
-    return _refusal(run_schedule, config, total_steps(config, model))
+    return _refusal(run_schedule, config, total_steps(config, model), table="schedule")
 
 
 def _refusal(check: Callable[..., Any], *args: Any, table: str = "") -> list[Problem]:
