@@ -19,6 +19,7 @@ from forge_core import (
     initialise,
 )
 from forge_core.generate import _Draws, _ids_in, _penalise, candidates, sample
+from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -241,17 +242,21 @@ def test_a_penalty_counts_what_a_row_holds_and_not_its_padding() -> None:
 
 def test_refusals_come_before_anything_runs() -> None:
     model = small().train()
-    with pytest.raises(ValueError, match="max_new_tokens 0 must be at least 1"):
+    with rejects("max_new_tokens", 0, "range"):
         generate_stream(model, PROMPTS, 0)
-    with pytest.raises(ValueError, match=r"a prompt of 7 and 58 new tokens .* max_seq_len 64"):
+    with rejects("max_new_tokens", 58, "length", where="max_seq_len 64"):
         generate_stream(model, PROMPTS, 58)
-    with pytest.raises(ValueError, match="prefill_chunk 0 must be at least 1"):
+    with rejects("tokens", (1, 64), "length", where="max_seq_len 64"):
+        generate_stream(model, [[1] * 64], 1)
+    with rejects("prefill_chunk", 0, "range"):
         generate_stream(model, PROMPTS, 5, prefill_chunk=0)
-    with pytest.raises(ValueError, match="min_p 0 must") as error:
+    with rejects("prefill_chunk", 2, "excludes", where="images"):
+        generate_stream(model, PROMPTS, 5, prefill_chunk=2, extras={"images": None})
+    with rejects("min_p", 0, "range") as error:
         SamplingConfig(min_p=0, repetition_penalty=0.0)
-    assert "repetition_penalty 0.0 must be a finite number above 0" in str(error.value)
-    with pytest.raises(ValueError, match="an empty prompt"):
+    assert_problem(error.value, "repetition_penalty", 0.0, "range")
+    with rejects("tokens", ..., "empty"):
         generate_stream(model, [[1], []], 4)
-    with pytest.raises(ValueError, match=r"tokens of shape \(3,\) must be \(B, S\)"):
+    with rejects("tokens", (3,), "shape"):
         generate_stream(model, torch.tensor([1, 2, 3]), 4)
     assert model.training

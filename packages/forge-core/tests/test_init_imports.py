@@ -13,8 +13,8 @@ import sys
 before = set(sys.modules)
 import forge_core
 new = set(sys.modules) - before
-tops = {{name.partition(".")[0] for name in new}} - {{"forge_core"}} - {{"torch"}} - set(sys.stdlib_module_names)
-print(sorted(tops), sum(name.startswith("torch") for name in new))
+tops = {{n.partition(".")[0] for n in new}} - {{"forge_core"}} - {{"torch"}} - set(sys.stdlib_module_names)
+print(sorted(tops), sum(n.startswith("torch") for n in new))
 """
 
 

@@ -9,6 +9,7 @@ pytest.importorskip("matplotlib")
 from matplotlib.figure import Figure
 
 from forge_core.interp import draw_attention
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -50,7 +51,7 @@ def test_the_same_weights_are_the_same_file_and_others_another(tmp_path):
 def test_long_rows_and_other_keys_are_drawn(tmp_path):
     long = torch.rand(1, 80, 80)
     draw_attention(long, tmp_path / "long.svg", labels=["word"] * 80)
-    assert "word" not in texts(tmp_path / "long.svg"), "80 labels could not be read"
+    assert "word" not in texts(tmp_path / "long.svg"), "80 labels are too many"
     draw_attention(
         torch.rand(2, 4, 3), tmp_path / "x.svg", labels=TEXTS, key_labels=["cat", "dog", "owl"]
     )
@@ -64,13 +65,15 @@ def test_the_heads_of_a_picture_have_one_scale_of_colors(tmp_path, monkeypatch):
     draw_attention(values, tmp_path / "a.png", heads=[0, 2])
     images = [image for square in drawn[0].axes for image in square.images]
     assert [image.get_array().max() for image in images] == [0.25, 0.5]
-    assert [image.get_clim() for image in images] == [(0.0, 0.5)] * 2, "that of the heads shown"
+    assert [image.get_clim() for image in images] == [(0.0, 0.5)] * 2, (
+        "heads 0 and 2 set the limits"
+    )
 
 
 def test_wrong_shapes_labels_and_names_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"must be \(heads, queries, keys\) of one row"):
+    with rejects("weights", (1, *weights().shape), "shape"):
         draw_attention(weights()[None], tmp_path / "a.png")
-    with pytest.raises(ValueError, match="labels are 2, they must be one for each of the 4 tokens"):
+    with rejects("labels", 2, "length"):
         draw_attention(weights(), tmp_path / "a.png", labels=TEXTS[:2])
-    with pytest.raises(ValueError, match=r"must end in .png, .svg or .pdf; use a.png"):
+    with rejects("path", str(tmp_path / "a.gif"), "suffix", where="a.png"):
         draw_attention(weights(), tmp_path / "a.gif")

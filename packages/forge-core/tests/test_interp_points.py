@@ -9,6 +9,7 @@ from torch import nn
 from forge_core import AttentionSpec, Transformer, TransformerConfig
 from forge_core.interp import ActivationStore, intervene, points_of
 from forge_core.model import MLAConfig, MTPConfig
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -83,7 +84,7 @@ def test_points_fit_together_and_the_output_is_the_same(name):
             torch.testing.assert_close(hidden, at("mlp_out"))
     assert torch.equal(store["logits"], wanted)
     assert torch.equal(model.norm(store["layers.2.resid_post"]), store["final_norm"])
-    assert "point" not in vars(model.layers["0"]), "nothing of the store is left in the model"
+    assert "point" not in vars(model.layers["0"]), "the store has left"
     assert type(model.layers["0"].mixer.attend).__name__ == "LocalAttention"
 
 
@@ -197,7 +198,7 @@ def test_patterns_take_what_calls_without_tokens_ahead_reach():
     with ahead.watch(model):
         model(TOKENS, next_tokens=TOKENS[:, None])
     assert ahead["mtp.0.block.mixer.head_out"].shape == (2, 11, 4, 4)
-    refused = pytest.raises(ValueError, match=r"mtp\..* must be reached by each call")
+    refused = rejects("point", code="not_reached", where="'mtp.")
     with refused, ActivationStore("mtp.*").watch(model):
         call(model)
 
@@ -276,24 +277,31 @@ def test_a_store_inside_of_a_change_sees_it_and_one_outside_does_not():
 def test_a_compiled_block_is_refused_by_name():
     model = build()
     model.layers["1"].compile(backend="eager")
-    with pytest.raises(
-        ValueError, match=r"layers\.1\.resid_pre is inside of compiled code \(layers\.1\)"
-    ):
+    with rejects("point", "layers.1.resid_pre", "compiled", where="(layers.1)"):
         everything(model, "layers.1.resid_pre")
     everything(model, "layers.0.resid_pre")
 
 
 def test_wrong_points_and_changes_are_refused():
     model = build()
-    with pytest.raises(ValueError, match=r"near: .*layers\.0\.resid_mid"):
+    with rejects("point", "layers.0.resid_mide", "not_found", where=" layers.0.resid_mid"):
         everything(model, "layers.0.resid_mide")
-    refused = pytest.raises(ValueError, match=r"layers\.0\.mlp_out returned shape .*\[2, 11\]")
-    with refused, intervene(model, {"layers.0.mlp_out": lambda x, _: x[..., 0]}):
-        call(model)
-    refused = pytest.raises(ValueError, match="was not; call the model")
+    for code, value, change in (
+        ("shape", (2, 11), lambda x, _: x[..., 0]),
+        ("dtype", torch.float64, lambda x, _: x.double()),
+        ("device", torch.device("meta"), lambda x, _: x.to("meta")),
+    ):
+        with (
+            rejects("layers.0.mlp_out", value, code),
+            intervene(model, {"layers.0.mlp_out": change}),
+        ):
+            call(model)
+    refused = rejects("point", "layers.0.mlp_out", "not_reached")
     with refused, intervene(model, {"layers.0.mlp_out": lambda x, _: x}):
         pass
-    with pytest.raises(ValueError, match="Linear must have blocks"):
+    with rejects("every", 0, "range"):
+        ActivationStore("*", every=0)
+    with rejects("model", ..., "missing", where="Linear"):
         points_of(nn.Linear(2, 2))
     assert not any("point" in vars(m) or m._forward_hooks for m in model.modules())
 
@@ -321,7 +329,7 @@ class TestStore:
         there = everything(model, folder=tmp_path / "new")
         assert all(torch.equal(here[name], there[name]) for name in here.names)
         assert sum(f.stat().st_size for f in (tmp_path / "new").iterdir()) == here.nbytes
-        with pytest.raises(ValueError, match="holds files, it must be empty or new"):
+        with rejects("folder", str(tmp_path / "new"), "not_empty"):
             ActivationStore("*", folder=tmp_path / "new")
 
     def test_a_folder_is_of_one_store_and_keeps_no_part_of_a_call(self, tmp_path):
@@ -330,12 +338,12 @@ class TestStore:
         with one.watch(model):
             call(model)
         wanted = {name: one[name].clone() for name in one.names}
-        refused = pytest.raises(ValueError, match="holds a file of another store")
+        refused = rejects("folder", str(tmp_path), "exists")
         with refused, two.watch(model):
             model(TOKENS.flip(1))
         assert all(torch.equal(one[name], wanted[name]) for name in wanted)
         small = ActivationStore("*.resid_pre", folder=tmp_path / "small", max_bytes=2 * 11 * 16 * 4)
-        with pytest.raises(ValueError, match="above max_bytes"), small.watch(model):
+        with rejects("max_bytes", 2 * 11 * 16 * 4, "full"), small.watch(model):
             call(model)
         assert not any((tmp_path / "small").iterdir())
 
@@ -344,7 +352,7 @@ class TestStore:
         size = 2 * 4 * 11 * 11 * 4
         everything(model, "layers.0.attn_scores", max_bytes=size)
         store = ActivationStore("layers.0.attn_scores", max_bytes=size - 1)
-        refused = pytest.raises(ValueError, match=f"makes {size} bytes, above max_bytes {size - 1}")
+        refused = rejects("max_bytes", size - 1, "full", where=f"{size}")
         with refused, store.watch(model):
             call(model)
         assert store.nbytes == 0
@@ -377,7 +385,7 @@ class TestStore:
         store = ActivationStore("*.q")
         with store.watch(model):
             pass
-        with pytest.raises(ValueError, match=r"layers\.0\.q has no rows yet"):
+        with rejects("point", "layers.0.q", "empty"):
             store["layers.0.q"]
         with pytest.raises(KeyError, match=r"layers\.0\.k"):
             store["layers.0.k"]
@@ -386,7 +394,7 @@ class TestStore:
         model = build()
         store = ActivationStore("*.q")
         with store.watch(model):
-            with pytest.raises(ValueError, match="longer than max_seq_len"):
+            with rejects("tokens", (1, 10**5), "length"):
                 model(torch.zeros(1, 10**5, dtype=torch.int64))
             call(model)
         assert store["layers.0.q"].shape[0] == store.rows == 2

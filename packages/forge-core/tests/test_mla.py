@@ -248,7 +248,7 @@ def test_adapters_of_its_projections_begin_as_the_layer_was() -> None:
     """Not of the one that decoding absorbs, which is refused."""
     model, tokens = model_of("latent queries"), torch.tensor([[1, 2, 3]])
     wanted = model(tokens)
-    with pytest.raises(ValueError, match=r"matches layers\.0\.mixer\.kv_b_proj \(UpProjection\)"):
+    with rejects("lora.patterns", code="type", where="layers.0.mixer.kv_b_proj (UpProjection)"):
         lora(model, LoRAConfig(("*.mixer.*_proj",)))
     lora(model, LoRAConfig(("*.mixer.q_*_proj", "*.mixer.kv_a_proj", "*.o_proj")), base_dtype=None)
     assert torch.equal(model(tokens), wanted)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from forge_core.scaling import ScalingFit, bootstrap, fit_scaling, interval
+from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -108,33 +109,42 @@ def test_the_optimum_is_the_lowest_loss_of_a_budget() -> None:
 
 def test_what_cannot_be_fitted_is_refused() -> None:
     n, d, losses = runs()
-    with pytest.raises(ValueError, match="5 runs cannot fit 5 constants"):
+    with rejects("parameters", 5, "count"):
         fit_scaling(n[:5], d[:5], losses[:5])
-    with pytest.raises(ValueError, match="2 distinct numbers of parameters"):
+    with rejects("parameters", 2, "levels"):
         fit_scaling(n[:6], d[:6], losses[:6])
     same = [20 * value for value in n]
-    with pytest.raises(ValueError, match="train each size on several budgets"):
+    with rejects("tokens", ..., "dependent"):
         fit_scaling(n, same, losses)
-    with pytest.raises(ValueError, match="finite and above 0"):
+    with rejects("losses", ..., "range"):
         fit_scaling(n, d, [math.nan, *losses[1:]])
-    with pytest.raises(ValueError, match="equally many"):
+    with rejects("parameters", len(n), "length"):
         fit_scaling(n, d[1:], losses)
     for bad in (0.0, -1.0, math.inf):  # 0 makes all objectives 0, and the first start wins
-        with pytest.raises(ValueError, match="delta"):
+        with rejects("delta", bad, "range"):
             fit_scaling(n, d, losses, delta=bad)
     for bad in (0.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="finite and above 0; use 6"):
+        with rejects("flops", bad, "range"):
             TRUTH.optimum(bad)
+    with rejects("flops_per_parameter", 0.0, "range"):
+        TRUTH.optimum(1e18, 0.0)
+    with rejects("resamples", 0, "range"):
+        bootstrap(n, d, losses, resamples=0)
+    with rejects("values", ..., "missing"):
+        interval([])
+    with rejects("level", 1.0, "range"):
+        interval([1.0], 1.0)
 
 
 def test_losses_that_do_not_fall_have_no_law() -> None:
     """Before, an alpha of 5e-13 gave a best model of 3e16 parameters."""
     n, d, _ = runs()
-    with pytest.raises(ValueError, match=r"(?s)number of parameters.*number of tokens"):
+    with rejects("parameters", ..., "flat") as error:
         fit_scaling(n, d, [2.0] * len(n))
-    with pytest.raises(ValueError, match="number of parameters"):
+    assert_problem(error.value, "tokens", ..., "flat")
+    with rejects("parameters", ..., "flat"):
         fit_scaling(n, d, [1 + size / 1e9 + 1e3 / tokens**0.4 for size, tokens in zip(n, d)])
-    with pytest.raises(ValueError, match="number of tokens"):
+    with rejects("tokens", ..., "flat"):
         fit_scaling(n, d, [1 + tokens / 1e11 + 1e3 / size**0.4 for size, tokens in zip(n, d)])
 
 

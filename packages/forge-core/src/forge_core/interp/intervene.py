@@ -106,5 +106,6 @@ def _same_kind(name: str, old: Tensor, new: Tensor) -> Tensor:
         wanted, found = getattr(old, what), getattr(new, what, None)
         if wanted != found:
             rule = f"is the {what} that the change of {name} returned, and must be {wanted}"
-            raise invalid(name, what, found, rule, "return a tensor like the value")
+            shown = tuple(found) if isinstance(found, torch.Size) else found
+            raise invalid(name, what, shown, rule, "return a tensor like the value")
     return new
