@@ -4,6 +4,8 @@ import gzip
 import json
 import os
 import pickle
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,8 +23,10 @@ from forge_data import (
 from forge_data.chat.config import ChatConfig
 from forge_data.chat.source import Conversations
 from forge_data.chat.template import ChatTemplate
+from forge_data.packing_config import PackingConfig
 from forge_data.prepare import prepare
 from forge_testing.chats import CHATML, TALKS, save_tokenizer, say, talk, write_talks
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -132,8 +136,12 @@ def test_rendered_once_and_again_where_the_cache_is_damaged(tmp_path, folder, ca
     assert not [p for p in cache.iterdir() if p.name.startswith(".")]
     if os.getuid():
         cache.chmod(0o500)
-        with pytest.raises(InvalidData, match=r"set cache, or \$FORGE_CACHE"):
+        with rejects("cache", str(cache), "unwritable"):
             Conversations(path, ChatConfig(tokenizer=str(folder), train_on="all"))
+
+
+def numbers(remarks):
+    return [[int(number) for number in re.findall(r"\d+", remark)] for remark in remarks]
 
 
 def test_too_long_conversations_are_refused_cut_or_left_out_and_counted(tmp_path, folder):
@@ -145,22 +153,18 @@ def test_too_long_conversations_are_refused_cut_or_left_out_and_counted(tmp_path
     ]
     path = write_talks(tmp_path / "t.jsonl", talks)
     refused = Conversations(path, ChatConfig(tokenizer=str(folder)))
-    message = r"t.jsonl line 7, .*t.jsonl line 11: 2 of 11 conversations must be of at most seq_len 64 tokens, the longest has \d+; raise"
-    with pytest.raises(InvalidData, match=message):
+    places = ", ".join(f"{path} line {line}" for line in (7, 11))
+    with rejects("seq_len", 64, "too_long", InvalidData, where=f" {places};"):
         refused.stream(64)
-    for policy, done, left in (("truncate", "cut to it", 11), ("skip", "left out", 9)):
+    for policy, left in (("truncate", 11), ("skip", 9)):
         source = Conversations(path, ChatConfig(tokenizer=str(folder), too_long=policy))
         stream = source.stream(64)
         batch = batch_of(stream, range(len(stream)))
         assert sum(len(of_row(batch, row)) for row in range(len(batch))) == left
-        assert source.remarks(64) == [
-            f"2 of 11 conversations have more than seq_len 64 tokens and are {done}"
-        ]
+        assert numbers(source.remarks(64)) == [[2, 11, 64]]
         assert stream.fingerprint()["source.too_long_conversations"] == 2
         assert source.remarks(4096) == []
-    with pytest.raises(
-        InvalidData, match="all 11 conversations have more than seq_len 4 tokens, and are skipped"
-    ):
+    with rejects("seq_len", 4, "all_skipped", InvalidData):
         source.stream(4)
 
 
@@ -172,13 +176,12 @@ def test_a_row_without_a_label_is_a_row(tmp_path, folder):
     batch = batch_of(source.stream(64), [0])
     assert batch.label_weight == 0.0
     assert len(of_row(batch, 0)) == 2
-    assert source.remarks(64) == ["2 of 2 conversations have nothing to learn"]
+    assert numbers(source.remarks(64)) == [[2, 2]]
     talks = [talk("a<|im_end|>", "b"), talk("a", "b")]
     source = Conversations(
         write_talks(tmp_path / "s.jsonl", talks), ChatConfig(tokenizer=str(folder))
     )
-    (told,) = source.stream(64).remarks
-    assert told.startswith("1 of 2 conversations have special tokens in the text of a message")
+    assert numbers(source.stream(64).remarks) == [[1, 2]]
 
 
 def test_a_change_is_refused_at_a_resume_with_what_differs(tmp_path, folder):
@@ -199,14 +202,12 @@ def test_a_change_is_refused_at_a_resume_with_what_differs(tmp_path, folder):
         ({"tokenizer": str(tmp_path / "other")}, ["template", "tokens"]),
         ({"template": str(tmp_path / "same.jinja")}, ["template"]),
     ):
-        with pytest.raises(InvalidData) as error:
+        with rejects("fingerprint", code="mismatch", kind=InvalidData) as error:
             loader(**options).load_state_dict(state)
         assert all(f"  source.{key}: checkpoint " in str(error.value) for key in keys)
     write_talks(path, many(11))
-    with pytest.raises(
-        InvalidData,
-        match=r"source.conversations: checkpoint 12, now 11\n(.*\n)*  source.content: checkpoint ",
-    ):
+    changed = "source.conversations: checkpoint 12, now 11"
+    with rejects("fingerprint", code="mismatch", kind=InvalidData, where=changed):
         loader().load_state_dict(state)
 
 
@@ -238,37 +239,39 @@ def test_parquet_a_saved_set_and_a_folder_give_the_same_rows(tmp_path, folder):
         ]
     assert Conversations(split, config).rendered.tokens.num_documents == 4
     assert Conversations(split, config, "validation").rendered.tokens.num_documents == 2
-    for path, message in (
-        (tmp_path / "none", "nothing is there"),
-        (tmp_path / "t.jsonl", "for split validation"),
-        (tmp_path / "cache", "must be a .jsonl .* or .parquet file, a folder of them"),
+    for path, code in (
+        (tmp_path / "none", "not_found"),
+        (tmp_path / "t.jsonl", "no_splits"),
+        (tmp_path / "cache", "no_files"),
     ):
-        with pytest.raises(InvalidData, match=message):
+        with rejects("path", str(path), code, InvalidData):
             Conversations(path, config, "validation" if path.suffix else "train")
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "problem", "line"),
     [
-        (b'{"messages": []}\n', "line 1 must have at least one message"),
-        (b'\n{"messages"\n', "line 2 must be JSON"),
-        (b'{"messages": [{"role": "user", "content": "\xff"}]}', "line 1 must be UTF-8"),
-        (b"[" * 100000, "line 1 must be JSON of a few levels"),
-        (b"\n\n", "t.jsonl must hold a conversation, and has none"),
+        (b'{"messages": []}\n', ("messages", ..., "empty"), " line 1"),
+        (b'\n{"messages"\n', ("", ..., "not_json"), " line 2"),
+        (b'{"messages": [{"role": "user", "content": "\xff"}]}', ("", ..., "encoding"), " line 1"),
+        (b"[" * 100000, ("", ..., "depth"), " line 1"),
+        (b"\n\n", ("", ..., "empty"), ""),
     ],
 )
-def test_broken_files_name_the_line_and_leave_no_cache(tmp_path, folder, cache, content, message):
+def test_broken_files_name_the_line_and_leave_no_cache(
+    tmp_path, folder, cache, content, problem, line
+):
     (tmp_path / "t.jsonl").write_bytes(content)
-    with pytest.raises(InvalidData, match=message) as error:
+    with rejects(*problem, InvalidData, where=f"t.jsonl{line}: ") as error:
         Conversations(tmp_path / "t.jsonl", ChatConfig(tokenizer=str(folder)))
     assert "\n" not in str(error.value)
     assert not [p for p in cache.iterdir() if p.is_dir()]
     (tmp_path / "t.parquet").write_bytes(content)
     (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress(content))
-    with pytest.raises(InvalidData, match=message.replace("jsonl", "jsonl.gz")):
+    with rejects(*problem, InvalidData, where=f"t.jsonl.gz{line}: "):
         Conversations(tmp_path / "t.jsonl.gz", ChatConfig(tokenizer=str(folder)))
     if pytest.importorskip("pyarrow"):
-        with pytest.raises(InvalidData, match="must be a parquet file"):
+        with rejects("", ..., "damaged", InvalidData, where="t.parquet"):
             Conversations(tmp_path / "t.parquet", ChatConfig(tokenizer=str(folder)))
 
 
@@ -276,34 +279,44 @@ def test_packed_files_that_end_early_or_are_no_such_are_named(tmp_path, folder, 
     lines = write_talks(tmp_path / "t.jsonl").read_bytes()
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-5])
     (tmp_path / "b.jsonl.zst").write_bytes(gzip.compress(lines))
-    for name, message in (("a.jsonl.gz", "ends after"), ("b.jsonl.zst", "must be whole zstd")):
-        with pytest.raises(InvalidData, match=f"{name} {message}"):
+    for name, code in (("a.jsonl.gz", "truncated"), ("b.jsonl.zst", "damaged")):
+        with rejects("", ..., code, InvalidData, where=name):
             Conversations(tmp_path / name, ChatConfig(tokenizer=str(folder)))
     assert not [p for p in cache.iterdir() if p.is_dir()]
+
+
+def test_a_saved_set_that_is_damaged(tmp_path, folder):
+    pytest.importorskip("datasets")
+    (tmp_path / "saved").mkdir()
+    for name in ("dataset_info.json", "data.arrow"):
+        (tmp_path / "saved" / name).write_text("?")
+    with rejects("", ..., "not_loaded", InvalidData, where=tmp_path / "saved"):
+        Conversations(tmp_path / "saved", ChatConfig(tokenizer=str(folder)))
 
 
 def test_chosen_by_name(tmp_path, folder):
     path = str(write_talks(tmp_path / "t.jsonl"))
     chat = ChatConfig(tokenizer=str(folder))
     assert isinstance(open_source(SourceConfig("chat", path, chat=chat)), Conversations)
-    for settings, message in (
-        ({"name": "builtin", "chat": chat}, r"chat.tokenizer '.*' is a key of name 'chat', and name is 'builtin'"),
-        ({"name": "chat", "chat": chat}, "path None must name conversations"),
-        ({"name": "chat", "path": path}, "chat.tokenizer must name a tokenizer"),
-        ({"name": "chat", "path": path, "chat": chat, "verify": "full"}, "verify 'full' means nothing"),
-        ({"name": "chat", "path": path, "chat": chat, "dtype": "uint8"}, "dtype 'uint8' means nothing"),
-        ({"name": "chat", "path": path, "chat": chat, "options": {"a": 1}}, "options .* mean nothing"),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=message):
-            TrainingSourceConfig(**settings)
-    for options, message in (
-        ({"train_on": "user"}, "train_on 'user' must be one of assistant, last, all"),
-        ({"too_long": "cut"}, "too_long 'cut' must be one of refuse, truncate, skip"),
-        ({"messages_field": ""}, "messages_field '' must name a key"),
-        ({"tokenizer": ""}, "tokenizer '' must name a path"),
+    given = {"name": "chat", "path": path, "chat": chat}
+    for settings, *problem in (
+        ({"name": "builtin", "chat": chat}, "chat.tokenizer", str(folder), "foreign"),
+        ({"name": "chat", "chat": chat}, "path", None, "missing"),
+        ({"name": "chat", "path": path}, "chat.tokenizer", ..., "missing"),
+        ({**given, "verify": "full"}, "verify", "full", "excludes"),
+        ({**given, "dtype": "uint8"}, "dtype", "uint8", "excludes"),
+        ({**given, "options": {"a": 1}}, "options", {"a": 1}, "excludes"),
     ):
-        with pytest.raises(ValueError, match=message):
-            ChatConfig(**options)
+        with rejects(*problem):
+            TrainingSourceConfig(**settings)
+    for key, value, code in (
+        ("train_on", "user", "unknown"),
+        ("too_long", "cut", "unknown"),
+        ("messages_field", "", "no_key"),
+        ("tokenizer", "", "empty"),
+    ):
+        with rejects(key, value, code):
+            ChatConfig(**{key: value})
 
 
 def test_conversations_mix_with_text_which_weighs_one(tmp_path, folder):
@@ -319,11 +332,14 @@ def test_conversations_mix_with_text_which_weighs_one(tmp_path, folder):
         chat = ChatConfig(tokenizer=str(folder), too_long="skip")
         sources = {"text": text, "talks": TrainingSourceConfig("chat", path, chat=chat, weight=1.0)}
         stream = open_training(DataConfig(48, sources=sources))
+        only = {"talks": replace(sources["talks"], weight=None)}
+        with rejects("packing.name", "best_fit", "excludes"):
+            open_training(DataConfig(48, sources=only, packing=PackingConfig("best_fit")))
         batch = batch_of(stream, range(2 * len(stream.streams[1])))
         assert (batch.source.bincount().diff() == 0).all()
         (remark,) = stream.remarks
         assert remark.startswith("talks: ")
-        assert remark.endswith("conversations have more than seq_len 48 tokens and are left out")
+        assert numbers([remark])[0][2:] == [48]
         if weight == 1:
             assert batch.weights is None
             continue

@@ -1,7 +1,7 @@
 """Ids and weights of conversations, against a slow reference: what is learnt is what the model will have to say."""
 
 import json
-import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,6 +21,7 @@ from forge_testing.chats import (
     say,
     talk,
 )
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -76,7 +77,7 @@ def test_the_mask_is_that_of_transformers_where_the_template_marks_it(folders, m
     assert weights == wanted["assistant_masks"]
     assert any(weights)
     unmarked = rendered(folders / "chatml", messages)
-    assert unmarked[1:] == (ids, weights), "prefix differences find the same tokens"
+    assert unmarked[1:] == (ids, weights)
     trap = unmarked[0].apply_chat_template(
         messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
@@ -109,8 +110,7 @@ def test_a_message_may_have_a_weight(folders, name):
 def test_what_a_template_forgets_is_refused_by_name_and_the_last_message_is_exact(folders):
     messages = [say("user", "what"), say("assistant", "blue", reasoning_content="think"),
                 say("user", "the"), say("assistant", "green", reasoning_content="light")]  # fmt: skip
-    with pytest.raises(InvalidData, match=r"talks.jsonl line 7 message 1: the template renders the first 2 messages "
-                       r"otherwise alone.*; set train_on = \"last\""):  # fmt: skip
+    with rejects("template", ..., "not_a_prefix", InvalidData, where="talks.jsonl line 7 message 1"):  # fmt: skip
         rendered(folders / "forgetful", messages)
     tokenizer, ids, weights = rendered(folders / "forgetful", messages, train_on="last")
     assert learnt(tokenizer, ids, weights) == ["<think>light</think>green<|im_end|>"]
@@ -148,71 +148,72 @@ def test_parts_that_are_not_messages_have_no_weight_of_their_own(folders, tmp_pa
     one = {"template": str(tmp_path / "one.jinja")}
     messages = talk("the", "sky", "is", "blue")
     assert set(rendered(folders / "chatml", messages, **one)[2]) == {1.0}
-    with pytest.raises(
-        InvalidData, match="2 messages of the assistant, and its template marks 1 parts"
-    ):
+    with rejects("weight", ..., "parts", InvalidData, where="line 7"):
         rendered(folders / "chatml", messages, train_on="last", **one)
 
 
 @pytest.mark.parametrize(
-    ("content", "message"),
+    ("content", "problem"),
     [
-        ([1], "must be a JSON object, not list"),
-        ({"talk": []}, "must have a list 'messages' .it has: talk.; name its key with messages_field"),
-        ({"messages": "hi"}, "must have a list 'messages'"),
-        ({"messages": []}, "must have at least one message"),
-        ({"messages": ["hi"]}, "message 0 must be an object with role and content, not str"),
-        ({"messages": [{"from": "human", "value": "hi"}]}, "message 0 has role None"),
-        ({"messages": [say("pirate", "hi")]}, "message 0 has role 'pirate', which must be one of assistant"),
-        ({"messages": [*talk("a"), {"role": "assistant"}]}, "message 1 has no content; give it a string"),
-        ({"messages": [say("user", [{"type": "text"}])]}, "message 0 has a list as content, which must be a string"),
-        ({"messages": [say("user", "a", weight=-1)]}, "message 0 has weight -1, which must be a number"),
-        ({"messages": [say("user", "a", weight=float("nan"))]}, "message 0 has weight nan"),
-        ({"messages": [say("user", "a", weight=0.5)]}, "message 0 has weight 0.5 and role 'user', of which nothing"),
-        ({"messages": talk("a", "b"), "tools": "add"}, "has 'tools' that must be a list of JSON schemas"),
+        ([1], ("", ..., "type")),
+        ({"talk": []}, ("messages", ..., "missing")),
+        ({"messages": "hi"}, ("messages", ..., "missing")),
+        ({"messages": []}, ("messages", ..., "empty")),
+        ({"messages": ["hi"]}, ("", ..., "not_an_object")),
+        ({"messages": [{"from": "human", "value": "hi"}]}, ("role", None, "unknown")),
+        ({"messages": [say("pirate", "hi")]}, ("role", "pirate", "unknown")),
+        ({"messages": [*talk("a"), {"role": "assistant"}]}, ("content", ..., "missing")),
+        ({"messages": [say("user", [{"type": "text"}])]}, ("content", ..., "type")),
+        ({"messages": [say("user", "a", weight=-1)]}, ("weight", -1, "range")),
+        ({"messages": [say("user", "a", weight=float("nan"))]}, ("weight", float("nan"), "range")),
+        ({"messages": [say("user", "a", weight=0.5)]}, ("weight", 0.5, "not_trained")),
+        ({"messages": talk("a", "b"), "tools": "add"}, ("tools", "add", "type")),
     ],
 )  # fmt: skip
-def test_broken_conversations_name_their_line(content, message):
+def test_broken_conversations_name_their_line(content, problem):
     config = ChatConfig(tokenizer="x", tools_field="tools")
-    with pytest.raises(InvalidData, match=rf"^talks.jsonl line 7 {message}") as error:
+    with rejects(*problem, InvalidData, where="talks.jsonl line 7") as error:
         conversation_of(Record("talks.jsonl line 7", content), config)
     assert "\n" not in str(error.value)
     assert "; " in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("template", "message"),
+    ("template", "problem"),
     [
-        ("{{ raise_exception('no system please') }}", r"line 7: the template does not take its first 2 messages .no system please."),
-        ("{{ messages[0].content + 1 }}", "line 7: the template does not take its first 2 messages"),
-        ("{% for m in messages %}", "line 7: the template does not take its first 2 messages"),
-        (" ", "line 7 has no tokens after its template"),
+        ("{{ raise_exception('no system please') }}", ("template", ..., "raised")),
+        ("{{ messages[0].content + 1 }}", ("template", ..., "raised")),
+        ("{% for m in messages %}", ("template", ..., "raised")),
+        (" ", ("", ..., "empty")),
     ],
 )  # fmt: skip
-def test_templates_that_fail_name_the_line(folders, tmp_path, template, message):
+def test_templates_that_fail_name_the_line(folders, tmp_path, template, problem):
     (tmp_path / "bad.jinja").write_text(template if template.strip() else "{# nothing #}")
-    with pytest.raises(InvalidData, match=message) as error:
+    with rejects(*problem, InvalidData, where="talks.jsonl line 7") as error:
         rendered(folders / "chatml", talk("a", "b"), template=str(tmp_path / "bad.jinja"))
     assert "\n" not in str(error.value)
 
 
-def test_tokenizers_that_cannot_be_used_say_why(folders, tmp_path):
-    for path, message in (
-        (tmp_path / "none", "with tokenizer.json"),
-        (tmp_path, "with tokenizer.json"),
-    ):
-        with pytest.raises(InvalidData, match=message):
+SLOW = SimpleNamespace(is_fast=False)
+
+
+def test_tokenizers_that_cannot_be_used_say_why(folders, tmp_path, monkeypatch):
+    for path in (tmp_path / "none", tmp_path):
+        with rejects("tokenizer", str(path), "not_found", InvalidData):
             ChatTemplate(ChatConfig(tokenizer=str(path)))
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(InvalidData, match="must be a folder that transformers loads"):
+    with rejects("tokenizer", str(tmp_path), "not_loaded", InvalidData):
         ChatTemplate(ChatConfig(tokenizer=str(tmp_path)))
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: SLOW)
+    with rejects("tokenizer", str(tmp_path), "not_fast", InvalidData):
+        ChatTemplate(ChatConfig(tokenizer=str(tmp_path)))
+    monkeypatch.undo()
     save_tokenizer(tmp_path / "plain", None)
-    with pytest.raises(InvalidData, match="has no chat template; set template to a file with one"):
+    with rejects("tokenizer", str(tmp_path / "plain"), "no_template", InvalidData):
         ChatTemplate(ChatConfig(tokenizer=str(tmp_path / "plain")))
-    with pytest.raises(InvalidData, match=re.escape("must be a file of UTF-8 text")):
-        ChatTemplate(
-            ChatConfig(tokenizer=str(folders / "chatml"), template=str(tmp_path / "none.jinja"))
-        )
+    template = str(tmp_path / "none.jinja")
+    with rejects("template", template, "unreadable", InvalidData):
+        ChatTemplate(ChatConfig(tokenizer=str(folders / "chatml"), template=template))
 
 
 #: Greets where nobody else does; the prompt comes only behind a user.
@@ -241,7 +242,7 @@ def test_an_assistant_who_speaks_first_does_not_learn_the_prompt(folders, name):
 def test_an_unknown_begin_of_the_first_message_is_refused(folders, tmp_path):
     template = CHATML.replace("m.role + ", "(m.role if loop.index0 else 'first') + ")
     save_tokenizer(tmp_path, template)
-    with pytest.raises(InvalidData, match=r"line 7 message 0: the template does not begin it with"):
+    with rejects("", ..., "no_prompt", InvalidData, where="talks.jsonl line 7 message 0"):
         rendered(tmp_path, [say("assistant", "yes")])
 
 
@@ -253,7 +254,7 @@ def test_a_forged_role_in_a_message_is_never_learnt_and_is_told(folders, name):
     assert learnt(tokenizer, ids, weights) == ["blue" + end]
     real = talk("grass", "green")
     begin = tokenizer.apply_chat_template(real, return_dict=True)["input_ids"]
-    assert ids[: len(begin) - 1] == begin[:-1], "the very ids of a turn"
+    assert ids[: len(begin) - 1] == begin[:-1]
     template = ChatTemplate(ChatConfig(tokenizer=str(folders / name)))
     told = [
         template.holds_specials(conversation_of(Record("", {"messages": m}), template.config))

@@ -1,13 +1,13 @@
 """Configs report all their problems at once."""
 
 import dataclasses
-import re
 
 import pytest
 
 import forge_data
 from forge_data import DataConfig, PhaseConfig, TrainingSourceConfig
 from forge_data.kinds import HuggingFaceConfig, TextConfig
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -15,19 +15,19 @@ TEXT = {"docs": TrainingSourceConfig()}
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "message"),
+    ("kind", "settings", "problem"),
     [
-        (TextConfig, {"eos": "<e>"}, "eos '<e>' means nothing to the byte tokenizer"),
-        (TextConfig, {"document": "page"}, "document 'page' must be one of file, line, blank_line"),
-        (TextConfig, {"validation_every": 1}, "validation_every 1 must be 0"),
-        (TextConfig, {"cache": ""}, "cache '' must name a folder"),
-        (TextConfig, {"tokenizer": "a\0b"}, "tokenizer 'a\\x00b' must be a file name"),
-        (HuggingFaceConfig, {"text_field": ""}, "text_field '' must name a column"),
-        (HuggingFaceConfig, {"split": ""}, "split '' must name a split"),
+        (TextConfig, {"eos": "<e>"}, ("eos", "<e>", "excludes")),
+        (TextConfig, {"document": "page"}, ("document", "page", "unknown")),
+        (TextConfig, {"validation_every": 1}, ("validation_every", 1, "range")),
+        (TextConfig, {"cache": ""}, ("cache", "", "empty")),
+        (TextConfig, {"tokenizer": "a\0b"}, ("tokenizer", "a\x00b", "file_name")),
+        (HuggingFaceConfig, {"text_field": ""}, ("text_field", "", "empty")),
+        (HuggingFaceConfig, {"split": ""}, ("split", "", "empty")),
     ],
 )
-def test_rules_of_the_tables_of_kinds(kind, settings, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
+def test_rules_of_the_tables_of_kinds(kind, settings, problem):
+    with rejects(*problem):
         kind(**settings)
 
 
@@ -35,22 +35,22 @@ TWO = {name: TrainingSourceConfig() for name in "ab"}
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "problem"),
     [
         (
             {"name": "token"},
-            "name 'token' must be one of builtin, tokens, megatron, huggingface, text, chat, nanogpt, npy, an entry point of forge.sources or an",
+            ("name", "token", "unknown"),
         ),
         (
             {"text": TextConfig(document="line")},
-            "text.document 'line' is a key of name 'text', and name is 'builtin'",
+            ("text.document", "line", "foreign"),
         ),
         (
             {"name": "text", "path": "a", "huggingface": HuggingFaceConfig(split="x")},
-            "huggingface.split 'x' is a key of name 'huggingface', and name is 'text'; remove it",
+            ("huggingface.split", "x", "foreign"),
         ),
-        ({"name": "text"}, "path None must name text files when name is 'text'; set path"),
-        ({"name": "text", "path": "a", "dtype": "uint8"}, "dtype 'uint8' means nothing"),
+        ({"name": "text"}, ("path", None, "missing")),
+        ({"name": "text", "path": "a", "dtype": "uint8"}, ("dtype", "uint8", "excludes")),
         (
             {
                 "name": "huggingface",
@@ -58,87 +58,92 @@ TWO = {name: TrainingSourceConfig() for name in "ab"}
                 "split": "validation",
                 "huggingface": HuggingFaceConfig(split="x"),
             },
-            "split 'validation' means nothing beside huggingface.split 'x'",
+            ("split", "validation", "excludes"),
         ),
-        ({"name": "tokens"}, "path None must name token files"),
-        ({"path": "x"}, "path 'x' means nothing"),
-        ({"dtype": "uint16"}, "dtype 'uint16' means nothing"),
-        ({"name": "tokens", "path": "x", "dtype": "int8"}, "dtype 'int8' must be one of"),
-        ({"split": "test"}, "split 'test' must be"),
+        ({"name": "tokens"}, ("path", None, "missing")),
+        ({"path": "x"}, ("path", "x", "excludes")),
+        ({"dtype": "uint16"}, ("dtype", "uint16", "excludes")),
+        ({"name": "tokens", "path": "x", "dtype": "int8"}, ("dtype", "int8", "unknown")),
+        ({"split": "test"}, ("split", "test", "unknown")),
     ],
 )
-def test_source_rules(settings, message):
-    with pytest.raises(ValueError, match=message) as error:
+def test_source_rules(settings, problem):
+    with rejects(*problem) as error:
         TrainingSourceConfig(**settings)
     assert "; " in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "problem"),
     [
-        ({"seq_len": 0}, "seq_len 0 must be"),
-        ({"seq_len": 1.5}, "seq_len 1.5 must be"),
-        ({"seq_len": True}, "seq_len True must be"),
-        ({"num_workers": -1}, "num_workers -1 must be"),
-        ({"sources": {}}, r"sources \(none\) must have one entry"),
+        ({"seq_len": 0}, ("seq_len", 0, "range")),
+        ({"seq_len": 1.5}, ("seq_len", 1.5, "range")),
+        ({"seq_len": True}, ("seq_len", True, "range")),
+        ({"num_workers": -1}, ("num_workers", -1, "range")),
+        ({"worker_timeout_seconds": -1.0}, ("worker_timeout_seconds", -1.0, "range")),
+        ({"seed": -1}, ("seed", -1, "range")),
+        ({"sources": {}}, ("sources", {}, "missing")),
         (
             {"sources": {"a": TrainingSourceConfig(weight=2.0)}},
-            r"sources.a.weight means nothing for the only",
+            ("sources.a.weight", 2.0, "only_source"),
         ),
         (
             {"sources": {"a": TrainingSourceConfig(weight=2.0), "b": TrainingSourceConfig()}},
-            "sources.b.weight must be given, as a has one",
+            ("sources.b.weight", ..., "missing"),
         ),
         (
             {"sources": {n: TrainingSourceConfig(weight=0.0) for n in "ab"}},
-            r"sources \(a, b\) must have one with a weight above 0",
+            ("sources", ..., "zero_weights"),
         ),
-        ({"temperature": 2.0}, "temperature 2.0 means nothing for the only source"),
-        ({"temperature": 0.0, "sources": TWO}, "temperature 0.0 must be a finite number above 0"),
+        ({"temperature": 2.0}, ("temperature", 2.0, "only_source")),
+        ({"temperature": 0.0, "sources": TWO}, ("temperature", 0.0, "range")),
         (
             {"sources": TWO, "phases": {"end": PhaseConfig(10, {"c": 1.0})}},
-            "phases.end.weights 'c' must be one of the sources, a, b",
+            ("phases.end.weights", "c", "unknown"),
         ),
         (
             {"phases": {"end": PhaseConfig(10, {"docs": 1.0})}},
-            "phases.end.weights mean nothing for the only source",
+            ("phases.end.weights", {"docs": 1.0}, "only_source"),
         ),
         (
             {"phases": {n: PhaseConfig(10, lr_multiplier=0.5) for n in "xy"}},
-            "phases.y and phases.x begin with the same row, 1",
+            ("phases.y", ..., "no_change"),
         ),
     ],
 )
-def test_data_rules(settings, message):
-    with pytest.raises(ValueError, match=message):
+def test_data_rules(settings, problem):
+    with rejects(*problem):
         DataConfig(**{"sources": TEXT, **settings})
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
+    ("settings", "problem"),
     [
-        ({"start_tokens": 0, "lr_multiplier": 0.5}, "start_tokens 0 must be"),
-        ({"start_tokens": 5, "lr_multiplier": 0.0}, "lr_multiplier 0.0 must be"),
-        ({"start_tokens": 5, "weights": {"a": -1.0}}, "weights.a -1.0 must be"),
-        ({"start_tokens": 5, "weights": {"a": 0.0}}, "must have one above 0"),
+        ({"start_tokens": 0, "lr_multiplier": 0.5}, ("start_tokens", 0, "range")),
+        ({"start_tokens": 5, "lr_multiplier": 0.0}, ("lr_multiplier", 0.0, "range")),
+        ({"start_tokens": 5, "weights": {"a": -1.0}}, ("weights.a", -1.0, "range")),
+        ({"start_tokens": 5, "weights": {"a": 0.0}}, ("weights", {"a": 0.0}, "zero_weights")),
     ],
 )
-def test_phase_rules(settings, message):
-    with pytest.raises(ValueError, match=message):
+def test_phase_rules(settings, problem):
+    with rejects(*problem):
         PhaseConfig(**settings)
 
 
 @pytest.mark.parametrize(
-    ("settings", "message"),
-    [({"weight": float("nan")}, "weight nan must be"), ({"max_epochs": 0}, "max_epochs 0 must be")],
+    ("settings", "problem"),
+    [
+        ({"weight": float("nan")}, ("weight", float("nan"), "range")),
+        ({"max_epochs": 0}, ("max_epochs", 0, "range")),
+    ],
 )
-def test_share_rules(settings, message):
-    with pytest.raises(ValueError, match=message):
+def test_share_rules(settings, problem):
+    with rejects(*problem):
         TrainingSourceConfig(**settings)
 
 
 def test_all_problems_in_one_message():
-    with pytest.raises(ValueError, match="seq_len") as error:
+    with rejects("seq_len", 0, "range") as error:
         DataConfig(seq_len=0, num_workers=-2)
     assert len(str(error.value).splitlines()) == 3
 

@@ -114,7 +114,7 @@ def check_counts(config, stretch, turns, left):
             w if limit is None or counts[k] < limit else 0.0
             for k, (w, limit) in enumerate(zip(weights, left))
         ]
-        assert open_[turn], "a source gives what it has not"
+        assert open_[turn]
         due = [d + w / sum(open_) for d, w in zip(due, open_)]
     counts = Counter(turns)
     assert all(abs(counts[k] - d) <= 2.0 for k, d in enumerate(due)), (counts, due)

@@ -18,6 +18,7 @@ from forge_data import (
     open_training,
 )
 from forge_data.kinds import HuggingFaceConfig
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -108,7 +109,7 @@ def test_it_goes_on_where_it_was_stopped(tmp_path, workers):
 def test_a_mixture_with_a_set_that_is_streamed(tmp_path):
     web = config(parquet(tmp_path / "set"))
     sources = {"web": web, "manual": TrainingSourceConfig(weight=1.0)}
-    with pytest.raises(ValueError, match=r"sources.web.weight must be given"):
+    with rejects("sources.web.weight", ..., "missing"):
         DataConfig(16, sources={"web": web, "manual": TrainingSourceConfig()})
     sources["web"] = TrainingSourceConfig(
         "huggingface", web.path, huggingface=web.huggingface, weight=3.0
@@ -122,49 +123,48 @@ def test_a_mixture_with_a_set_that_is_streamed(tmp_path):
     assert next(resumed).tokens.tolist() == next(loader).tokens.tolist()
 
 
-def one_line(path, **options):
-    with pytest.raises(InvalidData) as error:
+def refused(path, *problem, **options):
+    """The text of the problem with a set."""
+    with rejects(*problem, InvalidData) as error:
         open_source(config(path, **options))
-    message = str(error.value)
-    assert len(message.splitlines()) == 1
-    return message
+    assert len(str(error.value).splitlines()) == 1
+    return str(error.value)
 
 
 def test_a_missing_folder(tmp_path):
-    assert "nowhere must be a folder of data files" in one_line(tmp_path / "nowhere")
+    refused(tmp_path / "nowhere", "path", str(tmp_path / "nowhere"), "not_found")
 
 
 def test_an_empty_folder(tmp_path):
-    assert "EmptyDatasetError" in one_line(tmp_path)
+    assert "EmptyDatasetError" in refused(tmp_path, "path", str(tmp_path), "not_loaded")
 
 
-@pytest.mark.parametrize("make", [parquet, saved])
-def test_an_empty_split(tmp_path, make):
+@pytest.mark.parametrize(("make", "code"), [(parquet, "empty"), (saved, "no_rows")])
+def test_an_empty_split(tmp_path, make, code):
     path = make(tmp_path / "set", texts=[])
-    assert "set must hold text, but" in one_line(path)
+    refused(path, "path", str(path), code)
 
 
 def test_a_split_that_is_not_there(tmp_path):
-    assert "Bad split: test" in one_line(parquet(tmp_path / "set"), split="test")
+    path = parquet(tmp_path / "set")
+    assert ": test" in refused(path, "path", str(path), "not_loaded", split="test")
 
 
 def test_no_column_of_text(tmp_path):
-    message = one_line(parquet(tmp_path / "set", column="content"))
-    assert "piece 0 of 9 must have a column 'text', and has content" in message
+    message = refused(parquet(tmp_path / "set", column="content"), "text_field", "text", "missing")
+    assert "set piece 0 of 9: " in message
+    assert "content" in message
     stream_of(tmp_path / "set", text_field="content")
 
 
 def test_a_column_that_is_no_text(tmp_path):
-    assert "column 'text' must hold text, and holds int64" in one_line(
-        parquet(tmp_path / "set", texts=list(range(60)))
-    )
+    path = parquet(tmp_path / "set", texts=list(range(60)))
+    assert "int64" in refused(path, "text_field", "text", "type")
 
 
 def test_a_row_without_text(tmp_path):
     folder = parquet(tmp_path / "set", texts=[*TEXTS[:40], None, *TEXTS[40:]], files=1)
-    with pytest.raises(
-        InvalidData, match="piece 5 of 9 row 5 has no 'text', which must be a string"
-    ):
+    with rejects("text", None, "null", InvalidData, where="piece 5 of 9 row 5"):
         documents(stream_of(folder))
 
 
@@ -172,7 +172,7 @@ def test_a_file_without_a_footer(tmp_path):
     folder = parquet(tmp_path / "set")
     file = folder / "1.parquet"
     file.write_bytes(file.read_bytes()[:-40])
-    assert "must be a set that datasets can load" in one_line(folder)
+    refused(folder, "path", str(folder), "not_loaded")
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -186,9 +186,7 @@ def test_a_file_that_is_damaged_in_the_middle(tmp_path, workers):
     content[first : first + column.total_compressed_size] = b"\xff" * column.total_compressed_size
     file.write_bytes(bytes(content))
     loader = Loader(stream_of(folder), 4, num_workers=workers)
-    with pytest.raises(
-        InvalidData, match=r"set piece \d of 3 must be readable behind row \d+, and is not"
-    ) as error:
+    with rejects("", ..., "damaged", InvalidData, where="set piece 1 of 3") as error:
         [next(loader) for _ in range(60)]
     assert len(str(error.value).splitlines()) == 1
     loader.close()
@@ -236,39 +234,40 @@ def test_data_that_changed_are_refused_with_the_difference(tmp_path):
     }
     for key, change in changed.items():
         change()
-        with pytest.raises(InvalidData, match=f"  {key}: checkpoint .*, now "):
+        with rejects("fingerprint", code="mismatch", kind=InvalidData) as error:
             Loader(stream_of(folder), 4).load_state_dict(state)
+        assert key in error.value.problems[0].value
     for file in folder.iterdir():
         file.unlink()
     Loader(stream_of(parquet(folder)), 4).load_state_dict(state)
-    with pytest.raises(InvalidData, match=r"order.seed: checkpoint 0, now 1"):
+    with rejects(
+        "fingerprint", ["order.seed"], "mismatch", InvalidData, where="checkpoint 0, now 1"
+    ):
         Loader(stream_of(folder, seed=1), 4).load_state_dict(state)
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "problem"),
     [
-        ({"virtual_shards": 3}, "virtual_shards 3 means nothing without streaming"),
-        ({"streaming": True, "cache": "here"}, "cache 'here' means nothing when streaming"),
-        ({"streaming": True, "split": "train[:9]"}, "must be a whole split when streaming"),
+        ({"virtual_shards": 3}, ("virtual_shards", 3, "requires")),
+        ({"streaming": True, "cache": "here"}, ("cache", "here", "excludes")),
+        ({"streaming": True, "split": "train[:9]"}, ("split", "train[:9]", "slice")),
         (
             {"streaming": True, "shuffle_window": 0},
-            "shuffle_window 0 must be a whole number from 1",
+            ("shuffle_window", 0, "range"),
         ),
     ],
 )
-def test_keys_that_mean_nothing_are_refused(options, message):
-    with pytest.raises(ValueError, match=message.replace("[", r"\[")):
+def test_keys_that_mean_nothing_are_refused(options, problem):
+    with rejects(*problem):
         HuggingFaceConfig(**options)
 
 
 def test_what_needs_a_number_of_rows_is_refused():
     streamed = HuggingFaceConfig(streaming=True)
     limited = TrainingSourceConfig("huggingface", "a", huggingface=streamed, max_epochs=2)
-    with pytest.raises(
-        ValueError, match=r"sources.web.max_epochs 2 must not be given for a streaming"
-    ):
+    with rejects("sources.web.max_epochs", 2, "streaming"):
         DataConfig(sources={"web": limited})
     held_out = SourceConfig("huggingface", "a", huggingface=streamed)
-    with pytest.raises(ValueError, match="validation must not be streaming"):
+    with rejects("validation", ..., "streaming"):
         DataConfig(sources={"web": TrainingSourceConfig()}, validation=held_out)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from forge_data import Permutation
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -89,7 +90,15 @@ def test_one_position_alone_gives_what_it_gives_in_a_crowd():
     assert alone == permutation(np.arange(50)).tolist()
 
 
-@pytest.mark.parametrize(("n", "positions"), [(0, [0]), (1 << 63, [0]), (5, [5]), (5, [-1])])
-def test_out_of_range_is_refused(n, positions):
-    with pytest.raises(ValueError, match="must be"):
-        Permutation(n, 0, 0)(np.array(positions))
+@pytest.mark.parametrize(
+    ("n", "position", "key", "value"),
+    [
+        (0, 0, "n", 0),
+        (1 << 63, 0, "n", 1 << 63),
+        (5, 5, "positions", (5, 5)),
+        (5, -1, "positions", (-1, -1)),
+    ],
+)
+def test_out_of_range_is_refused(n, position, key, value):
+    with rejects(key, value, "range"):
+        Permutation(n, 0, 0)(np.array([position]))

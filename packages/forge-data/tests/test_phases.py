@@ -11,6 +11,7 @@ from forge_data import DataConfig, Loader, PhaseConfig, TrainingSourceConfig, op
 from forge_data.ledger import Ledger
 from forge_data.phased_stream import PhasedStream
 from forge_data.phases import stretches
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -39,6 +40,11 @@ BORDERS = (0, 23, 31, 80)
 def phased():
     streams = [Numbers(name, width) for name, width in zip("abcd", (2, 3, 5, 2))]
     return PhasedStream([(s.name, s, start) for s, start in zip(streams, BORDERS)])
+
+
+def test_parts_that_do_not_begin_at_0_are_refused():
+    with rejects("parts", [5], "order"):
+        PhasedStream([("a", Numbers("a", 2), 5)])
 
 
 def want_of(instance):
@@ -115,7 +121,7 @@ def test_positions_are_the_inverse_of_ids(seed):
 
 def test_its_arrays_are_of_one_part_and_its_fingerprint_of_all():
     stream = phased()
-    with pytest.raises(ValueError, match="must be of one part"):
+    with rejects("instance_ids", (22, 23), "parts"):
         stream.arrays(np.array([22, 23]))
     assert stream.arrays(np.array([30, 23]))["tokens"].tolist() == [[7, 7, 7], [0, 0, 0]]
     assert stream.fingerprint()["from_31.name"] == "c"
@@ -164,23 +170,23 @@ def test_another_length_begins_a_new_epoch_in_another_order():
 
 
 @pytest.mark.parametrize(
-    ("phases", "words"),
+    ("phases", "problem"),
     [
-        ({"a": {}}, "start_tokens or start_instance must be given, one of them, and 0 are"),
-        ({"a": {"start_tokens": 4, "start_instance": 2}}, "one of them, and 2 are"),
-        ({"a": {"start_instance": 4}}, "phases.a changes nothing"),
-        ({"a": {"start_tokens": 4, "seq_len": 16}}, "phases.a changes nothing"),
-        ({"a": {"start_tokens": 64, "seq_len": 0}}, "seq_len 0 must be a whole number from 1"),
+        ({"a": {}}, ("start_tokens", ..., "one_of")),
+        ({"a": {"start_tokens": 4, "start_instance": 2}}, ("start_tokens", ..., "one_of")),
+        ({"a": {"start_instance": 4}}, ("phases.a", ..., "no_change")),
+        ({"a": {"start_tokens": 4, "seq_len": 16}}, ("phases.a", ..., "no_change")),
+        ({"a": {"start_tokens": 64, "seq_len": 0}}, ("seq_len", 0, "range")),
         (
             {"a": {"start_tokens": 33, "seq_len": 8}, "b": {"start_tokens": 34, "seq_len": 4}},
-            "phases.b and phases.a begin with the same row, 3",
+            ("phases.b", ..., "same_start"),
         ),
         (
             {"a": {"start_tokens": 33, "seq_len": 8}, "b": {"start_instance": 34, "seq_len": 4}},
-            "must all have start_tokens, or all start_instance",
+            ("phases", ..., "mixed_starts"),
         ),
     ],
 )
-def test_phases_that_mean_nothing_are_refused(phases, words):
-    with pytest.raises(ValueError, match=words):
+def test_phases_that_mean_nothing_are_refused(phases, problem):
+    with rejects(*problem):
         config(**phases)

@@ -15,7 +15,7 @@ NAMES = ("tokens", "labels", "positions", "document_ids", "instance_ids", "sourc
 @pytest.fixture
 def batch():
     if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
+        pytest.skip("no CUDA device")
     batch = next(Loader(PackedStream(BuiltinCorpus("validation"), 64), 8))
     many = Ragged(torch.arange(16.0), torch.arange(0, 17, 2))
     return replace(batch, extras={"image": torch.rand(8, 3), "many": many})

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from forge_data import ByteTokenizer, InvalidData, JsonTokenizer, load_tokenizer
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -24,26 +25,24 @@ def test_broken_utf8_is_shown_not_raised():
 
 @pytest.mark.parametrize("bad", [257, -1])
 def test_ids_outside_the_bytes_are_refused(bad):
-    with pytest.raises(ValueError, match=f"id {bad} is outside the byte tokenizer's"):
+    with rejects("ids", bad, "range"):
         ByteTokenizer().decode([1, bad])
 
 
 def test_specs():
     assert load_tokenizer("byte").spec() == load_tokenizer(ByteTokenizer().spec()).spec()
-    with pytest.raises(ValueError, match=r'must have the name "byte"'):
+    with rejects("tokenizer", {"name": "words"}, "unknown"):
         load_tokenizer({"name": "words"})
-    with pytest.raises(
-        InvalidData, match="fingerprint byte-1, but the tokens were made with byte-0"
-    ):
+    with rejects("tokenizer", "byte", "mismatch", InvalidData):
         load_tokenizer({"name": "byte", "fingerprint": "byte-0"})
-    with pytest.raises(InvalidData, match="must be a JSON file; check the path"):
+    with rejects("tokenizer", "nowhere.json", "not_found", InvalidData):
         load_tokenizer("nowhere.json")
 
 
 def test_without_the_library_it_says_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "t.json").write_text("{}")
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(ValueError, match=r"pip install 'forge-data\[tokenizers\]'"):
+    with rejects("tokenizer", str(tmp_path / "t.json"), "requires"):
         JsonTokenizer(tmp_path / "t.json")
 
 
@@ -74,7 +73,7 @@ def test_F50_an_end_token_with_id_0_is_an_end_token(tmp_path):
 def test_no_known_end_token_is_none_and_an_unknown_one_refused(tmp_path):
     path = write_words(tmp_path / "t.json", "<unk>", "a")
     assert JsonTokenizer(path).eos_id is None
-    with pytest.raises(ValueError, match="eos token '<end>' must be in the vocabulary"):
+    with rejects("eos", "<end>", "unknown"):
         JsonTokenizer(path, eos="<end>")
 
 
@@ -82,10 +81,10 @@ def test_another_file_under_the_same_name_is_refused(tmp_path):
     path = write_words(tmp_path / "t.json", "<unk>", "a")
     spec = JsonTokenizer(path).spec()
     write_words(path, "<unk>", "b")
-    with pytest.raises(InvalidData, match="but the tokens were made with"):
+    with rejects("tokenizer", str(path), "mismatch", InvalidData):
         load_tokenizer(spec)
     path.write_text("{}")
-    with pytest.raises(InvalidData, match="must be a JSON file of the tokenizers library"):
+    with rejects("tokenizer", str(path), "damaged", InvalidData):
         JsonTokenizer(path)
 
 

@@ -22,6 +22,7 @@ from forge_data.ledger import Ledger
 from forge_data.mixed_stream import MixedStream
 from forge_data.mixture import Phase
 from forge_data.read_ahead import ReadAhead
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -119,12 +120,11 @@ def test_a_worker_that_dies_again_and_again_ends_the_run_in_one_line(watched, ev
     assert ids_of(loader, 5) == list(range(20))
     with pytest.raises(
         ChildProcessError,
-        match=r"^data worker 1 \(pid \d+\) was ended by SIGKILL while reading instances 20..23 of source "
-        r"Numbers; the limit is 2 restarts .*, or use num_workers 0$",
+        match=r"^.* 1 \(pid \d+\) .* SIGKILL .* 20\.\.23 .* Numbers.* 2 .*worker_restarts.*num_workers 0$",
     ):
         next(loader)
     assert [e[1]["restarts"] for e in events] == [1, 2]
-    assert not multiprocessing.active_children(), "none is left, and none is a zombie"
+    assert not multiprocessing.active_children()
     assert loader.state_dict()["cursor"] == 20
 
 
@@ -142,7 +142,7 @@ def test_a_worker_that_hangs_is_named_and_replaced(watched, events, tmp_path, mo
     got = ids_of(loader, 7)
     assert got == list(range(28))
     causes = [e[1]["cause"] for e in events]
-    assert causes == ["no answer for 400 s"]
+    assert [re.findall(r"\d+", cause) for cause in causes] == [["400"]]
     assert events[0][1]["worker"] == 1
 
 
@@ -160,7 +160,7 @@ def test_workers_killed_while_idle_are_replaced_also_with_answers_in_flight(watc
     pids = [worker.pid for worker in loader._ahead._workers]
     loader.close()
     for pid in pids:
-        with pytest.raises(ProcessLookupError):
+        with pytest.raises(ProcessLookupError, match=r"\[Errno 3\]"):
             os.kill(pid, 0)
 
 
@@ -179,13 +179,11 @@ def test_an_error_of_a_sources_code_is_one_line_with_source_and_instance(tmp_pat
         i for i in range(99) if [int(x[0]) for x in mixture.locate(np.array([i]))] == [1, 21]
     )
     assert ids_of(loader, bad // 4) == list(range(bad // 4 * 4))
-    with pytest.raises(InvalidData) as error:
+    with rejects("", ..., "source_error", InvalidData) as error:
         next(loader)
-    assert re.fullmatch(
-        rf"instance {bad} of source tapes could not be read: the code of its source raised KeyError: 'tape' "
-        r"\(.*test_workers.py:\d+\); correct it",
-        str(error.value),
-    )
+    assert error.value.where == f"instance {bad} of source tapes"
+    assert re.search(r" KeyError: 'tape' \(.*test_workers.py:\d+\)", str(error.value))
+    assert "\n" not in str(error.value)
     assert loader.cursor == bad // 4 * 4
     loader.close()
 
@@ -290,6 +288,6 @@ def test_a_message_of_another_side_that_is_gone_ends():
     a, b = socket.socketpair()
     b.sendall(b"\3")
     b.close()
-    with pytest.raises(EOFError):
+    with pytest.raises(EOFError):  # prose: the error has no text
         messages.receive(a)
     a.close()

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from forge_data._shared.problems import invalid
+
 __all__ = ["FILLER_INSTANCE", "IGNORE", "PAD_DOCUMENT", "Batch", "Ragged", "filler_batch"]
 
 IGNORE = -100  # label of a position with nothing to learn
@@ -36,10 +38,9 @@ class Ragged:
         if not good or offsets[0] != 0 or offsets[-1] != len(self.values) or bool(
             (offsets.diff() < 0).any()
         ):  # fmt: skip
-            raise ValueError(
-                f"row_offsets {offsets.tolist()!r:.80} must be int64 (B + 1,) and rise from 0 to the "
-                f"{len(self.values)} values; give where the entries of each row begin, and their end"
-            )
+            rule = f"must be int64 (B + 1,) and rise from 0 to the {len(self.values)} values"
+            fix = "give where the entries of each row begin, and their end"
+            raise invalid("row_offsets", "order", offsets.tolist(), rule, fix)
 
     def __len__(self) -> int:
         """Rows."""
@@ -49,7 +50,7 @@ class Ragged:
         """Some rows in order, as views."""
         first, last, step = rows.indices(len(self))
         if step != 1:
-            raise ValueError(f"rows {rows} must be in order; use a step of 1")
+            raise invalid("rows", "order", rows, "must be in order", "use a step of 1")
         offsets = self.row_offsets[first : max(first, last) + 1]
         begin, end = int(offsets[0]), int(offsets[-1])
         return Ragged(self.values[begin:end], offsets - offsets[0])
@@ -120,10 +121,12 @@ class Batch:
         """
         rows = len(self)
         if micro_batch < 1 or rows % micro_batch:
-            raise ValueError(
-                f"micro_batch {micro_batch} must divide the {rows} rows of the batch; "
-                f"use {max((d for d in range(1, min(micro_batch, rows) + 1) if rows % d == 0), default=1)}"
+            divisors = (d for d in range(1, min(micro_batch, rows) + 1) if rows % d == 0)
+            rule, fix = (
+                f"must divide the {rows} rows of the batch",
+                f"use {max(divisors, default=1)}",
             )
+            raise invalid("micro_batch", "divides", micro_batch, rule, fix)
         return [self[i : i + micro_batch] for i in range(0, rows, micro_batch)]
 
     def to(self, device: torch.device | str, stay: Sequence[str] = ()) -> Batch:
@@ -190,10 +193,9 @@ class Batch:
         valid = self.labels != IGNORE
         weights = self.weights.double()
         if bool((weights < 0).any()) or not bool(weights.isfinite().all()):
-            raise ValueError(
-                f"weights from {float(weights.min())} to {float(weights.max())} must be finite and at "
-                "least 0; give 0 to a label that is not to be learnt"
-            )
+            found = (float(weights.min()), float(weights.max()))
+            fix = "give 0 to a label that is not trained"
+            raise invalid("weights", "range", found, "must be finite and at least 0", fix)
         return float(weights.where(valid, 0.0).sum())
 
     def _check(self) -> None:
@@ -205,25 +207,23 @@ class Batch:
         for name, shape in shapes.items():
             value = getattr(self, name)
             if value is not None and value.shape != shape:
-                raise ValueError(
-                    f"{name} {tuple(value.shape)} must be {shape} beside tokens {(rows, length)}; give one "
-                    "value for each of them"
-                )
+                rule = f"must be {shape} with tokens {(rows, length)}"
+                fix = "give one value for each of them"
+                raise invalid(name, "shape", tuple(value.shape), rule, fix)
         if self.weights is not None and not self.weights.is_floating_point():
-            raise ValueError(
-                f"weights {self.weights.dtype} must be floating point; give torch.float32"
-            )
+            rule = "must be floating point"
+            raise invalid("weights", "dtype", self.weights.dtype, rule, "give torch.float32")
         if self.positions.shape not in ((rows, length), (rows, 3, length)):
-            raise ValueError(
-                f"positions {tuple(self.positions.shape)} must be {(rows, length)} or {(rows, 3, length)}; put "
-                "rows first and tokens last"
-            )
+            rule = f"must be {(rows, length)} or {(rows, 3, length)}"
+            fix = "put rows first and tokens last"
+            raise invalid("positions", "shape", tuple(self.positions.shape), rule, fix)
         for name, value in self.extras.items():
             if len(value) != rows:
-                raise ValueError(
-                    f"extra {name!r} has {len(value)} rows and the batch {rows}; give a tensor with a first dim "
-                    "of rows, or Ragged with an offset for each row"
+                rule = f"rows must be those of the batch, {rows}"
+                fix = (
+                    "give a tensor with a first dim of rows, or Ragged with an offset for each row"
                 )
+                raise invalid(f"extras.{name}", "length", len(value), rule, fix)
 
 
 _ROWS = tuple(

@@ -6,6 +6,7 @@ import os
 import stat
 from pathlib import Path
 
+from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 
 
@@ -20,14 +21,11 @@ def read_bounded(path: Path, limit: int) -> bytes:
     try:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
-            raise InvalidData(
-                f"{path} must be a regular file, not a folder, FIFO or device; replace it"
-            )
+            rule = "must be a regular file, not a folder, FIFO or device"
+            raise invalid("", "not_a_file", ..., rule, "replace it", where=path, kind=InvalidData)
         if status.st_size > limit:
-            raise InvalidData(
-                f"{path} has {status.st_size} bytes, and such a file has at most {limit}; "
-                "put the right file there"
-            )
+            rule, fix = f"bytes must be at most {limit}", "put the right file there"
+            raise invalid("", "length", status.st_size, rule, fix, where=path, kind=InvalidData)
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             return file.read(limit)
     finally:

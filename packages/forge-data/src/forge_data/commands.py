@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
 from forge_data.packing import PackedStream
@@ -169,22 +170,20 @@ def _describe(spec: dict[str, Any] | None) -> str:
 def _parse_shard(text: str) -> tuple[int, int]:
     index, slash, count = text.partition("/")
     if not (slash and index.isdecimal() and count.isdecimal()):
-        raise ValueError(
-            f"shard {text!r:.40} must be I/N, such as 0/8 for the first of eight; correct it"
-        )
+        rule = "must be I/N, such as 0/8 for the first of eight"
+        raise invalid("shard", "format", text, rule, "correct it")
     return int(index), int(count)
 
 
 def _check_folder(path: Path) -> None:
+    rule = "must be a folder written by forge-data prepare"
     if not path.exists():
-        raise InvalidData(
-            f"{path} must be a folder written by forge-data prepare, and nothing is there; check it{waiting_parts(path)}"
-        )
+        fix = f"check it{waiting_parts(path)}"
+        rule = f"{rule}, and nothing is there"
+        raise invalid("path", "not_found", str(path), rule, fix, kind=InvalidData)
     if path.is_file():
-        raise InvalidData(
-            f"{path} must be a folder written by forge-data prepare; files of other formats have no digests to compare, and "
-            "are checked when a run opens them"
-        )
+        fix = "files of other formats have no digests to compare, and are checked when a run opens them"
+        raise invalid("path", "not_a_folder", str(path), rule, fix, kind=InvalidData)
 
 
 def _print_result(result: Prepared) -> None:

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
-from forge_data._problems import path_problems, raise_problems
+from forge_data._problems import path_problems
+from forge_data._shared.problems import Problem, raise_problems
 from forge_data.chat.config import ChatConfig, chat_problems
 from forge_data.kinds import (
     CACHED,
@@ -157,25 +158,22 @@ class DataConfig:
         raise_problems("data", _data_problems(self))
 
 
-def _source_problems(c: SourceConfig) -> Iterator[str]:
+def _source_problems(c: SourceConfig) -> Iterator[Problem]:
     if not _is_known(str(c.name)):
-        yield (
-            f"name {c.name!r} must be one of {', '.join(BUILT_IN)}, an entry point of {SOURCES_GROUP} or an import path "
-            '"module:attr"; use name = "tokens" with a path to token files, or name = "builtin"'
-        )
+        rule = f'must be one of {", ".join(BUILT_IN)}, an entry point of {SOURCES_GROUP} or an import path "module:attr"'
+        fix = 'use name = "tokens" with a path to token files, or name = "builtin"'
+        yield Problem("name", "unknown", c.name, rule, fix)
     if c.name == "tokens" and not c.path:
-        yield (
-            f"path {c.path!r} must name token files when name is {c.name!r}; set path to a folder written by "
-            "`forge-data prepare`"
-        )
+        rule = "must name token files when name is 'tokens'"
+        fix = "set path to a folder written by `forge-data prepare`"
+        yield Problem("path", "missing", c.path, rule, fix)
     if c.name == "chat":
         yield from chat_problems(c.chat, c.verify)
     yield from path_problems(c.path or "")
     if c.name in BUILT_IN and c.options:
-        yield (
-            f"options {c.options} mean nothing when name is {c.name!r}, which is built in; use the keys of the "
-            "source itself, or name a source of your own"
-        )
+        rule = f"must be empty when name is {c.name!r}, which is built in"
+        fix = "use the keys of the source itself, or name a source of your own"
+        yield Problem("options", "excludes", c.options, rule, fix)
     if c.name == "builtin":
         yield from _builtin_problems(c)
     if c.name in CACHED:
@@ -183,38 +181,44 @@ def _source_problems(c: SourceConfig) -> Iterator[str]:
     yield from foreign_tables(c)
     yield from raw_problems(c)
     if c.dtype is not None and c.dtype not in DTYPES:
-        yield (
-            f"dtype {c.dtype!r} must be one of {', '.join(DTYPES)}; use the dtype the file was written with, or "
-            "remove it when the file has a sidecar"
-        )
+        fix = "use the dtype the file was written with, or remove it when the file has a sidecar"
+        yield Problem("dtype", "unknown", c.dtype, f"must be one of {', '.join(DTYPES)}", fix)
     if c.split not in SPLITS:
-        yield f'split {c.split!r} must be "train" or "validation"; use split = "train"'
+        rule = 'must be "train" or "validation"'
+        yield Problem("split", "unknown", c.split, rule, 'use split = "train"')
     if c.verify not in VERIFY:
-        yield f'verify {c.verify!r} must be one of {", ".join(VERIFY)}; use verify = "touch"'
+        rule = f"must be one of {', '.join(VERIFY)}"
+        yield Problem("verify", "unknown", c.verify, rule, 'use verify = "touch"')
 
 
-def _share_problems(c: TrainingSourceConfig) -> Iterator[str]:
+def _share_problems(c: TrainingSourceConfig) -> Iterator[Problem]:
     if c.weight is not None and not is_weight(c.weight):
-        yield f"weight {c.weight!r:.40} must be a finite number of at least 0; use 1.0"
+        rule = "must be a finite number of at least 0"
+        yield Problem("weight", "range", c.weight, rule, "use 1.0")
     if c.max_epochs is not None and not is_int(c.max_epochs, 1, 1 << 20):
-        yield f"max_epochs {c.max_epochs!r:.40} must be a whole number from 1 to 2**20; use 4"
+        rule = "must be an integer from 1 to 2**20"
+        yield Problem("max_epochs", "range", c.max_epochs, rule, "use 4")
 
 
-def _mixture_problems(c: DataConfig) -> Iterator[str]:
-    """Problems of weights and phases, which only together make sense."""
+def _mixture_problems(c: DataConfig) -> Iterator[Problem]:
+    """Problems of weights and phases, which depend on all sources together."""
     weighted = [name for name, source in c.sources.items() if source.weight is not None]
-    names = ", ".join(c.sources)
+    only, add = "must not be given for the only source", "remove it, or add a source"
     if len(c.sources) == 1 and weighted:
-        yield f"sources.{weighted[0]}.weight means nothing for the only source; remove it, or add a source"
+        (name, source), *_ = c.sources.items()
+        yield Problem(f"sources.{name}.weight", "only_source", source.weight, only, add)
     elif weighted and len(weighted) < len(c.sources):
         missing = next(name for name in c.sources if name not in weighted)
-        yield f"sources.{missing}.weight must be given, as {weighted[0]} has one; give all of them one, or none"
+        rule, fix = f"must be given, as {weighted[0]} has one", "give all of them one, or none"
+        yield Problem(f"sources.{missing}.weight", "missing", ..., rule, fix)
     elif weighted and not any(c.sources[name].weight for name in weighted):
-        yield f"sources ({names}) must have one with a weight above 0; raise one"
+        rule = f"({', '.join(c.sources)}) must have one with a weight above 0"
+        yield Problem("sources", "zero_weights", ..., rule, "raise one")
     if not (is_weight(c.temperature) and c.temperature > 0):
-        yield f"temperature {c.temperature!r:.40} must be a finite number above 0; use 1.0"
+        rule = "must be a finite number above 0"
+        yield Problem("temperature", "range", c.temperature, rule, "use 1.0")
     elif len(c.sources) == 1 and c.temperature != 1.0:
-        yield f"temperature {c.temperature} means nothing for the only source; remove it, or add a source"
+        yield Problem("temperature", "only_source", c.temperature, only, add)
     yield from phase_problems(c)
 
 
@@ -224,36 +228,31 @@ def _is_known(name: str) -> bool:
     return any(entry.name == name for entry in entry_points(group=SOURCES_GROUP))
 
 
-def _builtin_problems(c: SourceConfig) -> Iterator[str]:
+def _builtin_problems(c: SourceConfig) -> Iterator[Problem]:
     """Problems of keys that only token files have."""
+    rule = "must not be given when name is 'builtin', whose text comes with Python"
     if c.path is not None:
-        yield (
-            f"path {c.path!r} means nothing when name is {c.name!r}, whose text comes with Python; remove path, "
-            'or set name = "tokens"'
-        )
+        fix = 'remove path, or set name = "tokens"'
+        yield Problem("path", "excludes", c.path, rule, fix)
     if c.dtype is not None:
-        yield f"dtype {c.dtype!r} means nothing when name is {c.name!r}; remove dtype"
+        yield Problem("dtype", "excludes", c.dtype, rule, "remove dtype")
     if c.verify in VERIFY[1:]:
-        yield (
-            f"verify {c.verify!r} means nothing when name is {c.name!r}, which has no files; remove verify"
-        )
+        yield Problem("verify", "excludes", c.verify, rule, "remove verify")
 
 
-def prefetch_problem(prefetch: int | None, num_workers: int) -> str | None:
-    """What is wrong with the number of steps that are read ahead; None for nothing."""
+def prefetch_problems(prefetch: int | None, num_workers: int) -> Iterator[Problem]:
+    """Problems of the number of steps that are read ahead."""
     if prefetch is None:
-        return None
+        return
     if not is_int(prefetch, 0, MAX_PREFETCH):
-        return f"prefetch {prefetch!r:.40} must be a whole number of at least 0 and at most {MAX_PREFETCH}; use 2"
-    if prefetch < num_workers:
-        return (
-            f"prefetch {prefetch} must be at least num_workers {num_workers}, or workers have nothing to read; "
-            f"use {2 * num_workers}"
-        )
-    return None
+        rule = f"must be an integer of at least 0 and at most {MAX_PREFETCH}"
+        yield Problem("prefetch", "range", prefetch, rule, "use 2")
+    elif prefetch < num_workers:
+        rule = f"must be at least num_workers {num_workers}, or workers have nothing to read"
+        yield Problem("prefetch", "below_workers", prefetch, rule, f"use {2 * num_workers}")
 
 
-def _data_problems(c: DataConfig) -> Iterator[str]:
+def _data_problems(c: DataConfig) -> Iterator[Problem]:
     for name, least, most, fix in (
         ("seq_len", 1, MAX_SEQ_LEN, "use seq_len = 256"),
         ("num_workers", 0, MAX_WORKERS, "use num_workers = 0 to read in the training process"),
@@ -261,24 +260,21 @@ def _data_problems(c: DataConfig) -> Iterator[str]:
     ):
         value = getattr(c, name)
         if not is_int(value, least, most):
-            # cut: a number may have a million digits
-            yield (
-                f"{name} {value!r:.40} must be a whole number of at least {least} and at most {most}; {fix}"
-            )
-    if problem := prefetch_problem(
-        c.prefetch, c.num_workers if is_int(c.num_workers, 0, MAX_WORKERS) else 0
-    ):
-        yield problem
+            rule = f"must be an integer of at least {least} and at most {most}"
+            yield Problem(name, "range", value, rule, fix)
+    workers = c.num_workers if is_int(c.num_workers, 0, MAX_WORKERS) else 0
+    yield from prefetch_problems(c.prefetch, workers)
     if not is_weight(c.worker_timeout_seconds):
-        yield f"worker_timeout_seconds {c.worker_timeout_seconds!r:.40} must be a finite number of at least 0; use 600.0"
-    if c.seed is not None and not is_int(c.seed, 0, 2**63 - 1):
-        yield f"seed {c.seed!r:.40} must be a whole number of at least 0 and below 2**63; use 0"
-    names = ", ".join(c.sources) or "none"
-    if not c.sources:
-        yield (
-            f'sources ({names}) must have one entry or more; add [data.sources.python_docs] with name = "builtin", or '
-            'name = "tokens" and a path'
+        rule = "must be a finite number of at least 0"
+        yield Problem(
+            "worker_timeout_seconds", "range", c.worker_timeout_seconds, rule, "use 600.0"
         )
+    if c.seed is not None and not is_int(c.seed, 0, 2**63 - 1):
+        rule = "must be an integer of at least 0 and below 2**63"
+        yield Problem("seed", "range", c.seed, rule, "use 0")
+    if not c.sources:
+        fix = 'add [data.sources.python_docs] with name = "builtin", or name = "tokens" and a path'
+        yield Problem("sources", "missing", c.sources, "must have one entry or more", fix)
     else:
         yield from _mixture_problems(c)
     yield from streaming_problems(c.sources, c.validation, c.phases, c.seq_len)

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from forge_data._problems import byte_eos_problem, every_problem, path_problems, raise_problems
+from forge_data._problems import byte_eos_problems, every_problems, path_problems
+from forge_data._shared.problems import Problem, raise_problems
 from forge_data.chat.config import ChatConfig
 
 __all__ = ["CACHED", "ChatConfig", "HuggingFaceConfig", "TextConfig", "is_streamed"]
@@ -76,64 +77,57 @@ class TextConfig:
         raise_problems("text", _text_problems(self))
 
 
-def foreign_tables(config: Any) -> Iterator[str]:
-    """Sentences for keys off their defaults in the table of another kind than `config.name`."""
+def foreign_tables(config: Any) -> Iterator[Problem]:
+    """Problems of keys off their defaults in the table of another kind than `config.name`."""
     for kind in TABLES:
         own = getattr(config, kind)
         for key, value in vars(own).items():
             if config.name != kind and value != getattr(type(own), key):
-                yield (
-                    f"{kind}.{key} {value!r} is a key of name {kind!r}, and name is {config.name!r}; remove it, or "
-                    f'use name = "{kind}"'
-                )
+                rule = f"is a key of name {kind!r}, and name is {config.name!r}"
+                fix = f'remove it, or use name = "{kind}"'
+                yield Problem(f"{kind}.{key}", "foreign", value, rule, fix)
 
 
-def kind_problems(config: Any) -> Iterator[str]:
-    """Problems of a source whose tokens are in a cache, beside those of its table."""
+def kind_problems(config: Any) -> Iterator[Problem]:
+    """Problems of a source whose tokens are in a cache, without those of its table."""
+    name, table = config.name, config.huggingface
     if not config.path:
-        what = {"huggingface": "a folder or a name of the hub", "chat": "conversations"}.get(
-            config.name, "text files"
-        )
-        yield f"path {config.path!r} must name {what} when name is {config.name!r}; set path"
+        kinds = {"huggingface": "a folder or a name of the hub", "chat": "conversations"}
+        rule = f"must name {kinds.get(name, 'text files')} when name is {name!r}"
+        yield Problem("path", "missing", config.path, rule, "set path")
     if config.dtype is not None:
-        yield (
-            f"dtype {config.dtype!r} means nothing when name is {config.name!r}, whose tokens have the type that fits; "
-            "remove dtype"
-        )
-    if config.name == "huggingface" and config.huggingface.streaming and config.verify != "touch":
-        yield f"verify {config.verify!r} means nothing when streaming, which has no digests; remove it"
-    own = config.huggingface.split
-    if config.name == "huggingface" and own is not None and config.split != "train":
-        yield (
-            f"split {config.split!r} means nothing beside huggingface.split {own!r}; remove one of them"
-        )
+        rule = f"must not be given when name is {name!r}, whose tokens have the type that fits"
+        yield Problem("dtype", "excludes", config.dtype, rule, "remove dtype")
+    if name == "huggingface" and table.streaming and config.verify != "touch":
+        rule = "must be 'touch' when streaming, which has no digests"
+        yield Problem("verify", "excludes", config.verify, rule, "remove it")
+    if name == "huggingface" and table.split is not None and config.split != "train":
+        rule = f"must not be given with huggingface.split {table.split!r}"
+        yield Problem("split", "excludes", config.split, rule, "remove one of them")
 
 
 def streaming_problems(
     sources: Mapping[str, Any], validation: Any, phases: Mapping[str, Any], seq_len: int
-) -> Iterator[str]:
-    """What a source that is streamed cannot do, as nobody knows how many rows it has."""
+) -> Iterator[Problem]:
+    """What a source that is streamed cannot do, as its number of rows is not known."""
     for name, source in sources.items():
         if not is_streamed(source):
             continue
         if source.max_epochs is not None:
-            yield (
-                f"sources.{name}.max_epochs {source.max_epochs} must not be given for a streaming source, whose shards end "
-                "one by one; remove it, or tokenize the set with streaming = false"
-            )
+            rule = "must not be given for a streaming source, whose shards end one by one"
+            fix = "remove it, or tokenize the set with streaming = false"
+            yield Problem(f"sources.{name}.max_epochs", "streaming", source.max_epochs, rule, fix)
         if len(sources) > 1 and source.weight is None:
-            yield (
-                f"sources.{name}.weight must be given for a streaming source, whose rows nobody has counted; give all "
-                "sources one"
-            )
+            rule = "must be given for a streaming source, whose rows are not counted"
+            yield Problem(f"sources.{name}.weight", "missing", ..., rule, "give all sources one")
         for phase, table in phases.items():
             if table.seq_len not in (None, seq_len):
-                yield (
-                    f"phases.{phase}.seq_len {table.seq_len} must be seq_len {seq_len}, as sources.{name} streams and cannot "
-                    "begin anew; leave it out, or set streaming = false"
-                )
+                rule = f"must be seq_len {seq_len}, as sources.{name} streams and cannot start over"
+                fix = "leave it out, or set streaming = false"
+                yield Problem(f"phases.{phase}.seq_len", "mismatch", table.seq_len, rule, fix)
     if validation is not None and is_streamed(validation):
-        yield "validation must not be streaming, as it takes the same rows each time; set streaming = false there"
+        rule = "must not be streaming, as it takes the same rows each time"
+        yield Problem("validation", "streaming", ..., rule, "set streaming = false there")
 
 
 def is_streamed(source: Any) -> bool:
@@ -143,38 +137,43 @@ def is_streamed(source: Any) -> bool:
     return bool(own or source.options.get("streaming"))
 
 
-def _tokenizer_problems(config: Any) -> Iterator[str]:
+def _tokenizer_problems(config: Any) -> Iterator[Problem]:
     if not config.tokenizer:
-        yield 'tokenizer \'\' must be "byte" or the path of a JSON file; use "byte"'
+        rule = 'must be "byte" or the path of a JSON file'
+        yield Problem("tokenizer", "empty", config.tokenizer, rule, 'use "byte"')
     if config.tokenizer == "byte":
-        yield from byte_eos_problem(config.eos)
+        yield from byte_eos_problems(config.eos)
     if not config.text_field:
-        yield "text_field '' must name a column; use \"text\""
+        yield Problem("text_field", "empty", config.text_field, "must name a column", 'use "text"')
     for key in ("tokenizer", "cache"):
-        for problem in path_problems(getattr(config, key) or ""):
-            yield problem.replace("path", key, 1)
+        yield from path_problems(getattr(config, key) or "", key)
     if config.cache == "":
-        yield "cache '' must name a folder; remove it for the usual one"
+        yield Problem("cache", "empty", "", "must name a folder", "remove it for the default one")
 
 
-def _hugging_face_problems(config: HuggingFaceConfig) -> Iterator[str]:
+def _hugging_face_problems(config: HuggingFaceConfig) -> Iterator[Problem]:
     yield from _tokenizer_problems(config)
     if config.split == "":
-        yield "split '' must name a split of the set; remove it for that of the source"
+        fix = "remove it for the one of the source"
+        yield Problem("split", "empty", "", "must name a split of the set", fix)
     for key, most in (("virtual_shards", 1 << 16), ("shuffle_window", 1 << 24)):
         value = getattr(config, key)
         if type(value) is not int or not 1 <= value <= most:
-            yield f"{key} {value!r:.40} must be a whole number from 1 to {most}; use 256"
+            yield Problem(key, "range", value, f"must be an integer from 1 to {most}", "use 256")
         elif not config.streaming and value != getattr(HuggingFaceConfig, key):
-            yield f"{key} {value} means nothing without streaming; remove it, or set streaming = true"
+            fix = "remove it, or set streaming = true"
+            yield Problem(key, "requires", value, "must not be given without streaming", fix)
     if config.streaming and config.cache is not None:
-        yield f"cache {config.cache!r} means nothing when streaming, which writes none; remove it"
+        rule = "must not be given when streaming, which writes none"
+        yield Problem("cache", "excludes", config.cache, rule, "remove it")
     if config.streaming and "[" in (config.split or ""):
-        yield f"split {config.split!r} must be a whole split when streaming; name one, or do not stream"
+        rule = "must be a full split when streaming"
+        yield Problem("split", "slice", config.split, rule, "name one, or do not stream")
 
 
-def _text_problems(config: TextConfig) -> Iterator[str]:
+def _text_problems(config: TextConfig) -> Iterator[Problem]:
     yield from _tokenizer_problems(config)
     if config.document not in DOCUMENTS:
-        yield f"document {config.document!r} must be one of {', '.join(DOCUMENTS)}; use file"
-    yield from every_problem(config.validation_every)
+        rule = f"must be one of {', '.join(DOCUMENTS)}"
+        yield Problem("document", "unknown", config.document, rule, "use file")
+    yield from every_problems(config.validation_every)

@@ -5,10 +5,12 @@ N   positions of a call
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+
+from forge_data._shared.problems import Problem, invalid
 
 __all__ = ["Ledger"]
 
@@ -58,9 +60,9 @@ class Ledger:
                 or type(last) is not int
                 or not 0 <= first <= last <= _LAST_ID
             ):
-                raise ValueError(
-                    f"window {first!r}..{last!r} must be integers from 0 to {_LAST_ID}, the first not behind "
-                    "the last; give instance ids of the stream"
+                rule = f"must be two integers from 0 to {_LAST_ID}, the first not after the last"
+                raise invalid(
+                    "window", "range", (first, last), rule, "give instance ids of the stream"
                 )
         merged: list[tuple[int, int]] = []
         for first, last in sorted(windows):
@@ -78,14 +80,14 @@ class Ledger:
         self._position = self._first - self._passed[:-1]
 
 
-def window_problem(windows: Any) -> str | None:
-    """The reason why saved windows are not those of a ledger; None if they are."""
+def window_problems(windows: Any) -> Iterator[Problem]:
+    """Problems of saved windows; the first makes others meaningless."""
+    fix = "load another checkpoint"
     if not isinstance(windows, list):
-        return "skipped windows that are no list"
+        yield Problem("skipped", "type", windows, "must be a list", fix)
     for window in windows:
         good = isinstance(window, list) and len(window) == 2 and all(type(i) is int for i in window)
         if not good or not 0 <= window[0] <= window[1] <= _LAST_ID:
-            return f"skipped window {window!r:.80}, which must be two instance ids in order"
+            yield Problem("skipped", "range", window, "must be two instance ids in order", fix)
     if [list(window) for window in Ledger(windows).windows] != windows:
-        return f"skipped windows {windows!r:.80}, which must be in order and apart"
-    return None
+        yield Problem("skipped", "order", windows, "must be windows in order and apart", fix)

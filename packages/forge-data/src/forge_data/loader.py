@@ -8,21 +8,23 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import numpy as np
 
+from forge_data._shared.problems import Problem, invalid, raise_problems
 from forge_data.batch import Batch
 from forge_data.collate import digest_of_ids, make_batch
-from forge_data.config import MAX_GLOBAL_BATCH, MAX_WORKERS, prefetch_problem
+from forge_data.config import MAX_GLOBAL_BATCH, MAX_WORKERS, prefetch_problems
 from forge_data.differences import difference_lines
 from forge_data.errors import InvalidData
-from forge_data.ledger import Ledger, window_problem
+from forge_data.ledger import Ledger, window_problems
 from forge_data.packing import check_tokens_at_once
 from forge_data.phased_stream import Part, part_at, parts_of
-from forge_data.places import PLACES, Places, num_shards_of, places_problem, sharded
+from forge_data.places import PLACES, Places, num_shards_of, places_problems, sharded
 from forge_data.protocols import Stream
 from forge_data.read_ahead import ReadAhead
 from forge_data.reading import Steps, read_rows
@@ -79,34 +81,25 @@ class Loader:
         on_event: Callable[..., None] | None = None,
     ) -> None:
         if world_size < 1 or not 0 <= rank < world_size:
-            raise ValueError(
-                f"rank {rank} must be within 0..world_size-1 (world_size {world_size}); "
-                "use the rank and world size of the process group"
-            )
+            rule = f"must be within 0..world_size-1 (world_size {world_size})"
+            fix = "use the rank and world size of the process group"
+            raise invalid("rank", "range", rank, rule, fix)
         if not 1 <= global_batch <= MAX_GLOBAL_BATCH:
-            raise ValueError(
-                f"global_batch {global_batch!r:.40} must be at least 1 and at most {MAX_GLOBAL_BATCH} "
-                "rows; use 16"
-            )
+            rule = f"must be at least 1 and at most {MAX_GLOBAL_BATCH} rows"
+            raise invalid("global_batch", "range", global_batch, rule, "use 16")
         if micro_batch < 1 or global_batch % micro_batch:
-            raise ValueError(
-                f"micro_batch {micro_batch!r:.40} must divide global_batch {global_batch}; use "
-                f"{math.gcd(micro_batch, global_batch)}"
-            )
+            rule = f"must divide global_batch {global_batch}"
+            fix = f"use {math.gcd(micro_batch, global_batch)}"
+            raise invalid("micro_batch", "divides", micro_batch, rule, fix)
         fullest = -(-global_batch // (micro_batch * world_size))
         if num_micro_batches is not None and num_micro_batches < fullest:
-            raise ValueError(
-                f"num_micro_batches {num_micro_batches!r:.40} must be at least {fullest}, which the "
-                f"fullest of {world_size} ranks has of global_batch {global_batch}; use {fullest}"
-            )
+            rule = f"must be at least {fullest}, which the fullest of {world_size} ranks has of global_batch {global_batch}"
+            fix = f"use {fullest}"
+            raise invalid("num_micro_batches", "range", num_micro_batches, rule, fix)
         if not 0 <= num_workers <= MAX_WORKERS:
-            raise ValueError(
-                f"num_workers {num_workers!r:.40} must be at least 0 and at most {MAX_WORKERS}; "
-                "use 0 for no process"
-            )
-        problem = prefetch_problem(prefetch, num_workers)
-        if problem is not None:
-            raise ValueError(problem)
+            rule = f"must be at least 0 and at most {MAX_WORKERS}"
+            raise invalid("num_workers", "range", num_workers, rule, "use 0 for no process")
+        raise_problems("", prefetch_problems(prefetch, num_workers))
         check_tokens_at_once(fullest * micro_batch, getattr(stream, "seq_len", 1))
         self.stream = stream
         self.global_batch = global_batch
@@ -157,10 +150,9 @@ class Loader:
         ledger.add(first, last)
         following = self.next_instance
         if first < following:
-            raise ValueError(
-                f"window {first}..{last} must not begin before instance {following}, the next one: those "
-                "before are in batches already; load a state from before them first"
-            )
+            rule = f"must not begin before instance {following}, the next one, as batches contain those before it"
+            fix = "load an earlier state first"
+            raise invalid("window", "order", (first, last), rule, fix)
         self.close()  # what was read ahead has other instances
         self._ledger = ledger
 
@@ -225,10 +217,10 @@ class Loader:
         except InvalidData:  # says what is wrong with the data
             raise
         except Exception as error:
-            raise ValueError(
-                f"{type(self.stream).__name__}.arrays of no ids must give arrays without rows, and raised "
-                f"{type(error).__name__}: {error}; filler takes dtypes and shapes from them"
-            ) from error
+            name, found = type(self.stream).__name__, f"{type(error).__name__}: {error}"
+            rule = f"must give arrays without rows for no ids, and {name}.arrays raised {found}"
+            fix = "filler takes dtypes and shapes from them"
+            raise invalid("stream", "no_rows", ..., rule, fix) from error
 
     def state_dict(self) -> dict[str, Any]:
         """The position after the batches returned so far, as JSON; equal on all ranks, of a sharded stream
@@ -281,25 +273,18 @@ class Loader:
 
         What a fingerprint says of instances from a later one on (keys with `from_N`) may be another one: phases that
         are still to come."""
-        problem = _state_problem(state)
-        if problem is not None:
-            raise ValueError(
-                f"loader state {problem}, so it does not come from Loader.state_dict(); "
-                "load another checkpoint"
-            )
+        raise_problems("loader state", islice(_state_problems(state), 1))
         different = self._changes(state)
         if different and not self.accept_change:
             lines = [f"  {line}" for line in difference_lines(different)]
-            raise InvalidData(
-                "the checkpoint was made from other data or another packing, so its position means nothing here; "
-                "restore what differs, start a new run, or set accept_change to go on at the same instance of this "
-                "data:\n" + "\n".join(lines)
-            )
+            rule = "is of other data or another packing, so the position of the checkpoint means nothing here"
+            fix = "restore what differs, start a new run, or set accept_change to go on at the same instance of this data"
+            fix = "\n".join([f"{fix}:", *lines])
+            raise invalid("fingerprint", "mismatch", [*different], rule, fix, kind=InvalidData)
         if different:
             return
-        problem = places_problem(state.get("shard_places", []), num_shards_of(self.stream))
-        if problem is not None:
-            raise ValueError(f"loader state has {problem}; load another checkpoint")
+        problems = places_problems(state.get(PLACES, []), num_shards_of(self.stream))
+        raise_problems("loader state", islice(problems, 1))
 
     def _changes(self, state: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
         """What the stream of a state said, and what this one says, of the instances that the state has read."""
@@ -388,34 +373,32 @@ def _without_places(
     return make_batch(arrays, ids, digest), places
 
 
-def _state_problem(state: Any) -> str | None:
-    """The reason why `state` is not the state of a loader; None for a valid one."""
+def _state_problems(state: Any) -> Iterator[Problem]:
+    """Problems of the state of a loader; the first makes others meaningless."""
+    fix = "it is not from Loader.state_dict(), so load another checkpoint"
     if not isinstance(state, Mapping) or not isinstance(state.get("fingerprint"), Mapping):
-        return "has no fingerprint of its data"
+        yield Problem("fingerprint", "missing", ..., "must be that of its data", fix)
     cursor, chain = state.get("cursor"), state.get("digest_chain")
     # States of versions before 0.2 lack the last link, so their chain cannot be compared.
     before, last = state.get("digest_chain_before", _NO_STEPS), state.get("last_batch")
     if type(cursor) is not int or not 0 <= cursor <= _LAST_CURSOR:
-        return f"has cursor {cursor!r:.80}, which must be within 0..{_LAST_CURSOR}"
-    for value in (chain, before):
+        yield Problem("cursor", "range", cursor, f"must be within 0..{_LAST_CURSOR}", fix)
+    for name, value in (("digest_chain", chain), ("digest_chain_before", before)):
         if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{16}", value):
-            return f"has digest_chain {value!r:.80}, which must be 16 hex digits"
+            yield Problem(name, "format", value, "must be 16 hex digits", fix)
     windows = state.get("skipped", [])
-    problem = window_problem(windows)
-    if problem is not None:
-        return f"has {problem}"
+    yield from window_problems(windows)
     if "last_batch" not in state:
-        return None
-    if type(last) is not int or not 0 <= last <= min(cursor, MAX_GLOBAL_BATCH):
-        return (
-            f"has last_batch {last!r:.80}, which must be within 0..{min(cursor, MAX_GLOBAL_BATCH)}"
-        )
+        return
+    limit = min(cursor, MAX_GLOBAL_BATCH)
+    if type(last) is not int or not 0 <= last <= limit:
+        yield Problem("last_batch", "range", last, f"must be within 0..{limit}", fix)
     # The chain binds cursor and history: an edited cursor, or one of another state, has another digest.
     digest = digest_of_ids(Ledger(windows).ids(np.arange(cursor - last, cursor)))
-    ends = chain == (_extend_chain(before, digest) if last else _NO_STEPS) and (
-        last > 0 or cursor == 0
-    )
-    return None if ends else f"has cursor {cursor}, where digest_chain {chain} does not end"
+    ends = _extend_chain(before, digest) if last else _NO_STEPS
+    if chain != ends or (last == 0 and cursor != 0):
+        rule = f"must be where digest_chain {chain} ends"
+        yield Problem("cursor", "mismatch", cursor, rule, fix)
 
 
 def _extend_chain(chain: str, digest: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from forge_data._shared.problems import invalid
 from forge_data.batch import Ragged
 from forge_data.collate import as_ragged, joined_rows
 from forge_data.mixture import MIXTURE_VERSION, Mixture, Phase
@@ -161,10 +162,10 @@ class MixedStream:
         for name, kind in zip(self.names, kinds):
             different = sorted(k for k in {*kind, *kinds[0]} if kind.get(k) != kinds[0].get(k))
             if different:
-                raise ValueError(
-                    f"sources {self.names[0]!r} and {name!r} must give rows alike, and differ in {different[0]}: "
-                    f"{kinds[0].get(different[0], 'nothing')} and {kind.get(different[0], 'nothing')}; make them alike"
-                )
+                kinds_of = [k.get(different[0], "nothing") for k in (kinds[0], kind)]
+                rule = f"must give the same arrays, and {different[0]} is {kinds_of[0]} and {kinds_of[1]}"
+                fix = "make them the same"
+                raise invalid("sources", "mismatch", [self.names[0], name], rule, fix)
         return found[0]
 
 
@@ -172,9 +173,8 @@ def add_apart(found: dict[str, str | int], called: str, more: Mapping[str, str |
     """Add entries to a fingerprint; ValueError if one is there already, as a resume would then not see it change."""
     both = sorted({*found} & {*more})
     if both:
-        raise ValueError(
-            f"{called} must not give the fingerprint {both[0]!r}, which something else of the data has; rename it"
-        )
+        rule = f"must not be in the fingerprint of {called}, as something else of the data has it"
+        raise invalid("fingerprint", "duplicate", both[0], rule, "rename it")
     found |= more
 
 

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 
 __all__ = ["Mixture", "Phase"]
@@ -78,10 +79,9 @@ class Mixture:
         """(source (N,), its own instance (N,)), both int64, of instances (N,)."""
         ids = np.asarray(ids, dtype=np.int64)
         if ids.size and (ids.min() < 0 or ids.max() >= (_END if self.end is None else self.end)):
-            raise InvalidData(
-                f"instances {ids.min()}..{ids.max()} must be within 0..{(self.end or _END) - 1}, where the last source "
-                "has had its last epoch; raise max_epochs, or train less"
-            )
+            rule = f"must be within 0..{(self.end or _END) - 1}, where the last source has had its last epoch"
+            found, fix = (int(ids.min()), int(ids.max())), "raise max_epochs, or train less"
+            raise invalid("instances", "range", found, rule, fix, kind=InvalidData)
         sources, own = np.empty_like(ids), np.empty_like(ids)
         number = np.searchsorted(self._starts, ids, side="right") - 1
         for segment in np.unique(number):
@@ -192,25 +192,19 @@ def integer_shares(weights: Sequence[float]) -> tuple[int, ...]:
     shares = tuple(b - a for a, b in pairwise(edges))
     for weight, share in zip(weights, shares):
         if weight > 0.0 and share * _LARGEST_BLOCK < 2 * _ONE:
-            raise ValueError(
-                f"weight {weight} must be at least 2^-19 of all, {total:g}, or nothing of it would come for very long; "
-                "raise it, or use 0"
-            )
+            rule = f"must be at least 2^-19 of all, {total:g}, or almost no row of it would come"
+            raise invalid("weight", "range", weight, rule, "raise it, or use 0")
     return shares
 
 
 def _check(phases: Sequence[Phase], num_sources: int) -> None:
     starts = [phase.start for phase in phases]
     if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
-        raise ValueError(
-            f"phases must start at 0 and rise, and start at {starts}; put them in order"
-        )
+        raise invalid("phases", "order", starts, "must start at 0 and rise", "put them in order")
     for phase in phases:
         good = len(phase.weights) == num_sources and all(
             0.0 <= w < float("inf") for w in phase.weights
         )
         if not good or not any(phase.weights):
-            raise ValueError(
-                f"weights {phase.weights} must be one for each of {num_sources} sources, finite, at least 0, and one "
-                "above 0; correct them"
-            )
+            rule = f"must be one for each of {num_sources} sources, finite, at least 0, and one above 0"
+            raise invalid("weights", "range", phase.weights, rule, "correct them")

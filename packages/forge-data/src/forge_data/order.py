@@ -15,6 +15,8 @@ import hashlib
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
+
 ORDER_VERSION = 1  # part of every fingerprint: raise it whenever an order would change
 _ROUNDS = 12
 _MAX_N = 1 << 62
@@ -24,7 +26,7 @@ def epochs_of(instance_ids: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]
     """(epoch, place in it), both (N,) int64, of instances (N,) with n an epoch. ValueError for one below 0."""
     ids = np.asarray(instance_ids, dtype=np.int64)
     if ids.size and ids.min() < 0:
-        raise ValueError(f"instance {ids.min()} must be at least 0; count from 0")
+        raise invalid("instance", "range", int(ids.min()), "must be at least 0", "count from 0")
     epochs, within = np.divmod(ids, n)
     return epochs, within
 
@@ -39,7 +41,9 @@ class Permutation:
 
     def __init__(self, n: int, seed: int, epoch: int) -> None:
         if not 1 <= n <= _MAX_N:
-            raise ValueError(f"n {n} must be between 1 and 2**62; use a source with tokens in it")
+            raise invalid(
+                "n", "range", n, "must be between 1 and 2**62", "use a source with tokens in it"
+            )
         self.n = n
         self._half_bits = max(1, ((n - 1).bit_length() + 1) // 2)
         key = hashlib.shake_256(f"forge order {ORDER_VERSION}:{seed}:{epoch}".encode())
@@ -48,10 +52,9 @@ class Permutation:
     def __call__(self, positions: np.ndarray) -> np.ndarray:
         positions = np.asarray(positions, dtype=np.int64)  # (N,)
         if positions.size and not 0 <= positions.min() <= positions.max() < self.n:
-            raise ValueError(
-                f"positions {positions.min()}..{positions.max()} must be within 0..{self.n - 1}; "
-                "take them modulo n"
-            )
+            found = (int(positions.min()), int(positions.max()))
+            rule = f"must be within 0..{self.n - 1}"
+            raise invalid("positions", "range", found, rule, "take them modulo n")
         # Cycle walking: the network permutes [0, 4^k). From a value under n, repeated application comes
         # back to a value under n (at the latest to the first), and no two start values share it, so the
         # result is a permutation of [0, n). 4^k is under 4 n: at most 4 applications on average.

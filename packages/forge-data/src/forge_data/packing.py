@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.batch import IGNORE, PAD_DOCUMENT
 from forge_data.config import MAX_SEQ_LEN, MAX_TOKENS_AT_ONCE
 from forge_data.order import ORDER_VERSION, Permutation, epochs_of
@@ -52,18 +53,16 @@ class PackedStream:
         plan: PackingPlan | None = None,
     ) -> None:
         if not 1 <= seq_len <= MAX_SEQ_LEN:
-            raise ValueError(
-                f"seq_len {seq_len!r:.40} must be at least 1 and at most {MAX_SEQ_LEN}; use 256"
-            )
+            rule = f"must be at least 1 and at most {MAX_SEQ_LEN}"
+            raise invalid("seq_len", "range", seq_len, rule, "use 256")
         self.source = source
         self.seq_len = seq_len
         self.seed = seed
         self.shuffle = shuffle
         if plan is not None and (plan.seq_len, plan.num_tokens) != (seq_len, source.num_tokens):
-            raise ValueError(
-                f"plan of {plan.num_tokens} tokens in rows of {plan.seq_len} must be one of the source's "
-                f"{source.num_tokens} tokens in rows of {seq_len}; make it from its documents"
-            )
+            rule = f"tokens in rows of {plan.seq_len} must be the source's {source.num_tokens} in rows of {seq_len}"
+            fix = "make the plan from its documents"
+            raise invalid("plan", "mismatch", plan.num_tokens, rule, fix)
         self.plan = plan
         self._n = -(-source.num_tokens // seq_len) if plan is None else plan.num_rows
         self._count = np.arange(seq_len)
@@ -298,10 +297,8 @@ def _numbered(counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def check_tokens_at_once(rows: int, seq_len: int) -> None:
     """Raise ValueError for rows that are more tokens than fit into memory as one batch."""
     if rows * seq_len > MAX_TOKENS_AT_ONCE:
-        raise ValueError(
-            f"{rows} rows of seq_len {seq_len} must be at most {MAX_TOKENS_AT_ONCE} tokens "
-            "at once; use a smaller global_batch or more ranks"
-        )
+        rule = f"of seq_len {seq_len} must be at most {MAX_TOKENS_AT_ONCE} tokens at once"
+        raise invalid("rows", "range", rows, rule, "use a smaller global_batch or more ranks")
 
 
 def packing_report(stream: Any) -> dict[str, dict[str, float | int]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from forge_data._problems import raise_problems
+from forge_data._shared.problems import Problem, raise_problems
 
 __all__ = ["BestFitConfig", "FirstFitConfig", "PackingConfig"]
 
@@ -67,18 +67,19 @@ class PackingConfig:
         return own.window
 
 
-def _window_problems(window: Any) -> Iterator[str]:
-    whole = isinstance(window, int) and not isinstance(window, bool)
-    if not whole or not 1 <= window <= _MAX_WINDOW:
-        yield f"window {window!r:.40} must be a whole number from 1 to {_MAX_WINDOW}; use 65536"
+def _window_problems(window: Any) -> Iterator[Problem]:
+    is_integer = isinstance(window, int) and not isinstance(window, bool)
+    if not is_integer or not 1 <= window <= _MAX_WINDOW:
+        rule = f"must be an integer from 1 to {_MAX_WINDOW}"
+        yield Problem("window", "range", window, rule, "use 65536")
 
 
-def _packing_problems(c: PackingConfig) -> Iterator[str]:
+def _packing_problems(c: PackingConfig) -> Iterator[Problem]:
     if c.name not in PACKINGS:
-        yield f'name {c.name!r} must be one of {", ".join(PACKINGS)}; use name = "best_fit"'
+        rule = f"must be one of {', '.join(PACKINGS)}"
+        yield Problem("name", "unknown", c.name, rule, 'use name = "best_fit"')
     for name, default in (("first_fit", FirstFitConfig()), ("best_fit", BestFitConfig())):
         window = getattr(c, name).window
         if c.name != name and window != default.window:
-            yield (
-                f"{name}.window {window} is a key of name {name!r}, and name is {c.name!r}; remove it, or use {name}"
-            )
+            rule = f"is a key of name {name!r}, and name is {c.name!r}"
+            yield Problem(f"{name}.window", "foreign", window, rule, f"remove it, or use {name}")

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
+
 __all__ = ["DEFAULT_WINDOW", "PLAN_VERSION", "PackingPlan", "plan_rows", "plan_windows"]
 
 PLAN_VERSION = 1  # part of every fingerprint: raise it whenever a plan would change
@@ -109,16 +111,16 @@ def plan_windows(
     Usage: `for part in plan_windows(lengths, 2048): ...`. Raises as `plan_rows`.
     """
     if policy not in _POLICIES:
-        raise ValueError(f"policy {policy!r} must be one of {', '.join(_POLICIES)}; use 'best_fit'")
-    if seq_len < 1 or window < 1:
-        raise ValueError(f"seq_len {seq_len} and window {window} must be at least 1; use 2048")
+        rule = f"must be one of {', '.join(_POLICIES)}"
+        raise invalid("policy", "unknown", policy, rule, "use 'best_fit'")
+    for name, value in (("seq_len", seq_len), ("window", window)):
+        if value < 1:
+            raise invalid(name, "range", value, "must be at least 1", "use 2048")
     for first in range(0, len(lengths), window):
         part = np.asarray(lengths[first : first + window], dtype=np.int64)
         if part.min() < 1:
-            document = first + int(part.argmin())
-            raise ValueError(
-                f"document {document} has {part.min()} tokens, and a plan needs at least 1; leave it out"
-            )
+            rule = f"of document {first + int(part.argmin())} must be at least 1"
+            raise invalid("lengths", "range", int(part.min()), rule, "leave it out")
         yield _plan_window(part, first, seq_len, _POLICIES[policy])
 
 

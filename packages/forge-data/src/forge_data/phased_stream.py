@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.mixed_stream import add_apart
 from forge_data.protocols import Stream
 
@@ -52,9 +53,8 @@ class PhasedStream:
     def __init__(self, parts: Sequence[tuple[str, Stream, int]]) -> None:
         starts = [start for _, _, start in parts]
         if starts[:1] != [0] or sorted({*starts}) != starts:
-            raise ValueError(
-                f"parts must begin with instance 0 and rise, and begin with {starts}; put them in order"
-            )
+            rule = "must begin with instance 0 and rise"
+            raise invalid("parts", "order", starts, rule, "put them in order")
         ends = [*starts[1:], None]
         self.parts = [Part(*part, end) for part, end in zip(parts, ends)]
         self._starts = starts
@@ -94,9 +94,8 @@ class PhasedStream:
             else {}
         )
         if len(parts) > 1:
-            raise ValueError(
-                f"instances {ids.min()}..{ids.max()} must be of one part; ask for them apart"
-            )
+            found, rule = (int(ids.min()), int(ids.max())), "must be instances of one part"
+            raise invalid("instance_ids", "parts", found, rule, "read them apart")
         return next(iter(parts.values()), self.parts[0]).arrays(ids)
 
     def fingerprint(self) -> dict[str, str | int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from forge_data._problems import raise_problems
+from forge_data._shared.problems import Problem, raise_problems
 
 if TYPE_CHECKING:
     from forge_data.config import DataConfig
@@ -104,49 +104,59 @@ def _place(phase: PhaseConfig) -> int:
     return place
 
 
-def _own_problems(c: PhaseConfig) -> Iterator[str]:
+def _own_problems(c: PhaseConfig) -> Iterator[Problem]:
     starts = {"start_tokens": c.start_tokens, "start_instance": c.start_instance}
     given = {name: value for name, value in starts.items() if value is not None}
     if len(given) != 1:
-        yield f"start_tokens or start_instance must be given, one of them, and {len(given)} are; give the tokens before it"
+        rule = f"or start_instance must be given, one of them, and {len(given)} are"
+        yield Problem("start_tokens", "one_of", ..., rule, "give the tokens before it")
     for name, value in given.items():
         if not is_int(value, 1, _LARGEST):
-            yield f"{name} {value!r:.40} must be a whole number of at least 1; give what is before it"
+            rule, fix = "must be an integer of at least 1", "give what is before it"
+            yield Problem(name, "range", value, rule, fix)
+
     for name, most in (("seq_len", _MAX_SEQ_LEN), ("global_batch", _MAX_GLOBAL_BATCH)):
         value = getattr(c, name)
         if value is not None and not is_int(value, 1, most):
-            yield f"{name} {value!r:.40} must be a whole number from 1 to {most}; leave it out for that before"
+            rule = f"must be an integer from 1 to {most}"
+            yield Problem(name, "range", value, rule, "leave it out to keep the one before")
     for name, weight in c.weights.items():
         if not is_weight(weight):
-            yield f"weights.{name} {weight!r:.40} must be a finite number of at least 0; use 1.0"
+            rule = "must be a finite number of at least 0"
+            yield Problem(f"weights.{name}", "range", weight, rule, "use 1.0")
     if c.weights and not any(c.weights.values()):
-        yield f"weights {c.weights} must have one above 0; name the sources that go on"
+        fix = "name the sources that continue"
+        yield Problem("weights", "zero_weights", c.weights, "must have one above 0", fix)
     if not (is_weight(c.lr_multiplier) and c.lr_multiplier > 0):
-        yield f"lr_multiplier {c.lr_multiplier!r:.40} must be a finite number above 0; use 1.0"
+        rule = "must be a finite number above 0"
+        yield Problem("lr_multiplier", "range", c.lr_multiplier, rule, "use 1.0")
 
 
-def phase_problems(c: DataConfig) -> Iterator[str]:
+def phase_problems(c: DataConfig) -> Iterator[Problem]:
     """Problems of phases with the sources and with one another."""
-    names = ", ".join(c.sources)
     for name, phase in c.phases.items():
+        key = f"phases.{name}.weights"
         for source in phase.weights:
             if source not in c.sources:
-                yield f"phases.{name}.weights {source!r} must be one of the sources, {names}; correct the name"
+                rule = f"must be one of the sources, {', '.join(c.sources)}"
+                yield Problem(key, "unknown", source, rule, "correct the name")
         if len(c.sources) == 1 and phase.weights:
-            yield f"phases.{name}.weights mean nothing for the only source; remove them"
-    units = {phase.start_instance is None for phase in c.phases.values()}
-    if len(units) == 2:
-        yield "phases must all have start_tokens, or all start_instance, to have an order; use one of them"
+            rule = "must not be given for the only source"
+            yield Problem(key, "only_source", phase.weights, rule, "remove them")
+    if len({phase.start_instance is None for phase in c.phases.values()}) == 2:
+        rule = "must all have start_tokens, or all start_instance, to have an order"
+        yield Problem("phases", "mixed_starts", ..., rule, "use one of them")
         return
     found = stretches(c)
     for before, stretch in pairwise(found):
+        key = f"phases.{stretch.name}"
         if stretch[3:] == before[3:]:
-            yield f"phases.{stretch.name} changes nothing; give it weights, lr_multiplier, seq_len or global_batch"
+            fix = "give it weights, lr_multiplier, seq_len or global_batch"
+            yield Problem(key, "no_change", ..., "changes nothing", fix)
         if before.name and stretch.start == before.start:
-            yield (
-                f"phases.{stretch.name} and phases.{before.name} begin with the same row, {stretch.start}; make them one "
-                "phase, or set them apart by more than a row"
-            )
+            rule = f"and phases.{before.name} begin with the same row, {stretch.start}"
+            fix = "make them one phase, or move them apart by more than a row"
+            yield Problem(key, "same_start", ..., rule, fix)
 
 
 def is_int(value: Any, minimum: int, maximum: int) -> bool:

@@ -5,11 +5,12 @@ V   shards of the stream        N   instances of a call
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import numpy as np
 
+from forge_data._shared.problems import Problem
 from forge_data.protocols import ShardedStream, Stream
 
 __all__ = ["PLACES", "Places"]
@@ -43,17 +44,16 @@ class Places:
         return [[int(shard), *map(int, self.table[shard])] for shard in behind]
 
 
-def places_problem(state: Any, num_shards: int) -> str | None:
-    """The reason why saved places are not those of `num_shards` shards; None if they are."""
+def places_problems(state: Any, num_shards: int) -> Iterator[Problem]:
+    """Problems of saved cursors of `num_shards` shards; the first makes others meaningless."""
+    fix = "load another checkpoint"
     if not isinstance(state, list):
-        return "places of shards that are no list"
+        yield Problem(PLACES, "type", state, "must be a list", fix)
     for place in state:
         good = isinstance(place, list) and len(place) == 3 and all(type(i) is int for i in place)
         if not good or not 0 <= place[0] < num_shards or not 0 <= min(place) <= max(place) <= _LAST:
-            return (
-                f"place {place!r:.80}, which must be a shard below {num_shards}, a row and a place"
-            )
-    return None
+            rule = f"must be a shard below {num_shards}, a row and a place"
+            yield Problem(PLACES, "range", place, rule, fix)
 
 
 def num_shards_of(stream: Any) -> int:

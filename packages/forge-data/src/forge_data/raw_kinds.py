@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from forge_data._problems import raise_problems
+from forge_data._shared.problems import Problem, raise_problems
 
 __all__ = ["BorderConfig"]
 
@@ -30,26 +30,28 @@ class BorderConfig:
     def __post_init__(self) -> None:
         raise_problems("source", self._problems())
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[Problem]:
         for name, value in vars(self).items():
             good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LAST_ID
             if value is not None and not good:
-                yield f"{name} {value!r:.40} must be an id from 0 to {_LAST_ID}; give the one of the tokenizer"
+                rule = f"must be an id from 0 to {_LAST_ID}"
+                yield Problem(name, "range", value, rule, "give the one of the tokenizer")
         if self.eos_id is not None and self.bos_id is not None:
-            yield (
-                f"eos_id {self.eos_id} and bos_id {self.bos_id} each say where documents are apart; remove one of them"
-            )
+            rule = f"must not be given with bos_id {self.bos_id}: each sets where documents begin"
+            yield Problem("eos_id", "excludes", self.eos_id, rule, "remove one of them")
 
 
-def raw_problems(config: Any) -> Iterator[str]:
-    """Problems of a source of one of these formats, beside those of its table."""
-    if config.name not in RAW_KINDS:
+def raw_problems(config: Any) -> Iterator[Problem]:
+    """Problems of a source of one of these formats, without those of its table."""
+    name = config.name
+    if name not in RAW_KINDS:
         return
     if not config.path:
-        yield f"path {config.path!r} must name files of {config.name} when name is {config.name!r}; set path"
-    if config.dtype is not None and config.name != "nanogpt":
-        yield f"dtype {config.dtype!r} means nothing when name is {config.name!r}, whose files say it; remove dtype"
+        rule = f"must name files of {name} when name is {name!r}"
+        yield Problem("path", "missing", config.path, rule, "set path")
+    if config.dtype is not None and name != "nanogpt":
+        rule = f"must not be given when name is {name!r}, whose files contain it"
+        yield Problem("dtype", "excludes", config.dtype, rule, "remove dtype")
     if config.verify != "touch":
-        yield (
-            f"verify {config.verify!r} means nothing when name is {config.name!r}, which has no digests; remove verify"
-        )
+        rule = f"must be 'touch' when name is {name!r}, which has no digests"
+        yield Problem("verify", "excludes", config.verify, rule, "remove verify")

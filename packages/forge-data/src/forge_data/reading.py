@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 from forge_data.ledger import Ledger
 from forge_data.protocols import Stream
@@ -48,10 +49,9 @@ def read_rows(stream: Stream, ids: np.ndarray) -> Mapping[str, Any]:
     except (InvalidData, MemoryError):
         raise
     except Exception as error:
-        raise InvalidData(
-            f"{_first_bad(stream, ids)} could not be read: the code of its source raised {type(error).__name__}: "
-            f"{error} ({_line_of(error)}); correct it"
-        ) from error
+        rule = f"could not be read, as the code of its source raised {type(error).__name__}: {error} ({_line_of(error)})"
+        where, fix = _first_bad(stream, ids), "correct it"
+        raise invalid("", "source_error", ..., rule, fix, where=where, kind=InvalidData) from error
 
 
 def name_instances(stream: Stream, ids: np.ndarray) -> str:

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.bounded_read import read_bounded
 from forge_data.errors import InvalidData
 from forge_data.packing_config import PackingConfig
@@ -99,10 +100,10 @@ def open_plan(source: Source, seq_len: int, packing: PackingConfig) -> StoredPla
                     _write(temporary, source, known)
                 found = _existing(folder, known)
     except OSError as error:
-        raise ValueError(
-            f"cache {cache} must be a folder that can be written, with room for a packing plan ({error.strerror}); set "
-            "$FORGE_CACHE to one"
-        ) from error
+        rule = (
+            f"must be a folder that can be written, with room for a packing plan ({error.strerror})"
+        )
+        raise invalid("cache", "unwritable", str(cache), rule, "set $FORGE_CACHE to one") from error
     assert found is not None
     return found
 
@@ -126,7 +127,8 @@ def _existing(folder: Path, known: dict[str, Any], tell: bool = False) -> Stored
         header = json.loads(read_bounded(folder / _HEADER, _HEADER_BYTES))
         for name, value in known.items():
             if header[name] != value:
-                raise InvalidData(f"{folder / _HEADER} has {name} {header[name]!r}, not {value!r}")
+                rule, where = f"must be {value!r}", folder / _HEADER
+                raise invalid(name, "mismatch", header[name], rule, where=where, kind=InvalidData)
         for name in PARTS:
             check_whole(folder / f"{name}.bin", header["sha256"][name])
         return _mapped(folder, header)

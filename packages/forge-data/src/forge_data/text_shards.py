@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.config import MAX_SEQ_LEN
 from forge_data.errors import InvalidData
 from forge_data.mixed_stream import seed_of
@@ -74,9 +75,8 @@ class TextShards:
         }
         for name, (value, most) in bounds.items():
             if not 1 <= value <= most:
-                raise ValueError(
-                    f"{name} {value!r:.40} must be at least 1 and at most {most}; use 256"
-                )
+                rule = f"must be at least 1 and at most {most}"
+                raise invalid(name, "range", value, rule, "use 256")
         self.pieces, self.tokenizer = pieces, tokenizer
         self.seq_len, self.seed, self.shuffle_window = seq_len, seed, shuffle_window
         self.num_shards = min(virtual_shards, len(pieces))
@@ -165,10 +165,9 @@ class TextShards:
                     yield window
                     first += len(window.rows)
             if whole and first == before:
-                raise InvalidData(
-                    f"shard {shard} of {self.num_shards} must hold text, but pieces {pieces.tolist()!s:.80} have none; "
-                    "remove empty files, or use fewer virtual_shards"
-                )
+                rule = f"of {self.num_shards} must hold text, but pieces {pieces.tolist()!s:.80} have none"
+                fix = "remove empty files, or use fewer virtual_shards"
+                raise invalid("shard", "empty", shard, rule, fix, kind=InvalidData)
             turn, document = (turn // len(pieces) + 1) * len(pieces), 0
 
     def _documents(

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.bounded_read import read_bounded
 from forge_data.errors import InvalidData
 from forge_data.protocols import Tokenizer
@@ -42,10 +43,9 @@ class ByteTokenizer:
         """Text of `ids`; broken UTF-8 becomes U+FFFD, end-of-document is dropped. ValueError over 256."""
         if len(ids) and not 0 <= min(ids) <= max(ids) <= 256:
             worst = max(ids) if max(ids) > 256 else min(ids)
-            raise ValueError(
-                f"id {worst} is outside the byte tokenizer's 0..256; "
-                "decode with the tokenizer the ids were made with"
-            )
+            rule = "must be an id of the byte tokenizer, 0..256"
+            fix = "decode with the tokenizer the ids were made with"
+            raise invalid("ids", "range", worst, rule, fix)
         return bytes(i for i in ids if i < 256).decode("utf-8", errors="replace")
 
     def spec(self) -> dict[str, Any]:
@@ -65,25 +65,24 @@ class JsonTokenizer:
 
     def __init__(self, path: str | Path, eos: str | None = None) -> None:
         self.path = Path(path)
+        where = str(self.path)
         if not self.path.is_file():
-            raise InvalidData(
-                f'tokenizer {self.path} must be a JSON file; check the path or use "byte"'
+            fix = 'check the path or use "byte"'
+            raise invalid(
+                "tokenizer", "not_found", where, "must be a JSON file", fix, kind=InvalidData
             )
         try:
             from tokenizers import Tokenizer as Library
         except ImportError:
-            raise ValueError(
-                f"tokenizer {self.path} needs the tokenizers library, which is not installed; "
-                "pip install 'forge-data[tokenizers]'"
-            ) from None
+            rule, fix = "needs the tokenizers library", "pip install 'forge-data[tokenizers]'"
+            raise invalid("tokenizer", "requires", where, rule, fix) from None
         content = read_bounded(self.path, _MAX_BYTES)
         try:
             self._tokenizer = Library.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception
-            raise InvalidData(
-                f"tokenizer {self.path} must be a JSON file of the tokenizers library ({error}); "
-                "save one with Tokenizer.save(path)"
-            ) from None
+            rule = f"must be a JSON file of the tokenizers library ({error})"
+            fix = "save one with Tokenizer.save(path)"
+            raise invalid("tokenizer", "damaged", where, rule, fix, kind=InvalidData) from None
         # Settings for inputs of a model, saved with some files: they would cut documents and fill them up.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -92,10 +91,9 @@ class JsonTokenizer:
         self.fingerprint = hashlib.sha256(content).hexdigest()
         self.eos = eos if eos is not None else next((n for n in EOS_NAMES if n in vocabulary), None)
         if eos is not None and eos not in vocabulary:
-            raise ValueError(
-                f"eos token {eos!r} must be in the vocabulary of {self.path}; "
-                "name one that is, or leave it out to try the usual names"
-            )
+            rule = f"must be in the vocabulary of {self.path}"
+            fix = "name one that is, or leave it out to try the usual names"
+            raise invalid("eos", "unknown", eos, rule, fix)
         self.eos_id: int | None = None if self.eos is None else vocabulary[self.eos]
 
     def encode(self, text: str) -> list[int]:
@@ -146,15 +144,11 @@ def load_tokenizer(spec: Mapping[str, Any] | str) -> Tokenizer:
     elif name == "json" and spec.get("path"):
         tokenizer = JsonTokenizer(spec["path"], spec.get("eos"))
     else:
-        raise ValueError(
-            f'tokenizer {dict(spec)} must have the name "byte", or "json" and a path; '
-            "use the spec of a source"
-        )
+        rule = 'must have the name "byte", or "json" and a path'
+        raise invalid("tokenizer", "unknown", dict(spec), rule, "use the spec of a source")
     expected = spec.get("fingerprint", tokenizer.fingerprint)
     if expected != tokenizer.fingerprint:
-        raise InvalidData(
-            f"tokenizer {spec.get('path', name)} has fingerprint {tokenizer.fingerprint[:16]}, "
-            f"but the tokens were made with {str(expected)[:16]}; "
-            "put the original file back or prepare the text again"
-        )
+        rule = f"has fingerprint {tokenizer.fingerprint[:16]}, but the tokens were made with {str(expected)[:16]}"
+        fix = "put the original file back or prepare the text again"
+        raise invalid("tokenizer", "mismatch", spec.get("path", name), rule, fix, kind=InvalidData)
     return tokenizer

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from forge_data._problems import path_problems, raise_problems
+from forge_data._problems import path_problems
+from forge_data._shared.problems import Problem, raise_problems
 
 TRAIN_ON = ("assistant", "last", "all")
 TOO_LONG = ("refuse", "truncate", "skip")
@@ -48,26 +49,28 @@ class ChatConfig:
         raise_problems("chat", _problems(self))
 
 
-def _problems(c: ChatConfig) -> Iterator[str]:
+def _problems(c: ChatConfig) -> Iterator[Problem]:
     for key in ("tokenizer", "template", "cache"):
         value = getattr(c, key)
         if value == "":
-            yield f"{key} '' must name a path; give one, or remove it"
-        yield from (f"{key}: {problem}" for problem in path_problems(value or ""))
+            yield Problem(key, "empty", value, "must name a path", "give one, or remove it")
+        yield from path_problems(value or "", key)
     for key in ("messages_field", "tools_field"):
         if getattr(c, key) == "":
-            yield f"{key} '' must name a key of the records; use 'messages', or remove it"
+            fix = "use 'messages', or remove it"
+            yield Problem(key, "no_key", "", "must name a key of the records", fix)
     for key, choices in (("train_on", TRAIN_ON), ("too_long", TOO_LONG)):
-        if getattr(c, key) not in choices:
-            yield f"{key} {getattr(c, key)!r:.40} must be one of {', '.join(choices)}; use {choices[0]!r}"
+        if (value := getattr(c, key)) not in choices:
+            rule = f"must be one of {', '.join(choices)}"
+            yield Problem(key, "unknown", value, rule, f"use {choices[0]!r}")
 
 
-def chat_problems(chat: ChatConfig, verify: str) -> Iterator[str]:
-    """Problems of a source of name chat, beside those of its table alone."""
+def chat_problems(chat: ChatConfig, verify: str) -> Iterator[Problem]:
+    """Problems of a source of name chat, without those of its table."""
     if chat.tokenizer is None:
-        yield (
-            "chat.tokenizer must name a tokenizer of transformers when name is 'chat'; set it to the folder of the "
-            "model that is trained"
-        )
+        rule = "must name a tokenizer of transformers when name is 'chat'"
+        fix = "set it to the folder of the model that is trained"
+        yield Problem("chat.tokenizer", "missing", ..., rule, fix)
     if verify != "touch":
-        yield f"verify {verify!r} means nothing when name is 'chat', whose tokens are always compared; remove verify"
+        rule = "must be 'touch' when name is 'chat', whose tokens are always compared"
+        yield Problem("verify", "excludes", verify, rule, "remove verify")

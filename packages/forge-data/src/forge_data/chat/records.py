@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
 from forge_data.folders import files_below
@@ -34,18 +35,17 @@ def find_conversations(path: Path, split: str) -> list[Path]:
     Raises InvalidData where there is none.
     """
     check_split(split)
+    name, kinds = str(path), "a .jsonl (or .jsonl.gz, .jsonl.zst) or .parquet file"
     if not path.exists():
-        raise InvalidData(
-            f"path {path} must be a .jsonl (or .jsonl.gz, .jsonl.zst) or .parquet file or a folder of them, but nothing is there; check it"
-        )
-    folders = [name for name in SPLITS if (path / name).is_dir()]
+        rule = f"must be {kinds} or a folder of them, but nothing is there"
+        raise invalid("path", "not_found", name, rule, "check it", kind=InvalidData)
+    folders = [folder for folder in SPLITS if (path / folder).is_dir()]
     if folders:
         path = path / split
     elif split == "validation":
-        raise InvalidData(
-            f"path {path} must hold train/ and validation/ for split validation; make them, or give validation a path "
-            "of its own with split train"
-        )
+        rule = "must hold train/ and validation/ for split validation"
+        fix = "make them, or give validation a path of its own with split train"
+        raise invalid("path", "no_splits", name, rule, fix, kind=InvalidData)
     if path.is_file():
         found = [path] if path.name.endswith(_PLAIN) else []
     else:
@@ -55,10 +55,8 @@ def find_conversations(path: Path, split: str) -> list[Path]:
             p for p in files_below(path, lambda name: name.endswith(endings)) if _is_data(p, path)
         ]
     if not found:
-        raise InvalidData(
-            f"path {path} must be a .jsonl (or .jsonl.gz, .jsonl.zst) or .parquet file, a folder of them, or a set saved by datasets; "
-            "check it"
-        )
+        rule = f"must be {kinds}, a folder of them, or a set saved by datasets"
+        raise invalid("path", "no_files", str(path), rule, "check it", kind=InvalidData)
     return found
 
 
@@ -89,15 +87,18 @@ def _lines(path: Path) -> Iterator[Record]:
             try:
                 yield Record(place, json.loads(line.decode("utf-8")))
             except UnicodeDecodeError:
-                raise InvalidData(
-                    f"{place} must be UTF-8; convert the file, for example with iconv"
+                rule, fix = "must be UTF-8", "convert the file, for example with iconv"
+                raise invalid(
+                    "", "encoding", ..., rule, fix, where=place, kind=InvalidData
                 ) from None
             except RecursionError:
-                raise InvalidData(
-                    f"{place} must be JSON of a few levels; correct the line"
-                ) from None
+                rule, fix = "must be JSON of a few levels", "correct the line"
+                raise invalid("", "depth", ..., rule, fix, where=place, kind=InvalidData) from None
             except ValueError as error:
-                raise InvalidData(f"{place} must be JSON ({error}); correct the line") from None
+                rule, fix = f"must be JSON ({error})", "correct the line"
+                raise invalid(
+                    "", "not_json", ..., rule, fix, where=place, kind=InvalidData
+                ) from None
 
 
 def _parquet(path: Path) -> Iterator[Record]:
@@ -114,26 +115,25 @@ def _parquet(path: Path) -> Iterator[Record]:
     except (OSError, ValueError) as error:
         if isinstance(error, InvalidData):
             raise
-        message = str(error).splitlines()[0]
-        raise InvalidData(
-            f"{path} must be a parquet file ({message:.200}); write it again"
-        ) from None
+        rule, fix = f"must be a parquet file ({str(error).splitlines()[0]:.200})", "write it again"
+        raise invalid("", "damaged", ..., rule, fix, where=path, kind=InvalidData) from None
 
 
 def _saved_set(folder: Path) -> Iterator[Record]:
     try:
         from datasets import Dataset, load_from_disk
     except ImportError:
-        raise ValueError(
-            f"{folder} needs datasets, which is not installed; pip install 'forge-data[huggingface]'"
-        ) from None
+        rule, fix = (
+            "needs datasets, which is not installed",
+            "pip install 'forge-data[huggingface]'",
+        )
+        raise invalid("", "requires", ..., rule, fix, where=folder) from None
     try:
         found = load_from_disk(str(folder))
         assert isinstance(found, Dataset)
     except Exception as error:  # of many kinds, by what is missing
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise InvalidData(
-            f"{folder} must be a set saved by datasets ({message:.200}); save it again"
-        ) from None
+        rule, fix = f"must be a set saved by datasets ({message:.200})", "save it again"
+        raise invalid("", "not_loaded", ..., rule, fix, where=folder, kind=InvalidData) from None
     for number, row in enumerate(found, start=1):
         yield Record(f"{folder} row {number}", row)

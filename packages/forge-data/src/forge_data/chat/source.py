@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from forge_data._shared.problems import Problem, invalid, raise_problems
 from forge_data.chat.cache import Rendering, cached, offsets_digest
 from forge_data.chat.config import ChatConfig
 from forge_data.chat.messages import conversation_of
@@ -79,9 +80,7 @@ class Conversations:
 
     def stream(self, seq_len: int, seed: int = 0) -> ChatStream:
         """Rows of `seq_len` tokens, shuffled by `seed`. Raises InvalidData as `row_problems` says."""
-        problems = self.row_problems(seq_len)
-        if problems:
-            raise InvalidData("\n".join(problems))
+        raise_problems("", self.row_problems(seq_len), InvalidData)
         policy = self.config.too_long
         fingerprint = {
             **self.fingerprint(),
@@ -92,23 +91,19 @@ class Conversations:
         stream.remarks = self.remarks(seq_len)
         return stream
 
-    def row_problems(self, seq_len: int) -> list[str]:
-        """Why there are no rows of `seq_len` tokens: conversations that are longer, where config refuses them."""
-        long = self._too_long(seq_len)
-        if not len(long):
-            return []
-        longest = int(self.rendered.lengths.max())
-        if self.config.too_long == "refuse":
+    def row_problems(self, seq_len: int) -> list[Problem]:
+        """Why there are no rows of `seq_len` tokens: conversations that are longer, where config does not allow them."""
+        long, total = self._too_long(seq_len), self.rendered.tokens.num_documents
+        if len(long) and self.config.too_long == "refuse":
             places = ", ".join(self._place(i) for i in long[:_EXAMPLES])
-            return [
-                f"{places}{' and others' if len(long) > _EXAMPLES else ''}: {len(long)} of "
-                f"{self.rendered.tokens.num_documents} conversations must be of at most seq_len {seq_len} tokens, the longest has {longest}; raise "
-                'seq_len, or set chat.too_long = "truncate" or "skip"'
-            ]
-        if self.config.too_long == "skip" and len(long) == self.rendered.tokens.num_documents:
-            return [
-                f"all {len(long)} conversations have more than seq_len {seq_len} tokens, and are skipped; raise seq_len"
-            ]
+            places += " and others" if len(long) > _EXAMPLES else ""
+            longest = int(self.rendered.lengths.max())
+            rule = f"must be at least {longest}, as {len(long)} of {total} conversations are longer: {places}"
+            fix = 'raise it, or set chat.too_long = "truncate" or "skip"'
+            return [Problem("seq_len", "too_long", seq_len, rule, fix)]
+        if self.config.too_long == "skip" and len(long) == total:
+            rule = f"must be larger, as all {total} conversations have more tokens and are skipped"
+            return [Problem("seq_len", "all_skipped", seq_len, rule, "raise it")]
         return []
 
     def remarks(self, seq_len: int) -> list[str]:
@@ -144,9 +139,9 @@ class Conversations:
             ids, weights = template.encode(conversation)
             yield Rendering(ids, weights, template.holds_specials(conversation))
         if record is None:
-            raise InvalidData(
-                f"{self._files[0]} must hold a conversation, and has none; add one, or correct the path"
-            )
+            where, rule = self._files[0], "must hold a conversation, and has none"
+            fix = "add one, or correct the path"
+            raise invalid("", "empty", ..., rule, fix, where=where, kind=InvalidData)
 
 
 def open_source(config: SourceConfig) -> Conversations:

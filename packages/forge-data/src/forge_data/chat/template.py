@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.bounded_read import read_bounded
 from forge_data.chat.config import ChatConfig
 from forge_data.chat.messages import Conversation
@@ -45,14 +46,14 @@ class ChatTemplate:
             try:
                 self._template = read_bounded(Path(config.template), _MAX_TEMPLATE).decode("utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                raise InvalidData(
-                    f"template {config.template} must be a file of UTF-8 text ({error}); check the path"
+                name, rule = config.template, f"must be a file of UTF-8 text ({error})"
+                raise invalid(
+                    "template", "unreadable", name, rule, "check the path", kind=InvalidData
                 ) from None
         elif not self.tokenizer.chat_template:
-            raise InvalidData(
-                f"tokenizer {self.folder} has no chat template; set template to a file with one, or use the tokenizer of "
-                "a model that was tuned to conversations"
-            )
+            rule = "has no chat template"
+            fix = "set template to a file with one, or use the tokenizer of a model that was tuned to conversations"
+            raise invalid("tokenizer", "no_template", str(self.folder), rule, fix, kind=InvalidData)
         self._specials = tuple(
             token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special
         )
@@ -93,8 +94,9 @@ class ChatTemplate:
         )
         ids = np.asarray(out["input_ids"], np.int64)
         if not ids.size:
-            raise InvalidData(
-                f"{conversation.place} has no tokens after its template; correct the template"
+            where, rule = conversation.place, "has no tokens after its template"
+            raise invalid(
+                "", "empty", ..., rule, "correct the template", where=where, kind=InvalidData
             )
         factors = self._factors(conversation)
         if self.config.train_on == "all" and set(factors) == {1.0}:
@@ -129,10 +131,9 @@ class ChatTemplate:
             return weights
         edges = np.flatnonzero(np.diff(mask, prepend=0, append=0)).reshape(-1, 2)
         if len(edges) != len(said):
-            raise InvalidData(
-                f"{conversation.place} has {len(said)} messages of the assistant, and its template marks {len(edges)} parts, "
-                'so that no message has a weight of its own; remove weight, or set train_on = "assistant"'
-            )
+            rule = f"of its {len(said)} messages of the assistant must be 1, as the template marks {len(edges)} parts"
+            fix, where = 'remove weight, or set train_on = "assistant"', conversation.place
+            raise invalid("weight", "parts", ..., rule, fix, where=where, kind=InvalidData)
         for (start, stop), factor in zip(edges, said):
             weights[start:stop] = factor
         return weights
@@ -173,25 +174,23 @@ class ChatTemplate:
         place = whole.find(prompt, before, self._length(c, whole, number, number + 1, False))
         if place >= 0:
             return place + len(prompt)
-        raise InvalidData(
-            f"{c.place} message {number}: the template does not begin it with {prompt!r:.80}, its prompt for the assistant, "
-            "so that its tokens are not known; put a message of the user before it, or use a template with {% generation %}"
-        )
+        rule = f"does not begin in the template with {prompt!r:.80}, its prompt for the assistant, so that its tokens are not known"
+        fix = "put a message of the user before it, or use a template with {% generation %}"
+        where = f"{c.place} message {number}"
+        raise invalid("", "no_prompt", ..., rule, fix, where=where, kind=InvalidData)
 
     def _length(self, c: Conversation, whole: str, number: int, count: int, prompt: bool) -> int:
         """Characters of the rendering of the first `count` messages, with which `whole` must begin."""
         text = self._text(c, count, prompt)
         if whole.startswith(text):
             return len(text)
-        raise InvalidData(
-            f"{c.place} message {number}: the template renders the first {count} messages{' and a prompt' if prompt else ''} "
-            "otherwise alone than in the conversation (some drop earlier reasoning), so that its tokens are not known; "
-            + (
-                "use a template with {% generation %}"
-                if self.config.train_on == "last"
-                else 'set train_on = "last", or use a template with {% generation %}'
-            )
+        rule = (
+            f"renders the first {count} messages{' and a prompt' if prompt else ''} differently without the rest of the "
+            "conversation (some drop earlier reasoning), so that its tokens are not known"
         )
+        last = "" if self.config.train_on == "last" else 'set train_on = "last", or '
+        where, fix = f"{c.place} message {number}", f"{last}use a template with {{% generation %}}"
+        raise invalid("template", "not_a_prefix", ..., rule, fix, where=where, kind=InvalidData)
 
     def _text(self, conversation: Conversation, count: int, prompt: bool) -> str:
         if count == 0:
@@ -209,9 +208,10 @@ class ChatTemplate:
             )
         except Exception as error:  # a template raises what it likes
             message = (str(error).splitlines() or [type(error).__name__])[0]
-            raise InvalidData(
-                f"{c.place}: the template does not take its first {len(messages)} messages ({message:.200}); correct "
-                "them, or the template"
+            rule = f"does not take its first {len(messages)} messages ({message:.200})"
+            where, fix = c.place, "correct them, or the template"
+            raise invalid(
+                "template", "raised", ..., rule, fix, where=where, kind=InvalidData
             ) from error
 
     def _has_marks(self, conversation: Conversation) -> bool:
@@ -220,25 +220,22 @@ class ChatTemplate:
 
 
 def _load(folder: Path) -> Any:
+    name = str(folder)
     try:
         from transformers import AutoTokenizer
     except ImportError:
-        raise ValueError(
-            f"tokenizer {folder} needs transformers, which is not installed; pip install 'forge-data[chat]'"
-        ) from None
+        rule, fix = "needs transformers, which is not installed", "pip install 'forge-data[chat]'"
+        raise invalid("tokenizer", "requires", name, rule, fix) from None
     if not (folder / "tokenizer.json").is_file():
-        raise InvalidData(
-            f"tokenizer {folder} must be a folder of transformers with tokenizer.json; check the path"
-        )
+        rule, fix = "must be a folder of transformers with tokenizer.json", "check the path"
+        raise invalid("tokenizer", "not_found", name, rule, fix, kind=InvalidData)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # of many kinds, by what is missing
         message = (str(error).splitlines() or [type(error).__name__])[0]
-        raise InvalidData(
-            f"tokenizer {folder} must be a folder that transformers loads ({message:.200}); save it again"
-        ) from None
+        rule, fix = f"must be a folder that transformers loads ({message:.200})", "save it again"
+        raise invalid("tokenizer", "not_loaded", name, rule, fix, kind=InvalidData) from None
     if not tokenizer.is_fast:
-        raise InvalidData(
-            f"tokenizer {folder} must be of the library tokenizers, which knows the characters of a token; convert it"
-        )
+        rule = "must be of the tokenizers library, which has the characters of a token"
+        raise invalid("tokenizer", "not_fast", name, rule, "convert it", kind=InvalidData)
     return tokenizer

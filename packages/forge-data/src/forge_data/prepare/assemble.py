@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
 from forge_data.prepare.duplicates import find_duplicates
@@ -138,14 +139,10 @@ def _refuse_empty(
     """Raise InvalidData for a split without a document."""
     for split, writer in writers.items():
         if writer.num_tokens == 0 and num_documents == 0:
-            raise InvalidData(
-                "the input must hold text, but every document is empty; check the paths"
-            )
+            rule = "must hold text, but every document is empty"
+            raise invalid("inputs", "empty", ..., rule, "check the paths", kind=InvalidData)
         if writer.num_tokens == 0:
-            key = "a smaller validation_every"
-            if settings.validation_fraction:
-                key = "another validation_fraction"
-            raise InvalidData(
-                f"split {split} would be empty with {num_documents} documents; use {key}, "
-                "or document line or blank_line for more documents"
-            )
+            name = "validation_fraction" if settings.validation_fraction else "validation_every"
+            rule = f"would leave split {split} empty with {num_documents} documents"
+            fix = "use another, or document line or blank_line for more documents"
+            raise invalid(name, "empty_split", getattr(settings, name), rule, fix, kind=InvalidData)

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 
 __all__ = ["COMPRESSIONS", "open_bytes"]
@@ -91,9 +92,8 @@ def _unpacker(path: Path, compression: str) -> Callable[[], Any]:
     try:
         from zstandard import ZstdDecompressor
     except ImportError:
-        raise ValueError(
-            f"{path} needs zstandard, which is not installed; pip install 'forge-data[zstd]'"
-        ) from None
+        rule, fix = "needs zstandard, which is not installed", "pip install 'forge-data[zstd]'"
+        raise invalid("", "requires", ..., rule, fix, where=path) from None
     return ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj
 
 
@@ -102,16 +102,14 @@ def _unpack(
 ) -> Iterator[bytes]:
     """Unpacked chunks of all members or frames, one behind the other."""
     # The libraries' own file objects say nothing when a zstd file ends inside a frame.
-    unpacker, inside = new(), True
+    unpacker, inside, fix = new(), True, "copy or download it again"
     while chunk := file.read(_CHUNK):
         while chunk:
             try:
                 unpacked = unpacker.decompress(chunk)
             except Exception as error:  # zlib.error and ZstdError have no common base but this
-                raise InvalidData(
-                    f"{path} must be whole {compression} as its name says, but before byte "
-                    f"{file.tell()} it is not ({error}); copy or download it again"
-                ) from None
+                rule = f"must be {compression} as its name says, but before byte {file.tell()} it is not ({error})"
+                raise invalid("", "damaged", ..., rule, fix, where=path, kind=InvalidData) from None
             inside, chunk = not unpacker.eof, b""
             yield unpacked
             if unpacker.eof:
@@ -120,7 +118,5 @@ def _unpack(
                 chunk = chunk.lstrip(b"\0") if compression == "gzip" else chunk
                 unpacker, inside = new(), bool(chunk)
     if inside:
-        raise InvalidData(
-            f"{path} ends after {file.tell()} bytes in the middle of its {compression} data: it was "
-            "truncated; copy or download it again"
-        )
+        rule = f"ends after {file.tell()} bytes in the middle of its {compression} data: it was truncated"
+        raise invalid("", "truncated", ..., rule, fix, where=path, kind=InvalidData)

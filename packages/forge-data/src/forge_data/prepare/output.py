@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 from forge_data.sources.sidecar import SIDECAR
 
@@ -19,22 +20,21 @@ def check_output(output: Path, inputs: Sequence[Path], overwrite: bool) -> None:
     """Raise ValueError if `output` exists, unless it holds token files and `overwrite` is True."""
     if not (output.exists() or output.is_symlink()):
         return
+    name, other = str(output), "choose another output"
     if not overwrite:
-        raise ValueError(
-            f"output {output} must not exist yet; choose another, or replace it with overwrite=True "
-            "(--overwrite)"
+        rule, fix = (
+            "must not exist yet",
+            f"{other}, or replace it with overwrite=True (--overwrite)",
         )
+        raise invalid("output", "exists", name, rule, fix)
     folders = [output, *(output / split for split in SPLITS)]
     if output.is_symlink() or not any((folder / SIDECAR).is_file() for folder in folders):
-        raise ValueError(
-            f"output {output} must be a folder of token files to be overwritten; choose another"
-        )
+        rule = "must be a folder of token files to be overwritten"
+        raise invalid("output", "no_tokens", name, rule, other)
     inside = [i for i in inputs if i.resolve().is_relative_to(output.resolve())]
     if inside:
-        raise ValueError(
-            f"input {inside[0]} must not be in the output {output}, which would be replaced; "
-            "choose another output"
-        )
+        rule = f"must not be in the output {output}, which would be replaced"
+        raise invalid("inputs", "inside", str(inside[0]), rule, other)
 
 
 @contextmanager
@@ -79,10 +79,8 @@ def make_folder(output: Path, folder: Path) -> None:
     try:
         folder.mkdir(parents=True)
     except OSError as error:
-        raise ValueError(
-            f"output {output} must be in a folder that can be written ({error.strerror}); "
-            "choose another"
-        ) from None
+        rule = f"must be in a folder that can be written ({error.strerror})"
+        raise invalid("output", "unwritable", str(output), rule, "choose another") from None
 
 
 def write_json(path: Path, content: Any) -> None:

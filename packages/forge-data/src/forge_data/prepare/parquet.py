@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 from forge_data.prepare.text_documents import Piece
 
@@ -59,9 +60,8 @@ def require_pyarrow(path: Path) -> None:
     try:
         import pyarrow.parquet  # noqa: F401
     except ImportError:
-        raise ValueError(
-            f"{path} needs pyarrow, which is not installed; pip install 'forge-data[parquet]'"
-        ) from None
+        rule, fix = "needs pyarrow, which is not installed", "pip install 'forge-data[parquet]'"
+        raise invalid("", "requires", ..., rule, fix, where=path) from None
 
 
 @contextmanager
@@ -83,19 +83,16 @@ def _opened(path: Path, column: str) -> Iterator[Any]:
 def _check_column(path: Path, schema: Any, column: str) -> None:
     from pyarrow import types
 
+    fix = "name the one with the text with text_field (--text_field)"
     if column not in schema.names:
-        raise InvalidData(
-            f"{path} must have a column {column!r} (it has: {', '.join(schema.names)[:200]}); "
-            "name the one with the text with text_field (--text_field)"
-        )
+        rule = f"must be one of its columns, {', '.join(schema.names)[:200]}"
+        raise invalid("text_field", "missing", column, rule, fix, where=path, kind=InvalidData)
     kind = schema.field(column).type
     values = kind.value_type if types.is_dictionary(kind) else kind
     kinds = ("is_string", "is_large_string", "is_string_view")  # the last since pyarrow 16
     if not any(getattr(types, name, lambda _: False)(values) for name in kinds):
-        raise InvalidData(
-            f"{path} has column {column!r} of type {str(kind)[:60]}, which must be string; "
-            "name the one with the text with text_field (--text_field)"
-        )
+        rule = f"is a column of type {str(kind)[:60]}, which must be string"
+        raise invalid("text_field", "type", column, rule, fix, where=path, kind=InvalidData)
 
 
 def _batches(path: Path, file: Any, group: int, column: str) -> Iterator[Any]:
@@ -117,24 +114,20 @@ def _batches(path: Path, file: Any, group: int, column: str) -> Iterator[Any]:
 def _strings(path: Path, column: str, batch: Any, row: int) -> list[str]:
     """The strings of an array whose first row is row `row` of the file."""
     if batch.null_count:
-        null = row + batch.is_null().to_pylist().index(True)
-        raise InvalidData(
-            f"{path} row {null} has null in {column!r}, which must be a string; "
-            "give it text or leave the row out"
-        )
+        where = f"{path} row {row + batch.is_null().to_pylist().index(True)}"
+        rule, fix = "must be a string", "give it text or leave the row out"
+        raise invalid(column, "null", None, rule, fix, where=where, kind=InvalidData)
     try:
         strings: list[str] = batch.to_pylist()
     except UnicodeDecodeError as error:
-        raise InvalidData(
-            f"{path} must hold UTF-8 in {column!r}, but rows {row}..{row + len(batch) - 1} do not "
-            f"({error.reason}); write it again from its source"
-        ) from None
+        rule = f"must be UTF-8, but rows {row}..{row + len(batch) - 1} are not ({error.reason})"
+        fix = "write it again from its source"
+        raise invalid(column, "encoding", ..., rule, fix, where=path, kind=InvalidData) from None
     return strings
 
 
-def _damaged(path: Path, error: Exception, where: str = "") -> InvalidData:
+def _damaged(path: Path, error: Exception, place: str = "") -> Any:
     reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
-    return InvalidData(
-        f"{path} must be a whole parquet file, but cannot be read{where} ({reason}); "
-        "copy or download it again"
-    )
+    rule = f"must be a complete parquet file, but cannot be read{place} ({reason})"
+    fix = "copy or download it again"
+    return invalid("", "damaged", ..., rule, fix, where=path, kind=InvalidData)

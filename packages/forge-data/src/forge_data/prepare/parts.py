@@ -13,6 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
 from forge_data.prepare.locks import locked, owner
@@ -65,9 +66,11 @@ class Parts:
                 if shard is not None:
                     self._hold(held, f"{_LOCK}-{shard}")
             except BlockingIOError:
-                raise ValueError(
-                    f"{self.folder} must be one command's at a time, and {self._owner(shard)} writes there; wait "
-                    "for it, or end it"
+                rule = (
+                    f"must be used by one command at a time, and {self._owner(shard)} writes there"
+                )
+                raise invalid(
+                    "", "locked", ..., rule, "wait for it, or end it", where=self.folder
                 ) from None
             try:
                 yield
@@ -129,19 +132,16 @@ class Parts:
                 or all(path.name.startswith(first) for path in self.folder.iterdir())
             )
         ):
-            raise ValueError(
-                f"{self.folder}, where units wait for the output, must not be something else; "
-                "choose another output"
-            )
+            rule = "must not be something else: units wait there for the output"
+            raise invalid("", "foreign", ..., rule, "choose another output", where=self.folder)
 
     def check_same(self, plan: Plan) -> None:
         """Raise ValueError, naming what differs, for another plan where shards share the folder."""
         there = read_plan(self.folder / _PLAN)
         if there is not None and there != plan and plan.shards > 1:
-            raise ValueError(
-                f"{self.folder} was begun with other {' and '.join(_differences(there, plan))}; give all "
-                "shards the same command, or remove the folder to begin again"
-            )
+            rule = "are not what it was begun with"
+            fix = "give all shards the same command, or remove the folder to begin again"
+            raise invalid("", "mismatch", _differences(there, plan), rule, fix, where=self.folder)
 
     def plan(self) -> Plan:
         """The plan of shards. Raises InvalidData without one."""
@@ -150,9 +150,8 @@ class Parts:
             fix = "check the output's path"
             if self._output.is_dir():
                 fix = f"{self._output} is there already: look at it with `forge-data inspect`"
-            raise InvalidData(
-                f"{self.folder} must hold the parts that `forge-data prepare --shard` wrote, but has no plan; {fix}"
-            )
+            rule = "must hold the parts that `forge-data prepare --shard` wrote, but has no plan"
+            raise invalid("", "no_plan", ..., rule, fix, where=self.folder, kind=InvalidData)
         return plan
 
     def tokenizer(self, plan: Plan) -> dict[str, Any]:
@@ -162,9 +161,11 @@ class Parts:
             return spec
         copy = self.folder / TOKENIZER
         if not copy.is_file() or digest_of(copy) != spec["fingerprint"]:
-            raise InvalidData(
-                f"{copy} must be the tokenizer with which the units were made; copy the original there"
+            rule, fix = (
+                "must be the tokenizer with which the units were made",
+                "copy the original there",
             )
+            raise invalid("", "tokenizer", ..., rule, fix, where=copy, kind=InvalidData)
         return {**spec, "path": str(copy)}
 
     def sort_out(self, units: Sequence[Unit]) -> tuple[list[Unit], Counts]:
@@ -201,10 +202,9 @@ class Parts:
         late = [f"{shard}/{plan.shards} ({n} units)" for shard, n in missing.items() if n]
         if late:
             more = f" and {len(late) - 8} more" if len(late) > 8 else ""
-            raise InvalidData(
-                f"{self.folder} lacks units of shard {', '.join(late[:8])}{more}; run `forge-data prepare` "
-                "with these --shard again, and then merge"
-            )
+            rule = f"lacks units of shard {', '.join(late[:8])}{more}"
+            fix = "run `forge-data prepare` with these --shard again, and then merge"
+            raise invalid("", "incomplete", ..., rule, fix, where=self.folder, kind=InvalidData)
 
     def remove_old_outputs(self) -> None:
         """Remove what a killed process had of an output."""
@@ -258,7 +258,7 @@ def _differences(there: Plan, plan: Plan) -> list[str]:
         if before.get(key) != now.get(key)
     ]
     if there.shards != plan.shards:
-        names.append(f"number of shards ({there.shards}, now {plan.shards})")
+        names.append(f"shards ({there.shards}, now {plan.shards})")
     return names or [f"inputs ({_changed_inputs(there, plan)})"]
 
 

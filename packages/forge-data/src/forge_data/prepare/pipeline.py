@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forge_data._problems import byte_eos_problem, every_problem, path_problems
+from forge_data._problems import byte_eos_problems, every_problems, path_problems
+from forge_data._shared.problems import Problem, raise_problems
 from forge_data.prepare.assemble import assemble
 from forge_data.prepare.output import check_output, replacing
 from forge_data.prepare.parts import Parts
@@ -90,16 +91,16 @@ def prepare(
     """
     listed = [inputs] if isinstance(inputs, str | Path) else inputs
     paths, target = [Path(p) for p in listed], Path(output)
-    problems = [p for path in [*paths, target] for p in path_problems(path)]
-    if "" in [*listed, output]:
-        problems.append(
-            "path '' must name something, and would be the current folder; name it (is a variable empty?)"
-        )
+    problems: list[Problem] = []
+    for key, path in [*(("inputs", p) for p in listed), ("output", output)]:
+        problems += path_problems(path, key)
+        if path == "":
+            rule = "must name something, and would be the current folder"
+            problems.append(Problem(key, "empty", path, rule, "name it (is a variable empty?)"))
     problems += _split_problems(validation_every, validation_fraction)
     problems += _work_problems(workers, shard)
     problems += _text_problems(paths, document, tokenizer, eos)
-    if problems:
-        raise ValueError("\n".join(problems))
+    raise_problems("", problems)
     encoder = ByteTokenizer() if tokenizer == "byte" else JsonTokenizer(tokenizer, eos)
     settings = Settings(
         _portable(encoder.spec()),
@@ -152,8 +153,7 @@ def merge(
     ValueError for an output that exists. Usage: `merge("tokens/books")`.
     """
     target = Path(output)
-    if problems := path_problems(target):
-        raise ValueError("\n".join(problems))
+    raise_problems("", path_problems(target, "output"))
     parts = Parts(target.absolute())
     if not parts.begun():
         parts.plan()  # raises
@@ -240,30 +240,31 @@ def _portable(spec: dict[str, Any]) -> dict[str, Any]:
     return {**spec, "path": TOKENIZER} if "path" in spec else spec
 
 
-def _split_problems(validation_every: int, validation_fraction: float) -> Iterator[str]:
-    yield from every_problem(validation_every)
+def _split_problems(validation_every: int, validation_fraction: float) -> Iterator[Problem]:
+    yield from every_problems(validation_every)
     if not 0 <= validation_fraction < 1:
-        yield f"validation_fraction {validation_fraction} must be from 0 (none) to under 1; use 0.05"
+        rule = "must be from 0 (none) to under 1"
+        yield Problem("validation_fraction", "range", validation_fraction, rule, "use 0.05")
     if validation_every and validation_fraction:
-        yield (
-            f"validation_every {validation_every} and validation_fraction {validation_fraction} are two ways "
-            "to choose; remove one"
-        )
+        rule = f"must not be given with validation_every {validation_every}"
+        yield Problem("validation_fraction", "excludes", validation_fraction, rule, "remove one")
 
 
-def _work_problems(workers: int, shard: tuple[int, int] | None) -> Iterator[str]:
+def _work_problems(workers: int, shard: tuple[int, int] | None) -> Iterator[Problem]:
     if workers < 1:
-        yield f"workers {workers} must be at least 1; use the number of cores"
+        yield Problem("workers", "range", workers, "must be at least 1", "use the number of cores")
     if shard is not None and not 0 <= shard[0] < shard[1]:
-        yield f"shard {shard[0]}/{shard[1]} must be I/N with I from 0 to N-1; use 0/{max(1, shard[1])}"
+        rule, fix = "must be I/N with I from 0 to N-1", f"use 0/{max(1, shard[1])}"
+        yield Problem("shard", "range", shard, rule, fix)
 
 
 def _text_problems(
     inputs: Sequence[Path], document: str, tokenizer: str, eos: str | None
-) -> Iterator[str]:
+) -> Iterator[Problem]:
     if not inputs:
-        yield "inputs must name at least one file or folder; name one"
+        yield Problem("inputs", "missing", ..., "must name at least one file or folder", "name one")
     if document not in DOCUMENT_KINDS:
-        yield f"document {document!r} must be one of {', '.join(DOCUMENT_KINDS)}; use file"
+        rule = f"must be one of {', '.join(DOCUMENT_KINDS)}"
+        yield Problem("document", "unknown", document, rule, "use file")
     if tokenizer == "byte":
-        yield from byte_eos_problem(eos)
+        yield from byte_eos_problems(eos)

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 from forge_data.prepare.parquet import row_group_bytes
 from forge_data.prepare.readers import format_of
@@ -55,11 +56,10 @@ class Part(NamedTuple):
             raise changed_meanwhile(self.path)
 
 
-def changed_meanwhile(path: str | Path) -> InvalidData:
+def changed_meanwhile(path: str | Path) -> Any:
     """The error of a file that is still written."""
-    return InvalidData(
-        f"{path} must not change while it is tokenized; start again when it is complete"
-    )
+    rule, fix = "must not change while it is tokenized", "start again when it is complete"
+    return invalid("", "changed", ..., rule, fix, where=path, kind=InvalidData)
 
 
 class Unit(NamedTuple):
@@ -235,7 +235,6 @@ def read_plan(path: Path) -> Plan | None:
     except FileNotFoundError:
         return None
     except (KeyError, TypeError, ValueError, RecursionError) as error:
-        raise InvalidData(
-            f"{path} must be a plan of this forge-data ({type(error).__name__}: {error!s:.80}); "
-            "remove its folder and prepare again"
-        ) from None
+        rule = f"must be a plan of this forge-data ({type(error).__name__}: {error!s:.80})"
+        fix = "remove its folder and prepare again"
+        raise invalid("", "damaged", ..., rule, fix, where=path, kind=InvalidData) from None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 from forge_data.folders import files_below
 from forge_data.prepare.byte_streams import COMPRESSIONS
@@ -62,13 +63,13 @@ def find_inputs(inputs: Sequence[Path]) -> list[Path]:
             files.append(path)
             continue
         if not path.is_dir():
-            raise InvalidData(f"input {path} must be a file or a folder; check the path")
+            name, rule = str(path), "must be a file or a folder"
+            raise invalid("inputs", "not_found", name, rule, "check the path", kind=InvalidData)
         found = files_below(path, lambda name: name.lower().endswith(SUFFIXES))
         if not found:
-            raise InvalidData(
-                f"input folder {path} must hold {', '.join(_TEXT)} files (also with .gz or .zst) or .parquet files; "
-                "name other files one by one"
-            )
+            rule = f"must hold {', '.join(_TEXT)} files (also with .gz or .zst) or .parquet files"
+            fix, name = "name other files one by one", str(path)
+            raise invalid("inputs", "no_files", name, rule, fix, kind=InvalidData)
         files.extend(found)
     return files
 
@@ -101,19 +102,21 @@ def read_pieces(
 def _refuse_other_formats(path: Path, kind: str, compression: str | None) -> None:
     """Raise InvalidData for a file whose first bytes are those of another format than its name says."""
     if kind == "parquet" and compression:
-        raise InvalidData(
-            f"{path} is a packed parquet file, and row groups are read by their position; unpack it first"
-        )
+        rule = "is a packed parquet file, and row groups are read by their position"
+        raise invalid("", "packed", ..., rule, "unpack it first", where=path, kind=InvalidData)
     with path.open("rb") as raw:
         first = raw.read(8)
     for magic, (name, ending) in _READ.items():
         if first.startswith(magic) and name not in (kind, compression):
-            raise InvalidData(
-                f"{path} is a {name} file by its first bytes, and not by its name; "
-                f"rename it to end in {ending}"
+            rule, fix = (
+                f"is a {name} file by its first bytes, and not by its name",
+                f"rename it to end in {ending}",
             )
+            raise invalid("", "ending", ..., rule, fix, where=path, kind=InvalidData)
     for magic, (name, fix) in _NOT_READ.items():
         if first.startswith(magic):
-            raise InvalidData(
-                f"{path} is a {name} file, which forge-data does not read; {fix} and prepare that"
+            rule, fix = (
+                f"is a {name} file, which forge-data does not read",
+                f"{fix} and prepare that",
             )
+            raise invalid("", "unsupported", ..., rule, fix, where=path, kind=InvalidData)

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.bounded_read import read_bounded
 from forge_data.errors import InvalidData
 
@@ -57,7 +58,7 @@ def read_statistics(folder: Path) -> dict[str, Any] | None:
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:
-        raise InvalidData(
-            f"{folder / STATISTICS} must be JSON ({error!s:.80}); remove it, nothing depends on it"
-        ) from None
+        rule, where = f"must be JSON ({error!s:.80})", folder / STATISTICS
+        fix = "remove it, nothing depends on it"
+        raise invalid("", "not_json", ..., rule, fix, where=where, kind=InvalidData) from None
     return found if isinstance(found, dict) else None

@@ -9,6 +9,7 @@ from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from forge_data._shared.problems import Problem, invalid
 from forge_data.errors import InvalidData
 from forge_data.prepare.byte_streams import open_bytes
 
@@ -59,11 +60,10 @@ def read_text(
                     report(consumed() - start)
             report(consumed() - start)
         except UnicodeDecodeError as error:
-            where = f" of what it unpacks to (as {compression})" if compression else ""
-            raise InvalidData(
-                f"{path} must be UTF-8, but byte {_offset(raw, error)}{where} is not "
-                f"({error.reason}); convert it, for example with iconv"
-            ) from None
+            packed = f" of what it unpacks to (as {compression})" if compression else ""
+            rule = f"must be UTF-8, but byte {_offset(raw, error)}{packed} is not ({error.reason})"
+            fix = "convert it, for example with iconv"
+            raise invalid("", "encoding", ..., rule, fix, where=path, kind=InvalidData) from None
 
 
 def _offset(raw: BufferedReader, error: UnicodeDecodeError) -> int:
@@ -104,51 +104,49 @@ def _paragraphs(text: TextIOWrapper) -> Iterator[Piece]:
 
 
 def _records(path: Path, text: TextIOWrapper, text_field: str, start: int) -> Iterator[Piece]:
+    fix = "correct the line"
     for number, line in enumerate(text, start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
         except RecursionError:
-            raise InvalidData(
-                f"{path} line {_number(path, start, number)} must be JSON of a few levels, "
-                "not nested deep; correct the line"
-            ) from None
+            rule, where = (
+                "must be JSON of a few levels, not nested deep",
+                _line(path, start, number),
+            )
+            raise invalid("", "depth", ..., rule, fix, where=where, kind=InvalidData) from None
         except ValueError as error:  # no JSON, or an integer of thousands of digits
-            raise InvalidData(
-                f"{path} line {_number(path, start, number)} must be JSON, a whole object a line ({error}); "
-                "correct the line"
-            ) from None
+            rule, where = (
+                f"must be JSON, one complete object a line ({error})",
+                _line(path, start, number),
+            )
+            raise invalid("", "not_json", ..., rule, fix, where=where, kind=InvalidData) from None
         value = record.get(text_field) if isinstance(record, dict) else None
         if not isinstance(value, str):
-            raise InvalidData(
-                f"{path} line {_number(path, start, number)} {_no_text(record, text_field)}"
-            )
+            raise InvalidData([_no_text(record, text_field)], _line(path, start, number))
         if "\\u" in line and (wrong := _LONE_SURROGATE.search(value)):
-            raise InvalidData(
-                f"{path} line {_number(path, start, number)} has \\u{ord(wrong[0]):04x} alone in "
-                f"{text_field!r}, half a character, which UTF-8 cannot hold; correct the line"
-            )
+            rule = f"has \\u{ord(wrong[0]):04x} alone, half a character, which UTF-8 cannot hold"
+            where = _line(path, start, number)
+            raise invalid(text_field, "surrogate", ..., rule, fix, where=where, kind=InvalidData)
         if value.strip():
             yield Piece(value, last=True)
 
 
-def _number(path: Path, start: int, number: int) -> int:
-    """The number of a line in its file: those before `start` are counted only when there is an error."""
-    if start == 0:
-        return number
+def _line(path: Path, start: int, number: int) -> str:
+    """A line of a file by its number: those before `start` are counted only when there is an error."""
     with open_bytes(path, None, (0, start)) as (raw, _):
-        return number + sum(1 for _ in TextIOWrapper(raw, encoding="latin-1", newline=""))
+        number += sum(1 for _ in TextIOWrapper(raw, encoding="latin-1", newline=""))
+    return f"{path} line {number}"
 
 
-def _no_text(record: Any, text_field: str) -> str:
-    """The problem of a line without text in `text_field`, and its fix."""
-    if isinstance(record, dict) and text_field in record:
-        value = json.dumps(record[text_field])[:40]
-        return f"has {value} as {text_field!r}, which must be a string; give it text or leave the line out"
+def _no_text(record: Any, field: str) -> Problem:
+    """The problem of a line without text in `field`."""
     if not isinstance(record, dict):
-        return f"is a {type(record).__name__} and must be an object with {text_field!r}; write one object a line"
-    return (
-        f"must have a string {text_field!r} (it has: {', '.join(record)[:200]}); "
-        "name its field with text_field (--text_field)"
-    )
+        rule = f"is a {type(record).__name__} and must be an object with {field!r}"
+        return Problem("", "type", ..., rule, "write one object a line")
+    if field in record:
+        fix = "give it text or leave the line out"
+        return Problem(field, "type", record[field], "must be a string", fix)
+    rule = f"must be a string, and the line has {', '.join(record)[:200]}"
+    return Problem(field, "missing", ..., rule, "name its field with text_field (--text_field)")

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 from forge_data.prepare.output import sync_folder
 from forge_data.prepare.plan import Settings, Unit
@@ -219,8 +220,7 @@ class UnitFile:
         if crc != self._crc:
             raise self._damaged()
 
-    def _damaged(self) -> InvalidData:
-        return InvalidData(
-            f"{self.path} must be the tokens of a unit as they were written: it was damaged; "
-            "remove it and run the same prepare again"
-        )
+    def _damaged(self) -> Any:
+        rule = "must be the tokens of a unit as they were written: it was damaged"
+        fix = "remove it and run the same prepare again"
+        return invalid("", "damaged", ..., rule, fix, where=self.path, kind=InvalidData)

@@ -13,6 +13,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from forge_data._shared.problems import WithProblems, invalid
 from forge_data.errors import InvalidData
 from forge_data.prepare.plan import Settings, Unit
 from forge_data.prepare.unit_file import Counts, write_unit
@@ -22,9 +23,6 @@ from forge_data.workers import die_with_parent
 __all__ = ["run_units"]
 
 _DEATHS = 2  # of workers at one unit, before the unit is given up
-_ERRORS: dict[str, type[Exception]] = {
-    kind.__name__: kind for kind in (InvalidData, ValueError, OSError)
-}
 _log = logging.getLogger("forge_data")
 
 
@@ -142,7 +140,7 @@ class _Pool:
         if kind == "done":
             self._done += content
         else:
-            self._errors[worker.index] = _ERRORS[kind](content)
+            self._errors[worker.index] = content
         worker.counts = Counts(0, 0, 0)
         self._begin(worker)
 
@@ -156,10 +154,10 @@ class _Pool:
         worker.end()
         self._deaths[index] += 1
         if self._deaths[index] >= _DEATHS:
-            self._errors[index] = InvalidData(
-                f"{unit} ended {_DEATHS} workers, the last {why}; each holds its longest document and some MB, "
-                "so use fewer workers if memory was short, or prepare the file alone to see more"
-            )
+            rule = f"ended {_DEATHS} workers, the last {why}; each holds its longest document and some MB"
+            fix = "use fewer workers if memory was short, or prepare the file alone to see more"
+            error: InvalidData = invalid("", "killed", ..., rule, fix, where=unit, kind=InvalidData)
+            self._errors[index] = error
             return
         _log.warning("worker %d was %s at %s; it is begun again", worker.process.pid, why, unit)
         if not self._errors or index < min(self._errors):
@@ -189,7 +187,8 @@ def _work(
                 folder, unit, encoder, settings, lambda found: connection.send(("counts", found))
             )
         except (ValueError, OSError) as error:
-            kind = next(name for name, class_ in _ERRORS.items() if isinstance(error, class_))
-            connection.send((kind, str(error)))
+            plain = ValueError if isinstance(error, ValueError) else OSError
+            found = error if isinstance(error, WithProblems) else plain(str(error))
+            connection.send(("error", found))
         else:
             connection.send(("done", counts))

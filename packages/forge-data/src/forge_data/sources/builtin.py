@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 from forge_data.sources.checks import check_range, check_split
 from forge_data.tokenizer import ByteTokenizer
@@ -81,10 +82,9 @@ def _texts() -> list[bytes]:
     try:
         topics = importlib.import_module("pydoc_data.topics").topics
     except ImportError:
-        raise InvalidData(
-            "the built-in text pydoc_data.topics is missing from this Python, which should have it; "
-            'install the complete standard library, or prepare files and use name = "tokens"'
-        ) from None
+        rule = "must be in this Python, as it is in the standard library"
+        fix = 'install all of it, or prepare files and use name = "tokens"'
+        raise invalid("pydoc_data.topics", "missing", ..., rule, fix, kind=InvalidData) from None
     return [topics[name].encode("utf-8") for name in sorted(topics)]
 
 

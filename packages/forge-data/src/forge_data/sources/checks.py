@@ -1,5 +1,6 @@
 """Arguments of all sources: a split that exists, a range inside the source."""
 
+from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 
 __all__ = ["check_range", "check_split"]
@@ -8,10 +9,12 @@ __all__ = ["check_range", "check_split"]
 def check_split(split: str) -> None:
     """Raise ValueError unless `split` is one of SPLITS."""
     if split not in SPLITS:
-        raise ValueError(f'split {split!r} must be "train" or "validation"; use "train"')
+        rule = 'must be "train" or "validation"'
+        raise invalid("split", "unknown", split, rule, 'use "train"')
 
 
 def check_range(start: int, stop: int, num_tokens: int) -> None:
     """Raise ValueError unless tokens start..stop-1 are inside a source of `num_tokens`."""
     if not 0 <= start <= stop <= num_tokens:
-        raise ValueError(f"range {start}..{stop} must be within 0..{num_tokens}; ask for less")
+        rule = f"must be within 0..{num_tokens}"
+        raise invalid("range", "range", (start, stop), rule, "ask for less")

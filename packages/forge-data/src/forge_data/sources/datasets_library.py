@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 
 if TYPE_CHECKING:
@@ -37,9 +38,11 @@ def one_sentence(path: str | None) -> Iterator[None]:
         cause = error.__cause__ or error
         lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
         said = f"{type(cause).__name__}: {lines[0] if lines else 'no reason given'}"
-        raise InvalidData(
-            f"{path} must be a set that datasets can load ({said[:300]}); check path, configuration and split"
-        ) from error
+        rule, fix = (
+            f"must be a set that datasets can load ({said[:300]})",
+            "check path, configuration and split",
+        )
+        raise invalid("path", "not_loaded", path, rule, fix, kind=InvalidData) from error
 
 
 @contextlib.contextmanager
@@ -69,40 +72,36 @@ def load_set(config: SourceConfig) -> Any:
             return datasets.load_dataset(str(config.path), table.config_name, split=split)
         found = datasets.load_from_disk(str(path))
     if table.config_name is not None:
-        raise InvalidData(
-            f"{path} was saved to disk and has no configurations; remove huggingface.config_name"
-        )
+        key, rule = "huggingface.config_name", f"must not be given, as {path} was saved to disk"
+        raise invalid(key, "excludes", table.config_name, rule, "remove it", kind=InvalidData)
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
-            raise InvalidData(
-                f"{path} must have the split {split!r}, and has {', '.join(found)}; name one in huggingface.split"
-            )
+            rule = f"must be a split of {path}, which has {', '.join(found)}"
+            fix = "name one in huggingface.split"
+            raise invalid("split", "unknown", split, rule, fix, kind=InvalidData)
         return found[split]
     if split != "train":
-        raise InvalidData(
-            f"{path} is one set without splits, so there is no {split!r}; give it a path of its own with split train"
-        )
+        rule = f"must be 'train', as {path} is one set without splits"
+        fix = "give it a path of its own with split train"
+        raise invalid("split", "one_split", split, rule, fix, kind=InvalidData)
     return found
 
 
 def check_column(where: Any, names: Sequence[str], field: str, kind: Callable[[], str]) -> None:
     """Raise InvalidData unless `field` is among the names of columns, and of a `kind` that holds strings."""
+    fix, key = "name its text in huggingface.text_field", "text_field"
     if field not in names:
-        known = ", ".join(names)[:200] or "none"
-        raise InvalidData(
-            f"{where} must have a column {field!r}, and has {known}; name its text in huggingface.text_field"
-        )
+        rule = f"must be one of its columns, {', '.join(names)[:200] or 'none'}"
+        raise invalid(key, "missing", field, rule, fix, where=where, kind=InvalidData)
     if kind() not in ("string", "large_string", "string_view", "null"):
-        raise InvalidData(
-            f"{where} column {field!r} must hold text, and holds {kind()}; name another in huggingface.text_field"
-        )
+        rule = f"must be a column of text, and holds {kind()}"
+        raise invalid(key, "type", field, rule, fix, where=where, kind=InvalidData)
 
 
-def no_text(where: Any, row: int, field: str) -> InvalidData:
+def no_text(where: Any, row: int, field: str) -> Any:
     """The error of a row without a string."""
-    return InvalidData(
-        f"{where} row {row} has no {field!r}, which must be a string; leave the row out"
-    )
+    rule, fix, where = "must be a string", "leave the row out", f"{where} row {row}"
+    return invalid(field, "null", None, rule, fix, where=where, kind=InvalidData)
 
 
 def require_library() -> None:
@@ -111,9 +110,9 @@ def require_library() -> None:
     with contextlib.suppress(ImportError):
         found = importlib.util.find_spec("datasets")
     if found is None:
-        raise ValueError(
-            "name 'huggingface' needs the datasets library, which is not installed; "
-            "pip install 'forge-data[huggingface]'"
+        rule = "needs the datasets library, which is not installed"
+        raise invalid(
+            "name", "requires", "huggingface", rule, "pip install 'forge-data[huggingface]'"
         )
 
 

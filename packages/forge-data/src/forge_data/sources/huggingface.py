@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 from forge_data.prepare.output import replacing
 from forge_data.prepare.token_writer import TokenWriter
@@ -135,7 +136,8 @@ def _write(
                     np.concatenate([part for ids in documents for part in (ids, end)])
                 )
         if writer.num_tokens == 0:
-            raise InvalidData(f"{title} must hold text, but every row is empty; check the path")
+            rule = "must hold text, but every row is empty"
+            raise invalid("path", "empty", title, rule, "check the path", kind=InvalidData)
         writer.finish()
     finally:
         writer.close()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 from forge_data.sources.datasets_library import (
     check_column,
@@ -96,8 +97,9 @@ class SetPieces:
         """Read the first text. Raises InvalidData if there is none."""
         texts = itertools.chain.from_iterable(self.texts(piece, 0) for piece in range(len(self)))
         if not any(text.strip() for text in texts):
-            raise InvalidData(
-                f"{self.path} must hold text, but every row is empty; check path and split"
+            rule = "must hold text, but every row is empty"
+            raise invalid(
+                "path", "empty", self.path, rule, "check path and split", kind=InvalidData
             )
 
     def texts(self, piece: int, start: int) -> Iterator[str]:
@@ -132,10 +134,9 @@ class SetPieces:
             raise
         except Exception as error:  # classes of the library, of arrow, of the network
             said = (str(error).splitlines() or ["no reason given"])[0]
-            raise InvalidData(
-                f"{self._where(piece)} must be readable behind row {row}, and is not ({type(error).__name__}: "
-                f"{said[:200]}); copy the file again"
-            ) from error
+            rule = f"must be readable after row {row}, and is not ({type(error).__name__}: {said[:200]})"
+            where, fix = self._where(piece), "copy the file again"
+            raise invalid("", "damaged", ..., rule, fix, where=where, kind=InvalidData) from error
 
     def _column(self, piece: int, table: Any) -> Any:
         field = self._field
@@ -160,12 +161,12 @@ def _open(config: SourceConfig) -> tuple[Any, list[str]]:
         found = load_set(config)
         files = [file["filename"] for file in found.cache_files]
         if not len(found):
-            raise InvalidData(f"{path} must hold text, but it has no rows; check path and split")
+            rule, fix = "must hold text, but it has no rows", "check path and split"
+            raise invalid("path", "no_rows", str(path), rule, fix, kind=InvalidData)
         return found.to_iterable_dataset(num_shards=max(1, min(len(files), len(found)))), files
     if path.is_absolute() and not path.is_dir():
-        raise InvalidData(
-            f"{path} must be a folder of data files, or the name of a set; check the path"
-        )
+        rule, fix = "must be a folder of data files, or the name of a set", "check the path"
+        raise invalid("path", "not_found", str(path), rule, fix, kind=InvalidData)
     split = table.split or config.split
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our errors say what it logs, too
     with without_bars(datasets):

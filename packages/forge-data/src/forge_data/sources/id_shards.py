@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
 from forge_data.sources.checks import check_range, check_split
@@ -41,13 +42,18 @@ class Shard:
         size = self.path.stat().st_size
         expected = self.offset + self.count * np.dtype(self.dtype).itemsize
         if self.count < 1:
-            raise InvalidData(f"{self.path} holds {self.count} ids and must have one; remove it")
+            rule = "ids are too few, as a file must have one"
+            raise invalid(
+                "", "empty", self.count, rule, "remove it", where=self.path, kind=InvalidData
+            )
         if size != expected:
             state = "truncated" if size < expected else "grown"
-            raise InvalidData(
-                f"{self.path} has {size} bytes, and its header says {self.count} ids of {self.dtype} from byte "
-                f"{self.offset} on ({expected} bytes): it was {state} or damaged; copy it again"
+            ids = f"{self.count} ids of {self.dtype} from byte {self.offset} on"
+            rule, fix = (
+                f"bytes must be {expected}, for {ids}: it was {state} or damaged",
+                "copy it again",
             )
+            raise invalid("", "length", size, rule, fix, where=self.path, kind=InvalidData)
 
     def map(self) -> np.ndarray:
         """The ids, read-only, loaded when they are used."""
@@ -114,11 +120,12 @@ class IdShards:
         found = [scan.found + start + after for scan, start in zip(self._scans, self._starts[:-1])]
         starts = np.unique(np.concatenate([np.zeros(1, np.int64), *found]))
         starts = starts[starts < self.num_tokens]
-        wanted = f"eos_id {self._eos}" if after else f"bos_id {self._bos}"
+        name, value = ("eos_id", self._eos) if after else ("bos_id", self._bos)
         if len(starts) == 1 and not any(len(part) for part in found):
-            raise InvalidData(
-                f"{self.shards[0].path} must hold its {self._kind}.{wanted}, which no token is; give the id that "
-                "stands between documents, or leave it out"
+            key, where = f"{self._kind}.{name}", self.shards[0].path
+            fix = "give the id that stands between documents, or leave it out"
+            raise invalid(
+                key, "unused", value, "is not a token of it", fix, where=where, kind=InvalidData
             )
         return starts
 
@@ -141,10 +148,12 @@ class IdShards:
             first, at = first + 1, end
         ids = parts[0] if len(parts) == 1 else np.concatenate([self._maps[0][:0], *parts])
         if len(ids) and (int(ids.max()) > self.max_token_id or int(ids.min()) < 0):
-            raise InvalidData(
-                f"{self.shards[max(first - 1, 0)].path} holds ids {ids.min()}..{ids.max()} between tokens {start} and {stop} of its "
-                f"source, and at the start of this process all were within 0..{self.max_token_id}: it changed; start again"
+            where, found = self.shards[max(first - 1, 0)].path, (int(ids.min()), int(ids.max()))
+            rule = (
+                f"are ids between tokens {start} and {stop} of its source, and at the start of this process all were within "
+                f"0..{self.max_token_id}: it changed"
             )
+            raise invalid("", "changed", found, rule, "start again", where=where, kind=InvalidData)
         return ids
 
     def fingerprint(self) -> dict[str, str | int]:
@@ -191,12 +200,12 @@ def find_shards(path: str | Path, split: str, suffix: str, kind: str) -> list[Pa
     else:
         found = [path] if path.is_file() and split == "train" else []
     if not found and split == "validation" and path.exists():
-        raise InvalidData(
-            f'path {path} must hold {suffix} files with "val" in their names, or a folder validation/, for split '
-            "validation; give validation a path of its own with split train, or set eval.every_steps = 0"
-        )
+        rule = f'must hold {suffix} files with "val" in their names, or a folder validation/, for split validation'
+        fix = "give validation a path of its own with split train, or set eval.every_steps = 0"
+        raise invalid("path", "no_validation", str(path), rule, fix, kind=InvalidData)
     if not found:
-        raise InvalidData(f"path {path} must be {wanted}, and there is none; check it")
+        rule = f"must be {wanted}, and there is none"
+        raise invalid("path", "not_found", str(path), rule, "check it", kind=InvalidData)
     return found
 
 
@@ -221,8 +230,9 @@ def _scan_once(shard: Shard, wanted: int | None, state: tuple[int, ...]) -> _Sca
         if wanted is not None:
             found.append(np.flatnonzero(block == wanted) + start)
     if low < 0:
-        raise InvalidData(
-            f"{shard.path} holds id {low}, read as {shard.dtype}, and ids must not be negative; copy it again, or correct "
-            "its type"
+        rule, fix = (
+            f"must not be negative, read as {shard.dtype}",
+            "copy it again, or correct its type",
         )
+        raise invalid("id", "negative", low, rule, fix, where=shard.path, kind=InvalidData)
     return _Scan(digest.hexdigest(), low, high, np.concatenate(found))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 
 BLOCK_BYTES = 1 << 17  # Linux's readahead reads as much; 256 bytes of digests per MiB of tokens
@@ -45,10 +46,10 @@ class VerifiedBlocks:
                 content = file.read(self.block_bytes)
                 if hashlib.sha256(content).digest() != self._digests[block].tobytes():
                     begin = block * self.block_bytes
-                    raise InvalidData(
-                        f"{self.path} block {block} (bytes {begin}..{begin + len(content) - 1}) must "
-                        "have the sha256 that was recorded when it was written: it was damaged; "
-                        "copy the file again"
+                    last_byte, fix = begin + len(content) - 1, "copy the file again"
+                    rule = f"(bytes {begin}..{last_byte}) must have the sha256 of when it was written: it was damaged"
+                    raise invalid(
+                        "block", "damaged", block, rule, fix, where=self.path, kind=InvalidData
                     )
                 self._verified[block] = 1
                 block = self._verified.find(0, block + 1, last)
@@ -61,7 +62,8 @@ class VerifiedBlocks:
 def check_whole(path: Path, recorded: str) -> None:
     """Raise InvalidData unless the file has the recorded sha256. Reads it once in a process."""
     if digest_once(path) != recorded:
-        raise InvalidData(f"{path} is not the file of its sidecar (sha256); copy it again")
+        rule, fix = "must be the one of its sidecar", "copy it again"
+        raise invalid("sha256", "mismatch", ..., rule, fix, where=path, kind=InvalidData)
 
 
 def digest_once(path: Path) -> str:
@@ -99,7 +101,5 @@ def check_offsets(path: Path, documents: np.ndarray, num_tokens: int) -> None:
     if documents[-1] >= num_tokens and not problem:
         problem = f"the last starts at {documents[-1]} of {num_tokens} tokens"
     if problem:
-        raise InvalidData(
-            f"{path} must hold rising offsets from 0, but {problem}: it was damaged; "
-            "copy the file again"
-        )
+        rule = f"must hold rising offsets from 0, but {problem}: it was damaged"
+        raise invalid("", "order", ..., rule, "copy the file again", where=path, kind=InvalidData)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 from forge_data.sources.id_shards import IdShards, Shard, find_shards
 
@@ -49,26 +51,31 @@ def _open(index: Path) -> tuple[Shard, np.ndarray]:
     with index.open("rb") as file:
         head = file.read(_HEADER.size)
     if len(head) < _HEADER.size or not head.startswith(_MAGIC):
-        raise _damaged(index, f"begin with {_MAGIC!r} and counts, and begins with {head[:12]!r}")
+        rule = f"begin with {_MAGIC!r} and counts, and begins with {head[:12]!r}"
+        raise _damaged(index, rule, code="header")
     _, version, code, sequences, borders = _HEADER.unpack(head)
     if version != 1 or code not in _TYPES:
-        raise _damaged(index, f"have version 1 and a type of integers ({', '.join(map(str, _TYPES))}), and has {version} and {code}")  # fmt: skip
+        types = ", ".join(map(str, _TYPES))
+        rule = f"have version 1 and a type of integers ({types}), and has {version} and {code}"
+        raise _damaged(index, rule, code="version")
     expected = _HEADER.size + 12 * sequences + 8 * borders
     if size == expected + sequences and sequences:
-        raise InvalidData(
-            f"{index} is of several modalities, and text alone is read; build one of text"
-        )
+        rule, fix = "must be of text, and has several modalities", "build one of text"
+        raise invalid("", "modalities", ..., rule, fix, where=index, kind=InvalidData)
     if size != expected or not sequences or borders < 2:
-        raise _damaged(index, f"have a sequence and the {expected} bytes of {sequences} sequences and {borders} borders, and has {size}")  # fmt: skip
+        rule = f"have a sequence and the {expected} bytes of {sequences} sequences and {borders} borders, and has {size}"
+        raise _damaged(index, rule, code="length")
     if not tokens.is_file():
-        raise InvalidData(f"{tokens} is missing beside {index}; copy both")
+        rule, fix = "is missing", f"copy it next to {index}"
+        raise invalid("", "missing", ..., rule, fix, where=tokens, kind=InvalidData)
     lengths = np.memmap(index, "<i4", "r", _HEADER.size, (sequences,))
     pointers = np.memmap(index, "<i8", "r", _HEADER.size + 4 * sequences, (sequences,))
     first = np.memmap(index, "<i8", "r", _HEADER.size + 12 * sequences, (borders,))
     item = np.dtype(_TYPES[code]).itemsize
     count = _check_sequences(index, lengths, pointers, item)
     if first[0] != 0 or first[-1] != sequences or bool((np.diff(first) < 0).any()):
-        raise _damaged(index, f"have borders of documents that rise from 0 to its {sequences} sequences, and has {first[0]}..{first[-1]}")  # fmt: skip
+        rule = f"have borders of documents that rise from 0 to its {sequences} sequences, and has {first[0]}..{first[-1]}"
+        raise _damaged(index, rule, code="borders")
     shard = Shard(tokens, _TYPES[code], 0, count)
     shard.check_size()
     inside = np.asarray(first[:-1])
@@ -82,19 +89,18 @@ def _check_sequences(index: Path, lengths: np.ndarray, pointers: np.ndarray, ite
     for start in range(0, len(lengths), _AT_ONCE):
         part = np.asarray(lengths[start : start + _AT_ONCE], np.int64)
         if part.min() < 0:
-            raise _damaged(index, f"have lengths of at least 0, and one is {part.min()}")
+            rule = f"have lengths of at least 0, and one is {part.min()}"
+            raise _damaged(index, rule, code="lengths")
         begins = count + np.cumsum(part) - part
         wrong = np.flatnonzero(pointers[start : start + _AT_ONCE] != begins * item)
         if wrong.size:
             i = int(wrong[0])
-            raise _damaged(
-                index,
-                f"have sequences one after another, and sequence {start + i} begins at byte "
-                f"{pointers[start + i]} in place of {begins[i] * item}",
-            )
+            found = f"sequence {start + i} begins at byte {pointers[start + i]} in place of {begins[i] * item}"
+            raise _damaged(index, f"have sequences one after another, and {found}", code="order")
         count += int(part.sum())
     return count
 
 
-def _damaged(index: Path, rule: str) -> InvalidData:
-    return InvalidData(f"{index} must {rule}: it was damaged, or is another format; copy it again")
+def _damaged(index: Path, rule: str, *, code: str) -> Any:
+    rule = f"must {rule}: it was damaged, or is another format"
+    return invalid("", code, ..., rule, "copy it again", where=index, kind=InvalidData)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 from forge_data.sources.id_shards import IdShards, Shard, find_shards
 
@@ -35,10 +36,9 @@ def open_nanogpt(
     shards = [_shard(file, dtype) for file in find_shards(path, split, ".bin", "nanogpt")]
     kinds = {(shard.dtype, shard.offset) for shard in shards}
     if len(kinds) > 1:
-        raise InvalidData(
-            f"the .bin files of {path} must all have the same header and type, and have {len(kinds)} kinds "
-            f"({shards[0].path.name} another than a later one); keep one kind there"
-        )
+        found = f"{len(kinds)} kinds ({shards[0].path.name} another than a later one)"
+        rule = f"must hold .bin files of one header and type, and has {found}"
+        raise invalid("path", "mixed", str(path), rule, "keep one kind there", kind=InvalidData)
     return IdShards(shards, "nanogpt", eos_id=eos_id, bos_id=bos_id)
 
 
@@ -50,26 +50,25 @@ def _shard(path: Path, dtype: str | None) -> Shard:
     if magic in _FORMATS:
         known, kind = _FORMATS[magic]
         if version != known:
-            raise InvalidData(
-                f"{path} has version {version} of its format, and {known} is known; convert it"
+            rule, fix = f"of its format must be {known}", "convert it"
+            raise invalid(
+                "version", "unsupported", version, rule, fix, where=path, kind=InvalidData
             )
         if dtype not in (None, kind):
-            raise ValueError(
-                f"dtype {dtype!r} must agree with the header of {path}, which says {kind!r}; remove dtype"
-            )
+            rule = f"must be that of the header of {path}, {kind!r}"
+            raise invalid("dtype", "mismatch", dtype, rule, "remove dtype")
         shard = Shard(path, kind, 4 * _WORDS, count)
         shard.check_size()
         return shard
     if not words[3:].any():  # else its zeros would be learnt as tokens
-        raise InvalidData(
-            f"{path} begins like a header of 256 int32 with magic {magic}, which must be one of "
-            f"{', '.join(map(str, _FORMATS))}: it was damaged; copy it again"
+        rule = f"of its header of 256 int32 must be one of {', '.join(map(str, _FORMATS))}: it was damaged"
+        raise invalid(
+            "magic", "unknown", magic, rule, "copy it again", where=path, kind=InvalidData
         )
     kind = dtype or "uint16"
     item = np.dtype(kind).itemsize
     if size == 0 or size % item:
-        raise InvalidData(
-            f"{path} has {size} bytes, which must be a positive multiple of {item} for {kind}; copy it again, or give the "
-            "dtype it was written with"
-        )
+        rule = f"bytes must be a positive multiple of {item} for {kind}"
+        fix = "copy it again, or give the dtype it was written with"
+        raise invalid("", "length", size, rule, fix, where=path, kind=InvalidData)
     return Shard(path, kind, 0, size // item)

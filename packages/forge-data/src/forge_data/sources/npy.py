@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.config import DTYPES
 from forge_data.errors import InvalidData
 from forge_data.sources.id_shards import IdShards, Shard, find_shards
@@ -41,15 +42,13 @@ def _shard(path: Path) -> Shard:
     except OSError:
         raise
     except Exception as error:  # the header is text for Python's parser, which fails in many ways
-        raise InvalidData(
-            f"{path} must begin with a header of numpy's .npy format 1.0 or 2.0 ({type(error).__name__}: {error}); copy it "
-            "again, or save it with numpy.save"
-        ) from None
+        rule = f"must begin with a header of numpy's .npy format 1.0 or 2.0 ({type(error).__name__}: {error})"
+        fix = "copy it again, or save it with numpy.save"
+        raise invalid("", "header", ..., rule, fix, where=path, kind=InvalidData) from None
     if dtype.name not in DTYPES or dtype.byteorder == ">" or len(shape) != 1:
-        raise InvalidData(
-            f"{path} holds {dtype.str} in {len(shape)} dims and must hold little-endian {', '.join(DTYPES)} in one; save "
-            'its ids with numpy.save(path, ids.reshape(-1).astype("<u4"))'
-        )
+        rule = f"in {len(shape)} dims must be little-endian {', '.join(DTYPES)} in one"
+        fix = 'save its ids with numpy.save(path, ids.reshape(-1).astype("<u4"))'
+        raise invalid("dtype", "unsupported", dtype.str, rule, fix, where=path, kind=InvalidData)
     shard = Shard(path, dtype.name, offset, math.prod(shape))
     shard.check_size()
     return shard

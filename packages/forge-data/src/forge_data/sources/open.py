@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from typing import Any
 
+from forge_data._shared.problems import invalid
 from forge_data.config import SOURCES_GROUP, DataConfig, SourceConfig
 from forge_data.mixed_stream import MixedStream, seed_of
 from forge_data.mixture import Phase
@@ -62,17 +63,14 @@ def open_source(config: SourceConfig) -> Any:
     try:
         inspect.signature(factory).bind(config, **config.options)
     except TypeError as error:
-        raise ValueError(
-            f"options {config.options} must be arguments of {config.name}(config, **options): {error}; correct "
-            "them"
-        ) from error
+        rule = f"must be arguments of {config.name}(config, **options): {error}"
+        raise invalid("options", "signature", config.options, rule, "correct them") from error
     source = factory(config, **config.options)
     wanted = _REQUIRED if hasattr(source, "stream") else (*_REQUIRED, *_REQUIRED_FOR_PACKING)
     missing = [name for name in wanted if not hasattr(source, name)]
     if missing:
-        raise ValueError(
-            f"source {config.name!r} must offer {', '.join(wanted)}, but lacks {', '.join(missing)}; add them"
-        )
+        rule = f"must define {', '.join(wanted)}, but lacks {', '.join(missing)}"
+        raise invalid("name", "incomplete", config.name, rule, "add them")
     return source
 
 
@@ -137,10 +135,12 @@ def open_training(config: DataConfig, seed: int = 0) -> Stream:
     if len(streams) == 1:
         return streams[0]
     if any(num_shards_of(stream) for stream in streams):
-        raise ValueError(
-            f"phases.{parts[1][0].name}.seq_len {parts[1][0].seq_len} must be seq_len {config.seq_len} with a source that "
-            "streams, which cannot begin anew; leave it out, or use streaming = false"
+        name, _, _, seq_len, *_ = parts[1][0]
+        rule = (
+            f"must be seq_len {config.seq_len} with a source that streams, which cannot start over"
         )
+        fix = "leave it out, or use streaming = false"
+        raise invalid(f"phases.{name}.seq_len", "mismatch", seq_len, rule, fix)
     return PhasedStream([(p[0].name, stream, p[0].start) for p, stream in zip(parts, streams)])
 
 
@@ -169,9 +169,8 @@ def _open_part(config: DataConfig, part: Sequence[Stretch], seed: int) -> Stream
 def _check_packed(streams: Iterable[Stream], packing: PackingConfig) -> None:
     """ValueError for a packing that no stream has."""
     if packing.name != "concatenate" and not any(isinstance(s, PackedStream) for s in streams):
-        raise ValueError(
-            f"packing.name {packing.name!r} means nothing for sources that make their own rows; remove it"
-        )
+        rule = "must not be given for sources that make their own rows"
+        raise invalid("packing.name", "excludes", packing.name, rule, "remove it")
 
 
 def _phases(
@@ -204,8 +203,8 @@ def _load_factory(name: str) -> Any:
         for part in attribute.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"source name {name!r} must be importable ({error}); "
-            "check the spelling and that the module is on the Python path"
+        fix = "check the spelling and that the module is on the Python path"
+        raise invalid(
+            "name", "not_importable", name, f"must be importable ({error})", fix
         ) from error
     return found

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from forge_data._shared.problems import Problem, invalid, raise_problems
 from forge_data.bounded_read import read_bounded
 from forge_data.config import DTYPES
 from forge_data.errors import InvalidData
@@ -79,24 +80,22 @@ def read_sidecar(folder: Path) -> Sidecar:
     path = folder / SIDECAR
     content = _read_json(path)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise InvalidData(f'{path} must have "format": "{FORMAT}"; {PREPARE_AGAIN}')
-    if content.get("version") != VERSION:
-        raise InvalidData(
-            f"{path} has version {str(content.get('version'))[:40]}, this forge-data reads {VERSION}; "
-            f"update forge-data or {PREPARE_AGAIN}"
-        )
+        rule = f'must be "{FORMAT}"'
+        raise invalid("format", "unknown", ..., rule, PREPARE_AGAIN, where=path, kind=InvalidData)
+    if (version := content.get("version")) != VERSION:
+        rule = f"must be {VERSION}, which this forge-data reads"
+        fix = f"update forge-data or {PREPARE_AGAIN}"
+        raise invalid("version", "version", version, rule, fix, where=path, kind=InvalidData)
     wrong = [
-        k
+        Problem(k, "type", content.get(k, ...), "is missing or of another type", PREPARE_AGAIN)
         for k, t in _TYPES.items()
         if not isinstance(content.get(k, ...), t) or isinstance(content[k], bool)
     ]
-    if wrong:
-        raise InvalidData(f"{path} must have a valid {', '.join(wrong)}; {PREPARE_AGAIN}")
+    raise_problems(str(path), wrong, InvalidData)
     sidecar = Sidecar(
         **{key: content[key] for key in _TYPES}, block_bytes=content.get("block_bytes")
     )
-    for problem in _problems(sidecar):
-        raise InvalidData(f"{path} {problem}; {PREPARE_AGAIN}")
+    raise_problems(str(path), _problems(sidecar), InvalidData)
     return sidecar
 
 
@@ -104,66 +103,76 @@ def _read_json(path: Path) -> Any:
     try:
         return json.loads(read_bounded(path, _MAX_BYTES).decode("utf-8"))
     except FileNotFoundError:
-        raise InvalidData(_missing(path)) from None
+        raise _missing(path) from None
     except RecursionError:
-        raise InvalidData(
-            f"{path} must be JSON of a few levels, not nested deep; {PREPARE_AGAIN}"
-        ) from None
+        rule = "must be JSON of a few levels, not nested deep"
+        raise invalid("", "depth", ..., rule, PREPARE_AGAIN, where=path, kind=InvalidData) from None
     except InvalidData:
         raise
     except ValueError as error:  # no JSON, no UTF-8, or an integer of thousands of digits
-        raise InvalidData(f"{path} must be JSON ({error}); {PREPARE_AGAIN}") from None
+        rule = f"must be JSON ({error})"
+        raise invalid(
+            "", "not_json", ..., rule, PREPARE_AGAIN, where=path, kind=InvalidData
+        ) from None
 
 
-def _problems(sidecar: Sidecar) -> Iterator[str]:
+def _problems(sidecar: Sidecar) -> Iterator[Problem]:
     """Problems of values that have the right types."""
+    again = PREPARE_AGAIN
     if sidecar.dtype not in DTYPES:
-        yield f"has dtype {sidecar.dtype[:40]!r}, not one of {', '.join(DTYPES)}"
-    files = [TOKENS, DOCUMENTS, *([BLOCKS] if sidecar.block_bytes is not None else [])]
-    missing = [name for name in files if not isinstance(sidecar.sha256.get(name), str)]
-    if missing:
-        yield f"must have the sha256 of {', '.join(missing)}"
-    if min(sidecar.num_tokens, sidecar.num_documents) < 1:
-        yield "must count at least one token and one document"
-    if not 0 <= sidecar.max_token_id < sidecar.vocab_size:
-        yield (
-            f"has max_token_id {sidecar.max_token_id}, which must be within "
-            f"0..vocab_size-1 (vocab_size {sidecar.vocab_size})"
+        yield Problem(
+            "dtype", "unknown", sidecar.dtype, f"must be one of {', '.join(DTYPES)}", again
         )
+    files = [TOKENS, DOCUMENTS, *([BLOCKS] if sidecar.block_bytes is not None else [])]
+    for name in files:
+        if not isinstance(sidecar.sha256.get(name), str):
+            yield Problem(f"sha256.{name}", "missing", ..., "must be given", again)
+    for key, count in (
+        ("num_tokens", sidecar.num_tokens),
+        ("num_documents", sidecar.num_documents),
+    ):
+        if count < 1:
+            yield Problem(key, "range", count, "must be at least 1", again)
+    if not 0 <= sidecar.max_token_id < sidecar.vocab_size:
+        rule = f"must be within 0..vocab_size-1 (vocab_size {sidecar.vocab_size})"
+        yield Problem("max_token_id", "range", sidecar.max_token_id, rule, again)
     size = sidecar.block_bytes
     if size is not None and (type(size) is not int or size not in _BLOCK_BYTES):
-        yield f"has block_bytes {size!r:.40}, which must be within 1 KiB and 64 MiB"
+        yield Problem("block_bytes", "range", size, "must be within 1 KiB and 64 MiB", again)
     spec = sidecar.tokenizer
     if spec is not None and (
         not isinstance(spec.get("name"), str)
         or not all(isinstance(spec.get(k), str | None) for k in ("path", "eos", "fingerprint"))
     ):
-        yield f'has tokenizer {spec!r:.60}, which must be null or have a "name" such as "byte"'
+        rule = 'must be null or have a "name" such as "byte"'
+        yield Problem("tokenizer", "spec", spec, rule, again)
 
 
 def check_size(path: Path, count: int, item_size: int) -> None:
     """Raise InvalidData for a missing, truncated or grown file; costs one stat."""
     if not path.is_file():
-        raise InvalidData(f"{path} is missing; copy it again or {PREPARE_AGAIN}")
+        rule, fix = "is missing", f"copy it again or {PREPARE_AGAIN}"
+        raise invalid("", "missing", ..., rule, fix, where=path, kind=InvalidData)
     size, expected = path.stat().st_size, count * item_size
     if size != expected:
         state = "truncated" if size < expected else "grown"
-        raise InvalidData(
-            f"{path} has {size} bytes, but its sidecar records {count} items of {item_size} "
-            f"({expected} bytes): it was {state}; copy it again or {PREPARE_AGAIN}"
-        )
+        rule = f"bytes must be {expected}, {count} items of {item_size}, by its sidecar: it was {state}"
+        fix = f"copy it again or {PREPARE_AGAIN}"
+        raise invalid("", "length", size, rule, fix, where=path, kind=InvalidData)
 
 
-def _missing(path: Path) -> str:
-    """What to do about a sidecar that is not there: it was lost, or the folder is one above token files, or another."""
+def _missing(path: Path) -> Any:
+    """The error of a sidecar that is not there: it was lost, or the folder is one above token files, or another."""
     folder = path.parent
     if (folder / TOKENS).exists():
-        return f"{path} is missing, and {TOKENS} cannot be read without it; {PREPARE_AGAIN}"
+        rule = f"is missing, and {TOKENS} cannot be read without it"
+        return invalid("", "lost", ..., rule, PREPARE_AGAIN, where=path, kind=InvalidData)
     below = {found.parent for found in folder.glob(f"*/{SIDECAR}")}
     below |= {found.parent.parent for found in folder.glob(f"*/train/{SIDECAR}")}
     names = ", ".join(map(str, sorted(below)[:3]))
     fix = f"name one below it, such as {names}" if below else "check the path"
-    return f"{folder} must be a folder of token files, and has no {path.name}; {fix}"
+    rule = f"must be a folder of token files, and has no {path.name}"
+    return invalid("", "no_tokens", ..., rule, fix, where=folder, kind=InvalidData)
 
 
 def waiting_parts(output: Path) -> str:

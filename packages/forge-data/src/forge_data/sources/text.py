@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
 from forge_data.prepare.pipeline import prepare
@@ -83,24 +84,27 @@ def _look(config: SourceConfig) -> tuple[Path, list[Path], Entry]:
 
 def _folder_of_split(path: Path, split: str, validation_every: int) -> Path:
     """The text of a split: all of it, if every N-th document is held out, or the folder of that name."""
+    name, fix = str(path), "check the path"
     if not os.path.lexists(path):
-        raise InvalidData(f"path {path} must be a text file or a folder of some; check the path")
+        rule = "must be a text file or a folder of some"
+        raise invalid("path", "not_found", name, rule, fix, kind=InvalidData)
     if validation_every and (path / "validation").is_dir():
-        raise InvalidData(
-            f"path {path} holds a folder validation/, which text.validation_every {validation_every} would mix with the rest; "
-            f"remove the key, or name {path / 'train'}"
+        rule = (
+            f"must not be given for {path}, whose folder validation/ would be mixed with the rest"
         )
+        key, fix = "text.validation_every", f"remove the key, or name {path / 'train'}"
+        raise invalid(key, "mixed", validation_every, rule, fix, kind=InvalidData)
     if validation_every:
         return path
-    if any((path / name).is_dir() for name in SPLITS):
+    if any((path / folder).is_dir() for folder in SPLITS):
         if not (path / split).is_dir():
-            raise InvalidData(
-                f"path {path} must hold a folder {split}/; make it, or set text.validation_every = 20"
-            )
+            rule, fix = f"must hold a folder {split}/", "make it, or set text.validation_every = 20"
+            raise invalid("path", "no_split", name, rule, fix, kind=InvalidData)
         return path / split
     if split == "validation":
-        raise InvalidData(
-            f"path {path} must hold train/ and validation/ for split validation; set text.validation_every = 20, or "
-            "give validation a path of its own with split train"
+        rule = "must hold train/ and validation/ for split validation"
+        fix = (
+            "set text.validation_every = 20, or give validation a path of its own with split train"
         )
+        raise invalid("path", "no_splits", name, rule, fix, kind=InvalidData)
     return path

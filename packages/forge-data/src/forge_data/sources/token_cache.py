@@ -21,12 +21,13 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 from forge_data.sources.token_files import TokenFiles
 
@@ -70,9 +71,9 @@ class CachedTokens(TokenFiles):
             return super().read(start, stop)
         except InvalidData as error:
             self._forget()
-            raise InvalidData(
-                f"{str(error).partition('; ')[0]}; start again, and it is written from its text again"
-            ) from None
+            fix = "start again, and it is written from its text again"
+            problems = [replace(p, fix=fix) for p in error.problems]
+            raise InvalidData(problems, error.where) from None
 
     def _forget(self) -> None:
         with contextlib.suppress(OSError):
@@ -178,21 +179,18 @@ def _clear(entry: Entry) -> None:
 @contextlib.contextmanager
 def _os_errors(entry: Entry) -> Iterator[None]:
     """Errors of the file system as one sentence that names the cache."""
-    fix = "set cache, or $FORGE_CACHE, to a folder"
-    cache = entry.folder.parent
+    fix, cache = "set cache, or $FORGE_CACHE, to a folder", str(entry.folder.parent)
     try:
         yield
     except OSError as error:
         if error.errno in _FULL:
-            raise InvalidData(
-                f"cache {cache} must have room for the tokens of {entry.title} ({error.strerror}); free some, or {fix} "
-                "with more"
-            ) from error
+            rule = f"must have room for the tokens of {entry.title} ({error.strerror})"
+            fix = f"free some, or {fix} with more"
+            raise invalid("cache", "full", cache, rule, fix, kind=InvalidData) from error
         named = str(error.filename or cache)
-        if named.startswith(str(cache)) or str(cache).startswith(named):
-            raise ValueError(
-                f"cache {cache} must be a folder that can be written ({error.strerror}); {fix} that can"
-            ) from error
+        if named.startswith(cache) or cache.startswith(named):
+            rule = f"must be a folder that can be written ({error.strerror})"
+            raise invalid("cache", "unwritable", cache, rule, f"{fix} that can") from error
         raise
 
 

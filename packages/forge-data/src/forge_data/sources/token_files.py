@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_data._shared.problems import invalid
 from forge_data.config import DTYPES, SPLITS, VERIFY
 from forge_data.errors import InvalidData
 from forge_data.sources.checks import check_range, check_split
@@ -54,9 +55,11 @@ class TokenFiles:
         verify: str = "touch",
     ) -> None:
         if dtype is not None and dtype not in DTYPES:
-            raise ValueError(f"dtype {dtype!r} must be one of {', '.join(DTYPES)}; use one of them")
+            rule = f"must be one of {', '.join(DTYPES)}"
+            raise invalid("dtype", "unknown", dtype, rule, "use one of them")
         if verify not in VERIFY:
-            raise ValueError(f"verify {verify!r} must be one of {', '.join(VERIFY)}; use touch")
+            rule = f"must be one of {', '.join(VERIFY)}"
+            raise invalid("verify", "unknown", verify, rule, "use touch")
         self._arguments = (str(path), dtype, split)
         self._verify = verify
         self._blocks: VerifiedBlocks | None = None
@@ -69,21 +72,19 @@ class TokenFiles:
 
     def _open_raw(self, dtype: str | None) -> None:
         if dtype is None:
-            raise ValueError(
-                f"{self.path} has no sidecar, and two types can fit the same bytes; "
-                'give its dtype, for example dtype = "uint16"'
+            rule = "must be given, as the file has no sidecar, and two types can fit the same bytes"
+            raise invalid(
+                "dtype", "missing", dtype, rule, 'use "uint16", for example', where=self.path
             )
         if self._verify == "full":
-            raise ValueError(
-                f"verify 'full' needs the digests of a sidecar, and {self.path} has none; "
-                "remove verify, or prepare the text with `forge-data prepare`"
-            )
+            rule = "needs the digests of a sidecar, which the file does not have"
+            fix = "remove verify, or prepare the text with `forge-data prepare`"
+            raise invalid("verify", "requires", "full", rule, fix, where=self.path)
         size = self.path.stat().st_size
         if size == 0 or size % ITEM_SIZE[dtype]:
-            raise InvalidData(
-                f"{self.path} has {size} bytes, which must be a positive multiple of "
-                f"{ITEM_SIZE[dtype]} for dtype {dtype}; give the dtype it was written with"
-            )
+            rule = f"bytes must be a positive multiple of {ITEM_SIZE[dtype]} for dtype {dtype}"
+            fix, path = "give the dtype it was written with", self.path
+            raise invalid("", "length", size, rule, fix, where=path, kind=InvalidData)
         self.vocab_size: int | None = None
         self.tokenizer: dict[str, Any] | None = None
         self._tokens = _map(self.path, dtype)
@@ -91,10 +92,8 @@ class TokenFiles:
 
     def _open_folder(self, sidecar: Sidecar, dtype: str | None) -> None:
         if dtype is not None and dtype != sidecar.dtype:
-            raise ValueError(
-                f"dtype {dtype!r} must agree with the sidecar of {self.path}, which records "
-                f"{sidecar.dtype!r}; remove dtype"
-            )
+            rule = f"must agree with the sidecar of {self.path}, which records {sidecar.dtype!r}"
+            raise invalid("dtype", "mismatch", dtype, rule, "remove dtype")
         check_size(self.path / TOKENS, sidecar.num_tokens, ITEM_SIZE[sidecar.dtype])
         check_size(self.path / DOCUMENTS, sidecar.num_documents, 8)
         self.vocab_size = sidecar.vocab_size
@@ -153,10 +152,12 @@ class TokenFiles:
         highest, high = self.max_token_id, int(np.maximum.reduce(ids))
         low = int(ids.min()) if ids.dtype.kind == "i" else 0
         if high > highest or low < 0:
-            raise InvalidData(
-                f"{self.path / TOKENS if self._sidecar else self.path} holds id {min(low, 0) or high} between {start} "
-                f"and {stop}, {'below 0' if low < 0 else f'over the recorded largest {highest}'}: it was damaged; "
-                "run `forge-data verify` on it and copy it again"
+            path = self.path / TOKENS if self._sidecar else self.path
+            state = "below 0" if low < 0 else f"over the recorded largest {highest}"
+            rule = f"between {start} and {stop} is {state}: it was damaged"
+            fix = "run `forge-data verify` on it and copy it again"
+            raise invalid(
+                "id", "range", min(low, 0) or high, rule, fix, where=path, kind=InvalidData
             )
         return ids
 
@@ -197,10 +198,9 @@ def _scan_once(path: Path, dtype: str, state: tuple[int, ...]) -> tuple[int, str
         digest.update(block.data)
         low, high = min(low, int(block.min())), max(high, int(block.max()))
     if low < 0:
-        raise InvalidData(
-            f"{path} holds id {low} when read as {tokens.dtype}, and ids must not be "
-            "negative; give the dtype it was written with"
-        )
+        rule = f"must not be negative, read as {tokens.dtype}"
+        fix = "give the dtype it was written with"
+        raise invalid("id", "negative", low, rule, fix, where=path, kind=InvalidData)
     return high, digest.hexdigest()
 
 
@@ -226,16 +226,19 @@ def _verify_folder(folder: Path) -> int:
         )
     for name, recorded in sidecar.sha256.items():
         if Path(name).name != name:
-            raise InvalidData(
-                f"{folder / SIDECAR} names {name!r}, which leaves the folder; {PREPARE_AGAIN}"
+            rule, where = "must not leave the folder", folder / SIDECAR
+            raise invalid(
+                "sha256", "outside", name, rule, PREPARE_AGAIN, where=where, kind=InvalidData
             )
         if not (folder / name).is_file():
-            raise InvalidData(f"{folder / name} is missing; copy it again or {PREPARE_AGAIN}")
+            fix, where = f"copy it again or {PREPARE_AGAIN}", folder / name
+            raise invalid("", "missing", ..., "is missing", fix, where=where, kind=InvalidData)
         check_whole(folder / name, recorded)
     if highest != sidecar.max_token_id:
-        raise InvalidData(
-            f"{folder / TOKENS} has largest id {highest}, its sidecar records {sidecar.max_token_id}; "
-            f"{PREPARE_AGAIN}"
+        rule, where = f"must be that of {TOKENS}, {highest}", folder / SIDECAR
+        found = sidecar.max_token_id
+        raise invalid(
+            "max_token_id", "mismatch", found, rule, PREPARE_AGAIN, where=where, kind=InvalidData
         )
     return source.num_tokens
 
@@ -243,26 +246,24 @@ def _verify_folder(folder: Path) -> int:
 def resolve_split(path: Path, split: str) -> Path:
     """The folder or raw file of `split` below `path`."""
     check_split(split)
+    name = str(path)
     if not path.exists():
-        raise InvalidData(
-            f"path {path} must be a folder of token files or a raw file, but nothing is there; "
-            f"check it, or write it with `forge-data prepare`{waiting_parts(path)}"
-        )
+        rule = "must be a folder of token files or a raw file, but nothing is there"
+        fix = f"check it, or write it with `forge-data prepare`{waiting_parts(path)}"
+        raise invalid("path", "not_found", name, rule, fix, kind=InvalidData)
     if not (path.is_file() or path.is_dir()):
-        raise InvalidData(
-            f"path {path} must be a folder of token files or a regular file; check it"
-        )
+        rule = "must be a folder of token files or a regular file"
+        raise invalid("path", "not_a_file", name, rule, "check it", kind=InvalidData)
+    fix = f"{PREPARE_AGAIN} --validation_every 20"
     if any((path / name).is_dir() for name in SPLITS):
         if not (path / split).is_dir():
-            raise InvalidData(
-                f"path {path} must hold a folder {split}/; {PREPARE_AGAIN} --validation_every 20"
-            )
+            rule = f"must hold a folder {split}/"
+            raise invalid("path", "no_split", name, rule, fix, kind=InvalidData)
         return path / split
     if split == "validation":
-        raise InvalidData(
-            f"path {path} must hold train/ and validation/ for split validation; "
-            f"{PREPARE_AGAIN} --validation_every 20, or give validation a path of its own with split train"
-        )
+        rule = "must hold train/ and validation/ for split validation"
+        fix = f"{fix}, or give validation a path of its own with split train"
+        raise invalid("path", "no_splits", name, rule, fix, kind=InvalidData)
     if path.name == TOKENS and (path.parent / SIDECAR).is_file():
         return path.parent  # the file inside a prepared folder: use its sidecar
     return path
