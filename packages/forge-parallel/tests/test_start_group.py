@@ -342,8 +342,9 @@ def test_a_rank_of_a_larger_world_refuses(start):
 def test_two_processes_with_one_rank_are_told(start):
     environs = plain(2, free_port(), TIMEOUT=str(TIMEOUT))
     environs.append(dict(environs[1]))
-    codes = [p["code"] for answer in start(environs) for p in answer.get("problems", ())]
-    assert "duplicate" in codes
+    told = [answer for answer in start(environs) if answer.get("problems")]
+    second = next(a for a in told if [p["code"] for p in a["problems"]] == ["duplicate"])
+    assert_told(second, "rank", 1, "duplicate")
 
 
 @pytest.fixture

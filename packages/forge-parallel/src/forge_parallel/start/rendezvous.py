@@ -27,6 +27,7 @@ from forge_parallel.start.world import RUN_NAME, World
 
 _GRACE_SECONDS = 10.0  # rank 0 names missing ranks this long before the others give up
 _GOODBYE_SECONDS = 5.0
+_SILENT = Problem("store", "silent", ..., "stopped answering", "is rank 0's process stopped?")
 _DESCRIPTION = {"host", "pid", "network", "device", "gpu", "facts", "store_host"}
 _DECISION = {"problems", "rank_0", "world_size"}
 _attempts: Counter[str] = Counter()  # every rank starts its groups in the same order
@@ -50,7 +51,7 @@ def rendezvous(
         verdict = run_with_timeout(
             seconds + 2 * _GRACE_SECONDS,
             lambda: _check_in(world, store, description, seconds),
-            Problem("store", "silent", ..., "stopped answering", "is rank 0's process stopped?"),
+            _SILENT,
         )
     except StartError:
         raise
@@ -87,7 +88,7 @@ def say_goodbye(world: World, store: Store) -> None:
             _wait_until(lambda: store.add("gone", 0) >= world.world_size, deadline)
 
     with contextlib.suppress(RuntimeError):  # a rank or the store died: the job ends in any case
-        run_with_timeout(_GOODBYE_SECONDS, goodbye, Problem("store", "silent", ..., ""))
+        run_with_timeout(_GOODBYE_SECONDS, goodbye, _SILENT)
 
 
 def _description(world: World, device: torch.device, facts: Mapping[str, str]) -> dict[str, Any]:
