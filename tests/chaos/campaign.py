@@ -183,10 +183,10 @@ def chosen_suites(named: str, campaign: bool) -> list[str]:
     names = [name for name in named.split(",") if name]
     names = names or [name for name in PLAN if campaign or name != "srun"]
     if "srun" in names and (reason := why_not()):
-        print(f"suite srun is left out: {reason}", file=sys.stderr)
+        print(f"no suite srun: {reason}", file=sys.stderr)
         names.remove("srun")
     if "disk" in names and "LD_PRELOAD" not in os.environ:
-        print("suite disk is left out: it needs a C compiler and LD_PRELOAD", file=sys.stderr)
+        print("no suite disk: it needs a C compiler and LD_PRELOAD", file=sys.stderr)
         names.remove("disk")
     return names
 

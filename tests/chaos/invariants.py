@@ -10,7 +10,8 @@ from typing import Any
 
 SAME = ("step", "loss", "val_loss", "grad_norm", "lr", "tokens", "flops", "instances")
 _CAUSE = re.compile(
-    r"^forge-train: |died by SIG|ended with code|another rank is gone", re.MULTILINE
+    r"^forge-train: |died by SIG|ended with code|another rank is gone",  # prose: causes are looked for
+    re.MULTILINE,
 )
 _STEP = re.compile(r"step-\d{8}")
 
@@ -65,9 +66,9 @@ class Reference:
         try:
             found = content(paths[-1])
         except (OSError, ValueError, KeyError) as error:
-            return f"the newest checkpoint does not verify: {type(error).__name__}: {error}"
+            return f"newest checkpoint: {type(error).__name__}: {error}"
         if found != self.contents.get(step_of(paths[-1])):
-            return f"{paths[-1].name} is not, bit by bit, that of the undisturbed run"
+            return f"{paths[-1].name} has other bits than the undisturbed run"
         return ""
 
     def problem_of_rows(self, run: Path) -> str:

@@ -92,7 +92,7 @@ class Job:
         assert life is not None
         while life.poll() is None:
             if time.monotonic() > deadline:
-                raise Failed(f"did not end within {limit:g} s")
+                raise Failed(f"still ran after {limit:g} s")
             time.sleep(0.002)  # polling a process
         gone = time.monotonic() + 20.0
         while life.living():
@@ -132,7 +132,7 @@ class Job:
         life, deadline = self.start(), time.monotonic() + self.suite.limit
         while life.poll() is None and self.newest_step() <= goal + 1:  # one may be ahead of another
             if time.monotonic() > deadline:
-                raise Failed(f"no progress beyond step {goal} in {self.suite.limit:g} s")
+                raise Failed(f"stayed at step {goal} for {self.suite.limit:g} s")
             time.sleep(0.002)  # polling memory
         if life.poll() is not None:
             self.complete()
@@ -161,7 +161,7 @@ class Job:
         else:
             problem = in_child(close_enough, str(self.run), str(self.reference.run))
         if not problem and step_of(committed(self.run)[-1]) != STEPS:
-            problem = "done without its last checkpoint"
+            problem = "done, last checkpoint missing"
         if problem:
             raise Failed(problem)
 

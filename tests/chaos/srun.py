@@ -20,7 +20,7 @@ from tests.slurm.cluster import Slurm, running_cluster
 from forge_resilience.chaos import CommandLife
 
 _RANK = re.compile(rb"\0SLURM_PROCID=(\d+)")
-_FIRST = re.compile(r"^srun: error: .*: tasks? [-0-9,]+: Exited with exit code (\d+)$", re.MULTILINE)  # fmt: skip
+_FIRST = re.compile(r"^srun: error: .*: tasks? [-0-9,]+: Exited with exit code (\d+)$", re.MULTILINE)  # prose: srun's words  # fmt: skip
 
 
 @cache

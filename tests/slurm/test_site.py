@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,19 +60,21 @@ def test_the_site_that_doctor_writes_is_below_every_job(slurm, tmp_path, monkeyp
     assert (named.code, "--site 'nowhere'" in named.err) == (78, True)
     (tmp_path / "other.toml").write_text('[slurm]\npartitoin = "high"\n')
     wrong = forge_train("slurm", job, "--print", "--site", tmp_path / "other.toml", **environ)
-    assert (wrong.code, "did you mean slurm.partition?" in wrong.err) == (78, True)
+    assert (wrong.code, "slurm.partition?" in wrong.err) == (78, True)
 
 
 def test_grace_below_the_save_limit_is_a_warning(slurm, monkeypatch):
     for name, value in slurm.environ.items():
         monkeypatch.setenv(name, value)
     kill_wait, grace = grace_warnings(60)
-    assert "KillWait of this site is 10 s, below resilience.save_limit_seconds 60" in kill_wait
-    assert "partition low preempts jobs (REQUEUE) after a GraceTime of 30 s" in grace
+    assert re.search(r"^KillWait .* 10 s\b.* resilience\.save_limit_seconds 60\b", kill_wait)
+    assert re.search(r"\blow\b.*\(REQUEUE\).* GraceTime .* 30 s\b", grace)
     assert len(grace_warnings(60, "high")) == 1, "nobody preempts there"
     assert len(grace_warnings(25, "low")) == 1
     assert grace_warnings(5) == []
-    assert "partition low gives a job without one 00:05:00" in str(limit_problem(300))
+    problem = limit_problem(300)
+    assert (problem.key, problem.code) == ("time_limit", "missing")
+    assert re.search(r"\blow\b.* 00:05:00\b", problem.rule)
     assert limit_problem(299, "cpu") is None
 
 
@@ -82,12 +85,12 @@ def test_files_that_another_node_does_not_see_are_named(slurm, tmp_path):
     code, found = doctor(slurm, job, "--requires", "slurm,multi-node", home=tmp_path)
     assert (code, found["slurm"]["state"], found["multi-node"]["state"]) == (0, "ok", "ok"), found
     assert str(shared) in found["multi-node"]["detail"]
-    assert list(shared.iterdir()) == [job], "what was written to be seen is gone"
+    assert list(shared.iterdir()) == [job], "nothing is left"
     slurm.drain("n3", "n4")
     with slurm.hidden("n2", shared):
         code, found = doctor(slurm, job, "--requires", "multi-node", home=tmp_path)
     assert (code, found["multi-node"]["state"]) == (2, "broken")
-    assert found["multi-node"]["detail"] == f"n2 does not see {shared}"
+    assert re.fullmatch(rf"n2 .* {re.escape(str(shared))}", found["multi-node"]["detail"])
 
 
 def test_a_partition_with_too_few_nodes_is_named(slurm, tmp_path, monkeypatch):
@@ -100,4 +103,4 @@ def test_a_partition_with_too_few_nodes_is_named(slurm, tmp_path, monkeypatch):
     _, nodes = found
     assert nodes.state == "missing"
     assert nodes.detail.startswith("no 2 nodes within 2 s"), nodes
-    assert nodes.fix == "try again when nodes are free, or with another --site"
+    assert "--site" in nodes.fix

@@ -63,10 +63,8 @@ def test_supervisors_of_two_nodes_name_the_stopped_rank_and_the_step_starts_agai
     waiting = [
         e["cause"] for e in hangs if e["rank"] in (0, 1)
     ]  # the other node knows that it waits
-    assert all(
-        "waits for a rank of another supervisor: phase step, step 5" in cause for cause in waiting
-    )
-    assert "rank 3 is late: phase step, step 5, its process is stopped by a signal" in said
+    assert all("supervisor: phase step, step 5" in cause for cause in waiting)
+    assert re.search(r"rank 3 is late: phase step, step 5, .*\bSIGSTOP\b", said)
     assert not any(e["event"] == "restart" for e in read_events(folder / "events.jsonl"))
     lines = sorted((folder / "sums").read_text().splitlines())
     assert lines == [f"{rank} {rank % 2} 4 216" for rank in range(4)]
