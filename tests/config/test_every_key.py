@@ -38,6 +38,7 @@ from forge_testing import run_on_ranks, vlm_jobs, write_job
 from forge_testing.chats import CHATML, HEADERS, save_tokenizer, talk, write_talks
 from forge_testing.disk import Disk
 from forge_testing.probes import wrong_products
+from forge_testing.problems import rejects
 from forge_train import Callback, ConfigError, DataError, Trainer, load_job, read_run
 from forge_train.config.describe import key_rows
 from forge_train.config.evaluation import ChoicesConfig
@@ -616,7 +617,7 @@ SLURM = {
     "array_arguments": Probe(["--run.seed=%a"], batch, _ELEMENTS),
     "sbatch_options": Probe(["--exclude=n1"], batch),
     "srun_options": Probe(["--cpu-bind=cores"], batch),
-    "prologue": Probe(["module load cuda"], batch),
+    "prologue": Probe(["module load nccl"], batch),
     "environment": Probe({"NCCL_DEBUG": "INFO"}, batch),
     "container": Probe(["env"], batch),
     "cache_dir": Probe("/scratch/cache", batch),
@@ -1134,7 +1135,7 @@ def test_model_args_reach_the_builder(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     t = Trainer(load_job(job, settings))
     assert t.model.table.weight.shape == (257, 12)
-    with pytest.raises(ConfigError, match="wdith"):
+    with rejects("model.args", {"width": 12, "wdith": 3}, "call", ConfigError):
         Trainer(load_job(job, {**settings, "model.args.wdith": 3}))
 
 
@@ -1142,7 +1143,7 @@ def test_the_device_is_used_or_refused(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         assert build(tmp_path, {"parallel.device": "cuda"}).device.type == "cuda"
         return
-    with pytest.raises(ConfigError, match="cuda"):
+    with rejects("device", "cuda", "requires", ConfigError):
         build(tmp_path, {"parallel.device": "cuda"})
 
 
@@ -1249,7 +1250,7 @@ def test_a_key_changes_what_parallelize_makes(key: str, other: Any, also: dict[s
 
 @pytest.mark.parametrize(("key", "other"), [("gpus_per_node", 4), ("across_nodes", True)])
 def test_a_key_about_nodes_lets_groups_be_larger(key: str, other: Any) -> None:
-    with pytest.raises(ValueError, match="tp 4 must stay inside a node of 2"):
+    with rejects("tp", 4, "node"):
         ParallelConfig(tp=4).axes(8, 2)
     assert ParallelConfig(tp=4, **{key: other}).axes(8, 2).tp == 4
 
@@ -1268,7 +1269,7 @@ def test_the_memory_budget_reaches_the_compiler(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("key", ["async_tp", "float8_all_gather"])
 def test_a_key_for_gpus_is_refused_on_a_cpu(tmp_path: Path, key: str) -> None:
-    with pytest.raises(ConfigError, match=key):
+    with rejects(f"parallel.{key}", True, kind=ConfigError):
         build(tmp_path, {f"parallel.{key}": True})
 
 
@@ -1278,7 +1279,7 @@ def test_the_layout_is_chosen_with_reasons_and_kept_by_the_run(tmp_path: Path) -
     alone = find_world({})
     chosen, reasons = with_layout(job, alone)
     assert chosen.config.parallel.layout == "manual"
-    assert chosen.origin("parallel.layout") == "chosen by the planner"
+    assert chosen.origin("parallel.layout") not in ("default", "flag")
     assert "FSDP" in reasons[0]
     Trainer(job).fit()
     again, reasons = with_layout(job, alone)
@@ -1325,7 +1326,7 @@ def test_a_layout_is_chosen_anew_for_another_number_of_ranks(
 
 
 def test_the_number_of_shards_is_kept_to(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="dp_shard 2 = 2 must be the 1 ranks"):
+    with rejects("parallel.dp_shard", 2, "world_size", ConfigError):
         build(tmp_path, {"parallel.dp_shard": 2})
 
 
@@ -1357,7 +1358,7 @@ def test_path_and_dtype_choose_the_tokens(tmp_path: Path) -> None:
         "model.vocab_size": 30_000,
         "sample.max_new_tokens": 0,
     }
-    with pytest.raises(DataError, match="dtype"):
+    with rejects("data.sources.text.dtype", kind=DataError):
         build(tmp_path, base)
     one = build(tmp_path / "a", {**base, "data.sources.<name>.dtype": "uint8"})
     two = build(tmp_path / "b", {**base, "data.sources.<name>.dtype": "uint16"})
@@ -1541,4 +1542,4 @@ def test_validation_keys_choose_what_is_measured(tmp_path: Path) -> None:
     })  # fmt: skip
     seen = [t.evaluation.streams["validation"].fingerprint() for t in (own, other, alphabet)]
     assert len({json.dumps(s, sort_keys=True) for s in seen}) == 3
-    assert seen[2]["source.shift"] == 1, "split did not arrive"
+    assert seen[2]["source.shift"] == 1, seen[2]

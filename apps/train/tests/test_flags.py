@@ -95,6 +95,6 @@ def test_a_free_table_itself_is_none() -> None:
     "flag", ["--callbacks.mine.nam", "--callbacks.0.name", "--callbacks.class.name", "--init.pat"]
 )
 def test_unknown_flags_stay_unknown(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=r"^2$"):
         parse(flag, '["a"]')
     assert flag.rpartition(".")[0] in capsys.readouterr().err

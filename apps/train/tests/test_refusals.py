@@ -25,7 +25,7 @@ from forge_train.cli import main
 try:
     main(sys.argv[1:])
 finally:
-    print(json.dumps([name for name in sys.modules if "._" not in name]))
+    print(json.dumps([n for n in sys.modules if "._" not in n]))
 """
 #: Seconds of import each, and of no use to somebody who mistyped a key.
 HEAVY = {"transformers", "tokenizers", "torchao", "safetensors", "tensorboard", "triton",
@@ -46,7 +46,7 @@ def warm() -> Iterator[WarmProcess]:
 @pytest.mark.parametrize(
     ("text", "more"),
     [("[train\n", {"torch", "numpy"}), ("[train]\nstepz = 3\n[model]\ndim = 0", set())],
-    ids=["a file that is no TOML", "a mistake in a table"],
+    ids=["not TOML", "a mistake in a table"],
 )
 def test_a_refusal_imports_nothing_heavy(tmp_path: Path, text: str, more: set[str]) -> None:
     job = tmp_path / "job.toml"
@@ -84,7 +84,13 @@ def test_all_problems_come_in_one_message(tmp_path: Path, warm: WarmProcess) -> 
         "[train]\nsteps = 0\nglobal_bach = 4\n[eval]\nevery_steps = true\n"
     )
     refused = warm.call("forge_train.cli:main", ["run", "bad.toml"], folder=tmp_path)
-    for part in ("run.seed", "dim 30", "steps 0", "train.global_bach", "eval.every_steps"):
+    for part in (
+        "run.seed 'x'",
+        "model.dim 30",
+        "train.steps 0",
+        "train.global_bach",
+        "eval.every_steps True",
+    ):
         assert part in refused.err, refused.err
 
 

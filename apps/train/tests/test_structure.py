@@ -193,7 +193,9 @@ def test_a_section_is_a_table() -> None:
 def test_unknown_keys_name_the_nearest_one_at_every_depth() -> None:
     values = {**GOOD, "data": {"sources": {"a": {"nam": "builtin"}}}, "optimizr": {}}
     values["callbacks"] = {"mine": {"name": "a:b", "every_step": 3}}
-    fixes = {p.key: p.fix for p in structure(values)[1] if p.code == "unknown_key"}
+    wrong = structure(values)[1]
+    assert_problem(ConfigError(wrong), "optimizr", ..., "unknown_key")
+    fixes = {p.key: p.fix for p in wrong}
     assert "data.sources.a.name" in fixes["data.sources.a.nam"]
     assert "callbacks.mine.every_steps" in fixes["callbacks.mine.every_step"]
     assert "optimizer" in fixes["optimizr"]

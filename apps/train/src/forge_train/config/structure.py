@@ -154,9 +154,14 @@ _DROPPED = object()  # a value that is not the table that it must be
 # ---- strict leaves
 
 
+def _rejected(value: Any, rule: str, fix: str = "", *, code: str) -> Any:
+    """The error of a leaf; `_explain` adds its key."""
+    return invalid("", code, value, rule, fix)
+
+
 def _of_another_type(value: Any, expected: str) -> Any:
     rule = f"is of type {type(value).__name__} and must be {expected}"
-    return invalid("", "type", value, rule)
+    return _rejected(value, rule, code="type")
 
 
 def _strict(expected: type, accepted: tuple[type, ...]) -> Any:
@@ -171,9 +176,11 @@ def _strict(expected: type, accepted: tuple[type, ...]) -> Any:
 def _finite(value: Any, kind: type) -> Any:
     """A number that 64 bits hold; nan and inf would come back as a loss, hours later."""
     if isinstance(value, int) and value.bit_length() >= 64:
-        raise invalid("", "range", value, "must be a number that 64 bits hold", "use fewer zeros")
+        raise _rejected(
+            value, "must be a number that 64 bits hold", "use fewer zeros", code="range"
+        )
     if not math.isfinite(value):
-        raise invalid("", "finite", value, "must be a finite number")
+        raise _rejected(value, "must be a finite number", code="finite")
     return kind(value)
 
 
@@ -184,7 +191,7 @@ def _clean_text(text: str) -> str:
     except UnicodeEncodeError:  # bytes of a command line that are no UTF-8
         good = False
     if not good:
-        raise invalid("", "not_utf8", text, "must be UTF-8 text without NUL", "write it again")
+        raise _rejected(text, "must be UTF-8 text without NUL", "write it again", code="not_utf8")
     return text
 
 
@@ -195,7 +202,7 @@ def _literal(value: Any, kind: Any) -> Any:
     written = value[:_SHOWN_CHARACTERS] if isinstance(value, str) else ""
     near = difflib.get_close_matches(written, [str(c) for c in get_args(kind)], 1)
     fix = f"did you mean '{near[0]}'?" if near else ""
-    raise invalid("", "unknown", value, f"must be {type_name(kind)}", fix)
+    raise _rejected(value, f"must be {type_name(kind)}", fix, code="unknown")
 
 
 def _tuple(value: Any, kind: Any) -> Any:
@@ -205,7 +212,7 @@ def _tuple(value: Any, kind: Any) -> Any:
     if args[-1] is Ellipsis:
         return tuple(_CONVERTER.structure(v, args[0]) for v in value)
     if len(value) != len(args):
-        raise invalid("", "length", value, f"must be a {type_name(kind)}")
+        raise _rejected(value, f"must be a {type_name(kind)}", code="length")
     return tuple(_CONVERTER.structure(v, a) for v, a in zip(value, args))
 
 
