@@ -52,7 +52,8 @@ def test_one_error_has_all_problems_and_survives_pickling() -> None:
 def test_other_kinds_of_errors_carry_problems_too() -> None:
     error = invalid("", "not_json", ..., "is not JSON", where="a.json", kind=Damaged)
     assert (type(error), error.where, str(error)) == (Damaged, "a.json", "a.json: is not JSON")
-    assert isinstance(invalid("step", "range", -1, "must be at least 0"), ProblemError)
+    ordinary = invalid("lr", "range", -1.0, "must be above 0", "use 3e-4")
+    assert (type(ordinary), ordinary.problems) == (ProblemError, (LR,))
     again = pickle.loads(pickle.dumps(Damaged("two\nlines")))
     assert (str(again), again.problems, again.code) == ("two\nlines", (), "")
 
