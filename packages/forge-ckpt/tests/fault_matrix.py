@@ -29,6 +29,7 @@ import forge_ckpt.write.saver
 import forge_ckpt.write.staging
 import forge_ckpt.write.writer
 from forge_ckpt import CorruptCheckpoint, Store
+from forge_ckpt.rank_group import LOST_RANKS
 
 WORLD = 2
 RETURNED, LOST, FAILED, CORRUPT, OTHER = 0, 10, 11, 12, 20
@@ -140,7 +141,7 @@ FAULTS = {
     "fsync EIO": (f"fsync data-{{rank}}.bin$ {EIO}", FAILED, {2}, BOTH),
     "fsync of the manifest EIO": (f"fsync manifest.json$ {EIO}", FAILED, {2}, FIRST),
     "fsync of the directory EIO": (f"fsync .tmp- {EIO}", FAILED, {2}, FIRST),
-    "fsync of the parent EIO": (f"fsync /store$ {EIO}", FAILED, {3}, FIRST),
+    "fsync above EIO": (f"fsync /store$ {EIO}", FAILED, {3}, FIRST),
     "close EIO": (f"close data-{{rank}}.bin$ {EIO}", FAILED, {2}, BOTH),
     "close of the manifest EIO": (f"close manifest.json$ {EIO}", FAILED, {2}, FIRST),
     "rename EIO": (f"rename step-00000003.tmp {EIO}", FAILED, {2}, FIRST),
@@ -218,7 +219,7 @@ def rank_killed(number, case, root, sync, victim, mesh):
                     how(owner, name)
                 store.load(state_of(0, mesh))
         except RuntimeError as error:
-            if "ranks of this store lost each other" in str(error):
+            if LOST_RANKS in str(error):
                 return LOST
             raise
     return OTHER if number == victim else ended  # the victim never came there
@@ -271,7 +272,7 @@ def after_kill(case, ends, root, victim):
     assert set(ends) <= {-signal.SIGKILL, RETURNED, LOST}, ends
     if case in ASIDE:
         aside = os.path.exists(root / "quarantine" / "step-00000003-0")
-        assert aside != os.path.exists(root / "step-00000003"), "one of both places"
+        assert aside != os.path.exists(root / "step-00000003"), "in one place"
         return 2
     there = os.path.exists(root / "step-00000003")
     assert there or RETURNED not in ends, "a rank returned from a save that is not on disk"

@@ -9,12 +9,20 @@ import sys
 import pytest
 import torch
 
-from forge_ckpt import Store, cli
+from forge_ckpt import CorruptCheckpoint, Store, cli
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
-pytest.importorskip("tyro", reason="the command line is the extra [cli]")
-pytest.importorskip("rich", reason="the command line is the extra [cli]")
+pytest.importorskip("tyro", reason="of the extra [cli]")
+pytest.importorskip("rich", reason="of the extra [cli]")
+
+
+def run(arguments):
+    """Raises what ``cli.main`` prints."""
+    from forge_ckpt import commands
+
+    return commands.run(arguments)
 
 
 @pytest.fixture
@@ -45,18 +53,19 @@ def test_ls(root, capsys):
         ("5", "2,400", "1", "1"),
         ("10", "2,400", "1", "1"),
     ]
-    assert "step-00000011.tmp-abc: being written" in out
+    assert "step-00000011.tmp-abc: " in out
     os.remove(root / "step-00000005" / "manifest.json")
     code, out, _ = call(capsys, "ls", root)
     assert code == 66
     assert "corrupt: " in out
-    assert "2,400" in out, "the others are still listed"
+    assert "2,400" in out
 
 
 def test_inspect(root, capsys):
     code, out, _ = call(capsys, "inspect", root)
     assert code == 0
-    assert out.startswith("step 10, 2,400 bytes, saved with torch ")
+    assert out.startswith("step 10, 2,400 bytes, ")
+    assert torch.__version__ in out.splitlines()[0]
     assert "m.w     (20, 30)  float32  2,400" in out
     assert "objects: cursor" in out
     code, out, _ = call(capsys, "inspect", root, "--step", 5, "--json")
@@ -65,7 +74,9 @@ def test_inspect(root, capsys):
     os.truncate(root / "step-00000010" / "manifest.json", 50)
     code, out, err = call(capsys, "inspect", root)
     assert (code, out) == (66, "")
-    assert "manifest.json: does not match its own digest" in err
+    assert "step-00000010/manifest.json: " in err
+    with rejects("", ..., "digest", CorruptCheckpoint, where="manifest.json"):
+        run(["inspect", str(root)])
 
 
 def test_verify(root, capsys):
@@ -77,7 +88,7 @@ def test_verify(root, capsys):
     assert code == 66
     assert "step 5: sound" in out
     assert "step 10: corrupt: " in out
-    assert "data-0.bin: bytes 0-2400 (block 0) do not match" in out
+    assert "data-0.bin: block 0 (bytes 0-2400)" in out
     assert call(capsys, "verify", root, "--step", 5)[0] == 0
     code, out, _ = call(capsys, "verify", root, "--json")
     rows = json.loads(out)["checkpoints"]
@@ -90,11 +101,24 @@ def test_verify(root, capsys):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "key", "value", "code"),
+    [
+        (["verify", "/none"], "directory", "/none", "not_found"),
+        (["inspect", "ROOT", "--step", "7"], "step", 7, "not_found"),
+        (["ls", "ABOVE"], "directory", "ABOVE", "empty"),
+    ],
+)
+def test_rejected_arguments_are_78(root, capsys, arguments, key, value, code):
+    places = {"ROOT": str(root), "ABOVE": str(root.parent)}
+    arguments = [places.get(a, a) for a in arguments]
+    assert call(capsys, *arguments)[0] == 78
+    with rejects(key, places.get(value, value), code):
+        run(arguments)
+
+
+@pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["verify", "/none"], "/none is not a directory"),
-        (["inspect", "ROOT", "--step", "7"], "step 7 is not in .*; there are 5, 10"),
-        (["ls", "ABOVE"], "checkpoints holds some"),
         (["ls"], "DIR"),
         (["remove", "ROOT"], "remove"),
         (["inspect", "ROOT", "--step", "x"], "step"),
@@ -137,4 +161,5 @@ def test_without_the_extra_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tyro", None)
     code, out, err = call(capsys, "ls", ".")
     assert (code, out) == (78, "")
-    assert "pip install 'forge-ckpt[cli]'" in err
+    assert err.startswith("forge-ckpt needs forge_ckpt.commands, ")
+    assert "'forge-ckpt[cli]'" in err

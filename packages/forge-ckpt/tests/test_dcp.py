@@ -22,9 +22,11 @@ from forge_ckpt import (
     StepExists,
     Store,
 )
+from forge_ckpt.hf import save_hf
 from forge_testing import run_on_ranks
+from forge_testing.problems import assert_problem, rejects
 
-_NUMPY = "torch's own object collectives, which dcp uses in a process group, need numpy"
+_NUMPY = "torch's own object collectives, which dcp uses in a process group, need numpy"  # prose: a reason to skip
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
     pytest.mark.lane("test"),
@@ -74,8 +76,31 @@ def test_replicated_saves_and_partial_is_refused(tmp_path, group):
         state = {"a": torch.zeros(6)}
         store.load(state)
         assert torch.equal(state["a"], torch.arange(6.0))
-        with pytest.raises(ValueError, match=r"a: DTensor with placements .*Partial"):
+        with rejects("a", partial.placements, "partial"):
             store.save(2, {"a": partial})
+
+
+def test_a_sharded_state_is_not_exported(tmp_path, group):
+    tensor = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)])
+    with rejects("a", ..., "sharded"):
+        save_hf(tmp_path / "out", [("a", "a", ())], {"a": tensor})
+
+
+class Overtaken(ForgeWriter):
+    """Another writer makes the directory during the save."""
+
+    def finish(self, metadata, results):
+        self.path.mkdir()
+        super().finish(metadata, results)
+
+
+def test_a_path_that_appears_during_a_save_is_kept(tmp_path):
+    writer = Overtaken(tmp_path / "a")
+    with pytest.raises(CheckpointException) as caught:
+        dcp.save({"a": 1}, storage_writer=writer, planner=ForgeSavePlanner())
+    assert isinstance(_cause(caught), StepExists)
+    assert_problem(_cause(caught), "path", str(tmp_path / "a"), "appeared")
+    assert not list((tmp_path / "a").iterdir())
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -112,12 +137,12 @@ def test_other_planners_would_pickle_and_are_refused(tmp_path):
     state = {"a": torch.ones(2), "b": 1}
     with pytest.raises(CheckpointException) as caught:
         dcp.save(state, storage_writer=ForgeWriter(tmp_path / "a"))
-    assert "pass ForgeSavePlanner()" in str(_cause(caught))
+    assert_problem(_cause(caught), "planner", "DefaultSavePlanner", "type")
     assert not (tmp_path / "a").exists()
     dcp.save(state, storage_writer=ForgeWriter(tmp_path / "a"), planner=ForgeSavePlanner())
     with pytest.raises(CheckpointException) as caught:
         dcp.load(state, storage_reader=ForgeReader(tmp_path / "a"))
-    assert "pass ForgeLoadPlanner()" in str(_cause(caught))
+    assert_problem(_cause(caught), "planner", "DefaultLoadPlanner", "type")
 
 
 def test_an_existing_path_is_never_written(tmp_path):
@@ -129,6 +154,7 @@ def test_an_existing_path_is_never_written(tmp_path):
         with pytest.raises(CheckpointException) as caught:
             dcp.save({"a": 2}, storage_writer=writer, planner=ForgeSavePlanner())
         assert isinstance(_cause(caught), StepExists)
+        assert_problem(_cause(caught), "path", str(tmp_path / "a"), "exists")
         writer.discard()
     assert os.listdir(tmp_path) == ["a"]
 
@@ -173,6 +199,7 @@ def test_damage_arrives_inside_torchs_exception(tmp_path):
     with pytest.raises(CheckpointException) as caught:
         dcp.load(state, storage_reader=ForgeReader(tmp_path / "a"), planner=ForgeLoadPlanner())
     assert isinstance(_cause(caught), CorruptCheckpoint)
+    assert_problem(_cause(caught), "block", 0, "digest")
     assert (state["a"] == 5).all()
 
 

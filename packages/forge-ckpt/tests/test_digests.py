@@ -19,6 +19,7 @@ from forge_ckpt import (
     digests,
     manifest,
 )
+from forge_testing.problems import rejects
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -89,7 +90,7 @@ def test_without_the_package_a_sound_checkpoint_is_refused_and_not_moved(tmp_pat
     _save(tmp_path, "blake3")
     monkeypatch.setitem(sys.modules, "blake3", None)
     with Store(tmp_path) as store:
-        with pytest.raises(CheckpointMismatch, match=r"pip install 'forge-ckpt\[fast\]'") as caught:
+        with rejects("digest", "blake3", "requires", CheckpointMismatch) as caught:
             store.load(_zeros())
         assert "\n" not in str(caught.value)
         assert store.steps() == [1]
@@ -97,10 +98,10 @@ def test_without_the_package_a_sound_checkpoint_is_refused_and_not_moved(tmp_pat
 
 
 def test_a_digest_that_is_not_here_is_refused_before_anything_is_written(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="digest 'md5' must be one of sha256, blake3"):
+    with rejects("digest", "md5", "unknown"):
         ForgeWriter(tmp_path / "a", digest="md5")
     monkeypatch.setitem(sys.modules, "blake3", None)
-    with pytest.raises(ValueError, match=r"forge-ckpt\[fast\]"):
+    with rejects("digest", "blake3", "requires"):
         ForgeWriter(tmp_path / "a", digest="blake3")
     assert not list(tmp_path.iterdir())
 
@@ -113,7 +114,7 @@ def test_a_manifest_with_another_digest_is_of_a_newer_version(tmp_path, digest):
     (path / "manifest.json").write_bytes(
         b'{"sha256": "' + seal + b'", "manifest": ' + body + b"}\n"
     )
-    with pytest.raises(CheckpointMismatch, match="must be one of sha256, blake3"):
+    with rejects("digest", digest, "unknown", CheckpointMismatch, where=path):
         ForgeReader(path).open()
 
 

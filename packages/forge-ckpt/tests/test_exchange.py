@@ -15,6 +15,7 @@ import forge_ckpt.write.save
 from forge_ckpt import RNGState, Store
 from forge_ckpt.rank_group import RankGroup
 from forge_testing import run_on_ranks
+from forge_testing.problems import assert_problem
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
@@ -169,7 +170,7 @@ def test_all_ranks_succeed_or_all_raise():
     alike = "invalid literal for int() with base 10: 'x'"
     missing = "[Errno 2] ranks 0, 1, 2: No such file or directory: /none/0"
     for rank, found in enumerate(results):
-        assert found[0] == ("ValueError", alike), "the same everywhere: no rank is named"
+        assert found[0] == ("ValueError", alike), "the same everywhere, without a rank"
         assert found[1][0] == ("ZeroDivisionError" if rank == 1 else "RuntimeError")
         assert found[2][0] == ("ZeroDivisionError" if rank == 0 else "RuntimeError")
         assert found[3] == [0, 1, 2]
@@ -207,22 +208,22 @@ def groups(root):
         try:
             RankGroup(made)
         except ValueError as error:
-            found.append(str(error))
+            found.append(error)
     finally:
         dist.get_backend_config = real
     try:
         found.append((RankGroup(outside).rank, RankGroup(outside).size))
     except ValueError as error:
-        found.append(str(error))
+        found.append(error)
     return found
 
 
 def test_the_group_carries_cpu_tensors(tmp_path):
     first, second = run_on_ranks(2, groups, str(tmp_path))
     assert first[0] == second[0] == 5
-    assert "cuda:nccl carries no CPU tensors; give a host group" in first[1]
+    assert_problem(first[1], "group", "cuda:nccl", "backend")
     assert first[2] == (0, 1)
-    assert "does not hold this process" in second[2]
+    assert_problem(second[2], "group", ..., "member")
 
 
 def test_a_mixed_default_group_serves(monkeypatch):

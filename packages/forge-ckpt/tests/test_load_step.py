@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 
 from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, Store, load_step
 from forge_testing import run_on_ranks
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -76,7 +77,7 @@ def test_what_a_check_an_object_or_the_state_refuses(parent):
             return {"at": 0}
 
         def load_state_dict(self, state):
-            raise TypeError("not mine")
+            raise TypeError("state of another")
 
     def refuse(step, saved):
         raise ValueError(f"no step {step}")
@@ -84,14 +85,14 @@ def test_what_a_check_an_object_or_the_state_refuses(parent):
     model = build(0)
     with pytest.raises(CorruptCheckpoint, match="no step 6"):
         load_step(root, {"model": model}, refuse)
-    with pytest.raises(CheckpointMismatch, match=r"0\.weight: saved"):
+    with rejects("model.0.weight", code="mismatch", kind=CheckpointMismatch):
         load_step(root, {"model": nn.Sequential(nn.Linear(6, 4))})
     assert all(map(torch.equal, model.state_dict().values(), build(0).state_dict().values()))
-    with pytest.raises(TypeError, match="not mine"):
+    with pytest.raises(TypeError, match="state of another"):
         load_step(root, {"cursor": Object()})
-    with pytest.raises(ValueError, match="not a directory"):
+    with rejects("path", str(root / "step-00000009"), "not_found"):
         load_step(root / "step-00000009", {"model": model})
-    with pytest.raises(ValueError, match="at least one name"):
+    with rejects("state", "dict", "type"):
         load_step(root, {})
 
 

@@ -14,6 +14,7 @@ import torch._dynamo  # a DTensor imports it: once here, instead of 0.5 s in eve
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from forge_ckpt import Store
+from forge_ckpt.rank_group import LOST_RANKS
 torch.set_num_threads(1)
 folder, victim, world = sys.argv[1], int(sys.argv[2]), 3
 root = folder + "/store"
@@ -43,7 +44,7 @@ def rank(number, point, name):
         try:
             store.save(3, made)
         except RuntimeError as error:
-            if "ranks of this store lost each other" in str(error):
+            if LOST_RANKS in str(error):
                 return LOST
             raise
         if number == victim and calls < point:

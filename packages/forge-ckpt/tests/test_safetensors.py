@@ -14,8 +14,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from forge_ckpt import Store, load_hf
-from forge_ckpt.hf import HFFolder, HFTensors, save_hf
+from forge_ckpt.hf import HFFolder, HFTensors, read_json, save_hf
 from forge_testing import run_on_ranks
+from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -144,14 +145,16 @@ def test_a_model_that_does_not_fit_is_refused_before_it_changes(tmp_path):
     del wrong["count"]
     save_hf(tmp_path / "out", ROWS, wrong)
     model = Model()
-    with pytest.raises(ValueError, match="count is in the model only") as caught:
+    with rejects("count", ..., "model_only") as caught:
         load_hf(tmp_path / "out", ROWS, model)
-    assert r"embedding.weight is (12, 8) in the files and (11, 8) in the model" in str(caught.value)
+    assert_problem(caught.value, "embedding.weight", (11, 8), "shape")
+    with rejects("layers.0.qk", ..., "file_only"):
+        load_hf(tmp_path / "out", ROWS, nn.Module())
     assert not any(t.any() for t in model.state_dict().values())
     load_hf(tmp_path / "out", ROWS, model, ignore=("emb.*", "embedding.*", "count"))
     assert torch.equal(model.state_dict()["layers.1.up"], state(2)["layers.1.up"])
     assert not model.state_dict()["embedding.weight"].any()
-    with pytest.raises(ValueError, match=r"out: emb.weight: no row of the map matches"):
+    with rejects("emb.weight", ..., "unknown", where=tmp_path / "out"):
         load_hf(tmp_path / "out", ROWS[1:])
 
 
@@ -159,7 +162,7 @@ def test_what_is_there_is_never_written_over_and_a_failure_leaves_nothing(tmp_pa
     out = tmp_path / "out"
     out.mkdir()
     save_hf(out, ROWS, state(1))  # an empty folder is as good as none
-    with pytest.raises(ValueError, match="out exists and must be a new or an empty folder"):
+    with rejects("path", str(out), "exists"):
         save_hf(out, ROWS, state(1))
     calls = []
 
@@ -251,71 +254,83 @@ def tensor(start, end, dtype="U8", shape=None):
     return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
 
 
-HEADERS = {
-    "shorter than 8 bytes": (None, b"", None, "ends at byte 3, before its header"),
-    "a header beyond the file": (
-        {},
-        b"",
-        10**6,
-        "a header of 1000000 bytes must fit into the file",
-    ),
-    "a header of 2**63": ({}, b"", 2**63, "must fit into the file"),
-    "no JSON": (b"{]", b"", None, "not JSON"),
-    "no UTF-8": (b'{"\xff": 1}', b"", None, "byte 2 is not UTF-8"),
-    "deep JSON": (b'{"a":' + b"[" * 200_000, b"", None, "nested too deep"),
-    "a number of many digits": (b'{"a":' + b"1" * 5000 + b"}", b"", None, "thousands of digits"),
-    "a list": ([], b"", None, "a list must be an object"),
-    "a name twice": (
-        b'{"a":%s,"a":%s}' % ((json.dumps(tensor(0, 1)).encode(),) * 2),
-        b"x",
-        None,
-        "'a' stands there twice",
-    ),
-    "no fields": ({"a": 3}, b"", None, "an entry is not dtype, shape, data_offsets"),
-    "an unknown dtype": ({"a": tensor(0, 1, "F4")}, b"x", None, "dtype 'F4' must be one of F64"),
-    "a dtype that is a list": ({"a": tensor(0, 1, [])}, b"x", None, r"dtype \[\] must be one of"),
-    "a negative size": (
-        {"a": tensor(0, 1, shape=[-1])},
-        b"x",
-        None,
-        r"shape \[-1\] must be counts",
-    ),
-    "a huge size": ({"a": tensor(0, 1, shape=[2**61])}, b"x", None, "must be counts"),
+TWICE = b'{"a":%s,"a":%s}' % ((json.dumps(tensor(0, 1)).encode(),) * 2)
+HEADERS = {  # header, bytes after it, its length if that is another one; key, value, code
+    "shorter than 8 bytes": (None, b"", None, "", 3, "truncated"),
+    "a header beyond the file": ({}, b"", 10**6, "", 10**6, "header"),
+    "a 2**63 header": ({}, b"", 2**63, "", 2**63, "header"),
+    "no JSON": (b"{]", b"", None, "", ..., "not_json"),
+    "no UTF-8": (b'{"\xff": 1}', b"", None, "", 2, "utf8"),
+    "deep JSON": (b'{"a":' + b"[" * 200_000, b"", None, "", ..., "nested"),
+    "many digits": (b'{"a":' + b"1" * 5000 + b"}", b"", None, "", ..., "digits"),
+    "a list": ([], b"", None, "", "list", "type"),
+    "a name twice": (TWICE, b"x", None, "", "a", "duplicate"),
+    "no fields": ({"a": 3}, b"", None, "", ..., "entry"),
+    "an unknown dtype": ({"a": tensor(0, 1, "F4")}, b"x", None, "a.dtype", "F4", "unknown"),
+    "a listed dtype": ({"a": tensor(0, 1, [])}, b"x", None, "a.dtype", [], "unknown"),
+    "a negative size": ({"a": tensor(0, 1, "U8", [-1])}, b"x", None, "a.shape", [-1], "count"),
+    "a huge size": ({"a": tensor(0, 1, "U8", [2**61])}, b"x", None, "a.shape", [2**61], "count"),
     "a product beyond 64 bits": (
         {"a": tensor(0, 8, shape=[2**59] * 9)},
         b"x" * 8,
         None,
-        "must be ",
+        "a.shape",
+        [2**59] * 9,
+        "size",
     ),
-    "a size that is true": ({"a": tensor(0, 1, shape=[True])}, b"x", None, "must be counts"),
-    "no elements of huge dims": ({"a": tensor(0, 0, shape=[0, 2**59, 2**59])}, b"", None, "counts"),
-    "many dims": ({"a": tensor(0, 1, shape=[1] * 65)}, b"x", None, "must be counts"),
-    "offsets backwards": ({"a": tensor(4, 0, shape=[4])}, b"x" * 4, None, "must be 4 bytes"),
+    "a true size": ({"a": tensor(0, 1, shape=[True])}, b"x", None, "a.shape", [True], "count"),
+    "no elements of huge dims": (
+        {"a": tensor(0, 0, shape=[0, 2**59, 2**59])},
+        b"",
+        None,
+        "a.shape",
+        [0, 2**59, 2**59],
+        "size",
+    ),
+    "many dims": ({"a": tensor(0, 1, shape=[1] * 65)}, b"x", None, "a.shape", [1] * 65, "count"),
+    "a negative offset": ({"a": tensor(-1, 0)}, b"x", None, "a.data_offsets", [-1, 0], "count"),
+    "offsets backwards": (
+        {"a": tensor(4, 0, shape=[4])},
+        b"x" * 4,
+        None,
+        "a.data_offsets",
+        [4, 0],
+        "length",
+    ),
     "three offsets": (
         {"a": {**tensor(0, 1), "data_offsets": [0, 1, 2]}},
         b"x",
         None,
-        "must be 1 bytes",
+        "a.data_offsets",
+        [0, 1, 2],
+        "length",
     ),
-    "too few bytes": ({"a": tensor(0, 4, "F32", [2])}, b"x" * 4, None, r"must be 8 bytes for F32"),
-    "an overlap": ({"a": tensor(0, 4), "b": tensor(2, 6)}, b"x" * 6, None, "'b' overlaps the one"),
-    "the same bytes": ({"a": tensor(0, 4), "b": tensor(0, 4)}, b"x" * 4, None, "overlaps"),
-    "a gap": ({"a": tensor(0, 4), "b": tensor(6, 8)}, b"x" * 8, None, "'b' leaves a gap before"),
-    "bytes behind the last": ({"a": tensor(0, 4)}, b"x" * 9, None, "tensors end at byte"),
-    "bytes that are not there": ({"a": tensor(0, 9)}, b"x" * 4, None, "tensors end at byte"),
-    "metadata that is no text": ({"__metadata__": {"a": 1}}, b"", None, "__metadata__ must map"),
+    "too few bytes": (
+        {"a": tensor(0, 4, "F32", [2])},
+        b"x" * 4,
+        None,
+        "a.data_offsets",
+        [0, 4],
+        "length",
+    ),
+    "an overlap": ({"a": tensor(0, 4), "b": tensor(2, 6)}, b"x" * 6, None, "", "b", "order"),
+    "equal offsets": ({"a": tensor(0, 4), "b": tensor(0, 4)}, b"x" * 4, None, "", "b", "order"),
+    "a gap": ({"a": tensor(0, 4), "b": tensor(6, 8)}, b"x" * 8, None, "", "b", "order"),
+    "a longer file": ({"a": tensor(0, 4)}, b"x" * 9, None, "", 72, "length"),
+    "a shorter file": ({"a": tensor(0, 9)}, b"x" * 4, None, "", 77, "length"),
+    "numbers as metadata": ({"__metadata__": {"a": 1}}, b"", None, "__metadata__", ..., "type"),
 }
 
 
 @pytest.mark.parametrize("case", HEADERS)
 def test_a_hostile_header_is_one_line_with_file_and_rule(tmp_path, case):
-    header, data, length, message = HEADERS[case]
+    header, data, length, key, value, code = HEADERS[case]
     path = tmp_path / "model.safetensors"
     if header is None:
         path.write_bytes(b"abc")
     else:
         write(path, header, data, length)
-    with pytest.raises(ValueError, match=message) as caught:
+    with rejects(key, value, code) as caught:
         HFFolder(tmp_path)
     text = str(caught.value)
     assert text.startswith(f"{path}: ")
@@ -365,48 +380,70 @@ def index(folder, weight_map):
     (folder / "model.safetensors.index.json").write_bytes(text)
 
 
+ONE, MAP = "one.safetensors", "weight_map"
 INDEXES = {
-    "a path": (
-        {"a": "../model.safetensors"},
-        r"file '\.\./model.safetensors' must be a plain name",
-    ),
-    "an absolute path": ({"a": "/etc/passwd.safetensors"}, "must be a plain name"),
-    "a hidden file": ({"a": ".a.safetensors"}, "must be a plain name"),
-    "a pickle": ({"a": "pytorch_model.bin"}, "must be a plain name that ends in .safetensors"),
-    "a missing shard": ({"a": "b.safetensors"}, "b.safetensors: No such file"),
-    "a pipe": ({"a": "pipe.safetensors"}, "pipe.safetensors: must be a regular file"),
-    "a name that no shard has": (
-        {"a": "one.safetensors", "z": "one.safetensors"},
-        "'z' is one that is not there",
-    ),
-    "a name of another shard": ({"z": "one.safetensors"}, "'a' is one that it does not list there"),
-    "no map": (b'{"weight_map": [1]}', "weight_map must map names to files"),
-    "numbers": ({"a": 3}, "weight_map must map names to files"),
-    "a name twice": (b'{"weight_map": {"a": "x", "a": "y"}}', "'a' stands there twice"),
-    "deep": (b"[" * 200_000, "nested too deep"),
+    "above": ({"a": "../model.safetensors"}, MAP, "../model.safetensors", "name"),
+    "absolute": ({"a": "/etc/passwd.safetensors"}, MAP, "/etc/passwd.safetensors", "name"),
+    "hidden": ({"a": ".a.safetensors"}, MAP, ".a.safetensors", "name"),
+    "a pickle": ({"a": "pytorch_model.bin"}, MAP, "pytorch_model.bin", "name"),
+    "a missing shard": ({"a": "b.safetensors"}, "", ..., "unreadable"),
+    "a pipe": ({"a": "pipe.safetensors"}, "", ..., "not_regular"),
+    "of no shard": ({"a": ONE, "z": ONE}, MAP, "z", "mismatch"),
+    "of another shard": ({"z": ONE}, MAP, "a", "mismatch"),
+    "no map": (b'{"weight_map": [1]}', MAP, ..., "type"),
+    "numbers": ({"a": 3}, MAP, ..., "type"),
+    "a name twice": (b'{"weight_map": {"a": "x", "a": "y"}}', "", "a", "duplicate"),
+    "deep": (b"[" * 200_000, "", ..., "nested"),
 }
 
 
 @pytest.mark.parametrize("case", INDEXES)
 def test_a_hostile_index_is_one_line_with_file_and_rule(tmp_path, case):
-    weight_map, message = INDEXES[case]
+    weight_map, key, value, code = INDEXES[case]
     write(tmp_path / "one.safetensors", {"a": tensor(0, 1)}, b"x")
     os.mkfifo(tmp_path / "pipe.safetensors")
     index(tmp_path, weight_map)
-    with pytest.raises(ValueError, match=message) as caught:
+    with rejects(key, value, code) as caught:
         HFFolder(tmp_path)
     assert str(caught.value).startswith(str(tmp_path))
     assert "\n" not in str(caught.value)
 
 
 def test_folders_without_safetensors_are_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"must hold model.safetensors .* there is none"):
+    with rejects("path", str(tmp_path), "missing"):
         HFFolder(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(ValueError, match=r"only pytorch_model.bin, a pickle that could run code"):
+    with rejects("path", str(tmp_path), "missing", where="pytorch_model.bin"):
         HFFolder(tmp_path)
-    with pytest.raises(ValueError, match="is not a folder"):
+    with rejects("path", str(tmp_path / "pytorch_model.bin"), "not_found"):
         HFFolder(tmp_path / "pytorch_model.bin")
+
+
+def test_a_file_beyond_any_index_or_that_shrinks_is_refused(tmp_path, monkeypatch):
+    save_hf(tmp_path, ROWS, state(1))
+    folder, path = HFFolder(tmp_path), tmp_path / "model.safetensors"
+    last = max(folder.entries, key=lambda name: folder.entries[name].start)
+    os.truncate(path, path.stat().st_size - 1)
+    with rejects(last, ..., "truncated", where=path):
+        folder.read(last)
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr("forge_ckpt.hf.headers.MAX_JSON", 1)
+    with rejects("", 2, "size", where=tmp_path / "config.json"):
+        read_json(tmp_path / "config.json")
+
+
+def test_what_cannot_be_exported_is_refused(tmp_path):
+    with Store(tmp_path / "store") as store:
+        store.save(1, {"model": torch.zeros(2)})
+    with rejects("prefix", "ema.", "not_found"):
+        save_hf(tmp_path / "out", ROWS, tmp_path / "store", prefix="ema.")
+    complex_rows = [("a", "a", ())]
+    with rejects("a", torch.complex128, "dtype"):
+        save_hf(tmp_path / "out", complex_rows, {"a": torch.zeros(1, dtype=torch.complex128)})
+    with rejects("count", ..., "meta"):
+        save_hf(tmp_path / "sound", ROWS, state(1))
+        load_hf(tmp_path / "sound", ROWS, Model().to("meta"))
+    assert not (tmp_path / "out").exists()
 
 
 def test_links_of_the_hubs_cache_are_followed(tmp_path):

@@ -8,6 +8,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from forge_ckpt import CorruptCheckpoint, Store, read_tensors
 from forge_testing import run_on_ranks
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -64,23 +65,25 @@ def test_damage_is_found_before_the_tensor_is_given(tmp_path):
     content = bytearray(data.read_bytes())
     content[len(content) // 2] ^= 1
     data.write_bytes(content)
-    with pytest.raises(CorruptCheckpoint, match="do not match their digest"):
+    with rejects("block", code="digest", kind=CorruptCheckpoint, where=data):
         list(read_tensors(tmp_path))
 
 
 @pytest.mark.parametrize(
-    ("make", "patterns", "message"),
+    ("make", "code"),
     [
-        (lambda root: root / "nowhere", ["*"], "is not a directory; give a checkpoint"),
-        (lambda root: root, ["*"], "holds no committed checkpoint"),
-        (
-            lambda root: save(root) or root,
-            ["optimizer.*"],
-            "match no tensor of .*; its names are like",
-        ),
-        (lambda root: (root / "a.safetensors").touch() or root, ["*"], "as Hugging Face writes"),
+        (lambda root: root / "nowhere", "not_found"),
+        (lambda root: root, "empty"),
+        (lambda root: (root / "a.safetensors").touch() or root, "foreign"),
     ],
 )
-def test_a_path_or_pattern_without_tensors_is_refused(tmp_path, make, patterns, message):
-    with pytest.raises(ValueError, match=message):
-        list(read_tensors(make(tmp_path), patterns))
+def test_a_path_without_tensors_is_refused(tmp_path, make, code):
+    path = make(tmp_path)
+    with rejects("path", str(path), code):
+        list(read_tensors(path))
+
+
+def test_patterns_without_tensors_are_refused(tmp_path):
+    save(tmp_path)
+    with rejects("patterns", ["optimizer.*"], "unmatched"):
+        list(read_tensors(tmp_path, ["optimizer.*"]))

@@ -8,8 +8,22 @@ import pytest
 import torch
 
 from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, RNGState, Store
+from forge_ckpt._shared.problems import ProblemError, invalid
+from forge_ckpt.read.targets import check_object
+from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
+
+
+class OfAnotherPackage(ProblemError):
+    """The ProblemError of a package's own copy of the module."""
+
+
+OfAnotherPackage.__module__ = "forge_other._shared.problems"
+
+
+def problem(text):
+    return invalid("n", "bad", text, "is wrong", kind=OfAnotherPackage)
 
 
 class Counter:
@@ -30,7 +44,7 @@ class Counter:
 class Checked(Counter):
     def load_checks(self, saved):
         if type(saved) is not dict or type(saved.get("n")) is not int:
-            raise ValueError("n must be an integer")
+            raise problem(saved)
 
     def load_state_dict(self, state):
         self.n = state["n"]
@@ -69,6 +83,10 @@ def short_state(table):
     chunk.update(sizes=[8], bytes=8)
 
 
+def world_size(value):
+    return put("rng.world_size", value)
+
+
 def stream_of_another_number(table):
     for part in ("tensors", "objects"):
         for name in [name for name in table[part] if name.startswith("rng.streams.0.")]:
@@ -77,32 +95,36 @@ def stream_of_another_number(table):
             table[part][name.replace(".0.", ".7.")] = entry
 
 
+TAG, NAMELESS, NUMBER, STREAM = ("object", "tag"), ("", "error"), ("n", "bad"), ("", "damaged")
 UNUSABLE = {
-    "unknown_tag": put("c", {"$": "eval", "v": "1"}),
-    "tag_without_value": put("c", {"$": "tuple"}),
-    "unhashable_tag": put("c", {"$": [], "v": 1}),
-    "unhashable_key": put("c", {"$": "dict", "v": [[[1], 2]]}),
-    "pairs_of_three": put("c", {"$": "dict", "v": [[1, 2, 3]]}),
-    "not_a_number": put("c", {"n": float("nan")}),
-    "float_of_two_bytes": put("c", {"$": "float", "v": "0000"}),
-    "no_base64": put("c", {"$": "bytes", "v": "?"}),
-    "ndarray_of_another_shape": put("c", {"$": "ndarray", "v": ["int64", [5], "AAAA"]}),
-    "ndarray_of_objects": put("c", {"$": "ndarray", "v": ["object", [0], ""]}),
-    "ndarray_of_one": put("c", {"$": "ndarray", "v": 1}),
-    "size_beyond_int64": put("c", {"$": "size", "v": [2**80]}),
-    "unknown_dtype": put("c", {"$": "dtype", "v": "load"}),
-    "900_deep": put("c", deep(900)),
-    "a_list": put("c", [1]),
-    "a_text": put("c", {"n": "15"}),
-    "no_streams": put("rng.world_size", 0),
-    "streams_in_words": put("rng.world_size", "one"),
-    "streams_below_none": put("rng.world_size", -1),
-    "stream_is_gone": stream_of_another_number,
-    "python_state_short": put("rng.streams.0.python", {"$": "tuple", "v": [3]}),
-    "python_state_null": put("rng.streams.0.python", None),
-    "numpy_state_a_number": put("rng.streams.0.numpy", 3),
-    "cuda_state_a_number": put("rng.streams.0.cuda", {"$": "dict", "v": [[0, 3]]}),
-    "torch_state_short": short_state,
+    "unknown_tag": (put("c", {"$": "eval", "v": "1"}), TAG),
+    "tag_without_value": (put("c", {"$": "tuple"}), TAG),
+    "unhashable_tag": (put("c", {"$": [], "v": 1}), TAG),
+    "unhashable_key": (put("c", {"$": "dict", "v": [[[1], 2]]}), TAG),
+    "pairs_of_three": (put("c", {"$": "dict", "v": [[1, 2, 3]]}), NAMELESS),
+    "not_a_number": (put("c", {"n": float("nan")}), NAMELESS),
+    "float_of_two_bytes": (put("c", {"$": "float", "v": "0000"}), TAG),
+    "no_base64": (put("c", {"$": "bytes", "v": "?"}), TAG),
+    "ndarray_of_another_shape": (put("c", {"$": "ndarray", "v": ["int64", [5], "AAAA"]}), NAMELESS),
+    "ndarray_of_objects": (
+        put("c", {"$": "ndarray", "v": ["object", [0], ""]}),
+        ("dtype", "not_numbers"),
+    ),
+    "ndarray_of_one": (put("c", {"$": "ndarray", "v": 1}), TAG),
+    "size_beyond_int64": (put("c", {"$": "size", "v": [2**80]}), NAMELESS),
+    "unknown_dtype": (put("c", {"$": "dtype", "v": "load"}), ("dtype", "unknown")),
+    "900_deep": (put("c", deep(900)), NAMELESS),
+    "a_list": (put("c", [1]), NUMBER),
+    "a_text": (put("c", {"n": "15"}), NUMBER),
+    "no_streams": (world_size(0), STREAM),
+    "streams_in_words": (world_size("one"), STREAM),
+    "streams_below_none": (world_size(-1), ("world_size", "range")),
+    "stream_is_gone": (stream_of_another_number, STREAM),
+    "python_state_short": (put("rng.streams.0.python", {"$": "tuple", "v": [3]}), STREAM),
+    "python_state_null": (put("rng.streams.0.python", None), STREAM),
+    "numpy_state_a_number": (put("rng.streams.0.numpy", 3), STREAM),
+    "cuda_state_a_number": (put("rng.streams.0.cuda", {"$": "dict", "v": [[0, 3]]}), STREAM),
+    "torch_state_short": (short_state, STREAM),
 }
 
 
@@ -112,7 +134,8 @@ def test_F102_unusable_objects_fall_back_and_nothing_changes_before(tmp_path, ca
     with Store(tmp_path) as store:
         store.save(1, state(Checked(), 1))
         store.save(2, state(Checked(), 2))
-    reseal(tmp_path, 2, UNUSABLE[name])
+    change, (key, code) = UNUSABLE[name]
+    reseal(tmp_path, 2, change)
     counter = Checked()
     found = state(counter, -1)
     with Store(tmp_path) as store:
@@ -121,16 +144,20 @@ def test_F102_unusable_objects_fall_back_and_nothing_changes_before(tmp_path, ca
     assert counter.n == 1
     assert found["w"].tolist() == [1, 1, 1]
     (record,) = [record for record in caplog.records if record.name == "forge_ckpt"]
-    assert "step 2 is corrupt, moved to" in record.getMessage()
+    assert record.args[0] == 2
     assert "\n" not in record.getMessage()
     assert len(record.getMessage()) < 600
 
-    reseal(tmp_path, 1, UNUSABLE[name])  # the only one: nothing of the state changes
+    reseal(tmp_path, 1, change)  # the only one: nothing of the state changes
     draws = random.getstate(), torch.get_rng_state()
     counter.n = -1
     found["w"].fill_(-1)
-    with Store(tmp_path) as store, pytest.raises(CorruptCheckpoint, match="no sound checkpoint"):
+    with (
+        Store(tmp_path) as store,
+        rejects("path", code="corrupt", kind=CorruptCheckpoint) as caught,
+    ):
         store.load(found)
+    assert_problem(caught.value, key, code=code)
     assert counter.n == -1
     assert found["w"].tolist() == [-1, -1, -1]
     assert random.getstate() == draws[0]
@@ -145,18 +172,18 @@ def test_F102_a_check_of_the_caller_sees_step_and_content_before_anything_change
     def check(step, saved):
         seen.append((step, saved["c"]["n"], found["w"].tolist(), counter.n))
         if saved["c"]["n"] != step:
-            raise ValueError(f"n {saved['c']['n']} is not that of step {step}")
+            raise ValueError(f"n {saved['c']['n']}, step {step}")
 
     with Store(tmp_path) as store:
         store.save(1, state(Counter(), 1))
         store.save(2, state(Counter(), 5))
         assert store.load(found, check) == 1
         assert store.set_aside[0][0] == 2
-        assert "n 5 is not that of step 2" in store.set_aside[0][1]
+        assert "n 5, step 2" in store.set_aside[0][1]
     assert seen == [(2, 5, [-1, -1, -1], -1), (1, 1, [-1, -1, -1], -1)]
 
 
-@pytest.mark.parametrize("error", [KeyError, TypeError, RuntimeError])
+@pytest.mark.parametrize("error", [KeyError, TypeError, RuntimeError, problem])
 def test_F102_a_load_state_dict_that_raises_falls_back_over_what_changed(tmp_path, caplog, error):
     with Store(tmp_path) as store:
         store.save(1, state(Counter(), 1))
@@ -168,7 +195,7 @@ def test_F102_a_load_state_dict_that_raises_falls_back_over_what_changed(tmp_pat
         assert store.load(found) == 1
         assert store.steps() == [1]
     assert (counter.n, found["w"].tolist()) == (1, [1, 1, 1])
-    assert f"c: load_state_dict raised {error.__name__}" in caplog.text
+    assert f"c: load_state_dict raised {type(error('x')).__name__}" in caplog.text
 
 
 @pytest.mark.parametrize("steps", [1, 2, 3])
@@ -185,7 +212,8 @@ def test_F102_an_object_that_refuses_every_checkpoint_is_the_fault_and_nothing_m
 
         with pytest.raises(KeyError, match="m") as caught:
             store.load({"c": Broken()})
-        assert "none was moved" in caught.value.__notes__[0]
+        (note,) = caught.value.__notes__
+        assert f"step-{steps - 1:08d}: c: load_state_dict " in note
         assert store.steps() == list(range(steps))
         assert store.set_aside == []
 
@@ -212,6 +240,22 @@ def test_F102_a_class_of_the_objects_own_is_its_callers_and_raised_at_once(tmp_p
         assert store.steps() == [1, 2]
 
 
+def test_groups_that_are_not_those_of_the_optimizer_are_refused():
+    optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).named_parameters())
+    with rejects("param_groups", ..., "type"):
+        check_object(optimizer, "o", {"groups": []})
+    saved = {"param_groups": [{"params": [0, 1], "param_names": ["weight", "gain"]}]}
+    with rejects("o", "gain", "parameter", CheckpointMismatch):
+        check_object(optimizer, "o", saved)
+
+
+def test_a_cuda_state_that_is_too_short_is_refused():
+    saved = RNGState().state_dict()
+    saved["streams"][0]["cuda"] = {0: torch.zeros(8, dtype=torch.uint8)}
+    with rejects("cuda", 8, "length"):
+        RNGState().load_checks(saved)
+
+
 def test_an_optimizer_over_fewer_parameters_is_refused_before_the_model_changed(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
@@ -222,7 +266,7 @@ def test_an_optimizer_over_fewer_parameters_is_refused_before_the_model_changed(
         store.save(1, {"model": model, "optimizer": optimizer})
         with torch.no_grad():
             model[0].weight.fill_(7)
-        with pytest.raises(CheckpointMismatch, match=r"groups of \[4\] parameters, here \[2\]"):
+        with rejects("optimizer", [4], "groups", CheckpointMismatch, where=[2]):
             store.load({"model": model, "optimizer": fewer})
         assert store.steps() == [1]
     assert model[0].weight.eq(7).all()

@@ -16,15 +16,24 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import forge_ckpt.write.blocks
-from forge_ckpt import Keep, Store, cli, read_tensors
+from forge_ckpt import CorruptCheckpoint, Keep, StepExists, Store, cli, read_tensors
+from forge_ckpt._shared.problems import Shown
 from forge_ckpt.read.shared_memory import equal_bits
 from forge_ckpt.read.tensors import SavedTensors
 from forge_testing import run_on_ranks
+from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
 
-pytest.importorskip("tyro", reason="the command line is the extra [cli]")
-pytest.importorskip("rich", reason="the command line is the extra [cli]")
+pytest.importorskip("tyro", reason="of the extra [cli]")
+pytest.importorskip("rich", reason="of the extra [cli]")
+
+
+def run(*arguments):
+    """Raises what ``cli.main`` prints."""
+    from forge_ckpt import commands
+
+    return commands.run([str(argument) for argument in arguments])
 
 
 def call(capsys, *arguments):
@@ -90,20 +99,21 @@ def test_cat_prints_what_was_saved(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "key", "value", "code"),
     [
-        (["model.x"], r"model.x is not in .*; it has, among others, model.w"),
-        (["model.w", "--slice=0:2"], "slice '0:2' has 1 parts, the tensor 2 dims"),
-        (["model.w", "--slice=0:2,x"], "'x' must be a position or start:stop"),
-        (["model.w", "--slice=0:4:2,:"], "'0:4:2' must be a position"),
-        (["model.w", "--slice=9,:"], "'9' is empty in a dim of size 5"),
-        (["model.w", "--step", "3"], "step 3 is not in .*; there are 1"),
+        (["model.x"], "name", "model.x", "not_found"),
+        (["model.w", "--slice=0:2"], "slice", "0:2", "dims"),
+        (["model.w", "--slice=0:2,x"], "slice", "0:2,x", "part"),
+        (["model.w", "--slice=0:4:2,:"], "slice", "0:4:2,:", "part"),
+        (["model.w", "--slice=9,:"], "slice", "9,:", "empty"),
+        (["model.w", "--step", "3"], "step", 3, "not_found"),
     ],
 )
-def test_cat_refuses(tmp_path, capsys, arguments, said):
-    code, _, err = call(capsys, "cat", saved(tmp_path, 1), *arguments)
-    assert code == 78
-    assert re.search(said, err), err
+def test_cat_refuses(tmp_path, capsys, arguments, key, value, code):
+    arguments = ["cat", saved(tmp_path, 1), *arguments]
+    assert call(capsys, *arguments)[0] == 78
+    with rejects(key, value, code):
+        run(*arguments)
 
 
 def test_cat_reads_the_blocks_of_its_part_alone(tmp_path, capsys):
@@ -124,7 +134,8 @@ def test_cat_reads_the_blocks_of_its_part_alone(tmp_path, capsys):
 def test_diff_of_equal_checkpoints_is_0(tmp_path, capsys):
     a, b = saved(tmp_path / "a", 1), saved(tmp_path / "b", 1, step=9)
     code, out, err = call(capsys, "diff", a, b / "step-00000009")
-    assert (code, out, err) == (0, "9 tensors are equal, 0 differ\n", "")
+    assert (code, err) == (0, "")
+    assert [int(n) for n in re.findall(r"\d+", out)] == [9, 0], "equal, and different"
 
 
 def test_diff_names_every_kind_of_difference(tmp_path, capsys):
@@ -186,7 +197,7 @@ def test_average_is_the_mean_in_float64(tmp_path, capsys):
             mean = sum(s[name].to(wide) * share for s, share in zip(states, shares))
             assert equal_bits(found[f"model.{name}"], mean.to(dtype)), name
         for name in ("steps", "ids", "flag"):
-            assert torch.equal(found[f"model.{name}"], states[2][name]), "of the last"
+            assert torch.equal(found[f"model.{name}"], states[2][name]), "the last one's"
         state = {"cursor": {}}
         with Store(out) as store:
             assert store.load(state) == 3
@@ -195,19 +206,18 @@ def test_average_is_the_mean_in_float64(tmp_path, capsys):
 
 def test_average_refuses(tmp_path, capsys):
     a, b = saved(tmp_path / "a", 1), saved(tmp_path / "b", 2, w=torch.ones(2))
-    for arguments, said in [
-        ([a, "--out", tmp_path / "o"], "1 checkpoints; give at least two"),
-        (
-            [a, b, "--out", tmp_path / "o"],
-            r"model.w: \(5, 7\) torch.float32 in .*; average checkpoints",
-        ),
-        ([a, a, "--out", tmp_path / "o", "--weights", "1"], r"weights \[1.0\] must be 2 numbers"),
-        ([a, a, "--out", tmp_path / "o", "--weights", "1", "-1"], "a sum other than 0"),
-        ([a, a, "--out", a], "step 1 must be above 1, the newest in"),
+    out = ["--out", tmp_path / "o"]
+    here = Shown("(5, 7) torch.float32")
+    for arguments, key, value, code, kind in [
+        ([a, *out], "checkpoints", 1, "length", ValueError),
+        ([a, b, *out], "model.w", here, "mismatch", ValueError),
+        ([a, a, *out, "--weights", "1"], "weights", [1.0], "sum", ValueError),
+        ([a, a, *out, "--weights", "1", "-1"], "weights", [1.0, -1.0], "sum", ValueError),
+        ([a, a, "--out", a], "step", 1, "order", StepExists),
     ]:
-        code, _, err = call(capsys, "average", *arguments)
-        assert code == 78
-        assert re.search(said, err), err
+        assert call(capsys, "average", *arguments)[0] == 78
+        with rejects(key, value, code, kind):
+            run("average", *arguments)
     assert not list(tmp_path.glob("o/step-*"))
 
 
@@ -228,7 +238,7 @@ def test_reshard_keeps_the_content(tmp_path, capsys, ranks):
     back = tmp_path / "back"
     call_json(capsys, "reshard", out, back, "--ranks", 1)
     with SavedTensors(root) as a, SavedTensors(back) as b:
-        assert a.table.content() == b.table.content(), "the same bytes in the same places"
+        assert a.table.content() == b.table.content()
 
 
 def save_sharded(root):
@@ -249,8 +259,10 @@ def test_reshard_of_columns(tmp_path, capsys):
 
 
 def test_reshard_refuses(tmp_path, capsys):
-    code, _, err = call(capsys, "reshard", saved(tmp_path / "a", 4), tmp_path / "o", "--ranks", 0)
-    assert (code, "ranks 0 must be at least 1" in err) == (78, True)
+    arguments = ["reshard", saved(tmp_path / "a", 4), tmp_path / "o", "--ranks", 0]
+    assert call(capsys, *arguments)[0] == 78
+    with rejects("ranks", 0, "range"):
+        run(*arguments)
     with open(tmp_path / "a" / "step-00000004" / "data-0.bin", "r+b") as file:
         file.write(b"\xff")
     code, _, err = call(capsys, "reshard", tmp_path / "a", tmp_path / "o", "--ranks", 2)
@@ -338,8 +350,10 @@ def test_prune(history, capsys, arguments, kept):
 def test_prune_removes_nothing_beside_a_damaged_newest(history, capsys):
     with open(history / "step-00000011" / "data-0.bin", "r+b") as file:
         file.write(b"\xff")
-    code, _, err = call(capsys, "prune", history, "--last", 1)
-    assert (code, "do not match their digest" in err) == (66, True)
+    assert call(capsys, "prune", history, "--last", 1)[0] == 66
+    with rejects("block", 0, "digest", CorruptCheckpoint) as caught:
+        run("prune", history, "--last", 1)
+    assert_problem(caught.value, "", ..., "newest")
     with Store(history, read_only=True) as store:
         assert len(store.steps()) == 12
 
@@ -358,11 +372,15 @@ def test_prune_refuses(history, capsys):
         assert writer.stdout.readline() == "open\n"
         code, _, err = call(capsys, "prune", history, "--last", 1)
         writer.communicate("")
-    assert (code, f"is written by pid {writer.pid}" in err) == (78, True)
-    code, _, err = call(capsys, "prune", history, "--last", 0)
-    assert (code, "last 0 must be an integer of at least 1" in err) == (78, True)
-    code, _, err = call(capsys, "prune", history / "none")
-    assert (code, "is not a directory" in err) == (78, True)
+    assert (code, f" pid {writer.pid} " in err) == (78, True)
+    none = history / "none"
+    for arguments, key, value, code in [
+        ([history, "--last", 0], "last", 0, "range"),
+        ([none], "directory", str(none), "not_found"),
+    ]:
+        assert call(capsys, "prune", *arguments)[0] == 78
+        with rejects(key, value, code):
+            run("prune", *arguments)
     with Store(history, read_only=True) as store:
         assert len(store.steps()) == 12
 
@@ -386,11 +404,11 @@ def test_convert_both_ways(tmp_path, capsys):
     done = call_json(capsys, "convert", tmp_path / "dcp", tmp_path / "p", "--step", 8)
     assert done["not_read"] == ["train_state.pt"]
     code, out, _ = call(capsys, "diff", tmp_path / "o", tmp_path / "p")
-    assert (code, out) == (0, "9 tensors are equal, 0 differ\n")
-    code, _, err = call(
-        capsys, "convert", tmp_path / "o", tmp_path / "q", "--to", "dcp", "--step", 3
-    )
-    assert (code, "are for --to forge" in err) == (78, True)
+    assert (code, re.findall(r"\d+", out)) == (0, ["9", "0"]), "equal, and different"
+    arguments = ["convert", tmp_path / "o", tmp_path / "q", "--to", "dcp", "--step", 3]
+    assert call(capsys, *arguments)[0] == 78
+    with rejects("to", "dcp", "excludes"):
+        run(*arguments)
     code, _, err = call(capsys, "ls", tmp_path / "dcp")
     assert code == 78
 

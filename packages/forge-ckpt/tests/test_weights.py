@@ -10,6 +10,7 @@ from torch.distributed.fsdp import fully_shard
 from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, SavedTensors, Store
 from forge_ckpt.weights import WeightsReport, load_weights, match_weights
 from forge_testing import run_on_ranks
+from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -75,12 +76,10 @@ def test_shapes_that_differ_are_named_and_nothing_changes(saved):
     root, _ = saved
     model = Net(classes=10, seed=1)
     before = values(model)
-    with pytest.raises(CheckpointMismatch) as caught:
+    with rejects("head.weight", (10, 7), "shape", CheckpointMismatch, where="(3, 7)") as caught:
         load_weights(root, model)
-    assert "head.weight: saved (3, 7), here (10, 7); '!head.weight' excludes it" in str(
-        caught.value
-    )
-    assert "head.bias: saved (3,), here (10,)" in str(caught.value)
+    assert_problem(caught.value, "head.bias", (10,), "shape")
+    assert_problem(caught.value, "", ..., "weights")
     assert same(values(model), before, before)
 
 
@@ -100,17 +99,16 @@ def test_other_dtypes_are_cast_and_tied_tensors_stay_tied(tmp_path):
 
 def test_refusals(saved):
     root, _ = saved
-    with pytest.raises(ValueError, match=r"no tensor of the model .*\['!\*'\] matches.*'body"):
-        load_weights(root, Net(), ["!*"])
-    with pytest.raises(ValueError, match=r"no tensor of the model .*'body.0.weight'"):
-        load_weights(root, nn.Sequential(nn.Linear(5, 7)))
-    with pytest.raises(ValueError, match=r"no tensor is saved below 'ema' .*'model.body.0.weight'"):
+    for patterns, model in ((["!*"], Net()), (["*"], nn.Sequential(nn.Linear(5, 7)))):
+        with rejects("patterns", patterns, "nothing", where="'body.0.weight'"):
+            load_weights(root, model, patterns)
+    with rejects("key", "ema", "not_found", where="'model.body.0.weight'"):
         load_weights(root, Net(), key="ema")
     with torch.device("meta"):
         model = Net()
-    with pytest.raises(CheckpointMismatch, match=r"body\.0\.weight is on the meta device"):
+    with rejects("body.0.weight", ..., "meta", CheckpointMismatch):
         load_weights(root, model)
-    with pytest.raises(ValueError, match="not a directory"):
+    with rejects("path", str(root / "none"), "not_found"):
         load_weights(root / "none", Net())
 
 
@@ -124,19 +122,17 @@ def test_exclusions_alone_take_the_rest(saved):
 @pytest.mark.parametrize(
     ("patterns", "wanted"),
     [
-        (["body.*", "heads.*"], "pattern 'heads.*' matches no .* did you mean 'head.*'?"),
-        (["*", "!heat.weight"], "pattern '!heat.weight' matches .* did you mean '!head.weight'?"),
-        (
-            ["body.*", "adapter.*"],
-            "pattern 'adapter.*' matches no tensor that model and checkpoint",
-        ),
+        (["body.*", "heads.*"], "'head.*'"),
+        (["*", "!heat.weight"], "'!head.weight'"),
+        (["body.*", "adapter.*"], ""),
     ],
 )
 def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest_name(saved, patterns, wanted):
     model = Net(extra=True, seed=1)
     before = values(model)
-    with pytest.raises(ValueError, match=wanted):
+    with rejects("patterns", patterns[1], "unmatched") as caught:
         load_weights(saved[0], model, patterns)
+    assert wanted in caught.value.problems[0].fix
     assert same(values(model), before, before)
 
 
@@ -151,7 +147,7 @@ def test_a_match_says_before_anything_is_built_what_a_load_would_do(saved):
     patterns = ["*", "!head.*"]
     report = match_weights(model.state_dict(), there, patterns)
     assert report == load_weights(root, Net(extra=True), patterns)
-    with pytest.raises(CheckpointMismatch, match=r"head\.weight: saved \(3, 7\), here \(10, 7\)"):
+    with rejects("head.weight", (10, 7), "shape", CheckpointMismatch, where="(3, 7)"):
         match_weights(other.state_dict(), there)
 
 
@@ -220,4 +216,4 @@ def test_damage_that_one_rank_sees_stops_all(tmp_path):
     for text, largest in run_on_ranks(2, a_block_of_one_rank, str(tmp_path)):
         assert "rank 1: " in text
         assert "block 3" in text
-        assert largest == 0.0, "no rank has changed anything"
+        assert largest == 0.0

@@ -8,7 +8,9 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from forge_ckpt import Store, files
+from forge_ckpt.wrapped import unwrap
 from forge_testing import run_on_ranks
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -68,12 +70,11 @@ def test_F115_what_a_wrapper_holds_is_saved_and_filled(tmp_path):
 
 
 def test_F115_memory_that_is_not_there_is_refused_by_name(tmp_path):
-    with pytest.raises(ValueError, match=r"Wrapper of \(2,\) has no memory of its own"):
+    with rejects("tensor", (2,), "memory", where="Wrapper"):
         files.byte_view(Wrapper(torch.ones(2)))
-    with (
-        Store(tmp_path) as store,
-        pytest.raises(ValueError, match=r"x.a: tensor subclass Two holds"),
-    ):
+    with rejects("", "Two", "subclass"):
+        unwrap(Two(torch.ones(2)))
+    with Store(tmp_path) as store, rejects("x.a", "Two", "subclass"):
         store.save(1, {"x": {"a": Two(torch.ones(2))}})
 
 

@@ -3,6 +3,8 @@
 import hashlib
 from collections.abc import Callable
 
+from forge_ckpt._shared.problems import invalid
+
 DEFAULT = "sha256"
 NAMES = (DEFAULT, "blake3")
 Digest = Callable[[bytes | memoryview], str]  # 64 hex digits; releases the GIL for a block
@@ -16,13 +18,12 @@ def digest_function(name: str) -> Digest:
     Raises ValueError for another name, and for blake3 where the package is not installed.
     """
     if name not in NAMES:
-        raise ValueError(f"digest {name!r:.80} must be one of {', '.join(NAMES)}")
+        raise invalid("digest", "unknown", name, f"must be one of {', '.join(NAMES)}")
     if name == DEFAULT:
         return lambda data: hashlib.sha256(data).hexdigest()
     try:
         from blake3 import blake3
     except ImportError:
-        raise ValueError(
-            f"digest {name} needs the package blake3; pip install 'forge-ckpt[fast]'"
-        ) from None
+        rule, fix = "needs the package blake3", "pip install 'forge-ckpt[fast]'"
+        raise invalid("digest", "requires", name, rule, fix) from None
     return lambda data: blake3(data).hexdigest()

@@ -11,6 +11,7 @@ from types import TracebackType
 
 import torch
 
+from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import CorruptCheckpoint
 
 # Errors of a damaged or tampered directory. Others (EACCES, EMFILE) are faults of the host.
@@ -25,9 +26,8 @@ def byte_view(tensor: torch.Tensor) -> memoryview:
     if size == 0:
         return memoryview(bytearray())
     if tensor.data_ptr() == 0:  # a view of address 0 would crash the process when it is read
-        raise ValueError(
-            f"{type(tensor).__name__} of {tuple(tensor.shape)} has no memory of its own"
-        )
+        rule = f"is the shape of a {type(tensor).__name__} without memory of its own"
+        raise invalid("tensor", "memory", tuple(tensor.shape), rule)
     return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
 
 
@@ -89,7 +89,8 @@ def os_errors_as_corruption(where: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _DAMAGE:
             raise
-        raise CorruptCheckpoint(f"{where}: {error.strerror}") from error
+        text = str(error.strerror)
+        raise invalid("", "unreadable", ..., text, where=where, kind=CorruptCheckpoint) from error
 
 
 class Directory:
@@ -112,7 +113,8 @@ class Directory:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             os.close(fd)
-            raise CorruptCheckpoint(f"{where}: not a regular file")
+            rule = "is not a regular file"
+            raise invalid("", "not_regular", ..., rule, where=where, kind=CorruptCheckpoint)
         return fd, status.st_size
 
     def close(self) -> None:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from forge_ckpt._shared.problems import invalid
+
 _FORMATS = (  # (pattern of a file, the format, the call that reads it)
     (
         ".metadata",
@@ -22,7 +24,6 @@ def refuse_foreign(path: Path) -> None:
     for pattern, content, call in _FORMATS:
         found = next(path.glob(pattern), None)
         if found is not None:
-            raise ValueError(
-                f"{path} holds {content} ({found.name}), and must be a directory of step-00000100, ...; "
-                f"read it with {call}, and save into another directory"
-            )
+            rule = f"holds {content} ({found.name}), and must be a directory of step-00000100, ..."
+            fix = f"read it with {call}, and save into another directory"
+            raise invalid("path", "foreign", str(path), rule, fix)

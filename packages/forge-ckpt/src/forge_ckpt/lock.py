@@ -12,6 +12,7 @@ import weakref
 from datetime import UTC, datetime
 from pathlib import Path
 
+from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import StoreInUse
 from forge_ckpt.files import read_at
 
@@ -69,7 +70,7 @@ class Lock:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
-                raise StoreInUse(self._refusal()) from None
+                raise self._in_use() from None
             if error.errno not in _NO_FLOCK:
                 raise
             held = False
@@ -88,17 +89,23 @@ class Lock:
         os.pwrite(self._fd, self.owner.encode(), 0)
         return held
 
-    def _refusal(self) -> str:
+    def _in_use(self) -> StoreInUse:
         buffer = bytearray(4096)
         size = read_at(self._fd, memoryview(buffer), 0)
         writer = "another process"
         with contextlib.suppress(ValueError, TypeError, KeyError):
             owner = json.loads(bytes(buffer[:size]))
             writer = f"pid {owner['pid']} on {owner['host']} since {owner['started']}"
-        return (
-            f"{self._path.parent} is written by {writer}; wait for it or stop it, use another directory, "
-            "or open the store with read_only=True"
+        fix = "wait for it or stop it, use another directory, or open the store with read_only=True"
+        found: StoreInUse = invalid(
+            "path",
+            "in_use",
+            str(self._path.parent),
+            f"is written by {writer}",
+            fix,
+            kind=StoreInUse,
         )
+        return found
 
 
 def refuse_another_directory(directory: Path, owner: str | None) -> None:
@@ -113,10 +120,9 @@ def refuse_another_directory(directory: Path, owner: str | None) -> None:
     except OSError as error:
         found = error.strerror or ""
     if found != owner:
-        raise ValueError(
-            f"{directory} on host {socket.gethostname()} is not the directory that rank 0 sees "
-            "there; use a path on a file system that all ranks share"
-        )
+        rule = f"on host {socket.gethostname()} is not the directory that rank 0 sees there"
+        fix = "use a path on a file system that all ranks share"
+        raise invalid("path", "not_shared", str(directory), rule, fix)
 
 
 _open_locks: weakref.WeakSet[Lock] = weakref.WeakSet()

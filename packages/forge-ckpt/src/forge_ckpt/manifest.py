@@ -20,7 +20,8 @@ from typing import Any
 import torch
 
 from forge_ckpt import digests, objects, tree
-from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, one_line
+from forge_ckpt._shared.problems import invalid
+from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, restated
 from forge_ckpt.files import Directory, read_at
 
 NAME = "manifest.json"
@@ -123,14 +124,14 @@ def check(data: bytes, directory: Directory, step: int | None = None) -> Manifes
     where = str(directory.path / NAME)
     manifest = decode(data, where)
     if step is not None and manifest.step != step:
-        raise CorruptCheckpoint(f"{where}: is of step {manifest.step}, not {step}")
+        rule = f"must be {step}"
+        raise invalid("step", "mismatch", manifest.step, rule, where=where, kind=CorruptCheckpoint)
     for name, entry in manifest.files.items():
         fd, size = directory.open(name)
         with open(fd, "rb", buffering=0):
             if size != entry.size:
-                raise CorruptCheckpoint(
-                    f"{directory.path / name}: {size} bytes, {entry.size} were saved"
-                )
+                rule, file = f"bytes are there, {entry.size} were saved", directory.path / name
+                raise invalid("", "length", size, rule, where=file, kind=CorruptCheckpoint)
     return manifest
 
 
@@ -140,15 +141,22 @@ def read_bytes(directory: Directory) -> bytes:
     fd, size = directory.open(NAME)
     with open(fd, "rb", buffering=0):
         if size > MAX_BYTES:
-            raise CorruptCheckpoint(f"{where}: {size} bytes, more than any manifest")
+            rule = f"bytes are more than the {MAX_BYTES} of any manifest"
+            raise invalid("", "size", size, rule, where=where, kind=CorruptCheckpoint)
         # The first bytes before the rest: a foreign file may have a gigabyte.
         head = bytearray(len(_PREFIX))
         if read_at(fd, memoryview(head), 0) != len(head) or head != _PREFIX:
-            raise CorruptCheckpoint(f"{where}: does not match its own digest")
+            raise _damaged(where)
         data = bytearray(size)
         if read_at(fd, memoryview(data), 0) != size:
-            raise CorruptCheckpoint(f"{where}: changed while being read")
+            rule = "changed while it was read"
+            raise invalid("", "changed", ..., rule, where=where, kind=CorruptCheckpoint)
     return bytes(data)
+
+
+def _damaged(where: str) -> Any:
+    rule = "does not match its own digest"
+    return invalid("", "digest", ..., rule, where=where, kind=CorruptCheckpoint)
 
 
 def digest_of(directory: Directory) -> str:
@@ -163,26 +171,26 @@ def decode(data: bytes, where: str) -> Manifest:
     body = data[head + len(_MIDDLE) : -len(_SUFFIX)]
     frame = (data[: len(_PREFIX)], data[head : head + len(_MIDDLE)], data[-len(_SUFFIX) :])
     if frame != (_PREFIX, _MIDDLE, _SUFFIX) or hashlib.sha256(body).hexdigest().encode() != digest:
-        raise CorruptCheckpoint(f"{where}: does not match its own digest")
+        raise _damaged(where)
     try:
         table = json.loads(body.decode())  # bytes could be UTF-16 too
         number = table["format"]
     except (ValueError, RecursionError, TypeError, KeyError) as error:
-        raise CorruptCheckpoint(f"{where}: not a manifest ({error!r:.300})") from error
+        rule = f"is not a manifest ({error!r:.300})"
+        raise invalid("", "not_json", ..., rule, where=where, kind=CorruptCheckpoint) from error
     if number not in FORMATS:
-        raise CheckpointMismatch(
-            f"{where}: format {number!r:.80}, this forge-ckpt reads {' and '.join(map(str, FORMATS))}; "
-            "use the version that wrote it"
-        )
+        rule = f"must be {' or '.join(map(str, FORMATS))} for this forge-ckpt"
+        fix, kind = "use the version that wrote it", CheckpointMismatch
+        raise invalid("format", "version", number, rule, fix, where=where, kind=kind)
     of_blocks = digests.DEFAULT if number == 1 else table.get("digest")
     try:
         digests.digest_function(of_blocks)
     except ValueError as error:
-        raise CheckpointMismatch(f"{where}: {error}") from None
+        raise restated(error, where, CheckpointMismatch) from None
     try:
         return _from_json(table, of_blocks)
     except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise CorruptCheckpoint(f"{where}: impossible entry ({one_line(str(error))})") from error
+        raise restated(error, f"{where}: impossible entry") from error
 
 
 def summary(table: Manifest) -> dict[str, Any]:
@@ -246,7 +254,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
 
 def _from_json(table: dict[str, Any], digest: str) -> Manifest:
     if table["block_bytes"] != BLOCK_BYTES:
-        raise ValueError(f"block_bytes {table['block_bytes']!r} must be {BLOCK_BYTES}")
+        raise invalid("block_bytes", "unsupported", table["block_bytes"], f"must be {BLOCK_BYTES}")
     step = table["step"]
     if step is not None:
         _count(step, "step")
@@ -259,10 +267,10 @@ def _from_json(table: dict[str, Any], digest: str) -> Manifest:
     metrics = _metrics(table.get("metrics", {}))
     manifest = Manifest(step, str(table["torch"]), files, tensors, object_entries, metrics, digest)
     if both := tensors.keys() & object_entries.keys():
-        raise ValueError(f"{sorted(both)[0]!r} is a tensor and an object")
+        raise invalid(min(both), "duplicate", ..., "is the name of a tensor and of an object")
     for name, path in manifest.paths().items():
         if tree.dotted_name(path) != name:
-            raise ValueError(f"name {name!r} does not belong to path {path}")
+            raise invalid(name, "path", path, "is the path of another name")
     return manifest
 
 
@@ -271,27 +279,27 @@ def _metrics(table: dict[str, Any]) -> dict[str, float]:
         if (
             type(value) not in (int, float) or not abs(value) < 1e300
         ):  # nan is not, 10**400 has no float
-            raise ValueError(f"metrics.{name} {value!r} is no finite number")
+            raise invalid(f"metrics.{name}", "finite", value, "must be a finite number")
     return {name: float(value) for name, value in table.items()}
 
 
 def _file(name: str, entry: dict[str, Any], digest: str) -> FileEntry:
     if not _FILE.fullmatch(name):
-        raise ValueError(f"file name {name!r}; only data-<number>.bin inside the directory")
+        raise invalid("files", "name", name, "must be data-<number>.bin inside the directory")
     blocks = tuple(entry["blocks"])
     if not all(isinstance(block, str) and _HEX.fullmatch(block) for block in blocks):
-        raise ValueError(f"{name}: a block digest is not 64 hex digits")
+        raise invalid(name, "hex", ..., "must have blocks of 64 hex digits")
     file = FileEntry.of(_count(entry["bytes"], name), blocks, digest)
     if len(blocks) != -(-file.size // BLOCK_BYTES) or file.root != entry["root"]:
-        raise ValueError(
-            f"{name}: {len(blocks)} blocks for {file.size} bytes, or another root digest"
-        )
+        rule = f"blocks do not fit the {file.size} bytes or the root digest"
+        raise invalid(name, "blocks", len(blocks), rule)
     return file
 
 
 def _tensor(name: str, entry: dict[str, Any], files: dict[str, FileEntry]) -> TensorEntry:
     if len(entry["shape"]) > MAX_DIMS:
-        raise ValueError(f"{name}: {len(entry['shape'])} dims, more than any tensor")
+        rule = f"dims are more than the {MAX_DIMS} of any tensor"
+        raise invalid(name, "dims", len(entry["shape"]), rule)
     shape = tuple(_count(n, name) for n in entry["shape"])
     dtype = objects.dtype_from_name(entry["dtype"])
     chunks = tuple(_chunk(name, chunk, dtype, files) for chunk in entry["chunks"])
@@ -309,11 +317,12 @@ def check_tiling(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> 
         if not len(offsets) == len(sizes) == len(shape) or any(
             offset + size > limit for offset, size, limit in zip(offsets, sizes, shape)
         ):
-            raise ValueError(f"{name}: chunk at {offsets} of {sizes} is outside shape {shape}")
+            rule = f"is the place of a chunk of {sizes} outside of shape {shape}"
+            raise invalid(name, "outside", offsets, rule)
     if sum(math.prod(sizes) for _, sizes in boxes) != math.prod(shape):
-        raise ValueError(f"{name}: chunks do not add up to shape {shape}")
+        raise invalid(name, "volume", ..., f"has chunks that do not add up to shape {shape}")
     if not _are_separable(boxes, len(shape)):
-        raise ValueError(f"{name}: chunks overlap")
+        raise invalid(name, "overlap", ..., "has chunks that overlap")
 
 
 def _are_separable(boxes: Sequence[Extent], num_dims: int) -> bool:
@@ -343,13 +352,13 @@ def _chunk(
     sizes = tuple(_count(n, name) for n in entry["sizes"])
     start, length = _count(entry["start"], name), _count(entry["bytes"], name)
     if length != math.prod(sizes) * dtype.itemsize or length == 0:
-        raise ValueError(f"{name}: {length} bytes for a chunk of {sizes} {dtype}")
+        raise invalid(name, "length", length, f"bytes do not fit a chunk of {sizes} {dtype}")
     if start + length > files[entry["file"]].size:
-        raise ValueError(f"{name}: bytes {start}-{start + length} are outside {entry['file']}")
+        raise invalid(name, "range", start + length, f"is after the end of {entry['file']}")
     return Chunk(offsets, sizes, entry["file"], start, length)
 
 
 def _count(value: Any, name: str) -> int:
     if type(value) is not int or not 0 <= value < 2**60:
-        raise ValueError(f"{name}: {value!r} is not a count")
+        raise invalid(name, "count", value, "must be an integer of 0 or more")
     return value

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from forge_ckpt._shared.problems import ProblemError, invalid
 from forge_ckpt.errors import CheckpointMismatch
 
 TAG = "$"
@@ -54,7 +55,7 @@ def encode(value: Any, where: str) -> Any:
         return {TAG: "size", "v": list(value)}
     if (kind.__module__, kind.__name__) == ("numpy", "ndarray"):
         return _encode_array(value, where)
-    raise ValueError(_refusal(value, where))
+    raise _unknown(value, where)
 
 
 def decode(tree: Any) -> Any:
@@ -71,7 +72,8 @@ def decode(tree: Any) -> Any:
     try:
         return _DECODERS[tree[TAG]](tree["v"])
     except _UNREADABLE as error:
-        raise ValueError(f"object tag {tree[TAG]!r:.40} cannot be read ({error!r:.80})") from error
+        rule = f"is a tag whose value cannot be read ({error!r:.80})"
+        raise invalid("object", "tag", tree[TAG], rule) from error
 
 
 def dumps(tree: Any) -> str:
@@ -88,7 +90,7 @@ def dtype_from_name(name: Any) -> torch.dtype:
     """``"bfloat16"`` -> ``torch.bfloat16``; raises ValueError if this torch has no such dtype."""
     found = getattr(torch, name, None) if isinstance(name, str) else None
     if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype {name!r} is unknown to torch {torch.__version__}")
+        raise invalid("dtype", "unknown", name, f"is unknown to torch {torch.__version__}")
     return found
 
 
@@ -105,7 +107,8 @@ def _encode_dict(value: dict[Any, Any], where: str) -> Any:
 
 def _encode_array(value: Any, where: str) -> Any:
     if not _NUMPY_DTYPE.fullmatch(str(value.dtype)):  # objects, strings, big-endian, structured
-        raise ValueError(f"{where}: numpy array of dtype {value.dtype}; only numbers are stored")
+        rule = "is the dtype of a numpy array, and only numbers are stored"
+        raise invalid(where, "dtype", str(value.dtype), rule, "convert it to numbers")
     data = base64.b64encode(value.tobytes()).decode()
     return {TAG: "ndarray", "v": [str(value.dtype), list(value.shape), data]}
 
@@ -113,27 +116,30 @@ def _encode_array(value: Any, where: str) -> Any:
 def _decode_array(parts: list[Any]) -> Any:
     name, shape, data = parts
     if not _NUMPY_DTYPE.fullmatch(name):
-        raise ValueError(f"numpy dtype {name!r} is not one of numbers")
+        raise invalid("dtype", "not_numbers", name, "must be a numpy dtype of numbers")
     try:
         import numpy
     except ImportError as error:
-        raise CheckpointMismatch("the checkpoint holds a numpy array; pip install numpy") from error
+        rule, fix = "is needed for an array in the checkpoint", "pip install numpy"
+        raise invalid("numpy", "requires", ..., rule, fix, kind=CheckpointMismatch) from error
     return numpy.frombuffer(base64.b64decode(data), dtype=name).reshape(shape).copy()
 
 
-def _refusal(value: Any, where: str) -> str:
+def _unknown(value: Any, where: str) -> ProblemError:
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind.__module__ == "numpy":
-        return f"{where}: numpy scalar {name} is not stored; convert it with .item()"
-    if isinstance(value, torch.Tensor):
-        return (
-            f"{where}: a tensor inside a dict key or a subclassed container; use dict, list, tuple"
-        )
-    return (
-        f"{where}: an object of type {name} is not stored (nothing is pickled); give its state as "
-        f"{_KNOWN}, or an object with state_dict() and load_state_dict() at the top level"
-    )
+        rule = "is a numpy scalar, and is not stored"
+        found = invalid(where, "numpy_scalar", name, rule, "convert it with .item()")
+    elif isinstance(value, torch.Tensor):
+        rule = "is in a dict key or a subclassed container, and is not stored"
+        found = invalid(where, "tensor", name, rule, "use dict, list, tuple")
+    else:
+        rule = "is a type that is not stored (nothing is pickled)"
+        fix = f"give its state as {_KNOWN}, or an object with state_dict() and load_state_dict() at the top level"
+        found = invalid(where, "type", name, rule, fix)
+    error: ProblemError = found
+    return error
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {

@@ -16,16 +16,27 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from forge_ckpt._shared.problems import (
+    Problem,
+    ProblemError,
+    Shown,
+    WithProblems,
+    invalid,
+    show,
+)
 from forge_ckpt.errors import (
     CheckpointMismatch,
     CorruptCheckpoint,
     StateRefused,
     StepExists,
     StoreInUse,
+    has_problems,
+    is_problem_error,
 )
 from forge_ckpt.files import byte_view
 
 T = TypeVar("T")
+LOST_RANKS = "the ranks of this store lost each other"  # begins the text of that RuntimeError
 # Another rank raises an exception as one of these classes: the nearest base of its own class.
 _CLASSES: dict[str, type[Exception]] = {
     kind.__name__: kind
@@ -40,7 +51,7 @@ _CLASSES: dict[str, type[Exception]] = {
         RuntimeError,
     )
 }
-_Failure = dict[str, Any]  # {"kind", "text", "errno"} of one exception
+_Failure = dict[str, Any]  # {"kind", "text", "errno", "where", "problems"} of one exception
 _Outcome = dict[str, Any]  # {"value": result} or {"failure": _Failure} of one call
 
 
@@ -159,15 +170,21 @@ class RankGroup:
         """
         lowest, report = next(iter(failures.items()))
         alike = len(failures) == self.size and all(f == report for f in failures.values())
-        raised_anew = own is None or isinstance(own, OSError) or type(own) in _CLASSES.values()
+        known = type(own) in _CLASSES.values() or (own is not None and is_problem_error(own))
+        raised_anew = own is None or isinstance(own, OSError) or known
         interrupted = not isinstance(own, Exception)
         if not raised_anew and (alike or self.rank == lowest or interrupted):
             raise own  # type: ignore[misc]
-        ranks = f"{_rank_names(list(failures))}: " if name_ranks and not alike else ""
-        text = ranks + report["text"]
+        ranks = [_rank_names(list(failures))] if name_ranks and not alike else []
+        text = ": ".join([*ranks, report["text"]])
         if report["errno"] is not None:
             raise OSError(report["errno"], text) from own
-        raise _CLASSES[report["kind"]](text) from own
+        kind = _CLASSES[report["kind"]]
+        if problems := [_problem(*fields) for fields in report["problems"]]:
+            kind = ProblemError if kind is ValueError else kind
+            if issubclass(kind, WithProblems):
+                raise kind(problems, ": ".join(filter(None, [*ranks, report["where"]]))) from own
+        raise kind(text) from own
 
     def _all_gather(self, data: bytes) -> list[bytes]:
         sizes = self._sizes(data)
@@ -206,17 +223,16 @@ def _host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     if dist.get_rank(group) < 0:
-        raise ValueError("group does not hold this process; open the store on its ranks only")
+        rule, fix = "does not hold this process", "open the store on its ranks only"
+        raise invalid("group", "member", ..., rule, fix)
     if dist.get_world_size(group) == 1:
         return None
     backends = dist.get_backend_config(group)
     if any(part.startswith("cpu:") for part in backends.split(",")):
         return group or dist.group.WORLD
     if group is not None:
-        raise ValueError(
-            f"group with backend {backends} carries no CPU tensors; give a host group, such as "
-            'torch.distributed.new_group(backend="gloo")'
-        )
+        fix = 'give a host group, such as torch.distributed.new_group(backend="gloo")'
+        raise invalid("group", "backend", backends, "is a backend without CPU tensors", fix)
     return dist.new_group(backend="gloo")
 
 
@@ -234,14 +250,25 @@ def _attempt(run: Callable[[], T]) -> tuple[T | None, BaseException | None]:
 
 
 def _failure(error: BaseException) -> _Failure:
-    """An exception as JSON: its nearest class in ``_CLASSES``, its message, and the errno of an OSError."""
+    """An exception as JSON: its nearest class in ``_CLASSES``, its message and problems, and the errno of an OSError."""
     kind = next((k.__name__ for k in type(error).__mro__ if _CLASSES.get(k.__name__) is k), None)
     if isinstance(error, OSError) and error.errno is not None:
         name = f": {error.filename}" if error.filename is not None else ""
         text = f"{error.strerror or os.strerror(error.errno)}{name}"
         return {"kind": "OSError", "errno": error.errno, "text": text}
     text = str(error) if kind is not None else f"{type(error).__name__}: {error}"
-    return {"kind": kind or "RuntimeError", "errno": None, "text": text}
+    found: Any = error if has_problems(error) else WithProblems(text)
+    problems = [
+        (p.key, p.code, None if p.value is ... else show(p.value), p.rule, p.fix, p.origin)
+        for p in found.problems
+    ]
+    report = {"kind": kind or "RuntimeError", "errno": None, "text": text}
+    return {**report, "where": found.where, "problems": problems}
+
+
+def _problem(key: str, code: str, value: str | None, *texts: str) -> Problem:
+    """A problem of another rank, which sent its value as text."""
+    return Problem(key, code, ... if value is None else Shown(value), *texts)
 
 
 def _rank_names(ranks: list[int]) -> str:
@@ -257,9 +284,8 @@ def _lost_ranks_explained() -> Iterator[None]:
     except RuntimeError as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RuntimeError(
-            "the ranks of this store lost each other: one has died, is stuck, or did not make the "
-            f"same call ({reason}); end all of them and start again: the newest committed "
-            "checkpoint loads"
+            f"{LOST_RANKS}: one has died, is stuck, or did not make the same call ({reason}); end all of "
+            "them and start again: the newest committed checkpoint loads"
         ) from error
 
 

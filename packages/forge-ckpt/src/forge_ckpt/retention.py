@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from forge_ckpt._shared.problems import Problem, invalid, problems_of, raise_problems
+
 __all__ = ["Keep", "outdated"]
 
 _Milestones = Callable[[int], bool]
@@ -36,21 +38,21 @@ class Keep:
     def __post_init__(self) -> None:
         problems = []
         if type(self.last) is not int or self.last < 1:
-            problems.append(f"last {self.last!r} must be an integer of at least 1; use 3")
+            rule = "must be an integer of at least 1"
+            problems.append(Problem("last", "range", self.last, rule, "use 3"))
         if type(self.every) is not int or self.every < 0:
-            problems.append(
-                f"every {self.every!r} must be an integer of at least 0; use 0 for none"
-            )
+            rule = "must be an integer of at least 0"
+            problems.append(Problem("every", "range", self.every, rule, "use 0 for none"))
         if self.best is not None and (type(self.best) is not str or not self.best):
-            problems.append(f"best {self.best!r} must be the name of a metric, such as 'val_loss'")
+            rule = "must be the name of a metric, such as 'val_loss'"
+            problems.append(Problem("best", "type", self.best, rule))
         if self.mode not in ("min", "max"):
-            problems.append(f"mode {self.mode!r} must be 'min' or 'max'")
+            problems.append(Problem("mode", "unknown", self.mode, "must be 'min' or 'max'"))
         try:
             object.__setattr__(self, "_is_milestone", _resolve(self.milestones))
         except ValueError as error:
-            problems.append(str(error))
-        if problems:
-            raise ValueError("; ".join(problems))
+            problems += problems_of(error)
+        raise_problems("", problems)
 
     def is_milestone(self, step: int) -> bool:
         """Whether ``milestones`` keeps ``step``."""
@@ -92,13 +94,13 @@ def _resolve(milestones: str | _Milestones | None) -> _Milestones:
     rule = "must be 'powers_of_2', a function of the step, or its 'module:attr'"
     module, colon, attribute = str(milestones).partition(":")
     if not (module and colon and attribute):
-        raise ValueError(f"milestones {milestones!r} {rule}")
+        raise invalid("milestones", "unknown", milestones, rule)
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        raise ValueError(
-            f"milestones {milestones!r} cannot be imported ({error}); it {rule}"
-        ) from error
+        failed = f"cannot be imported ({error})"
+        raise invalid("milestones", "not_found", milestones, failed, f"it {rule}") from error
     if not callable(found):
-        raise ValueError(f"milestones {milestones!r} is a {type(found).__name__}; it {rule}")
+        wrong = f"is a {type(found).__name__}"
+        raise invalid("milestones", "type", milestones, wrong, f"it {rule}")
     return found

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from forge_ckpt._shared.problems import ProblemError, invalid
 from forge_ckpt.protocols import Path
 
 logger = logging.getLogger("forge_ckpt")
+_UNUSABLE = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError)
 
 
 class RNGState:
@@ -59,19 +61,20 @@ class RNGState:
         try:
             saved, stream = self._saved(state_dict)
             if type(saved) is not int or saved < 1:
-                raise ValueError(f"world_size {saved!r} must be a number of streams")
+                raise invalid("world_size", "range", saved, "must be a number of streams")
             random.Random().setstate(stream["python"])
             torch.Generator().set_state(stream["torch"])
             for state in (stream["cuda"] or {}).values():
                 if state.dtype != torch.uint8 or state.numel() < 16:  # seed and offset
-                    raise ValueError(f"a CUDA state of {state.numel()} {state.dtype}")
+                    rule = f"elements of {state.dtype} are not the state of a CUDA generator"
+                    raise invalid("cuda", "length", state.numel(), rule)
             if stream["numpy"] is not None:
                 sys.modules["numpy"].random.RandomState().set_state(stream["numpy"])
-        except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
-            raise ValueError(f"no random state that RNGState saved ({error!r})") from error
-        except RuntimeError as error:  # torch's message has several lines
-            reason = str(error).splitlines()[0]
-            raise ValueError(f"no random state that RNGState saved ({reason})") from error
+        except ProblemError:
+            raise
+        except _UNUSABLE as error:
+            rule = f"is not a random state that RNGState saved ({error!r:.300})"
+            raise invalid("", "damaged", ..., rule) from error
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue the saved stream, or start one that is derived from it (see the class)."""

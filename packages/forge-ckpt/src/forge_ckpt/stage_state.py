@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from forge_ckpt._shared.problems import invalid
 from forge_ckpt.protocols import Path
 
 __all__ = ["NamedState", "StageState", "tensor_names"]
@@ -43,7 +44,8 @@ class NamedState:
             for slot, own in slots.items():
                 value = state[name][slot]
                 if not isinstance(own, Tensor) and type(value) is not type(own):
-                    raise ValueError(f"{name}.{slot} {value!r:.80} must be a {type(own).__name__}")
+                    rule = f"must be a {type(own).__name__}"
+                    raise invalid(f"{name}.{slot}", "type", value, rule)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load `state`; parameters that are not in it keep their current state."""

@@ -4,6 +4,7 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Collection, Mapping, MutableMapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from forge_ckpt import digests, directories, manifest
+from forge_ckpt._shared.problems import Problem, invalid
 from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StateRefused
 from forge_ckpt.foreign import refuse_foreign
 from forge_ckpt.lock import Lock, refuse_another_directory
@@ -77,7 +79,8 @@ class Store:
     ) -> None:
         self.path = Path(path)
         if type(keep_last) is not int or keep_last < 1:
-            raise ValueError(f"keep_last {keep_last!r} must be an integer of at least 1; use 3")
+            rule = "must be an integer of at least 1"
+            raise invalid("keep_last", "range", keep_last, rule, "use 3")
         digests.digest_function(digest)
         self.keep = Keep(keep_last) if keep is None else keep
         self.read_only = read_only
@@ -189,7 +192,7 @@ class Store:
 
         self._saver.finish_pending()
         self._group.run_on_all_ranks(ready)
-        corrupt: dict[int, str] = {}
+        corrupt: dict[int, CorruptCheckpoint] = {}
         # At most one. It is quarantined only after an older one has loaded: if an object refuses two in
         # a row, its code is more likely wrong than both checkpoints.
         refused: dict[int, StateRefused] = {}
@@ -203,7 +206,7 @@ class Store:
                 self._read(step, state, check)
             except CorruptCheckpoint as error:
                 if self._quarantine(self._group, step, str(error)):
-                    corrupt[step] = str(error)
+                    corrupt[step] = error
                 continue
             except (StateRefused, CheckpointMismatch) as error:
                 if refused:
@@ -219,12 +222,14 @@ class Store:
             raise_cause(
                 self._group, reason, "; no older checkpoint could be used, and none was moved"
             )
-        found = list(corrupt.values()) or self._group.run_on_rank_0(self._quarantined_earlier)
+        found = [replace(p, origin=e.where) for e in corrupt.values() for p in e.problems]
+        for name in () if found else self._group.run_on_rank_0(self._quarantined_earlier):
+            found.append(Problem("quarantine", "earlier", name, "was found corrupt earlier"))
         if found:
-            raise CorruptCheckpoint(
-                f"no sound checkpoint in {self.path}; restore one from a copy, or start over in "
-                "another directory\n  " + "\n  ".join(found)
-            )
+            rule = "holds no sound checkpoint"
+            fix = "restore one from a copy, or start over in another directory"
+            header = Problem("path", "corrupt", str(self.path), rule, fix)
+            raise CorruptCheckpoint([header, *found])
         return None
 
     def steps(self) -> list[int]:
@@ -248,10 +253,8 @@ class Store:
             self._require_open(writing=True)
             steps = directories.committed_steps(self.path)
             if step not in steps:
-                raise ValueError(
-                    f"step {step} is not in {self.path}, so nothing would be left to go on from; its steps "
-                    f"are {steps}"
-                )
+                rule = f"is not in {self.path}, so nothing would be left to go on from"
+                raise invalid("step", "not_found", step, rule, f"use one of {steps}")
             newer = [other for other in reversed(steps) if other > step]
             for other in newer:
                 directories.remove_step(directories.step_directory(self.path, other))
@@ -325,13 +328,13 @@ class Store:
     def _open(self) -> str | None:
         """Rank 0: make and lock the directory; returns the content of the lock file (None: no lock)."""
         if self.path.exists() and not self.path.is_dir():
-            raise ValueError(
-                f"{self.path} is a file; a store needs a directory, choose another path"
-            )
+            rule = "is a file, and a store needs a directory"
+            raise invalid("path", "file", str(self.path), rule, "choose another path")
         refuse_foreign(self.path)
         if self.read_only:
             if not self.path.is_dir():
-                raise ValueError(f"{self.path} does not exist; check the path of the run")
+                fix = "check the path of the run"
+                raise invalid("path", "not_found", str(self.path), "does not exist", fix)
             return None
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -340,21 +343,19 @@ class Store:
             removed = directories.remove_temporary(self.path) if self._lock.held else []
             directories.check_writable(self.path)
         except OSError as error:
-            raise ValueError(
-                f"{self.path} cannot be written ({error.strerror}: {error.filename}); choose a "
-                "writable directory, or open it with read_only=True"
-            ) from error
+            rule = f"cannot be written ({error.strerror}: {error.filename})"
+            fix = "choose a writable directory, or open it with read_only=True"
+            raise invalid("path", "not_writable", str(self.path), rule, fix) from error
         if removed:
             logger.info("%s: removed unfinished %s", self.path, ", ".join(removed))
         return self._lock.owner
 
     def _require_open(self, *, writing: bool) -> None:
         if self._closed:
-            raise ValueError(f"the store {self.path} is closed; open it again")
+            raise invalid("store", "closed", str(self.path), "is closed", "open it again")
         if writing and self.read_only:
-            raise ValueError(
-                f"the store {self.path} was opened with read_only=True; open it to write"
-            )
+            rule = "was opened with read_only=True"
+            raise invalid("store", "read_only", str(self.path), rule, "open it to write")
 
     # ---- saving
 
@@ -363,11 +364,12 @@ class Store:
     ) -> list[Any]:
         self._require_open(writing=True)
         if type(step) is not int or not 0 <= step < 10**18:
-            raise ValueError(f"step {step!r} must be an integer of at least 0")
+            raise invalid("step", "range", step, "must be an integer of at least 0")
         check_state(state)
         for name, value in (metrics or {}).items():
             if type(name) is not str or type(value) not in (int, float) or not abs(value) < 1e300:
-                raise ValueError(f"metrics {name!r}: {value!r} must be a finite number with a name")
+                rule = "must be a finite number with a name"
+                raise invalid(f"metrics.{name}", "finite", value, rule)
         return [step, bool(wait)]
 
     def _plan_save(self, calls: list[list[Any]]) -> str | None:
@@ -375,19 +377,19 @@ class Store:
         steps = [step for step, _ in calls]
         step = steps[0]
         if set(steps) != {step}:
-            raise ValueError(f"ranks save steps {steps}; all must save the same one")
-        if len({wait for _, wait in calls}) > 1:
-            raise ValueError(
-                f"ranks save step {step} with wait=True and with wait=False; agree on one"
+            raise invalid(
+                "step", "mismatch", steps, "are saved by ranks that must save the same one"
             )
+        if len({wait for _, wait in calls}) > 1:
+            rule = f"differs between the ranks that save step {step}"
+            raise invalid("wait", "mismatch", [wait for _, wait in calls], rule, "agree on one")
         assert self._lock is not None
         self._lock.refuse_moved()
         newest = max(directories.committed_steps(self.path), default=-1)
         if step < newest:
-            raise ValueError(
-                f"step {step} is before step {newest}, the newest in {self.path}, which the next load "
-                "would take; load it first, or use another directory"
-            )
+            rule = f"is before step {newest}, the newest in {self.path}, which the next load would take"
+            fix = "load it first, or use another directory"
+            raise invalid("step", "order", step, rule, fix)
         target = directories.step_directory(self.path, step)
         if os.path.lexists(target):
             return f"{target.name}.tmp-again-{secrets.token_hex(4)}"
@@ -417,10 +419,7 @@ class Store:
         return max((s for s in steps if newest is None or s <= newest), default=None)
 
     def _quarantined_earlier(self) -> list[str]:
-        return [
-            f"{self.path / directories.QUARANTINE / name}: found corrupt earlier"
-            for name in directories.quarantined(self.path)
-        ]
+        return directories.quarantined(self.path)
 
     def _quarantine(self, group: RankGroup, step: int, reason: str) -> bool:
         """Quarantine a step, called by all ranks; False if the writer's retention has removed it."""

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor
 
+from forge_ckpt._shared.problems import invalid
+
 Step = str | int | tuple[str, int]
 Path = tuple[Step, ...]
 
@@ -29,9 +31,8 @@ def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
     for path, value in _leaves(state, ()):
         name = dotted_name(path)
         if name in paths:
-            raise ValueError(
-                f"{name}: two entries {paths[name]} and {path} have one name; rename a key"
-            )
+            rule = f"is the name of two entries, {paths[name]} and {path}"
+            raise invalid(name, "duplicate", ..., rule, "rename a key")
         leaves[name], paths[name] = value, path
     return leaves, paths
 
@@ -84,7 +85,7 @@ def path_from_json(tree: Any) -> Path:
     """The path that :func:`path_to_json` wrote; raises ValueError for any other JSON value."""
     steps: list[Step] = []
     if not isinstance(tree, list) or not tree:
-        raise ValueError(f"path {tree!r} is not a list of steps")
+        raise invalid("path", "type", tree, "must be a list of steps")
     for step in tree:
         if type(step) is str or type(step) is int:
             steps.append(step)
@@ -97,7 +98,7 @@ def path_from_json(tree: Any) -> Path:
         ):
             steps.append((step[0], step[1]))
         else:
-            raise ValueError(f"path step {step!r} is neither a key nor a position")
+            raise invalid("path", "step", step, "is a step, and must be a key or a position")
     return tuple(steps)
 
 
@@ -115,10 +116,9 @@ def _children(value: Any, path: Path) -> list[tuple[Step, Any]] | None:
     if isinstance(value, Mapping):
         for key in value:
             if type(key) not in (str, int):
-                raise ValueError(
-                    f"{dotted_name(path)}: key {key!r} of type {type(key).__name__} leads to a tensor; "
-                    "use str or int keys"
-                )
+                rule = f"is the type of key {key!r}, which leads to a tensor"
+                shown = type(key).__name__
+                raise invalid(dotted_name(path), "key", shown, rule, "use str or int keys")
         return list(value.items())
     if type(value) in (list, tuple):
         return [((type(value).__name__, i), child) for i, child in enumerate(value)]

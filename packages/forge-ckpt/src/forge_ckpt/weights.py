@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 
-from forge_ckpt.errors import CheckpointMismatch
+from forge_ckpt._shared.problems import Problem, invalid, raise_problems
+from forge_ckpt.errors import mismatch
 from forge_ckpt.files import Directory
 from forge_ckpt.manifest import Manifest
 from forge_ckpt.rank_group import RankGroup
@@ -84,9 +85,9 @@ def load_weights(
     saved = _names_below(table, key)
     if not saved:
         like = next(iter(table.tensors), "none at all")
-        raise ValueError(
-            f"no tensor is saved below {key!r} in {chosen}; the saved names are like {like!r}: give another key"
-        )
+        rule = f"is a name below which {chosen} has no tensor"
+        fix = f"the saved names are like {like!r}: give another key"
+        raise invalid("key", "not_found", key, rule, fix)
     shapes = {name: table.tensors[full].shape for name, full in saved.items()}
     report = ranks.run_on_all_ranks(
         lambda: _match(here if names is None else names, shapes, patterns)
@@ -126,14 +127,13 @@ def _match(here: Collection[str], saved: _Shapes, patterns: Sequence[str]) -> We
     idle = [p for p in patterns if not p.startswith("!") and not _any(both, p)]
     idle += [p for p in patterns if p.startswith("!") and not _any({*here, *saved}, p[1:])]
     if idle and both:
-        raise ValueError("\n".join(_idle(pattern, both) for pattern in idle))
+        raise_problems("", (_idle(pattern, both) for pattern in idle))
     copied = [name for name in both if _matches(name, patterns)]
     if not copied:
         like = next(iter(saved), "none at all")
-        raise ValueError(
-            f"no tensor of the model is saved under a name that {list(patterns)} matches; the saved names are "
-            f"like {like!r}: give another key or other patterns"
-        )
+        rule = "match no tensor of the model that is saved"
+        fix = f"the saved names are like {like!r}: give another key or other patterns"
+        raise invalid("patterns", "nothing", list(patterns), rule, fix)
     taken = set(copied)
     return WeightsReport(
         copied,
@@ -152,39 +152,32 @@ def _any(names: Collection[str], pattern: str) -> bool:
     return any(fnmatchcase(name, pattern) for name in names)
 
 
-def _idle(pattern: str, names: Sequence[str]) -> str:
-    """A sentence about a pattern that matches no name, with the nearest name or folder of names."""
+def _idle(pattern: str, names: Sequence[str]) -> Problem:
+    """The problem of a pattern that matches no name, with the nearest name or folder of names."""
     parts = [name.split(".") for name in names]
     folders = {".".join(part[:n]) + ".*" for part in parts for n in range(1, len(part))}
     mark = "!" * pattern.startswith("!")
     near = difflib.get_close_matches(pattern.lstrip("!"), [*names, *sorted(folders)], 1, cutoff=0.0)
     fix = f"did you mean {mark + near[0]!r}?" if near else "leave it out"
-    return f"pattern {pattern!r} matches no tensor that model and checkpoint have; {fix}"
+    rule = "matches no tensor that model and checkpoint have"
+    return Problem("patterns", "unmatched", pattern, rule, fix)
 
 
 def _refuse_other_shapes(wanted: Mapping[str, Tensor], saved: _Shapes) -> None:
     _refuse(
         [
-            f"{name}: saved {saved[name]}, here {tuple(tensor.shape)}; '!{name}' excludes it"
+            Problem(name, "shape", shape, f"is saved as {saved[name]}", f"'!{name}' excludes it")
             for name, tensor in wanted.items()
-            if saved[name] != tuple(tensor.shape)
+            if saved[name] != (shape := tuple(tensor.shape))
         ]
     )
 
 
 def _refuse_meta(wanted: Mapping[str, Tensor]) -> None:
-    _refuse(
-        [
-            f"{name} is on the meta device; materialise it (to_empty) before"
-            for name, tensor in wanted.items()
-            if tensor.is_meta
-        ]
-    )
+    rule, fix = "is on the meta device", "materialize it (to_empty) before"
+    _refuse([Problem(n, "meta", ..., rule, fix) for n, tensor in wanted.items() if tensor.is_meta])
 
 
-def _refuse(problems: Sequence[str]) -> None:
+def _refuse(problems: Sequence[Problem]) -> None:
     if problems:
-        more = f"\n  and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise CheckpointMismatch(
-            "the weights do not fit the model\n  " + "\n  ".join(problems[:8]) + more
-        )
+        raise mismatch(Problem("", "weights", ..., "the weights do not fit the model"), problems)

@@ -3,6 +3,8 @@
 import torch
 from torch.distributed.tensor import DTensor
 
+from forge_ckpt._shared.problems import invalid
+
 # Inner tensors that are recomputed from the values; they are not saved, and stale after a load.
 _DERIVED = {"_precomputed_scale"}
 
@@ -22,8 +24,7 @@ def unwrap(tensor: torch.Tensor) -> torch.Tensor:
     names = [name for name in tensor.__tensor_flatten__()[0] if name not in _DERIVED]
     inner = getattr(tensor, names[0])
     if len(names) > 1 or (inner.shape, inner.dtype) != (tensor.shape, tensor.dtype):
-        raise ValueError(
-            f"tensor subclass {type(tensor).__name__} holds {', '.join(names)}, and not one tensor of "
-            "its own shape and dtype; save the plain tensors inside it"
-        )
+        rule = f"holds {', '.join(names)}, and not one tensor of its own shape and dtype"
+        fix = "save the plain tensors inside it"
+        raise invalid("", "subclass", type(tensor).__name__, rule, fix)
     return unwrap(inner.detach())

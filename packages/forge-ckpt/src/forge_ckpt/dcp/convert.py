@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor
 
 from forge_ckpt import objects, tree
+from forge_ckpt._shared.problems import ProblemError, invalid, problems_of
 from forge_ckpt.dcp.listing import DCPPath, Listing, read_listing
 from forge_ckpt.dcp.payload import load_object, load_tensor
 from forge_ckpt.files import Directory
@@ -41,7 +43,8 @@ def convert_from_dcp(
     if step is None:
         found = re.fullmatch(r"(?:.*[^0-9])?(\d{1,18})", source.name)
         if found is None:
-            raise ValueError(f"{source.name} names no step; give one with --step")
+            rule = "is a name without a number, of the source"
+            raise invalid("step", "missing", source.name, rule, "give one with --step")
         step = int(found[1])
     with Directory(source) as directory:
         listing = _without(read_listing(directory), without)
@@ -146,9 +149,12 @@ def _objects(paths: dict[str, tree.Path], values: dict[str, Any]) -> dict[str, O
         try:
             encoded = objects.encode(value, name)
         except ValueError as error:
-            raise ValueError(f"{error}; --without '{name}' leaves it out") from None
+            found = problems_of(error)
+            fixes = [f"{p.fix}, or leave it out with --without '{name}'" for p in found]
+            raise ProblemError([replace(p, fix=f) for p, f in zip(found, fixes)]) from None
         label = tree.dotted_name(paths[name])
         if label in entries:
-            raise ValueError(f"{label}: two objects have this name; leave one of them out")
+            rule = "is the name of two objects"
+            raise invalid(label, "duplicate", ..., rule, "leave one of them out")
         entries[label] = ObjectEntry(paths[name], encoded)
     return entries

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from forge_ckpt import directories, tree
+from forge_ckpt._shared.problems import invalid
 from forge_ckpt.files import sync_directory
 from forge_ckpt.read.tensors import SavedTensors
 
@@ -28,7 +29,7 @@ def convert_to_dcp(
     tensors. Raises CorruptCheckpoint, and ValueError for a target that exists.
     """
     if target.exists():
-        raise ValueError(f"{target} exists; give a path for a new directory")
+        raise invalid("out", "exists", str(target), "exists", "give a path for a new directory")
     with SavedTensors(source) as saved:
         state: dict[str, Any] = {}
         for name, path in saved.table.paths().items():

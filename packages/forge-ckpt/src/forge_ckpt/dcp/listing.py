@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from forge_ckpt import manifest
+from forge_ckpt._shared.problems import invalid
 from forge_ckpt.dcp import unpickle
 from forge_ckpt.dcp.unpickle import Record
-from forge_ckpt.errors import CorruptCheckpoint
+from forge_ckpt.errors import CorruptCheckpoint, restated
 from forge_ckpt.files import Directory, read_at
 
 METADATA = ".metadata"
@@ -51,13 +52,14 @@ def read_listing(directory: Directory) -> Listing:
     fd, size = directory.open(METADATA)
     with open(fd, "rb", buffering=0):
         if size > _MAX_METADATA:
-            raise CorruptCheckpoint(f"{where}: {size} bytes, at most {_MAX_METADATA} are read")
+            rule = f"bytes must be at most {_MAX_METADATA}"
+            raise invalid("", "size", size, rule, where=where, kind=CorruptCheckpoint)
         data = bytearray(size)
         read_at(fd, memoryview(data), 0)
     try:
         return _Reading(directory, unpickle.load(bytes(data))).listing()
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CorruptCheckpoint(f"{where}: {error!s:.300}; nothing of it was run") from error
+        raise restated(error, f"{where}, of which nothing was run") from error
 
 
 class _Reading:
@@ -80,10 +82,12 @@ class _Reading:
         paths = self._metadata.get("planner_data")
         for name, entry in _dict(self._metadata["state_dict_metadata"], "names").items():
             if type(name) is not str:
-                raise ValueError("a name that is no string")
+                raise invalid(
+                    "", "name", type(name).__name__, "must be text, as the name of a tensor"
+                )
             path = paths.get(name, (name,)) if type(paths) is dict else (name,)
             if type(path) is not tuple or not path or not all(map(_is_step, path)):
-                raise ValueError(f"{name:.80}: a path that is no tuple of keys")
+                raise invalid(name[:80], "path", ..., "must have a tuple of keys as its path")
             found.paths[name] = path
             if type(entry) is Record and entry.kind == "BytesStorageMetadata":
                 found.objects[name] = self._place(name, None)
@@ -96,13 +100,13 @@ class _Reading:
         ordered = sorted(self._places.values(), key=lambda payload: (payload.file, payload.start))
         for one, two in itertools.pairwise(ordered):
             if one.file == two.file and two.start < one.start + one.length:
-                raise ValueError(f"{one.file}: byte {two.start} is listed twice")
+                raise invalid(one.file, "overlap", two.start, "is a byte that is listed twice")
 
     def _tensor(self, name: str, entry: dict[str, Any]) -> DCPTensor:
         properties = _record(entry["properties"], "TensorProperties").fields
         dtype = properties[0] if type(properties) is tuple else properties["dtype"]
         if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"{name}: a dtype that is none")
+            raise invalid(name, "dtype", type(dtype).__name__, "must be a dtype")
         shape = _counts(entry["size"], name)
         boxes = []
         for record in entry["chunks"]:
@@ -111,30 +115,32 @@ class _Reading:
             if math.prod(sizes):
                 payload = self._place(name, offsets)
                 if math.prod(sizes) * dtype.itemsize > payload.length:
-                    raise ValueError(f"{name}: {payload.length} bytes for {sizes} of {dtype}")
+                    rule = f"bytes are too few for {sizes} of {dtype}"
+                    raise invalid(name, "length", payload.length, rule)
                 boxes.append((offsets, sizes, payload))
         manifest.check_tiling(name, shape, [(offsets, sizes) for offsets, sizes, _ in boxes])
         return DCPTensor(shape, dtype, tuple(boxes))
 
     def _place(self, name: str, offsets: tuple[int, ...] | None) -> Payload:
         if (name, offsets) not in self._places:
-            raise ValueError(f"{name}: no bytes are listed for its part at {offsets}")
+            raise invalid(name, "missing", offsets, "is the place of a part without bytes")
         return self._places[name, offsets]
 
     def _payload(self, info: dict[str, Any]) -> Payload:
         name = info["relative_path"]
         if type(name) is not str or not _FILE.fullmatch(name):
-            raise ValueError(f"file {name!r:.80} is not a name inside the directory")
+            shown = name if type(name) is str else type(name).__name__
+            raise invalid("file", "name", shown, "must be a name inside the directory")
         if info.get("transform_descriptors"):
-            raise ValueError(f"{name}: bytes that an extension has transformed; save without it")
+            rule = "holds bytes that an extension transformed"
+            raise invalid(name, "transformed", ..., rule, "save without it")
         start, length = _counts((info["offset"], info["length"]), name)
         if name not in self._sizes:
             fd, self._sizes[name] = self._directory.open(name)
             open(fd, "rb", buffering=0).close()
         if start + length > self._sizes[name]:
-            raise ValueError(
-                f"{name}: {self._sizes[name]} bytes, {start + length} are listed (truncated?)"
-            )
+            rule = f"bytes are fewer than the {start + length} that are listed"
+            raise invalid(name, "truncated", self._sizes[name], rule)
         return Payload(name, start, length)
 
 
@@ -144,7 +150,7 @@ def _is_step(step: Any) -> bool:
 
 def _record(value: Any, kind: str) -> Record:
     if type(value) is not Record or value.kind != kind:
-        raise ValueError(f"a {type(value).__name__} instead of a {kind}")
+        raise invalid(kind, "record", type(value).__name__, "must be a record of this class")
     return value
 
 
@@ -154,13 +160,14 @@ def _fields(value: Any, kind: str) -> dict[str, Any]:
 
 def _dict(value: Any, name: str) -> dict[Any, Any]:
     if type(value) is not dict:
-        raise ValueError(f"{name} is a {type(value).__name__} instead of a dict")
+        raise invalid(name, "dict", type(value).__name__, "must be a dict")
     return value
 
 
 def _counts(values: Any, name: str) -> tuple[int, ...]:
     if type(values) is not tuple or len(values) > manifest.MAX_DIMS:
-        raise ValueError(f"{name}: a shape or place that is none")
+        rule = f"must have a tuple of at most {manifest.MAX_DIMS} numbers as shape or place"
+        raise invalid(name, "shape", ..., rule)
     if any(type(value) is not int or not 0 <= value < 2**60 for value in values):
-        raise ValueError(f"{name}: a size or offset that is no count")
+        raise invalid(name, "count", ..., "must have integers of 0 or more as sizes and offsets")
     return values

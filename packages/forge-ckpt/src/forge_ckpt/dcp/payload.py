@@ -9,8 +9,9 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from forge_ckpt._shared.problems import ProblemError, invalid
 from forge_ckpt.dcp.listing import Payload
-from forge_ckpt.errors import CorruptCheckpoint
+from forge_ckpt.errors import CorruptCheckpoint, restated
 from forge_ckpt.files import Directory, read_at
 
 _EXPANSION = 64  # values of an object, at most, for each byte of its payload
@@ -24,11 +25,11 @@ def load_tensor(
     """The dense CPU tensor of a payload; raises CorruptCheckpoint unless it has ``sizes`` and ``dtype``."""
     value, records = _load(directory, payload, name)
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
-        raise CorruptCheckpoint(f"{name}: the payload is no dense tensor")
-    if (tuple(value.shape), value.dtype) != (sizes, dtype):
-        raise CorruptCheckpoint(
-            f"{name}: the payload is {tuple(value.shape)} {value.dtype}, listed are {sizes} {dtype}"
-        )
+        rule = "is the payload, which must be a dense tensor"
+        raise invalid(name, "type", type(value).__name__, rule, kind=CorruptCheckpoint)
+    if (found := (tuple(value.shape), value.dtype)) != (sizes, dtype):
+        rule = f"is the payload, and {sizes} {dtype} is listed"
+        raise invalid(name, "mismatch", found, rule, kind=CorruptCheckpoint)
     _check_storage(value, records, name)
     return value.detach()
 
@@ -52,49 +53,49 @@ def load_object(directory: Directory, payload: Payload, name: str) -> Any:
             _check_storage(item, records, name)
             budget -= item.numel() * item.element_size()
         if budget < 0 or depth > _MAX_DEPTH:
-            raise CorruptCheckpoint(
-                f"{name}: the object is deeper or larger than its bytes may say"
-            )
+            rule = "is an object that is deeper or larger than its bytes allow"
+            raise invalid(name, "expands", ..., rule, kind=CorruptCheckpoint)
         todo += [(child, depth + 1) for child in children]
     return value
 
 
 def _load(directory: Directory, payload: Payload, name: str) -> tuple[Any, set[int]]:
     """The value and the sizes of the tensors' records in the archive."""
-    where = f"{directory.path / payload.file}: {name} at byte {payload.start}"
+    where = f"{directory.path / payload.file} at byte {payload.start}"
     fd, _ = directory.open(payload.file)
     with open(fd, "rb", buffering=0):
         view = io.BufferedReader(_Slice(fd, payload))
         try:
-            records = _check_archive(view, payload.length)
+            records = _check_archive(view, payload.length, name)
             view.seek(0)
             return torch.load(view, map_location="cpu", weights_only=True), records
         except (OSError, MemoryError):
             raise
+        except ProblemError as error:
+            raise restated(error, where) from None
         except Exception as error:  # torch.load raises nearly every class for damaged bytes
             found = re.search(r"Unsupported .*|GLOBAL \S+", str(error))
             if found:
-                raise ValueError(
-                    f"{where} needs more than plain values ({found[0].partition('. ')[0]:.120}), and nothing is "
-                    f"unpickled; leave it out with --without '{name}'"
-                ) from None
+                shown = found[0].partition(". ")[0][:120]
+                rule = "needs more than plain values, and nothing is unpickled"
+                fix = f"leave it out with --without '{name}'"
+                raise invalid(name, "pickle", shown, rule, fix, where=where) from None
             text = str(error).partition("\n")[0]
-            raise CorruptCheckpoint(
-                f"{where}: not an archive of torch.save ({type(error).__name__}: {text:.200})"
-            ) from None
+            rule = f"is not an archive of torch.save ({type(error).__name__}: {text:.200})"
+            raise invalid(name, "damaged", ..., rule, where=where, kind=CorruptCheckpoint) from None
 
 
-def _check_archive(view: IO[bytes], length: int) -> set[int]:
+def _check_archive(view: IO[bytes], length: int, name: str) -> set[int]:
     """Refuse an archive that torch.save does not write and torch.load would read: compressed, or big-endian."""
     with zipfile.ZipFile(view) as archive:
         entries = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise ValueError("compressed records")
+            raise invalid(name, "compressed", ..., "has compressed records")
         if sum(entry.file_size for entry in entries) > length:
-            raise ValueError("records that are larger than the payload")
+            raise invalid(name, "larger", ..., "has records that are larger than the payload")
         orders = [e for e in entries if e.filename.endswith("/byteorder")]
         if any(archive.read(entry) != b"little" for entry in orders):
-            raise ValueError("numbers that are not little-endian")
+            raise invalid(name, "byte_order", ..., "has numbers that are not little-endian")
     return {entry.file_size for entry in entries if "/data/" in entry.filename}
 
 
@@ -102,7 +103,8 @@ def _check_storage(tensor: Tensor, records: set[int], name: str) -> None:
     # Some versions of torch do not compare the size that the pickle gives with the record's.
     size = tensor.untyped_storage().nbytes()
     if size and size not in records:
-        raise CorruptCheckpoint(f"{name}: {size} bytes of storage are not in the payload")
+        rule = "bytes of storage are not in the payload"
+        raise invalid(name, "storage", size, rule, kind=CorruptCheckpoint)
 
 
 class _Slice(io.RawIOBase):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge_ckpt import objects
+from forge_ckpt._shared.problems import invalid
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _OLD = "torch.distributed._shard.sharded_tensor.metadata"  # until torch 2.2
@@ -70,13 +71,15 @@ def load(data: bytes) -> Any:
         for operation, argument, _ in pickletools.genops(data):
             run = _OPERATIONS.get(operation.name)
             if run is None:
-                raise ValueError(f"operation {operation.name}, which DCP's metadata does not need")
+                rule = "is an operation that DCP's metadata does not need"
+                raise invalid("", "operation", operation.name, rule)
             run(machine, argument)
             if len(machine.stack) + len(machine.marks) > _MAX_STACK:
-                raise ValueError("a stack that is too high")
+                raise invalid("", "stack", ..., f"the stack has more than {_MAX_STACK} values")
         (value,) = machine.stack
     except (IndexError, KeyError, TypeError, AttributeError, OverflowError) as error:
-        raise ValueError(f"not a pickle of DCP ({type(error).__name__})") from None
+        rule = f"is not a pickle of DCP ({type(error).__name__})"
+        raise invalid("", "damaged", ..., rule) from None
     return value
 
 
@@ -139,20 +142,20 @@ class _Machine:
     def new(self, _argument: Any) -> None:
         kind, arguments = self.top(2)
         if type(kind) is not _Class or kind.name not in _RECORDS or arguments != ():
-            raise ValueError("an instance of a class that DCP does not make so")
+            raise invalid("", "instance", ..., "makes an instance that DCP does not make")
         self.push(Record(kind.name))
 
     def build(self, _argument: Any) -> None:
         record, state = self.top(2)
         if type(record) is not Record or record.fields is not None:
-            raise ValueError("the state of a value that has none")
+            raise invalid("", "state", ..., "gives state to a value that takes none")
         record.fields = state
         self.push(record)
 
     def call(self, _argument: Any) -> None:
         function, arguments = self.top(2)
         if type(function) is not _Class or type(arguments) is not tuple:
-            raise ValueError("a call of a value that is no class of DCP")
+            raise invalid("", "call", ..., "calls a value that is not a class of DCP")
         self.push(_call(function.name, arguments))
 
 
@@ -161,7 +164,8 @@ def _find(name: str) -> Any:
     if module == "torch" and attribute != "Size":
         return objects.dtype_from_name(attribute)
     if name not in _ADMITTED:
-        raise ValueError(f"{name.replace(' ', '.')[:120]!r}, which is no class of DCP's metadata")
+        shown = name.replace(" ", ".")[:120]
+        raise invalid("", "unknown", shown, "is not a class of DCP's metadata")
     return _Class(_ADMITTED[name])
 
 
@@ -178,7 +182,7 @@ def _call(name: str, arguments: tuple[Any, ...]) -> Any:
             return None
         case "path", (*parts,) if all(type(part) is str for part in parts):
             return None
-    raise ValueError(f"a call of {name} that DCP does not make")
+    raise invalid("", "arguments", name, "is called with arguments that DCP does not give")
 
 
 _Operation = Callable[[_Machine, Any], None]

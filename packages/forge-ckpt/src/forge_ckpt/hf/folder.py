@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forge_ckpt._shared.problems import invalid
 from forge_ckpt.files import byte_view, read_at
-from forge_ckpt.hf.headers import Entry, open_regular, read_header, read_json
+from forge_ckpt.hf.headers import AGAIN, Entry, open_regular, read_header, read_json
 
 STEM = "model"
 FILE, INDEX = f"{STEM}.safetensors", f"{STEM}.safetensors.index.json"
@@ -28,7 +29,8 @@ class HFFolder:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path)
         if not self.path.is_dir():
-            raise ValueError(f"{self.path} is not a folder; give one with config.json and {FILE}")
+            fix = f"give one with config.json and {FILE}"
+            raise invalid("path", "not_found", str(self.path), "is not a folder", fix)
         self.entries: dict[str, Entry] = {}
         index = self.path / INDEX
         if index.exists():
@@ -38,29 +40,25 @@ class HFFolder:
         else:
             pickles = [name for name in _PICKLES if (self.path / name).exists()]
             why = f"only {pickles[0]}, a pickle that could run code" if pickles else "none"
-            raise ValueError(
-                f"{self.path} must hold {FILE} or {INDEX}, and there is {why}; save the model as safetensors"
-            )
+            rule = f"must hold {FILE} or {INDEX}, and there is {why}"
+            raise invalid("path", "missing", str(self.path), rule, "save the model as safetensors")
 
     def _read_shards(self, index: Path) -> None:
         table = read_json(index).get("weight_map")
         if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
-            raise ValueError(f"{index}: weight_map must map names to files; fetch the file again")
+            rule = "must map names to files"
+            raise invalid("weight_map", "type", ..., rule, AGAIN, where=index)
         for file in dict.fromkeys(table.values()):
             if not _SHARD.fullmatch(file):
-                raise ValueError(
-                    f"{index}: file {file[:80]!r} must be a plain name that ends in .safetensors; fetch the "
-                    "file again"
-                )
+                rule = "must be a plain name that ends in .safetensors"
+                raise invalid("weight_map", "name", file[:80], rule, AGAIN, where=index)
             found = read_header(self.path / file)
             listed = {name for name, other in table.items() if other == file}
             if found.keys() != listed:
                 name = sorted(found.keys() ^ listed)[0]
-                here = "that it does not list there" if name in found else "that is not there"
-                raise ValueError(
-                    f"{index}: {file} and the index must have the same tensors, and {name[:80]!r} is one "
-                    f"{here}; fetch the files again"
-                )
+                here = "file" if name in found else "index"
+                rule = f"must be in {file} and in the index, and is only in the {here}"
+                raise invalid("weight_map", "mismatch", name[:80], rule, AGAIN, where=index)
             self.entries |= found
 
     def meta(self) -> dict[str, Tensor]:
@@ -77,5 +75,5 @@ class HFFolder:
         fd, _ = open_regular(entry.file)
         with open(fd, "rb", buffering=0):
             if read_at(fd, byte_view(tensor), entry.start) != entry.length:
-                raise ValueError(f"{entry.file}: ends within {name}; fetch the file again")
+                raise invalid(name, "truncated", ..., "is cut short", AGAIN, where=entry.file)
         return tensor

@@ -15,10 +15,13 @@ from typing import Any
 
 import torch
 
+from forge_ckpt._shared.problems import ProblemError, invalid
+from forge_ckpt.errors import one_line
 from forge_ckpt.files import read_at
 
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 MAX_JSON = 2**28
+AGAIN, _COMPLETE = "fetch the file again", "give a complete download"
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "I64": torch.int64,
@@ -51,15 +54,14 @@ def read_header(path: Path) -> dict[str, Entry]:
     with open(fd, "rb", buffering=0):
         length = int.from_bytes(_bytes(fd, 0, 8, size, path), "little")
         if length > min(MAX_HEADER, size - 8):
-            raise ValueError(
-                f"{path}: a header of {length} bytes must fit into the file of {size} and {MAX_HEADER}; "
-                "fetch the file again"
-            )
+            rule = f"bytes of header must fit into the file of {size} and {MAX_HEADER}"
+            raise invalid("", "header", length, rule, AGAIN, where=path)
         header = parse_json(_bytes(fd, 8, length, size, path), path)
     try:
         return _entries(header, path, 8 + length, size)
     except (TypeError, KeyError) as error:
-        raise _bad(path, f"an entry is not dtype, shape, data_offsets ({error!r:.80})") from error
+        rule = f"an entry is not dtype, shape, data_offsets ({error!r:.80})"
+        raise invalid("", "entry", ..., rule, AGAIN, where=path) from error
 
 
 def write_header(
@@ -73,7 +75,9 @@ def write_header(
     starts, end = {}, 0
     for name, (dtype, shape) in tensors.items():
         if dtype not in _NAMES:
-            raise ValueError(f"{name}: {dtype} has no name in safetensors; export another dtype")
+            raise invalid(
+                name, "dtype", dtype, "has no name in safetensors", "export another dtype"
+            )
         starts[name], end = end, end + math.prod(shape) * dtype.itemsize
         offsets = [starts[name], end]
         table[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
@@ -89,9 +93,8 @@ def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     fd, size = open_regular(path)
     with open(fd, "rb", buffering=0):
         if size > MAX_JSON:
-            raise ValueError(
-                f"{path}: {size} bytes must be at most {MAX_JSON}; name the right file"
-            )
+            rule, fix = f"bytes must be at most {MAX_JSON}", "name the right file"
+            raise invalid("", "size", size, rule, fix, where=path)
         return parse_json(_bytes(fd, 0, size, size, path), path)
 
 
@@ -103,23 +106,26 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
         if len(table) != len(pairs):
             keys = [key for key, _ in pairs]
             twice = next(key for key in table if keys.count(key) > 1)
-            raise _bad(path, f"{twice[:80]!r} stands there twice")
+            raise invalid("", "duplicate", twice[:80], "stands there twice", AGAIN, where=path)
         return table
 
     try:
         table = json.loads(data, object_pairs_hook=unique)
     except RecursionError:
-        raise _bad(path, "its JSON is nested too deep") from None
+        rule = "its JSON is nested too deep"
+        raise invalid("", "nested", ..., rule, AGAIN, where=path) from None
     except UnicodeDecodeError as error:
-        raise _bad(path, f"byte {error.start} is not UTF-8") from None
+        rule = "is the first byte that is not UTF-8"
+        raise invalid("", "utf8", error.start, rule, AGAIN, where=path) from None
     except json.JSONDecodeError as error:
-        raise _bad(path, f"not JSON: {error}") from None
-    except ValueError as error:
-        if str(error).startswith(str(path)):
-            raise
-        raise _bad(path, "a number of thousands of digits") from None
+        raise invalid("", "not_json", ..., f"is not JSON: {error}", AGAIN, where=path) from None
+    except ProblemError:
+        raise
+    except ValueError:
+        rule = "a number has thousands of digits"
+        raise invalid("", "digits", ..., rule, AGAIN, where=path) from None
     if not isinstance(table, dict):
-        raise _bad(path, f"a {type(table).__name__} must be an object")
+        raise invalid("", "type", type(table).__name__, "must be an object", AGAIN, where=path)
     return table
 
 
@@ -129,54 +135,57 @@ def open_regular(path: Path) -> tuple[int, int]:
         # O_NONBLOCK: opening a pipe without a writer would block for ever
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except OSError as error:
-        raise ValueError(f"{path}: {error.strerror}; give a complete download") from error
+        text = str(error.strerror)
+        raise invalid("", "unreadable", ..., text, _COMPLETE, where=path) from error
     status = os.fstat(fd)
     if not stat.S_ISREG(status.st_mode):
         os.close(fd)
-        raise ValueError(f"{path}: must be a regular file; give a complete download")
+        raise invalid("", "not_regular", ..., "must be a regular file", _COMPLETE, where=path)
     return fd, status.st_size
 
 
 def _bytes(fd: int, start: int, length: int, size: int, path: Path) -> bytes:
     data = bytearray(length if start + length <= size else 0)
     if start + length > size or read_at(fd, memoryview(data), start) != length:
-        raise _bad(path, f"ends at byte {size}, before its header does")
+        rule = "bytes are there, and the header is longer"
+        raise invalid("", "truncated", size, rule, AGAIN, where=path)
     return bytes(data)
 
 
 def _entries(header: dict[str, Any], path: Path, first: int, size: int) -> dict[str, Entry]:
     about = header.pop("__metadata__", {})
     if not isinstance(about, dict) or not all(isinstance(v, str) for v in about.values()):
-        raise _bad(path, "__metadata__ must map names to text")
+        raise invalid("__metadata__", "type", ..., "must map names to text", AGAIN, where=path)
     found = {name: _entry(name, fields, path, first) for name, fields in header.items()}
     end = first
     for name, entry in sorted(found.items(), key=lambda item: (item[1].start, item[1].length)):
         if entry.start != end:
             words = "overlaps the one before it" if entry.start < end else "leaves a gap before it"
-            raise _bad(path, f"{name[:80]!r} {words}, and tensors must follow each other")
+            rule = f"{words}, and tensors must follow each other"
+            raise invalid("", "order", name[:80], rule, AGAIN, where=path)
         end += entry.length
     if end != size:
-        raise _bad(path, f"its tensors end at byte {end} and the file at {size}")
+        rule = f"is the end of the tensors, and {size} that of the file"
+        raise invalid("", "length", end, rule, AGAIN, where=path)
     return found
 
 
 def _entry(name: str, fields: dict[str, Any], path: Path, first: int) -> Entry:
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
-    shown = f"{name[:80]!r}: "
+
+    def bad(key: str, value: Any, rule: str, *, code: str) -> Any:
+        return invalid(f"{one_line(name[:80])}.{key}", code, value, rule, AGAIN, where=path)
+
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise _bad(path, f"{shown}dtype {reprlib.repr(dtype)} must be one of {', '.join(DTYPES)}")
+        raise bad("dtype", dtype, f"must be one of {', '.join(DTYPES)}", code="unknown")
     for label, values in (("shape", shape), ("data_offsets", offsets)):
         sound = isinstance(values, list) and len(values) <= 64
         if not sound or not all(type(n) is int and 0 <= n < 2**60 for n in values):
-            raise _bad(path, f"{shown}{label} {reprlib.repr(values)} must be counts")
+            raise bad(label, values, "must be counts", code="count")
     if math.prod(n or 1 for n in shape) >= 2**60:  # torch computes strides of an empty tensor, too
-        raise _bad(path, f"{shown}shape {reprlib.repr(shape)} must be counts of a tensor")
+        raise bad("shape", shape, "must be counts of a tensor", code="size")
     length = math.prod(shape) * DTYPES[dtype].itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != length:
-        words = f"must be {length} bytes for {dtype} {reprlib.repr(shape)}"
-        raise _bad(path, f"{shown}data_offsets {reprlib.repr(offsets)} {words}")
+        rule = f"must be {length} bytes for {dtype} {reprlib.repr(shape)}"
+        raise bad("data_offsets", offsets, rule, code="length")
     return Entry(path, DTYPES[dtype], tuple(shape), first + offsets[0], length)
-
-
-def _bad(path: Path, rule: str) -> ValueError:
-    return ValueError(f"{path}: {rule}; fetch the file again")

@@ -14,6 +14,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from forge_ckpt._shared.problems import Problem, ProblemError, raise_problems
+from forge_ckpt.errors import restated
 from forge_ckpt.hf.folder import HFFolder
 from forge_ckpt.hf.rows import Row, check_rows
 from forge_ckpt.hf.stream import assemble, to_forge
@@ -42,20 +44,24 @@ class HFTensors:
         try:
             self.meta = dict(to_forge(maps, found.items()))
         except ValueError as error:
-            raise ValueError(f"{self._folder.path}: {error}") from error
+            raise restated(error, self._folder.path, ProblemError) from error
 
     def differences(self, state: Mapping[str, Tensor]) -> list[str]:
         """A sentence for each tensor that only one of the files and ``state`` has, or of another shape."""
-        there, fix = self.meta, "build the model of these files"
-        problems = [f"{n} is in the files only; {fix}" for n in there.keys() - state.keys()]
-        problems += [f"{n} is in the model only; {fix}" for n in state.keys() - there.keys()]
-        for name in there.keys() & state.keys():
-            shapes = tuple(there[name].shape), tuple(state[name].shape)
-            if shapes[0] != shapes[1]:
-                problems.append(
-                    f"{name} is {shapes[0]} in the files and {shapes[1]} in the model; {fix}"
-                )
-        return sorted(problems)
+        return [str(problem) for problem in self.problems(state)]
+
+    def problems(self, state: Mapping[str, Tensor]) -> list[Problem]:
+        """:meth:`differences` as problems, by name."""
+        there, fix, found = self.meta, "build the model of these files", []
+        for name in sorted(there.keys() | state.keys()):
+            if name not in state:
+                found.append(Problem(name, "file_only", ..., "is in the files only", fix))
+            elif name not in there:
+                found.append(Problem(name, "model_only", ..., "is in the model only", fix))
+            elif (here := tuple(state[name].shape)) != (shape := tuple(there[name].shape)):
+                rule = f"is its shape in the model, and {shape} in the files"
+                found.append(Problem(name, "shape", here, rule, fix))
+        return found
 
     def read(self, name: str) -> Tensor:
         """The tensor of Forge's ``name`` on the CPU, in the dtype of the file."""
@@ -89,13 +95,9 @@ def load_hf(
         return dict(source)
     state: dict[str, Tensor] = model.state_dict()
     wanted = {name: tensor for name, tensor in state.items() if not matches(name, ignore)}
-    problems = source.differences(wanted) + [
-        f"{name} is on the meta device; materialise it (to_empty) before loading"
-        for name, tensor in wanted.items()
-        if tensor.is_meta
-    ]
-    if problems:
-        raise ValueError("\n".join(f"{path}: {problem}" for problem in problems[:8]))
+    rule, fix = "is on the meta device", "materialize it (to_empty) before loading"
+    meta = [Problem(n, "meta", ..., rule, fix) for n, tensor in wanted.items() if tensor.is_meta]
+    raise_problems(str(path), [*source.problems(wanted), *meta][:8])
     for name in source.meta.keys() & state.keys():
         fill_tensor(name, state[name], source.read(name))
     return state

@@ -7,14 +7,17 @@ of theirs is made of several of ours, ``forge_pattern`` is one, and its only ope
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from forge_ckpt._shared.problems import Problem, raise_problems
 
 Op = tuple[Any, ...]
 Row = tuple[str | tuple[str, ...], str | tuple[str, ...], tuple[Op, ...]]
 
 _ARGUMENTS = {"transpose": 2, "concat": 2, "split": 2, "stack_experts": 1, "rope_permute": 1}
 _FIELDS = re.compile(r"(\{[^}]*\})")
+_ROW = "rows"  # key of a problem, until the number is known
 _NUMBER = "0|[1-9][0-9]*"  # not "01": the way back would write "1"
 
 
@@ -63,7 +66,7 @@ def check_rows(rows: Sequence[Row]) -> tuple[CompiledRow, ...]:
     Raises ValueError with one line per broken row: an unknown operation, a wrong number of
     arguments, numbers that appear on one side only, two rows with the same pattern.
     """
-    problems: list[str] = []
+    problems: list[Problem] = []
     compiled: list[CompiledRow] = []
     seen: dict[str, int] = {}
     for number, row in enumerate(rows):
@@ -76,15 +79,14 @@ def check_rows(rows: Sequence[Row]) -> tuple[CompiledRow, ...]:
         found = _split_problems(hf, ours, ops) or _row_problems(parts, whole, ops)
         for pattern in (*(f"hf {name}" for name in hf), *(f"forge {name}" for name in ours)):
             if pattern in seen:
-                found.append(f"pattern {pattern!r} is already in row {seen[pattern]}")
+                rule = f"is already in row {seen[pattern]}"
+                found.append(Problem(_ROW, "duplicate", pattern, rule))
             seen[pattern] = number
-        problems += [
-            f"row {number} ({', '.join(hf)} -> {', '.join(ours)}): {text}" for text in found
-        ]
+        names = f"{', '.join(hf)} -> {', '.join(ours)}"
+        problems += [replace(p, key=f"rows.{number}", origin=names) for p in found]
         if not found:
             compiled.append(_compile(parts, whole, ops, split))
-    if problems:
-        raise ValueError("\n".join(problems))
+    raise_problems("", problems)
     return tuple(compiled)
 
 
@@ -103,12 +105,16 @@ def _names(patterns: str | tuple[str, ...]) -> tuple[str, ...]:
     return (patterns,) if isinstance(patterns, str) else tuple(patterns)
 
 
-def _split_problems(hf: tuple[str, ...], forge: tuple[str, ...], ops: tuple[Op, ...]) -> list[str]:
+def _split_problems(
+    hf: tuple[str, ...], forge: tuple[str, ...], ops: tuple[Op, ...]
+) -> list[Problem]:
     """A row with several of our names, or with a split that was not turned into a concat."""
     if any(op[0] == "split" for op in ops):
-        return ["split needs one hf pattern, and is the only operation, as ('split', dim, sizes)"]
+        rule = "must be the only operation, of one hf pattern, as ('split', dim, sizes)"
+        return [Problem(_ROW, "split", ops, rule)]
     if len(forge) > 1 and (len(hf) > 1 or not any(op[0] == "concat" for op in ops)):
-        return [f"{len(forge)} forge patterns need exactly one split of {len(forge)}"]
+        rule = f"forge patterns need exactly one split of {len(forge)}"
+        return [Problem(_ROW, "forge_patterns", len(forge), rule)]
     return []
 
 
@@ -133,45 +139,52 @@ def _regex(pattern: str) -> re.Pattern[str]:
     return re.compile("".join(groups.get(piece, re.escape(piece)) for piece in pieces))
 
 
-def _row_problems(hf: tuple[str, ...], forge: str, ops: tuple[Op, ...]) -> list[str]:
-    problems = [text for op in ops for text in _op_problems(op)]
+def _row_problems(hf: tuple[str, ...], forge: str, ops: tuple[Op, ...]) -> list[Problem]:
+    problems = [problem for op in ops for problem in _op_problems(op)]
     for pattern in (*hf, forge):
         fields = _FIELDS.findall(pattern)
+        fix = "write {i} for the layer, {e} for the expert"
         problems += [
-            f"{pattern!r} has {field}; write {{i}} for the layer, {{e}} for the expert"
+            Problem(_ROW, "field", pattern, f"has {field}", fix)
             for field in sorted(set(fields) - {"{i}", "{e}"})
         ]
         if len(set(fields)) != len(fields):
-            problems.append(f"{pattern!r} uses a number twice; use each once")
+            problems.append(Problem(_ROW, "twice", pattern, "has a number twice", "use each once"))
     if len({"{i}" in pattern for pattern in (*hf, forge)}) > 1:
-        problems.append("{i} is on one side only; write it in every pattern of the row")
+        fix = "write it in every pattern of the row"
+        problems.append(Problem(_ROW, "layer", "{i}", "is on one side only", fix))
     if problems:
         return problems
     counts = {name: sum(op[0] == name for op in ops) for name in ("concat", "stack_experts")}
     if len(hf) > 1 or counts["concat"]:
         parts = [op[2] if isinstance(op[2], int) else len(op[2]) for op in ops if op[0] == "concat"]
         if parts != [len(hf)]:
-            problems.append(f"{len(hf)} hf patterns need exactly one concat of {len(hf)}")
+            rule = f"hf patterns need exactly one concat of {len(hf)}"
+            problems.append(Problem(_ROW, "concat", len(hf), rule))
     in_hf = {"{e}" in pattern for pattern in hf}
     if len(in_hf) > 1:
-        problems.append("{e} is in some hf patterns only; write it in all of them or none")
+        fix = "write it in all of them or none"
+        problems.append(Problem(_ROW, "some_experts", "{e}", "is in some hf patterns only", fix))
     elif counts["stack_experts"] != int(in_hf == {True} and "{e}" not in forge):
-        problems.append("{e} in hf and not in forge needs exactly one stack_experts, and only then")
+        rule = "in hf and not in forge needs exactly one stack_experts, and only then"
+        problems.append(Problem(_ROW, "stack_experts", "{e}", rule))
     elif "{e}" in forge and in_hf == {False}:
-        problems.append("{e} is in forge only; one hf tensor cannot become several of ours")
+        rule = "is in forge only, and one hf tensor cannot become several of ours"
+        problems.append(Problem(_ROW, "forge_experts", "{e}", rule))
     return problems
 
 
-def _op_problems(op: Op) -> list[str]:
+def _op_problems(op: Op) -> list[Problem]:
     name, arguments = op[0], op[1:]
     if name not in _ARGUMENTS:
-        return [f"unknown operation {name!r}; use one of {', '.join(sorted(_ARGUMENTS))}"]
+        fix = f"use one of {', '.join(sorted(_ARGUMENTS))}"
+        return [Problem(_ROW, "unknown", name, "is not an operation", fix)]
     if len(arguments) != _ARGUMENTS[name]:
-        return [f"{name} takes {_ARGUMENTS[name]} arguments, got {arguments!r}"]
+        return [Problem(_ROW, "length", op, f"must have {_ARGUMENTS[name]} arguments")]
     if name in ("concat", "split") and isinstance(arguments[1], tuple):
         arguments = (arguments[0], *arguments[1])
     if not all(type(argument) is int for argument in arguments):
-        return [f"{name} takes integers, got {arguments!r}"]
+        return [Problem(_ROW, "type", op, "must have integers as arguments")]
     if name in ("stack_experts", "rope_permute") and arguments[0] < 1:
-        return [f"{name} {arguments[0]} must be at least 1"]
+        return [Problem(_ROW, "range", op, "must have an argument of at least 1")]
     return []

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from forge_ckpt._shared.problems import invalid
 from forge_ckpt.files import byte_view, sync_directory, write_at, write_file
 from forge_ckpt.hf.folder import STEM
 from forge_ckpt.hf.headers import write_header
@@ -53,7 +54,8 @@ def save_hf(
     """
     out = Path(path)
     if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out} exists and must be a new or an empty folder; choose another")
+        rule = "exists, and must be a new or an empty folder"
+        raise invalid("path", "exists", str(out), rule, "choose another")
     with _opened(source, prefix) as (meta, read):
         order = sorted((n for n in meta if not matches(n, ignore)), key=_in_numbers)
         casts = {name: _cast(name, meta[name], dtype, keep) for name in order}
@@ -79,9 +81,8 @@ def _opened(
     if isinstance(source, Mapping):
         for name, tensor in source.items():
             if isinstance(tensor, DTensor):
-                raise ValueError(
-                    f"{name} is a DTensor and must be whole; save a checkpoint and give its path"
-                )
+                rule, fix = "is a DTensor, and must be full", "save a checkpoint and give its path"
+                raise invalid(name, "sharded", ..., rule, fix)
         yield {name: tensor.to("meta") for name, tensor in source.items()}, source.__getitem__
         return
     if not isinstance(source, (str, os.PathLike)):
@@ -90,7 +91,8 @@ def _opened(
     with SavedTensors(source) as saved:
         names = [name for name in saved.table.tensors if name.startswith(prefix)]
         if not names:
-            raise ValueError(f"{saved.path} holds no tensor below {prefix!r}; give another prefix")
+            rule = f"begins the name of no tensor in {saved.path}"
+            raise invalid("prefix", "not_found", prefix, rule, "give another prefix")
         yield (
             {name.removeprefix(prefix): saved.meta(name) for name in names},
             lambda name: saved.read(prefix + name),

@@ -9,8 +9,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from forge_ckpt._shared.problems import ProblemError, invalid, problems_of
 from forge_ckpt.hf.rows import CompiledRow, Op, Part, Row, check_rows, fill
 
+_NAME = ""  # of a problem, until the tensor is known
 Pieces = dict[tuple[int | None, int], Tensor]  # (expert, position in the row's names) -> tensor
 
 
@@ -58,7 +60,7 @@ def _stream(
             del tensor, joined  # or they would live while the next tensor is made
             continue
         if name in done:
-            raise ValueError(f"{name} came twice; give each tensor once")
+            raise invalid(name, "duplicate", ..., "came twice", "give each tensor once")
         done.add(name)
         pieces = _views(name, tensor, row)
         for target, part_name in row.hf_names(part.layer, part.expert).items():
@@ -82,11 +84,13 @@ class _Gather:
         stacked = row.experts is not None
         target = fill(row.forge, part.layer, part.expert)
         if target in self.done or part in self.waiting.get(target, ({}, {}))[1]:
-            raise ValueError(f"{name} came twice (for {target}); give each tensor once")
+            fix = "give each tensor once"
+            raise invalid(name, "duplicate_part", ..., f"came twice (for {target})", fix)
         expert = None if stacked else part.expert
         wanted, parts = self.waiting.setdefault(target, (row.hf_names(part.layer, expert), {}))
         if part not in wanted:
-            raise ValueError(f"{name}: expert {part.expert} of {row.experts}; fix stack_experts")
+            rule = f"is an expert beyond the {row.experts} of stack_experts"
+            raise invalid(name, "expert", part.expert, rule, "fix stack_experts")
         parts[part] = tensor
         if len(parts) < len(wanted):
             return None
@@ -101,10 +105,9 @@ class _Gather:
             return
         target, (wanted, parts) = next(iter(self.waiting.items()))
         missing = [name for part, name in wanted.items() if part not in parts]
-        raise ValueError(
-            f"{target} is incomplete: missing {', '.join(missing[:4])} ({len(missing)} in all; "
-            f"{len(self.waiting)} unfinished tensors); the input lacks files or the map is for another model"
-        )
+        rule = f"are missing parts ({len(missing)} in all; {len(self.waiting)} unfinished tensors)"
+        fix = "give all files, or the map of this model"
+        raise invalid(target, "missing", missing[:4], rule, fix)
 
 
 def assemble(
@@ -145,10 +148,12 @@ def _match(
                 numbers = {key: int(value) for key, value in found.groupdict().items()}
                 hits.append((row, Part(numbers.get("i"), numbers.get("e"), position)))
     if not hits:
-        raise ValueError(f"{name}: no row of the map matches; add a row or use another map")
+        fix = "add a row or use another map"
+        raise invalid(name, "unknown", ..., "matches no row of the map", fix)
     if len(hits) > 1:
         both = "; ".join(f"{', '.join(row.hf)} -> {row.forge}" for row, _ in hits)
-        raise ValueError(f"{name}: {len(hits)} rows match ({both}); make the patterns disjoint")
+        rule = f"rows match ({both})"
+        raise invalid(name, "ambiguous", len(hits), rule, "make the patterns disjoint")
     return hits[0]
 
 
@@ -166,7 +171,7 @@ def _forward(name: str, pieces: Pieces, ops: tuple[Op, ...]) -> Tensor:
             else:
                 pieces = {key: _single(op, value, inverse=False) for key, value in pieces.items()}
     except (RuntimeError, IndexError, ValueError) as error:
-        raise ValueError(f"{name}: cannot apply {op}: {error}") from error
+        raise _unfit(error, name, f"cannot apply {op}") from error
     tensor = pieces[None, 0]
     return tensor.contiguous() if ops else tensor
 
@@ -196,8 +201,12 @@ def _views(name: str, tensor: Tensor, row: CompiledRow) -> Pieces:
             else:
                 pieces = {key: _single(op, value, inverse=True) for key, value in pieces.items()}
     except (RuntimeError, IndexError, ValueError) as error:
-        raise ValueError(f"{name}: cannot undo {op}: {error}") from error
+        raise _unfit(error, name, f"cannot undo {op}") from error
     return pieces
+
+
+def _unfit(error: Exception, name: str, where: str) -> ProblemError:
+    return ProblemError([problem.under(name) for problem in problems_of(error)], where)
 
 
 def _concat(pieces: Pieces, dim: int, sizes: int | tuple[int, ...]) -> Pieces:
@@ -208,8 +217,9 @@ def _concat(pieces: Pieces, dim: int, sizes: int | tuple[int, ...]) -> Pieces:
         found = tuple(part.size(dim) for part in parts)
         wanted = (found[0],) * count if isinstance(sizes, int) else sizes
         if found != wanted or len({part.dtype for part in parts}) > 1:
-            dtypes = [str(part.dtype) for part in parts]
-            raise ValueError(f"parts have sizes {found} and dtypes {dtypes}, expected {wanted}")
+            dtypes = ", ".join(str(part.dtype) for part in parts)
+            rule = f"are the sizes of parts ({dtypes}), which must be {wanted} of one dtype"
+            raise invalid(_NAME, "sizes", found, rule)
         joined[expert, 0] = torch.cat(parts, dim)
     return joined
 
@@ -217,14 +227,17 @@ def _concat(pieces: Pieces, dim: int, sizes: int | tuple[int, ...]) -> Pieces:
 def _split(value: Tensor, dim: int, sizes: int | tuple[int, ...]) -> Sequence[Tensor]:
     if isinstance(sizes, int):
         if value.size(dim) % sizes:
-            raise ValueError(f"dim {dim} of {tuple(value.shape)} is no multiple of {sizes}")
+            rule = f"is a shape whose dim {dim} must be divisible by {sizes}"
+            raise invalid(_NAME, "divides", tuple(value.shape), rule)
         sizes = (value.size(dim) // sizes,) * sizes
     return value.split(list(sizes), dim)
 
 
 def _unstack(value: Tensor, count: int) -> Sequence[Tensor]:
     if value.size(0) != count:
-        raise ValueError(f"dim 0 of {tuple(value.shape)} must be {count}")
+        raise invalid(
+            _NAME, "experts", tuple(value.shape), f"is a shape whose dim 0 must be {count}"
+        )
     return value.unbind(0)
 
 
@@ -242,7 +255,7 @@ def _rope_permute(weight: Tensor, num_heads: int, *, inverse: bool) -> Tensor:
     """
     rows, rest = weight.size(0), weight.shape[1:]
     if rows % (2 * num_heads):
-        raise ValueError(f"{rows} rows are not {num_heads} heads of an even dimension")
+        raise invalid(_NAME, "heads", rows, f"rows are not {num_heads} heads of an even dimension")
     half = rows // num_heads // 2
     shape = (num_heads, half, 2, *rest) if inverse else (num_heads, 2, half, *rest)
     return weight.reshape(shape).transpose(1, 2).reshape(weight.shape)  # (H * D, R)

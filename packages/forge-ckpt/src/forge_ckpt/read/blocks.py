@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from forge_ckpt import digests
+from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import CorruptCheckpoint
 from forge_ckpt.files import Directory, os_errors_as_corruption, read_at
 from forge_ckpt.manifest import BLOCK_BYTES, FileEntry, Manifest
@@ -162,11 +163,11 @@ def _block(
     with os_errors_as_corruption(where):
         count = read_at(fd, block, start)
     if count != size:
-        raise CorruptCheckpoint(f"{where}: ends at byte {start + count}, {entry.size} were saved")
+        rule = f"bytes are there, {entry.size} were saved"
+        raise invalid("", "truncated", start + count, rule, where=where, kind=CorruptCheckpoint)
     if digest_of(block) != entry.blocks[index]:
-        raise CorruptCheckpoint(
-            f"{where}: bytes {start}-{start + size} (block {index}) do not match their digest"
-        )
+        rule = f"(bytes {start}-{start + size}) does not match its digest"
+        raise invalid("block", "digest", index, rule, where=where, kind=CorruptCheckpoint)
     if not whole:
         for piece in pieces:
             end = piece.begin + len(piece.destination)

@@ -9,7 +9,14 @@ from typing import Any
 import torch.distributed as dist
 
 from forge_ckpt import manifest, tree
-from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StateRefused, one_line
+from forge_ckpt._shared.problems import invalid
+from forge_ckpt.errors import (
+    CheckpointMismatch,
+    StateRefused,
+    is_problem_error,
+    one_line,
+    restated,
+)
 from forge_ckpt.files import Directory
 from forge_ckpt.protocols import Stateful
 from forge_ckpt.rank_group import RankGroup
@@ -86,15 +93,14 @@ def load_checkpoint(
         content.update({name: t for name, t in targets.items() if t is not NO_TARGET})
         extra = [k for k, p in metadata.planner_data.items() if targets.get(p[0]) is NO_TARGET]
         if extra:
-            raise CheckpointMismatch(
-                f"{path}: {one_line(extra[0])} is in the checkpoint only, and nothing here has such state; build the "
-                "same objects as the run that saved it"
-            )
+            rule = "is in the checkpoint only, and nothing here has such state"
+            fix, kind = "build the same objects as the run that saved it", CheckpointMismatch
+            raise invalid(one_line(extra[0]), "unclaimed", ..., rule, fix, where=path, kind=kind)
         planner.set_up_planner(content, metadata, group.rank == 0)
         try:
             return planner.create_local_plan()
         except CheckpointMismatch as error:
-            raise CheckpointMismatch(f"{path}: {error}") from None
+            raise restated(error, path, CheckpointMismatch) from None
 
     def stage() -> Staged:
         reader.use(Directory(path), table)
@@ -144,13 +150,13 @@ def raise_cause(group: RankGroup, refused: StateRefused, note: str) -> None:
 
 @contextlib.contextmanager
 def _value_errors_as_corruption(where: str) -> Iterator[None]:
-    """A plain ValueError of a check. Subclasses have other meanings (other data, another model)."""
+    """A plain ValueError of a check, also with problems. Subclasses mean other data, or another model."""
     try:
         yield
     except ValueError as error:
-        if type(error) is not ValueError:
+        if type(error) is not ValueError and not is_problem_error(error):
             raise
-        raise CorruptCheckpoint(f"{where}: {error}") from error
+        raise restated(error, where) from error
 
 
 def _load(value: Stateful, content: Any, where: str) -> None:
@@ -159,7 +165,7 @@ def _load(value: Stateful, content: Any, where: str) -> None:
     except Exception as error:
         # The caller may catch a class of the object's own. OSError and MemoryError are faults of the
         # host: an older checkpoint would not help.
-        about_values = type(error).__module__ == "builtins"
+        about_values = type(error).__module__ == "builtins" or is_problem_error(error)
         if not about_values or isinstance(error, OSError | MemoryError):
             raise
         raise StateRefused(

@@ -2,6 +2,7 @@
 
 import io
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,11 +14,10 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadPlan, ReadItem
 
 from forge_ckpt import objects, tree
-from forge_ckpt.errors import CheckpointMismatch, one_line
+from forge_ckpt._shared.problems import Problem, Shown
+from forge_ckpt.errors import mismatch, one_line
 from forge_ckpt.objects import dtype_name
 from forge_ckpt.wrapped import unwrap
-
-_SHOWN = 8
 
 
 class ForgeLoadPlanner(DefaultLoadPlanner):
@@ -54,7 +54,7 @@ class ForgeLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
         wanted: dict[str, Any] = {}
-        problems: list[str] = []
+        problems: list[Problem] = []
         names_below = _names_by_prefix(self.metadata.planner_data)
         for name, value in self.state_dict.items():
             if isinstance(value, torch.Tensor):
@@ -64,16 +64,19 @@ class ForgeLoadPlanner(DefaultLoadPlanner):
             path: tree.Path = self.mappings[name]
             saved_names = names_below.get(path, [])
             if not saved_names:
-                problems.append(f"{name}: not in the checkpoint")
+                problems.append(Problem(one_line(name), "missing", ..., "is not in the checkpoint"))
             for saved_name in saved_names:
                 self._owners[saved_name] = path
                 wanted[saved_name] = _empty(saved[saved_name])
         top_level = {str(key) for key in self.original_state_dict}
         for name, path in self.metadata.planner_data.items():
             if name not in wanted and path[0] in top_level:
-                problems.append(f"{name}: in the checkpoint only")
+                problems.append(Problem(one_line(name), "extra", ..., "is in the checkpoint only"))
         if problems:
-            raise CheckpointMismatch(_explain(problems))
+            fix = "build the same model and optimizer as the run that saved it, or ask only for the names that fit"
+            raise mismatch(
+                Problem("", "state", ..., "the checkpoint is of another state", fix), problems
+            )
         self.state_dict = wanted
         return create_default_local_load_plan(wanted, self.metadata)
 
@@ -122,23 +125,16 @@ def _empty(saved: Any) -> torch.Tensor | None:
     return None
 
 
-def _tensor_problems(name: str, value: torch.Tensor, saved: Any) -> list[str]:
-    here = f"{tuple(value.shape)} {dtype_name(value.dtype)}"
+def _tensor_problems(name: str, value: torch.Tensor, saved: Any) -> Iterator[Problem]:
+    key, shape, dtype = one_line(name), tuple(value.shape), value.dtype
+    here = f"{shape} {dtype_name(dtype)}"
     if value.device.type == "meta":
-        return [f"{name}: {here} on the meta device here; materialise it (to_empty) before loading"]
-    if saved is None:
-        return [f"{name}: not in the checkpoint, here {here}"]
-    if not isinstance(saved, TensorStorageMetadata):
-        return [f"{name}: saved an object, here {here}"]
-    there = f"{tuple(saved.size)} {dtype_name(saved.properties.dtype)}"
-    return [] if here == there else [f"{name}: saved {there}, here {here}"]
-
-
-def _explain(problems: list[str]) -> str:
-    more = f"\n  and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-    return (
-        "the checkpoint is of another state; build the same model and optimizer as the run that "
-        "saved it, or ask only for the names that fit\n  "
-        + "\n  ".join(map(one_line, problems[:_SHOWN]))
-        + more
-    )
+        rule, fix = f"is {here} on the meta device", "materialize it (to_empty) before loading"
+        yield Problem(key, "meta", ..., rule, fix)
+    elif saved is None:
+        yield Problem(key, "not_saved", ..., f"is {here} here, and not in the checkpoint")
+    elif not isinstance(saved, TensorStorageMetadata):
+        yield Problem(key, "object", ..., f"is {here} here, and an object in the checkpoint")
+    elif (tuple(saved.size), saved.properties.dtype) != (shape, dtype):
+        there = f"{tuple(saved.size)} {dtype_name(saved.properties.dtype)}"
+        yield Problem(key, "mismatch", Shown(here), f"is here what was saved as {there}")

@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from forge_ckpt import files, manifest, objects
-from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, one_line
+from forge_ckpt._shared.problems import invalid
+from forge_ckpt.errors import CheckpointMismatch, one_line, restated
 from forge_ckpt.foreign import refuse_foreign
 from forge_ckpt.read.arena import Arena, Span
 from forge_ckpt.read.blocks import Segment, read_segments
@@ -112,9 +113,8 @@ class ForgeReader(StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Stage and verify everything, then fill tensors and objects."""
         if not isinstance(planner, ForgeLoadPlanner):
-            raise ValueError(
-                f"planner {type(planner).__name__} would unpickle objects; pass ForgeLoadPlanner()"
-            )
+            shown, fix = type(planner).__name__, "pass ForgeLoadPlanner()"
+            raise invalid("planner", "type", shown, "would unpickle objects", fix)
         fill(self.stage(plan, planner), planner)
         future: Future[None] = Future()
         future.set_result(None)
@@ -152,10 +152,8 @@ class ForgeReader(StorageReader):
         except CheckpointMismatch:
             raise
         except (ValueError, RecursionError) as error:
-            raise CorruptCheckpoint(
-                f"{self.path / manifest.NAME}: object {one_line(name[:80])} cannot be used "
-                f"({one_line(str(error))})"
-            ) from error
+            shown = f"object {one_line(name[:80])} cannot be used"
+            raise restated(error, f"{self.path / manifest.NAME}: {shown}") from error
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

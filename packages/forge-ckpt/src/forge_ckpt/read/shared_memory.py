@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
+from forge_ckpt._shared.problems import Problem, invalid, raise_problems
 from forge_ckpt.errors import CheckpointMismatch
 from forge_ckpt.files import byte_view
 from forge_ckpt.read.planner import ForgeLoadPlanner
@@ -30,18 +31,17 @@ def check_shared_memory(
     Cost: host memory and two copies of the shared ranges; nothing without shared memory.
     """
     for item, _ in staged:
-        if reason := _unfillable(planner.resolve_tensor(item)):
-            name = item.dest_index.fqn
-            raise CheckpointMismatch(f"{where}: {name} {reason}; load into a clone() of it")
+        found = _unfillable(item.dest_index.fqn, planner.resolve_tensor(item))
+        raise_problems(where, found, CheckpointMismatch)
     boxes = [box for item, source in staged for box in _box(item, source, planner)]
     for group in _groups(boxes):
         lost = _overwritten(group)
         if lost is not None:
             others = {box.name for box in group if box.begin < lost.end and lost.begin < box.end}
-            raise CheckpointMismatch(
-                f"{where}: {lost.name} shares memory here with {', '.join(sorted(others - {lost.name}))}, and they "
-                "were saved with different values; untie them, or load a checkpoint that was saved tied"
-            )
+            names = ", ".join(sorted(others - {lost.name}))
+            rule = f"shares memory here with {names}, and they were saved with different values"
+            fix, kind = "untie them, or load a checkpoint that was saved tied", CheckpointMismatch
+            raise invalid(lost.name, "tied", ..., rule, fix, where=where, kind=kind)
 
 
 def _box(item: ReadItem, source: torch.Tensor, planner: ForgeLoadPlanner) -> Iterator[_Box]:
@@ -53,13 +53,15 @@ def _box(item: ReadItem, source: torch.Tensor, planner: ForgeLoadPlanner) -> Ite
         yield _Box(item.dest_index.fqn, str(target.device), begin, end, target, source)
 
 
-def _unfillable(target: torch.Tensor) -> str:
-    """Why torch would refuse to copy into it, when others are filled already; empty if it would not."""
+def _unfillable(name: str, target: torch.Tensor) -> Iterator[Problem]:
+    """Why torch would refuse to copy into it, when others are filled already."""
+    fix = "load into a clone() of it"
     if any(size > 1 and stride == 0 for size, stride in zip(target.shape, target.stride())):
-        return "is expanded here: its elements share memory"
-    if target.is_inference() and not torch.is_inference_mode_enabled():
-        return "was made here in inference mode, and may not change outside"
-    return ""
+        rule = "is expanded here: its elements share memory"
+        yield Problem(name, "expanded", tuple(target.shape), rule, fix)
+    elif target.is_inference() and not torch.is_inference_mode_enabled():
+        rule = "was made here in inference mode, and may not change outside"
+        yield Problem(name, "inference", ..., rule, fix)
 
 
 def _groups(boxes: list[_Box]) -> Iterator[list[_Box]]:

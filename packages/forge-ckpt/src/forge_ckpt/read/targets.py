@@ -6,6 +6,7 @@ from typing import Any, TypeGuard
 import torch
 from torch.distributed.tensor import DTensor
 
+from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import CheckpointMismatch
 from forge_ckpt.manifest import Manifest, TensorEntry
 from forge_ckpt.protocols import Path, Stateful
@@ -17,10 +18,8 @@ NO_TARGET = object()
 def check_state(state: Mapping[str, Any]) -> dict[str, Any]:
     """``state`` as a dict; raises ValueError unless it maps at least one name to an object."""
     if not isinstance(state, Mapping) or not state or not all(type(k) is str and k for k in state):
-        raise ValueError(
-            f"state of type {type(state).__name__} must map at least one name to an object, such as "
-            '{"model": model}'
-        )
+        rule, fix = "must map at least one name to an object", 'give {"model": model}'
+        raise invalid("state", "type", type(state).__name__, rule, fix)
     return dict(state)
 
 
@@ -67,12 +66,12 @@ def check_object(value: Any, name: str, saved: Any) -> None:
         try:
             there = [len(group["params"]) for group in saved["param_groups"]]
         except (TypeError, KeyError) as error:
-            raise ValueError(f"param_groups are not those of an optimizer ({error!r})") from error
+            rule = f"are not those of an optimizer ({error!r:.200})"
+            raise invalid("param_groups", "type", ..., rule) from error
         if there != here:
-            raise CheckpointMismatch(
-                f"{name}: saved groups of {there} parameters, here {here}; build the optimizer over "
-                "the same parameters as the run that saved it"
-            )
+            rule = f"parameters are in the saved groups, and {here} here"
+            fix = "build the optimizer over the same parameters as the run that saved it"
+            raise invalid(name, "groups", there, rule, fix, kind=CheckpointMismatch)
         _check_names(value, name, saved["param_groups"])
 
 
@@ -82,10 +81,9 @@ def _check_names(optimizer: torch.optim.Optimizer, name: str, saved: Any) -> Non
         here, there = group.get("param_names"), saved_group.get("param_names")
         if here and there and here != there:
             ours, theirs = next((a, b) for a, b in zip(here, there, strict=True) if a != b)
-            raise CheckpointMismatch(
-                f"{name}: saved a group with {theirs} where it is {ours} here; build the optimizer over "
-                "the same groups as the run that saved it"
-            )
+            rule = f"is the saved parameter of a group that has {ours} here"
+            fix = "build the optimizer over the same groups as the run that saved it"
+            raise invalid(name, "parameter", theirs, rule, fix, kind=CheckpointMismatch)
 
 
 def unselected_names(state: Mapping[str, Any], table: Manifest) -> set[str]:

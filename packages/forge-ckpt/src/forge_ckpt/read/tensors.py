@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forge_ckpt import directories, manifest, objects
+from forge_ckpt._shared.problems import invalid
 from forge_ckpt.files import byte_view
 from forge_ckpt.foreign import refuse_foreign
 from forge_ckpt.manifest import Chunk, Manifest, TensorEntry
@@ -37,9 +38,8 @@ def read_tensors(
         names = saved.names(patterns)
         if not names:
             first = next(iter(saved.table.tensors), "none at all")
-            raise ValueError(
-                f"patterns {list(patterns)} match no tensor of {saved.path}; its names are like {first!r}"
-            )
+            rule, fix = f"match no tensor of {saved.path}", f"use names like {first!r}"
+            raise invalid("patterns", "unmatched", list(patterns), rule, fix)
         for name in names:
             yield name, saved.read(name)
 
@@ -175,11 +175,11 @@ def step_path(path: Path) -> Path:
     if (path / manifest.NAME).is_file():
         return path
     if not path.is_dir():
-        raise ValueError(
-            f"{path} is not a directory; give a checkpoint (step-...) or a store of them"
-        )
+        fix = "give a checkpoint (step-...) or a store of them"
+        raise invalid("path", "not_found", str(path), "is not a directory", fix)
     refuse_foreign(path)
     steps = directories.committed_steps(path)
     if not steps:
-        raise ValueError(f"{path} holds no committed checkpoint; give a store that was saved to")
+        rule, fix = "holds no committed checkpoint", "give a store that was saved to"
+        raise invalid("path", "empty", str(path), rule, fix)
     return directories.step_directory(path, steps[-1])

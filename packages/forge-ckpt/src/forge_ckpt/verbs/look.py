@@ -9,6 +9,7 @@ import torch
 import tyro
 
 from forge_ckpt import directories, manifest, objects
+from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import CorruptCheckpoint
 from forge_ckpt.files import Directory
 from forge_ckpt.read.blocks import verify_files
@@ -106,7 +107,7 @@ def verify(directory: StorePath, /, step: StepNumber = None, json: bool = False)
         json: print one JSON object with a list "checkpoints" of step, bytes, seconds and error.
     """
     steps = steps_of(directory) if step is None else [chosen(directory, step)]
-    checked = [verified(directories.step_directory(directory, number), number) for number in steps]
+    checked = [verified(directories.step_directory(directory, n), n)[0] for n in steps]
     if json:
         print_json({"checkpoints": checked})
     else:
@@ -117,9 +118,9 @@ def verify(directory: StorePath, /, step: StepNumber = None, json: bool = False)
     return CORRUPT if any(row["error"] for row in checked) else SAME
 
 
-def verified(path: Path, step: int) -> dict[str, Any]:
-    """Compare all of a checkpoint: ``{"step", "bytes", "seconds", "error"}``."""
-    started, size, error = time.perf_counter(), 0, None
+def verified(path: Path, step: int) -> tuple[dict[str, Any], CorruptCheckpoint | None]:
+    """Compare all of a checkpoint: ``{"step", "bytes", "seconds", "error"}``, and the error itself."""
+    started, size, found = time.perf_counter(), 0, None
     try:
         with Directory(path) as opened:
             table = manifest.read(opened, step)
@@ -127,10 +128,11 @@ def verified(path: Path, step: int) -> dict[str, Any]:
             with progress(f"step {step}") as bar:
                 names = list(table.files)
                 verify_files(opened, table, names, 2, lambda done: bar(done, size))
-    except CorruptCheckpoint as problem:
-        error = f"corrupt: {problem}"
+    except CorruptCheckpoint as error:
+        found = error
+    text = None if found is None else f"corrupt: {found}"
     seconds = round(time.perf_counter() - started, 4)
-    return {"step": step, "bytes": size, "seconds": seconds, "error": error}
+    return {"step": step, "bytes": size, "seconds": seconds, "error": text}, found
 
 
 _Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="TENSOR")]
@@ -167,7 +169,8 @@ def cat(
             return SAME
         if name not in saved.table.tensors:
             names = [n for n in saved.table.paths() if name in n][:3] or [*saved.table.paths()][:3]
-            raise ValueError(f"{name} is not in {path}; it has, among others, {', '.join(names)}")
+            fix = f"use a name like {', '.join(names)}"
+            raise invalid("name", "not_found", name, f"is not in {path}", fix)
         entry = saved.table.tensors[name]
         ranges, squeezed = _ranges(part or ",".join(":" * len(entry.shape)), entry.shape)
         box = saved.read_box(name, [r.start for r in ranges], [len(r) for r in ranges])
@@ -187,7 +190,8 @@ def _ranges(text: str, shape: tuple[int, ...]) -> tuple[list[range], tuple[int, 
     """The range of each dim, and the dims of which one position is asked."""
     parts = text.split(",") if text else []
     if len(parts) != len(shape):
-        raise ValueError(f"slice {text!r} has {len(parts)} parts, the tensor {len(shape)} dims")
+        rule = f"has {len(parts)} parts, the tensor {len(shape)} dims"
+        raise invalid("slice", "dims", text, rule)
     ranges, single = [], []
     for dim, (part, size) in enumerate(zip(parts, shape)):
         first, colon, last = part.partition(":")
@@ -198,9 +202,11 @@ def _ranges(text: str, shape: tuple[int, ...]) -> tuple[list[range], tuple[int, 
             else:
                 ranges.append(range(size)[slice(*(int(n) if n else None for n in (first, last)))])
         except ValueError:
-            raise ValueError(f"slice {text!r}: {part!r} must be a position or start:stop") from None
+            rule = f"has {part!r}, which must be a position or start:stop"
+            raise invalid("slice", "part", text, rule) from None
         if size and not ranges[-1]:
-            raise ValueError(f"slice {text!r}: {part!r} is empty in a dim of size {size}")
+            rule = f"has {part!r}, which is empty in a dim of size {size}"
+            raise invalid("slice", "empty", text, rule)
     return ranges, tuple(single)
 
 

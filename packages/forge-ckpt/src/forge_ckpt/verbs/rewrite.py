@@ -11,6 +11,7 @@ import tyro
 from torch import Tensor
 
 from forge_ckpt import directories
+from forge_ckpt._shared.problems import Problem, Shown, invalid
 from forge_ckpt.dcp import convert_from_dcp, convert_to_dcp
 from forge_ckpt.dcp.listing import METADATA
 from forge_ckpt.errors import CorruptCheckpoint
@@ -90,7 +91,7 @@ def reshard(source: CheckpointPath, out: _Out, /, ranks: int, json: bool = False
         json: print one JSON object.
     """
     if ranks < 1:
-        raise ValueError(f"ranks {ranks} must be at least 1")
+        raise invalid("ranks", "range", ranks, "must be at least 1", "use 1")
     with SavedTensors(source) as saved:
         table = saved.table
 
@@ -138,9 +139,11 @@ def prune(
         steps = directories.committed_steps(directory)
         old = retention.outdated_by(steps[-1]) if steps else []
         if old and not dry_run:
-            newest = verified(directories.step_directory(directory, steps[-1]), steps[-1])
-            if newest["error"]:
-                raise CorruptCheckpoint(f"{newest['error']}; nothing was removed")
+            path = directories.step_directory(directory, steps[-1])
+            _, error = verified(path, steps[-1])
+            if error is not None:
+                untouched = Problem("", "newest", ..., "is corrupt, and nothing was removed")
+                raise CorruptCheckpoint([*error.problems, untouched], error.where)
             retention.remove(old)
             old = [step for step in old if step not in directories.list_steps(directory)]
     finally:
@@ -180,7 +183,8 @@ def convert(
         json: print one JSON object.
     """
     if to == "dcp" and (step is not None or without or optimizer != "positions"):
-        raise ValueError("--step, --without and --optimizer are for --to forge; leave them out")
+        rule = "takes no --step, --without and --optimizer, which are for --to forge"
+        raise invalid("to", "excludes", to, rule, "leave them out")
     with progress("convert") as bar:
         if to == "dcp":
             convert_to_dcp(source, out, bar)
@@ -194,11 +198,12 @@ def convert(
 
 def _shares(count: int, weights: Sequence[float] | None) -> list[float]:
     if count < 2:
-        raise ValueError(f"{count} checkpoints; give at least two to average")
+        raise invalid("checkpoints", "length", count, "must be at least two to average", "give two")
     found = [1.0] * count if weights is None else list(weights)
     total = sum(found)
     if len(found) != count or not math.isfinite(total) or total == 0:
-        raise ValueError(f"weights {found} must be {count} numbers with a sum other than 0")
+        rule = f"must be {count} numbers with a sum other than 0"
+        raise invalid("weights", "sum", found, rule)
     return [weight / total for weight in found]
 
 
@@ -206,10 +211,9 @@ def _refuse_other_tensors(other: SavedTensors, last: SavedTensors) -> None:
     a, b = ({n: (e.shape, e.dtype) for n, e in s.table.tensors.items()} for s in (other, last))
     for name in sorted(a.keys() | b.keys()):
         if a.get(name) != b.get(name):
-            raise ValueError(
-                f"{name}: {_described(a.get(name))} in {other.path}, {_described(b.get(name))} in {last.path}; "
-                "average checkpoints of one model"
-            )
+            shown, there = Shown(_described(a.get(name))), _described(b.get(name))
+            rule = f"in {other.path} must be {there}, as in {last.path}"
+            raise invalid(name, "mismatch", shown, rule, "average checkpoints of one model")
 
 
 def _described(entry: tuple[tuple[int, ...], torch.dtype] | None) -> str:
@@ -218,7 +222,8 @@ def _described(entry: tuple[tuple[int, ...], torch.dtype] | None) -> str:
 
 def _write(out: Path, table: Manifest, contents: list[Iterator[Box]], json: bool) -> int:
     if table.step is None:
-        raise ValueError("the checkpoint has no step; save it through a Store")
+        rule = "is not in the checkpoint"
+        raise invalid("step", "missing", ..., rule, "save it through a Store")
     total = sum(chunk.length for entry in table.tensors.values() for chunk in entry.chunks)
     with progress("write") as bar:
         target = write_checkpoint(

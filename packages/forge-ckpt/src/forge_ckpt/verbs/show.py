@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from forge_ckpt import directories
+from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import one_line
 
 SAME, DIFFERENT, CORRUPT = 0, 1, 66
@@ -69,15 +70,15 @@ def progress(title: str) -> Iterator[Callable[[int, int], None]]:
 def steps_of(directory: Path) -> list[int]:
     """All steps, with a manifest or without: the damaged ones must be shown too."""
     if not directory.is_dir():
-        raise ValueError(
-            f"{directory} is not a directory; give the one that holds step-00000100, ..."
-        )
+        fix = "give the one that holds step-00000100, ..."
+        raise invalid("directory", "not_found", str(directory), "is not a directory", fix)
     steps = directories.list_steps(directory)
     if not steps:
         inside = [p.name for p in sorted(directory.iterdir()) if p.is_dir()]
         inside = [name for name in inside if directories.list_steps(directory / name)]
         where = f"{directory / inside[0]} holds some" if inside else "look in another directory"
-        raise ValueError(f"{directory} holds no step-00000100, ...; {where}")
+        rule = "holds no step-00000100, ..."
+        raise invalid("directory", "empty", str(directory), rule, where)
     return steps
 
 
@@ -85,7 +86,6 @@ def chosen(directory: Path, step: int | None) -> int:
     """``step`` if the directory has it; without one the newest."""
     steps = steps_of(directory)
     if step is not None and step not in steps:
-        raise ValueError(
-            f"step {step} is not in {directory}; there are {', '.join(map(str, steps))}"
-        )
+        fix = f"use one of {', '.join(map(str, steps))}"
+        raise invalid("step", "not_found", step, f"is not in {directory}", fix)
     return steps[-1] if step is None else step

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.distributed.tensor import DTensor
 
 from forge_ckpt import objects, tree
+from forge_ckpt._shared.problems import ProblemError, invalid, problems_of
 from forge_ckpt.wrapped import unwrap
 from forge_ckpt.write.deduplicate import deduplicate_plans
 
@@ -81,24 +82,18 @@ def _leaf(name: str, value: Any) -> torch.Tensor | str:
     if not isinstance(value, torch.Tensor):
         return objects.dumps(objects.encode(value, name))
     if isinstance(value, DTensor) and any(part.is_partial() for part in value.placements):
-        raise ValueError(
-            f"{name}: DTensor with placements {value.placements}; a partial sum has no bytes of "
-            "its own, redistribute it first"
-        )
+        rule = "are the placements of a DTensor, whose partial sum has no bytes of its own"
+        raise invalid(name, "partial", value.placements, rule, "redistribute it first")
     try:
         unwrap(value)
     except ValueError as error:
-        raise ValueError(f"{name}: {error}") from None
+        raise ProblemError([problem.under(name) for problem in problems_of(error)]) from None
     if value.device.type == "meta" or value.layout != torch.strided or value.is_quantized:
-        raise ValueError(
-            f"{name}: {value.layout} tensor of {value.dtype} on {value.device}; only dense tensors "
-            "with memory are saved, materialise or densify it"
-        )
+        rule = f"is the layout of a tensor of {value.dtype} on {value.device}, and must be dense with memory"
+        raise invalid(name, "dense", value.layout, rule, "materialize or densify it")
     if _WITHOUT_SIZE.fullmatch(objects.dtype_name(value.dtype)):
-        raise ValueError(
-            f"{name}: {value.dtype}; torch does not report the size of its elements: save a view of "
-            "it as uint8"
-        )
+        rule = "has elements of a size that torch does not report"
+        raise invalid(name, "dtype", value.dtype, rule, "save a view of it as uint8")
     return value
 
 

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from forge_ckpt import directories
+from forge_ckpt._shared.problems import Problem
 from forge_ckpt.errors import CorruptCheckpoint
 from forge_ckpt.rank_group import RankGroup
 from forge_ckpt.read.load import verify_checkpoint
@@ -39,9 +40,12 @@ class Retention:
             verify_checkpoint(group, path, step, threads)
         except CorruptCheckpoint as error:
             quarantine(str(error))
-            raise CorruptCheckpoint(
-                f"{error}; it was written a moment ago: disk or memory fail. Older checkpoints are kept"
-            ) from error
+            rule, fix = (
+                "was written a moment ago: disk or memory fail",
+                "older checkpoints are kept",
+            )
+            new = Problem("step", "new", step, rule, fix)
+            raise CorruptCheckpoint([*error.problems, new], error.where) from error
         group.run_on_rank_0(lambda: self.remove(old))
 
     def outdated_by(self, step: int) -> list[int]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_ckpt import directories
+from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import CorruptCheckpoint, StepExists
 from forge_ckpt.rank_group import RankGroup
 from forge_ckpt.read.load import verify_checkpoint
@@ -44,11 +45,12 @@ class Saver:
         max_failures: int,
     ) -> None:
         if staging_gib is not None and not staging_gib > 0:
-            raise ValueError(f"staging_gib {staging_gib!r} must be above 0, or None for no bound")
-        if type(max_failures) is not int or max_failures < 1:
-            raise ValueError(
-                f"max_failures {max_failures!r} must be an integer of at least 1; use 3"
+            raise invalid(
+                "staging_gib", "range", staging_gib, "must be above 0", "use None for no bound"
             )
+        if type(max_failures) is not int or max_failures < 1:
+            rule = "must be an integer of at least 1"
+            raise invalid("max_failures", "range", max_failures, rule, "use 3")
         self.events = SaveEvents(on_event)
         self._group = group
         self._writing_group: RankGroup | None = None  # of the background thread
@@ -250,10 +252,9 @@ class Saver:
             self._quarantine(self._group, step, reason)
             self._group.run_on_rank_0(lambda: directories.commit(repeat, target))
         elif not same:
-            raise StepExists(
-                f"step {step} is already in {self._root} with another content; nothing was "
-                "replaced: save under a later step, or leave this save out"
-            )
+            rule = f"is already in {self._root} with another content, and nothing was replaced"
+            fix = "save under a later step, or leave this save out"
+            raise invalid("step", "exists", step, rule, fix, kind=StepExists)
 
     def _retain(self, group: RankGroup, step: int) -> None:
         self._retention.apply(

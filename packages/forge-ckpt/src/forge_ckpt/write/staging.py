@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
+from forge_ckpt._shared.problems import invalid
 from forge_ckpt.files import byte_view
 from forge_ckpt.write.layout import FileLayout, Piece
 
@@ -55,10 +56,9 @@ class StagingArea:
     def check(self, size: int) -> None:
         """Raise ValueError for a file of ``size`` bytes beyond ``limit_gib``."""
         if self._limit_gib is not None and size > self._limit_gib * 2**30:
-            raise ValueError(
-                f"staging_gib {self._limit_gib:g} is too small for the {size / 2**30:.3g} GiB that this rank "
-                "saves; raise it, or save with wait=True, which needs no copy"
-            )
+            rule = f"is too small for the {size / 2**30:.3g} GiB that this rank saves"
+            fix = "raise it, or save with wait=True, which needs no copy"
+            raise invalid("staging_gib", "size", self._limit_gib, rule, fix)
 
     def reserve(self, size: int, for_cuda: bool) -> None:
         """Take memory for a file of ``size`` bytes, and touch it: fresh pages cost more than a copy into them."""

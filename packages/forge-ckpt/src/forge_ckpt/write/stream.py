@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from forge_ckpt import digests, directories, files, manifest, tree
+from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import StepExists
 from forge_ckpt.foreign import refuse_foreign
 from forge_ckpt.lock import Lock
@@ -54,9 +55,11 @@ def write_checkpoint(
     try:
         newest = max(directories.list_steps(store), default=-1)
         if step <= newest:
-            raise StepExists(
-                f"step {step} must be above {newest}, the newest in {store}; write into another directory"
+            rule, fix = (
+                f"must be above {newest}, the newest in {store}",
+                "write into another directory",
             )
+            raise invalid("step", "order", step, rule, fix, kind=StepExists)
         temporary.mkdir()
         file_entries: dict[str, FileEntry] = {}
         tensors: dict[str, TensorEntry] = {}
@@ -105,7 +108,8 @@ def _write_file(
             entry = TensorEntry(box.path, box.shape, data.dtype, ())
             known = tensors.setdefault(name, entry)
             if (known.path, known.shape, known.dtype) != (entry.path, entry.shape, entry.dtype):
-                raise ValueError(f"{name}: two tensors have this name; leave one of them out")
+                rule = "is the name of two tensors"
+                raise invalid(name, "duplicate", ..., rule, "leave one of them out")
             if data.numel():
                 view = files.byte_view(data)
                 start = block_file.append(view)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from forge_ckpt import digests, directories, files, manifest
+from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import StepExists
 from forge_ckpt.write.blocks import BlockFile
 from forge_ckpt.write.layout import FileLayout, lay_out
@@ -79,7 +80,8 @@ class ForgeWriter(StorageWriter):
     def make_directory(self) -> str:
         """Make the temporary directory (coordinator only) and return its name."""
         if os.path.lexists(self.path):
-            raise StepExists(f"{self.path} exists; a checkpoint is never written in place")
+            fix = "give a new one: a checkpoint is never written in place"
+            raise invalid("path", "exists", str(self.path), "exists", fix, kind=StepExists)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         name = f"{self.path.name}.tmp-{secrets.token_hex(4)}"
         self._temporary = self.path.parent / name
@@ -95,9 +97,8 @@ class ForgeWriter(StorageWriter):
     def layout(self, plan: SavePlan, planner: SavePlanner) -> FileLayout:
         """The layout of this rank's file. Raises ValueError for a planner that pickles."""
         if not isinstance(planner, ForgeSavePlanner):
-            raise ValueError(
-                f"planner {type(planner).__name__} would pickle objects; pass ForgeSavePlanner()"
-            )
+            shown, fix = type(planner).__name__, "pass ForgeSavePlanner()"
+            raise invalid("planner", "type", shown, "would pickle objects", fix)
         name, rank = plan.storage_data
         self._temporary = self.path.parent / name
         return lay_out(plan, planner, f"data-{rank}.bin")
@@ -131,9 +132,8 @@ class ForgeWriter(StorageWriter):
         files.write_file(self._temporary / manifest.NAME, manifest.encode(table))
         files.sync_directory(self._temporary)
         if os.path.lexists(self.path):  # rename would silently replace an empty directory
-            raise StepExists(
-                f"{self.path} appeared during the save; two writers share the directory"
-            )
+            rule = "appeared during the save, as two writers share the directory"
+            raise invalid("path", "appeared", str(self.path), rule, kind=StepExists)
         directories.commit(self._temporary, self.path)
         self._temporary = None
 
