@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import re
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -285,13 +286,17 @@ def test_packed_files_that_end_early_or_are_no_such_are_named(tmp_path, folder, 
     assert not [p for p in cache.iterdir() if p.is_dir()]
 
 
-def test_a_saved_set_that_is_damaged(tmp_path, folder):
+def test_a_saved_set_that_is_damaged_or_cannot_be_read(tmp_path, folder, monkeypatch):
     pytest.importorskip("datasets")
     (tmp_path / "saved").mkdir()
     for name in ("dataset_info.json", "data.arrow"):
         (tmp_path / "saved" / name).write_text("?")
+    config = ChatConfig(tokenizer=str(folder))
     with rejects("", ..., "not_loaded", InvalidData, where=tmp_path / "saved"):
-        Conversations(tmp_path / "saved", ChatConfig(tokenizer=str(folder)))
+        Conversations(tmp_path / "saved", config)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with rejects("", ..., "requires", where=tmp_path / "saved"):
+        Conversations(tmp_path / "saved", config)
 
 
 def test_chosen_by_name(tmp_path, folder):

@@ -1,6 +1,7 @@
 """Ids and weights of conversations, against a slow reference: what is learnt is what the model will have to say."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -206,6 +207,9 @@ def test_tokenizers_that_cannot_be_used_say_why(folders, tmp_path, monkeypatch):
         ChatTemplate(ChatConfig(tokenizer=str(tmp_path)))
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", lambda *_, **__: SLOW)
     with rejects("tokenizer", str(tmp_path), "not_fast", InvalidData):
+        ChatTemplate(ChatConfig(tokenizer=str(tmp_path)))
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with rejects("tokenizer", str(tmp_path), "requires"):
         ChatTemplate(ChatConfig(tokenizer=str(tmp_path)))
     monkeypatch.undo()
     save_tokenizer(tmp_path / "plain", None)

@@ -21,6 +21,7 @@ TEXT = {"docs": TrainingSourceConfig()}
         (TextConfig, {"document": "page"}, ("document", "page", "unknown")),
         (TextConfig, {"validation_every": 1}, ("validation_every", 1, "range")),
         (TextConfig, {"cache": ""}, ("cache", "", "empty")),
+        (TextConfig, {"tokenizer": ""}, ("tokenizer", "", "empty")),
         (TextConfig, {"tokenizer": "a\0b"}, ("tokenizer", "a\x00b", "file_name")),
         (HuggingFaceConfig, {"text_field": ""}, ("text_field", "", "empty")),
         (HuggingFaceConfig, {"split": ""}, ("split", "", "empty")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from forge_data import (
     DataConfig,
     InvalidData,
     Loader,
+    PhaseConfig,
     SourceConfig,
     TrainingSourceConfig,
     open_source,
@@ -268,6 +270,11 @@ def test_what_needs_a_number_of_rows_is_refused():
     limited = TrainingSourceConfig("huggingface", "a", huggingface=streamed, max_epochs=2)
     with rejects("sources.web.max_epochs", 2, "streaming"):
         DataConfig(sources={"web": limited})
+    longer = {"long": PhaseConfig(100, seq_len=32)}
+    with rejects("phases.long.seq_len", 32, "mismatch"):
+        DataConfig(16, sources={"web": replace(limited, max_epochs=None)}, phases=longer)
+    with rejects("verify", "off", "excludes"):
+        SourceConfig("huggingface", "a", verify="off", huggingface=streamed)
     held_out = SourceConfig("huggingface", "a", huggingface=streamed)
     with rejects("validation", ..., "streaming"):
         DataConfig(sources={"web": TrainingSourceConfig()}, validation=held_out)

@@ -8,6 +8,7 @@ import pytest
 
 from forge_data import InvalidData, JsonTokenizer, SourceConfig, TokenFiles, load_tokenizer
 from forge_data.prepare import prepare
+from forge_data.prepare.statistics import read_statistics
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -77,6 +78,12 @@ def test_F107_a_sidecar_that_is_something_else(folder, name):
     with rejects(*problem, InvalidData, where="tokens.json") as error:
         TokenFiles(folder)
     assert len(str(error.value)) < 500
+
+
+def test_statistics_that_are_something_else(folder):
+    (folder / "statistics.json").write_text("?")
+    with rejects("", ..., "not_json", InvalidData, where="statistics.json"):
+        read_statistics(folder)
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, lambda p: p.symlink_to("/dev/zero")])

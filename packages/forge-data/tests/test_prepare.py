@@ -161,6 +161,8 @@ def test_bad_jsonl_is_refused_by_line(tmp_path, line, problem):
         ({"validation_every": -3}, ("validation_every", -3, "range")),
         ({"eos": "</s>"}, ("eos", "</s>", "excludes")),
         ({"inputs": []}, ("inputs", ..., "missing")),
+        ({"inputs": [""]}, ("inputs", "", "empty")),
+        ({"output": ""}, ("output", "", "empty")),
     ],
 )
 def test_bad_arguments_are_refused(tmp_path, arguments, problem):

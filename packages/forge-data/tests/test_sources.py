@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 import sys
 
 import numpy as np
@@ -190,6 +191,9 @@ def test_splits(tmp_path, folder):
     assert verify(tmp_path / "two") == train.num_tokens + held_out.num_tokens
     with rejects("split", "test", "unknown"):
         TokenFiles(folder, split="test")
+    shutil.rmtree(tmp_path / "two" / "validation")
+    with rejects("path", str(tmp_path / "two"), "no_split", InvalidData):
+        TokenFiles(tmp_path / "two", split="validation")
 
 
 def test_a_changed_byte_is_found_by_verify(folder):
@@ -206,6 +210,9 @@ def test_verify_compares_the_names_and_the_largest_id_of_the_sidecar(folder):
     recorded = json.loads((folder / "tokens.json").read_text())
     edit(folder, sha256={**recorded["sha256"], "../x": "0"})
     with rejects("sha256", "../x", "outside", InvalidData, where="tokens.json"):
+        verify(folder)
+    edit(folder, sha256={**recorded["sha256"], "x.bin": "0"})
+    with rejects("", ..., "missing", InvalidData, where="x.bin"):
         verify(folder)
     edit(folder, sha256=recorded["sha256"], vocab_size=300, max_token_id=299)
     with rejects("max_token_id", 299, "mismatch", InvalidData, where=" 256;"):

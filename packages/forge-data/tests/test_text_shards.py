@@ -8,7 +8,15 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from forge_data import ByteTokenizer, InvalidData, Loader
+from forge_data import (
+    ByteTokenizer,
+    DataConfig,
+    InvalidData,
+    Loader,
+    PhaseConfig,
+    TrainingSourceConfig,
+    open_training,
+)
 from forge_data.mixed_stream import MixedStream, seed_of
 from forge_data.mixture import Phase
 from forge_data.order import Permutation
@@ -120,6 +128,14 @@ def test_it_has_no_length_and_says_why():
 def test_a_shard_without_text_is_an_error_and_no_endless_loop():
     with rejects("shard", 2, "empty", InvalidData):
         make(pieces=Lists((2, 0, 3))).arrays(np.arange(3))
+
+
+def test_rows_of_another_length_are_refused_for_shards(monkeypatch):
+    monkeypatch.setattr("forge_data.sources.open.open_stream", lambda *_: make())
+    phases = {"long": PhaseConfig(100, seq_len=2 * SEQ_LEN)}
+    config = DataConfig(SEQ_LEN, sources={"a": TrainingSourceConfig()}, phases=phases)
+    with rejects("phases.long.seq_len", 2 * SEQ_LEN, "mismatch"):
+        open_training(config)
 
 
 @pytest.mark.parametrize("key", ["virtual_shards", "shuffle_window"])

@@ -260,6 +260,8 @@ def test_other_options_make_other_entries(text):
 
 
 def test_folders_of_splits(text):
+    with rejects("path", str(text), "no_splits", InvalidData):
+        source_of(text, "validation")
     (text / "train").mkdir()
     with rejects("path", str(text), "no_split", InvalidData):
         source_of(text, "validation")

@@ -25,7 +25,6 @@ import numpy as np
 
 from forge_data._shared.problems import invalid
 from forge_data.bounded_read import read_bounded
-from forge_data.errors import InvalidData
 from forge_data.packing_config import PackingConfig
 from forge_data.packing_plan import PARTS, PLAN_VERSION, PackingPlan, digest_of_parts, plan_windows
 from forge_data.prepare.output import replacing
@@ -127,8 +126,7 @@ def _existing(folder: Path, known: dict[str, Any], tell: bool = False) -> Stored
         header = json.loads(read_bounded(folder / _HEADER, _HEADER_BYTES))
         for name, value in known.items():
             if header[name] != value:
-                rule, where = f"must be {value!r}", folder / _HEADER
-                raise invalid(name, "mismatch", header[name], rule, where=where, kind=InvalidData)
+                raise ValueError(f"{folder / _HEADER}: {name} {header[name]!r} must be {value!r}")
         for name in PARTS:
             check_whole(folder / f"{name}.bin", header["sha256"][name])
         return _mapped(folder, header)
