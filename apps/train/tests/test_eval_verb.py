@@ -91,12 +91,12 @@ def test_the_run_is_only_read(job: Path) -> None:
 
 def test_what_cannot_be_evaluated_is_refused(job: Path, tmp_path: Path) -> None:
     run, other = job.parent / "run", tmp_path / "other.toml"
-    with pytest.raises(StateError, match=r"step 5 is not one of \[3, 6\]"):
+    with rejects("step", 5, "unknown", StateError, where="[3, 6]"):
         evaluate_run(run, step=5)
     other.write_text("[optimizer]\nlr = 1.0\n")
     with rejects("optimizer.lr", ..., "unknown_key", ConfigError, where=other):
         evaluate_run(run, other)
     with rejects("--rows", 0, "range", ConfigError):
         evaluate_run(run, rows=0)
-    with pytest.raises(ConfigError, match="name the folder of a run"):
+    with rejects("run_dir", str(tmp_path), "not_found", ConfigError):
         evaluate_run(tmp_path)

@@ -248,7 +248,7 @@ def test_files_without_questions_are_refused(tmp_path: Path) -> None:
     with rejects("eval.choices.mine.path", str(path), "read", DataError):
         Trainer(load_job(job, flags))
     path.write_text(json.dumps({"prompt": "a", "choices": ["b", "c"], "answer": 0}))
-    objective = {"train.objective": "forge_testing.models:tokens_and_confidence"}
+    objective = {"train.objective": "forge_testing.parts:smoothed"}
     with rejects("eval.choices.mine", ..., "objective", DataError):
         Trainer(load_job(job, {**flags, **objective}))
 

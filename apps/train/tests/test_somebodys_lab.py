@@ -160,46 +160,22 @@ def test_a_family_a_source_an_objective_a_callback_and_a_sink_train_and_resume(
 @pytest.mark.slow
 def test_wrong_names_and_options_of_these_are_refused(installed: Path, tmp_path: Path) -> None:
     job, right = job_with_family(tmp_path), job_with_family(tmp_path).read_text()
-    for before, after, words in (
-        ("dim = 16", "width = 16", "neighbours(vocab_size=..., **args): got an unexpected keyword"),
-        ("largest = 5", "biggest = 5", "must be arguments of sums(config, **options): got an unex"),
-        ("largest = 5", "largest = 50", "options.largest 50 must be from 1 to 9; use 9"),
-        (
-            "smoothing = 0.2",
-            "smooth = 0.2",
-            "objective_options.smooth 0.2 is no option of 'smoothed'",
-        ),
-        ('"smoothed"', '"smothed"', "did you mean 'smoothed'?"),
-        (
-            '"losses"',
-            '"loses"',
-            "callbacks.losses.name 'loses' is unknown: known in forge.callbacks are losses",
-        ),
-        (
-            "file =",
-            "fil =",
-            "callbacks.losses.options.fil 'kept.txt' is no option of 'losses'; did you mean 'file'?",
-        ),
-        (
-            '"csv"',
-            '"cvs"',
-            "metrics.sinks.columns.name 'cvs' is unknown: known in forge.sinks are csv, mlflow, tensorboard, wandb",
-        ),
-        (
-            "columns = ",
-            "column = ",
-            "metrics.sinks.columns.options lacks 'columns', which 'csv' has no default for",
-        ),
-        (
-            '"neighbours"',
-            '"neighbors"',
-            "must be 'transformer', 'vlm', an entry point of forge.models or",
-        ),
+    for before, after, *words in (
+        ("dim = 16", "width = 16", "neighbours(vocab_size=..., **args)"),
+        ("largest = 5", "biggest = 5", "sums(config, **options)"),
+        ("largest = 5", "largest = 50", "options.largest 50 "),
+        ("smoothing = 0.2", "smooth = 0.2", "objective_options.smooth 0.2 ", "'smoothed'"),
+        ('"smoothed"', '"smothed"', "train.objective 'smothed'", "'smoothed'"),
+        ('"losses"', '"loses"', "callbacks.losses.name 'loses' ", "forge.callbacks"),
+        ("file =", "fil =", "callbacks.losses.options.fil 'kept.txt' ", "'file'"),
+        ('"csv"', '"cvs"', "metrics.sinks.columns.name 'cvs' ", "forge.sinks", "csv, mlflow,"),
+        ("columns = ", "column = ", "metrics.sinks.columns.options", "'columns'", "'csv'"),
+        ('"neighbours"', '"neighbors"', "model.name 'neighbors'", "forge.models"),
     ):
         job.write_text(right.replace(before, after))
         done = train(job, installed)
         assert done.returncode in (65, 78), done.stderr
-        assert words in " ".join(done.stderr.split()), done.stderr
+        assert all(word in done.stderr for word in words), done.stderr
     assert not (tmp_path / "run").exists()
 
 
@@ -213,17 +189,13 @@ def test_what_does_not_fit_is_refused_before_a_run_exists(
         text = job.read_text().replace("half_life", "halflife").replace("momentum", "momentm")
         job.write_text(text.replace("every = 2, floor = 0.1", 'floor = "low"'))
         words = [
-            "model.mixer_options.halflife 3.0 is no option of 'decay'; did you mean 'half_life'?",
-            "schedule.options lacks 'every', which 'halving' has no default for; give it in",
-            "schedule.options.floor 'low' must be of type float, as 'halving' annotates it; correct it",
-            "optimizer.options.momentm 0.8 is no option of 'sign'; did you mean 'momentum'?",
+            *("model.mixer_options.halflife 3.0 ", "'half_life'"),
+            *("schedule.options", "'every'", "schedule.options.floor 'low' "),
+            *("optimizer.options.momentm 0.8 ", "'momentum'"),
         ]
     else:
-        words = [
-            "model: mixer 'decay' is unknown; use 'attention' or 'mla', an entry point of forge.mixers"
-        ]
+        words = ["mixer 'decay' ", "forge.mixers"]
     done = train(job, installed if case == "options" else None)
     assert done.returncode == 78, done.stderr
-    for sentence in words:
-        assert sentence in " ".join(done.stderr.split()), done.stderr
+    assert all(word in done.stderr for word in words), done.stderr
     assert not (tmp_path / "run").exists()

@@ -184,7 +184,8 @@ def _machine(config: JobConfig, flags: PlanFlags) -> tuple[Hardware, int]:
     try:
         return find_hardware(flags.gpu), min(per_node, flags.gpus)
     except ValueError as error:
-        raise ConfigError([f"--{error}"]) from error
+        found = [replace(p, key=f"--{p.key}") for p in problems_of(error)]
+        raise ConfigError(found) from error
 
 
 def _this_gpu() -> Hardware:

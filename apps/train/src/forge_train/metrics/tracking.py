@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from forge_train._shared.problems import invalid
 from forge_train.config.files import read_toml, replace_text
 from forge_train.config.layers import flatten
 from forge_train.metrics.columns import scalars
@@ -60,9 +61,8 @@ class WandbSink:
 
         asked = mode or os.environ.get("WANDB_MODE", "online")
         if asked == "online" and not wandb.login(prompt=False):
-            raise ValueError(
-                "there is no API key; run `wandb login`, set WANDB_API_KEY, or use mode = 'offline'"
-            )
+            fix = "run `wandb login`, set WANDB_API_KEY, or use mode = 'offline'"
+            raise invalid("mode", "requires", asked, "needs an API key, and there is none", fix)
         self._run = wandb.init(
             project=project,
             entity=entity,
@@ -142,10 +142,9 @@ class MlflowSink:
         except MlflowException as error:
             if error.error_code != "RESOURCE_DOES_NOT_EXIST":
                 raise
-            raise ValueError(
-                f"{directory / 'mlflow.id'} names the run {self._id}, which is not there; remove the file for a new "
-                "run, or give the tracking_uri that has it"
-            ) from error
+            fix = "remove the file for a new run, or give the tracking_uri that has it"
+            file, rule = directory / "mlflow.id", "is named there and does not exist"
+            raise invalid("run", "not_found", self._id, rule, fix, where=file) from error
         data = self._client.get_run(self._id).data
         self._last = data.metrics.get("step", -1)
         self._send_params(read_toml(directory / "config.toml"), data.params)

@@ -1,0 +1,167 @@
+"""What verbs of a study reject before anything is trained."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from forge_testing.problems import assert_problem, rejects
+from forge_testing.studies import write_study
+from forge_train import ConfigError, JobError, StateError, process
+from forge_train.study import bisect, difference, page, private_job, replay, sweep, verbs
+from forge_train.study.record import Part, Record
+from forge_train.study.runs import writing
+from forge_train.trainer.trainer import Trainer
+
+pytestmark = pytest.mark.lane("test")
+
+
+def test_flags_of_a_sweep(tmp_path: Path) -> None:
+    flags: dict[str, Any] = {"gpu": "h100", "site": "here", "report": tmp_path / "x.txt"}
+    with rejects("--jobs", 0, "range", ConfigError) as caught:
+        sweep.run_sweep(tmp_path / "none.toml", jobs=0, submit=True, **flags)
+    assert_problem(caught.value, "--gpu", "h100", "requires")
+    assert_problem(caught.value, "--submit", True, "requires")
+    assert_problem(caught.value, "--site", "here", "requires")
+    assert_problem(caught.value, "--report", str(tmp_path / "x.txt"), "name")
+    with rejects("--plan", ..., "excludes", ConfigError):
+        sweep.run_sweep(tmp_path / "none.toml", plan=True, slurm=True)
+
+
+def test_places_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with rejects("study.dir", str(tmp_path), "write", JobError), writing(tmp_path):
+        raise OSError(30, "read-only")
+    out = str(tmp_path / "out")
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(sweep._alone(Path(out)))
+        with rejects("study.dir", out, "locked", JobError):
+            stack.enter_context(sweep._alone(Path(out)))
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "full")
+
+    monkeypatch.setattr(page, "check_plot", lambda: None)
+    monkeypatch.setattr(page, "write_page", full)
+    monkeypatch.setattr(sweep.Sweep, "run", lambda self: 0)
+    with rejects("--report", str(tmp_path / "a.md"), "write", JobError):
+        sweep.run_sweep(write_study(tmp_path), report=tmp_path / "a.md")
+
+
+def test_pages_of_a_study(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with rejects("study sweep", ..., "requires", ConfigError, where="'forge-train[plot]'"):
+        page.check_plot()
+    nan = {"event": "evaluation", "step": 3, "val_loss": float("nan")}
+    for events, value in (([], None), ([nan], float("nan"))):
+        monkeypatch.setattr(page, "read_run", lambda folder, e=events: SimpleNamespace(events=e))
+        with rejects("val_loss", value, "finite", StateError, where="runs/a"):
+            page._row(SimpleNamespace(dir="runs/a", steps=3))  # type: ignore[arg-type]
+
+
+def test_flags_of_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with rejects("--from_step", 3, "requires", ConfigError):
+        verbs.replay(tmp_path, step=4, from_step=3)
+    with rejects("--record", str(tmp_path), "excludes", ConfigError):
+        verbs.replay(tmp_path, step=4, record=tmp_path, anomaly=True)
+    with rejects("--nproc", 0, "range", ConfigError):
+        verbs.replay(tmp_path, step=4, nproc=0)
+    with rejects("--hook", "no_module:x", "not_found", ConfigError):
+        verbs._import("no_module:x")
+    with rejects("--hook", "os:sep", "type", ConfigError):
+        verbs._import("os:sep")
+    monkeypatch.setattr(private_job, "find_start", lambda run, step: 0)
+    with rejects("--debugger", ..., "processes", ConfigError):
+        verbs.replay(tmp_path, step=4, debugger=True, nproc=2)
+    with rejects("--from_step", 4, "order", ConfigError):
+        verbs.replay(tmp_path, step=4, from_step=4, record=tmp_path, nproc=1)
+    (tmp_path / "record.json").touch()
+    with rejects("--record", str(tmp_path), "exists", StateError):
+        verbs.replay(tmp_path, step=4, record=tmp_path, nproc=1)
+    monkeypatch.setattr(process, "is_rank_of_many", lambda: True)
+    with rejects("--output", ..., "missing", ConfigError):
+        verbs.replay(tmp_path, step=4)
+
+
+def test_flags_of_bisect(tmp_path: Path) -> None:
+    one, two = tmp_path / "a", tmp_path / "b"
+    for folder in (one, two):
+        folder.mkdir()
+    with rejects("--tolerance", 1.0, "range", ConfigError):
+        verbs.bisect(one, two, tolerance=1.0)
+    with rejects("run_b", str(one), "duplicate", ConfigError):
+        bisect.bisect_runs(one, one, lambda *_: None)
+    with rejects("run_b", str(two), "common", StateError):
+        bisect.find_interval(one, two)
+    (one / "record.json").touch()
+    with rejects("run_b", str(two), "mismatch", ConfigError):
+        verbs.bisect(one, two)
+    (two / "record.json").touch()
+    for flag in ("logged_only", "callbacks"):
+        with rejects(f"--{flag}", ..., "excludes", ConfigError):
+            verbs.bisect(one, two, **{flag: True})
+    with rejects("record", str(one), "damaged", ConfigError):
+        Record(one)
+
+
+def test_runs_of_two_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextlib.contextmanager
+    def saved(path: Path) -> Any:
+        table = SimpleNamespace(tensors={} if "b" in path.parts else {"model.w": 1})
+        meta = torch.empty(2, device="meta")
+        yield SimpleNamespace(
+            digest=str(path), names=lambda patterns: ["model.w"], table=table, meta=lambda n: meta
+        )
+
+    monkeypatch.setattr(bisect, "SavedTensors", saved)
+    with rejects("run_b", "b", "mismatch", ConfigError, where="w in the shape"):
+        bisect.different_tensor(Path("a"), Path("b"), 2)
+
+    def record(folder: str, first: int) -> Any:
+        head = SimpleNamespace(first=first, last=first + 1, run=folder, world_size=1, layout={}, device="cpu")  # fmt: skip
+        return SimpleNamespace(head=head, folder=Path(folder))
+
+    a, b = record("a", 1), record("b", 7)
+    with rejects("run_b", "b", "common", ConfigError):
+        difference.first_difference(a, b)
+    part = Part((2, 3), "float32", "", 0.0, np.zeros(1))
+    with rejects("w", None, "mismatch", ConfigError):
+        difference._refuse_other_models(a, b, {"w": {(-1, 0): [part]}}, {})
+
+
+def test_steps_of_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = SimpleNamespace(begin=0, total_steps=4, rollbacks=[])
+    for module in (private_job, replay):
+        monkeypatch.setattr(module, "read_journal", lambda run: journal)
+    (tmp_path / "config.toml").touch()
+    for step in (0, 5):
+        with rejects("--step", step, "range", ConfigError):
+            private_job.find_start(tmp_path, step)
+    assert private_job.find_start(tmp_path, 2) == 0
+    (tmp_path / "model.toml").touch()
+    with rejects("--step", 2, "imported", StateError):
+        private_job.find_start(tmp_path, 2)
+    with rejects("--set", "run.seed", "fixed", ConfigError):
+        private_job.private_job(tmp_path, 0, tmp_path / "x", {"run.seed": 1})
+    with rejects("--set", "parallel.tp", "form", ConfigError):
+        private_job.parse_settings(("parallel.tp",))
+
+    monkeypatch.setattr(Trainer, "__init__", lambda self, *_: setattr(self, "total_steps", 4))
+    with rejects("--step", 5, "range", ConfigError):
+        replay.Replay(tmp_path, None, 2, 5, replay.Visitor())  # type: ignore[arg-type]
+
+
+def test_the_folder_of_a_replay(tmp_path: Path) -> None:
+    inside, other = tmp_path / "run/x", tmp_path / "other"
+    with rejects("--output", str(inside), "inside", ConfigError):
+        replay.private_folder(tmp_path / "run", inside).__enter__()
+    other.mkdir()
+    (other / "config.toml").touch()
+    with rejects("--output", str(other), "exists", StateError):
+        replay.private_folder(tmp_path / "run", other).__enter__()

@@ -1,0 +1,295 @@
+"""What imports, exports, reports and harnesses reject, without a run and without a model of other packages."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from forge_parallel import ParallelConfig
+from forge_testing.problems import ANY, assert_problem, rejects
+from forge_train import ConfigError, DataError, JobError, StateError, plan
+from forge_train.config.lora import LoRASection
+from forge_train.config.schema import BuiltInModelConfig
+from forge_train.hf import adapters, compare, exporting, families, folder, importing, prompts
+from forge_train.report import activation_files, extract, text
+from forge_train.report.evaluate import checked_job
+from forge_train.trainer.run_directory import RunDirectory
+
+pytestmark = pytest.mark.lane("test")
+
+TINY: dict[str, Any] = {
+    "vocab_size": 8,
+    "dim": 8,
+    "num_layers": 1,
+    "num_heads": 2,
+    "max_seq_len": 8,
+}
+
+
+def write(path: Path, table: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(table))
+    return path
+
+
+def test_adapters_that_cannot_leave_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors: Any = SimpleNamespace(layers=["a", "b"])
+    with rejects("--adapter", ["a", "b"], "fused"):
+        adapters.peft_files(tensors, [], LoRASection(rank=2).adapters, None, str)  # type: ignore[arg-type]
+
+    @contextlib.contextmanager
+    def saved(path: Path) -> Any:
+        yield SimpleNamespace(read_object=lambda name: {"digest": "one"}, digest="other")
+
+    monkeypatch.setattr(adapters, "SavedTensors", saved)
+    with rejects("", "runs/a/base", "base"):
+        adapters.MergedTensors(tmp_path, Path("runs/a/base"), 1.0)
+    run = RunDirectory(tmp_path)
+    with rejects("--adapter", ..., "whole", ConfigError, where="['norm.*']"):
+        exporting._refuse_adapter(LoRASection(rank=2, whole=("norm.*",)), check=False)
+    with rejects("--check", ..., "excludes", ConfigError):
+        exporting._refuse_adapter(None, check=True)
+    with rejects("--adapter", ..., "requires", ConfigError):
+        exporting._export_adapter(run, tmp_path, tmp_path, None, None, None, torch.float32)  # type: ignore[arg-type]
+    monkeypatch.setattr(families, "VLMModelConfig", SimpleNamespace)
+    with rejects("--family", "chameleon", "adapter"):
+        families.modules_of(SimpleNamespace(), "chameleon")  # type: ignore[arg-type]
+
+
+def test_checkpoints_that_cannot_be_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = tmp_path / "checkpoints/step-00000002"
+    with rejects("--step", 2, "excludes", ConfigError):
+        exporting._find(step, 2)
+    with rejects("source", str(step), "damaged", ConfigError):
+        exporting._find(step, None)
+    with rejects("source", str(tmp_path), "not_found", ConfigError):
+        exporting._find(tmp_path, None)
+
+    @contextlib.contextmanager
+    def store(path: Path, read_only: bool) -> Any:
+        yield SimpleNamespace(steps=lambda: [2, 4])
+
+    monkeypatch.setattr(exporting, "Store", store)
+    write(step / "manifest.json", {})
+    with rejects("--step", 3, "unknown", ConfigError, where="[2, 4]"):
+        exporting._find(tmp_path, 3)
+    run = RunDirectory(tmp_path)
+    with rejects("source", str(tmp_path), "model", ConfigError):
+        exporting._sections(run)
+    run.config.write_text('[model]\nname = "forge_testing.models:bigram"\n')
+    with rejects("model.name", "forge_testing.models:bigram", "unsupported", ConfigError):
+        exporting._sections(run)
+    run.config.write_text("[model]\nvocab_size = 8\ndim = 0\n")
+    with rejects("model.dim", 0, "range", ConfigError, where=run.config):
+        exporting._sections(run)
+    with rejects("--family", "chameleon", "requires"):
+        exporting._rows_beside(run, ["a.*"], "chameleon")
+
+
+def test_models_that_no_family_holds() -> None:
+    section = BuiltInModelConfig(**TINY)
+    assert families.find_family(section, None) == "llama"
+    with rejects("--family", "nope", "unknown"):
+        families.find_family(section, "nope")
+    with rejects("model.moe.num_experts", 0, "family", where="mixtral"):
+        families.find_family(section, "mixtral")
+    with rejects("model.moe.num_experts", 0, "family", where="mixtral"):
+        families.section_to_hf(section, "mixtral")
+    with rejects("model", ..., "no_family") as caught:
+        families.find_family(BuiltInModelConfig(**TINY, mixer="forge_testing.parts:RunningMean"), None)
+    assert len({p.origin for p in caught.value.problems[1:]}) == 1
+    images: Any = SimpleNamespace(moe=SimpleNamespace(num_experts=4))
+    _, (problem,) = families._write_vlm(images, images, "llava")
+    error = exporting.ConfigError([problem])
+    assert_problem(error, "model.moe.num_experts", 4, "images")
+    layers: Any = SimpleNamespace(num_layers=6)
+    with rejects("mlp_only_layers", [0, 2, 3], "pattern"):
+        families._moe_section(layers, (0, 2, 3), layers)
+
+
+def test_folders_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sidecar = write(tmp_path / "forge.json", {"format": 2})
+    with rejects("", ..., "version", where=sidecar):
+        folder._sidecar(sidecar)
+    monkeypatch.setattr(folder, "_MAX_BYTES", 1)
+    large = write(tmp_path / "config.json", {})
+    with rejects("", ..., "size", ConfigError, where=large):
+        folder._kept_files(tmp_path)
+
+    def full(*_: Any) -> None:
+        raise OSError(28, "full")
+
+    tensors: Any = SimpleNamespace(differences=lambda state: [], meta={})
+    model = SimpleNamespace(
+        section=None, family="llama", tensors=lambda: tensors, files=dict, write=full
+    )
+    monkeypatch.setattr(importing, "read_model", lambda path: model)
+    monkeypatch.setattr(importing, "build_model", lambda section, seed: nn.Module())
+    monkeypatch.setattr(importing, "store_hf", lambda *_, **__: None)
+    with rejects("run.dir", str(tmp_path / "run"), "write", JobError):
+        importing.import_folder(tmp_path, tmp_path / "run")
+    (tmp_path / "run/config.toml").touch()
+    with rejects("run.dir", str(tmp_path / "run"), "exists", ConfigError):
+        importing.import_folder(tmp_path, tmp_path / "run")
+
+
+def test_processors_that_cannot_be_followed(tmp_path: Path) -> None:
+    with rejects("preprocessor_config.json", ..., "missing", ConfigError, where=tmp_path):
+        prompts._processor(tmp_path)
+    with rejects("model_type", "other", "unsupported", ConfigError, where=tmp_path):
+        prompts._resolution(tmp_path, "other", {})
+    write(tmp_path / "config.json", {"model_type": "internvl"})
+    write(tmp_path / "preprocessor_config.json", {"size": {"height": 28, "width": 28}})
+    tokens = write(tmp_path / "tokenizer.json", {"added_tokens": [{"id": 5, "content": "<i>"}]})
+    with rejects("added_tokens", 6, "not_found", ConfigError, where=tokens):
+        prompts._token(tmp_path, 6)
+    image = SimpleNamespace(first_id=5)
+    model: Any = SimpleNamespace(config=SimpleNamespace(modalities={"image": image}))
+    with rejects("chat_template", ..., "missing", ConfigError, where=tmp_path):
+        prompts.folder_prompts(tmp_path, model)
+
+
+def test_copies_that_cannot_be_compared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = BuiltInModelConfig(**TINY)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with rejects("--check", ..., "requires", ConfigError):
+        compare.compare(section, [], tmp_path)
+
+    class Theirs:
+        config = SimpleNamespace(model_type="llama")
+
+        def eval(self) -> Theirs:
+            return self
+
+        def __call__(self, tokens: torch.Tensor) -> Any:
+            return SimpleNamespace(logits=torch.full((*tokens.shape, 8), 1e6))
+
+    def load(path: Path, dtype: Any) -> Theirs:
+        if path != tmp_path:
+            raise OSError("no config.json")
+        return Theirs()
+
+    fake: Any = ModuleType("transformers")
+    fake.utils = SimpleNamespace(logging=SimpleNamespace(disable_progress_bar=lambda: None))
+    fake.AutoModelForCausalLM = SimpleNamespace(from_pretrained=load)
+    monkeypatch.setitem(sys.modules, "transformers", fake)
+    with rejects("--check", "none", "unsupported", ConfigError):
+        compare.compare(section, [], Path("none"))
+    with rejects("difference", ANY, "range", JobError, where=tmp_path):
+        compare.compare(section, [], tmp_path)
+    monkeypatch.setattr(compare, "VLMModelConfig", SimpleNamespace)
+    one = {"images": torch.zeros(1, 3, 2, 2)}
+    vision = type("Vision", (), {"extra_inputs": ("images",), "dummy": lambda self, device: one})
+    vision.__call__ = lambda self, images: images  # type: ignore[assignment]
+    model: Any = SimpleNamespace(vision=vision(), adapter=lambda features: torch.zeros(1, 8, 4))
+    fusion, places = SimpleNamespace(name="joint_decoder"), {"image": SimpleNamespace(first_id=0)}
+    images: Any = SimpleNamespace(placeholders=places, vocab_size=8, fusion=fusion)
+    with rejects("--check", ..., "length", ConfigError):
+        compare._with_images(model, images, torch.zeros(2, 8, dtype=torch.long), "llava")
+
+
+def test_activations_that_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "out"
+    parts = activation_files.Parts(out)
+    write(parts.folder / "request.json", {"rows": 3})
+    with rejects("", 0, "not_shared", StateError):
+        parts.join(1)
+    with rejects("", str(out), "write", StateError), activation_files._room_on_disk(out):
+        raise OSError(28, "full")
+    torn, whole = tmp_path / "torn.npz", tmp_path / "whole.npz"
+    torn.write_bytes(b"PK")
+    numpy.savez(whole, x=numpy.zeros((2, 3)))
+    with rejects("", str(torn), "damaged", StateError):
+        activation_files._array(torn, "x")
+    with rejects("x", (3,), "shape", StateError):
+        activation_files._array(whole, "x", (4,))
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    (problem,) = activation_files.output_problems(out)
+    assert_problem(ConfigError([problem]), "--output", str(out), "requires")
+    asked: Any = SimpleNamespace(dtype="fp16")
+    large = {"x": numpy.full((1, 2), 1e6, dtype=numpy.float32)}
+    with rejects("--dtype", "fp16", "range", DataError, where="1e+06"):
+        extract._write_part(parts, 0, large, asked)
+    monkeypatch.setattr(extract, "VLMModelConfig", SimpleNamespace)
+    job = SimpleNamespace(model=SimpleNamespace())
+    monkeypatch.setattr(extract, "checked_job", lambda *_: job)
+    request = extract._Asked(Path("runs/a"), ("x",), tmp_path / "x.npz", 1, 1, "validation", None, "fp32", 1)  # fmt: skip
+    with rejects("run", "runs/a", "images", ConfigError):
+        extract._job(request, None, None)  # type: ignore[arg-type]
+    with rejects("--rows", 0, "range", ConfigError):
+        checked_job("runs/a", None, 0, ParallelConfig(), None)  # type: ignore[arg-type]
+    with rejects("--rows", 0, "range"):
+        next(text.continue_all(None, None, [], None, 1, None, 0))  # type: ignore[arg-type]
+
+
+def test_machines_that_cannot_be_planned() -> None:
+    job: Any = SimpleNamespace(parallel=ParallelConfig())
+    with rejects("--gpus", 0, "range", ConfigError):
+        plan._machine(job, plan.PlanFlags(gpus=0))
+    with rejects("--nodes", 3, "divides", ConfigError):
+        plan._machine(job, plan.PlanFlags(gpus=8, nodes=3))
+    with rejects("--gpu", "h999", "unknown", ConfigError):
+        plan._machine(job, plan.PlanFlags(gpus=8, gpu="h999"))
+
+
+@pytest.fixture
+def harnesses(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
+    """forge_train.lm_harness and forge_train.lmms, over stand-ins for packages that need environments of their own."""
+
+    def stand_in(name: str, **names: Any) -> None:
+        module = ModuleType(name)
+        vars(module).update(names)
+        monkeypatch.setitem(sys.modules, name, module)
+
+    for name in ("lm_eval", "lm_eval.api", "lmms_eval", "lmms_eval.api", "lmms_eval.models"):
+        stand_in(name)
+    stand_in("lm_eval.api.model", TemplateLM=type("TemplateLM", (), {}))
+    stand_in("lm_eval.api.registry", register_model=lambda name: lambda kind: kind)
+    stand_in("lm_eval.utils", get_rolling_token_windows=None, make_disjoint_window=None)
+    stand_in("lmms_eval.api.model", lmms=type("lmms", (), {}))
+    stand_in("lmms_eval.models.registry_v2", ModelManifest=None)
+    for name in ("lm_harness", "lmms"):
+        monkeypatch.delitem(sys.modules, f"forge_train.{name}", raising=False)
+    from forge_train import lm_harness, lmms
+
+    for name in ("lm_harness", "lmms"):  # not for other tests
+        monkeypatch.delitem(sys.modules, f"forge_train.{name}")
+        monkeypatch.delattr(sys.modules["forge_train"], name)
+    return lm_harness.Forge, lmms.Forge
+
+
+def test_requests_that_harnesses_cannot_make(harnesses: tuple[Any, Any]) -> None:
+    forge, with_images = harnesses
+    with rejects("model_args", ["paths"], "unknown_key"):
+        with_images("runs/a", paths="runs/b")
+    one: Any = SimpleNamespace(path="runs/a", max_length=8)
+    one._meshes = SimpleNamespace(tp=SimpleNamespace(size=2), device="cpu")
+    one._parallel = ParallelConfig(ep=2)
+    with rejects("ep", 2, "unsupported", ConfigError):
+        forge._open(one, Path("hf"), True)
+    one._tokens = SimpleNamespace(eos_id=None)
+    with rejects("path", "runs/a", "no_end", ConfigError):
+        forge.eot_token_id.fget(one)
+    one._agreement = SimpleNamespace(exchange=lambda digest: [digest, digest, "other"])
+    with rejects("requests", ..., "mismatch", ConfigError, where="[2]"):
+        forge._refuse_other_requests(one, [1])
+    with rejects("tp", 2, "unsupported", ConfigError):
+        forge.generate_until(one, [])
+    with rejects("max_gen_toks", 8, "range", ConfigError):
+        forge._text(one, "x", {"max_gen_toks": 8})
+    one._model = lambda tokens, document_ids: torch.zeros(1, 1, 8)
+    with rejects("sequence_parallel", True, "unsupported", ConfigError):
+        list(forge._score(one, [([1, 2], [3, 4])]))
