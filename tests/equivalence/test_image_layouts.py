@@ -123,7 +123,7 @@ def test_masks_of_whole_rows_are_refused_where_cp_splits_them(tmp_path: Path) ->
 
 
 def test_cross_attention_in_stages_of_a_pipeline_is_refused() -> None:
-    with rejects("pipeline_parts", ..., "refused", where="fusion.name 'cross_attention'"):
+    with rejects("pipeline_parts", ..., "unsupported", where="fusion.name 'cross_attention'"):
         parts_of(build("cross"))
 
 

@@ -35,6 +35,45 @@ CPU = torch.device("cpu")
 ALONE = SimpleNamespace(group=None, size=1, rank=0)
 
 
+@pytest.mark.parametrize(
+    ("keys", "key", "value", "code"),
+    [
+        ({"timeout_seconds": float("nan")}, "timeout_seconds", float("nan"), "finite"),
+        ({"tp": 0}, "tp", 0, "range"),
+        ({"dp_shard": 0}, "dp_shard", 0, "range"),
+        ({"layout": "auto", "tp": 2}, "layout", "auto", "excludes"),
+        ({"async_tp": True}, "async_tp", True, "requires"),
+        ({"pp_stages_per_rank": 3}, "pp_stages_per_rank", 3, "schedule"),
+        ({"cpu_offload": True, "tp": 2}, "cpu_offload", True, "excludes"),
+        ({"param_dtype": "bf16", "precision": "fp32"}, "param_dtype", "bf16", "precision"),
+        ({"float8": "rowwise", "precision": "fp32"}, "float8", "rowwise", "precision"),
+        ({"float8_all_gather": True}, "float8_all_gather", True, "requires"),
+        ({"recompute_every": 2}, "recompute_every", 2, "requires"),
+        ({"recompute": "selective", "compile": True}, "recompute", "selective", "excludes"),
+        ({"memory_budget": 0.5}, "memory_budget", 0.5, "range"),
+    ],
+)
+def test_values_of_a_layout(keys: dict[str, Any], key: str, value: object, code: str) -> None:
+    with rejects(key, value, code):
+        ParallelConfig(**keys)
+
+
+@pytest.mark.parametrize(
+    ("keys", "key", "value", "code"),
+    [
+        ({"tp": 3}, "dp_shard", -1, "divides"),
+        ({"dp_shard": 3}, "dp_shard", 3, "world_size"),
+        ({"ep": 3}, "ep", 3, "divides"),
+        ({"tp": 4}, "tp", 4, "node"),
+    ],
+)
+def test_axes_of_eight_ranks_on_nodes_of_two(
+    keys: dict[str, Any], key: str, value: object, code: str
+) -> None:
+    with rejects(key, value, code):
+        ParallelConfig(**keys).axes(8, 2)
+
+
 class Attentive(nn.Module):
     """Attention by an exchangeable function, and masks over whole sequences."""
 
@@ -157,7 +196,7 @@ def test_a_plan_without_a_layout_or_memory() -> None:
     space = SearchSpace(Profile(model, 4), ParallelConfig(device="cpu"), 1, 2, gpu, 1)
     with rejects("world_size", 1, "memory"):
         auto_layout(replace(space, hardware=replace(gpu, memory=1.0)))
-    none = replace(space, refuses=lambda config: [Problem("tp", "own", 1, "is too small")])
+    none = replace(space, refuses=lambda config: [Problem("tp", "own", 1, "is small")])
     with rejects("global_batch", 2, "layout"):
         auto_layout(none)
 

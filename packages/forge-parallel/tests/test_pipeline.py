@@ -173,7 +173,7 @@ class Stranger(nn.Module):
     ("change", "value", "code"),
     [
         (lambda m: setattr(m, "pipeline_parts", None), ..., "missing"),
-        (lambda m: setattr(m, "pipeline_parts", lambda: {"refused": "why"}), ..., "refused"),
+        (lambda m: setattr(m, "pipeline_parts", lambda: {"refused": "why"}), ..., "unsupported"),
         (lambda m: setattr(m, "extra", nn.Linear(2, 2)), "extra", "stage"),
         (lambda m: setattr(m, "scale", nn.Parameter(torch.ones(1))), "scale", "stage"),
         (lambda m: delattr(m, "place"), "place", "child"),

@@ -435,9 +435,7 @@ def extra_problems(
         )
         return [Problem("parallel.cp", "tp", layout.cp, rule, "use cp = 1 or tp = 1")]
     if wanted and AFTER_EMBEDDING not in model.extra_inputs:  # type: ignore[operator]
-        rule = (
-            f"cuts rows before a model that takes the extras {names} has joined them to its stream"
-        )
+        rule = f"splits sequences before a model that takes the extras {names} has joined them"
         fix = f"let it name {AFTER_EMBEDDING!r} among its extra_inputs and call that on the stream (B, S, D), or use cp = 1"
         return [Problem("parallel.cp", "after_embedding", layout.cp, rule, fix)]
     return []

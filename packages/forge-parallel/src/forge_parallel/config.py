@@ -192,16 +192,19 @@ class ParallelConfig:
                 fix = f"use a product of {_divisors(world_size)}"
                 raise invalid("dp_shard", "divides", shard, rule, fix, where="parallel")
             shard = world_size // fixed
+
         if fixed * shard != world_size:
             others = f" with {self._others()}" if fixed > 1 else ""
             rule = f"{others} = {fixed * shard} must be the {ranks}".strip()
             fix = f"use dp_shard = -1 or start {fixed * shard} processes"
             raise invalid("dp_shard", "world_size", shard, rule, fix, where="parallel")
+
         lenders = shard * self.cp * self.tp
         if lenders % self.ep:
             rule = f"must divide dp_shard x cp x tp = {lenders}, whose ranks it borrows"
             fix = f"use {_divisors(lenders)}"
             raise invalid("ep", "divides", self.ep, rule, fix, where="parallel")
+
         layout = Layout(self.pp, self.dp_replicate, shard, self.cp, self.tp, self.ep)
         self._check_nodes(world_size, self.gpus_per_node or ranks_per_node)
         return layout
@@ -256,12 +259,15 @@ def _problems(c: ParallelConfig) -> Iterator[Problem]:
     for name, fix in _COUNTS.items():
         if (value := getattr(c, name)) is not None and value < 1:
             yield Problem(name, "range", value, "must be at least 1", fix)
+
     for name, fix in _SECONDS.items():
         if not 0 < (value := getattr(c, name)) < float("inf"):
             yield Problem(name, "finite", value, "must be finite and above 0", fix)
+
     if c.dp_shard < 1 and c.dp_shard != -1:
         fix = "use -1 for all ranks that are left"
         yield Problem("dp_shard", "range", c.dp_shard, "must be at least 1, or -1", fix)
+
     yield from _axes_problems(c)
     yield from _precision_problems(c)
     yield from _recompute_problems(c)
@@ -275,6 +281,7 @@ def _axes_problems(c: ParallelConfig) -> Iterator[Problem]:
         )
         fix = "remove the axes, or use layout = 'manual'"
         yield Problem("layout", "excludes", c.layout, rule, fix)
+
     compiled = c.compile and c.sequence_parallel
     if c.async_tp and (c.device == "cpu" or not compiled or c.tp == 1):
         rule = (
@@ -283,9 +290,11 @@ def _axes_problems(c: ParallelConfig) -> Iterator[Problem]:
         )
         fix = "use async_tp = false, or set the others"
         yield Problem("async_tp", "requires", c.async_tp, rule, fix)
+
     if c.sdpa != "auto" and c.cp > 1:
         rule = f"must be auto under cp {c.cp}, which has kernels of its own"
         yield Problem("sdpa", "excludes", c.sdpa, rule, "remove it, or use cp = 1")
+
     stages, usual = c.pp_stages_per_rank, SCHEDULES.get(c.pp_schedule)
     if stages is not None and usual is not None:
         more = c.pp_schedule.startswith("interleaved")
@@ -293,6 +302,7 @@ def _axes_problems(c: ParallelConfig) -> Iterator[Problem]:
             fix = "leave it out; interleaved schedules take 2 or more, gpipe and 1f1b have 1, V-schedules 2"
             rule = f"must fit pp_schedule {c.pp_schedule!r}"
             yield Problem("pp_stages_per_rank", "schedule", stages, rule, fix)
+
     if c.cpu_offload and max(c.tp, c.cp, c.pp, c.ep) > 1:
         rule = f"must go with data parallelism alone, and tp is {c.tp}, cp {c.cp}, pp {c.pp}, ep {c.ep}"
         fix = "set them to 1, or cpu_offload = false"
@@ -305,10 +315,12 @@ def _precision_problems(c: ParallelConfig) -> Iterator[Problem]:
             rule = "must go with precision bf16, and precision is fp32"
             fix = f"use {name} = 'fp32' or precision = 'bf16'"
             yield Problem(name, "precision", "bf16", rule, fix)
+
     if c.float8 != "none" and c.precision == "fp32":
         rule = "must go with precision bf16, and precision is fp32"
         fix = "use precision = 'bf16' or float8 = 'none'"
         yield Problem("float8", "precision", c.float8, rule, fix)
+
     if c.float8_all_gather and (c.float8 != "tensorwise" or c.device == "cpu" or c.tp > 1):
         rule = f"must go with float8 tensorwise on CUDA and tp 1, and float8 is {c.float8}, device {c.device}, tp {c.tp}"
         fix = "use float8_all_gather = false, or float8 = 'tensorwise' on a GPU"
@@ -320,10 +332,12 @@ def _recompute_problems(c: ParallelConfig) -> Iterator[Problem]:
         fix = "use recompute = 'full', or leave recompute_every out"
         rule = "must go with a mode, and recompute is none"
         yield Problem("recompute_every", "requires", c.recompute_every, rule, fix)
+
     if c.compile and c.recompute == "selective":
         rule = "must go without compile, which chooses what to recompute by itself"
         fix = "use recompute = 'none' with memory_budget = 0.7, recompute = 'full', or compile = false"
         yield Problem("recompute", "excludes", c.recompute, rule, fix)
+
     budget = c.memory_budget
     chooses = c.compile and c.recompute == "none"  # the compiler, under a budget
     if budget is not None and not (0 < budget <= 1 and chooses):

@@ -170,9 +170,7 @@ def _pipeline(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[
 def _recompute(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[Problem]:
     if config.recompute != "none" and facts.num_blocks == 0:
         rule = f"must have blocks to keep the inputs of, and {facts.model} offers none"
-        fix = (
-            "give it blocks() that returns them, name them with blocks=, or use recompute = 'none'"
-        )
+        fix = "give it blocks(), name them with blocks=, or use recompute = 'none'"
         yield Problem(facts.name("recompute"), "blocks", config.recompute, rule, fix)
 
 
@@ -251,10 +249,7 @@ def ahead_problem(config: ParallelConfig, ahead: int, name: str = "ahead") -> Pr
     """Why modules that predict `ahead` further tokens cannot run under a schedule, or None."""
     if not ahead or config.pp == 1 or not splits_backward(config):
         return None
-    rule = (
-        f"halves the backward, in which torch loses track of an embedding that {name} {ahead} reads on the last stage, "
-        "too"
-    )
+    rule = f"halves the backward, in which torch loses track of an embedding that {name} {ahead} reads on the last stage"
     fix = "use 1f1b or interleaved_1f1b"
     return Problem("pp_schedule", "ahead", config.pp_schedule, rule, fix)
 
@@ -306,10 +301,7 @@ def schedule_problems(
         key = names.get("pp_schedule", "pp_schedule")
         found.append(Problem(key, "requires", schedule, rule, "use interleaved_1f1b"))
     if config.compile:
-        rule = (
-            f"must be off with {schedule}, which halves the backward: a compiled block has it in one piece, and would "
-            "run it twice"
-        )
+        rule = f"must be off with {schedule}, which halves the backward: a compiled block would run its own twice"
         fix = "use compile = false, or interleaved_1f1b"
         found.append(Problem(names.get("compile", "compile"), "excludes", True, rule, fix))
     return found

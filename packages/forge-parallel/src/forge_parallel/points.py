@@ -111,9 +111,7 @@ class WholePoints:
             return
         inside = [p for p in self._opaque if f"{place.path}.".startswith(f"{p}.")]
         if inside and not (place.path in inside and place.kind in ("input", "output")):
-            rule = (
-                f"is inside of {inside[0]}, which sees all tokens where the stream is cut over tp"
-            )
+            rule = f"is inside of {inside[0]}, which sees all tokens where tp splits the stream"
             raise invalid("point", "opaque", name, rule, "use sequence_parallel = false")
         children = place.module.children()
         if kind in ("heads", "width", "scores") and not any(

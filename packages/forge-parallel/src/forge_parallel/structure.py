@@ -133,9 +133,7 @@ def _given(model: nn.Module, blocks: Blocks) -> list[str]:
     names = set(found.values())
     for module, name in found.items():
         if not any(True for _ in module.parameters()) or isinstance(module, _LISTS):
-            rule = (
-                f"must have parameters and a forward of its own, and is a {type(module).__name__}"
-            )
+            rule = f"must have parameters and its own forward, and is a {type(module).__name__}"
             fix = "name the modules that are called"
             problems.append(Problem("blocks", "forward", name, rule, fix))
         if (outer := next((n for n in _above(name) if n in names), None)) is not None:
@@ -169,6 +167,7 @@ def _longest(model: nn.Module) -> tuple[list[str], str]:
         rule = f"hold {longest} modules each, and {kind} does not say which are its blocks"
         fix = f"pass blocks={patterns} (both in a list, if all are), or give it blocks()"
         raise invalid("blocks", "ambiguous", taken[:2], rule, fix)
+
     if not taken:
         return [], ""
     names = _names_of(model, lists[taken[0]])

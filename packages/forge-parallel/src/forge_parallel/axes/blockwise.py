@@ -53,10 +53,7 @@ def blockwise_attention(
     head. Raises ValueError if v does not have the shape of k, or H is no multiple of K.
     """
     if k.shape != v.shape or q.size(2) % k.size(2) or q.size(3) != k.size(3):
-        rule = (
-            f"must have the shape of v {tuple(v.shape)}, with the head width of q {tuple(q.shape)} and heads that divide "
-            "its own"
-        )
+        rule = f"must have the shape of v {tuple(v.shape)}, the head width of q {tuple(q.shape)} and heads that divide its own"
         raise invalid("k", "shape", tuple(k.shape), rule, "pad v, or repeat heads")
     out: Tensor = _Blockwise.apply(q, k, v, tiling, exchange)
     return out

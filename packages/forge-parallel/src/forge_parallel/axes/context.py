@@ -100,6 +100,7 @@ def context_parallel(
     raise_problems("", attention_problems(model))
     if axis.size == 1:
         return model
+
     mark(model, "context")
     attention = ContextAttention(axis, exchange)
     for module in model.modules():
@@ -396,7 +397,7 @@ class _RowsOverRanks:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         given = dict(zip(self.cp_arguments, args)) | kwargs
         if given.get("positions") is None and given.get("cache") is None:
-            rule = "must be given where a row is spread over ranks, as they do not count from 0"
+            rule = "must be given where a sequence is on several ranks, as they do not count from 0"
             fix = "pass positions=cut_sequence(positions, axis)"
             raise invalid("positions", "missing", ..., rule, fix)
         ids, attention = given.get("document_ids"), self.cp_attention

@@ -161,7 +161,7 @@ def _match(
             problems.append(Problem(name, "rows", ..., rule, "make one narrower"))
         else:
             fix = f"add one with a role of {', '.join(ROLES)}"
-            problems.append(Problem(name, "no_row", ..., "must match a row, and no row does", fix))
+            problems.append(Problem(name, "no_row", ..., "must have a role, and has none", fix))
     bare = [n for n, m in model.named_modules() if n and not any(True for _ in m.parameters())]
     for pattern in [pattern for pattern in rows if pattern not in used]:
         named = [name for name in bare if fnmatchcase(name, pattern)]
@@ -297,6 +297,7 @@ def _role(pattern: str, value: Any) -> Role:
             rule = "must be a role's name, or a table with the key role"
             raise invalid(pattern, "type", value, rule)
         role = Role(value) if isinstance(value, str) else Role(*value)
+
     if role.name == "shared_heads":
         role = Role("colwise", role.multiple_of, shared=True)
     if role.name not in ROLES:
@@ -372,9 +373,7 @@ def _wrong_kind(name: str, module: Any, role: str) -> Problem | None:
         if not isinstance(module, nn.Embedding):
             return Problem(name, "embedding", role, f"must be the role of an nn.Embedding, {found}")
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            rule = (
-                "must be the role of an embedding without max_norm, scale_grad_by_freq and sparse"
-            )
+            rule = "must be an embedding's role without max_norm, scale_grad_by_freq and sparse"
             return Problem(name, "options", role, rule, "unset it")
     return None
 

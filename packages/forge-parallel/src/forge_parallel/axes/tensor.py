@@ -107,10 +107,7 @@ def tensor_parallel(
         fix = "use sequence_parallel = false"
         raise invalid("sequence_parallel", "excludes", True, rule, fix)
     if async_tp and (mesh.device_type != "cuda" or not sequence_parallel):
-        rule = (
-            f"must have CUDA and sequence parallelism, and the device is {mesh.device_type}, sequence_parallel "
-            f"{sequence_parallel}"
-        )
+        rule = f"must have CUDA and sequence parallelism; device is {mesh.device_type}, sequence_parallel {sequence_parallel}"
         raise invalid("async_tp", "requires", async_tp, rule, "use async_tp = false")
     mark(model, "tensor")
     if async_tp:

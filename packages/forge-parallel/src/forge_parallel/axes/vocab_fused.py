@@ -98,10 +98,7 @@ def vocab_fused_cross_entropy(
     scales = valid.to(wide_dtype(x)) if scales is None else scales
     needs = (x.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
     if any(needs) and x.dtype == torch.float16:
-        rule = (
-            "must be bf16 or wider where gradients are needed: they are rounded to it before the factor of a loss "
-            "scaler is known"
-        )
+        rule = "must be bf16 or wider with grad: gradients are rounded to it before a loss scaler's factor is known"
         raise invalid("x", "dtype", x.dtype, rule, "use bf16, or vocab_cross_entropy")
     head, flat = _Head(scale, softcap, part), x.reshape(-1, x.size(-1))
     with torch.autocast(x.device.type, enabled=False):

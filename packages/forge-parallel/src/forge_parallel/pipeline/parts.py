@@ -30,7 +30,7 @@ def parts_of(model: nn.Module, structure: Structure | None = None) -> Structure:
         raise invalid("pipeline_parts", "missing", ..., rule, fix)
     if reason := declare().get("refused"):
         rule = f"of {kind} must allow pipeline stages, and does not: {reason}"
-        raise invalid("pipeline_parts", "refused", ..., rule, "use pp 1")
+        raise invalid("pipeline_parts", "unsupported", ..., rule, "use pp 1")
     parts = structure_of(model) if structure is None else structure
     children = model._modules
     unknown = [name for name in (*parts.ends, parts.container) if name not in children]

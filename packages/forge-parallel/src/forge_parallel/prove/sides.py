@@ -276,9 +276,7 @@ def _width_of(reference: Reference) -> int:
     """D of the stream that stages hand on."""
     for stream in reference.values[0, "stream"].values():
         return stream.size(-1)
-    rule = (
-        "must have blocks that hand on the stream as one float tensor (B, S, D), and no block does"
-    )
+    rule = "must have blocks that hand on one float tensor (B, S, D), and no block does"
     fix = "pipeline_parts() says which are the blocks"
     raise invalid("pp", "stream", ..., rule, fix, kind=Refused)
 

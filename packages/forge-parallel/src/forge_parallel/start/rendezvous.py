@@ -219,6 +219,7 @@ def mismatches(present: Mapping[int, dict[str, Any]]) -> list[Problem]:
                 )
                 found.append(Problem(name, "differs", value, rule))
                 break
+
     owner: dict[str, int] = {}
     for rank, one in present.items():
         if one["gpu"] and owner.setdefault(one["gpu"], rank) != rank:
