@@ -9,5 +9,5 @@ def halving(
 ) -> Callable[[int], float]:
     """Factor of step 1, 2, ...: halved each `every` steps, never below `floor`."""
     if every < 1:
-        raise ValueError(f"schedule.options.every {every} must be at least 1; use 1000")
+        raise ValueError(f"schedule.options.every {every} is too short; use 1000")
     return lambda step: max(floor, 0.5 ** ((step - 1) // every))
