@@ -74,7 +74,7 @@ def run_verb(args: list[str]) -> int:
     if verb in ("--help", "-h"):
         return _help()
     if verb in VERBS:
-        _refuse_doubles(rest)
+        _check_doubles(rest)
         return VERBS[verb](rest)
     mounted = _mounted()
     if verb in mounted:
@@ -118,8 +118,8 @@ def run(args: list[str]) -> int:
     return result.exit_code
 
 
-def _refuse_doubles(args: Sequence[str]) -> None:
-    """Refuse a flag that is given twice: parsers would take the last one silently."""
+def _check_doubles(args: Sequence[str]) -> None:
+    """ConfigError for a flag that is given twice: parsers would take the last one silently."""
     names = [arg.partition("=")[0].replace("-", "_") for arg in args if arg.startswith("--")]
     refuse(
         Problem(f"--{name[2:]}", "duplicate", ..., f"is given {count} times", "leave one out")
@@ -155,7 +155,7 @@ def _supervise(job: ResolvedJob, args: list[str], nproc: int) -> int:
     from forge_train.trainer.build import tokenize
     from forge_train.trainer.run_directory import RunDirectory
 
-    _refuse_layout(job, nproc)
+    _check_layout(job, nproc)
     tokenize(job.config)  # here, where no watch takes a long start for a hang
     command = [sys.executable, "-m", "forge_train", "run", *args]
     environ = {**os.environ, "FORGE_NPROC": str(nproc), FOLLOWED: str(os.getpid())}
@@ -227,11 +227,11 @@ def _on_processes(job: ResolvedJob, nproc: int) -> tuple[ResolvedJob, list[str]]
     from forge_train.trainer.layout import remarks
 
     job, reasons = with_layout(job, World(world_size=nproc, local_world_size=nproc))
-    _refuse_layout(job, nproc)
+    _check_layout(job, nproc)
     return job, reasons + remarks(job.config, job.config.parallel.axes(nproc, nproc))
 
 
-def _refuse_layout(job: ResolvedJob, nproc: int) -> None:
+def _check_layout(job: ResolvedJob, nproc: int) -> None:
     from forge_train.trainer.layout import layout_problems
 
     refuse(layout_problems(job.config, nproc, nproc))

@@ -62,7 +62,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
     """The table of a TOML file. Raises ValueError as `read_text` does; cost: one read, linear parsing."""
     text = read_text(path)
     if _LONG_NAME.search(_STRING_OR_COMMENT.sub('""', text)):
-        rule = f"has a name of more than {MAX_DEPTH} parts"
+        rule = f"has a key with more than {MAX_DEPTH} names"
         raise invalid("", "parts", ..., rule, "write fewer dots")
     try:
         table: dict[str, Any] | None = tomllib.loads(text)

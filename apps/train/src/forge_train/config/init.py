@@ -66,7 +66,7 @@ def _problems(c: InitConfig) -> Iterator[Problem]:
         rule = "continues at the parent's step without its moments"
         yield Problem("keep", "moments", keep, rule, "add 'optimizer', or leave 'cursor' out")
     if c.patterns and "optimizer" in c.keep:
-        rule = f"take a part of the weights, and keep {keep} the moments of all"
+        rule = f"select some of the weights, and keep {keep} takes the moments of all"
         yield Problem("patterns", "excludes", patterns, rule, "use keep = ['weights']")
 
 

@@ -140,12 +140,12 @@ def read_layers(path: Path) -> Layers:
     layers = Layers()
     for file, table in reversed(list(_chain(path))):
         layers.add(table, str(file) if file == path else f"base {file}")
-    _refuse_odd_names(layers)
+    _check_names(layers)
     return layers
 
 
-def _refuse_odd_names(layers: Layers) -> None:
-    """Refuse names of tables that cannot be part of a flag, `--data.sources.NAME.path`."""
+def _check_names(layers: Layers) -> None:
+    """ConfigError for names of tables that cannot be part of a flag, `--data.sources.NAME.path`."""
     rule = "must be letters, digits and underscores"
     tables = {key: table for key in NAMED_TABLES if isinstance(table := layers.at(key), dict)}
     refuse(

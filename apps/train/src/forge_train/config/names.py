@@ -37,26 +37,26 @@ def name_problems(config: JobConfig) -> list[Problem]:
     """
     return [
         *_model_problems(config),
-        *_refusal(find_loss, config),
-        *_refusal(find_objective, config.train),
-        *_refusal(find_sinks, config.metrics),
+        *_found_by(find_loss, config),
+        *_found_by(find_objective, config.train),
+        *_found_by(find_sinks, config.metrics),
         *_optimizer_problems(config),
         *_schedule_problems(config),
-        *_refusal(find_callbacks, config.callbacks),
+        *_found_by(find_callbacks, config.callbacks),
     ]
 
 
 def _model_problems(config: JobConfig) -> list[Problem]:
     model = config.model
     if isinstance(model, BuiltInModelConfig):
-        parts = _refusal(check_parts, model)
+        parts = _found_by(check_parts, model)
         if isinstance(model, VLMModelConfig):
-            parts += _refusal(check_encoder, model.vision)
-            parts += _refusal(check_adapter, model.adapter)
+            parts += _found_by(check_encoder, model.vision)
+            parts += _found_by(check_adapter, model.adapter)
         if not model.moe.num_experts:
             return parts
-        return [*parts, *_refusal(find_rule, model.moe.router, table="model.moe")]
-    return _refusal(model_builder, model)
+        return [*parts, *_found_by(find_rule, model.moe.router, table="model.moe")]
+    return _found_by(model_builder, model)
 
 
 def _optimizer_problems(config: JobConfig) -> list[Problem]:
@@ -68,33 +68,33 @@ def _optimizer_problems(config: JobConfig) -> list[Problem]:
     found: list[Any] = [
         problem
         for groups in alone or [{}]
-        for problem in _refusal(check_optimizer, stand_in, replace(optimizer, groups=groups))
+        for problem in _found_by(check_optimizer, stand_in, replace(optimizer, groups=groups))
     ]
     found += stage_problems(optimizer, stages, config.train.steps)
     ours = config.model.is_built_in and not _model_problems(config)
     if found or not optimizer.groups or not ours:
         return list({str(problem): problem for problem in found}.values())
-    # imported here: half a second, which other refusals do not need
+    # imported here: half a second, which other errors do not need
     from forge_train.trainer.build import build_trained
 
     model = build_trained(config)
-    return _refusal(check_something_trains, model, optimizer, stages)
+    return _found_by(check_something_trains, model, optimizer, stages)
 
 
 def _schedule_problems(config: JobConfig) -> list[Problem]:
-    # imported here: half a second, which other refusals do not need
+    # imported here: half a second, which other errors do not need
     from forge_train.trainer.build import build_trained, run_schedule, total_steps
 
     by_size = config.train.tokens_per_parameter is not None
-    unknown = _refusal(check_schedule, config.schedule)
+    unknown = _found_by(check_schedule, config.schedule)
     parts = by_size and bool(_model_problems(config))
     if unknown or parts or (by_size and not config.model.is_built_in):
         return unknown
     model = build_trained(config) if by_size else None
-    return _refusal(run_schedule, config, total_steps(config, model), table="schedule")
+    return _found_by(run_schedule, config, total_steps(config, model), table="schedule")
 
 
-def _refusal(check: Callable[..., Any], *args: Any, table: str = "") -> list[Problem]:
+def _found_by(check: Callable[..., Any], *args: Any, table: str = "") -> list[Problem]:
     """The problems with which `check(*args)` rejects its arguments, with their keys below `table`."""
     try:
         check(*args)

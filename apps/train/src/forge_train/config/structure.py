@@ -140,12 +140,12 @@ def _known_part(table: Any, kind: Any, key: str, problems: list[Problem]) -> Any
         hints = {key_of(name): kind for name, kind in get_type_hints(cls).items()}
     siblings = [f"{key}.{name}" for name in hints]
     problems += _unknowns([f"{key}.{name}" for name in table if name not in hints], siblings)
-    parts = {
+    kept = {
         name: _known_part(value, hints[name], f"{key}.{name}", problems)
         for name, value in table.items()
         if name in hints
     }
-    return {name: part for name, part in parts.items() if part is not _DROPPED}
+    return {name: value for name, value in kept.items() if value is not _DROPPED}
 
 
 _DROPPED = object()  # a value that is not the table that it must be
