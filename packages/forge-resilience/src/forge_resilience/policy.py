@@ -242,8 +242,7 @@ class NumericsPolicy:
         rows = state.get("window", [[], []])
         flat = [x for row in rows for x in row] if _is_two_lists(rows) else [math.nan]
         if not all(isinstance(x, float | int) and math.isfinite(x) for x in flat):
-            rule = "must be two lists of finite numbers"
-            raise invalid("policy.window", "damaged", rows, rule)
+            raise invalid("policy.window", "damaged", rows, "must be two lists of finite numbers")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from `state`; verdicts that nobody has taken are dropped. A window of another size keeps its
