@@ -63,7 +63,7 @@ def test_a_moment_with_other_bits_is_seen(runs: dict[str, Run], tmp_path: Path) 
     found = pair(tmp_path, Run(saved, before.end, before.losses, before.folder), ("one", "one"), 0)
     assert found.red == ["contents"]
     assert found.error["contents"] == 1
-    assert found.error["loss"] == found.error["weights"] == 0, "the same layout: the same bits"
+    assert found.error["loss"] == found.error["weights"] == 0
 
 
 def test_the_ring_has_every_layout_twice() -> None:

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from forge_ckpt import read_tensors
 from forge_testing import forge_train, kill_after_step, run_on_ranks, start, write_job
 from forge_testing.jobs import TINY_JOB
+from forge_testing.problems import rejects
 from forge_testing.runs import (
     assert_close,
     assert_same_bits,
@@ -165,8 +166,11 @@ def test_moments_of_another_optimizer_are_refused_also_where_no_configuration_is
 ) -> None:
     copy = shutil.copytree(trunk / "checkpoints/step-00000006", tmp_path / "copy")
     keep = {"init__from": str(copy), "init__keep": ["weights", "optimizer"]}
-    with pytest.raises(ConfigError, match=r"init\.from .*exp_avg_sq: in the checkpoint only"):
+    with pytest.raises(ConfigError, match=r"exp_avg_sq") as caught:
         fit(job_of(tmp_path), optimizer__name="lion", **keep)
+    extra = [p for p in caught.value.problems if p.code == "extra"]
+    assert extra
+    assert all(p.key.endswith(".exp_avg_sq") for p in extra)
     assert not list((tmp_path / "run/checkpoints").glob("step-*"))
 
 
@@ -365,19 +369,19 @@ def test_a_damaged_source_is_refused_and_a_damaged_fork_never_forks_again(
     job, init = job_of(tmp_path), {"init__from": str(parent), "init__keep": ALL}
     damage(parent / "checkpoints/step-00000012/data-0.bin")
     for keep in (ALL, ["weights"]):
-        with pytest.raises(StateError, match=r"step-00000012.*name another checkpoint"):
+        with pytest.raises(StateError, match=r"step-00000012/"):
             fit(job, **{**init, "init__keep": keep}, train__steps=15)
     assert not list((tmp_path / "run/checkpoints").glob("step-*"))
     assert (parent / "checkpoints/step-00000012").exists(), "the parent is read alone"
     damage(parent / "checkpoints/step-00000012/manifest.json")
-    with pytest.raises(StateError, match="does not match its own digest"):
+    with rejects("init.from", str(parent), "damaged", StateError, where="manifest.json"):
         fit(job, **init, train__steps=15)
     init["init__from"] = f"{parent}@9"
     fit(job, **init)
     for path in (tmp_path / "run/checkpoints").glob("step-*"):
         damage(path / "manifest.json")
     for _ in range(2):  # the second time all are in quarantine
-        with pytest.raises(StateError, match="no sound checkpoint"):
+        with rejects("path", str(tmp_path / "run/checkpoints"), "corrupt", StateError):
             fit(job, **init)
     assert events(tmp_path / "run").count("fork") == 1
 

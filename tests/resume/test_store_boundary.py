@@ -16,6 +16,7 @@ import pytest
 import forge_ckpt.store
 from forge_ckpt import directories
 from forge_testing import flip_bit, write_job
+from forge_testing.problems import assert_problem, rejects
 from forge_train import Callback, Trainer, load_job, load_trained, read_run
 from forge_train.errors import JobError
 
@@ -36,13 +37,12 @@ def run(folder: Path, steps: int, *callbacks: Callback) -> int:
     return Trainer(job, callbacks).fit().step
 
 
-def refused(folder: Path, steps: int = 6, *callbacks: Callback) -> tuple[int, str]:
-    """(exit code, what is printed) of a run that cannot go on."""
+def refused(folder: Path, steps: int = 6, *callbacks: Callback) -> tuple[int, JobError]:
+    """(exit code, error) of a run that cannot go on."""
     with pytest.raises(JobError) as caught:
         run(folder, steps, *callbacks)
-    (problem,) = caught.value.lines
-    assert "\n" not in problem
-    return int(caught.value.exit_code), problem
+    assert not any("\n" in line for line in caught.value.lines)
+    return int(caught.value.exit_code), caught.value
 
 
 @pytest.fixture(scope="module")
@@ -70,20 +70,20 @@ def reseal(folder: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 
 UNUSABLE: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "step_text": (lambda o: o["progress"]["value"].update(step="15"), "must hold step"),
-    "step_negative": (lambda o: o["progress"]["value"].update(step=-5), "must hold step"),
-    "step_fraction": (lambda o: o["progress"]["value"].update(step=2.5), "must hold step"),
+    "step_text": (lambda o: o["progress"]["value"].update(step="15"), "progress: "),
+    "step_negative": (lambda o: o["progress"]["value"].update(step=-5), "progress: "),
+    "step_fraction": (lambda o: o["progress"]["value"].update(step=2.5), "progress: "),
     "step_of_another": (
         lambda o: o["progress"]["value"].update(step=10**9),
-        "is not that of step 4",
+        "progress.step 1000000000 ",
     ),
-    "tokens_null": (lambda o: o["progress"]["value"].update(tokens=None), "must hold step"),
-    "seconds_gone": (lambda o: o["progress"]["value"].pop("seconds"), "must hold step"),
-    "cursor_off_by_one": (lambda o: o["loader"]["value"].update(cursor=17), "has cursor 17, where"),
+    "tokens_null": (lambda o: o["progress"]["value"].update(tokens=None), "progress: "),
+    "seconds_gone": (lambda o: o["progress"]["value"].pop("seconds"), "progress: "),
+    "cursor_off_by_one": (lambda o: o["loader"]["value"].update(cursor=17), "cursor 17 "),
     "cursor_2_to_80": (lambda o: o["loader"]["value"].update(cursor=2**80), "Loader.state_dict"),
     "optimizer_step_a_list": (
         lambda o: next(v for k, v in o.items() if k.startswith("optimizer.")).update(value=[1]),
-        "step [1] must be a float",
+        ".step [1] ",
     ),
     "fingerprint_gone": (lambda o: o["loader"]["value"].pop("fingerprint"), "Loader.state_dict"),
 }
@@ -105,10 +105,11 @@ def test_F97_F102_a_checkpoint_that_no_run_saved_falls_back(folder: Path, name: 
 def test_F103_checkpoints_is_a_file(folder: Path) -> None:
     shutil.rmtree(folder / "run/checkpoints")
     (folder / "run/checkpoints").write_text("in the way")
-    code, says = refused(folder)
+    code, error = refused(folder)
     assert code == CONFIG
-    assert "checkpoints is a file" in says
-    with pytest.raises(JobError, match="checkpoints is a file"):
+    path = str(folder / "run/checkpoints")
+    assert_problem(error, "path", path, "file")
+    with rejects("path", path, "file", JobError):
         load_trained(folder / "run")
 
 
@@ -119,10 +120,10 @@ def test_F103_the_lock_is_no_file_of_ours(folder: Path, kind: str) -> None:
     {"directory": os.mkdir, "fifo": os.mkfifo, "link": lambda p: os.symlink("/dev/null", p)}[kind](
         lock
     )
-    code, says = refused(folder)
+    code, error = refused(folder)
     assert code == CONFIG
-    assert "cannot be written (" in says
-    assert str(lock) in says
+    assert_problem(error, "path", str(lock.parent), "not_writable")
+    assert str(lock) in str(error)
 
 
 def deny(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, part: str) -> None:
@@ -143,25 +144,27 @@ def test_F103_checkpoints_that_cannot_be_written_are_found_before_a_step_is_trai
     deny(monkeypatch, os, "mkdir", "checkpoints/step-")
     deny(monkeypatch, Path, "mkdir", "checkpoints/step-")
     monkeypatch.setattr(Trainer, "train_step", lambda self: pytest.fail("a step was trained"))
-    code, says = refused(folder)
+    code, error = refused(folder)
     assert code == CONFIG
-    assert "cannot be written (Permission denied" in says
+    assert_problem(error, "path", str(folder / "run/checkpoints"), "not_writable")
+    assert "(Permission denied" in str(error)
 
 
 def test_F103_checkpoints_that_cannot_be_looked_at(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deny(monkeypatch, os, "listdir", "checkpoints")
-    code, says = refused(folder)
+    code, error = refused(folder)
     assert code == CONFIG
-    assert "Permission denied" in says
+    assert "Permission denied" in str(error)
 
 
 def test_F103_the_newest_step_cannot_be_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     deny(monkeypatch, os, "open", "data-0.bin")
-    code, says = refused(folder)
+    code, error = refused(folder)
     assert code == CORRUPT
-    assert "step 4 cannot be read: Permission denied; make it readable, or move it away" in says
+    assert "step 4 " in str(error)
+    assert ": Permission denied; " in str(error)
     assert not (folder / "run/checkpoints/quarantine").exists()
 
 
@@ -175,10 +178,10 @@ def test_F103_a_quarantine_that_is_no_directory_takes_nothing(folder: Path, kind
     else:
         place.symlink_to(elsewhere)
     flip_bit(folder / "run/checkpoints/step-00000004/data-0.bin")
-    code, says = refused(folder)
+    code, error = refused(folder)
     assert code == CORRUPT
-    assert "step 4 is corrupt" in says
-    assert "must be a directory of its own; move it away" in says
+    assert "step 4 " in str(error)
+    assert f"({place})" in str(error)
     assert list(elsewhere.iterdir()) == []
     assert (folder / "run/checkpoints/step-00000004").is_dir()
 
@@ -201,9 +204,9 @@ def last_event(folder: Path) -> dict[str, Any]:
 @pytest.mark.lane("quick")
 def test_F103_checkpoints_moved_while_the_run_writes(folder: Path) -> None:
     here, there = folder / "run/checkpoints", folder / "moved"
-    code, says = refused(folder, 6, At(5, lambda: here.rename(there)))
+    code, error = refused(folder, 6, At(5, lambda: here.rename(there)))
     assert code == ERROR
-    assert "was moved or removed while this job writes to it; put it back" in says
+    assert f"({here})" in str(error)
     assert not here.exists(), "a new one beside the old would hide it"
     assert last_event(folder)["event"] == "save_failed"
     there.rename(here)
@@ -219,9 +222,9 @@ def test_F103_checkpoints_removed_and_made_anew_by_somebody(folder: Path) -> Non
         here.mkdir()
         (here / "lock").touch()
 
-    code, says = refused(folder, 6, At(5, replace))
+    code, error = refused(folder, 6, At(5, replace))
     assert code == ERROR
-    assert "was moved or removed" in says
+    assert f"({here})" in str(error)
 
 
 @pytest.mark.lane("quick")
@@ -236,9 +239,10 @@ def test_F103_a_disk_that_does_not_hold_what_was_written(
         return real(root)
 
     monkeypatch.setattr(forge_ckpt.store.directories, "committed_steps", damaged)
-    code, says = refused(folder, 8)  # the fourth checkpoint: one more than are kept
+    code, error = refused(folder, 8)  # the fourth checkpoint: one more than are kept
     assert code == CORRUPT
-    assert "disk or memory fail. Older checkpoints are kept" in says
+    assert_problem(error, "step", 8, "new")
+    assert_problem(error, "block", 0, "digest")
     assert last_event(folder)["event"] == "save_failed"
 
 
@@ -250,6 +254,7 @@ def test_F103_a_callback_that_cannot_be_saved(folder: Path) -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
     shutil.rmtree(folder / "run")
-    code, says = refused(folder, 2, Odd())
-    assert code == CONFIG, "before the first step"
-    assert "time.struct_time is not stored (nothing is pickled)" in says
+    code, error = refused(folder, 2, Odd())
+    assert code == CONFIG, "nothing is trained"
+    (problem,) = error.problems
+    assert (problem.code, problem.value) == ("type", "time.struct_time")
