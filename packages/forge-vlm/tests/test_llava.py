@@ -166,6 +166,14 @@ def test_keys_that_change_the_function_are_refused(tmp_path):
             LLAVA.config_from_hf({**hf, **change})
 
 
+def test_a_model_without_a_hidden_state_is_not_written(tmp_path):
+    hf, _ = saved(theirs_of(), tmp_path)
+    config = LLAVA.config_from_hf(hf)
+    vision = dataclasses.replace(config.vision, select_layer=())
+    with rejects("vision.select_layer", (), "missing", where="llava"):
+        LLAVA.config_to_hf(dataclasses.replace(config, vision=vision))
+
+
 def test_an_older_file_has_defaults_of_its_decoder(tmp_path):
     """llava-1.5-7b names five keys of its decoder; the others are those of Llama 1."""
     hf, _ = saved(theirs_of(), tmp_path)

@@ -201,6 +201,13 @@ def test_features_of_another_width_than_the_stream_are_refused(models):
         other(torch.tensor([[1, IMAGE, 2]]), **media)
 
 
+def test_stages_with_fewer_blocks_than_features_are_refused(models):
+    model = VLM(replace(models[1].config, num_layers=1))
+    media = {"patches": torch.zeros(4, 96), "grids": torch.tensor([[1, 2, 2]])}
+    with rejects("features.layers", 2, "stage"):
+        model(torch.tensor([[1, IMAGE, 2]]), **media)
+
+
 def test_text_alone_is_the_text_model(models):
     _, our = models
     text = Transformer(our.config)

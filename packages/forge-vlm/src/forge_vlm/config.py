@@ -237,10 +237,7 @@ def _problems(c: VLMConfig) -> Iterator[Problem]:
         rule = f"must go with mrope {c.mrope}: positions of three axes are for a decoder with [model.mrope]"
         yield Problem("positions", "mrope", c.positions, rule, "set both, or neither")
     if c.mrope is not None:
-        for problem in c.mrope.problems(c.rotary_dim, c.mixer):
-            yield (
-                problem if isinstance(problem, Problem) else Problem("", "error", ..., str(problem))
-            )
+        yield from (Problem(**vars(p)) for p in c.mrope.problems(c.rotary_dim, c.mixer))
     yield from _mask_problems(c)
     yield from fusion_problems(c)
     if c.mtp.num_modules:

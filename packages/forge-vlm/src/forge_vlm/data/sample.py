@@ -71,7 +71,7 @@ def sample_of(
     times[ids == tokenizer.image_id] = [time * rows * columns for time, rows, columns in grids]
     tokens = np.repeat(ids, times)  # (L,)
     own = np.array([m.weight for m in record.messages if m.role in LEARNT])
-    answers = np.repeat(np.array([piece.answer for piece in pieces])[owners], times)
+    answers = np.repeat(np.array([piece.answer for piece in pieces], np.int64)[owners], times)
     answers[(answers >= 0) & (own[answers] == 0)] = -1
     behind = np.append(answers[1:], -1)  # (L,) the answer of each label
     labels = np.where(behind >= 0, np.append(tokens[1:], 0), IGNORE)
