@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from forge_core import AttentionSpec, KVCache, Transformer, TransformerConfig
+from forge_core import AttentionSpec, KVCache, TokenContext, Transformer, TransformerConfig
 from forge_core.interp import attention_weights
 from forge_testing.problems import rejects
 
@@ -111,6 +111,10 @@ def test_an_attention_that_cannot_be_looked_into_is_named():
     ):
         pass
     assert model.layers["0"].mixer.attend is first
+    with rejects("mask", ..., "weights", where="object"):
+        first.softmax(torch.zeros(1, 4, 2, 2), TokenContext(mask=object()))
+    with rejects("mask", ..., "unsupported", where="function"):
+        model.layers["1"].mixer.prepare(TokenContext(mask=object()), torch.zeros(1, 2, 16))
     with (
         rejects("model", ..., "missing", where="Linear"),
         attention_weights(nn.Linear(2, 2)),

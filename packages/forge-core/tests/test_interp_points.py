@@ -198,7 +198,7 @@ def test_patterns_take_what_calls_without_tokens_ahead_reach():
     with ahead.watch(model):
         model(TOKENS, next_tokens=TOKENS[:, None])
     assert ahead["mtp.0.block.mixer.head_out"].shape == (2, 11, 4, 4)
-    refused = rejects("point", code="not_reached", where="'mtp.")
+    refused = rejects("mtp.0.block.attn_out", ..., "not_reached")
     with refused, ActivationStore("mtp.*").watch(model):
         call(model)
 
@@ -277,14 +277,38 @@ def test_a_store_inside_of_a_change_sees_it_and_one_outside_does_not():
 def test_a_compiled_block_is_refused_by_name():
     model = build()
     model.layers["1"].compile(backend="eager")
-    with rejects("point", "layers.1.resid_pre", "compiled", where="(layers.1)"):
+    with rejects("layers.1.resid_pre", ..., "compiled", where="(layers.1)"):
         everything(model, "layers.1.resid_pre")
     everything(model, "layers.0.resid_pre")
 
 
+class OfRanks:
+    """The whole values of ranks, of which there is one."""
+
+    def names(self, here):
+        return here
+
+    def check(self, name, place):
+        pass
+
+
+def test_a_change_of_what_ranks_share_has_no_gradient():
+    model = build()
+    changes = {"layers.0.mlp_out": lambda x, _: x}
+    with (
+        rejects("layers.0.mlp_out", ..., "gradient"),
+        intervene(model, changes, whole=OfRanks()),
+    ):
+        model(TOKENS)
+
+
 def test_wrong_points_and_changes_are_refused():
     model = build()
-    with rejects("point", "layers.0.resid_mide", "not_found", where=" layers.0.resid_mid"):
+    model.layers["1"]._compiled_call_impl = model.layers["1"].forward
+    with rejects("layers.1.resid_pre", ..., "compiled", where="(layers.1)"):
+        everything(model, "layers.1.resid_pre")
+    model = build()
+    with rejects("layers.0.resid_mide", ..., "not_found", where=" layers.0.resid_mid"):
         everything(model, "layers.0.resid_mide")
     for code, value, change in (
         ("shape", (2, 11), lambda x, _: x[..., 0]),
@@ -296,7 +320,7 @@ def test_wrong_points_and_changes_are_refused():
             intervene(model, {"layers.0.mlp_out": change}),
         ):
             call(model)
-    refused = rejects("point", "layers.0.mlp_out", "not_reached")
+    refused = rejects("layers.0.mlp_out", ..., "not_reached")
     with refused, intervene(model, {"layers.0.mlp_out": lambda x, _: x}):
         pass
     with rejects("every", 0, "range"):
@@ -385,10 +409,25 @@ class TestStore:
         store = ActivationStore("*.q")
         with store.watch(model):
             pass
-        with rejects("point", "layers.0.q", "empty"):
+        with rejects("layers.0.q", ..., "empty"):
             store["layers.0.q"]
         with pytest.raises(KeyError, match=r"layers\.0\.k"):
             store["layers.0.k"]
+
+    def test_rows_of_two_lengths_are_chunks_and_no_tensor(self):
+        model, store = build(), ActivationStore("layers.0.q")
+        with store.watch(model):
+            model(TOKENS)
+            model(TOKENS[:, :5])
+        assert [chunk.size(1) for chunk in store.chunks("layers.0.q")] == [11, 5]
+        with rejects("layers.0.q", ..., "shape"):
+            store["layers.0.q"]
+
+    def test_a_block_that_runs_twice_in_a_call_is_refused(self):
+        model, store = build(), ActivationStore("layers.0.mlp_out")
+        model.layers["1"] = model.layers["0"]
+        with rejects("layers.0.mlp_out", ..., "twice"), store.watch(model):
+            model(TOKENS)
 
     def test_a_call_that_fails_leaves_nothing(self):
         model = build()

@@ -125,7 +125,7 @@ def test_cache_refusals() -> None:
     model(torch.zeros(2, 3, dtype=torch.int64), cache=cache)
     with rejects("max_length", 4, "full"):
         model(torch.zeros(2, 2, dtype=torch.int64), cache=cache)
-    with rejects("k", (1, 1, 2, 8), "rows"):
+    with rejects("k", (1, 1, 2, 8), "batch"):
         model(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
     with rejects("max_length", 0, "range"):
         KVCache(0)

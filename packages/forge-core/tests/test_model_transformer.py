@@ -149,6 +149,10 @@ def test_refusals() -> None:
     model, tokens = Transformer(config()), some_tokens()
     with rejects("tokens", (1, 17), "length", where="max_seq_len 16"):
         model(torch.zeros(1, 17, dtype=torch.int64))
+    other = Transformer(config())
+    other.layers["1"].feed_forward.needs_whole_rows = True
+    with rejects("layers.1.feed_forward", ..., "needs_whole_rows"):
+        other.new_cache(32)
     cache = model.new_cache(32)
     model(tokens, cache=cache)
     with rejects("tokens", (2, 5), "length", where="12"):

@@ -147,6 +147,7 @@ def test_a_state_that_does_not_fit_is_refused_as_a_whole():
     state["head.bias"]["momentum"] = 0.0
     state["stranger"] = {}
     state["experts"]["exp_avg"] = 1.0
+    state["head.bias"]["exp_avg_sq"].placements = ()  # as a DTensor has them
     with rejects("norm.weight", ..., "missing", where="optimizer state: ") as error:
         optimizer.load_named_state(state)
     for wanted in (
@@ -155,6 +156,7 @@ def test_a_state_that_does_not_fit_is_refused_as_a_whole():
         ("head.bias.momentum", ..., "extra"),
         ("stranger", ..., "extra"),
         ("experts.exp_avg", 1.0, "type"),
+        ("head.bias.exp_avg_sq", ..., "placements"),
     ):
         assert_problem(error.value, *wanted)
     for name, slots in optimizer.named_state().items():

@@ -292,7 +292,7 @@ def test_what_is_never_trained_gets_no_state() -> None:
 def test_a_step_that_trains_nothing_is_refused() -> None:
     config = OptimizerConfig(groups={"all": group("*")})
     check_something_trains(Net(), config, {})
-    with rejects("train.stages.s", ..., "frozen", where="step 3"):
+    with rejects("train.stages.s", ..., "frozen", where=" 3 "):
         check_something_trains(Net(), config, {"s": StageConfig(3, {"all": 0.0})})
 
 

@@ -8,6 +8,7 @@ from torch import arange, equal, long, zeros
 
 import forge_core.optim
 from forge_core import KVCache, Transformer, TransformerConfig, families, generate_stream
+from forge_core._shared.problems import ProblemError, show
 from forge_core.optim import OptimizerConfig, OptimizerGroupConfig
 
 pytestmark = pytest.mark.lane("test")
@@ -87,6 +88,8 @@ HF = {
     ],
 )
 def test_quoted_refusals(act) -> None:
-    with pytest.raises(ValueError, match=r".") as caught:
+    with pytest.raises(ProblemError) as caught:
         act()
-    assert f"`{caught.value}`" in README
+    (problem,), where = caught.value.problems, caught.value.where
+    start = f"{where}: " if where else ""
+    assert f"`{start}{problem.key} {show(problem.value)} " in README

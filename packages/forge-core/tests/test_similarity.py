@@ -89,6 +89,8 @@ def test_batches_are_averaged_to_the_whole():
 
 
 def test_what_means_nothing_is_refused():
+    with rejects("MinibatchCKA", ..., "empty"):
+        MinibatchCKA().value()
     with rejects("x", 10, "directions"):
         svcca(X[:10], Y[:10], share=1.0)
     with rejects("share", 0.0, "range"):

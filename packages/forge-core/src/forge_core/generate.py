@@ -112,6 +112,7 @@ def generate_stream(
     """
     device = next(model.parameters()).device
     rows, document_ids = _pad_left(tokens, device)
+    size = rows.size(1)
     longest: int | None = getattr(getattr(model, "config", None), "max_seq_len", None)
     if max_new_tokens < 1:
         rule, fix = "must be at least 1", "ask for one or more"
@@ -119,17 +120,19 @@ def generate_stream(
     if prefill_chunk is not None and prefill_chunk < 1:
         rule, fix = "must be at least 1", "use 2048, or leave it out"
         raise invalid("prefill_chunk", "range", prefill_chunk, rule, fix)
-    if longest is not None and rows.size(1) >= longest:
-        rule = f"has a prompt of {rows.size(1)} tokens, which fills max_seq_len {longest}"
+
+    if longest is not None and size >= longest:
+        rule = f"has a prompt of {size} tokens, which fills max_seq_len {longest}"
         raise invalid("tokens", "length", tuple(rows.shape), rule, "shorten it")
-    if longest is not None and rows.size(1) + max_new_tokens > longest:
-        rule = f"and a prompt of {rows.size(1)} tokens are longer than max_seq_len {longest}"
-        fix = f"ask for {longest - rows.size(1)} or fewer, or shorten the prompt"
+    if longest is not None and size + max_new_tokens > longest:
+        rule = f"and a prompt of {size} tokens are longer than max_seq_len {longest}"
+        fix = f"ask for {longest - size} or fewer, or shorten the prompt"
         raise invalid("max_new_tokens", "length", max_new_tokens, rule, fix)
     if extras and prefill_chunk is not None:
         rule = f"must be left out with extras {', '.join(extras)}, which belong to whole prompts"
         raise invalid("prefill_chunk", "excludes", prefill_chunk, rule)
-    chunk = rows.size(1) if prefill_chunk is None else prefill_chunk
+
+    chunk = size if prefill_chunk is None else prefill_chunk
     draws = _Draws(sampling.seed, rows.size(0), device, first_row)
     given = extras or {}
     return _steps(model, rows, document_ids, max_new_tokens, sampling, eos_id, chunk, draws, given)

@@ -174,6 +174,7 @@ def _matched(model: nn.Module, config: LoRAConfig) -> dict[str, nn.Linear]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     found: dict[str, nn.Linear] = {}
+
     problems: list[Problem] = []
     key = "lora.patterns"
     excluded = [pattern[1:] for pattern in config.patterns if pattern.startswith("!")]
@@ -189,11 +190,13 @@ def _matched(model: nn.Module, config: LoRAConfig) -> dict[str, nn.Linear]:
             rule = "must match a linear layer, and matches no module"
             fix = f"the nearest names are {near or 'none: the model has no linear layer'}"
             problems.append(Problem(key, "not_found", pattern, rule, fix))
+
         others = [name for name in fits if type(modules[name]) is not nn.Linear]
         if others:
             kinds = ", ".join(f"{name} ({type(modules[name]).__name__})" for name in others[:3])
             rule = f"must match only nn.Linear, and matches {kinds}{', ...' * (len(others) > 3)}"
             problems.append(Problem(key, "type", pattern, rule, f"exclude them, as '!{others[0]}'"))
+
         for name in (name for name in fits if name not in others):
             module: Any = modules[name]
             if len(names[module.weight]) > 1:
@@ -202,6 +205,7 @@ def _matched(model: nn.Module, config: LoRAConfig) -> dict[str, nn.Linear]:
                 problems.append(Problem(key, "tied", pattern, rule, "exclude it"))
             else:
                 found[name] = module
+
     raise_problems("", dict.fromkeys(problems))
     return {name: found[name] for name in modules if name in found}
 

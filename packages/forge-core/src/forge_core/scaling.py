@@ -166,6 +166,7 @@ def _problems(points: Tensor) -> list[Problem]:
         for name, row in (("parameters", points[0]), ("tokens", points[1]))
         if (levels := len(row.unique())) < _LEVELS
     ]
+
     if not problems and abs(float(torch.corrcoef(points[:2])[0, 1])) > 1 - 1e-9:
         rule = "of each run follow from its parameters, so that their terms cannot be separated"
         problems.append(

@@ -44,6 +44,7 @@ def _gemma3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         fix = f"use {', '.join(_ACTIVATIONS)}"
         problems.append(Problem("hidden_activation", "unknown", activation, rule, fix))
+
     given, local = _rope_of_layers(given, problems)
     raise_problems(_NAME, problems)
 
@@ -114,13 +115,16 @@ def _gemma3_to_hf(config: TransformerConfig) -> dict[str, Any]:
         here = f"and here are {sorted(set(map(str, kinds)))}"
         rule = f"must be one with a window and one without, both with rope, {here}"
         problems.append(Problem("layer_types", "kinds", ..., rule, "choose another family"))
+
     if config.rope_scaling is not None and any(kind.scaled for kind in near):
         rule, fix = "of layers with a window must be off", "set it in their layer_types"
         problems.append(Problem("rope_scaling", "window", ..., rule, fix))
+
     scalar, scale = round(_scalar(config)), config.attention.scale
     if abs(_scalar(config) / scalar - 1.0) > 1e-9:
         rule = "must be n ** -0.5 of a whole n"
         problems.append(Problem("attention.scale", "family", scale, rule, "choose another"))
+
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
     fixed = {
         **_FIXED,
@@ -131,11 +135,13 @@ def _gemma3_to_hf(config: TransformerConfig) -> dict[str, Any]:
         "logits_softcap": config.logits_softcap,
         "layer_pattern": config.layer_pattern,
     }
+
     try:
         hf = write_common(config, _NAME, "Gemma3ForCausalLM", fixed, ("scale", "window"))
     except ValueError as error:
         problems += problems_of(error)
     raise_problems(_NAME, problems)
+
     del hf["hidden_act"]
     window = next((kind.window for kind in near), None)
     local = next((kind.rope_theta for kind in near), 1e4)

@@ -175,6 +175,7 @@ def write_common(
         },
         **fixed,
     }
+
     problems = [
         Problem(name, "family", own, f"must be {value!r} in this family", _ANOTHER)
         for name, value in expected.items()
@@ -184,6 +185,7 @@ def write_common(
         Problem(f"attention.{name}", "no_key", value, "has no key in this family", _ANOTHER)
         for name, value in config.attention.beyond(spec).items()
     ]
+
     if config.rope_scaling is not None and config.rope_scaling.name not in ROPE_NAMES:
         name, rule = config.rope_scaling.name, f"must be {_NAMES} in this family"
         problems.append(Problem("rope_scaling.name", "unknown", name, rule, "choose one"))

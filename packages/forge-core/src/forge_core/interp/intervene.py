@@ -51,7 +51,7 @@ def intervene(
     if missing:
         rule = "must be reached by a call inside intervene, and was not"
         fix = "call the model there, in whole rows without a cache for attn_scores and attn_weights"
-        raise invalid("point", "not_reached", missing[0], rule, fix)
+        raise invalid(missing[0], "not_reached", ..., rule, fix)
 
 
 class _Changes:
@@ -76,7 +76,7 @@ class _Changes:
             return self._changed(name, value)
         if value.requires_grad:
             rule = "is spread over ranks, and its change has no gradient"
-            raise invalid("point", "gradient", name, rule, "call the model under torch.no_grad()")
+            raise invalid(name, "gradient", ..., rule, "call the model under torch.no_grad()")
         place, by_row = self._places[name], in_rows(value, self._rows)
         joined = self._whole.join(place, by_row)
         changed = self._changed(name, joined)

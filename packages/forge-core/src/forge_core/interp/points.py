@@ -132,7 +132,7 @@ def chosen(
         if not names:
             near = get_close_matches(pattern, points, 3, 0.5) or points[:3]
             rule = f"must match one of the {len(points)} points of {type(model).__name__}"
-            raise invalid("point", "not_found", pattern, rule, f"near: {', '.join(near)}")
+            raise invalid(pattern, "not_found", ..., rule, f"near: {', '.join(near)}")
         found |= {*(name for name in names if not name.startswith(_AHEAD))} or {*names}
     places = {name: place for name, place in here.items() if name in found}
     _refuse_compiled(model, places)
@@ -203,7 +203,7 @@ def _refuse_compiled(model: nn.Module, places: dict[str, Place]) -> None:
         if within is not None:
             rule = f"is inside of compiled code ({within or 'the model'}), which has no such tensor"
             fix = "load the model without torch.compile"
-            raise invalid("point", "compiled", name, rule, fix)
+            raise invalid(name, "compiled", ..., rule, fix)
 
 
 def _hook(place: Place, name: str, visitor: Visitor) -> Callable[[], None]:

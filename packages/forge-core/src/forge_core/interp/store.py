@@ -75,11 +75,11 @@ class ActivationStore:
         found = self.chunks(name)
         if not found:
             fix = f"call the model inside of watch, every={self.every}"
-            raise invalid("point", "empty", name, "has no rows yet", fix)
+            raise invalid(name, "empty", ..., "has no rows yet", fix)
         shapes = {tuple(value.shape[1:]) for value in found}
         if len(shapes) > 1:
             rule = f"has rows of shapes {sorted(shapes)}, which are not one tensor"
-            raise invalid("point", "shape", name, rule, f"read chunks({name!r})")
+            raise invalid(name, "shape", ..., rule, f"read chunks({name!r})")
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def chunks(self, name: str) -> list[Tensor]:
@@ -143,7 +143,7 @@ class ActivationStore:
             return value  # a recomputation in the backward, or a call of a part
         if name in self._pending:
             rule = "was reached twice in one call, so that its rows are not those of the tokens"
-            raise invalid("point", "twice", name, rule, "watch a call that runs each block once")
+            raise invalid(name, "twice", ..., rule, "watch a call that runs each block once")
         found = in_rows(value.detach(), self._batch)[self._slice(self._batch)]
         if self.whole is not None and len(found):
             found = self.whole.join(self._places[name], found)
@@ -185,7 +185,7 @@ class ActivationStore:
             self._drop()
             rule = "must be reached by each call that is watched, and was not"
             fix = "name the points that are, and call the model in whole rows without a cache for attn_scores and attn_weights"
-            raise invalid("point", "not_reached", missing[0], rule, fix)
+            raise invalid(missing[0], "not_reached", ..., rule, fix)
         for name in self._places:
             value = self._pending[name]
             if len(value):

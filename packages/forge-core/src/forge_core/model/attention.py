@@ -139,6 +139,7 @@ class RotaryMixer(WithPoints):
                 fix = "use attention in one process (cp = 1), or a model without such a mask"
                 raise invalid("mask", "unsupported", ..., rule, fix)
             ctx.mask.prepare(self.spec, x)
+
         offer: Any = getattr(self.attend, "prepare", None)
         if offer is None or cache is not None:
             ctx.segments()

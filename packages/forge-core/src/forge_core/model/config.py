@@ -124,6 +124,7 @@ def _yarn_problems(c: RopeScaling) -> Iterator[Problem]:
             fix = "use 1, or leave it out"
             yield Problem(key, "range", value, "must be a finite number above 0", fix)
     yield from switch_problems(c, "truncate")
+
     if c.mscale is not None and c.mscale_all_dim is None:
         fix = "give that, or attention_factor"
         yield Problem("mscale", "requires", c.mscale, "must go with mscale_all_dim", fix)
@@ -352,21 +353,25 @@ def _transformer_problems(c: TransformerConfig) -> Iterator[Problem]:
     yield from _name_problems(c, "norm", "forge.norms", NORM_NAMES)
     yield from _name_problems(c, "feed_forward", "forge.feed_forwards", (*GATED, *UNGATED))
     yield from _name_problems(c, "block", "forge.blocks", BLOCK_NAMES)
+
     if not (is_finite(c.norm_eps) and 0.0 < c.norm_eps < 1.0):
         yield Problem("norm_eps", "range", c.norm_eps, "must be between 0 and 1", "use 1e-5")
     if not (is_finite(c.rope_theta) and c.rope_theta > 1.0):
         rule, fix = "must be a finite number above 1", "use 10000, or 500000 for long contexts"
         yield Problem("rope_theta", "range", c.rope_theta, rule, fix)
+
     scaling = c.rope_scaling
     alone = scaling is not None and scaling.mscale is None and scaling.name == "yarn"
     if c.mixer == "attention" and scaling is not None and alone and scaling.mscale_all_dim:
         value, rule = scaling.mscale_all_dim, "without mscale is read only by latent attention"
         fix = "give mscale, or remove it"
         yield Problem("rope_scaling.mscale_all_dim", "requires", value, rule, fix)
+
     yield from choice_problems(c, "qk_norm_over", ("head", "all_heads"))
     if c.qk_norm_over == "all_heads" and not c.qk_norm:
         rule = "must go with qk_norm, which is off"
         yield Problem("qk_norm_over", "requires", c.qk_norm_over, rule, "set qk_norm = true")
+
     for key in ("embedding_scale", "residual_scale", "logits_scale", "logits_softcap"):
         value = getattr(c, key)
         if not (is_finite(value) and value > 0.0) and not (
@@ -374,6 +379,7 @@ def _transformer_problems(c: TransformerConfig) -> Iterator[Problem]:
         ):
             fix = f"use {getattr(TransformerConfig, key) or 30.0}"
             yield Problem(key, "range", value, "must be a finite number above 0", fix)
+
     yield from pattern_problems(c.layer_pattern, c.layer_types, c.num_layers)
     yield from mup_problems(c)
     if not (is_finite(c.init_std) and c.init_std >= 0.0):
@@ -415,6 +421,7 @@ def _latent_problems(c: TransformerConfig) -> Iterator[Problem]:
     if c.resolved_num_kv_heads != c.num_heads:
         rule = f"must be num_heads {c.num_heads} with mixer 'mla', which has keys of every head"
         yield Problem("num_kv_heads", "mixer", c.num_kv_heads, rule, "remove it")
+
     factor = c.partial_rotary_factor
     if factor not in (0.0, 1.0):
         rule = "must be 1, or 0 for no rotation, with mixer 'mla'"

@@ -145,7 +145,7 @@ def attend_segments(q: Tensor, k: Tensor, v: Tensor, plan: SegmentPlan) -> Tenso
     """
     batch, size = q.shape[:2]
     if (plan.rows, sum(plan.lengths)) != (batch, batch * size):
-        rule = f"(rows, tokens of segments) must be {(batch, batch * size)}, that of {batch} rows of {size}"
+        rule = f"(rows, tokens of segments) must be {(batch, batch * size)}, as q has"
         given = plan.rows, sum(plan.lengths)
         raise invalid("plan", "mismatch", given, rule, "make it of their lengths")
     if plan.whole_rows:

@@ -105,6 +105,7 @@ def _fill(target: Tensor, how: Init, seed: int, name: str) -> None:
     else:
         rule, fix = "is not a kind of initial values", "use 'normal', 'constant' or 'values'"
         raise invalid(name, "unknown", how.kind, rule, fix)
+
     if not math.isfinite(how.value):
         rule, fix = "is its initial value and must be finite", "check the config's stds"
         raise invalid(name, "finite", how.value, rule, fix)

@@ -108,7 +108,7 @@ class LayerCache:
             self.values = self.keys if v is k else self._empty(v)
         if k.size(0) != self.keys.size(0):
             rule = f"must have the {self.keys.size(0)} rows of the KV cache"
-            raise invalid("k", "rows", tuple(k.shape), rule, "use a new cache for another batch")
+            raise invalid("k", "batch", tuple(k.shape), rule, "use a new cache for another batch")
         self.keys[:, :, self.length : total] = k.detach().transpose(1, 2)
         if v is not k:
             self.values[:, :, self.length : total] = v.detach().transpose(1, 2)

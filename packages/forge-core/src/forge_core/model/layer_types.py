@@ -61,6 +61,7 @@ def pattern_problems(
         fix = f"use ('local', {GLOBAL!r})"
         yield Problem("layer_pattern", "type", pattern, "must be a tuple of names", fix)
         return
+
     if GLOBAL in types:
         rule = "must not be there: such layers are as the model's keys set them"
         yield Problem(f"layer_types.{GLOBAL}", "reserved", ..., rule, "use another name")
@@ -70,6 +71,7 @@ def pattern_problems(
     for name in sorted(types.keys() - {*pattern, GLOBAL}):
         fix = f"put {name!r} into layer_pattern, or remove it"
         yield Problem(f"layer_types.{name}", "unused", ..., "is the type of no layer", fix)
+
     if isinstance(num_layers, int) and len(pattern) > num_layers:
         rule = f"has {len(pattern)} types and must not be longer than num_layers {num_layers}"
         yield Problem("layer_pattern", "length", pattern, rule, "shorten it")

@@ -73,6 +73,7 @@ def check_parts(config: TransformerConfig) -> None:
         named.append((MASKS, config.attention.mask, {}))
     if config.rope_scaling is not None:
         named.append((ROPE_SCALINGS, config.rope_scaling.name, config.rope_scaling.options))
+
     problems: list[Problem] = []
     for registry, name, options in named:
         try:

@@ -195,6 +195,7 @@ class Transformer(nn.Module):
         else:
             per_token = positions if document_ids is None else document_ids
             size = size if per_token is None else per_token.size(-1)
+
         past = 0 if cache is None else cache.length
         if past + size > self.config.max_seq_len:
             cached = f" ({past} of them cached)" if past else ""
@@ -206,6 +207,7 @@ class Transformer(nn.Module):
             rule = f"must have the shape of tokens {(rows, size)}"
             shape = tuple(document_ids.shape)
             raise invalid("document_ids", "shape", shape, rule, "give one id per token")
+
         shapes = [(rows, size), (1, size)] + ([(rows, 3, size)] if self.config.mrope else [])
         if positions is not None and positions.shape not in shapes:
             more = "" if self.config.mrope else ", or one for each axis with mrope"
@@ -214,6 +216,7 @@ class Transformer(nn.Module):
                 f"give one position per token{more}",
             )
             raise invalid("positions", "shape", tuple(positions.shape), rule, fix)
+
         if positions is None:
             first = None
             if cache is not None:

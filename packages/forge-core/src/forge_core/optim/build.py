@@ -114,6 +114,7 @@ def _over_groups(
         raise invalid(
             "optimizer.name", "closure", config.name, rule, "use an optimizer with step()"
         )
+
     settings, defaults = _settings(config), _settings(OptimizerConfig(config.name))
     given = {key: value for key, value in settings.items() if _takes(taken.get(key), value)}
     ignored = {k: v for k, v in settings.items() if k not in given and v != defaults[k]}
@@ -129,11 +130,13 @@ def _over_groups(
         for k, v in ignored.items()
     )
     raise_problems("", odd)
+
     OPTIMIZERS._replace(arguments=("params",)).check(kind, config.name, config.options, given)
     groups = parameter_groups(model, config)
     if "weight_decay" not in given:
         for group in groups:
             del group["weight_decay"]
+
     try:
         return kind(groups, **given, **config.options)
     except TypeError as error:

@@ -246,6 +246,7 @@ def _optimizer_problems(c: OptimizerConfig) -> Iterator[Problem]:
     if not 0.0 < c.eps < math.inf:
         rule = "must be a positive number, or a zero gradient divides by zero"
         yield Problem("eps", "range", c.eps, rule, "use 1e-8")
+
     yield from _weight_decay_problems(c.weight_decay)
     if c.ema.decay is not None and c.name == "schedule_free_adamw":
         rule = f"cannot go with {c.name!r}, which has an average of its own"

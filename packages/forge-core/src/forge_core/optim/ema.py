@@ -73,7 +73,9 @@ class EMA:
     def step(self, closure: Callable[[], Any] | None = None, *, skip: Tensor | None = None) -> Any:
         """As the optimizer's step, then the average. RuntimeError between `eval()` and `train()`."""
         if self._evaluating:
-            raise RuntimeError("a step trains, and the weights are the average; call train() first")
+            raise RuntimeError(
+                "a step trains, and the weights are the average; call optimizer.train() first"
+            )
         if skip is not None and not self._masks:
             if float(skip):
                 return None
@@ -204,7 +206,7 @@ class EMA:
     def _refuse(self) -> None:
         if not self._evaluating:
             raise RuntimeError(
-                "named state belongs to the average, and the weights are the trained ones; call eval() first"
+                "named state belongs to the average, and the weights are the trained ones; call optimizer.eval() first"
             )
 
 

@@ -41,6 +41,7 @@ def match_groups(model: nn.Module, groups: Mapping[str, OptimizerGroupConfig]) -
             fix = "make one of them narrower"
             problems.append(Problem("optimizer.groups", "duplicate", aliases[0], rule, fix))
         found.update(dict.fromkeys(aliases, owners[0]) if owners else {})
+
     known = [name for aliases in names.values() for name in aliases]
     for group, config in groups.items():
         for pattern in config.patterns:

@@ -155,7 +155,8 @@ class ScheduleFreeAdamW(NamedOptimizer):
 
     def _refuse(self, train_mode: bool, what: str, call: str) -> None:
         if any(group["train_mode"] == train_mode for group in self.param_groups):
-            raise RuntimeError(f"{what}, and the weights are the other point; call {call}() first")
+            text = f"{what}, and the weights are the other point; call optimizer.{call}() first"
+            raise RuntimeError(text)
 
 
 def _count(

@@ -82,6 +82,7 @@ def stage_problems(
             key, fix = f"train.stages.{after}.start_step", "make them one stage, or start one later"
             rule = f"must differ from start_step of train.stages.{before}"
             problems.append(Problem(key, "duplicate", step, rule, fix))
+
     for name, stage in ordered.items():
         key, known = f"train.stages.{name}", ", ".join(config.groups) or "none"
         rule = f"must be a group of optimizer.groups, which are {known}"
