@@ -345,7 +345,7 @@ def test_media_that_do_not_fit_are_refused():
     model(tokens, images=images, cache=cache)
     with rejects("cache", 12, "images"):
         model(tokens, images=images, cache=cache)
-    with rejects("images", [2, 2], "rows"):
+    with rejects("images", [2, 2], "by_row"):
         model(tokens, images=ragged(images, 2, 2))  # the third of the first row was seen by no one
     with rejects("document_ids", (2, 6), "shape"):
         model(tokens, images=images, document_ids=torch.zeros(2, 6))

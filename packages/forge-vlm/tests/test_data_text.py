@@ -163,12 +163,12 @@ def test_a_message_of_weight_0_is_not_learnt(tmp_path):
 def test_F68_labels_that_copy_are_refused(tmp_path):
     """Unshifted labels are the tokens themselves."""
     tokens = np.arange(20)
-    with rejects("labels", 20, "copies", InvalidSample):
+    with rejects("labels", 20, "unshifted", InvalidSample):
         check_labels(tokens, tokens)
     check_labels(tokens, np.where(tokens < 18, tokens + 1, tokens))
     check_labels(tokens, np.full(20, -100))
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a" * 99}]
-    with rejects("labels", 98, "copies", InvalidSample):
+    with rejects("labels", 98, "unshifted", InvalidSample):
         talks(tmp_path, messages)
 
 

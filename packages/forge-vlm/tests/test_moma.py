@@ -1,6 +1,7 @@
 """MoMa: feed-forwards of experts in groups by modality, against a slow float64 oracle of each token."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -405,3 +406,8 @@ def test_attention_is_shared_and_has_the_names_of_a_text_model():
 def test_what_it_cannot_do_is_refused(options, key, value, code):
     with rejects(key, value, code):
         config(**options)
+
+
+def test_experts_have_the_shape_of_a_built_in_feed_forward():
+    with rejects("feed_forward", "mine:net", "built_in"):
+        replace(config(), feed_forward="mine:net")

@@ -77,5 +77,7 @@ def masked(
 def refuse_split_mask(mask: RowMask | None) -> None:
     """ValueError for a mask of rows of which ranks hold parts."""
     if mask is not None:
-        rule = "must be 1 with branches or tokens that see ahead, which need full rows on a rank"
+        rule = (
+            "must be 1 with branches or tokens that see ahead, which need full sequences on a rank"
+        )
         raise invalid("cp", "split_rows", ..., rule, "use cp = 1")

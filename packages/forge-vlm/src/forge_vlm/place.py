@@ -38,6 +38,6 @@ def check_places(here: Tensor, num_features: int) -> None:
     """ValueError where the media have another number of tokens than there are places; reads `here`."""
     places = int(here.sum())
     if places != num_features:
-        rule = f"tokens must be as many as the placeholders of media in the rows, {places}"
+        rule = f"tokens must be as many as the placeholders of media, {places}"
         fix = "put as many placeholders as each image has tokens, and give the images of all rows in order"
         raise invalid("media", "number", num_features, rule, fix)

@@ -317,7 +317,7 @@ def _with_pictures(name: str, row: Any, pictures: list[Any], folder: Path) -> Re
         parts = [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
         first["content"] = [*({"type": "image", "image": p} for p in rest), *parts]
     elif rest:
-        rule = f"parts of type image must be as many as the pictures, {len(pictures)}"
+        rule = f"parts of type image must be as many as the images, {len(pictures)}"
         value = len(pictures) - len(rest)
         raise invalid("messages", "number", value, rule, "give a part for each", where=name)
     return from_chat(name, {"messages": messages, "branches": row.get("branches")}, folder)

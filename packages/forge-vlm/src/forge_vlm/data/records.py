@@ -241,7 +241,7 @@ def from_llava(name: str, value: Any, folder: Path, asks: bool = False) -> Recor
         messages[first] = Message(begun.role, (*range(len(pictures)), *begun.parts))
         used = len(pictures)
     if used != len(pictures):
-        rule = f"marks {IMAGE} must be as many as the pictures, {len(pictures)}"
+        rule = f"marks {IMAGE} must be as many as the images, {len(pictures)}"
         raise invalid("conversations", "number", used, rule, "give a mark for each", where=name)
     return _checked(Record(name, tuple(messages), pictures, tuple(branches)), asks)
 
@@ -316,7 +316,9 @@ def interleaved(name: str, texts: Any, pictures: Sequence[Picture]) -> Record:
     parts = tuple(next(places) if text is None else text for text in texts)
     marks = sum(isinstance(part, int) for part in parts)
     if marks != len(pictures) or not all(isinstance(part, str | int) for part in parts):
-        rule = f"places with null must be as many as the pictures, {len(pictures)}, and all others text"
+        rule = (
+            f"places with null must be as many as the images, {len(pictures)}, and all others text"
+        )
         raise invalid("texts", "number", marks, rule, "correct them", where=name)
     return Record(name, (Message(DOCUMENT, parts),), tuple(pictures))
 
@@ -324,7 +326,7 @@ def interleaved(name: str, texts: Any, pictures: Sequence[Picture]) -> Record:
 def captioned(name: str, caption: Any, pictures: Sequence[Picture], *more: Any) -> Record:
     """A picture, and the text that says what is on it; with `more` texts each is a branch."""
     if len(pictures) != 1:
-        rule, fix = "pictures must be 1 with a caption", "give messages in place of it"
+        rule, fix = "images must be 1 with a caption", "give messages in place of it"
         raise invalid("caption", "number", len(pictures), rule, fix, where=name)
     if not all(isinstance(text, str) and text for text in (caption, *more)):
         raise invalid("caption", "type", caption, "must be a text", "correct it", where=name)

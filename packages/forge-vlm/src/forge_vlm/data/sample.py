@@ -114,4 +114,4 @@ def check_labels(tokens: np.ndarray, labels: np.ndarray) -> None:
     copies, count = int((labels == tokens)[valid].sum()), int(valid.sum())
     if copies > _COPIES * count:
         rule = f"of {count} are the token of their own position, and must be the next token"
-        raise invalid("labels", "copies", copies, rule, "shift them by one")
+        raise invalid("labels", "unshifted", copies, rule, "shift them by one")

@@ -183,6 +183,6 @@ def _name_problems(table: str, names: list[str], share: Mapping[str, str]) -> It
 def refuse_split_rows(fusion: Any) -> None:
     """ValueError for a FusionConfig whose experts choose among all tokens of a row, where ranks hold parts of rows."""
     if fusion.name == "moma" and fusion.moma.router != "token_choice":
-        rule = "chooses among the tokens of whole rows, of which each rank of cp has a part"
+        rule = "chooses among all tokens of a sequence, of which each rank of cp has a part"
         fix = "use cp = 1, or token_choice"
         raise invalid("fusion.moma.router", "split_rows", fusion.moma.router, rule, fix)

@@ -119,13 +119,13 @@ def check_images(
         raise invalid("document_ids", "shape", value, rule, "give row_document_ids")
     tokens = int(here.sum()) if here.device.type == "cpu" else given
     if tokens != given:
-        rule = f"must be as many as the tokens of images in the rows, {tokens}"
+        rule = f"must be as many as the tokens of images, {tokens}"
         fix = "put one token for each image, and give the images of all rows in order"
         raise invalid("images", "number", given, rule, fix)
     offsets = getattr(media, "row_offsets", None)
     if given and offsets is not None and here.device.type == "cpu":
         own, wanted = offsets.diff().tolist(), here.sum(1).tolist()
         if own + [0] * (len(wanted) - len(own)) != wanted:  # rows of text behind may have none
-            rule = f"by row must be as many as the tokens of images, {wanted}"
+            rule = f"of each row must be as many as its tokens, {wanted}"
             fix = "give each row the images whose tokens it holds"
-            raise invalid("images", "rows", own, rule, fix)
+            raise invalid("images", "by_row", own, rule, fix)
