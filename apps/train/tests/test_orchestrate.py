@@ -12,6 +12,8 @@ from forge_testing.problems import rejects
 from forge_train import ConfigError
 from forge_train.cli import run_verb
 
+pytestmark = pytest.mark.lane("test")
+
 _EXTRA = "[slurm]\ntasks_per_node = 2\n"
 
 
@@ -22,7 +24,7 @@ _EXTRA = "[slurm]\ntasks_per_node = 2\n"
         (["--sizes", "2"], "--sizes", ..., "requires"),
         (["--orchestrate", "--sizes", "2,2"], "--sizes", "2,2", "type"),
         (["--orchestrate", "--sizes", "2", "--interactive"], "--interactive", ..., "batch"),
-        (["--orchestrate", "--sizes", "2", "--slurm.array", "0-1"], "slurm.array", ..., "batch"),
+        (["--orchestrate", "--sizes", "2", "--slurm.array", "0-1%1"], "slurm.array", ..., "batch"),
         (
             ["--orchestrate", "--sizes", "3,1", "--parallel.dp_shard", "4"],
             "parallel.dp_shard",

@@ -13,6 +13,8 @@ from forge_train import ConfigError, JobError, Trainer, load_job
 from forge_train import slurm as slurm_verb
 from forge_train.cli import run_verb
 
+pytestmark = pytest.mark.lane("test")
+
 
 def slurm(*arguments: str | Path, PATH: str = "/nowhere", **environ: str) -> Outcome:
     return forge_train("slurm", *arguments, PATH=PATH, HOME="/nowhere", **environ)

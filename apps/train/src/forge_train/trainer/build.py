@@ -265,8 +265,7 @@ def _unfit(key: str, table: SourceConfig, config: JobConfig) -> Iterator[Problem
         return
     training = {stretch.seq_len for stretch in Course(config).stretches}
     for length in sorted(training) if key.startswith("data.sources.") else [config.data.seq_len]:
-        for found in ask(length):
-            yield Problem(key, "rows", ..., found) if isinstance(found, str) else found.under(key)
+        yield from (problem.under(key) for problem in ask(length))
 
 
 def _end_problems(config: JobConfig, stream: Stream, steps: int) -> list[Problem]:

@@ -349,7 +349,7 @@ def _match_text(
     if fusion in PARTING:
         rule = f"has parts that begin as copies of the text model's, and {name} makes none"
         fix = "use forge_vlm.warm_start.warm_start on a full model, or init.patterns = ['*'] for fresh ones"
-        problems.append(Problem("model.fusion.name", "copies", fusion, rule, fix))
+        problems.append(Problem("model.fusion.name", "initial", fusion, rule, fix))
     try:
         report = match_weights(here, there, ("*",))
     except ValueError as error:

@@ -1,0 +1,307 @@
+"""What the trainer rejects, each by the function that finds it: nothing is trained."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from forge_ckpt import CorruptCheckpoint, StoreInUse
+from forge_testing import write_job
+from forge_testing.problems import assert_problem, rejects
+from forge_train import ConfigError, JobError, StateError, Trainer, load_job
+from forge_train._shared.problems import Problem
+from forge_train.config.init import InitConfig, Source
+from forge_train.config.lora import LoRASection
+from forge_train.config.schema import BuiltInModelConfig
+from forge_train.metrics import sinks
+from forge_train.trainer import (
+    adapters,
+    build,
+    check_model,
+    encoder_source,
+    exact_match,
+    fitting_data,
+    fork,
+    frozen_base,
+    layout,
+    objective,
+)
+from forge_train.trainer.checkpoints import Checkpoints
+from forge_train.trainer.progress import Progress
+from forge_train.trainer.run_directory import RunDirectory
+from forge_train.trainer.store_errors import store_errors
+
+pytestmark = pytest.mark.lane("test")
+
+RANKS = {"tp": 1, "cp": 1, "pp": 1, "ep": 1}
+TINY: dict[str, Any] = {"vocab_size": 8, "dim": 8, "num_layers": 1, "num_heads": 2}
+Fake: Any = SimpleNamespace
+
+
+def found(problems: Iterable[Any], key: str, value: Any, code: str) -> None:
+    """Assert that a function found this problem."""
+    assert_problem(ConfigError(problems), key, value, code)
+
+
+def full(*_: Any, **__: Any) -> None:
+    raise OSError(28, "full")
+
+
+def test_adapters_of_weights_that_are_not_there() -> None:
+    model = build._build_transformer(BuiltInModelConfig(**TINY))
+    section = LoRASection(rank=2, whole=("*q_proj.weight",))
+    with rejects("lora.whole", "layers.0.mixer.q_proj.weight", "excludes"):
+        adapters.add_lora(model, section, None)
+    with rejects("lora.whole", "nrom.*", "not_found", where="norm.weight"):
+        adapters._whole_names(["norm.weight"], ["nrom.*"])
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    groups = {"all": Fake(patterns=("weight",))}
+    config = Fake(optimizer=Fake(groups=groups), lora=Fake(rank=2))
+    with rejects("optimizer.groups.all.patterns", ..., "frozen"):
+        adapters._refuse_frozen_groups(frozen, config)
+
+
+def test_models_that_are_not_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "model_builder", lambda section: lambda: 3)
+    with rejects("model.name", "a:b", "type", ConfigError):
+        build.build_model(Fake(name="a:b"), 0)
+    agreement = Fake(exchange=lambda digest: [digest, "other"])
+    with rejects("model.name", ..., "mismatch", ConfigError, where="[1]"):
+        build.refuse_other_model(nn.Linear(2, 2), agreement)
+    layout = Fake(**RANKS)
+    config = Fake(
+        train=Fake(loss=check_model.FUSED),
+        metrics=Fake(gradients_every_steps=0),
+        sample=Fake(max_new_tokens=0),
+        model=Fake(name="a:b"),
+    )
+    model = nn.Linear(2, 2)
+    problems = check_model.model_problems(model, config, layout)
+    found(problems, "train.loss", check_model.FUSED, "unsupported")
+    config.train.loss, config.sample.max_new_tokens = "cross_entropy", 4
+    problems = check_model.model_problems(model, config, layout)
+    found(problems, "sample.max_new_tokens", 4, "unsupported")
+    config.metrics.gradients_every_steps = 2
+    monkeypatch.setattr(check_model, "num_experts_by_layer", lambda model: {"0": 2})
+    problems = check_model.model_problems(model, config, Fake(tp=2))
+    found(problems, "metrics.gradients_every_steps", 2, "experts")
+
+
+def test_data_that_is_not_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Fake(positions=torch.zeros(1, 3, 4))
+    config = Fake(model=BuiltInModelConfig(**TINY))
+    found(build._axes_problems(config, batch, "[data]"), "model.mrope", ..., "missing")
+    source = Fake(path="runs/a", row_problems=lambda length: [Problem("", "short", length, "")])
+    monkeypatch.setattr(build, "open_source", lambda table: source)
+    config = load_job(write_job(tmp_path)).config
+    problems = list(build._unfit("data.sources.a", source, config))
+    found(problems, "data.sources.a", config.data.seq_len, "short")
+    problems = build._end_problems(config, Fake(end=1), 4)
+    found(problems, "data.sources", ..., "length")
+    monkeypatch.setattr(build, "open_header", lambda table: Fake(tokenizer=None))
+    with rejects("source", "runs/a", "tokenizer"):
+        build.tokenizer_of(source)
+    two = Fake(train=Fake(global_batch=8), data=Fake(sources={"a": 1, "b": 2}))
+    problems = fitting_data._group_problems(two, Fake(group=4), "data.sources.a")
+    found(problems, "data.sources.a.group", 4, "sources")
+    one = Fake(train=Fake(global_batch=8), data=Fake(sources={"a": 1}))
+    problems = fitting_data._group_problems(one, Fake(group=4), "data.sources.a")
+    found(problems, "data.sources.a.group", 4, "mismatch")
+
+
+def test_questions_with_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rejects("data.sources", ..., "missing", ConfigError):
+        exact_match.prompts_of(Fake(data=Fake(sources={})))
+    own = Fake(path="q.jsonl", max_new_tokens=4)
+    config = Fake(eval=Fake(exact_match=own), model=Fake(max_seq_len=8))
+    found(exact_match._unfit([], config), "eval.exact_match.path", "q.jsonl", "empty")
+    asked: list[Any] = [Fake(tokens=[1] * 5, answer="yes", name="question 1")]
+    problems = exact_match._unfit(asked, config)
+    found(problems, "eval.exact_match.max_new_tokens", 4, "range")
+    asked[0].answer = None
+    problems = exact_match._unfit(asked, config)
+    found(problems, "eval.exact_match.path", "question 1", "answer")
+
+
+def test_encoders_of_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    init = Fake(encoder=str(tmp_path), from_="runs/a")
+    config = Fake(init=init, run=Fake(dir=tmp_path / "run"), model=None)
+    with rejects("init.encoder", str(tmp_path), "encoder", ConfigError):
+        encoder_source.find_encoder(config, nn.Module(), None)
+    monkeypatch.setattr(encoder_source, "VLMModelConfig", SimpleNamespace)
+    config.model = Fake(vision=Fake(name="transformers"))
+    taken = Fake(weights=Fake(copied=["vision.model.w"]))
+    with rejects("init.encoder", str(tmp_path), "excludes", ConfigError):
+        encoder_source.find_encoder(config, nn.Module(), taken)
+    here, there = {"w": torch.zeros(2)}, {"front.w": torch.zeros(3)}
+    problems = encoder_source._shape_problems(here, {"w": "front.w"}, there)
+    found(problems, "front.w", (3,), "shape")
+    table = {"image_mean": [0.1, 0.1, 0.1]}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(table))
+    vision = Fake(pixels=((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))
+    problems = encoder_source._pixel_problems(vision, tmp_path)
+    found(problems, "model.vision.mean", [0.5, 0.5, 0.5], "processor")
+
+
+def test_forks_of_adapters_and_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = InitConfig(from_="runs/a")
+    with rejects("init.from", "runs/a", "adapters", ConfigError):
+        fork._base(run, Fake(run=tmp_path), trained=True, trains=False)
+    part = InitConfig(from_="runs/a", patterns=("norm.*",))
+    with rejects("init.patterns", ["norm.*"], "adapters", ConfigError):
+        fork._base(part, Fake(run=tmp_path), trained=True, trains=True)
+    with rejects("init.from", "runs/a", "base", ConfigError):
+        fork._base(run, Fake(run=None), trained=True, trains=True)
+
+    @contextlib.contextmanager
+    def saved(path: Path) -> Any:
+        yield Fake(digest="other")
+
+    monkeypatch.setattr(fork, "SavedTensors", saved)
+    with rejects("", "runs/a/base", "digest"):
+        fork._below(Path("runs/a/base"), "one")
+    job = Fake(config=Fake(init=run, model=Fake(fusion=Fake(name="moma"))))
+    here, there = {"w": torch.zeros(2)}, {"w": torch.zeros(2), "other": torch.zeros(2)}
+    with rejects("model.fusion.name", "moma", "initial", ConfigError) as caught:
+        fork._match_text(job, here, there, {"model.dim": [8, 16]})
+    assert_problem(caught.value, "model.dim", 16, "changed")
+    assert_problem(caught.value, "init.from", "runs/a", "unused")
+    averaged = Fake(config=Fake(init=InitConfig(from_="runs/a", keep=("weights", "optimizer")), optimizer=Fake(ema=Fake(decay=None))))  # fmt: skip
+    problems = fork._other_average(averaged, Fake(path=tmp_path), averaged=True)
+    found(problems, "optimizer.ema.decay", ..., "missing")
+
+
+def test_forks_of_a_source_that_cannot_be_read(tmp_path: Path) -> None:
+    init = InitConfig(from_="runs/a")
+    with rejects("init.from", "runs/a", "damaged", StateError), fork._source_errors(init, tmp_path):
+        raise CorruptCheckpoint("a block")
+    gone = tmp_path / "gone"
+    with rejects("init.from", "runs/a", "removed", ConfigError), fork._source_errors(init, gone):
+        raise OSError(2, "none")
+    source = Source(path=Path("hf"), run=None)  # type: ignore[call-arg]
+    with rejects("run.dir", str(tmp_path), "room", JobError):
+        fork.Fork(init, source, Fake(), hf=Fake(write=full, files=dict)).write(tmp_path)
+
+
+def test_a_base_of_other_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RunDirectory(tmp_path)
+    (run.checkpoint(2)).mkdir(parents=True)
+    (run.checkpoint(2) / "manifest.json").touch()
+    config = Fake(lora=Fake(rank=2))
+    found(frozen_base.base_problems(config, run), "lora.rank", 2, "base")
+    base = frozen_base.FrozenBase(tmp_path, nn.Module(), set(), set())
+    base._digest = "one"
+    monkeypatch.setattr(base, "_found", lambda: "other")
+    with rejects("digest", "other", "mismatch", StateError):
+        base.load()
+    base._digest = "other"
+    report = Fake(fresh=["w"], unused=[])
+    monkeypatch.setattr(frozen_base, "load_weights", lambda *_, **__: report)
+    with rejects("", ["w"], "model", ConfigError):
+        base.load()
+
+
+def test_checkpoints_that_contradict_themselves(tmp_path: Path) -> None:
+    (tmp_path / "model.toml").touch()
+    store = Fake(path=tmp_path / "checkpoints", steps=lambda: [], load=lambda state, check: None)
+    loader = Fake(stream=Fake(fingerprint=lambda: "here"))
+    checkpoints = Checkpoints(store, Fake(), {"loader": loader}, lambda cursor, windows: 5)
+    with rejects("", str(store.path), "not_found", StateError):
+        checkpoints.load()
+    saved = {"progress": {"step": 2, "tokens": 4}, "loader": {"cursor": 1, "fingerprint": "there"}}
+    with rejects("progress.step", 2, "mismatch"):
+        checkpoints._check_saved(3, saved)
+    with rejects("data.phases", ..., "changed", StateError):
+        checkpoints._check_saved(2, saved)
+    saved["loader"]["fingerprint"] = "here"
+    with rejects("progress.tokens", 4, "mismatch"):
+        checkpoints._check_saved(2, saved)
+    with rejects("progress", {"step": -1}, "damaged"):
+        Progress(Fake()).load_checks({"step": -1})
+    in_use = rejects("run.dir", str(tmp_path), "in_use", ConfigError)
+    with in_use, store_errors(store.path, StateError):
+        raise StoreInUse("by process 7")
+
+
+def images(**fusion: Any) -> Any:
+    """A job of a model with images, as far as layouts look at it."""
+    moma = Fake(router="expert_choice", share={}, experts={}, num_experts=3)
+    model = Fake(
+        bidirectional="image",
+        fusion=Fake(**{"name": "moma", "moma": moma, **fusion}),
+        feed_forward="other",
+        modalities={"image": 0},
+    )
+    return Fake(model=model, eval=Fake(exact_match=Fake(path="q.jsonl")))
+
+
+def test_layouts_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layout, "VLMModelConfig", SimpleNamespace)
+    problems = list(layout._images(images(), Fake(**RANKS | {"cp": 2})))
+    found(problems, "parallel.cp", 2, "bidirectional")
+    found(problems, "parallel.cp", 2, "router")
+    problems = list(layout._images(images(), Fake(**RANKS | {"ep": 2, "tp": 4})))
+    for code in ("tp", "feed_forward", "divides"):
+        found(problems, "parallel.ep", 2, code)
+    other = next(name for name in layout.PARTING if name != "moma")
+    problems = layout._images(images(name=other), Fake(**RANKS | {"ep": 2}))
+    found(problems, "parallel.ep", 2, "fusion")
+    problems = layout._answers(images(), Fake(**RANKS | {"tp": 2}))
+    found(problems, "eval.exact_match.path", ..., "layout")
+
+
+def test_layouts_of_pipelines_and_probes(tmp_path: Path) -> None:
+    phases = {"data.phases.late.start_tokens": 64, "data.phases.late.seq_len": 16}
+    config = load_job(write_job(tmp_path), phases).config
+    stages: Any = Fake(pp=2, tp=1, compile=False, float8="none")
+    of = Fake(data=config.data, train=config.train, parallel=stages, metrics=Fake(gradients_every_steps=3))  # fmt: skip
+    found(layout._phases(of, Fake(**RANKS)), "data.phases", ..., "pipeline")
+    probes = layout._gradients(of, Fake(cp=1, pp=2, ep=1))
+    found(probes, "metrics.gradients_every_steps", 3, "layout")
+    of.train = Fake(objective="a:b")
+    found(layout._objective(of), "train.objective", "a:b", "pipeline")
+
+
+def test_objectives_and_groups_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = objective.Objective.__new__(objective.Objective)
+    own._function, own._name, own._options = (lambda model, batch: torch.zeros(2)), "a:b", {}
+    with rejects("train.objective", "a:b", "type", ConfigError):
+        own(nn.Module(), None)  # type: ignore[arg-type]
+    with rejects("data ranks of the process group", 2, "mismatch", ConfigError):
+        Trainer._join(Fake(loader=Fake(world_size=1)), Fake(batch_size=2))
+    wanted = Fake(tensorboard=False, sinks={n: Fake(name="mlflow") for n in "ab"})
+    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
+    problems = list(sinks.sink_problems(wanted))
+    found(problems, "metrics", ..., "requires")
+    found(problems, "metrics.sinks", "mlflow", "duplicate")
+
+
+def test_folders_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    with rejects("run.dir", str(tmp_path / "file"), "write", ConfigError):
+        RunDirectory(tmp_path / "file").create()
+    job, run = load_job(write_job(tmp_path)), RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    for file, code, read in (
+        (run.imported, "imported", run.changes_of_import),
+        (run.config, "damaged", run.changes),
+    ):
+        file.write_text("[")
+        with rejects("", str(file), code, ConfigError):
+            read(job)
+    changes = {"run.seed": [0, 1], "optimizer.ema.decay": ["none", 0.9]}
+    with rejects("run.seed", 1, "fixed", ConfigError) as caught:
+        run._refuse_other_experiment(changes)
+    assert_problem(caught.value, "optimizer.ema.decay", 0.9, "average")
+    run.config.unlink()
+    run.config.mkdir()
+    with rejects("run.dir", str(run.path), "room", JobError):
+        run.record(job, ["here"])
