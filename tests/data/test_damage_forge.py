@@ -43,6 +43,6 @@ def test_F93_a_damaged_block_of_one_rank_ends_all_in_the_same_step(tmp_path: Pat
     assert [(f.code, f.step) for f in fitted] == [(65, 4)] * 2
     (problem,) = fitted[0].problems
     assert "rank 1: step 5: InvalidData:" in problem
-    assert "damaged/tokens.bin block 0 (bytes 0.." in problem
+    assert "damaged/tokens.bin: block 0 (bytes 0.." in problem
     (event,) = [e for e in read_run(tmp_path / "run").events if e["event"] == "fault"]
     assert (event["rank"], event["code"]) == (1, 65)

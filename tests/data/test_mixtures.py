@@ -12,6 +12,7 @@ import torch
 
 from forge_data.prepare import prepare
 from forge_testing import forge_train, kill_after_step, start
+from forge_testing.problems import rejects
 from forge_testing.runs import (
     assert_same_bits,
     fit_alone,
@@ -129,15 +130,15 @@ def test_rows_come_in_the_shares_of_their_phase(tmp_path: Path, tokens: Path) ->
 @pytest.mark.lane("test")
 def test_sources_that_do_not_fit_are_refused(tmp_path: Path, tokens: Path) -> None:
     job = mixed_job(tmp_path, tokens)
-    with pytest.raises(ConfigError, match=r"phases.end.weights 'text' must be one of the sources"):
+    with rejects("data.phases.end.weights", "text", "unknown", ConfigError):
         load_job(job_of_two(tmp_path / "two", tokens), flat())
-    with pytest.raises(ConfigError, match=r"sources.text.weight must be given"):
+    with rejects("data.sources.text.weight", ..., "missing", ConfigError):
         load_job(job, flat(data__sources__text__weight="none"))
     other = shutil.copytree(tokens / "notes", tmp_path / "notes")
     sidecar = next(other.glob("*.json"))
     assert "tokenizer" in sidecar.read_text()
     Trainer(load_job(job, flat()))
-    with pytest.raises((ConfigError, DataError)):
+    with rejects("data.sources.notes.path", code="not_found", kind=(ConfigError, DataError)):
         load_job(job, flat(data__sources__notes__path=str(tmp_path / "nowhere")))
 
 
@@ -152,7 +153,7 @@ def job_of_two(folder: Path, tokens: Path) -> Path:
 def test_another_mixture_is_another_run(tmp_path: Path, tokens: Path) -> None:
     job = mixed_job(tmp_path, tokens)
     fit_alone(job, **flat(train__steps=3))
-    with pytest.raises((ConfigError, DataError), match=r"mixture.from_0"):
+    with rejects("fingerprint", ["mixture.from_0"], "mismatch", (ConfigError, DataError)):
         fit_alone(job, **flat(data__sources__text__weight=3.0))
 
 
@@ -161,6 +162,6 @@ def test_a_mixture_that_ends_before_the_run_is_refused(tmp_path: Path, tokens: P
     ends = {f"data__sources__{name}__max_epochs": 1 for name in ("books", "notes")}
     more = flat(**ends, data__sources__text__weight=0.0, data__phases__end__weights={"notes": 1.0})
     job = mixed_job(tmp_path, tokens)
-    with pytest.raises(ConfigError, match=r"max_epochs end the data after \d+ rows, in step \d+"):
+    with rejects("data.sources", ..., "length", ConfigError):
         Trainer(load_job(job, {**more, "train.steps": 40}))
     assert not (tmp_path / "run").exists()

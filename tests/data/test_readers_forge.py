@@ -65,10 +65,8 @@ def test_an_error_in_a_source_of_ones_own_is_one_line(
         run(tmp_path, **{**own, "eval.every_steps": 0, "train.steps": 60})
     assert error.value.exit_code == 65
     (line,) = str(error.value).splitlines()
-    assert (
-        "of source Tapes could not be read: the code of its source raised KeyError: 'tape 7' ("
-        in line
-    )
-    assert "tapes.py:7); correct it" in line
+    assert " of source Tapes" in line
+    assert " KeyError: 'tape 7' (" in line
+    assert "tapes.py:7)" in line
     (fault,) = [e for e in read_run(tmp_path / "run").events if e["event"] == "fault"]
     assert "KeyError" in fault["cause"]

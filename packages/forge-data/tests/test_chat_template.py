@@ -149,7 +149,7 @@ def test_parts_that_are_not_messages_have_no_weight_of_their_own(folders, tmp_pa
     one = {"template": str(tmp_path / "one.jinja")}
     messages = talk("the", "sky", "is", "blue")
     assert set(rendered(folders / "chatml", messages, **one)[2]) == {1.0}
-    with rejects("weight", ..., "parts", InvalidData, where="line 7"):
+    with rejects("weight", ..., "marks", InvalidData, where="line 7"):
         rendered(folders / "chatml", messages, train_on="last", **one)
 
 

@@ -121,7 +121,7 @@ def test_positions_are_the_inverse_of_ids(seed):
 
 def test_its_arrays_are_of_one_part_and_its_fingerprint_of_all():
     stream = phased()
-    with rejects("instance_ids", (22, 23), "parts"):
+    with rejects("instance_ids", (22, 23), "mixed"):
         stream.arrays(np.array([22, 23]))
     assert stream.arrays(np.array([30, 23]))["tokens"].tolist() == [[7, 7, 7], [0, 0, 0]]
     assert stream.fingerprint()["from_31.name"] == "c"

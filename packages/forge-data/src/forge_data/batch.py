@@ -219,7 +219,7 @@ class Batch:
             raise invalid("positions", "shape", tuple(self.positions.shape), rule, fix)
         for name, value in self.extras.items():
             if len(value) != rows:
-                rule = f"rows must be those of the batch, {rows}"
+                rule = f"must be the {rows} of the batch"
                 fix = (
                     "give a tensor with a first dim of rows, or Ragged with an offset for each row"
                 )

@@ -61,9 +61,7 @@ class Ledger:
                 or not 0 <= first <= last <= _LAST_ID
             ):
                 rule = f"must be two integers from 0 to {_LAST_ID}, the first not after the last"
-                raise invalid(
-                    "window", "range", (first, last), rule, "give instance ids of the stream"
-                )
+                raise invalid("window", "range", (first, last), rule, "give ids of the stream")
         merged: list[tuple[int, int]] = []
         for first, last in sorted(windows):
             if merged and first <= merged[-1][1] + 1:

@@ -95,7 +95,7 @@ class PhasedStream:
         )
         if len(parts) > 1:
             found, rule = (int(ids.min()), int(ids.max())), "must be instances of one part"
-            raise invalid("instance_ids", "parts", found, rule, "read them apart")
+            raise invalid("instance_ids", "mixed", found, rule, "read them apart")
         return next(iter(parts.values()), self.parts[0]).arrays(ids)
 
     def fingerprint(self) -> dict[str, str | int]:

@@ -154,7 +154,7 @@ def phase_problems(c: DataConfig) -> Iterator[Problem]:
             fix = "give it weights, lr_multiplier, seq_len or global_batch"
             yield Problem(key, "no_change", ..., "changes nothing", fix)
         if before.name and stretch.start == before.start:
-            rule = f"and phases.{before.name} begin with the same row, {stretch.start}"
+            rule = f"and phases.{before.name} begin at the same place, {stretch.start}"
             fix = "make them one phase, or move them apart by more than a row"
             yield Problem(key, "same_start", ..., rule, fix)
 

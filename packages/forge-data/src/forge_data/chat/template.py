@@ -133,7 +133,7 @@ class ChatTemplate:
         if len(edges) != len(said):
             rule = f"of its {len(said)} messages of the assistant must be 1, as the template marks {len(edges)} parts"
             fix, where = 'remove weight, or set train_on = "assistant"', conversation.place
-            raise invalid("weight", "parts", ..., rule, fix, where=where, kind=InvalidData)
+            raise invalid("weight", "marks", ..., rule, fix, where=where, kind=InvalidData)
         for (start, stop), factor in zip(edges, said):
             weights[start:stop] = factor
         return weights
