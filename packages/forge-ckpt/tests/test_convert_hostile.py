@@ -45,7 +45,11 @@ class Call:
 @pytest.fixture
 def source(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # where a command that ran would leave its canary
-    state = {"model": {"w": torch.arange(6.0).view(2, 3), "v": torch.ones(2)}, "step": 3}
+    state = {
+        "model": {"w": torch.arange(6.0).view(2, 3), "v": torch.ones(2)},
+        "step": 3,
+        "epoch": 4,
+    }
     dcp.save(state, checkpoint_id=tmp_path / "in", no_dist=True)
     return tmp_path / "in"
 
@@ -96,6 +100,7 @@ PROBLEMS = {
     "a negative position": ("model.w", "path"),
     "two tensors of one path": ("model.v", "duplicate"),
     "a-tensor-and-an-object-of-one-path": ("step", "duplicate"),
+    "two objects of one path": ("step", "duplicate"),
     "a file above": ("file", "name"),
     "a-file-by-its-root": ("file", "name"),
     "a file below": ("file", "name"),
@@ -231,6 +236,7 @@ METADATA = {
     "a negative position": lambda m: set_path(m, ("model", -1)),
     "two tensors of one path": lambda m: set_path(m, m.planner_data["model.v"]),
     "a-tensor-and-an-object-of-one-path": lambda m: set_path(m, ("step",)),
+    "two objects of one path": lambda m: m.planner_data.update(epoch=("step",)),
     "a file above": lambda m: info(m, relative_path="../in/__0_0.distcp"),
     "a-file-by-its-root": lambda m: info(m, relative_path="/etc/passwd"),
     "a file below": lambda m: info(m, relative_path="a/b"),

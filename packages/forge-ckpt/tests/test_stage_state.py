@@ -11,6 +11,7 @@ from torch import nn
 
 from forge_ckpt import CheckpointMismatch, Store
 from forge_ckpt.stage_state import NamedState, StageState, tensor_names
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -41,6 +42,15 @@ def stages() -> tuple[nn.Module, nn.ModuleDict, nn.ModuleDict]:
         nn.ModuleDict({"b": nn.BatchNorm1d(3)}),
     )
     return whole, *parts
+
+
+def test_a_number_that_was_saved_as_another_type_is_refused() -> None:
+    whole, *_ = stages()
+    named = NamedState.of(Named(whole, 3.0), whole, tensor_names(whole))
+    state = {name: dict(slots) for name, slots in named.state_dict().items()}
+    state["a.bias"]["step"] = [1]
+    with rejects("a.bias.step", [1], "type"):
+        named.load_checks(state)
 
 
 def test_each_stage_loads_its_tensors_of_a_checkpoint_of_the_whole(tmp_path: Path) -> None:

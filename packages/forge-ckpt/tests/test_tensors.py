@@ -1,12 +1,14 @@
 """Whole tensors of a checkpoint, one at a time, whatever layout saved it."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from forge_ckpt import CorruptCheckpoint, Store, read_tensors
+from forge_ckpt import CorruptCheckpoint, SavedTensors, Store, read_tensors
 from forge_testing import run_on_ranks
 from forge_testing.problems import rejects
 
@@ -67,6 +69,15 @@ def test_damage_is_found_before_the_tensor_is_given(tmp_path):
     data.write_bytes(content)
     with rejects("block", code="digest", kind=CorruptCheckpoint, where=data):
         list(read_tensors(tmp_path))
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_found(tmp_path):
+    with Store(tmp_path) as store:
+        store.save(3, {"w": torch.ones(100)})
+    with SavedTensors(tmp_path) as saved:
+        os.truncate(tmp_path / "step-00000003" / "data-0.bin", 7)
+        with rejects("", 7, "truncated", CorruptCheckpoint, where="data-0.bin"):
+            saved.read("w")
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import forge_ckpt.write.blocks
-from forge_ckpt import CorruptCheckpoint, Keep, StepExists, Store, cli, read_tensors
+from forge_ckpt import (
+    CorruptCheckpoint,
+    ForgeSavePlanner,
+    ForgeWriter,
+    Keep,
+    StepExists,
+    Store,
+    cli,
+    read_tensors,
+)
 from forge_ckpt._shared.problems import Shown
 from forge_ckpt.read.shared_memory import equal_bits
 from forge_ckpt.read.tensors import SavedTensors
@@ -268,6 +277,14 @@ def test_reshard_refuses(tmp_path, capsys):
     code, _, err = call(capsys, "reshard", tmp_path / "a", tmp_path / "o", "--ranks", 2)
     assert (code, "block 0" in err) == (66, True)
     assert os.listdir(tmp_path / "o") == ["lock"], "nothing unfinished is left"
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_without_a_step_goes_into_no_store(tmp_path):
+    writer = ForgeWriter(tmp_path / "a")
+    dcp.save({"x": torch.ones(1)}, storage_writer=writer, planner=ForgeSavePlanner())
+    with rejects("step", ..., "missing"):
+        run("reshard", tmp_path / "a", tmp_path / "o", "--ranks", 1)
 
 
 def test_a_step_is_on_the_disk_before_its_name(tmp_path, capsys, monkeypatch):

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from forge_ckpt._shared.problems import Problem, WithProblems, problems_of
+from forge_ckpt._shared.problems import Problem, WithProblems, invalid, problems_of
 
 _SHOWN = 8  # differences that a CheckpointMismatch lists
 _PROBLEMS = "._shared.problems"  # each package has a copy of the module
@@ -44,6 +44,11 @@ def is_problem_error(error: BaseException) -> bool:
 def has_problems(error: BaseException) -> bool:
     """Whether its class is derived from some package's WithProblems."""
     return any(kind.__module__.endswith(_PROBLEMS) for kind in type(error).__mro__)
+
+
+def corrupt(where: object, key: str, value: Any, rule: str, *, code: str) -> Any:
+    """A CorruptCheckpoint of one problem in the file ``where``, to be raised."""
+    return invalid(key, code, value, rule, where=where, kind=CorruptCheckpoint)
 
 
 def restated(error: BaseException, where: object, kind: type[Any] = CorruptCheckpoint) -> Any:

@@ -12,7 +12,7 @@ from types import TracebackType
 import torch
 
 from forge_ckpt._shared.problems import invalid
-from forge_ckpt.errors import CorruptCheckpoint
+from forge_ckpt.errors import corrupt
 
 # Errors of a damaged or tampered directory. Others (EACCES, EMFILE) are faults of the host.
 _DAMAGE = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EIO}
@@ -89,8 +89,7 @@ def os_errors_as_corruption(where: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in _DAMAGE:
             raise
-        text = str(error.strerror)
-        raise invalid("", "unreadable", ..., text, where=where, kind=CorruptCheckpoint) from error
+        raise corrupt(where, "", ..., str(error.strerror), code="unreadable") from error
 
 
 class Directory:
@@ -113,8 +112,7 @@ class Directory:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             os.close(fd)
-            rule = "is not a regular file"
-            raise invalid("", "not_regular", ..., rule, where=where, kind=CorruptCheckpoint)
+            raise corrupt(where, "", ..., "is not a regular file", code="not_regular")
         return fd, status.st_size
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ import stat
 import weakref
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import StoreInUse
@@ -89,7 +90,7 @@ class Lock:
         os.pwrite(self._fd, self.owner.encode(), 0)
         return held
 
-    def _in_use(self) -> StoreInUse:
+    def _in_use(self) -> Any:
         buffer = bytearray(4096)
         size = read_at(self._fd, memoryview(buffer), 0)
         writer = "another process"
@@ -97,15 +98,8 @@ class Lock:
             owner = json.loads(bytes(buffer[:size]))
             writer = f"pid {owner['pid']} on {owner['host']} since {owner['started']}"
         fix = "wait for it or stop it, use another directory, or open the store with read_only=True"
-        found: StoreInUse = invalid(
-            "path",
-            "in_use",
-            str(self._path.parent),
-            f"is written by {writer}",
-            fix,
-            kind=StoreInUse,
-        )
-        return found
+        path, rule = str(self._path.parent), f"is written by {writer}"
+        return invalid("path", "in_use", path, rule, fix, kind=StoreInUse)
 
 
 def refuse_another_directory(directory: Path, owner: str | None) -> None:

@@ -21,7 +21,7 @@ import torch
 
 from forge_ckpt import digests, objects, tree
 from forge_ckpt._shared.problems import invalid
-from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, restated
+from forge_ckpt.errors import CheckpointMismatch, corrupt, restated
 from forge_ckpt.files import Directory, read_at
 
 NAME = "manifest.json"
@@ -124,14 +124,13 @@ def check(data: bytes, directory: Directory, step: int | None = None) -> Manifes
     where = str(directory.path / NAME)
     manifest = decode(data, where)
     if step is not None and manifest.step != step:
-        rule = f"must be {step}"
-        raise invalid("step", "mismatch", manifest.step, rule, where=where, kind=CorruptCheckpoint)
+        raise corrupt(where, "step", manifest.step, f"must be {step}", code="mismatch")
     for name, entry in manifest.files.items():
         fd, size = directory.open(name)
         with open(fd, "rb", buffering=0):
             if size != entry.size:
-                rule, file = f"bytes are there, {entry.size} were saved", directory.path / name
-                raise invalid("", "length", size, rule, where=file, kind=CorruptCheckpoint)
+                rule = f"bytes are there, {entry.size} were saved"
+                raise corrupt(directory.path / name, "", size, rule, code="length")
     return manifest
 
 
@@ -141,22 +140,19 @@ def read_bytes(directory: Directory) -> bytes:
     fd, size = directory.open(NAME)
     with open(fd, "rb", buffering=0):
         if size > MAX_BYTES:
-            rule = f"bytes are more than the {MAX_BYTES} of any manifest"
-            raise invalid("", "size", size, rule, where=where, kind=CorruptCheckpoint)
+            raise corrupt(where, "", size, f"bytes must be at most {MAX_BYTES}", code="size")
         # The first bytes before the rest: a foreign file may have a gigabyte.
         head = bytearray(len(_PREFIX))
         if read_at(fd, memoryview(head), 0) != len(head) or head != _PREFIX:
             raise _damaged(where)
         data = bytearray(size)
         if read_at(fd, memoryview(data), 0) != size:
-            rule = "changed while it was read"
-            raise invalid("", "changed", ..., rule, where=where, kind=CorruptCheckpoint)
+            raise corrupt(where, "", ..., "changed while it was read", code="changed")
     return bytes(data)
 
 
 def _damaged(where: str) -> Any:
-    rule = "does not match its own digest"
-    return invalid("", "digest", ..., rule, where=where, kind=CorruptCheckpoint)
+    return corrupt(where, "", ..., "does not match its own digest", code="digest")
 
 
 def digest_of(directory: Directory) -> str:
@@ -177,7 +173,7 @@ def decode(data: bytes, where: str) -> Manifest:
         number = table["format"]
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         rule = f"is not a manifest ({error!r:.300})"
-        raise invalid("", "not_json", ..., rule, where=where, kind=CorruptCheckpoint) from error
+        raise corrupt(where, "", ..., rule, code="not_json") from error
     if number not in FORMATS:
         rule = f"must be {' or '.join(map(str, FORMATS))} for this forge-ckpt"
         fix, kind = "use the version that wrote it", CheckpointMismatch

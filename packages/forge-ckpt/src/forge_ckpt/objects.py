@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from forge_ckpt._shared.problems import ProblemError, invalid
+from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import CheckpointMismatch
 
 TAG = "$"
@@ -125,21 +125,18 @@ def _decode_array(parts: list[Any]) -> Any:
     return numpy.frombuffer(base64.b64decode(data), dtype=name).reshape(shape).copy()
 
 
-def _unknown(value: Any, where: str) -> ProblemError:
+def _unknown(value: Any, where: str) -> Any:
     kind = type(value)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind.__module__ == "numpy":
         rule = "is a numpy scalar, and is not stored"
-        found = invalid(where, "numpy_scalar", name, rule, "convert it with .item()")
-    elif isinstance(value, torch.Tensor):
+        return invalid(where, "numpy_scalar", name, rule, "convert it with .item()")
+    if isinstance(value, torch.Tensor):
         rule = "is in a dict key or a subclassed container, and is not stored"
-        found = invalid(where, "tensor", name, rule, "use dict, list, tuple")
-    else:
-        rule = "is a type that is not stored (nothing is pickled)"
-        fix = f"give its state as {_KNOWN}, or an object with state_dict() and load_state_dict() at the top level"
-        found = invalid(where, "type", name, rule, fix)
-    error: ProblemError = found
-    return error
+        return invalid(where, "tensor", name, rule, "use dict, list, tuple")
+    rule = "is a type that is not stored (nothing is pickled)"
+    fix = f"give its state as {_KNOWN}, or an object with state_dict() and load_state_dict() at the top level"
+    return invalid(where, "type", name, rule, fix)
 
 
 _DECODERS: dict[str, Callable[[Any], Any]] = {

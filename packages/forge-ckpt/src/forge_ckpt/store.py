@@ -377,9 +377,7 @@ class Store:
         steps = [step for step, _ in calls]
         step = steps[0]
         if set(steps) != {step}:
-            raise invalid(
-                "step", "mismatch", steps, "are saved by ranks that must save the same one"
-            )
+            raise invalid("step", "mismatch", steps, "must be the same on all ranks")
         if len({wait for _, wait in calls}) > 1:
             rule = f"differs between the ranks that save step {step}"
             raise invalid("wait", "mismatch", [wait for _, wait in calls], rule, "agree on one")

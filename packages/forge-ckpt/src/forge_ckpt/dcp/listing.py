@@ -12,7 +12,7 @@ from forge_ckpt import manifest
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.dcp import unpickle
 from forge_ckpt.dcp.unpickle import Record
-from forge_ckpt.errors import CorruptCheckpoint, restated
+from forge_ckpt.errors import corrupt, restated
 from forge_ckpt.files import Directory, read_at
 
 METADATA = ".metadata"
@@ -52,8 +52,7 @@ def read_listing(directory: Directory) -> Listing:
     fd, size = directory.open(METADATA)
     with open(fd, "rb", buffering=0):
         if size > _MAX_METADATA:
-            rule = f"bytes must be at most {_MAX_METADATA}"
-            raise invalid("", "size", size, rule, where=where, kind=CorruptCheckpoint)
+            raise corrupt(where, "", size, f"bytes must be at most {_MAX_METADATA}", code="size")
         data = bytearray(size)
         read_at(fd, memoryview(data), 0)
     try:
@@ -82,9 +81,7 @@ class _Reading:
         paths = self._metadata.get("planner_data")
         for name, entry in _dict(self._metadata["state_dict_metadata"], "names").items():
             if type(name) is not str:
-                raise invalid(
-                    "", "name", type(name).__name__, "must be text, as the name of a tensor"
-                )
+                raise invalid("", "name", type(name).__name__, "is the type of a name, not str")
             path = paths.get(name, (name,)) if type(paths) is dict else (name,)
             if type(path) is not tuple or not path or not all(map(_is_step, path)):
                 raise invalid(name[:80], "path", ..., "must have a tuple of keys as its path")

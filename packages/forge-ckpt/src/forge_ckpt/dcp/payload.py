@@ -11,7 +11,7 @@ from torch import Tensor
 
 from forge_ckpt._shared.problems import ProblemError, invalid
 from forge_ckpt.dcp.listing import Payload
-from forge_ckpt.errors import CorruptCheckpoint, restated
+from forge_ckpt.errors import corrupt, restated
 from forge_ckpt.files import Directory, read_at
 
 _EXPANSION = 64  # values of an object, at most, for each byte of its payload
@@ -25,11 +25,9 @@ def load_tensor(
     """The dense CPU tensor of a payload; raises CorruptCheckpoint unless it has ``sizes`` and ``dtype``."""
     value, records = _load(directory, payload, name)
     if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_meta:
-        rule = "is the payload, which must be a dense tensor"
-        raise invalid(name, "type", type(value).__name__, rule, kind=CorruptCheckpoint)
+        raise corrupt("", name, type(value).__name__, "must be a dense tensor", code="type")
     if (found := (tuple(value.shape), value.dtype)) != (sizes, dtype):
-        rule = f"is the payload, and {sizes} {dtype} is listed"
-        raise invalid(name, "mismatch", found, rule, kind=CorruptCheckpoint)
+        raise corrupt("", name, found, f"must be {sizes} {dtype}, as listed", code="mismatch")
     _check_storage(value, records, name)
     return value.detach()
 
@@ -53,8 +51,7 @@ def load_object(directory: Directory, payload: Payload, name: str) -> Any:
             _check_storage(item, records, name)
             budget -= item.numel() * item.element_size()
         if budget < 0 or depth > _MAX_DEPTH:
-            rule = "is an object that is deeper or larger than its bytes allow"
-            raise invalid(name, "expands", ..., rule, kind=CorruptCheckpoint)
+            raise corrupt("", name, ..., "is deeper or larger than its bytes allow", code="expands")
         todo += [(child, depth + 1) for child in children]
     return value
 
@@ -82,7 +79,7 @@ def _load(directory: Directory, payload: Payload, name: str) -> tuple[Any, set[i
                 raise invalid(name, "pickle", shown, rule, fix, where=where) from None
             text = str(error).partition("\n")[0]
             rule = f"is not an archive of torch.save ({type(error).__name__}: {text:.200})"
-            raise invalid(name, "damaged", ..., rule, where=where, kind=CorruptCheckpoint) from None
+            raise corrupt(where, name, ..., rule, code="damaged") from None
 
 
 def _check_archive(view: IO[bytes], length: int, name: str) -> set[int]:
@@ -103,8 +100,7 @@ def _check_storage(tensor: Tensor, records: set[int], name: str) -> None:
     # Some versions of torch do not compare the size that the pickle gives with the record's.
     size = tensor.untyped_storage().nbytes()
     if size and size not in records:
-        rule = "bytes of storage are not in the payload"
-        raise invalid(name, "storage", size, rule, kind=CorruptCheckpoint)
+        raise corrupt("", name, size, "bytes of storage are not in the payload", code="storage")
 
 
 class _Slice(io.RawIOBase):

@@ -55,13 +55,13 @@ def read_header(path: Path) -> dict[str, Entry]:
         length = int.from_bytes(_bytes(fd, 0, 8, size, path), "little")
         if length > min(MAX_HEADER, size - 8):
             rule = f"bytes of header must fit into the file of {size} and {MAX_HEADER}"
-            raise invalid("", "header", length, rule, AGAIN, where=path)
+            raise _bad(path, length, rule, code="header")
         header = parse_json(_bytes(fd, 8, length, size, path), path)
     try:
         return _entries(header, path, 8 + length, size)
     except (TypeError, KeyError) as error:
         rule = f"an entry is not dtype, shape, data_offsets ({error!r:.80})"
-        raise invalid("", "entry", ..., rule, AGAIN, where=path) from error
+        raise _bad(path, ..., rule, code="entry") from error
 
 
 def write_header(
@@ -75,9 +75,7 @@ def write_header(
     starts, end = {}, 0
     for name, (dtype, shape) in tensors.items():
         if dtype not in _NAMES:
-            raise invalid(
-                name, "dtype", dtype, "has no name in safetensors", "export another dtype"
-            )
+            raise invalid(name, "dtype", dtype, "is not in safetensors", "export another dtype")
         starts[name], end = end, end + math.prod(shape) * dtype.itemsize
         offsets = [starts[name], end]
         table[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": offsets}
@@ -106,26 +104,23 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
         if len(table) != len(pairs):
             keys = [key for key, _ in pairs]
             twice = next(key for key in table if keys.count(key) > 1)
-            raise invalid("", "duplicate", twice[:80], "stands there twice", AGAIN, where=path)
+            raise _bad(path, twice[:80], "stands there twice", code="duplicate")
         return table
 
     try:
         table = json.loads(data, object_pairs_hook=unique)
     except RecursionError:
-        rule = "its JSON is nested too deep"
-        raise invalid("", "nested", ..., rule, AGAIN, where=path) from None
+        raise _bad(path, ..., "its JSON is nested too deep", code="nested") from None
     except UnicodeDecodeError as error:
-        rule = "is the first byte that is not UTF-8"
-        raise invalid("", "utf8", error.start, rule, AGAIN, where=path) from None
+        raise _bad(path, error.start, "is a byte that is not UTF-8", code="utf8") from None
     except json.JSONDecodeError as error:
-        raise invalid("", "not_json", ..., f"is not JSON: {error}", AGAIN, where=path) from None
+        raise _bad(path, ..., f"is not JSON: {error}", code="not_json") from None
     except ProblemError:
         raise
     except ValueError:
-        rule = "a number has thousands of digits"
-        raise invalid("", "digits", ..., rule, AGAIN, where=path) from None
+        raise _bad(path, ..., "a number has thousands of digits", code="digits") from None
     if not isinstance(table, dict):
-        raise invalid("", "type", type(table).__name__, "must be an object", AGAIN, where=path)
+        raise _bad(path, type(table).__name__, "must be an object", code="type")
     return table
 
 
@@ -147,8 +142,7 @@ def open_regular(path: Path) -> tuple[int, int]:
 def _bytes(fd: int, start: int, length: int, size: int, path: Path) -> bytes:
     data = bytearray(length if start + length <= size else 0)
     if start + length > size or read_at(fd, memoryview(data), start) != length:
-        rule = "bytes are there, and the header is longer"
-        raise invalid("", "truncated", size, rule, AGAIN, where=path)
+        raise _bad(path, size, "bytes are there, and the header is longer", code="truncated")
     return bytes(data)
 
 
@@ -162,30 +156,34 @@ def _entries(header: dict[str, Any], path: Path, first: int, size: int) -> dict[
         if entry.start != end:
             words = "overlaps the one before it" if entry.start < end else "leaves a gap before it"
             rule = f"{words}, and tensors must follow each other"
-            raise invalid("", "order", name[:80], rule, AGAIN, where=path)
+            raise _bad(path, name[:80], rule, code="order")
         end += entry.length
     if end != size:
         rule = f"is the end of the tensors, and {size} that of the file"
-        raise invalid("", "length", end, rule, AGAIN, where=path)
+        raise _bad(path, end, rule, code="length")
     return found
 
 
 def _entry(name: str, fields: dict[str, Any], path: Path, first: int) -> Entry:
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
 
-    def bad(key: str, value: Any, rule: str, *, code: str) -> Any:
-        return invalid(f"{one_line(name[:80])}.{key}", code, value, rule, AGAIN, where=path)
-
+    key = one_line(name[:80])
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise bad("dtype", dtype, f"must be one of {', '.join(DTYPES)}", code="unknown")
+        rule = f"must be one of {', '.join(DTYPES)}"
+        raise _bad(path, dtype, rule, code="unknown", key=f"{key}.dtype")
     for label, values in (("shape", shape), ("data_offsets", offsets)):
         sound = isinstance(values, list) and len(values) <= 64
         if not sound or not all(type(n) is int and 0 <= n < 2**60 for n in values):
-            raise bad(label, values, "must be counts", code="count")
+            raise _bad(path, values, "must be counts", code="count", key=f"{key}.{label}")
     if math.prod(n or 1 for n in shape) >= 2**60:  # torch computes strides of an empty tensor, too
-        raise bad("shape", shape, "must be counts of a tensor", code="size")
+        rule = "must be counts of a tensor"
+        raise _bad(path, shape, rule, code="size", key=f"{key}.shape")
     length = math.prod(shape) * DTYPES[dtype].itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != length:
         rule = f"must be {length} bytes for {dtype} {reprlib.repr(shape)}"
-        raise bad("data_offsets", offsets, rule, code="length")
+        raise _bad(path, offsets, rule, code="length", key=f"{key}.data_offsets")
     return Entry(path, DTYPES[dtype], tuple(shape), first + offsets[0], length)
+
+
+def _bad(path: Path, value: Any, rule: str, *, code: str, key: str = "") -> Any:
+    return invalid(key, code, value, rule, AGAIN, where=path)

@@ -235,9 +235,7 @@ def _split(value: Tensor, dim: int, sizes: int | tuple[int, ...]) -> Sequence[Te
 
 def _unstack(value: Tensor, count: int) -> Sequence[Tensor]:
     if value.size(0) != count:
-        raise invalid(
-            _NAME, "experts", tuple(value.shape), f"is a shape whose dim 0 must be {count}"
-        )
+        raise invalid(_NAME, "experts", tuple(value.shape), f"must have {count} as its dim 0")
     return value.unbind(0)
 
 

@@ -8,8 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from forge_ckpt import digests
-from forge_ckpt._shared.problems import invalid
-from forge_ckpt.errors import CorruptCheckpoint
+from forge_ckpt.errors import corrupt
 from forge_ckpt.files import Directory, os_errors_as_corruption, read_at
 from forge_ckpt.manifest import BLOCK_BYTES, FileEntry, Manifest
 
@@ -164,10 +163,10 @@ def _block(
         count = read_at(fd, block, start)
     if count != size:
         rule = f"bytes are there, {entry.size} were saved"
-        raise invalid("", "truncated", start + count, rule, where=where, kind=CorruptCheckpoint)
+        raise corrupt(where, "", start + count, rule, code="truncated")
     if digest_of(block) != entry.blocks[index]:
         rule = f"(bytes {start}-{start + size}) does not match its digest"
-        raise invalid("block", "digest", index, rule, where=where, kind=CorruptCheckpoint)
+        raise corrupt(where, "block", index, rule, code="digest")
     if not whole:
         for piece in pieces:
             end = piece.begin + len(piece.destination)

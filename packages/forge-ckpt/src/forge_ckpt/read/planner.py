@@ -74,9 +74,8 @@ class ForgeLoadPlanner(DefaultLoadPlanner):
                 problems.append(Problem(one_line(name), "extra", ..., "is in the checkpoint only"))
         if problems:
             fix = "build the same model and optimizer as the run that saved it, or ask only for the names that fit"
-            raise mismatch(
-                Problem("", "state", ..., "the checkpoint is of another state", fix), problems
-            )
+            header = Problem("", "state", ..., "the checkpoint is of another state", fix)
+            raise mismatch(header, problems)
         self.state_dict = wanted
         return create_default_local_load_plan(wanted, self.metadata)
 

@@ -45,9 +45,8 @@ class Saver:
         max_failures: int,
     ) -> None:
         if staging_gib is not None and not staging_gib > 0:
-            raise invalid(
-                "staging_gib", "range", staging_gib, "must be above 0", "use None for no bound"
-            )
+            fix = "use None for no bound"
+            raise invalid("staging_gib", "range", staging_gib, "must be above 0", fix)
         if type(max_failures) is not int or max_failures < 1:
             rule = "must be an integer of at least 1"
             raise invalid("max_failures", "range", max_failures, rule, "use 3")
