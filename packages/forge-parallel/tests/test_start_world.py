@@ -106,9 +106,8 @@ def test_a_world_for_every_launcher(environ, world):
 def test_a_contradicting_environment_is_refused(
     environ: dict[str, str], key: str, value: object, code: str
 ) -> None:
-    with rejects(key, value, code) as caught:
+    with rejects(key, value, code):
         find_world(environ)
-    assert caught.value.problems[0].fix.split()[0] in ("start", "unset", "set")
 
 
 def test_finding_the_world_needs_no_torch():
