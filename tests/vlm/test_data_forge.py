@@ -17,6 +17,7 @@ from PIL import Image
 from forge_data import Loader, SourceConfig, open_stream
 from forge_data.mixed_stream import MixedStream
 from forge_data.mixture import Phase
+from forge_testing.problems import rejects
 from forge_testing.runs import (
     assert_same_bits,
     columns,
@@ -232,9 +233,7 @@ def test_branches_for_a_model_of_text_are_refused(tmp_path: Path) -> None:
     begin, end = text.index("[model.vision]"), text.index("[data]")
     job.write_text(text[:begin] + text[end:])
     keys.pop("model.modalities.image.first_id")
-    with pytest.raises(
-        ConfigError, match="the model would let the branches of a row see each other"
-    ):
+    with rejects("model.name", ..., "branches", ConfigError):
         fit_alone(job, **keys)
 
 
@@ -243,9 +242,7 @@ def test_pictures_that_see_ahead_are_refused_over_cp_before_anything_starts(tmp_
         write_vlm_job(tmp_path), {"model.bidirectional": "image", "parallel.cp": 2}
     ).config
     problems = layout_problems(config, 2)
-    assert any(
-        "parallel.cp 2 cuts the rows whose tokens see each other ahead" in p for p in problems
-    )
+    assert any("parallel.cp 2" in str(p) for p in problems)
 
 
 def captions(folder: Path, count: int, shade: int) -> Path:
@@ -317,9 +314,9 @@ def test_batches_that_are_drawn_together_are_those_of_the_run(tmp_path: Path) ->
         fit_on_ranks(2, other, **flags(keys | {"train.steps": steps}))
     rows = [columns(tmp_path / name / "job.toml")["instances"] for name in ("good", "other")]
     assert rows[0] == rows[1]
-    for change, words in (
-        ({"train.global_batch": 8}, "group 12 must be train.global_batch 8; use 8"),
-        ({f"data.sources.more.{k}": v for k, v in source.items()}, "and there are 2; remove it"),
+    for change in (
+        {"train.global_batch": 8},
+        {f"data.sources.more.{k}": v for k, v in source.items()},
     ):
-        with pytest.raises(ConfigError, match=words):
+        with rejects("data.sources.squares.options.group", 12, kind=ConfigError):
             fit_alone(write_vlm_job(tmp_path / "bad"), **keys | change)

@@ -12,6 +12,7 @@ from tests.vlm.test_exact_match import colours, keys
 from tests.vlm.test_hugging_face import IMAGE, LLAVA, SIDE, save
 
 from forge_core import SamplingConfig
+from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone
 from forge_testing.vlm_jobs import write_vlm_job
 from forge_train import ConfigError
@@ -117,20 +118,20 @@ def test_a_folder_of_llava_answers_as_transformers(
 
 
 @pytest.mark.parametrize(
-    ("keywords", "words"),
+    ("keywords", "key", "code"),
     [
-        ({"prompt": "x", "prompts": "talks"}, "both given"),
-        ({"image": (Path("a.png"),), "prefill_chunk": 3}, "whole prompts"),
-        ({"image": (Path("missing.png"),)}, "cannot be read"),
-        ({"image": (Path("missing.png"),), "rows": 0}, "rows 0"),
+        ({"prompt": "x", "prompts": "talks"}, "--prompt", "excludes"),
+        ({"image": (Path("a.png"),), "prefill_chunk": 3}, "--prefill_chunk", "images"),
+        ({"image": (Path("missing.png"),)}, "", "unreadable"),
+        ({"image": (Path("missing.png"),), "rows": 0}, "--rows", "range"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(
-    run: Path, tmp_path: Path, keywords: dict[str, Any], words: str
+    run: Path, tmp_path: Path, keywords: dict[str, Any], key: str, code: str
 ) -> None:
     if "prompts" in keywords:
         keywords = {**keywords, "prompts": colours(tmp_path)}
-    with pytest.raises(ConfigError, match=words):
+    with rejects(key, code=code, kind=ConfigError):
         stream_text(run, **keywords)
 
 

@@ -111,7 +111,7 @@ def evaluated(run: Path, folder: Path) -> float:
 @pytest.mark.slow
 def test_exact_match_is_that_of_the_run(run: tuple[Path, float], tmp_path: Path) -> None:
     found = evaluated(run[0], tmp_path)
-    print(f"exact match {found}, of the run {run[1]}")
+    print(f"exact match: {found}; run: {run[1]}")
     assert found == pytest.approx(run[1], abs=1e-12)
     assert 0.2 < found < 1.0
 

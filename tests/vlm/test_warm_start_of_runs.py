@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone, fit_on_ranks, saved_tensors
 from forge_testing.vlm_jobs import write_vlm_job
 from forge_train import ConfigError, Trainer, load_job, read_run
@@ -52,25 +53,22 @@ def test_F70_all_weights_of_the_text_are_taken_by_a_fresh_run(tmp_path: Path, fu
 
 
 @pytest.mark.parametrize(
-    ("text", "here", "words"),
+    ("text", "here", "key", "value", "code"),
     [
-        (
-            {"qk_norm": True},
-            {},
-            "has weights of text that nothing here would use: layers.0.mixer.q_norm",
-        ),
-        ({"rope_theta": 500.0}, {}, "model.rope_theta was 500.0 in the text model"),
-        ({"dim": 32}, {}, "model.dim was 32 in the text model"),
-        ({}, {"model.fusion.name": "moma"}, "has parts that begin as copies of the text model's"),
+        ({"qk_norm": True}, {}, "model.qk_norm", False, "changed"),
+        ({"qk_norm": True}, {}, "init.from", "text/run", "unused"),
+        ({"rope_theta": 500.0}, {}, "model.rope_theta", 10000.0, "changed"),
+        ({"dim": 32}, {}, "model.dim", 16, "changed"),
+        ({}, {"model.fusion.name": "moma"}, "model.fusion.name", "moma", "initial"),
     ],
     ids=str,
 )
 def test_what_would_be_lost_is_refused(
-    tmp_path: Path, text: dict[str, Any], here: dict[str, Any], words: str
+    tmp_path: Path, text: dict[str, Any], here: dict[str, Any], key: str, value: Any, code: str
 ) -> None:
     parent = text_run(tmp_path / "text", **text)
     job = write_vlm_job(tmp_path / "vlm")
-    with pytest.raises(ConfigError, match=words):
+    with rejects(key, str(parent) if key == "init.from" else value, code, ConfigError):
         Trainer(load_job(job, {**here, "init.from": str(parent)}))
     assert not (tmp_path / "vlm/run").exists()
 
