@@ -1,4 +1,4 @@
-"""The example of the README runs, and the refusals it quotes are the real ones."""
+"""The example of the README runs, and the problems it quotes have their real keys and values."""
 
 import re
 from pathlib import Path

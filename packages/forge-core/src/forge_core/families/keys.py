@@ -115,8 +115,9 @@ def read_common(
     sound. Raises ValueError with one line for each key that is missing, holds no sound number, asks for something that Forge's transformer cannot
     do, or is unknown: it may change what the model computes.
     """
-    missing = ("missing", ..., "is missing", "give a complete config.json")
-    problems = [Problem(key, *missing) for key in _REQUIRED if key not in hf]
+    rule, fix = "is missing", "give a complete config.json"
+    lost = [key for key in _REQUIRED if key not in hf]
+    problems = [Problem(key, "missing", ..., rule, fix) for key in lost]
     wrong = _wrong_kinds(hf)
     problems += wrong + _unknown(hf, reads)
     if not wrong:

@@ -29,8 +29,9 @@ _ROWS = tuple(
 
 
 def _from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
-    missing = ("missing", ..., "is missing", "write its width, or null")
-    raise_problems("deepseek_v3", (Problem(key, *missing) for key in _WIDTHS if key not in hf))
+    rule, fix = "is missing", "write its width, or null"
+    lost = (key for key in _WIDTHS if key not in hf)
+    raise_problems("deepseek_v3", (Problem(key, "missing", ..., rule, fix) for key in lost))
     bias = bool(hf.get("attention_bias", False))
     reads = ("attention_bias", "auto_map", "qk_head_dim", "rope_interleave", *_WIDTHS, *EXPERT_KEYS)
     interleave = hf.get("rope_interleave")

@@ -405,10 +405,8 @@ def _shape_problems(c: TransformerConfig) -> Iterator[Problem]:
         yield from _rotary_problems(c)
 
 
-_NOTHING_TURNS = Problem(
-    *("partial_rotary_factor", "excludes", 0.0),
-    *("must go without rope_scaling, which nothing reads then", "remove it"),
-)
+_UNREAD = "must go without rope_scaling, which nothing reads then"
+_NOTHING_TURNS = Problem("partial_rotary_factor", "excludes", 0.0, _UNREAD, "remove it")
 #: Fields that latent attention does not read, and the values at which they say nothing.
 _NOT_LATENT = {"head_dim": None, "qk_norm": False}
 
