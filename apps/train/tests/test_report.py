@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from forge_resilience.goodput import read_ledger
-from forge_testing.problems import ANY, rejects
+from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone, make_job
 from forge_train import ConfigError, read_run
 from forge_train.cli import report
@@ -373,8 +373,13 @@ def test_what_is_refused(
         ("RUNS", [], None, []),
         ("--output", ..., "missing", [run, copy]),
         ("run", str(run), "duplicate", [run, run, "--output", tmp_path / "x.html"]),
-        ("RUNS", [run, copy], None, [run, copy, "--text"]),
-        ("--output", ANY, "page", [run, "--json", "--output", tmp_path / "x.html"]),
+        ("RUNS", [str(run), str(copy)], "length", [run, copy, "--text"]),
+        (
+            "--output",
+            str(tmp_path / "x.html"),
+            "excludes",
+            [run, "--json", "--output", tmp_path / "x.html"],
+        ),
         (
             "--output",
             str(tmp_path / "none/x.html"),
