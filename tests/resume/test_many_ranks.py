@@ -26,6 +26,7 @@ import torch.distributed as dist
 from forge_parallel import Meshes, end_process_group
 from forge_testing import RankError, forge_train, run_on_ranks, start, wait_for_step
 from forge_testing.faults import flip_bit, rank_pids, signal_at_random, signal_rank
+from forge_testing.problems import rejects
 from forge_testing.runs import (
     Fitted,
     assert_close,
@@ -433,7 +434,7 @@ def test_a_rank_without_its_group_is_told_so(
 def test_a_group_that_the_environment_does_not_know_is_told_so(tmp_path: Path) -> None:
     trainer = Trainer(load_job(make_job(tmp_path)))
     meshes = Meshes(torch.device("cpu"), world_size=2, batch_size=2)
-    with pytest.raises(ConfigError, match="has 2 ranks that read data and the environment says 1"):
+    with rejects("data ranks of the process group", 2, "mismatch", ConfigError):
         trainer.fit(meshes)
 
 

@@ -24,6 +24,7 @@ from forge_ckpt.hf import HFFolder
 from forge_data.prepare import prepare
 from forge_testing.jobs import TINY_JOB
 from forge_testing.parts import smoothed
+from forge_testing.problems import ANY, rejects
 from forge_testing.processes import forge_train
 from forge_testing.runs import fit_on_ranks
 from forge_train import ConfigError, Trainer, load_job, load_trained, read_run
@@ -365,9 +366,8 @@ def test_a_damaged_import_never_starts_anew_silently(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / "run" / "checkpoints")
     outcome = forge_train("run", write_job(tmp_path), "--train.steps", "2")
     assert outcome.code == 66
-    assert (
-        "holds no checkpoint, and model.toml beside it is that of imported weights" in outcome.err
-    )
+    assert f"{tmp_path}/run/checkpoints" in outcome.err
+    assert "model.toml" in outcome.err
 
 
 @pytest.mark.lane("test")
@@ -436,12 +436,12 @@ IMPORTS: dict[str, tuple[str, Any, str]] = {
     "layers without a pattern": (
         "Qwen3Moe",
         {"num_hidden_layers": 5, "mlp_only_layers": [1, 4]},
-        r"mixtures in layers \[0, 2, 3\] must be every n-th",
+        r"mlp_only_layers \[0, 2, 3\]",
     ),
     "another shape": (
         "Llama",
         {"intermediate_size": 44},
-        r"is \(40, 32\) in the files and \(44, 32\) in the model",
+        r"\(44, 32\) .*\(40, 32\)",
     ),
     "fewer layers": ("Llama", {"num_hidden_layers": 1}, r"layers\.1\..* is in the files only"),
     "more layers": ("Llama", {"num_hidden_layers": 3}, r"layers\.2\..* is in the model only"),
@@ -462,45 +462,44 @@ def test_an_import_that_cannot_be_held_is_refused_by_name(tmp_path: Path, case: 
 def test_a_run_is_never_written_over_and_other_folders_are_refused(tmp_path: Path) -> None:
     save("Llama", tmp_path / "hf")
     import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
-    with pytest.raises(ConfigError, match="has a run already and must be a new folder"):
+    with rejects("run.dir", str(tmp_path / "run"), "exists", ConfigError):
         import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
     (tmp_path / "hf" / "forge.json").write_text('{"format": 1, "model": {"dim": 3}}')
-    with pytest.raises(ConfigError, match=r"forge.json: must have format 1"):
+    with rejects("", ..., "version", ConfigError, where="forge.json"):
         import_folder(tmp_path / "hf", run_dir=tmp_path / "other")
     sidecar = {"format": 1, "model": {"moe.capacity_factor": "x"}}
     (tmp_path / "hf" / "forge.json").write_text(json.dumps(sidecar))
-    with pytest.raises(ConfigError, match=r"forge.json: model.moe.capacity_factor: .* a number"):
+    with rejects("model.moe.capacity_factor", "x", "type", ConfigError, where="forge.json"):
         import_folder(tmp_path / "hf", run_dir=tmp_path / "other")
     with pytest.raises(ConfigError, match=r"config.json: No such file"):
         import_folder(tmp_path / "nowhere", run_dir=tmp_path / "other")
 
 
-EXPORTS: dict[str, tuple[dict[str, Any], str]] = {
-    "a norm": ({"model.norm": "layer_norm"}, "norm 'layer_norm' must be 'rms_norm' in this family"),
-    "GELU": ({"model.feed_forward": "gelu"}, "feed_forward 'gelu' must be 'swiglu'"),
-    "a soft cap": (
-        {"model.attention.softcap": 30.0},
-        r"attention.softcap 30.0 has no key in this family",
-    ),
+EXPORTS: dict[str, tuple[dict[str, Any], str, Any]] = {
+    "a norm": ({"model.norm": "layer_norm"}, "model.norm", "layer_norm"),
+    "GELU": ({"model.feed_forward": "gelu"}, "model.feed_forward", "gelu"),
+    "a soft cap": ({"model.attention.softcap": 30.0}, "model.attention.softcap", 30.0),
     "a router": (
         {"model.moe.num_experts": 4, "model.moe.router": "expert_choice"},
-        "router 'expert_choice' must be 'softmax_topk'",
+        "model.moe.router",
+        "expert_choice",
     ),
     "biased experts": (
         {"model.moe.num_experts": 4, "model.moe.bias": True},
-        "bias True must be False",
+        "model.moe.bias",
+        True,
     ),
 }
 
 
 @pytest.mark.parametrize("case", EXPORTS)
 def test_an_option_without_a_key_is_refused_by_name(tmp_path: Path, case: str) -> None:
-    keys, message = EXPORTS[case]
+    keys, key, value = EXPORTS[case]
     job = write_job(tmp_path)
     given = {"model.dim": 16, "model.num_layers": 1, "model.num_heads": 2, "train.steps": 1,
              "sample.max_new_tokens": 0, "eval.every_steps": 0, "metrics.console": "off"}  # fmt: skip
     Trainer(load_job(job, {**given, **keys})).fit()
-    with pytest.raises(ConfigError, match=message):
+    with rejects(key, value, kind=ConfigError):
         export_run(tmp_path / "run", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
@@ -524,12 +523,9 @@ def test_a_run_from_scratch_is_exported_as_the_first_family_that_fits(
         assert f"{name}, fp32" in out
         assert "tokens are bytes" in out
         assert "check: largest" in out
-    with pytest.raises(
-        ConfigError,
-        match=r"qwen3: model\.qk_norm False must be True in this family; use --family llama",
-    ):
+    with rejects("model.qk_norm", False, kind=ConfigError, where="--family llama"):
         export_run(tmp_path / "llama" / "run", tmp_path / "q", family="qwen3")
-    with pytest.raises(ConfigError, match="family 'gpt2' is unknown; use one of llama"):
+    with rejects("--family", "gpt2", "unknown", ConfigError):
         export_run(tmp_path / "llama" / "run", tmp_path / "q", family="gpt2")
 
 
@@ -577,20 +573,21 @@ def test_a_hostile_folder_is_one_line_on_the_command_line(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("source", "options", "message"),
+    ("source", "options", "code"),
     [
-        ("nowhere", {}, "has no checkpoint; name the folder of a run"),
-        ("run", {"step": 7}, r"--step 7 is not one of \[0\]"),
-        ("run/checkpoints/step-00000000", {"step": 0}, "are both given; leave one out"),
-        ("run/checkpoints/step-00000009", {}, "is no committed checkpoint"),
+        ("nowhere", {}, "not_found"),
+        ("run", {"step": 7}, "unknown"),
+        ("run/checkpoints/step-00000000", {"step": 0}, "excludes"),
+        ("run/checkpoints/step-00000009", {}, "damaged"),
     ],
 )
 def test_exports_of_nothing_are_refused(
-    tmp_path: Path, source: str, options: dict[str, Any], message: str
+    tmp_path: Path, source: str, options: dict[str, Any], code: str
 ) -> None:
     save("Llama", tmp_path / "hf")
     import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
-    with pytest.raises(ConfigError, match=message):
+    key = "--step" if options else "source"
+    with rejects(key, options.get("step", str(tmp_path / source)), code, ConfigError):
         export_run(tmp_path / source, tmp_path / "out", **options)
 
 
@@ -602,7 +599,7 @@ def test_a_check_that_fails_says_so(tmp_path: Path) -> None:
     section = section_from_hf(hf)
     state = build_model(section, 0).to_empty(device="cpu").state_dict()
     wrong = [(name, torch.full_like(tensor, 0.1)) for name, tensor in state.items()]
-    with pytest.raises(JobError, match=r"must be at most 0\.001 of it"):
+    with rejects("difference", ANY, "range", JobError, where=tmp_path / "hf"):
         compare(section, wrong, tmp_path / "hf")
 
 

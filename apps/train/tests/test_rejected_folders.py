@@ -107,7 +107,9 @@ def test_models_that_no_family_holds() -> None:
     with rejects("model.moe.num_experts", 0, "family", where="mixtral"):
         families.section_to_hf(section, "mixtral")
     with rejects("model", ..., "no_family") as caught:
-        families.find_family(BuiltInModelConfig(**TINY, mixer="forge_testing.parts:RunningMean"), None)
+        families.find_family(
+            BuiltInModelConfig(**TINY, mixer="forge_testing.parts:RunningMean"), None
+        )
     assert len({p.origin for p in caught.value.problems[1:]}) == 1
     images: Any = SimpleNamespace(moe=SimpleNamespace(num_experts=4))
     _, (problem,) = families._write_vlm(images, images, "llava")
