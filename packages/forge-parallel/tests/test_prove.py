@@ -227,7 +227,7 @@ def test_layouts_that_break_a_rule_are_named_before_any_rank_starts(
     monkeypatch: pytest.MonkeyPatch, layout: dict[str, Any], key: str, value: object, code: str
 ) -> None:
     monkeypatch.setattr(os, "fork", None)
-    with rejects(key, value, code, ProveError, where=f"layout {layout_name(layout)}"):
+    with rejects(key, value, code, ProveError, where=layout_name(layout)):
         prove(Model, vocab_size=VOCAB, nproc=4, seq_len=18, layouts=[layout])
 
 
@@ -423,7 +423,7 @@ def test_builders_and_models_that_have_no_truth_are_reported() -> None:
         prove(Of, args={"change": lambda x: (x, 0)}, vocab_size=VOCAB)
     with rejects("forward", (), "logits", ProveError):
         prove(Of, args={"change": torch.mean}, vocab_size=VOCAB)
-    with rejects("model", ..., "finite", ProveError, where="loss in step 1"):
+    with rejects("model", ..., "finite", ProveError, where="loss"):
         prove(Of, args={"change": lambda x: x * torch.nan}, vocab_size=VOCAB)
     with rejects("build", "int", "type", ProveError):
         prove(lambda: 3, vocab_size=VOCAB)  # type: ignore[arg-type,return-value]

@@ -353,7 +353,7 @@ def broken_axis(name: str) -> str:
 @pytest.mark.parametrize("name", ["tp", "cp"])
 def test_a_group_that_cannot_talk_is_named_at_the_start(name: str) -> None:
     for rank, said in enumerate(run_on_ranks(4, broken_axis, name)):
-        assert said.startswith(f"rank {rank}:")
+        assert f" {rank}: " in said
         assert "connection refused" in said
 
 
