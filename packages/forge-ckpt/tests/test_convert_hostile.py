@@ -145,7 +145,7 @@ PROBLEMS = {
     "NEWOBJ_EX": ("", "unknown"),
     "a build of a class": ("", "state"),
     "a build of a dtype": ("", "state"),
-    "a class made by its name alone": ("", "instance"),
+    "a class made by its name alone": ("", "new"),
     "a-function-that-torch-has": ("dtype", "unknown"),
     "a dotted name": ("dtype", "unknown"),
     "a long int of text": ("", "error"),

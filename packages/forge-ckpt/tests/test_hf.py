@@ -80,7 +80,7 @@ def test_a_split_is_the_concat_of_the_other_side():
     for tensors, key, value, code in (
         ([("l.3.k", ours["l.3.k"])], "l.3.qkv", ["l.3.q"], "missing"),
         ([("l.3.q", whole), ("l.3.k", ours["l.3.k"])], "l.3.qkv", (8, 2), "sizes"),
-        ([("l.3.k", whole), ("l.3.k", whole)], "l.3.k", ..., "duplicate_part"),
+        ([("l.3.k", whole), ("l.3.k", whole)], "l.3.k", ..., "repeated"),
     ):
         with rejects(key, value, code):
             list(to_hf([row], tensors))
@@ -129,7 +129,7 @@ def test_exported_parts_own_their_memory():
     [
         ("rename", [("other", (1,))], "other", ..., "unknown"),
         ("rename", [("a.01.w", (1,))], "a.01.w", ..., "unknown"),
-        ("rename", [("a.1.w", (1,)), ("a.1.w", (1,))], "a.1.w", ..., "duplicate_part"),
+        ("rename", [("a.1.w", (1,)), ("a.1.w", (1,))], "a.1.w", ..., "repeated"),
         ("concat", [("l.0.up", (2, 2))], "l.0.gate_up", ["l.0.gate"], "missing"),
         ("concat", [("l.0.up", (2, 2)), ("l.0.gate", (3, 2))], "l.0.gate_up", (3, 2), "sizes"),
         ("stack", [("l.4.e.3.w", (2, 5))], "l.4.e.3.w", 3, "expert"),

@@ -112,8 +112,8 @@ def test_cat_prints_what_was_saved(tmp_path, capsys):
     [
         (["model.x"], "name", "model.x", "not_found"),
         (["model.w", "--slice=0:2"], "slice", "0:2", "dims"),
-        (["model.w", "--slice=0:2,x"], "slice", "0:2,x", "part"),
-        (["model.w", "--slice=0:4:2,:"], "slice", "0:4:2,:", "part"),
+        (["model.w", "--slice=0:2,x"], "slice", "0:2,x", "position"),
+        (["model.w", "--slice=0:4:2,:"], "slice", "0:4:2,:", "position"),
         (["model.w", "--slice=9,:"], "slice", "9,:", "empty"),
         (["model.w", "--step", "3"], "step", 3, "not_found"),
     ],

@@ -48,6 +48,7 @@ class Keep:
             problems.append(Problem("best", "type", self.best, rule))
         if self.mode not in ("min", "max"):
             problems.append(Problem("mode", "unknown", self.mode, "must be 'min' or 'max'"))
+
         try:
             object.__setattr__(self, "_is_milestone", _resolve(self.milestones))
         except ValueError as error:

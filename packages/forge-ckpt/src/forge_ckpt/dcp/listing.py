@@ -120,7 +120,7 @@ class _Reading:
 
     def _place(self, name: str, offsets: tuple[int, ...] | None) -> Payload:
         if (name, offsets) not in self._places:
-            raise invalid(name, "missing", offsets, "is the place of a part without bytes")
+            raise invalid(name, "missing", offsets, "is a chunk without bytes")
         return self._places[name, offsets]
 
     def _payload(self, info: dict[str, Any]) -> Payload:

@@ -142,7 +142,7 @@ class _Machine:
     def new(self, _argument: Any) -> None:
         kind, arguments = self.top(2)
         if type(kind) is not _Class or kind.name not in _RECORDS or arguments != ():
-            raise invalid("", "instance", ..., "makes an instance that DCP does not make")
+            raise invalid("", "new", ..., "makes an object that DCP does not make")
         self.push(Record(kind.name))
 
     def build(self, _argument: Any) -> None:

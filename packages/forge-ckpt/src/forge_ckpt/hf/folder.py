@@ -75,5 +75,5 @@ class HFFolder:
         fd, _ = open_regular(entry.file)
         with open(fd, "rb", buffering=0):
             if read_at(fd, byte_view(tensor), entry.start) != entry.length:
-                raise invalid(name, "truncated", ..., "is cut short", AGAIN, where=entry.file)
+                raise invalid(name, "truncated", ..., "is incomplete", AGAIN, where=entry.file)
         return tensor

@@ -17,7 +17,7 @@ Row = tuple[str | tuple[str, ...], str | tuple[str, ...], tuple[Op, ...]]
 
 _ARGUMENTS = {"transpose": 2, "concat": 2, "split": 2, "stack_experts": 1, "rope_permute": 1}
 _FIELDS = re.compile(r"(\{[^}]*\})")
-_ROW = "rows"  # key of a problem, until the number is known
+_KEY = "rows"  # key of a problem, until the number is known
 _NUMBER = "0|[1-9][0-9]*"  # not "01": the way back would write "1"
 
 
@@ -76,14 +76,16 @@ def check_rows(rows: Sequence[Row]) -> tuple[CompiledRow, ...]:
             parts, whole, ops = ours, hf[0], (("concat", *ops[0][1:]),)
         else:
             parts, whole = hf, ours[0]
+
         found = _split_problems(hf, ours, ops) or _row_problems(parts, whole, ops)
         for pattern in (*(f"hf {name}" for name in hf), *(f"forge {name}" for name in ours)):
             if pattern in seen:
                 rule = f"is already in row {seen[pattern]}"
-                found.append(Problem(_ROW, "duplicate", pattern, rule))
+                found.append(Problem(_KEY, "duplicate", pattern, rule))
             seen[pattern] = number
         names = f"{', '.join(hf)} -> {', '.join(ours)}"
         problems += [replace(p, key=f"rows.{number}", origin=names) for p in found]
+
         if not found:
             compiled.append(_compile(parts, whole, ops, split))
     raise_problems("", problems)
@@ -111,10 +113,10 @@ def _split_problems(
     """A row with several of our names, or with a split that was not turned into a concat."""
     if any(op[0] == "split" for op in ops):
         rule = "must be the only operation, of one hf pattern, as ('split', dim, sizes)"
-        return [Problem(_ROW, "split", ops, rule)]
+        return [Problem(_KEY, "split", ops, rule)]
     if len(forge) > 1 and (len(hf) > 1 or not any(op[0] == "concat" for op in ops)):
         rule = f"forge patterns need exactly one split of {len(forge)}"
-        return [Problem(_ROW, "forge_patterns", len(forge), rule)]
+        return [Problem(_KEY, "forge_patterns", len(forge), rule)]
     return []
 
 
@@ -145,14 +147,14 @@ def _row_problems(hf: tuple[str, ...], forge: str, ops: tuple[Op, ...]) -> list[
         fields = _FIELDS.findall(pattern)
         fix = "write {i} for the layer, {e} for the expert"
         problems += [
-            Problem(_ROW, "field", pattern, f"has {field}", fix)
+            Problem(_KEY, "field", pattern, f"has {field}", fix)
             for field in sorted(set(fields) - {"{i}", "{e}"})
         ]
         if len(set(fields)) != len(fields):
-            problems.append(Problem(_ROW, "twice", pattern, "has a number twice", "use each once"))
+            problems.append(Problem(_KEY, "twice", pattern, "has a number twice", "use each once"))
     if len({"{i}" in pattern for pattern in (*hf, forge)}) > 1:
-        fix = "write it in every pattern of the row"
-        problems.append(Problem(_ROW, "layer", "{i}", "is on one side only", fix))
+        fix = "write it in every pattern"
+        problems.append(Problem(_KEY, "layer", "{i}", "is on one side only", fix))
     if problems:
         return problems
     counts = {name: sum(op[0] == name for op in ops) for name in ("concat", "stack_experts")}
@@ -160,17 +162,17 @@ def _row_problems(hf: tuple[str, ...], forge: str, ops: tuple[Op, ...]) -> list[
         parts = [op[2] if isinstance(op[2], int) else len(op[2]) for op in ops if op[0] == "concat"]
         if parts != [len(hf)]:
             rule = f"hf patterns need exactly one concat of {len(hf)}"
-            problems.append(Problem(_ROW, "concat", len(hf), rule))
+            problems.append(Problem(_KEY, "concat", len(hf), rule))
     in_hf = {"{e}" in pattern for pattern in hf}
     if len(in_hf) > 1:
         fix = "write it in all of them or none"
-        problems.append(Problem(_ROW, "some_experts", "{e}", "is in some hf patterns only", fix))
+        problems.append(Problem(_KEY, "some_experts", "{e}", "is in some hf patterns only", fix))
     elif counts["stack_experts"] != int(in_hf == {True} and "{e}" not in forge):
         rule = "in hf and not in forge needs exactly one stack_experts, and only then"
-        problems.append(Problem(_ROW, "stack_experts", "{e}", rule))
+        problems.append(Problem(_KEY, "stack_experts", "{e}", rule))
     elif "{e}" in forge and in_hf == {False}:
         rule = "is in forge only, and one hf tensor cannot become several of ours"
-        problems.append(Problem(_ROW, "forge_experts", "{e}", rule))
+        problems.append(Problem(_KEY, "forge_experts", "{e}", rule))
     return problems
 
 
@@ -178,13 +180,13 @@ def _op_problems(op: Op) -> list[Problem]:
     name, arguments = op[0], op[1:]
     if name not in _ARGUMENTS:
         fix = f"use one of {', '.join(sorted(_ARGUMENTS))}"
-        return [Problem(_ROW, "unknown", name, "is not an operation", fix)]
+        return [Problem(_KEY, "unknown", name, "is not an operation", fix)]
     if len(arguments) != _ARGUMENTS[name]:
-        return [Problem(_ROW, "length", op, f"must have {_ARGUMENTS[name]} arguments")]
+        return [Problem(_KEY, "length", op, f"must have {_ARGUMENTS[name]} arguments")]
     if name in ("concat", "split") and isinstance(arguments[1], tuple):
         arguments = (arguments[0], *arguments[1])
     if not all(type(argument) is int for argument in arguments):
-        return [Problem(_ROW, "type", op, "must have integers as arguments")]
+        return [Problem(_KEY, "type", op, "must have integers as arguments")]
     if name in ("stack_experts", "rope_permute") and arguments[0] < 1:
-        return [Problem(_ROW, "range", op, "must have an argument of at least 1")]
+        return [Problem(_KEY, "range", op, "must have an argument of at least 1")]
     return []

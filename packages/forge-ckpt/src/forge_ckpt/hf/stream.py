@@ -85,7 +85,7 @@ class _Gather:
         target = fill(row.forge, part.layer, part.expert)
         if target in self.done or part in self.waiting.get(target, ({}, {}))[1]:
             fix = "give each tensor once"
-            raise invalid(name, "duplicate_part", ..., f"came twice (for {target})", fix)
+            raise invalid(name, "repeated", ..., f"came twice (for {target})", fix)
         expert = None if stacked else part.expert
         wanted, parts = self.waiting.setdefault(target, (row.hf_names(part.layer, expert), {}))
         if part not in wanted:
@@ -105,7 +105,7 @@ class _Gather:
             return
         target, (wanted, parts) = next(iter(self.waiting.items()))
         missing = [name for part, name in wanted.items() if part not in parts]
-        rule = f"are missing parts ({len(missing)} in all; {len(self.waiting)} unfinished tensors)"
+        rule = f"are missing ({len(missing)} in all; {len(self.waiting)} unfinished tensors)"
         fix = "give all files, or the map of this model"
         raise invalid(target, "missing", missing[:4], rule, fix)
 
@@ -149,7 +149,7 @@ def _match(
                 hits.append((row, Part(numbers.get("i"), numbers.get("e"), position)))
     if not hits:
         fix = "add a row or use another map"
-        raise invalid(name, "unknown", ..., "matches no row of the map", fix)
+        raise invalid(name, "unknown", ..., "matches nothing in the map", fix)
     if len(hits) > 1:
         both = "; ".join(f"{', '.join(row.hf)} -> {row.forge}" for row, _ in hits)
         rule = f"rows match ({both})"
@@ -218,7 +218,7 @@ def _concat(pieces: Pieces, dim: int, sizes: int | tuple[int, ...]) -> Pieces:
         wanted = (found[0],) * count if isinstance(sizes, int) else sizes
         if found != wanted or len({part.dtype for part in parts}) > 1:
             dtypes = ", ".join(str(part.dtype) for part in parts)
-            rule = f"are the sizes of parts ({dtypes}), which must be {wanted} of one dtype"
+            rule = f"are sizes ({dtypes}), which must be {wanted} of one dtype"
             raise invalid(_NAME, "sizes", found, rule)
         joined[expert, 0] = torch.cat(parts, dim)
     return joined

@@ -203,7 +203,7 @@ def _ranges(text: str, shape: tuple[int, ...]) -> tuple[list[range], tuple[int, 
                 ranges.append(range(size)[slice(*(int(n) if n else None for n in (first, last)))])
         except ValueError:
             rule = f"has {part!r}, which must be a position or start:stop"
-            raise invalid("slice", "part", text, rule) from None
+            raise invalid("slice", "position", text, rule) from None
         if size and not ranges[-1]:
             rule = f"has {part!r}, which is empty in a dim of size {size}"
             raise invalid("slice", "empty", text, rule)
