@@ -3,7 +3,6 @@
 import hashlib
 import json
 import pickle
-import re
 
 import numpy as np
 import pytest
@@ -21,7 +20,7 @@ from forge_data.mixed_stream import MixedStream
 from forge_data.mixture import Phase
 from forge_data.prepare import prepare
 from forge_data.sources import integrity
-from forge_testing.problems import rejects
+from forge_testing.problems import ANY, rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -58,15 +57,15 @@ def flip(path, at):
 
 @pytest.mark.lane("quick")
 @pytest.mark.parametrize(
-    ("damage", "found"),
+    ("damage", "number", "offset"),
     [
-        (lambda d: d * 0, r"\b1 .*\b0, \w+ 0\b"),
-        (lambda d: -d, r"\b1 .* -2501, \w+ 0\b"),
-        (lambda d: d[::-1], r"\b0, .*\b0 .*\d+"),
-        (lambda d: d + 1, r"\b0, .*\b0 .* 1\b"),
-        (lambda d: d * 2, r"\d+ \w+ \d+"),
-        (lambda d: np.where(d == d[7], d[9], d), r"\b8 "),
-        (lambda d: np.where(d == d[3], -(2**63), d), rf"\b3 .*-{2**63}, \w+ 5002"),
+        (lambda d: d * 0, 1, 0),
+        (lambda d: -d, 1, -2501),
+        (lambda d: d[::-1], 0, ANY),
+        (lambda d: d + 1, 0, 1),
+        (lambda d: d * 2, ANY, ANY),
+        (lambda d: np.where(d == d[7], d[9], d), 8, ANY),
+        (lambda d: np.where(d == d[3], -(2**63), d), 3, -(2**63)),
     ],
     ids=[
         "zeros",
@@ -79,12 +78,14 @@ def flip(path, at):
     ],
 )
 @pytest.mark.parametrize("mode", ["touch", "off"])
-def test_F93_offsets_that_do_not_rise_are_refused_when_opened(folder, damage, found, mode):
+def test_F93_offsets_that_do_not_rise_are_refused_when_opened(folder, damage, number, offset, mode):
     path = folder / "documents.bin"
-    damage(np.fromfile(path, "<i8")).astype("<i8").tofile(path)
-    with rejects("", ..., "order", InvalidData, where="documents.bin") as error:
+    offsets = damage(np.fromfile(path, "<i8")).astype("<i8")
+    offsets.tofile(path)
+    number = len(offsets) - 1 if number is ANY else number
+    with rejects(f"documents[{number}]", int(offsets[number]), "order", InvalidData, where=path):
         TokenFiles(folder, verify=mode)
-    assert re.search(found, str(error.value))
+    assert offset in (ANY, offsets[number])
 
 
 def test_F93_offsets_that_rise_and_are_others_are_refused(folder):

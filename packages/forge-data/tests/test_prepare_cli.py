@@ -107,7 +107,7 @@ def test_shards_merge_statistics_and_duplicates(text, tmp_path, capsys):
     assert "duplicates dropped: 20 documents" in printed
     assert " 0% 21, 1% 21" in printed
     assert forge_data("merge", out) == 65
-    assert "`forge-data inspect`" in capsys.readouterr().err
+    assert f"{out}.parts: " in capsys.readouterr().err
 
 
 def test_on_a_terminal_there_is_a_bar_with_counts(text, tmp_path, monkeypatch, capsys):
@@ -152,7 +152,7 @@ BAD = {
         "1.9",
     ),
     "bad kind": (78, ["prepare", "text.txt", "--output", "o", "--document", "page"], "page"),
-    "exists": (78, ["prepare", "text.txt", "--output", "there"], "(--overwrite)"),
+    "exists": (78, ["prepare", "text.txt", "--output", "there"], "output 'there' "),
     "bad eos": (
         78,
         ["prepare", "text.txt", "--output", "o", "--eos", "x"],
@@ -161,7 +161,7 @@ BAD = {
     "bad tokenizer": (
         65,
         ["prepare", "text.txt", "--output", "o", "--tokenizer", "text.txt"],
-        "JSON",
+        "tokenizer 'text.txt' ",
     ),
     "unwritable": (78, ["prepare", "text.txt", "--output", "text.txt/o"], "text.txt/o' "),
     "inspect a file": (

@@ -249,12 +249,11 @@ def test_a_damaged_data_page_of_parquet_is_found(tmp_path):
 
 @pytest.mark.parametrize("module", ["pyarrow", "zstandard"])
 def test_a_missing_extra_is_one_line(tmp_path, monkeypatch, module):
-    name, extra = {"pyarrow": ("a.parquet", "parquet"), "zstandard": ("a.txt.zst", "zstd")}[module]
+    name = {"pyarrow": "a.parquet", "zstandard": "a.txt.zst"}[module]
     (tmp_path / name).write_text("")
     monkeypatch.setitem(sys.modules, module, None)
     with rejects("", ..., "requires", where=name) as error:
         documents(tmp_path / name)
-    assert f"'forge-data[{extra}]'" in str(error.value)
     assert not isinstance(error.value, InvalidData)
 
 

@@ -128,15 +128,14 @@ def test_the_file_inside_a_prepared_folder_has_its_sidecar(folder):
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.bin"])
-@pytest.mark.parametrize(("change", "state"), [(-7, "truncated"), (8, "grown")])
-def test_truncated_and_grown_files_are_refused_at_once(folder, name, change, state):
+@pytest.mark.parametrize("change", [-7, 8])
+def test_truncated_and_grown_files_are_refused_at_once(folder, name, change):
     path = folder / name
     content = path.read_bytes()
     path.write_bytes(content[:change] if change < 0 else content + bytes(change))
     size = len(content) + change
-    with rejects("", size, "length", InvalidData, where=name) as error:
+    with rejects("", size, "length", InvalidData, where=name):
         TokenFiles(folder)
-    assert state in str(error.value)
 
 
 @pytest.mark.parametrize(

@@ -86,8 +86,8 @@ class TextShards:
 
     def __len__(self) -> int:
         raise TypeError(
-            "a streaming source has no length: its rows are known when they are read; give a number of instances, or "
-            "tokenize the set"
+            "TextShards.__len__ is not known, as a stream's rows are known when they are read; give a number of instances, "
+            "or tokenize the set"
         )
 
     def shards_of(self, instance_ids: np.ndarray) -> np.ndarray:

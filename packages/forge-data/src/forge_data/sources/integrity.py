@@ -89,17 +89,16 @@ def digest_of(path: Path) -> str:
 
 def check_offsets(path: Path, documents: np.ndarray, num_tokens: int) -> None:
     """Raise InvalidData unless documents (num_documents,) rise from 0 to under `num_tokens`."""
-    problem = ""
-    if documents[0] != 0:
-        problem = f"document 0 starts at {documents[0]}"
+    found = (0, "must be 0") if documents[0] != 0 else None
     for first in range(0, len(documents), _OFFSETS_AT_ONCE):
         part = documents[first : first + _OFFSETS_AT_ONCE + 1]  # each overlaps the next by one
         falls = np.flatnonzero(part[1:] <= part[:-1])  # no difference, which could overflow
-        if falls.size and not problem:
-            i = int(falls[0])
-            problem = f"document {first + i + 1} starts at {part[i + 1]}, after {part[i]}"
-    if documents[-1] >= num_tokens and not problem:
-        problem = f"the last starts at {documents[-1]} of {num_tokens} tokens"
-    if problem:
-        rule = f"must hold rising offsets from 0, but {problem}: it was damaged"
-        raise invalid("", "order", ..., rule, "copy the file again", where=path, kind=InvalidData)
+        if falls.size and not found:
+            i = first + int(falls[0]) + 1
+            found = i, f"must be above {documents[i - 1]}"
+    if documents[-1] >= num_tokens and not found:
+        found = len(documents) - 1, f"must be below the {num_tokens} tokens"
+    if found:
+        key, offset = f"documents[{found[0]}]", int(documents[found[0]])
+        rule, fix = f"{found[1]}: it was damaged", "copy the file again"
+        raise invalid(key, "order", offset, rule, fix, where=path, kind=InvalidData)
