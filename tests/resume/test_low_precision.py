@@ -171,5 +171,5 @@ def test_a_choice_that_rounds_nothing_is_refused(tmp_path: Path) -> None:
     adapters = {"lora.rank": 2, "lora.patterns": ["*_proj"]}
     with pytest.raises(JobError, match=r"param_dtype 'bf16' must go without adapters"):
         load_job(job, {**QUIET, "parallel.param_dtype": "bf16", **adapters})
-    with pytest.raises(JobError, match="param_dtype bf16 must go with precision bf16"):
+    with rejects("parallel.param_dtype", "bf16", kind=JobError, where="fp32"):
         load_job(job, {**QUIET, "parallel.param_dtype": "bf16", "parallel.precision": "fp32"})

@@ -361,8 +361,7 @@ def test_the_first_cause_is_named(tmp_path: Path) -> None:
     found = dataclasses.replace(verdict, difference=Difference(1, "output", "norm", math.inf))
     json.dumps(found.as_json(), allow_nan=False)
     fit_alone(make_job(tmp_path / "dim"), **{**options, "model.dim": 32})
-    wide = str(tmp_path / "dim/run")
-    with rejects("run_b", wide, "mismatch", ConfigError, where="embedding.weight"):
+    with rejects("embedding.weight", (257, 32), "mismatch", ConfigError, where="(257, 16)"):
         bisect_runs(a, tmp_path / "dim/run", record_in(tmp_path / "of-dim"))
     record(tmp_path / "dim/run", 0, 1, tmp_path / "wide")
     with rejects("embedding.weight", (257, 32), "mismatch", ConfigError, where="(257, 16)"):
