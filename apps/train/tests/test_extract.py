@@ -17,7 +17,7 @@ import torch
 from forge_core.interp import ActivationStore
 from forge_data import batch_of
 from forge_testing.evaluations import asked
-from forge_testing.problems import rejects
+from forge_testing.problems import assert_problem, rejects
 from forge_testing.runs import fit_alone, make_job
 from forge_train import ConfigError, DataError, StateError
 from forge_train._shared.problems import Problem
@@ -88,7 +88,7 @@ def test_killed_and_started_again_it_is_the_same_file(
     with pytest.raises(Killed):
         extract_run(run, POINTS, torn, rows=7, batch=2)
     (tmp_path / "torn.npz.parts/rows-000000004.tmp").write_bytes(b"half")
-    with pytest.raises(StateError, match=r"another command \(rows 7, now 6\)"):
+    with rejects("rows", 7, "changed", StateError):
         extract_run(run, POINTS, torn, rows=6, batch=2)
     extract_run(run, POINTS, torn, rows=7, batch=2)
     assert len(calls) == 5, "two parts were there already"
@@ -176,11 +176,12 @@ def test_another_writer_and_a_full_disk_are_told(run: Path, tmp_path: Path) -> N
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, most[1]))
     try:
-        with rejects("", str(lock.parent), "write", StateError, where="File too large"):
+        with pytest.raises(StateError, match="File too large") as full:
             extract_run(run, ("logits",), out, rows=6, batch=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, most)
         signal.signal(signal.SIGXFSZ, before)
+    assert_problem(full.value, "", str(lock.parent), "write")
     assert extract_run(run, ("logits",), out, rows=6, batch=2) == (6, 6)
 
 

@@ -80,14 +80,14 @@ def test_all_problems_are_said_at_once(tmp_path: Path) -> None:
             [0, 3],
             "trunk",
         ),
-        ("[schedules]\na = 1", "schedules", {"a": 1}, "type"),
+        ("[schedules]\na = 1", "schedules", {"wsd": {"name": "wsd"}, "a": 1}, "type"),
     ):
         with rejects(key, value, code, ConfigError):
             read_study(write_study(tmp_path, base=base))
     with pytest.raises(ConfigError) as error:
         read_study(write_study(tmp_path, base="[base.schedule]\nwarmup_steps = 40"))
-    assert error.value.where == SHORT
     assert error.value.problems[0].value == 40
+    assert error.value.problems[0].origin.endswith(SHORT)
     text = path.read_text().replace("[base.eval]", "[base.eval]\nevery_steps = 0")
     path.write_text(text)
     with rejects("eval.every_steps", 0, "range", ConfigError):

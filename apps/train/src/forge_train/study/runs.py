@@ -342,7 +342,8 @@ def _made(
     try:
         job = resolve(layers)
     except ConfigError as error:  # of the length: what else is wrong was found before
-        raise ConfigError(error.problems, name) from error
+        found = [replace(p, origin=f"{p.origin} {name}".lstrip()) for p in error.problems]
+        raise ConfigError(found) from error
     model = build_trained(job.config)
     _, before, own = Course(job.config).at_step(steps)
     tokens = before + own
