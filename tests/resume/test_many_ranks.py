@@ -435,7 +435,7 @@ def test_a_rank_without_its_group_is_told_so(
 def test_a_group_that_the_environment_does_not_know_is_told_so(tmp_path: Path) -> None:
     trainer = Trainer(load_job(make_job(tmp_path)))
     meshes = Meshes(torch.device("cpu"), world_size=2, batch_size=2)
-    with rejects("data ranks of the process group", 2, "mismatch", ConfigError):
+    with rejects("meshes", 2, "mismatch", ConfigError):
         trainer.fit(meshes)
 
 

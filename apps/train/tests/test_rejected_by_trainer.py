@@ -26,6 +26,7 @@ from forge_train.trainer import (
     adapters,
     build,
     check_model,
+    choices,
     encoder_source,
     exact_match,
     fitting_data,
@@ -231,6 +232,14 @@ def test_checkpoints_that_contradict_themselves(tmp_path: Path) -> None:
         raise StoreInUse("by process 7")
 
 
+def test_questions_of_one_line() -> None:
+    with rejects("", {"prompt": "a"}, "type"):
+        choices._question('{"prompt": "a"}', Fake(), 8)
+    silent = Fake(encode=lambda text: [1])
+    with rejects("choices", "b", "empty"):
+        choices._question('{"prompt": "a", "choices": ["b", "c"], "answer": 0}', silent, 8)
+
+
 def images(**fusion: Any) -> Any:
     """A job of a model with images, as far as layouts look at it."""
     moma = Fake(router="expert_choice", share={}, experts={}, num_experts=3)
@@ -275,7 +284,7 @@ def test_objectives_and_groups_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     own._function, own._name, own._options = (lambda model, batch: torch.zeros(2)), "a:b", {}
     with rejects("train.objective", "a:b", "type", ConfigError):
         own(nn.Module(), None)  # type: ignore[arg-type]
-    with rejects("data ranks of the process group", 2, "mismatch", ConfigError):
+    with rejects("meshes", 2, "mismatch", ConfigError):
         Trainer._join(Fake(loader=Fake(world_size=1)), Fake(batch_size=2))
     wanted = Fake(tensorboard=False, sinks={n: Fake(name="mlflow") for n in "ab"})
     monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)

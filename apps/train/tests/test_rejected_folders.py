@@ -20,6 +20,7 @@ from forge_train import ConfigError, DataError, JobError, StateError, plan
 from forge_train.config.lora import LoRASection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.hf import adapters, compare, exporting, families, folder, importing, prompts
+from forge_train.metrics.tracking import WandbSink
 from forge_train.report import activation_files, extract, text
 from forge_train.report.evaluate import checked_job
 from forge_train.trainer.run_directory import RunDirectory
@@ -237,14 +238,33 @@ def test_activations_that_cannot_be_written(
         next(text.continue_all(None, None, [], None, 1, None, 0))  # type: ignore[arg-type]
 
 
-def test_machines_that_cannot_be_planned() -> None:
-    job: Any = SimpleNamespace(parallel=ParallelConfig())
+def test_machines_that_cannot_be_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    job: Any = SimpleNamespace(parallel=ParallelConfig(), train=SimpleNamespace(micro_batch=1))
+    candidate = SimpleNamespace(config=job.parallel)
+    large = SimpleNamespace(candidate=candidate, fits=False, peak=9e9, to_dict=dict)
+    space = SimpleNamespace(hardware=SimpleNamespace(limit=8e9, name="h100"))
+    with monkeypatch.context() as patch:
+        patch.setattr(plan, "_estimated", lambda config, flags: (large, space, []))
+        patch.setattr(plan, "search", lambda space: [])
+        patch.setattr(plan, "replace", lambda *_, **__: None)
+        patch.setattr(plan, "describe", lambda candidate: "dp_shard 8")
+        with rejects("parallel", "dp_shard 8", "memory", ConfigError, where="9 GB"):
+            plan.show_plan(job, plan.PlanFlags(gpus=8, json=True))
     with rejects("--gpus", 0, "range", ConfigError):
         plan._machine(job, plan.PlanFlags(gpus=0))
     with rejects("--nodes", 3, "divides", ConfigError):
         plan._machine(job, plan.PlanFlags(gpus=8, nodes=3))
     with rejects("--gpu", "h999", "unknown", ConfigError):
         plan._machine(job, plan.PlanFlags(gpus=8, gpu="h999"))
+
+
+def test_a_tracker_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wandb: Any = ModuleType("wandb")
+    wandb.login = lambda prompt: False
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setenv("WANDB_MODE", "online")
+    with rejects("mode", "online", "requires"):
+        WandbSink(tmp_path, 0)
 
 
 @pytest.fixture

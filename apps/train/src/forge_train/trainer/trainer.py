@@ -221,10 +221,9 @@ class Trainer:
 
     def _join(self, meshes: Meshes) -> None:
         if meshes.batch_size != self.loader.world_size:
-            rule = f"must be {self.loader.world_size}, that of the environment"
+            rule = f"data ranks must be {self.loader.world_size}, those of the environment"
             fix = "start the process group with forge_parallel.launch, or set RANK and WORLD_SIZE of it"
-            key = "data ranks of the process group"
-            raise invalid(key, "mismatch", meshes.batch_size, rule, fix, kind=ConfigError)
+            raise invalid("meshes", "mismatch", meshes.batch_size, rule, fix, kind=ConfigError)
         self._meshes = meshes
         self.agreement = Agreement(meshes.host_group)
 
