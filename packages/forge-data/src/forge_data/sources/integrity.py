@@ -99,6 +99,6 @@ def check_offsets(path: Path, documents: np.ndarray, num_tokens: int) -> None:
     if documents[-1] >= num_tokens and not found:
         found = len(documents) - 1, f"must be below the {num_tokens} tokens"
     if found:
-        key, offset = f"documents[{found[0]}]", int(documents[found[0]])
-        rule, fix = f"{found[1]}: it was damaged", "copy the file again"
-        raise invalid(key, "order", offset, rule, fix, where=path, kind=InvalidData)
+        value, fix = (found[0], int(documents[found[0]])), "copy the file again"
+        rule = f"is a document and its offset, which {found[1]}: it was damaged"
+        raise invalid("", "order", value, rule, fix, where=path, kind=InvalidData)
