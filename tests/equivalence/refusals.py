@@ -1,4 +1,4 @@
-"""Combinations that have no cell, and what Forge says to who asks for one."""
+"""Combinations that have no cell, and the key and the code with which each is rejected."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from forge_core.model import FeedForward
 from forge_data import filler_batch
 from forge_moe import MoE, MoEConfig, expert_parallelize
 from forge_parallel import ParallelConfig, make_meshes, parallelize
+from forge_parallel._shared.problems import problems_of, raise_problems
 from forge_parallel.axes import cut_sequence
 from forge_parallel.compute import extra_problems
 from forge_parallel.pipeline import Pipeline
@@ -30,74 +31,74 @@ class Refusal:
     """Keys of ParallelConfig on `world` ranks, and of the model: TransformerConfig's, `experts` of its
     mixtures, `pictures` for a VLM of that fusion, `masks` for one where tokens of a picture see each other, `dropout` of a
     module, `foreign` for code that uses a weight of another module in the forward, or `bare` for a module that says
-    nothing of itself. `says` is part of the message."""
+    nothing of itself. `problem` is the key and the code of its first problem."""
 
     world: int
     keys: dict[str, Any]
-    says: str
+    problem: tuple[str, str]
     model: dict[str, Any] = field(default_factory=dict)
     micro_batches: int = 4
     seq_len: int = SEQ
 
 
 _TP: dict[str, Any] = {"tp": 2}
-_CUT = "weight that tp cuts must be used by"
 _PP: dict[str, Any] = {"pp": 2, "pp_schedule": "1f1b"}
 _BARE = {"bare": True}
 _TIED = {"tie_embeddings": True}
 _PICTURES = {"pictures": "joint_decoder"}
 _CROSS = {"pictures": "cross_attention"}
 REFUSALS = {
-    "cpu_offload x tp": Refusal(2, {"tp": 2, "cpu_offload": True}, "must go with data parallelism alone"),
-    "cpu_offload x pp": Refusal(2, {**_PP, "cpu_offload": True}, "must go with data parallelism alone"),
-    "cpu_offload x cp": Refusal(2, {"cp": 2, "cpu_offload": True}, "must go with data parallelism alone"),
-    "cpu_offload x ep": Refusal(2, {"ep": 2, "cpu_offload": True}, "must go with data parallelism alone"),
-    "tied x pp zbv": Refusal(2, {**_PP, "pp_schedule": "zbv_zero_bubble"}, "untie it", _TIED),
-    "tied x pp dualpipev": Refusal(2, {**_PP, "pp_schedule": "dualpipev"}, "untie it", _TIED),
-    "compile x pp zero bubble": Refusal(2, {**_PP, "pp_schedule": "interleaved_zero_bubble", "compile": True}, "off with interleaved_zero_bubble"),
-    "compile x pp zbv": Refusal(2, {**_PP, "pp_schedule": "zbv_zero_bubble", "compile": True}, "off with zbv_zero_bubble"),
-    "compile x pp dualpipev": Refusal(2, {**_PP, "pp_schedule": "dualpipev", "compile": True}, "off with dualpipev"),
-    "compile x recompute selective": Refusal(2, {"compile": True, "recompute": "selective"}, "must go without compile"),
-    "memory_budget without compile": Refusal(2, {"memory_budget": 0.5}, "memory_budget 0.5 must be above 0 and at most 1, with compile"),
-    "float8 x fp32": Refusal(2, {"float8": "rowwise"}, "must go with precision bf16"),
-    "float8_all_gather on a CPU": Refusal(2, {"float8": "tensorwise", "float8_all_gather": True, "precision": "bf16"}, "must go with float8 tensorwise on CUDA"),
-    "reduce_dtype bf16 x fp32": Refusal(2, {"reduce_dtype": "bf16"}, "reduce_dtype = 'fp32'"),
-    "param_dtype bf16 x fp32": Refusal(2, {"param_dtype": "bf16"}, "param_dtype = 'fp32'"),
-    "async_tp on a CPU": Refusal(2, {"tp": 2, "async_tp": True, "compile": True}, "must have tp above 1"),
-    "tp x a model without roles": Refusal(2, {"tp": 2}, "parallel_roles()", _BARE),
-    "cp x a model without attend": Refusal(2, {"cp": 2}, "attend(q, k, v, ctx)", _BARE),
-    "pp x a model without parts": Refusal(2, _PP, "forge_parallel.pipeline.parts_of", _BARE),
-    "ep x a dense model": Refusal(2, {"ep": 2}, "no forge_moe.MoE"),
-    "tp x dropout": Refusal(2, _TP, "0.1 must be 0 under tp", {"dropout": 0.1}),
-    "tp x one product for gate and up": Refusal(2, _TP, _CUT, {"foreign": "fused"}),
-    "tp x a head that is a function of the embedding": Refusal(2, _TP, _CUT, {"foreign": "head", "tie_embeddings": True}),
-    "ep 2 x three experts": Refusal(2, {"ep": 2}, "num_experts 3 must be divisible by the 2 ranks", {"experts": 3}),
-    "ep 4 on two ranks": Refusal(2, {"ep": 4}, "ep 4 must divide dp_shard x cp x tp = 2", {"experts": 4}),
-    "cp 2 x rows of 14 tokens": Refusal(2, {"cp": 2}, "seq_len 14 must be divisible by 4 with cp 2", seq_len=14),
-    "pp 1f1b x one micro-batch": Refusal(2, _PP, "must be at least pp 2 with 1f1b", micro_batches=1),
-    "pp dualpipev x two micro-batches": Refusal(2, {**_PP, "pp_schedule": "dualpipev"}, "4 stages with dualpipev", micro_batches=2),
-    "pp interleaved x two layers": Refusal(2, {**_PP, "pp_schedule": "interleaved_1f1b"}, "num_layers 2 must be at least one for each of the 4 stages", {"num_layers": 2}),
-    "pp zbv x one stage per rank": Refusal(2, {**_PP, "pp_schedule": "zbv_zero_bubble", "pp_stages_per_rank": 1}, "pp_stages_per_rank 1 must fit pp_schedule"),
-    "pictures x cp x tp": Refusal(4, {"cp": 2, "tp": 2}, "cp 2 splits the stream behind the embedding of a model that takes the extras images", _PICTURES),
-    "pictures that see themselves whole x cp": Refusal(2, {"cp": 2}, "cp 2 cuts the rows whose tokens see each other by image_ids", {**_PICTURES, "masks": "image"}),
-    "cross attention x pp": Refusal(2, _PP, "fusion.name 'cross_attention'", _CROSS),
-    "axes that are not the ranks": Refusal(2, {"tp": 2, "dp_shard": 2}, "must be the 2 ranks of the job"),
+    "cpu_offload x tp": Refusal(2, {"tp": 2, "cpu_offload": True}, ("cpu_offload", "excludes")),
+    "cpu_offload x pp": Refusal(2, {**_PP, "cpu_offload": True}, ("cpu_offload", "excludes")),
+    "cpu_offload x cp": Refusal(2, {"cp": 2, "cpu_offload": True}, ("cpu_offload", "excludes")),
+    "cpu_offload x ep": Refusal(2, {"ep": 2, "cpu_offload": True}, ("cpu_offload", "excludes")),
+    "tied x pp zbv": Refusal(2, {**_PP, "pp_schedule": "zbv_zero_bubble"}, ("pp_schedule", "tied"), _TIED),
+    "tied x pp dualpipev": Refusal(2, {**_PP, "pp_schedule": "dualpipev"}, ("pp_schedule", "tied"), _TIED),
+    "compile x pp zero bubble": Refusal(2, {**_PP, "pp_schedule": "interleaved_zero_bubble", "compile": True}, ("compile", "excludes")),
+    "compile x pp zbv": Refusal(2, {**_PP, "pp_schedule": "zbv_zero_bubble", "compile": True}, ("compile", "excludes")),
+    "compile x pp dualpipev": Refusal(2, {**_PP, "pp_schedule": "dualpipev", "compile": True}, ("compile", "excludes")),
+    "compile x recompute selective": Refusal(2, {"compile": True, "recompute": "selective"}, ("recompute", "excludes")),
+    "memory_budget without compile": Refusal(2, {"memory_budget": 0.5}, ("memory_budget", "range")),
+    "float8 x fp32": Refusal(2, {"float8": "rowwise"}, ("float8", "precision")),
+    "float8_all_gather on a CPU": Refusal(2, {"float8": "tensorwise", "float8_all_gather": True, "precision": "bf16"}, ("float8_all_gather", "requires")),
+    "reduce_dtype bf16 x fp32": Refusal(2, {"reduce_dtype": "bf16"}, ("reduce_dtype", "precision")),
+    "param_dtype bf16 x fp32": Refusal(2, {"param_dtype": "bf16"}, ("param_dtype", "precision")),
+    "async_tp on a CPU": Refusal(2, {"tp": 2, "async_tp": True, "compile": True}, ("async_tp", "requires")),
+    "tp x a model without roles": Refusal(2, {"tp": 2}, ("roles", "missing"), _BARE),
+    "cp x a model without attend": Refusal(2, {"cp": 2}, ("attend", "missing"), _BARE),
+    "pp x a model without parts": Refusal(2, _PP, ("pipeline_parts", "missing"), _BARE),
+    "ep x a dense model": Refusal(2, {"ep": 2}, ("model", "missing")),
+    "tp x dropout": Refusal(2, _TP, ("dropout.p", "dropout"), {"dropout": 0.1}),
+    "tp x one product for gate and up": Refusal(2, _TP, ("weight", "foreign"), {"foreign": "fused"}),
+    "tp x a head that is a function of the embedding": Refusal(2, _TP, ("weight", "foreign"), {"foreign": "head", "tie_embeddings": True}),
+    "ep 2 x three experts": Refusal(2, {"ep": 2}, ("num_experts", "divides"), {"experts": 3}),
+    "ep 4 on two ranks": Refusal(2, {"ep": 4}, ("ep", "divides"), {"experts": 4}),
+    "cp 2 x rows of 14 tokens": Refusal(2, {"cp": 2}, ("seq_len", "divides"), seq_len=14),
+    "pp 1f1b x one micro-batch": Refusal(2, _PP, ("num_micro_batches", "pp"), micro_batches=1),
+    "pp dualpipev x two micro-batches": Refusal(2, {**_PP, "pp_schedule": "dualpipev"}, ("num_micro_batches", "stages"), micro_batches=2),
+    "pp interleaved x two layers": Refusal(2, {**_PP, "pp_schedule": "interleaved_1f1b"}, ("num_layers", "stages"), {"num_layers": 2}),
+    "pp zbv x one stage per rank": Refusal(2, {**_PP, "pp_schedule": "zbv_zero_bubble", "pp_stages_per_rank": 1}, ("pp_stages_per_rank", "schedule")),
+    "pictures x cp x tp": Refusal(4, {"cp": 2, "tp": 2}, ("parallel.cp", "tp"), _PICTURES),
+    "pictures that see themselves whole x cp": Refusal(2, {"cp": 2}, ("parallel.cp", "mask_inputs"), {**_PICTURES, "masks": "image"}),
+    "cross attention x pp": Refusal(2, _PP, ("pipeline_parts", "unsupported"), _CROSS),
+    "axes that are not the ranks": Refusal(2, {"tp": 2, "dp_shard": 2}, ("dp_shard", "world_size")),
 }  # fmt: skip
 
 
-def refused(name: str) -> str:
-    """What is said, on the refusal's ranks."""
-    return str(run_on_ranks(REFUSALS[name].world, message, name)[0])
+def refused(name: str) -> tuple[str, str, str]:
+    """Key, code and text of the first problem on the refusal's ranks; empty if there is none."""
+    key, code, text = run_on_ranks(REFUSALS[name].world, first_problem, name)[0]
+    return key, code, text
 
 
-def message(name: str) -> str:
-    """On a rank: the text of the ValueError, empty if there is none."""
-    asked = REFUSALS[name]
+def first_problem(name: str) -> tuple[str, str, str]:
+    """On a rank: as `refused`."""
     try:
-        _prepare(asked)
+        _prepare(REFUSALS[name])
     except ValueError as error:
-        return str(error)
-    return ""
+        problem = problems_of(error)[0]
+        return problem.key, problem.code, str(error)
+    return "", "", ""
 
 
 def _prepare(asked: Refusal) -> None:
@@ -124,8 +125,7 @@ def _take_pictures(model: VLM, config: ParallelConfig) -> None:
     names = [*model.extra_inputs, *masks]
     extras = {name: torch.zeros(ROWS, SEQ) for name in names}
     layout = config.axes(dist.get_world_size())
-    for problem in extra_problems(model, replace(batch, extras=extras), layout):
-        raise ValueError(problem)
+    raise_problems("", extra_problems(model, replace(batch, extras=extras), layout))
 
 
 def _model(keys: dict[str, Any]) -> nn.Module:

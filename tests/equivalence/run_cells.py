@@ -150,9 +150,11 @@ def _row(measured: Measured) -> dict[str, Any]:
 
 
 def _asked(name: str) -> tuple[dict[str, Any], str]:
-    said = refused(name)
-    verdict = "ok" if said and REFUSALS[name].says in said else f"NOT REFUSED so: {said!r}"
-    return {"refused": name, "message": said}, verdict
+    key, code, text = refused(name)
+    verdict = (
+        "ok" if (key, code) == REFUSALS[name].problem else f"REJECTED by {(key, code)}: {text}"
+    )
+    return {"refused": name, "key": key, "code": code, "message": text}, verdict
 
 
 def _write(path: Path, rows: dict[str, dict[str, Any]]) -> None:
