@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -326,10 +327,10 @@ def test_a_fork_that_dies_before_its_first_save_forks_again_or_says_that_the_par
             fit(job, Die(), **init)
     assert events(tmp_path / "run") == ["fork", "start", "fork", "start"]
     shutil.rmtree(parent / "checkpoints/step-00000006")
-    with pytest.raises(ConfigError, match=r"no checkpoint of step 6, .* there are 3, 9, 12"):
+    with rejects("init.from", f"{parent}@6", "step", ConfigError, where="3, 9, 12"):
         fit(job, **init)
     shutil.rmtree(parent)
-    with pytest.raises(ConfigError, match="is no folder here"):
+    with rejects("init.from", f"{parent}@6", "not_found", ConfigError):
         fit(job, **init)
     shutil.copytree(trunk, parent)
     fit(job, **init)
@@ -415,9 +416,9 @@ def test_patterns_take_a_part_and_the_rest_begins_by_the_seed(
     assert parent["changed"]["model.num_layers"] == [1, 2]
     assert (len(parent["fresh"]), len(parent["unused"])) == (14, 5)
     out = capsys.readouterr().out
-    assert "7 tensors taken, 14 fresh (embedding.weight, layers.0.mixer_norm.weight, " in out
-    assert "5 of the source unused (" in out
-    assert "init: model.num_layers was 1 there and is 2 here" in out
+    fresh = r"\b14 \w+ \(embedding\.weight, layers\.0\.mixer_norm\.weight, "
+    assert re.search(rf"init: .*\b7 .*{fresh}.*\b5 .*\(", out)
+    assert re.search(r"init: model\.num_layers .*\b1 .*\b2\b", out)
 
 
 class Weights(Callback):
@@ -511,7 +512,7 @@ def folder(trunk: Path) -> Path:
 @pytest.mark.lane("ci")
 def test_a_fork_of_a_folder_of_hugging_face_is_an_import(tmp_path: Path, folder: Path) -> None:
     source = shutil.copytree(folder, tmp_path / "hf")
-    (source / "LICENSE").write_text("of the weights")
+    (source / "LICENSE").write_text("terms")
     (tmp_path / "job.toml").write_text(WITHOUT_MODEL.format(run_dir=tmp_path / "run"))
     short = {"train__steps": 3, "checkpoint__every_steps": 2}
     with pytest.raises(Stop):
@@ -540,7 +541,7 @@ def test_a_fork_of_a_folder_of_hugging_face_is_an_import(tmp_path: Path, folder:
     fit(job_of(tmp_path / "again"), **again, model__max_seq_len=1024, train__steps=2)
     for name in (run, tmp_path / "again/run"):  # the files of the first go with the weights
         export_run(name, tmp_path / "out")
-        assert (tmp_path / "out/LICENSE").read_text() == "of the weights"
+        assert (tmp_path / "out/LICENSE").read_text() == "terms"
         shutil.rmtree(tmp_path / "out")
 
 
@@ -586,7 +587,7 @@ def test_each_seed_has_its_own_effect(tmp_path: Path) -> None:
     default, all_seven = beginning(), beginning(**{"run.seed": 7})
     assert not any(a == b for a, b in zip(default, all_seven, strict=True))
     own = {"run.seed": 0, "init.seed": 0, "data.seed": 0}
-    assert beginning(**own) == default, "the other two are run.seed"
+    assert beginning(**own) == default, "run.seed is the default"
     for place, key in enumerate(("init.seed", "data.seed", "run.seed")):
         found = beginning(**{**own, key: 7})
         for i, value in enumerate(found):

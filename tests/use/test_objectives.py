@@ -138,7 +138,7 @@ def test_names_that_lead_nowhere_are_refused(
         (
             {"pp": 2, "num_layers": 2},
             "distil",
-            "calls the whole model, of which a rank of parallel.pp 2",
+            "parallel.pp 2",
         ),
         ({"tp": 2}, "distil", "parallel.tp 2 gives each rank"),
         ({}, "not_sums", "must give a dict of 0-dim tensors"),
