@@ -41,7 +41,7 @@ def import_folder(
     paths = RunDirectory(run_dir)
     model = read_model(hf_dir)
     source = model.tensors()
-    if found := source.differences(build_model(model.section, 0).state_dict()):
+    if found := source.problems(build_model(model.section, 0).state_dict()):
         raise ConfigError(found, str(hf_dir))
     if paths.config.exists() or paths.has_checkpoints():
         rule, fix = "must be a new folder, and has a run already", "choose another run.dir"
