@@ -42,7 +42,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str, Any]] = {
         "model.attention.softcap",
         30.0,
     ),
-    "a rate of the balancing bias": (
+    "a balanced mixture": (
         {"moe": MoESection(num_experts=4, bias_update_rate=0.1)},
         "mixtral",
         "model.moe.bias_update_rate",
