@@ -103,11 +103,11 @@ def test_the_fused_loss_trains_and_logs_the_same(folder: Path, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.parametrize(
-    ("flags", "words"),
+    ("flags", "named"),
     [
         pytest.param(
             ("--train.fused_cross_entropy.z_loss", "1e-4"),
-            "fused_cross_entropy.z_loss 0.0001 is a key of loss 'fused_cross_entropy', and loss is 'cross_entropy'",
+            ("train.fused_cross_entropy.z_loss 0.0001", "'cross_entropy'"),
             marks=pytest.mark.slow,
         ),
         pytest.param(
@@ -117,23 +117,23 @@ def test_the_fused_loss_trains_and_logs_the_same(folder: Path, tmp_path: Path) -
                 "--train.objective",
                 "forge_testing.parts:smoothed",
             ),
-            "is a key of loss 'cross_entropy', and objective replaces the loss; remove it",
+            ("train.cross_entropy.z_loss 0.0001", "'cross_entropy'"),
             marks=pytest.mark.slow,
         ),
         (
             ("--train.cross_entropy.z_loss", "-1"),
-            "z_loss -1.0 must be a finite number of at least 0",
+            ("train.cross_entropy.z_loss -1.0",),
         ),
         (
             ("--train.cross_entropy.label_smoothing", "1"),
-            "label_smoothing 1.0 must be at least 0 and below 1",
+            ("train.cross_entropy.label_smoothing 1.0",),
         ),
     ],
     ids=str,
 )
 def test_tables_that_do_not_apply_are_refused(
-    tmp_path: Path, flags: tuple[str, ...], words: str
+    tmp_path: Path, flags: tuple[str, ...], named: tuple[str, ...]
 ) -> None:
     told = forge_train("run", make_job(tmp_path), *flags)
     assert told.code == 78, told.err
-    assert words in " ".join(told.err.split()), told.err
+    assert all(name in " ".join(told.err.split()) for name in named), told.err

@@ -50,7 +50,7 @@ def test_it_runs_and_its_checks_hold(
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
     pictures = [o for o in outputs if "image/png" in o.get("data", {})]
     assert len(pictures) >= 2
-    assert all(len(o["data"]["image/png"]) > 10_000 for o in pictures), "a picture is empty"
+    assert all(len(o["data"]["image/png"]) > 10_000 for o in pictures)
     assert outputs[-1]["text"].endswith("all checks hold\n")
     assert [o["text"] for o in outputs if o.get("name") == "stderr"] == []
     assert files_of_tree() == before
