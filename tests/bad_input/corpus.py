@@ -477,12 +477,12 @@ CASES: dict[str, list[Case | Call]] = {
         Case("unknown flag", flags("--train.stepz", "3")),
         Case("unknown verb", lambda f: ["rum", write_job(f)]),
         Case("50,000 unknown keys", content("".join(f"k{i} = 1\n" for i in range(50_000)))),
-        Case("a key of 100,000 characters", content("k" * 100_000 + " = 1")),
+        Case("a key of 100,000 characters", content("k" * 100_000 + " = 1")),  # prose: the name of a case
         Case("F108 the same flag twice", flags("--train.steps", "3", "--train.steps", "5")),
         Case("the same flag twice, spelt in two ways", flags("--data.seq-len=8", "--data.seq_len=9")),
         Case("the same flag of a verb twice", flags("--gpus", "4", verb="plan")),
     ],
-    "A value of the wrong type": [
+    "A value of the wrong type": [  # prose: the name of a kind
         Case("float for an int", toml("[model]\nnum_heads = 1.9")),
         Case("float flag for an int", flags("--model.num_heads", "1.9")),
         Case("misspelt bool", toml('[model]\ntie_embeddings = "flase"')),
@@ -494,12 +494,12 @@ CASES: dict[str, list[Case | Call]] = {
         Case("a list where a number belongs", toml("[train]\nsteps = [3]")),
         Case("a date where a number belongs", toml("[train]\nsteps = 2020-01-01")),
     ],
-    "A number that is none": [
+    "A number that is none": [  # prose: the name of a kind
         *(_no_number(key, value) for value in ("nan", "inf", "-inf") for key in
           ("optimizer.lr", "train.max_grad_norm", "sample.temperature", "model.rope_theta")),
-        Case("infinity in a file", toml("[optimizer]\nlr = inf")),
-        Case("an integer of 5,000 digits", toml("[train]\nsteps = " + "9" * 5000)),
-        Case("a flag of 5,000 digits", flags("--train.steps", "9" * 5000)),
+        Case("infinity in a file", toml("[optimizer]\nlr = inf")),  # prose: the name of a case
+        Case("an integer of 5,000 digits", toml("[train]\nsteps = " + "9" * 5000)),  # prose: the name of a case
+        Case("a flag of 5,000 digits", flags("--train.steps", "9" * 5000)),  # prose: the name of a case
         Case("a hexadecimal integer of 50,000 digits", toml("[train]\nsteps = 0x" + "f" * 50_000)),
         Case("a float beyond all", toml("[optimizer]\nlr = 1e999")),
         Case("text beyond all for a choice", toml('[parallel]\nprecision = "' + "b" * 10_000 + '"')),
@@ -517,41 +517,41 @@ CASES: dict[str, list[Case | Call]] = {
         Case("train.tokens_per_parameter = 1e300", flags("--train.tokens_per_parameter", "1e300")),
         Case("run.seed = 2**64", flags("--run.seed", str(2**64))),
     ],
-    "Settings that do not go together": [
+    "Settings that do not go together": [  # prose: the name of a kind
         Case("indivisible heads", flags("--model.num_heads", "3")),
         Case("indivisible batch", flags("--train.micro_batch", "3")),
         Case("two lengths", toml("[train]\nsteps = 3\ntokens = 100")),
-        Case("warm-up longer than the run", flags("--schedule.warmup_steps", "50")),
+        Case("warm-up longer than the run", flags("--schedule.warmup_steps", "50")),  # prose: the name of a case
         Case("warm-up longer than the run, in a plan", flags("--schedule.warmup_steps", "50", verb="plan")),
         Case("warm-up longer than a run in tokens", flags("--train.tokens", "500", "--schedule.warmup_steps", "4",
              verb="explain")),
         Case("warm-up and decay longer than the run", flags("--schedule.name", "wsd", "--schedule.warmup_steps", "6",
              "--schedule.wsd.decay_steps", "7")),
-        Case("a key of another schedule", flags("--schedule.wsd.decay", "linear")),
+        Case("a key of another schedule", flags("--schedule.wsd.decay", "linear")),  # prose: the name of a case
         Case("a decay beside an average", flags("--optimizer.name", "schedule_free_adamw")),
         Case("a warm-up without a schedule", flags("--schedule.name", "none", "--schedule.warmup_steps", "2")),
-        Case("a fork of nothing", flags("--init.from", "nowhere")),
+        Case("a fork of nothing", flags("--init.from", "nowhere")),  # prose: the name of a case
         Case("a fork that goes on without moments", flags("--init.from", ".", "--init.keep", "weights", "cursor")),
-        Case("a fork in the folder of its parent", flags("--init.from", "runs/x@3", "--run.dir", "runs/x")),
+        Case("a fork in the folder of its parent", flags("--init.from", "runs/x@3", "--run.dir", "runs/x")),  # prose: the name of a case
         Case("patterns of no source", flags("--init.patterns", "layers.*")),
-        Case("row longer than the model", flags("--model.max_seq_len", "16")),
+        Case("row longer than the model", flags("--model.max_seq_len", "16")),  # prose: the name of a case
         Case("several problems at once", toml("[train]\nglobal_batch = 0\n[optimizer]\nlr = -1.0")),
     ],
-    "A name that leads nowhere": [
+    "A name that leads nowhere": [  # prose: the name of a kind
         *_unknown("optimizer.name", "'shampoo'"), *_unknown("schedule.name", "'polynomial'"),
         *_unknown("model.moe.router", "'hashed'", "num_experts = 4"),
         *_unknown("callbacks.mine.name", "'no_lab.hooks:Mine'"),
         *_unknown("model.name", "'no_lab.model:build'"),
         Case("no such optimizer", flags("--optimizer.name", "adamww")),
-        Case("an optimizer that cannot be imported", flags("--optimizer.name", "no_lab:Opt")),
+        Case("an optimizer that cannot be imported", flags("--optimizer.name", "no_lab:Opt")),  # prose: the name of a case
         Case("no GPU", flags("--parallel.device", "cuda")),
     ],
-    "A file that is no configuration": [
+    "A file that is no configuration": [  # prose: the name of a kind
         Case("missing config file", lambda f: ["run", f / "nothing.toml"]),
         Case("no config file at all", lambda f: ["run"]),
         Case("broken TOML", content("[train\nsteps = 3")),
         Case("bytes", content(bytes(range(256)))),
-        Case("NUL in a file", content("a = '\0'")),
+        Case("NUL in a file", content("a = '\0'")),  # prose: the name of a case
         Case("2 MiB", content("# comment\n" * 210_000)),
         Case("lists 20,000 deep", content("a = " + "[" * 20_000)),
         Case("inline tables 20,000 deep", content("a = " + "{a = " * 20_000)),
@@ -575,25 +575,25 @@ CASES: dict[str, list[Case | Call]] = {
         Case("NUL in run.dir", toml('[run]\ndir = "a\\u0000b"')),
         Case("bytes in run.dir", flags("--run.dir", "a\udcffb")),
         Case("bytes in a prompt", flags("--sample.prompt", "a\udcff")),
-        Case("NUL in a data path", toml('[data.sources.text]\nname = "tokens"\npath = "a\\u0000b"')),
+        Case("NUL in a data path", toml('[data.sources.text]\nname = "tokens"\npath = "a\\u0000b"')),  # prose: the name of a case
         Case("a run directory below a file", unwritable),
-        Case("a name of 5,000 characters", flags("--run.dir", "a" * 5000)),
+        Case("a name of 5,000 characters", flags("--run.dir", "a" * 5000)),  # prose: the name of a case
     ],
     "Data": [
         Case("missing data path", lambda f: data_job(f, f / "nowhere")),
         Case("truncated token file", truncated),
         Case("a key of another kind of source", text_job('huggingface = {split = "test"}')),
-        Case("a tokenizer of text that is not there", text_job('text = {tokenizer = "FOLDER/none.json"}')),
-        Case("a tokenizer of text that is text", text_job('text = {tokenizer = "FOLDER/notes.txt"}')),
+        Case("a tokenizer of text that is not there", text_job('text = {tokenizer = "FOLDER/none.json"}')),  # prose: the name of a case
+        Case("a tokenizer of text that is text", text_job('text = {tokenizer = "FOLDER/notes.txt"}')),  # prose: the name of a case
         Case("text without a held-out part", lambda f: [*text_job("")(f), "--eval.every_steps", "6"]),
         Case("a streamed set without files", streamed_job("")),
         Case("a streamed set without the column", streamed_job('{"story": "a"}\n')),
         Case("a streamed column of numbers", streamed_job('{"text": 1}\n')),
         Case("a streamed row of nothing", streamed_job('{"text": null}\n')),
-        Case("streamed text that is blank", streamed_job('{"text": " "}\n')),
+        Case("streamed text that is blank", streamed_job('{"text": " "}\n')),  # prose: the name of a case
         Case("a streamed file that is torn", streamed_job('{"text": "a"}\n{"text": "b')),
-        Case("a slice of a streamed set", streamed_job('{"text": "a"}\n', ', split = "train[:9]"')),
-        Case("longer rows of a streamed set", streamed_job('{"text": "a"}\n', more="[data.phases.long]\nstart_instance = 9\nseq_len = 64\n")),
+        Case("a slice of a streamed set", streamed_job('{"text": "a"}\n', ', split = "train[:9]"')),  # prose: the name of a case
+        Case("longer rows of a streamed set", streamed_job('{"text": "a"}\n', more="[data.phases.long]\nstart_instance = 9\nseq_len = 64\n")),  # prose: the name of a case
         Case("F41 raw file without dtype", raw_without_dtype),
         Case("F49 vocabulary too small", vocabulary),
         Case("a sidecar of lists 20,000 deep", sidecar("[" * 20_000)),
@@ -602,19 +602,19 @@ CASES: dict[str, list[Case | Call]] = {
         Case("a sidecar that is a pipe", piped("*.json")),
         Case("a tokenizer {} in a sidecar", lambda f: data_job(f, token_file(f, tokenizer={}))),
         Case("a vocabulary of 10**12 in a sidecar", lambda f: data_job(f, token_file(f, vocab_size=10**12))),
-        Case("offsets of documents that fall", rewritten("documents.bin", lambda b: b[::-1])),
-        Case("offsets of documents that are zero", rewritten("documents.bin", lambda b: bytes(len(b)))),
+        Case("offsets of documents that fall", rewritten("documents.bin", lambda b: b[::-1])),  # prose: the name of a case
+        Case("offsets of documents that are zero", rewritten("documents.bin", lambda b: bytes(len(b)))),  # prose: the name of a case
         Case("a flipped bit in the tokens", rewritten("tokens.bin", lambda b: bytes([b[0] ^ 1]) + b[1:])),
-        conversation("a conversation of pirates", '{"messages": [{"role": "pirate", "content": "a"}]}'),
+        conversation("a conversation of pirates", '{"messages": [{"role": "pirate", "content": "a"}]}'),  # prose: the name of a case
         conversation("a conversation without messages", '{"messages": []}'),
-        conversation("a conversation of pictures", '{"messages": [{"role": "user", "content": [1]}]}'),
-        conversation("a conversation that ends in the middle", '{"messages": [{"role": "user"'),
-        Case("a parquet file without its end", file_of("text", "a.parquet", lambda: parquet()[:-9])),
-        Case("a parquet file of other columns", file_of("text", "a.parquet", lambda: parquet("words"))),
-        Case("a parquet file of numbers", file_of("text", "a.parquet", lambda: parquet(values=[1, 2]))),
-        Case("text of gzip that ends in the middle", file_of("text", "a.txt.gz", lambda: gzip.compress(b"words " * 99)[:-9])),
+        conversation("a conversation of pictures", '{"messages": [{"role": "user", "content": [1]}]}'),  # prose: the name of a case
+        conversation("a conversation that ends in the middle", '{"messages": [{"role": "user"'),  # prose: the name of a case
+        Case("a parquet file without its end", file_of("text", "a.parquet", lambda: parquet()[:-9])),  # prose: the name of a case
+        Case("a parquet file of other columns", file_of("text", "a.parquet", lambda: parquet("words"))),  # prose: the name of a case
+        Case("a parquet file of numbers", file_of("text", "a.parquet", lambda: parquet(values=[1, 2]))),  # prose: the name of a case
+        Case("text of gzip that ends in the middle", file_of("text", "a.txt.gz", lambda: gzip.compress(b"words " * 99)[:-9])),  # prose: the name of a case
         Case("text of zstd that is none", file_of("text", "a.txt.zst", lambda: b"words")),
-        Case("a set of datasets without text", file_of("huggingface", "set/a.parquet", lambda: parquet("words"))),
+        Case("a set of datasets without text", file_of("huggingface", "set/a.parquet", lambda: parquet("words"))),  # prose: the name of a case
         Case("a streamed set without its end", file_of("huggingface", "set/a.parquet", lambda: parquet()[:-9],
                                                        "huggingface = {streaming = true}")),
         Case("a streamed set without text", file_of("huggingface", "set/a.parquet", lambda: parquet("words"),
@@ -627,10 +627,10 @@ CASES: dict[str, list[Case | Call]] = {
         Case("F49 ids of nanoGPT over the vocabulary", file_of("nanogpt", "a.bin", lambda: b"\xff\xff" * 400, "",
                                                                "--model.vocab_size", "300")),
         Case("text of gzip with a flipped byte", file_of("text", "a.txt.gz", lambda: flipped(gzip.compress(b"words " * 99)))),
-        Case("text of zstd that ends in the middle", file_of("text", "a.txt.zst", lambda: zstd(b"words " * 99)[:-9])),
-        Case("a parquet file with a flipped byte", file_of("text", "a.parquet", lambda: flipped(parquet(), 20))),
-        Case("a parquet file with a null", file_of("text", "a.parquet", lambda: parquet(values=["a", None]))),
-        Case("text that is UTF-16", file_of("text", "a.txt", lambda: "words".encode("utf-16"))),
+        Case("text of zstd that ends in the middle", file_of("text", "a.txt.zst", lambda: zstd(b"words " * 99)[:-9])),  # prose: the name of a case
+        Case("a parquet file with a flipped byte", file_of("text", "a.parquet", lambda: flipped(parquet(), 20))),  # prose: the name of a case
+        Case("a parquet file with a null", file_of("text", "a.parquet", lambda: parquet(values=["a", None]))),  # prose: the name of a case
+        Case("text that is UTF-16", file_of("text", "a.txt", lambda: "words".encode("utf-16"))),  # prose: the name of a case
         Case("JSON that is one list", file_of("text", "a.json", lambda: b'[{"text": "words"}]')),
         Case("an index of Megatron with a pointer outside", megatron(at=50, value=2**62)),
         Case("an index of Megatron of floats", megatron(at=17, value=6, form="B")),
@@ -643,7 +643,7 @@ CASES: dict[str, list[Case | Call]] = {
              "--model.vocab_size", "300", "--sample.max_new_tokens", "0")),
         Case("ids of nanoGPT without a vocabulary", file_of("nanogpt", "a.bin", lambda: bytes(800))),
         Case("a .npy of negative ids", file_of("npy", "a.npy", lambda: npy([3, -7], "<i4"), "", "--model.vocab_size", "300")),
-        Case("F49 ids of a .npy over the vocabulary", file_of("npy", "a.npy", lambda: npy([3, 900]), "", "--model.vocab_size", "300")),
+        Case("F49 ids of a .npy over the vocabulary", file_of("npy", "a.npy", lambda: npy([3, 900]), "", "--model.vocab_size", "300")),  # prose: the name of a case
         Case("data changed under a run", changed_data),
     ],
     "A config.json of transformers": [
@@ -660,12 +660,12 @@ CASES: dict[str, list[Case | Call]] = {
         _hf("model_type", "granite"), _hf("attention_bias", 2),
     ],
     "Checkpoints and runs": [
-        Case("checkpoint of another model", other_model),
+        Case("checkpoint of another model", other_model),  # prose: the name of a case
         Case("no checkpoint verifies", damaged_store),
-        Case("a checkpoint of a newer format", resealed(lambda t: t.update(format=3))),
+        Case("a checkpoint of a newer format", resealed(lambda t: t.update(format=3))),  # prose: the name of a case
         Case("a manifest of 2**30 zeros", stored(lambda c: _sparse(_newest(c) / "manifest.json", 2**30))),
         Case("a manifest that is a pipe", stored(lambda c: _replace_by_pipe(_newest(c) / "manifest.json"))),
-        Case("a progress that no run has", resealed(lambda t: t["objects"]["progress"]["value"].update(
+        Case("a progress that no run has", resealed(lambda t: t["objects"]["progress"]["value"].update(  # prose: the name of a case
              step=10**9))),
         Case("a progress that is a list", resealed(lambda t: t["objects"]["progress"].update(value=[1]))),
         Case("an object 900 deep", resealed(lambda t: t["objects"]["progress"].update(
@@ -674,11 +674,11 @@ CASES: dict[str, list[Case | Call]] = {
              value={"$": "eval", "v": "1"}))),
         Case("a shape of 10**6 dimensions", resealed(lambda t: next(iter(t["tensors"].values())).update(
              shape=[1] * 10**6))),
-        Case("a file of 10**15 bytes", resealed(lambda t: next(iter(t["files"].values())).update(
+        Case("a file of 10**15 bytes", resealed(lambda t: next(iter(t["files"].values())).update(  # prose: the name of a case
              bytes=10**15))),
-        Case("checkpoints is a file", stored(lambda c: (shutil.rmtree(c), c.write_text("")))),
+        Case("checkpoints is a file", stored(lambda c: (shutil.rmtree(c), c.write_text("")))),  # prose: the name of a case
         Case("the lock is a pipe", stored(lambda c: _replace_by_pipe(c / "lock"))),
-        Case("the lock is a folder", stored(lambda c: ((c / "lock").unlink(missing_ok=True), (c / "lock").mkdir()))),
+        Case("the lock is a folder", stored(lambda c: ((c / "lock").unlink(missing_ok=True), (c / "lock").mkdir()))),  # prose: the name of a case
         Case("generate from nothing", lambda f: ["generate", f / "nothing"]),
         Case("explain nothing", lambda f: ["explain", f / "nothing"]),
     ],

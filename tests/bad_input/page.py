@@ -110,7 +110,7 @@ def wrong(name: str, given: Answer, recorded: dict[str, Any]) -> str:
     if given.called.code not in EXIT_CODES or not of_a_rule:
         return f"{name}: exit code {given.called.code} with problems {given.problems}"
     if name not in recorded:
-        return f"{name}: has no row in {RECORD.name}"
+        return f"{name}: {RECORD.name} lacks it"
     return (
         "" if given.row == recorded[name] else f"{name}: {given.row}, recorded is {recorded[name]}"
     )

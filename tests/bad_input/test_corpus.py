@@ -60,7 +60,8 @@ def test_every_input_is_recorded_and_nothing_else() -> None:
 
 
 def test_F108_a_newer_format_is_not_another_model() -> None:
-    ((_, code),) = RECORDED["a checkpoint of a newer format"]["problems"]
+    row = RECORDED["a checkpoint of a newer format"]  # prose: the name of a case
+    ((_, code),) = row["problems"]
     assert code == "version"
 
 

@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs/from-kempnerforge.md").read_text()
 THERE = {
     "model": "dim n_layers n_heads n_kv_heads vocab_size ffn_dim_multiplier ffn_hidden_dim norm_type norm_eps"
     " activation max_seq_len rope_theta tie_embeddings qk_norm init_std model_type sdpa_backend",
-    "model, mixtures of experts": "num_experts moe_top_k moe_frequency moe_router moe_shared_experts"
+    "model, mixtures of experts": "num_experts moe_top_k moe_frequency moe_router moe_shared_experts"  # prose: a heading of the page
     " moe_aux_loss_weight moe_capacity_factor moe_sequence_aux_loss_weight moe_gradient_scale"
     " moe_packed_experts moe_bias_schedule moe_expert_ffn_multiplier moe_router_z_loss_weight",
     "train": "batch_size seq_len max_steps grad_accum_steps grad_clip_norm seed data_seed compile_model"

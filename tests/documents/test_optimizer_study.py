@@ -43,7 +43,7 @@ def test_the_rate_that_is_compared_is_the_best_that_was_tried() -> None:
     assert optimizer_study.best_rate(rows, "lion") == 0.2
 
 
-@pytest.mark.skipif(not (DOCS / "optimizers.json").exists(), reason="the study has not run")
+@pytest.mark.skipif(not (DOCS / "optimizers.json").exists(), reason="no optimizers.json")
 def test_the_page_is_that_of_its_rows() -> None:
     rows = json.loads((DOCS / "optimizers.json").read_text())
     assert (DOCS / "optimizers.md").read_text() == optimizer_study.page(rows), (

@@ -182,7 +182,7 @@ FEATURES: dict[str, JobFeature] = {
         without=EP | {"tp", "cp", "pp", "fsdp accumulated"},
         columns=("objective.preferred",),
     ),
-    "a loss of logits": JobFeature(
+    "a loss of logits": JobFeature(  # prose: the name of a case
         make_job,
         {
             "train.loss": "forge_testing.parts:squared_error",
@@ -202,7 +202,7 @@ FEATURES: dict[str, JobFeature] = {
         },
         without=EP,
     ),
-    "layers of several types": JobFeature(
+    "layers of several types": JobFeature(  # prose: the name of a case
         with_table(LAYERS),
         {
             "model.dim": 32,
@@ -260,7 +260,7 @@ FEATURES: dict[str, JobFeature] = {
         columns=OF_EXPERTS,
     ),
     # later micro-batches of a step know the earlier ones: equal to one process where a reader has one
-    "experts of the global batch": JobFeature(
+    "experts of the global batch": JobFeature(  # prose: the name of a case
         with_table(MOE),
         {"model.moe.aux_loss_weight": 0.1, "model.moe.aux_scope": "global_batch"},
         without=OTHER_ROWS | {"pp", "fsdp accumulated"},
@@ -275,7 +275,7 @@ FEATURES: dict[str, JobFeature] = {
         ),
         callback=Watch,
     ),
-    "groups of a class of torch": JobFeature(
+    "groups of a class of torch": JobFeature(  # prose: the name of a case
         with_table(PLAN),
         {
             "train.steps": 6,

@@ -166,10 +166,10 @@ FEATURES: dict[str, JobFeature] = {
         {**IDS, "model.fusion.name": "moma", "model.fusion.moma.balance_loss": 0.0},
         columns=MODALITIES,
     ),
-    "stages of an encoder": JobFeature(
+    "stages of an encoder": JobFeature(  # prose: the name of a case
         of_stages, {**TEXT, "model.vision.vit.num_layers": 2}, without=EP | TWICE, bound=3e-5
     ),
-    "an encoder of a folder": JobFeature(
+    "an encoder of a folder": JobFeature(  # prose: the name of a case
         of_clip, {**TRANSFORMERS, **TEXT}, without=EP | TWICE, bound=3e-5
     ),
     "adapters of Qwen3-VL": JobFeature(

@@ -130,7 +130,11 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "gradients averaged over ranks": (fsdp, "sum_gradients", _leave_division),
     "clipping by the local norm": (candidate, "global_grad_norm", _local_norm),
     "another seed on one rank": (candidate, "_seed", _other_seed),
-    "a norm without the last stage": (candidate, "global_grad_norm", _norm_without_last_stage),
+    "a norm without the last stage": (  # prose: the name of a mistake
+        candidate,
+        "global_grad_norm",
+        _norm_without_last_stage,
+    ),
     "experts' gradients not summed": (fsdp, "sum_gradients", _keep_expert_gradients),
     "a sum over tp made twice": (collectives, "_sum", _twice),
     "gradients of head norms not summed": (tensor, "_SUMMED", (Replicate(),)),
@@ -140,5 +144,9 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "weights gathered after an evaluation": (candidate, "reshard", _nothing),
     "Muon of shards": (whole, "axes_of", _whole_already),
     "filler that counts": (candidate, "filler", _filler_that_counts),
-    "gradients of an encoder not summed": (tensor, "_shard_parameters", _whole_layers_of_this_rank),
+    "gradients of an encoder not summed": (  # prose: the name of a mistake
+        tensor,
+        "_shard_parameters",
+        _whole_layers_of_this_rank,
+    ),
 }

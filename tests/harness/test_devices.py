@@ -67,14 +67,14 @@ def test_more_ranks_than_devices_are_a_skip_before_any_starts(
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "named"),
     [
-        (("cpu", 2), "nproc 2 must go with device cuda"),
-        (("tpu", None), "device 'tpu' must be one of cpu, cuda"),
+        (("cpu", 2), "^nproc 2 "),
+        (("tpu", None), "^device 'tpu' .* cpu, cuda$"),
     ],
 )
-def test_devices_that_do_not_go_are_refused(given: tuple[str, int | None], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_devices_that_do_not_go_are_refused(given: tuple[str, int | None], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
         choose(*given)
 
 
@@ -86,13 +86,13 @@ def test_pytest_refuses_a_device_that_is_not_there_in_one_line() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR
     (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("ERROR: device cuda must have a CUDA GPU and this machine")
+    assert line.startswith("ERROR: device cuda ")
 
 
 @pytest.mark.parametrize("nproc", [0, 3])
 def test_as_many_ranks_as_there_are_devices(monkeypatch: pytest.MonkeyPatch, nproc: int) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match=f"nproc {nproc} must be at least 1 and at most the 2"):
+    with pytest.raises(ValueError, match=f"^nproc {nproc} .* 1 .* 2 CUDA"):
         choose("cuda", nproc)
     monkeypatch.setenv(DEVICE, "cpu")  # restored at the end
     monkeypatch.setenv(NPROC, "1")

@@ -50,7 +50,7 @@ def test_a_truncated_file_is_a_beginning_of_itself(tmp_path: Path) -> None:
 @pytest.mark.parametrize("harm", [flip_bit, truncate])
 def test_an_empty_file_cannot_be_hurt(tmp_path: Path, harm: object) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="has 0 bytes and must have 1"):
+    with pytest.raises(ValueError, match="file has 0 bytes"):
         harm(tmp_path / "file")  # type: ignore[operator]
 
 

@@ -172,7 +172,7 @@ def test_differences_are_taken_from_git(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / "new").write_text("3")
     assert run_tests.changed_files(None)[0] == ["kept", "new"]
     assert run_tests.changed_files("HEAD")[0] == ["new"]
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="--since nowhere:"):  # prose: flag and value
         run_tests.changed_files("nowhere")
 
 

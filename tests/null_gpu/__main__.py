@@ -56,7 +56,7 @@ def run(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="hatch run null-gpu run", description=run.__doc__)
     parser.add_argument("--ranks", type=int, default=1, help="processes, with a device each")
     parser.add_argument("--devices", type=int, help="of a command that starts ranks by itself")
-    parser.add_argument("--memory-gib", type=float, help="memory of a device (139.8)")
+    parser.add_argument("--memory-gib", type=float, help="of each device (139.8)")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="after --")
     args = parser.parse_args(arguments)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command

@@ -381,8 +381,8 @@ _WITH_PICTURES: dict[str, tuple[int, Keys]] = {
     "images, attentional pool": (1, {**_adapter("attentional_pool"), **_PLACE}),
     "images, resampler": (1, _adapter("resampler", num_latents=4)),
     "images, encoder of transformers": (1, TRANSFORMERS),
-    "images of any size": (1, _STRIPS),
-    "images of any size, compile": (1, {**_STRIPS, **_COMPILE}),
+    "images of any size": (1, _STRIPS),  # prose: the name of a case
+    "images of any size, compile": (1, {**_STRIPS, **_COMPILE}),  # prose: the name of a case
     "images as tokens": (1, _DRAWINGS),
     "images, mrope": (1, {**_model(positions="mrope", **{"mrope.sections": [4, 2, 2]}), "data.sources.squares.options": {"axes": 3}}),
     "images, mrope in chunks": (1, {**_model(positions="mrope", **{"mrope.sections": [4, 2, 2], "mrope.layout": "chunked"}), "data.sources.squares.options": {"axes": 3}}),

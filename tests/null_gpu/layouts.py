@@ -47,9 +47,9 @@ def main(argv: Sequence[str]) -> int:
     )
     parser.add_argument("--only", action="append", choices=JOBS, metavar="NAME", help="this job; may be repeated")  # fmt: skip
     parser.add_argument("--resume", action="store_true", help="keep what was measured of this commit")  # fmt: skip
-    parser.add_argument("--new", action="store_true", help="those without a row in the table")
+    parser.add_argument("--new", action="store_true", help="only jobs that lack one")
     parser.add_argument("--write", action="store_true", help="new rows, and those with fewer waits")
-    parser.add_argument("--lanes", type=int, default=2, help="jobs at the same time")
+    parser.add_argument("--lanes", type=int, default=2, help="jobs at once")
     parser.add_argument("--folder", type=Path, default=ROOT / "runs/null-gpu", help="of the runs")
     args = parser.parse_args(argv)
     kept, commit = _read(TABLE), short_commit(ROOT, SOURCES)

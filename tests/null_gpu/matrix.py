@@ -74,13 +74,13 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--all", action="store_true", help="all cells, not only those of the tests")
-    parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--only", default="", help="cells named so")
     parser.add_argument("--write", action="store_true", help="make the table and its page")
     parser.add_argument("--measure", choices=("cpu", "cuda"), help=argparse.SUPPRESS)
     parser.add_argument("names", nargs="*", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.write and args.all:
-        parser.error("--write must go without --all: the table is of the smoke cells")
+        parser.error("--write goes without --all: it keeps the smoke cells")
     return args
 
 
@@ -170,9 +170,9 @@ def _row(name: str, null: Any, gloo: Any) -> tuple[dict[str, Any], list[str]]:
 
 def _against(row: dict[str, Any], kept: dict[str, Any] | None) -> list[str]:
     if kept is None:
-        return ["not in the table; add it with --write"]
+        return ["lacks a row; add it with --write"]
     return [
-        f"{part} {row[part]}, in the table {kept[part]}"
+        f"{part} {row[part]}, kept {kept[part]}"
         for part in ("ranks", "collectives", "device")
         if row[part] != kept[part]
     ]

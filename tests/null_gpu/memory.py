@@ -43,7 +43,7 @@ _SKIPPED = 2**20
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="memory", description=__doc__.splitlines()[0])
-    parser.add_argument("--only", default="", help="jobs whose name contains this")
+    parser.add_argument("--only", default="", help="jobs named so")
     parser.add_argument("--missing", action="store_true", help="jobs that no row is kept of")
     parser.add_argument("--write", action="store_true", help=f"keep the result in {KEPT.name}")
     args = parser.parse_args(argv)

@@ -116,7 +116,7 @@ ONE_GPU = [
         optimizer__name="schedule_free_adamw",
         schedule__name="constant",
     ),
-    _of_1b("1b average of weights", **{"optimizer.ema.decay": 0.99}),
+    _of_1b("1b average of weights", **{"optimizer.ema.decay": 0.99}),  # prose: the name of a case
     _of_1b("1b stored in bf16", parallel__param_dtype="bf16", optimizer__state_dtype="bf16"),
     _of_1b("1b float8 tensorwise", parallel__float8="tensorwise"),
     _of_1b("1b float8 rowwise", parallel__float8="rowwise"),
@@ -150,7 +150,7 @@ ONE_GPU = [
     _of("moe_64", "8 layers, recompute full", model__num_layers=8, parallel__recompute="full"),
     _of("qwen3_siglip2", "", **_PICTURES),
     Job(
-        "125m saved in the background",
+        "125m saved in the background",  # prose: the name of a case
         "presets/125m_1gpu.toml",
         {"train.global_batch": 16, "checkpoint.every_steps": 1},
         saves=True,

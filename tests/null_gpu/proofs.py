@@ -71,9 +71,9 @@ Cells = dict[str, dict[str, Any]]
 def main(argv: Sequence[str] | None = None) -> int:
     """1 if a cell did not reach its end, made other collectives than on the CPU, or launched other kernels than before."""
     parser = argparse.ArgumentParser(prog="hatch run null-gpu proofs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
-    parser.add_argument("--run", choices=RUNS, help="one of the runs")
-    parser.add_argument("--only", default="", help="cells whose name contains this")
-    parser.add_argument("--write", action="store_true", help="keep the launches of this run")
+    parser.add_argument("--run", choices=RUNS, help="only this run")
+    parser.add_argument("--only", default="", help="cells named so")
+    parser.add_argument("--write", action="store_true", help="keep its launches")
     parser.add_argument("--inside", nargs=2, metavar=("device", "folder"), help=argparse.SUPPRESS)
     given = parser.parse_args(argv)
     if given.inside:
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _compare(on_gpu: Cells, on_cpu: Cells) -> tuple[Cells, list[str]]:
     """What to keep of each cell, and sentences on those that did not end, or not as on the CPU."""
     kept: Cells = {}
-    problems = [f"{cell}: it is not on the null GPU" for cell in on_cpu.keys() - on_gpu.keys()]
+    problems = [f"{cell}: lacks a row of the null GPU" for cell in on_cpu.keys() - on_gpu.keys()]
     for cell, gpu in on_gpu.items():
         cpu = on_cpu.get(cell)
         ended = gpu["verdict"] == "refused" or (
@@ -196,7 +196,7 @@ def _counting(measure: Callable[..., Any], where: str, folder: Path) -> Callable
         count = _nccl if where == "cuda" else _gloo
         errors, collectives, launches = count(functools.partial(measure, *given))
         rank = dist.get_rank() if dist.is_initialized() else 0
-        cell = getattr(given[1], "name", "GPU beside CPU")
+        cell = getattr(given[1], "name", "GPU beside CPU")  # prose: the name of a case
         values = [f"{step} {what} {name}" for step, what, name in {*errors[0]}]
         found = {"values": values, "collectives": collectives, "launches": launches}
         (folder / f"{cell}.{rank}").write_text(json.dumps(found))

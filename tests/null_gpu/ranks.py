@@ -83,7 +83,7 @@ class NullRanks:
             limited=False,
         )
         if told.code:
-            raise RuntimeError(f"ranks of {argv} were not started: {told}")
+            raise RuntimeError(f"{argv} started no ranks: {told}")
         texts, records = [], []
         for rank in range(ranks):
             text, record = (folder / f"rank-{rank}.{end}" for end in ("txt", "json"))

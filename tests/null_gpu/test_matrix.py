@@ -49,9 +49,9 @@ def test_a_cell_is_wrong_that_asks_for_something_else(null: Any, gloo: Any, said
 def test_a_kernel_more_than_in_the_table_is_told() -> None:
     kept, _ = _row("tp/packed/sgd", [RANK], [RANK])
     assert _against(kept, kept) == []
-    assert _against(kept, None) == ["not in the table; add it with --write"]
+    assert _against(kept, None) == ["lacks a row; add it with --write"]
     more, _ = _row("tp/packed/sgd", [{**RANK, "launch": 101}], [RANK])
-    assert _against(more, kept) == ["device {'launch': 101}, in the table {'launch': 100}"]
+    assert _against(more, kept) == ["device {'launch': 101}, kept {'launch': 100}"]
 
 
 def of_one_function() -> dict[str, int]:

@@ -25,7 +25,7 @@ PATCHING = {
     "tests/equivalence/mutations.py": "plants mistakes",
     "tests/resume/test_store_boundary.py": "fails the disk",
     "tests/harness/src/forge_testing/disk.py": "holds and fails the disk",
-    "tests/use/test_fused_loss.py": "cuts blocks of the loss smaller",
+    "tests/use/test_fused_loss.py": "cuts blocks smaller",
     "tests/chaos/plants.py": "plants faults and mistakes",
     "tests/use/test_time_machine.py": "plants a mistake in a feed-forward",
     "tests/documents/test_from_kempnerforge_code.py": "asks command lines for their help",
@@ -101,7 +101,7 @@ def test_every_public_name_exists_and_says_what_it_is(package: str) -> None:
         for name in names:
             found = definition(module, name)
             if found is None:
-                assert tree(f"{module}.{name}"), f"{module}.{name} does not exist"
+                assert tree(f"{module}.{name}"), f"no {module}.{name}"
             elif isinstance(found[1], ast.FunctionDef | ast.ClassDef) and not ast.get_docstring(
                 found[1]
             ):

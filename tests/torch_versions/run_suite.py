@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     args = parser.parse_args()
     if unknown := set(args.folders) - set(FOLDERS):
-        parser.error(f"{' '.join(sorted(unknown))}: must be of {' '.join(FOLDERS)}")
+        parser.error(f"{' '.join(sorted(unknown))}: none of {' '.join(FOLDERS)}")
     commit, results = short_commit(ROOT, SOURCES), Results()
     _run(results, args.folders or FOLDERS, EXPRESSIONS[args.lane], args.workers)
     common = {

@@ -44,7 +44,7 @@ def test_a_bound_without_a_run_is_seen() -> None:
     assert not fits(SpecifierSet(">=2.10,<2.16"), versions)
 
 
-@pytest.mark.parametrize("change", ["failed", "no row of a package"])
+@pytest.mark.parametrize("change", ["failed", "lacking"])
 def test_a_version_with_a_failure_or_without_a_package_is_not_seen(change: str) -> None:
     newest = str(max(seen(ROWS_OF_RUNS)))
     rows = [dict(row) for row in ROWS_OF_RUNS]

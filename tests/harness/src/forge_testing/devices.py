@@ -30,7 +30,7 @@ def choose(device: str, nproc: int | None = None) -> None:
     devices than there are, for nproc on CPUs, where any number of ranks runs.
     """
     if device not in DEVICES:
-        raise ValueError(f"device {device!r} must be one of {', '.join(DEVICES)}")
+        raise ValueError(f"device {device!r} is unknown; use {', '.join(DEVICES)}")
     if device == "cpu":
         if nproc is not None:
             raise ValueError(
@@ -44,12 +44,12 @@ def choose(device: str, nproc: int | None = None) -> None:
     found = torch.cuda.device_count()
     if not found:
         raise ValueError(
-            f"device cuda must have a CUDA GPU and this machine (torch {torch.__version__}) shows none; use cpu"
+            f"device cuda must have a CUDA GPU and this machine (torch {torch.__version__}) shows none; use cpu"  # prose: a message of its own
         )
     nproc = found if nproc is None else nproc
     if not 1 <= nproc <= found:
         raise ValueError(
-            f"nproc {nproc} must be at least 1 and at most the {found} CUDA devices here: NCCL refuses two "
+            f"nproc {nproc} must be at least 1 and at most the {found} CUDA devices here: NCCL refuses two "  # prose: a message of its own
             "ranks on one device"
         )
     os.environ.update({DEVICE: device, NPROC: str(nproc)})

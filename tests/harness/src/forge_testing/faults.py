@@ -94,7 +94,7 @@ def rank_pids(launcher: int) -> dict[int, int]:
 def _size(path: Path) -> int:
     size = path.stat().st_size
     if size == 0:
-        raise ValueError(f"{path} has 0 bytes and must have 1; choose a file with content")
+        raise ValueError(f"{path} has 0 bytes; fill it")
     return size
 
 

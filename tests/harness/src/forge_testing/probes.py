@@ -21,7 +21,7 @@ def wrong_products(is_wrong: Callable[[], bool]) -> Iterator[list[Any]]:
 
     def known_answer(device: Any, seed: int) -> Finding:
         if is_wrong():
-            return Finding("computing", BROKEN, "a wrong product", "sums must be exact")
+            return Finding("computing", BROKEN, "a wrong product", "sums are exact")
         return kept[0](device, seed)
 
     def memory_patterns(device: Any, mib: int | None) -> Finding:

@@ -85,7 +85,7 @@ def run_on_ranks(
     than CUDA devices were chosen, and for a function that made nothing there.
     """
     if world < 1:
-        raise ValueError(f"world {world} must be at least 1 rank; use 1, 2, 3 or 4")
+        raise ValueError(f"world {world} is below 1 rank; use 1, 2, 3 or 4")
     task = pickle.dumps(_describe(function, args))
     device, nproc = chosen()
     if nproc is not None and world > nproc:
@@ -203,7 +203,7 @@ class _Zygote:
                     raise EOFError
         except (OSError, EOFError):
             log = _tail(self.folder / "zygote.log")
-            raise RankError(f"the process that forks ranks ended:\n{log}", {}) from None
+            raise RankError(f"the fork of ranks ended:\n{log}", {}) from None
         found: list[Any] = json.loads(answer)
         return found
 
@@ -325,7 +325,7 @@ def _ranks(ranks: list[int]) -> str:
 def _death(code: int | None) -> str:
     if code is None:
         return "closed its link"
-    return f"died by {signal.Signals(-code).name}" if code < 0 else f"left with exit code {code}"
+    return f"died by {signal.Signals(-code).name}" if code < 0 else f"left by exit code {code}"
 
 
 def _tail(path: Path, size: int = 4000) -> str:

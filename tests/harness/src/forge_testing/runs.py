@@ -92,7 +92,7 @@ def fit_reference(job: Path, **overrides: Any) -> Fitted:
         copy.write_text(text.replace("RUN", str(folder / "run")))
         return fit_alone(copy, **{"metrics.console": "off", **overrides})
 
-    assert "run.dir" not in overrides, "a reference has a run folder of its own"
+    assert "run.dir" not in overrides, "run.dir: not for a reference"
     assert not run.exists(), f"{run} exists: a reference does not continue a run"
     written = job.read_bytes()
     found = once(["fit", text, overrides], train, job.parent)
