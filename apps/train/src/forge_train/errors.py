@@ -132,7 +132,7 @@ def run_on_all_ranks(agreement: Agreement, action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]
 
 
-def report_of(error: JobError) -> Report:
+def report_of(error: JobError) -> list[Any]:
     """An error as plain data: a value is the text that messages show."""
     fields = [
         [p.key, p.code, None if p.value is ... else show(p.value), p.rule, p.fix, p.origin]
@@ -157,12 +157,13 @@ def raise_reported(reports: Sequence[Report]) -> None:
     problems: dict[str, Problem] = {}
     for rank, (_, *reported) in failed.items():
         for data in reported:
-            found = _received(data, rank if len(failed) < len(reports) else None)
+            found = received(data, rank if len(failed) < len(reports) else None)
             problems.setdefault(str(found), found)
     raise kinds.get(ExitCode(int(first)), JobError)(problems.values())
 
 
-def _received(data: str | list[Any], rank: int | None) -> RankProblem:
+def received(data: str | list[Any], rank: int | None = None) -> RankProblem:
+    """A problem of a report; `rank` as in RankProblem."""
     if isinstance(data, str):
         data = ["", "error", None, data, "", "", ""]
     key, code, value, rule, fix, origin, where = data

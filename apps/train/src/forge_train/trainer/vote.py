@@ -8,7 +8,8 @@ import torch
 
 import forge_data
 from forge_resilience import Agreement, Decision, ExitCode, Vote
-from forge_train.errors import DataError, Report, raise_reported
+from forge_train._shared.problems import problems_of
+from forge_train.errors import DataError, Report, raise_reported, received, report_of
 
 _FP32 = torch.finfo(torch.float32)
 
@@ -71,13 +72,13 @@ class PendingCount:
         """Record the faults of all ranks and raise them; every rank sends its own, if it has one."""
         fault, report = self._fault, None
         if fault is not None:
-            report = [
-                int(fault_code(fault)),
-                f"step {self._step + 1}: {type(fault).__name__}: {fault}",
-            ]
+            place = getattr(fault, "where", "")
+            where = f"step {self._step + 1}: {type(fault).__name__}{f': {place}' if place else ''}"
+            report = [int(fault_code(fault)), *report_of(DataError(problems_of(fault), where))[1:]]
         reports: list[Report] = self._agreement.exchange(report)
         for rank, code in decision.faults.items():
-            _, cause = reports[rank] or (code, None)
+            found = [str(received(data)) for data in (reports[rank] or [])[1:]]
+            cause = "\n".join(found) or None
             self._record("fault", step=self._step, rank=rank, code=code, cause=cause)
         # A mistake in a user's code keeps its traceback on the rank where it happened.
         if fault is not None and fault_code(fault) == ExitCode.ERROR:
