@@ -130,7 +130,7 @@ def test_cross_attention_in_stages_of_a_pipeline_is_refused() -> None:
 @pytest.mark.slow
 def test_features_of_more_layers_than_a_stage_has_are_refused(tmp_path: Path) -> None:
     keys = {"pp": 2, "pp_schedule": "zbv_zero_bubble"}
-    with pytest.raises(RankError, match=r"features of 2 layers .* stage of a pipeline has 1; use"):
+    with pytest.raises(RankError, match=r"features\.layers 2 .* 1\b"):
         run_on_ranks(2, step, make_job(tmp_path), "deep", keys, 2)
 
 
@@ -139,5 +139,5 @@ def test_features_of_more_layers_than_a_stage_has_are_refused(tmp_path: Path) ->
 def test_experts_that_choose_among_whole_rows_are_refused_where_cp_splits_them(
     tmp_path: Path,
 ) -> None:
-    with pytest.raises(RankError, match="'expert_choice' chooses among the tokens of whole rows"):
+    with pytest.raises(RankError, match=r"fusion\.moma\.router 'expert_choice'"):
         run_on_ranks(2, step, make_job(tmp_path), "chosen", {"cp": 2}, 4)

@@ -19,8 +19,8 @@ from forge_moe._shared.problems import (
 
 pytestmark = pytest.mark.lane("test")
 
-LR = Problem("lr", "range", -1.0, "must be above 0", "use 3e-4")
-NAME = Problem("name", "unknown", "adm", "must be a registered optimizer")
+LR = Problem("lr", "range", -1.0, "must exceed 0", "use 3e-4")
+NAME = Problem("name", "unknown", "adm", "must be listed")
 
 
 class Damaged(WithProblems, RuntimeError):
@@ -28,14 +28,14 @@ class Damaged(WithProblems, RuntimeError):
 
 
 def test_a_text_has_key_value_rule_and_fix_in_this_order() -> None:
-    assert str(LR) == "lr -1.0 must be above 0; use 3e-4"
-    assert str(NAME) == "name 'adm' must be a registered optimizer"
+    assert str(LR) == "lr -1.0 must exceed 0; use 3e-4"
+    assert str(NAME) == "name 'adm' must be listed"
     assert str(Problem("", "damaged", "a.bin", "is damaged", "copy it")).startswith("'a.bin' is")
 
 
 def test_a_table_comes_before_the_key() -> None:
     assert LR.under("optimizer").under("train").key == "train.optimizer.lr"
-    assert Problem("", "type", 3, "must be a table").under("optimizer").key == "optimizer"
+    assert Problem("", "type", 3, "needs a table").under("optimizer").key == "optimizer"
     assert (LR.under("a").code, LR.under("a").value) == (LR.code, LR.value)
 
 
@@ -50,9 +50,9 @@ def test_one_error_has_all_problems_and_survives_pickling() -> None:
 
 
 def test_other_kinds_of_errors_carry_problems_too() -> None:
-    error = invalid("", "not_json", ..., "is not JSON", where="a.json", kind=Damaged)
-    assert (type(error), error.where, str(error)) == (Damaged, "a.json", "a.json: is not JSON")
-    ordinary = invalid("lr", "range", -1.0, "must be above 0", "use 3e-4")
+    error = invalid("", "not_json", ..., "holds no JSON", where="a.json", kind=Damaged)
+    assert (type(error), error.where, str(error)) == (Damaged, "a.json", "a.json: holds no JSON")
+    ordinary = invalid("lr", "range", -1.0, "must exceed 0", "use 3e-4")
     assert (type(ordinary), ordinary.problems) == (ProblemError, (LR,))
     again = pickle.loads(pickle.dumps(Damaged("two\nlines")))
     assert (str(again), again.problems, again.code) == ("two\nlines", (), "")
