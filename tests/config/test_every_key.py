@@ -1143,7 +1143,7 @@ def test_the_device_is_used_or_refused(tmp_path: Path) -> None:
     if torch.cuda.is_available():
         assert build(tmp_path, {"parallel.device": "cuda"}).device.type == "cuda"
         return
-    with rejects("device", "cuda", "requires", ConfigError):
+    with rejects("parallel.device", "cuda", "requires", ConfigError):
         build(tmp_path, {"parallel.device": "cuda"})
 
 

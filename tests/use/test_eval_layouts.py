@@ -144,9 +144,9 @@ def test_the_command_starts_ranks_and_one_of_them_prints(mixture: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "key", "value", "code"),
     [
-        (("--parallel.tp", "4"), "dp_shard", -1, "divides"),
+        (("--parallel.tp", "4"), "parallel.dp_shard", -1, "divides"),
         (("--parallel.tp", "0"), "parallel.tp", 0, "range"),
-        (("--parallel.ep", "2", "--parallel.pp", "2"), "ep", 2, "divides"),
+        (("--parallel.ep", "2", "--parallel.pp", "2"), "parallel.ep", 2, "divides"),
     ],
 )
 def test_a_layout_that_does_not_fit_is_refused_before_a_rank_starts(

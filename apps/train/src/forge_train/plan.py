@@ -101,7 +101,7 @@ def _estimated(config: JobConfig, flags: PlanFlags) -> tuple[Estimate, SearchSpa
         )
         _ = plan.fits  # raises if the step cannot be traced
     except ValueError as error:
-        raise ConfigError(problems_of(error)) from error
+        raise ConfigError(problems_of(error), getattr(error, "where", "")) from error
     return plan, space, reasons
 
 

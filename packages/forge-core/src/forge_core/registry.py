@@ -45,9 +45,11 @@ class Registry(NamedTuple):
             return installed[name].load()
         known = sorted({*self.built_in, *installed})
         near = difflib.get_close_matches(name, known, n=1)
-        listed = f"known in {self.group} are {', '.join(known)}"
+        listed = f"known in {self.group}: {', '.join(known) or 'none'}"
         rule = f"is unknown: {listed}, anything else is an import path module:attr"
-        fix = f"did you mean {near[0]!r}?" if near else "use one of these"
+        fix = (
+            f"did you mean {near[0]!r}?" if near else "use one of these" if known else "give a path"
+        )
         raise invalid(self.key, "unknown", name, rule, fix)
 
     def bound(

@@ -118,7 +118,7 @@ def checked_job(
         raise invalid("--rows", "range", rows, "must be 1 or more", "use 8", kind=ConfigError)
     paths, other = RunDirectory(run), None if config is None else Path(config)
     refuse_no_run(paths)
-    with config_errors():
+    with config_errors("parallel"):
         select_device(parallel.device)
         parallel.axes(world.world_size, world.local_world_size)
     job = evaluation_job(paths, other, rows, parallel, world.world_size)

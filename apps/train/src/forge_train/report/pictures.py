@@ -72,7 +72,7 @@ def answer_pictures(
             row = {"prompt": question.name, "text": text}
             print(text if asked.path is None else json.dumps(row, ensure_ascii=False), flush=True)
     except ValueError as error:  # a damaged picture, a prompt that is too long
-        raise ConfigError(problems_of(error)) from error
+        raise ConfigError(problems_of(error), getattr(error, "where", "")) from error
     return 0
 
 

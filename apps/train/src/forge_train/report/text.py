@@ -121,7 +121,7 @@ def stream_text(
         talks = None if prompts is None else conversations_in(prompts)
         texts = None if prompts is None or talks else read_prompts(prompts)
     except ValueError as error:
-        raise ConfigError(problems_of(error)) from error
+        raise ConfigError(problems_of(error), getattr(error, "where", "")) from error
     if prompts is not None and (prompt or image):
         key, rule = "--prompt" if prompt else "--image", "and --prompts exclude each other"
         raise invalid(key, "excludes", ..., rule, "leave one out", kind=ConfigError)
@@ -150,7 +150,7 @@ def stream_text(
             sys.stdout.write(piece)
             sys.stdout.flush()
     except ValueError as error:  # a prompt that is no text, a length beyond the model's
-        raise ConfigError(problems_of(error)) from error
+        raise ConfigError(problems_of(error), getattr(error, "where", "")) from error
     sys.stdout.write("\n")
     return 0
 

@@ -120,7 +120,7 @@ class Trainer:
         self.callbacks = [*callbacks, *load_callbacks(config.callbacks)]
         refuse(hook_problems(self.callbacks))
         self.paths = RunDirectory(config.run.dir)
-        with config_errors():
+        with config_errors("parallel"):
             self.device = select_device(config.parallel.device)
         layout = config.parallel.axes(world.world_size)
         self.model = build_trained(config)
