@@ -77,11 +77,11 @@ def arguments(given: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--out", type=Path, help="a JSON file; the page lies beside it")
     parser.add_argument("--smoke", action="store_true", help="the cells that the tests run")
-    parser.add_argument("--only", default="", help="cells whose name contains this")
+    parser.add_argument("--only", default="", help="cells named so")
     parser.add_argument("--resume", action="store_true", help="keep rows of this commit")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--nproc", type=int, help="GPUs, one for each rank (default: all)")
+    parser.add_argument("--nproc", type=int, help="GPUs (default: all)")
     parser.add_argument("--tf32", action="store_true", help="fp32 cells, with products in TF32")
     args = parser.parse_args(given)
     if args.tf32 and args.device == "cpu":
@@ -91,7 +91,7 @@ def arguments(given: list[str]) -> argparse.Namespace:
     except ValueError as error:
         parser.error(str(error))
     if not any(chosen_names(args)):
-        parser.error(f"--only {args.only!r} must be a part of a cell's name, and is of none")
+        parser.error(f"--only {args.only!r} names no cell")
     kind = "-cuda-tf32" if args.tf32 else "-cuda" if args.device == "cuda" else ""
     args.out = args.out or ROOT / f"docs/equivalence{kind}.json"
     for row in _rows(args.out).values():
