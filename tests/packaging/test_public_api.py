@@ -29,6 +29,7 @@ PATCHING = {
     "tests/chaos/plants.py": "plants faults and mistakes",
     "tests/use/test_time_machine.py": "plants a mistake in a feed-forward",
     "tests/documents/test_from_kempnerforge_code.py": "asks command lines for their help",
+    "tests/shared/test_problems.py": "reads the copy of a shared topic",
     "tests/null_gpu/test_jobs.py": "asks registries for every name that a job may choose",
 }
 FOLDERS = ("apps", "benchmarks", "examples", "scripts", "tests", "packages")
