@@ -16,7 +16,6 @@ from forge_core.model import FeedForward
 from forge_data import filler_batch
 from forge_moe import MoE, MoEConfig, expert_parallelize
 from forge_parallel import ParallelConfig, make_meshes, parallelize
-from forge_parallel._shared.problems import problems_of, raise_problems
 from forge_parallel.axes import cut_sequence
 from forge_parallel.compute import extra_problems
 from forge_parallel.pipeline import Pipeline
@@ -96,7 +95,7 @@ def first_problem(name: str) -> tuple[str, str, str]:
     try:
         _prepare(REFUSALS[name])
     except ValueError as error:
-        problem = problems_of(error)[0]
+        problem = error.problems[0]  # type: ignore[attr-defined]
         return problem.key, problem.code, str(error)
     return "", "", ""
 
@@ -125,7 +124,10 @@ def _take_pictures(model: VLM, config: ParallelConfig) -> None:
     names = [*model.extra_inputs, *masks]
     extras = {name: torch.zeros(ROWS, SEQ) for name in names}
     layout = config.axes(dist.get_world_size())
-    raise_problems("", extra_problems(model, replace(batch, extras=extras), layout))
+    for problem in extra_problems(model, replace(batch, extras=extras), layout):
+        error = ValueError(str(problem))
+        error.problems = (problem,)  # type: ignore[attr-defined]
+        raise error
 
 
 def _model(keys: dict[str, Any]) -> nn.Module:
