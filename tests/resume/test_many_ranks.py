@@ -138,8 +138,8 @@ def test_a_rank_without_validation_data_ends_all_at_the_evaluation(
 ) -> None:
     fitted = fit_on_ranks(2, make_job(tmp_path), bad)
     assert [(f.code, f.step) for f in fitted] == [(65, 6)] * 2
-    said = f"rank 1: validation data: {bad.error.__name__}: no such rows"
-    assert said in fitted[0].problems[0]
+    for part in ("rank 1", "validation data", "no such rows"):
+        assert part in fitted[0].problems[0]
 
 
 class BugInValidationOnRank1(BadValidationOnRank1):

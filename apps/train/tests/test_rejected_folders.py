@@ -133,7 +133,7 @@ def test_folders_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Mon
     def full(*_: Any) -> None:
         raise OSError(28, "full")
 
-    tensors: Any = SimpleNamespace(differences=lambda state: [], meta={})
+    tensors: Any = SimpleNamespace(problems=lambda state: [], meta={})
     model = SimpleNamespace(
         section=None, family="llama", tensors=lambda: tensors, files=dict, write=full
     )
