@@ -47,9 +47,7 @@ class Registry(NamedTuple):
         near = difflib.get_close_matches(name, known, n=1)
         listed = f"known in {self.group}: {', '.join(known) or 'none'}"
         rule = f"is unknown: {listed}, anything else is an import path module:attr"
-        fix = (
-            f"did you mean {near[0]!r}?" if near else "use one of these" if known else "give a path"
-        )
+        fix = f"did you mean {near[0]!r}?" if near else "use a name or a path of yours"
         raise invalid(self.key, "unknown", name, rule, fix)
 
     def bound(
