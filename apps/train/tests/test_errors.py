@@ -9,7 +9,7 @@ import pytest
 from forge_testing.problems import assert_problem, rejects
 from forge_train import errors
 from forge_train._shared.problems import Problem, WithProblems
-from forge_train.errors import JobError, config_errors, raise_reported, report_of
+from forge_train.errors import JobError, as_config_error, config_errors, raise_reported, report_of
 
 pytestmark = pytest.mark.lane("test")
 
@@ -60,6 +60,13 @@ def test_an_error_of_a_package_keeps_its_problems(where: str, origin: str) -> No
             raise Invalid([Problem("lr", "range", -1, "must be 0 or more")], where)
         assert caught.value.where == ("" if table else where)
         assert caught.value.problems[0].origin == (origin if table else "")
+
+
+def test_a_file_of_an_error_is_named_by_the_error_that_replaces_it() -> None:
+    damaged = WithProblems([Problem("image", "damaged", ..., "is torn")], "a.png")
+    found = as_config_error(damaged)
+    assert_problem(found, "image", ..., "damaged")
+    assert all(line.startswith("a.png: ") for line in (*found.lines, str(found)))
 
 
 def test_an_error_without_problems_has_the_key_of_the_table() -> None:

@@ -96,6 +96,11 @@ def problems_under(error: BaseException, table: str) -> list[Problem]:
     return [dataclasses.replace(p.under(table), origin=p.origin or origin) for p in problems_of(error)]  # fmt: skip
 
 
+def as_config_error(error: BaseException) -> ConfigError:
+    """A ConfigError with the problems of an error, and the file that the error is about."""
+    return ConfigError(problems_of(error), getattr(error, "where", ""))
+
+
 @contextlib.contextmanager
 def config_errors(table: str = "") -> Iterator[None]:
     """Raise a ValueError of the configuration, or an ImportError of a missing package, as a ConfigError.
@@ -107,7 +112,7 @@ def config_errors(table: str = "") -> Iterator[None]:
     except (ValueError, ImportError) as error:
         if table:
             raise ConfigError(problems_under(error, table)) from error
-        raise ConfigError(problems_of(error), getattr(error, "where", "")) from error
+        raise as_config_error(error) from error
 
 
 def run_on_all_ranks(agreement: Agreement, action: Callable[[], T]) -> T:

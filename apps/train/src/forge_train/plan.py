@@ -27,7 +27,7 @@ from forge_parallel.plan import (
 )
 from forge_train._shared.problems import Problem, invalid, problems_of
 from forge_train.config.schema import JobConfig
-from forge_train.errors import ConfigError, refuse
+from forge_train.errors import ConfigError, as_config_error, refuse
 from forge_train.trainer.build import build_trained, freeze_groups
 from forge_train.trainer.layout import layout_problems
 from forge_train.trainer.objective import FUSED
@@ -101,7 +101,7 @@ def _estimated(config: JobConfig, flags: PlanFlags) -> tuple[Estimate, SearchSpa
         )
         _ = plan.fits  # raises if the step cannot be traced
     except ValueError as error:
-        raise ConfigError(problems_of(error), getattr(error, "where", "")) from error
+        raise as_config_error(error) from error
     return plan, space, reasons
 
 

@@ -430,7 +430,7 @@ def extra_problems(
         return [Problem("parallel.cp", "mask_inputs", layout.cp, rule, "use cp = 1")]
     if wanted and layout.tp > 1:
         rule = (
-            f"splits the stream behind the embedding of a model that takes the extras {names}, where tp {layout.tp} has "
+            f"splits the stream after the embedding of a model that takes the extras {names}, where tp {layout.tp} has "
             "split it already"
         )
         return [Problem("parallel.cp", "tp", layout.cp, rule, "use cp = 1 or tp = 1")]

@@ -22,7 +22,7 @@ _MAX_BYTES = 2**28
 def tokenizer_problems(
     key: str, spec: Mapping[str, Any] | None, init: InitConfig, run_dir: Path
 ) -> list[Problem]:
-    """The problem if the data of `key` was made with another tokenizer than the one beside the weights.
+    """The problem if the data of `key` was made with another tokenizer than the one next to the weights.
 
     `spec` is that of the data's source. None where data or weights have no tokenizer to compare.
     """

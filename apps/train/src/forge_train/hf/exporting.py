@@ -269,7 +269,7 @@ def _sections(
 
 
 def _has_other_tokenizer(run: RunDirectory, data: DataConfig | None) -> bool:
-    """Whether the data was made with another tokenizer than the one beside the weights; of data that cannot be read
+    """Whether the data was made with another tokenizer than the one next to the weights; of data that cannot be read
     the configuration says it."""
     path = tokenizer_in(run.path / FILES)
     if data is None or path is None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 
 from forge_core import SamplingConfig
-from forge_train._shared.problems import invalid, problems_of
-from forge_train.errors import ConfigError
+from forge_train._shared.problems import invalid
+from forge_train.errors import ConfigError, as_config_error
 from forge_train.hf.prompts import folder_prompts
 from forge_train.jobs import load_folder, load_model
 from forge_train.trainer.exact_match import prompts_of
@@ -72,7 +72,7 @@ def answer_pictures(
             row = {"prompt": question.name, "text": text}
             print(text if asked.path is None else json.dumps(row, ensure_ascii=False), flush=True)
     except ValueError as error:  # a damaged picture, a prompt that is too long
-        raise ConfigError(problems_of(error), getattr(error, "where", "")) from error
+        raise as_config_error(error) from error
     return 0
 
 

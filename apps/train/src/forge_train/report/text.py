@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from forge_core import SamplingConfig, generate, generate_stream
 from forge_data import Tokenizer
 from forge_parallel import select_device
-from forge_train._shared.problems import invalid, problems_of
-from forge_train.errors import ConfigError
+from forge_train._shared.problems import invalid
+from forge_train.errors import ConfigError, as_config_error
 from forge_train.jobs import load_folder, load_trained
 from forge_train.report.pictures import Asked, answer_pictures, conversations_in
 from forge_train.trainer.run_directory import RunDirectory
@@ -121,7 +121,7 @@ def stream_text(
         talks = None if prompts is None else conversations_in(prompts)
         texts = None if prompts is None or talks else read_prompts(prompts)
     except ValueError as error:
-        raise ConfigError(problems_of(error), getattr(error, "where", "")) from error
+        raise as_config_error(error) from error
     if prompts is not None and (prompt or image):
         key, rule = "--prompt" if prompt else "--image", "and --prompts exclude each other"
         raise invalid(key, "excludes", ..., rule, "leave one out", kind=ConfigError)
@@ -150,7 +150,7 @@ def stream_text(
             sys.stdout.write(piece)
             sys.stdout.flush()
     except ValueError as error:  # a prompt that is no text, a length beyond the model's
-        raise ConfigError(problems_of(error), getattr(error, "where", "")) from error
+        raise as_config_error(error) from error
     sys.stdout.write("\n")
     return 0
 

@@ -77,8 +77,7 @@ class PendingCount:
             report = [int(fault_code(fault)), *report_of(DataError(problems_of(fault), where))[1:]]
         reports: list[Report] = self._agreement.exchange(report)
         for rank, code in decision.faults.items():
-            found = [str(received(data)) for data in (reports[rank] or [])[1:]]
-            cause = "\n".join(found) or None
+            cause = "\n".join(str(received(p)) for p in (reports[rank] or [])[1:]) or None
             self._record("fault", step=self._step, rank=rank, code=code, cause=cause)
         # A mistake in a user's code keeps its traceback on the rank where it happened.
         if fault is not None and fault_code(fault) == ExitCode.ERROR:

@@ -59,7 +59,7 @@ def roles_of_plan(model: nn.Module) -> dict[str, str]:
         if name in found or any(problem.key == owner for problem in problems):
             continue
         if owner.rpartition(".")[0] in beside:
-            rule = "has no tp style and must have one beside colwise layers, where ranks have different heads"
+            rule = "has no tp style and must have one next to colwise layers, where ranks have different heads"
             problems.append(Problem(owner, "missing", ..., rule, "pass roles for this model"))
         module = model.get_submodule(owner)
         ids = isinstance(module, nn.Embedding) and _looks_up_ids(model, module)
