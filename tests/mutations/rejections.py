@@ -109,6 +109,8 @@ def rewordings(file: Path) -> Iterator[tuple[str, str, str]]:
         n.value for n in ast.walk(tree) if isinstance(n, ast.Assign) and _binds_text(n.targets[0])
     ]
     for node in [*raised, *rules, *bound]:
+        if isinstance(node, ast.Starred):
+            continue
         other = _Backwards().visit(ast.parse(ast.unparse(node), mode="eval").body)
         if ast.unparse(other) != ast.unparse(node):
             name = f"other words in line {node.lineno} of {file.name}"

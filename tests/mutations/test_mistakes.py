@@ -12,6 +12,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 
 import hits
+import rejections
 from mistakes import MISTAKES, Mistake
 
 pytestmark = pytest.mark.lane("test")
@@ -105,3 +106,13 @@ def test_the_first_changed_character_is_found() -> None:
     text = "a = 1\nb = one + two\n"
     assert hits.first_difference(text, "one + two", "one - two") == text.index("+")
     assert hits.first_difference(text, "one", "one + 1") == text.index("one") + 2
+
+
+@pytest.mark.parametrize("kind", ["swap", "reword"])
+def test_drawn_rejections_are_mistakes_that_leave_python(kind: str) -> None:
+    folders = [ROOT / "packages/forge-resilience", ROOT / "packages/forge-ckpt"]
+    names: dict[str, tuple[Mistake, ...]] = {}
+    exec(rejections.drawn(kind, 12, 3, folders), names)
+    assert len(names["MISTAKES"]) == 12
+    for mistake in names["MISTAKES"]:
+        test_a_mistake_changes_one_place_and_leaves_python(mistake)

@@ -17,7 +17,7 @@ from forge_data import Batch
 from forge_parallel import StartError, launch
 from forge_resilience import ExitCode, StopSignal
 from forge_resilience.policy import Outcome
-from forge_train._shared.problems import invalid
+from forge_train._shared.problems import invalid, problems_of
 from forge_train.config.resolve import ResolvedJob
 from forge_train.errors import ConfigError, JobError, NumericsError, StateError
 from forge_train.metrics.jsonl import read_rows
@@ -228,7 +228,7 @@ def train_again(run: Path, job: ResolvedJob, first: int, last: int, visitor: Vis
             )
             trainer.fit(meshes, stop)
     except StartError as error:
-        failure = JobError(str(error).splitlines())
+        failure = JobError(problems_of(error))
         failure.shared = error.shared
         raise failure from error
     return trainer
