@@ -37,8 +37,10 @@ def test_the_site_that_doctor_writes_is_below_every_job(slurm, tmp_path, monkeyp
     path = tmp_path / ".config/forge/site.toml"
     assert find_site(environ={}) == path
     assert SlurmConfig(**read_site(path)) == SlurmConfig(partition="low", time_limit="01:00:00")
+    before = path.read_bytes()
     again = forge_train("doctor", "--init", **environ)
-    assert (again.code, "exists; edit it" in again.err) == (78, True)
+    assert (again.code, str(path) in again.err) == (78, True)
+    assert path.read_bytes() == before
     path.write_text(
         '[slurm]\npartition = "cpu"\ntime_limit = 30\nprologue = ["echo hello"]\n[slurm.environment]\nA = "site"\n'
     )
