@@ -168,7 +168,6 @@ MISTAKES: tuple[Mistake, ...] = (
         f"{_MOE}/training_step.py",
         "_write(layer.lagged_counts, total, skip)",
         "_write(layer.lagged_counts, total, None)",
-        seen=False,
     ),
     Mistake(
         "all upcycled tensors get the same noise",
@@ -615,7 +614,6 @@ MISTAKES: tuple[Mistake, ...] = (
         f"{_TRAIN}/trainer/course.py",
         "self.scheduled(total_steps, tokens + own)",
         "self.scheduled(total_steps, tokens)",
-        seen=False,
     ),
     Mistake(
         "a sweep ends with the signal of a killed run as its exit code",
