@@ -88,7 +88,7 @@ def test_an_entry_that_a_kill_tore_is_not_seen(tmp_path):
         heartbeat.enter("step", step)
     path = tmp_path / "rank-00000"
     whole = path.read_bytes()
-    newest = whole.index((6).to_bytes(8, "little"), 32)  # a pid or a start may hold the same bytes
+    newest = whole.index((6).to_bytes(8, "little"), 32)  # after the header: a pid may hold them
     for cut in range(1, 60):  # the first bytes of the next entry over the slot that it goes to
         torn = bytearray(whole)
         torn[newest : newest + cut] = bytes(b ^ 0xFF for b in torn[newest : newest + cut])
