@@ -53,7 +53,7 @@ def test_a_function_that_made_nothing_on_the_device_is_no_test_of_it() -> None:
         assert run_on_ranks(1, of_auto) == ["autoFalse"]
     else:
         with pytest.raises(NotOnThisDevice, match="on_the_host made nothing on device cuda"):
-            run_on_ranks(2, on_the_host)
+            run_on_ranks(1, on_the_host)
 
 
 def test_more_ranks_than_devices_are_a_skip_before_any_starts(
