@@ -161,7 +161,6 @@ MISTAKES: tuple[Mistake, ...] = (
         f"{_MOE}/hooks.py",
         "dist.get_rank(group)",
         "dist.get_rank()",
-        seen=False,
     ),
     Mistake(
         "a skipped step replaces the lagged counts",
