@@ -1,7 +1,8 @@
-"""Optimizers and schedules trained for real, at equal steps and several seeds; writes docs/optimizers.{json,md,svg}.
+"""Optimizers and schedules trained for real, at equal steps and several seeds; writes docs/optimizers.md and .svg, and
+docs/data/optimizers.json.
 
     hatch run optimizers                        # the whole study, 46 runs of 7 s on one core
-    hatch run optimizers --resume               # those that docs/optimizers.json has no row of
+    hatch run optimizers --resume               # those that docs/data/optimizers.json has no row of
     hatch run optimizers --page                 # page and picture from the rows that are there
 
 First a few learning rates of each optimizer with a seed of their own, under the cosine (schedule-free: a
@@ -223,8 +224,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--page", action="store_true", help="run nothing")
     args = parser.parse_args(argv)
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
-    file = args.folder / "optimizers.json"
-    args.folder.mkdir(parents=True, exist_ok=True)
+    file = args.folder / "data/optimizers.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
     kept = args.page or (args.resume and file.exists())
     rows: list[Row] = json.loads(file.read_text()) if kept else []
     more = {} if args.steps is None else {"train.steps": args.steps}

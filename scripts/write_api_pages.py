@@ -1,4 +1,4 @@
-"""Write docs/api/*.txt and docs/protocols.md from the sources: hatch run python scripts/write_api_pages.py
+"""Write docs/data/api/*.txt and docs/protocols.md from the sources: hatch run python scripts/write_api_pages.py
 
 A package's public names are those in `__all__` of the package and of its modules one level below. What they
 are (signatures, fields, defaults) is read from the sources without importing them, so it is the same under
@@ -185,7 +185,7 @@ def _members(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
 
 def pages() -> dict[Path, str]:
     """What each page must hold."""
-    api = {ROOT / f"docs/api/{package}.txt": api_page(package) for package in PACKAGES}
+    api = {ROOT / f"docs/data/api/{package}.txt": api_page(package) for package in PACKAGES}
     return api | {ROOT / "docs/protocols.md": protocols_page()}
 
 

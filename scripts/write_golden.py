@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -36,6 +37,9 @@ def rows_of(tokens: Path) -> list[list[str]]:
 
 def main(version: str) -> int:
     target, first = GOLDEN / version, GOLDEN / "0.1.0"
+    if not re.fullmatch(r"\d+\.\d+\.\d+", version):
+        print(f"{version} is not a version; give one such as 0.2.0")
+        return 1
     if target.exists():
         print(f"{target} exists, and golden files never change; give the version to be released")
         return 1

@@ -163,7 +163,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path)
-    parser.add_argument("--write", type=Path, help="where .json, .png and the table of .md go")
+    parser.add_argument(
+        "--write", type=Path, help="page without .md: its table, .png, and data/*.json"
+    )
     arguments = parser.parse_args()
     readings = []
     for run in arguments.runs:
@@ -172,7 +174,9 @@ def main() -> None:
     if arguments.write is None:
         return
     rows = [reading.row for reading in readings]
-    arguments.write.with_suffix(".json").write_text(json.dumps(rows, indent=1) + "\n")
+    data = arguments.write.parent / "data"
+    data.mkdir(exist_ok=True)
+    (data / f"{arguments.write.name}.json").write_text(json.dumps(rows, indent=1) + "\n")
     draw(readings, held_out(arguments.runs[0]), arguments.write.with_suffix(".png"))
     page = arguments.write.with_suffix(".md")
     before, _, behind = page.read_text().partition("| fusion |")

@@ -1,4 +1,4 @@
-"""docs/reliability.json and .md from the rows of a campaign.
+"""Write docs/reliability.md and docs/data/reliability.json from the rows of a campaign.
 
     python -m tests.chaos.page runs/chaos.jsonl      # adds its rows to reliability.json, and writes the page
 
@@ -111,12 +111,12 @@ def _distinct(values: Iterable[Any]) -> str:
 
 
 def main() -> None:
-    path = DOCS / "reliability.json"
+    path = DOCS / "data/reliability.json"
     cells = json.loads(path.read_text()) if path.exists() else []
     for name in sys.argv[1:]:
         cells = merge(cells, map(json.loads, Path(name).read_text().splitlines()))
     path.write_text("[\n" + ",\n".join(map(json.dumps, cells)) + "\n]\n")
-    path.with_suffix(".md").write_text(page(cells))
+    (DOCS / "reliability.md").write_text(page(cells))
 
 
 if __name__ == "__main__":

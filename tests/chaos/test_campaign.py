@@ -84,5 +84,5 @@ def test_rows_become_cells_and_a_page() -> None:
 
 
 def test_the_page_is_that_of_its_json() -> None:
-    cells = json.loads((ROOT / "docs/reliability.json").read_text())
+    cells = json.loads((ROOT / "docs/data/reliability.json").read_text())
     assert (ROOT / "docs/reliability.md").read_text() == page.page(cells)

@@ -21,16 +21,16 @@ def test_two_runs_of_few_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(optimizer_study, "SCHEDULES", ("wsd",))
     flags = ["--seeds", "1", "--steps", "30", "--folder", str(tmp_path)]
     optimizer_study.main(flags)
-    rows = json.loads((tmp_path / "optimizers.json").read_text())
+    rows = json.loads((tmp_path / "data/optimizers.json").read_text())
     assert [row["seed"] for row in rows] == [optimizer_study.RATE_SEED, 0]
     assert [step for step, _ in rows[1]["curve"]] == list(range(2, 31, 2))
     assert rows[1]["val_loss"] < rows[1]["curve"][0][1]
     text = (tmp_path / "optimizers.md").read_text()
     assert f"| adamw | wsd | 0.003 | {rows[1]['val_loss']:.4f} | nan |" in text
     assert "adamw, lr 0.003" in (tmp_path / "optimizers.svg").read_text()
-    before = (tmp_path / "optimizers.json").read_text()
+    before = (tmp_path / "data/optimizers.json").read_text()
     optimizer_study.main([*flags, "--resume"])
-    assert (tmp_path / "optimizers.json").read_text() == before
+    assert (tmp_path / "data/optimizers.json").read_text() == before
 
 
 def test_the_rate_that_is_compared_is_the_best_that_was_tried() -> None:
@@ -43,9 +43,9 @@ def test_the_rate_that_is_compared_is_the_best_that_was_tried() -> None:
     assert optimizer_study.best_rate(rows, "lion") == 0.2
 
 
-@pytest.mark.skipif(not (DOCS / "optimizers.json").exists(), reason="no optimizers.json")
+@pytest.mark.skipif(not (DOCS / "data/optimizers.json").exists(), reason="no optimizers.json")
 def test_the_page_is_that_of_its_rows() -> None:
-    rows = json.loads((DOCS / "optimizers.json").read_text())
+    rows = json.loads((DOCS / "data/optimizers.json").read_text())
     assert (DOCS / "optimizers.md").read_text() == optimizer_study.page(rows), (
         "run: hatch run optimizers --page"
     )

@@ -1,16 +1,16 @@
 """Measure the cells and write them down.
 
-    hatch run matrix                                         # all: docs/equivalence.json and .md
+    hatch run matrix                                         # all: docs/equivalence.md, docs/data/equivalence.json
     hatch run matrix --smoke --out /tmp/equivalence.json
     hatch run matrix --only bf16                             # these anew, the other rows stay
     hatch run matrix --resume                                # those that have no row of this commit
-    hatch run matrix --device cuda --nproc 8                 # on GPUs with NCCL: docs/equivalence-cuda.json and .md
-    hatch run matrix --device cuda --nproc 8 --tf32          # products in TF32: docs/equivalence-cuda-tf32.json and .md
+    hatch run matrix --device cuda --nproc 8                 # on GPUs with NCCL: docs/equivalence-cuda.md
+    hatch run matrix --device cuda --nproc 8 --tf32          # products in TF32: docs/equivalence-cuda-tf32.md
 
 On GPUs cells of more ranks than GPUs are named and not run, refusals are left to the run on CPUs (they are words), and
 the reference is one process on the same kind of GPU in fp32. Every row is written when it is there, so a campaign that ended can go on. Needs forge_testing,
-forge_core, forge_moe, forge_parallel, forge_resilience, forge_vlm. The page lies beside the JSON file. Leaves with 1
-if a cell is red, or a combination is not refused as it should be.
+forge_core, forge_moe, forge_parallel, forge_resilience, forge_vlm. The page of a JSON file in a
+folder `data` is written to the folder above it, else to the same folder. Leaves with 1 if a cell is red, or a combination is not refused as it should be.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, help="a JSON file; the page lies beside it")
+    parser.add_argument("--out", type=Path, help="JSON of the rows")
     parser.add_argument("--smoke", action="store_true", help="the cells that the tests run")
     parser.add_argument("--only", default="", help="cells named so")
     parser.add_argument("--resume", action="store_true", help="keep rows of this commit")
@@ -93,7 +93,7 @@ def arguments(given: list[str]) -> argparse.Namespace:
     if not any(chosen_names(args)):
         parser.error(f"--only {args.only!r} names no cell")
     kind = "-cuda-tf32" if args.tf32 else "-cuda" if args.device == "cuda" else ""
-    args.out = args.out or ROOT / f"docs/equivalence{kind}.json"
+    args.out = args.out or ROOT / f"docs/data/equivalence{kind}.json"
     for row in _rows(args.out).values():
         if ("device" in row, row.get("tf32", False)) != (args.device == "cuda", args.tf32):
             kind = f"{row.get('device', 'CPUs')}{' in TF32' if row.get('tf32') else ''}"
@@ -162,7 +162,8 @@ def _write(path: Path, rows: dict[str, dict[str, Any]]) -> None:
     kept = [rows[name] for name in sorted(rows.keys() & ORDER.keys(), key=ORDER.__getitem__)]
     path.write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
     if any("cell" in row for row in kept):
-        path.with_suffix(".md").write_text(page(kept, path.name))
+        folder = path.parents[1] if path.parent.name == "data" else path.parent
+        (folder / f"{path.stem}.md").write_text(page(kept, path.name))
 
 
 def _rows(path: Path) -> dict[str, dict[str, Any]]:

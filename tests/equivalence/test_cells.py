@@ -1,7 +1,7 @@
 """Every layout equals one process, and a classic mistake makes it differ.
 
 The tests run few cells in which every axis, pair of axes, schedule, feature and optimizer occurs;
-run_cells.py runs all and writes docs/equivalence.json.
+run_cells.py runs all and writes docs/data/equivalence.json.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ def test_a_tensor_of_pieces_is_whole_only_if_they_cover_it_and_agree() -> None:
 
 
 def test_the_page_is_what_its_json_says() -> None:
-    rows = json.loads((DOCS / "equivalence.json").read_text())
+    rows = json.loads((DOCS / "data/equivalence.json").read_text())
     written = (DOCS / "equivalence.md").read_text()
     assert written == page(rows), "run: hatch run matrix"
 
@@ -287,7 +287,7 @@ def test_the_page_is_what_its_json_says() -> None:
 def test_every_cell_is_on_the_page_within_todays_bounds() -> None:
     rows = {
         row.get("cell") or row["refused"]: row
-        for row in json.loads((DOCS / "equivalence.json").read_text())
+        for row in json.loads((DOCS / "data/equivalence.json").read_text())
     }
     assert rows.keys() == {*(cell.name for cell in CELLS), *REFUSALS}, "run: hatch run matrix"
     for cell in CELLS:

@@ -60,10 +60,10 @@ def test_options_that_do_not_go_together(
 def test_rows_of_gpus_never_go_over_those_of_cpus(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert arguments([]).out == DOCS / "equivalence.json"
-    assert arguments(["--device", "cuda"]).out == DOCS / "equivalence-cuda.json"
-    assert arguments(["--device", "cuda", "--tf32"]).out == DOCS / "equivalence-cuda-tf32.json"
-    cpu = ["--device", "cuda", "--out", str(DOCS / "equivalence.json")]
+    assert arguments([]).out == DOCS / "data/equivalence.json"
+    assert arguments(["--device", "cuda"]).out == DOCS / "data/equivalence-cuda.json"
+    assert arguments(["--device", "cuda", "--tf32"]).out == DOCS / "data/equivalence-cuda-tf32.json"
+    cpu = ["--device", "cuda", "--out", str(DOCS / "data/equivalence.json")]
     assert "holds rows of CPUs; name another file" in refused(cpu, capsys)
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"cell": "tp/packed/sgd", "device": "H200", "tf32": True}]))

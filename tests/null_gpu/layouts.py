@@ -1,6 +1,6 @@
 """Runs every job on null GPUs, and keeps the table of their host waits.
 
-    hatch run null-gpu layouts                    # all; compared with docs/null-gpu-layouts.json
+    hatch run null-gpu layouts                    # all; compared with docs/data/null-gpu-layouts.json
     hatch run null-gpu layouts --only "tp 2"      # that one
     hatch run null-gpu layouts --resume           # those that were not measured since the last commit
     hatch run null-gpu layouts --new --write      # those that the table lacks
@@ -33,7 +33,8 @@ from tests.null_gpu.waits import fewer, page, problems
 
 from forge_testing.commits import short_commit
 
-TABLE = ROOT / "docs/null-gpu-layouts.json"
+TABLE = ROOT / "docs/data/null-gpu-layouts.json"
+PAGE = ROOT / "docs/null-gpu-layouts.md"
 #: What the figures depend on; changes elsewhere do not make a commit another one.
 SOURCES = ("packages", "apps/train/src", "tests/null_gpu", "tests/harness/src")
 Rows = dict[str, dict[str, Any]]
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
             _write(args.folder / "measured.json", measured)
     if args.write:
         _write(TABLE, kept | measured)
-        TABLE.with_suffix(".md").write_text(page(_read(TABLE).values(), {n: j.reason for n, j in JOBS.items()}))  # fmt: skip
+        PAGE.write_text(page(_read(TABLE).values(), {n: j.reason for n, j in JOBS.items()}))  # fmt: skip
     print(f"{len(wanted) - reds} of {len(wanted)} layouts are as they should be")
     return int(bool(reds))
 

@@ -1,6 +1,6 @@
 """The cells of the equivalence matrix on the null GPU: each reaches its end, and asks of it what it asked before.
 
-    python -m tests.null_gpu matrix                   # the smoke cells against docs/null-gpu-matrix.json
+    python -m tests.null_gpu matrix                   # the smoke cells against docs/data/null-gpu-matrix.json
     python -m tests.null_gpu matrix --all --only pp_  # of all cells those whose name contains this
     python -m tests.null_gpu matrix --write           # the table and its page anew; with --only those cells, the rest stays
 
@@ -25,7 +25,8 @@ import torch
 from tests.null_gpu import device
 
 ROOT = Path(__file__).resolve().parents[2]
-TABLE = ROOT / "docs/null-gpu-matrix.json"
+TABLE = ROOT / "docs/data/null-gpu-matrix.json"
+PAGE = ROOT / "docs/null-gpu-matrix.md"
 NPROC = 12  # of the widest layout
 SECONDS = 300.0
 sys.path.insert(0, str(ROOT / "tests/equivalence"))
@@ -190,7 +191,7 @@ def _write(rows: Mapping[str, dict[str, Any]]) -> None:
     lines = ",\n".join(f"  {json.dumps(rows[name])}" for name in names if name in rows)
     head = f'"torch": "{torch.__version__}", "not_run": {json.dumps(left)}'
     TABLE.write_text(f'{{{head}, "cells": [\n{lines}\n]}}\n')
-    TABLE.with_suffix(".md").write_text(page(_table()))
+    PAGE.write_text(page(_table()))
 
 
 _HEAD = """# The equivalence matrix on the null GPU

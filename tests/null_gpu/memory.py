@@ -1,7 +1,7 @@
 """The planner's memory against the allocator's peak: `hatch run null-gpu memory [--only WORDS] [--write]`.
 
 The allocator is torch's own, of its CUDA build; the device computes nothing. Each job is run for three steps by the runner
-and planned by `forge-train plan`. `--write` keeps the peaks in docs/null-gpu-memory.json and makes docs/null-gpu-memory.md;
+and planned by `forge-train plan`. `--write` keeps the peaks in docs/data/null-gpu-memory.json and makes docs/null-gpu-memory.md;
 without it nothing is written. Leaves with 1 for a job that fails or whose plan is too far from its peak.
 tests/parallel/test_plan_memory.py plans all kept rows again, on any machine.
 """
@@ -35,8 +35,8 @@ from forge_data.prepare import prepare
 from forge_train import load_job
 from forge_train.plan import price
 
-KEPT = ROOT / "docs" / "null-gpu-memory.json"
-PAGE = KEPT.with_suffix(".md")
+KEPT = ROOT / "docs/data/null-gpu-memory.json"
+PAGE = ROOT / "docs/null-gpu-memory.md"
 #: Larger copies to and from the device are left out: their content is nowhere read.
 _SKIPPED = 2**20
 

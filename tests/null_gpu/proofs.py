@@ -2,7 +2,7 @@
 
 Numbers cannot be compared there: a cell that is red by them is as good as one that is green. Each cell is run on null GPUs and,
 by gloo, on the CPU, and must compare the same values on both and make as many collectives of each kind. Kernels launched
-per rank are those of docs/null-gpu-proofs.json, which `--write` renews after a look at the difference.
+per rank are those of docs/data/null-gpu-proofs.json, which `--write` renews after a look at the difference.
 
     hatch run null-gpu proofs                          # all; minutes, most of them for the cells that compile
     hatch run null-gpu proofs --run "llama fp32" --only tp
@@ -27,7 +27,7 @@ import torch.distributed as dist
 from tests.null_gpu import device
 from torch import nn
 
-KEPT = Path(__file__).parents[2] / "docs/null-gpu-proofs.json"
+KEPT = Path(__file__).parents[2] / "docs/data/null-gpu-proofs.json"
 WORLD, VOCAB, SECONDS = 8, 64, 900.0
 #: Calls of torch's process groups -> NCCL's. All of prove's are one to one; what NCCL makes of several is not among them.
 KINDS = {

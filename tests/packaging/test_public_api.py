@@ -1,4 +1,4 @@
-"""A package's public names: nobody imports others, and a change of one is a diff of docs/api."""
+"""A package's public names: nobody imports others, and a change of one is a diff of docs/data/api."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""F118: plans against the peaks of torch's caching allocator, which docs/null-gpu-memory.json keeps.
+"""F118: plans against the peaks of torch's caching allocator, which docs/data/null-gpu-memory.json keeps.
 
 The peaks were measured on a GPU that computes nothing (`hatch run null-gpu memory --write`); plans need none.
 """

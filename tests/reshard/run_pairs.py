@@ -1,11 +1,11 @@
 """Save in each layout, load and train on in each other, and write it down.
 
-    hatch run reshard                                        # all: docs/reshard.json and .md
+    hatch run reshard                                        # all: docs/reshard.md, docs/data/reshard.json
     hatch run reshard --ring --out /tmp/reshard.json         # each layout once saved, once loaded
     hatch run reshard --resume                               # those that have no row of this commit
 
-Every row is written when it is there, so a campaign that ended can go on. The page lies beside the JSON
-file. Leaves with 1 if a pair is red.
+Every row is written when it is there, so a campaign that ended can go on. The page of a JSON file in a
+folder `data` is written to the folder above it, else to the same folder. Leaves with 1 if a pair is red.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "docs/reshard.json")
+    parser.add_argument("--out", type=Path, default=ROOT / "docs/data/reshard.json")
     parser.add_argument("--ring", action="store_true", help="the pairs that the tests run")
     parser.add_argument("--resume", action="store_true", help="keep rows of this commit")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
@@ -73,7 +73,8 @@ def _write(path: Path, rows: dict[str, dict[str, Any]]) -> None:
     order = [" -> ".join(names) for names in PAIRS]
     kept = [rows[name] for name in order if name in rows]
     path.write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
-    path.with_suffix(".md").write_text(page(kept, LAYOUTS))
+    folder = path.parents[1] if path.parent.name == "data" else path.parent
+    (folder / f"{path.stem}.md").write_text(page(kept, LAYOUTS))
 
 
 def _rows(path: Path) -> dict[str, dict[str, Any]]:

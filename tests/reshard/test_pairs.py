@@ -74,12 +74,12 @@ def test_the_ring_has_every_layout_twice() -> None:
 
 
 def test_the_page_is_what_its_json_says() -> None:
-    rows = json.loads((DOCS / "reshard.json").read_text())
+    rows = json.loads((DOCS / "data/reshard.json").read_text())
     assert (DOCS / "reshard.md").read_text() == page(rows, LAYOUTS), "run: hatch run reshard"
 
 
 def test_every_pair_is_on_the_page_within_todays_bounds() -> None:
-    rows = {row["pair"]: row for row in json.loads((DOCS / "reshard.json").read_text())}
+    rows = {row["pair"]: row for row in json.loads((DOCS / "data/reshard.json").read_text())}
     assert set(rows) == {" -> ".join(names) for names in PAIRS}, "run: hatch run reshard"
     for row in rows.values():
         assert row["bound"] == bounds()

@@ -3,7 +3,7 @@
 A script that `forge-train slurm` generated is submitted once and disturbed in each way that a cluster knows, on
 four, three and four nodes again; another job is orchestrated while nodes are drained and returned, and the node of the
 orchestrator itself crashes. Both are compared with a run that nobody disturbed. Ends with 0 if all of it holds; prints
-a JSON object, and with --write puts it into docs/slurm-story.json with a page beside it.
+a JSON object, and with --write puts it into docs/data/slurm-story.json and writes docs/slurm-story.md.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def main() -> int:
         }
     print(json.dumps(result, indent=1))
     if "--write" in sys.argv:
-        (ROOT / "docs/slurm-story.json").write_text(json.dumps(result, indent=1) + "\n")
+        (ROOT / "docs/data/slurm-story.json").write_text(json.dumps(result, indent=1) + "\n")
         (ROOT / "docs/slurm-story.md").write_text(page(result))
     return 0
 

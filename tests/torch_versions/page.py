@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS = ROOT / "docs/torch-versions.json"
+ROWS = ROOT / "docs/data/torch-versions.json"
 PAGE = ROOT / "docs/torch-versions.md"
 #: They use the private names of torch that change most: FSDP2, pipelines, DTensor, grouped products.
 NEEDED = {"packages/forge-moe", "packages/forge-parallel", "tests/equivalence"}

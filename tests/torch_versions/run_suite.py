@@ -4,7 +4,7 @@
     hatch run torch-2.11 --lane quick packages/forge-moe    # the quick tests of a folder; other rows stay
     hatch run torch-own                                     # with the torch of constraints.txt
 
-Writes a row per folder and lane to docs/torch-versions.json, and the page beside it. Tests that failed run once more,
+Writes a row per folder and lane to docs/data/torch-versions.json, and docs/torch-versions.md. Tests that failed run once more,
 one after another: those that pass then count as passed, and stay in the row by name. Leaves with 1 if a test failed
 twice, and writes nothing if pytest was interrupted.
 """

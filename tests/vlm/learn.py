@@ -2,7 +2,7 @@
 
     python -m tests.vlm.learn [--fusions joint_decoder ...] [--tasks colour ...] [--write]
 
-Prints a JSON line for each pair; --write keeps them in docs/vlm-learning.json and makes the page from it.
+Prints a JSON line for each pair; --write keeps them in docs/data/vlm-learning.json and makes the page from it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ from forge_vlm import (
 from forge_vlm.vision import ViTConfig
 
 ROOT = Path(__file__).parents[2]
-RESULT = ROOT / "docs" / "vlm-learning.json"
+RESULT = ROOT / "docs/data/vlm-learning.json"
+PAGE = ROOT / "docs/vlm-learning.md"
 FUSIONS = ("joint_decoder", "cross_attention", "mixture_of_transformers", "moma")
 TASKS = (*DRAWN, "digits")
 #: Tokens of a picture in a row.
@@ -184,7 +185,7 @@ def write(rows: list[dict[str, object]]) -> None:
     rows.sort(key=lambda r: (FUSIONS.index(str(r["fusion"])), TASKS.index(str(r["task"]))))
     found = {"torch": torch.__version__, "rows": rows}
     RESULT.write_text(json.dumps(found, indent=1) + "\n")
-    RESULT.with_suffix(".md").write_text("\n".join(_page(rows)) + "\n")
+    PAGE.write_text("\n".join(_page(rows)) + "\n")
 
 
 def _page(rows: Sequence[dict[str, object]]) -> Iterator[str]:

@@ -4,7 +4,7 @@
 
 Rows are a digit of scikit-learn as 64 tokens of 16 greys and its name, either one first. All models have the same FLOPs per
 token, but for routers; data, order and seeds are the same. The loss to reach is fixed first, by dense models of other seeds.
-Prints a JSON line for each model and seed; --write keeps them in docs/vlm-matched-loss.json and makes the page from it.
+Prints a JSON line for each model and seed; --write keeps them in docs/data/vlm-matched-loss.json and makes the page from it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ from forge_vlm.fusion import MoMaConfig
 from forge_vlm.loss import modality_losses
 from forge_vlm.modalities import learnt, numbers_by_id
 
-RESULT = Path(__file__).parents[2] / "docs" / "vlm-matched-loss.json"
+ROOT = Path(__file__).parents[2]
+RESULT = ROOT / "docs/data/vlm-matched-loss.json"
+PAGE = ROOT / "docs/vlm-matched-loss.md"
 GREYS, BEGIN, END, FIRST = 16, 1, 2, 32
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 HIDDEN, ROWS, EVERY = 160, 32, 10
@@ -191,7 +193,7 @@ def main() -> None:
     if arguments.write:
         kept = {"torch": torch.__version__, "targets": targets, "rows": rows}
         RESULT.write_text(json.dumps(kept) + "\n")
-        RESULT.with_suffix(".md").write_text("\n".join(page(targets, rows)) + "\n")
+        PAGE.write_text("\n".join(page(targets, rows)) + "\n")
 
 
 def _told(name: str, seed: int, steps: int) -> dict[str, Any]:

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.vlm.matched_loss import LEARNT, MODELS, RESULT, corpus, curve, matched, page, smooth
+from tests.vlm.matched_loss import (
+    LEARNT,
+    MODELS,
+    PAGE,
+    RESULT,
+    corpus,
+    curve,
+    matched,
+    page,
+    smooth,
+)
 
 pytestmark = pytest.mark.lane("test")
 
@@ -53,5 +63,5 @@ def test_the_page_is_that_of_its_rows() -> None:
     kept = json.loads(RESULT.read_text())
     assert {r["model"] for r in kept["rows"]} == MODELS.keys()
     assert {r["seed"] for r in kept["targets"]}.isdisjoint(r["seed"] for r in kept["rows"])
-    written = RESULT.with_suffix(".md").read_text()
+    written = PAGE.read_text()
     assert written == "\n".join(page(kept["targets"], kept["rows"])) + "\n"

@@ -1,0 +1,260 @@
+"""Hooks of mkdocs (`hooks:` in mkdocs.yml) that build the site from files where they are.
+
+- Pages from other folders (`MOUNTED`) become pages of the site without copies in docs/.
+- Relative links are those of the repository. A link to a page becomes a link of the site; to another file, a link below
+  `repo_url`, or its path as code where there is none. A link that leads nowhere is a warning, and `strict` fails the build.
+- Each package gets an API page of the names in its `__all__`; one without a docstring is a warning.
+- Diagrams of scripts/write_diagrams.py are drawn in a light and a dark variant.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+from xml.etree.ElementTree import Element
+
+from markdown import Extension, Markdown  # type: ignore[import-untyped]
+from markdown.treeprocessors import Treeprocessor  # type: ignore[import-untyped]
+from markdown.util import AMP_SUBSTITUTE, AtomicString  # type: ignore[import-untyped]
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+from mkdocs.structure.pages import Page
+from pymdownx.slugs import slugify  # type: ignore[import-untyped]
+from write_api_pages import PACKAGES, definition, public_modules, public_names, tree
+from write_diagrams import DIAGRAMS
+
+ROOT = Path(__file__).resolve().parent.parent
+log = logging.getLogger("mkdocs.hooks.forge")
+
+#: Pages of the site that lie elsewhere in the repository: {page: file}.
+MOUNTED = {
+    "overview.md": "README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
+    "runner.md": "apps/train/README.md",
+    "examples.md": "examples/README.md",
+    **{f"packages/{p.parent.name}.md": f"packages/{p.parent.name}/README.md"
+       for p in sorted(ROOT.glob("packages/*/README.md"))},
+}  # fmt: skip
+#: What a link to a list of public names leads to on the site: {file: page}.
+_API_PAGES = {f"docs/data/api/{package}.txt": f"api/{package}.md" for package in PACKAGES}
+_ITEM = re.compile(r" *(?:[-*+]|\d+\.) +(?=\S)")
+_FENCE = re.compile(r" *(`{3,})([\w-]*)")
+
+
+# ---- events of mkdocs
+
+
+def on_config(config: MkDocsConfig) -> None:
+    """Give headings the anchors of code hosts, and rewrite links while pages are rendered."""
+    config.mdx_configs.setdefault("toc", {})["slugify"] = slugify(case="lower")
+    config.extra["repository_links"] = links = RepositoryLinks()
+    config.markdown_extensions.append(links)
+
+
+def on_files(files: Files, config: MkDocsConfig) -> None:
+    """Add mounted pages, API pages and diagrams."""
+    for page, source in MOUNTED.items():
+        files.append(File.generated(config, page, abs_src_path=str(ROOT / source)))
+    for package in PACKAGES:
+        for name in undocumented(package):
+            log.warning(f"{name} is public and has no docstring; write one")
+        files.append(File.generated(config, f"api/{package}.md", content=api_page(package)))
+
+    for name, draw in DIAGRAMS.items():
+        for variant in (f"{name}.svg", f"{name}-dark.svg"):
+            if drawn := files.get_file_from_path(variant):
+                files.remove(drawn)  # the committed one
+            text = draw(dark=variant.endswith("-dark.svg"))
+            files.append(File.generated(config, variant, content=text))
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Set the page whose links are rewritten next, and adapt its text to python-markdown."""
+    config.extra["repository_links"].begin_page(page.file, files, config.repo_url)
+    return for_python_markdown(markdown)
+
+
+# ---- Markdown as code hosts read it
+
+
+def for_python_markdown(text: str) -> str:
+    """The text with lists and fences that python-markdown reads as code hosts do.
+
+    It needs four blanks for each level of a list, one word after a fence, and an empty line before a list, before an item
+    that follows several paragraphs, and before an item of an outer list that follows such an item.
+    """
+    lines: list[str] = []
+    inside: list[int] = []  # the columns where the texts of the open list items begin
+    fence, before = "", ""
+    new_block = True  # an item here needs an empty line before it
+    level = 0  # number of lists around the block
+    for line in text.split("\n"):
+        column = len(line) - len(line.lstrip())
+        item = None if fence else _ITEM.match(line)
+        if line.strip() and not fence:
+            while inside and column < inside[-1]:
+                inside.pop()
+        if item and before.strip() and (new_block or len(inside) < level):
+            lines.append("")
+            level = len(inside)
+        if not before.strip():
+            level = len(inside)
+
+        indent = " " * (4 * len(inside) + column - (inside[-1] if inside else 0))
+        lines.append(indent + line.lstrip() if line.strip() else line)
+        if item:
+            inside.append(item.end())
+        if opened := _FENCE.match(line):
+            lines[-1] = lines[-1] if fence else f"{indent}{opened[1]}{opened[2]}"
+            fence = "" if fence == opened[1] else fence or opened[1]
+        new_block = not item and (new_block or not inside or not line.strip() or bool(opened))
+        before = line
+    return "\n".join(lines)
+
+
+# ---- links
+
+
+class RepositoryLinks(Extension, Treeprocessor):
+    """Turns relative links of the repository into links of the site, before mkdocs resolves these."""
+
+    def extendMarkdown(self, md: Markdown) -> None:
+        # After inline patterns (20) and before mkdocs' own links (0).
+        md.treeprocessors.register(self, "repository_links", priority=10)
+
+    def begin_page(self, file: File, files: Files, repo_url: str | None) -> None:
+        """Set the page that is rendered next."""
+        self.file, self.files, self.repo_url = file, files, repo_url
+        self.source = MOUNTED.get(file.src_uri, f"docs/{file.src_uri}")
+        self.pages = {f"docs/{f.src_uri}": f for f in files}
+        for page, source in MOUNTED.items():
+            mounted = files.get_file_from_path(page)
+            if mounted:
+                self.pages |= {source: mounted, posixpath.dirname(source) or source: mounted}
+        for source, page in _API_PAGES.items():
+            if found := files.get_file_from_path(page):
+                self.pages[source] = found
+
+    def run(self, root: Element) -> None:
+        for cell in root.iter("td"):
+            for code in cell.iter("code"):  # a bar in a table is written with a backslash
+                code.text = AtomicString((code.text or "").replace("\\|", "|"))
+        for parent in root.iter():
+            for place, element in enumerate(list(parent)):
+                attribute = {"a": "href", "img": "src"}.get(element.tag)
+                if attribute and _is_relative(url := element.get(attribute, "")):
+                    parent[place] = self.rewrite(element, attribute, url)
+
+    def rewrite(self, element: Element, attribute: str, url: str) -> Element:
+        """The element with a link of the site, or what stands for it."""
+        parts = urlsplit(url)
+        target = posixpath.normpath(
+            posixpath.join(posixpath.dirname(self.source), unquote(parts.path))
+        )
+        if found := self.pages.get(target):
+            if found.inclusion.is_excluded():  # data that a page links to
+                found.inclusion = InclusionLevel.INCLUDED
+            here = posixpath.dirname(self.file.src_uri) or "."
+            to = posixpath.relpath(found.src_uri, here)
+            element.set(attribute, f"{to}#{parts.fragment}" if parts.fragment else to)
+            return _variants(element) if attribute == "src" else element
+
+        if target.startswith("../") or not (ROOT / target).exists():
+            log.warning(f"{self.source} links to {url}: there is no {target}")
+            return element
+        if attribute == "src":
+            log.warning(f"{self.source} shows {url}: {target} is not on the site; move it to docs/")
+            return element
+        if self.repo_url:
+            element.set(attribute, f"{self.repo_url.rstrip('/')}/blob/HEAD/{target}")
+            return element
+        return _as_code(element, target)
+
+
+def _is_relative(url: str) -> bool:
+    parts = urlsplit(url)
+    mail = AMP_SUBSTITUTE in url  # python-markdown writes addresses as entities
+    return bool(parts.path) and not (parts.scheme or parts.netloc or mail or url.startswith("/"))
+
+
+def _as_code(link: Element, target: str) -> Element:
+    """`text (path)`, or only the path where the text repeats it."""
+    text = "".join(link.itertext())
+    code = Element("code")
+    code.text = target
+    if target.endswith(text.strip("/")):
+        code.tail = link.tail
+        return code
+
+    link.tag, tail = "span", link.tail
+    link.attrib.clear()
+    span = Element("span")
+    span.append(link)
+    span.append(code)
+    link.tail, code.tail, span.tail = " (", ")", tail
+    return span
+
+
+def _variants(image: Element) -> Element:
+    """Both variants of a diagram, of which the theme shows one; other images as they are."""
+    source = image.get("src", "")
+    if posixpath.basename(source).removesuffix(".svg") not in DIAGRAMS:
+        return image
+    both = Element("span", {"class": "diagram"})
+    both.tail = image.tail
+    for name in (f"{source}#only-light", f"{source.removesuffix('.svg')}-dark.svg#only-dark"):
+        both.append(Element("img", {**image.attrib, "src": name}))
+    return both
+
+
+# ---- API pages
+
+
+def undocumented(package: str) -> Iterator[str]:
+    """Public functions and classes of a package that have no docstring."""
+    for module in public_modules(package):
+        for name in public_names(module) or ():
+            found = definition(module, name)
+            if (
+                found
+                and isinstance(found[1], ast.FunctionDef | ast.ClassDef)
+                and not ast.get_docstring(found[1])
+            ):
+                yield f"{module}.{name}"
+
+
+def api_page(package: str) -> str:
+    """Markdown with an entry of mkdocstrings for each public name; a name of several modules has one entry, in the first."""
+    lines = [f"# Python API of {package}", ""]
+    first: dict[tuple[str, int], str] = {}
+    for module in public_modules(package):
+        lines += [*_entry(module, 2, members=False), ""]
+        also = []
+        for name in public_names(module) or ():
+            path, found = f"{module}.{name}", definition(module, name)
+            if found is None:  # a submodule, with a section of its own
+                also.append(f"[`{name}`][{path}]")
+            elif (key := (found[0], found[1].lineno)) in first:
+                anchor = f'<a id="{path}"></a>' if path != first[key] else ""
+                also.append(f"{anchor}[`{name}`][{first[key]}]")
+            else:
+                # Where a submodule has the same name, griffe finds that one: the section of the module.
+                first[key] = f"{found[0]}.{name}" if tree(path) else path
+                if tree(path) and public_names(path) is None:
+                    lines += [f'<a id="{path}"></a>', ""]
+                lines += [*_entry(first[key], 3), ""]
+        if also:
+            lines += [f"Also in `{module}`: {', '.join(also)}.", ""]
+    return "\n".join(lines)
+
+
+def _entry(path: str, level: int, members: bool = True) -> list[str]:
+    options = [f"heading_level: {level}", f"show_root_full_path: {str(not members).lower()}"]
+    options += [] if members else ["members: false"]
+    return [f"::: {path}", "    options:", *(f"      {option}" for option in options)]
