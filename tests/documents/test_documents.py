@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from pathlib import Path
 
 import pytest
 
+from forge_resilience import ExitCode
 from forge_train.cli import VERBS
 from forge_train.config.describe import key_rows, keys_as_markdown
 from forge_train.metrics.columns import columns_as_markdown
@@ -45,35 +45,76 @@ def test_every_catalogued_failure_has_a_test_and_the_other_way_round() -> None:
     assert listed == regression_tests().keys()
 
 
+def slugs(page: Path) -> set[str]:
+    """Anchors of the headings of a page: small letters, no punctuation, blanks as `-`; of equal ones, the first."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    plain = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title).lower() for title in titles]
+    return {re.sub(r"[^\w\- ]", "", title).strip().replace(" ", "-") for title in plain}
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+def test_links_and_anchors_lead_somewhere(page: Path) -> None:
+    for target, _, anchor in (
+        t.partition("#") for t in re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    ):
         if "://" not in target:
-            assert (page.parent / target).exists(), target
+            file = (page.parent / target) if target else page
+            assert file.exists(), target
+            assert not anchor or file.suffix != ".md" or anchor in slugs(file), f"{target}#{anchor}"
+
+
+def code_of(text: str) -> str:
+    """The blocks and the spans of code of a page."""
+    blocks = re.findall(r"^```.*?^```", text, re.DOTALL | re.MULTILINE)
+    return "\n".join([*blocks, *re.findall(r"`([^`\n]+)`", text)])
 
 
 @pytest.mark.lane("quick")
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if p.name != "bad-input.md"], ids=lambda p: str(p.relative_to(ROOT))
 )
-def test_commands_and_flags_exist(page: Path) -> None:
+def test_verbs_and_flags_exist(page: Path) -> None:
     flags = {f"--{row.key}" for row in key_rows()}
     text = page.read_text()
-    for verb in re.findall(r"forge-train ([a-z]+)\b", text):
-        assert verb in VERBS or verb not in ("train",), verb
+    verbs = set(re.findall(r"\bforge-train ([a-z]+)\b", code_of(text)))
+    assert verbs <= {*VERBS, "ckpt", "data"}
     for flag in set(re.findall(r"--[a-z]+\.[a-z_.]+[a-z]", text)) - {"--section.key"}:
         pattern = re.sub(r"^--data\.sources\.\w+\.", "--data.sources.<name>.", flag)
         assert pattern in flags, flag
 
 
-def test_scripts_that_the_readme_names_are_in_the_workspace() -> None:
-    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["envs"]
-    named = set(re.findall(r"^hatch run (\w+)$", (ROOT / "README.md").read_text(), re.MULTILINE))
-    assert {"train"} <= named
-    assert named <= scripts["default"]["scripts"].keys()
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/faq.md", "docs/first-ten-minutes.md", "docs/glossary.md"])  # fmt: skip
+def test_keys_that_pages_for_newcomers_name_exist(page: str) -> None:
+    keys = {row.key for row in key_rows()}
+    sections = {key.split(".")[0] for key in keys} - {"data", "run", "metrics"}
+    tables = {".".join(key.split(".")[:n]) for key in keys for n in (1, 2, 3)}
+    named = set(
+        re.findall(r"`\[?([a-z]+(?:\.[a-z_]+)+)\]?(?: = [^`]*)?`", (ROOT / page).read_text())
+    )
+    assert {name for name in named if name.split(".")[0] in sections} - {
+        "sample.txt"
+    } <= keys | tables
 
 
-def test_the_catalogue_of_the_house_lists_every_package() -> None:
+def test_the_page_of_exit_codes_has_all_of_them() -> None:
+    page = (ROOT / "docs/faq.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| ([A-Z_]+) \|", page, re.MULTILINE)
+    assert rows == [(str(code.value), code.name) for code in ExitCode]
+
+
+def test_the_page_of_variables_has_all_of_ours() -> None:
+    page = (ROOT / "docs/environment-variables.md").read_text()
+    sources = [p for folder in ("packages", "apps") for p in (ROOT / folder).glob("*/src/**/*.py")]
+    named = {name for p in sources for name in re.findall(r"\bFORGE_[A-Z_]*[A-Z]\b", p.read_text())}
+    assert set(re.findall(r"`(FORGE_[A-Z_]+)`", page)) == named
+
+
+def test_the_readme_lists_every_package() -> None:
     readme = (ROOT / "README.md").read_text()
     for folder in ROOT.glob("packages/*"):
         assert f"(packages/{folder.name})" in readme
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 100
