@@ -51,6 +51,7 @@ class ResolvedJob:
         return dict(flatten(_plain(self.config)))
 
     def origin(self, key: str) -> str:
+        """Where the value of a dotted key comes from: a file, `flag`, `derived from ...` or `default`."""
         return self.origins.get(key, "default")
 
     def digest(self) -> str:

@@ -42,14 +42,17 @@ class BuiltinCorpus:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the chosen split."""
         return len(self._tokens)
 
     @property
     def num_documents(self) -> int:
+        """Documents of the chosen split."""
         return len(self.documents)
 
     @property
     def max_token_id(self) -> int:
+        """The largest id that occurs."""
         return int(self._tokens.max())
 
     def read(self, start: int, stop: int) -> np.ndarray:

@@ -125,10 +125,12 @@ class TokenFiles:
 
     @property
     def num_tokens(self) -> int:
+        """Tokens of the chosen split."""
         return len(self._tokens)
 
     @property
     def num_documents(self) -> int:
+        """Documents of the chosen split."""
         return len(self.documents)
 
     @property

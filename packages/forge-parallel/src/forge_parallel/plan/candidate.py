@@ -85,10 +85,12 @@ class Candidate:
 
     @cached_property
     def layout(self) -> Layout:
+        """Sizes of the mesh axes on these GPUs."""
         return self.config.axes(self.world_size, self.gpus_per_node)
 
     @cached_property
     def topology(self) -> Topology:
+        """Which ranks of each axis are on one node."""
         return Topology(self.layout, self.gpus_per_node)
 
     @cached_property

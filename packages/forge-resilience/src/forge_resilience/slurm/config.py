@@ -131,6 +131,7 @@ class SlurmConfig:
 
     @property
     def ranks_per_node(self) -> int:
+        """Tasks of a node: those that are set, else one for each GPU, else 1."""
         return self.tasks_per_node or self.gpus_per_node or 1
 
 

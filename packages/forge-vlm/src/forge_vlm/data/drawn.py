@@ -45,9 +45,11 @@ class DrawnSquares:
         self.split, self.size, self.tokens = config.split, size, tokens
 
     def fingerprint(self) -> dict[str, str | int]:
+        """What determines the samples; a resumed run compares it."""
         return {"kind": "drawn-1", "split": self.split, "size": self.size, "tokens": self.tokens}
 
     def stream(self, seq_len: int, seed: int) -> DrawnRows:
+        """Samples of `seq_len` tokens; ValueError if one does not fit."""
         if seq_len < self.tokens + 2:
             rule = f"must hold a picture of {self.tokens} tokens, a question and its answer"
             raise invalid("seq_len", "range", seq_len, rule, f"use {self.tokens + 2}")
