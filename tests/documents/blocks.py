@@ -36,6 +36,7 @@ PAGES = (
     "docs/index.md",
     "docs/first-ten-minutes.md",
     "docs/faq.md",
+    "docs/slurm.md",
     *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("packages/*/README.md")),
     "apps/train/README.md",
 )

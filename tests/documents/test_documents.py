@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -114,6 +115,14 @@ def test_the_readme_lists_every_package() -> None:
     readme = (ROOT / "README.md").read_text()
     for folder in ROOT.glob("packages/*"):
         assert f"(packages/{folder.name})" in readme
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/index.md", "docs/first-ten-minutes.md", "docs/faq.md", "docs/slurm.md"])  # fmt: skip
+def test_pages_for_newcomers_have_no_word_of_the_list_never(page: str) -> None:
+    words = tomllib.loads((ROOT / "scripts/language.toml").read_text())["never"]
+    patterns = [rf"(?<![A-Za-z])(?:{word.replace(' ', '[ _-]')})(?![A-Za-z])" for word in words]
+    text = (ROOT / page).read_text()
+    assert [pattern for pattern in patterns if re.search(pattern, text, re.IGNORECASE)] == []
 
 
 def test_the_readme_is_short() -> None:
