@@ -121,6 +121,14 @@ def test_stream_gives_the_columns_and_leaves_modes_as_they_were() -> None:
     assert not model.training
 
 
+def test_F160_a_module_in_eval_mode_of_a_model_in_training_stays_there() -> None:
+    model = small().train()
+    next(model.layers.children()).eval()
+    before = [module.training for module in model.modules()]
+    generate(model, PROMPTS, 2, GREEDY)
+    assert [module.training for module in model.modules()] == before
+
+
 def test_one_prefill_then_single_tokens() -> None:
     model, sizes = small(), []
     model.embedding.register_forward_pre_hook(lambda _, args: sizes.append(tuple(args[0].shape)))

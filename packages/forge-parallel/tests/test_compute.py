@@ -94,6 +94,16 @@ def test_an_evaluation_is_the_weighted_mean_and_restores_the_mode() -> None:
         assert compute.model.training is training
 
 
+def test_F160_an_evaluation_leaves_the_mode_of_each_module_alone() -> None:
+    config = ParallelConfig(device=device().type, precision="fp32")
+    compute = make(make_meshes(config), config)
+    compute.model.train()
+    next(compute.model.children()).eval()
+    before = [module.training for module in compute.model.modules()]
+    evaluate(compute, rows(1).split(2), weight, lambda value: [value])
+    assert [module.training for module in compute.model.modules()] == before
+
+
 def test_no_labels_are_no_loss() -> None:
     config = ParallelConfig(device=device().type, precision="fp32")
     compute = make(make_meshes(config), config)

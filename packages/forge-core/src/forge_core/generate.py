@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core._config import setting
+from forge_core._shared.modes import evaluation_mode
 from forge_core._shared.problems import Problem, invalid, raise_problems
 
 __all__ = ["SamplingConfig", "generate", "generate_stream"]
@@ -149,11 +150,9 @@ def _steps(
     draws: _Draws,
     extras: Mapping[str, Any],
 ) -> Iterator[Tensor]:
-    training = model.training
     finished = torch.zeros(tokens.size(0), dtype=torch.bool, device=tokens.device)
     cache = seen = None
-    model.eval()
-    try:
+    with evaluation_mode(model):
         for _ in range(max_new_tokens):
             # Not across a yield: it would leak into the caller's code. And no inference mode: there
             # `reshape` reaches tensor subclasses whole, and torchao's rowwise float8 refuses it.
@@ -177,8 +176,6 @@ def _steps(
             yield chosen.clone()
             if eos_id is not None and bool(finished.all()):
                 return
-    finally:
-        model.train(training)
 
 
 def _prefill(

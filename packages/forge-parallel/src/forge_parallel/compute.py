@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
+from forge_parallel._shared.modes import evaluation_mode
 from forge_parallel._shared.problems import Problem, invalid, raise_problems
 from forge_parallel.axes import (
     accumulate,
@@ -392,16 +393,14 @@ def evaluate(
 
     Each part has `compute.rows_at_once` rows, and every rank has as many parts. `count` weighs the labels of a
     part, 0.0 on a rank whose rows another one counts. `gather(value)` returns the values of all ranks, on the
-    host. Restores the model's mode and leaves its weights sharded, so that weights swapped in for the
+    host. Restores the mode of each module and leaves the weights sharded, so that weights swapped in for the
     evaluation can be swapped back. Costs one host read and one `gather`.
     """
     model, device = compute.model, compute.meshes.device
     total = torch.zeros((), dtype=torch.float64, device=device)
-    training = model.training
-    model.eval()
-    for part in parts:
-        total += compute.losses(part).double()
-    model.train(training)
+    with evaluation_mode(model):
+        for part in parts:
+            total += compute.losses(part).double()
     reshard(model)
     shares = gather([float(total), sum(count(part) for part in parts)])
     return sum(loss for loss, _ in shares) / (sum(weight for _, weight in shares) or 1.0)

@@ -15,6 +15,7 @@ from forge_data import Batch, Tokenizer, filler_batch
 from forge_parallel import reshard
 from forge_parallel.compute import Compute
 from forge_resilience import Agreement
+from forge_train._shared.modes import evaluation_mode
 from forge_train._shared.problems import Problem, invalid, problems_of, raise_problems
 from forge_train.config.evaluation import ChoicesConfig
 from forge_train.config.schema import JobConfig
@@ -88,7 +89,7 @@ class Choices:
     def losses(self, compute: Compute, agreement: Agreement) -> list[list[float]]:
         """Nats of each choice of each question, the same on every rank. Collective.
 
-        Every rank computes as many batches, filler included. Restores the model's mode, leaves its weights sharded.
+        Every rank computes as many batches, filler included. Restores the mode of each module, leaves the weights sharded.
         Costs a forward of every choice, each as long as a row of training, and one exchange.
         """
         rows = [row for question in self.questions for row in question.rows]
@@ -96,13 +97,11 @@ class Choices:
         each = -(-len(rows) // (size * meshes.batch_size))  # batches of a reader
         first = each * meshes.batch_rank * size
         model = compute.model
-        training = model.training
-        model.eval()
-        own = [
-            compute.row_losses(self._batch(rows[i : i + size], size))
-            for i in range(first, first + each * size, size)
-        ]
-        model.train(training)
+        with evaluation_mode(model):
+            own = [
+                compute.row_losses(self._batch(rows[i : i + size], size))
+                for i in range(first, first + each * size, size)
+            ]
         reshard(model)
         part: list[float] = torch.cat(own).double().tolist()
         losses = [0.0] * (each * size * meshes.batch_size)

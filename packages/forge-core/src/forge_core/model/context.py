@@ -4,7 +4,7 @@ Shapes: B rows, S tokens of a row.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ class _Derived:
     share it, and rotary tables stay fp32.
     """
 
-    def __init__(self, sources: tuple[Tensor | None, ...] = ()) -> None:
+    def __init__(self, sources: Sequence[Any] = ()) -> None:
         self.values: dict[Any, Any] = {}
         self.sources = sources
 
@@ -68,7 +68,8 @@ class TokenContext:
 
     def __post_init__(self) -> None:
         # A context rebuilt around the same tensors shares; one with other tensors starts anew.
-        current = (self.token_ids, self.valid, self.document_ids, self.modality_ids, self.positions)
+        given = [getattr(self, f.name) for f in fields(self) if f.name != "_derived"]
+        current = _leaves(given)
         sources = self._derived.sources
         if len(sources) != len(current) or any(a is not b for a, b in zip(current, sources)):
             object.__setattr__(self, "_derived", _Derived(current))
@@ -91,6 +92,17 @@ class TokenContext:
         if ids is None:
             return None
         return self.once("segments", lambda: SegmentPlan.of(ids))
+
+
+def _leaves(value: Any) -> list[Any]:
+    """What is inside of the containers that FSDP2 rebuilds: dataclasses, dicts, lists and tuples."""
+    if is_dataclass(value):
+        value = [getattr(value, f.name) for f in fields(value)]
+    elif isinstance(value, dict):
+        value = [*value, *value.values()]
+    if not isinstance(value, list | tuple):
+        return [value]
+    return [leaf for part in value for leaf in _leaves(part)]
 
 
 def default_positions(
