@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+from torch.utils.data import get_worker_info
 
 from forge_data._shared.problems import Problem, invalid, raise_problems
 from forge_data.batch import Batch
@@ -181,6 +182,14 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
+        worker = get_worker_info()
+        if worker is not None and worker.num_workers > 1:
+            rule, fix = (
+                "of torch's DataLoader would each read every batch",
+                "use Loader(num_workers=N)",
+            )
+            raise invalid("num_workers", "workers", worker.num_workers, rule, fix)
+
         self._enter_part()
         steps = self._steps()
         ids = steps.ids(0)  # (rows of the stream,)
