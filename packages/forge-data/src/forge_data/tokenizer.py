@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from forge_data._shared.problems import invalid
+from forge_data._shared.tokenizer_settings import switch_off_settings
 from forge_data.bounded_read import read_bounded
 from forge_data.errors import InvalidData
 from forge_data.protocols import Tokenizer
@@ -83,9 +84,7 @@ class JsonTokenizer:
             rule = f"must be a JSON file of the tokenizers library ({error})"
             fix = "save one with Tokenizer.save(path)"
             raise invalid("tokenizer", "damaged", where, rule, fix, kind=InvalidData) from None
-        # Settings for inputs of a model, saved with some files: they would cut documents and fill them up.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        switch_off_settings(self._tokenizer)
         vocabulary = self.vocabulary()
         self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have holes
         self.fingerprint = hashlib.sha256(content).hexdigest()

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from forge_data._shared.problems import invalid
+from forge_data._shared.tokenizer_settings import switch_off_settings
 from forge_data.bounded_read import read_bounded
 from forge_data.chat.config import ChatConfig
 from forge_data.chat.messages import Conversation
@@ -238,4 +239,5 @@ def _load(folder: Path) -> Any:
     if not tokenizer.is_fast:
         rule = "must be of the tokenizers library, which has the characters of a token"
         raise invalid("tokenizer", "not_fast", name, rule, "convert it", kind=InvalidData)
+    switch_off_settings(tokenizer.backend_tokenizer)
     return tokenizer

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from forge_vlm._shared.problems import ProblemError
+from forge_vlm._shared.tokenizer_settings import switch_off_settings
 from forge_vlm.data.errors import invalid
 from forge_vlm.data.templates import Piece
 
@@ -88,8 +89,7 @@ class JsonTokens:
             raise invalid(
                 "tokenizer", "unreadable", str(path), rule, fix, kind=ProblemError
             ) from None
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        switch_off_settings(self._tokenizer)
         self.path, self.eos, self.image = path, eos, image
         self.eos_id, self.image_id = self._id(eos), self._id(image)
         added = self._tokenizer.get_added_tokens_decoder()

@@ -1,0 +1,16 @@
+"""Settings that a tokenizer file may hold for inputs of a model, and that text for training must not get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def switch_off_settings(tokenizer: Any) -> None:
+    """Turn off truncation, padding and BPE dropout of a tokenizer of the tokenizers library, in place.
+
+    They would cut documents, fill them up, and make each run of `prepare` different.
+    """
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if getattr(tokenizer.model, "dropout", None) is not None:
+        tokenizer.model.dropout = None
