@@ -286,8 +286,8 @@ class Loader:
         different = self._changes(state)
         if different and not self.accept_change:
             lines = [f"  {line}" for line in difference_lines(different)]
-            rule = "is of other data or another packing, so the position of the checkpoint means nothing here"
-            fix = "restore what differs, start a new run, or set accept_change to go on at the same instance of this data"
+            rule = "is of other data or another packing than the checkpoint's"
+            fix = "choose another run directory, restore what differs, or set accept_change (data.accept_change of a job) to go on at the same sample"
             fix = "\n".join([f"{fix}:", *lines])
             raise invalid("fingerprint", "mismatch", [*different], rule, fix, kind=InvalidData)
         if different:

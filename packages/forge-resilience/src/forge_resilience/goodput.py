@@ -34,14 +34,14 @@ __all__ = [
 #: What a second of a run is counted as.
 CAUSES = {
     "steps": "steps that the run kept",
-    "recompute": "steps that a loss or a rollback undid",
+    "recompute": "steps that a crash or a rollback undid",
     "start": "from the start of the process to the first step, without the load",
     "load": "loading the checkpoint",
     "save": "steps waited for a save",
     "evaluate": "evaluation",
     "profile": "writing what a profiler saw",
     "hung": "no progress, until a supervisor noticed",
-    "down": "from a loss to the next start",
+    "down": "from a crash to the next start",
     "queue": "from a requested stop to the next start",
     "idle": "between the end of the run and its extension",
 }
@@ -275,25 +275,25 @@ class Goodput:
         """The report for a person, one line each."""
         total = self.wall_seconds or 1.0
         lines = [
-            f"{'cause':10} {'seconds':>12} {'share':>7} {'GPU hours':>10}   what it is",
-            *(f"{cause:10} {self.seconds[cause]:12.3f} {self.seconds[cause] / total:7.1%} "
+            f"{'cause':10} {'seconds':>12} {'fraction':>8} {'dev. hours':>10}   what it is",
+            *(f"{cause:10} {self.seconds[cause]:12.3f} {self.seconds[cause] / total:8.1%} "
               f"{self.gpu_hours[cause]:10.3f}   {text}" for cause, text in CAUSES.items()),
-            f"{'wall':10} {self.wall_seconds:12.3f} {1:7.1%} {sum(self.gpu_hours.values()):10.3f}",
+            f"{'wall':10} {self.wall_seconds:12.3f} {1:8.1%} {sum(self.gpu_hours.values()):10.3f}",
         ]  # fmt: skip
         return [*lines, *self.remarks()]
 
     def remarks(self) -> list[str]:
         """What follows from the seconds, in sentences."""
         lines = [
-            f"{self.lives} lives, {self.losses} losses, {self.stops} stops on request; {self.steps} steps kept",
-            f"ETTR {self.ettr:.4f}: kept steps / wall clock",
+            f"attempts {self.lives}, of which crashed {self.losses}, stopped on request {self.stops}; steps kept {self.steps}",
+            f"ETTR (effective training time ratio) {self.ettr:.4f}: time of kept steps / wall clock",
         ]  # fmt: skip
         low, high = self.mean_time_bounds
         if self.mean_time is None:
-            lines.append(f"no loss yet: mean time to a loss above {low:.0f} s (95 %)")
+            lines.append(f"no crash yet: mean time to a crash above {low:.0f} s (95 %)")
         else:
-            few = "; few losses, a rough figure" if self.losses < 10 else ""
-            lines.append(f"mean time to a loss {self.mean_time:.0f} s (95 %: {low:.0f} to {high:.0f} s{few})")  # fmt: skip
+            few = "; few crashes, a rough figure" if self.losses < 10 else ""
+            lines.append(f"mean time to a crash {self.mean_time:.0f} s (95 %: {low:.0f} to {high:.0f} s{few})")  # fmt: skip
         lines.append(f"a restart costs {self.restart_seconds:.1f} s")
         if not self.best_interval or self.save_seconds is None:
             return [*lines, "no save was measured: no interval to advise"]

@@ -184,7 +184,9 @@ def _summary(part: Part) -> dict[str, str]:
         rows["wall clock"] = seconds_text(found.wall_seconds)
         rows["device hours"] = figure(sum(found.gpu_hours.values()))
         rows["kept steps / wall clock"] = f"{found.ettr:.1%}"
-        rows["lives"] = f"{found.lives}, {found.losses} lost, {found.stops} stopped on request"
+        rows["attempts"] = (
+            f"{found.lives}, crashed {found.losses}, stopped on request {found.stops}"
+        )
     return rows
 
 

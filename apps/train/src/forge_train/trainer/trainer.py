@@ -422,6 +422,8 @@ class Trainer:
                 _print_line(f"data: {line}")
             for line in difference_lines(self.loader.changed):
                 _print_line(f"data: {line}, accepted")
+            if step and fork is None:
+                _print_line(f"resume: from step {step} of {self.total_steps}")
             for line in [] if fork is None else fork.lines():
                 _print_line(f"init: {line}")
             if self.encoder is not None:
