@@ -13,7 +13,7 @@ from torch import nn
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into eval mode for the block; afterwards each of its modules has its mode of before.
 
-    `model.train(model.training)` alone would put modules into training mode that the caller had in eval mode.
+    Only `model.train(model.training)` would put modules into training mode that the caller had in eval mode.
     """
     before = [(module, module.training) for module in model.modules()]
     model.eval()

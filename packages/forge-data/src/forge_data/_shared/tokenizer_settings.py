@@ -9,7 +9,7 @@ from typing import Any
 def switch_off_settings(tokenizer: Any) -> None:
     """Turn off truncation, padding and BPE dropout of a tokenizer of the tokenizers library, in place.
 
-    They would cut documents, fill them up, and make each run of `prepare` different.
+    They would truncate documents, pad them, and make each run of `prepare` different.
     """
     tokenizer.no_truncation()
     tokenizer.no_padding()
