@@ -9,11 +9,9 @@
 
 from __future__ import annotations
 
-import ast
 import logging
 import posixpath
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 from xml.etree.ElementTree import Element
@@ -25,7 +23,14 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 from pymdownx.slugs import slugify  # type: ignore[import-untyped]
-from write_api_pages import PACKAGES, definition, public_modules, public_names, tree
+from write_api_pages import (
+    PACKAGES,
+    definition,
+    public_modules,
+    public_names,
+    tree,
+    undocumented,
+)
 from write_diagrams import DIAGRAMS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -214,45 +219,6 @@ def _variants(image: Element) -> Element:
 
 
 # ---- API pages
-
-
-#: Methods that torch calls, whose contract the docstring of the class gives.
-_OF_TORCH = ("forward", "backward", "extra_repr")
-
-
-def undocumented(package: str) -> Iterator[str]:
-    """Public functions, classes and methods of a package that have no docstring.
-
-    A method that overrides a documented one of a base class in Forge needs none.
-    """
-    for module in public_modules(package):
-        for name in public_names(module) or ():
-            found = definition(module, name)
-            if found is None or not isinstance(found[1], ast.FunctionDef | ast.ClassDef):
-                continue
-            if not ast.get_docstring(found[1]):
-                yield f"{module}.{name}"
-            for method in methods(found[1]):
-                if not _explains(found, method):
-                    yield f"{module}.{name}.{method}"
-
-
-def methods(node: ast.stmt) -> dict[str, ast.FunctionDef]:
-    """Public methods of a class by name, without those of torch."""
-    body = node.body if isinstance(node, ast.ClassDef) else []
-    found = {m.name: m for m in body if isinstance(m, ast.FunctionDef)}
-    return {n: m for n, m in found.items() if not n.startswith("_") and n not in _OF_TORCH}
-
-
-def _explains(place: tuple[str, ast.stmt], method: str) -> bool:
-    """Whether a class at (module, statement), or a base class of Forge, has a docstring for the method."""
-    module, node = place
-    own = methods(node).get(method)
-    if own is not None and ast.get_docstring(own):
-        return True
-    bases = [ast.unparse(base).split("[")[0] for base in getattr(node, "bases", [])]
-    found = [definition(module, base) for base in bases if base.isidentifier()]
-    return any(_explains(base, method) for base in found if base is not None)
 
 
 def api_page(package: str) -> str:

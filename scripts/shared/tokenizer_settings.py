@@ -1,4 +1,4 @@
-"""Settings that a tokenizer file may hold for inputs of a model, and that text for training must not get."""
+"""Settings that a tokenizer file may hold, and that must not act on text for training."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ class ResolvedJob:
         return dict(flatten(_plain(self.config)))
 
     def origin(self, key: str) -> str:
-        """Where the value of a dotted key comes from: a file, `flag`, `derived from ...` or `default`."""
+        """Where the value of a dotted key comes from, as `explain` shows it; `default` for one that nothing sets."""
         return self.origins.get(key, "default")
 
     def digest(self) -> str:

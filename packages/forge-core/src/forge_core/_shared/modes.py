@@ -11,7 +11,7 @@ from torch import nn
 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into eval mode for the block; afterwards each of its modules has its mode of before.
+    """Put a model into eval mode, and restore the mode of each of its modules afterwards.
 
     Only `model.train(model.training)` would put modules into training mode that the caller had in eval mode.
     """

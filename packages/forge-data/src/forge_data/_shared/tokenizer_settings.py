@@ -1,5 +1,5 @@
 # Copied from scripts/shared/tokenizer_settings.py; edit that file, then run scripts/copy_shared.py.
-"""Settings that a tokenizer file may hold for inputs of a model, and that text for training must not get."""
+"""Settings that a tokenizer file may hold, and that must not act on text for training."""
 
 from __future__ import annotations
 
