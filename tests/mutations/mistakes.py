@@ -97,21 +97,18 @@ MISTAKES: tuple[Mistake, ...] = (
         f"{_CORE}/lora.py",
         "(weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)",
         "weight + (scale * (b.float() @ a.float())).to(weight.dtype)",
-        seen=False,
     ),
     Mistake(
         "the fused loss keeps the weight gradient of its last block of rows only",
         f"{_CORE}/loss/fused.py",
         "total[rows] += a[rows] @ b",
         "total[rows] = a[rows] @ b",
-        seen=False,
     ),
     Mistake(
         "the random numbers of a sample repeat after each chunk",
         f"{_CORE}/generate.py",
         "torch.rand(self._CHUNK, generator=g, device=",
         "torch.rand(self._CHUNK, generator=g.clone_state(), device=",
-        seen=False,
     ),
     # forge-moe
     Mistake(
@@ -173,7 +170,6 @@ MISTAKES: tuple[Mistake, ...] = (
         f"{_MOE}/upcycle.py",
         "torch.randn(stack.shape, generator=generator)",
         "torch.randn(stack.shape, generator=generator.manual_seed(seed))",
-        seen=False,
     ),
     # forge-parallel
     Mistake(
@@ -278,28 +274,24 @@ MISTAKES: tuple[Mistake, ...] = (
         f"{_DATA}/prepare/token_writer.py",
         "        os.fsync(self._file.fileno())\n",
         "",
-        seen=False,
     ),
     Mistake(
         "the largest id of a raw token file is that of its last part",
         f"{_DATA}/sources/token_files.py",
         "max(high, int(block.max()))",
         "int(block.max())",
-        seen=False,
     ),
     Mistake(
         "the ids of an index are counted in its last part only",
         f"{_DATA}/sources/megatron.py",
         "count += int(part.sum())",
         "count = int(part.sum())",
-        seen=False,
     ),
     Mistake(
         "cut documents are not counted at the borders of the parts of a source",
         f"{_DATA}/packing.py",
         "documents[first : first + _OFFSETS_AT_ONCE + 1]",
         "documents[first : first + _OFFSETS_AT_ONCE]",
-        seen=False,
     ),
     # forge-ckpt
     Mistake(
@@ -379,21 +371,18 @@ MISTAKES: tuple[Mistake, ...] = (
         f"{_CKPT}/hf/save.py",
         "        os.fsync(fd)\n",
         "",
-        seen=False,
     ),
     Mistake(
         "gaps of a staged file keep bytes of the save before",
         f"{_CKPT}/write/staging.py",
         "            memory[end : piece.start].zero_()  # the gap before it: equal states make equal files\n",
         "",
-        seen=False,
     ),
     Mistake(
         "differing elements are counted in the last part of a tensor only",
         f"{_CKPT}/verbs/compare.py",
         "count += int(torch.ne(*bits).any(1).sum())",
         "count = int(torch.ne(*bits).any(1).sum())",
-        seen=False,
     ),
     # forge-resilience
     Mistake(
@@ -449,21 +438,18 @@ MISTAKES: tuple[Mistake, ...] = (
         f"{_RESILIENCE}/slurm/orchestrate.py",
         "            self._free = None\n            return\n",
         "            return\n",
-        seen=False,
     ),
     Mistake(
         "the state of the orchestrator is not synced before its rename",
         f"{_RESILIENCE}/slurm/orchestrate.py",
         "            os.fsync(file.fileno())\n",
         "",
-        seen=False,
     ),
     Mistake(
         "a run that resumes at an earlier step keeps the steps that it lost",
         f"{_RESILIENCE}/goodput.py",
         "if lost or step < self.step:",
         "if lost:",
-        seen=False,
     ),
     # forge-vlm
     Mistake(
@@ -519,14 +505,12 @@ MISTAKES: tuple[Mistake, ...] = (
         f"{_VLM}/data/packing.py",
         "return [np.sort(np.array(row)) + first for row in rows]",
         "return [np.sort(np.array(row)) for row in rows]",
-        seen=False,
     ),
     Mistake(
         "mrope positions exchange time and rows of an image",
         f"{_VLM}/plan.py",
         'indexing="ij"',
         'indexing="xy"',
-        seen=False,
     ),
     # apps/train
     Mistake(
@@ -606,7 +590,6 @@ MISTAKES: tuple[Mistake, ...] = (
         f"{_TRAIN}/report/timeline.py",
         "(at - ledger.spans[0].begin / 1000) / divisor",
         "at - ledger.spans[0].begin / 1000",
-        seen=False,
     ),
     Mistake(
         "the schedule of a run with several batch sizes is one batch too short",
@@ -619,6 +602,5 @@ MISTAKES: tuple[Mistake, ...] = (
         f"{_TRAIN}/study/sweep.py",
         "return max(next(iter(self.failed.values())), ExitCode.ERROR)",
         "return next(iter(self.failed.values()))",
-        seen=False,
     ),
 )

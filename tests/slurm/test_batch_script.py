@@ -187,7 +187,7 @@ def test_F62_a_save_before_the_end_is_no_success_and_codes_are_kept(slurm, tmp_p
     assert stuck.end() == ("FAILED", "70:0", "1"), "no checkpoint twice"
 
 
-def test_preemption_and_an_administrator_requeue_once(slurm, tmp_path):
+def test_F100_preemption_and_an_administrator_requeue_once(slurm, tmp_path):
     """They send SIGTERM to the ranks, and to the shell too: nobody may requeue a second time, or kill the save."""
     job = Job(slurm, tmp_path / "run", "wait wait 0", nodes=2, tasks_per_node=2)
     job.submit()

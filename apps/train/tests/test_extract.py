@@ -16,6 +16,7 @@ import torch
 
 from forge_core.interp import ActivationStore
 from forge_data import batch_of
+from forge_testing.durability import synced_renames
 from forge_testing.evaluations import asked
 from forge_testing.problems import assert_problem, rejects
 from forge_testing.runs import fit_alone, make_job
@@ -57,6 +58,15 @@ def test_the_file_holds_what_the_model_computes(run: Path, tmp_path: Path) -> No
                 torch.from_numpy(found[name]), store[name], rtol=1e-5, atol=1e-6
             )
     assert [p.name for p in tmp_path.iterdir()] == ["x.npz"]
+
+
+@pytest.mark.parametrize("name", ["x.npz", "x"])
+def test_F197_activations_are_on_the_disk_before_they_are_published(
+    run: Path, tmp_path: Path, name: str
+) -> None:
+    with synced_renames() as moved:
+        extract_run(run, ("logits",), tmp_path / name, rows=2)
+    assert moved[-1] == name
 
 
 def test_rows_are_those_of_the_set(run: Path, tmp_path: Path) -> None:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from forge_testing.durability import synced_renames
 from forge_testing.problems import rejects
-from forge_train.config.files import MAX_BYTES, MAX_DEPTH, read_toml
+from forge_train.config.files import MAX_BYTES, MAX_DEPTH, read_toml, replace_text
 
 pytestmark = pytest.mark.lane("test")
 
@@ -96,3 +97,11 @@ def test_what_is_not_a_text_file_is_refused(tmp_path: Path) -> None:
     }.items():
         with rejects("", ..., code):
             read_toml(tmp_path / name)
+
+
+def test_F197_a_text_is_on_the_disk_before_it_replaces_the_old_one(tmp_path: Path) -> None:
+    with synced_renames() as moved:
+        for text in ("a = 1\n", "a = é\n"):
+            replace_text(tmp_path / "config.toml", text)
+            assert (tmp_path / "config.toml").read_text(encoding="utf-8") == text
+    assert moved == ["config.toml"] * 2

@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -362,6 +363,25 @@ def test_a_strip_of_very_many_spans_is_cut_into_cells() -> None:
     assert (
         bars["evaluate"]["base"][-1] == half == bars["steps"]["base"][-1] + bars["steps"]["x"][-1]
     )
+
+
+@pytest.mark.parametrize(("seconds", "divisor"), [(100, 1), (600, 60), (4 * 3600, 3600)])
+def test_F197_marks_of_the_timeline_are_in_the_unit_of_its_bars(seconds: int, divisor: int) -> None:
+    at = 1_700_000_000.0
+    events: list[dict[str, Any]] = [
+        {"event": "start", "time": at, "step": 0, "began": at},
+        {"event": "save", "time": at + seconds / 4, "step": 1, "seconds": 1.0},
+        {"event": "done", "time": at + seconds, "step": 2},
+    ]
+    as_text = [{**e, "time": datetime.fromtimestamp(e["time"], UTC).isoformat()} for e in events]
+    drawn = strip({"a": (read_ledger(events), as_text)})
+    assert drawn is not None
+    marks = {t["name"]: t["x"] for t in drawn["traces"] if t["type"] == "scatter"}
+    bars = [t for t in drawn["traces"] if t["type"] == "bar"]
+    assert marks["save"] == [pytest.approx(seconds / 4 / divisor)]
+    assert marks["done"] == [pytest.approx(seconds / divisor)]
+    ends = [begin + x for bar in bars for begin, x in zip(bar["base"], bar["x"])]
+    assert max(ends) == marks["done"][0]
 
 
 @pytest.mark.lane("quick")

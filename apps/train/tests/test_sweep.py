@@ -23,7 +23,7 @@ from forge_train.config.init import committed
 from forge_train.errors import JobError
 from forge_train.study.page import draw, fitted, page
 from forge_train.study.runs import read_study
-from forge_train.study.sweep import run_sweep
+from forge_train.study.sweep import Sweep, run_sweep
 
 pytestmark = pytest.mark.lane("test")
 
@@ -222,6 +222,16 @@ def test_a_sweep_that_is_killed_ends_with_the_same_table(undisturbed: Path, tmp_
     assert mine["fits"] == theirs["fits"]
     for name in (TRUNK, SHORT, LONG):
         assert_same_bits(saved_tensors(runs / name), saved_tensors(undisturbed / "out/runs" / name))
+
+
+@pytest.mark.parametrize(("code", "wanted"), [(-9, 1), (1, 1), (76, 76)])
+def test_F197_a_sweep_with_a_killed_run_ends_with_an_exit_code(
+    tmp_path: Path, code: int, wanted: int
+) -> None:
+    """A negative code, of a run that a signal ended, would be 247 and the like for a shell."""
+    found = Sweep(read_study(write_study(tmp_path)), jobs=1)
+    found.waiting, found.failed = [], {TRUNK: code}
+    assert found.run() == wanted
 
 
 @pytest.mark.slow

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import forge_ckpt.write.blocks
-from forge_ckpt import CorruptCheckpoint, SaveEvent, StepExists, Store
+from forge_ckpt import CorruptCheckpoint, Keep, SaveEvent, StepExists, Store
 from forge_ckpt._shared.problems import Shown
 from forge_testing import run_on_ranks
 from forge_testing.disk import Disk
@@ -561,3 +561,18 @@ def disagree(root):
 def test_ranks_that_wait_and_ranks_that_do_not_are_refused(tmp_path):
     for error in run_on_ranks(2, disagree, str(tmp_path)):
         assert_problem(error, "wait", Shown("[True, False]"), "mismatch")
+
+
+def test_F197_a_file_staged_in_used_memory_is_that_of_new_memory(tmp_path):
+    """Equal states make equal files, also in the gaps between tensors, which are aligned."""
+    full = {"a": torch.full((999,), 7.0), "b": torch.full((5,), 7.0)}
+    other = {"a": torch.ones(3, dtype=torch.uint8), "b": torch.ones(300), "c": torch.ones(1)}
+    files = []
+    for name, states in (("used", (full, other)), ("new", (other,))):
+        store = Store(tmp_path / name, keep=Keep(last=1))
+        for state in states:
+            store.save(9 + len(files) if state is full else 20, state, wait=False)
+            store.wait()
+        files.append((store.path / "step-00000020" / "data-0.bin").read_bytes())
+        store.close()
+    assert files[0] == files[1]

@@ -16,6 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from forge_ckpt import Store, load_hf
 from forge_ckpt.hf import HFFolder, HFTensors, read_json, save_hf
 from forge_testing import run_on_ranks
+from forge_testing.durability import synced_renames
 from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -177,15 +178,11 @@ def test_what_is_there_is_never_written_over_and_a_failure_leaves_nothing(tmp_pa
     assert os.listdir(tmp_path) == ["out"]
 
 
-def test_the_rename_follows_the_syncs(tmp_path, monkeypatch):
-    seen = []
-    for name in ("fsync", "rename"):
-        real = getattr(os, name)
-        monkeypatch.setattr(os, name, lambda *a, n=name, real=real: seen.append(n) or real(*a))
-    save_hf(tmp_path / "out", ROWS, state(1), files={"config.json": b"{}"})
-    at = seen.index("rename")
-    assert seen[:at].count("fsync") >= 3  # weights, config.json, the folder
-    assert seen[at + 1 :] == ["fsync"]  # its parent
+def test_F197_a_folder_is_published_after_its_files_are_on_the_disk(tmp_path):
+    with synced_renames() as moved:
+        save_hf(tmp_path / "out", ROWS, state(1), files={"config.json": b"{}"}, max_shard_bytes=200)
+    assert moved == ["out"]
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
 
 
 # ---- memory

@@ -29,6 +29,7 @@ from forge_ckpt import (
 from forge_ckpt._shared.problems import Shown
 from forge_ckpt.read.shared_memory import equal_bits
 from forge_ckpt.read.tensors import SavedTensors
+from forge_ckpt.verbs import compare
 from forge_testing import run_on_ranks
 from forge_testing.problems import assert_problem, rejects
 
@@ -465,3 +466,13 @@ def test_memory_is_a_tensor_and_not_the_state(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=tmp_path)
     mib = float(done.stdout.split()[-1])
     assert mib < 140, "blocks, some tensors in float64 and code: 55 to 85; a state has 256"
+
+
+@pytest.mark.parametrize("slab", [1 << 20, 3])
+def test_F197_elements_that_differ_are_counted_in_all_slabs(monkeypatch, slab):
+    monkeypatch.setattr(compare, "_SLAB", slab)
+    a = torch.arange(10, dtype=torch.float32)
+    b = a.clone()
+    b[[0, 4, 5]] += torch.tensor([0.25, 2.0, -0.5])
+    assert compare._distance(a, b) == (3, 2.0, 1.0)
+    assert compare._distance(a, b.double()) == (3, 2.0, 1.0)

@@ -123,3 +123,20 @@ def test_no_label_gives_a_zero_with_a_graph_and_bf16_works() -> None:
     assert error(found.detach(), cross_entropy(x @ weight.T, labels).sum.detach()) < 1e-5
     with rejects("labels", (4,), "shape", where="(5, 8)"):
         fused_cross_entropy(x, weight, labels[:4])
+
+
+def test_F197_gradients_in_bf16_sum_over_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """24 tokens in blocks of 8 rows, and the weight's gradient 5 rows at a time; bound: rounding of bf16."""
+    monkeypatch.setattr(fused, "_ROWS", 8)
+    monkeypatch.setattr(fused, "_BLOCK", 5 * 8)
+    generator = torch.Generator().manual_seed(2)
+    _, labels = batch()
+    x, weight = (
+        torch.randn(*shape, generator=generator).bfloat16().requires_grad_()
+        for shape in ((B, S, 8), (V, 8))
+    )
+    exact = [leaf.detach().double().requires_grad_() for leaf in (x, weight)]
+    cross_entropy(exact[0] @ exact[1].T, labels).sum.backward()
+    fused_cross_entropy(x, weight, labels).sum.backward()
+    for leaf, wanted in zip((x, weight), exact, strict=True):
+        assert error(leaf.grad, wanted.grad) < 2**-6

@@ -173,6 +173,17 @@ def draw(logits: Tensor, count: int, **options: object) -> Counter:
     return Counter(int(sample(logits[None], sampling, draws)) for _ in range(count))
 
 
+def test_F197_random_numbers_of_a_sample_are_one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    def numbers() -> list[Tensor]:
+        draws = _Draws(5, 2, torch.device("cpu"))
+        return [draws.next() for _ in range(12)]
+
+    one_chunk = numbers()
+    monkeypatch.setattr(_Draws, "_CHUNK", 5)
+    assert torch.equal(torch.cat(numbers()), torch.cat(one_chunk))
+    assert torch.cat(one_chunk).unique().numel() == 24
+
+
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 def test_samples_follow_the_distribution() -> None:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from forge_core import Transformer, TransformerConfig, cross_entropy, generate, initialise
-from forge_core.lora import LoRAConfig, LoRALinear, adapter_names, lora, merge
+from forge_core.lora import LoRAConfig, LoRALinear, adapter_names, lora, merge, merged_weight
 from forge_core.model import MLAConfig
 from forge_core.optim import AdamW, OptimizerConfig
 from forge_testing.problems import assert_problem, rejects
@@ -223,3 +223,12 @@ def test_logits_and_twenty_steps_equal_peft():
     assert (ours(tokens).logits - want).abs().max() / want.abs().max() < 1e-5
     merge(ours)
     assert (ours(tokens).logits - want).abs().max() / want.abs().max() < 1e-5
+
+
+def test_F197_a_merged_weight_is_summed_in_fp32_and_rounded_once():
+    g = torch.Generator().manual_seed(0)
+    weight = torch.randn(64, 64, generator=g).bfloat16()
+    a, b = torch.randn(3, 64, generator=g) / 4, torch.randn(64, 3, generator=g) / 4
+    wanted = (weight.double() + 0.5 * (b.double() @ a.double())).bfloat16()
+    # the products are in fp32: a sum at the middle of two bf16 numbers may fall to the other one
+    assert int((merged_weight(weight, a, b, 0.5) != wanted).sum()) <= 4

@@ -302,6 +302,7 @@ def test_products_by_blocks_are_those_of_whole_matrices(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(newton_schulz_module, "_BLOCK", 16)  # and a last block of 8 or 1 rows
+    monkeypatch.setattr(newton_schulz_module, "_BATCH", 2 * shape[0] * shape[1])  # F197: of 3
     matrices = [torch.randn(shape) for _ in range(3)]
     for matrix, got in zip(matrices, orthogonalise(matrices, 5, torch.float32), strict=True):
         assert error(got, newton_schulz(matrix.double(), 5)) <= 1e-5

@@ -17,6 +17,7 @@ from forge_data import (
     open_source,
 )
 from forge_data.sources import id_shards
+from forge_data.sources import megatron as megatron_format
 from forge_testing.problems import ANY, rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -163,6 +164,14 @@ def test_sequences_of_megatron_are_joined_to_documents_and_empty_ones_left_out(t
         source = source_of("megatron", path)
         assert source.documents.tolist() == STARTS
         assert source.read(0, 15).tolist() == IDS
+
+
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_F197_sequences_of_an_index_are_counted_in_all_parts(tmp_path, monkeypatch, at_once):
+    monkeypatch.setattr(megatron_format, "_AT_ONCE", at_once)
+    write_megatron(tmp_path)
+    source = source_of("megatron", tmp_path)
+    assert (source.documents.tolist(), source.read(0, 15).tolist()) == (STARTS, IDS)
 
 
 def test_a_folder_of_megatron_sets_is_one_source(tmp_path):

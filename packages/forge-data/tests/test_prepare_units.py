@@ -16,10 +16,11 @@ import numpy as np
 import pytest
 
 from forge_data import ByteTokenizer, InvalidData, TokenFiles, verify
-from forge_data.prepare import locks, merge, plan, prepare, unit_file, unit_workers
+from forge_data.prepare import locks, merge, plan, prepare, text_documents, unit_file, unit_workers
 from forge_data.prepare.duplicates import find_duplicates
 from forge_data.prepare.readers import find_inputs
 from forge_data.prepare.token_writer import TokenWriter
+from forge_testing.durability import synced_renames
 from forge_testing.problems import ANY, rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -76,6 +77,22 @@ def reference(texts, folder, validation_every=0):
 def content(folder):
     files = [p for p in folder.rglob("*") if p.is_file() and p.name != "statistics.json"]
     return {str(p.relative_to(folder)): p.read_bytes() for p in files}
+
+
+@pytest.mark.parametrize("every", [0, 4])
+def test_F197_the_bytes_are_those_of_one_writer_in_pieces_of_any_size(
+    tmp_path, corpus, every, monkeypatch
+):
+    expected = reference(read_documents(corpus), tmp_path / "expected", every)
+    for module, name in (
+        (unit_file, "_BATCH"),
+        (unit_file, "_CHUNK"),
+        (plan, "_SCAN"),
+        (text_documents, "PIECE"),
+    ):
+        monkeypatch.setattr(module, name, 3)
+    prepare(corpus, tmp_path / "out", validation_every=every)
+    assert content(tmp_path / "out") == expected
 
 
 @pytest.mark.lane("quick")
@@ -695,3 +712,18 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path, corpus, monkeypatch,
             prepare(corpus, tmp_path / "out", workers=workers)
     prepare(corpus, tmp_path / "out")
     assert content(tmp_path / "out") == reference(read_documents(corpus), tmp_path / "expected")
+
+
+@pytest.mark.lane("quick")
+def test_F197_files_are_on_the_disk_before_their_folder_is_published(tmp_path, corpus):
+    library = pytest.importorskip("tokenizers")
+    words = library.Tokenizer(library.models.WordLevel({"<unk>": 0, "a": 1}, unk_token="<unk>"))
+    words.save(str(tmp_path / "words.json"))
+    options = {"tokenizer": str(tmp_path / "words.json"), "eos": "a", "validation_every": 4}
+    with synced_renames() as moved:
+        for overwrite in (False, True):
+            prepare([corpus], tmp_path / "out", overwrite=overwrite, **options)
+        for index in (0, 1):
+            prepare([corpus], tmp_path / "parts", shard=(index, 2), **options)
+        merge(tmp_path / "parts")
+    assert (moved.count("out"), moved.count("parts")) == (2, 1)

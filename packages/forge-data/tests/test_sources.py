@@ -19,6 +19,7 @@ from forge_data import (
     verify,
 )
 from forge_data.prepare import prepare
+from forge_data.sources import token_files
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -109,6 +110,14 @@ def test_raw_files_of_every_dtype(tmp_path):
         assert source.read(3, 6).tolist() == [3, 4, 5]
         assert source.max_token_id == 99
         assert len(str(source.fingerprint()["tokens"])) == 64
+
+
+def test_F197_the_largest_id_of_a_raw_file_is_that_of_all_its_blocks(tmp_path, monkeypatch):
+    monkeypatch.setattr(token_files, "_BLOCK", 2)
+    for ids in ([9, 1, 2, 3, 4], [1, 2, 9, 3, 4], [1, 2, 3, 4, 9]):
+        raw = tmp_path / f"{ids.index(9)}.bin"
+        raw.write_bytes(np.array(ids, "<u2").tobytes())
+        assert TokenFiles(raw, dtype="uint16").max_token_id == 9
 
 
 def test_raw_file_problems(tmp_path):

@@ -20,6 +20,7 @@ from forge_data import (
     TrainingSourceConfig,
     open_stream,
     open_training,
+    packing,
 )
 from forge_data.packing_config import BestFitConfig, FirstFitConfig, PackingConfig
 from forge_data.packing_plan import plan_rows
@@ -244,8 +245,11 @@ def test_each_source_of_a_mixture_has_a_plan_of_its_own(cache):
     assert stream.arrays(np.arange(30))["tokens"].shape == (30, 64)
 
 
-@pytest.mark.parametrize("seq_len", [1, 7, 64])
-def test_the_report_of_concatenated_rows_counts_cut_documents(seq_len):
+@pytest.mark.parametrize(
+    ("seq_len", "at_once"), [(1, 1 << 20), (7, 1 << 20), (64, 1 << 20), (7, 2), (64, 3)]
+)
+def test_F197_the_report_of_concatenated_rows_counts_cut_documents(seq_len, at_once, monkeypatch):
+    monkeypatch.setattr(packing, "_OFFSETS_AT_ONCE", at_once)
     documents = random_documents(1)
     stream = PackedStream(Listed(documents), seq_len)
     token, cut = 0, 0

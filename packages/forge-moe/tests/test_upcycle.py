@@ -95,6 +95,20 @@ def test_noise_changes_the_function_by_about_as_much(noise: float) -> None:
     assert not torch.equal(first.experts.up_proj[0], first.experts.up_proj[1])
 
 
+def test_F197_each_tensor_has_its_own_noise() -> None:
+    noisy, plain = MoE(COPIES).double(), MoE(COPIES).double()
+    upcycle(Dense(), noisy, noise=0.1, seed=3)
+    upcycle(Dense(), plain)
+    noises = [
+        (getattr(noisy.experts, name) - getattr(plain.experts, name)).detach()
+        for name in ("gate_proj", "up_proj", "down_proj")
+    ]
+    noises[2] = noises[2].mT
+    for one, other in ((0, 1), (0, 2), (1, 2)):  # 6,144 numbers: a standard deviation of 0.013
+        pair = torch.stack([noises[one].flatten(), noises[other].flatten()])
+        assert abs(float(torch.corrcoef(pair)[0, 1])) < 0.08
+
+
 def test_equal_copies_part_in_training() -> None:
     dense = Dense()
     moe = MoE(COPIES).double()

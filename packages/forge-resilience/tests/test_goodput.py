@@ -213,3 +213,11 @@ def test_no_loss_is_the_rule_of_three():
 def test_process_start_time_is_before_now_and_does_not_move():
     first, second = process_start_time(), process_start_time()
     assert abs(first - second) < 0.1
+
+
+def test_F197_a_stopped_run_that_resumes_at_an_earlier_step_loses_the_steps_between():
+    """The save of the stop at step 20 is gone when the job starts again."""
+    story = [*STORY[:1], event("save", 23.0, step=10), event("stop", 30.0, step=20)]
+    resume = event("resume", 50.0, began=40.0, step=10, seconds=2.0, world_size=2)
+    found = read_ledger([*story, resume, event("done", 60.0, step=20)]).milliseconds()
+    assert (found["steps"], found["recompute"]) == (13_000 + 10_000, 7_000)

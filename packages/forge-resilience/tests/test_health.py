@@ -35,6 +35,7 @@ from forge_resilience.health import (
     memory_patterns,
     shared_memory,
 )
+from forge_resilience.health import device as device_module
 from forge_resilience.health.device import DRAIN
 from forge_resilience.health.node import clocks, sees_token, shared_folder, write_token
 from forge_testing import run_on_ranks
@@ -62,8 +63,10 @@ def test_one_wrong_bit_of_a_product_is_found(bit: int, monkeypatch: pytest.Monke
     assert found.fix == DRAIN
 
 
-@pytest.mark.parametrize("stuck", [0, 1])
-def test_a_bit_of_memory_that_is_stuck_is_found(stuck: int, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+@pytest.mark.parametrize(("stuck", "part"), [(0, 2**20), (1, 2**20), (0, 1000), (1, 1000)])
+def test_F197_a_bit_of_memory_that_is_stuck_is_found(stuck: int, part: int, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
+    """In parts of 1,000 words the last one is shorter."""
+    monkeypatch.setattr(device_module, "_PART", part)
     assert memory_patterns("cpu", 2).state == OK
 
     def broken(real: Any) -> Any:

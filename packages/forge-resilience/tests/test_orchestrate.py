@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from forge_resilience.slurm import (
     orchestrate,
 )
 from forge_resilience.slurm.commands import JobRow, Queue, QueueDown, QueueRefusal
+from forge_resilience.slurm.orchestrate import _Orchestrator, _State
+from forge_testing.durability import synced_renames
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -112,3 +115,42 @@ def test_without_slurm_it_leaves_with_the_code_of_a_refusal(tmp_path: Path) -> N
     assert done.returncode == 78
     assert "sbatch, squeue, scancel, scontrol, sinfo" in done.stderr
     assert not list(tmp_path.glob("orchestrator-*"))
+
+
+class _Nodes:
+    """Stands for Slurm's commands: a job that runs on 2 nodes, and whether 2 more are free."""
+
+    def __init__(self) -> None:
+        self.free, self.told = False, 0
+
+    def starts_in(self, *_: object) -> float | None:
+        return 0.0 if self.free else None
+
+    def tell(self, job: int) -> None:
+        self.told = job
+
+
+def test_F197_nodes_that_were_taken_meanwhile_have_not_been_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = OrchestratorConfig(grow_after_seconds=10)
+    found = _Orchestrator(tmp_path / "job.sh", [4, 2], "run", config, 3, None)
+    found.queue = nodes = _Nodes()
+    found.state = _State(handled=0)
+    row = JobRow(7, "RUNNING", 2, 0, "None", "low", "n[1-2]")
+    told = []
+    for now, nodes.free in ((0, True), (6, False), (12, True), (18, True), (23, True)):
+        monkeypatch.setattr(time, "monotonic", lambda now=now: float(now))
+        found._follow(row)
+        told.append(nodes.told)
+    assert told == [0, 0, 0, 0, 7]
+
+
+def test_F197_the_state_is_on_the_disk_before_it_replaces_the_old_one(tmp_path: Path) -> None:
+    found = _Orchestrator(tmp_path / "job.sh", [2], "run", OrchestratorConfig(), 3, None)
+    found.state = _State(handled=0)
+    with synced_renames() as moved:
+        found._write(handled=5)
+        found._write(handled=6)
+    assert moved == [found.path.name] * 2
+    assert found._read() == found.state

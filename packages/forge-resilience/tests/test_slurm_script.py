@@ -137,7 +137,7 @@ def test_a_code_other_than_75_ends_the_job_with_it(site: Site, code: int) -> Non
     assert site.calls("scontrol") == []
 
 
-def test_75_goes_back_into_the_queue(site: Site) -> None:
+def test_F100_a_stopped_run_goes_back_into_the_queue(site: Site) -> None:
     site.write(f"{_SAVE}; exit 75")
     assert site.life()[0] == 75
     assert site.calls("scontrol") == ["requeue 7"]

@@ -40,6 +40,15 @@ def test_mrope_of_an_image_between_text_is_that_of_the_paper():
     assert w == [0, 1, 2, 3, 4, 5, 6, 4, 5, 6, 7, 8]
 
 
+def test_F197_mrope_of_a_clip_counts_time_then_rows_then_columns():
+    """The indices of Qwen2-VL (Wang et al. 2024, section 2.1), written as loops."""
+    plan, _ = plan_of([(0, 3), (0, (2, 2, 3)), (0, 1)])
+    inside = [(t, h, w) for t in range(2) for h in range(2) for w in range(3)]
+    wanted = [(i, i, i) for i in range(3)] + [(3 + t, 3 + h, 3 + w) for t, h, w in inside]
+    wanted.append((6, 6, 6))  # after the largest index of the clip
+    assert plan.positions("mrope")[0].T.tolist() == [list(axes) for axes in wanted]
+
+
 def test_adjacent_images_and_documents_of_a_packed_row():
     plan, tokens = plan_of([(0, 2), (0, (1, 1, 2)), (0, (1, 2, 1)), (1, (1, 1, 1)), (1, 3)])
     assert plan.modality_ids().tolist() == [[0, 0, 1, 1, 1, 1, 1, 0, 0, 0]]

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from forge_testing.durability import synced_renames
 from forge_testing.problems import rejects
 
 np = pytest.importorskip("numpy")
@@ -83,6 +84,15 @@ def test_a_prepared_folder_has_the_rows_of_its_files(tmp_path, pictures):
         for file in (tmp_path / "a").iterdir():
             file.unlink()
         Prepared(tmp_path / "out").stream(400).arrays(np.arange(1))
+
+
+@pytest.mark.parametrize("pictures", ["copy", "name"])
+def test_F197_files_are_on_the_disk_before_their_folder_is_published(tmp_path, pictures):
+    path = talks_of(tmp_path / "a")
+    with synced_renames() as moved:
+        prepared(path, tmp_path / "out", pictures=pictures)
+        prepare(path, tmp_path / "out", options_of(str(path), OPTIONS), overwrite=True)
+    assert moved.count("out") == 2
 
 
 @pytest.mark.parametrize("name", ["llava", "webdataset", "tiles", "budget"])

@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from data_files import IMAGE, OPTIONS  # noqa: E402
 
 from forge_vlm.data import InvalidSample, open_source  # noqa: E402
+from forge_vlm.data import pieces as pieces_module  # noqa: E402
 from forge_vlm.data.pieces import Pieces  # noqa: E402
 from forge_vlm.data.reader import Reader  # noqa: E402
 
@@ -139,6 +140,16 @@ def test_a_reader_begins_at_the_place_of_a_window(tmp_path, monkeypatch):
     assert rows_of(after, range(60, 63)) == wanted[:3]
     assert len(read) <= 3 * 2 * SIZES["shuffle_window"]
     assert rows_of(after, range(60, 99)) == wanted
+
+
+def test_F197_a_fingerprint_covers_both_ends_of_a_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(pieces_module, "_ENDS", 2)
+    path = tmp_path / "a.jsonl"
+    found = set()
+    for text in ("{}\n{}\n{}\n", "{ \n{}\n{}\n", "{}\n{}\n{ \n", "{}\n{ \n{}\n"):
+        path.write_text(text)
+        found.add(pieces_module._digest([path]))
+    assert len(found) == 3  # the last differs in the middle only, where sizes are compared
 
 
 def test_lines_are_cut_into_pieces_of_whole_lines(tmp_path):

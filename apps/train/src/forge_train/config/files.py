@@ -92,7 +92,10 @@ def _is_deep(table: Any) -> bool:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a file; readers see the old text or the new one, never a part."""
+    """Write a file; readers see the old text or the new one, never a part, also after a power loss."""
     temporary = path.with_name(f".{path.name}.tmp")
-    temporary.write_text(text, encoding="utf-8")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     temporary.replace(path)

@@ -163,8 +163,7 @@ def _npz(path: Path, files: list[Path], rows: int, shapes: _Shapes, meta: str) -
                     file.write(numpy.ascontiguousarray(_array(part, name, shape)).tobytes())
         with archive.open(_entry("meta"), "w") as file:
             numpy.lib.format.write_array(file, numpy.array(meta))
-    with open(path, "rb") as written:
-        os.fsync(written.fileno())
+    _sync(path)
     return path
 
 
@@ -198,7 +197,17 @@ def _shards(
     }
     index = {"meta": request, "arrays": arrays, "shards": shards}
     _write(folder / "index.json", json.dumps(index, indent=1).encode())
+    _sync(folder)  # the rename can reach the disk before the names inside
     return folder
+
+
+def _sync(path: Path) -> None:
+    """fsync a file, or the names in a folder."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _rows(

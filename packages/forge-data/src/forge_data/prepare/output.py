@@ -84,10 +84,15 @@ def make_folder(output: Path, folder: Path) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write JSON to a new name in the folder, fsync it and rename it: the file is whole or not there."""
+    """Write JSON as `write_file` writes."""
+    write_file(path, (json.dumps(content, indent=2) + "\n").encode())
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a new name in the folder, fsync it and rename it: the file is complete or not there."""
     temporary = path.with_name(f"{path.name}.tmp-{socket.gethostname()}-{os.getpid()}")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
+    with temporary.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
     temporary.rename(path)

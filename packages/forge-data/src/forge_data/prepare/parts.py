@@ -6,7 +6,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
@@ -17,7 +16,7 @@ from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
 from forge_data.prepare.locks import locked, owner
-from forge_data.prepare.output import make_folder, sync_folder, write_json
+from forge_data.prepare.output import make_folder, sync_folder, write_file, write_json
 from forge_data.prepare.plan import Plan, Unit, read_plan
 from forge_data.prepare.statistics import STATISTICS, read_statistics
 from forge_data.prepare.unit_file import Counts, UnitFile, unit_path
@@ -46,9 +45,7 @@ class Parts:
         self._make()
         self._finished.unlink(missing_ok=True)
         if tokenizer is not None:
-            copy = self.folder / f"{TOKENIZER}.tmp-{socket.gethostname()}-{os.getpid()}"
-            shutil.copyfile(tokenizer, copy)
-            copy.rename(self.folder / TOKENIZER)
+            write_file(self.folder / TOKENIZER, tokenizer.read_bytes())
         write_json(self.folder / _PLAN, plan.to_json())
         sync_folder(self.folder)
 

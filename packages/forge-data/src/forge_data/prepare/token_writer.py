@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
+from forge_data.prepare.output import write_file
 from forge_data.sources.integrity import BLOCK_BYTES, digest_of
 from forge_data.sources.sidecar import (
     BLOCKS,
@@ -130,7 +130,7 @@ class TokenWriter:
         }
         spec = self._tokenizer
         if spec is not None and spec["name"] == "json":
-            shutil.copyfile(spec["path"], self.folder / TOKENIZER)
+            write_file(self.folder / TOKENIZER, Path(spec["path"]).read_bytes())
             sha256[TOKENIZER] = digest_of(self.folder / TOKENIZER)
             spec = {**spec, "path": TOKENIZER}
         Sidecar(
