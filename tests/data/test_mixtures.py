@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -158,10 +159,16 @@ def test_another_mixture_is_another_run(tmp_path: Path, tokens: Path) -> None:
 
 
 @pytest.mark.lane("test")
-def test_a_mixture_that_ends_before_the_run_is_refused(tmp_path: Path, tokens: Path) -> None:
+def test_F210_a_mixture_that_ends_before_the_run_is_refused(tmp_path: Path, tokens: Path) -> None:
     ends = {f"data__sources__{name}__max_epochs": 1 for name in ("books", "notes")}
     more = flat(**ends, data__sources__text__weight=0.0, data__phases__end__weights={"notes": 1.0})
     job = mixed_job(tmp_path, tokens)
-    with rejects("data.sources", ..., "length", ConfigError):
-        Trainer(load_job(job, {**more, "train.steps": 40}))
+    for changes, steps in (
+        ({}, True),
+        ({"train.global_batch": 4096, "train.micro_batch": 4096}, False),
+    ):
+        with rejects("data.sources", ..., "length", ConfigError) as caught:
+            Trainer(load_job(job, {**more, "train.steps": 40, **changes}))
+        # F210: a number of steps is recommended only where the data has a whole one
+        assert bool(re.search(r"\d", caught.value.problems[0].fix)) == steps
     assert not (tmp_path / "run").exists()

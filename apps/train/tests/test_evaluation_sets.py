@@ -39,11 +39,17 @@ class Heard(Callback):
 
 
 class KeepsLosses(Callback):
-    """Writes the nats of each choice at the end."""
+    """Writes the nats of each choice at the end; `modes` says whether each module kept its mode (F160)."""
+
+    modes: ClassVar[list[bool]] = []
 
     def on_end(self, trainer: Trainer) -> None:
         asked = trainer.evaluation.choices["code"]
+        modules = list(trainer.model.modules())
+        modules[-1].eval()  # of a model in training mode
+        before = [module.training for module in modules]
         found = asked.losses(trainer.compute, trainer.agreement)
+        self.modes.append([module.training for module in modules] == before)
         if trainer.meshes.rank == 0:
             (trainer.paths.path / "choices.json").write_text(json.dumps(found))
 
@@ -102,6 +108,11 @@ def choices_by_hand(model: Any, tokenizer: Any) -> list[list[float]]:
             nats.append(-sum(float(logs[t - 1, ids[t]]) for t in range(begin, len(ids))))
         found.append(nats)
     return found
+
+
+def test_F160_modules_keep_their_mode_through_choices(alone: Path) -> None:
+    assert KeepsLosses.modes
+    assert all(KeepsLosses.modes)
 
 
 def test_choices_have_the_nats_of_one_forward_each(alone: Path) -> None:

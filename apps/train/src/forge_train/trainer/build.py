@@ -278,7 +278,7 @@ def _end_problems(config: JobConfig, stream: Stream, steps: int) -> list[Problem
         f"with max_epochs end after {end} sequences, in step {last + 1}, and the run has {steps} steps with "
         f"{course.rows_of(steps)} sequences"
     )
-    fix = f"raise one, leave one out, or train {last} steps"
+    fix = "raise one or leave one out" + (f", or train {last} steps" if last else "")
     return [Problem("data.sources", "length", ..., rule, fix)]
 
 
