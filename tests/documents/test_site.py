@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 import yaml  # type: ignore[import-untyped]
+
+pytest.importorskip("mkdocs", reason="of the group dev")
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort
