@@ -86,7 +86,8 @@ class MoEOptions:
     )
     aux_loss_weight: float = _field(0.0, "weight of the balance loss")
     aux_scope: Literal["sequence", "micro_batch", "global_batch", "global_batch_lagged"] = _field(
-        "micro_batch", "tokens whose choices the balance loss counts"
+        "micro_batch",
+        "tokens whose choices the balance loss counts; micro_batch and global_batch depend on micro-batches and ranks",
     )
     sequence_loss_weight: float = _field(0.0, "weight of DeepSeek-V3's loss per sequence")
     z_loss_weight: float = _field(0.0, "weight of the squared log-sum-exp of the logits")
