@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from forge_core import OptimizerConfig, build_optimizer
 from forge_core.optim import EMAConfig, MuonConfig
+from forge_testing.decay import groups_by_decay
 
 # fp32: in bf16 a gradient that differs by rounding would change by 2^-9. AdamW's part as in ADAMW.
 MUON: dict[str, Any] = {"lr": 2e-3, "betas": (0.9, 0.95), "eps": 1e-4, "weight_decay": 0.1}
@@ -70,9 +71,9 @@ def newton_schulz(x: Tensor) -> Tensor:
 class Averaged:
     """AdamW and an average of the weights, by its formula."""
 
-    def __init__(self, parameters: list[Tensor]) -> None:
-        self._parameters, self._updates = parameters, 0
-        groups = _by_decay(parameters, MUON["weight_decay"])
+    def __init__(self, named: dict[str, Tensor]) -> None:
+        self._parameters, self._updates = list(named.values()), 0
+        groups = groups_by_decay(named.items(), MUON["weight_decay"])
         own = {key: MUON[key] for key in ("lr", "betas", "eps")}
         self._adamw = torch.optim.AdamW(groups, **own)
         self._averages: list[Tensor] = []
@@ -117,34 +118,27 @@ def plain(name: str, model: nn.Module) -> Any:
     if name == "lion":
         from lion_pytorch import Lion
 
-        return Lion(
-            _by_decay(list(named.values()), LION["weight_decay"]), LION["lr"], LION["betas"]
-        )
+        return Lion(groups_by_decay(named.items(), LION["weight_decay"]), LION["lr"], LION["betas"])
     if name == "ema":
-        return Averaged(list(named.values()))
+        return Averaged(named)
     if name == "adamw_bf16":
         own = {key: MUON[key] for key in ("lr", "betas", "eps")}
-        return torch.optim.AdamW(_by_decay(list(named.values()), MUON["weight_decay"]), **own)
+        return torch.optim.AdamW(groups_by_decay(named.items(), MUON["weight_decay"]), **own)
     if name == "schedule_free":
         from schedulefree import AdamWScheduleFree
 
         own = {key: MUON[key] for key in ("lr", "eps")}
-        groups = _by_decay(list(named.values()), MUON["weight_decay"])
+        groups = groups_by_decay(named.items(), MUON["weight_decay"])
         optimizer = AdamWScheduleFree(groups, betas=MUON["betas"], **own)
         optimizer.train()
         return optimizer
     hidden = [p for n, p in named.items() if is_hidden(n, p)]
-    others = [p for n, p in named.items() if not is_hidden(n, p)]
+    others = [(n, p) for n, p in named.items() if not is_hidden(n, p)]
     lr, decay = MUON["lr"] * MUON_OWN.adamw_lr_multiplier, MUON["weight_decay"]
-    adamw = torch.optim.AdamW(_by_decay(others, decay), lr=lr, betas=MUON["betas"], eps=MUON["eps"])
+    adamw = torch.optim.AdamW(
+        groups_by_decay(others, decay), lr=lr, betas=MUON["betas"], eps=MUON["eps"]
+    )
     return Several(PlainMuon(hidden, MUON["lr"], decay), adamw)
-
-
-def _by_decay(parameters: list[Tensor], decay: float) -> list[dict[str, Any]]:
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
 
 
 class Recorded:

@@ -12,6 +12,7 @@ differ where a sign is that of rounding: in one weight of ten thousand, by the s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from forge_core import OptimizerConfig, Transformer, build_optimizer, cross_entr
 from forge_core.families import LLAMA, QWEN3, Family
 from forge_core.optim import MuonConfig
 from forge_parallel import ParallelConfig, clip_grad_norm_, parallelize
+from forge_testing.decay import groups_by_decay
 
 pytestmark = pytest.mark.lane("test")
 
@@ -83,27 +85,21 @@ def reference_model(case: str) -> Any:
 
 
 def reference_optimizer(name: str, model: Any) -> Any:
-    parameters = list(model.parameters())
     if name == "muon":
         hidden = [p for n, p in model.named_parameters() if ".layers." in n and p.ndim == 2]
         taken = set(map(id, hidden))
-        rest = adamw([p for p in parameters if id(p) not in taken])
+        rest = adamw((n, p) for n, p in model.named_parameters() if id(p) not in taken)
         return Several(PlainMuon(hidden, lr=LR, weight_decay=DECAY), rest)
     if name == "lion":
         lion = pytest.importorskip("lion_pytorch")
-        return lion.Lion(by_decay(parameters), lr=LION_LR, betas=(0.9, 0.99))
-    return adamw(parameters)
+        return lion.Lion(
+            groups_by_decay(model.named_parameters(), DECAY), lr=LION_LR, betas=(0.9, 0.99)
+        )
+    return adamw(model.named_parameters())
 
 
-def adamw(parameters: list[Tensor]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(by_decay(parameters), lr=LR, betas=BETAS, eps=EPS)
-
-
-def by_decay(parameters: list[Tensor]) -> list[dict[str, Any]]:
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": DECAY},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+def adamw(named: Iterable[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups_by_decay(named, DECAY), lr=LR, betas=BETAS, eps=EPS)
 
 
 def train_reference(model: Any, name: str = "adamw") -> Run:

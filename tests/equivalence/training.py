@@ -16,6 +16,7 @@ from forge_core import Init, Transformer, TransformerConfig
 from forge_core.lora import LoRAConfig, LoRALinear, lora
 from forge_core.model import FeedForward, MTPConfig
 from forge_moe import MoE, MoEConfig
+from forge_testing.decay import groups_by_decay
 from forge_vlm import (
     VLM,
     CrossAttentionConfig,
@@ -166,11 +167,7 @@ def routes(model: nn.Module) -> dict[str, Tensor]:
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Matrices decay, norms do not."""
-    parameters = list(model.parameters())
-    return [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    return groups_by_decay(model.named_parameters(), weight_decay)
 
 
 def weights(model: nn.Module) -> dict[str, Piece]:

@@ -34,6 +34,7 @@ from forge_core.families import LLAMA
 from forge_moe import MoE
 from forge_moe.families import MIXTRAL
 from forge_parallel import ParallelConfig, clip_grad_norm_, parallelize
+from forge_testing.decay import groups_by_decay
 
 pytestmark = pytest.mark.lane("test")
 
@@ -97,10 +98,7 @@ def in_file(model: Any, folder: Path) -> dict[str, Tensor]:
 def train_reference(model: Any, folder: Path) -> Run:
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(
-        [
-            {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": DECAY},
-            {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-        ],
+        groups_by_decay(model.named_parameters(), DECAY),
         lr=LR,
         betas=BETAS,
         eps=EPS,

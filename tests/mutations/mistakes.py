@@ -59,8 +59,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "norms and biases decay",
         f"{_CORE}/optim/groups.py",
-        "for name, p in parameters.items() if p.ndim >= 2]",
-        "for name, p in parameters.items() if p.ndim >= 1]",
+        "for name, p in parameters.items() if is_matrix(kinds[name])]",
+        "for name, p in parameters.items()]",
     ),
     Mistake(
         "documents of a packed row attend to each other",

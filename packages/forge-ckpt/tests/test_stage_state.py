@@ -102,3 +102,39 @@ def test_an_optimizer_without_named_state_is_left_as_it_is() -> None:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters())
     assert NamedState.of(optimizer, model, set()) is optimizer
+
+
+class Renewed(Named):
+    """An optimizer that has other slots for biases than a version before, and an average next to them in both."""
+
+    def __init__(self, model: nn.Module, value: float, slot: str) -> None:
+        super().__init__(model, value)
+        for name, slots in self.state.items():
+            slots["average"] = torch.full_like(slots["moment"], value)
+            if name.endswith("bias"):
+                slots[slot] = slots.pop("moment")
+
+    def outdated_slots(self, name: str, saved: set[str]) -> set[str]:
+        return (
+            {"momentum", "step"} & saved if name.endswith("bias") and "momentum" in saved else set()
+        )
+
+
+def test_F146_outdated_slots_are_left_out_and_the_rest_is_loaded(tmp_path: Path) -> None:
+    whole, *parts = stages()
+    names = tensor_names(whole)
+    with Store(tmp_path) as store:
+        store.save(1, {"optimizer": NamedState.of(Renewed(whole, 3.0, "momentum"), whole, names)})
+        for part in parts:
+            optimizer, others = Renewed(part, 0.0, "square"), names - tensor_names(part)
+            own = StageState(NamedState.of(optimizer, part, names), others)
+            assert store.load({"optimizer": own}) == 1
+            values = {
+                n: {s: float(torch.as_tensor(v).mean()) for s, v in slots.items()}
+                for n, slots in optimizer.state.items()
+            }
+            prefix = "a" if "a.weight" in values else "b"
+            assert values == {
+                f"{prefix}.weight": {"step": 3.0, "moment": 3.0, "average": 3.0},
+                f"{prefix}.bias": {"step": 0.0, "square": 0.0, "average": 3.0},
+            }

@@ -14,6 +14,9 @@ from forge_testing.problems import assert_problem, rejects
 pytestmark = pytest.mark.lane("test")
 
 
+DECAYED = {"embedding.weight", "experts"}
+
+
 class Tiny(nn.Module):
     """A matrix used twice, a norm, a bias, and an expert stack."""
 
@@ -25,6 +28,7 @@ class Tiny(nn.Module):
         self.head = nn.Linear(4, 6)
         self.head.weight = self.embedding.weight
         self.experts = nn.Parameter(torch.randn(2, 3, 4))
+        self.experts_bias = nn.Parameter(torch.randn(2, 4))  # F146: a vector for each expert
 
 
 def _gradients(model, steps, seed=1):
@@ -55,7 +59,7 @@ def _reference(model, gradients, lrs, config):
             m, v = moments[name]
             m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
             moments[name] = (m, v)
-            decay = config.weight_decay if w.ndim >= 2 else 0.0
+            decay = config.weight_decay if name in DECAYED else 0.0
             update = (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + config.eps)
             weights[name] = w - lr * decay * w - lr * update
     return weights, moments
@@ -85,7 +89,7 @@ def test_decay_is_for_matrices_only():
     optimizer = build_optimizer(model, OptimizerConfig(lr=0.1, weight_decay=0.5))
     _run(model, optimizer, [{n: torch.zeros_like(p) for n, p in model.named_parameters()}])
     for name, parameter in model.named_parameters():
-        factor = 0.95 if parameter.ndim >= 2 else 1.0
+        factor = 0.95 if name in DECAYED else 1.0
         torch.testing.assert_close(parameter.detach(), factor * before[name], rtol=1e-6, atol=0)
 
 
@@ -167,7 +171,7 @@ def test_tied_and_frozen_parameters():
     model = Tiny()
     model.experts.requires_grad_(False)
     names = set(build_optimizer(model).named_state())
-    assert names == {"embedding.weight", "norm.weight", "norm.bias", "head.bias"}
+    assert names == {"embedding.weight", "norm.weight", "norm.bias", "head.bias", "experts_bias"}
 
 
 def test_a_parameter_without_gradient_is_left_alone():

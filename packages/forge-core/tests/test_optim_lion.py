@@ -18,6 +18,9 @@ pytestmark = pytest.mark.lane("test")
 Gradients = list[dict[str, Tensor]]
 
 
+DECAYED = {"table", "experts"}
+
+
 class Small(nn.Module):
     """A matrix longer than a piece, a stack, a norm."""
 
@@ -26,6 +29,7 @@ class Small(nn.Module):
         torch.manual_seed(0)
         self.table = nn.Parameter(torch.randn(300, 240))
         self.experts = nn.Parameter(torch.randn(2, 3, 4))
+        self.experts_bias = nn.Parameter(torch.randn(2, 4))  # F146: a vector for each expert
         self.norm = nn.LayerNorm(4)
 
 
@@ -55,7 +59,7 @@ def by_hand(model: nn.Module, gradients: Gradients, config: OptimizerConfig) -> 
     b1, b2 = config.resolved_betas
     for name, parameter in model.named_parameters():
         w, m = parameter.detach().double(), torch.zeros(parameter.shape, dtype=torch.float64)
-        decay = config.weight_decay if w.ndim >= 2 else 0.0
+        decay = config.weight_decay if name in DECAYED else 0.0
         for step in gradients:
             g = step[name].double()
             w = w - config.lr * (torch.sign(b1 * m + (1 - b1) * g) + decay * w)
@@ -89,8 +93,14 @@ def test_twelve_steps_equal_lion_pytorch() -> None:
     gradients = recorded(mine, 12)
     reference = theirs.Lion(
         [
-            {"params": [p for p in other.parameters() if p.ndim >= 2], "weight_decay": 0.3},
-            {"params": [p for p in other.parameters() if p.ndim < 2], "weight_decay": 0.0},
+            {
+                "params": [p for n, p in other.named_parameters() if n in DECAYED],
+                "weight_decay": 0.3,
+            },
+            {
+                "params": [p for n, p in other.named_parameters() if n not in DECAYED],
+                "weight_decay": 0.0,
+            },
         ],
         lr=0.01,
         betas=(0.8, 0.95),

@@ -25,6 +25,9 @@ NAME = "schedule_free_adamw"
 RATES = [0.01 * min(1.0, (k + 1) / 4) for k in range(12)]  # a warm-up of four steps
 
 
+DECAYED = {"table", "experts"}
+
+
 class Small(nn.Module):
     """A matrix longer than a piece of the update, a stack, a norm."""
 
@@ -33,6 +36,7 @@ class Small(nn.Module):
         torch.manual_seed(0)
         self.table = nn.Parameter(torch.randn(300, 240))
         self.experts = nn.Parameter(torch.randn(2, 3, 4))
+        self.experts_bias = nn.Parameter(torch.randn(2, 4))  # F146: a vector for each expert
         self.norm = nn.LayerNorm(4)
 
 
@@ -59,7 +63,7 @@ def by_hand(model, gradients, config, rates=RATES) -> dict[str, tuple[Tensor, Te
     for name, parameter in model.named_parameters():
         x = z = y = parameter.detach().double()
         v, total, highest = torch.zeros_like(x), 0.0, 0.0
-        decay = config.weight_decay if x.ndim >= 2 else 0.0
+        decay = config.weight_decay if name in DECAYED else 0.0
         for t, (step, lr) in enumerate(zip(gradients, rates), 1):
             g = step[name].double()
             v = b2 * v + (1 - b2) * g**2
@@ -104,8 +108,11 @@ def test_it_equals_the_authors_package() -> None:
     mine = build_optimizer(ours, OptimizerConfig(NAME, lr=0.01, weight_decay=0.3))
     run(ours, mine, gradients)
     groups = [
-        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.3},
-        {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for n, p in theirs.named_parameters() if n in DECAYED], "weight_decay": 0.3},
+        {
+            "params": [p for n, p in theirs.named_parameters() if n not in DECAYED],
+            "weight_decay": 0.0,
+        },
     ]
     reference = schedulefree.AdamWScheduleFree(groups, lr=0.01, warmup_steps=4)
     reference.train()

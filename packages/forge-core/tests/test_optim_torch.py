@@ -43,8 +43,8 @@ def twins(**options: object) -> tuple[nn.Module, AdamW, nn.Module, torch.optim.A
     mine, theirs = model_of(), model_of()
     config = OptimizerConfig(lr=0.01, **options)
     groups = [
-        {"params": [p for p in theirs.parameters() if p.ndim >= 2], "weight_decay": 0.1},
-        {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [theirs[0].weight, theirs[2].weight], "weight_decay": 0.1},
+        {"params": [theirs[0].bias, *theirs[1].parameters(), theirs[2].bias], "weight_decay": 0.0},
     ]
     other = torch.optim.AdamW(
         groups, lr=0.01, betas=config.resolved_betas, eps=config.eps, fused=True

@@ -183,13 +183,18 @@ class ExplainFlags:
         str | None,
         tyro.conf.arg(help="write learning rates and batch over the run here, .png, .svg or .pdf"),
     ] = None
+    parameters: Annotated[
+        bool,
+        tyro.conf.arg(help="list the model's parameters: shape, kind, weight decay, optimizer"),
+    ] = False
 
 
 def explain(args: list[str]) -> int:
     """Print the resolved configuration of CONFIG: each value and where it came from.
 
     With `--nproc N` also what keeps N processes from running it, the layout that they get, and what their
-    number costs; where phases of the data begin; and with `--plot FILE` a picture of learning rates and batch over the run.
+    number costs; where phases of the data begin; with `--parameters` what each parameter of the model is; and with
+    `--plot FILE` a picture of learning rates and batch over the run.
     """
     from forge_train.config.describe import planned_rows, print_explanation, unread_sources
     from forge_train.config.resolve import resolve
@@ -215,6 +220,10 @@ def explain(args: list[str]) -> int:
         plan = planned(job.config)
         draw(plan, picture)
         lines.append(f"learning rates and batch over {plan.steps[-1]} steps: {picture}")
+    if flags["parameters"]:
+        from forge_train.report.parameters import parameter_lines
+
+        lines += parameter_lines(job.config)
     for line in lines:
         print(line)
     return ExitCode.DONE

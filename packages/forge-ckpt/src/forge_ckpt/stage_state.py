@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -18,7 +18,8 @@ class NamedState:
 
     `names` are the tensors of the whole model, `frozen` the parameters of this rank that this run never trains.
     An earlier life of the run may have trained others: saved state of a parameter that is frozen now is left
-    out, and a parameter that was frozen then starts with the state as built.
+    out, and a parameter that was frozen then starts with the state as built. So does one of which the optimizer calls saved
+    slots outdated (`outdated_slots(name, saved slots)`, optional).
     """
 
     def __init__(self, optimizer: Any, names: Set[str], frozen: Set[str]) -> None:
@@ -42,18 +43,21 @@ class NamedState:
         """Raise ValueError for a saved value that is not a number where one is needed. Tensors are compared before."""
         for name, slots in self.load_fills([(name,) for name in state]).items():
             for slot, own in slots.items():
-                value = state[name][slot]
+                value = state[name].get(slot, own)
                 if not isinstance(own, Tensor) and type(value) is not type(own):
                     rule = f"must be a {type(own).__name__}"
                     raise invalid(f"{name}.{slot}", "type", value, rule)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load `state`; parameters that are not in it keep their current state."""
-        self._optimizer.load_named_state({**self.state_dict(), **state})
+        own = self.state_dict()
+        found = {name: {**own.get(name, {}), **slots} for name, slots in state.items()}
+        self._optimizer.load_named_state({**own, **found})
 
     def load_selects(self, saved: list[Path]) -> list[Path]:
-        """The saved paths, without those of frozen parameters."""
-        return [path for path in saved if not self._frozen.intersection(path[:1])]
+        """The saved paths, without those of frozen parameters and outdated slots."""
+        outdated = self._outdated(saved)
+        return [p for p in saved if p[:2] not in outdated and not self._frozen.intersection(p[:1])]
 
     def load_fills(self, saved: list[Path]) -> dict[str, Any]:
         """The state of those parameters that had one when it was saved."""
@@ -61,7 +65,23 @@ class NamedState:
         # State of another optimizer: ask for everything, so that the error names all that is missing.
         if not names <= self._names:
             return own
-        return {name: slots for name, slots in own.items() if name in names}
+        outdated = self._outdated(saved)
+        renewed, kept = {path[0] for path in outdated}, {path[:2] for path in saved} - outdated
+        found = {
+            name: {s: v for s, v in slots.items() if name not in renewed or (name, s) in kept}
+            for name, slots in own.items()
+            if name in names
+        }
+        return {name: slots for name, slots in found.items() if slots}
+
+    def _outdated(self, saved: list[Path]) -> set[Path]:
+        """(name, slot) of slots that the optimizer has no use for any more."""
+        find = getattr(self._optimizer, "outdated_slots", None)
+        slots: dict[Any, set[Any]] = {}
+        for path in saved if find else ():
+            if len(path) > 1:
+                slots.setdefault(path[0], set()).add(path[1])
+        return {(name, s) for name, own in slots.items() for s in cast(Any, find)(name, own)}
 
 
 class StageState:

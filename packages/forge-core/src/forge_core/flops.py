@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from forge_core._shared.problems import invalid
+from forge_core.kinds import own_kinds
 
 __all__ = ["flops_per_token", "parameter_count", "peak_flops", "spared_flops"]
 
@@ -71,8 +72,9 @@ def _spared(module: nn.Module, seq_len: int, seen: set[nn.Parameter]) -> float:
     offered = getattr(module, "spared_flops_per_token", None)
     if callable(offered):
         return float(offered(seq_len))
-    own = set() if isinstance(module, nn.Embedding) else set(module.parameters(recurse=False))
-    frozen = {p for p in own - seen if p.ndim == 2 and not p.requires_grad}
+    kinds = own_kinds(module)
+    own = {p for n, p in module.named_parameters(recurse=False) if kinds[n] == "matrix"}
+    frozen = {p for p in own - seen if not p.requires_grad}
     seen |= frozen
     inside = sum(_spared(child, seq_len, seen) for child in module.children())
     return 2.0 * sum(p.numel() for p in frozen) + inside

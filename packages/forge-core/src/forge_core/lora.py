@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from forge_core._config import is_finite, is_size, setting
 from forge_core._shared.problems import Problem, invalid, raise_problems
+from forge_core.kinds import ParameterKind
 from forge_core.model.init import Init
 
 __all__ = ["FACTORS", "LoRAConfig", "LoRALinear", "adapter_names", "lora", "merge", "merged_weight"]
@@ -70,8 +71,6 @@ class LoRALinear(nn.Module):
     what replaces linear layers by kind (float8) would lose the adapter, and leaves this one alone.
     """
 
-    holds_linear = True  # `weight` and `bias` begin as those of a linear layer
-
     def __init__(self, linear: nn.Linear, config: LoRAConfig) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
@@ -95,6 +94,11 @@ class LoRALinear(nn.Module):
         low = F.linear(x.to(self.lora_a.dtype), self.lora_a)  # (..., R)
         out = F.linear(x, weight, bias)  # (..., O)
         return out + (F.linear(low, self.lora_b) * self.scale).to(out.dtype)
+
+    def parameter_kinds(self) -> dict[str, ParameterKind]:
+        """What its parameters are: those of a linear layer, which begin as there, and the adapter's."""
+        bias: dict[str, ParameterKind] = {} if self.bias is None else {"bias": "bias"}
+        return {"weight": "matrix", **bias, "lora_a": "matrix", "lora_b": "matrix"}
 
     def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
         """How the adapter begins."""

@@ -6,9 +6,11 @@ Methods marked optional are looked up by name (`getattr`), so a wrapper that for
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import Tensor
+
+from forge_core._shared.parameter_kinds import ParameterKind
 
 if TYPE_CHECKING:
     from forge_core.model.context import TokenContext
@@ -18,6 +20,7 @@ __all__ = [
     "AveragingOptimizer",
     "CountsFlops",
     "DeclaresInit",
+    "DeclaresKinds",
     "DeclaresRoles",
     "FeedForwardLike",
     "MixerLike",
@@ -51,6 +54,15 @@ class DeclaresInit(Protocol):
 
     def init_table(self, std: float, residual_std: float) -> Mapping[str, tuple[str, float]]:
         """{local name: (kind, value)}, see `Init`; an outer module's row wins over an inner one's."""
+        ...
+
+
+@runtime_checkable
+class DeclaresKinds(Protocol):
+    """Optional for any module: what the parameters are that it holds itself; see `forge_core.kinds`."""
+
+    def parameter_kinds(self) -> Mapping[str, ParameterKind]:
+        """{name: "matrix", "vector", "norm", "bias", "embedding", "tensor" or "stacked_" and one of the first five}; others have the kind of their module, or of their name and dims."""
         ...
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_moe._shared.parameter_kinds import ParameterKind
 from forge_moe._shared.problems import invalid
 from forge_moe._torch_compat import autocast_dtype
 from forge_moe.config import MoEConfig
@@ -75,6 +76,13 @@ class Experts(nn.Module):
         backend = choose_backend(self.config.backend, rows, widths)
         groups = Groups.of(counts, host_sizes=backend.needs_host_sizes, full=full)
         return GroupedFeedForward.apply(rows, *weights, *biases, groups, backend, self.activation)
+
+    def parameter_kinds(self) -> dict[str, ParameterKind]:
+        """What each parameter is, for weight decay and Muon: biases (E, F) are a vector for each expert."""
+        return {
+            name: "stacked_bias" if name.endswith("_bias") else "stacked_matrix"
+            for name, _ in self.named_parameters()
+        }
 
     def init_table(self, std: float, residual_std: float) -> dict[str, tuple[str, float]]:
         """Initial distribution of each parameter: (kind, value) by name. down_proj writes to the residual stream."""

@@ -14,7 +14,10 @@ from torch import Tensor, nn
 
 from forge_core._indices import own_indices
 from forge_core._shared.problems import Problem, invalid, raise_problems
-from forge_core.model.norm import RMSNorm
+from forge_core.kinds import is_matrix, own_kinds, parameter_kinds
+from forge_core.protocols import DeclaresKinds
+
+_KNOWN = (nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm, nn.GroupNorm)
 
 
 class Init(NamedTuple):
@@ -46,8 +49,9 @@ def initialise(
     """Fill every parameter of `model` in place from (seed, name).
 
     A module may offer `init_table(std, residual_std) -> {local name: (kind, value)}` for parameters
-    (and buffers) below it; an outer table wins over an inner one. With `by_kind` what no table names begins by the kind
-    of its module: Linear and Embedding are normal with zero bias, norms are ones and zeros. Defaults of `std` and `residual_std` are
+    (and buffers) below it; an outer table wins over an inner one. With `by_kind` what no table names begins by its kind, in
+    modules that declare kinds (`forge_core.kinds`) and in Linear, Embedding and torch's norms: matrices and embeddings
+    are normal, weights of norms ones, the rest zeros. Defaults of `std` and `residual_std` are
     `hidden_std` (or `init_std`) and `residual_std` of `model.config`, or 0.02 for both.
     `whole` are the names of the whole model's tensors where `model` is a part of it (a pipeline stage): a
     table may name those that another part has.
@@ -79,7 +83,8 @@ def _without_row(name: str) -> Problem:
 
 
 def check_init_tables(model: nn.Module) -> None:
-    """ValueError that names each parameter, and each buffer on the meta device, that no init_table describes.
+    """ValueError that names each parameter, and each buffer on the meta device, that no init_table describes, and as
+    `parameter_kinds`.
 
     What was built on the meta device has no value but that of its row. Nothing is drawn.
     """
@@ -143,6 +148,7 @@ def _table(
     whole: Collection[str] = (),
     by_kind: bool = True,
 ) -> dict[str, Init]:
+    parameter_kinds(model)  # raises where a declared one does not fit
     table: dict[str, Init] = {}
     for prefix, module in model.named_modules():  # outer modules come first, and win
         offer = getattr(module, "init_table", None)
@@ -161,11 +167,17 @@ def _table(
 
 
 def _rows_by_kind(module: nn.Module, std: float) -> dict[str, Init]:
-    names = [name for name, _ in module.named_parameters(recurse=False)]
-    if isinstance(module, nn.Linear | nn.Embedding) or getattr(module, "holds_linear", False):
-        first = Init("normal", std)
-    elif isinstance(module, RMSNorm | nn.RMSNorm | nn.LayerNorm | nn.GroupNorm):
-        first = Init("constant", 1.0)
-    else:
+    """Rows of a module that declares its kinds, and of torch's linear layers, embeddings and norms."""
+    declares = isinstance(module, DeclaresKinds)
+    if not declares and not isinstance(module, _KNOWN):
         return {}
-    return {n: first if n == "weight" else Init("constant", 0.0) for n in names}
+    rows = {}
+    for name, kind in own_kinds(module).items():
+        if not declares and name != "weight":
+            kind = "bias"  # of a subclass of torch's
+        rows[name] = (
+            Init("normal", std)
+            if is_matrix(kind)
+            else Init("constant", float(kind.endswith("norm")))
+        )
+    return rows

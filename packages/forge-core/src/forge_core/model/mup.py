@@ -67,9 +67,9 @@ class Scales:
         """Of the logits."""
         return 1.0 / self.width
 
-    def lr(self, num_dims: int) -> float:
-        """Of the rate of a block's parameter with so many dims."""
-        return self.branch / (self.width if num_dims >= 2 else 1.0)
+    def lr(self, *, matrix: bool) -> float:
+        """Of the rate of a block's matrix (or stack of matrices), or of its vectors."""
+        return self.branch / (self.width if matrix else 1.0)
 
 
 def problems(config: Any) -> Iterator[Problem]:

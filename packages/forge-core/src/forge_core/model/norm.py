@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from forge_core.kinds import ParameterKind
 from forge_core.model.config import TransformerConfig
 from forge_core.registry import Registry
 
@@ -87,6 +88,10 @@ class RMSNorm(nn.Module):
         wide = x if x.dtype == torch.float64 else x.float()
         mean = self.mean_over_ranks(wide.square().sum(-1, keepdim=True))  # (..., 1)
         return (wide * (mean + self.eps).rsqrt() * weight).to(x.dtype)
+
+    def parameter_kinds(self) -> dict[str, ParameterKind]:
+        """What its parameter is; see `forge_core.kinds`."""
+        return {"weight": "norm"}
 
     def extra_repr(self) -> str:
         return f"{self.weight.size(0)}, eps={self.eps}"

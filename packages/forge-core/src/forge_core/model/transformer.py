@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core._shared.problems import invalid
+from forge_core.kinds import is_matrix, parameter_kinds
 from forge_core.model.block import flops_of, prepare, roles_of
 from forge_core.model.config import TransformerConfig
 from forge_core.model.context import TokenContext, TokenMask, default_positions
@@ -261,10 +262,10 @@ class Transformer(nn.Module):
             return {}
         scales = self.config.scales
         found = {}
-        for name, parameter in self.named_parameters():
+        for name, kind in parameter_kinds(self).items():
             ahead = name.startswith("mtp.")
             if name.startswith("layers.") or (ahead and ".block." in name):
-                found[name] = scales.lr(parameter.ndim)
+                found[name] = scales.lr(matrix=is_matrix(kind))
             elif ahead and name.endswith(".join.weight"):
                 found[name] = 1.0 / scales.width  # stands once, whatever the depth
         return found

@@ -37,8 +37,8 @@ class NamedOptimizer(torch.optim.Optimizer):
 
     Parameters are the fp32 masters, and state is fp32. A subclass that computes in `widened` pieces, in a group of
     which `rounds` is true, may say that it `rounds_weights`, then they may be bf16, and that it `rounds_state`, for
-    `config.state_dtype`. Weight decay applies to parameters with two dims or more, embeddings
-    included, not to norms and biases. A tied parameter counts once, under its first name; frozen ones
+    `config.state_dtype`. Weight decay applies to matrices, embeddings
+    included, not to vectors, norms, biases and stacks of them (`forge_core.kinds`). A tied parameter counts once, under its first name; frozen ones
     (`requires_grad` False when this is built) are left out. A parameter without a gradient is not
     touched by `step`. Groups of the configuration have a learning rate and decay of their own (see
     `parameter_groups`); `set_multipliers` freezes and unfreezes them.
@@ -180,6 +180,11 @@ class NamedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Torch's, which would cast all state to the dtype of the parameter; here each keeps its own."""
         super().load_state_dict(state_dict)
+        for _, (parameter, group) in self._members():
+            slots = {slot for names in self.slots(group) for slot in names}
+            own = self.state.get(parameter)
+            if own and not slots <= own.keys():  # those of another kind of parameter (F146)
+                self.state[parameter] = self.fresh(parameter, group)
         if not rounds(self.param_groups[0]):
             return
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]

@@ -33,7 +33,7 @@ def build_optimizer(
     A name is one of Forge, or leads to one of these:
 
     - a class of torch optimizers (`torch.optim:SGD`): built over groups in which matrices decay and other
-      parameters do not, with those of lr, betas, eps and weight_decay that it takes, and the options;
+      parameters do not (`forge_core.kinds`), with those of lr, betas, eps and weight_decay that it takes, and the options;
     - a callable `builder(model, config, **config.options)` that returns a torch optimizer, or an object with
       `step()`, `zero_grad()`, `set_lr(lr)`, `state_dict()` and `load_state_dict(state)`.
 

@@ -127,7 +127,7 @@ class OptimizerConfig:
         1e-8, "adamw, muon, schedule_free_adamw: added to the root of the averaged squared gradient"
     )
     weight_decay: float = setting(
-        0.1, "decoupled weight decay, times lr, of parameters with two dims or more"
+        0.1, "decoupled weight decay, times lr, of matrices and embeddings, also in stacks"
     )
     state_dtype: Literal["fp32", "bf16"] = setting(
         "fp32",

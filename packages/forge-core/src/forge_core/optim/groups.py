@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from forge_core._shared.problems import Problem, invalid, raise_problems
+from forge_core.kinds import ParameterKind, is_matrix, parameter_kinds, stacked_vectors
 from forge_core.optim.config import OptimizerConfig, OptimizerGroupConfig
 from forge_core.optim.named import set_group_lrs, trainable
 
@@ -100,20 +101,21 @@ def parameter_groups(
 
         optimizer = torch.optim.SGD(parameter_groups(model, config), lr=config.lr)
 
-    Without a group of the configuration matrices decay by `config.weight_decay` and parameters with
-    fewer than two dims do not. A group of its own becomes one of torch's, or two where it names no decay;
+    Without a group of the configuration matrices and embeddings decay by `config.weight_decay`, and vectors, norms,
+    biases and stacks of them do not (see `forge_core.kinds`). A group of its own becomes one of torch's, or two where it names no decay;
     they have the keys "group", its name, and "lr_multiplier". Where the model scales rates (`lr_scales`) there is
     one for each factor, with the key "lr_scale". Raises ValueError as `match_groups` and `lr_scales`, for
     a model without a trainable parameter, and for parameters that are not fp32, nor bf16 for an optimizer that
     `rounds` its updates stochastically.
     """
     parameters, scales = trainable(model, rounds=rounds), lr_scales(model, config)
-    owners = match_groups(model, config.groups)
-    found = _by_decay({n: p for n, p in parameters.items() if n not in owners}, config.weight_decay)
+    owners, kinds = match_groups(model, config.groups), parameter_kinds(model)
+    others = {n: p for n, p in parameters.items() if n not in owners}
+    found = _by_decay(others, kinds, config.weight_decay)
     for group, own in config.groups.items():
         members = {n: p for n, p in parameters.items() if owners.get(n) == group}
         if own.weight_decay is None:
-            rows = _by_decay(members, config.weight_decay)
+            rows = _by_decay(members, kinds, config.weight_decay)
         else:
             rows = [{"params": list(members.items()), "weight_decay": own.weight_decay}]
         marks = {"group": group, "lr_multiplier": own.lr_multiplier}
@@ -159,7 +161,8 @@ def take_part(
         _check_groups(optimizer, model, config.name, owners)
         set_multipliers(optimizer, {name: own.lr_multiplier for name, own in config.groups.items()})
     if isinstance(optimizer, torch.optim.Optimizer):
-        kept = partial(_keep_settings, keys=frozenset(settings))
+        moved = stacked_vectors(model)
+        kept = partial(_keep_settings, keys=frozenset(settings), moved=moved)
         optimizer.register_load_state_dict_pre_hook(kept)
         if owners:
             set_group_lrs(optimizer, config.lr)
@@ -188,10 +191,16 @@ _MARKS = ("group", "lr_multiplier", "lr_scale", "state_dtype", "rounding_seed")
 
 
 def _keep_settings(
-    optimizer: torch.optim.Optimizer, state: dict[str, Any], keys: Collection[str]
+    optimizer: torch.optim.Optimizer,
+    state: dict[str, Any],
+    keys: Collection[str],
+    moved: Collection[str],
 ) -> dict[str, Any]:
-    """A state to load with the marks and settings of this optimizer: torch would take the saved ones."""
-    saved = state["param_groups"]
+    """A state to load with the marks and settings of this optimizer: torch would take the saved ones.
+
+    Parameters `moved` were in other groups in a version before.
+    """
+    saved = _regrouped(state["param_groups"], optimizer.param_groups, moved)
     if len(saved) != len(optimizer.param_groups):
         return state  # torch refuses it
     rows = []
@@ -201,10 +210,38 @@ def _keep_settings(
     return {**state, "param_groups": rows}
 
 
-def _by_decay(parameters: Mapping[str, nn.Parameter], weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay, parameters with fewer than two dims do not."""
-    decayed = [(name, p) for name, p in parameters.items() if p.ndim >= 2]
-    plain = [(name, p) for name, p in parameters.items() if p.ndim < 2]
+#: Keys of a group that say what its parameters are.
+_OF_MEMBERS = ("params", "param_names", "weight_decay", "muon")
+
+
+def _regrouped(
+    saved: list[dict[str, Any]], groups: list[dict[str, Any]], moved: Collection[str]
+) -> list[dict[str, Any]]:
+    """Saved groups with the members of `groups`, by name, if only the parameters `moved` are in others (F146)."""
+    ids = {n: i for row in saved for n, i in zip(row.get("param_names") or (), row["params"])}
+    partitions = [
+        [
+            left
+            for row in rows
+            if (left := [n for n in row.get("param_names") or () if n not in moved])
+        ]
+        for rows in (saved, groups)
+    ]
+    if not moved or not ids.keys() >= {*moved} or partitions[0] != partitions[1]:
+        return saved  # torch compares them
+    shared = {k: v for k, v in saved[0].items() if all(k in row and row[k] == v for row in saved)}
+    kept = {k: v for k, v in shared.items() if k not in _OF_MEMBERS}
+    return [{**g, **kept, "params": [ids[n] for n in g["param_names"]]} for g in groups]
+
+
+def _by_decay(
+    parameters: Mapping[str, nn.Parameter],
+    kinds: Mapping[str, ParameterKind],
+    weight_decay: float,
+) -> list[dict[str, Any]]:
+    """Matrices decay; vectors, norms, biases and stacks of them do not."""
+    decayed = [(name, p) for name, p in parameters.items() if is_matrix(kinds[name])]
+    plain = [(name, p) for name, p in parameters.items() if not is_matrix(kinds[name])]
     return [
         {"params": decayed, "weight_decay": weight_decay},
         {"params": plain, "weight_decay": 0.0},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core._shared.problems import invalid
+from forge_core.kinds import is_matrix, parameter_kinds, stacked_vectors
 from forge_core.optim.adamw import AdamW
 from forge_core.optim.base import Group, Slots, count_step, rounds
 from forge_core.optim.config import OptimizerConfig
@@ -52,9 +53,10 @@ class Muon(AdamW):
     """
 
     _whole: tuple[list[Tensor], WholeMatrices] | None = None
+    _stacked_vectors: frozenset[str] = frozenset()
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
-        names = hidden_matrices(model, config)
+        names, self._stacked_vectors = hidden_matrices(model, config), stacked_vectors(model)
         # in groups, as copies of an optimizer keep these and no attributes
         settings = asdict(config.muon)
         scale = {"lr_scale": settings.pop("adamw_lr_multiplier")}
@@ -70,6 +72,22 @@ class Muon(AdamW):
         if not group["muon"]:
             return super().slots(group)
         return Slots(("momentum_buffer",), ("step",) if rounds(group) else ())
+
+    def outdated_slots(self, name: str, saved: Collection[str]) -> set[str]:
+        """Saved slots of a parameter that a version before trained as a matrix, and that is a stack of vectors (F146).
+
+        Its moments start anew; `load_named_state` and a checkpoint leave these slots out.
+        """
+        anew = name in self._stacked_vectors and "momentum_buffer" in saved
+        return {"momentum_buffer", "step"}.intersection(saved) if anew else set()
+
+    def load_named_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """As `NamedOptimizer.load_named_state`; a parameter with `outdated_slots` starts anew."""
+        found = dict(state)
+        for name, (parameter, group) in self._members():
+            if self.outdated_slots(name, state.get(name, ())):
+                found[name] = self.fresh(parameter, group)
+        super().load_named_state(found)
 
     def update_groups(self, skip: Tensor | None) -> None:
         rows = [(p, g) for g in self.param_groups if g["muon"] for p in g["params"]]
@@ -121,21 +139,18 @@ class Muon(AdamW):
 def hidden_matrices(model: nn.Module, config: OptimizerConfig) -> set[str]:
     """Names of the parameters that Muon updates.
 
-    Matrices (R, C) and stacks of matrices (E, R, C) below a block, which is a member of a list of modules (a
-    part of the name is a number); no weight of an nn.Embedding. So embedding and head of a model, which stand
-    outside of its blocks, norms, biases and convolutions are AdamW's. `muon` of a group that a parameter is
-    in decides otherwise about its matrices. Raises ValueError if there is no matrix for it, trained or not.
+    Matrices (R, C) and stacks of matrices (E, R, C), by `parameter_kinds`, below a block, which is a member of a list
+    of modules (a part of the name is a number). So embedding and head of a model, which stand outside of its
+    blocks, vectors, norms, biases and convolutions are AdamW's. `muon` of a group that a parameter is
+    in decides otherwise about its matrices, embeddings included. Raises ValueError if there is no matrix for it, trained or not.
     """
-    kinds = (nn.Embedding, nn.modules.conv._ConvNd)
-    tables = {m.weight for m in model.modules() if isinstance(m, kinds)}
-    owners = match_groups(model, config.groups)
+    owners, kinds = match_groups(model, config.groups), parameter_kinds(model)
     found, matrices = set(), False
     for name, parameter in model.named_parameters():
         group = config.groups.get(owners.get(name, ""))
         chosen = None if group is None else group.muon
-        hidden = _BLOCK.search(name) is not None and parameter not in tables
-        # biases of experts (E, R) are vectors in a stack
-        if parameter.ndim in (2, 3) and not name.endswith("bias"):
+        hidden = _BLOCK.search(name) is not None and kinds[name] in ("matrix", "stacked_matrix")
+        if parameter.ndim in (2, 3) and is_matrix(kinds[name]):
             matrices |= hidden or chosen is not None
             if hidden if chosen is None else chosen:
                 found.add(name)

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_moe._shared.parameter_kinds import ParameterKind
 from forge_moe._shared.problems import invalid
 from forge_moe._torch_compat import without_autocast
 from forge_moe.config import RouterConfig
@@ -99,6 +100,11 @@ class Router(nn.Module):
     def point(self, name: str, value: Tensor) -> Tensor:
         """`value` itself; inside `forge_core.interp` what is put in its place."""
         return value
+
+    def parameter_kinds(self) -> dict[str, ParameterKind]:
+        """What each parameter is, for weight decay and Muon."""
+        bias: dict[str, ParameterKind] = {} if self.bias is None else {"bias": "bias"}
+        return {"weight": "matrix", **bias}
 
     def _logits(self, x: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)

@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_core import Attention, Init, TransformerConfig
+from forge_core import Attention, TransformerConfig
 from forge_core.families import LLAMA, Family
+from forge_core.kinds import ParameterKind
 from forge_vlm._shared.problems import Problem, ProblemError, invalid, problems_of
 from forge_vlm.config import VLMConfig
 from forge_vlm.families.keys import Row, beyond_decoder, check_values
@@ -45,9 +46,9 @@ class HeadLayerNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], eps=_EPS) * self.weight + self.bias
 
-    def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
-        """Ones and zeros."""
-        return {"weight": Init("constant", 1.0), "bias": Init("constant", 0.0)}
+    def parameter_kinds(self) -> dict[str, ParameterKind]:
+        """A norm and a bias for each head; they begin at ones and zeros."""
+        return {"weight": "stacked_norm", "bias": "stacked_bias"}
 
 
 class ChameleonAttention(Attention):

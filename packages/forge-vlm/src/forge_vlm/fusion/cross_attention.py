@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_core import Init, TransformerConfig
+from forge_core.kinds import ParameterKind
 from forge_core.model import Block, RMSNorm, TokenContext, build_feed_forward
 from forge_vlm.fusion.cross_config import CrossAttentionConfig
 from forge_vlm.fusion.experts import expert_flops
@@ -145,9 +146,9 @@ class CrossAttentionBlock(Block):
         if ctx.media is not None:
             super().prepare(ctx, x, cache)
 
-    def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
-        """Closed gates."""
-        return {name: Init("constant", 0.0) for name in ("mixer_gate", "feed_forward_gate")}
+    def parameter_kinds(self) -> dict[str, ParameterKind]:
+        """Gates, which begin closed, at 0."""
+        return {"mixer_gate": "vector", "feed_forward_gate": "vector"}
 
     def parallel_roles(self) -> dict[str, str]:
         """Whole weights on each rank, also of linear layers; every token is by itself."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forge_core.kinds import is_matrix, parameter_kinds
 from forge_core.model import FeedForward
 
 __all__ = ["GroupExperts", "expert_sources"]
@@ -53,5 +54,6 @@ def expert_sources(experts: nn.Module) -> dict[str, str]:
 
 def expert_flops(experts: Any, num: int, *, frozen: bool = False) -> float:
     """Forward FLOPs of one of `num` experts for one token: two for each weight of its matrices; of frozen ones alone."""
-    matrices = (p for n, p in experts.named_parameters() if p.ndim > 1 and not n.endswith("_bias"))
+    kinds = parameter_kinds(experts)
+    matrices = (p for n, p in experts.named_parameters() if is_matrix(kinds[n]))
     return 2.0 * sum(p.numel() for p in matrices if not (frozen and p.requires_grad)) / num

@@ -1,0 +1,205 @@
+"""What each parameter of mixtures, of models with images and of transformers' modules is, as an explicit table."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from forge_ckpt import Store
+from forge_ckpt.stage_state import NamedState
+from forge_core import Transformer, TransformerConfig
+from forge_core.kinds import parameter_kinds
+from forge_core.model import check_init_tables
+from forge_core.optim import EMAConfig, OptimizerConfig, build_optimizer, hidden_matrices
+from forge_moe import MoE, MoEConfig, SortedExperts
+from forge_vlm import (
+    VLM,
+    CrossAttentionConfig,
+    FusionConfig,
+    ModalityConfig,
+    VisionConfig,
+    VLMConfig,
+)
+from forge_vlm.fusion import MoMaConfig
+from forge_vlm.vision import ViTConfig
+
+pytestmark = pytest.mark.lane("test")
+
+SIZES: dict[str, Any] = {"vocab_size": 32, "dim": 8, "num_layers": 1, "num_heads": 2}
+ENDS = {"embedding.weight": "embedding", "norm.weight": "norm", "lm_head.weight": "matrix"}
+ATTENTION = {f"layers.0.mixer.{n}_proj.weight": "matrix" for n in "qkvo"}
+NORMS = {f"layers.0.{n}_norm.weight": "norm" for n in ("mixer", "feed_forward")}
+FEED_FORWARD = {f"layers.0.feed_forward.{n}_proj.weight": "matrix" for n in ("gate", "up", "down")}
+VIT = {
+    "vision.patches.weight": "matrix",
+    "vision.patches.bias": "bias",
+    "vision.positions.weight": "embedding",
+    **{f"vision.layers.0.norm{i}.weight": "norm" for i in (1, 2)},
+    **{f"vision.layers.0.norm{i}.bias": "bias" for i in (1, 2)},
+    **{f"vision.layers.0.{n}.weight": "matrix" for n in ("qkv", "out", "up", "down")},
+    **{f"vision.layers.0.{n}.bias": "bias" for n in ("qkv", "out", "up", "down")},
+    "vision.norm.weight": "norm",
+    "vision.norm.bias": "bias",
+}
+ADAPTER = {
+    f"adapter.linear_{i}.{n}": k
+    for i in (1, 2)
+    for n, k in (("weight", "matrix"), ("bias", "bias"))
+}
+
+
+def stacks(prefix: str) -> dict[str, str]:
+    """Those of experts with biases."""
+    names = ("gate_proj", "up_proj", "down_proj")
+    return {f"{prefix}.{n}": "stacked_matrix" for n in names} | {
+        f"{prefix}.{n}_bias": "stacked_bias" for n in names
+    }
+
+
+def mixture() -> nn.Module:
+    own = MoEConfig(8, 16, 4, bias=True, router_bias=True, num_shared_experts=1, shared_gate=True)
+    return Transformer(TransformerConfig(**SIZES), feed_forward=lambda layer: MoE(own))
+
+
+def vlm(**options: Any) -> nn.Module:
+    vision = VisionConfig(
+        vit=ViTConfig(image_size=8, patch_size=4, dim=8, num_layers=1, num_heads=2)
+    )
+    return VLM(
+        VLMConfig(
+            **SIZES, **{"vision": vision, "modalities": {"image": ModalityConfig(31)}, **options}
+        )
+    )
+
+
+def cross() -> nn.Module:
+    own = CrossAttentionConfig(every_n_layers=1, qk_norm=True)
+    return vlm(fusion=FusionConfig("cross_attention", cross_attention=own))
+
+
+def moma() -> nn.Module:
+    def experts(group: str, num: int) -> nn.Module:
+        return SortedExperts(MoEConfig(8, 16, num, top_k=2, bias=True))
+
+    own = FusionConfig("moma", moma=MoMaConfig(num_experts=2))
+    discrete = {"image": ModalityConfig(16, 8, discrete=True)}
+    config = VLMConfig(**SIZES, vision=VisionConfig("none"), modalities=discrete, fusion=own)
+    return VLM(config, experts=experts)
+
+
+def chameleon() -> nn.Module:
+    return Transformer(
+        TransformerConfig(**SIZES, mixer="forge_vlm.families.chameleon:ChameleonAttention")
+    )
+
+
+TABLES: dict[str, tuple[Any, dict[str, str]]] = {
+    "mixture": (
+        mixture,
+        ENDS | ATTENTION | NORMS | stacks("layers.0.feed_forward.experts")
+        | {"layers.0.feed_forward.router.weight": "matrix", "layers.0.feed_forward.router.bias": "bias"}
+        | {f"layers.0.feed_forward.shared.{n}_proj.weight": "matrix" for n in ("gate", "up", "down")}
+        | {f"layers.0.feed_forward.shared.{n}_proj.bias": "bias" for n in ("gate", "up", "down")}
+        | {"layers.0.feed_forward.shared.gate.weight": "matrix"},
+    ),
+    "vlm": (vlm, ENDS | ATTENTION | NORMS | FEED_FORWARD | VIT | ADAPTER),
+    "cross attention": (
+        cross,
+        ENDS | ATTENTION | NORMS | FEED_FORWARD | VIT | ADAPTER
+        | {n.replace("layers.0", "layers.cross_0"): k for n, k in (ATTENTION | NORMS | FEED_FORWARD).items()}
+        | {f"layers.cross_0.mixer.{n}_norm.weight": "norm" for n in "qk"}
+        | {f"layers.cross_0.{n}_gate": "vector" for n in ("mixer", "feed_forward")},
+    ),
+    "moma": (
+        moma,
+        ENDS | ATTENTION | NORMS
+        | {f"layers.0.feed_forward.groups.{g}.router.weight": "matrix" for g in ("text", "image")}
+        | stacks("layers.0.feed_forward.groups.text.experts") | stacks("layers.0.feed_forward.groups.image.experts"),
+    ),
+    "chameleon": (
+        chameleon,
+        ENDS | ATTENTION | NORMS | FEED_FORWARD
+        | {f"layers.0.mixer.{n}_norm.weight": "stacked_norm" for n in "qk"}
+        | {f"layers.0.mixer.{n}_norm.bias": "stacked_bias" for n in "qk"},
+    ),
+}  # fmt: skip
+_MATRICES = ("matrix", "stacked_matrix", "embedding")
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_F146_kinds_decay_and_muon_of_a_model(name: str) -> None:
+    build, table = TABLES[name]
+    with torch.device("meta"):
+        model = build()
+    assert parameter_kinds(model) == table
+    check_init_tables(model)
+    inside = {n for n, k in table.items() if k in ("matrix", "stacked_matrix") and ".0." in n}
+    assert hidden_matrices(model, OptimizerConfig("muon")) == inside
+    model.to_empty(device="cpu")
+    decays = {
+        n: group["weight_decay"] > 0.0
+        for group in build_optimizer(model).param_groups
+        for n in group["param_names"]
+    }
+    assert decays == {n: k in _MATRICES for n, k in table.items()}
+
+
+def test_F146_norms_of_heads_begin_as_norms() -> None:
+    model = chameleon()
+    norm = model.layers["0"].mixer.q_norm
+    assert torch.equal(norm.weight, torch.ones(2, 4))
+    assert torch.equal(norm.bias, torch.zeros(2, 4))
+
+
+def test_F146_kinds_of_modules_of_transformers() -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.chameleon.modeling_chameleon import ChameleonLayerNorm
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+
+    config = transformers.GptOssConfig(hidden_size=8, intermediate_size=8, num_local_experts=2)
+    model = nn.ModuleDict({"norm": ChameleonLayerNorm((2, 4)), "experts": GptOssExperts(config)})
+    assert parameter_kinds(model) == {
+        "norm.weight": "stacked_norm",
+        "norm.bias": "stacked_bias",
+        "experts.gate_up_proj": "stacked_matrix",
+        "experts.gate_up_proj_bias": "stacked_bias",
+        "experts.down_proj": "stacked_matrix",
+        "experts.down_proj_bias": "stacked_bias",
+    }
+
+
+@pytest.mark.parametrize("average", [None, 0.9])
+def test_F146_a_checkpoint_of_muon_with_norms_of_heads_loads(
+    tmp_path: Path, average: float | None
+) -> None:
+    """A version before trained the norms as matrices: their moments start anew, and the rest goes on."""
+    config, names = OptimizerConfig("muon", ema=EMAConfig(average)), set(TABLES["chameleon"][1])
+    model, stepped = chameleon(), chameleon()
+    optimizer, saved = build_optimizer(model, config), build_optimizer(stepped, config)
+    for parameter in stepped.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    saved.step()
+    if average:
+        saved.eval()
+        optimizer.eval()
+    old = {name: dict(slots) for name, slots in saved.named_state().items()}
+    for head in "qk":
+        slots = old[f"layers.0.mixer.{head}_norm.weight"]
+        slots["momentum_buffer"] = slots.pop("exp_avg")
+        del slots["exp_avg_sq"], slots["step"]
+    with Store(tmp_path) as store:
+        store.save(1, {"optimizer": old})
+        assert store.load({"optimizer": NamedState.of(optimizer, model, names)}) == 1
+    wanted, found = saved.named_state(), optimizer.named_state()
+    for name, slots in found.items():
+        fresh = name.endswith(("q_norm.weight", "k_norm.weight"))
+        for slot, value in slots.items():
+            anew = fresh and slot in ("exp_avg", "exp_avg_sq", "step")
+            same = torch.zeros(()) if anew else wanted[name][slot]
+            assert torch.equal(
+                torch.as_tensor(value), torch.as_tensor(same).expand_as(torch.as_tensor(value))
+            )
