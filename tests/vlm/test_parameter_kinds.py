@@ -1,7 +1,12 @@
-"""What each parameter of mixtures, of models with images and of transformers' modules is, as an explicit table."""
+"""What each parameter of mixtures, of models with images and of transformers' modules is, as an explicit table; and that
+`reset_parameters` of each module fills all of them."""
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import pkgutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +14,15 @@ import pytest
 import torch
 from torch import nn
 
+import forge_core
+import forge_moe
+import forge_vlm
 from forge_ckpt import Store
 from forge_ckpt.stage_state import NamedState
 from forge_core import Transformer, TransformerConfig
 from forge_core.kinds import parameter_kinds
-from forge_core.model import check_init_tables
+from forge_core.lora import LoRAConfig, lora
+from forge_core.model import AttentionSpec, check_init_tables
 from forge_core.optim import EMAConfig, OptimizerConfig, build_optimizer, hidden_matrices
 from forge_moe import MoE, MoEConfig, SortedExperts
 from forge_vlm import (
@@ -203,3 +212,107 @@ def test_F146_a_checkpoint_of_muon_with_norms_of_heads_loads(
             assert torch.equal(
                 torch.as_tensor(value), torch.as_tensor(same).expand_as(torch.as_tensor(value))
             )
+
+
+IMAGES = {"num_hidden_layers": 1, "image_size": 8, "patch_size": 4}
+
+
+def encoder(model_type: str, **keys: object) -> nn.Module:
+    pytest.importorskip("transformers")
+    own = {"model_type": model_type, "hidden_size": 8, "intermediate_size": 8, **keys}
+    return vlm(vision=VisionConfig("transformers", transformers=own))
+
+
+def mllama() -> nn.Module:
+    own = {
+        "attention_heads": 2,
+        "num_global_layers": 1,
+        "max_num_tiles": 2,
+        "supported_aspect_ratios": [[1, 1], [1, 2]],
+    }
+    layers = {"intermediate_layers_indices": [0], "vision_output_dim": 16}
+    return encoder("mllama_vision_model", **IMAGES, **own, **layers)
+
+
+def patches() -> nn.Module:
+    own = {
+        "depth": 1,
+        "num_heads": 2,
+        "out_hidden_size": 8,
+        "num_position_embeddings": 4,
+        "deepstack_visual_indexes": [],
+    }
+    return encoder("qwen3_vl_vision", **own)
+
+
+def sinks() -> nn.Module:
+    own = {"attention": AttentionSpec(sinks=True), "norm": "rms_norm_plus_one"}
+    return Transformer(TransformerConfig(**SIZES, **own))
+
+
+def lagged() -> nn.Module:
+    return MoE(
+        MoEConfig(
+            8, 8, 4, aux_loss_weight=0.1, aux_scope="global_batch_lagged", bias_update_rate=0.1
+        )
+    )
+
+
+def adapters() -> nn.Module:
+    model = Transformer(TransformerConfig(**SIZES))
+    lora(model, LoRAConfig(rank=2))
+    return model
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **{name: build for name, (build, _) in TABLES.items()},
+    "clip": lambda: encoder("clip_vision_model", num_attention_heads=2, **IMAGES),
+    **{build.__name__: build for build in (mllama, patches, sinks, lagged, adapters)},
+}
+
+
+def of_forge(modules: Iterator[nn.Module]) -> set[type]:
+    """Classes of these, and those that they inherit from."""
+    return {
+        base for m in modules for base in type(m).__mro__ if base.__module__.startswith("forge_")
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_F157_reset_parameters_fills_all_tensors(name: str) -> None:
+    with torch.device("meta"):
+        model = MODELS[name]()
+    model.to_empty(device="cpu")
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.fill_(float("nan") if tensor.is_floating_point() else 2**31 - 7)
+    for module in model.modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+    left = [n for n, t in tensors.items() if t.isnan().any() or bool((t == 2**31 - 7).any())]
+    assert not left
+
+
+def test_F157_each_class_with_tensors_of_its_own_was_built() -> None:
+    """By its text: a class that makes a parameter or a buffer is in one of the models above."""
+    owners = set()
+    for package in (forge_core, forge_moe, forge_vlm):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if "__main__" not in found.name:
+                for own in vars(importlib.import_module(found.name)).values():
+                    if (
+                        isinstance(own, type)
+                        and issubclass(own, nn.Module)
+                        and own.__module__ == found.name
+                    ):
+                        text = inspect.getsource(own)
+                        if (
+                            "nn.Parameter(" in text
+                            or "register_buffer(" in text
+                            or "with_buffers(" in text
+                        ):
+                            owners.add(own)
+    with torch.device("meta"):
+        built = of_forge(m for build in MODELS.values() for m in build().modules())
+    assert owners - built == set()

@@ -13,6 +13,9 @@ from forge_moe import (
     aux_losses,
     update_expert_bias,
 )
+from forge_moe.experts import Experts
+from forge_moe.layer import SharedExperts
+from forge_moe.routers import Router
 from forge_moe.routers.rules import SOFTMAX_TOPK
 from forge_testing.problems import rejects
 
@@ -300,3 +303,22 @@ def test_compiled_bf16_breaks_the_graph_once_and_agrees() -> None:
     assert torch.equal(compiled(x), wanted)
     assert torch.equal(moe.counters.step_counts, 2 * counts)
     assert len(graphs) <= 3  # before the question whether this is a backward pass, and after it
+
+
+@pytest.mark.parametrize("part", ["", "router", "experts", "shared"])
+def test_F157_reset_parameters_after_to_empty_is_the_constructor(part: str) -> None:
+    settings = {"bias": True, "router_bias": True, "num_shared_experts": 1, "shared_gate": True}
+    scope = {"aux_loss_weight": 0.1, "aux_scope": "global_batch_lagged", "expert_bias": True}
+    config = MoEConfig(8, 16, 4, **settings, **scope)
+    with torch.device("meta"):
+        moe = MoE(config)
+    module = moe.to_empty(device="cpu").get_submodule(part)
+    for tensor in module.state_dict().values():
+        tensor.fill_(float("nan") if tensor.is_floating_point() else -1)
+    torch.manual_seed(3)
+    wanted = {"": MoE, "router": lambda c: Router(c.router_config), "experts": Experts, "shared": SharedExperts}[part](config)  # fmt: skip
+    torch.manual_seed(3)
+    module.reset_parameters()
+    found = module.state_dict()
+    assert found.keys() == wanted.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in wanted.state_dict().items())

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -78,8 +78,17 @@ class LoRALinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
         device = linear.weight.device
         self.lora_a = nn.Parameter(torch.empty(config.rank, self.in_features, device=device))
-        self.lora_b = nn.Parameter(torch.zeros(self.out_features, config.rank, device=device))
-        self.lora_a.data.normal_(0.0, self._std)
+        self.lora_b = nn.Parameter(torch.empty(self.out_features, config.rank, device=device))
+        self._reset_adapter()
+
+    def reset_parameters(self) -> None:
+        """Draw initial values of the layer and its adapter, also after `to_empty`."""
+        nn.Linear.reset_parameters(cast(nn.Linear, self))
+        self._reset_adapter()
+
+    def _reset_adapter(self) -> None:
+        nn.init.normal_(self.lora_a, std=self._std)
+        nn.init.zeros_(self.lora_b)
 
     @property
     def _std(self) -> float:

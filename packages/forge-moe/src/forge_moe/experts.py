@@ -52,12 +52,15 @@ class Experts(nn.Module):
         self.activation: Activation = (
             ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit) if fused else Gelu()
         )
-        if not self.down_proj.is_meta:
-            for parameter in self.parameters():
-                if parameter.dim() == 3:
-                    nn.init.normal_(parameter, std=0.02)
-                else:
-                    nn.init.zeros_(parameter)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw initial values, also after `to_empty`: matrices normal with std 0.02, biases 0."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("_bias"):
+                nn.init.zeros_(parameter)
+            else:
+                nn.init.normal_(parameter, std=0.02)
 
     def forward(self, rows: Tensor, counts: Tensor, *, full: bool = False) -> Tensor:
         """Rows (R, D) through their experts. `full` promises that counts.sum() is R, which saves two passes."""

@@ -47,6 +47,11 @@ class SharedExperts(nn.Module):
         self.down_proj = nn.Linear(hidden, dim, bias=config.bias)
         self.gate = nn.Linear(dim, 1, bias=False) if config.shared_gate else None
 
+    def reset_parameters(self) -> None:
+        """Draw initial values of its linear layers."""
+        for linear in self.children():
+            cast(Any, linear).reset_parameters()
+
     def forward(self, x: Tensor) -> Tensor:
         """(..., D) -> (..., D)."""
         if self.gate_proj is None:
@@ -102,6 +107,14 @@ class MoE(nn.Module):
         self.aux_scale: Tensor | None = None
         self.pending_losses: AuxLosses | None = None
         self.counters = RoutingCounters(config.num_experts)
+
+    def reset_parameters(self) -> None:
+        """Draw initial values of router, experts and shared experts, also after `to_empty`; counts begin at 0."""
+        for module in (self.router, self.experts, self.shared):
+            if module is not None:
+                module.reset_parameters()
+        if self.lagged_counts is not None:
+            nn.init.zeros_(self.lagged_counts)
 
     def forward(self, x: Tensor, ctx: TokenContext | None = None) -> Tensor:
         """x (B, S, D) or (T, D) -> the same shape and dtype.

@@ -12,7 +12,7 @@ from forge_core.model.config import (
 from forge_core.model.context import TokenContext, TokenMask, default_positions
 from forge_core.model.documents import SegmentPlan, attend_segments
 from forge_core.model.feed_forward import FeedForward, build_feed_forward
-from forge_core.model.init import Init, check_init_tables, initialise
+from forge_core.model.init import Init, check_init_tables, initialise, reset_by_table
 from forge_core.model.kv_cache import KVCache
 from forge_core.model.layer_types import LayerType
 from forge_core.model.mla import LatentAttention
@@ -63,4 +63,5 @@ __all__ = [
     "check_parts",
     "default_positions",
     "initialise",
+    "reset_by_table",
 ]

@@ -211,6 +211,11 @@ class Attention(RotaryMixer):
         self.sinks = nn.Parameter(torch.zeros(heads)) if self.spec.sinks else None
         self.attend = LocalAttention(self.spec)
 
+    def reset_parameters(self) -> None:
+        """Set the initial values of the sinks, also after `to_empty`; its layers have theirs."""
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
     def forward(
         self, x: Tensor, ctx: TokenContext | None = None, cache: LayerCache | None = None
     ) -> Tensor:

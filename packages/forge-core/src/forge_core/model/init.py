@@ -82,6 +82,17 @@ def _without_row(name: str) -> Problem:
     return Problem(name, "missing", ..., rule, fix)
 
 
+@torch.no_grad()
+def reset_by_table(module: Any, std: float = 0.02) -> None:
+    """Fill the tensors that `module.init_table` names, normal ones from torch's generator: for a `reset_parameters`."""
+    tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    for name, (kind, value) in module.init_table(std, std).items():
+        if kind == "normal":
+            nn.init.normal_(tensors[name], std=value)
+        else:
+            tensors[name].copy_(torch.as_tensor(value))
+
+
 def check_init_tables(model: nn.Module) -> None:
     """ValueError that names each parameter, and each buffer on the meta device, that no init_table describes, and as
     `parameter_kinds`.

@@ -76,8 +76,13 @@ class RMSNorm(nn.Module):
 
     def __init__(self, dim: int, eps: float = 1e-5) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
+        self.weight = nn.Parameter(torch.empty(dim))
         self.eps = eps
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the initial values, also after `to_empty`."""
+        nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         return self._norm(x, self.weight)
@@ -103,8 +108,8 @@ class PlusOneRMSNorm(RMSNorm):
     PlusOneRMSNorm(dim, eps=1e-6)(x)   # (..., D) -> (..., D)
     """
 
-    def __init__(self, dim: int, eps: float = 1e-5) -> None:
-        super().__init__(dim, eps)
+    def reset_parameters(self) -> None:
+        """Set the initial values, also after `to_empty`."""
         nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -56,10 +56,14 @@ class Router(nn.Module):
             "expert_bias",
             torch.zeros(config.num_experts, dtype=torch.float32) if config.expert_bias else None,
         )
-        if not self.weight.is_meta:
-            nn.init.normal_(self.weight, std=0.02)
-            if self.bias is not None:
-                nn.init.zeros_(self.bias)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw initial values, also after `to_empty`: the weight normal with std 0.02, biases 0."""
+        nn.init.normal_(self.weight, std=0.02)
+        for bias in (self.bias, self.expert_bias):
+            if bias is not None:
+                nn.init.zeros_(bias)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """(weights (T, K) fp32, ids (T, K) int64) of tokens x (T, D)."""

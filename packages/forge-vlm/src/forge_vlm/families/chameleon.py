@@ -40,8 +40,14 @@ class HeadLayerNorm(nn.Module):
 
     def __init__(self, heads: int, width: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(heads, width))
-        self.bias = nn.Parameter(torch.zeros(heads, width))
+        self.weight = nn.Parameter(torch.empty(heads, width))
+        self.bias = nn.Parameter(torch.empty(heads, width))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Set the initial values, also after `to_empty`."""
+        nn.init.ones_(self.weight)
+        nn.init.zeros_(self.bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], eps=_EPS) * self.weight + self.bias

@@ -129,8 +129,14 @@ class CrossAttentionBlock(Block):
         self, config: TransformerConfig, options: CrossAttentionConfig, layer: int
     ) -> None:
         super().__init__(config, CrossAttention(config, options), build_feed_forward(config, layer))
-        self.mixer_gate = nn.Parameter(torch.zeros(1))
-        self.feed_forward_gate = nn.Parameter(torch.zeros(1))
+        self.mixer_gate = nn.Parameter(torch.empty(1))
+        self.feed_forward_gate = nn.Parameter(torch.empty(1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Close the gates, also after `to_empty`; its layers have initial values of their own."""
+        nn.init.zeros_(self.mixer_gate)
+        nn.init.zeros_(self.feed_forward_gate)
 
     def forward(self, x: Tensor, ctx: TokenContext, cache: Any = None) -> Tensor:
         if ctx.media is None:

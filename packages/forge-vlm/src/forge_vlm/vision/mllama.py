@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core import Init
+from forge_core.model import reset_by_table
 from forge_vlm._shared.problems import invalid
 from forge_vlm.vision.config import VisionConfig
 from forge_vlm.vision.features import Features
@@ -93,6 +94,10 @@ class MllamaEncoder(nn.Module):
         images = self.model.patch_embedding.weight.new_zeros(shape, device=device)
         ratios = torch.ones(1, dtype=torch.int64, device=device)
         return {"images": images, "aspect_ratio_ids": ratios}
+
+    def reset_parameters(self) -> None:
+        """Draw initial values as `init_table` has them, also after `to_empty`."""
+        reset_by_table(self)
 
     def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
         """Weights are normal, scales of norms one, biases zero; gates are closed, or as in transformers."""

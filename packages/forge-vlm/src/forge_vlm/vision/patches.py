@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core import Init
+from forge_core.model import reset_by_table
 from forge_vlm._shared.problems import invalid
 from forge_vlm.vision.config import PATCH_MODELS, VisionConfig
 from forge_vlm.vision.features import Features
@@ -103,6 +104,10 @@ class PatchEncoder(nn.Module):
             "cu_seqlens": vision.get_vision_cu_seqlens(grids),  # on the host, which splits by them
             **{name: tensor.to(device, non_blocking=True) for name, tensor in moved.items()},
         }
+
+    def reset_parameters(self) -> None:
+        """Draw initial values as `init_table` has them, also after `to_empty`."""
+        reset_by_table(self)
 
     def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
         """Weights are normal, scales of norms one, biases zero; buffers have what transformers gives them."""

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core import Init
+from forge_core.model import reset_by_table
 from forge_vlm._shared.problems import invalid
 from forge_vlm.vision.config import VisionConfig
 from forge_vlm.vision.features import Features
@@ -88,6 +89,10 @@ class TransformersEncoder(nn.Module):
         cut = (masks != 0)[:, : rows * size, : columns * size].unflatten(2, (columns, size))
         seen = cut.unflatten(1, (rows, size)).any(4).any(2)  # (N, rows, columns)
         return {"patch_attention_mask": seen}
+
+    def reset_parameters(self) -> None:
+        """Draw initial values as `init_table` has them, also after `to_empty`."""
+        reset_by_table(self)
 
     def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
         """Weights are normal, scales of norms one, those of blocks what the config says, biases zero; buffers have what
