@@ -3,10 +3,12 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from forge_core import Transformer, TransformerConfig
 from forge_core.flops import flops_per_token, parameter_count, peak_flops
 from forge_core.lora import LoRAConfig, lora
+from forge_core.model import MLAConfig, MTPConfig
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -92,3 +94,29 @@ def test_weights_that_are_frozen_get_no_gradient():
     assert flops_per_token(model, 8) == whole - 2 * 4 * 6
     lora(model, LoRAConfig(("2",), rank=2))
     assert flops_per_token(model, 8) == 2 * 2 * (4 * 6 + 6 * 3) + 3 * 2 * 2 * (6 + 3)
+
+
+def counted(model: nn.Module, **extras: torch.Tensor) -> float:
+    """Operations of a forward for each of 8 tokens, as torch counts its matmuls."""
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(1, 8, dtype=torch.int64), **extras)
+    return counter.get_total_flops() / 8
+
+
+@pytest.mark.parametrize(
+    ("options", "excluded"),
+    [
+        ({}, ()),
+        ({"feed_forward": "gelu", "qkv_bias": True}, ()),
+        ({"mixer": "mla", "mla": MLAConfig(4, 4, 4, 2, 4)}, ("!*.kv_b_proj",)),
+        ({"mtp": MTPConfig(num_modules=1)}, ()),
+    ],
+)
+def test_F153_adapters_are_counted(options: dict, excluded: tuple[str, ...]) -> None:
+    config = TransformerConfig(vocab_size=16, dim=8, num_layers=2, num_heads=2, **options)
+    model = Transformer(config)
+    ahead = {"next_tokens": torch.zeros(1, 1, 8, dtype=torch.int64)} if "mtp" in options else {}
+    plain, formula = counted(model, **ahead), model.flops_per_token(8)
+    names = lora(model, LoRAConfig(("*_proj", *excluded, *(["*.join"] if ahead else [])), rank=3))
+    assert names
+    assert model.flops_per_token(8) - formula == counted(model, **ahead) - plain > 0

@@ -322,3 +322,13 @@ def test_F157_reset_parameters_after_to_empty_is_the_constructor(part: str) -> N
     found = module.state_dict()
     assert found.keys() == wanted.state_dict().keys()
     assert all(torch.equal(found[name], value) for name, value in wanted.state_dict().items())
+
+
+def test_F153_a_shared_expert_that_counts_its_own_operations_is_asked() -> None:
+    moe = layer(num_shared_experts=1, shared_gate=True)
+    before = moe.flops_per_token(1)
+    assert before == 2 * 8 * (4 + 3 * 2 * 16 + 3 * 16 + 1)
+    moe.shared.up_proj.flops_per_token = lambda seq_len: (
+        2.0 * 8 * 16 + 1000.0
+    )  # as one with an adapter
+    assert moe.flops_per_token(1) == before + 1000.0

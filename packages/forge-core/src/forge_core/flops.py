@@ -5,6 +5,8 @@ Model FLOPs utilisation is `tokens_per_second * flops_per_token(model, seq_len) 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -57,6 +59,17 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
         fix = "give the tokens per sequence"
         raise invalid("seq_len", "range", seq_len, "must be at least 1", fix)
     return 3.0 * _forward(model, seq_len) - spared_flops(model, seq_len)
+
+
+def linear_flops(*layers: Any) -> float:
+    """Forward FLOPs of linear layers for one token. A layer that counts its own, as one with an adapter, is asked; None counts 0."""
+    total = 0.0
+    for layer in layers:
+        if hasattr(layer, "flops_per_token"):
+            total += layer.flops_per_token(1)
+        elif layer is not None:
+            total += 2.0 * layer.in_features * layer.out_features
+    return total
 
 
 def spared_flops(module: nn.Module, seq_len: int) -> float:

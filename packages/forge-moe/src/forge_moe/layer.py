@@ -61,6 +61,16 @@ class SharedExperts(nn.Module):
         out: Tensor = self.down_proj(hidden)
         return out if self.gate is None else out * torch.sigmoid(self.gate(x))
 
+    def flops_per_token(self, seq_len: int) -> float:
+        """Forward FLOPs for one token; a layer that counts its own, as one with an adapter, is asked."""
+        total = 0.0
+        for layer in cast(Any, self.children()):
+            if hasattr(layer, "flops_per_token"):
+                total += layer.flops_per_token(seq_len)
+            else:
+                total += 2.0 * layer.in_features * layer.out_features
+        return total
+
     def init_table(self, std: float, residual_std: float) -> dict[str, tuple[str, float]]:
         """Initial distribution of each parameter: (kind, value) by name."""
         table = {}
@@ -337,8 +347,11 @@ class MoE(nn.Module):
         """Forward FLOPs of the matrix products for one token: router, top_k experts, shared experts."""
         c = self.config
         matrices = 2 if c.activation == "gelu" else 3
-        inside = c.top_k * c.hidden_dim + c.resolved_shared_hidden_dim
-        return 2.0 * c.dim * (c.num_experts + matrices * inside + int(c.shared_gate))
+        routed = 2.0 * c.dim * (c.num_experts + matrices * c.top_k * c.hidden_dim)
+        if hasattr(self.shared, "flops_per_token"):
+            return routed + float(cast(Any, self.shared).flops_per_token(seq_len))
+        inside = matrices * c.resolved_shared_hidden_dim + int(c.shared_gate)
+        return routed + 2.0 * c.dim * inside
 
 
 def _flat(ctx: TokenContext | None, name: str, x: Tensor) -> Tensor | None:

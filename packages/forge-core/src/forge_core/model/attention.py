@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from forge_core._shared.problems import invalid
 from forge_core._torch_compat import not_compiled
+from forge_core.flops import linear_flops
 from forge_core.model.config import RopeScaling, TransformerConfig
 from forge_core.model.context import TokenContext, default_positions
 from forge_core.model.documents import within_segments
@@ -290,8 +291,7 @@ class Attention(RotaryMixer):
         2 * 2 * H * D * seq_len / 2; less with a window. Packed documents need less; their row length is the
         bound.
         """
-        linears = (self.q_proj, self.k_proj, self.v_proj, self.o_proj)
-        projections = 2.0 * sum(m.in_features * m.out_features for m in linears)
+        projections = linear_flops(self.q_proj, self.k_proj, self.v_proj, self.o_proj)
         return projections + 2.0 * self.q_proj.out_features * tokens_seen(seq_len, self.spec.window)
 
 

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_core.flops import linear_flops
 from forge_core.model.config import GATED, UNGATED, TransformerConfig
 from forge_core.model.context import TokenContext
 from forge_core.model.init import Init, linear_rows
@@ -93,8 +94,7 @@ class FeedForward(WithPoints):
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward FLOPs of the matrix products for one token."""
-        matrices = (self.gate_proj, self.up_proj, self.down_proj)
-        return 2.0 * sum(m.in_features * m.out_features for m in matrices if m is not None)
+        return linear_flops(self.gate_proj, self.up_proj, self.down_proj)
 
 
 def _dense(config: TransformerConfig, layer: int, *, kind: str) -> FeedForward:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_core.flops import linear_flops
 from forge_core.model.attention import Attend, LocalAttention, RotaryMixer, tokens_seen
 from forge_core.model.config import TransformerConfig
 from forge_core.model.context import TokenContext
@@ -192,8 +193,7 @@ class LatentAttention(RotaryMixer):
     def flops_per_token(self, seq_len: int) -> float:
         """Forward FLOPs for one token of a whole row of `seq_len`: projections, scores and values."""
         c = self.widths
-        linears = self._projections().values()
-        projections = 2.0 * sum(m.in_features * m.out_features for m in linears)
+        projections = linear_flops(*self._projections().values())
         heads = self.o_proj.in_features // c.v_head_dim
         return projections + heads * (c.qk_head_dim + c.v_head_dim) * tokens_seen(
             seq_len, self.spec.window
