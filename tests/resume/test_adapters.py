@@ -447,7 +447,9 @@ def test_other_adapters_of_the_same_shape_are_said(
     fit(tmp_path, init__from=str(tuned), **more)
     assert re.search(r"init: lora\.alpha .*\b6\.0\b.*\b60\.0\b", capsys.readouterr().out)
     fit(tmp_path / "fresh", **LORA, train__steps=1, metrics__console="plain")
-    assert re.search(r"init: init\.from .*\[lora\]", capsys.readouterr().out)
+    shown = capsys.readouterr().out
+    assert re.search(r"init: init\.from .*\[lora\]", shown)
+    assert re.search(r"lora: 8 .*\b2 q_proj\b", shown)  # F155
 
 
 @pytest.mark.slow

@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from forge_core import Transformer, TransformerConfig, cross_entropy, generate, initialise
-from forge_core.lora import LoRAConfig, LoRALinear, adapter_names, lora, merge, merged_weight
+from forge_core.lora import (
+    LoRAConfig,
+    LoRALinear,
+    adapter_names,
+    lora,
+    merge,
+    merged_weight,
+    without_adapter,
+)
 from forge_core.model import MLAConfig
 from forge_core.optim import AdamW, OptimizerConfig
 from forge_testing.problems import assert_problem, rejects
@@ -232,3 +240,23 @@ def test_F197_a_merged_weight_is_summed_in_fp32_and_rounded_once():
     wanted = (weight.double() + 0.5 * (b.double() @ a.double())).bfloat16()
     # the products are in fp32: a sum at the middle of two bf16 numbers may fall to the other one
     assert int((merged_weight(weight, a, b, 0.5) != wanted).sum()) <= 4
+
+
+class Expert(nn.Module):
+    """A stack of matrices with biases, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Parameter(torch.zeros(3, 4, 2))
+        self.up_proj_bias = nn.Parameter(torch.zeros(3, 2))
+        self.down_proj = nn.Linear(2, 4)
+
+
+def test_F155_matrices_that_patterns_match_in_vain_are_named() -> None:
+    model = nn.ModuleDict({"a": Expert(), "b": Expert()})
+    patterns = ("*_proj*", "!b.up*", "!*bias")
+    lora(model, LoRAConfig(patterns, rank=2))
+    assert without_adapter(model, patterns) == ["a.up_proj"]
+    assert without_adapter(model, ("*.down_proj",)) == []
+    with rejects("lora.patterns", "*.up_proj", "stack"):
+        lora(nn.ModuleDict({"a": Expert()}), LoRAConfig(("*.up_proj",)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any, cast
@@ -18,10 +18,19 @@ from torch import Tensor, nn
 
 from forge_core._config import is_finite, is_size, setting
 from forge_core._shared.problems import Problem, invalid, raise_problems
-from forge_core.kinds import ParameterKind
+from forge_core.kinds import ParameterKind, parameter_kinds
 from forge_core.model.init import Init
 
-__all__ = ["FACTORS", "LoRAConfig", "LoRALinear", "adapter_names", "lora", "merge", "merged_weight"]
+__all__ = [
+    "FACTORS",
+    "LoRAConfig",
+    "LoRALinear",
+    "adapter_names",
+    "lora",
+    "merge",
+    "merged_weight",
+    "without_adapter",
+]
 
 #: Names of an adapter's parameters in its layer: (R, I) and (O, R).
 FACTORS = ("lora_a", "lora_b")
@@ -149,6 +158,25 @@ def lora(
     return list(matched)
 
 
+def without_adapter(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Names of matrices that `patterns` match and that are no linear layer's: stacks of experts get no adapter."""
+    linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear | LoRALinear)}
+    kinds = parameter_kinds(model)
+    return [
+        name
+        for name, parameter in model.named_parameters()
+        if kinds[name] in ("matrix", "stacked_matrix") and parameter not in linear
+        if name.rpartition(".")[2] not in FACTORS and _chosen(name, patterns)
+    ]
+
+
+def _chosen(name: str, patterns: Sequence[str]) -> bool:
+    """Whether a pattern matches a name, and none with '!' excludes it."""
+    if any(fnmatchcase(name, pattern[1:]) for pattern in patterns if pattern.startswith("!")):
+        return False
+    return any(fnmatchcase(name, pattern) for pattern in patterns if not pattern.startswith("!"))
+
+
 def merge(model: nn.Module) -> None:
     """Add every adapter to its weight, in place: plain linear layers, all parameters trainable again.
 
@@ -190,14 +218,14 @@ def _matched(model: nn.Module, config: LoRAConfig) -> dict[str, nn.Linear]:
 
     problems: list[Problem] = []
     key = "lora.patterns"
-    excluded = [pattern[1:] for pattern in config.patterns if pattern.startswith("!")]
+    excluding = [pattern for pattern in config.patterns if pattern.startswith("!")]
     for pattern in (p for p in config.patterns if not p.startswith("!")):
-        fits = [
-            name
-            for name in modules
-            if fnmatchcase(name, pattern) and not any(fnmatchcase(name, p) for p in excluded)
-        ]
-        if not fits:
+        fits = [name for name in modules if _chosen(name, [pattern, *excluding])]
+        if not fits and (stacks := without_adapter(model, [pattern, *excluding])):
+            rule = f"must match a linear layer, and matches only {stacks[0]}, which can have no adapter"
+            fix = "remove it: experts in stacks stay frozen"
+            problems.append(Problem(key, "stack", pattern, rule, fix))
+        elif not fits:
             linear = [name for name, module in modules.items() if type(module) is nn.Linear]
             near = ", ".join(difflib.get_close_matches(pattern, linear, n=3, cutoff=0.0))
             rule = "must match a linear layer, and matches no module"

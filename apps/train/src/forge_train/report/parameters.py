@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 
 from forge_core.kinds import parameter_kinds
 from forge_core.optim import hidden_matrices, parameter_groups
 from forge_train.config.schema import JobConfig
 from forge_train.errors import config_errors
+from forge_train.trainer.adapters import NUMBER
 from forge_train.trainer.build import build_trained, freeze_groups
 
 _HEAD = ("parameter", "number", "shape", "kind", "weight decay", "trained by")
-_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")  # of a layer
 
 
 def parameter_lines(config: JobConfig) -> list[str]:
@@ -35,7 +34,7 @@ def parameter_lines(config: JobConfig) -> list[str]:
         if name in decays:
             decay, by = f"{decays[name]:g}", "muon" if name in hidden else others
         shape = " x ".join(map(str, parameter.shape)) or "1"
-        rows[_NUMBER.sub("*", name), shape, kinds[name], decay, by] += 1
+        rows[NUMBER.sub("*", name), shape, kinds[name], decay, by] += 1
     table = [_HEAD, *((name, str(number), *rest) for (name, *rest), number in rows.items())]
     widths = [max(map(len, column)) for column in zip(*table)]
     return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths)).rstrip() for row in table]

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import difflib
+import re
+from collections import Counter
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 
-from forge_core.lora import lora
+from forge_core.lora import LoRALinear, lora, without_adapter
 from forge_core.optim import match_groups
 from forge_train._shared.problems import Problem, invalid, raise_problems
 from forge_train.config.lora import LoRASection
 from forge_train.config.schema import JobConfig
 from forge_train.errors import config_errors
 
+#: Of a layer, in the name of a parameter.
+NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
 _DTYPES = {"bf16": torch.bfloat16, "fp32": None}
 
 
@@ -43,6 +47,23 @@ def add_lora(model: nn.Module, section: LoRASection, base_dtype: torch.dtype | N
         parameter, value = before[name]
         parameter.data = value
         parameter.requires_grad_(True)
+
+
+def adapter_lines(model: nn.Module, section: LoRASection) -> list[str]:
+    """What has adapters, counted by names of layers, and which matrices the patterns match in vain; none without [lora]."""
+    if section.adapters is None:
+        return []
+    names = [name for name, m in model.named_modules() if isinstance(m, LoRALinear)]
+    found = Counter(name.rpartition(".")[2] for name in names)
+    kinds = ", ".join(f"{number} {kind}" for kind, number in found.items())
+    lines = [f"{len(names)} linear layers have an adapter of rank {section.rank}: {kinds}"]
+    left = Counter(
+        NUMBER.sub("*", name) for name in without_adapter(model, section.adapters.patterns)
+    )
+    if left:
+        shown = ", ".join(f"{number} {name}" for name, number in left.items())
+        lines.append(f"lora.patterns match stacks of matrices, which get no adapter: {shown}")
+    return lines
 
 
 def _whole_names(names: Sequence[str], patterns: Sequence[str]) -> set[str]:

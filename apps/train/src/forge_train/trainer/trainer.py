@@ -46,7 +46,7 @@ from forge_train.errors import (
     run_on_all_ranks,
 )
 from forge_train.metrics.rows import Columns, MetricRows, finite
-from forge_train.trainer.adapters import frozen_names
+from forge_train.trainer.adapters import adapter_lines, frozen_names
 from forge_train.trainer.alerts import alerts
 from forge_train.trainer.assemble import assemble, seed_rank
 from forge_train.trainer.auto_layout import describe_placement, with_layout
@@ -125,6 +125,7 @@ class Trainer:
         layout = config.parallel.axes(world.world_size)
         self.model = build_trained(config)
         self._frozen = frozen_names(self.model) if config.lora.rank else set[str]()
+        self._adapters = adapter_lines(self.model, config.lora)
         refuse(model_problems(self.model, config, layout))
         self.course = Course(config)
         self.total_steps = total_steps(config, self.model)
@@ -418,6 +419,8 @@ class Trainer:
         if writes and self.config.metrics.console != "off":
             for line in [*self._reasons, *self._placement]:
                 _print_line(f"layout: {line}")
+            for line in self._adapters:
+                _print_line(f"lora: {line}")
             for line in self._data_remarks:
                 _print_line(f"data: {line}")
             for line in difference_lines(self.loader.changed):
