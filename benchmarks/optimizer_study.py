@@ -44,7 +44,7 @@ Row = dict[str, Any]
 
 
 def schedules_of(optimizer: str) -> tuple[str, ...]:
-    """Schedule-free AdamW takes a constant rate alone."""
+    """Schedule-free AdamW has the constant rate that it is made for."""
     return ("constant",) if optimizer == "schedule_free_adamw" else SCHEDULES
 
 

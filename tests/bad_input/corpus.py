@@ -528,7 +528,6 @@ CASES: dict[str, list[Case | Call]] = {
         Case("warm-up and decay longer than the run", flags("--schedule.name", "wsd", "--schedule.warmup_steps", "6",
              "--schedule.wsd.decay_steps", "7")),
         Case("a key of another schedule", flags("--schedule.wsd.decay", "linear")),  # prose: the name of a case
-        Case("a decay beside an average", flags("--optimizer.name", "schedule_free_adamw")),
         Case("a warm-up without a schedule", flags("--schedule.name", "none", "--schedule.warmup_steps", "2")),
         Case("a fork of nothing", flags("--init.from", "nowhere")),  # prose: the name of a case
         Case("a fork that goes on without moments", flags("--init.from", ".", "--init.keep", "weights", "cursor")),

@@ -13,8 +13,10 @@ import torch
 import torch.nn.functional as F
 
 from forge_core import Transformer, TransformerConfig, initialise
+from forge_core.optim import SCHEDULES, ScheduleConfig, build_schedule
 from forge_data import Loader, PackedStream, SourceConfig, open_source
 from forge_testing import write_job
+from forge_testing.decay import groups_by_decay
 from forge_testing.runs import (
     assert_close,
     fit_alone,
@@ -24,7 +26,7 @@ from forge_testing.runs import (
     together,
 )
 from forge_train import Callback, Trainer, load_job, load_trained, read_run
-from forge_train.errors import ConfigError
+from forge_train.config.resolve import schedule_remarks
 
 pytestmark = pytest.mark.lane("test")
 
@@ -43,11 +45,7 @@ def plain_loop() -> tuple[Transformer, Any, list[float]]:
     model = Transformer(TransformerConfig(257, dim=16, num_layers=1, num_heads=2))
     initialise(model, 0)
     loader = Loader(PackedStream(open_source(SourceConfig()), 32, seed=0), 12, 0, 1)
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
-    groups = [
-        {"params": matrices, "weight_decay": DECAY},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
+    groups = groups_by_decay(model.named_parameters(), DECAY)
     optimizer = schedulefree.AdamWScheduleFree(groups, lr=PEAK, eps=EPS, warmup_steps=WARMUP)
     optimizer.train()
     losses = []
@@ -218,13 +216,27 @@ def test_a_rollback_goes_on_as_if_the_bad_steps_had_not_been(tmp_path: Path) -> 
     )
 
 
-@pytest.mark.parametrize("name", ["cosine", "wsd", "none", "linear"])
-def test_another_schedule_is_refused(tmp_path: Path, name: str) -> None:
-    words = rf"schedule.name '{name}' must be 'constant' with optimizer.name 'schedule_free_adamw'"
-    with pytest.raises(ConfigError, match=words):
-        load_job(
-            write_job(tmp_path), {"optimizer.name": "schedule_free_adamw", "schedule.name": name}
-        )
+@pytest.mark.parametrize("name", SCHEDULES.built_in)
+def test_F198_each_schedule_is_accepted_and_one_that_falls_is_said(
+    tmp_path: Path, name: str
+) -> None:
+    own = {"optimizer.name": "schedule_free_adamw", "schedule.name": name}
+    job = load_job(write_job(tmp_path), own)
+    assert len(schedule_remarks(job.config)) == (name not in ("constant", "none"))
+    assert schedule_remarks(load_job(write_job(tmp_path), {"schedule.name": name}).config) == []
+
+
+def test_F198_a_run_with_a_schedule_that_falls_says_so_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {**SHORT, "schedule.name": "cosine", "train.steps": 4, "metrics.console": "plain"}
+    trainer = Trainer(load_job(write_job(tmp_path), own))
+    trainer.fit()
+    assert capsys.readouterr().out.count("schedule: ") == 1
+    wanted = build_schedule(ScheduleConfig("cosine", warmup_steps=WARMUP), 4)
+    assert [lr for lr in read_run(tmp_path / "run").metrics["lr"] if lr] == pytest.approx(
+        [PEAK * wanted(step) for step in range(1, 5)]
+    )
 
 
 @pytest.mark.slow

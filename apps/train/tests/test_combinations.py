@@ -58,10 +58,6 @@ RULES: list[tuple[Settings, str, Any, str]] = [
         *("parallel.pp_schedule", "interleaved_zero_bubble", "ahead"),
     ),
     (
-        {"optimizer.name": "schedule_free_adamw", "schedule.name": "cosine"},
-        *("schedule.name", "cosine", "optimizer"),
-    ),
-    (
         {"parallel.param_dtype": "bf16", "optimizer.name": "sgd", "parallel.precision": "bf16"},
         *("parallel.param_dtype", "bf16", "optimizer"),
     ),

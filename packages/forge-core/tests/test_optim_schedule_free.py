@@ -10,11 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.optim import (
+    SCHEDULES,
     OptimizerConfig,
     OptimizerGroupConfig,
+    ScheduleConfig,
     ScheduleFreeAdamW,
     ScheduleFreeConfig,
     build_optimizer,
+    build_schedule,
     set_multipliers,
 )
 from forge_testing.problems import rejects
@@ -101,12 +104,17 @@ def test_twelve_steps_equal_float64(r: float, power: float) -> None:
         assert error(parameter.detach(), wanted[name][0]) <= 1e-6, name
 
 
-def test_it_equals_the_authors_package() -> None:
+@pytest.mark.parametrize("schedule", SCHEDULES.built_in)
+def test_F198_it_equals_the_authors_package_with_its_rate_set_each_step(schedule: str) -> None:
     schedulefree = pytest.importorskip("schedulefree")
     ours, theirs = Small(), Small()
     gradients = recorded(ours, 12)
+    warmup = 0 if schedule == "none" else 4
+    floor = {"min_lr_ratio": 0.0} if schedule in ("cosine", "linear", "wsd", "rex") else {}
+    factor = build_schedule(ScheduleConfig(schedule, warmup_steps=warmup, **floor), 12)
+    rates = [0.01 * factor(step) for step in range(1, 13)]
     mine = build_optimizer(ours, OptimizerConfig(NAME, lr=0.01, weight_decay=0.3))
-    run(ours, mine, gradients)
+    run(ours, mine, gradients, rates)
     groups = [
         {"params": [p for n, p in theirs.named_parameters() if n in DECAYED], "weight_decay": 0.3},
         {
@@ -114,9 +122,11 @@ def test_it_equals_the_authors_package() -> None:
             "weight_decay": 0.0,
         },
     ]
-    reference = schedulefree.AdamWScheduleFree(groups, lr=0.01, warmup_steps=4)
+    reference = schedulefree.AdamWScheduleFree(groups, lr=0.01)
     reference.train()
-    for step in gradients:
+    for step, rate in zip(gradients, rates):
+        for group in reference.param_groups:
+            group["lr"] = rate
         for name, parameter in theirs.named_parameters():
             parameter.grad = step[name].clone()
         reference.step()

@@ -197,7 +197,7 @@ def explain(args: list[str]) -> int:
     `--plot FILE` a picture of learning rates and batch over the run.
     """
     from forge_train.config.describe import planned_rows, print_explanation, unread_sources
-    from forge_train.config.resolve import resolve
+    from forge_train.config.resolve import resolve, schedule_remarks
 
     nproc, rest = _nproc(args)
     layers, flags = _layers(rest, "explain", explain.__doc__ or "", ExplainFlags)
@@ -208,6 +208,7 @@ def explain(args: list[str]) -> int:
         check_picture(picture)
     job = resolve(layers)
     lines = [*unread_sources(job.config.data), *planned_rows(job.config.data)]
+    lines += schedule_remarks(job.config)
     if nproc is not None:
         job, of_layout = _on_processes(job, nproc)
         lines += of_layout

@@ -207,16 +207,20 @@ def _loss_problems(config: JobConfig) -> Iterator[Problem]:
         yield wrong.under("parallel")  # type: ignore[misc]  # the same class, of another package
 
 
+def schedule_remarks(config: JobConfig) -> list[str]:
+    """A warning where the learning rate falls and the optimizer has an average in place of that; usually none."""
+    optimizer, schedule = config.optimizer.name, config.schedule.name
+    if optimizer != "schedule_free_adamw" or schedule in ("constant", "none"):
+        return []
+    return [
+        f"schedule.name {schedule!r} goes with optimizer.name {optimizer!r}, whose average replaces the decay of the "
+        "learning rate; 'constant' with warmup_steps is usual"
+    ]
+
+
 def _optimizer_problems(config: JobConfig) -> Iterator[Problem]:
-    """Of the optimizer with its schedule, and with weights in bf16."""
+    """Of the optimizer with weights in bf16."""
     optimizer, param_dtype = config.optimizer.name, config.parallel.param_dtype
-    if optimizer == "schedule_free_adamw" and config.schedule.name != "constant":
-        rule = (
-            "must be 'constant' with optimizer.name 'schedule_free_adamw', whose average replaces the decay of the "
-            "learning rate"
-        )
-        fix = "set schedule.name = 'constant', with warmup_steps"
-        yield Problem("schedule.name", "optimizer", config.schedule.name, rule, fix)
     fp32 = "parallel.param_dtype = 'fp32'"
     if param_dtype == "bf16" and optimizer not in _ROUNDING:
         rule = f"must go with an optimizer that rounds updates stochastically, and optimizer.name is {optimizer!r}"

@@ -30,7 +30,7 @@ class ScheduleFreeAdamW(NamedOptimizer):
         x <- (1 - c) x + c z;       y <- (1 - b1) z + b1 x
 
     c is this step's weight t^r (greatest lr so far)^weight_lr_power over the sum of all: nearly 1 / t. The rate
-    warms up and then stays constant. Both points begin at the weights as they are at the first update.
+    warms up and then usually stays constant; any other is used as it is set, as in the authors' package. Both points begin at the weights as they are at the first update.
 
     Between `eval()` and `train()` the weights are x, the model to evaluate, to save and to give away. What
     is written into them then is the new x, so a checkpoint is loaded there: `named_state()` (z, v and numbers, not
