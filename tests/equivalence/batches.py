@@ -48,6 +48,12 @@ class MicroBatch:
         return int((self.labels != IGNORED).sum())
 
     @property
+    def num_tokens(self) -> int:
+        """Without padding."""
+        ids = self.document_ids
+        return self.tokens.numel() if ids is None else int((ids >= 0).sum())
+
+    @property
     def keywords(self) -> dict[str, Tensor]:
         """What the model is told about the tokens."""
         found = {"positions": self.positions, "document_ids": self.document_ids}

@@ -69,6 +69,7 @@ def train(side: Side, data: list[list[list[MicroBatch]]]) -> Run:
             side.evaluate_others(step)
         if cell.optimizer in AVERAGING:
             update.evaluate(side, step)
+        side.set_tokens(step)
         loss = side.forward_backward(side.mine(step))
         norm, sums = global_grad_norm(side.counted, sums=loss[None])
         assert sums is not None
@@ -136,9 +137,12 @@ class Side:
         for layer in mixtures(self.model).values():
             layer.data_group = meshes.stage.group or ()
             layer.sequence_group = rows or None
-        cell = self.cell
-        parts = FEATURES[cell.feature].total or cell.micro_batches * LAYOUTS[cell.layout].readers
-        set_aux_scale(self.model, torch.tensor(1 / parts, device=meshes.device))
+
+    def set_tokens(self, step: list[list[MicroBatch]]) -> None:
+        """Weight router losses by the tokens of the step on all ranks."""
+        tokens = sum(part.num_tokens for rank in step for part in rank)
+        scale = torch.tensor(1 / tokens, device=self.meshes.device)
+        set_aux_scale(self.model, scale, per_token=True)
 
     def mine(self, step: list[list[MicroBatch]]) -> list[MicroBatch]:
         """This rank's micro-batches; one may stand for several (see compare.py): it takes all of theirs.

@@ -62,6 +62,18 @@ NAMES = {
     "model.feed_forward": "PowerOfReLU",
     "model.block": "SideBySide",
 }
+#: Rows of uneven padding, and a router loss of each kind and scope with the second axis that it meets: as means over the
+#: tokens of a step they do not depend on micro-batches and ranks (F147).
+PADDED_LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
+    "z": ("tp", {"z_loss_weight": 1.0}),
+    "sequence": ("cp", {"sequence_loss_weight": 1.0}),
+    "of sequences": ("pp", {"aux_loss_weight": 1.0, "aux_scope": "sequence"}),
+    "lagged": ("ep", {"aux_loss_weight": 1.0, "aux_scope": "global_batch_lagged"}),
+    # the fractions of these are those of a micro-batch
+    "of micro-batches": ("cp", {"aux_loss_weight": 1.0, "aux_scope": "micro_batch"}),
+    "of the global batch": ("tp", {"aux_loss_weight": 1.0, "aux_scope": "global_batch"}),
+}
+AXES = frozenset({"dp_shard", "dp_replicate", "tp", "cp", "pp", "ep"})
 #: Two terms of the loss that are no part of `loss`.
 TERMS = {"z_loss": 1e-2, "label_smoothing": 0.2}
 TERM_COLUMNS = ("loss.z_loss", "loss.label_smoothing")
@@ -75,6 +87,33 @@ IMPORTED: dict[str, Any] = {"model.num_layers": None, "optimizer.lr": 1e-3}
 MODELS = "tests.parallel.test_imported_models"
 EXTRAS = "tests.parallel.test_extras_forge"
 OBJECTIVES = "tests.use.test_objectives"
+
+
+def padded(name: str) -> JobFeature:
+    """A router loss over rows of uneven padding, on two readers and with one more axis."""
+    axis, keys = PADDED_LOSSES[name]
+    by_micro_batch = keys.get("aux_scope") == "micro_batch"
+    flags = {
+        "data.sources.text.name": "tests.use.test_fused_loss:Padded",
+        "model.vocab_size": 64,
+        "model.moe.num_experts": 4,
+        "train.steps": 2,
+        "eval.every_steps": 0,
+        **{f"model.moe.{key}": value for key, value in keys.items()},
+        **(THREE_ROWS if by_micro_batch else {}),
+    }
+    accumulated = {
+        "fsdp accumulated"
+    }  # where fractions depend on micro-batches, one process has others
+    other = keys.get("aux_scope") in ("micro_batch", "global_batch")
+    return JobFeature(
+        make_job,
+        flags,
+        micro_batch=3 if by_micro_batch else None,
+        without=AXES - {"dp_shard", axis} | OTHER_ROWS | (accumulated if other else set()),
+        also=frozenset() if other else frozenset(accumulated),
+        columns=OF_EXPERTS,
+    )
 
 
 def with_table(extra: str) -> Any:
@@ -266,6 +305,7 @@ FEATURES: dict[str, JobFeature] = {
         without=OTHER_ROWS | {"pp", "fsdp accumulated"},
         columns=OF_EXPERTS,
     ),
+    **{f"padded rows, loss {name}": padded(name) for name in PADDED_LOSSES},
     # optimizers and statistics
     "groups that freeze and thaw": JobFeature(
         with_table(PLAN),

@@ -96,12 +96,13 @@ def _parts(cell: Cell, step: list[list[MicroBatch]]) -> list[MicroBatch]:
 
 def _forward_backward(cell: Cell, model: nn.Module, parts: list[MicroBatch]) -> Tensor:
     labels = max(1, sum(part.num_valid for part in parts))
+    tokens = sum(part.num_tokens for part in parts)
     total = torch.zeros((), device=device())
     for part in parts:
         loss = _loss_sum(cell, model, part) / labels
         total += loss.detach()
         if FEATURES[cell.feature].moe:
-            loss = loss + aux_losses(model).total / len(parts)
+            loss = loss + aux_losses(model).total * (part.num_tokens / tokens)
         loss.backward()
     return total
 

@@ -55,6 +55,20 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return columns(job), fitted, read_run(job.parent / "run").metrics
 
 
+def test_F147_router_losses_do_not_depend_on_micro_batches_of_rows_with_padding(
+    tmp_path: Path,
+) -> None:
+    """Micro-batches of two rows and of all; the layouts are in tests/equivalence."""
+    found = []
+    for rows in (2, 12):
+        job = make_job(tmp_path / str(rows), "[model.moe]\nnum_experts = 4\n")
+        keys = {"data.sources.text.name": "tests.use.test_fused_loss:Padded", "model.vocab_size": 64,
+                "model.moe.z_loss_weight": 1.0, "train.steps": 2, "train.micro_batch": rows,
+                "eval.every_steps": 0, "checkpoint.every_steps": 0, "sample.max_new_tokens": 0}  # fmt: skip
+        found.append(fit_reference(job, **keys).weights)
+    assert_close(*found)
+
+
 @pytest.mark.slow
 def test_F02_rows_that_cross_nodes_once_train_as_in_one_process(tmp_path: Path, alone: Any) -> None:
     """Other layouts of experts are in tests/equivalence; this one needs nodes."""

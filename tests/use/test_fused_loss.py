@@ -43,21 +43,6 @@ KEYS: dict[str, Any] = {
 }
 
 
-class Weighted:
-    """Rows of two documents without end, with uneven weights, a third of the labels ignored."""
-
-    vocab_size, max_token_id, tokenizer = V, V - 1, None
-
-    def __init__(self, config: Any) -> None:
-        self.first = 0 if config.split == "train" else 10**6
-
-    def fingerprint(self) -> dict[str, str | int]:
-        return {"first": self.first}
-
-    def stream(self, seq_len: int, seed: int) -> WeightedRows:
-        return WeightedRows(self.first, seq_len, seed)
-
-
 class WeightedRows:
     def __init__(self, first: int, seq_len: int, seed: int) -> None:
         self.first, self.seq_len, self.seed = first, seq_len, seed
@@ -83,6 +68,41 @@ class WeightedRows:
             "document_ids": documents,
             "weights": random.random(length).astype(np.float32),
         }
+
+
+class Weighted:
+    """Rows of two documents without end, with uneven weights, a third of the labels ignored."""
+
+    vocab_size, max_token_id, tokenizer = V, V - 1, None
+    rows = WeightedRows
+
+    def __init__(self, config: Any) -> None:
+        self.first = 0 if config.split == "train" else 10**6
+
+    def fingerprint(self) -> dict[str, str | int]:
+        return {"first": self.first}
+
+    def stream(self, seq_len: int, seed: int) -> WeightedRows:
+        return self.rows(self.first, seq_len, seed)
+
+
+class PaddedRows(WeightedRows):
+    """Rows of 1 to `seq_len` tokens; the rest of a row is padding."""
+
+    def _row(self, i: int) -> dict[str, np.ndarray]:
+        row, length = super()._row(i), 1 + (self.seed + self.first + i) * 7 % self.seq_len
+        for name, value in {
+            "tokens": 0,
+            "labels": -100,
+            "positions": 0,
+            "document_ids": -1,
+        }.items():
+            row[name][length:] = value
+        return row
+
+
+class Padded(Weighted):
+    rows = PaddedRows
 
 
 @pytest.mark.slow

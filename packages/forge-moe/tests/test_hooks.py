@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -33,7 +34,7 @@ def run(model: nn.Module, seed: int, rows: int = 6) -> torch.Tensor:
 
 def test_columns_are_those_of_the_counts() -> None:
     model = make_model(capacity_factor=0.5)
-    hooks = MoEHooks(model, share=1.0)
+    hooks = MoEHooks(model)
     run(model, 1)
     moe = model["layers"][1]  # type: ignore[index]
     found = moe.statistics()
@@ -56,7 +57,7 @@ def test_columns_are_those_of_the_counts() -> None:
 
 def test_the_end_of_a_step_moves_biases_unless_it_is_skipped_and_forget_drops_counts() -> None:
     model, other = (make_model(bias_update_rate=0.1) for _ in range(2))
-    hooks = MoEHooks(model, share=1.0)
+    hooks = MoEHooks(model)
     for step, skip in enumerate((torch.zeros(()), torch.ones(()))):
         for m in (model, other):
             run(m, 1).sum().backward()
@@ -71,19 +72,66 @@ def test_the_end_of_a_step_moves_biases_unless_it_is_skipped_and_forget_drops_co
     assert hooks.columns(hooks.take().tolist())["moe.1.max_bias"] == pytest.approx(0.1)
 
 
-def test_share_scales_the_router_losses() -> None:
-    grads = []
-    for share in (1.0, 0.5):
-        model = make_model(aux_loss_weight=1.0)
-        MoEHooks(model, share)
-        (0.0 * run(model, 1)).sum().backward()
-        grads.append(model["layers"][1].router.weight.grad)  # type: ignore[index]
-    assert grads[0].abs().max() > 0
-    torch.testing.assert_close(grads[1], grads[0] / 2)
+#: Two micro-batches of rows with 6 and 5, and with 1 and 2 tokens that are no padding; the first row has two documents.
+LENGTHS, FIRST_DOCUMENT = (6, 5, 1, 2), 4
+LAGGED = torch.tensor([5, 3, 2, 1])  # counts of the step before
+LOSSES = {
+    "z_loss_weight": ("z", ""),
+    "sequence_loss_weight": ("", "sequence"),
+    **{scope: ("", scope) for scope in ("sequence", "micro_batch", "global_batch_lagged")},
+}
+
+
+def of_each_token(logits: torch.Tensor, kind: tuple[str, str]) -> torch.Tensor:
+    """The loss of each token with logits (T, E) and its own experts; the sum over the tokens of a micro-batch."""
+    z, scope = kind
+    if z:
+        return sum(row.logsumexp(-1) ** 2 for row in logits)  # type: ignore[return-value]
+    chosen = torch.zeros(E, dtype=torch.float64)
+    for row in logits:
+        chosen[row.topk(2).indices] += 1
+    counts = LAGGED.double() if scope.endswith("lagged") else chosen
+    shares = counts / counts.sum()
+    return sum(E * (shares * row.softmax(-1)).sum() for row in logits)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_F147_router_losses_weigh_each_token_alike(name: str) -> None:
+    """Means over all tokens of the step, whatever micro-batches they are in and how many rows or pads these have."""
+    kind = LOSSES[name]
+    keys: dict[str, Any] = (
+        {name: 0.5} if name.endswith("weight") else {"aux_loss_weight": 0.5, "aux_scope": name}
+    )
+    torch.manual_seed(0)
+    moe = MoE(MoEConfig(dim=8, hidden_dim=8, num_experts=E, aux="attach", **keys)).to(device())
+    if moe.lagged_counts is not None:
+        moe.lagged_counts.copy_(LAGGED)
+    hooks = MoEHooks(moe)
+    x, lengths = torch.randn(4, 6, 8, device=device()), torch.tensor(LENGTHS)[:, None]
+    place = torch.arange(6).expand(4, 6)
+    documents = torch.where(place < FIRST_DOCUMENT, 0, 1).where(lengths == 6, 0)
+    documents = documents.where(place < lengths, -1).to(x.device)
+    for number, rows in enumerate((slice(0, 2), slice(2, 4))):
+        ids = documents[rows]
+        y = moe(x[rows], SimpleNamespace(valid=ids >= 0, document_ids=ids))
+        if not number:
+            hooks.set_tokens(sum(LENGTHS))  # known after the first forward
+        (0.0 * y).sum().backward()
+    weight = moe.router.weight.detach().double().cpu().requires_grad_()
+    parts = {"sequence": [(0, 0), (0, 1), (1, 0), (2, 0), (3, 0)]}.get(
+        kind[1], [(0, None), (2, None)]
+    )
+    total = torch.zeros((), dtype=torch.float64)
+    for row, document in parts:
+        rows = slice(row, row + 2) if document is None else slice(row, row + 1)
+        inside = (documents[rows] >= 0) if document is None else documents[rows] == document
+        total = total + of_each_token(x[rows][inside].double().cpu() @ weight.mT, kind)
+    (wanted,) = torch.autograd.grad(0.5 * total / sum(LENGTHS), weight)
+    torch.testing.assert_close(moe.router.weight.grad.double().cpu(), wanted, rtol=1e-5, atol=1e-7)
 
 
 def test_a_model_without_mixtures_has_no_columns() -> None:
-    hooks = MoEHooks(nn.Linear(2, 2), share=1.0)
+    hooks = MoEHooks(nn.Linear(2, 2))
     hooks.end_step(0, 1, torch.zeros(()))
     hooks.forget()
     assert hooks.columns(hooks.take().tolist()) == {}
@@ -101,7 +149,7 @@ def _of_two_stages(rank: int) -> dict[str, float]:
     model = make_model(bias_update_rate=0.1)
     name = f"layers.{rank + 1}"
     own = nn.ModuleDict({"layers": nn.ModuleDict({str(rank + 1): model["layers"][1]})})  # type: ignore[index]
-    hooks = MoEHooks(own, 1.0, num_experts={"layers.1": E, "layers.2": E})
+    hooks = MoEHooks(own, num_experts={"layers.1": E, "layers.2": E})
     assert num_experts_by_layer(own) == {name: E}
     own["layers"][str(rank + 1)](torch.randn(3 + rank, 8).to(device()))  # type: ignore[index]
     return hooks.columns(hooks.take().tolist())

@@ -49,10 +49,11 @@ def test_every_rank_gets_the_votes_of_all() -> None:
 
 @pytest.mark.distributed
 def test_digests_of_64_bits_and_large_counts_arrive_whole() -> None:
-    votes = [Vote(digest=-(2**63), count=2**40), Vote(digest=-(2**63), count=2**40 + 1)]
+    votes = [Vote(digest=-(2**63), count=2**40 + n, counts=(n, 2**60)) for n in range(2)]
     (decision, _) = run_on_ranks(2, decide, votes)
     assert decision.mismatched_ranks == []
     assert decision.count == 2**41 + 1
+    assert decision.counts == (1, 2**61)
 
 
 def tell() -> list[object]:

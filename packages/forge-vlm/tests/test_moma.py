@@ -306,25 +306,63 @@ def test_generation_equals_whole_forwards(router):
 # ------------------------------------------------------------ losses, ranks, cost
 
 
-def test_the_balance_loss_is_attached_once_and_scaled():
+def test_the_balance_loss_is_attached_once_and_is_the_mean_over_a_groups_tokens():
     layer = layer_of(balance_loss=0.5).train()
     x, ctx = batch()
-    grads = {}
-    for share in (0.0, 1.0, 0.25):
-        set_routing_step(layer, seed=0, step=0, share=share)
-        layer.zero_grad()
-        (layer(x, ctx) * 0).sum().backward()
-        grads[share] = layer.groups["text"].router.weight.grad.clone()
+    (layer(x, ctx) * 0).sum().backward()
     group, tokens = layer.groups["text"], x[ctx.modality_ids == 0]
+    loss = balance_of(group, tokens) / len(tokens)
+    wanted = torch.autograd.grad(loss, group.router.weight)[0]
+    torch.testing.assert_close(group.router.weight.grad, wanted)
+
+
+def balance_of(group, tokens):
+    """0.5 times the balance loss, summed over the tokens of a group in a micro-batch."""
     chances = group.router(tokens).softmax(-1)
     counts = torch.zeros(4).index_add_(
         0, chances.topk(2, -1).indices.flatten(), torch.ones(2 * len(tokens))
     )
-    loss = 0.5 * 4 * (counts / counts.sum() * chances.mean(0)).sum()
-    wanted = torch.autograd.grad(loss, group.router.weight)[0]
-    assert not grads[0.0].any()
-    torch.testing.assert_close(grads[1.0], wanted)
-    torch.testing.assert_close(grads[0.25], wanted / 4)
+    return 0.5 * 4 * (counts / counts.sum() * chances.sum(0)).sum()
+
+
+@pytest.mark.parametrize("router", ["token_choice", "auxiliary_router"])
+def test_F147_router_losses_weigh_each_token_of_a_group_alike(router):
+    """In micro-batches of rows with few and with many tokens of a group."""
+    options = {"balance_loss": 0.5} if router == "token_choice" else {}
+    layer = layer_of(router=router, std=0.2, **options).train()
+    x, ctx = batch()
+    ids = ctx.modality_ids
+    assert (ids[0] == 1).sum() * 2 != (ids[1:] == 1).sum()  # not as many as its rows
+    tokens = torch.where(ids == 1, 63, torch.where(ids == 2, 40, 1))
+    counts = layer.count_tokens(tokens, ctx.document_ids)
+    assert counts == {name: int((ids == number).sum()) for number, name in NAMES.items()}
+    weights = {name: torch.tensor(float("nan")) for name in counts}
+    set_routing_step(layer, seed=0, step=0, token_weights=weights)
+    parts = [slice(0, 1), slice(1, 3)]
+    for part in parts:
+        out = layer(
+            x[part], TokenContext(modality_ids=ids[part], document_ids=ctx.document_ids[part])
+        )
+        for name, weight in weights.items():  # known after the first forward
+            weight.data.fill_(1 / counts[name])
+        (0 * out).sum().backward()
+    for number, name in NAMES.items():
+        group, total = layer.groups[name], 0.0
+        for part in parts:
+            here = ids[part] == number
+            if router == "token_choice":
+                total = total + balance_of(group, x[part][here])
+                continue
+            picks = picks_of(layer, x[part].double(), ids[part], ctx.document_ids[part])
+            picked = [
+                [float((b, t, e) in picks) for e in range(4)] for b, t in here.nonzero().tolist()
+            ]
+            guess, chosen = group.auxiliary(x[part][here]).sigmoid(), torch.tensor(picked)
+            total = total - (chosen * guess.log() + (1 - chosen) * (1 - guess).log()).sum() / 4
+        trained = group.router if router == "token_choice" else group.auxiliary
+        wanted = torch.autograd.grad(total / counts[name], list(trained.parameters()))
+        for parameter, grad in zip(trained.parameters(), wanted, strict=True):
+            torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("router", ["token_choice", "expert_choice", "auxiliary_router"])

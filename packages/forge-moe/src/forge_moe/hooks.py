@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -36,13 +37,13 @@ def whole_batch_options(model: nn.Module) -> dict[str, str]:
 class MoEHooks:
     """All MoE layers of a model, for its training loop; without any nothing happens.
 
-        hooks = MoEHooks(model, share=1 / num_micro_batches)     # aux = "attach"
+        hooks = MoEHooks(model)                                  # aux = "attach"
+        hooks.set_tokens(tokens_of_step)                         # before the first backward of the step
         ...                                                      # forward, backward
         optimizer.step(skip=bad)
         hooks.end_step(step, total_steps, bad)
         row |= hooks.columns(hooks.take().tolist())              # when a row is logged
 
-    share: factor on the router losses of a micro-batch, its part of the global batch.
     stage_group: the ranks that hold the same layers, over which counts are summed, as each routes other tokens;
     None for one process.
     row_groups: groups of ranks that hold parts of the same rows (context and tensor parallelism).
@@ -53,7 +54,6 @@ class MoEHooks:
     def __init__(
         self,
         model: nn.Module,
-        share: float,
         *,
         stage_group: dist.ProcessGroup | None = None,
         row_groups: Sequence[Any] = (),
@@ -67,12 +67,22 @@ class MoEHooks:
         for layer in self._layers.values():
             layer.data_group = stage_group or ()
             layer.sequence_group = tuple(row_groups) or None
-        self.set_share(share)
+        # nan shows in the gradients of a loop that forgets `set_tokens`
+        self._scale = torch.full((), math.nan, device=self._device)
+        set_aux_scale(model, self._scale, per_token=True)
 
-    def set_share(self, share: float) -> None:
-        """Set the factor on the router losses of a micro-batch from the next forward on."""
-        if self._layers:
-            set_aux_scale(self._model, torch.tensor(share, device=self._device))
+    @property
+    def routes(self) -> bool:
+        """Whether the whole model has a MoE layer."""
+        return bool(self._num_experts)
+
+    def set_tokens(self, tokens: int) -> None:
+        """Set the tokens of the step on all ranks, pads left out: the router losses of each token weigh 1 / tokens.
+
+        To be called in each step, before its first backward; it may come after forwards. No host sync.
+        """
+        # .data: forwards before this call keep the tensor for their backward, which is to read the new value
+        self._scale.data.fill_(1.0 / max(tokens, 1))
 
     def end_step(self, step: int, total_steps: int, skip: Tensor) -> None:
         """Update the expert biases after the optimizer's step, unless `skip` (0-dim) is 1.0.

@@ -115,6 +115,7 @@ class MoE(nn.Module):
         self.data_group: Any = None
         self.sequence_group: Any = None
         self.aux_scale: Tensor | None = None
+        self.aux_per_token = False
         self.pending_losses: AuxLosses | None = None
         self.counters = RoutingCounters(config.num_experts)
 
@@ -267,8 +268,11 @@ class MoE(nn.Module):
             # The scale may have changed by the time of a recomputation (pipeline schedules).
             scale = record_or_replay(self, "scale", lambda: self.aux_scale)
             scale = torch.ones_like(zero) if scale is None else scale
-            attach = losses.total.requires_grad
-            return AttachLoss.apply(out, losses.total, scale) if attach else out
+            attached = losses.total
+            if self.aux_per_token:  # the losses are means over the tokens of the micro-batch
+                tokens: Tensor | int = len(routed.ids) if valid is None else valid.sum()
+                attached = attached * (tokens if total is None else total)
+            return AttachLoss.apply(out, attached, scale) if attached.requires_grad else out
         if first and torch.is_grad_enabled():  # losses without a graph are of no use to the caller
             before = self.pending_losses
             self.pending_losses = (

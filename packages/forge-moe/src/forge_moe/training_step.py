@@ -36,19 +36,21 @@ def aux_losses(model: nn.Module) -> AuxLosses:
     return AuxLosses(*sums)
 
 
-def set_aux_scale(model: nn.Module, scale: Tensor) -> None:
+def set_aux_scale(model: nn.Module, scale: Tensor, *, per_token: bool = False) -> None:
     """Set the factor on attached router losses, from the next forward on, of layers with aux = "attach".
 
         set_aux_scale(model, torch.tensor(1 / 4))          # four micro-batches, each loss / 4
 
     `scale` is a 0-dim tensor, the factor on the caller's mean loss of this micro-batch; backward reads it,
-    without a host sync. Raises ValueError for another shape.
+    without a host sync. With `per_token` it is the factor on the sum of a loss over tokens: 1 / the tokens of the
+    step on all ranks, pads left out, weights micro-batches and ranks by their tokens. Raises ValueError for another
+    shape.
     """
     if scale.dim() != 0:
         fix = "use torch.tensor(0.25)"
         raise invalid("scale", "shape", tuple(scale.shape), "must be a 0-dim tensor", fix)
     for layer in _layers(model):
-        layer.aux_scale = scale
+        layer.aux_scale, layer.aux_per_token = scale, per_token
 
 
 @torch.no_grad()

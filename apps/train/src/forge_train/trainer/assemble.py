@@ -69,7 +69,7 @@ def assemble(
         optimizer=optimizer,
         masks_update="skip" in inspect.signature(optimizer.step).parameters,
         stages=Stages(config.optimizer, config.train.stages, optimizer),
-        moe=moe_hooks(model, meshes, division.size / config.train.global_batch, num_experts),
+        moe=moe_hooks(model, meshes, num_experts),
     )
 
 

@@ -81,15 +81,12 @@ def moe_columns(hooks: MoEHooks, each_expert: bool) -> Columns:
     return lambda sums: {**hooks.columns(sums), **hooks.loads(sums)}
 
 
-def moe_hooks(
-    model: nn.Module, meshes: Meshes, share: float, num_experts: Mapping[str, int]
-) -> MoEHooks:
+def moe_hooks(model: nn.Module, meshes: Meshes, num_experts: Mapping[str, int]) -> MoEHooks:
     """The hooks for this rank's layers; `num_experts` are those of the whole model."""
     # with sequences or heads cut over ranks, the tokens of one row are cut too
     row_groups = [axis.group for axis in (meshes.cp, meshes.tp) if axis.size > 1]
     return MoEHooks(
         model,
-        share,
         stage_group=meshes.stage.group,
         row_groups=row_groups,
         num_experts=num_experts,

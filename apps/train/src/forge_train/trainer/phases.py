@@ -1,4 +1,4 @@
-"""A run goes from phase to phase of its data: batches, the forward and backward, and router losses follow."""
+"""A run goes from phase to phase of its data: batches, and the forward and backward, follow."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 from forge_data import Loader
-from forge_moe.hooks import MoEHooks
 from forge_parallel.compute import Compute
 from forge_parallel.micro_batches import MicroBatches
 from forge_train.config.schema import JobConfig
@@ -29,13 +28,12 @@ class Phases:
         compute: Compute,
         make: Callable[[JobConfig, MicroBatches], Compute],
         divide: Callable[[JobConfig], MicroBatches],
-        moe: MoEHooks,
         record: Callable[..., None],
     ) -> None:
         self.stretch, self.division = course.stretches[0], division
         self.compute = self.evaluates = compute
         self._course, self._loader = course, loader
-        self._make, self._divide, self._moe, self._record = make, divide, moe, record
+        self._make, self._divide, self._record = make, divide, record
 
     def enter(self, step: int) -> None:
         """Go to the stretch of the next instance, before step `step`; an event says what is new. No communication."""
@@ -57,4 +55,3 @@ class Phases:
         self.division = division = self._divide(config)
         self._loader.rebatch(division.global_batch, division.size, division.count)
         self.compute = self._make(config, division)
-        self._moe.set_share(division.size / division.global_batch)

@@ -357,7 +357,7 @@ class Trainer:
         self.optimizer, self.masks_update = parts.optimizer, parts.masks_update
         self.stages, self.moe = parts.stages, parts.moe
         self.phases = self._begin_phases(parts.compute)
-        self.routing = RoutingSteps(self.model, self.config.run.seed, self.meshes)
+        self.routing = RoutingSteps(self.model, self.config.run.seed, self.meshes, self.moe)
         if self.config.metrics.gradients_every_steps:
             self.gradients = GradientStatistics(self.model, self.meshes)
         self.window = self._profile_window()
@@ -389,7 +389,6 @@ class Trainer:
             compute,
             lambda job, division: make_compute(self.model, job, meshes, division, self.objective),
             lambda job: micro_batches(job, layout),
-            self.moe,
             self._record,
         )
 
@@ -590,8 +589,10 @@ class Trainer:
             fault=int(fault_code(fault)),
             digest=batch.digest,
             count=self._count(batch),
+            counts=self.routing.count_tokens(batch),
         )
-        pending = PendingCount(self.agreement, vote, fault, self.progress.step, self._record)
+        step, counted = self.progress.step, self.routing.set_tokens
+        pending = PendingCount(self.agreement, vote, fault, step, self._record, counted)
         share = self.compute.gradients(batch, pending.wait)
         assert pending.decision is not None
         self._decision = pending.decision

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -26,7 +26,8 @@ class PendingCount:
     """The weight of all labels of the global batch, on its way: the votes travel during the first forward.
 
     vote: this rank's. fault: the error behind `vote.fault`. step: the last one that is done, for messages.
-    record: writes an event. `decision` is what all ranks decided, once `wait` has returned.
+    record: writes an event. counted: called once, with the sums of `vote.counts`, as soon as they are known.
+    `decision` is what all ranks decided, once `wait` has returned.
     """
 
     def __init__(
@@ -36,10 +37,11 @@ class PendingCount:
         fault: Exception | None,
         step: int,
         record: Callable[..., None],
+        counted: Callable[[Sequence[int]], None],
     ) -> None:
         self.decision: Decision | None = None
         self._agreement, self._fault, self._step, self._record = agreement, fault, step, record
-        self._pending = agreement.start(vote)
+        self._counted, self._pending = counted, agreement.start(vote)
 
     def wait(self) -> float:
         """The sum of the counts of all ranks, 1 where it is 0; further calls return it at once.
@@ -50,6 +52,7 @@ class PendingCount:
             decision = self._pending.wait()
             self._check(decision)
             self.decision = decision
+            self._counted(decision.counts)
         # Only 0 becomes 1: a floor of 1 would rescale batches whose labels weigh less than that.
         return self.decision.count or 1.0
 

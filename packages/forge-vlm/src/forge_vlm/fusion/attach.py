@@ -10,8 +10,8 @@ from torch import Tensor
 __all__ = ["attach"]
 
 
-def attach(y: Tensor, loss: Tensor, scale: float) -> Tensor:
-    """y itself; backward also propagates `scale` times the gradient of `loss` (0-dim).
+def attach(y: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+    """y itself; backward also propagates `scale` times the gradient of `loss`, both 0-dim.
 
     It reaches routers under recomputation and stages of a pipeline too, where no caller sees the loss.
     """
@@ -21,10 +21,12 @@ def attach(y: Tensor, loss: Tensor, scale: float) -> Tensor:
 
 class _Attach(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, loss: Tensor, scale: float) -> Tensor:
-        ctx.scale, ctx.options = scale, {"dtype": loss.dtype, "device": loss.device}
+    def forward(ctx: Any, y: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        ctx.options = {"dtype": loss.dtype, "device": loss.device}
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        return grad, torch.full((), ctx.scale, **ctx.options), None
+        (scale,) = ctx.saved_tensors
+        return grad, scale.to(**ctx.options, copy=True), None

@@ -6,7 +6,7 @@ Shapes: B rows, S tokens, N = B S, n tokens of a group, E experts of it, K exper
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
@@ -20,6 +20,7 @@ from forge_vlm.fusion.attach import attach
 from forge_vlm.fusion.choice import expert_choice, gumbel_difference, quotas_of, token_choice
 from forge_vlm.fusion.experts import GroupExperts, expert_flops, expert_sources
 from forge_vlm.fusion.routes import routes_of
+from forge_vlm.modalities import modality_ids
 
 if TYPE_CHECKING:
     from forge_vlm.config import VLMConfig
@@ -38,7 +39,8 @@ class MoMa(nn.Module):
     By token choice nothing is synchronised but the experts' own way with counts. Where experts choose, their quotas
     are found on the host once per forward, and an auxiliary router's choice in evaluation costs one sync per group
     and layer. Choices are kept in the context of the forward, so that a recomputation takes the same.
-    Losses of routers (`balance_loss`, auxiliary routers) are added to gradients by the backward pass, times `share`.
+    Losses of routers (`balance_loss`, auxiliary routers) are added to gradients by the backward pass: means over the tokens
+    of a group in the micro-batch, or with the weights of `set_routing_step` in the step.
     Where ranks hold parts of the same rows (context parallelism), `set_row_group` makes the balance loss one of whole
     rows, for an all-reduce of E numbers per group and layer.
 
@@ -56,6 +58,7 @@ class MoMa(nn.Module):
     ) -> None:
         super().__init__()
         self.options, self.layer, self.table = config.fusion.moma, layer, groups
+        self.modalities = config.modalities
         self.groups = nn.ModuleDict({name: Group(config, name, experts) for name in names})
 
     def forward(self, x: Tensor, ctx: TokenContext | None = None) -> Tensor:
@@ -77,6 +80,12 @@ class MoMa(nn.Module):
     def prepare(self, ctx: TokenContext, x: Tensor, cache: Any = None) -> None:
         """Find the routes, which all layers share."""
         routes_of(ctx, self.table)
+
+    def count_tokens(self, tokens: Tensor, document_ids: Tensor | None = None) -> dict[str, int]:
+        """Tokens of each group by its name, padding left out, of ids (B, S). On an accelerator it costs host syncs."""
+        ids = modality_ids(tokens, document_ids, self.modalities).cpu()
+        group = torch.tensor(self.table)[ids + 1]
+        return {name: int((group == number).sum()) for number, name in enumerate(self.groups)}
 
     @property
     def needs_whole_rows(self) -> bool:
@@ -142,7 +151,7 @@ class Group(nn.Module):
                 nn.Linear(c.auxiliary_dim, self.num),
             )
         self.noise_stream: tuple[int, ...] | None = None
-        self.share = 1.0
+        self.token_weight: Tensor | None = None
         self.row_group: Any = None
 
     def forward(self, tokens: Tensor, call: _Call) -> Tensor:
@@ -175,17 +184,24 @@ class Group(nn.Module):
         each = seen.index_select(0, back).unflatten(0, (len(tokens), top_k))  # (n, K, D)
         out = (each * weights[..., None]).sum(1).to(tokens.dtype)
         if self.training and self.options.balance_loss and self.num > 1:
-            out = attach(out, self._balance(probabilities, counts, call), self.share)
+            out = self._with_loss(out, *self._balance(probabilities, counts, call))
         return out
 
-    def _balance(self, probabilities: Tensor, counts: Tensor, call: _Call) -> Tensor:
-        """The balance loss of probabilities (n, E) and counts (E,), 0-dim; this rank's summand where it has parts of rows."""
+    def _with_loss(self, out: Tensor, loss: Tensor, tokens: Tensor | int) -> Tensor:
+        """`out` with a loss (0-dim) attached that is summed over so many tokens."""
+        if self.token_weight is None:
+            return attach(out, loss / tokens, loss.new_ones(()))
+        return attach(out, loss, self.token_weight)
+
+    def _balance(self, probabilities: Tensor, counts: Tensor, call: _Call) -> tuple[Tensor, Tensor]:
+        """The balance loss of probabilities (n, E) and counts (E,), summed over tokens, and the number of tokens. Where ranks
+        hold parts of rows the loss is this rank's summand, and the number is that of all."""
         group = self.row_group
         if group is not None:
             counts = call.ctx.once((id(self), "counts"), lambda: _sum_over(group, counts))
         slots = counts.sum().clamp_min(1)
-        mean = probabilities.sum(0) / (slots / min(self.options.top_k, self.num))
-        return self.options.balance_loss * self.num * (counts / slots * mean).sum()
+        loss = self.options.balance_loss * self.num * (counts / slots * probabilities.sum(0)).sum()
+        return loss, slots / min(self.options.top_k, self.num)
 
     def _by_experts(self, tokens: Tensor, logits: Tensor, call: _Call) -> Tensor:
         if self.options.gumbel_noise:
@@ -200,7 +216,7 @@ class Group(nn.Module):
         picked = torch.zeros_like(gates).scatter_(0, chosen.mT, 1.0)  # (n, E)
         guess = self.auxiliary(tokens.detach()).to(picked.dtype)
         missed = F.binary_cross_entropy_with_logits(guess, picked, reduction="sum")
-        return attach(out, missed / max(picked.numel(), 1), self.share)
+        return self._with_loss(out, missed / self.num, max(len(tokens), 1))
 
     def _choose(self, gates: Tensor, call: _Call) -> Tensor:
         c = self.options
@@ -255,18 +271,27 @@ class Group(nn.Module):
 
 
 def set_routing_step(
-    model: nn.Module, *, seed: int, step: int, micro_batch: int = 0, share: float = 1.0
+    model: nn.Module,
+    *,
+    seed: int,
+    step: int,
+    micro_batch: int = 0,
+    token_weights: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Tell all MoMa layers of a model which micro-batch comes next; nothing happens without any.
 
-        set_routing_step(model, seed=0, step=7, micro_batch=3, share=1 / 8)     # the fourth of eight
+        weights = {group: torch.tensor(1 / tokens) for group, tokens in tokens_of_step.items()}
+        set_routing_step(model, seed=0, step=7, micro_batch=3, token_weights=weights)     # the fourth
 
     Noise on gates is a function of (seed, step, micro_batch), the layer and a token's place. `micro_batch` counts those
-    of the global batch, over all ranks. `share` is the factor on the routers' losses of this one, 1 over their number.
+    of the global batch, over all ranks. `token_weights`, 0-dim, are factors on the routers' losses of each token of a group, 1 over
+    their number in the step (`MoMa.count_tokens`, summed over ranks); backward reads them. Without them a loss is the mean
+    over the tokens of the micro-batch.
     """
     for module in model.modules():
         if isinstance(module, Group):
-            module.noise_stream, module.share = (seed, step, micro_batch), share
+            module.noise_stream = (seed, step, micro_batch)
+            module.token_weight = None if token_weights is None else token_weights[module.name]
 
 
 def set_row_group(model: nn.Module, group: Any) -> None:
