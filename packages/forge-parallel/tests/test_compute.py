@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -104,11 +105,11 @@ def test_F160_an_evaluation_leaves_the_mode_of_each_module_alone() -> None:
     assert [module.training for module in compute.model.modules()] == before
 
 
-def test_no_labels_are_no_loss() -> None:
+def test_F205_no_labels_are_no_loss() -> None:
     config = ParallelConfig(device=device().type, precision="fp32")
     compute = make(make_meshes(config), config)
     batch = replace(rows(1), weights=torch.zeros(ROWS, LENGTH))
-    assert evaluate(compute, batch.split(2), weight, lambda value: [value]) == 0.0
+    assert math.isnan(evaluate(compute, batch.split(2), weight, lambda value: [value]))
 
 
 def test_gradients_of_a_batch_are_those_of_its_mean() -> None:

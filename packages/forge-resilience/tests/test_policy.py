@@ -231,3 +231,30 @@ def test_a_state_that_no_policy_saved_is_refused(wrong: Any) -> None:
 def test_values_out_of_range_are_refused(kind: Any, key: str, value: float, code: str) -> None:
     with rejects(key, value, code):
         kind(**{key: value})
+
+
+# ---- no labels
+
+
+def test_F205_a_step_without_labels_is_masked_and_no_value_of_the_window() -> None:
+    policy = NumericsPolicy(NonfiniteConfig("stop"), SpikeConfig("stop", 3.0, 4))
+    other = NumericsPolicy(NonfiniteConfig("stop"), SpikeConfig("stop", 3.0, 4))
+    losses = noise(8)
+    judge(other, losses)
+    for number, loss in enumerate(losses):
+        if number in (2, 7):
+            assert float(policy.judge(torch.tensor(0.0), torch.tensor(0.0), labeled=False)) == 1.0
+        judge(policy, [loss])
+    assert policy.state_dict()["window"] == other.state_dict()["window"]
+    outcome = policy.decide(policy.take().tolist(), 10)
+    assert (outcome.skipped, outcome.unlabeled, outcome.spikes) == ((3, 9), (3, 9), ())
+    assert (outcome.action, outcome.in_a_row) == ("none", 0)
+
+
+def test_F205_a_step_without_labels_ends_a_run_of_bad_steps() -> None:
+    policy = NumericsPolicy(NonfiniteConfig("rollback", 1))
+    for number, loss in enumerate([NAN, 1.0, NAN, NAN, 1.0]):
+        policy.judge(torch.tensor(loss), torch.tensor(1.0), labeled=number != 1)
+    outcome = policy.decide(policy.take().tolist(), 5)
+    assert (outcome.action, outcome.first, outcome.last) == ("rollback", 3, 4)
+    assert (outcome.skipped, outcome.unlabeled) == ((1, 2, 3, 4), (2,))

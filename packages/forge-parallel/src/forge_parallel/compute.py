@@ -5,6 +5,7 @@ Shapes: B rows, S tokens of a row, D width of the stream, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -387,7 +388,8 @@ def evaluate(
     count: Callable[[Any], float],
     gather: Callable[[list[float]], list[list[float]]],
 ) -> float:
-    """Mean loss in nats per label over the parts of all ranks, without gradients; the same bits on every rank.
+    """Mean loss in nats per label over the parts of all ranks, without gradients; the same bits on every rank. nan without
+    labels.
 
         evaluate(compute, parts, lambda part: part.label_weight, agreement.exchange)
 
@@ -403,7 +405,8 @@ def evaluate(
             total += compute.losses(part).double()
     reshard(model)
     shares = gather([float(total), sum(count(part) for part in parts)])
-    return sum(loss for loss, _ in shares) / (sum(weight for _, weight in shares) or 1.0)
+    weight = sum(weight for _, weight in shares)
+    return sum(loss for loss, _ in shares) / weight if weight else math.nan
 
 
 def extra_problems(

@@ -13,7 +13,7 @@ from forge_resilience.nonfinite import nonfinite
 __all__ = ["NonfiniteConfig", "NumericsPolicy", "Outcome", "RollbackConfig", "SpikeConfig"]
 
 _MAX_STEPS = 10**6
-_NONFINITE, _SPIKE = 1, 2  # verdicts; 0 is a good step
+_NONFINITE, _SPIKE, _UNLABELED = 1, 2, 3  # verdicts; 0 is a good step
 _MOST_PIECES = 1000
 _COUNTERS = ("rollbacks", "in_a_row", "bad_since")
 
@@ -112,7 +112,9 @@ class Outcome:
     skipped: tuple[int, ...] = ()
     """Steps that changed nothing."""
     spikes: tuple[int, ...] = ()
-    """Those of them that were spikes; the others were not finite."""
+    """Those of them that were spikes."""
+    unlabeled: tuple[int, ...] = ()
+    """Those of them that had no label; the others were not finite."""
     in_a_row: int = 0
     """The longest run of steps that were not finite."""
     action: Literal["none", "stop", "rollback"] = "none"
@@ -133,7 +135,8 @@ class NumericsPolicy:
         if outcome.action == "rollback": ...
 
     `loss` and `grad_norm` must be equal on all ranks (those of the global batch), so all ranks judge and decide
-    alike. A step that is not finite, and a spike unless `spike.action` is "off", masks its update. A spike
+    alike. A step that is not finite, a spike unless `spike.action` is "off", and a step without labels mask their update; the
+    last has no value for the window, ends a run of bad steps, and has no other consequence. A spike
     enters the window with the value at which it became one, so that a lasting rise of the loss is soon no
     spike any more. `state_dict` belongs into the checkpoint; decide before. Cost of a step: a dozen small
     device operations with a spike rule, three without.
@@ -168,11 +171,14 @@ class NumericsPolicy:
         """Multiplies the learning rate of the schedule."""
         return float(self.rollback.lr_factor**self.rollbacks)
 
-    def judge(self, loss: Any, grad_norm: Any) -> Any:
-        """1.0 if the update of this step is to be masked, else 0.0; 0-dim fp32 on the device of `loss`, no sync."""
+    def judge(self, loss: Any, grad_norm: Any, *, labeled: bool = True) -> Any:
+        """1.0 if the update of this step is to be masked, else 0.0; 0-dim fp32 on the device of `loss`, no sync.
+
+        `labeled`: whether its batch had a label, without which it has no loss.
+        """
         bad = nonfinite(loss, grad_norm)
-        verdict = bad * _NONFINITE
-        if self._window is not None:
+        verdict = bad * _NONFINITE if labeled else bad.new_full((), _UNLABELED)
+        if self._window is not None and labeled:
             verdict = verdict + _SPIKE * self._window.judge(loss, grad_norm, bad)
         self._verdicts.append(verdict[None])
         if len(self._verdicts) > _MOST_PIECES:  # a tensor of one number holds 512 bytes of a GPU
@@ -191,12 +197,15 @@ class NumericsPolicy:
 
         Hand on each verdict once, in order. After a rollback load the state and go on from its step.
         """
-        skipped, spikes, longest, answer = [], [], 0, Outcome()
+        skipped, unlabeled, spikes, longest, answer = [], [], [], 0, Outcome()
         for number, verdict in enumerate(verdicts, step - len(verdicts) + 1):
-            if not verdict:
+            if verdict:
+                skipped.append(number)
+            if verdict == _UNLABELED:
+                unlabeled.append(number)
+            if verdict in (0, _UNLABELED):
                 self._in_a_row = self._bad_since = 0
                 continue
-            skipped.append(number)
             if verdict == _SPIKE:
                 spikes.append(number)
             self._in_a_row = self._in_a_row + 1 if verdict == _NONFINITE else 0
@@ -206,16 +215,24 @@ class NumericsPolicy:
                 answer = self._answer(int(verdict), number)
             elif answer.last == number - 1:  # the same run of bad steps
                 answer = replace(answer, last=number)
-        return replace(answer, skipped=tuple(skipped), spikes=tuple(spikes), in_a_row=longest)
+        return replace(
+            answer,
+            skipped=tuple(skipped),
+            spikes=tuple(spikes),
+            unlabeled=tuple(unlabeled),
+            in_a_row=longest,
+        )
 
     def _answer(self, verdict: int, step: int) -> Outcome:
         """What follows from a bad step, which the counters contain already."""
         first = self._bad_since
         if verdict == _NONFINITE and self._in_a_row > self.nonfinite.limit:
             back = self.nonfinite.action == "rollback"
-            return Outcome((), (), 0, "rollback" if back else "stop", "nonfinite", first, step)
+            return Outcome(
+                action="rollback" if back else "stop", cause="nonfinite", first=first, last=step
+            )
         if verdict == _SPIKE and self.spike.action in ("stop", "rollback"):
-            return Outcome((), (), 0, self.spike.action, "spike", first, step)
+            return Outcome(action=self.spike.action, cause="spike", first=first, last=step)
         return Outcome()
 
     def state_dict(self) -> dict[str, Any]:

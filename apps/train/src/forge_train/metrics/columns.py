@@ -22,7 +22,7 @@ class Column(NamedTuple):
 COLUMNS = (
     Column("step", "steps", "optimizer steps so far; 0 is an evaluation before the first"),
     Column("schema", "", "version of the columns"),
-    Column("loss", "nats per label", "of the step's global batch: its cross-entropy, weighted by label, or the objective"),
+    Column("loss", "nats per label", "of the step's global batch: its cross-entropy, weighted by label, or the objective; null without a label"),
     Column("val_loss", "nats per label", "of the validation rows; null where none were evaluated"),
     Column("val_bits_per_byte", "bits / byte", "of the text of the validation rows, where the tokenizer keeps text"),
     Column("grad_norm", "", "norm of the gradient of all parameters, before clipping"),
@@ -37,7 +37,7 @@ COLUMNS = (
     Column("device_hours", "h", "seconds of training times the ranks that trained in them, over all lives: GPU hours on GPUs, hours of processes on CPUs"),
     Column("seconds_left", "s", "to the last step, at the speed since the row before"),
     Column("instances", "16 hex digits", "digest of the instance ids of the step's global batch"),
-    Column("skipped_steps", "steps", "without an update since the row before, as their numbers were bad"),
+    Column("skipped_steps", "steps", "without an update since the row before, as their numbers were bad or they had no label"),
     Column("recompiled", "", "functions that were compiled again so far; with `parallel.compile`"),
     Column("loss.z_loss", "nats per label", "the term that `train.<loss>.z_loss` adds"),
     Column("loss.label_smoothing", "nats per label", "the term that `train.<loss>.label_smoothing` adds"),

@@ -49,7 +49,11 @@ from forge_train.errors import ConfigError, DataError, config_errors, problems_u
 from forge_train.trainer.adapters import add_adapters
 from forge_train.trainer.course import Course
 from forge_train.trainer.experts import feed_forward_factory, group_expert_factory
-from forge_train.trainer.fitting_data import GuardedLoader, fitting_problems
+from forge_train.trainer.fitting_data import (
+    GuardedLoader,
+    fitting_problems,
+    refuse_without_labels,
+)
 from forge_train.trainer.layout import micro_batches
 from forge_vlm import VLM
 
@@ -172,6 +176,8 @@ def open_data(
         refuse(_end_problems(config, loader.stream, total_steps(config, model)))
         refuse(extra_problems(model, loader.filler(0), layout, "[data]"))
         refuse(_axes_problems(config, loader.filler(0), "[data]"))
+    rows = Course(config).rows_of(total_steps(config, model))
+    refuse_without_labels(config, "data.sources", loader.stream, rows)
     streams = open_held_out(config, model, layout)
     refuse(fitting_problems(config, model, loader.stream, streams))
     return loader, streams
@@ -186,6 +192,9 @@ def open_held_out(config: JobConfig, model: nn.Module, layout: Layout) -> dict[s
             sample = Loader(stream, 1).filler(0)
         refuse(extra_problems(model, sample, layout, f"[{key}]"))
         refuse(_axes_problems(config, sample, f"[{key}]"))
+        own = config.eval.sets.get(key.rpartition(".")[2]) if key != _VALIDATION else None
+        rows = (own.sequences if own else None) or config.eval.sequences
+        refuse_without_labels(config, key, stream, rows)
         streams[key] = stream
     return streams
 

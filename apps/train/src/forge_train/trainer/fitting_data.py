@@ -8,16 +8,18 @@ from typing import Any
 import numpy
 from torch import nn
 
-from forge_data import Batch, InvalidData, Loader
+from forge_data import Batch, InvalidData, Loader, batch_of
 from forge_data.mixed_stream import MixedStream
 from forge_data.phased_stream import parts_of
+from forge_data.places import num_shards_of
 from forge_data.protocols import Stream
-from forge_train._shared.problems import Problem
+from forge_train._shared.problems import Problem, invalid
 from forge_train.config.schema import JobConfig
+from forge_train.errors import DataError
 from forge_vlm.data import InvalidSample, check_labels
 from forge_vlm.plan import IGNORE
 
-__all__ = ["GuardedLoader", "fitting_problems"]
+__all__ = ["GuardedLoader", "fitting_problems", "refuse_without_labels"]
 
 _ENOUGH = 64  # labels before they are judged: fewer may be copies by chance
 
@@ -35,6 +37,30 @@ def fitting_problems(
         ]
         found |= {str(problem): problem for problem in problems}
     return list(found.values())
+
+
+def refuse_without_labels(config: JobConfig, key: str, stream: Stream, rows: int) -> None:
+    """Raise DataError if none of the first `rows` rows of a stream has a label: its loss would be a mean over nothing.
+
+    Reads up to the first label, so usually a row. A row that cannot be read is left to who needs it, streams that are read from
+    front to back to the run, and an objective counts for itself.
+    """
+    rows, begin = min(rows, len(stream)), 0
+    if config.train.objective is not None or num_shards_of(stream):
+        return
+    while begin < rows:
+        end = min(rows, 2 * begin + 1)
+        try:
+            batch = batch_of(stream, range(begin, end))
+        except (InvalidData, OSError, ValueError):
+            return
+        if batch.label_weight:
+            return
+        begin = end
+    if rows:
+        rule = "must have a label: all would be padding, masked or of weight 0"
+        fix = "train on answers that fit into data.seq_len, with weights above 0"
+        raise invalid(key, "no_labels", f"{rows} sequences", rule, fix, kind=DataError)
 
 
 def _group_problems(config: JobConfig, stream: Stream, where: str) -> Iterator[Problem]:

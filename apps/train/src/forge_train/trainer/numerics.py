@@ -49,7 +49,9 @@ class Numerics:
         """
         found = self.policy.decide(self.take().tolist() if verdicts is None else verdicts, step)
         self._since_row += len(found.skipped)
-        others = [number for number in found.skipped if number not in found.spikes]
+        others = [n for n in found.skipped if n not in (*found.spikes, *found.unlabeled)]
+        if found.unlabeled:
+            self._record("skip", step=found.unlabeled[-1], unlabeled=len(found.unlabeled))
         if others:
             self._record("skip", step=others[-1], skipped=len(others), in_a_row=found.in_a_row)
         if found.spikes:

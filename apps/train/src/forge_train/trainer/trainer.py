@@ -140,6 +140,8 @@ class Trainer:
         self.loader, held_out = open_data(config, self.model, layout, world.rank)
         self.evaluation = Evaluation(config, held_out)
         self._data_remarks = list(getattr(self.loader.stream, "remarks", ()))
+        for key, stream in held_out.items():
+            self._data_remarks += [f"{key}: {line}" for line in getattr(stream, "remarks", ())]
         self.loader.on_event = self._record_data
         refuse(base_problems(config, self.paths))
         self.fork = find_fork(self.job, self.model, self.loader, self.total_steps)
@@ -524,7 +526,10 @@ class Trainer:
         if self.rows.is_waiting:
             self._check_numerics()  # up to the row's step, before weights change once more
         set_lr(self.optimizer, lr)
-        bad = self.numerics.policy.judge(loss, grad_norm)
+        labeled = self._decision.count > 0
+        bad = self.numerics.policy.judge(loss, grad_norm, labeled=labeled)
+        if not labeled:  # no label is not a loss of 0: such numbers are null
+            loss, sums = loss.new_full((), math.nan), torch.full_like(sums, math.nan)
         with span("optimizer"):
             self._update(bad)
         self.window.measure(self.model, self.optimizer)
