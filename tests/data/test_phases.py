@@ -69,11 +69,12 @@ def course_of(draw: random.Random, config: Any) -> Course:
 
 @pytest.mark.lane("quick")
 @pytest.mark.parametrize("seed", range(20))
-def test_steps_tokens_and_rows_are_those_of_a_walk(tmp_path: Path, seed: int) -> None:
+def test_F207_steps_tokens_rows_and_flops_are_those_of_a_walk(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     course = course_of(draw, load_job(job_in(tmp_path), QUIET).config)
     windows = [[40, 55], [150, 151]] if draw.random() < 0.5 else []
-    ledger, cursor, tokens, cursors = Ledger(windows), 0, 0, [0]
+    ledger, cursor, tokens, cursors, reached, flops = Ledger(windows), 0, 0, [0], [0], [0]
+    per_token = [100 + s.seq_len for s in course.stretches]
     borders = [b.start for a, b in pairwise(course.stretches) if a.seq_len != b.seq_len]
     for step in range(1, 60):
         first = int(ledger.ids([cursor])[0])
@@ -88,10 +89,18 @@ def test_steps_tokens_and_rows_are_those_of_a_walk(tmp_path: Path, seed: int) ->
             assert course.rows_of(step) == cursor + rows
         cursor, tokens = cursor + rows, tokens + own
         cursors.append(cursor)
+        flops.append(flops[-1] + own * per_token[course.stretches.index(stretch)])
+        reached.append(tokens)
         assert course.tokens(cursor, windows) == tokens
         assert course.cursor(tokens, windows) == cursor
         back = draw.randint(0, step)
         assert course.steps_back(cursor, back, windows) == cursors[step - back]
+        # F207: from any step on, with what is left out
+        assert course.flops(tokens, per_token, windows) == flops[-1]
+        left = tokens - reached[step - back]
+        if back:
+            assert course.steps_of(left, cursors[step - back], windows) == back
+            assert course.steps_of(left - own + 1, cursors[step - back], windows) == back
 
 
 @pytest.mark.lane("quick")

@@ -136,6 +136,63 @@ def test_a_rollback_leaves_out_the_rows_of_a_step_of_its_phase(tmp_path: Path) -
     assert [(e["step"], e["name"]) for e in events(job, "phase")] == [(4, "wide")]
 
 
+SHORTER = """
+[model.moe]
+num_experts = 4
+[data.phases.short]
+start_instance = 84
+seq_len = 16
+global_batch = 20
+"""
+
+
+def test_F206_F207_rows_and_length_behind_a_rollback_between_rows(tmp_path: Path) -> None:
+    """Rows every 4 steps, checkpoints every 3, step 7 goes back to step 6; then rows of another length, up to 4600 tokens."""
+    keys = {name.replace("__", "."): value for name, value in BACK.items()}
+    keys |= {"metrics.every_steps": 4, "train.steps": None, "train.tokens": 4600, "eval.every_steps": 0,
+             "sample.max_new_tokens": 0, "metrics.console": "off"}  # fmt: skip
+    found = []
+    for name, callbacks in (("a", []), ("b", [LeaveOut()])):
+        job = make_job(tmp_path / name, SHORTER)
+        job.write_text(job.read_text().replace("steps = 12\n", ""))
+        trainer = Trainer(
+            load_job(job, {k: v for k, v in keys.items() if v is not None}), callbacks
+        )
+        trainer.fit()
+        per_token = {s.seq_len: flops for s, flops in zip(trainer.course.stretches, trainer._flops)}
+        metrics = read_run(tmp_path / name / "run").metrics
+        found.append({n: v for n, v in metrics.items() if n.startswith("moe.") or n in ("step", "skipped_steps", "tokens", "flops")})  # fmt: skip
+    assert found[0] == found[1]
+    long, short = 6 * BATCH * 32, 20 * 16  # tokens of the six long steps, and of a short one
+    steps = 6 + -(-(4600 - long) // short)
+    assert found[0]["step"] == [4, 8, 12, 14]
+    assert (trainer.total_steps, found[0]["tokens"][-1]) == (steps, long + (steps - 6) * short)
+    wanted = long * per_token[32] + (found[0]["tokens"][-1] - long) * per_token[16]
+    assert found[0]["flops"][-1] == pytest.approx(wanted, rel=1e-12)
+
+
+class StopAt(Callback):
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.progress.step == 9:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_F206_the_row_behind_a_resume_counts_the_steps_before_it(tmp_path: Path) -> None:
+    keys = {name.replace("__", "."): value for name, value in BACK.items()}
+    keys |= {"resilience.nonfinite.action": "skip", "resilience.nonfinite.max_in_a_row": 1, "metrics.every_steps": 6,
+             "eval.every_steps": 0, "sample.max_new_tokens": 0, "metrics.console": "off",
+             "model.moe.num_experts": 4, "model.moe.bias_update_rate": 1e-2}  # fmt: skip
+    found = []
+    for name, lives in (("a", [[StopAt()], []]), ("b", [[]])):
+        job = make_job(tmp_path / name)
+        for callbacks in lives:
+            Trainer(load_job(job, keys), callbacks).fit()
+        metrics = read_run(tmp_path / name / "run").metrics
+        found.append({n: v for n, v in metrics.items() if n.startswith("moe.") or n in ("step", "loss", "skipped_steps")})  # fmt: skip
+    assert found[0] == found[1]
+    assert (found[0]["step"], found[0]["skipped_steps"]) == ([6, 12], [0, 1])
+
+
 MOE = {"model__moe__num_experts": 4, "model__moe__top_k": 2, "model__moe__bias_update_rate": 1e-3}
 
 

@@ -68,6 +68,7 @@ class MoEHooks:
             layer.data_group = stage_group or ()
             layer.sequence_group = tuple(row_groups) or None
         # nan shows in the gradients of a loop that forgets `set_tokens`
+        self._carried: Tensor | None = None
         self._scale = torch.full((), math.nan, device=self._device)
         set_aux_scale(model, self._scale, per_token=True)
 
@@ -94,7 +95,7 @@ class MoEHooks:
             update_expert_bias(self._model, step, total_steps, groups=groups, skip=skip)
 
     def take(self) -> Tensor:
-        """Sums of the statistics over all ranks, (n,) fp64 on the device, and start new ones.
+        """Sums of the statistics since the last call over all ranks, (n,) fp64 on the device; new ones start at 0.
 
         One all-reduce over all ranks of the job; no host sync. The host gives the numbers to `columns` when it
         has read them.
@@ -104,7 +105,26 @@ class MoEHooks:
         sums = torch.cat([self._row(name, count) for name, count in self._num_experts.items()])
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(sums)
-        return sums
+        carried, self._carried = self._carried, None
+        return sums if carried is None else sums + carried
+
+    def state_dict(self) -> list[float]:
+        """The sums since the last `take` over all ranks, for a checkpoint between two rows; empty where there are none.
+
+        They stay for the next `take`. An all-reduce as there, and one host sync.
+        """
+        self._carried = self.take()
+        for row in self._by_layer(self._carried):
+            row[1][-1] = 0.0  # the largest bias is no sum over steps
+        sums: list[float] = self._carried.tolist()
+        return sums if any(sums) else []
+
+    def load_state_dict(self, sums: Sequence[float]) -> None:
+        """Go on from the sums of `state_dict`, also of other ranks; those of another model are dropped."""
+        self.forget()
+        own = sum(count + 4 for count in self._num_experts.values())
+        if len(sums) == own:
+            self._carried = torch.tensor(sums, dtype=torch.float64, device=self._device)
 
     def columns(self, sums: Sequence[float]) -> dict[str, float]:
         """Columns of metrics of the sums that `take` gave, for each layer.
@@ -142,10 +162,10 @@ class MoEHooks:
             found[f"{prefix}load"] = [round(value, 4) for value in load.tolist()]
         return found
 
-    def _by_layer(self, sums: Sequence[float]) -> list[tuple[str, Tensor]]:
-        """(prefix of the columns, its part of the sums (E + 4,) fp64) of each layer."""
+    def _by_layer(self, sums: Sequence[float] | Tensor) -> list[tuple[str, Tensor]]:
+        """(prefix of the columns, its part of the sums (E + 4,) fp64) of each layer; views of a tensor."""
         sizes = [count + 4 for count in self._num_experts.values()]
-        rows = torch.tensor(sums, dtype=torch.float64).split(sizes) if sizes else ()
+        rows = torch.as_tensor(sums, dtype=torch.float64).split(sizes) if sizes else ()
         numbers = [
             ".".join(p for p in name.split(".") if p.isdecimal()) for name in self._num_experts
         ]
@@ -153,6 +173,7 @@ class MoEHooks:
 
     def forget(self) -> None:
         """Drop the statistics since the last `take` (an evaluation)."""
+        self._carried = None
         for layer in self._layers.values():
             layer.statistics(reset=True)
 

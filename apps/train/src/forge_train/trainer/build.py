@@ -132,13 +132,19 @@ def refuse_other_model(model: nn.Module, agreement: Agreement) -> None:
 def total_steps(config: JobConfig, model: nn.Module | None) -> int:
     """Length of the run in optimizer steps; a length in tokens is rounded up. `model` may be None unless the
     length is a multiple of its parameters."""
-    if config.train.steps is not None:
-        return config.train.steps
-    tokens = config.train.tokens
+    tokens = total_tokens(config, model)
     if tokens is None:
-        assert model is not None
-        tokens = math.ceil((config.train.tokens_per_parameter or 0) * parameter_count(model))
+        assert config.train.steps is not None
+        return config.train.steps
     return Course(config).steps_of(tokens)
+
+
+def total_tokens(config: JobConfig, model: nn.Module | None) -> int | None:
+    """Length of the run in tokens; None where it is given in steps."""
+    if config.train.steps is not None or config.train.tokens is not None:
+        return config.train.tokens
+    assert model is not None
+    return math.ceil((config.train.tokens_per_parameter or 0) * parameter_count(model))
 
 
 def run_schedule(config: JobConfig, total_steps: int) -> Callable[[int], float]:

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
 from forge_data.ledger import Ledger
@@ -27,7 +27,8 @@ class Course:
 
     A step belongs to the stretch of its first instance. Where the length of rows changes the step before ends there,
     with fewer rows than the others; else it has all of its rows. Everything follows from the next instance,
-    so from the state of a loader, except for `points`, of a run without skipped windows in one global batch.
+    so from the state of a loader, except for `points` and what is said to be of a run that nothing disturbs: without skipped
+    windows and in one global batch.
     """
 
     def __init__(self, config: JobConfig) -> None:
@@ -113,15 +114,25 @@ class Course:
             rows = min(rows, cut - point.rows - done)
         return stretch, point.tokens + done * stretch.seq_len, rows * stretch.seq_len
 
-    def steps_of(self, tokens: int) -> int:
-        """Steps until so many tokens are seen, at least one."""
-        number = bisect_right([point.tokens for point in self.points], max(0, tokens - 1)) - 1
-        stretch, point = self.stretches[number], self.points[number]
-        of_step = self.batch_of(stretch) * stretch.seq_len
-        steps = point.steps + math.ceil((tokens - point.tokens) / of_step)
-        if number + 1 < len(self.points):
-            steps = min(steps, self.points[number + 1].steps)
-        return max(1, steps)
+    def steps_of(self, tokens: int, cursor: int = 0, windows: Sequence[Sequence[int]] = ()) -> int:
+        """Steps from a cursor on until so many tokens are seen, at least one."""
+        ledger, steps = Ledger(windows), 0
+        for stretch, following in zip_longest(self.stretches, self._starts[1:]):
+            rows, cut = self.batch_of(stretch), self._cut(stretch)
+            wanted = math.ceil(tokens / (rows * stretch.seq_len))
+            if following is None:
+                return max(1, steps + wanted)
+            here = max(
+                0, -(-(ledger.position(following) - cursor) // rows)
+            )  # steps that begin here
+            end = cursor + here * rows
+            if here and cut is not None:
+                end = min(end, ledger.position(cut))
+            seen = (end - cursor) * stretch.seq_len
+            if tokens <= seen:
+                return max(1, steps + min(wanted, here))
+            steps, tokens, cursor = steps + here, tokens - seen, end
+        raise AssertionError("the last stretch has no end")
 
     def rows_of(self, steps: int) -> int:
         """Rows of the first `steps` steps."""
@@ -147,9 +158,13 @@ class Course:
         _, tokens, own = self.at_step(total_steps)
         return self.scheduled(total_steps, tokens + own)
 
-    def flops(self, tokens: int, per_token: Sequence[float]) -> float:
+    def flops(
+        self, tokens: int, per_token: Sequence[float], windows: Sequence[Sequence[int]] = ()
+    ) -> float:
         """Operations for the first so many tokens, with those per token of each stretch."""
-        edges = [min(point.tokens, tokens) for point in self.points] + [tokens]
+        ledger = Ledger(windows)
+        begins = [self.tokens(ledger.position(start), windows) for start in self._starts]
+        edges = [min(begin, tokens) for begin in begins] + [tokens]
         return sum((b - a) * each for (a, b), each in zip(pairwise(edges), per_token))
 
     def lines(self, total_steps: int) -> list[str]:

@@ -30,7 +30,7 @@ class Numerics:
     def __init__(self, config: ResilienceConfig, record: Callable[..., None]) -> None:
         self.policy = NumericsPolicy(config.nonfinite, config.spike, config.rollback)
         self._record = record
-        self._since_row = 0
+        self.since_row = 0  # steps skipped since the last row that was sent
 
     def take(self) -> Tensor:
         """Verdicts since the last look, as a tensor on the device; no sync."""
@@ -39,7 +39,7 @@ class Numerics:
 
     def take_since_row(self) -> int:
         """Steps skipped since the last row that was sent."""
-        count, self._since_row = self._since_row, 0
+        count, self.since_row = self.since_row, 0
         return count
 
     def check(self, verdicts: Sequence[float] | None, step: int, last_saved: int) -> None:
@@ -48,7 +48,7 @@ class Numerics:
         `verdicts` are those of `take`, read with a row; None reads what the device has by now (a sync).
         """
         found = self.policy.decide(self.take().tolist() if verdicts is None else verdicts, step)
-        self._since_row += len(found.skipped)
+        self.since_row += len(found.skipped)
         others = [n for n in found.skipped if n not in (*found.spikes, *found.unlabeled)]
         if found.unlabeled:
             self._record("skip", step=found.unlabeled[-1], unlabeled=len(found.unlabeled))
@@ -60,10 +60,6 @@ class Numerics:
             raise Rollback(found)
         if found.action == "stop":
             _stop(found, self.policy, last_saved)
-
-    def forget(self) -> None:
-        """Drop what a rollback undoes."""
-        self._since_row = 0
 
     def refuse_more_rollbacks(self, found: Outcome, last_saved: int) -> None:
         """Raise NumericsError if the run went back as often as it may."""

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeGuard
 
 from forge_resilience import NumericsPolicy
 from forge_train._shared.problems import invalid
 
 _COUNTERS = ("step", "tokens", "seconds")
+_SINCE_ROW = ("skipped_since_row", "moe_since_row")
 
 
 @dataclass
 class Progress:
     """Counters that a checkpoint carries: optimizer steps, tokens seen, seconds of training, alone and times the ranks
-    that trained in them; and the verdicts of the steps so far, which checkpoints of version 0.1 lack.
+    that trained in them; the verdicts of the steps so far, which checkpoints of version 0.1 lack; and what the next row of
+    metrics counts of the steps before the checkpoint, if it is between two rows.
 
     world_size: ranks of this life. The lives of a checkpoint without `device_seconds` count as if they had had as many.
     """
@@ -26,6 +28,8 @@ class Progress:
     tokens: int = 0
     seconds: float = 0.0
     device_seconds: float = 0.0
+    skipped_since_row: int = 0
+    moe_since_row: list[float] = field(default_factory=list)
 
     def count(self, seconds: float) -> None:
         """Add seconds of training of this life."""
@@ -37,6 +41,7 @@ class Progress:
         return counters | {
             "device_seconds": self.device_seconds,
             "policy": self.policy.state_dict(),
+            **{name: getattr(self, name) for name in _SINCE_ROW},
         }
 
     def load_checks(self, state: Any) -> None:
@@ -44,15 +49,26 @@ class Progress:
         values = [state.get(name) for name in _COUNTERS] if isinstance(state, dict) else []
         counts = [value for value in values[:2] if type(value) is int and value >= 0]
         times = [values[2], state.get("device_seconds", 0.0)] if values else [None]
-        finite = all(isinstance(t, float | int) and 0 <= t < math.inf for t in times)
+        finite = all(_is_number(t) and t >= 0 for t in times)
         if len(counts) < 2 or not finite:
             rule = "must hold step, tokens and seconds of at least 0"
             raise invalid("progress", "damaged", state, rule)
+        skipped, sums = (state.get(name, zero) for name, zero in zip(_SINCE_ROW, (0, [])))
+        numbers = sums if isinstance(sums, list) else [None]
+        if type(skipped) is not int or skipped < 0 or not all(map(_is_number, numbers)):
+            rule = "must be a count and a list of finite numbers"
+            raise invalid("progress.since_row", "damaged", [skipped, sums], rule)
         if "policy" in state:
             self.policy.load_checks(state["policy"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.tokens, self.seconds = (state[name] for name in _COUNTERS)
         self.device_seconds = state.get("device_seconds", self.seconds * self.world_size)
+        self.skipped_since_row = state.get("skipped_since_row", 0)
+        self.moe_since_row = state.get("moe_since_row", [])
         # without one, that of a new run: after a rollback this one has judged steps that are undone
         self.policy.load_state_dict(state.get("policy", NumericsPolicy().state_dict()))
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, float | int) and math.isfinite(value)

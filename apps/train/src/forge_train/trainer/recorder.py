@@ -48,8 +48,9 @@ class Recorder:
         # metrics.jsonl first: the end waits for it first
         self.sinks = {name: BackgroundSink(make, name) for name, make in found.items()}
 
-    def reopen(self, step: int) -> None:
+    def reopen(self, step: int, total_steps: int) -> None:
         """End the sinks and open them to go on behind `step`: they drop rows of later steps, as at a resume."""
+        self._total_steps = total_steps
         if self.journal is not None:
             for name, make in self._openers(step).items():
                 self.sinks[name].reopen(make)

@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -56,6 +55,7 @@ from forge_train.trainer.build import (
     open_data,
     run_schedule,
     total_steps,
+    total_tokens,
 )
 from forge_train.trainer.callbacks import Callback, hook_problems, load_callbacks
 from forge_train.trainer.check_model import model_problems
@@ -129,6 +129,7 @@ class Trainer:
         refuse(model_problems(self.model, config, layout))
         self.course = Course(config)
         self.total_steps = total_steps(config, self.model)
+        self._total_tokens = total_tokens(config, self.model)
         refuse(profile_problems(config.profile, world.world_size, self.total_steps))
         freeze_groups(self.model, config)
         with config_errors("schedule"):
@@ -263,6 +264,7 @@ class Trainer:
         try:
             self.health.at_start(self.progress.step)
             self._call("on_start")
+            self._count_steps()  # a callback may leave out data
             self.rows = self._metric_rows()
             if self.config.eval.at_start and self.progress.step == 0:
                 self._evaluate()
@@ -318,6 +320,7 @@ class Trainer:
             refuse_without_checkpoint(bad, self.paths.checkpoints)
         self.numerics.policy.rollbacks = rollbacks
         skip_windows(self.loader, windows)
+        self._count_steps()
         self._forget_steps()
         self._record(
             "rollback",
@@ -326,9 +329,18 @@ class Trainer:
             cause=bad.cause,
             bad_steps=[bad.first, bad.last],
             skipped_instances=self.loader.skipped,
+            total_steps=self.total_steps,
             rollbacks=rollbacks,
             seconds=round(seconds, 4),
         )
+
+    def _count_steps(self) -> None:
+        """Set the last step of a length in tokens anew: skipped windows move phases with other steps to earlier ones."""
+        skipped, total = self.loader.skipped, self._total_tokens
+        if skipped and total is not None:
+            left, step = total - self.progress.tokens, self.progress.step
+            more = self.course.steps_of(left, self.loader.cursor, skipped) if left > 0 else 0
+            self.total_steps = step + more
 
     def _record_quarantine(self, known: int) -> None:
         """Events of the damaged checkpoints behind the first `known` ones."""
@@ -338,12 +350,16 @@ class Trainer:
     def _forget_steps(self) -> None:
         """Drop what is left of the steps behind the checkpoint that was loaded: their rows are cut off."""
         self.optimizer.zero_grad()
-        self.moe.forget()
-        self.numerics.forget()
+        self._restore_counts()
         self.replicas.forget()
         self._last_evaluated, self.val_loss = -1, None
-        self.recorder.reopen(self.progress.step)
+        self.recorder.reopen(self.progress.step, self.total_steps)
         self.rows = self._metric_rows()
+
+    def _restore_counts(self) -> None:
+        """Take up what the loaded checkpoint counted since the row before it, in place of what was counted here."""
+        self.numerics.since_row = self.progress.skipped_since_row
+        self.moe.load_state_dict(self.progress.moe_since_row)
 
     def _materialise(self) -> None:
         """Shard and initialise the model, and build what trains it. Collective."""
@@ -406,6 +422,8 @@ class Trainer:
             seconds = self.checkpoints.load(self._begin if begins else None)
         if self.checkpoints.last_step >= 0:  # a file system may have shown this run's own step late
             fork = self.fork = self.encoder = None
+        self._restore_counts()
+        self._count_steps()
         self.heartbeat.enter("start", self.progress.step)
         if "train.global_batch" in changes:  # bad steps up to here had other instances than it says
             self.numerics.policy.forget_bad_steps()
@@ -704,6 +722,8 @@ class Trainer:
         with self.rows.meter.paused() as pause:
             self.recorder.flush()  # rows up to here outlive a kill, as the checkpoint does
             share_places(self.loader, self.meshes)
+            self.progress.skipped_since_row = self.numerics.since_row
+            self.progress.moe_since_row = self.moe.state_dict()
             with self.evaluation_point():
                 self.checkpoints.save(step, wait, metrics)
             if wait:
@@ -753,7 +773,7 @@ class Trainer:
             self.device,
             self.meshes.world_size,
             self.total_steps,
-            partial(self.course.flops, per_token=self._flops),
+            lambda tokens: self.course.flops(tokens, self._flops, self.loader.skipped),
             columns,
             self.evaluation.columns,
         )
