@@ -190,3 +190,35 @@ def test_another_length_begins_a_new_epoch_in_another_order():
 def test_phases_that_mean_nothing_are_refused(phases, problem):
     with rejects(*problem):
         config(**phases)
+
+
+@pytest.mark.parametrize(("most", "left"), [(1, 0), (2, 0), (3, 1), (4, 2)])
+def test_F148_no_token_comes_more_often_than_max_epochs_through_a_phase_of_other_rows(most, left):
+    """One and a half epochs of rows of 64 tokens, then rows of 96, as long as there are any."""
+    length = len(open_training(DataConfig(64, sources={"a": TrainingSourceConfig(max_epochs=1)})))
+    start = 3 * length // 2 if most != 1 else length // 2
+    data = DataConfig(
+        64,
+        sources={"a": TrainingSourceConfig(max_epochs=most, weight=1.0), "b": TrainingSourceConfig(split="validation", weight=1e-4)},
+        phases={"long": PhaseConfig(start_instance=start, seq_len=96)},
+    )  # fmt: skip
+    stream = open_training(data)
+    source = stream.parts[0].stream.streams[0].source
+    seen = np.zeros(source.num_tokens, np.int64)
+    for part, rows in zip(stream.parts, (start, 3 * length)):
+        numbers, own = part.stream.mixture.locate(np.arange(rows))
+        packed = part.stream.streams[0]
+        before = seen.copy()
+        for row in packed.rows(own[numbers == 0]):
+            seen[row * packed.seq_len : (row + 1) * packed.seq_len] += 1
+    assert seen.max() <= most
+    assert set(seen - before) == {left}
+
+
+def test_F148_a_phase_of_other_rows_without_epochs_left_is_the_end():
+    data = DataConfig(
+        64,
+        sources={"a": TrainingSourceConfig(max_epochs=1)},
+        phases={"long": PhaseConfig(start_instance=10, seq_len=96)},
+    )
+    assert open_training(data).end == 10

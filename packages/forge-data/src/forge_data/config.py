@@ -103,7 +103,7 @@ class TrainingSourceConfig(SourceConfig):
     )
     max_epochs: int | None = _field(
         None,
-        "times that its rows come at most in training; then the others take its share (default: no end)",
+        "times that its rows come at most in training, where a phase with another seq_len begins a new time; then the others take its share (default: no end)",
     )
 
     def __post_init__(self) -> None:

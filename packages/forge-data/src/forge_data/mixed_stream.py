@@ -122,6 +122,13 @@ class MixedStream:
             if stream is not None:
                 stream.load_places(table[first:last])
 
+    def epochs_begun(self, position: int) -> dict[str, int]:
+        """Epochs of each source with `max_epochs` of which the first `position` instances have a row."""
+        position = position if self.end is None else min(position, self.end)
+        counts = self.mixture.counts(position) if position else [0] * len(self.names)
+        found = zip(self.names, self.streams, counts)
+        return {n: -(-count // len(own)) for n, own, count in found if n in self._epochs}
+
     def names_of(self, instance_ids: np.ndarray) -> list[str]:
         """The names of the sources of these instances, each once, in order of the sources."""
         return [self.names[number] for number in np.unique(self.mixture.locate(instance_ids)[0])]

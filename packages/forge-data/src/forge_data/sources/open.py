@@ -6,6 +6,7 @@ import importlib
 import inspect
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
+from itertools import zip_longest
 from typing import Any
 
 from forge_data._shared.problems import invalid
@@ -131,7 +132,13 @@ def open_training(config: DataConfig, seed: int = 0) -> Stream:
             parts[-1].append(stretch)
         else:
             parts.append([stretch])
-    streams = [_open_part(config, part, seed) for part in parts]
+    streams, begun = [], dict.fromkeys(config.sources, 0)
+    for part, following in zip_longest(parts, parts[1:]):
+        stream = _open_part(config, part, seed, begun)
+        streams.append(stream)
+        if following is not None and isinstance(stream, MixedStream):
+            for name, epochs in stream.epochs_begun(following[0].start - part[0].start).items():
+                begun[name] += epochs
     if len(streams) == 1:
         return streams[0]
     if any(num_shards_of(stream) for stream in streams):
@@ -144,8 +151,11 @@ def open_training(config: DataConfig, seed: int = 0) -> Stream:
     return PhasedStream([(p[0].name, stream, p[0].start) for p, stream in zip(parts, streams)])
 
 
-def _open_part(config: DataConfig, part: Sequence[Stretch], seed: int) -> Stream:
-    """Rows of one length, from their first on: a part behind the first has orders of its own."""
+def _open_part(
+    config: DataConfig, part: Sequence[Stretch], seed: int, begun: Mapping[str, int]
+) -> Stream:
+    """Rows of one length, from their first on: a part behind the first has orders of its own, so its sources begin a new
+    epoch. `begun` are those of each source before, of which the last may be unfinished: its documents come again."""
     sources, seq_len = config.sources, part[0].seq_len
     if part[0].name:
         seed = seed_of(seed, f"phase {part[0].name}")
@@ -162,7 +172,11 @@ def _open_part(config: DataConfig, part: Sequence[Stretch], seed: int) -> Stream
         for name, source in sources.items()
     }
     _check_packed(streams.values(), config.packing)
-    epochs = {name: source.max_epochs for name, source in sources.items() if source.max_epochs}
+    epochs = {
+        name: max(0, source.max_epochs - begun[name])
+        for name, source in sources.items()
+        if source.max_epochs
+    }
     return MixedStream(streams, _phases(config, part, streams), epochs)
 
 
