@@ -10,6 +10,7 @@ from forge_core import SamplingConfig
 from forge_resilience import ExitCode
 from forge_train.report.text import continuation
 from forge_train.trainer.build import run_tokenizer
+from forge_train.trainer.lives import last_rate
 from forge_train.trainer.trainer import RunResult, Trainer
 
 
@@ -47,9 +48,14 @@ def print_summary(trainer: Trainer, result: RunResult, args: Sequence[str]) -> N
     print(f"\nrun directory  {trainer.paths.path}\n\nnext")
     if trainer.config.sample.max_new_tokens:
         print(f"  {command} generate {run_dir} --prompt 'The '")
-    print(
-        f"  {command} run {resolved}{ranks} --train.steps {2 * trainer.total_steps}   # go on from here"
+    longer = 2 * trainer.total_steps
+    last = last_rate(trainer.paths, result.step)
+    rates = (
+        f"; the learning rate goes from {last[1]:.4g} to {trainer.next_rate(longer):.4g}"
+        if last
+        else ""
     )
+    print(f"  {command} run {resolved}{ranks} --train.steps {longer}   # go on from here{rates}")
     other = shlex.quote(f"{trainer.paths.path}-2")
     print(
         f"  {command} run {resolved}{ranks} --run.dir {other} --optimizer.lr 1e-3   # another run"

@@ -29,3 +29,15 @@ def life_fields(paths: RunDirectory, progress: Progress) -> dict[str, Any]:
         seconds = (last.get("seconds") or 0.0) - progress.seconds
         fields["seconds_lost"] = round(max(0.0, seconds), 4)
     return fields
+
+
+def last_rate(paths: RunDirectory, step: int) -> tuple[int, float] | None:
+    """(step, learning rate) of the last row up to a step; None without one."""
+    found = None
+    try:
+        for row in read_rows(paths.metrics):
+            if row["step"] <= step and row.get("lr") is not None:
+                found = row["step"], float(row["lr"])
+    except OSError:
+        return None
+    return found

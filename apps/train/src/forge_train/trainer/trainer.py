@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from forge_core.optim import set_lr
 from forge_data import Batch
 from forge_data.differences import difference_lines
 from forge_data.packing import packing_report
+from forge_data.phases import Stretch
 from forge_parallel import (
     Meshes,
     clip_grads_,
@@ -69,7 +70,7 @@ from forge_train.trainer.fork import find_fork
 from forge_train.trainer.frozen_base import FrozenBase, base_problems
 from forge_train.trainer.health import HealthPolicy
 from forge_train.trainer.layout import layout_problems, micro_batches, remarks
-from forge_train.trainer.lives import life_fields
+from forge_train.trainer.lives import last_rate, life_fields
 from forge_train.trainer.numerics import Numerics, Rollback, refuse_without_checkpoint
 from forge_train.trainer.objective import loss_columns
 from forge_train.trainer.phases import Phases
@@ -81,6 +82,9 @@ from forge_train.trainer.routing import RoutingSteps
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
 from forge_train.trainer.vote import PendingCount, fault_code
+
+#: Keys, or how they begin, that the learning rate of a step depends on.
+_KEYS_OF_RATES = ("train.steps", "train.tokens", "train.global_batch", "schedule.", "optimizer.lr")
 
 
 @dataclass(frozen=True)
@@ -429,6 +433,9 @@ class Trainer:
             self.numerics.policy.forget_bad_steps()
         step, writes = self.progress.step, self.meshes.rank == 0
         life = life_fields(self.paths, self.progress) if writes else {}
+        news = _changes_rates(changes) if writes and step < self.total_steps else []
+        last = last_rate(self.paths, step) if news else None
+        rates = [last, (step + 1, self.next_rate())] if last else []
         hosts = self.agreement.exchange(self.paths.host)
         run_on_all_ranks(self.agreement, lambda: self._record_life(hosts) if writes else None)
         again = self.config.eval.at_start and step == 0
@@ -448,6 +455,12 @@ class Trainer:
                 _print_line(f"data: {line}, accepted")
             if step and fork is None:
                 _print_line(f"resume: from step {step} of {self.total_steps}")
+            if rates:
+                before, after = (f"{rate:.4g} in step {at}" for at, rate in rates)
+                keys = ", ".join(news)
+                _print_line(
+                    f"resume: the learning rate was {before} and is {after} ({keys} changed)"
+                )
             for line in [] if fork is None else fork.lines():
                 _print_line(f"init: {line}")
             if self.encoder is not None:
@@ -478,7 +491,7 @@ class Trainer:
             self._record("fork", step=step, **fork.event())
             self._record("start", **event, seconds=seconds)
         elif step:
-            self._record("resume", **event, seconds=seconds, changed=changes)
+            self._record("resume", **event, seconds=seconds, changed=changes, learning_rates=rates)
         else:
             self._record("start", **event)
 
@@ -532,7 +545,7 @@ class Trainer:
         self._enter_stage(step)
         self.routing.begin(step, self.phases.division)
         tokens = (self.loader.cursor - start) * self.phases.stretch.seq_len  # filler is not data
-        lr = self._learning_rate(step, self.progress.tokens + tokens)
+        lr = self._learning_rate(step, self.progress.tokens + tokens, self.phases.stretch)
         self.checkpoints.listen()
         with span("forward_backward"):
             share, gradients = self._watched(batch, fault, step)
@@ -569,13 +582,26 @@ class Trainer:
             }
             self.rows.begin(self.progress, lr, batch.digest, numbers)
 
-    def _learning_rate(self, step: int, tokens: int) -> float:
-        """That of step `step`, with `tokens` in all, before the factors of groups."""
-        factor = self.schedule(self.course.scheduled(step, tokens))
+    def next_rate(self, total_steps: int | None = None) -> float:
+        """The learning rate of the next step, before the factors of groups; or that in a run of so many steps."""
+        stretch = self.course.at(self.loader.next_instance)
+        tokens = self.progress.tokens + self.course.batch_of(stretch) * stretch.seq_len
+        schedule = self.schedule if total_steps is None else run_schedule(self.config, total_steps)
+        return self._learning_rate(self.progress.step + 1, tokens, stretch, schedule)
+
+    def _learning_rate(
+        self,
+        step: int,
+        tokens: int,
+        stretch: Stretch,
+        schedule: Callable[[int], float] | None = None,
+    ) -> float:
+        """That of step `step` of a stretch, with `tokens` in all, before the factors of groups."""
+        factor = (schedule or self.schedule)(self.course.scheduled(step, tokens))
         return (
             self.config.optimizer.lr
             * factor
-            * (self.phases.stretch.lr_multiplier * self.numerics.policy.lr_factor)
+            * (stretch.lr_multiplier * self.numerics.policy.lr_factor)
         )
 
     def _next_batch(self) -> tuple[Batch, Exception | None]:
@@ -812,6 +838,11 @@ class Trainer:
                     getattr(callback, hook)(self, *args)
             reshard(self.model)  # one may have run the model and changed its weights since
             self.replicas.unseal()
+
+
+def _changes_rates(changes: Mapping[str, Any]) -> list[str]:
+    """The keys among changed ones that give the same step another learning rate."""
+    return [key for key in changes if key.startswith(_KEYS_OF_RATES)]
 
 
 def _print_line(line: str) -> None:
