@@ -3,7 +3,18 @@
 import pytest
 
 from forge_core import AttentionSpec, RopeScaling, TransformerConfig
-from forge_core.families import GEMMA3, GRANITE, LLAMA, OLMO2, PHI3, QWEN2, SMOLLM3
+from forge_core.families import (
+    GEMMA3,
+    GPT_OSS,
+    GRANITE,
+    LLAMA,
+    OLMO2,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    SMOLLM3,
+    Family,
+)
 from forge_core.families.layers import repeated
 from forge_core.model import LayerType
 from forge_testing.problems import rejects
@@ -143,6 +154,33 @@ def test_layers_of_smollm3() -> None:
         QWEN2.config_to_hf(other)
 
 
+WINDOWED = {"layer_types": [NEAR, FAR, NEAR]}
+
+
+@pytest.mark.parametrize(
+    ("family", "keys"),
+    [
+        (QWEN2, {**WINDOWED, "use_sliding_window": True}),
+        (QWEN3, {**WINDOWED, "use_sliding_window": True}),
+        (SMOLLM3, {**WINDOWED, "use_sliding_window": True}),
+        (SMOLLM3, WINDOWED),
+        (GEMMA3, {}),
+        (GPT_OSS, WINDOWED),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_F210_windowed_layers_without_a_window_are_rejected(family: Family, keys: dict) -> None:
+    """transformers raises in the forward pass: its mask is made of the window."""
+    with rejects("sliding_window", None, "layers", where=f"{family.name}: "):
+        family.config_from_hf({**HF, "sliding_window": None, **keys})
+    if family is SMOLLM3 and not keys.get("use_sliding_window"):
+        # its mask has the window that its attention passes over
+        with rejects("sliding_window", 4, "layers", where="smollm3: "):
+            SMOLLM3.config_from_hf({**HF, "sliding_window": 4, **keys})
+    full = {**HF, **keys, "layer_types": [FAR] * 3, "sliding_window": None}
+    assert family.config_from_hf(full).layer_pattern in ((), ("global", "global", "global", "nope"))
+
+
 def test_fused_tensors_of_phi_are_cut_by_its_heads() -> None:
     config = PHI3.config_from_hf({**HF, "partial_rotary_factor": 0.5, "sliding_window": 4})
     assert (config.rotary_dim, config.attention) == (4, AttentionSpec(window=4))
@@ -155,7 +193,6 @@ def test_fused_tensors_of_phi_are_cut_by_its_heads() -> None:
     for keys, key, value, code in (
         ({"rope_scaling": {"type": "longrope"}}, "rope_type", "longrope", "unsupported"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type", "linear", "family"),
-        ({"resid_pdrop": 0.1}, "resid_pdrop", 0.1, "unsupported"),
     ):
         with rejects(key, value, code, where="phi3: "):
             PHI3.config_from_hf({**HF, **keys})

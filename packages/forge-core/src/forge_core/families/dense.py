@@ -15,14 +15,12 @@ from forge_core._shared.problems import invalid
 from forge_core.families.keys import read_common, write_common
 from forge_core.families.layers import (
     FULL,
-    LOCAL,
     SLIDING,
+    local_options,
     names_of,
-    pattern_options,
     sliding_to_hf,
 )
 from forge_core.model.config import TransformerConfig
-from forge_core.model.layer_types import LayerType
 from forge_core.model.spec import AttentionSpec
 
 Row = tuple[str, str | tuple[str, ...], tuple[tuple[Any, ...], ...]]
@@ -103,14 +101,15 @@ def _qwen_from_hf(
 
     def windows() -> dict[str, Any]:
         window, first = hf.get("sliding_window", 4096), hf.get("max_window_layers", 28)
-        if not hf.get("use_sliding_window") or window is None:
+        if not hf.get("use_sliding_window"):
             return {}
         if not isinstance(first, int):
             key, rule = "max_window_layers", "must be a whole number"
             raise invalid(key, "type", first, rule, "correct it", where=model_type)
         layers = range(hf["num_hidden_layers"])
-        names = names_of(hf, model_type, [FULL if i < first else SLIDING for i in layers])
-        return pattern_options(names, {LOCAL: LayerType(window=window)})
+        default = [FULL if window is None or i < first else SLIDING for i in layers]
+        names = names_of(hf, model_type, default)
+        return local_options(hf, model_type, names, window)
 
     sliding = hf.get("use_sliding_window") is True
     reads = (*reads, *_QWEN_WINDOW)

@@ -8,21 +8,20 @@ from forge_core.families.dense import OUTSIDE_LAYERS, QK_NORMS, Family, layer_ro
 from forge_core.families.keys import read_common, write_common
 from forge_core.families.layers import (
     FULL,
-    LOCAL,
     SLIDING,
     Kind,
     kinds_of,
+    local_options,
     names_of,
-    pattern_options,
 )
+from forge_core.families.rope_keys import rope_table
 from forge_core.model.config import TransformerConfig
-from forge_core.model.layer_types import LayerType
 from forge_core.model.spec import AttentionSpec
 
 _NAME = "gemma3_text"
 _ACTIVATIONS = {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu", "silu": "swiglu"}
 _DEFAULTS = {
-    **{"head_dim": 256, "num_key_value_heads": 4, "tie_word_embeddings": True, "rope_theta": 1e6},
+    **{"head_dim": 256, "tie_word_embeddings": True, "rope_theta": 1e6},
 }
 _READS = (
     *("attention_bias", "attn_logit_softcapping", "cache_implementation", "hidden_activation"),
@@ -56,17 +55,16 @@ def _gemma3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
         names = names_of(
             given, _NAME, [FULL if (i + 1) % every == 0 else SLIDING for i in range(count)]
         )
-        scaled = given.get("rope_scaling") or given.get("rope_parameters", {}).get("rope_type")
-        base = given.get("rope_parameters", {}).get("rope_theta", given["rope_theta"])
-        kind = LayerType(
-            window=given.get("sliding_window", 4096),
-            rope_theta=None if local == base else local,
-            rope_scaling=scaled in (None, "default"),
+        rope = rope_table(given)
+        layers = local_options(
+            *(hf, _NAME, names, hf.get("sliding_window", 4096)),
+            rope_theta=None if local == rope["rope_theta"] else local,
+            rope_scaling=rope["rope_type"] == "default",
         )
         return {
             "embedding_scale": given["hidden_size"] ** 0.5,
             "attention": AttentionSpec(scale=None if scalar == head_dim else scalar**-0.5),
-            **pattern_options(names, {LOCAL: kind}),
+            **layers,
         }
 
     bias = bool(given.get("attention_bias", False))
@@ -85,24 +83,33 @@ def _gemma3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
 
 
 def _rope_of_layers(given: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any], float]:
-    """The keys with the rotary table of global layers alone, as in other families, and the base of local ones.
+    """The keys with the rotary table of global layers only, as in other families, and the base of local layers.
 
-    transformers 5 has a table for each type of layer, 4 has `rope_local_base_freq`.
+    transformers 4 has `rope_scaling` and `rope_local_base_freq`, 5 a table for each type of layer, which it updates with
+    `rope_scaling`. A flat `rope_parameters`, and a `type` in `rope_scaling`, it passes over.
     """
     local = given.get("rope_local_base_freq", 1e4)
-    tables = given.get("rope_parameters")
-    if not isinstance(tables, Mapping) or not {FULL, SLIDING} & tables.keys():
-        return given, local
+    tables, scaling = given.get("rope_parameters", {}), given.get("rope_scaling", {})
+    if not isinstance(tables, Mapping) or not isinstance(scaling, Mapping):
+        return given, local  # wrong types, which `read_common` rejects
     near, far = (tables.get(kind) or {} for kind in (SLIDING, FULL))
-    unknown = sorted(tables.keys() - {FULL, SLIDING})
-    if unknown or not isinstance(near, Mapping) or near.get("rope_type", "default") != "default":
+    nested = (
+        isinstance(near, Mapping) and isinstance(far, Mapping) and tables.keys() <= {FULL, SLIDING}
+    )
+    if not nested or rope_table({"rope_parameters": near})["rope_type"] != "default":
         rule = f"must have tables {FULL} and {SLIDING}, the latter of rope_type 'default'"
-        problems.append(Problem("rope_parameters", "tables", ..., rule, "use such a model"))
+        fix = f"write the keys in a table {FULL}"
+        problems.append(Problem("rope_parameters", "tables", ..., rule, fix))
         return given, local
-    for name in sorted(near.keys() - {"rope_type", "rope_theta"}):
+    if "rope_type" not in scaling and (kind := scaling.get("type", "default")) != "default":
+        rule, fix = "is not read by transformers 5 in this family", "write it as rope_type"
+        problems.append(Problem("rope_scaling.type", "spelling", kind, rule, fix))
+    for name in sorted(near.keys() - {"rope_type", "type", "rope_theta"}):
         key = f"rope_parameters.{SLIDING}.{name}"
         problems.append(Problem(key, "unknown_key", near[name], "is unknown", "remove it"))
-    return {**given, "rope_parameters": far}, near.get("rope_theta", local)
+    where = "rope_scaling" if scaling else "rope_parameters"
+    flat = {"rope_scaling": {}, "rope_parameters": {}, where: {**far, **scaling}}
+    return {**given, **flat}, near.get("rope_theta", local)
 
 
 def _gemma3_to_hf(config: TransformerConfig) -> dict[str, Any]:

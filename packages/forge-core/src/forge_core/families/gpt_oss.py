@@ -11,15 +11,13 @@ from forge_core.families.dense import NORMS, OUTSIDE_LAYERS, Family, layer_rows
 from forge_core.families.keys import read_common, write_common
 from forge_core.families.layers import (
     FULL,
-    LOCAL,
     SLIDING,
+    local_options,
     names_of,
-    pattern_options,
     sliding_to_hf,
 )
 from forge_core.families.mixtures import EXPERT_KEYS
 from forge_core.model.config import TransformerConfig
-from forge_core.model.layer_types import LayerType
 from forge_core.model.spec import AttentionSpec
 
 _NAME = "gpt_oss"
@@ -57,13 +55,14 @@ def _from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
         fix = "load the model with Mxfp4Config(dequantize=True) of transformers, save it, and import that"
         raise invalid("quantization_config", "unsupported", quantized, rule, fix, where=_NAME)
     given = {**_DEFAULTS, **{key: value for key, value in hf.items() if value is not None}}
-    if "rope_parameters" not in given and "rope_scaling" not in given:
+    if "rope_parameters" not in given and not given.get("rope_scaling"):
         given["rope_scaling"] = _YARN
 
     def layers() -> dict[str, Any]:
         count = given["num_hidden_layers"]
         names = names_of(given, _NAME, [(SLIDING, FULL)[i % 2] for i in range(count)])
-        return pattern_options(names, {LOCAL: LayerType(window=given["sliding_window"])})
+        window = hf.get("sliding_window", _DEFAULTS["sliding_window"])
+        return local_options(hf, _NAME, names, window)
 
     return read_common(
         given,

@@ -4,8 +4,20 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from forge_core._config import is_finite, is_size
+from forge_core._shared.hf_keys import HARMLESS, TRAINING, is_rate
 from forge_core._shared.problems import Problem, raise_problems
-from forge_core.model.config import ROPE_NAMES, RopeScaling, TransformerConfig
+from forge_core.families.rope_keys import (
+    ROPE_KEYS,
+    ROPE_NUMBERS,
+    ROPE_SIZE,
+    TABLES,
+    read_scaling,
+    rope_problems,
+    rope_table,
+    scaling_to_hf,
+    table_entries,
+)
+from forge_core.model.config import ROPE_NAMES, TransformerConfig
 
 _REQUIRED = (
     "vocab_size",
@@ -34,34 +46,22 @@ _SWITCHES = (
     *("tie_word_embeddings", "attention_bias", "mlp_bias", "qkv_bias", "use_qk_norm"),
     *("use_bidirectional_attention", "use_sliding_window", "truncate", "rope_interleave"),
 )
-_ROPE_SIZE = "original_max_position_embeddings"
-_YARN = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim", "attention_factor")
-_ROPE_NUMBERS = ("factor", "low_freq_factor", "high_freq_factor", *_YARN)
-_ROPE = {
-    *("rope_type", "type", "rope_theta", "partial_rotary_factor"),
-    *(_ROPE_SIZE, *_ROPE_NUMBERS, "truncate"),
-}
-#: Keys without which a scaling is refused.
-_ROPE_NEEDS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ROPE_SIZE),
-    "yarn": ("factor", _ROPE_SIZE),
-}
 _NAMES = " or ".join(map(repr, ROPE_NAMES))
 _ANOTHER = "choose another family"
 _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
     (
-        (*_REQUIRED, *_OPTIONAL_SIZES, *_LATENT_SIZES, *_LAYER_SIZES, _ROPE_SIZE),
+        (*_REQUIRED, *_OPTIONAL_SIZES, *_LATENT_SIZES, *_LAYER_SIZES, ROPE_SIZE),
         lambda value: is_size(value, 2**62),
         "a whole number, at least 1",
     ),
-    ((*_NUMBERS, *_ROPE_NUMBERS), is_finite, "a finite number"),
+    ((*_NUMBERS, *ROPE_NUMBERS), is_finite, "a finite number"),
     (_FACTORS, lambda value: is_finite(value) and value > 0.0, "a finite number above 0"),
     (
         ("no_rope_layers",),
         lambda value: isinstance(value, list) and all(turn in (0, 1) for turn in value),
         "a list of 0 and 1",
     ),
+    (tuple(TRAINING), is_rate, "a finite number, at least 0"),
     (_SWITCHES, lambda value: isinstance(value, bool), "true or false"),
     (
         ("layer_types",),
@@ -69,30 +69,19 @@ _KINDS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
         "a list of names",
     ),
     (("rope_type", "type"), lambda value: isinstance(value, str), "a name"),
-    (("rope_scaling", "rope_parameters"), lambda value: isinstance(value, Mapping), "a table"),
+    (TABLES, lambda value: isinstance(value, Mapping), "a table"),
 )
 _READ = {
     *(*_REQUIRED, *_OPTIONAL_SIZES, *_NUMBERS),
     *("model_type", "hidden_act", "tie_word_embeddings", "use_sliding_window", "layer_types"),
-    *("attention_dropout", "rope_scaling", "rope_parameters"),
+    *TABLES,
 }
 
-# Keys that transformers 4 and 5 write into every config.json, and further ones in files of these families.
-# None of them enters the forward pass of a dense decoder.
-_HARMLESS = """
-_attn_implementation _attn_implementation_autoset _commit_hash _name_or_path add_cross_attention
-architectures attn_implementation bad_words_ids begin_suppress_tokens bos_token_id
-chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id diversity_penalty
-do_sample dtype early_stopping encoder_no_repeat_ngram_size eos_token_id
-exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id id2label
-is_decoder is_encoder_decoder is_llama_config label2id length_penalty max_length min_length
-no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences output_attentions
-output_hidden_states output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
-remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id
-suppress_tokens task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class
-top_k top_p torch_dtype torchscript transformers_version typical_p unk_token_id unsloth_fixed
-unsloth_version use_bfloat16 use_cache
-"""
+# Of transformers' classes, where a file leaves the key out; null, and of other families, is as many as query heads.
+_KV_HEADS = {
+    **{"mistral": 8, "qwen2": 32, "qwen3": 32, "mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4},
+    **{"glm4_moe": 8, "deepseek_v3": 128, "gpt_oss": 8, "smollm3": 4, "gemma3_text": 4},
+}
 # Switches of other models that files of these families carry, off.
 _OFF = ("rope_interleaved", "use_mrope")
 
@@ -120,23 +109,23 @@ def read_common(
     problems = [Problem(key, "missing", ..., rule, fix) for key in lost]
     wrong = _wrong_kinds(hf)
     problems += wrong + _unknown(hf, reads)
+    latent = options.get("mixer") == "mla"
     if not wrong:
-        problems += _unsupported(hf, model_type, sliding) + _unsupported_rope(
-            _rope_keys(hf), partial_rotary
-        )
+        problems += _unsupported(hf, model_type, sliding)
+        problems += rope_problems(hf, partial_rotary, latent)
     raise_problems(model_type, problems)
-    rope = _rope_keys(hf)
+    rope = rope_table(hf)
     return TransformerConfig(
         vocab_size=hf["vocab_size"],
         dim=hf["hidden_size"],
         num_layers=hf["num_hidden_layers"],
         num_heads=hf["num_attention_heads"],
-        num_kv_heads=hf.get("num_key_value_heads"),
+        num_kv_heads=hf.get("num_key_value_heads", _KV_HEADS.get(model_type)),
         head_dim=_head_dim(hf),
         hidden_dim=hf["intermediate_size"],
         norm_eps=hf.get("rms_norm_eps", 1e-6),
         rope_theta=float(rope["rope_theta"]),
-        rope_scaling=_scaling(rope, latent=options.get("mixer") == "mla"),
+        rope_scaling=read_scaling(rope, latent),
         partial_rotary_factor=float(rope["partial_rotary_factor"]),
         tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
         init_std=hf.get("initializer_range", 0.02),
@@ -191,7 +180,7 @@ def write_common(
         name, rule = config.rope_scaling.name, f"must be {_NAMES} in this family"
         problems.append(Problem("rope_scaling.name", "unknown", name, rule, "choose one"))
     raise_problems(model_type, problems)
-    scaling = _scaling_to_hf(config.rope_scaling)
+    scaling = scaling_to_hf(config.rope_scaling)
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -216,22 +205,11 @@ def write_common(
     }
 
 
-def _rope_entries(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries of the rotary tables, by dotted name."""
-    tables = {where: hf.get(where) for where in ("rope_scaling", "rope_parameters")}
-    return {
-        f"{where}.{key}": value
-        for where, table in tables.items()
-        if isinstance(table, Mapping)
-        for key, value in table.items()
-    }
-
-
 def _wrong_kinds(hf: Mapping[str, Any]) -> list[Problem]:
     """Values of the wrong kind for their key; null stands for the default where there is one."""
     return [
         Problem(name, "type", value, f"must be {rule}", "correct it")
-        for name, value in {**hf, **_rope_entries(hf)}.items()
+        for name, value in {**hf, **table_entries(hf)}.items()
         for keys, sound, rule in _KINDS
         if name.rpartition(".")[2] in keys
         and not sound(value)
@@ -240,12 +218,10 @@ def _wrong_kinds(hf: Mapping[str, Any]) -> list[Problem]:
 
 
 def _unknown(hf: Mapping[str, Any], reads: tuple[str, ...]) -> list[Problem]:
-    known = (
-        _READ | set(_HARMLESS.split()) | set(reads) | {key for key in _OFF if hf.get(key) is False}
-    )
+    known = _READ | HARMLESS | TRAINING | set(reads) | {key for key in _OFF if hf.get(key) is False}
     given = {key: value for key, value in hf.items() if key not in known}
-    rope = _rope_entries(hf).items()
-    given.update((name, value) for name, value in rope if name.rpartition(".")[2] not in _ROPE)
+    rope = table_entries(hf).items()
+    given.update((name, value) for name, value in rope if name.rpartition(".")[2] not in ROPE_KEYS)
     rule, fix = "is unknown and may change what the model computes", "remove it if it does not"
     given = {name: value for name, value in given.items() if value is not None}
     return [Problem(name, "unknown_key", value, rule, fix) for name, value in given.items()]
@@ -259,91 +235,9 @@ def _unsupported(hf: Mapping[str, Any], model_type: str, sliding: bool) -> list[
         "hidden_act": hf.get("hidden_act", "silu") != "silu",
         "use_sliding_window": bool(hf.get("use_sliding_window", False)) and not sliding,
         "layer_types": bool(layer_types) and not sliding,
-        "attention_dropout": bool(hf.get("attention_dropout")),
     }
     found = {key: hf.get(key) for key in broken if broken[key]}
     if "layer_types" in found:
         found["layer_types"] = sorted(layer_types)
     fix = f"use a {model_type} model with silu and full attention"
     return [Problem(k, "unsupported", v, "is not supported", fix) for k, v in found.items()]
-
-
-def _rope_keys(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Rotary keys flat, those of transformers 5 before those of 4."""
-    theta, partial = hf.get("rope_theta"), hf.get("partial_rotary_factor")
-    rope: dict[str, Any] = {"rope_theta": 10000.0 if theta is None else theta}
-    for table in (hf.get("rope_scaling") or {}, hf.get("rope_parameters") or {}):
-        rope.update({key: value for key, value in table.items() if value is not None})
-    rope.setdefault("rope_type", rope.get("type", "default"))
-    if rope.get("partial_rotary_factor") is None:
-        rope["partial_rotary_factor"] = 1.0 if partial is None else partial
-    return rope
-
-
-def _unsupported_rope(rope: Mapping[str, Any], partial_rotary: bool) -> list[Problem]:
-    problems = []
-    kind, partial = rope["rope_type"], rope["partial_rotary_factor"]
-    if kind not in ("default", *ROPE_NAMES):
-        fix = f"use 'default', {_NAMES}"
-        problems.append(Problem("rope_type", "unsupported", kind, "is not supported", fix))
-    for key in (key for key in _ROPE_NEEDS.get(kind, ()) if key not in rope):
-        problems.append(Problem("rope_type", "requires", kind, f"needs {key}", "give it"))
-    if partial != 1.0 and not partial_rotary:
-        key = "partial_rotary_factor"
-        problems.append(Problem(key, "unsupported", partial, "is not supported", "use 1"))
-    return problems
-
-
-def _scaling(rope: Mapping[str, Any], latent: bool) -> RopeScaling | None:
-    if rope["rope_type"] == "default":
-        return None
-    if rope["rope_type"] == "linear":
-        return RopeScaling(factor=rope["factor"], name="linear")
-    if rope["rope_type"] == "yarn":
-        return _yarn(rope, latent)
-    return RopeScaling(
-        factor=rope["factor"],
-        low_freq_factor=rope["low_freq_factor"],
-        high_freq_factor=rope["high_freq_factor"],
-        original_max_position=rope["original_max_position_embeddings"],
-    )
-
-
-def _yarn(rope: Mapping[str, Any], latent: bool) -> RopeScaling:
-    """With the keys that transformers reads: a 0 is none, and mscale counts with mscale_all_dim alone and without
-    attention_factor. Scores of `latent` attention grow by mscale_all_dim in any case."""
-    read = {key: rope[key] for key in _YARN if rope.get(key) is not None}
-    given = {key: value for key, value in read.items() if value or key == "attention_factor"}
-    if "attention_factor" in given or "mscale_all_dim" not in given:
-        given.pop("mscale", None)
-    if "mscale" not in given and not latent:
-        given.pop("mscale_all_dim", None)
-    return RopeScaling(
-        factor=rope["factor"],
-        original_max_position=rope[_ROPE_SIZE],
-        truncate=rope.get("truncate", True),
-        name="yarn",
-        **given,
-    )
-
-
-def _scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    if scaling.name == "linear":
-        return {"rope_type": "linear", "factor": scaling.factor}
-    if scaling.name == "yarn":
-        given: dict[str, Any] = {key: getattr(scaling, key) for key in (*_YARN, "truncate")}
-        return {
-            "rope_type": "yarn",
-            "factor": scaling.factor,
-            _ROPE_SIZE: scaling.original_max_position,
-            **{key: value for key, value in given.items() if value is not None},
-        }
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_position,
-    }

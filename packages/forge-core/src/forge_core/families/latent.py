@@ -33,25 +33,27 @@ def _from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
     lost = (key for key in _WIDTHS if key not in hf)
     raise_problems("deepseek_v3", (Problem(key, "missing", ..., rule, fix) for key in lost))
     bias = bool(hf.get("attention_bias", False))
-    reads = ("attention_bias", "auto_map", "qk_head_dim", "rope_interleave", *_WIDTHS, *EXPERT_KEYS)
-    interleave = hf.get("rope_interleave")
+    reads = ("attention_bias", "qk_head_dim", "rope_interleave", *_WIDTHS, *EXPERT_KEYS)
     config = read_common(
-        # transformers sets it to qk_rope_head_dim, and reads no other
         {key: value for key, value in hf.items() if key != "head_dim"},
         "deepseek_v3",
         reads,
         mixer="mla",
         mla=MLAConfig(
             **{key: hf[key] for key in _WIDTHS},
-            rope_interleave=True if interleave is None else interleave,
+            rope_interleave=bool(hf.get("rope_interleave", True)),  # null is false there
         ),
         qkv_bias=bias,
         o_bias=bias,
     )
-    given, width = hf.get("qk_head_dim"), config.resolved_mla.qk_head_dim
-    if given not in (None, width):
-        rule = f"must be {width}, the sum of qk_nope_head_dim and qk_rope_head_dim"
-        raise invalid("qk_head_dim", "sum", given, rule, "correct it", where="deepseek_v3")
+    widths = config.resolved_mla
+    for key, width, rule in (
+        ("qk_head_dim", widths.qk_head_dim, "the sum of qk_nope_head_dim and qk_rope_head_dim"),
+        ("head_dim", widths.qk_rope_head_dim, "qk_rope_head_dim"),
+    ):
+        if (given := hf.get(key)) not in (None, width):
+            rule = f"must be {width}, {rule}"
+            raise invalid(key, "sum", given, rule, "correct it", where="deepseek_v3")
     return config
 
 

@@ -67,6 +67,28 @@ def names_of(hf: Mapping[str, Any], model_type: str, default: Sequence[str]) -> 
     return [words[kind] for kind in given]
 
 
+def needed_window(
+    hf: Mapping[str, Any], model_type: str, names: Sequence[str], window: int | None
+) -> int | None:
+    """`window`; ValueError without one for `names` that have local layers, where transformers raises as well."""
+    if window is None and LOCAL in names:
+        rule = f"is null or off, and layer_types has {SLIDING}"
+        fix = "set it, and use_sliding_window = true where the family reads that"
+        value = hf.get("sliding_window")
+        raise invalid("sliding_window", "layers", value, rule, fix, where=model_type)
+    return window
+
+
+def local_options(
+    hf: Mapping[str, Any], model_type: str, names: Sequence[str], window: int | None, **own: Any
+) -> dict[str, Any]:
+    """`pattern_options` whose local layers have `window` and fields of their `own`."""
+    if LOCAL not in names:
+        return {}
+    window = needed_window(hf, model_type, names, window)
+    return pattern_options(names, {LOCAL: LayerType(window=window, **own)})
+
+
 def sliding_to_hf(config: TransformerConfig, model_type: str) -> dict[str, Any]:
     """`layer_types` and `sliding_window`; ValueError for layers that differ in more than one window."""
     kinds = kinds_of(config)

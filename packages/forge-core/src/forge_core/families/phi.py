@@ -4,20 +4,16 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge_core._config import is_size
-from forge_core._shared.problems import Problem, invalid, raise_problems
+from forge_core._shared.problems import invalid
 from forge_core.families.dense import NORMS, OUTSIDE_LAYERS, Family, Row, layer_rows
 from forge_core.families.keys import read_common, write_common
 from forge_core.model.config import TransformerConfig
 from forge_core.model.spec import AttentionSpec
 
-_DROPOUTS = ("resid_pdrop", "embd_pdrop")
-_READS = ("sliding_window", "original_max_position_embeddings", *_DROPOUTS)
+_READS = ("sliding_window", "original_max_position_embeddings")
 
 
 def _phi3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
-    dropouts, rule = {key: hf[key] for key in _DROPOUTS if hf.get(key)}, "is not supported"
-    odd = (Problem(key, "unsupported", value, rule, "use 0") for key, value in dropouts.items())
-    raise_problems("phi3", odd)
     window = hf.get("sliding_window")
     spec = AttentionSpec(window=window if is_size(window, 2**31) else None)
     given = {"rms_norm_eps": 1e-5, **hf}

@@ -12,6 +12,7 @@ from forge_core.families.layers import (
     SLIDING,
     kinds_of,
     names_of,
+    needed_window,
     pattern_options,
     windows_of,
 )
@@ -118,8 +119,8 @@ def _smollm3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
         slides = [SLIDING if window is not None and not turn else FULL for turn in turns[:count]]
         words = {(True, GLOBAL): GLOBAL, (False, GLOBAL): "nope"}
         words |= {(True, LOCAL): LOCAL, (False, LOCAL): "nope_local"}
-        # without use_sliding_window transformers reads no window, whatever the types say
-        kinds = [GLOBAL] * count if window is None else names_of(hf, "smollm3", slides)
+        kinds = names_of(hf, "smollm3", slides)
+        window = needed_window(hf, "smollm3", kinds, window)
         types = {"nope": LayerType(rope=False)}
         if window is not None:
             types[LOCAL] = LayerType(window=window)
@@ -127,7 +128,7 @@ def _smollm3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
         return pattern_options([words[bool(t), k] for t, k in zip(turns, kinds)], types)
 
     bias = bool(hf.get("attention_bias", False))
-    defaults = {"rope_theta": 2e6, "tie_word_embeddings": True, "num_key_value_heads": 4}
+    defaults = {"rope_theta": 2e6, "tie_word_embeddings": True}
     return read_common(
         {**defaults, **hf},
         "smollm3",

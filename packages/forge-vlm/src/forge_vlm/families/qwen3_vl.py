@@ -68,15 +68,21 @@ def _plain_rope(text: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _mrope(text: Mapping[str, Any]) -> MRopeConfig:
-    rope = {key: value for where in _ROPE for key, value in (text.get(where) or {}).items()}
-    interleaved, sections = rope.get("mrope_interleaved", True), rope.get("mrope_section")
+    """Of the first table that is not empty, which transformers reads; ValueError for another that differs."""
+    found = [
+        (table.get("mrope_interleaved", True), tuple(table.get("mrope_section") or (24, 20, 20)))
+        for where in _ROPE
+        if (table := text.get(where))
+    ] or [(True, (24, 20, 20))]
+    interleaved, sections = found[0]
+    if found[-1] != found[0]:
+        key, rule = "text_config.rope_parameters", f"differ in mrope_section from {found[0]}"
+        fix = "give rope_scaling the same, or remove one of the tables"
+        raise invalid(key, "conflict", found[-1], rule, fix, where=_NAME)
     if interleaved is not True:
-        rule = "must be true"
-        fix = "use another model"
-        raise invalid(
-            "text_config.mrope_interleaved", "unsupported", interleaved, rule, fix, where=_NAME
-        )
-    return MRopeConfig(tuple(sections or (24, 20, 20)), "interleaved")
+        key, rule, fix = "text_config.mrope_interleaved", "must be true", "use another model"
+        raise invalid(key, "unsupported", interleaved, rule, fix, where=_NAME)
+    return MRopeConfig(sections, "interleaved")
 
 
 def _to_hf(config: TransformerConfig) -> dict[str, Any]:
