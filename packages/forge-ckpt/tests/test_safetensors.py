@@ -1,6 +1,7 @@
 """Folders of safetensors in and out: streamed, whole or not there, and nothing trusted."""
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -404,6 +405,49 @@ def test_a_hostile_index_is_one_line_with_file_and_rule(tmp_path, case):
         HFFolder(tmp_path)
     assert str(caught.value).startswith(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+def test_F170_an_ignored_tensor_may_be_in_the_index_only(tmp_path):
+    """transformers loads a tied model whose index names a head that no shard has."""
+    write(tmp_path / ONE, {"a": tensor(0, 1)}, b"x")
+    index(tmp_path, {"a": ONE, "lm_head.weight": ONE})
+    with rejects(MAP, "lm_head.weight", "mismatch"):
+        HFTensors(tmp_path, [("a", "b", ())])
+    read = HFTensors(tmp_path, [("a", "b", ())], ignore=["lm_head.*"])
+    assert (list(read.meta), read.ignored) == (["b"], [])
+    index(tmp_path, {"lm_head.weight": ONE})  # a tensor without an entry is still none
+    with rejects(MAP, "a", "mismatch"):
+        HFTensors(tmp_path, [("a", "b", ())], ignore=["lm_head.*"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_F210_values_that_are_not_finite_are_rejected_by_name(tmp_path, dtype, value):
+    """They were imported without a word, and the first loss was NaN."""
+    tensors = {"good": torch.ones(3, dtype=dtype), "bad": torch.zeros(2, 2, dtype=dtype)}
+    tensors["bad"][1, 0] = value
+    save_hf(tmp_path / "hf", [("hf.good", "good", ()), ("hf.bad", "bad", ())], tensors)
+    folder = HFFolder(tmp_path / "hf")
+    assert folder.read("hf.good").equal(tensors["good"])
+    with rejects("hf.bad", code="not_finite", where="model.safetensors"):
+        folder.read("hf.bad")
+
+
+def test_F139_tensors_are_compared_by_their_bytes(tmp_path, monkeypatch):
+    monkeypatch.setattr("forge_ckpt.hf.folder._BLOCK", 5)
+    one = torch.arange(12.0).view(3, 4)
+    last = one.clone()
+    last[2, 3] += 1.0
+    tensors = {
+        "a": one,
+        "b": one.clone(),
+        "c": last,
+        "d": one.bfloat16(),
+        "e": one.view(4, 3).clone(),
+    }
+    save_hf(tmp_path / "hf", [(name, name, ()) for name in tensors], tensors)
+    folder = HFFolder(tmp_path / "hf")
+    assert [folder.same("a", name) for name in "abcde"] == [True, True, False, False, False]
 
 
 def test_folders_without_safetensors_are_refused(tmp_path):

@@ -29,14 +29,14 @@ class HFTensors:
 
     The whole map is tried on names, shapes and dtypes first: what it cannot hold is a ValueError before
     the first tensor is read. Memory of an iteration: one tensor of Forge and one of the parts that it is
-    made of. ``ignore`` are fnmatch patterns of Hugging Face names that are left out; ``ignored`` lists
-    those that were.
+    made of. ``ignore`` are fnmatch patterns of Hugging Face names that are left out, in an index without a tensor too;
+    ``ignored`` lists those that were.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], maps: Sequence[Row], ignore: Sequence[str] = ()
     ) -> None:
-        self._folder, self._rows = HFFolder(path), check_rows(maps)
+        self._folder, self._rows = HFFolder(path, ignore), check_rows(maps)
         found = self._folder.meta()
         self.ignored = [name for name in found if matches(name, ignore)]
         for name in self.ignored:
