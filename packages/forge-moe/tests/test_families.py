@@ -49,7 +49,6 @@ CHANGES = {
     "swiglu_limit": 7.0,
     "layer_types": ["full_attention", "sliding_attention"],
     "clip_qkv": 8.0,
-    "router_jitter_noise": 0.1,
     "hidden_act": "gelu",
     "moe_layer_freq": 2,
     "quantization_config": {"quant_method": "fp8"},
@@ -116,7 +115,6 @@ def test_what_a_family_cannot_say_is_refused() -> None:
     hf = {**MIXTRAL.config_to_hf(MoEConfig(dim=8, hidden_dim=8, num_experts=4))}
     for key, value, code in (
         ("hidden_act", "gelu", "unsupported"),
-        ("router_jitter_noise", 0.1, "unsupported"),
         ("model_type", "x", "mismatch"),
     ):
         with rejects(key, value, code):

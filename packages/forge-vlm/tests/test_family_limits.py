@@ -122,3 +122,63 @@ def test_llava_has_no_key_for_patches_behind_registers():
     vision = replace(config.vision, transformers=keys, select_feature="patch")
     with rejects("vision.select_feature", "patch", "front"):
         LLAVA.config_to_hf(replace(config, vision=vision))
+
+
+#: What transformers 4 wrote into the config.json of a model and of its parts (PretrainedConfig.to_dict).
+OLD = {
+    **{"return_dict": True, "output_hidden_states": False, "output_attentions": False},
+    **{"torchscript": False, "use_bfloat16": False, "tf_legacy_loss": False, "pruned_heads": {}},
+    **{"chunk_size_feed_forward": 0, "is_encoder_decoder": False, "is_decoder": False},
+    **{"cross_attention_hidden_size": None, "add_cross_attention": False, "prefix": None},
+    **{"tie_encoder_decoder": False, "max_length": 20, "min_length": 0, "do_sample": False},
+    **{"early_stopping": False, "num_beams": 1, "num_beam_groups": 1, "diversity_penalty": 0.0},
+    **{"temperature": 1.0, "top_k": 50, "top_p": 1.0, "typical_p": 1.0, "length_penalty": 1.0},
+    **{"repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "encoder_no_repeat_ngram_size": 0},
+    **{"bad_words_ids": None, "num_return_sequences": 1, "output_scores": False},
+    **{"return_dict_in_generate": False, "forced_bos_token_id": None, "suppress_tokens": None},
+    **{"remove_invalid_values": False, "exponential_decay_length_penalty": None},
+    **{"id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1}},
+    **{"finetuning_task": None, "tokenizer_class": None, "task_specific_params": None},
+    **{"problem_type": None, "_name_or_path": "", "_attn_implementation_autoset": True},
+}
+RATES = {"attention_dropout": 0.1, "hidden_dropout": 0.0, "dropout": 0.0}
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_F170_keys_that_transformers_4_wrote_everywhere_are_read(family):
+    """`id2label`, `return_dict`, `chunk_size_feed_forward` stopped every VLM; dropout acts in training only."""
+    hf = json.loads(MODELS[family]().config.to_json_string())
+    parts = {part: {**hf[part], **OLD} for part in ("text_config", "vision_config")}
+    parts["text_config"] |= RATES
+    assert FAMILIES[family].config_from_hf({**hf, **OLD, **RATES, **parts}) == config_of(family)
+    with rejects("no_such_key", 0.1, "unknown_key", where=family):
+        FAMILIES[family].config_from_hf({**hf, **OLD, "no_such_key": 0.1})
+
+
+@pytest.mark.parametrize("family", ["internvl", "llava", "qwen3_vl", "smolvlm"])
+def test_F139_the_head_is_tied_by_the_keys_that_transformers_reads(family):
+    """InternVL read the decoder's key where the model's was left out."""
+    theirs = MODELS[family]()
+    hf = json.loads(theirs.config.to_json_string())
+    for outer in ({}, {"tie_word_embeddings": True}, {"tie_word_embeddings": False}):
+        for inner in (True, False):
+            keys = {k: v for k, v in hf.items() if k != "tie_word_embeddings"} | outer
+            keys["text_config"] = {**keys["text_config"], "tie_word_embeddings": inner}
+            with torch.device("meta"):
+                model = type(theirs)(type(theirs.config).from_dict(json.loads(json.dumps(keys))))
+            tied = model.lm_head.weight is model.get_input_embeddings().weight
+            assert FAMILIES[family].config_from_hf(keys).tie_embeddings == tied, (outer, inner)
+
+
+def test_F138_the_tables_of_qwen3_vl_must_agree_in_their_axes():
+    hf = json.loads(MODELS["qwen3_vl"]().config.to_json_string())
+    text = hf["text_config"]
+    axes = {k: v for k, v in text["rope_parameters"].items() if k.startswith("mrope_")}
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+    yarn |= {"rope_theta": text["rope_parameters"]["rope_theta"]}
+    both = {**hf, "text_config": {**text, "rope_scaling": {**yarn, **axes}}}
+    found = FAMILIES["qwen3_vl"].config_from_hf(both)
+    assert (found.rope_scaling.name, found.mrope) == ("yarn", config_of("qwen3_vl").mrope)
+    # transformers takes its own default of the axes then, not the other table's
+    with rejects("text_config.rope_parameters", code="conflict", where="qwen3_vl"):
+        FAMILIES["qwen3_vl"].config_from_hf({**hf, "text_config": {**text, "rope_scaling": yarn}})

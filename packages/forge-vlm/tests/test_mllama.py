@@ -258,7 +258,7 @@ def test_keys_that_change_the_function_are_refused(tmp_path):
     for key, value, code in (
         ("cross_attention_layers", [1, 2], "range"),
         ("cross_attention_layers", [4], "range"),
-        ("dropout", 0.1, "unsupported"),
+        ("dropout", -0.1, "type"),
         ("hidden_act", "relu", None),
         ("model_type", "llama", "unknown"),
     ):

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from forge_moe._shared.hf_keys import HARMLESS, TRAINING
 from forge_moe._shared.problems import Problem, invalid, raise_problems
 from forge_moe.config import MoEConfig
 
@@ -24,23 +25,20 @@ _DEFAULTS: dict[str, Any] = {
     "shared_gate": False,
     "capacity_factor": None,
 }
-# Keys that do not change the function of the block: of training, of files, of other layers. A key that is in
+# Keys of other layers, which do not change the function of the block. A key that is in
 # no list of this file may change it, and is refused.
 _IGNORED_NAMES = """
-    _name_or_path architectures attention_bias attention_dropout auto_map aux_loss_alpha
-    bos_token_id chunk_size_feed_forward decoder_sparse_step dtype eos_token_id ep_size
-    first_k_dense_replace head_dim id2label initializer_range intermediate_size is_encoder_decoder
-    kv_lora_rank label2id max_position_embeddings max_window_layers mlp_only_layers model_type
-    num_attention_heads num_hidden_layers num_key_value_heads num_nextn_predict_layers
-    output_attentions output_hidden_states output_router_logits pad_token_id partial_rotary_factor
-    pretraining_tp problem_type q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim qkv_bias
-    return_dict rms_norm_eps rope_interleave rope_parameters rope_scaling rope_theta
-    router_aux_loss_coef seq_aux tie_word_embeddings torch_dtype transformers_version use_cache
-    use_qk_norm use_sliding_window v_head_dim vocab_size
+    attention_bias aux_loss_alpha decoder_sparse_step ep_size first_k_dense_replace head_dim
+    initializer_range intermediate_size kv_lora_rank max_position_embeddings max_window_layers
+    mlp_only_layers model_type num_attention_heads num_hidden_layers num_key_value_heads
+    num_nextn_predict_layers output_router_logits partial_rotary_factor q_lora_rank qk_head_dim
+    qk_nope_head_dim qk_rope_head_dim qkv_bias rms_norm_eps rope_interleave rope_parameters
+    rope_scaling rope_theta router_aux_loss_coef seq_aux tie_word_embeddings use_qk_norm
+    use_sliding_window v_head_dim vocab_size
 """
-_IGNORED = frozenset(_IGNORED_NAMES.split())
+_IGNORED = HARMLESS | TRAINING | set(_IGNORED_NAMES.split())
 # Keys with a single supported value; None, False and empty lists count as absent.
-_REQUIRED: dict[str, Any] = {"hidden_act": "silu", "moe_layer_freq": 1, "router_jitter_noise": 0.0}
+_REQUIRED: dict[str, Any] = {"hidden_act": "silu", "moe_layer_freq": 1}
 # Types of a field's key in `config.json`; all others are integers.
 _TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
     "normalize": ("true or false", (bool,)),

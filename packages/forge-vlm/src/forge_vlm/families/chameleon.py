@@ -28,11 +28,8 @@ _EPS = 1e-5  # whatever the config's norm_eps is
 _IMAGE = "IMGIMG"  # what names of image tokens begin with
 _MIXER = "forge_vlm.families.chameleon:ChameleonAttention"
 _BLOCKS = {False: "pre_norm", True: "post_norm"}  # by swin_norm
-#: Keys that say nothing about the decoder: those of its image tokeniser, and of training.
-_OWN = (
-    *("vq_config", "vocabulary_map", "swin_norm", "model_parallel_size", "image_token_id"),
-    *("attention_dropout", "tokenizer_class"),
-)
+#: Keys that say nothing about the decoder: those of its image tokeniser, and of files.
+_OWN = ("vq_config", "vocabulary_map", "swin_norm", "model_parallel_size", "image_token_id")
 
 
 class HeadLayerNorm(nn.Module):

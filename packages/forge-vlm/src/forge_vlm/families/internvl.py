@@ -51,9 +51,7 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
     ]
     raise_problems("internvl", problems)
     text = dict(hf["text_config"])
-    text["tie_word_embeddings"] = hf.get(
-        "tie_word_embeddings", text.get("tie_word_embeddings", True)
-    )
+    text["tie_word_embeddings"] = hf.get("tie_word_embeddings", True)  # the decoder's is not read
     _, decoder = text_config({"text_config": text}, "internvl")
     vision = {**hf["vision_config"], "model_type": "internvl_vision"}
     return VLMConfig(

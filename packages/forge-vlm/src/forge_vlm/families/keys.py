@@ -9,33 +9,17 @@ import torch
 
 from forge_core import TransformerConfig
 from forge_core.families import FAMILIES, Family, find_family
+from forge_vlm._shared.hf_keys import HARMLESS, TRAINING
 from forge_vlm._shared.problems import Problem, ProblemError, problems_of, raise_problems
 from forge_vlm.config import VLMConfig
 from forge_vlm.vision import VisionConfig, build_encoder
 
 Row = tuple[str, str | tuple[str, ...], tuple[tuple[Any, ...], ...]]
 
-# Keys that transformers writes into every config.json; none of them enters the forward pass.
-_HARMLESS = frozenset(
-    [
-        "_name_or_path",
-        "architectures",
-        "auto_map",
-        "bos_token_id",
-        "dtype",
-        "eos_token_id",
-        "ignore_index",
-        "image_seq_length",
-        "model_type",
-        "pad_token_id",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",
-        "vocab_size",
-    ]
-)
-#: Keys of vision configs that change nothing in evaluation without dropout, or stand for training.
-_VISION_HARMLESS = _HARMLESS | {"initializer_factor", "initializer_range", "projection_dim"}
+# Further keys of no meaning for the forward pass.
+_UNREAD = HARMLESS | {"ignore_index", "image_seq_length", "model_type", "vocab_size"}
+#: Keys of vision configs that change nothing in evaluation. Rates of dropout stay: transformers' encoder has them.
+_VISION_UNREAD = _UNREAD | {"initializer_factor", "initializer_range", "projection_dim"}
 # What transformers assumes where an older file leaves keys out.
 _TEXT_DEFAULTS = {
     "llama": {
@@ -51,7 +35,7 @@ def check_keys(hf: Mapping[str, Any], model_type: str, reads: tuple[str, ...]) -
     unknown = [
         Problem(key, "unknown_key", value, rule, fix)
         for key, value in hf.items()
-        if key not in _HARMLESS and key not in reads and value is not None
+        if key not in _UNREAD | TRAINING and key not in reads and value is not None
     ]
     missing = [
         Problem(key, "type", ..., "must be a table", "give a complete config.json")
@@ -93,7 +77,7 @@ def text_config(hf: Mapping[str, Any], model_type: str) -> tuple[Family, Transfo
 
 def vision_from_hf(hf: Mapping[str, Any], **options: Any) -> VisionConfig:
     """An encoder of transformers from `vision_config`."""
-    keys = {k: v for k, v in hf["vision_config"].items() if k not in _VISION_HARMLESS}
+    keys = {k: v for k, v in hf["vision_config"].items() if k not in _VISION_UNREAD}
     model_type = hf["vision_config"].get("model_type")
     return VisionConfig("transformers", transformers={"model_type": model_type, **keys}, **options)
 

@@ -76,25 +76,22 @@ def _text(keys: Mapping[str, Any]) -> tuple[TransformerConfig, tuple[int, ...]]:
     given = {**_TEXT_DEFAULTS, **keys}
     cross = given.pop("cross_attention_layers", None)
     cross = _CROSS if cross is None else cross
-    kind, dropout = given.pop("model_type", "mllama_text_model"), given.pop("dropout", 0.0)
+    kind = given.pop("model_type", "mllama_text_model")
     total = given["num_hidden_layers"]
     before = tuple(layer - i for i, layer in enumerate(sorted(cross)))
-    raise_problems("mllama", _text_problems(kind, dropout, cross, before, total))
+    raise_problems("mllama", _text_problems(kind, cross, before, total))
     llama = {**given, "model_type": "llama", "num_hidden_layers": total - len(before)}
+    llama["tie_word_embeddings"] = False  # the head has fewer rows, and is never tied
     try:
         return LLAMA.config_from_hf(llama), before
     except ValueError as error:
         raise of_text_config(error, "mllama") from error
 
 
-def _text_problems(
-    kind: Any, dropout: Any, cross: Any, before: tuple[int, ...], total: int
-) -> Iterator[Problem]:
+def _text_problems(kind: Any, cross: Any, before: tuple[int, ...], total: int) -> Iterator[Problem]:
     if kind != "mllama_text_model":
         rule = "must be 'mllama_text_model'"
         yield Problem("text_config.model_type", "unknown", kind, rule, "correct it")
-    if dropout:
-        yield Problem("text_config.dropout", "unsupported", dropout, "is not supported", "use 0")
     if not cross or len(set(before)) < len(before) or before[-1] >= total - len(before):
         rule = f"must each stand before a text layer of its own, of {total} layers in all"
         fix = "use another model"
