@@ -32,6 +32,7 @@ from forge_train.errors import JobError
 from forge_train.hf.compare import BOUND, compare
 from forge_train.hf.exporting import export_run
 from forge_train.hf.families import section_from_hf
+from forge_train.hf.folder import read_model
 from forge_train.hf.importing import import_folder
 from forge_train.trainer.build import build_model
 
@@ -431,10 +432,6 @@ IMPORTS: dict[str, tuple[str, dict[str, Any], str, Any, str]] = {
     ),
     "F98: Mixtral": ("Mixtral", {"clip_qkv": 8.0}, "clip_qkv", 8.0, "unknown_key"),
     "F98: Qwen3Moe": ("Qwen3Moe", {"swiglu_limit": 7.0}, "swiglu_limit", 7.0, "unknown_key"),
-    "jitter": (
-        *("Mixtral", {"router_jitter_noise": 0.1}),
-        *("router_jitter_noise", 0.1, "unsupported"),
-    ),
     "layers without a pattern": (
         *("Qwen3Moe", {"num_hidden_layers": 5, "mlp_only_layers": [1, 4]}),
         *("mlp_only_layers", [0, 2, 3], "pattern"),
@@ -462,6 +459,85 @@ def test_an_import_that_cannot_be_held_is_refused_by_name(tmp_path: Path, case: 
     with rejects(key, value, code, ConfigError):
         import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.lane("test")
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3Moe"])
+def test_F139_a_head_of_its_own_is_not_tied(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was dropped where config.json ties; transformers 5 keeps a head that differs. An equal one is dropped."""
+    theirs = save(kind, tmp_path / "hf")
+    change(tmp_path / "hf", tie_word_embeddings=True)
+    assert import_folder(tmp_path / "hf", run_dir=tmp_path / "run") == 0
+    said = capsys.readouterr().out
+    assert checked(said) < 1e-5
+    assert "not tied" in said
+    assert not read_model(tmp_path / "hf").section.tie_embeddings
+    export_run(tmp_path / "run", tmp_path / "out")
+    assert not json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"]
+    assert error(their_logits(tmp_path / "out", TOKENS), theirs(TOKENS).logits.detach()) < 1e-5
+
+    with torch.no_grad():
+        theirs.lm_head.weight.copy_(theirs.model.embed_tokens.weight)
+    theirs.save_pretrained(tmp_path / "equal", max_shard_size="40KB")
+    change(tmp_path / "equal", tie_word_embeddings=True)
+    assert import_folder(tmp_path / "equal", run_dir=tmp_path / "tied") == 0
+    assert "left out, as the model does not use them: lm_head.weight" in capsys.readouterr().out
+    assert read_model(tmp_path / "equal").section.tie_embeddings
+
+
+@pytest.mark.lane("test")
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2Moe"])
+def test_F170_folders_that_transformers_loads_are_imported(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = save(kind, tmp_path / "hf", tie_word_embeddings=True)
+    index = tmp_path / "hf/model.safetensors.index.json"
+    table = json.loads(index.read_text())
+    table["weight_map"]["lm_head.weight"] = next(iter(table["weight_map"].values()))
+    index.write_text(json.dumps(table))  # an exporter's entry of a tied head, without a tensor
+    theirs.model.save_pretrained(tmp_path / "base")  # names without `model.`
+    change(tmp_path / "base", architectures=["X"], auto_map={"AutoModel": "x.X"})
+    for name in ("hf", "base"):
+        assert import_folder(tmp_path / name, run_dir=tmp_path / f"run-{name}") == 0
+        assert checked(capsys.readouterr().out) < 1e-5
+    saved = [
+        dict(read_tensors(tmp_path / f"run-{n}/checkpoints/step-00000000", ["model.*"]))
+        for n in ("hf", "base")
+    ]
+    assert saved[0].keys() == saved[1].keys()
+    assert all(torch.equal(saved[0][n], saved[1][n]) for n in saved[0])
+
+
+@pytest.mark.lane("test")
+def test_F170_what_acts_in_training_only_stops_a_training_run_only(tmp_path: Path) -> None:
+    save("Mixtral", tmp_path / "hf")
+    change(tmp_path / "hf", attention_dropout=0.1, router_jitter_noise=0.2)
+    import_folder(tmp_path / "hf", run_dir=tmp_path / "run")
+    export_run(tmp_path / "run", tmp_path / "out")
+    assert read_model(tmp_path / "hf").section == read_model(tmp_path / "out").section
+    job = write_job(tmp_path)
+    other = {"init.from": str(tmp_path / "hf"), "run.dir": str(tmp_path / "other")}
+    fork = {"init.from": str(tmp_path / "run"), "run.dir": str(tmp_path / "other")}
+    for overrides in ({}, other, fork):
+        with rejects("attention_dropout", 0.1, "training", ConfigError) as caught:
+            load_job(job, overrides)
+        assert_problem(caught.value, "router_jitter_noise", 0.2, "training")
+    change(tmp_path / "run/hf", attention_dropout=0.0, router_jitter_noise=None)
+    load_job(job)
+
+
+@pytest.mark.lane("test")
+def test_F210_weights_that_are_nan_are_not_imported(tmp_path: Path) -> None:
+    theirs = save("Llama", tmp_path / "hf")
+    with torch.no_grad():
+        theirs.model.norm.weight[3] = float("nan")
+    theirs.save_pretrained(tmp_path / "nan")
+    for check, kind in ((True, ConfigError), (False, JobError)):
+        with rejects("model.norm.weight", code="not_finite", kind=kind, where="model.safetensors"):
+            import_folder(tmp_path / "nan", run_dir=tmp_path / "run", check=check)
+    assert not list(tmp_path.glob("run/checkpoints/step-*/manifest.json"))
 
 
 @pytest.mark.lane("test")

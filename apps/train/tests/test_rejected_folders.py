@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -19,7 +20,16 @@ from forge_testing.problems import ANY, assert_problem, rejects
 from forge_train import ConfigError, DataError, JobError, StateError, plan
 from forge_train.config.lora import LoRASection
 from forge_train.config.schema import BuiltInModelConfig
-from forge_train.hf import adapters, compare, exporting, families, folder, importing, prompts
+from forge_train.hf import (
+    adapters,
+    check_inputs,
+    compare,
+    exporting,
+    families,
+    folder,
+    importing,
+    prompts,
+)
 from forge_train.metrics.tracking import WandbSink
 from forge_train.report import activation_files, extract, text
 from forge_train.report.evaluate import checked_job
@@ -141,10 +151,10 @@ def test_folders_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(importing, "build_model", lambda section, seed: nn.Module())
     monkeypatch.setattr(importing, "store_hf", lambda *_, **__: None)
     with rejects("run.dir", str(tmp_path / "run"), "write", JobError):
-        importing.import_folder(tmp_path, tmp_path / "run")
+        importing.import_folder(tmp_path, tmp_path / "run", check=False)
     (tmp_path / "run/config.toml").touch()
     with rejects("run.dir", str(tmp_path / "run"), "exists", ConfigError):
-        importing.import_folder(tmp_path, tmp_path / "run")
+        importing.import_folder(tmp_path, tmp_path / "run", check=False)
 
 
 def test_processors_that_cannot_be_followed(tmp_path: Path) -> None:
@@ -191,15 +201,46 @@ def test_copies_that_cannot_be_compared(tmp_path: Path, monkeypatch: pytest.Monk
         compare.compare(section, [], Path("none"))
     with rejects("difference", ANY, "range", JobError, where=tmp_path):
         compare.compare(section, [], tmp_path)
-    monkeypatch.setattr(compare, "VLMModelConfig", SimpleNamespace)
-    one = {"images": torch.zeros(1, 3, 2, 2)}
-    vision = type("Vision", (), {"extra_inputs": ("images",), "dummy": lambda self, device: one})
+    images = torch.zeros(1, 3, 2, 2)
+    vision = type(
+        "Vision",
+        (),
+        {"extra_inputs": ("images",), "dummy": lambda self, device: {"images": images}},
+    )
     vision.__call__ = lambda self, images: images  # type: ignore[assignment]
     model: Any = SimpleNamespace(vision=vision(), adapter=lambda features: torch.zeros(1, 8, 4))
-    fusion, places = SimpleNamespace(name="joint_decoder"), {"image": SimpleNamespace(first_id=0)}
-    images: Any = SimpleNamespace(placeholders=places, vocab_size=8, fusion=fusion)
+    monkeypatch.setattr(check_inputs, "VLMModelConfig", SimpleNamespace)
+    places = {"image": SimpleNamespace(first_id=0)}
+    short: Any = SimpleNamespace(placeholders=places, vocab_size=8, max_seq_len=8)
     with rejects("--check", ..., "length", ConfigError):
-        compare._with_images(model, images, torch.zeros(2, 8, dtype=torch.long), "llava")
+        check_inputs.inputs_of(model, short, Theirs())
+
+
+def test_F137_an_import_compares_unless_it_cannot_or_shall_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--check` was an option that had to be known."""
+    tensors: Any = SimpleNamespace(problems=lambda state: [], meta={}, ignored=[])
+    section = BuiltInModelConfig(**TINY)
+    model = SimpleNamespace(
+        section=section, family="llama", tensors=lambda: tensors, files=dict, write=lambda *_: None
+    )
+    model.untied = False
+    monkeypatch.setattr(importing, "read_model", lambda path: model)
+    monkeypatch.setattr(importing, "store_hf", lambda *_, **__: None)
+    compared: list[Path] = []
+    monkeypatch.setattr(importing, "compare", lambda *given: compared.append(given[2]))
+
+    importing.import_folder(tmp_path, tmp_path / "a")
+    importing.import_folder(tmp_path, tmp_path / "b", check=False)
+    assert compared == [tmp_path]
+    monkeypatch.setattr(compare, "_free_memory", lambda: 1e3)
+    importing.import_folder(tmp_path, tmp_path / "c")
+    assert "not checked: two models in fp32 need" in capsys.readouterr().out
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    importing.import_folder(tmp_path, tmp_path / "d")
+    assert "not checked: transformers is not installed" in capsys.readouterr().out
+    assert compared == [tmp_path]
 
 
 def test_activations_that_cannot_be_written(

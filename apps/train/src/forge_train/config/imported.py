@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import tomlkit
 
+from forge_train._shared.hf_keys import training_rates
 from forge_train._shared.problems import Problem, problems_of
 from forge_train.config.files import read_toml
 from forge_train.config.layers import Layers, flatten
@@ -89,6 +90,17 @@ def over_table(layers: Layers, table: dict[str, Any], path: Path) -> Layers:
 def _plain(value: Any) -> Any:
     """A tuple as the list that it is in a file."""
     return [*map(_plain, value)] if isinstance(value, list | tuple) else value
+
+
+def training_problems(path: Path) -> list[Problem]:
+    """A problem for each rate of a `config.json` that acts in training, where Forge's model has none; of no file, none."""
+    if not path.is_file():
+        return []
+    from forge_ckpt.hf import read_json
+
+    found = training_rates(read_json(path))
+    rule, fix = "acts in training, and Forge has none", f"set it to 0 in {path} to train without it"
+    return [Problem(key, "training", rate, rule, fix) for key, rate in found.items()]
 
 
 def table_of(section: BuiltInModelConfig, training: dict[str, Any]) -> dict[str, Any]:

@@ -19,7 +19,14 @@ from forge_resilience.policy import RollbackConfig
 from forge_train._shared.problems import Problem
 from forge_train.config.evaluation import evaluation_problems
 from forge_train.config.exact_match import KINDS as NO_SPLITS
-from forge_train.config.imported import DEFAULT_DIR, over_import, over_table, with_import
+from forge_train.config.imported import (
+    DEFAULT_DIR,
+    FILES,
+    over_import,
+    over_table,
+    training_problems,
+    with_import,
+)
 from forge_train.config.init import hf_folder, model_of_parent, source_problems
 from forge_train.config.layers import Layers, flatten
 from forge_train.config.names import name_problems
@@ -112,6 +119,8 @@ def _with_weights(layers: Layers) -> Layers:
     begin from, or of an import: of that in run.dir or, for a job without a [model] of its own, that of init.from."""
     names = layers.at("init.from"), layers.at("run.dir") or DEFAULT_DIR
     folder, parent = hf_folder(*names), model_of_parent(*names)
+    source = folder or (Path(str(names[1])) if parent is None else parent.parent) / FILES
+    refuse(training_problems(source / "config.json"))
     if parent is not None and not any(key.startswith("model.") for key in layers.origins):
         return over_import(layers, parent)
     if folder is None:

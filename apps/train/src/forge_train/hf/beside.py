@@ -23,7 +23,7 @@ _NAME = "beside"
 def keep_beside(folder: Path, patterns: Sequence[str], kept: Path) -> None:
     """Copy the tensors of `folder` whose names match into a folder of their own in `kept`. Memory: all of them."""
     shutil.rmtree(kept / _NAME, ignore_errors=True)  # of a start that was killed
-    source = HFFolder(folder)
+    source = HFFolder(folder, optional=["*lm_head.weight"])  # a tied head may be in the index only
     names = [n for n in source.entries if any(fnmatchcase(n, p) for p in patterns)]
     if names:
         save_hf(kept / _NAME, _same(names), {name: source.read(name) for name in names})

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
 import logging
+import math
+import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from forge_ckpt.hf import fill_tensor
 from forge_core import initialise
@@ -17,37 +20,36 @@ from forge_train._shared.problems import invalid
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, JobError
+from forge_train.hf.check_inputs import inputs_of
 from forge_train.trainer.build import build_model
 
 #: Largest difference over the largest logit in fp32: rounding gives 1e-6, another function over 1e-2.
 BOUND = 1e-3
-_LONGEST = 1024  #: tokens of a row with an image, which may be 576 of them
 
 
-def _with_images(
-    model: nn.Module, section: BuiltInModelConfig, tokens: Tensor, model_type: str
-) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Tokens with an image in each row, and the images for Forge's model and for transformers'; of encoders that take
-    more than images of one size, tokens of text alone."""
-    if not isinstance(section, VLMModelConfig):
-        return tokens, {}, {}
-    if not section.placeholders:
-        return tokens, {}, {}
-    place = next(iter(section.placeholders.values())).first_id
-    tokens = torch.where(tokens == place, (place + 1) % section.vocab_size, tokens)
-    vision, adapter = cast(Any, model.vision), cast(Any, model.adapter)
-    if tuple(vision.extra_inputs) != ("images",) or section.fusion.name != "joint_decoder":
-        return tokens, {}, {}
-    one = vision.dummy("cpu")["images"]  # (1, 3, H, W)
-    shape = (len(tokens), *one.shape[1:])
-    images = torch.randn(shape, generator=torch.Generator().manual_seed(1))
-    features: Tensor = adapter(vision(images=images))  # (N, T, D)
-    if features.size(1) + 1 >= tokens.size(1):
-        rule = f"puts an image of {features.size(1)} tokens into rows of {tokens.size(1)}, which are too short"
-        raise invalid("--check", "length", ..., rule, "leave it out", kind=ConfigError)
-    tokens[:, 1 : 1 + features.size(1)] = place
-    tiled = model_type in ("idefics3", "smolvlm")  # one tile of each image
-    return tokens, {"images": images}, {"pixel_values": images[:, None] if tiled else images}
+def why_not_compared(section: BuiltInModelConfig) -> str | None:
+    """Why an import does not compare logits of itself: transformers is not installed, or there is no memory for it."""
+    if importlib.util.find_spec("transformers") is None:
+        return "transformers is not installed"
+    with torch.device("meta"):
+        state = build_model(section, 0).state_dict()
+    needed, free = 8 * sum(t.numel() for t in state.values()), _free_memory()
+    if needed <= free:
+        return None
+    return f"two models in fp32 need {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+
+
+def _free_memory() -> float:
+    """Bytes that the machine has left, or the container may use; no limit where neither is known."""
+    free = math.inf
+    for path, line, unit in (
+        ("/proc/meminfo", r"MemAvailable:\s+(\d+)", 1024),
+        ("/sys/fs/cgroup/memory.max", r"(\d+)", 1),
+    ):
+        with contextlib.suppress(OSError):
+            if found := re.search(line, Path(path).read_text()):
+                free = min(free, int(found[1]) * unit)
+    return free
 
 
 def compare(
@@ -80,17 +82,22 @@ def compare(
     state = model.state_dict()
     for name, tensor in tensors:
         fill_tensor(name, state[name], tensor)
-    shape = (2, min(_LONGEST if kind == "ImageTextToText" else 64, section.max_seq_len))
-    tokens = torch.randint(section.vocab_size, shape, generator=torch.Generator().manual_seed(0))
+    difference, largest, sizes = 0.0, 1e-30, []
     with torch.no_grad():
-        tokens, images, pixels = _with_images(model, section, tokens, theirs.config.model_type)
-        wanted = theirs(tokens, **pixels).logits
-        shown = wanted != torch.finfo(wanted.dtype).min  # Chameleon hides its image tokens
-        difference = float((model(tokens, **images) - wanted)[shown].abs().max())
-    relative = difference / max(float(wanted[shown].abs().max()), 1e-30)
+        for tokens, ours, given in inputs_of(model, section, theirs):
+            wanted = theirs(tokens, **given).logits
+            shown = wanted != torch.finfo(wanted.dtype).min  # Chameleon hides its image tokens
+            found = (model(tokens, **ours) - wanted)[shown].abs().max()
+            # nan is larger than any number here
+            difference = float(torch.maximum(found, torch.tensor(difference)))
+            largest = max(float(wanted[shown].abs().max()), largest)
+            sizes.append(
+                f"{' x '.join(map(str, tokens.shape))} tokens{' with images' * bool(ours)}"
+            )
+    relative = difference / largest
     line = (
         f"check: largest difference of logits {difference:.2e}, {relative:.2e} of the largest "
-        f"({shape[0]} x {shape[1]} tokens{', an image in each row' if images else ''}, fp32)"
+        f"({', '.join(sizes)}, fp32)"
     )
     if not relative <= BOUND:  # nan too
         rule = f"must be at most {BOUND} of the largest logit ({line})"

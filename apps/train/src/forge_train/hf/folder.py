@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -48,6 +48,8 @@ class HFModel:
     hf: dict[str, Any]
     section: BuiltInModelConfig
     table: dict[str, Any]
+    #: Whether config.json ties a head that the files have with other values, which `section` does not.
+    untied: bool = False
 
     @property
     def family(self) -> str:
@@ -57,42 +59,22 @@ class HFModel:
     def tensors(self) -> HFTensors:
         """The weights under Forge's names; ConfigError for what the family's map cannot hold."""
         with config_errors():
-            rows = self._rows()
-            return HFTensors(self.path, rows, self._ignored(rows))
+            return HFTensors(self.path, *self._rows())
 
     def load(self, model: nn.Module) -> None:
         """Fill a model of this section in place; ConfigError for tensors that do not fit."""
         with config_errors():
-            rows = self._rows()
-            load_hf(self.path, rows, model, ignore=self._ignored(rows))
+            rows, ignored = self._rows()
+            load_hf(self.path, rows, model, ignore=ignored)
 
-    def _ignored(self, rows: Sequence[Row]) -> list[str]:
-        beside = beside_of(self.section, self.family)
-        return [*_ignored(self.section, self.hf, rows), *beside]
-
-    def _rows(self) -> Sequence[Row]:
-        """The rows of the family, under the names that its files have: transformers 4 wrote a vision tower's with a
-        `vision_model.` in them."""
+    def _rows(self) -> tuple[list[Row], list[str]]:
+        """The rows of the family under the names that its files have, and patterns of tensors that are left out."""
         rows = rows_of(self.section, self.family)
-        if not isinstance(self.section, VLMModelConfig):
-            return rows
-        names = HFFolder(self.path).entries
-        heads = {hf for hf, _, _ in rows if isinstance(hf, str)}
-        older = _TOWER + "vision_model."
-        if not any(name.startswith(older) for name in names) or any(
-            h.startswith(older) for h in heads
-        ):
-            return rows
-        return [
-            (
-                hf.replace(_TOWER, older, 1)
-                if isinstance(hf, str) and hf.startswith(_TOWER)
-                else hf,
-                ours,
-                ops,
-            )
-            for hf, ours, ops in rows
+        ignored = [
+            *_ignored(self.section, self.hf, rows),
+            *beside_of(self.section, self.family),
         ]
+        return _named_as_in(HFFolder(self.path, ignored).entries, rows), ignored
 
     def layer(self) -> dict[str, Any]:
         """{"model": table}, as a file of TOML would hold it."""
@@ -122,12 +104,50 @@ def read_model(folder: Path) -> HFModel:
     with config_errors():
         hf = read_json(folder / "config.json")
         section = _with_pixels(section_from_hf(hf), folder)
-        model = HFModel(folder, hf, section, table_of(section, _sidecar(folder / SIDECAR)))
+        untied = section.tie_embeddings and _has_own_head(section, hf, folder)
+        section = replace(section, tie_embeddings=section.tie_embeddings and not untied)
+        table = table_of(section, _sidecar(folder / SIDECAR))
+        model = HFModel(folder, hf, section, table, untied)
         _, problems = structure(model.layer())
         # the only part of the table that is not ours is the sidecar's
         if own := [problem for problem in problems if problem.key.startswith("model")]:
             raise ConfigError(own, str(folder / SIDECAR))
         return model
+
+
+def _named_as_in(names: Collection[str], rows: Sequence[Row]) -> list[Row]:
+    """The rows under the names that files have: those of a base model have no `model.` before them, and transformers 4
+    wrote a vision tower's with `vision_model.` in them."""
+    older = f"{_TOWER}vision_model."
+    renamed = {} if any(n.startswith("model.") for n in names) else {"model.": ""}
+    heads = [hf for hf, _, _ in rows if isinstance(hf, str)]
+    if not any(h.startswith(older) for h in heads) and any(n.startswith(older) for n in names):
+        renamed[_TOWER] = older
+
+    def named(hf: str) -> str:
+        old = next((old for old in renamed if hf.startswith(old)), "")
+        return renamed.get(old, "") + hf.removeprefix(old)
+
+    return [
+        (named(hf) if isinstance(hf, str) else tuple(map(named, hf)), ours, ops)
+        for hf, ours, ops in rows
+    ]
+
+
+def _has_own_head(section: BuiltInModelConfig, hf: dict[str, Any], folder: Path) -> bool:
+    """Whether the files have a head that differs from the embedding. transformers 5 does not tie it then, whatever
+    config.json says; 4 drops it."""
+    rows = rows_of(section, str(hf["model_type"]))
+    names = {ours: str(hf) for hf, ours, _ in rows}
+    head, embedding = names["lm_head.weight"], names["embedding.weight"]
+    try:
+        source = HFFolder(folder, optional=[head])
+    except ValueError:  # an error where the weights are read; a plan needs none
+        return False
+    there = [
+        name for name in (embedding, embedding.removeprefix("model.")) if name in source.entries
+    ]
+    return head in source.entries and bool(there) and not source.same(head, there[0])
 
 
 def _with_pixels(section: BuiltInModelConfig, folder: Path) -> BuiltInModelConfig:
@@ -151,8 +171,13 @@ def processor_table(folder: Path) -> dict[str, Any]:
     return found
 
 
-def left_out(ignored: Sequence[str]) -> str:
-    """A line about tensors that are not taken."""
+def notes_of(model: HFModel, ignored: Sequence[str]) -> list[str]:
+    """Lines about what is not taken as it stands in the folder."""
+    untied = "tie_word_embeddings is true and lm_head.weight differs from the embedding: not tied, as in transformers 5"
+    return [untied] * model.untied + [_left_out(ignored)] * bool(ignored)
+
+
+def _left_out(ignored: Sequence[str]) -> str:
     names = ", ".join(ignored[:3]) + ", ..." * (len(ignored) > 3)
     return f"left out, as the model does not use them: {names} ({len(ignored)})"
 
@@ -170,7 +195,8 @@ def _ignored(section: BuiltInModelConfig, hf: dict[str, Any], rows: Sequence[Row
             if ours == "lm_head.weight" and section.tie_embeddings
         ),
         *(["*.position_ids"] if isinstance(section, VLMModelConfig) else []),
-        *(f"model.layers.{layer}.*" for layer in layers),  # multi-token prediction
+        # multi-token prediction
+        *(f"{prefix}layers.{layer}.*" for layer in layers for prefix in ("model.", "")),
     ]
 
 

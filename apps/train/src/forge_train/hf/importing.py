@@ -10,9 +10,9 @@ import tyro
 from forge_ckpt.hf import store_hf
 from forge_train._shared.problems import invalid
 from forge_train.config.imported import NAME
-from forge_train.errors import ConfigError, JobError
-from forge_train.hf.compare import compare
-from forge_train.hf.folder import left_out, read_model
+from forge_train.errors import ConfigError, JobError, config_errors
+from forge_train.hf.compare import compare, why_not_compared
+from forge_train.hf.folder import notes_of, read_model
 from forge_train.trainer.build import build_model
 from forge_train.trainer.checkpoints import IMPORTED
 from forge_train.trainer.run_directory import RunDirectory
@@ -31,10 +31,14 @@ def import_folder(
     ],
     check: Annotated[
         bool,
-        tyro.conf.arg(help="run both models on the same tokens, and print how much logits differ"),
-    ] = False,
+        tyro.conf.arg(
+            help="compare logits with those of transformers first, where it is installed and memory holds both models"
+        ),
+    ] = True,
 ) -> int:
     """Write the weights of a Hugging Face folder as step 0 of a new run, and its [model] table.
+
+    Nothing is written where logits differ from those of transformers.
 
     `forge-train run job.toml --run.dir DIR` then trains from them, in any layout.
     """
@@ -47,6 +51,10 @@ def import_folder(
         rule, fix = "must be a new folder, and has a run already", "choose another run.dir"
         raise invalid("run.dir", "exists", str(run_dir), rule, fix, kind=ConfigError)
     kept = model.files()
+    if check:
+        reason = why_not_compared(model.section)
+        with config_errors():
+            print(f"not checked: {reason}" if reason else compare(model.section, source, hf_dir))
     paths.create(0)
     with store_errors(paths.checkpoints, JobError):
         store_hf(paths.checkpoints, 0, source, about={IMPORTED: {"model_type": model.family}})
@@ -57,10 +65,8 @@ def import_folder(
         raise invalid("run.dir", "write", str(run_dir), rule, "make room", kind=JobError) from error
     count = len(source.meta)
     print(f"imported {count} tensors of {model.family} into {paths.checkpoints} as step 0")
-    if source.ignored:
-        print(left_out(source.ignored))
-    if check:
-        print(compare(model.section, source, hf_dir))
+    for note in notes_of(model, source.ignored):
+        print(note)
     print(
         f"train: forge-train run JOB.toml --run.dir {run_dir}   (its [model] is {paths.path / NAME})"
     )

@@ -45,7 +45,7 @@ from forge_train.errors import (
     refuse,
     run_on_all_ranks,
 )
-from forge_train.hf.folder import HFModel, left_out, read_model
+from forge_train.hf.folder import HFModel, notes_of, read_model
 from forge_train.trainer.checkpoints import Check
 from forge_train.trainer.run_directory import RunDirectory, is_fixed
 from forge_train.trainer.store_errors import problems_at
@@ -172,8 +172,8 @@ class Fork:
         lines = [
             f"{kept} of {self.source.path}: {len(found.copied)} tensors taken, {', '.join(rest)}"
         ]
-        if self.ignored:
-            lines.append(left_out(self.ignored))
+        if self.hf is not None:
+            lines += notes_of(self.hf, self.ignored)
         lines += [
             f"{key} was {before!r} there and is {now!r} here"
             for key, (before, now) in (self.changed or {}).items()
