@@ -237,6 +237,7 @@ def test_exports_are_the_merged_model_and_a_folder_of_peft(
     assert sorted(f.name for f in (tmp_path / "adapter").iterdir()) == [
         "adapter_config.json",
         "adapter_model.safetensors",
+        "forge.json",
     ]
     load = transformers.AutoModelForCausalLM.from_pretrained
     with torch.no_grad():
@@ -464,6 +465,9 @@ def test_an_adapter_names_the_folder_of_its_base(tmp_path: Path, trunk: Path) ->
         export_run(tmp_path / name / "run", tmp_path / "out" / name, adapter=True, dtype="bf16")
         settings = json.loads((tmp_path / "out" / name / "adapter_config.json").read_text())
         assert settings["base_model_name_or_path"] == base
+        assert (
+            json.loads((tmp_path / "out" / name / "forge.json").read_text())["base_dtype"] == "bf16"
+        )
         tensors = load_file(tmp_path / "out" / name / "adapter_model.safetensors")
         assert {t.dtype for t in tensors.values()} == {torch.bfloat16}
     with rejects("--check", ..., "excludes", ConfigError):

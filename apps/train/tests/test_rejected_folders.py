@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 
+from forge_core.lora import LoRAConfig
 from forge_parallel import ParallelConfig
 from forge_testing.problems import ANY, assert_problem, rejects
 from forge_train import ConfigError, DataError, JobError, StateError, plan
@@ -74,6 +75,21 @@ def test_adapters_that_cannot_leave_a_run(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(families, "VLMModelConfig", SimpleNamespace)
     with rejects("--family", "chameleon", "adapter"):
         families.modules_of(SimpleNamespace(), "chameleon")  # type: ignore[arg-type]
+
+
+def test_F210_an_adapter_names_the_revision_of_its_base() -> None:
+    """`adapter_config.json` named a folder of the hub's cache, which another machine does not have."""
+    tensors: Any = SimpleNamespace(layers=["q"])
+    commit = "0123456789abcdef" * 2 + "01234567"
+    cached = f"/home/a/.cache/huggingface/hub/models--Qwen--Qwen3-0.6B/snapshots/{commit}"
+    for base, name, revision in (
+        (cached, "Qwen/Qwen3-0.6B", commit),
+        ("/data/Qwen3-0.6B", "/data/Qwen3-0.6B", None),
+        (None, None, None),
+    ):
+        files, _ = adapters.peft_files(tensors, [("q.weight", "q.weight", ())], LoRAConfig(rank=2), base, str)  # fmt: skip
+        settings = json.loads(files["adapter_config.json"])
+        assert (settings["base_model_name_or_path"], settings["revision"]) == (name, revision)
 
 
 def test_checkpoints_that_cannot_be_exported(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ from forge_ckpt import SavedTensors
 from forge_ckpt.hf import Row, hf_name
 from forge_core.lora import FACTORS, LoRAConfig, merged_weight
 from forge_train._shared.problems import invalid
+
+#: A model in the cache of the hub: its name with -- for /, and the commit.
+_SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
 
 
 class MergedTensors:
@@ -79,7 +83,7 @@ def peft_files(
 ) -> tuple[dict[str, bytes], list[Row]]:
     """(files, rows) of a folder that peft loads onto the base model: what is beside the matrices, and their names.
 
-    `base` names that model, if it is known; `module` says what it calls a tensor of the family's files. Raises ValueError for an adapter of a layer whose weight is a part of
+    `base` names that model, if it is known: a folder, of which one in the hub's cache becomes a name and a revision; `module` says what it calls a tensor of the family's files. Raises ValueError for an adapter of a layer whose weight is a part of
     another tensor in the family.
     """
     there = {layer: hf_name(rows, f"{layer}.weight") for layer in sorted(tensors.layers)}
@@ -90,10 +94,12 @@ def peft_files(
             "--adapter", "fused", fused[:3], rule, "leave it out to write the merged model"
         )
     targets = {layer: module(str(name)).removesuffix(".weight") for layer, name in there.items()}
+    cached = _SNAPSHOT.fullmatch(base or "")
     settings: dict[str, Any] = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": cached[1].replace("--", "/") if cached else base,
+        "revision": cached[2] if cached else None,
         "r": config.rank,
         "lora_alpha": config.alpha,
         "target_modules": sorted(targets.values()),

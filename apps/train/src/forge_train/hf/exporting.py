@@ -16,7 +16,6 @@ from torch import Tensor
 
 from forge_ckpt import Store, read_tensors
 from forge_ckpt.hf import Row, read_json, save_hf
-from forge_core.lora import LoRAConfig
 from forge_data import DataConfig, load_tokenizer, open_header
 from forge_train._shared.problems import invalid, problems_of
 from forge_train.config.files import read_toml
@@ -89,7 +88,7 @@ def export_run(
     lora = None if low_rank is None else low_rank.adapters
     if adapter:
         _refuse_adapter(low_rank, check)
-        return _export_adapter(run, checkpoint, out, section, lora, family, _DTYPES[dtype])
+        return _export_adapter(run, checkpoint, out, section, low_rank, family, _DTYPES[dtype])
     with config_errors():
         name = find_family(section, family or family_of_origin(section, _original(run)))
         beside = _rows_beside(run, beside_of(section, name), name)
@@ -179,12 +178,13 @@ def _export_adapter(
     checkpoint: Path,
     out: Path,
     section: BuiltInModelConfig,
-    lora: LoRAConfig | None,
+    low_rank: LoRASection | None,
     family: str | None,
     dtype: torch.dtype,
 ) -> int:
     """Write a folder of peft; ConfigError for a run without adapters, or layers that the family has otherwise."""
-    if lora is None:
+    lora = None if low_rank is None else low_rank.adapters
+    if low_rank is None or lora is None:
         rule = f"needs [lora], and {run.path} has none"
         raise invalid("--adapter", "requires", ..., rule, "leave it out", kind=ConfigError)
     with store_errors(checkpoint, JobError), config_errors():
@@ -192,8 +192,12 @@ def _export_adapter(
         with MergedTensors(checkpoint, run.base, lora.scale) as tensors:
             names, base = rows_of(section, name), _base_folder(run)
             files, rows = peft_files(tensors, names, lora, base, modules_of(section, name))
+            # peft has no key for it
+            about = {"format": 1, "step": _number(checkpoint), "base_dtype": low_rank.base_dtype}
+            files[SIDECAR] = _json(about)
             save_hf(out, rows, tensors.factors(), dtype=dtype, files=files, stem="adapter_model")
     print(f"exported the adapters of {checkpoint} to {out}: {name}, rank {lora.rank}")
+    print(f"the base weights were {low_rank.base_dtype} in training: give peft the same")
     return 0
 
 
