@@ -1,6 +1,7 @@
 """Sets of the `datasets` library give the tokens that `prepare` gives for the same documents."""
 
 import importlib.util
+import itertools
 import json
 import subprocess
 import sys
@@ -227,3 +228,42 @@ for function in (open_source, open_header):
     assert done.returncode == 0, done.stderr
     _, *said = done.stdout.splitlines()
     assert said == ["name huggingface requires"] * 2
+
+
+#: Names of folders, and of neighbors that a pattern of that name would read.
+PATTERNS = {"data[v2]": "datav", "[!x]": "y", "a*b": "aXXb"}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(("name", "neighbor"), PATTERNS.items())
+def test_F149_a_folder_of_the_name_of_a_pattern_is_read_and_no_neighbor(
+    tmp_path, datasets, name, neighbor, streaming, monkeypatch
+):
+    for folder, text in ((name, "right"), (neighbor, "wrong")):
+        below = tmp_path / folder / "json"  # also the name of a builder of the library
+        below.mkdir(parents=True)
+        (below / "train-[1].jsonl").write_text(json.dumps({"text": text}) + "\n")
+        (below / "test.jsonl").write_text(json.dumps({"text": "held out"}) + "\n")
+    monkeypatch.chdir(tmp_path / name)
+    for path in (tmp_path / name, "json"):  # a parent, and the current folder
+        assert texts_of(path, streaming) == ["right"]
+
+
+def texts_of(path, streaming):
+    """Texts of a source, by the bytes of its tokens; eager or by its pieces."""
+    source = source_of(path, streaming=streaming)
+    if streaming:
+        return [text for i in range(len(source.pieces)) for text in source.pieces.texts(i, 0)]
+    ids = source.read(0, source.num_tokens)
+    bounds = [*source.documents, source.num_tokens]
+    return [bytes(ids[a : b - 1].tolist()).decode() for a, b in itertools.pairwise(bounds)]
+
+
+def test_F149_saved_sets_of_names_that_the_library_expands(tmp_path, datasets, monkeypatch):
+    for name in ("~x", "s", "s::t"):
+        datasets.Dataset.from_dict({"text": [f"in {name}"]}).save_to_disk(tmp_path / "new")
+        (tmp_path / "new").rename(tmp_path / name)
+    monkeypatch.chdir(tmp_path)
+    assert texts_of("~x", streaming=False) == ["in ~x"]
+    with rejects("path", str(tmp_path / "s::t"), "chain", InvalidData):
+        source_of("s::t")

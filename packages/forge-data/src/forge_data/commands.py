@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
@@ -101,6 +102,7 @@ def inspect(path: Annotated[Path, tyro.conf.Positional], seq_len: int | None = N
         path: Folder written by `forge-data prepare`.
         seq_len: Tokens in a row: also how full each packing makes rows, and how many documents it cuts.
     """
+    path = user_path(path)
     _check_folder(path)
     if (statistics := read_statistics(path)) is not None:
         _print_statistics(statistics)
@@ -140,6 +142,7 @@ def verify(path: Annotated[Path, tyro.conf.Positional]) -> None:
     Args:
         path: Folder written by `forge-data prepare`.
     """
+    path = user_path(path)
     _check_folder(path)
     print(f"{path}: {verify_files(path):,} tokens, every digest is right")
 

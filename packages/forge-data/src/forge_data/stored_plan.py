@@ -23,8 +23,8 @@ from typing import Any
 
 import numpy as np
 
+from forge_data._shared.paths import files_named, read_regular, user_path
 from forge_data._shared.problems import invalid
-from forge_data.bounded_read import read_bounded
 from forge_data.packing_config import PackingConfig
 from forge_data.packing_plan import PARTS, PLAN_VERSION, PackingPlan, digest_of_parts, plan_windows
 from forge_data.prepare.output import replacing
@@ -85,7 +85,7 @@ def open_plan(source: Source, seq_len: int, packing: PackingConfig) -> StoredPla
         "documents": _digest_of_documents(source),
     }
     key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
-    cache = Path(os.environ.get("FORGE_CACHE") or "~/.cache/forge").expanduser().absolute()
+    cache = user_path(os.environ.get("FORGE_CACHE") or "~/.cache/forge").absolute()
     folder = cache / "plans" / key
     found = _existing(folder, known)
     if found is not None:
@@ -123,7 +123,7 @@ def _existing(folder: Path, known: dict[str, Any], tell: bool = False) -> Stored
     if not folder.is_dir():
         return None
     try:
-        header = json.loads(read_bounded(folder / _HEADER, _HEADER_BYTES))
+        header = json.loads(read_regular(folder / _HEADER, _HEADER_BYTES))
         for name, value in known.items():
             if header[name] != value:
                 raise ValueError(f"{folder / _HEADER}: {name} {header[name]!r} must be {value!r}")
@@ -191,5 +191,5 @@ def _clear(folder: Path) -> None:
     """Remove a damaged plan, and what a killed writer left beside it. The lock is held."""
     if folder.exists():
         shutil.rmtree(folder)
-    for leftover in folder.parent.glob(f".{folder.name}.*"):
+    for leftover in files_named(folder.parent, f".{folder.name}."):
         shutil.rmtree(leftover, ignore_errors=True)

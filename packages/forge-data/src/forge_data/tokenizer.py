@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
+from forge_data._shared.paths import read_regular, user_path
 from forge_data._shared.problems import invalid
 from forge_data._shared.tokenizer_settings import switch_off_settings
-from forge_data.bounded_read import read_bounded
 from forge_data.errors import InvalidData
 from forge_data.protocols import Tokenizer
 
@@ -65,7 +65,7 @@ class JsonTokenizer:
     splittable = False
 
     def __init__(self, path: str | Path, eos: str | None = None) -> None:
-        self.path = Path(path)
+        self.path = user_path(path)
         where = str(self.path)
         if not self.path.is_file():
             fix = 'check the path or use "byte"'
@@ -77,7 +77,7 @@ class JsonTokenizer:
         except ImportError:
             rule, fix = "needs the tokenizers library", "pip install 'forge-data[tokenizers]'"
             raise invalid("tokenizer", "requires", where, rule, fix) from None
-        content = read_bounded(self.path, _MAX_BYTES)
+        content = read_regular(self.path, _MAX_BYTES, InvalidData)
         try:
             self._tokenizer = Library.from_str(content.decode("utf-8"))
         except Exception as error:  # the library raises bare Exception

@@ -14,6 +14,7 @@ from forge_data.folders import files_below
 from forge_data.prepare.byte_streams import COMPRESSIONS, open_bytes
 from forge_data.prepare.parquet import require_pyarrow
 from forge_data.sources.checks import check_split
+from forge_data.sources.datasets_library import root_name
 
 __all__ = ["Record", "find_conversations", "read_records"]
 
@@ -129,8 +130,10 @@ def _saved_set(folder: Path) -> Iterator[Record]:
         )
         raise invalid("", "requires", ..., rule, fix, where=folder) from None
     try:
-        found = load_from_disk(str(folder))
+        found = load_from_disk(root_name(folder))
         assert isinstance(found, Dataset)
+    except InvalidData:
+        raise
     except Exception as error:  # of many kinds, by what is missing
         message = str(error).splitlines()[0] if str(error) else type(error).__name__
         rule, fix = f"must be a set saved by datasets ({message:.200})", "save it again"

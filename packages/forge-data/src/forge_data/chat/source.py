@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from forge_data._shared.paths import user_path
 from forge_data._shared.problems import Problem, invalid, raise_problems
 from forge_data.chat.cache import Rendering, cached, offsets_digest
 from forge_data.chat.config import ChatConfig
@@ -49,7 +50,7 @@ class Conversations:
 
     def __init__(self, path: str | Path, config: ChatConfig, split: str = "train") -> None:
         self.config = config
-        self._files = find_conversations(Path(path), split)
+        self._files = find_conversations(user_path(path), split)
         template = ChatTemplate(config)
         self.tokenizer: dict[str, Any] | None = template.spec()
         self.vocab_size: int | None = template.vocab_size
@@ -152,7 +153,7 @@ def open_source(config: SourceConfig) -> Conversations:
 def open_header(config: SourceConfig) -> Header:
     """What is known before conversations are rendered; the number of tokens is, if they are in the cache."""
     template = ChatTemplate(config.chat)
-    files = find_conversations(Path(config.path or ""), config.split)
+    files = find_conversations(user_path(config.path or ""), config.split)
     header = Header(load_tokenizer(template.spec()))
     header.vocab_size, header.max_token_id = template.vocab_size, template.vocab_size - 1
     entry = _entry(config.path or "", config.chat, _fingerprint(template, files, config.split))

@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
+from forge_data._shared.paths import read_regular, user_path
 from forge_data._shared.problems import invalid
 from forge_data._shared.tokenizer_settings import switch_off_settings
-from forge_data.bounded_read import read_bounded
 from forge_data.chat.config import ChatConfig
 from forge_data.chat.messages import Conversation
 from forge_data.errors import InvalidData
@@ -40,12 +40,14 @@ class ChatTemplate:
     def __init__(self, config: ChatConfig) -> None:
         assert config.tokenizer is not None  # a rule of SourceConfig
         self.config = config
-        self.folder = Path(config.tokenizer)
+        self.folder = user_path(config.tokenizer)
         self.tokenizer = _load(self.folder)
         self._template: str | None = None
         if config.template is not None:
             try:
-                self._template = read_bounded(Path(config.template), _MAX_TEMPLATE).decode("utf-8")
+                self._template = read_regular(
+                    user_path(config.template), _MAX_TEMPLATE, InvalidData
+                ).decode("utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 name, rule = config.template, f"must be a file of UTF-8 text ({error})"
                 raise invalid(

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from forge_data._shared.paths import files_named
 from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
@@ -205,7 +206,7 @@ class Parts:
 
     def remove_old_outputs(self) -> None:
         """Remove what a killed process had of an output."""
-        for folder in self.folder.glob(f".{self._output.name}.tmp-*"):
+        for folder in files_named(self.folder, f".{self._output.name}.tmp-"):
             shutil.rmtree(folder)
 
     def mark_finished(self, plan: Plan, folder: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from forge_data._problems import byte_eos_problems, every_problems, path_problems
+from forge_data._shared.paths import user_path
 from forge_data._shared.problems import Problem, raise_problems
 from forge_data.prepare.assemble import assemble
 from forge_data.prepare.output import check_output, replacing
@@ -90,7 +91,7 @@ def prepare(
     Usage: `prepare(["books"], "tokens/books", validation_every=20)`.
     """
     listed = [inputs] if isinstance(inputs, str | Path) else inputs
-    paths, target = [Path(p) for p in listed], Path(output)
+    paths, target = [user_path(p) for p in listed], user_path(output)
     problems: list[Problem] = []
     for key, path in [*(("inputs", p) for p in listed), ("output", output)]:
         problems += path_problems(path, key)
@@ -152,7 +153,7 @@ def merge(
     tokens; memory as for `prepare`. Raises InvalidData, naming the shards that are not complete, and
     ValueError for an output that exists. Usage: `merge("tokens/books")`.
     """
-    target = Path(output)
+    target = user_path(output)
     raise_problems("", path_problems(target, "output"))
     parts = Parts(target.absolute())
     if not parts.begun():

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from forge_data._shared.paths import read_regular
 from forge_data._shared.problems import invalid
-from forge_data.bounded_read import read_bounded
 from forge_data.errors import InvalidData
 
 __all__ = ["STATISTICS", "SplitStatistics", "read_statistics"]
@@ -54,7 +54,7 @@ class SplitStatistics:
 def read_statistics(folder: Path) -> dict[str, Any] | None:
     """The content of `statistics.json`; None in folders without it, which older versions wrote."""
     try:
-        found = json.loads(read_bounded(folder / STATISTICS, _MAX_BYTES))
+        found = json.loads(read_regular(folder / STATISTICS, _MAX_BYTES, InvalidData))
     except FileNotFoundError:
         return None
     except (ValueError, RecursionError) as error:

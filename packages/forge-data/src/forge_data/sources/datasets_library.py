@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import glob
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 
@@ -18,9 +20,11 @@ __all__ = [
     "check_column",
     "is_saved",
     "load_set",
+    "name_for_library",
     "no_text",
     "one_sentence",
     "require_library",
+    "root_name",
     "without_bars",
 ]
 
@@ -65,12 +69,13 @@ def load_set(config: SourceConfig) -> Any:
     require_library()
     import datasets
 
-    table, path = config.huggingface, Path(str(config.path))
+    table, path = config.huggingface, user_path(str(config.path))
     split = table.split or config.split
     with one_sentence(config.path), without_bars(datasets):
         if not is_saved(path):
-            return datasets.load_dataset(str(config.path), table.config_name, split=split)
-        found = datasets.load_from_disk(str(path))
+            with name_for_library(path) as name:
+                return datasets.load_dataset(name, table.config_name, split=split)
+        found = datasets.load_from_disk(root_name(path))
     if table.config_name is not None:
         key, rule = "huggingface.config_name", f"must not be given, as {path} was saved to disk"
         raise invalid(key, "excludes", table.config_name, rule, "remove it", kind=InvalidData)
@@ -85,6 +90,40 @@ def load_set(config: SourceConfig) -> Any:
         fix = "give it a path of its own with split train"
         raise invalid("split", "one_split", split, rule, fix, kind=InvalidData)
     return found
+
+
+@contextlib.contextmanager
+def name_for_library(path: Path) -> Iterator[str]:
+    """What the library is given for a folder, or for the name of a set, while it looks for files.
+
+    A folder that exists is named from the root: the library prefers its builders, as `json`, to folders of that name. It
+    puts the resolved name before patterns of file names, so `*?[` in it and in folders above are escaped there.
+    """
+    from datasets import data_files
+
+    if not path.is_dir():
+        yield str(path)
+        return
+    name = root_name(path)
+    resolve_pattern = data_files.resolve_pattern
+
+    def resolve_below(pattern: str, base_path: str, *args: Any, **options: Any) -> list[str]:
+        base_path = base_path if "://" in base_path else glob.escape(base_path)
+        return resolve_pattern(pattern, base_path, *args, **options)
+
+    data_files.resolve_pattern = resolve_below
+    try:
+        yield name
+    finally:
+        data_files.resolve_pattern = resolve_pattern
+
+
+def root_name(path: Path) -> str:
+    """A folder named from the root, as the library expands `~ada`. Raises InvalidData for `::`, which it divides at."""
+    if "::" in (name := str(path.absolute())):
+        rule, fix = "must not hold '::', which datasets takes for a chain of addresses", "rename it"
+        raise invalid("path", "chain", name, rule, fix, kind=InvalidData)
+    return name
 
 
 def check_column(where: Any, names: Sequence[str], field: str, kind: Callable[[], str]) -> None:

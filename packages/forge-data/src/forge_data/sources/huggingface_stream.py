@@ -8,12 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 from forge_data.sources.datasets_library import (
     check_column,
     is_saved,
     load_set,
+    name_for_library,
     no_text,
     one_sentence,
     without_bars,
@@ -156,7 +158,7 @@ def _open(config: SourceConfig) -> tuple[Any, list[str]]:
     """An IterableDataset with a shard for each piece, and its files: paths, or addresses with their revision."""
     import datasets
 
-    path, table = Path(str(config.path)), config.huggingface
+    path, table = user_path(str(config.path)), config.huggingface
     if is_saved(path):
         found = load_set(config)
         files = [file["filename"] for file in found.cache_files]
@@ -169,8 +171,8 @@ def _open(config: SourceConfig) -> tuple[Any, list[str]]:
         raise invalid("path", "not_found", str(path), rule, fix, kind=InvalidData)
     split = table.split or config.split
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our errors say what it logs, too
-    with without_bars(datasets):
-        builder = datasets.load_dataset_builder(str(config.path), table.config_name)
+    with without_bars(datasets), name_for_library(path) as name:
+        builder = datasets.load_dataset_builder(name, table.config_name)
         if (
             getattr(builder.config, "batch_size", _ROWS) is None
         ):  # of parquet; it takes the first row group's rows,

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from forge_data._shared.paths import files_named, user_path
 from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
@@ -188,7 +189,7 @@ def find_shards(path: str | Path, split: str, suffix: str, kind: str) -> list[Pa
     "validation", and "train", without which all others are of the split train. Raises InvalidData where there is none.
     """
     check_split(split)
-    path, wanted = Path(path), f"a {suffix} file of {kind} or a folder of them"
+    path, wanted = user_path(path), f"a {suffix} file of {kind} or a folder of them"
     if any((path / name).is_dir() for name in SPLITS):
         found = _files(path / split, suffix)
     elif path.is_dir():
@@ -210,7 +211,7 @@ def find_shards(path: str | Path, split: str, suffix: str, kind: str) -> list[Pa
 
 
 def _files(folder: Path, suffix: str) -> list[Path]:
-    return sorted(path for path in folder.glob(f"*{suffix}") if path.is_file())
+    return [path for path in files_named(folder, suffix=suffix) if path.is_file()]
 
 
 def _scan(shard: Shard, wanted: int | None) -> _Scan:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 from forge_data.sources.id_shards import IdShards, Shard, find_shards
@@ -30,7 +31,7 @@ def open_megatron(path: str | Path, split: str = "train") -> IdShards:
     Documents are those of the index. Cost of opening: one read of the index, 8 bytes of memory a document. Raises
     InvalidData for an index that is damaged or not that of its .bin. Usage: `open_megatron("data/web_text_document")`.
     """
-    path = Path(path)
+    path = user_path(path)
     if not path.is_dir():
         path = (
             path

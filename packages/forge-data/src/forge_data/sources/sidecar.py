@@ -16,8 +16,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from forge_data._shared.paths import read_regular
 from forge_data._shared.problems import Problem, invalid, raise_problems
-from forge_data.bounded_read import read_bounded
 from forge_data.config import DTYPES
 from forge_data.errors import InvalidData
 
@@ -101,7 +101,7 @@ def read_sidecar(folder: Path) -> Sidecar:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(read_bounded(path, _MAX_BYTES).decode("utf-8"))
+        return json.loads(read_regular(path, _MAX_BYTES, InvalidData).decode("utf-8"))
     except FileNotFoundError:
         raise _missing(path) from None
     except RecursionError:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
@@ -66,7 +67,7 @@ def open_header(config: SourceConfig) -> Header:
 def _look(config: SourceConfig) -> tuple[Path, list[Path], Entry]:
     """The folder of the names in the key, the files, and where their tokens are."""
     table = config.text
-    path = _folder_of_split(Path(config.path or ""), config.split, table.validation_every)
+    path = _folder_of_split(user_path(config.path or ""), config.split, table.validation_every)
     files = find_inputs([path])
     root = path if path.is_dir() else path.parent
     tokenizer = tokenizer_of(table)

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_data._shared.paths import files_named, user_path
 from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 from forge_data.sources.token_files import TokenFiles
@@ -87,7 +88,7 @@ class CachedTokens(TokenFiles):
 def cache_folder(cache: str | None) -> Path:
     """`cache`, by default $FORGE_CACHE or ~/.cache/forge/tokens."""
     found = cache or os.environ.get("FORGE_CACHE") or "~/.cache/forge/tokens"
-    return Path(found).expanduser().absolute()
+    return user_path(found).absolute()
 
 
 def file_states(files: Sequence[Path], root: Path) -> list[tuple[str, int, int]]:
@@ -172,7 +173,7 @@ def _clear(entry: Entry) -> None:
     """Remove a damaged entry, and what a killed writer left beside it. The lock is held."""
     if entry.folder.exists():
         shutil.rmtree(entry.folder)
-    for leftover in entry.folder.parent.glob(f".{entry.folder.name}.*"):
+    for leftover in files_named(entry.folder.parent, f".{entry.folder.name}."):
         shutil.rmtree(leftover, ignore_errors=True)
 
 

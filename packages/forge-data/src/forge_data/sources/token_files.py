@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
 from forge_data.config import DTYPES, SPLITS, VERIFY
 from forge_data.errors import InvalidData
@@ -63,7 +64,7 @@ class TokenFiles:
         self._arguments = (str(path), dtype, split)
         self._verify = verify
         self._blocks: VerifiedBlocks | None = None
-        self.path = resolve_split(Path(path), split)
+        self.path = resolve_split(user_path(path), split)
         self._sidecar = None if self.path.is_file() else read_sidecar(self.path)
         if self._sidecar is None:
             self._open_raw(dtype)
@@ -212,7 +213,7 @@ def verify(path: str | Path) -> int:
     Returns the number of tokens checked, raises InvalidData at the first difference. Costs one read of
     everything. Usage: `verify("tokens/books")`.
     """
-    path = Path(path)
+    path = user_path(path)
     splits = [path / split for split in SPLITS if (path / split).is_dir()]
     return sum(_verify_folder(folder) for folder in splits or [path])
 
