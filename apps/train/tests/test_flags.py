@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from forge_testing.problems import rejects
 from forge_train.config.flags import parse_flags
+from forge_train.config.init import find_source
+from forge_train.config.layers import read_layers
+from forge_train.config.schema import RunConfig
 from forge_train.errors import ConfigError
+from forge_train.trainer.run_directory import RunDirectory
 
 pytestmark = pytest.mark.lane("test")
 
@@ -98,3 +104,26 @@ def test_unknown_flags_stay_unknown(flag: str, capsys: pytest.CaptureFixture[str
     with pytest.raises(SystemExit, match=r"^2$"):
         parse(flag, '["a"]')
     assert flag.rpartition(".")[0] in capsys.readouterr().err
+
+
+@dataclass(frozen=True)
+class Own:
+    output: Path | None = None
+
+
+def test_F149_paths_of_flags_begin_at_home_and_texts_do_not(monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    flags = parse_flags(FILE, ["--output=~/[a]", "--sample.prompt=~/x"], "forge-train run", "", Own)
+    assert flags == {"output": Path("/home/ada/[a]"), "sample.prompt": "~/x"}
+
+
+def test_F149_paths_of_keys_begin_at_home(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "base.toml").write_text('[run]\ndir = "~/runs/a"')
+    (tmp_path / "job.toml").write_text('extends = "~/base.toml"')
+    (tmp_path / "run@5" / "checkpoints").mkdir(parents=True)
+    layers = read_layers("~/job.toml")
+    assert RunConfig(**layers.at("run")).dir == str(tmp_path / "runs/a")
+    assert RunDirectory("~/runs/a").path == tmp_path / "runs/a"
+    with rejects("init.from", "~/run@4", "not_found", where=tmp_path / "run"):
+        find_source("~/run@4")

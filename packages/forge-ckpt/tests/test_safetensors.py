@@ -385,7 +385,7 @@ INDEXES = {
     "hidden": ({"a": ".a.safetensors"}, MAP, ".a.safetensors", "name"),
     "a pickle": ({"a": "pytorch_model.bin"}, MAP, "pytorch_model.bin", "name"),
     "a missing shard": ({"a": "b.safetensors"}, "", ..., "unreadable"),
-    "a pipe": ({"a": "pipe.safetensors"}, "", ..., "not_regular"),
+    "a pipe": ({"a": "pipe.safetensors"}, "", ..., "not_a_file"),
     "of no shard": ({"a": ONE, "z": ONE}, MAP, "z", "mismatch"),
     "of another shard": ({"z": ONE}, MAP, "a", "mismatch"),
     "no map": (b'{"weight_map": [1]}', MAP, ..., "type"),

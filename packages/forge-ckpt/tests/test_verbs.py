@@ -476,3 +476,14 @@ def test_F197_elements_that_differ_are_counted_in_all_slabs(monkeypatch, slab):
     b[[0, 4, 5]] += torch.tensor([0.25, 2.0, -0.5])
     assert compare._distance(a, b) == (3, 2.0, 1.0)
     assert compare._distance(a, b.double()) == (3, 2.0, 1.0)
+
+
+def test_F149_stores_and_arguments_begin_at_home(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with Store("~/a[1]") as store:
+        store.save(1, {"w": torch.ones(2)})
+    assert store.path == tmp_path / "a[1]"
+    assert cli.main(["ls", "~/a[1]"]) == 0
+    assert "1" in capsys.readouterr().out
+    assert cli.main(["reshard", "~/a[1]", "~/b", "--ranks=1"]) == 0
+    assert SavedTensors("~/b").read("w").tolist() == [1, 1]

@@ -17,6 +17,7 @@ from forge_resilience.chaos import (
     failure_rate_bound,
     make_schedule,
 )
+from forge_resilience.chaos.__main__ import files_of
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -178,3 +179,10 @@ def test_wrong_arguments_are_refused(tmp_path, arguments, message):
     _, told = chaos(tmp_path, *arguments)
     assert told.returncode == 2
     assert message in told.stderr
+
+
+def test_F149_a_file_of_the_name_of_a_pattern_is_that_file(tmp_path):
+    for name in ("a[1].bin", "a1.bin"):
+        (tmp_path / name).touch()
+    assert files_of(str(tmp_path / "a[1].bin")) == [tmp_path / "a[1].bin"]
+    assert files_of(str(tmp_path / "a?.bin")) == [tmp_path / "a1.bin"]

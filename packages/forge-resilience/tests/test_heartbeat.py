@@ -254,3 +254,9 @@ def test_the_main_loop_and_the_writer_have_slots_of_their_own(tmp_path):
         assert (beat.phase, beat.step) == ("step", step)
         assert beat.background in ("", "save")
     thread.join()
+
+
+def test_F149_a_pipe_in_the_folder_of_heartbeats_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "rank-00000")
+    (tmp_path / "rank-00001").symlink_to("/dev/zero")
+    assert read_heartbeats(tmp_path) == []

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from forge_resilience import Journal, read_events
+from forge_resilience.supervise import supervise
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -139,3 +141,17 @@ def test_lines_of_two_writers_do_not_mix(tmp_path: Path) -> None:
     assert [json.loads(line)["i"] for line in path.read_text().splitlines()] == sorted(
         [*range(50), *range(50)]
     )
+
+
+def test_F149_a_journal_is_a_regular_file_of_the_home_folder(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    Journal("~/[a].jsonl").record("start")
+    assert [e["event"] for e in read_events("~/[a].jsonl")] == ["start"]
+    assert (tmp_path / "[a].jsonl").is_file()
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", tmp_path):
+        with rejects("", ..., "not_a_file", where=path):
+            list(read_events(path))
+        with rejects("", ..., "not_a_file", where=path):  # nothing is started
+            supervise(["touch", str(tmp_path / "started")], journal=path)
+    assert not (tmp_path / "started").exists()

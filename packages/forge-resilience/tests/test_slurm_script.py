@@ -27,6 +27,8 @@ from forge_resilience.slurm import (
     read_site,
     seconds_of,
 )
+from forge_resilience.slurm.quote import expanded
+from forge_resilience.slurm.site import site_path
 from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -574,3 +576,13 @@ def test_importing_it_costs_no_torch() -> None:
     seen = "import sys, forge_resilience.slurm; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True)
     assert done.stdout == "False\n", done.stderr
+
+
+def test_F149_a_leading_tilde_is_the_home_folder_in_words_of_bash_and_sites(monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    for text, wanted in {"~/[a]*": "/home/ada/[a]*", "~ada/x": "~ada/x", "$HOME/x": "/home/ada/x"}.items():  # fmt: skip
+        done = subprocess.run(["bash", "-c", f"echo -n {expanded(text)}"], capture_output=True, text=True)  # fmt: skip
+        assert done.stdout == wanted
+    assert site_path("~/my/site.toml") == Path("/home/ada/my/site.toml")
+    assert site_path("hpc1") == Path("/home/ada/.config/forge/hpc1.toml")
+    assert site_path("~ada/site.toml") == Path("~ada/site.toml")

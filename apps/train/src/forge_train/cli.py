@@ -23,6 +23,7 @@ from rich.console import Console
 
 from forge_resilience import ExitCode
 from forge_train import process
+from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid
 from forge_train.errors import ConfigError, JobError, refuse
 
@@ -201,7 +202,7 @@ def explain(args: list[str]) -> int:
 
     nproc, rest = _nproc(args)
     layers, flags = _layers(rest, "explain", explain.__doc__ or "", ExplainFlags)
-    picture = None if flags["plot"] is None else Path(flags["plot"])
+    picture = None if flags["plot"] is None else user_path(flags["plot"])
     if picture is not None:
         from forge_train.report.planned import check_picture, draw, planned
 
@@ -472,7 +473,7 @@ def _layers(
     if config is None and not wants_help:
         rule, fix = "must name a TOML file", f"write forge-train {verb} CONFIG.toml"
         raise invalid("CONFIG", "missing", ..., rule, fix, kind=ConfigError)
-    layers = Layers() if config is None else read_layers(Path(config))
+    layers = Layers() if config is None else read_layers(config)
     # imports torch, which takes seconds: a file that cannot be read is refused before
     from forge_train.config.flags import parse_flags
 
@@ -506,8 +507,10 @@ def _call(
 
 
 def _parse(kind: Any, args: list[str], verb: str, description: str | None) -> Any:
+    from forge_train.config.flags import PATHS
+
     prog = f"forge-train {verb}"
-    with _flag_errors():
+    with _flag_errors(), PATHS:
         return tyro.cli(kind, prog=prog, description=description, args=args, use_underscores=True)
 
 

@@ -17,6 +17,7 @@ from forge_core.lora import merge
 from forge_data import Tokenizer, load_tokenizer
 from forge_parallel import Meshes, ParallelConfig, materialise, store_parameters
 from forge_resilience import Agreement
+from forge_train._shared.paths import user_path
 from forge_train._shared.problems import invalid
 from forge_train.config.layers import read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
@@ -47,7 +48,7 @@ def load_job(
 
     Raises ConfigError or DataError with all problems.
     """
-    layers = read_layers(Path(path))
+    layers = read_layers(path)
     for key, value in (overrides or {}).items():
         layers.set(key, value, "flag")
     return resolve(layers, with_data=with_data)
@@ -161,7 +162,7 @@ def load_folder(
     Raises ConfigError for a family or an option that Forge does not have, tensors that do not fit, and a folder
     without tokenizer.json.
     """
-    found = read_model(Path(folder))
+    found = read_model(user_path(folder))
     path = found.path / "tokenizer.json"
     if not path.is_file():
         rule, fix = f"has no {path.name}, which makes text of ids", "put the model's own there"

@@ -32,6 +32,7 @@ from forge_data import Tokenizer
 from forge_parallel import Meshes, ParallelConfig, find_world, make_meshes, parallelize
 from forge_parallel.axes import ids_of_cut_logits, width_of_cut_logits
 from forge_resilience import Agreement
+from forge_train._shared.paths import user_path
 from forge_train._shared.problems import invalid
 from forge_train.errors import ConfigError, config_errors
 from forge_train.jobs import load_folder, load_model
@@ -94,7 +95,7 @@ class Forge(TemplateLM):  # type: ignore[misc, unused-ignore]
                 sequence_parallel=sequence_parallel,
                 ep=ep,
             )
-        folder = Path(path)
+        folder = user_path(path)
         imported = (folder / "config.json").is_file() and not RunDirectory(folder).config.exists()
         self._meshes = self._join(folder, imported) if meshes is None else meshes
         self._agreement = Agreement(self._meshes.host_group, alone=self._meshes.world_size == 1)

@@ -55,7 +55,7 @@ def required_findings(names: str | None, config: str | None, site: str | None) -
     if config is not None and "multi-node" not in wanted:
         rule, fix = "is read from other nodes", "add --requires multi-node"
         raise invalid("config", "requires", str(config), rule, fix, kind=ConfigError)
-    layers = Layers() if config is None else read_layers(Path(config))
+    layers = Layers() if config is None else read_layers(config)
     add_site(layers, site)
     job = None if config is None else resolve(layers)
     return _look(wanted, job, _slurm_of(layers))

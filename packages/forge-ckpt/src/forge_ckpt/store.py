@@ -5,13 +5,13 @@ import os
 import secrets
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
 from forge_ckpt import digests, directories, manifest
+from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import Problem, invalid
 from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StateRefused
 from forge_ckpt.foreign import refuse_foreign
@@ -77,7 +77,7 @@ class Store:
         on_event: Callable[[SaveEvent], None] | None = None,
         max_failures: int = 3,
     ) -> None:
-        self.path = Path(path)
+        self.path = user_path(path)
         if type(keep_last) is not int or keep_last < 1:
             rule = "must be an integer of at least 1"
             raise invalid("keep_last", "range", keep_last, rule, "use 3")

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 
+from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import Problem, invalid, raise_problems
 from forge_ckpt.errors import mismatch
 from forge_ckpt.files import Directory
@@ -78,7 +79,7 @@ def load_weights(
     nothing would be copied or a pattern matches nothing.
     """
     ranks = RankGroup(group)
-    chosen = Path(ranks.run_on_rank_0(lambda: str(step_path(Path(path)))))
+    chosen = Path(ranks.run_on_rank_0(lambda: str(step_path(user_path(path)))))
     table = broadcast_manifest(ranks, chosen, None)
     planner, reader = ForgeLoadPlanner(), ForgeReader(chosen)
     here = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}

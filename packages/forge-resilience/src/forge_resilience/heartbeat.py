@@ -22,7 +22,8 @@ from pathlib import Path
 from time import monotonic
 from typing import IO
 
-from forge_resilience._shared.problems import invalid
+from forge_resilience._shared.paths import files_named, read_regular, user_path
+from forge_resilience._shared.problems import ProblemError, invalid
 
 __all__ = ["FOLDER", "PHASES", "Beat", "Heartbeat", "process_start", "read_heartbeats"]
 
@@ -126,7 +127,8 @@ def read_heartbeats(folder: str | os.PathLike[str]) -> list[Beat]:
 
     A rank without a file is still in its start. Cost: one read of 512 bytes a rank.
     """
-    beats = (_read(path) for path in sorted(Path(folder).glob("rank-?????")))
+    paths = files_named(user_path(folder), "rank-")
+    beats = (_read(path) for path in paths if len(path.name) == len("rank-00000"))
     return sorted((beat for beat in beats if beat is not None), key=lambda beat: beat.rank)
 
 
@@ -140,8 +142,8 @@ def process_start(pid: int) -> int:
 def _read(path: Path) -> Beat | None:
     for _ in range(_TRIES):  # twice overtaken in a row by the writer is rare enough
         try:
-            data = path.read_bytes()
-        except FileNotFoundError:
+            data = read_regular(path, _SIZE)
+        except (FileNotFoundError, ProblemError):
             return None
         if len(data) != _SIZE or not data.startswith(_MAGIC):
             return None

@@ -10,8 +10,9 @@ import platform
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
+
+from forge_resilience._shared.paths import open_regular, user_path
 
 __all__ = ["Journal", "read_events", "read_json_lines"]
 
@@ -33,7 +34,7 @@ class Journal:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path)
+        self.path = user_path(path)
         self._host = platform.node()
         self._warned = False
 
@@ -80,7 +81,8 @@ def read_json_lines(path: str | os.PathLike[str]) -> Iterator[Any]:
 
     Memory: a line. The file is open until the last one was read.
     """
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+    path = user_path(path)
+    with contextlib.suppress(FileNotFoundError), open(open_regular(path)[0], "rb") as file:
         for line in file:
             try:
                 value = json.loads(line.decode(errors="replace"))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import re
-import stat
 import tomllib
 from pathlib import Path
 from typing import Any
 
-from forge_train._shared.problems import invalid
+from forge_train._shared.paths import open_regular
+from forge_train._shared.problems import ProblemError, invalid
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 16
@@ -34,20 +33,16 @@ def read_text(path: str | Path, max_bytes: int = MAX_BYTES) -> str:
     Raises ValueError without the path: the caller adds it with the role of the file.
     """
     try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        descriptor, _ = open_regular(path)
+    except ProblemError as error:
+        raise ProblemError(error.problems) from None
     except OSError as error:
         raise invalid("", "not_found", ..., f"{error.strerror}", "name an existing file") from error
     except ValueError as error:  # NUL, or half a surrogate pair
         rule = "is not a path, as it holds NUL or a lone surrogate"
         raise invalid("", "file_name", ..., rule, "name an existing file") from error
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            rule = "is not a regular file (it is a folder, pipe or device)"
-            raise invalid("", "not_a_file", ..., rule, "name an existing file")
-        with open(descriptor, "rb", closefd=False) as file:
-            content = file.read(max_bytes + 1)
-    finally:
-        os.close(descriptor)
+    with open(descriptor, "rb") as file:
+        content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
         rule, fix = f"has more than {max_bytes} bytes", "name the right file, or make it shorter"
         raise invalid("", "length", ..., rule, fix)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid, problems_of, raise_problems
 from forge_train.config.imported import NAME
 from forge_train.config.ranges import range_problems
@@ -82,10 +83,10 @@ class Source:
 
 def find_source(name: str) -> Source:
     """The checkpoint or folder behind `init.from`; only names are looked at. ValueError with the rule and a fix."""
-    path, step = Path(name), None
+    path, step = user_path(name), None
     head, at, tail = name.rpartition("@")
     if at and tail.isdecimal() and not os.path.lexists(path):
-        path, step = Path(head), int(tail)
+        path, step = user_path(head), int(tail)
     if not os.path.isdir(path):
         fix = "name a run, one of its checkpoints, or a folder of Hugging Face"
         raise invalid("init.from", "not_found", name, f"names {path}, which is not a folder", fix)
@@ -126,12 +127,12 @@ def hf_folder(name: Any, run_dir: Any) -> Path | None:
         source = find_source(name)
     except ValueError:  # refused where all problems are
         return None
-    return source.path if source.is_hf and not has_begun(Path(run_dir)) else None
+    return source.path if source.is_hf and not has_begun(user_path(run_dir)) else None
 
 
 def model_of_parent(name: Any, run_dir: Any) -> Path | None:
     """model.toml of the imported run that a run, which has not begun, begins from; None for anything else."""
-    if not isinstance(name, str) or not isinstance(run_dir, str) or has_begun(Path(run_dir)):
+    if not isinstance(name, str) or not isinstance(run_dir, str) or has_begun(user_path(run_dir)):
         return None
     try:
         run = find_source(name).run
@@ -164,7 +165,8 @@ def source_problems(name: str | None, run_dir: Path) -> Sequence[Problem]:
         run = find_source(name).run
     except ValueError as error:
         problems = problems_of(error)
-    parents = [Path(name), Path(name.rpartition("@")[0] or name), *([run] if run else [])]
+    parents = [user_path(n) for n in (name, name.rpartition("@")[0] or name)]
+    parents += [run] if run else []
     if os.path.realpath(run_dir) in map(os.path.realpath, parents):
         rule = f"is the run of init.from {name!r}, and a fork needs a folder of its own"
         return [Problem("run.dir", "parent", str(run_dir), rule, "choose another run.dir")]

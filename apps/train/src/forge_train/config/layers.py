@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid, problems_of
 from forge_train.config.files import read_toml
 from forge_train.errors import ConfigError, refuse
@@ -132,12 +133,12 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, A
             yield f"{prefix}{key}", value
 
 
-def read_layers(path: Path) -> Layers:
+def read_layers(path: str | Path) -> Layers:
     """`path` laid over the file its `extends` names, and so on.
 
     Raises ConfigError for a missing file, invalid TOML, or circular `extends`.
     """
-    layers = Layers()
+    layers, path = Layers(), user_path(path)
     for file, table in reversed(list(_chain(path))):
         layers.add(table, str(file) if file == path else f"base {file}")
     _check_names(layers)
@@ -178,4 +179,4 @@ def _chain(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
             raise invalid("extends", "type", base, rule, where=current, kind=ConfigError)
         seen.append(current)
         yield current, table
-        current = None if base is None else current.parent / base
+        current = None if base is None else current.parent / user_path(base)

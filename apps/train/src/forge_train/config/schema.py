@@ -18,6 +18,7 @@ from forge_resilience.policy import NonfiniteConfig, RollbackConfig, SpikeConfig
 from forge_resilience.replicas import ReplicasConfig
 from forge_resilience.slurm import SlurmConfig
 from forge_resilience.supervise import WatchConfig
+from forge_train._shared.paths import expand_fields
 from forge_train._shared.problems import Problem, raise_problems
 from forge_train.config.evaluation import EvalConfig
 from forge_train.config.experts import MoESection
@@ -45,12 +46,19 @@ _MAX_BATCH = 2**20
 class RunConfig:
     """The folder of a run and its seed."""
 
-    dir: str = _field("runs/default", "folder of this run: config, metrics, events, checkpoints")
+    dir: str = field(
+        default="runs/default",
+        metadata={
+            "help": "folder of this run: config, metrics, events, checkpoints",
+            "path": True,
+        },
+    )
     seed: int = _field(
         0, "seed of random numbers, and of what has no seed of its own: init.seed, data.seed"
     )
 
     def __post_init__(self) -> None:
+        expand_fields(self)
         raise_problems("", self._problems())
 
     def _problems(self) -> Iterator[Problem]:

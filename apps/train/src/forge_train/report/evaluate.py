@@ -13,6 +13,7 @@ import tyro
 from forge_data import Batch
 from forge_parallel import Meshes, ParallelConfig, World, find_world, select_device
 from forge_resilience import Agreement, ExitCode
+from forge_train._shared.paths import user_path
 from forge_train._shared.problems import invalid
 from forge_train.config.axes import Axes
 from forge_train.config.layers import Layers, flatten, read_layers
@@ -116,7 +117,7 @@ def checked_job(
     """The evaluations as a job of these ranks. ConfigError for what cannot be evaluated, or not by them."""
     if rows < 1:
         raise invalid("--rows", "range", rows, "must be 1 or more", "use 8", kind=ConfigError)
-    paths, other = RunDirectory(run), None if config is None else Path(config)
+    paths, other = RunDirectory(run), None if config is None else user_path(config)
     refuse_no_run(paths)
     with config_errors("parallel"):
         select_device(parallel.device)

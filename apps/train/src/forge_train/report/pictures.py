@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from forge_core import SamplingConfig
+from forge_train._shared.paths import open_regular
 from forge_train._shared.problems import invalid
 from forge_train.errors import ConfigError, as_config_error
 from forge_train.hf.prompts import folder_prompts
@@ -39,7 +40,7 @@ def conversations_in(path: Path) -> str | None:
     if path.suffix != ".jsonl":
         return None
     try:
-        with path.open(encoding="utf-8") as file:
+        with open(open_regular(path)[0], encoding="utf-8") as file:
             first = json.loads(next((line for line in file if line.strip()), "{}"))
     except (OSError, ValueError):
         return None  # whoever reads it says why

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from forge_core import SamplingConfig, generate, generate_stream
 from forge_data import Tokenizer
 from forge_parallel import select_device
+from forge_train._shared.paths import read_regular
 from forge_train._shared.problems import invalid
 from forge_train.errors import ConfigError, as_config_error
 from forge_train.jobs import load_folder, load_trained
@@ -22,6 +23,7 @@ from forge_train.report.pictures import Asked, answer_pictures, conversations_in
 from forge_train.trainer.run_directory import RunDirectory
 
 _NEW_TOKENS = 400  # that are written if no number is asked for, and the model has room for them
+_MAX_PROMPTS = 1 << 28  # bytes of a file of them
 
 
 def continuation(
@@ -184,8 +186,8 @@ def _room(model: nn.Module, tokenizer: Tokenizer, texts: Sequence[str]) -> int:
 def read_prompts(path: Path) -> list[str]:
     """The texts of a file: the lines of a text, or "prompt" of each object of a .jsonl. ValueError, with the line."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = read_regular(path, _MAX_PROMPTS).decode().splitlines()
+    except (OSError, ValueError) as error:
         rule, fix = f"cannot be read: {error}", "give a file of UTF-8 text"
         raise invalid("--prompts", "read", str(path), rule, fix) from error
     if path.suffix != ".jsonl":

@@ -29,6 +29,7 @@ import tomlkit
 from torch import nn
 
 from forge_core import flops_per_token, parameter_count
+from forge_train._shared.paths import expand_fields, user_path
 from forge_train._shared.problems import Problem, invalid, problems_of, raise_problems
 from forge_train.config.files import read_toml
 from forge_train.config.init import committed
@@ -53,7 +54,7 @@ def _field(default: Any, help: str) -> Any:
 class StudyConfig:
     """The table [study]."""
 
-    dir: str = field(metadata={"help": "folder of the study"})
+    dir: str = field(metadata={"help": "folder of the study", "path": True})
     tokens_per_parameter: tuple[float, ...] = field(
         metadata={"help": "budgets: tokens of a run as a multiple of its parameters"}
     )
@@ -71,6 +72,7 @@ class StudyConfig:
     level: float = _field(0.95, "part of them that an interval holds")
 
     def __post_init__(self) -> None:
+        expand_fields(self)
         raise_problems("", self._problems())
 
     def _problems(self) -> Iterator[Problem]:
@@ -230,7 +232,7 @@ def _axis_problems(axis: str, table: Any) -> Iterator[Problem]:
 
 
 def _base(path: Path, config: StudyConfig, table: Any) -> Layers:
-    layers = Layers() if config.job is None else read_layers(path.parent / config.job)
+    layers = Layers() if config.job is None else read_layers(path.parent / user_path(config.job))
     if not isinstance(table, dict):
         fix = "write [base.train] and the like"
         raise invalid("base", "type", table, "must be a table", fix, kind=ConfigError)

@@ -16,6 +16,7 @@ from forge_parallel import reshard
 from forge_parallel.compute import Compute
 from forge_resilience import Agreement
 from forge_train._shared.modes import evaluation_mode
+from forge_train._shared.paths import open_regular, user_path
 from forge_train._shared.problems import Problem, invalid, problems_of, raise_problems
 from forge_train.config.evaluation import ChoicesConfig
 from forge_train.config.schema import JobConfig
@@ -51,16 +52,16 @@ class Choices:
         if problems := list(_unfit_job(job, self._key)):
             raise DataError(problems)
         assert config.path is not None
-        self.questions = self._read(Path(config.path), config.samples, run_tokenizer(job))
+        self.questions = self._read(user_path(config.path), config.samples, run_tokenizer(job))
 
     def _read(self, path: Path, samples: int, tokenizer: Tokenizer) -> list[Question]:
         key = f"{self._key}.path"
         problems: list[Problem] = []
         found: list[Question] = []
         try:
-            with path.open(encoding="utf-8") as file:
+            with open(open_regular(path)[0], encoding="utf-8") as file:
                 lines = [line for line in file if line.strip()][:samples]
-        except (OSError, UnicodeDecodeError) as error:
+        except (OSError, ValueError) as error:
             rule, fix = f"cannot be read: {error}", "name a file of JSON lines"
             raise invalid(key, "read", str(path), rule, fix, kind=DataError) from error
         for number, line in enumerate(lines, 1):

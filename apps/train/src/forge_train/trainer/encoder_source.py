@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from forge_ckpt.hf import HFFolder, fill_tensor, read_json
 from forge_resilience import Agreement
+from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid, problems_of, raise_problems
 from forge_train.config.init import has_begun
 from forge_train.config.schema import JobConfig
@@ -63,7 +64,7 @@ def find_encoder(config: JobConfig, model: nn.Module, fork: Fork | None) -> Enco
     """
     if config.init.encoder is None or has_begun(Path(config.run.dir)):
         return None
-    path, section = Path(config.init.encoder), config.model
+    path, section = user_path(config.init.encoder), config.model
     key, where = "init.encoder", f"init.encoder {str(path)!r}"
     if not isinstance(section, VLMModelConfig) or section.vision.name != "transformers":
         rule = "is a folder of transformers, and the model has no encoder of model.vision.name 'transformers'"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_resilience.provenance import describe_environment, git_state
+from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid
 from forge_train.config.files import read_toml, replace_text
 from forge_train.config.imported import NAME as IMPORTED_MODEL
@@ -76,7 +77,7 @@ class RunDirectory:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = user_path(path)
         self.config = self.path / "config.toml"
         self.environment = self.path / "environment.json"
         self.patch = self.path / "git.patch"

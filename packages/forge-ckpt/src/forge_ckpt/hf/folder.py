@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.files import byte_view, read_at
 from forge_ckpt.hf.headers import AGAIN, Entry, open_regular, read_header, read_json
@@ -31,7 +32,7 @@ class HFFolder:
     """
 
     def __init__(self, path: str | os.PathLike[str], optional: Sequence[str] = ()) -> None:
-        self.path, self._optional = Path(path), optional
+        self.path, self._optional = user_path(path), optional
         if not self.path.is_dir():
             fix = f"give one with config.json and {FILE}"
             raise invalid("path", "not_found", str(self.path), "is not a folder", fix)

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import reprlib
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,8 @@ from typing import Any
 
 import torch
 
+from forge_ckpt._shared.paths import open_regular as open_file
+from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import ProblemError, invalid
 from forge_ckpt.errors import one_line
 from forge_ckpt.files import read_at
@@ -87,7 +88,7 @@ def write_header(
 
 def read_json(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The object of a JSON file; raises ValueError as :func:`parse_json`, and for more than 256 MiB."""
-    path = Path(path)
+    path = user_path(path)
     fd, size = open_regular(path)
     with open(fd, "rb", buffering=0):
         if size > MAX_JSON:
@@ -127,16 +128,10 @@ def parse_json(data: bytes, path: Path) -> dict[str, Any]:
 def open_regular(path: Path) -> tuple[int, int]:
     """(descriptor, size) of a regular file, through links as the hub's cache has them; ValueError otherwise."""
     try:
-        # O_NONBLOCK: opening a pipe without a writer would block for ever
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        return open_file(path)
     except OSError as error:
         text = str(error.strerror)
         raise invalid("", "unreadable", ..., text, _COMPLETE, where=path) from error
-    status = os.fstat(fd)
-    if not stat.S_ISREG(status.st_mode):
-        os.close(fd)
-        raise invalid("", "not_regular", ..., "must be a regular file", _COMPLETE, where=path)
-    return fd, status.st_size
 
 
 def _bytes(fd: int, start: int, length: int, size: int, path: Path) -> bytes:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.files import byte_view, sync_directory, write_at, write_file
 from forge_ckpt.hf.folder import STEM
@@ -52,7 +53,7 @@ def save_hf(
     The folder appears whole, by one rename after everything is synced. Raises ValueError before anything is
     written for a folder that is not empty and for tensors that no row knows or that do not fit theirs.
     """
-    out = Path(path)
+    out = user_path(path)
     if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
         rule = "exists, and must be a new or an empty folder"
         raise invalid("path", "exists", str(out), rule, "choose another")

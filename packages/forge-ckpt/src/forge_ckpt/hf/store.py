@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from forge_ckpt import objects
+from forge_ckpt._shared.paths import user_path
 from forge_ckpt.hf.load import HFTensors
 from forge_ckpt.manifest import ObjectEntry
 from forge_ckpt.write.stream import Box, write_checkpoint
@@ -42,4 +43,4 @@ def store_hf(
         name: ObjectEntry((name,), objects.encode(value, name))
         for name, value in (about or {}).items()
     }
-    return write_checkpoint(Path(store), step, [boxes()], found)
+    return write_checkpoint(user_path(store), step, [boxes()], found)

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from forge_ckpt import manifest, tree
+from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import (
     CheckpointMismatch,
@@ -57,7 +58,7 @@ def load_step(
     """
     ranks = RankGroup(group)
     ranks.run_on_all_ranks(lambda: check_state(state))
-    chosen = Path(ranks.run_on_rank_0(lambda: str(step_path(Path(path)))))
+    chosen = Path(ranks.run_on_rank_0(lambda: str(step_path(user_path(path)))))
     try:
         return load_checkpoint(ranks, chosen, None, state, min(4, os.cpu_count() or 1), check)
     except StateRefused as error:

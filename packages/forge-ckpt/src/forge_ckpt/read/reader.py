@@ -5,7 +5,6 @@ import io
 import math
 import os
 from collections.abc import Container, Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from forge_ckpt import files, manifest, objects
+from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import CheckpointMismatch, one_line, restated
 from forge_ckpt.foreign import refuse_foreign
@@ -45,7 +45,7 @@ class ForgeReader(StorageReader):
     def __init__(
         self, path: str | os.PathLike[str], *, step: int | None = None, threads: int = 2
     ) -> None:
-        self.path = Path(path)
+        self.path = user_path(path)
         self.step = step
         self.threads = threads
         self._directory: files.Directory | None = None
@@ -60,7 +60,7 @@ class ForgeReader(StorageReader):
         """Begin a new load, from ``checkpoint_id`` if it is given."""
         if checkpoint_id is not None:
             self.close()
-            self.path = Path(checkpoint_id)
+            self.path = user_path(checkpoint_id)
 
     def open(self) -> manifest.Manifest:
         """The verified manifest, read once. Raises as :func:`forge_ckpt.manifest.read`, and

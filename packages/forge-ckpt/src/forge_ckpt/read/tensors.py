@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from forge_ckpt import directories, manifest, objects
+from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.files import byte_view
 from forge_ckpt.foreign import refuse_foreign
@@ -56,7 +57,7 @@ class SavedTensors:
     """
 
     def __init__(self, path: str | os.PathLike[str], threads: int = 2) -> None:
-        self.path = step_path(Path(path))
+        self.path = step_path(user_path(path))
         self._threads = threads
         self._last = LastBlock()
         self._reader = ForgeReader(self.path)

@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from forge_ckpt import digests, directories, files, manifest
+from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import StepExists
 from forge_ckpt.write.blocks import BlockFile
@@ -52,7 +53,7 @@ class ForgeWriter(StorageWriter):
         digests.digest_function(digest)
         self.digest = digest
         self.metrics = dict(metrics or {})
-        self.path = Path(path)
+        self.path = user_path(path)
         self.step = step
         self.threads = threads
         self._temporary: Path | None = None
@@ -60,7 +61,7 @@ class ForgeWriter(StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save, to ``checkpoint_id`` if it is given."""
         if checkpoint_id is not None:
-            self.path = Path(checkpoint_id)
+            self.path = user_path(checkpoint_id)
         self._temporary = None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -14,9 +14,11 @@ from __future__ import annotations
 import argparse
 import glob
 import json
+import os
 import sys
 from pathlib import Path
 
+from forge_resilience._shared.paths import user_path
 from forge_resilience.chaos.files import FILE_KINDS
 from forge_resilience.chaos.processes import PROCESS_KINDS
 from forge_resilience.chaos.schedule import BETWEEN, failure_rate_bound, make_schedule
@@ -43,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--files", default="", help="a pattern of files to damage, in quotes")
     parser.add_argument("--codes", default="", help="exit codes that a struck life may have; any")
     parser.add_argument("--limit-seconds", type=float, default=120.0, help="for each wait")
-    parser.add_argument("--output", type=Path, default=Path("chaos.log"))
+    parser.add_argument("--output", type=user_path, default=Path("chaos.log"))
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
     args = parser.parse_args(argv)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
@@ -59,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     trial = Trial(
         command,
         output=args.output,
-        files=lambda: [Path(name) for name in glob.glob(args.files, recursive=True)],
+        files=lambda: files_of(str(user_path(args.files))),
         codes=[int(code) for code in args.codes.split(",")] if args.codes else None,
         limit_seconds=args.limit_seconds,
     )
@@ -72,6 +74,12 @@ def main(argv: list[str] | None = None) -> int:
     print(f"{struck} of {args.faults} faults struck, {failures} failures; rate of failures below {bound:.2g} (95 %)",
           file=sys.stderr)  # fmt: skip
     return int(bool(failures))
+
+
+def files_of(pattern: str) -> list[Path]:
+    """The file of that very name, or those that match the pattern."""
+    names = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
+    return [Path(name) for name in names]
 
 
 if __name__ == "__main__":

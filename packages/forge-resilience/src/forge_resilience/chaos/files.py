@@ -29,7 +29,8 @@ def _truncate(path: Path, draw: random.Random) -> None:
 
 def _swap(path: Path, draw: random.Random) -> None:
     """The file of the same name in another folder beside its own, as a lost write or a wrong copy would leave it."""
-    others = sorted(p for p in path.parent.parent.glob(f"*/{path.name}") if p.parent != path.parent)
+    folders = sorted(f for f in path.parent.parent.iterdir() if f != path.parent)
+    others = [f / path.name for f in folders if (f / path.name).exists()]
     if not others:
         raise FileNotFoundError(
             f"no folder beside {path.parent} holds another {path.name}; save twice first"

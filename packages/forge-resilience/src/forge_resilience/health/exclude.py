@@ -12,8 +12,8 @@ import re
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
+from forge_resilience._shared.paths import user_path
 from forge_resilience._shared.problems import invalid
 from forge_resilience.journal import read_events
 
@@ -82,7 +82,7 @@ def main(arguments: Sequence[str]) -> int:
     if len(arguments) != 1:
         print(__doc__, file=sys.stderr)
         return 2
-    path = Path(arguments[0])
+    path = user_path(arguments[0])
     nodes = broken_nodes(path / "events.jsonl" if path.is_dir() else path)
     if nodes:
         print(",".join(nodes))

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from forge_resilience._shared.paths import user_path
 from forge_resilience._shared.problems import Problem, invalid, raise_problems
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.health import broken_nodes
@@ -119,7 +120,7 @@ def orchestrate(
     Cost: a few client commands each `poll_seconds`, no more than a user who looks. Usage:
     `sys.exit(orchestrate("runs/a/slurm/job.sh", [4, 3, 2], chain_name("runs/a")))`.
     """
-    script = Path(script)
+    script = user_path(script)
     if not sizes or min(sizes) < 1 or len(set(sizes)) < len(sizes):
         rule = "must be different numbers of nodes from 1 on"
         raise invalid("sizes", "range", list(sizes), rule, "use [4, 3, 2]")

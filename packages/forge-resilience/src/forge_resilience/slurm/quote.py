@@ -8,7 +8,8 @@ __all__ = ["directive", "expanded"]
 
 
 def expanded(text: str) -> str:
-    """`text` as one word of bash in which only `$NAME` and `${NAME}` are expanded."""
+    """`text` as one word of bash in which only a leading `~/`, `$NAME` and `${NAME}` are expanded."""
+    text = "$HOME" + text[1:] if text.startswith("~/") else text
     text = re.sub(r'([\\"`])', r"\\\1", text)
     return '"' + re.sub(r"\$(?!\w|\{\w+\})|\$(?=\d)", r"\\$", text) + '"'
 

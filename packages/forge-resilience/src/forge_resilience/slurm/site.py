@@ -10,12 +10,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from forge_resilience._shared.paths import read_regular, user_path
 from forge_resilience._shared.problems import Problem, invalid
 from forge_resilience.slurm.config import seconds_of
 
 __all__ = ["find_site", "grace_warnings", "limit_problem", "read_site", "site_path", "site_text"]
 
 _FOLDER = "~/.config/forge"
+_MAX_BYTES = 1 << 20  # of a site file
 Environ = Mapping[str, str]
 
 
@@ -39,13 +41,13 @@ def find_site(name: str | None = None, environ: Environ = os.environ) -> Path | 
 def site_path(name: str) -> Path:
     """Where the site of a name, or of a path, is kept."""
     short = "/" not in name and not name.endswith(".toml")
-    return Path(_FOLDER).expanduser() / f"{name}.toml" if short else Path(name).expanduser()
+    return user_path(_FOLDER) / f"{name}.toml" if short else user_path(name)
 
 
 def read_site(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The table [slurm] of a site file: keys of `SlurmConfig`. Raises ValueError for anything else in it."""
     try:
-        table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        table = tomllib.loads(read_regular(user_path(path), _MAX_BYTES).decode())
     except (OSError, ValueError) as error:
         fix = f"write it again: forge-train doctor --init --site {path}"
         raise invalid("", "damaged", ..., str(error), fix, where=path) from error

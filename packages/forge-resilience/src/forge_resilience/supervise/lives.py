@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from forge_resilience._shared.paths import open_regular, user_path
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.heartbeat import FOLDER, read_heartbeats
 from forge_resilience.journal import Journal, read_events
@@ -69,6 +70,8 @@ def supervise(
     Raises ValueError, RuntimeError and OSError as `run_local_workers` does. Cost: two reads a second for each rank.
     """
     config = config or WatchConfig("restart")
+    if journal is not None and user_path(journal).exists():
+        os.close(open_regular(user_path(journal))[0])  # before anything is started
     environ = dict(os.environ if environ is None else environ)
     place = replace(find_place(nproc, environ), hand_over_port=hand_over_port)
     with _heartbeat_folder(folder or environ.get(FOLDER)) as beats:
@@ -89,8 +92,9 @@ def supervise(
 @contextlib.contextmanager
 def _heartbeat_folder(folder: str | os.PathLike[str] | None) -> Iterator[Path]:
     if folder is not None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        yield Path(folder).absolute()
+        folder = user_path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder.absolute()
         return
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     path = Path(tempfile.mkdtemp(prefix="forge-heartbeats-", dir=memory))
