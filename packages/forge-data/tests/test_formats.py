@@ -396,6 +396,8 @@ def test_a_split_needs_files_of_its_own(tmp_path):
     [
         ("fineweb_train_000001 fineweb_val_000000", "fineweb_train_000001", "fineweb_val_000000"),
         ("train val test", "train", "val"),
+        ("web_0 web_test_0 web_dev web-Val", "web_0", "web-Val"),
+        ("latest develop contest_1 tested", "contest_1 develop latest tested", ""),
         ("train test", "train", ""),
         (
             "retrieval interval_1 evaluation medieval",
@@ -407,7 +409,7 @@ def test_a_split_needs_files_of_its_own(tmp_path):
         ("train.0 validation.0", "train.0", "validation.0"),
     ],
 )
-def test_a_split_is_a_word_of_a_name(tmp_path, names, trained, held_out):
+def test_F150_a_split_is_a_word_of_a_name(tmp_path, names, trained, held_out):
     """Files are not left out for letters in the middle of their names."""
     for name in names.split():
         write_nanogpt(tmp_path, name=f"{name}.bin")
@@ -416,3 +418,16 @@ def test_a_split_is_a_word_of_a_name(tmp_path, names, trained, held_out):
     if held_out:
         found = id_shards.find_shards(tmp_path, "validation", ".bin", "nanogpt")
         assert " ".join(file.stem for file in found) == held_out
+
+
+def test_F150_test_shards_alone_are_none_of_training_and_what_is_left_out_is_said(tmp_path, caplog):
+    write_nanogpt(tmp_path, name="web_test.bin")
+    with rejects("path", str(tmp_path), "no_train", InvalidData):
+        source_of("nanogpt", tmp_path)
+    assert source_of("nanogpt", tmp_path / "web_test.bin").num_tokens == 15  # by its name
+    write_nanogpt(tmp_path, name="web_0.bin")
+    with caplog.at_level("WARNING", "forge_data"):
+        assert source_of("nanogpt", tmp_path).num_tokens == 15
+        source_of("nanogpt", tmp_path)  # once
+    (line,) = caplog.messages
+    assert "web_test.bin" in line

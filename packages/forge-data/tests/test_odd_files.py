@@ -123,7 +123,9 @@ FORMATS = {
     "p.txt": (b"\x28\xb5\x2f\xfd\x00", ("", ..., "ending")),
     "p.bin": (b"PAR1\x15\x04", ("", ..., "ending")),
     "p.parquet.gz": (b"\x1f\x8b", ("", ..., "packed")),
-    "p.bz2": (b"BZh9", ("", ..., "unsupported")),
+    "p.md": (b"BZh91AY&SY", ("", ..., "ending")),
+    "p.json": (b"\xfd7zXZ\0", ("", ..., "ending")),
+    "p.zip": (b"PK\x03\x04", ("", ..., "unsupported")),
     "p.pdf": (b"%PDF-1.7", ("", ..., "unsupported")),
 }
 

@@ -1,16 +1,23 @@
 """Each format gives the documents of the plain text, in parts too; each damage gets one sentence."""
 
+import bz2
+import csv
 import errno
 import gzip
 import json
+import logging
+import lzma
 import os
 import random
 import sys
+import tarfile
 import tracemalloc
 
 import pytest
 
 from forge_data import InvalidData
+from forge_data.chat.records import find_conversations
+from forge_data.prepare import prepare
 from forge_data.prepare.readers import find_inputs, read_pieces
 from forge_testing.problems import rejects
 
@@ -30,6 +37,21 @@ def write_zstd(path, content):
     path.write_bytes(pack(content[:50]) + pack(content[50:]))
 
 
+def write_xz(path, content):
+    path.write_bytes(lzma.compress(content[:50]) + lzma.compress(content[50:]) + b"\0" * 8)
+
+
+def write_bzip2(path, content):
+    path.write_bytes(bz2.compress(content[:50]) + bz2.compress(content[50:]))
+
+
+def write_csv(path, content):
+    with path.open("w", newline="") as file:
+        table = csv.DictWriter(file, ["n", "text"])
+        table.writeheader()
+        table.writerows(json.loads(line) for line in content.splitlines())
+
+
 def write_parquet(path, content, **options):
     arrow = pytest.importorskip("pyarrow")
     rows = [json.loads(line) for line in content.splitlines()]
@@ -43,6 +65,9 @@ WRITERS = {
     "a.jsonl": lambda path, content: path.write_bytes(content),
     "a.jsonl.gz": write_gzip,
     "a.jsonl.zst": write_zstd,
+    "a.jsonl.xz": write_xz,
+    "a.jsonl.bz2": write_bzip2,
+    "a.csv": write_csv,
     "a.parquet": write_parquet,
 }
 
@@ -111,8 +136,8 @@ def test_a_byte_order_mark_is_one_at_the_start_of_a_file_only(tmp_path):
 
 def test_folders_are_searched_for_every_format(tmp_path):
     names = ["A.TXT", "B.JSONL.GZ", "a.txt", "b.md.gz", "c.jsonl.zst", "d.parquet", "e.txt.zst"]
-    names += ["f.json.gz", "g.ndjson"]
-    for name in [*names, "f.zst", "g.csv", "h.json", "parquet"]:
+    names += ["f.json.gz", "g.csv", "g.ndjson", "h.csv.xz", "i.txt.bz2"]
+    for name in [*names, "f.zst", "h.json", "parquet"]:
         (tmp_path / name).write_text("")
     assert [path.name for path in find_inputs([tmp_path])] == names
 
@@ -133,7 +158,6 @@ def test_links_are_followed_and_what_two_lead_to_is_read_once(tmp_path):
     (tmp_path / "in/a").symlink_to("b")  # a second name of what is there
     (tmp_path / "in/c/up").symlink_to("../..")  # a circle
     (tmp_path / "in/z").symlink_to("../elsewhere")
-    (tmp_path / "in/gone.txt").symlink_to("nowhere.txt")
     found = [str(path.relative_to(tmp_path)) for path in find_inputs([tmp_path / "in"])]
     assert found == ["in/b/b.txt", "in/c/c.txt", "in/z/deep/e.txt"]
 
@@ -197,6 +221,14 @@ def not_utf8(path):
     pytest.importorskip("pyarrow.parquet").write_table(arrow.table({"text": strings}), path)
 
 
+def write_tar(path, mode):
+    content = path.with_name("content.md")
+    content.write_text("words")
+    with tarfile.open(path, mode) as tar:
+        tar.add(content, "a.txt")
+    content.unlink()
+
+
 GZIP_END = slice(None, -520)  # without the padding and the last bytes of a member
 DAMAGED = {
     "surrogate.jsonl": (
@@ -221,12 +253,41 @@ DAMAGED = {
     "lists.parquet": (table(text=[["a"]]), ("text_field", "text", "type")),
     "null.parquet": (table(text=["a", None]), ("text", None, "null")),
     "latin1.parquet": (not_utf8, ("text", ..., "encoding")),
+    "truncated.jsonl.xz": (damaged(write_xz, lambda c: c[:-30]), ("", ..., "truncated")),
+    "truncated.jsonl.bz2": (damaged(write_bzip2, lambda c: c[:-9]), ("", ..., "truncated")),
+    "garbage.jsonl.xz": (damaged(write_xz, lambda c: c + b"more" * 9), ("", ..., "damaged")),
+    "garbage.jsonl.bz2": (damaged(write_bzip2, lambda c: c + b"more"), ("", ..., "damaged")),
+    "flipped.jsonl.xz": (damaged(write_xz, flip), ("", ..., "damaged")),
+    "flipped.jsonl.bz2": (damaged(write_bzip2, flip), ("", ..., "damaged")),
+    "no column.csv": (lambda p: p.write_text("body,n\nx,1\n"), ("text_field", "text", "missing")),
+    "twice.csv": (lambda p: p.write_text("text,text\nx,1\n"), ("text_field", "text", "duplicate")),
+    "short.csv": (lambda p: p.write_text("n,text\n1,x\n2\n"), ("", 1, "columns")),
+    "long.csv": (lambda p: p.write_text("n,text\n1,a, b\n"), ("", 3, "columns")),
+    "quote.csv": (lambda p: p.write_text('text\n"a"b\n'), ("", ..., "not_csv")),
+    "open.csv": (lambda p: p.write_text('text\n"a\n'), ("", ..., "not_csv")),
+    "empty.csv": (nothing, ("text_field", "text", "missing")),
+    "utf16.txt": (lambda p: p.write_bytes("plain words".encode("utf-16-le")), ("", ..., "utf16")),
+    "utf16.jsonl": (
+        lambda p: p.write_bytes(RECORDS.decode().encode("utf-16-be")),
+        ("", ..., "utf16"),
+    ),
+    "utf16.csv": (lambda p: p.write_bytes("text\nx".encode("utf-16-le")), ("", ..., "utf16")),
+    "utf32.txt.gz": (lambda p: write_gzip(p, "plain".encode("utf-32-le")), ("", ..., "utf16")),
+    "cyrillic.txt": (
+        lambda p: p.write_bytes(("слова и слова. " * 9).encode("utf-16-le")),
+        ("", ..., "utf16"),
+    ),
+    "mark.txt": (lambda p: p.write_bytes("words".encode("utf-16")), ("", ..., "utf16")),
+    "books.tar": (lambda p: write_tar(p, "w"), ("", ..., "unsupported")),
+    "books.txt": (lambda p: write_tar(p, "w"), ("", ..., "unsupported")),
+    "books.tar.gz": (lambda p: write_tar(p, "w:gz"), ("", ..., "unsupported")),
+    "books.txt.xz": (lambda p: write_tar(p, "w:xz"), ("", ..., "unsupported")),
     "latin1.txt.gz": (lambda p: write_gzip(p, b"ab\n" * 99 + b"\xe9"), ("", ..., "encoding")),
 }
 
 
 @pytest.mark.parametrize("name", DAMAGED)
-def test_what_is_wrong_with_a_file_is_one_line(tmp_path, name):
+def test_F150_what_is_wrong_with_a_file_is_one_line(tmp_path, name):
     write, problem = DAMAGED[name]
     if name.endswith(".zst"):
         pytest.importorskip("zstandard")
@@ -279,3 +340,61 @@ def test_reports_end_at_the_size_of_the_file(tmp_path):
         assert done == sorted(done)
         size = (tmp_path / name).stat().st_size
         assert abs(done[-1] - size) <= 1, name
+
+
+def test_F150_what_is_not_read_of_a_folder_is_said(tmp_path, caplog):
+    for name in ("a.jsonl", "b.json", "c.png", "d.PNG", "e/.hidden.png", "plain"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text('{"text": "x"}')
+    with caplog.at_level(logging.WARNING, "forge_data"):
+        prepare(tmp_path / "in", tmp_path / "out")
+    (line,) = caplog.messages
+    assert "4" in line
+    assert all(word in line for word in (str(tmp_path / "in"), "1 .json", "2 .png", "1 without"))
+    caplog.clear()
+    prepare(tmp_path / "in/a.jsonl", tmp_path / "given")
+    assert not caplog.messages
+
+
+def dead(folder):
+    (folder / "gone").symlink_to("nowhere")
+
+
+def circle(folder):
+    (folder / "gone.txt").symlink_to("gone.txt")
+
+
+def fifo(folder):
+    os.mkfifo(folder / "gone.txt")
+
+
+def tar(folder):
+    write_tar(folder / "gone.tar.zst", "w")
+
+
+@pytest.mark.parametrize(
+    ("make", "code"),
+    [(dead, "not_found"), (circle, "not_found"), (fifo, "not_a_file"), (tar, "unsupported")],
+)
+def test_F150_what_cannot_be_read_of_a_folder_is_an_error(tmp_path, make, code):
+    (tmp_path / "a.txt").write_text("words")
+    (tmp_path / "b.jsonl").write_text("{}")
+    make(tmp_path)
+    with rejects("", ..., code, InvalidData, where=tmp_path / "gone"):
+        find_inputs([tmp_path])
+    if make is not tar:  # of conversations, too
+        (tmp_path / "gone.jsonl").symlink_to(next(tmp_path.glob("gone*")))
+        with rejects("", ..., code, InvalidData, where=tmp_path / "gone"):
+            find_conversations(tmp_path, "train")
+
+
+def test_F150_fields_of_csv_are_of_any_length_and_hold_line_ends(tmp_path):
+    texts = ["a" * 300_000, 'two\r\nlines, "quoted"', "\ufeffend"]
+    with (tmp_path / "a.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        csv.writer(file).writerows([["text"], *[[text] for text in texts]])
+    assert documents(tmp_path / "a.csv") == texts
+
+
+def test_text_may_hold_a_few_nulls(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"nul \0 in a long enough line of text")
+    assert documents(tmp_path / "a.txt") == ["nul \0 in a long enough line of text"]

@@ -51,7 +51,7 @@ def prepare(
     """Turn text into token files. Killed, the same command goes on from what is done.
 
     Args:
-        inputs: Files of text, .jsonl (.ndjson, .json) and .parquet, and folders; text and .jsonl also as .gz, .zst.
+        inputs: Files of text, .jsonl (.ndjson, .json), .csv and .parquet, and folders; all but .parquet also as .gz, .zst, .xz, .bz2.
         output: Folder to write; it appears complete or not at all.
         tokenizer: "byte", or the path of a JSON file of the tokenizers library.
         eos: Token that ends a document; left out, the usual names are tried.
@@ -59,7 +59,7 @@ def prepare(
         validation_fraction: Share of documents held out by a digest of their text; 0 for none.
         deduplicate: Drop each document whose text an earlier one has.
         document: Unit of a document in .txt and .md files.
-        text_field: Key of the text in .jsonl records, column of the text in .parquet files.
+        text_field: Key of the text in .jsonl records, column of the text in .csv and .parquet files.
         overwrite: Replace token files at the output, once the new ones are complete.
         workers: Processes that tokenize.
         shard: I/N, do part I (from 0) of N in OUTPUT.parts, for `forge-data merge OUTPUT` when all are done.

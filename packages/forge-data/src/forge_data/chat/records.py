@@ -1,4 +1,4 @@
-"""Conversations are read from JSONL (also of gzip and zstd) and parquet files and from sets saved by `datasets`, one at a time."""
+"""Conversations are read from JSONL (also packed) and parquet files and from sets saved by `datasets`, one at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def find_conversations(path: Path, split: str) -> list[Path]:
     Raises InvalidData where there is none.
     """
     check_split(split)
-    name, kinds = str(path), "a .jsonl (or .jsonl.gz, .jsonl.zst) or .parquet file"
+    name, kinds = str(path), f"a {', '.join(_PLAIN)} file"
     if not path.exists():
         rule = f"must be {kinds} or a folder of them, but nothing is there"
         raise invalid("path", "not_found", name, rule, "check it", kind=InvalidData)

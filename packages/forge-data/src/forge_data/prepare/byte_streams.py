@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import zlib
 from collections.abc import Callable, Iterator
@@ -15,10 +16,12 @@ from forge_data.errors import InvalidData
 __all__ = ["COMPRESSIONS", "open_bytes"]
 
 #: Ending of a file name -> name of the format.
-COMPRESSIONS = {".gz": "gzip", ".zst": "zstd"}
+COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bzip2"}
 _CHUNK = 1 << 13  # packed bytes at a time: what they unpack to is held whole
 _BUFFER = 1 << 17
-_LARGEST_WINDOW = 1 << 31  # of zstd --long=31, in which some large corpora are packed
+_LARGEST_WINDOW = (
+    1 << 31
+)  # of zstd --long=31, in which some large corpora are packed, and bytes of memory of xz
 
 
 @contextmanager
@@ -29,7 +32,7 @@ def open_bytes(
 
     `part` is a range of bytes of a file that is not packed. Reads raise InvalidData for a damaged or
     truncated packed file; opening raises ValueError if zstandard is not installed. Memory of a zstd file
-    is its window, usually 8 MiB, at most 2 GiB. 8 KiB are unpacked at a time, to 250 MB at the very most.
+    and xz file is its window, usually 8 MiB, at most 2 GiB. 8 KiB are unpacked at a time, to 250 MB at the very most.
     """
     with path.open("rb", buffering=0) as file:
         if compression is None:
@@ -86,13 +89,19 @@ class _Chunks(io.RawIOBase):
 
 
 def _unpacker(path: Path, compression: str) -> Callable[[], Any]:
-    """A maker of objects that unpack one gzip member or one zstd frame."""
-    if compression == "gzip":
-        return lambda: zlib.decompressobj(wbits=31)
+    """A maker of objects that unpack one gzip member, zstd frame, or stream of xz or bzip2."""
     try:
+        if compression == "gzip":
+            return lambda: zlib.decompressobj(wbits=31)
+        if compression == "bzip2":
+            return importlib.import_module("bz2").BZ2Decompressor
+        if compression == "xz":
+            xz = importlib.import_module("lzma")
+            return lambda: xz.LZMADecompressor(xz.FORMAT_XZ, memlimit=_LARGEST_WINDOW)
         from zstandard import ZstdDecompressor
-    except ImportError:
-        rule, fix = "needs zstandard, which is not installed", "pip install 'forge-data[zstd]'"
+    except ImportError as error:  # Python can be built without bz2 and lzma
+        rule, fix = f"needs {error.name}, which is not installed", "install it with Python"
+        fix = "pip install 'forge-data[zstd]'" if compression == "zstd" else fix
         raise invalid("", "requires", ..., rule, fix, where=path) from None
     return ZstdDecompressor(max_window_size=_LARGEST_WINDOW).decompressobj
 
@@ -114,8 +123,8 @@ def _unpack(
             yield unpacked
             if unpacker.eof:
                 chunk = unpacker.unused_data
-                # Zeros behind a gzip member are padding of tapes, and no member.
-                chunk = chunk.lstrip(b"\0") if compression == "gzip" else chunk
+                # Zeros behind a gzip member are padding of tapes, those of xz its own; neither is a member.
+                chunk = chunk.lstrip(b"\0") if compression in ("gzip", "xz") else chunk
                 unpacker, inside = new(), bool(chunk)
     if inside:
         rule = f"ends after {file.tell()} bytes in the middle of its {compression} data: it was truncated"

@@ -16,7 +16,7 @@ from forge_data.prepare.assemble import assemble
 from forge_data.prepare.output import check_output, replacing
 from forge_data.prepare.parts import Parts
 from forge_data.prepare.plan import Plan, Settings, make_plan
-from forge_data.prepare.readers import DOCUMENT_KINDS, find_inputs
+from forge_data.prepare.readers import DOCUMENT_KINDS, find_inputs, not_read
 from forge_data.prepare.unit_file import Counts
 from forge_data.prepare.unit_workers import run_units
 from forge_data.sources.sidecar import TOKENIZER
@@ -113,6 +113,8 @@ def prepare(
         deduplicate,
     )
     files = find_inputs(paths)
+    for line in filter(None, (not_read(path) for path in paths if path.is_dir())):
+        _log.warning("%s", line)
     plan = make_plan(files, settings, 1 if shard is None else shard[1])
     parts = Parts(target.absolute())
     if not parts.begun():

@@ -174,7 +174,8 @@ def _parts(
     if kind == "parquet" and not compression:
         yield from _row_groups(path, state, settings.text_field, unit_bytes)
         return
-    document = "line" if kind == "records" else settings.document
+    # A line end in a quoted field of CSV ends no row.
+    document = {"records": "line", "csv": "file"}.get(kind, settings.document)
     if compression or document == "file" or size <= unit_bytes:
         yield Part(str(path), None, size, state), size * (_PACKED if compression else 1)
         return

@@ -1,7 +1,8 @@
-"""Documents of text: a whole file, its lines, its paragraphs, or the records of JSON lines."""
+"""Documents of text: a whole file, its lines, its paragraphs, the records of JSON lines, or the rows of CSV."""
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -13,11 +14,13 @@ from forge_data._shared.problems import Problem, invalid
 from forge_data.errors import InvalidData
 from forge_data.prepare.byte_streams import open_bytes
 
-__all__ = ["DOCUMENT_KINDS", "PIECE", "Piece", "read_text"]
+__all__ = ["DOCUMENT_KINDS", "PIECE", "Piece", "read_text", "tar_error"]
 
 DOCUMENT_KINDS = ("file", "line", "blank_line")
 PIECE = 1 << 20  # characters of a piece when the whole file is one document
+_LONGEST_FIELD = 2**31 - 1  # of CSV, in characters
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # json makes one character of a pair
+_HEAD = 4096  # bytes by which other formats are told
 _REPORT = 1 << 16  # characters between two reports
 
 
@@ -31,23 +34,28 @@ class Piece(NamedTuple):
 def read_text(
     path: Path,
     document: str,
-    text_field: str | None,
+    text_field: str,
     compression: str | None,
     report: Callable[[int], None],
     part: tuple[int, int] | None = None,
 ) -> Iterator[Piece]:
-    """The documents of a text file; with `text_field`, of the records of JSON lines.
+    """The documents of a text file. `document` is one of DOCUMENT_KINDS, or "records" of JSON lines and "csv" for the
+    texts in `text_field`.
 
     `part` is a range of bytes that starts and ends where documents do. Raises InvalidData for bytes that
-    are not UTF-8 and lines that are not JSON objects with a text.
+    are not UTF-8, text of UTF-16, a tar, lines that are not JSON objects with a text and rows that are not those of the header.
     """
     start = part[0] if part else 0
     with open_bytes(path, compression, part) as (raw, consumed):
+        if start == 0:
+            _refuse_other_bytes(path, raw)
         # A byte order mark is one at the start of a file only.
         text = TextIOWrapper(raw, encoding="utf-8" if start else "utf-8-sig", newline="")
         pieces: Iterator[Piece]
-        if text_field is not None:
+        if document == "records":
             pieces = _records(path, text, text_field, start)
+        elif document == "csv":
+            pieces = _rows(path, text, text_field)
         else:
             pieces = {"file": _whole, "line": _lines, "blank_line": _paragraphs}[document](text)
         characters = 0
@@ -64,6 +72,25 @@ def read_text(
             rule = f"must be UTF-8, but byte {_offset(raw, error)}{packed} is not ({error.reason})"
             fix = "convert it, for example with iconv"
             raise invalid("", "encoding", ..., rule, fix, where=path, kind=InvalidData) from None
+
+
+def _refuse_other_bytes(path: Path, raw: BufferedReader) -> None:
+    """Raise InvalidData for a file that begins as a tar does, or as text of two bytes a character."""
+    head = raw.peek(_HEAD)[:_HEAD]
+    if head[257:262] == b"ustar":
+        raise tar_error(path)
+    # English of UTF-16 is half NULs, and spaces are in any language: all of it may be valid UTF-8.
+    nulls = head.count(0)
+    if nulls > 1 and nulls * 20 > len(head):
+        rule = f"must be UTF-8, and {nulls} of its first {len(head)} bytes are NUL, as of UTF-16, UTF-32 or no text"
+        fix = "convert it, for example with iconv -f UTF-16LE -t UTF-8"
+        raise invalid("", "utf16", ..., rule, fix, where=path, kind=InvalidData)
+
+
+def tar_error(path: Path) -> Any:
+    """The error of an archive, whose headers would be learned."""
+    rule, fix = "is a tar, which forge-data does not read", "unpack it and prepare its files"
+    return invalid("", "unsupported", ..., rule, fix, where=path, kind=InvalidData)
 
 
 def _offset(raw: BufferedReader, error: UnicodeDecodeError) -> int:
@@ -131,6 +158,44 @@ def _records(path: Path, text: TextIOWrapper, text_field: str, start: int) -> It
             raise invalid(text_field, "surrogate", ..., rule, fix, where=where, kind=InvalidData)
         if value.strip():
             yield Piece(value, last=True)
+
+
+def _rows(path: Path, text: TextIOWrapper, column: str) -> Iterator[Piece]:
+    csv.field_size_limit(_LONGEST_FIELD)  # the library's own is 131,072 characters
+    rows = csv.reader(text, strict=True)
+    try:
+        names = next(rows, [])
+        if names.count(column) != 1:
+            code, rule = (
+                "missing",
+                f"must be one of its columns, {', '.join(names)[:200] or 'none'}",
+            )
+            if column in names:
+                code, rule = (
+                    "duplicate",
+                    f"must be one column, and {names.count(column)} have that name",
+                )
+            fix = "name the one with the text with text_field (--text_field)"
+            raise invalid("text_field", code, column, rule, fix, where=path, kind=InvalidData)
+        index = names.index(column)
+        for row in rows:
+            if len(row) != len(names) and row:  # an empty line has no fields
+                where, rule = (
+                    f"{path} line {rows.line_num}",
+                    f"fields must be {len(names)}, as in the header",
+                )
+                fix = "quote fields with commas and line ends"
+                raise invalid("", "columns", len(row), rule, fix, where=where, kind=InvalidData)
+            if row and row[index].strip():
+                yield Piece(row[index], last=True)
+    except csv.Error as error:
+        where, rule = (
+            f"{path} line {rows.line_num}",
+            f"must be CSV with commas and double quotes ({error})",
+        )
+        raise invalid(
+            "", "not_csv", ..., rule, "correct it", where=where, kind=InvalidData
+        ) from None
 
 
 def _line(path: Path, start: int, number: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import logging
 import re
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +23,11 @@ from forge_data.sources.checks import check_range, check_split
 
 __all__ = ["IdShards", "Shard", "find_shards"]
 
+_log = logging.getLogger("forge_data")
 _BLOCK = 1 << 22  # ids looked at in one go
 # Words of names: "fineweb_val_000001" is held out, "retrieval" and "interval" are not.
 _VALIDATION = re.compile("(?<![a-z])(val|valid|validation)(?![a-z])", re.IGNORECASE)
+_OTHER = re.compile("(?<![a-z])(test|dev)(?![a-z])", re.IGNORECASE)
 _TRAIN = re.compile("(?<![a-z])train(?![a-z])", re.IGNORECASE)
 _THREADS = 4  # that hash files side by side
 
@@ -186,7 +189,8 @@ def find_shards(path: str | Path, split: str, suffix: str, kind: str) -> list[Pa
     """The files of a split, sorted by name: `path` itself, or those with `suffix` in the folder.
 
     In a folder the split is a folder train/ or validation/, or a word in the names of files: "val", "valid" or
-    "validation", and "train", without which all others are of the split train. Raises InvalidData where there is none.
+    "validation", and "train", without which all others but those with "test" or "dev" are of the split train; a line on
+    the log names these. Raises InvalidData where there is none.
     """
     check_split(split)
     path, wanted = user_path(path), f"a {suffix} file of {kind} or a folder of them"
@@ -196,8 +200,17 @@ def find_shards(path: str | Path, split: str, suffix: str, kind: str) -> list[Pa
         files = _files(path, suffix)
         held_out = [file for file in files if _VALIDATION.search(file.stem)]
         rest = [file for file in files if file not in held_out]
-        trained = [file for file in rest if _TRAIN.search(file.stem)]  # beside test.bin
-        found = held_out if split == "validation" else trained or rest
+        trained = [file for file in rest if _TRAIN.search(file.stem)]  # next to test.bin
+        if not trained:
+            other = [file for file in rest if _OTHER.search(file.stem)]
+            trained = [file for file in rest if file not in other]
+            if other and split == "train":
+                _say_left_out(path, tuple(file.name for file in other))
+        if not trained and rest and split == "train":
+            rule = f"must hold {suffix} files of training, and all have val, test or dev in their names"
+            fix = "name one file, or rename them"
+            raise invalid("path", "no_train", str(path), rule, fix, kind=InvalidData)
+        found = held_out if split == "validation" else trained
     else:
         found = [path] if path.is_file() and split == "train" else []
     if not found and split == "validation" and path.exists():
@@ -208,6 +221,11 @@ def find_shards(path: str | Path, split: str, suffix: str, kind: str) -> list[Pa
         rule = f"must be {wanted}, and there is none"
         raise invalid("path", "not_found", str(path), rule, "check it", kind=InvalidData)
     return found
+
+
+@functools.cache  # a job opens a source several times
+def _say_left_out(folder: Path, names: tuple[str, ...]) -> None:
+    _log.warning("%s: not read for training, by their names: %s", folder, ", ".join(names)[:400])
 
 
 def _files(folder: Path, suffix: str) -> list[Path]:

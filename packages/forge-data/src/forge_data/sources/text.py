@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +14,7 @@ from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
 from forge_data.prepare.pipeline import prepare
 from forge_data.prepare.plan import changed_meanwhile
-from forge_data.prepare.readers import find_inputs
+from forge_data.prepare.readers import find_inputs, not_read
 from forge_data.sources.header import Header, tokenizer_of
 from forge_data.sources.token_cache import CachedTokens, Entry, file_states, open_cached
 
@@ -32,6 +33,8 @@ def open_source(config: SourceConfig) -> CachedTokens:
     table, before = config.text, file_states(files, root)
 
     def write(folder: Path, progress: Callable[[int, int], None]) -> None:
+        if user_path(config.path or "").is_dir() and (line := not_read(root)):
+            print(f"forge-data: {line}", file=sys.stderr, flush=True)
         prepare(
             files,
             folder,
