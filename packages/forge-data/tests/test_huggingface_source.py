@@ -267,3 +267,49 @@ def test_F149_saved_sets_of_names_that_the_library_expands(tmp_path, datasets, m
     assert texts_of("~x", streaming=False) == ["in ~x"]
     with rejects("path", str(tmp_path / "s::t"), "chain", InvalidData):
         source_of("s::t")
+
+
+LATER = {
+    "another column": {"text": "b", "more": 1},
+    "a column less": {"text": "b"},
+    "text for a number": {"text": "b", "id": "x", "meta": {"k": 1}},
+    "an object for text": {"text": "b", "id": 1, "meta": "words"},
+}
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_F171_other_columns_of_json_lines_may_have_any_shape(tmp_path, datasets, streaming):
+    for i, later in enumerate(LATER.values()):
+        folder = tmp_path / f"set{i}"
+        folder.mkdir()
+        first = {"text": "a", "id": 1, "meta": {"k": 1}}
+        (folder / "a.jsonl").write_text(json.dumps(first) + "\n")
+        (folder / "b.jsonl").write_text(json.dumps(later) + "\n")
+        assert texts_of(folder, streaming) == ["a", "b"]
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+@pytest.mark.parametrize(
+    ("row", "code"),
+    [({"body": "x"}, "missing"), ({"text": 3}, "type"), ({"text": {"k": "x"}}, "type")],
+)
+def test_F171_a_file_whose_text_has_another_shape_is_named(
+    tmp_path, datasets, streaming, row, code
+):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").write_text('{"text": "a", "body": "b"}\n')
+    (tmp_path / "in/b.jsonl").write_text(json.dumps(row) + "\n")
+    with rejects("text_field", "text", code, InvalidData, where=tmp_path / "in/b.jsonl"):
+        texts_of(tmp_path / "in", streaming)
+
+
+def test_F171_another_column_of_the_same_set_is_not_taken_from_the_cache_of_the_first(
+    tmp_path, datasets
+):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.jsonl").write_text('{"text": "a", "body": "b"}\n')
+    for field, wanted in (("text", "a"), ("body", "b")):
+        source = source_of(tmp_path / "in", text_field=field)
+        assert bytes(source.read(0, 1).tolist()).decode() == wanted
+    columns = datasets.load_dataset(str(tmp_path / "in"), split="train").column_names
+    assert columns == ["text", "body"]

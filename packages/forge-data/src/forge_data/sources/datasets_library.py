@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_column",
+    "find_builder",
     "is_saved",
     "load_set",
     "name_for_library",
@@ -40,8 +41,12 @@ def one_sentence(path: str | None) -> Iterator[None]:
         raise
     except Exception as error:
         cause = error.__cause__ or error
-        lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
-        said = f"{type(cause).__name__}: {lines[0] if lines else 'no reason given'}"
+        if isinstance(cause, InvalidData):
+            raise cause from None
+        reason = " ".join(
+            str(cause).split()
+        )  # its first line may be "Couldn't cast", and the columns follow
+        said = f"{type(cause).__name__}: {reason or 'no reason given'}"
         rule, fix = (
             f"must be a set that datasets can load ({said[:300]})",
             "check path, configuration and split",
@@ -74,7 +79,9 @@ def load_set(config: SourceConfig) -> Any:
     with one_sentence(config.path), without_bars(datasets):
         if not is_saved(path):
             with name_for_library(path) as name:
-                return datasets.load_dataset(name, table.config_name, split=split)
+                builder = find_builder(name, config)
+                builder.download_and_prepare()
+            return builder.as_dataset(split=split)
         found = datasets.load_from_disk(root_name(path))
     if table.config_name is not None:
         key, rule = "huggingface.config_name", f"must not be given, as {path} was saved to disk"
@@ -116,6 +123,22 @@ def name_for_library(path: Path) -> Iterator[str]:
         yield name
     finally:
         data_files.resolve_pattern = resolve_pattern
+
+
+def find_builder(name: str, config: SourceConfig) -> Any:
+    """The library's builder of a set, found by the name of `name_for_library`; of JSON it reads the column of text only."""
+    import datasets
+
+    from forge_data.sources.json_text import Json, TextOfJson
+
+    table = config.huggingface
+    builder = datasets.load_dataset_builder(name, table.config_name)
+    if isinstance(builder, Json):
+        # `features` also keep what is read here apart in the library's cache.
+        features = datasets.Features({table.text_field: datasets.Value("string")})
+        builder = datasets.load_dataset_builder(name, table.config_name, features=features)
+        builder.__class__ = TextOfJson
+    return builder
 
 
 def root_name(path: Path) -> str:

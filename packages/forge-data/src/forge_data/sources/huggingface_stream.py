@@ -13,6 +13,7 @@ from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 from forge_data.sources.datasets_library import (
     check_column,
+    find_builder,
     is_saved,
     load_set,
     name_for_library,
@@ -132,10 +133,10 @@ class SetPieces:
             for table in shard.iter(batch_size=_ROWS):
                 yield table
                 row += table.num_rows
-        except MemoryError:
+        except (MemoryError, InvalidData):
             raise
         except Exception as error:  # classes of the library, of arrow, of the network
-            said = (str(error).splitlines() or ["no reason given"])[0]
+            said = " ".join(str(error).split()) or "no reason given"
             rule = f"must be readable after row {row}, and is not ({type(error).__name__}: {said[:200]})"
             where, fix = self._where(piece), "copy the file again"
             raise invalid("", "damaged", ..., rule, fix, where=where, kind=InvalidData) from error
@@ -172,7 +173,7 @@ def _open(config: SourceConfig) -> tuple[Any, list[str]]:
     split = table.split or config.split
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our errors say what it logs, too
     with without_bars(datasets), name_for_library(path) as name:
-        builder = datasets.load_dataset_builder(name, table.config_name)
+        builder = find_builder(name, config)
         if (
             getattr(builder.config, "batch_size", _ROWS) is None
         ):  # of parquet; it takes the first row group's rows,
