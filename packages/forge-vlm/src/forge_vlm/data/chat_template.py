@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from forge_vlm._shared.paths import user_path
 from forge_vlm._shared.problems import ProblemError
 from forge_vlm.data.errors import invalid
 from forge_vlm.data.records import Message, Record
@@ -39,6 +40,7 @@ class TokenizerTemplate:
             rule, fix = f"of {folder} needs transformers", "pip install 'forge-vlm[transformers]'"
             value = "tokenizer"
             raise invalid("template", "requires", value, rule, fix, kind=ProblemError) from None
+        folder = str(user_path(folder))
         if not (Path(folder) / "tokenizer.json").is_file():
             rule = "must be a folder with tokenizer.json for template 'tokenizer'"
             fix = "give that of the model"

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from forge_vlm._shared.paths import read_regular, user_path
 from forge_vlm._shared.problems import invalid
 from forge_vlm.data.errors import InvalidSample
 
@@ -92,7 +93,7 @@ def _prepare(given: argparse.Namespace) -> None:
     path: str = given.path
     options: dict[str, Any] = {}
     if path.endswith(".toml"):
-        path, options = _of_job(Path(path), given.source)
+        path, options = _of_job(user_path(path), given.source)
     elif given.source is not None:
         rule, fix = "names a table of a job", "give its .toml, or leave it out"
         raise invalid("--source", "requires", given.source, rule, fix)
@@ -116,8 +117,8 @@ def _prepare(given: argparse.Namespace) -> None:
 def _of_job(file: Path, name: str | None) -> tuple[str, dict[str, Any]]:
     """Path and options of a source of a job."""
     try:
-        job = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        job = tomllib.loads(read_regular(file, 1 << 20).decode())
+    except (OSError, ValueError) as error:
         rule = f"must be the TOML of a job ({error})"
         raise invalid("", "not_toml", ..., rule, "correct it", where=file) from None
     tables = job.get("data", {}).get("sources", {})

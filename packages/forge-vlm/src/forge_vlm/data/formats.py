@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import csv
+import glob
 import hashlib
 import io
 import json
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forge_vlm._shared.paths import open_regular, user_path
 from forge_vlm._shared.problems import ProblemError
 from forge_vlm.data.errors import InvalidSample, invalid
 from forge_vlm.data.records import (
@@ -213,15 +215,25 @@ def _parquet(path: Path) -> Records:
         raise invalid("", "no_parquet", ..., rule, "check the path", where=path)
     digest = hashlib.sha256()
     for file in files:
-        digest.update(hashlib.file_digest(file.open("rb"), "sha256").digest())
+        digest.update(_digest(file))
     try:
-        each = [sets.Dataset.from_parquet(str(f), keep_in_memory=False) for f in files]
+        # the library takes names of files for patterns
+        names = [glob.escape(_root_name(file)) for file in files]
+        each = [sets.Dataset.from_parquet(name, keep_in_memory=False) for name in names]
         return _Rows(sets.concatenate_datasets(each), path, digest.hexdigest())
     except InvalidSample:
         raise
     except Exception as error:
         rule = f"cannot be read as parquet ({error})"
         raise invalid("", "bad_parquet", ..., rule, "restore it", where=path) from error
+
+
+def _root_name(path: Path) -> str:
+    """A path from the root, as the library expands `~ada`; InvalidSample for `::`, which it divides at."""
+    if "::" in (name := str(path.absolute())):
+        rule, fix = "must not hold '::', which datasets takes for a chain of addresses", "rename it"
+        raise invalid("path", "chain", str(path.parent if path.is_file() else path), rule, fix)
+    return name
 
 
 def _datasets(format: str) -> Any:
@@ -239,7 +251,9 @@ def _saved_set(path: Path) -> Records:
     """A set of `datasets` that `save_to_disk` wrote, with columns as of parquet."""
     sets = _datasets("dataset")
     try:
-        found: Any = sets.load_from_disk(str(path))
+        found: Any = sets.load_from_disk(_root_name(path))
+    except InvalidSample:
+        raise
     except Exception as error:
         rule = f"must be a folder that save_to_disk wrote ({error})"
         raise invalid("", "not_saved", ..., rule, "check the path", where=path) from error
@@ -249,7 +263,7 @@ def _saved_set(path: Path) -> Records:
         raise invalid("", "splits", ..., rule, fix, where=path)
     digest = hashlib.sha256()
     for file in sorted(path.glob("*.arrow")):
-        digest.update(hashlib.file_digest(file.open("rb"), "sha256").digest())
+        digest.update(_digest(file))
     return _Rows(found, path, digest.hexdigest())
 
 
@@ -341,7 +355,7 @@ class _Tar:
 
     def _index(self, file: Path) -> None:
         try:
-            with tarfile.open(file, "r:") as tar:
+            with _opened(file) as opened, tarfile.open(fileobj=opened, mode="r:") as tar:
                 members = [m for m in tar if m.isfile()]
         except (tarfile.TarError, OSError, EOFError) as error:
             rule = f"cannot be read as tar without compression ({error})"
@@ -397,7 +411,7 @@ class _Tar:
     def fingerprint(self) -> str:
         digest = hashlib.sha256()
         for file in self._files:
-            digest.update(hashlib.file_digest(file.open("rb"), "sha256").digest())
+            digest.update(_digest(file))
         return digest.hexdigest()
 
 
@@ -413,10 +427,15 @@ def _caption(row: Mapping[str, Any]) -> Any:
 
 def _opened(path: Path) -> Any:
     try:
-        return path.open("rb")
+        return open(open_regular(path, InvalidSample)[0], "rb")
     except OSError as error:
         rule = f"cannot be read ({error.strerror})"
         raise invalid("", "unreadable", ..., rule, "check the path", where=path) from error
+
+
+def _digest(path: Path) -> bytes:
+    with _opened(path) as file:
+        return hashlib.file_digest(file, "sha256").digest()
 
 
 def _content(path: Path) -> bytes:
@@ -454,10 +473,11 @@ def lines_of(name: str, path: Path, start: int, stop: int) -> Records:
 _ASKING = ("chat", "llava")  # formats whose records may be questions alone
 
 
-def open_records(name: str, path: Path, asks: bool = False) -> Records:
+def open_records(name: str, path: str | Path, asks: bool = False) -> Records:
     """The records of a path in a format by name; InvalidSample where it is not there or is no such file.
 
     Of those that only `asks`, conversations of chat and llava may end with a question."""
+    path = user_path(path)
     if not path.exists():
         raise invalid("path", "not_found", str(path), "must exist", "check it")
     return FORMATS[name](path, asks=True) if asks and name in _ASKING else FORMATS[name](path)

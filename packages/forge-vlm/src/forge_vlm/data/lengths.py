@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_vlm._shared.paths import user_path
 from forge_vlm.data.errors import invalid
 from forge_vlm.data.reader import Reader
 from forge_vlm.data.records import Record, Records
@@ -74,7 +75,7 @@ def entry_of(cache: str | None, content: str, options: Mapping[str, Any]) -> Pat
     key = json.dumps(
         {"version": VERSION, "counted": _COUNTED, "content": content, **options}, sort_keys=True
     )
-    folder = Path(cache or os.environ.get("FORGE_CACHE") or "~/.cache/forge/tokens").expanduser()
+    folder = user_path(cache or os.environ.get("FORGE_CACHE") or "~/.cache/forge/tokens")
     return folder / f"vlm-lengths-{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
 
 

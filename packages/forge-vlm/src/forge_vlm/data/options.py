@@ -80,6 +80,10 @@ def problems(options: Mapping[str, Any]) -> Iterator[Problem]:
         rule = "must be False when resolution.name is 'budget', whose patches have none"
         yield Problem("image_masks", "excludes", True, rule, "remove it")
     yield from _group_problems(options)
+    for key in ("max_image_pixels", "max_image_bytes"):
+        if not is_size(options.get(key, 1), 2**62):
+            rule = "must be a whole number of at least 1"
+            yield Problem(key, "size", options[key], rule, "leave it out")
     mean = options["mean"]
     if len(mean) != 3 or not all(is_finite(v) and 0 <= v <= 1 for v in mean):
         rule = "must be three numbers from 0 to 1"

@@ -16,12 +16,14 @@ from torch import Tensor
 
 from forge_vlm._shared.problems import ProblemError, problems_of
 from forge_vlm.data.errors import InvalidSample, invalid
-from forge_vlm.data.records import NO_CAPS, Caps
+from forge_vlm.data.records import MOST_BYTES, MOST_PIXELS, NO_CAPS, Caps, Picture
 from forge_vlm.resolution import Layout, ResolutionConfig, build_resolution
 from forge_vlm.vision.patches import cut_patches
 
-__all__ = ["Pictures"]
+__all__ = ["FORMATS", "Pictures"]
 
+#: Formats of pillow that are read; of others, as PostScript, some start programs.
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "JPEG2000", "PPM")
 _ORIENTATION = 0x0112  # of EXIF; 5 to 8 lie on their side
 Media = dict[str, Tensor]
 
@@ -43,13 +45,20 @@ class Pictures:
         patch_size: int = 16,
         merge: int = 2,
         time: int = 2,
+        max_pixels: int = MOST_PIXELS,
+        max_bytes: int = MOST_BYTES,
     ) -> None:
         self.resolution = build_resolution(resolution, mean)
         self._config, self._mean = resolution, mean
         self.budget = resolution.name == "budget"
         self._tokens, self._placeholder = tokens, placeholder
         self._patch_size, self._merge, self._time = patch_size, merge, time
+        self._max_pixels, self._max_bytes = max_pixels, max_bytes
         self._color = torch.tensor([int(255 * value) for value in mean], dtype=torch.uint8)
+
+    def read(self, picture: Picture) -> bytes:
+        """Its bytes, still encoded; InvalidSample where they cannot be read, or are more than the limit."""
+        return picture.read(self._max_bytes)
 
     def resolution_of(self, caps: Caps, name: str) -> Any:
         """The resolution of a picture with bounds of its own; InvalidSample for those that it cannot have."""
@@ -72,7 +81,7 @@ class Pictures:
     def layout(self, content: bytes, name: str, caps: Caps = NO_CAPS) -> Layout:
         """How a picture is cut, by its header; InvalidSample where that cannot be read."""
         resolution = self.resolution_of(caps, name)
-        image = _opened(content, name)
+        image = self._opened(content, name)
         from PIL.Image import Image
 
         try:
@@ -106,7 +115,7 @@ class Pictures:
         resolution = self.resolution_of(caps, name)
         from PIL.ImageOps import exif_transpose
 
-        image = _opened(content, name)
+        image = self._opened(content, name)
         try:
             tiles = resolution(exif_transpose(image))
         except Exception as error:  # decoders of damaged files raise whatever they meet
@@ -125,23 +134,28 @@ class Pictures:
         """Media of no picture, which have the shapes of those of one."""
         return {name: value[:0] for name, value in self.blank(self.blank_layout()).items()}
 
+    def _opened(self, content: bytes, name: str) -> Any:
+        """A picture of FORMATS whose header was read, of no more pixels than the limit."""
+        try:
+            from PIL import Image
+        except ImportError:
+            rule, fix = "pictures need pillow", "pip install 'forge-vlm[data]'"
+            raise invalid("", "requires", ..., rule, fix, kind=ProblemError) from None
+        try:
+            image = Image.open(io.BytesIO(content), formats=FORMATS)
+        except Exception as error:
+            raise _damaged(name, error) from None
+        if (pixels := image.width * image.height) > self._max_pixels:
+            rule = f"pixels ({image.width} x {image.height}) must be at most {self._max_pixels}"
+            fix = "make it smaller, or raise max_image_pixels"
+            raise invalid("", "pixels", pixels, rule, fix, where=name)
+        return image
+
     def _cut(self, tiles: Tensor) -> Media:
         if not self.budget:
             return {"images": tiles}
         patches, grid = cut_patches(tiles, self._patch_size, self._merge, self._time)
         return {"patches": patches, "grids": grid}
-
-
-def _opened(content: bytes, name: str) -> Any:
-    try:
-        from PIL import Image
-    except ImportError:
-        rule, fix = "pictures need pillow", "pip install 'forge-vlm[data]'"
-        raise invalid("", "requires", ..., rule, fix, kind=ProblemError) from None
-    try:
-        return Image.open(io.BytesIO(content))
-    except Exception as error:
-        raise _damaged(name, error) from None
 
 
 def _damaged(name: str, error: Exception) -> Any:

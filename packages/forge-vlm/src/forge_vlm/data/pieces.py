@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from forge_vlm.data.errors import invalid
+from forge_vlm._shared.paths import open_regular, user_path
+from forge_vlm.data.errors import InvalidSample, invalid
 from forge_vlm.data.formats import lines_of, open_records
 from forge_vlm.data.records import Records
 
@@ -24,8 +25,8 @@ class Pieces:
     ends of lines. Raises InvalidSample where there are none.
     """
 
-    def __init__(self, format: str, path: Path, virtual_shards: int) -> None:
-        self.format = format
+    def __init__(self, format: str, path: str | Path, virtual_shards: int) -> None:
+        self.format, path = format, user_path(path)
         ending = ".tar" if format == "webdataset" else ".jsonl"
         if not path.exists():
             raise invalid("path", "not_found", str(path), "to stream from must exist", "check it")
@@ -68,7 +69,7 @@ def _digest(files: list[Path]) -> str:
     for path in files:
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}:".encode())
-        with path.open("rb") as file:
+        with open(open_regular(path, InvalidSample)[0], "rb") as file:
             digest.update(file.read(_ENDS))
             file.seek(max(0, size - _ENDS))
             digest.update(file.read(_ENDS))

@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from forge_vlm._shared.paths import user_path
 from forge_vlm._shared.problems import Problem, ProblemError, raise_problems
 from forge_vlm.data.errors import invalid
 from forge_vlm.data.formats import open_records
@@ -59,12 +60,12 @@ def prepare(
     Usage: `prepare("talks.jsonl", "prepared", options_of("talks.jsonl", {"tokens_per_tile": 256}))`.
     """
     raise_problems(
-        "prepare", [*problems(options), *_problems(Path(output), pictures, overwrite, workers)]
+        "prepare", [*problems(options), *_problems(user_path(output), pictures, overwrite, workers)]
     )
     given = {name: value for name, value in options.items() if name != "cache"}
     given = json.loads(json.dumps(given))
-    output, path = Path(output).absolute(), str(Path(path).absolute())
-    records, reader = open_records(given["format"], Path(path)), Reader(given)
+    output, path = user_path(output).absolute(), str(user_path(path).absolute())
+    records, reader = open_records(given["format"], path), Reader(given)
     if not len(records):
         rule = "must hold a record to prepare"
         raise invalid("path", "empty", path, rule, "check the path and the format")

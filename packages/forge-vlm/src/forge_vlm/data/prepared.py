@@ -22,10 +22,11 @@ from typing import Any
 
 import numpy as np
 
+from forge_vlm._shared.paths import user_path
 from forge_vlm._shared.problems import ProblemError, raise_problems
 from forge_vlm.data.errors import invalid
 from forge_vlm.data.options import problems
-from forge_vlm.data.reader import Decoder, identity_of, pictures_of
+from forge_vlm.data.reader import NEWER, Decoder, identity_of, pictures_of
 from forge_vlm.data.records import Caps, Picture
 from forge_vlm.data.sample import Sample
 from forge_vlm.data.samples import Counted, CountedSamples
@@ -48,7 +49,7 @@ FIELDS = 4 + len(Layout._fields)  # of a picture
 
 def is_prepared(path: str | Path) -> bool:
     """Whether `prepare` wrote a folder."""
-    return (Path(path) / MANIFEST).is_file()
+    return (user_path(path) / MANIFEST).is_file()
 
 
 class Prepared(CountedSamples):
@@ -60,7 +61,7 @@ class Prepared(CountedSamples):
     """
 
     def __init__(self, path: str | Path, **options: Any) -> None:
-        self.path, folder = str(path), Path(path)
+        self.path, folder = str(path), user_path(path)
         self.about = about = _manifest(folder)
         for name, size in about["bytes"].items():
             found = (folder / name).stat().st_size if (folder / name).is_file() else None
@@ -134,7 +135,8 @@ def _reopened(path: str, options: dict[str, Any]) -> Prepared:
 
 def verify(path: str | Path) -> dict[str, Any]:
     """The manifest of a folder, all of whose files are read and have its digests; InvalidSample for one that has not."""
-    about = _manifest(Path(path))
+    path = user_path(path)
+    about = _manifest(path)
     for name, wanted in about["sha256"].items():
         with (Path(path) / name).open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != wanted:
@@ -158,6 +160,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
 
 def _merged(prepared: Mapping[str, Any], given: Mapping[str, Any], path: str) -> dict[str, Any]:
     """The options of a folder with others for rows; ValueError for what would change its samples."""
+    prepared = {**NEWER, **prepared}  # of an older folder
     found = dict(prepared)
     for name, value in given.items():
         if name in OF_ROWS:

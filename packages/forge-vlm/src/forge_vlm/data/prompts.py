@@ -61,7 +61,7 @@ class Prompts:
 
     def read(self, path: str | Path, format: str = "chat", most: int | None = None) -> list[Prompt]:
         """The prompts of a file's records in order, of the first `most` of them."""
-        records = open_records(format, Path(path), asks=True)
+        records = open_records(format, path, asks=True)
         count = len(records) if most is None else min(most, len(records))
         return [self(records[number]) for number in range(count)]
 
@@ -83,7 +83,9 @@ class Prompts:
             rule = "must hold a question before the answer"
             raise invalid("messages", "no_question", ..., rule, "give one", where=record.name)
         whole = replace(record, messages=(*asked, Message("assistant", (_ANSWER,))))
-        layouts = [self.pictures.layout(p.read(), p.name, p.caps) for p in record.pictures]
+        layouts = [
+            self.pictures.layout(self.pictures.read(p), p.name, p.caps) for p in record.pictures
+        ]
         sample = sample_of(whole, layouts, self.tokens, self.pictures, self._until, bos=self.bos)
         if not len(sample.tokens):
             rule = "must give a prompt of at least one token"
@@ -102,7 +104,9 @@ class Prompts:
         for prompt in prompts:
             for picture, layout in zip(prompt.pictures, prompt.layouts):
                 parts.append(
-                    self.pictures.media(picture.read(), layout, picture.name, picture.caps)
+                    self.pictures.media(
+                        self.pictures.read(picture), layout, picture.name, picture.caps
+                    )
                 )
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 

@@ -13,7 +13,7 @@ from forge_vlm.data.chat_template import TokenizerTemplate
 from forge_vlm.data.errors import InvalidSample
 from forge_vlm.data.options import resolution_of, video_of_options
 from forge_vlm.data.pictures import Pictures
-from forge_vlm.data.records import Picture, Record
+from forge_vlm.data.records import MOST_BYTES, MOST_PIXELS, Picture, Record
 from forge_vlm.data.sample import Sample, sample_of
 from forge_vlm.data.templates import END_TOKENS, TEMPLATES
 from forge_vlm.data.tokenizer import open_tokenizer
@@ -21,12 +21,14 @@ from forge_vlm.data.trees import check_ahead, paths_of, tree_of
 from forge_vlm.data.video import expanded
 from forge_vlm.resolution import Layout
 
-__all__ = ["Decoder", "Reader", "identity_of", "pictures_of"]
+__all__ = ["NEWER", "Decoder", "Reader", "identity_of", "pictures_of"]
 
-_NEWER = {
+NEWER = {
     "bidirectional": "none",
     "image_masks": False,
     "group": None,
+    "max_image_pixels": MOST_PIXELS,
+    "max_image_bytes": MOST_BYTES,
 }  # options, and what says nothing
 
 
@@ -35,12 +37,13 @@ def pictures_of(options: Mapping[str, Any], placeholder: str) -> Pictures:
     o = options
     sizes = o["patch_size"], o["merge"], o["patch_time"]
     config = resolution_of(o["resolution"] or {})
-    return Pictures(config, o["tokens_per_tile"] or 1, placeholder, o["mean"], *sizes)
+    limits = (o.get(name, NEWER[name]) for name in ("max_image_pixels", "max_image_bytes"))
+    return Pictures(config, o["tokens_per_tile"] or 1, placeholder, o["mean"], *sizes, *limits)
 
 
 def identity_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a fingerprint: newer ones are left out where they say nothing, so that older fingerprints hold."""
-    return {k: v for k, v in options.items() if k not in _NEWER or v != _NEWER[k]}
+    return {k: v for k, v in options.items() if k not in NEWER or v != NEWER[k]}
 
 
 class Decoder:
@@ -75,7 +78,7 @@ class Decoder:
     def decode(self, picture: Picture, layout: Layout) -> dict[str, Tensor]:
         """Media of one picture; InvalidSample where it cannot be read or decoded."""
         return self._with_masks(
-            self.pictures.media(picture.read(), layout, picture.name, picture.caps), 1
+            self.pictures.media(self.pictures.read(picture), layout, picture.name, picture.caps), 1
         )
 
     def nothing(self) -> dict[str, Tensor]:
@@ -125,7 +128,8 @@ class Reader(Decoder):
                 if self._of_header and picture.size is not None:
                     layout = self.pictures.resolution.layout(*picture.size)
                 elif self._of_header:
-                    layout = self.pictures.layout(picture.read(), picture.name, picture.caps)
+                    content = self.pictures.read(picture)
+                    layout = self.pictures.layout(content, picture.name, picture.caps)
             except InvalidSample:
                 if self.corrupt == "raise":
                     raise

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from forge_vlm._config import is_finite, is_size
-from forge_vlm.data.errors import invalid
+from forge_vlm._shared.paths import read_regular
+from forge_vlm.data.errors import InvalidSample, invalid
 
 __all__ = [
     "Caps",
@@ -32,6 +33,7 @@ ROLES = ("system", "user", "assistant")
 DOCUMENT = "document"  # role of the only message of a text with pictures that nobody says
 LEARNT = ("assistant", DOCUMENT)
 _LLAVA_ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
+MOST_BYTES, MOST_PIXELS = 1 << 28, 100_000_000  # of a picture, where options do not say
 IMAGE, VIDEO = "<image>", "<video>"  # the marks of LLaVA's files
 
 
@@ -66,17 +68,25 @@ class Picture:
         """Height and width where they are known without reading it."""
         return None
 
-    def read(self) -> bytes:
-        """Its bytes, still encoded; InvalidSample where the file cannot be read."""
+    def read(self, most: int = MOST_BYTES) -> bytes:
+        """Its bytes, still encoded; InvalidSample where the file cannot be read, or has more than `most` of them."""
         if isinstance(self.content, bytes):
             return self.content
         try:
             if isinstance(self.content, Path):
-                return self.content.read_bytes()
+                return read_regular(self.content, most, InvalidSample)
             path, offset, size = self.content
+            if size > most:
+                rule, fix = (
+                    f"bytes must be at most {most}",
+                    "leave it out, or raise max_image_bytes",
+                )
+                raise invalid("", "length", size, rule, fix, where=self.name)
             with path.open("rb") as file:
                 file.seek(offset)
                 found = file.read(size)
+        except InvalidSample as error:
+            raise InvalidSample(error.problems, self.name) from None
         except OSError as error:
             rule = f"cannot be read ({error.strerror})"
             raise invalid("", "unreadable", ..., rule, "restore it", where=self.name) from error

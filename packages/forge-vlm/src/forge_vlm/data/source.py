@@ -16,6 +16,7 @@ from forge_vlm.data.lengths import cached, entry_of
 from forge_vlm.data.options import problems
 from forge_vlm.data.prepared import Prepared, is_prepared
 from forge_vlm.data.reader import Reader
+from forge_vlm.data.records import MOST_BYTES, MOST_PIXELS
 from forge_vlm.data.sample import Sample
 from forge_vlm.data.samples import CountedSamples
 from forge_vlm.data.shards import StreamedConversations
@@ -48,7 +49,8 @@ class Conversations(CountedSamples):
     epoch of a whole number of batches keeps them together. too_long: a sample longer than a row ends the run or is left out. corrupt: a picture that cannot be decoded
     ends the run ("raise"), or is a blank one and its sample not learnt ("mask"); "skip" leaves out samples whose picture is
     missing or has no header when it opens, and masks those whose pixels are damaged. image_masks: rows have masks of
-    pixels, 0 in pictures that are blank because of damage, for encoders that take them.
+    pixels, 0 in pictures that are blank because of damage, for encoders that take them. max_image_pixels and max_image_bytes:
+    of one picture's file; a larger one counts as damaged.
 
     Opening reads the files, tokenizes every record and reads the header of every picture (of a resolution fixed only with
     "skip"); it holds 16 bytes a sample. Of more than a thousand records lengths are kept in `cache`, a folder (default:
@@ -80,13 +82,15 @@ class Conversations(CountedSamples):
         corrupt: str = "raise",
         too_long: str = "raise",
         image_masks: bool = False,
+        max_image_pixels: int = MOST_PIXELS,
+        max_image_bytes: int = MOST_BYTES,
         cache: str | None = None,
     ) -> None:
         options = {k: v for k, v in locals().items() if k not in ("self", "path", "cache")}
         options.pop("__class__", None)
         raise_problems("source", problems(options))
         self.path = str(path)
-        self.records = open_records(format, Path(path))
+        self.records = open_records(format, path)
         self.reader = Reader(options)
         self.vocab_size = self.reader.tokens.vocab_size
         self.tokenizer = self.reader.tokens.spec

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from forge_vlm._shared.paths import read_regular, user_path
 from forge_vlm._shared.problems import ProblemError
 from forge_vlm._shared.tokenizer_settings import switch_off_settings
 from forge_vlm.data.errors import invalid
@@ -20,6 +21,7 @@ from forge_vlm.data.templates import Piece
 __all__ = ["ByteTokens", "JsonTokens", "Tokens", "open_tokenizer"]
 
 _MOST_KNOWN = 4096  # texts of pictures whose ids are held
+_MOST_BYTES = 1 << 28  # of a tokenizer's JSON
 
 
 class Tokens(Protocol):
@@ -80,9 +82,10 @@ class JsonTokens:
             rule, fix = "needs the tokenizers library", "pip install 'forge-vlm[data]'"
             value = str(path)
             raise invalid("tokenizer", "requires", value, rule, fix, kind=ProblemError) from None
-        path = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+        path = user_path(path)
+        path = path / "tokenizer.json" if path.is_dir() else path
         try:
-            content = path.read_bytes()
+            content = read_regular(path, _MOST_BYTES)
             self._tokenizer: Any = Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises plain exceptions
             rule, fix = f"must be a tokenizer.json or its folder ({error})", "correct the path"

@@ -84,7 +84,7 @@ def _content(
     """The bytes of a picture that can be decoded; None and its cause counted for another, unless `corrupt` is "raise"."""
     cause = "damaged" if isinstance(picture.content, bytes) else "missing"
     try:
-        content = picture.read()
+        content = reader.pictures.read(picture)
         cause = "damaged"
         if isinstance(picture, Frame):
             content = _smaller(content)

@@ -6,12 +6,15 @@ F   frames of a clip        H, W   pixels of a frame
 from __future__ import annotations
 
 import io
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from forge_vlm._shared.paths import open_regular
 from forge_vlm._shared.problems import ProblemError
 from forge_vlm.data.errors import InvalidSample, invalid
 from forge_vlm.data.records import Message, Picture, Record, Span, Video
@@ -35,7 +38,7 @@ class Frame(Picture):
         """(H, W), as it is shown; None where the clip could not be opened."""
         return None if self.clip is None else self.clip.size
 
-    def read(self) -> bytes:
+    def read(self, most: int = 0) -> bytes:
         """A picture without losses; InvalidSample where the clip is damaged."""
         if self.problem is not None:
             raise self.problem
@@ -59,7 +62,7 @@ class Clip:
     def __init__(self, video: Picture) -> None:
         self.name = video.name
         own = video.content
-        self._content = video.read() if isinstance(own, Span) else own
+        self._content = video.read(own.size) if isinstance(own, Span) else own
         self._chosen = np.zeros(0, np.int64)
         self._frames: list[bytes] = []
         stamps, keys = [], []
@@ -166,7 +169,11 @@ class Clip:
             raise invalid("", "requires", ..., rule, fix, kind=ProblemError) from None
         content = self._content
         try:
+            if isinstance(content, Path):
+                os.close(open_regular(content, InvalidSample)[0])
             opened = av.open(io.BytesIO(content) if isinstance(content, bytes) else str(content))
+        except InvalidSample as error:
+            raise InvalidSample(error.problems, self.name) from None
         except (av.error.FFmpegError, OSError) as error:
             raise self._damaged(str(error)) from None
         if not opened.streams.video:
