@@ -973,6 +973,7 @@ KEYS_OF_KINDS: dict[str, dict[str, Any]] = {
     "text": {
         "tokenizer": "WORDS",
         "eos": ("<end>", {"tokenizer": "WORDS"}),
+        "bos": ("a", {"tokenizer": "WORDS"}),
         "document": "line",
         "text_field": "more",
         "validation_every": 4,
@@ -981,6 +982,7 @@ KEYS_OF_KINDS: dict[str, dict[str, Any]] = {
     "huggingface": {
         "tokenizer": "WORDS",
         "eos": ("<end>", {"tokenizer": "WORDS"}),
+        "bos": ("a", {"tokenizer": "WORDS"}),
         "text_field": "more",
         "split": "test",
         "config_name": "other",
@@ -1053,6 +1055,7 @@ def word_tokenizer(folder: Path) -> str:
     model = library.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>")
     tokenizer = library.Tokenizer(model)
     tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(words[:2])
     tokenizer.save(str(folder / "words.json"))
     return str(folder / "words.json")
 

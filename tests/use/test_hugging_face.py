@@ -618,6 +618,7 @@ def test_F50_F58_the_tokenizer_of_the_data_goes_out_with_the_model(tmp_path: Pat
         library.models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<unk>")
     )
     words.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    words.add_special_tokens(names[:2])
     words.save(str(tmp_path / "words.json"))
     (tmp_path / "text.txt").write_text("the cat sat on mat\n" * 50)
     tokens = tmp_path / "tokens"

@@ -345,9 +345,39 @@ def harnesses(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
     from forge_train import lm_harness, lmms
 
     for name in ("lm_harness", "lmms"):  # not for other tests
-        monkeypatch.delitem(sys.modules, f"forge_train.{name}")
-        monkeypatch.delattr(sys.modules["forge_train"], name)
+        del sys.modules[f"forge_train.{name}"]
+        delattr(sys.modules["forge_train"], name)
     return lm_harness.Forge, lmms.Forge
+
+
+def test_F142_lm_eval_gets_the_first_token_once(
+    harnesses: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forge: Any = harnesses[0].__new__(harnesses[0])
+
+    class Words:
+        begin_ids, eos_id = (1,), 2
+
+        def encode(self, text: str) -> list[int]:
+            return [int(word) for word in text.split()]
+
+    forge._tokens = Words()
+    assert forge.tok_encode("5 6") == forge.tok_encode("1 5 6") == [1, 5, 6]
+    assert forge.tok_encode("5 6", add_special_tokens=False) == [5, 6]
+    assert forge.prefix_token_id == 1
+    windows: list[Any] = []
+    library = harnesses[0].loglikelihood_rolling.__globals__  # stand-ins of one window
+    monkeypatch.setitem(
+        library, "get_rolling_token_windows", lambda ids, prefix, *_: [([prefix], ids)]
+    )
+    monkeypatch.setitem(library, "make_disjoint_window", lambda window: window)
+    forge.max_length = 8
+    forge._loglikelihood_tokens = lambda parts: windows.extend(parts) or [(0.0, True)] * len(parts)
+    forge.loglikelihood_rolling([SimpleNamespace(args=("5 6 7",))])
+    assert windows == [(None, [1], [5, 6, 7])]
+    assert forge._text("", {"max_gen_toks": 1}).prompt == [1]
+    Words.begin_ids = ()
+    assert (forge.tok_encode("5 6"), forge.prefix_token_id) == ([5, 6], 2)
 
 
 def test_requests_that_harnesses_cannot_make(harnesses: tuple[Any, Any]) -> None:

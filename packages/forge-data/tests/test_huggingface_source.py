@@ -168,6 +168,7 @@ def test_tokenized_by_a_json_tokenizer(tmp_path, datasets):
     words = {word: i for i, word in enumerate(["<unk>", "</s>", *"abcdef"])}
     tokenizer = library.Tokenizer(library.models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["</s>"])
     tokenizer.save(str(tmp_path / "words.json"))
     rows = ["a b c", "d", "", "e z f" * 100]
     datasets.Dataset.from_dict({"text": rows}).save_to_disk(tmp_path / "set")
@@ -191,11 +192,12 @@ def test_documents_that_give_no_token_are_left_out(tmp_path, datasets):
     tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
     tokenizer.save(str(tmp_path / "words.json"))
     datasets.Dataset.from_dict({"text": ["a a", "~", "~", "a"]}).save_to_disk(tmp_path / "set")
-    found = source_of(tmp_path / "set", tokenizer=str(tmp_path / "words.json"))
+    options = {"tokenizer": str(tmp_path / "words.json"), "eos": "none"}
+    found = source_of(tmp_path / "set", **options)
     assert (found.num_tokens, found.documents.tolist()) == (3, [0, 2])
     datasets.Dataset.from_dict({"text": ["~"]}).save_to_disk(tmp_path / "nothing")
     with rejects("path", str(tmp_path / "nothing"), "empty", InvalidData):
-        source_of(tmp_path / "nothing", tokenizer=str(tmp_path / "words.json"))
+        source_of(tmp_path / "nothing", **options)
 
 
 def test_a_header_reads_no_row(tmp_path):

@@ -1,6 +1,7 @@
 """What every kind of source must keep: token 0 may end documents, long documents go on, no id is over what was said."""
 
 import json
+import sys
 from itertools import pairwise
 
 import numpy as np
@@ -39,6 +40,7 @@ def words(tmp_path, monkeypatch):
     model = library.models.WordLevel({w: i for i, w in enumerate(WORDS)}, unk_token="<unk>")
     tokenizer = library.Tokenizer(model)
     tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(WORDS[:2])
     tokenizer.save(str(tmp_path / "words.json"))
     monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))
     return str(tmp_path / "words.json")
@@ -106,6 +108,44 @@ def test_F50_token_0_ends_documents_of_a_streamed_set(tmp_path, words):
         for i in range(row["document_ids"].max() + 1)
     ]
     assert sorted(found) == sorted(DOCUMENTS)
+
+
+def documents_of(kind, folder, words):
+    """The documents of a source, in any order."""
+    config = kind(folder, words)
+    if config.name == "huggingface" and config.huggingface.streaming:
+        stream = open_training(DataConfig(128, sources={"a": config}), seed=0)
+        row = {name: value[0] for name, value in stream.arrays(np.array([0])).items()}
+        count = row["document_ids"].max() + 1
+        found = [row["tokens"][row["document_ids"] == i].tolist() for i in range(count)]
+    else:
+        source = open_source(config)
+        ends = [*source.documents.tolist(), source.num_tokens]
+        found = [source.read(a, b).tolist() for a, b in pairwise(ends)]
+    return sorted(found)
+
+
+def streamed(folder, words):
+    return hugging_face(folder, words, streaming=True, virtual_shards=1, shuffle_window=8)
+
+
+@pytest.mark.parametrize("kind", [tokens, text, hugging_face, streamed])
+def test_F142_documents_of_text_begin_and_end_as_the_tokenizer_says_once(
+    tmp_path, words, kind, monkeypatch
+):
+    """Also where the text spells the tokens, and as they did before where the tokenizer writes none."""
+    library = pytest.importorskip("tokenizers")
+    monkeypatch.setattr(sys.modules[__name__], "TEXTS", [*TEXTS, "<unk> c <|endoftext|>"])
+    without = documents_of(kind, tmp_path, words)
+    changed = library.Tokenizer.from_file(words)
+    changed.post_processor = library.processors.TemplateProcessing(
+        single="<unk> $A", special_tokens=[("<unk>", 1)]
+    )
+    changed.save(words)
+    (folder := tmp_path / "begun").mkdir()
+    spelled = [1, WORDS.index("c"), 0]
+    assert without == sorted([*DOCUMENTS, spelled])
+    assert documents_of(kind, folder, words) == sorted([*([1, *ids] for ids in DOCUMENTS), spelled])
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

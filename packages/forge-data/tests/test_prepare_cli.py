@@ -31,6 +31,7 @@ def words(tmp_path):
         library.models.WordLevel({w: i for i, w in enumerate(names)}, unk_token="<unk>")
     )
     tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(names[:2])
     path = tmp_path / "words.json"
     tokenizer.save(str(path))
     return path
@@ -79,6 +80,34 @@ def test_a_json_tokenizer_sees_whole_documents(words, tmp_path, monkeypatch):
         == 0
     )
     assert TokenFiles(tmp_path / "o").read(0, 4).tolist() == [2, 3, 4, 0]
+
+
+def test_F142_and_F143_begin_and_end_tokens_are_named_and_may_be_chosen(
+    text, words, tmp_path, capsys
+):
+    tokenizer = library.Tokenizer.from_file(str(words))
+    tokenizer.post_processor = library.processors.TemplateProcessing(
+        single="<unk> $A", special_tokens=[("<unk>", 1)]
+    )
+    tokenizer.save(str(words))
+    found = {}
+    for number, chosen in enumerate([[], ["--bos", "none"], ["--bos", "mat"], ["--eos", "none"]]):
+        out = tmp_path / str(number)
+        options = ("--tokenizer", words, "--document", "line")
+        assert forge_data("prepare", text, "--output", out, *options, *chosen) == 0
+        said = [line for line in capsys.readouterr().out.splitlines() if "begin with" in line]
+        assert forge_data("inspect", out) == 0
+        said += [line for line in capsys.readouterr().out.splitlines() if "begin with" in line]
+        found[" ".join(chosen)] = (
+            TokenFiles(out).read(0, 9).tolist(),
+            [line.split("begin with ")[1].split()[0] for line in said],
+        )
+    assert found == {
+        "": ([1, 2, 3, 4, 5, 6, 1, 0, 1], ["<unk>", "<unk>"]),
+        "--bos none": ([2, 3, 4, 5, 6, 1, 0, 2, 3], ["no", "no"]),
+        "--bos mat": ([6, 2, 3, 4, 5, 6, 1, 0, 6], ["mat", "mat"]),
+        "--eos none": ([1, 2, 3, 4, 5, 6, 1, 1, 2], ["<unk>", "<unk>"]),
+    }
 
 
 def test_another_end_token_may_be_named(text, words, tmp_path):

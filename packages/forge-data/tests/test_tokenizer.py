@@ -5,6 +5,7 @@ import json
 import pytest
 
 from forge_data import ByteTokenizer, InvalidData, JsonTokenizer, load_tokenizer
+from forge_data.tokenizer import describe_ends, document_tokenizer, encode_prompt
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -53,6 +54,7 @@ def write_words(path, *words):
         library.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>")
     )
     tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([word for word in words if word.startswith("<")])
     tokenizer.save(str(path))
     return path
 
@@ -112,3 +114,73 @@ def test_special_tokens_of_a_template_are_not_added(tmp_path):
     tokenizer = JsonTokenizer(path)
     assert tokenizer.encode("a b") == [1, 2]
     assert tokenizer.encode_batch(["a b", "b", ""]) == [[1, 2], [2], []]
+
+
+def begun(path, *words):
+    """A tokenizer of words whose post-processor writes <s> before a text."""
+    library = pytest.importorskip("tokenizers")
+    tokenizer = library.Tokenizer.from_file(str(write_words(path, "<unk>", "<s>", *words)))
+    tokenizer.post_processor = library.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    tokenizer.save(str(path))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [("a b", [1, 3, 4]), ("<s> a b", [1, 3, 4]), ("<s>", [1]), ("", [1]), ("a <s>", [1, 3, 1])],
+)
+def test_F142_a_prompt_begins_as_the_tokenizer_begins_a_text_and_only_once(tmp_path, text, wanted):
+    tokenizer = JsonTokenizer(begun(tmp_path / "t.json", "</s>", "a", "b"))
+    assert tokenizer.begin_ids == (1,)
+    assert encode_prompt(tokenizer, text) == wanted
+    assert encode_prompt(load_tokenizer(json.loads(json.dumps(tokenizer.spec()))), text) == wanted
+
+
+def test_F142_bos_names_the_first_token_or_none(tmp_path):
+    path = begun(tmp_path / "t.json", "</s>", "a", "b")
+    assert JsonTokenizer(path, bos="a").begin_ids == (3,)
+    for tokenizer in (JsonTokenizer(path, bos="none"), ByteTokenizer()):
+        assert tokenizer.begin_ids == ()
+        assert "bos" not in tokenizer.spec()
+        assert load_tokenizer(tokenizer.spec()).begin_ids == ()
+    with rejects("bos", "<begin>", "unknown"):
+        JsonTokenizer(path, bos="<begin>")
+
+
+def test_F142_tokens_of_data_that_was_prepared_before_begin_with_none(tmp_path):
+    path = begun(tmp_path / "t.json", "</s>", "a", "b")
+    spec = {"name": "json", "path": str(path), "eos": "</s>"}
+    assert load_tokenizer(spec).begin_ids == ()
+    assert load_tokenizer({**spec, "eos": None}).eos_id is None
+    assert load_tokenizer(str(path)).begin_ids == (1,)
+
+
+def test_F142_and_F143_the_files_next_to_a_tokenizer_name_its_tokens(tmp_path):
+    library = pytest.importorskip("tokenizers")
+    words = library.Tokenizer.from_file(
+        str(write_words(tmp_path / "tokenizer.json", "<s>", "<eos>", "a"))
+    )
+    words.add_tokens(["</s>"])  # as Gemma's, a tag of HTML
+    words.save(str(tmp_path / "tokenizer.json"))
+    words.save(str(tmp_path / "other.json"))
+    config = {"bos_token": "<s>", "eos_token": "a", "add_bos_token": True}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    both = [JsonTokenizer(tmp_path / name) for name in ("tokenizer.json", "other.json")]
+    assert [(t.begin_ids, t.eos) for t in both] == [((0,), "a"), ((), "<eos>")]
+    described = describe_ends(both[0])
+    assert all(word in described for word in ("<s>", "a", "add_bos_token", "eos_token"))
+
+
+@pytest.mark.parametrize(
+    ("words", "code"), [(["a", "b"], "missing"), (["</s>", "<eos>", "a"], "several")]
+)
+def test_F143_a_tokenizer_of_documents_has_one_end_or_eos_decides(tmp_path, words, code):
+    path = str(write_words(tmp_path / "t.json", "<unk>", *words))
+    assert load_tokenizer(path).eos_id is None  # a model's config.json may name its ends
+    with rejects("eos", code=code):
+        document_tokenizer(path)
+    assert document_tokenizer(path, "a").eos == "a"
+    assert document_tokenizer(path, "none").eos_id is None
+    assert load_tokenizer(document_tokenizer(path, "none").spec()).eos_id is None

@@ -197,7 +197,12 @@ def explain(args: list[str]) -> int:
     number costs; where phases of the data begin; with `--parameters` what each parameter of the model is; and with
     `--plot FILE` a picture of learning rates and batch over the run.
     """
-    from forge_train.config.describe import planned_rows, print_explanation, unread_sources
+    from forge_train.config.describe import (
+        ends_of_documents,
+        planned_rows,
+        print_explanation,
+        unread_sources,
+    )
     from forge_train.config.resolve import resolve, schedule_remarks
 
     nproc, rest = _nproc(args)
@@ -208,7 +213,8 @@ def explain(args: list[str]) -> int:
 
         check_picture(picture)
     job = resolve(layers)
-    lines = [*unread_sources(job.config.data), *planned_rows(job.config.data)]
+    data = job.config.data
+    lines = [*unread_sources(data), *ends_of_documents(data), *planned_rows(data)]
     lines += schedule_remarks(job.config)
     if nproc is not None:
         job, of_layout = _on_processes(job, nproc)

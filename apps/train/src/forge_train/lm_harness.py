@@ -29,6 +29,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from forge_core import SamplingConfig, generate_stream
 from forge_data import Tokenizer
+from forge_data.tokenizer import encode_prompt
 from forge_parallel import Meshes, ParallelConfig, find_world, make_meshes, parallelize
 from forge_parallel.axes import ids_of_cut_logits, width_of_cut_logits
 from forge_resilience import Agreement
@@ -63,8 +64,9 @@ class Forge(TemplateLM):  # type: ignore[misc, unused-ignore]
         Forge("runs/mine", batch_size=8).loglikelihood(requests)
         Forge("runs/mine", tp=2)                    # in a script under torchrun, on every rank
 
-    A context that is longer than the model's rows loses its beginning. A request without a context stands behind the end
-    of a document, as rows of training do; ConfigError where the tokenizer has none.
+    A context that is longer than the model's rows loses its beginning. Contexts begin as the tokenizer begins a text. A
+    request without a context stands behind the token that begins a text, or where there is none behind the end of a document,
+    as rows of training do; ConfigError where the tokenizer has neither.
 
     On several ranks every rank calls every method with all requests, and has all answers; lm_eval's own rank is 0 of 1 on
     each, and `simple_evaluate` returns its result on the first rank of a host. Batches are those of one process. The axes
@@ -139,6 +141,12 @@ class Forge(TemplateLM):  # type: ignore[misc, unused-ignore]
         return self._tokens.eos_id
 
     @property
+    def prefix_token_id(self) -> int:
+        """The id before a text without context: the first of those that begin a text, or that behind a document."""
+        begin = getattr(self._tokens, "begin_ids", ())
+        return int(begin[0]) if begin else self.eot_token_id
+
+    @property
     def tokenizer_name(self) -> str:
         """What caches of lm_eval know the tokenizer by."""
         return self._tokens.fingerprint
@@ -146,8 +154,10 @@ class Forge(TemplateLM):  # type: ignore[misc, unused-ignore]
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Ids of a text; none are added."""
-        return list(self._tokens.encode(string))
+        """Ids of a text after those that begin one, which a context may spell; False leaves them out."""
+        if add_special_tokens is False:
+            return list(self._tokens.encode(string))
+        return encode_prompt(self._tokens, string)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **_: Any
@@ -228,7 +238,7 @@ class Forge(TemplateLM):  # type: ignore[misc, unused-ignore]
         parts, sizes = [], []
         for (text,) in (request.args for request in requests):
             windows = get_rolling_token_windows(
-                self.tok_encode(text), self.prefix_token_id, self.max_length, 1
+                self.tok_encode(text, False), self.prefix_token_id, self.max_length, 1
             )
             own = [(None, *make_disjoint_window(window)) for window in windows]
             parts += own

@@ -19,11 +19,12 @@ def path_problems(path: str | Path, key: str = "path") -> Iterator[Problem]:
         yield Problem(key, "file_name", str(path), rule, "correct it")
 
 
-def byte_eos_problems(eos: str | None) -> Iterator[Problem]:
-    """The problem of an end token for the byte tokenizer."""
-    if eos is not None:
-        rule = "must not be given with the byte tokenizer, which has its own"
-        yield Problem("eos", "excludes", eos, rule, "remove it")
+def special_problems(tokenizer: str, eos: str | None, bos: str | None) -> Iterator[Problem]:
+    """Problems of the tokens that begin and end documents."""
+    for key, value in (("eos", eos), ("bos", bos)):
+        if value is not None and tokenizer == "byte":
+            rule = "must not be given with the byte tokenizer, which has an end and no begin token"
+            yield Problem(key, "excludes", value, rule, "remove it")
 
 
 def every_problems(every: Any) -> Iterator[Problem]:

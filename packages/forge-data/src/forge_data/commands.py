@@ -29,7 +29,7 @@ from forge_data.prepare.statistics import read_statistics
 from forge_data.sources.sidecar import read_sidecar, waiting_parts
 from forge_data.sources.token_files import TokenFiles
 from forge_data.sources.token_files import verify as verify_files
-from forge_data.tokenizer import load_tokenizer
+from forge_data.tokenizer import describe_ends, load_tokenizer
 
 _SHOWN = 64  # tokens that `inspect` decodes
 
@@ -39,6 +39,7 @@ def prepare(
     output: Path,
     tokenizer: str = "byte",
     eos: str | None = None,
+    bos: str | None = None,
     validation_every: int = 0,
     validation_fraction: float = 0.0,
     deduplicate: bool = False,
@@ -54,7 +55,8 @@ def prepare(
         inputs: Files of text, .jsonl (.ndjson, .json), .csv and .parquet, and folders; all but .parquet also as .gz, .zst, .xz, .bz2.
         output: Folder to write; it appears complete or not at all.
         tokenizer: "byte", or the path of a JSON file of the tokenizers library.
-        eos: Token that ends a document; left out, the usual names are tried.
+        eos: Token that ends a document, or "none"; left out, that of the tokenizer's files.
+        bos: Token that begins a document, or "none"; left out, as the tokenizer begins a text.
         validation_every: Every N-th document is held out for validation; 0 for none.
         validation_fraction: Share of documents held out by a digest of their text; 0 for none.
         deduplicate: Drop each document whose text an earlier one has.
@@ -70,6 +72,7 @@ def prepare(
             output,
             tokenizer=tokenizer,
             eos=eos,
+            bos=bos,
             validation_every=validation_every,
             validation_fraction=validation_fraction,
             deduplicate=deduplicate,
@@ -119,7 +122,10 @@ def inspect(path: Annotated[Path, tyro.conf.Positional], seq_len: int | None = N
         ids = source.read(0, min(_SHOWN, source.num_tokens)).tolist()
         print(f"  first ids: {' '.join(map(str, ids[:16]))}")
         if source.tokenizer is not None:
-            print(f"  first text: {load_tokenizer(source.tokenizer).decode(ids)!r}")
+            tokenizer = load_tokenizer(source.tokenizer)
+            print(f"  first text: {tokenizer.decode(ids)!r}")
+            if ends := describe_ends(tokenizer):
+                print(f"  documents {ends}")
         for line in [] if seq_len is None else _packings(source, seq_len):
             print(f"  {line}")
 
@@ -195,6 +201,8 @@ def _print_result(result: Prepared) -> None:
     else:
         for name, tokens in result.num_tokens.items():
             print(f"{name}: {tokens:,} tokens in {result.num_documents[name]:,} documents")
+    if result.ends:
+        print(f"documents {result.ends}")
     print(f"wrote {result.output}")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from forge_data._problems import byte_eos_problems, every_problems, path_problems
+from forge_data._problems import every_problems, path_problems, special_problems
 from forge_data._shared.problems import Problem, raise_problems
 from forge_data.chat.config import ChatConfig
 
@@ -17,6 +17,8 @@ TABLES = ("huggingface", "text", "chat", "nanogpt", "npy")
 #: Kinds whose tokens are in a cache, from which they are read like token files.
 CACHED = ("huggingface", "text", "chat")
 DOCUMENTS = ("file", "line", "blank_line")
+EOS_HELP = 'token that ends a document, or "none" (default: that of the tokenizer)'
+BOS_HELP = 'token that begins a document, or "none" (default: as the tokenizer begins a text)'
 
 
 def _field(default: Any, help: str) -> Any:
@@ -33,9 +35,8 @@ class HuggingFaceConfig:
     )
     text_field: str = _field("text", "column of the text")
     tokenizer: str = _field("byte", '"byte", or a JSON file of the tokenizers library')
-    eos: str | None = _field(
-        None, "token that ends a document (default: the first of the usual names)"
-    )
+    eos: str | None = _field(None, EOS_HELP)
+    bos: str | None = _field(None, BOS_HELP)
     cache: str | None = _field(
         None, "folder of the tokens (default: $FORGE_CACHE, or ~/.cache/forge/tokens)"
     )
@@ -58,9 +59,8 @@ class TextConfig:
     """How text is cut into documents and tokenized: `TextConfig(document="line", validation_every=20)`."""
 
     tokenizer: str = _field("byte", '"byte", or a JSON file of the tokenizers library')
-    eos: str | None = _field(
-        None, "token that ends a document (default: the first of the usual names)"
-    )
+    eos: str | None = _field(None, EOS_HELP)
+    bos: str | None = _field(None, BOS_HELP)
     document: Literal["file", "line", "blank_line"] = _field(
         "file", "unit of a document in .txt and .md files"
     )
@@ -141,8 +141,7 @@ def _tokenizer_problems(config: Any) -> Iterator[Problem]:
     if not config.tokenizer:
         rule = 'must be "byte" or the path of a JSON file'
         yield Problem("tokenizer", "empty", config.tokenizer, rule, 'use "byte"')
-    if config.tokenizer == "byte":
-        yield from byte_eos_problems(config.eos)
+    yield from special_problems(config.tokenizer, config.eos, config.bos)
     if not config.text_field:
         yield Problem("text_field", "empty", config.text_field, "must name a column", 'use "text"')
     for key in ("tokenizer", "cache"):

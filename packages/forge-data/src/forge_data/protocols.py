@@ -94,6 +94,7 @@ class Tokenizer(Protocol):
     """Text to ids and back.
 
     `eos_id` is None where there is no end-of-document token; 0 is a legal id, so test with `is None`.
+    A tokenizer may also have `begin_ids`, a tuple of the ids that begin a text; one without it has none.
     `splittable` is True if encoding a text piece by piece gives the same ids as encoding it whole.
     """
 

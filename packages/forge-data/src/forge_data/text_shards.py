@@ -21,6 +21,7 @@ from forge_data.order import ORDER_VERSION, Permutation
 from forge_data.packing import ARRAYS, POLICY, PackedStream, check_tokens_at_once
 from forge_data.places import PLACES
 from forge_data.protocols import Tokenizer
+from forge_data.tokenizer import begin_key, document_ids
 
 __all__ = ["Pieces", "TextShards"]
 
@@ -123,6 +124,7 @@ class TextShards:
             **{f"source.{key}": value for key, value in self.pieces.fingerprint().items()},
             "source.tokenizer": self.tokenizer.fingerprint,
             "source.eos": -1 if self.tokenizer.eos_id is None else self.tokenizer.eos_id,
+            **{f"source.{key}": str(value) for key, value in begin_key(self.tokenizer).items()},
             "packing.policy": POLICY,
             "packing.seq_len": self.seq_len,
             "stream.version": _VERSION,
@@ -187,15 +189,12 @@ class TextShards:
         """The rows of some documents, shuffled; None for documents of white space alone."""
         place = batch[0][0]
         shuffle = Permutation(len(batch), seed_of(self.seed, f"window {shard}"), place)
-        end = (
-            [] if self.tokenizer.eos_id is None else [self.tokenizer.eos_id]
-        )  # id 0 is a legal end
         documents = []
         for i in shuffle(np.arange(len(batch))):
             text = batch[i][1]
             if text.strip():
                 ids = self.tokenizer.encode(text)
-                documents.append(np.array([*ids, *end], np.uint32))
+                documents.append(document_ids(self.tokenizer, ids, np.uint32))
         documents = [ids for ids in documents if len(ids)]
         if not documents:
             return None

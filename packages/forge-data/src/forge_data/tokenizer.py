@@ -1,14 +1,15 @@
 """Text to ids and back: bytes, or any JSON of the `tokenizers` library.
 
 A tokenizer is described by a *spec*, plain data that is stored in sidecars and checkpoints:
-`{"name": "byte"}` or `{"name": "json", "path": ..., "eos": ..., "fingerprint": ...}`.
+`{"name": "byte"}` or `{"name": "json", "path": ..., "eos": ..., "bos": [...], "fingerprint": ...}`, without `bos` where no
+token begins a text. Data that was prepared before there was a `bos` has none.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import numpy as np
 
 from forge_data._shared.paths import read_regular, user_path
 from forge_data._shared.problems import invalid
+from forge_data._shared.special_tokens import Found, begin_tokens, end_tokens
 from forge_data._shared.tokenizer_settings import switch_off_settings
 from forge_data.errors import InvalidData
 from forge_data.protocols import Tokenizer
 
 _MAX_BYTES = 1 << 28  # of a tokenizer's JSON; the largest in use have tens of MB
-EOS_NAMES = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>")
+#: As `eos` or `bos`: no token.
+NONE = "none"
 
 
 class ByteTokenizer:
@@ -29,6 +32,7 @@ class ByteTokenizer:
 
     vocab_size = 257
     eos_id: int | None = 256
+    begin_ids: tuple[int, ...] = ()
     fingerprint = "byte-1"
     splittable = True
 
@@ -57,14 +61,19 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A JSON file of the `tokenizers` library (extra `tokenizers`, imported here and not before).
 
-    `eos` is the end-of-document token; without it the first of the usual names that is in the vocabulary
-    (`<|endoftext|>`, `</s>`, `<eos>`, `<|end_of_text|>`), and `eos_id` is None if none is. Raises InvalidData for a missing or broken file and ValueError for an unknown
-    `eos`. Usage: `JsonTokenizer("tokenizer.json").encode("hi")`.
+    eos: the token that ends a document, or "none"; by default that of the tokenizer's files, see `end_tokens`.
+    bos: the token that begins one, or several, or "none"; by default as the tokenizer's files say, see `begin_tokens`.
+
+    `begin` and `end` hold them with the reason, `begin_ids` and `eos_id` their ids; `eos_id` is None unless there is one.
+    A file `tokenizer.json` belongs to the tokenizer_config.json and special_tokens_map.json next to it. Raises InvalidData
+    for a missing or broken file and ValueError for an unknown token. Usage: `JsonTokenizer("tokenizer.json").encode("hi")`.
     """
 
     splittable = False
 
-    def __init__(self, path: str | Path, eos: str | None = None) -> None:
+    def __init__(
+        self, path: str | Path, eos: str | None = None, bos: str | Sequence[str] | None = None
+    ) -> None:
         self.path = user_path(path)
         where = str(self.path)
         if not self.path.is_file():
@@ -85,15 +94,42 @@ class JsonTokenizer:
             fix = "save one with Tokenizer.save(path)"
             raise invalid("tokenizer", "damaged", where, rule, fix, kind=InvalidData) from None
         switch_off_settings(self._tokenizer)
-        vocabulary = self.vocabulary()
-        self.vocab_size = max(vocabulary.values(), default=-1) + 1  # ids may have holes
+        self.vocab_size = max(self.vocabulary().values(), default=-1) + 1  # ids may have holes
         self.fingerprint = hashlib.sha256(content).hexdigest()
-        self.eos = eos if eos is not None else next((n for n in EOS_NAMES if n in vocabulary), None)
-        if eos is not None and eos not in vocabulary:
-            rule = f"must be in the vocabulary of {self.path}"
-            fix = "name one that is, or leave it out to try the usual names"
-            raise invalid("eos", "unknown", eos, rule, fix)
-        self.eos_id: int | None = None if self.eos is None else vocabulary[self.eos]
+        self.begin = self._chosen("bos", bos, begin_tokens)
+        self.end = self._chosen("eos", eos, end_tokens)
+        self.begin_ids = tuple(number for number, _ in self.begin.tokens)
+        only = self.end.tokens[0] if len(self.end.tokens) == 1 else (None, None)
+        self.eos_id: int | None = only[0]
+        self.eos: str | None = only[1]
+
+    def _chosen(
+        self, key: str, given: str | Sequence[str] | None, rule: Callable[..., Found]
+    ) -> Found:
+        """The tokens that `given` names, or those of the tokenizer's files."""
+        if given is None:
+            folder = self.path.parent if self.path.name == "tokenizer.json" else None
+            return rule(self._tokenizer, folder)
+        names = [given] if isinstance(given, str) else given
+        names = [] if given == NONE else names
+        found: list[Any] = [(self._tokenizer.token_to_id(name), name) for name in names]
+        for number, name in found:
+            if number is None:
+                must = f"must be in the vocabulary of {self.path}"
+                fix = f'name one that is, or "{NONE}", or leave it out for that of the tokenizer'
+                raise invalid(key, "unknown", name, must, fix)
+        return Found(found, f"set by {key}")
+
+    def require_end(self) -> None:
+        """Raise ValueError where the files of the tokenizer name no end of documents, or several."""
+        names = [name for _, name in self.end.tokens]
+        fix = f'set eos to the token that ends a document, or to "{NONE}"'
+        if len(names) > 1:
+            rule = f"is not set, and each of them may end a document of {self.path}"
+            raise invalid("eos", "several", names, rule, fix)
+        if not names and self.end.reason != "set by eos":
+            rule = f"is not set, and {self.path} has no end token: {self.end.reason}"
+            raise invalid("eos", "missing", ..., rule, fix)
 
     def encode(self, text: str) -> list[int]:
         """Ids of `text`, without the special tokens that a template would add."""
@@ -120,12 +156,23 @@ class JsonTokenizer:
 
     def spec(self) -> dict[str, Any]:
         """Plain data from which `load_tokenizer` makes this tokenizer again."""
-        return {
-            "name": "json",
-            "path": str(self.path),
-            "eos": self.eos,
-            "fingerprint": self.fingerprint,
-        }
+        bos = {"bos": [name for _, name in self.begin.tokens]} if self.begin_ids else {}
+        about = {"name": "json", "path": str(self.path), "eos": self.eos}
+        return {**about, **bos, "fingerprint": self.fingerprint}
+
+
+def document_tokenizer(
+    name: str, eos: str | None = None, bos: str | None = None
+) -> ByteTokenizer | JsonTokenizer:
+    """The tokenizer that documents are prepared with: "byte", or the path of a JSON file.
+
+    Raises InvalidData for a missing or broken file, ValueError unless one token, or by `eos = "none"` none, ends a document.
+    """
+    if name == "byte":
+        return ByteTokenizer()
+    found = JsonTokenizer(name, eos, bos)
+    found.require_end()
+    return found
 
 
 def load_tokenizer(spec: Mapping[str, Any] | str) -> Tokenizer:
@@ -137,11 +184,20 @@ def load_tokenizer(spec: Mapping[str, Any] | str) -> Tokenizer:
     if isinstance(spec, str):
         spec = {"name": "byte"} if spec == "byte" else {"name": "json", "path": spec}
     name = spec.get("name")
-    tokenizer: Tokenizer
+    tokenizer: ByteTokenizer | JsonTokenizer
     if name == "byte":
         tokenizer = ByteTokenizer()
     elif name == "json" and spec.get("path"):
-        tokenizer = JsonTokenizer(spec["path"], spec.get("eos"))
+        # a spec that was stored has `eos`, null for none
+        stored = "eos" in spec
+        eos, bos = spec.get("eos"), spec.get("bos")
+        tokenizer = JsonTokenizer(
+            spec["path"], eos or (NONE if stored else None), bos or (NONE if stored else None)
+        )
+        if stored:
+            reason = "as the tokens were made"
+            tokenizer.begin = tokenizer.begin._replace(reason=reason)
+            tokenizer.end = tokenizer.end._replace(reason=reason)
     else:
         rule = 'must have the name "byte", or "json" and a path'
         raise invalid("tokenizer", "unknown", dict(spec), rule, "use the spec of a source")
@@ -151,3 +207,47 @@ def load_tokenizer(spec: Mapping[str, Any] | str) -> Tokenizer:
         fix = "put the original file back or prepare the text again"
         raise invalid("tokenizer", "mismatch", spec.get("path", name), rule, fix, kind=InvalidData)
     return tokenizer
+
+
+def tokens_around(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], list[int]]:
+    """The ids to write before and after those of a text: each token once, also where the text spells it."""
+    begin = list(getattr(tokenizer, "begin_ids", ()))  # a tokenizer of your own may have none
+    end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]  # id 0 is a legal end
+    if list(ids[: len(begin)]) == begin:
+        begin = []
+    return begin, [] if list(ids[-1:]) == end else end
+
+
+def document_ids(tokenizer: Tokenizer, ids: Any, dtype: Any) -> np.ndarray:
+    """The ids of a text as those of a document, with `tokens_around`."""
+    begin, end = tokens_around(tokenizer, ids)
+    return np.concatenate([np.asarray(part, dtype) for part in (begin, ids, end)])
+
+
+def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
+    """Ids of a text that a model goes on with, after the tokens that begin a text.
+
+    They are not written twice: a chat template may write them. Usage: `encode_prompt(tokenizer, "Once upon")`.
+    """
+    ids = list(tokenizer.encode(text))
+    return tokens_around(tokenizer, ids)[0] + ids
+
+
+def describe_ends(tokenizer: Tokenizer) -> str:
+    """How documents begin and end, with the reason, for a user: `begin with <s> (...), end with </s> (...)`.
+
+    "" for the byte tokenizer, which has nothing to choose.
+    """
+    if not isinstance(tokenizer, JsonTokenizer):
+        return ""
+    names = [
+        " ".join(name for _, name in t.tokens) or "no token"
+        for t in (tokenizer.begin, tokenizer.end)
+    ]
+    return f"begin with {names[0]} ({tokenizer.begin.reason}), end with {names[1]} ({tokenizer.end.reason})"
+
+
+def begin_key(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the tokens that begin documents add to keys and fingerprints; without any, nothing, as in older ones."""
+    begin = list(getattr(tokenizer, "begin_ids", ()))
+    return {"bos": begin} if begin else {}

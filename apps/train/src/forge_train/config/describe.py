@@ -11,11 +11,12 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 
-from forge_data import DataConfig, InvalidData, open_header
+from forge_data import DataConfig, InvalidData, load_tokenizer, open_header
 from forge_data.kinds import CACHED, is_streamed
 from forge_data.packing_config import PackingConfig
 from forge_data.packing_plan import plan_rows
 from forge_data.phases import stretches
+from forge_data.tokenizer import describe_ends
 from forge_train.config.resolve import ResolvedJob
 from forge_train.config.structure import (
     BUILT_IN_MODELS,
@@ -67,6 +68,17 @@ def print_explanation(job: ResolvedJob, console: Console) -> None:
         style = "dim" if origin == "default" else None
         table.add_row(key, _show(value), origin, style=style)
     console.print(table)
+
+
+def ends_of_documents(data: DataConfig) -> Iterator[str]:
+    """A line for each source of a tokenizer file: the tokens that begin and end its documents, and why."""
+    for name, source in data.sources.items():
+        header = open_header(source)
+        if header.tokenizer is None or source.name in _OWN_ROWS:
+            continue
+        ends = getattr(header, "ends", "") or describe_ends(load_tokenizer(header.tokenizer))
+        if ends:
+            yield f"data.sources.{name}: documents {ends}"
 
 
 def unread_sources(data: DataConfig) -> Iterator[str]:

@@ -14,6 +14,7 @@ import tomlkit
 
 from forge_data import DataConfig, SourceConfig, load_tokenizer, open_header
 from forge_data.protocols import Source
+from forge_data.tokenizer import encode_prompt
 from forge_parallel.legal import ahead_problem
 from forge_resilience.policy import RollbackConfig
 from forge_train._shared.problems import Problem
@@ -388,7 +389,7 @@ def _sample_problems(key: str, source: Source, config: JobConfig) -> Iterator[Pr
         fix = f"set {argument} = 0 or prepare the data with forge-data"
         yield Problem(argument, "requires", tokens, f"needs a tokenizer, and {key} has none", fix)
     elif tokens and limit and source.tokenizer is not None:
-        length = max(1, len(load_tokenizer(source.tokenizer).encode(sample.prompt)))
+        length = max(1, len(encode_prompt(load_tokenizer(source.tokenizer), sample.prompt)))
         if length + tokens > limit:
             rule = f"after a prompt of {length} tokens must stay within model.max_seq_len {limit}"
             fix = f"use {max(limit - length, 0)} or fewer"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from forge_core import SamplingConfig, generate, generate_stream
 from forge_data import Tokenizer
+from forge_data.tokenizer import encode_prompt
 from forge_parallel import select_device
 from forge_train._shared.paths import read_regular
 from forge_train._shared.problems import invalid
@@ -246,8 +247,8 @@ def continue_all(
 
 
 def _ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Ids of a prompt, or the end token where it has none; ConfigError where there is no such token."""
-    ids = tokenizer.encode(prompt)
+    """Ids of a prompt after those that begin a text, or the end token where there are none; ConfigError without one."""
+    ids = encode_prompt(tokenizer, prompt)
     if ids:
         return ids
     if tokenizer.eos_id is None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from forge_data import Batch, Tokenizer, filler_batch
+from forge_data.tokenizer import encode_prompt
 from forge_parallel import reshard
 from forge_parallel.compute import Compute
 from forge_resilience import Agreement
@@ -133,14 +134,14 @@ class Choices:
 
 
 def split_ids(tokenizer: Tokenizer, prompt: str, text: str) -> tuple[list[int], int]:
-    """(ids of prompt and text together, number of those before the text).
+    """(ids of prompt and text together, number of those before the text, with those that begin a text).
 
     White space at the end of a prompt goes to the text, as tokenizers join a space to the word behind it.
     """
     bare = prompt.rstrip()
     space = prompt[len(bare) :]
-    ids = list(tokenizer.encode(bare + space + text))
-    return ids, len(tokenizer.encode(bare))
+    ids = encode_prompt(tokenizer, bare + space + text)
+    return ids, len(encode_prompt(tokenizer, bare))
 
 
 def _question(line: str, tokenizer: Tokenizer, seq_len: int) -> Question:

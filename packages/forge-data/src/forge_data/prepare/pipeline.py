@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forge_data._problems import byte_eos_problems, every_problems, path_problems
+from forge_data._problems import every_problems, path_problems, special_problems
 from forge_data._shared.paths import user_path
 from forge_data._shared.problems import Problem, raise_problems
 from forge_data.prepare.assemble import assemble
@@ -20,7 +20,13 @@ from forge_data.prepare.readers import DOCUMENT_KINDS, find_inputs, not_read
 from forge_data.prepare.unit_file import Counts
 from forge_data.prepare.unit_workers import run_units
 from forge_data.sources.sidecar import TOKENIZER
-from forge_data.tokenizer import ByteTokenizer, JsonTokenizer
+from forge_data.tokenizer import (
+    ByteTokenizer,
+    JsonTokenizer,
+    describe_ends,
+    document_tokenizer,
+    load_tokenizer,
+)
 
 __all__ = ["Prepared", "Progress", "merge", "prepare"]
 
@@ -42,13 +48,14 @@ class Prepared:
     """The result of `prepare`: tokens and documents per split ("train" alone without validation).
 
     `statistics` is the content of statistics.json. Of a shard the one split is "shard I/N", and there are
-    no statistics before the merge.
+    no statistics before the merge. `ends` describes which tokens begin and end a document, and why.
     """
 
     output: Path
     num_tokens: dict[str, int]
     num_documents: dict[str, int]
     statistics: dict[str, Any] = field(default_factory=dict)
+    ends: str = ""
 
 
 def _silent(progress: Progress) -> None:
@@ -61,6 +68,7 @@ def prepare(
     *,
     tokenizer: str = "byte",
     eos: str | None = None,
+    bos: str | None = None,
     validation_every: int = 0,
     validation_fraction: float = 0.0,
     deduplicate: bool = False,
@@ -73,7 +81,8 @@ def prepare(
 ) -> Prepared:
     """Tokenize files and folders (or one of them) into `output`, which appears complete or not at all.
 
-    Each document is followed by the tokenizer's end-of-document token, where it has one. With
+    Each document stands between the tokens that begin and end a text by the tokenizer's files, or `bos` and `eos`: names
+    of tokens, or "none". A tokenizer without an end, or with several, is an error without `eos`. With
     `validation_every` N, every N-th document is written to `output/validation`, the others to
     `output/train`; `validation_fraction` does the same by a digest of the text, so that it depends neither
     on order nor on shards; with neither all go to `output` itself. `deduplicate` drops each document whose
@@ -100,9 +109,11 @@ def prepare(
             problems.append(Problem(key, "empty", path, rule, "name it (is a variable empty?)"))
     problems += _split_problems(validation_every, validation_fraction)
     problems += _work_problems(workers, shard)
-    problems += _text_problems(paths, document, tokenizer, eos)
+    problems += _text_problems(paths, document)
+    problems += special_problems(tokenizer, eos, bos)
     raise_problems("", problems)
-    encoder = ByteTokenizer() if tokenizer == "byte" else JsonTokenizer(tokenizer, eos)
+    encoder = document_tokenizer(tokenizer, eos, bos)
+    ends = describe_ends(encoder)
     settings = Settings(
         _portable(encoder.spec()),
         encoder.vocab_size,
@@ -123,7 +134,7 @@ def prepare(
     with parts.alone(None if shard is None else shard[0]):
         if shard is None and (statistics := parts.finished(plan)) is not None:
             parts.clear()
-            return _prepared(target, statistics)
+            return _prepared(target, statistics, ends)
         check_output(target, paths, overwrite)
         parts.check_same(plan)
         with _kept_if_useful(parts, plan):
@@ -134,8 +145,8 @@ def prepare(
             done = _tokenize(parts, plan, mine, encoder, workers, progress)
             if shard is not None:
                 name = f"shard {shard[0]}/{shard[1]}"
-                return Prepared(parts.folder, {name: done.tokens}, {name: done.documents})
-            return _finish(parts, plan, target, progress)
+                return Prepared(parts.folder, {name: done.tokens}, {name: done.documents}, {}, ends)
+            return _finish(parts, plan, target, progress, ends)
 
 
 def _warn_of_nothing(shard: tuple[int, int], units: int) -> None:
@@ -168,7 +179,8 @@ def merge(
         plan = parts.plan()
         check_output(target, [Path(part.path) for u in plan.units for part in u.parts], overwrite)
         parts.check_complete(plan)
-        return _finish(parts, plan, target, progress)
+        ends = describe_ends(load_tokenizer(parts.tokenizer(plan)))
+        return _finish(parts, plan, target, progress, ends)
 
 
 def _tokenize(
@@ -194,7 +206,7 @@ def _tokenize(
 
 
 def _finish(
-    parts: Parts, plan: Plan, target: Path, progress: Callable[[Progress], None]
+    parts: Parts, plan: Plan, target: Path, progress: Callable[[Progress], None], ends: str
 ) -> Prepared:
     """Write the output from complete parts, and remove them."""
     total = sum(unit.size for unit in plan.units)
@@ -210,16 +222,17 @@ def _finish(
         )
         parts.mark_finished(plan, folder)
     parts.clear()
-    return _prepared(target, statistics)
+    return _prepared(target, statistics, ends)
 
 
-def _prepared(target: Path, statistics: dict[str, Any]) -> Prepared:
+def _prepared(target: Path, statistics: dict[str, Any], ends: str = "") -> Prepared:
     splits = statistics["splits"]
     return Prepared(
         target,
         {split: found["tokens"] for split, found in splits.items()},
         {split: found["documents"] for split, found in splits.items()},
         statistics,
+        ends,
     )
 
 
@@ -261,13 +274,9 @@ def _work_problems(workers: int, shard: tuple[int, int] | None) -> Iterator[Prob
         yield Problem("shard", "range", shard, rule, fix)
 
 
-def _text_problems(
-    inputs: Sequence[Path], document: str, tokenizer: str, eos: str | None
-) -> Iterator[Problem]:
+def _text_problems(inputs: Sequence[Path], document: str) -> Iterator[Problem]:
     if not inputs:
         yield Problem("inputs", "missing", ..., "must name at least one file or folder", "name one")
     if document not in DOCUMENT_KINDS:
         rule = f"must be one of {', '.join(DOCUMENT_KINDS)}"
         yield Problem("document", "unknown", document, rule, "use file")
-    if tokenizer == "byte":
-        yield from byte_eos_problems(eos)

@@ -157,6 +157,8 @@ def make_plan(files: Sequence[Path], settings: Settings, shards: int = 1) -> Pla
 
 def _key(settings: Settings, identities: Sequence[Any]) -> str:
     tokenizer = {name: settings.tokenizer.get(name) for name in ("name", "eos", "fingerprint")}
+    if "bos" in settings.tokenizer:  # plans of before have none
+        tokenizer["bos"] = settings.tokenizer["bos"]
     content = [_VERSION, tokenizer, settings.document, settings.text_field, list(identities)]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 

@@ -23,11 +23,11 @@ from forge_data.prepare.output import sync_folder
 from forge_data.prepare.plan import Settings, Unit
 from forge_data.prepare.readers import Piece, read_pieces
 from forge_data.prepare.token_writer import smallest_dtype
-from forge_data.tokenizer import ByteTokenizer, JsonTokenizer
+from forge_data.tokenizer import ByteTokenizer, JsonTokenizer, document_ids
 
 __all__ = ["ROW", "Counts", "UnitFile", "unit_path", "write_unit"]
 
-#: A document: digest of its text (blake2b, 128 bits), tokens with the end token, bytes of its text.
+#: A document: digest of its text (blake2b, 128 bits), tokens with those that begin and end it, bytes of its text.
 ROW = np.dtype([("digest", "V16"), ("tokens", "<i8"), ("bytes", "<i8")])
 _MAGIC = b"FRGUNIT1"
 _TAIL = struct.Struct("<Q8s")  # bytes of the footer, magic
@@ -122,8 +122,6 @@ class _Writer:
     def __init__(self, file: Any, encoder: ByteTokenizer | JsonTokenizer) -> None:
         self._file, self._encoder = file, encoder
         self._dtype = np.dtype(smallest_dtype(encoder.vocab_size)).newbyteorder("<")
-        eos = [] if encoder.eos_id is None else [encoder.eos_id]  # id 0 is a legal end
-        self._end = np.array(eos, self._dtype)
         self._crc = 0
         self._digest, self._open = hashlib.blake2b(digest_size=16), [0, 0]
         self.num_tokens = 0
@@ -137,12 +135,17 @@ class _Writer:
         for piece, ids in zip(pieces, encoded, strict=True):
             content = piece.text.encode("utf-8")
             self._digest.update(content)
-            self._open[0] += len(ids)
+            # a document of several pieces is one of bytes, which have no begin token
+            last = piece.last
+            arrays.append(
+                document_ids(self._encoder, ids, self._dtype)
+                if last
+                else np.asarray(ids, self._dtype)
+            )
+            self._open[0] += len(arrays[-1])
             self._open[1] += len(content)
-            arrays.append(np.asarray(ids, self._dtype))
-            if piece.last:
-                arrays.append(self._end)
-                self.lengths.append(self._open[0] + len(self._end))
+            if last:
+                self.lengths.append(self._open[0])
                 self._bytes.append(self._open[1])
                 self._digests += self._digest.digest()
                 self._digest, self._open = hashlib.blake2b(digest_size=16), [0, 0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from forge_data.protocols import Tokenizer
-from forge_data.tokenizer import ByteTokenizer, JsonTokenizer
+from forge_data.tokenizer import ByteTokenizer, JsonTokenizer, describe_ends, document_tokenizer
 
 __all__ = ["Header", "tokenizer_of"]
 
@@ -13,7 +13,7 @@ __all__ = ["Header", "tokenizer_of"]
 class Header:
     """Vocabulary and tokenizer of a source whose text may not be tokenized yet; `num_tokens` is None then.
 
-    `max_token_id` is the bound that the vocabulary gives.
+    `max_token_id` is the bound that the vocabulary gives, `ends` what `describe_ends` says.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -21,10 +21,9 @@ class Header:
         self.vocab_size: int | None = tokenizer.vocab_size
         self.max_token_id = tokenizer.vocab_size - 1
         self.num_tokens: int | None = None
+        self.ends = describe_ends(tokenizer)
 
 
 def tokenizer_of(table: Any) -> ByteTokenizer | JsonTokenizer:
-    """The tokenizer of a table with `tokenizer` and `eos`. Raises InvalidData for a missing or broken file."""
-    return (
-        ByteTokenizer() if table.tokenizer == "byte" else JsonTokenizer(table.tokenizer, table.eos)
-    )
+    """The tokenizer of a table with `tokenizer`, `eos` and `bos`; raises as `document_tokenizer`."""
+    return document_tokenizer(table.tokenizer, table.eos, table.bos)

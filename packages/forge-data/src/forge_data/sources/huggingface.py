@@ -22,7 +22,7 @@ from forge_data.sources.datasets_library import (
 from forge_data.sources.header import Header, tokenizer_of
 from forge_data.sources.huggingface_stream import StreamedSet
 from forge_data.sources.token_cache import CachedTokens, Entry, open_cached
-from forge_data.tokenizer import ByteTokenizer, JsonTokenizer
+from forge_data.tokenizer import ByteTokenizer, JsonTokenizer, begin_key, document_ids
 
 if TYPE_CHECKING:
     from forge_data.config import SourceConfig
@@ -53,6 +53,7 @@ def open_source(config: SourceConfig) -> CachedTokens | StreamedSet:
         "tokenizer": tokenizer.fingerprint,
         "eos": tokenizer.eos_id,
         "text_field": table.text_field,
+        **begin_key(tokenizer),
     }
 
     def write(folder: Path, progress: Callable[[int, int], None]) -> None:
@@ -123,18 +124,15 @@ def _write(
 ) -> None:
     """Token files of the texts; a JSON tokenizer encodes a batch in the threads of its library."""
     writer = TokenWriter(folder, tokenizer.vocab_size, tokenizer.spec())
-    eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]  # id 0 is a legal end
-    end = np.array(eos, np.int64)
     try:
         for texts in batches:
-            documents = [np.asarray(ids, np.int64) for ids in tokenizer.encode_batch(texts)]
-            lengths = np.array([len(ids) + len(end) for ids in documents])
+            encoded: Iterable[Any] = tokenizer.encode_batch(texts)
+            documents = [document_ids(tokenizer, ids, np.int64) for ids in encoded]
+            lengths = np.array([len(ids) for ids in documents])
             starts = writer.num_tokens + np.cumsum(lengths) - lengths
             if lengths.any():
                 writer.begin_documents(starts[lengths > 0])
-                writer.add_tokens(
-                    np.concatenate([part for ids in documents for part in (ids, end)])
-                )
+                writer.add_tokens(np.concatenate(documents))
         if writer.num_tokens == 0:
             rule = "must hold text, but every row is empty"
             raise invalid("path", "empty", title, rule, "check the path", kind=InvalidData)

@@ -143,9 +143,14 @@ def _problems(sidecar: Sidecar) -> Iterator[Problem]:
     if spec is not None and (
         not isinstance(spec.get("name"), str)
         or not all(isinstance(spec.get(k), str | None) for k in ("path", "eos", "fingerprint"))
+        or not _is_names(spec.get("bos", []))
     ):
         rule = 'must be null or have a "name" such as "byte"'
         yield Problem("tokenizer", "spec", spec, rule, again)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 def check_size(path: Path, count: int, item_size: int) -> None:

@@ -17,6 +17,7 @@ from forge_data.prepare.plan import changed_meanwhile
 from forge_data.prepare.readers import find_inputs, not_read
 from forge_data.sources.header import Header, tokenizer_of
 from forge_data.sources.token_cache import CachedTokens, Entry, file_states, open_cached
+from forge_data.tokenizer import begin_key
 
 if TYPE_CHECKING:
     from forge_data.config import SourceConfig
@@ -40,6 +41,7 @@ def open_source(config: SourceConfig) -> CachedTokens:
             folder,
             tokenizer=table.tokenizer,
             eos=table.eos,
+            bos=table.bos,
             validation_every=table.validation_every,
             document=table.document,
             text_field=table.text_field,
@@ -82,6 +84,7 @@ def _look(config: SourceConfig) -> tuple[Path, list[Path], Entry]:
         "document": table.document,
         "text_field": table.text_field,
         "validation_every": table.validation_every,
+        **begin_key(tokenizer),
     }
     return root, files, Entry.of(table.cache, str(config.path), key)
 
