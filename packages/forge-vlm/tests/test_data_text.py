@@ -16,7 +16,7 @@ np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 tokenizers = pytest.importorskip("tokenizers")
 
-from forge_vlm.data import Conversations, InvalidSample, check_labels  # noqa: E402
+from forge_vlm.data import Conversations, InvalidSample, Prompts, check_labels  # noqa: E402
 from forge_vlm.data.formats import _with_pictures, open_records  # noqa: E402
 from forge_vlm.data.records import Picture, Span  # noqa: E402
 
@@ -142,6 +142,79 @@ def test_a_name_that_the_tokenizer_does_not_have(made, tmp_path):
         with rejects("tokenizer", made[1], "no_token") as caught:
             talks(tmp_path, turns(), tokenizer=made[1], **options)
         assert next(iter(options.values())) in caught.value.problems[0].rule
+
+
+@pytest.fixture
+def begun(made, tmp_path):
+    """The folder of a tokenizer whose post-processor writes <s> before a text, as LLaVA's."""
+    (tmp_path / "begun").mkdir()
+    tokenizer = tokenizers.Tokenizer.from_file(made[1])
+    tokenizer.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 1)]
+    )
+    tokenizer.save(str(tmp_path / "begun/tokenizer.json"))
+    return tokenizer, tmp_path / "begun"
+
+
+@pytest.mark.parametrize(("template", "text"), [("vicuna", VICUNA), ("chatml", CHATML)])
+def test_F142_a_sample_begins_as_the_tokenizer_begins_a_text(template, text, begun, tmp_path):
+    tokenizer, folder = begun
+    options = {"tokenizer": str(folder), "template": template, "tokens_per_tile": 1}
+    source = talks(tmp_path, turns(), **options)
+    assert source.sample(0).tokens.tolist() == tokenizer.encode(text).ids
+    assert source.tokenizer["bos"] == ["<s>"]
+    none = talks(tmp_path, turns(), **options, bos="none")
+    assert none.sample(0).tokens.tolist() == tokenizer.encode(text, add_special_tokens=False).ids
+    assert "bos" not in none.tokenizer
+    assert none.stream(64, 0).fingerprint() != source.stream(64, 0).fingerprint()
+    prompts = Prompts(**options)
+    asked = prompts(open_records("chat", tmp_path / "t.jsonl", asks=True)[0])
+    whole = tokenizer.encode(text).ids
+    assert asked.tokens.tolist() == whole[: len(asked.tokens)]
+
+
+@pytest.mark.parametrize("writes", ["", "{{ bos_token }}"])
+def test_F142_a_template_that_writes_the_first_token_gets_no_second(writes, begun, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    tokenizer, folder = begun
+    saved = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", bos_token="<s>"
+    )
+    saved.chat_template = writes + (
+        "{% for m in messages %}[{{ m.role }}]{% for p in m.content %}"
+        "{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}"
+        "{% if m.role == 'assistant' %}</s>{% endif %}{% endfor %}"
+    )
+    saved.save_pretrained(str(folder))
+    options = {"tokenizer": str(folder), "template": "tokenizer", "tokens_per_tile": 1}
+    text = (
+        "<s>[user]<image>\nwhat is this?[assistant]a red square</s>[user]sure?[assistant]é yes</s>"
+    )
+    wanted = tokenizer.encode(text, add_special_tokens=False).ids  # as processors of transformers
+    assert talks(tmp_path, turns(), **options).sample(0).tokens.tolist() == wanted
+
+
+def test_F143_the_end_of_an_answer_is_that_of_the_tokenizer_and_special(made, tmp_path):
+    """</s> of Gemma is a tag of HTML; its end is <eos>."""
+    content = json.loads(Path(made[1]).read_text().replace("<|im_end|>", "<eos>"))
+    for token in content["added_tokens"]:
+        token["special"] = token["content"] != "</s>"
+    path = tmp_path / "tokenizer.json"
+    path.write_text(json.dumps(content))
+    options = {"tokenizer": str(path), "template": "plain"}
+    source = talks(tmp_path, turns(), **options)
+    assert source.sample(0).labels[-2] == SPECIALS.index("<|im_end|>")
+    assert source.tokenizer["eos"] == "<eos>"
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<s>"}))
+    assert talks(tmp_path, turns(), **options).tokenizer["eos"] == "<s>"
+    (tmp_path / "tokenizer_config.json").unlink()
+    for names, code in ((("</s>", "<eos>"), "several"), ((), "missing")):
+        for token in content["added_tokens"]:
+            token["special"] = token["content"] in names
+        path.write_text(json.dumps(content))
+        with rejects("eos", code=code):
+            talks(tmp_path, turns(), **options)
+        assert talks(tmp_path, turns(), **options, eos="</s>").tokenizer["eos"] == "</s>"
 
 
 def test_a_message_of_weight_0_is_not_learnt(tmp_path):

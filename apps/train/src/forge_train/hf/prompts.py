@@ -47,8 +47,6 @@ def folder_prompts(folder: Path, model: VLM) -> Prompts:
         }
     else:
         options["tokens_per_tile"] = tokens_per_tile(model)
-    if family == "llava" and options["template"] == "vicuna":
-        options["bos"] = "<s>" if _has(folder, "<s>") else None
     with config_errors():
         return Prompts(**options)
 
@@ -120,9 +118,3 @@ def _token(folder: Path, number: int) -> str:
             return str(token["content"])
     rule, where = "must have the image token of config.json", folder / "tokenizer.json"
     raise invalid("added_tokens", "not_found", number, rule, _FIX, where=where, kind=ConfigError)
-
-
-def _has(folder: Path, name: str) -> bool:
-    tokens = read_json(folder / "tokenizer.json")
-    added = [token["content"] for token in tokens.get("added_tokens", [])]
-    return name in added or name in tokens.get("model", {}).get("vocab", {})

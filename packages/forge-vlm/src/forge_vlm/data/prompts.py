@@ -57,7 +57,6 @@ class Prompts:
         raise_problems("prompts", problems(given))
         reader = Reader(given)
         self.tokens, self.template, self.pictures = reader.tokens, reader.template, reader.pictures
-        self.bos: str | None = given["bos"]
 
     def read(self, path: str | Path, format: str = "chat", most: int | None = None) -> list[Prompt]:
         """The prompts of a file's records in order, of the first `most` of them."""
@@ -86,7 +85,7 @@ class Prompts:
         layouts = [
             self.pictures.layout(self.pictures.read(p), p.name, p.caps) for p in record.pictures
         ]
-        sample = sample_of(whole, layouts, self.tokens, self.pictures, self._until, bos=self.bos)
+        sample = sample_of(whole, layouts, self.tokens, self.pictures, self._until)
         if not len(sample.tokens):
             rule = "must give a prompt of at least one token"
             raise invalid("messages", "empty", ..., rule, "ask something", where=record.name)

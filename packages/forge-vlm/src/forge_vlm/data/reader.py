@@ -100,14 +100,14 @@ class Reader(Decoder):
         own = None
         if o["template"] == "tokenizer":
             own = TokenizerTemplate(o["tokenizer"], o["eos"], o["image"])
-        eos = own.eos if own else o["eos"] or END_TOKENS[o["template"]]
-        self.tokens = open_tokenizer(o["tokenizer"], eos, o["image"])
+        eos = own.eos if own else o["eos"] or END_TOKENS.get(o["template"])
+        self.tokens = open_tokenizer(o["tokenizer"], eos, o["image"], o["bos"])
         self.template = own or TEMPLATES[o["template"]]
         pictures = pictures_of(options, self.tokens.image)
         super().__init__(pictures, o["corrupt"], o["image_masks"])
         self.image_id = self.tokens.image_id
         self.branched = False  # rows that are read without counting have no branches
-        self._weigh, self._bos = o["weigh"], o["bos"]
+        self._weigh = o["weigh"]
         self._of_header = (
             resolution_of(o["resolution"] or {}).name != "fixed" or self.corrupt == "skip"
         )
@@ -116,6 +116,12 @@ class Reader(Decoder):
         self._video, self.bidirectional = video_of_options(o["video"] or {}), o["bidirectional"]
         if own is not None:
             self.identity["chat_template"] = own.fingerprint
+        # what the tokenizer's files decide: older fingerprints, of sources without it, hold
+        if o["bos"] is None and self.tokens.begin:
+            self.identity["begin"] = list(self.tokens.begin)
+        end = getattr(self.tokens, "eos", None)
+        if own is None and o["eos"] is None and end not in (None, "</s>", "<|im_end|>"):
+            self.identity["end"] = end
 
     def sample(self, record: Record) -> tuple[Sample, bool]:
         """The sample of a record, and whether the headers of its pictures could be read, where they are."""
@@ -135,7 +141,7 @@ class Reader(Decoder):
                     raise
                 good = False
             layouts.append(layout)
-        arguments = self.tokens, self.pictures, self.template, self._weigh, self._bos
+        arguments = self.tokens, self.pictures, self.template, self._weigh
         found = [sample_of(path, layouts, *arguments) for path in paths_of(record)]
         sample = found[0] if len(found) == 1 else tree_of(record.name, found, self.image_id)
         check_ahead(record.name, sample, self.bidirectional, self.image_id)

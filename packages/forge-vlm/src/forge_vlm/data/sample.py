@@ -48,18 +48,23 @@ def sample_of(
     pictures: Pictures,
     template: Template,
     weigh: str = "token",
-    bos: str | None = None,
 ) -> Sample:
-    """The sample of a record whose pictures have `layouts`. Answers and their ends are learnt; the last token of a prompt
-    predicts the first.
+    """The sample of a record whose pictures have `layouts`, after the tokens that begin a text. Answers and their ends are
+    learnt; the last token of a prompt predicts the first.
 
     `weigh`: "token" 1 for each label; "sample" 1 / n of the sample's n labels; "sqrt" 1 / sqrt(n) (InternVL3.5, section
     3); "message" 1 / n of the labels of its message. A message's own weight multiplies them; one of 0 is not learnt.
     """
-    pieces = [] if bos is None else [Piece(bos, "special")]
+    pieces: list[Piece] = []
     for piece in pieces_of(record, template):
         text = pictures.text(layouts[piece.picture]) if piece.kind == "image" else piece.text
         pieces.append(piece._replace(text=text))
+    first = pieces[0] if pieces else Piece("")
+    # a template that writes the tokens that begin a text does not get a second
+    if not (
+        first.kind in ("special", "template") and first.text.startswith("".join(tokenizer.begin))
+    ):
+        pieces[:0] = [Piece(name, "special") for name in tokenizer.begin]
     try:
         ids, owners = tokenizer.encode(pieces)
     except InvalidSample as error:

@@ -33,8 +33,9 @@ class Conversations(CountedSamples):
         loader = Loader(talks.stream(seq_len=2048, seed=0), global_batch=16)
 
     format: chat, llava, coco, folder, videos, parquet, dataset, webdataset. tokenizer: "byte" or a tokenizer.json; its tokens `eos`
-    (by default that of the template) and `image` end an answer and stand for a picture, and `bos`, if given, begins each
-    sample. template: plain, vicuna, chatml, or "tokenizer" for that of the tokenizer's folder, by transformers.
+    (by default that of the template, or of the tokenizer) and `image` end an answer and stand for a picture, and `bos` begins
+    each sample (by default as the tokenizer begins a text; "none" for no token). template: plain, vicuna, chatml, or
+    "tokenizer" for that of the tokenizer's folder, by transformers.
 
     resolution: the keys of a `ResolutionConfig`, and `mean` that of the encoder. tokens_per_tile is what its adapter gives;
     under "budget" patches are of patch_size, merge and patch_time of an encoder of patches.

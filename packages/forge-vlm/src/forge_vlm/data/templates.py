@@ -97,5 +97,5 @@ TEMPLATES: dict[str, Template] = {
     "vicuna": _vicuna,
     "chatml": _chatml,
 }
-#: What ends an answer under each template, unless a source names another token.
-END_TOKENS = {"plain": "</s>", "vicuna": "</s>", "chatml": "<|im_end|>"}
+#: What ends an answer under a template, unless a source names another token; under others the end of the tokenizer does.
+END_TOKENS = {"chatml": "<|im_end|>"}

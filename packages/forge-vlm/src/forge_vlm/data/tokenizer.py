@@ -14,19 +14,26 @@ import numpy as np
 
 from forge_vlm._shared.paths import read_regular, user_path
 from forge_vlm._shared.problems import ProblemError
+from forge_vlm._shared.special_tokens import begin_tokens, end_tokens
 from forge_vlm._shared.tokenizer_settings import switch_off_settings
 from forge_vlm.data.errors import invalid
 from forge_vlm.data.templates import Piece
 
 __all__ = ["ByteTokens", "JsonTokens", "Tokens", "open_tokenizer"]
 
+#: As `bos`: no token.
+NONE = "none"
 _MOST_KNOWN = 4096  # texts of pictures whose ids are held
 _MOST_BYTES = 1 << 28  # of a tokenizer's JSON
 
 
 class Tokens(Protocol):
-    """Ids of pieces; `spec` is plain data from which forge_data's `load_tokenizer` makes the tokenizer of their text."""
+    """Ids of pieces; `spec` is plain data from which forge_data's `load_tokenizer` makes the tokenizer of their text.
 
+    `begin` are the names of the tokens that begin a sample, none where it is empty.
+    """
+
+    begin: tuple[str, ...]
     vocab_size: int
     eos_id: int
     image_id: int
@@ -50,6 +57,9 @@ class ByteTokens:
     fingerprint = "bytes"
     spec: dict[str, Any] | None = {"name": "byte"}  # noqa: RUF012 - never changed
 
+    def __init__(self, bos: str | None = None) -> None:
+        self.begin: tuple[str, ...] = () if bos in (None, NONE) else (str(bos),)
+
     def encode(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
         """As `Tokens.encode`."""
         return _joined([self._alone(piece) for piece in pieces])
@@ -68,14 +78,19 @@ class ByteTokens:
 
 
 class JsonTokens:
-    """A `tokenizer.json`, with the names of its end token and of its mark of pictures.
+    """A `tokenizer.json`, with the names of its end token, of its mark of pictures, and of the token that begins a sample.
+
+    Without eos, `end_tokens` of the tokenizer's files is the end; without bos, their `begin_tokens` begin a sample, with
+    "none" no token does.
 
     A conversation is encoded as one text, as its model's own processor does. Where text of a user has the name of a
     special token, each piece is encoded by itself, and the name is text like any other. Raises ValueError where the file,
     the library or a name is missing.
     """
 
-    def __init__(self, path: str | Path, eos: str, image: str) -> None:
+    def __init__(
+        self, path: str | Path, eos: str | None, image: str, bos: str | None = None
+    ) -> None:
         try:
             from tokenizers import Tokenizer
         except ImportError:
@@ -93,8 +108,18 @@ class JsonTokens:
                 "tokenizer", "unreadable", str(path), rule, fix, kind=ProblemError
             ) from None
         switch_off_settings(self._tokenizer)
+        folder = path.parent if path.name == "tokenizer.json" else None
+        eos = eos or self._end(folder, path)
         self.path, self.eos, self.image = path, eos, image
         self.eos_id, self.image_id = self._id(eos), self._id(image)
+        names = (
+            [name for _, name in begin_tokens(self._tokenizer, folder).tokens]
+            if bos is None
+            else [bos]
+        )
+        self.begin = () if bos == NONE else tuple(names)
+        for name in self.begin:
+            self._id(name)
         added = self._tokenizer.get_added_tokens_decoder()
         self._special = {i for i, token in added.items() if token.special}
         self._special |= {self.eos_id, self.image_id}
@@ -106,6 +131,7 @@ class JsonTokens:
             "name": "json",
             "path": str(path.resolve()),
             "eos": eos,
+            **({"bos": list(self.begin)} if self.begin else {}),
             "fingerprint": self.fingerprint,
         }
 
@@ -137,6 +163,19 @@ class JsonTokens:
         """As `Tokens.decode`."""
         kept = [i for i in ids if i < self.vocab_size and i not in self._special]
         return str(self._tokenizer.decode(kept))
+
+    def _end(self, folder: Path | None, path: Path) -> str:
+        """The end of the tokenizer's files; ValueError unless they name one."""
+        found = end_tokens(self._tokenizer, folder)
+        names = [name for _, name in found.tokens]
+        if len(names) != 1:
+            rule = f"is not set, and the end token of {path} is not known: {found.reason}"
+            code, fix = (
+                "several" if names else "missing",
+                "set eos to the token that ends an answer",
+            )
+            raise invalid("eos", code, names or ..., rule, fix, kind=ProblemError)
+        return names[0]
 
     def _text(self, text: str) -> list[int]:
         """Ids of text of a user by itself."""
@@ -175,6 +214,6 @@ def _joined(each: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     return ids, np.repeat(np.arange(len(each)), [len(part) for part in each])
 
 
-def open_tokenizer(name: str, eos: str, image: str) -> Tokens:
+def open_tokenizer(name: str, eos: str | None, image: str, bos: str | None = None) -> Tokens:
     """ "byte", or the path of a tokenizer.json or of its folder."""
-    return ByteTokens() if name == "byte" else JsonTokens(name, eos, image)
+    return ByteTokens(bos) if name == "byte" else JsonTokens(name, eos, image, bos)
