@@ -112,8 +112,8 @@ def test_weights_are_those_of_the_labels(tmp_path, folder):
 def test_rendered_once_and_again_where_the_cache_is_damaged(tmp_path, folder, cache, monkeypatch):
     path, config = write_talks(tmp_path / "t.jsonl"), ChatConfig(tokenizer=str(folder))
     calls = []
-    encode = ChatTemplate.encode
-    monkeypatch.setattr(ChatTemplate, "encode", lambda *a: calls.append(1) or encode(*a))
+    encode = ChatTemplate.encode_answers
+    monkeypatch.setattr(ChatTemplate, "encode_answers", lambda *a: calls.append(1) or encode(*a))
     first = Conversations(path, config)
     wanted = first.stream(96).arrays(np.arange(2))
     again = Conversations(path, config)
@@ -183,6 +183,21 @@ def test_a_row_without_a_label_is_a_row(tmp_path, folder):
         write_talks(tmp_path / "s.jsonl", talks), ChatConfig(tokenizer=str(folder))
     )
     assert numbers(source.stream(64).remarks) == [[1, 2]]
+
+
+def test_F202_answers_without_an_end_are_told(tmp_path, folder):
+    path = write_talks(tmp_path / "t.jsonl", [talk("a", "b", "a", "c"), talk("a", "d")])
+    (tmp_path / "lines.jinja").write_text(
+        "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    glm = "{% for m in messages %}{{ '<|head|>' if m.role == 'user' else '<|end|>' }}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|end|>{% endif %}"  # fmt: skip
+    (tmp_path / "glm.jinja").write_text(glm)
+    for template, wanted in ((None, []), ("lines", [[3, 3]]), ("glm", [[2, 3]])):
+        own = None if template is None else str(tmp_path / f"{template}.jinja")
+        config = ChatConfig(tokenizer=str(folder), template=own)
+        assert numbers(Conversations(path, config).stream(64).remarks) == wanted
+        assert numbers(Conversations(path, config).remarks(64)) == wanted  # of the cache
 
 
 def test_a_change_is_refused_at_a_resume_with_what_differs(tmp_path, folder):

@@ -1,9 +1,11 @@
 """Ids and weights of conversations, against a slow reference: what is learnt is what the model will have to say."""
 
 import json
+import re
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from forge_data import InvalidData
@@ -11,6 +13,7 @@ from forge_data.chat.config import ChatConfig
 from forge_data.chat.messages import conversation_of
 from forge_data.chat.records import Record
 from forge_data.chat.template import ChatTemplate
+from forge_data.tokenizer import encode_prompt, load_tokenizer
 from forge_testing.chats import (
     CHATML,
     FORGETFUL,
@@ -265,3 +268,82 @@ def test_a_forged_role_in_a_message_is_never_learnt_and_is_told(folders, name):
         for m in (forged, real)
     ]
     assert told == [True, False]
+
+
+GLM = (
+    "{% for m in messages %}{{ '<|head|>' if m.role == 'user' else '<|stop|>' if m.role == 'tool' else '<|end|>' }}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|end|>{% endif %}"
+)
+CLOSED_EARLY = MARKED.replace(
+    "{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\\n' }}",
+    "{{ m.content }}{% endgeneration %}{{ '<|im_end|>\\n' }}",
+)
+WITH_LINE = MARKED.replace("<|im_end|>' }}{% endgeneration %}{{ '\\n' }}", "<|im_end|>\\n' }}{% endgeneration %}")  # fmt: skip
+ALPACA = (
+    "{% for m in messages %}{{ ('### Q: ' if m.role == 'user' else '### A: ') + m.content + '\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}### A: {% endif %}"
+)
+#: Template, the text with trained parts in brackets of two answers, the ends of both answers by `train_on`.
+ENDS = {
+    "chatml": (CHATML, "[b<|im_end|>][c<|im_end|>]", ["<|im_end|>", "<|im_end|>"]),
+    "headers": (HEADERS, "[b<|stop|>][c<|stop|>]", ["<|stop|>", "<|stop|>"]),
+    "marked": (MARKED, "[b<|im_end|>][c<|im_end|>]", ["<|im_end|>", "<|im_end|>"]),
+    "closed early": (CLOSED_EARLY, "[b<|im_end|>][c<|im_end|>]", ["<|im_end|>", "<|im_end|>"]),
+    "with a line": (WITH_LINE, "[b<|im_end|>\n][c<|im_end|>\n]", ["<|im_end|>", "<|im_end|>"]),
+    "the next role": (GLM, "[b<|head|>][c]", ["<|head|>", None]),
+    "a line": (ALPACA, "[b\n][c\n]", [None, None]),
+}
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_F202_the_token_that_ends_an_answer_is_trained_and_answers_without_one_are_counted(
+    tmp_path, name
+):
+    template, wanted, ends = ENDS[name]
+    tokenizer = save_tokenizer(tmp_path, template)
+    messages = talk("a", "b", "a", "c")
+    for train_on, chosen in (
+        ("assistant", slice(0, 2)),
+        ("last", slice(1, 2)),
+        ("all", slice(1, 2)),
+    ):
+        found = ChatTemplate(ChatConfig(tokenizer=str(tmp_path), train_on=train_on))
+        ids, weights, ended = found.encode_answers(
+            conversation_of(Record("x", {"messages": messages}), found.config)
+        )
+        assert [None if e is None else tokenizer.convert_ids_to_tokens(e) for e in ended] == ends[
+            chosen
+        ]
+        if train_on != "all":
+            edges = np.flatnonzero(np.diff(weights > 0, prepend=0, append=0)).reshape(-1, 2)
+            texts = [f"[{tokenizer.decode(ids[a:b])}]" for a, b in edges]
+            assert "".join(texts) == "".join(re.findall(r"\[[^]]*\]", wanted)[chosen])
+
+
+def test_F202_a_message_of_weight_0_and_one_of_the_user_train_no_end(tmp_path):
+    tokenizer = save_tokenizer(tmp_path, GLM)
+    messages = talk("a", "b", "a", "c", "a")
+    messages[1]["weight"], messages[3]["weight"] = 0, 0.5
+    template = ChatTemplate(ChatConfig(tokenizer=str(tmp_path)))
+    ids, weights, ended = template.encode_answers(
+        conversation_of(Record("x", {"messages": messages}), template.config)
+    )
+    assert tokenizer.decode(ids[weights > 0]) == "c<|head|>"
+    assert set(weights.tolist()) == {0.0, 0.5}
+    assert ended == tokenizer.convert_tokens_to_ids(["<|head|>"])
+
+
+@pytest.mark.parametrize("writes", [True, False])
+def test_F142_prompts_of_a_chat_run_begin_as_its_conversations(tmp_path, writes):
+    save_tokenizer(tmp_path, ("{{ bos_token }}" if writes else "") + CHATML, bos_token="<|head|>")
+    template = ChatTemplate(ChatConfig(tokenizer=str(tmp_path)))
+    tokenizer = load_tokenizer(template.spec())
+    question = [{"role": "user", "content": "grass?"}]
+    text = template.tokenizer.apply_chat_template(
+        question, tokenize=False, add_generation_prompt=True
+    )
+    wanted = template.tokenizer.apply_chat_template(
+        question, add_generation_prompt=True, return_dict=True
+    )
+    assert encode_prompt(tokenizer, text) == wanted["input_ids"]
+    assert (encode_prompt(tokenizer, "grass")[0] == template.tokenizer.bos_token_id) == writes

@@ -28,11 +28,13 @@ WEIGHTS, COUNTS = "weights.bin", "chat.json"
 
 
 class Rendering(NamedTuple):
-    """Of one conversation; `holds_specials`: the text of a message became special tokens."""
+    """Of one conversation; `holds_specials`: the text of a message became special tokens. `ends` has the special token that
+    ends each trained answer, None for one without."""
 
     ids: np.ndarray  # (T,)
     weights: np.ndarray  # (T,)
     holds_specials: bool
+    ends: list[int | None]
 
 
 class Rendered:
@@ -85,10 +87,10 @@ def _write(
 ) -> None:
     writer = TokenWriter(folder, vocab_size, tokenizer)
     digest = hashlib.sha256()
-    counts = {"unlearnt": 0, "learnt_tokens": 0, "weighted": 0, "with_specials": 0}
+    counts = {"unlearnt": 0, "learnt_tokens": 0, "weighted": 0, "with_specials": 0, "answers": 0, "without_end": 0}  # fmt: skip
     try:
         with (folder / WEIGHTS).open("xb") as file:
-            for ids, weights, holds_specials in rendered:
+            for ids, weights, holds_specials, ends in rendered:
                 writer.add(ids, last=True)  # type: ignore[arg-type]
                 content = weights.astype("<f4").tobytes()
                 file.write(content)
@@ -96,6 +98,8 @@ def _write(
                 counts["unlearnt"] += not weights[1:].any()
                 counts["learnt_tokens"] += int((weights[1:] > 0).sum())
                 counts["with_specials"] += holds_specials
+                counts["answers"] += len(ends)
+                counts["without_end"] += ends.count(None)
                 counts["weighted"] += not np.isin(weights, (0.0, 1.0)).all()
             file.flush()
             os.fsync(file.fileno())

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 __all__ = ["Conversations", "open_header", "open_source"]
 
 CHAT_VERSION = 2  # part of every fingerprint: raise it whenever a row would change
+_RENDERING = 2  # of what the cache has of conversations whose rows need not change
 _EXAMPLES = 3
 
 
@@ -108,7 +109,7 @@ class Conversations:
         return []
 
     def remarks(self, seq_len: int) -> list[str]:
-        """Sentences about conversations that are too long, without a label, or with special tokens in their text."""
+        """Sentences about conversations that are too long, without a label or an end, or with special tokens in their text."""
         found, total = [], self.rendered.tokens.num_documents
         long, done = self._too_long(seq_len), {"truncate": "cut to it", "skip": "left out"}
         if len(long) and self.config.too_long in done:
@@ -118,6 +119,11 @@ class Conversations:
         if self.rendered.counts["unlearnt"]:
             found.append(
                 f"{self.rendered.counts['unlearnt']} of {total} conversations have nothing to learn"
+            )
+        if without := self.rendered.counts["without_end"]:
+            found.append(
+                f"{without} of {self.rendered.counts['answers']} answers end without a token that generation stops at, so the "
+                "model does not learn to end them: use a template that writes an end token after each"
             )
         if self.rendered.counts["with_specials"]:
             found.append(
@@ -137,8 +143,8 @@ class Conversations:
         record = None
         for record in read_records(self._files):
             conversation = conversation_of(record, self.config)
-            ids, weights = template.encode(conversation)
-            yield Rendering(ids, weights, template.holds_specials(conversation))
+            ids, weights, ends = template.encode_answers(conversation)
+            yield Rendering(ids, weights, template.holds_specials(conversation), ends)
         if record is None:
             where, rule = self._files[0], "must hold a conversation, and has none"
             fix = "add one, or correct the path"
@@ -181,9 +187,8 @@ def _fingerprint(template: ChatTemplate, files: list[Path], split: str) -> dict[
 
 
 def _entry(path: str | Path, config: ChatConfig, fingerprint: dict[str, str | int]) -> Entry:
-    return Entry.of(
-        config.cache, str(path), {**fingerprint, "transformers": version("transformers")}
-    )
+    versions = {"transformers": version("transformers"), "rendering": _RENDERING}
+    return Entry.of(config.cache, str(path), {**fingerprint, **versions})
 
 
 def _digest(value: Any) -> str:

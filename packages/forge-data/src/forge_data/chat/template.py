@@ -57,9 +57,12 @@ class ChatTemplate:
             rule = "has no chat template"
             fix = "set template to a file with one, or use the tokenizer of a model that was tuned to conversations"
             raise invalid("tokenizer", "no_template", str(self.folder), rule, fix, kind=InvalidData)
-        self._specials = tuple(
-            token.content for token in self.tokenizer.added_tokens_decoder.values() if token.special
-        )
+        special = {
+            number: token.content
+            for number, token in self.tokenizer.added_tokens_decoder.items()
+            if token.special
+        }
+        self._specials, self._special_ids = tuple(special.values()), [*special]
 
     @property
     def vocab_size(self) -> int:
@@ -73,8 +76,18 @@ class ChatTemplate:
             "name": "json",
             "path": str(path.resolve()),
             "eos": self.tokenizer.eos_token,
+            **self._begin_of_spec(),
             "fingerprint": hashlib.sha256(path.read_bytes()).hexdigest(),
         }
+
+    def _begin_of_spec(self) -> dict[str, list[str]]:
+        """bos_token as `bos` of a spec, where the template writes it first: prompts of a run begin as its conversations."""
+        name, asked = self.tokenizer.bos_token, [{"role": "user", "content": "a"}]
+        try:
+            text = self._text(Conversation("a question", asked, [1.0], None), 1, False)
+        except InvalidData:  # a template of another form
+            return {}
+        return {"bos": [name]} if name and text.startswith(name) else {}
 
     def digest(self) -> str:
         """sha256 of the template, or of all that the tokenizer has."""
@@ -82,7 +95,13 @@ class ChatTemplate:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """(ids (T,) int64, weights (T,) fp32: that of the loss of each token, 0 where nothing is learnt).
+        """(ids (T,) int64, weights (T,) fp32: that of the loss of each token, 0 where nothing is learnt)."""
+        return self.encode_answers(conversation)[:2]
+
+    def encode_answers(
+        self, conversation: Conversation
+    ) -> tuple[np.ndarray, np.ndarray, list[int | None]]:
+        """The same, and the special token that ends each trained answer, None for one without.
 
         Ids are those of `apply_chat_template`. Time: one rendering; without `{% generation %}` two more for each message
         that has a weight. Raises InvalidData, naming the place, where the template fails or does not fit `train_on`.
@@ -108,7 +127,7 @@ class ChatTemplate:
             weights = self._by_marks(conversation, np.asarray(out["assistant_masks"]), factors)
         else:
             weights = self._by_prefixes(conversation, out.encodings[0].offsets, factors)
-        return ids, weights
+        return ids, weights, self._train_ends(conversation, ids, weights, factors)
 
     def holds_specials(self, conversation: Conversation) -> bool:
         """Whether the text of a message has a special token's, which becomes that token as if the template had put it."""
@@ -158,6 +177,34 @@ class ChatTemplate:
             if inside.size:
                 weights[inside[0] : inside[-1] + 1] = factor
         return weights
+
+    def _train_ends(
+        self, c: Conversation, ids: np.ndarray, weights: np.ndarray, factors: list[float]
+    ) -> list[int | None]:
+        """The special token that ends each trained answer; one right after an answer gets its weight, in place.
+
+        Some templates end an answer by the mark of the next role (GLM), or after `{% endgeneration %}`.
+        """
+        special = np.isin(ids, self._special_ids)  # (T,)
+        if self.config.train_on == "all":
+            # where earlier answers end is not known without further renderings
+            answers = [[0, len(ids)]] if c.messages[-1]["role"] == "assistant" else []
+        else:
+            answers = (
+                np.flatnonzero(np.diff(weights > 0, prepend=0, append=0)).reshape(-1, 2).tolist()
+            )
+            if len(answers) != sum(factor > 0 for factor in factors):
+                answers = answers[-1:]  # an answer of several parts: only the last end is sure
+        ends: list[int | None] = []
+        for start, stop in answers:
+            last = stop - 1
+            # a part may end by a line break after its last token
+            while last > start and self.tokenizer.decode(ids[last]).isspace() and not special[last]:
+                last -= 1
+            if not special[last] and stop < len(ids) and special[stop]:
+                last, weights[stop] = stop, weights[stop - 1]
+            ends.append(int(ids[last]) if special[last] else None)
+        return ends
 
     def _learnt(self, text: str) -> str:
         """A message without the white space that follows its last token, where that is a special one."""
