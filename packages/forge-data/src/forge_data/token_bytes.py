@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -23,9 +23,11 @@ def byte_lengths(tokenizer: Tokenizer) -> np.ndarray | None:
 
         bits = nats / math.log(2) / byte_lengths(tokenizer)[ids].sum()
 
-    Exact for `ByteTokenizer` and for tokenizers of bytes (GPT-2, Llama 3, Qwen); for those that write spaces as U+2581
-    (Llama 2, Gemma) a space that they add before the first word of a text counts. None for others, whose ids do not keep
-    a text. A tokenizer of your own may offer a method `byte_lengths()`.
+    Exact for `ByteTokenizer` and for tokenizers of bytes (GPT-2, Llama 3), after NFC for those that normalize by it (Qwen).
+    Those that write spaces as U+2581 (Llama 2, Gemma) read a U+2581 of the text as a space. A space that a tokenizer adds
+    before a text counts, and blanks that a special token takes with it do not. None where the normalizer, the pre-tokenizer,
+    the model or an added token drops or changes text, and for parts that are not known to keep it. A tokenizer of your own
+    may offer a method `byte_lengths()`.
     """
     offer = getattr(tokenizer, "byte_lengths", None)
     if offer is not None:
@@ -35,12 +37,15 @@ def byte_lengths(tokenizer: Tokenizer) -> np.ndarray | None:
     if not isinstance(tokenizer, JsonTokenizer):
         return None
     content = tokenizer.content()
-    decoders = list(_decoders(content.get("decoder")))
+    decoders = list(_parts(content.get("decoder")))
     of_bytes = any(decoder["type"] == "ByteLevel" for decoder in decoders)
     if not of_bytes and not any(_SPACE in json.dumps(d, ensure_ascii=False) for d in decoders):
         return None
+    vocabulary = tokenizer.vocabulary()
+    if not _keeps_text(content, vocabulary, of_bytes):
+        return None
     found = np.zeros(tokenizer.vocab_size, np.int64)
-    for token, number in tokenizer.vocabulary().items():
+    for token, number in vocabulary.items():
         found[number] = len(token) if of_bytes else _length(token)
     for added in content.get("added_tokens", []):  # stand in a text as they are
         found[added["id"]] = 0 if added["special"] else len(added["content"].encode())
@@ -51,8 +56,51 @@ def _length(token: str) -> int:
     return 1 if _BYTE.fullmatch(token) else len(token.replace(_SPACE, " ").encode())
 
 
-def _decoders(table: Any) -> Iterator[dict[str, Any]]:
-    """A decoder, or those of a sequence."""
+def _keeps_text(content: dict[str, Any], vocabulary: Mapping[str, int], of_bytes: bool) -> bool:
+    """Whether the ids of any text stand for all of it: every part must be known to keep it."""
+    parts = [*_parts(content.get("normalizer")), *_parts(content.get("pre_tokenizer"))]
+    if of_bytes:
+        known = (
+            any(part["type"] == "ByteLevel" for part in parts) and _letters() <= vocabulary.keys()
+        )
+    else:
+        names = {f"<0x{byte:02X}>" for byte in range(256)}
+        known = bool(content["model"].get("byte_fallback")) and names <= vocabulary.keys()
+    marks = ("continuing_subword_prefix", "end_of_word_suffix")  # letters that are not of the text
+    return (
+        known
+        and all(_keeps(part, of_bytes) for part in parts)
+        and not any(content["model"].get(mark) for mark in marks)
+        and not any(t["lstrip"] or t["rstrip"] for t in content["added_tokens"] if not t["special"])
+    )
+
+
+def _keeps(part: dict[str, Any], of_bytes: bool) -> bool:
+    """Whether a normalizer or a pre-tokenizer keeps text. UnicodeScripts drops blanks at the begin of a text."""
+    match part:
+        case {"type": "NFC" | "ByteLevel" | "Digits" | "FixedLength"}:
+            return True
+        case {"type": "Split" | "Punctuation", "behavior": behavior}:
+            return bool(behavior != "Removed")
+        case {"type": "Prepend", "prepend": content}:
+            return content == " " if of_bytes else content in (" ", _SPACE)
+        case {"type": "Replace", "pattern": {"String": " "}, "content": content}:
+            return not of_bytes and content == _SPACE
+        case {"type": "Metaspace", "replacement": content}:
+            return not of_bytes and content == _SPACE
+    return False
+
+
+def _letters() -> set[str]:
+    """The letters by which tokenizers of bytes write all bytes."""
+    from tokenizers.pre_tokenizers import ByteLevel
+
+    return set(ByteLevel.alphabet())
+
+
+def _parts(table: Any) -> Iterator[dict[str, Any]]:
+    """A part of a tokenizer file, or those of a sequence."""
     if table is not None:
-        inner = table.get("decoders")
-        yield from [table] if inner is None else (d for each in inner for d in _decoders(each))
+        inner = [table.get(key) for key in ("decoders", "normalizers", "pretokenizers")]
+        each = next((parts for parts in inner if parts is not None), None)
+        yield from [table] if each is None else (p for part in each for p in _parts(part))
