@@ -18,7 +18,10 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from forge_vlm.data import Conversations, InvalidSample, Prompts, check_labels  # noqa: E402
 from forge_vlm.data.formats import _with_pictures, open_records  # noqa: E402
+from forge_vlm.data.prepare import prepare  # noqa: E402
+from forge_vlm.data.prepared import MANIFEST, Prepared  # noqa: E402
 from forge_vlm.data.records import Picture, Span  # noqa: E402
+from forge_vlm.data.source import options_of  # noqa: E402
 
 SPECIALS = ["<unk>", "<s>", "</s>", "<image>", "<|im_start|>", "<|im_end|>"]
 OPTIONS = dict(resolution={"fixed": {"size": 8}}, tokens_per_tile=3)
@@ -171,6 +174,25 @@ def test_F142_a_sample_begins_as_the_tokenizer_begins_a_text(template, text, beg
     asked = prompts(open_records("chat", tmp_path / "t.jsonl", asks=True)[0])
     whole = tokenizer.encode(text).ids
     assert asked.tokens.tolist() == whole[: len(asked.tokens)]
+
+
+def test_F142_a_prepared_folder_keeps_how_its_samples_begin(begun, tmp_path):
+    """Also one that was written before samples began as the tokenizer says: its questions have no first token."""
+    options = {"tokenizer": str(begun[1]), "tokens_per_tile": 1}
+    source = talks(tmp_path, turns(), **options)
+    given = {**OPTIONS, **options}
+    prepare(tmp_path / "t.jsonl", tmp_path / "set", options_of(str(tmp_path), given))
+    found = Prepared(tmp_path / "set")
+    assert (found.sample(0).tokens == source.sample(0).tokens).all()
+    assert found.stream(64, 0).fingerprint() == source.stream(64, 0).fingerprint()
+    assert found.about["given"]["bos"] is None
+    about = json.loads((tmp_path / "set" / MANIFEST).read_text())
+    del about["tokenizer"]["bos"], about["options"]["begin"]
+    (tmp_path / "set" / MANIFEST).write_text(json.dumps(about))
+    before = Prepared(tmp_path / "set")
+    assert before.about["given"]["bos"] == "none"
+    unasked = talks(tmp_path, turns(), **options, bos="none")
+    assert "begin" not in unasked.reader.identity
 
 
 @pytest.mark.parametrize("writes", ["", "{{ bos_token }}"])

@@ -155,6 +155,10 @@ def _manifest(folder: Path) -> dict[str, Any]:
     if version != VERSION:
         rule = f"must be {VERSION}"
         raise invalid("version", "version", version, rule, "prepare it again", where=folder)
+    # questions are written as the samples were: a folder of before samples began as the tokenizer says has no bos
+    spec, given = about.get("tokenizer") or {}, about.get("given") or {}
+    if given.get("bos", "") is None and not spec.get("bos"):
+        given["bos"] = "none"
     return about
 
 
