@@ -216,6 +216,42 @@ def test_F142_a_template_that_writes_the_first_token_gets_no_second(writes, begu
     assert talks(tmp_path, turns(), **options).sample(0).tokens.tolist() == wanted
 
 
+CHATML_OF = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% for p in m.content %}"
+    "{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}<|im_end|>\n{% endfor %}"
+)
+NEXT_ROLE = (
+    "{% for m in messages %}{{ '<|im_start|>' if m.role == 'user' else '<|im_end|>' }}{% for p in m.content %}"
+    "{{ '<image>' if p.type == 'image' else p.text }}{% endfor %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "end", "wanted"),
+    [
+        (NEXT_ROLE, "<|im_start|>", "a red square<|im_start|>é yes"),
+        (CHATML_OF, "<|im_end|>", "a red square<|im_end|>é yes<|im_end|>"),
+    ],
+)
+def test_F202_the_special_token_after_an_answer_is_its_end(
+    template, end, wanted, made, tmp_path, capsys
+):
+    """Whatever the tokenizer's own end is; GLM ends an answer by the mark of the next role, and the last one by nothing."""
+    transformers = pytest.importorskip("transformers")
+    saved = transformers.PreTrainedTokenizerFast(tokenizer_file=made[1], eos_token="</s>")
+    saved.chat_template = template
+    saved.save_pretrained(str(tmp_path / "model"))
+    options = {"tokenizer": str(tmp_path / "model"), "template": "tokenizer"}
+    source = talks(tmp_path, turns(), **options)
+    learnt = [i for i in source.sample(0).labels.tolist() if i >= 0]
+    assert made[0].decode(learnt, skip_special_tokens=False) == wanted
+    assert source.tokenizer["eos"] == end
+    told = [line for line in capsys.readouterr().err.splitlines() if "end token" in line]
+    assert len(told) == (template is NEXT_ROLE)
+    with rejects("eos", "</s>", "end", InvalidSample):
+        talks(tmp_path, turns(), **options, eos="</s>")
+
+
 def test_F143_the_end_of_an_answer_is_that_of_the_tokenizer_and_special(made, tmp_path):
     """</s> of Gemma is a tag of HTML; its end is <eos>."""
     content = json.loads(Path(made[1]).read_text().replace("<|im_end|>", "<eos>"))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from forge_vlm._shared.paths import user_path
 from forge_vlm._shared.problems import ProblemError
-from forge_vlm.data.errors import invalid
+from forge_vlm.data.errors import InvalidSample, invalid
 from forge_vlm.data.records import Message, Record
 from forge_vlm.data.templates import Piece
 
@@ -29,7 +30,8 @@ class TokenizerTemplate:
         pieces = list(template(record))
 
     It is rendered with marks in place of texts, so a text is never taken for a part of the template. Answers are learnt with
-    the end token that the template puts behind each. Raises ValueError where transformers is not installed or the folder
+    the end token that the template puts behind each: `eos`, or the special token found there, which may be the mark of the
+    next role. Raises ValueError where transformers is not installed or the folder
     has no template; calls raise InvalidSample where the template does not take the conversation, or changes its text.
     """
 
@@ -50,8 +52,9 @@ class TokenizerTemplate:
             fix = "use template 'chatml', 'vicuna' or 'plain'"
             rule = "has no chat template"
             raise invalid("tokenizer", "no_template", folder, rule, fix, kind=ProblemError)
-        self.eos: str = eos or self._tokenizer.eos_token or ""
-        self.image = image
+        self._end = self._end_of_answers()
+        self.eos: str = eos or self._end or self._tokenizer.eos_token or ""
+        self.image, self._told = image, False
         content = json.dumps(self._tokenizer.chat_template, sort_keys=True)
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
 
@@ -67,9 +70,14 @@ class TokenizerTemplate:
         answers = _answers(record.messages)
         pictures = iter([p for m in record.messages for p in m.parts if isinstance(p, int)])
         yield from self._own(record, template[0], pictures)
-        for text, answer, behind in zip(texts, answers, template[1:]):
+        for number, (text, answer, behind) in enumerate(zip(texts, answers, template[1:]), 1):
+            last = number == len(texts)
             yield Piece(text, "text", answer[0])
             if answer[1]:  # the last text of its message
+                # an end that is the mark of the next role is missing where no role follows
+                if not behind and last and self.eos == self._end:
+                    self._tell_of_no_end(record)
+                    break
                 if not behind.startswith(self.eos) or not self.eos:
                     rule = f"must begin what the template puts after an answer, {behind!r:.40}"
                     fix = "set eos to the token that ends an answer"
@@ -81,6 +89,27 @@ class TokenizerTemplate:
             rule = "must be what the template writes for each picture, and one is left out"
             fix = "set image to what it writes"
             raise invalid("image", "missing", self.image, rule, fix, where=record.name)
+
+    def _end_of_answers(self) -> str:
+        """The special token that the template writes after an answer, "" if it writes none there."""
+        added = self._tokenizer.added_tokens_decoder.values()
+        special = sorted((t.content for t in added if t.special), key=len, reverse=True)
+        asked, said = Message("user", ("",)), Message("assistant", ("",))
+        for messages in ((asked, said, asked, said), (asked, said)):
+            marks = [f"{_OPEN}{i}{_CLOSE}" for i in range(len(messages))]
+            try:
+                text = self._render(Record("a short conversation", messages), marks)
+            except InvalidSample:  # a template of one turn, or of another form
+                continue
+            behind = text.partition(marks[1])[2]
+            return next((name for name in special if behind.startswith(name)), "")
+        return ""
+
+    def _tell_of_no_end(self, record: Record) -> None:
+        if not self._told:
+            self._told = True
+            line = f"data: {record.name}: the template writes no end token after its last answer, so its end is not learned"
+            print(line, "(said once)", file=sys.stderr)
 
     def _own(self, record: Record, text: str, pictures: Iterator[int]) -> Iterator[Piece]:
         """Text of the template, with pictures in it."""
