@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from forge_core.lora import LoRAConfig
-from forge_parallel import ParallelConfig
+from forge_parallel import Meshes, ParallelConfig
 from forge_testing.problems import ANY, assert_problem, rejects
 from forge_train import ConfigError, DataError, JobError, StateError, plan
 from forge_train.config.lora import LoRASection
@@ -344,7 +344,7 @@ def harnesses(monkeypatch: pytest.MonkeyPatch) -> tuple[Any, Any]:
         monkeypatch.delitem(sys.modules, f"forge_train.{name}", raising=False)
     from forge_train import lm_harness, lmms
 
-    for name in ("lm_harness", "lmms"):  # not for other tests
+    for name in ("lm_harness", "lmms"):  # not for other tests: monkeypatch would put them back
         del sys.modules[f"forge_train.{name}"]
         delattr(sys.modules["forge_train"], name)
     return lm_harness.Forge, lmms.Forge
@@ -402,3 +402,26 @@ def test_requests_that_harnesses_cannot_make(harnesses: tuple[Any, Any]) -> None
     one._model = lambda tokens, document_ids: torch.zeros(1, 1, 8)
     with rejects("sequence_parallel", True, "unsupported", ConfigError):
         list(forge._score(one, [([1, 2], [3, 4])]))
+
+
+def test_F203_a_continuation_is_scored_in_full_or_rejected(harnesses: tuple[Any, Any]) -> None:
+    """The score of a bigram model is a sum over the pairs of neighbors."""
+    logits = torch.randn(7, 7, generator=torch.Generator().manual_seed(0))
+    chances = logits.log_softmax(-1).tolist()
+    asked: Any = object.__new__(harnesses[0])
+    asked.path, asked.batch_size, asked.max_length = "runs/a", 2, 8
+    asked._meshes, asked._parallel = Meshes(torch.device("cpu")), ParallelConfig()
+    asked._agreement = SimpleNamespace(exchange=lambda found: [found])
+    asked._model = lambda tokens, document_ids: logits[tokens]
+
+    def score(context: list[int], ids: list[int]) -> float:
+        found = asked._loglikelihood_tokens([(None, [1], [2]), (None, context, ids)])
+        return float(found[1][0])
+
+    for context, ids in [[1, 2, 3], [4, 5]], [[1] * 20, [4, 5]], [[1, 2, 3], [5, 6] * 4]:
+        pairs = zip([context[-1], *ids], ids)
+        assert score(context, ids) == pytest.approx(sum(chances[a][b] for a, b in pairs), abs=1e-5)
+    with rejects("requests", 9, "length", ConfigError):
+        score([1, 2, 3], [5] * 9)
+    with rejects("requests", [], "empty", ConfigError):
+        score([], [5, 6])

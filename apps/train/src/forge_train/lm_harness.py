@@ -64,9 +64,9 @@ class Forge(TemplateLM):  # type: ignore[misc, unused-ignore]
         Forge("runs/mine", batch_size=8).loglikelihood(requests)
         Forge("runs/mine", tp=2)                    # in a script under torchrun, on every rank
 
-    A context that is longer than the model's rows loses its beginning. Contexts begin as the tokenizer begins a text. A
-    request without a context stands behind the token that begins a text, or where there is none behind the end of a document,
-    as rows of training do; ConfigError where the tokenizer has neither.
+    A context that is longer than the model's rows loses its beginning; a continuation that is longer is a ConfigError.
+    Contexts begin as the tokenizer begins a text. A request without a context stands behind the token that begins a text,
+    or where there is none behind the end of a document, as rows of training do; ConfigError where the tokenizer has neither.
 
     On several ranks every rank calls every method with all requests, and has all answers; lm_eval's own rank is 0 of 1 on
     each, and `simple_evaluate` returns its result on the first rank of a host. Batches are those of one process. The axes
@@ -167,6 +167,7 @@ class Forge(TemplateLM):  # type: ignore[misc, unused-ignore]
         size = self.batch_size
         batches = [order[first : first + size] for first in range(0, len(order), size)]
         self._refuse_other_requests([pair for _, *pair in requests])
+        self._refuse_lengths(requests)
         found: list[tuple[int, float, bool]] = []
         for batch, mine in self._dealt(batches):
             scores = list(self._score([requests[i][1:] for i in batch]))
@@ -183,6 +184,19 @@ class Forge(TemplateLM):  # type: ignore[misc, unused-ignore]
             )
             fix = "give every rank all of them, with the same seeds and without use_cache"
             raise invalid("requests", "mismatch", ..., rule, fix, kind=ConfigError)
+
+    def _refuse_lengths(self, requests: Sequence[tuple[Any, list[int], list[int]]]) -> None:
+        """ConfigError for a request that can be scored only in part; a context that is too long loses its beginning."""
+        for number, (text, context, ids) in enumerate(requests):
+            where = f"request {number} {text!r:.80}"
+            if not context or not ids:
+                rule, fix = "needs tokens before and of the continuation", "correct the task"
+                raise invalid("requests", "empty", [], rule, fix, where=where, kind=ConfigError)
+            if len(ids) > self.max_length:
+                rule = f"tokens of the continuation are more than the model's max_seq_len {self.max_length}"
+                fix = "leave the task out, or use a model of longer sequences"
+                value = len(ids)
+                raise invalid("requests", "length", value, rule, fix, where=where, kind=ConfigError)
 
     def _dealt(self, parts: Sequence[Any]) -> Iterator[tuple[Any, bool]]:
         """This data rank's parts, as many as any has, and whether its answer counts: weights are gathered together."""
@@ -216,9 +230,9 @@ class Forge(TemplateLM):  # type: ignore[misc, unused-ignore]
             fix = "use sequence_parallel=False, or tp=1"
             raise invalid("sequence_parallel", "unsupported", True, rule, fix, kind=ConfigError)
         for row, (_, ids), own in zip(rows, pairs, logits):
-            n = min(len(ids), len(row) - 1)
-            logs = self._whole(own[len(row) - 1 - n : len(row) - 1]).float().log_softmax(-1)
-            wanted = row[-n:].to(device)
+            end = len(row) - 1
+            logs = self._whole(own[end - len(ids) : end]).float().log_softmax(-1)
+            wanted = row[-len(ids) :].to(device)
             chosen = logs.gather(1, wanted[:, None])
             yield float(chosen.sum()), bool((logs.argmax(-1) == wanted).all())
 
