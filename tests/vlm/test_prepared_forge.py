@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from forge_data import SourceConfig, open_stream
 from forge_testing import forge_train, start, wait_for_step
 from forge_testing.faults import signal_rank
 from forge_testing.pictures import Squares
-from forge_testing.problems import rejects
+from forge_testing.problems import ANY, rejects
 from forge_testing.runs import (
     assert_same_bits,
     assert_same_rows,
@@ -31,7 +32,12 @@ from forge_testing.runs import (
 )
 from forge_testing.vlm_jobs import CLIP, flags, write_vlm_job
 from forge_train import Callback, ConfigError, DataError
+from forge_train.trainer.exact_match import prompts_of
 from forge_vlm import VLM, ModalityConfig, VisionConfig, VLMConfig
+from forge_vlm.data import Prompts
+from forge_vlm.data.prepare import prepare as prepare_talks
+from forge_vlm.data.prepared import Prepared
+from forge_vlm.data.source import options_of
 from forge_vlm.vision import build_encoder
 
 pytestmark = pytest.mark.lane("test")
@@ -145,6 +151,54 @@ def test_a_run_goes_on_from_files_with_the_folder_that_was_prepared(
     job_of(tmp_path / "b", out)
     fit_alone(other)
     assert_same_rows(columns(other), columns(job))
+
+
+def letters(folder: Path) -> Path:
+    """A tokenizer of single letters whose ids are not those of bytes."""
+    tokenizers = pytest.importorskip("tokenizers")
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    model = tokenizers.models.BPE(vocab={c: 255 - i for i, c in enumerate(letters)}, merges=[])
+    made = tokenizers.Tokenizer(model)
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.add_special_tokens(["</s>", "<image>", "<s>"])
+    made.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_F136_questions_are_written_as_the_rows_of_a_prepared_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens up to the first label, and the pixels, are those of the rows; so with streaming, which prepare has not."""
+    path = talks(tmp_path / "talks", 4)
+    monkeypatch.chdir(letters(tmp_path))
+    fixed = {"fixed": {"size": 16, "fit": "pad"}}
+    options = {"resolution": fixed, "tokens_per_tile": 4, "template": "vicuna", "bos": "<s>"}
+    options |= {"tokenizer": "tokenizer.json", "mean": [0.1, 0.5, 0.9]}
+    prepare_talks(str(path), "out", options_of(str(path), options))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    out, row_options = tmp_path / "out", {"pack": False, "too_long": "skip"}
+    rows = Prepared(out)
+
+    def asked(path: Path, options: dict[str, Any]) -> Prompts:
+        source = SourceConfig("vlm", str(path), options=options, split="train")
+        return prompts_of(SimpleNamespace(data=SimpleNamespace(sources={"talks": source})))  # type: ignore[arg-type]
+
+    streamed = {"streaming": True, "virtual_shards": 6, "shuffle_window": 4}
+    own = {**options, **streamed, "tokenizer": str(tmp_path / "tokenizer.json")}
+    for prompts in asked(out, {}), asked(out, row_options), asked(path, own):
+        for number, prompt in enumerate(prompts.read(path)):
+            row = rows.sample(number)
+            known = row.tokens[: np.flatnonzero(row.labels != -100)[0] + 1]
+            assert prompt.tokens.tolist() == known.tolist()
+            wanted = [m["images"] for m in rows.decoder.media(row)[0]]
+            assert torch.equal(prompts.media([prompt])["images"], torch.cat([torch.zeros(0, 3, 16, 16, dtype=torch.uint8), *wanted]))  # fmt: skip
+    with rejects("template", "chatml", "mismatch", ConfigError):
+        asked(out, {"template": "chatml"})
+    with (tmp_path / "tokenizer.json").open("a") as file:
+        file.write("\n")
+    with rejects("tokenizer", ANY, "mismatch", ConfigError):
+        asked(out, {})
 
 
 class Stop(Callback):

@@ -28,8 +28,8 @@ COLUMN = "eval/exact_match"
 
 
 def prompts_of(config: JobConfig, name: str | None = None) -> Prompts:
-    """What writes prompts as a source of conversations of the job does, the first if none is named. ConfigError where
-    there is none."""
+    """What writes prompts as a source of conversations of the job does, the first if none is named: also one that is
+    prepared or streaming. ConfigError where there is none."""
     sources = {n: s for n, s in config.data.sources.items() if s.name in KINDS}
     if not sources:
         rule = "must have a source of name 'vlm', whose template and resolution write questions with images"
@@ -37,7 +37,7 @@ def prompts_of(config: JobConfig, name: str | None = None) -> Prompts:
     source = sources[name] if name is not None else next(iter(sources.values()))
     options: dict[str, Any] = {k: v for k, v in source.options.items() if k != "format"}
     with config_errors():
-        return Prompts(**options)
+        return Prompts.of_source(source.path or "", **options)
 
 
 class ExactMatch:

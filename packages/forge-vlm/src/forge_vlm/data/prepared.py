@@ -32,7 +32,7 @@ from forge_vlm.data.sample import Sample
 from forge_vlm.data.samples import Counted, CountedSamples
 from forge_vlm.resolution import Layout
 
-__all__ = ["MANIFEST", "Prepared", "is_prepared", "verify"]
+__all__ = ["MANIFEST", "Prepared", "is_prepared", "prepared_options", "verify"]
 
 MANIFEST = "prepared.json"
 VERSION = 2  # of the files, and of what is read into them
@@ -143,6 +143,24 @@ def verify(path: str | Path) -> dict[str, Any]:
                 rule = "is damaged"
                 raise invalid("", "damaged", ..., rule, "prepare it again", where=Path(path) / name)
     return about
+
+
+def prepared_options(
+    path: str | Path, given: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """(options of a folder, with others for rows; digests of its tokenizer and chat template by name).
+
+    The tokenizer is named as when it was prepared or, where that was in another working directory, by its full path.
+    """
+    about = _manifest(Path(path))
+    options = _merged(about["given"], given, str(path))
+    if options["tokenizer"] != "byte" and not Path(options["tokenizer"]).exists():
+        file = Path(about["tokenizer"]["path"])
+        options["tokenizer"] = str(file.parent if options["template"] == "tokenizer" else file)
+    # older folders end answers by other rules
+    options["eos"] = about["tokenizer"].get("eos", options["eos"])
+    names = ("tokenizer", "chat_template", "begin")
+    return options, {name: about["options"][name] for name in names if name in about["options"]}
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

@@ -14,10 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forge_vlm._shared.problems import raise_problems
+from forge_vlm._shared.problems import ProblemError, raise_problems
 from forge_vlm.data.errors import invalid
 from forge_vlm.data.formats import open_records
 from forge_vlm.data.options import problems
+from forge_vlm.data.prepared import is_prepared, prepared_options
 from forge_vlm.data.reader import Reader
 from forge_vlm.data.records import DOCUMENT, Message, Picture, Record
 from forge_vlm.data.sample import sample_of
@@ -27,6 +28,7 @@ from forge_vlm.resolution import Layout
 
 __all__ = ["Prompt", "Prompts"]
 
+_STREAMING = ("streaming", "virtual_shards", "shuffle_window")  # options of `open_source` alone
 _ANSWER = "answer"  # stands where the model goes on, for templates that ask for a text
 
 
@@ -49,7 +51,8 @@ class Prompts:
         new = generate(model, [p.tokens for p in asked], 20, extras=prompts.media(asked), eos_id=prompts.tokens.eos_id)
 
     Options are those of `Conversations`, of which those about rows (pack, weigh, corrupt, ...) mean nothing here. Raises
-    ValueError for options, InvalidSample for records and pictures.
+    ValueError for options, InvalidSample for records and pictures. `Prompts.of_source(path, **options)` takes those of a
+    source of any kind.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -57,6 +60,25 @@ class Prompts:
         raise_problems("prompts", problems(given))
         reader = Reader(given)
         self.tokens, self.template, self.pictures = reader.tokens, reader.template, reader.pictures
+        self.identity = reader.identity
+
+    @classmethod
+    def of_source(cls, path: str | Path, **options: Any) -> Prompts:
+        """What `open_source` of a path and its options makes of a conversation, up to its last answer.
+
+        A prepared folder has its own options; those of streaming mean nothing here. Raises ValueError also for a tokenizer
+        or chat template that is no longer the one of the folder.
+        """
+        given = {key: value for key, value in options.items() if key not in _STREAMING}
+        if not is_prepared(path):
+            return cls(**given)
+        given, digests = prepared_options(path, given)
+        prompts = cls(**given)
+        for key, digest in digests.items():
+            if prompts.identity.get(key) != digest:
+                rule, fix = f"is not the one with which {path} was prepared", "restore it"
+                raise invalid(key, "mismatch", given["tokenizer"], rule, fix, kind=ProblemError)
+        return prompts
 
     def read(self, path: str | Path, format: str = "chat", most: int | None = None) -> list[Prompt]:
         """The prompts of a file's records in order, of the first `most` of them."""
