@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +13,17 @@ from tests.vlm.test_exact_match import colours, keys
 from tests.vlm.test_hugging_face import IMAGE, LLAVA, SIDE, save
 
 from forge_core import SamplingConfig
+from forge_data import SourceConfig
 from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone
 from forge_testing.vlm_jobs import write_vlm_job
 from forge_train import ConfigError
+from forge_train.config.init import InitConfig
+from forge_train.hf.prompts import folder_prompts
 from forge_train.report.pictures import load_asked
 from forge_train.report.text import stream_text
+from forge_train.trainer.exact_match import prompts_of
+from forge_vlm import answers
 from forge_vlm.answers import answer_all
 
 pytestmark = pytest.mark.lane("test")
@@ -141,3 +147,30 @@ def test_draws_are_those_of_the_seed(run: Path, tmp_path: Path) -> None:
     hot = SamplingConfig(temperature=2.0, seed=3)
     found = [[*answer_all(model, prompts, asked, 6, hot, rows)] for rows in (2, 5)]
     assert found[0] == found[1]
+
+
+def test_F144_each_end_of_a_folder_ends_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked as a folder, and in a run that began from it; ids that ended a text come from generate itself."""
+    folder = folder_of(tmp_path / "run/hf")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 7]}')
+    one: Any = SimpleNamespace(cross=True, config=SimpleNamespace(modalities={"image": SimpleNamespace(first_id=IMAGE)}))  # fmt: skip
+    options = {"resolution": {"fixed": {"size": SIDE}}, "tokens_per_tile": 4, "template": "vicuna"}
+    options |= {"tokenizer": str(folder)}
+    source = SourceConfig("vlm", "talks.jsonl", options=options, split="train")
+    data, place = SimpleNamespace(sources={"talks": source}), SimpleNamespace(dir=tmp_path / "run")
+    config: Any = SimpleNamespace(data=data, run=place, init=InitConfig())
+    given: list[Any] = []
+
+    def generated(*values: Any, **_: Any) -> torch.Tensor:
+        given.append(values[4])
+        return torch.tensor([[4, 6, 7, 4], [3, 0, 4, 4], [5, 4, 4, 4]])
+
+    monkeypatch.setattr(answers, "generate", generated)
+    for prompts in folder_prompts(folder, one), prompts_of(config):
+        asked = [prompts.of("a", ())] * 3
+        model = torch.nn.Linear(1, 1)
+        assert answers.answer(model, prompts, asked, {}, 4) == ["bd", "a", ""]
+        answers.answer(model, prompts, asked, {}, 4, stops=False)
+    assert given == [(0, 5, 7), None] * 2

@@ -32,6 +32,7 @@ from forge_testing.runs import (
 )
 from forge_testing.vlm_jobs import CLIP, flags, write_vlm_job
 from forge_train import Callback, ConfigError, DataError
+from forge_train.config.init import InitConfig
 from forge_train.trainer.exact_match import prompts_of
 from forge_vlm import VLM, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.data import Prompts
@@ -182,7 +183,8 @@ def test_F136_questions_are_written_as_the_rows_of_a_prepared_folder(
 
     def asked(path: Path, options: dict[str, Any]) -> Prompts:
         source = SourceConfig("vlm", str(path), options=options, split="train")
-        return prompts_of(SimpleNamespace(data=SimpleNamespace(sources={"talks": source})))  # type: ignore[arg-type]
+        data, run = SimpleNamespace(sources={"talks": source}), SimpleNamespace(dir=str(tmp_path))
+        return prompts_of(SimpleNamespace(data=data, run=run, init=InitConfig()))  # type: ignore[arg-type]
 
     streamed = {"streaming": True, "virtual_shards": 6, "shuffle_window": 4}
     own = {**options, **streamed, "tokenizer": str(tmp_path / "tokenizer.json")}

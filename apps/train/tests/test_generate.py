@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from forge_core import SamplingConfig
+from forge_data import SourceConfig
+from forge_data.kinds import TextConfig
 from forge_testing.problems import rejects
 from forge_train import ConfigError
+from forge_train.config.init import InitConfig
 from forge_train.jobs import load_folder
 from forge_train.report.text import continuation, continue_all, read_prompts, stream_text
+from forge_train.trainer.build import run_tokenizer
 
 pytestmark = pytest.mark.lane("test")
 
@@ -46,12 +52,10 @@ def test_a_folder_writes_what_transformers_writes(
     path = folder(tmp_path / "hf")
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    wanted = theirs.generate(
-        torch.tensor([[1, 2]]), max_new_tokens=12, do_sample=False, eos_token_id=3
-    )
+    wanted = theirs.generate(torch.tensor([[1, 2]]), max_new_tokens=12, do_sample=False)
     words = json.loads((path / "tokenizer.json").read_text())["model"]["vocab"]
     names = {i: word for word, i in words.items()}
-    ids = [i for i in wanted[0, 2:].tolist() if i != 3]
+    ids = [i for i in wanted[0, 2:].tolist() if i not in (3, 7)]
     assert stream_text(path, prompt="one two", max_new_tokens=12, temperature=0.0) == 0
     shown = capsys.readouterr()
     assert shown.out.split() == ["one", "two" + names[ids[0]], *(names[i] for i in ids[1:])]
@@ -148,3 +152,51 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path, capsys: pytest.Capt
     (path / "tokenizer.json").unlink()
     with rejects("folder", str(path), "tokenizer", ConfigError):
         load_folder(path)
+
+
+def test_F144_each_end_of_a_folder_ends_a_text_as_in_transformers(tmp_path: Path) -> None:
+    """Of generation_config.json, otherwise of config.json; in a run that began from the folder, too."""
+    path = folder(tmp_path / "hf")
+    transformers = pytest.importorskip("transformers")
+    vocabulary = json.loads((path / "tokenizer.json").read_text())["model"]["vocab"]
+    names = {i: word for word, i in vocabulary.items()}
+    greedy = SamplingConfig(temperature=0.0)
+    (tmp_path / "text.txt").write_text("one two")
+    shutil.copytree(path, tmp_path / "run/hf")
+    text = SourceConfig("text", str(tmp_path / "text.txt"), text=TextConfig(str(path / "tokenizer.json"), "none"))  # fmt: skip
+    data, place = SimpleNamespace(sources={"text": text}), SimpleNamespace(dir=tmp_path / "run")
+    config: Any = SimpleNamespace(data=data, run=place, init=InitConfig())
+
+    def set_ends(configured: Any, generated: Any) -> None:
+        for folder in (path, tmp_path / "run/hf"):
+            table = json.loads((path / "config.json").read_text())
+            (folder / "config.json").write_text(json.dumps({**table, "eos_token_id": configured}))
+            (folder / "generation_config.json").unlink(missing_ok=True)
+            if generated is not None:
+                table = {"eos_token_id": generated}
+                (folder / "generation_config.json").write_text(json.dumps(table))
+
+    def theirs() -> list[int]:
+        model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        found = model.generate(torch.tensor([[1, 2]]), max_new_tokens=9, do_sample=False)
+        return list(found[0, 2:].tolist())
+
+    set_ends(None, None)
+    free = theirs()
+    end = next(token for token in reversed(free) if free.index(token) > 1)
+    other = next(token for token in range(40) if token not in free)
+    for configured, generated in (
+        *(([other, end], [other, end]), (other, [other, end]), (other, end), (None, end)),
+        *(([other, end], None), (end, None)),
+    ):
+        set_ends(configured, generated)
+        wanted = [names[token] for token in theirs() if token != end]
+        assert len(wanted) == free.index(end)
+        model, tokenizer = load_folder(path)
+        for each in (tokenizer, run_tokenizer(config)):
+            assert "".join(continuation(model, each, "one two", 9, greedy, "cpu")).split() == wanted
+            (shown,) = continue_all(model, each, ["one two"], greedy, 9, None, 1)
+            assert shown.split() == wanted
+    set_ends("</s>", None)
+    with rejects("eos_token_id", "</s>", "type", ConfigError, where="config.json"):
+        run_tokenizer(config)

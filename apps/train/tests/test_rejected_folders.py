@@ -425,3 +425,26 @@ def test_F203_a_continuation_is_scored_in_full_or_rejected(harnesses: tuple[Any,
         score([1, 2, 3], [5] * 9)
     with rejects("requests", [], "empty", ConfigError):
         score([], [5, 6])
+
+
+def test_F144_each_end_of_the_tokenizer_ends_a_text_of_lm_eval(
+    harnesses: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each row ends at the first of its ends, and is written until those of all ranks have one."""
+    forge, written = harnesses[0], []
+    asked: Any = SimpleNamespace(
+        _model=None, _agreement=SimpleNamespace(exchange=lambda done: [done])
+    )
+    asked._tokens = SimpleNamespace(end_ids=(3, 7), decode=lambda ids: " ".join(map(str, ids)))
+    text = SimpleNamespace(prompt=[1], num_new=6, temperature=0.0, until=())
+
+    def stream(*_: Any) -> Any:
+        for token in row:
+            written.append(token)
+            yield torch.tensor([token])
+
+    monkeypatch.setitem(forge._continue.__globals__, "generate_stream", stream)
+    for row, shown in ([5, 7, 3, 5], "5"), ([3, 5], ""), ([5, 6], "5 6"):
+        written.clear()
+        assert forge._continue(asked, text) == shown
+        assert len(written) == min(len(row), len(shown.split()) + 1)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.lane("test")
 
 
 class Letters:
-    eos_id = 0
+    eos_id, end_ids = 0, (0, 9)
     vocab_size = 2**20
 
     def encode(self, prompt: str) -> list[int]:

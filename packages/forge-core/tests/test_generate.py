@@ -101,6 +101,18 @@ def test_F50_token_zero_is_an_eos_and_none_never_stops() -> None:
     assert generate(open_end, [[1], [1]], 4, GREEDY).tolist() == [[3, 0, 6, 7], [4, 5, 0, 7]]
 
 
+def test_F144_each_id_of_a_list_ends_a_row() -> None:
+    """A row repeats the end that it wrote."""
+    columns = [[3, 4, 1], [0, 5, 1], [6, 7, 2], [7, 7, 0], [8, 8, 8]]
+    for ends in [0, 7], (7, 0), torch.tensor([0, 7]):
+        model = Script(columns)
+        out = generate(model, [[1]] * 3, 5, GREEDY, eos_id=ends)  # type: ignore[arg-type]
+        assert out.tolist() == [[3, 0, 0, 0], [4, 5, 7, 7], [1, 1, 2, 0]]
+        assert model.calls == 4
+    assert generate(Script(columns), [[1]] * 3, 5, GREEDY, eos_id=[]).size(1) == 5
+    assert generate(Script(columns), [[1]] * 3, 5, GREEDY, eos_id=[9]).size(1) == 5
+
+
 def test_stream_gives_the_columns_and_leaves_modes_as_they_were() -> None:
     model = small().train()
     wanted = generate(model, PROMPTS, 6, GREEDY)

@@ -22,6 +22,7 @@ from forge_train._shared.problems import invalid
 from forge_train.config.layers import read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
 from forge_train.config.schema import JobConfig
+from forge_train.config.tokenizer import folder_ends
 from forge_train.errors import (
     ConfigError,
     StateError,
@@ -172,8 +173,6 @@ def load_folder(
     found.load(model)
     with config_errors():
         tokenizer = load_tokenizer(str(path))
-    end = found.hf.get("eos_token_id")
-    end = end[0] if isinstance(end, list) and end else end  # the first of several
-    if isinstance(end, int):
-        tokenizer.eos_id = end
+    if ends := folder_ends(found.path):
+        tokenizer.eos_id, tokenizer.end_ids = ends[0], ends
     return model.eval(), tokenizer

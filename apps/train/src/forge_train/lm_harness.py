@@ -16,6 +16,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -289,15 +290,13 @@ class Forge(TemplateLM):  # type: ignore[misc, unused-ignore]
 
     def _continue(self, asked: _Text) -> str:
         """The text of this data rank; it goes on until those of all ranks have ended."""
-        sampling, end = SamplingConfig(temperature=asked.temperature), self._tokens.eos_id
+        sampling, ends = SamplingConfig(temperature=asked.temperature), {*self._tokens.end_ids}
         ids: list[int] = []
         for column in generate_stream(self._model, [asked.prompt], asked.num_new, sampling):
             ids.append(int(column))
-            if all(self._agreement.exchange(end in ids)):
+            if all(self._agreement.exchange(not ends.isdisjoint(ids))):
                 break
-        if end in ids:
-            ids = ids[: ids.index(end)]
-        text = self._tokens.decode(ids)
+        text = self._tokens.decode([*takewhile(lambda i: i not in ends, ids)])
         for stop in asked.until:
             text = text.split(stop)[0]
         return text

@@ -20,6 +20,7 @@ from forge_core._shared.problems import Problem, invalid, raise_problems
 __all__ = ["SamplingConfig", "generate", "generate_stream"]
 
 Prompts = Tensor | Sequence[Sequence[int]] | Sequence[Tensor]
+Ends = int | Sequence[int] | None
 
 
 @dataclass(frozen=True)
@@ -66,12 +67,12 @@ def generate(
     tokens: Prompts,
     max_new_tokens: int,
     sampling: SamplingConfig = SamplingConfig(),
-    eos_id: int | None = None,
+    eos_id: Ends = None,
     prefill_chunk: int | None = None,
     first_row: int = 0,
     extras: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """New tokens (B, N) int64 after prompts; N is below `max_new_tokens` if every row met `eos_id`.
+    """New tokens (B, N) int64 after prompts; N is below `max_new_tokens` if every row met an `eos_id`.
 
         generate(model, [[1, 2, 3], [4]], 20, SamplingConfig(temperature=0.0))
 
@@ -90,7 +91,7 @@ def generate_stream(
     tokens: Prompts,
     max_new_tokens: int,
     sampling: SamplingConfig = SamplingConfig(),
-    eos_id: int | None = None,
+    eos_id: Ends = None,
     prefill_chunk: int | None = None,
     first_row: int = 0,
     extras: Mapping[str, Any] | None = None,
@@ -99,8 +100,8 @@ def generate_stream(
 
     tokens: (B, S) int64 or a sequence of prompts of any lengths; they go to the model's device.
     Rows are independent: a row's tokens do not depend on the others nor on their number. A row that
-    produced `eos_id` repeats it; all rows there, the stream ends. `eos_id=None` never stops, and 0
-    is an id like any other. Rows draw as rows `first_row`, `first_row + 1`, ... of a larger batch would.
+    produced `eos_id`, or one of several, repeats it; all rows there, the stream ends. `eos_id=None` never stops,
+    and 0 is an id like any other. Rows draw as rows `first_row`, `first_row + 1`, ... of a larger batch would.
 
     `model` is called `model(tokens, document_ids=..., cache=..., last_only=True)` in eval mode,
     which is undone when the stream ends or is closed. Cost: a forward of S tokens, or S / `prefill_chunk`
@@ -136,7 +137,9 @@ def generate_stream(
     chunk = size if prefill_chunk is None else prefill_chunk
     draws = _Draws(sampling.seed, rows.size(0), device, first_row)
     given = extras or {}
-    return _steps(model, rows, document_ids, max_new_tokens, sampling, eos_id, chunk, draws, given)
+    ids = [eos_id] if isinstance(eos_id, int) else [] if eos_id is None else list(eos_id)
+    ends = torch.tensor(ids, dtype=torch.int64, device=device) if ids else None
+    return _steps(model, rows, document_ids, max_new_tokens, sampling, ends, chunk, draws, given)
 
 
 def _steps(
@@ -145,7 +148,7 @@ def _steps(
     document_ids: Tensor | None,
     max_new_tokens: int,
     sampling: SamplingConfig,
-    eos_id: int | None,
+    ends: Tensor | None,
     chunk: int,
     draws: _Draws,
     extras: Mapping[str, Any],
@@ -169,12 +172,13 @@ def _steps(
                 chosen = sample(logits, sampling, draws)
                 if seen is not None:
                     seen.scatter_(1, chosen.unsqueeze(1), True)
-                if eos_id is not None:
-                    chosen = torch.where(finished, eos_id, chosen)
-                    finished = finished | (chosen == eos_id)
+                if ends is not None:
+                    # the token before, which in the first step belongs to the prompt: then no row is finished
+                    chosen = torch.where(finished, tokens[:, -1], chosen)
+                    finished = finished | (chosen.unsqueeze(1) == ends).any(1)
                 tokens = chosen.unsqueeze(1)  # (B, 1)
             yield chosen.clone()
-            if eos_id is not None and bool(finished.all()):
+            if ends is not None and bool(finished.all()):
                 return
 
 

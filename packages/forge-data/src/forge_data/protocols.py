@@ -93,13 +93,15 @@ class ShardedStream(Stream, Protocol):
 class Tokenizer(Protocol):
     """Text to ids and back.
 
-    `eos_id` is None where there is no end-of-document token; 0 is a legal id, so test with `is None`.
+    `eos_id` is None where there is no end-of-document token; 0 is a legal id, so test with `is None`. `end_ids` are
+    those that end a text which a model writes, `eos_id` among them.
     A tokenizer may also have `begin_ids`, a tuple of the ids that begin a text; one without it has none.
     `splittable` is True if encoding a text piece by piece gives the same ids as encoding it whole.
     """
 
     vocab_size: int
     eos_id: int | None
+    end_ids: tuple[int, ...]
     fingerprint: str
     splittable: bool
 

@@ -33,6 +33,7 @@ class ByteTokenizer:
     vocab_size = 257
     eos_id: int | None = 256
     begin_ids: tuple[int, ...] = ()
+    end_ids: tuple[int, ...] = (256,)
     fingerprint = "byte-1"
     splittable = True
 
@@ -64,7 +65,7 @@ class JsonTokenizer:
     eos: the token that ends a document, or "none"; by default that of the tokenizer's files, see `end_tokens`.
     bos: the token that begins one, or several, or "none"; by default as the tokenizer's files say, see `begin_tokens`.
 
-    `begin` and `end` hold them with the reason, `begin_ids` and `eos_id` their ids; `eos_id` is None unless there is one.
+    `begin` and `end` hold them with the reason, `begin_ids` and `end_ids` their ids; `eos_id` is None unless there is one.
     A file `tokenizer.json` belongs to the tokenizer_config.json and special_tokens_map.json next to it. Raises InvalidData
     for a missing or broken file and ValueError for an unknown token. Usage: `JsonTokenizer("tokenizer.json").encode("hi")`.
     """
@@ -99,6 +100,7 @@ class JsonTokenizer:
         self.begin = self._chosen("bos", bos, begin_tokens)
         self.end = self._chosen("eos", eos, end_tokens)
         self.begin_ids = tuple(number for number, _ in self.begin.tokens)
+        self.end_ids = tuple(number for number, _ in self.end.tokens)
         only = self.end.tokens[0] if len(self.end.tokens) == 1 else (None, None)
         self.eos_id: int | None = only[0]
         self.eos: str | None = only[1]

@@ -31,7 +31,7 @@ def answer_all(
     sampling: SamplingConfig = GREEDY,
     rows: int = 8,
 ) -> Iterator[str]:
-    """The answer to each prompt up to its end token, `rows` prompts at a time; each picture is encoded once.
+    """The answer to each prompt up to an end token, `rows` prompts at a time; each picture is encoded once.
 
         for text in answer_all(model, prompts, prompts.read("questions.jsonl"), 20):
             print(text)
@@ -61,7 +61,7 @@ def answer(
     together on rows of their own.
     """
     rows = [torch.from_numpy(prompt.tokens) for prompt in asked]
-    eos = prompts.tokens.eos_id if stops else None
+    eos = prompts.end_ids if stops else None
     extras = media_on(model, media)
     new = generate(
         model, rows, max_new_tokens, sampling, eos, first_row=first_row, extras=extras

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forge_train._shared.problems import Problem
+from forge_ckpt.hf import read_json
+from forge_train._shared.problems import Problem, invalid
 from forge_train.config.imported import FILES
 from forge_train.config.init import InitConfig, find_source, has_begun
+from forge_train.errors import ConfigError
 
 _FILE = "tokenizer.json"
 #: Parts of the file that decide about ids. The rest is about what goes around a text, and how ids are shown.
@@ -28,7 +30,8 @@ def tokenizer_problems(
     """
     if init.other_tokenizer or spec is None:
         return []
-    path = beside_weights(init, run_dir)
+    folder = folder_of_weights(init, run_dir)
+    path = None if folder is None else tokenizer_in(folder)
     if path is None or gives_same_ids(spec, path):
         return []
     made = "bytes" if spec["name"] == "byte" else f"{spec.get('path', spec['name'])}"
@@ -37,13 +40,41 @@ def tokenizer_problems(
     return [Problem(key, "weights", made, rule, fix)]
 
 
-def beside_weights(init: InitConfig, run_dir: Path) -> Path | None:
-    """The tokenizer's file of the folder of Hugging Face that the weights of a run are from, if it has one."""
-    folder: Path | None = run_dir / FILES
-    if init.from_ is not None and not has_begun(run_dir):
-        source = find_source(init.from_)
-        folder = source.path if source.is_hf else source.run and source.run / FILES
-    return None if folder is None else tokenizer_in(folder)
+def folder_of_weights(init: InitConfig, run_dir: Path) -> Path | None:
+    """The files of the folder of Hugging Face that the weights of a run are from; there may be none in it."""
+    if init.from_ is None or has_begun(run_dir):
+        return run_dir / FILES
+    source = find_source(init.from_)
+    return source.path if source.is_hf else source.run and source.run / FILES
+
+
+def ends_of_weights(
+    spec: Mapping[str, Any] | None, init: InitConfig, run_dir: Path
+) -> tuple[int, ...]:
+    """End tokens of the folder that the weights of a run are from, where the data has its tokenizer."""
+    folder = folder_of_weights(init, run_dir)
+    path = None if folder is None else tokenizer_in(folder)
+    if spec is None or path is None or not gives_same_ids(spec, path):
+        return ()
+    return folder_ends(path.parent)
+
+
+def folder_ends(folder: Path) -> tuple[int, ...]:
+    """Ids that end a text in `generate` of transformers: of generation_config.json, otherwise of config.json.
+
+    Raises ConfigError for something else than an id or a list of them.
+    """
+    for path in (folder / "generation_config.json", folder / "config.json"):
+        table = read_json(path) if path.is_file() else {}
+        for part in (table, table.get("text_config") or {}):
+            if (ends := part.get("eos_token_id")) is None:
+                continue
+            found = ends if isinstance(ends, list) else [ends]
+            if not all(type(end) is int for end in found):
+                rule, fix = "must be an id or a list of ids", "correct the file"
+                raise invalid("eos_token_id", "type", ends, rule, fix, where=path, kind=ConfigError)
+            return tuple(found)
+    return ()
 
 
 def tokenizer_in(folder: Path) -> Path | None:

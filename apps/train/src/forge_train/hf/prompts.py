@@ -10,6 +10,7 @@ import torch
 
 from forge_ckpt.hf import read_json
 from forge_train._shared.problems import invalid
+from forge_train.config.tokenizer import folder_ends
 from forge_train.errors import ConfigError, config_errors
 from forge_train.hf.folder import processor_table
 from forge_vlm import VLM
@@ -48,7 +49,9 @@ def folder_prompts(folder: Path, model: VLM) -> Prompts:
     else:
         options["tokens_per_tile"] = tokens_per_tile(model)
     with config_errors():
-        return Prompts(**options)
+        prompts = Prompts(**options)
+    prompts.end_ids = tuple(dict.fromkeys((*prompts.end_ids, *folder_ends(folder))))
+    return prompts
 
 
 def tokens_per_tile(model: VLM) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import takewhile
 from pathlib import Path
 from typing import Annotated
 
@@ -36,7 +37,7 @@ def continuation(
     device: torch.device | str,
     prefill_chunk: int | None = None,
 ) -> Iterator[str]:
-    """Pieces of text that continue `prompt`, until EOS or `max_new_tokens`.
+    """Pieces of text that continue `prompt`, until an end token or `max_new_tokens`.
 
     Before the first piece is asked for it raises ConfigError when the prompt has no tokens and the tokenizer has no
     token to start from, and ValueError as `generate_stream`.
@@ -54,7 +55,7 @@ def _pieces(stream: Iterator[Tensor], tokenizer: Tokenizer) -> Iterator[str]:
     shown, new = tokenizer.decode([]), []
     for step in stream:
         token = int(step[0])
-        if token == tokenizer.eos_id:
+        if token in tokenizer.end_ids:
             break
         if token >= tokenizer.vocab_size:  # the model has more ids than the tokenizer has texts
             yield "\N{REPLACEMENT CHARACTER}"
@@ -219,7 +220,7 @@ def continue_all(
     prefill_chunk: int | None,
     rows: int,
 ) -> Iterator[str]:
-    """What follows each text, up to its end token; the same whatever `rows`, the texts that are continued at once.
+    """What follows each text, up to an end token; the same whatever `rows`, the texts that are continued at once.
 
     Refused texts raise before the first one is continued.
     """
@@ -237,13 +238,13 @@ def continue_all(
             part,
             max_new_tokens,
             sampling,
-            tokenizer.eos_id,
+            tokenizer.end_ids,
             prefill_chunk,
             first,
         ).tolist()
         for row in new:
-            end = row.index(tokenizer.eos_id) if tokenizer.eos_id in row else len(row)
-            yield tokenizer.decode([token for token in row[:end] if token < tokenizer.vocab_size])
+            text = takewhile(lambda token: token not in tokenizer.end_ids, row)
+            yield tokenizer.decode([token for token in text if token < tokenizer.vocab_size])
 
 
 def _ids(tokenizer: Tokenizer, prompt: str) -> list[int]:

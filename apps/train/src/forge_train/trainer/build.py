@@ -9,6 +9,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy
 import torch
@@ -44,6 +45,7 @@ from forge_train._shared.problems import Problem, invalid
 from forge_train.config.evaluation import VALIDATION
 from forge_train.config.model_builder import model_builder
 from forge_train.config.schema import BuiltInModelConfig, JobConfig, ModelSection
+from forge_train.config.tokenizer import ends_of_weights
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, DataError, config_errors, problems_under, refuse
 from forge_train.trainer.adapters import add_adapters
@@ -317,8 +319,14 @@ def _loader(config: JobConfig, reader: int, division: MicroBatches) -> Loader:
 
 
 def run_tokenizer(config: JobConfig) -> Tokenizer:
-    """The tokenizer of the training data, that of its first source; ValueError when it has none."""
-    return tokenizer_of(next(iter(config.data.sources.values())))
+    """The tokenizer of the training data, that of its first source; ValueError when it has none.
+
+    The end tokens of the folder that the weights are from end a text, too.
+    """
+    tokenizer = tokenizer_of(next(iter(config.data.sources.values())))
+    more = ends_of_weights(tokenizer.spec(), config.init, Path(config.run.dir))
+    tokenizer.end_ids = tuple(dict.fromkeys((*tokenizer.end_ids, *more)))
+    return tokenizer
 
 
 def tokenizer_of(source: SourceConfig) -> Tokenizer:

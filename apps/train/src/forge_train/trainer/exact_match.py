@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from forge_resilience import Agreement
 from forge_train._shared.problems import Problem, invalid
 from forge_train.config.exact_match import KINDS
 from forge_train.config.schema import JobConfig
+from forge_train.config.tokenizer import ends_of_weights
 from forge_train.errors import (
     ConfigError,
     DataError,
@@ -37,7 +39,10 @@ def prompts_of(config: JobConfig, name: str | None = None) -> Prompts:
     source = sources[name] if name is not None else next(iter(sources.values()))
     options: dict[str, Any] = {k: v for k, v in source.options.items() if k != "format"}
     with config_errors():
-        return Prompts.of_source(source.path or "", **options)
+        prompts = Prompts.of_source(source.path or "", **options)
+    more = ends_of_weights(prompts.tokens.spec, config.init, Path(config.run.dir))
+    prompts.end_ids = tuple(dict.fromkeys((*prompts.end_ids, *more)))
+    return prompts
 
 
 class ExactMatch:

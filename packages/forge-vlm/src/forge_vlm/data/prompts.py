@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,11 +49,11 @@ class Prompts:
 
         prompts = Prompts(resolution={"fixed": {"size": 224}}, tokens_per_tile=256)
         asked = [*prompts.read("questions.jsonl")]
-        new = generate(model, [p.tokens for p in asked], 20, extras=prompts.media(asked), eos_id=prompts.tokens.eos_id)
+        new = generate(model, [p.tokens for p in asked], 20, extras=prompts.media(asked), eos_id=prompts.end_ids)
 
     Options are those of `Conversations`, of which those about rows (pack, weigh, corrupt, ...) mean nothing here. Raises
     ValueError for options, InvalidSample for records and pictures. `Prompts.of_source(path, **options)` takes those of a
-    source of any kind.
+    source of any kind. `end_ids` end an answer: the end token of the template, and any that a caller adds.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -61,6 +62,7 @@ class Prompts:
         reader = Reader(given)
         self.tokens, self.template, self.pictures = reader.tokens, reader.template, reader.pictures
         self.identity = reader.identity
+        self.end_ids: tuple[int, ...] = (self.tokens.eos_id,)
 
     @classmethod
     def of_source(cls, path: str | Path, **options: Any) -> Prompts:
@@ -132,9 +134,8 @@ class Prompts:
         return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
     def text(self, ids: Sequence[int]) -> str:
-        """The text of new tokens, up to the end token."""
-        found, end = list(ids), self.tokens.eos_id
-        return self.tokens.decode(found[: found.index(end)] if end in found else found)
+        """The text of new tokens, up to the first end token."""
+        return self.tokens.decode([*takewhile(lambda i: i not in self.end_ids, ids)])
 
     def _until(self, record: Record) -> Iterator[Piece]:
         """The pieces of a conversation up to its last answer."""
