@@ -173,7 +173,7 @@ def test_adapters_of_an_imported_model_learn_an_answer(
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     tuned = peft.PeftModel.from_pretrained(base, tmp_path / "adapter")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "adapter")
     asked = tokenizer.apply_chat_template(
         talk(QUESTION), add_generation_prompt=True, return_dict=True, return_tensors="pt"
     )

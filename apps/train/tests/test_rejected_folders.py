@@ -71,7 +71,7 @@ def test_adapters_that_cannot_leave_a_run(tmp_path: Path, monkeypatch: pytest.Mo
     with rejects("--check", ..., "excludes", ConfigError):
         exporting._refuse_adapter(None, check=True)
     with rejects("--adapter", ..., "requires", ConfigError):
-        exporting._export_adapter(run, tmp_path, tmp_path, None, None, None, torch.float32)  # type: ignore[arg-type]
+        exporting._export_adapter(run, tmp_path, tmp_path, None, None, None, torch.float32, {})  # type: ignore[arg-type]
     monkeypatch.setattr(families, "VLMModelConfig", SimpleNamespace)
     with rejects("--family", "chameleon", "adapter"):
         families.modules_of(SimpleNamespace(), "chameleon")  # type: ignore[arg-type]

@@ -53,10 +53,13 @@ def ends_of_weights(
 ) -> tuple[int, ...]:
     """End tokens of the folder that the weights of a run are from, where the data has its tokenizer."""
     folder = folder_of_weights(init, run_dir)
-    path = None if folder is None else tokenizer_in(folder)
-    if spec is None or path is None or not gives_same_ids(spec, path):
-        return ()
-    return folder_ends(path.parent)
+    return () if spec is None or folder is None else ends_beside(spec, folder)
+
+
+def ends_beside(spec: Mapping[str, Any], folder: Path) -> tuple[int, ...]:
+    """`folder_ends` of a folder that has the tokenizer of the spec; none of another."""
+    path = tokenizer_in(folder)
+    return folder_ends(folder) if path is not None and gives_same_ids(spec, path) else ()
 
 
 def folder_ends(folder: Path) -> tuple[int, ...]:

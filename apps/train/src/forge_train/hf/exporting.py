@@ -16,7 +16,7 @@ from torch import Tensor
 
 from forge_ckpt import Store, read_tensors
 from forge_ckpt.hf import Row, read_json, save_hf
-from forge_data import DataConfig, load_tokenizer, open_header
+from forge_data import DataConfig
 from forge_train._shared.problems import invalid, problems_of
 from forge_train.config.files import read_toml
 from forge_train.config.imported import FILES, NAME, training_options
@@ -36,7 +36,8 @@ from forge_train.hf.families import (
     rows_of,
     section_to_hf,
 )
-from forge_train.hf.folder import SIDECAR
+from forge_train.hf.folder import SIDECAR, TOKENIZER_FILES, files_in
+from forge_train.hf.tokenizing import Tokenizing, as_json, is_talks, tokenizing_of
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
 
@@ -44,6 +45,7 @@ _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 #: Keys that are the tokenizer's, not the model's.
 _TOKENS = ("pad_token_id",)
+_GENERATION = "generation_config.json"
 _STEP = re.compile(r"step-(\d+)")
 #: Buffers of mixtures: a choice of experts needs its bias in fp32, and counts are of training alone.
 #: Modules of multi-token prediction change no logits, and transformers has no place for them.
@@ -77,8 +79,15 @@ def export_run(
         bool,
         tyro.conf.arg(help="run both models on the same tokens, and print how much logits differ"),
     ] = False,
+    template: Annotated[
+        str | None,
+        tyro.conf.arg(
+            help="source of conversations whose tokenizer and chat template are written; needed where sources differ"
+        ),
+    ] = None,
 ) -> int:
-    """Write a checkpoint as a folder that transformers loads: weights, config.json, tokenizer.
+    """Write a checkpoint as a folder that transformers loads: weights, config.json, tokenizer with the chat template and
+    the end tokens of training.
 
     Any layout of ranks may have saved it. The model is never held whole, unless --check runs it. Adapters are added to
     the weights.
@@ -88,16 +97,22 @@ def export_run(
     lora = None if low_rank is None else low_rank.adapters
     if adapter:
         _refuse_adapter(low_rank, check)
-        return _export_adapter(run, checkpoint, out, section, low_rank, family, _DTYPES[dtype])
+        found, remark = _tokenizing(data, template)
+        more = {} if found is None else found.files()
+        _export_adapter(run, checkpoint, out, section, low_rank, family, _DTYPES[dtype], more)
+        if remark := remark or (found and found.remark):
+            print(remark)
+        return 0
     with config_errors():
         name = find_family(section, family or family_of_origin(section, _original(run)))
         beside = _rows_beside(run, beside_of(section, name), name)
         rows = (*rows_of(section, name), *beside)
-        hf, files, remark = _config_and_files(run, data, name, section_to_hf(section, name))
+        written = section_to_hf(section, name)
+        hf, files, remark = _config_and_files(run, data, name, written, template)
     hf |= {"dtype": _NAMES[dtype], "torch_dtype": _NAMES[dtype]}
     files |= {
-        "config.json": _json(hf),
-        SIDECAR: _json(
+        "config.json": as_json(hf),
+        SIDECAR: as_json(
             {"format": 1, "step": _number(checkpoint), "model": training_options(section)}
         ),
     }
@@ -129,23 +144,37 @@ def _rows_beside(run: RunDirectory, patterns: Sequence[str], name: str) -> list[
 
 
 def _config_and_files(
-    run: RunDirectory, data: DataConfig | None, name: str, hf: dict[str, Any]
+    run: RunDirectory, data: DataConfig | None, name: str, hf: dict[str, Any], template: str | None
 ) -> tuple[dict[str, Any], dict[str, bytes], str | None]:
-    """(keys of config.json, other files, a remark) of a run: `hf` over what it began with, its tokenizer or the data's."""
-    original = _original(run)
-    if not original:
-        files, remark = _tokenizer_of(data, hf)
-        return hf, files, remark
-    files = {p.name: p.read_bytes() for p in sorted((run.path / FILES).iterdir()) if p.is_file()}
-    same, remark = original if original["model_type"] == name else {}, None
-    if _has_other_tokenizer(run, data):
+    """(keys of config.json, other files, a remark) of a run: `hf` over what it began with, and the tokenizer of the data."""
+    original, kept = _original(run), run.path / FILES
+    files = files_in(kept, ["*"]) if original else {}
+    same = original if original and original["model_type"] == name else {}
+    found, lost = _tokenizing(data, template)
+    other = _has_other_tokenizer(run, found)
+    if other:
         files = {n: content for n, content in files.items() if n.startswith("LICENSE")}
         same = {key: value for key, value in same.items() if not key.endswith("token_id")}
-        own, remark = _tokenizer_of(data, hf)
-        files |= own
-        remark = remark or "the tokenizer written is that of the data, not that of the weights"
     hf = {**_merged(same, hf), **{key: same[key] for key in _TOKENS if key in same}}
-    return hf, files, remark
+    if found is None:
+        # conversations that cannot be read may have been written by another template than the folder's
+        talks = data is not None and any(is_talks(source) for source in data.sources.values())
+        return hf, files, lost if other or talks or not original else None
+    if original and not found.talks and tokenizer_in(kept) is None:
+        return hf, files, None  # the end token of the weights is that of an unknown tokenizer
+
+    own, ids = found.files(), found.ids(kept)
+    if found.talks or other or not original:
+        old = files_in(kept, TOKENIZER_FILES) if original else {}
+        files = {n: content for n, content in files.items() if n not in old} | own
+    for table in (hf, hf.get("text_config")):
+        if isinstance(table, dict):
+            table |= ids
+    before = json.loads(files.get(_GENERATION, b"{}"))
+    if {**before, **ids} != before:
+        files[_GENERATION] = as_json({**before, **ids})
+    changed = "the tokenizer written is that of the data, not that of the weights"
+    return hf, files, found.remark or (changed if other else None)
 
 
 def _refuse_adapter(low_rank: LoRASection | None, check: bool) -> None:
@@ -181,8 +210,10 @@ def _export_adapter(
     low_rank: LoRASection | None,
     family: str | None,
     dtype: torch.dtype,
-) -> int:
-    """Write a folder of peft; ConfigError for a run without adapters, or layers that the family has otherwise."""
+    more: dict[str, bytes],
+) -> None:
+    """Write a folder of peft with `more` files; ConfigError for a run without adapters, or layers that the family has
+    otherwise."""
     lora = None if low_rank is None else low_rank.adapters
     if low_rank is None or lora is None:
         rule = f"needs [lora], and {run.path} has none"
@@ -194,11 +225,11 @@ def _export_adapter(
             files, rows = peft_files(tensors, names, lora, base, modules_of(section, name))
             # peft has no key for it
             about = {"format": 1, "step": _number(checkpoint), "base_dtype": low_rank.base_dtype}
-            files[SIDECAR] = _json(about)
+            files[SIDECAR] = as_json(about)
+            files |= more
             save_hf(out, rows, tensors.factors(), dtype=dtype, files=files, stem="adapter_model")
     print(f"exported the adapters of {checkpoint} to {out}: {name}, rank {lora.rank}")
     print(f"the base weights were {low_rank.base_dtype} in training: give peft the same")
-    return 0
 
 
 def _original(run: RunDirectory) -> dict[str, Any]:
@@ -272,43 +303,27 @@ def _sections(
     return section, built.get("data"), built.get("lora")
 
 
-def _has_other_tokenizer(run: RunDirectory, data: DataConfig | None) -> bool:
+def _has_other_tokenizer(run: RunDirectory, found: Tokenizing | None) -> bool:
     """Whether the data was made with another tokenizer than the one next to the weights; of data that cannot be read
     the configuration says it."""
     path = tokenizer_in(run.path / FILES)
-    if data is None or path is None:
+    if path is None or not run.config.exists():
         return False
-    source = next(iter(data.sources.values()))
-    try:
-        spec = open_header(source).tokenizer
-    except (ValueError, OSError, ImportError):
+    if found is None:
         return bool(read_toml(run.config).get("init", {}).get("other_tokenizer", False))
-    return spec is not None and not gives_same_ids(spec, path)
+    return not gives_same_ids(found.spec, path)
 
 
-def _tokenizer_of(
-    data: DataConfig | None, hf: dict[str, Any]
-) -> tuple[dict[str, bytes], str | None]:
-    """Files of the tokenizer of the data, and a remark where there are none; sets the end token in `hf`."""
+def _tokenizing(
+    data: DataConfig | None, template: str | None
+) -> tuple[Tokenizing | None, str | None]:
+    """The tokenizer of the data, or why there is none."""
+    if data is None:
+        return None, "no tokenizer is written: nothing was trained"
     try:
-        sources = [] if data is None else list(data.sources.values())
-        spec = open_header(sources[0]).tokenizer if sources else None
-        tokenizer = load_tokenizer(spec or {})
+        return tokenizing_of(data, template), None
     except (ValueError, OSError, ImportError) as error:
-        return {}, f"no tokenizer is written: {error}"
-    hf["eos_token_id"] = tokenizer.eos_id
-    generation = {"generation_config.json": _json({"eos_token_id": tokenizer.eos_id})}
-    if spec is None or spec["name"] != "json":
-        return (
-            generation,
-            "no tokenizer is written: tokens are bytes, which transformers has no file for",
-        )
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": spec.get("eos")}
-    files = {
-        "tokenizer.json": Path(spec["path"]).read_bytes(),
-        "tokenizer_config.json": _json({k: v for k, v in config.items() if v is not None}),
-    }
-    return {**generation, **files}, None
+        return None, f"no tokenizer is written: {error}"
 
 
 def _weights(source: Path | MergedTensors, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
@@ -329,7 +344,3 @@ def _number(checkpoint: Path) -> int:
     found = _STEP.fullmatch(checkpoint.absolute().name)
     assert found is not None, checkpoint
     return int(found[1])
-
-
-def _json(table: dict[str, Any]) -> bytes:
-    return (json.dumps(table, indent=2, sort_keys=True) + "\n").encode()

@@ -22,17 +22,14 @@ from forge_train.hf.beside import keep_beside
 from forge_train.hf.families import beside_of, rows_of, section_from_hf
 
 SIDECAR = "forge.json"
+#: Files of a tokenizer of transformers, and its chat template.
+TOKENIZER_FILES = (
+    *("tokenizer*.json", "tokenizer.model", "vocab.*", "merges.txt", "special_tokens_map.json"),
+    *("added_tokens.json", "chat_template.*", "*.tiktoken", "spiece.model"),
+)
 #: Files beside the weights that belong to the model: configuration, tokenizer, license.
 _KEPT = (
-    *("config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "vocab.*"),
-    *(
-        "merges.txt",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "chat_template.*",
-        "*.tiktoken",
-    ),
-    *("LICENSE*", "spiece.model"),
+    *("config.json", "generation_config.json", *TOKENIZER_FILES, "LICENSE*"),
     *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
 )
 _MAX_BYTES = 2**28
@@ -85,7 +82,7 @@ class HFModel:
 
     def files(self) -> dict[str, bytes]:
         """The files that belong to the model, by name; ConfigError for one that is no such file by its size."""
-        return _kept_files(self.path)
+        return files_in(self.path, _KEPT)
 
     def write(self, run_dir: Path, files: dict[str, bytes]) -> None:
         """Write model.toml, which jobs there get their [model] from, and what an export gives back: files, and tensors
@@ -213,10 +210,11 @@ def _sidecar(path: Path) -> dict[str, Any]:
     return model
 
 
-def _kept_files(folder: Path) -> dict[str, bytes]:
+def files_in(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
+    """The files of a folder whose names match; ConfigError for one that is no such file by its size."""
     found = {}
     for path in sorted(folder.iterdir()):
-        if path.is_file() and any(fnmatchcase(path.name, pattern) for pattern in _KEPT):
+        if path.is_file() and any(fnmatchcase(path.name, pattern) for pattern in patterns):
             if path.stat().st_size > _MAX_BYTES:
                 rule, fix = f"has more than {_MAX_BYTES} bytes", "remove it, or name another"
                 raise invalid("", "size", ..., rule, fix, where=path, kind=ConfigError)

@@ -69,6 +69,11 @@ class ChatTemplate:
         """Above the largest id; ids may have holes."""
         return int(max(self.tokenizer.get_vocab().values())) + 1
 
+    @property
+    def template(self) -> str | None:
+        """The template of the file; None for that of the tokenizer's folder."""
+        return self._template
+
     def spec(self) -> dict[str, Any]:
         """What `load_tokenizer` makes the same tokenizer of."""
         path = self.folder / "tokenizer.json"

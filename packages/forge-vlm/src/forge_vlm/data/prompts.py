@@ -61,7 +61,7 @@ class Prompts:
         raise_problems("prompts", problems(given))
         reader = Reader(given)
         self.tokens, self.template, self.pictures = reader.tokens, reader.template, reader.pictures
-        self.identity = reader.identity
+        self.options, self.identity = given, reader.identity
         self.end_ids: tuple[int, ...] = (self.tokens.eos_id,)
 
     @classmethod

@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from forge_vlm.data.records import DOCUMENT, Message, Record
 
-__all__ = ["END_TOKENS", "TEMPLATES", "Piece", "Template", "pieces_of"]
+__all__ = ["END_TOKENS", "JINJA", "TEMPLATES", "Piece", "Template", "pieces_of"]
 
 # Of LLaVA-1.5, as its model cards give it.
 _VICUNA_SYSTEM = (
@@ -99,3 +99,27 @@ TEMPLATES: dict[str, Template] = {
 }
 #: What ends an answer under a template, unless a source names another token; under others the end of the tokenizer does.
 END_TOKENS = {"chatml": "<|im_end|>"}
+
+_CONTENT = (
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'text' %}{{ part.text }}{% else %}{{ <<image>> }}{% endif %}{% endfor %}{% endif %}"
+)
+#: The templates for transformers, with marks in place of eos, bos and image; "" for plain, which leaves questions out.
+JINJA = {
+    "plain": "",
+    "vicuna": (
+        "{{ <<bos>> }}{% if messages[0].role != 'system' %}" + _VICUNA_SYSTEM + "{% endif %}"
+        "{% set between = namespace(text=' ') %}{% for m in messages %}"
+        "{% if m.role == 'user' %}{{ between.text + 'USER: ' }}{% set between.text = ' ' %}"
+        "{% elif m.role == 'assistant' %}{{ between.text + 'ASSISTANT: ' }}{% endif %}"
+        + _CONTENT
+        + "{% if m.role == 'assistant' %}{{ <<eos>> }}{% set between.text = '' %}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ between.text + 'ASSISTANT:' }}{% endif %}"
+    ),
+    "chatml": (
+        "{{ <<bos>> }}{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+        + _CONTENT
+        + "{{ <<eos>> + '\\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+    ),
+}
