@@ -9,13 +9,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from forge_data import SourceConfig
-from forge_data.kinds import ChatConfig
+from forge_data.kinds import ChatConfig, TextConfig
 from forge_testing.chats import CHATML, HEADERS, save_tokenizer, talk, write_talks
 from forge_testing.problems import rejects
 from forge_train import ConfigError
+from forge_train.config.describe import ends_of_documents
+from forge_train.config.init import InitConfig
 from forge_train.hf.exporting import _config_and_files, _tokenizing
+from forge_train.report import text as text_module
+from forge_train.trainer.build import run_tokenizer
 from forge_train.trainer.run_directory import RunDirectory
 from forge_vlm.data import Prompts
 
@@ -143,6 +148,37 @@ def test_F200_conversations_that_are_gone_are_named(tmp_path: Path, made: Path) 
     run = run_of(tmp_path, made / "tuned")
     _, remark = write(tmp_path, run, talks=chat(made, "gone"))
     assert str(made / "gone") in str(remark)
+
+
+@pytest.mark.parametrize("begin", ["base", None])
+@pytest.mark.parametrize("first", [True, False])
+def test_F201_the_end_of_answers_ends_texts_of_a_run_and_of_its_export(
+    tmp_path: Path, made: Path, begin: str | None, first: bool
+) -> None:
+    """ChatML with a tokenizer of another end; the conversations need not be the first source."""
+    run = run_of(tmp_path, None if begin is None else made / begin)
+    (tmp_path / "chatml.jinja").write_text(CHATML)
+    config = ChatConfig(tokenizer=str(made / "base"), template=str(tmp_path / "chatml.jinja"))
+    talks = SourceConfig("chat", str(made / "talks.jsonl"), chat=config)
+    tokenizer = TextConfig(tokenizer=str(made / "base/tokenizer.json"))
+    text = SourceConfig("text", str(made / "talks.jsonl"), text=tokenizer)
+    sources = {"talks": talks, "text": text} if first else {"text": text, "talks": talks}
+    job: Any = SimpleNamespace(data=SimpleNamespace(sources=sources), init=InitConfig())
+    job.run = SimpleNamespace(dir=run.path)
+    found = run_tokenizer(job)
+    trained = transformers.AutoTokenizer.from_pretrained(made / "base")
+    ends = trained.convert_tokens_to_ids(["<|end|>", "<|im_end|>"])
+    assert [*found.end_ids] == ends
+    (line,) = [line for line in ends_of_documents(job.data) if ".talks:" in line]
+    assert "<|end|>" in line
+    assert "<|im_end|>" in line
+    answer = trained.encode("blue")
+    for end in ends:
+        columns = torch.tensor([*answer, end, *answer])[:, None]
+        assert "".join(text_module._pieces(iter(columns), found)) == "blue"
+    out, _ = write(tmp_path, run, **sources)
+    for name in (CONFIG, GENERATION):
+        assert json.loads((out / name).read_text())["eos_token_id"] == ends
 
 
 @pytest.mark.parametrize("template", ["chatml", "vicuna", "plain", "tokenizer"])

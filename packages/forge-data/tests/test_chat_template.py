@@ -13,7 +13,7 @@ from forge_data.chat.config import ChatConfig
 from forge_data.chat.messages import conversation_of
 from forge_data.chat.records import Record
 from forge_data.chat.template import ChatTemplate
-from forge_data.tokenizer import encode_prompt, load_tokenizer
+from forge_data.tokenizer import describe_ends, encode_prompt, load_tokenizer
 from forge_testing.chats import (
     CHATML,
     FORGETFUL,
@@ -347,3 +347,31 @@ def test_F142_prompts_of_a_chat_run_begin_as_its_conversations(tmp_path, writes)
     )
     assert encode_prompt(tokenizer, text) == wanted["input_ids"]
     assert (encode_prompt(tokenizer, "grass")[0] == template.tokenizer.bos_token_id) == writes
+
+
+#: Templates, and what ends an answer by them: of messages of the assistant, and of the last one only.
+ANSWER_ENDS = {
+    **{name: (found, sorted({*ends} - {None}), sorted({*ends[1:]} - {None})) for name, (found, _, ends) in ENDS.items()},
+    "the next role": (GLM, ["<|head|>", "<|stop|>"], []),
+    "one turn": (CHATML.replace("messages %}", "messages %}{% if loop.index0 > 1 %}{{ raise_exception('') }}{% endif %}"), ["<|im_end|>"], ["<|im_end|>"]),
+    "forgetful": (FORGETFUL, ["<|im_end|>"], ["<|im_end|>"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("train_on", ["assistant", "last", "all"])
+@pytest.mark.parametrize("name", ANSWER_ENDS)
+def test_F201_what_ends_an_answer_ends_a_text(tmp_path, name, train_on):
+    """The tokenizer that `load_tokenizer` makes of the source's spec has it, besides its own end."""
+    template, of_all, of_last = ANSWER_ENDS[name]
+    wanted = of_last if train_on == "last" else of_all
+    own = save_tokenizer(tmp_path, template, eos_token="<|/head|>")
+    spec = ChatTemplate(ChatConfig(tokenizer=str(tmp_path), train_on=train_on)).spec()
+    tokenizer = load_tokenizer(spec)
+    assert tokenizer.eos_id == own.eos_token_id
+    ids = own.convert_tokens_to_ids(["<|/head|>", *wanted])
+    assert sorted(tokenizer.end_ids) == sorted(ids)
+    assert load_tokenizer(tokenizer.spec()).end_ids == tokenizer.end_ids
+    described = describe_ends(tokenizer)
+    assert all(token in described for token in wanted)
+    with rejects("ends", "<none>", "unknown"):
+        load_tokenizer({**spec, "ends": ["<none>"]})

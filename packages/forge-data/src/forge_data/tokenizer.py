@@ -1,8 +1,8 @@
 """Text to ids and back: bytes, or any JSON of the `tokenizers` library.
 
 A tokenizer is described by a *spec*, plain data that is stored in sidecars and checkpoints:
-`{"name": "byte"}` or `{"name": "json", "path": ..., "eos": ..., "bos": [...], "fingerprint": ...}`, without `bos` where no
-token begins a text. Data that was prepared before there was a `bos` has none.
+`{"name": "byte"}` or `{"name": "json", "path": ..., "eos": ..., "bos": [...], "ends": [...], "fingerprint": ...}`, without
+`bos` where no token begins a text, and without `ends` where no chat template ends answers by other tokens than `eos`. Data that was prepared before there was a `bos` has none.
 """
 
 from __future__ import annotations
@@ -64,6 +64,7 @@ class JsonTokenizer:
 
     eos: the token that ends a document, or "none"; by default that of the tokenizer's files, see `end_tokens`.
     bos: the token that begins one, or several, or "none"; by default as the tokenizer's files say, see `begin_tokens`.
+    ends: further tokens that end a text which a model writes, as those that a chat template puts after answers.
 
     `begin` and `end` hold them with the reason, `begin_ids` and `end_ids` their ids; `eos_id` is None unless there is one.
     A file `tokenizer.json` belongs to the tokenizer_config.json and special_tokens_map.json next to it. Raises InvalidData
@@ -73,7 +74,11 @@ class JsonTokenizer:
     splittable = False
 
     def __init__(
-        self, path: str | Path, eos: str | None = None, bos: str | Sequence[str] | None = None
+        self,
+        path: str | Path,
+        eos: str | None = None,
+        bos: str | Sequence[str] | None = None,
+        ends: Sequence[str] = (),
     ) -> None:
         self.path = user_path(path)
         where = str(self.path)
@@ -100,7 +105,9 @@ class JsonTokenizer:
         self.begin = self._chosen("bos", bos, begin_tokens)
         self.end = self._chosen("eos", eos, end_tokens)
         self.begin_ids = tuple(number for number, _ in self.begin.tokens)
-        self.end_ids = tuple(number for number, _ in self.end.tokens)
+        self.answers = self._chosen("ends", ends, end_tokens)
+        ending = (*self.end.tokens, *self.answers.tokens)
+        self.end_ids = tuple(dict.fromkeys(number for number, _ in ending))
         only = self.end.tokens[0] if len(self.end.tokens) == 1 else (None, None)
         self.eos_id: int | None = only[0]
         self.eos: str | None = only[1]
@@ -159,8 +166,9 @@ class JsonTokenizer:
     def spec(self) -> dict[str, Any]:
         """Plain data from which `load_tokenizer` makes this tokenizer again."""
         bos = {"bos": [name for _, name in self.begin.tokens]} if self.begin_ids else {}
+        ends = {"ends": [name for _, name in self.answers.tokens]} if self.answers.tokens else {}
         about = {"name": "json", "path": str(self.path), "eos": self.eos}
-        return {**about, **bos, "fingerprint": self.fingerprint}
+        return {**about, **bos, **ends, "fingerprint": self.fingerprint}
 
 
 def document_tokenizer(
@@ -194,7 +202,10 @@ def load_tokenizer(spec: Mapping[str, Any] | str) -> Tokenizer:
         stored = "eos" in spec
         eos, bos = spec.get("eos"), spec.get("bos")
         tokenizer = JsonTokenizer(
-            spec["path"], eos or (NONE if stored else None), bos or (NONE if stored else None)
+            spec["path"],
+            eos or (NONE if stored else None),
+            bos or (NONE if stored else None),
+            spec.get("ends", ()),
         )
         if stored:
             reason = "as the tokens were made"
@@ -246,7 +257,9 @@ def describe_ends(tokenizer: Tokenizer) -> str:
         " ".join(name for _, name in t.tokens) or "no token"
         for t in (tokenizer.begin, tokenizer.end)
     ]
-    return f"begin with {names[0]} ({tokenizer.begin.reason}), end with {names[1]} ({tokenizer.end.reason})"
+    found = f"begin with {names[0]} ({tokenizer.begin.reason}), end with {names[1]} ({tokenizer.end.reason})"
+    answers = " ".join(name for _, name in tokenizer.answers.tokens)
+    return f"{found}, answers with {answers} (the chat template)" if answers else found
 
 
 def begin_key(tokenizer: Tokenizer) -> dict[str, Any]:

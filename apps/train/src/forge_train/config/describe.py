@@ -71,10 +71,16 @@ def print_explanation(job: ResolvedJob, console: Console) -> None:
 
 
 def ends_of_documents(data: DataConfig) -> Iterator[str]:
-    """A line for each source of a tokenizer file: the tokens that begin and end its documents, and why."""
+    """A line for each source of a tokenizer file: the tokens that begin and end its documents, and why; of conversations
+    those that end a text."""
     for name, source in data.sources.items():
         header = open_header(source)
-        if header.tokenizer is None or source.name in _OWN_ROWS:
+        if header.tokenizer is None:
+            continue
+        if source.name in _OWN_ROWS:
+            spec = header.tokenizer
+            found = " or ".join(end for end in (spec["eos"], *spec.get("ends", ())) if end)
+            yield f"data.sources.{name}: a text ends with {found or 'no token'} (eos_token, chat template)"
             continue
         ends = getattr(header, "ends", "") or describe_ends(load_tokenizer(header.tokenizer))
         if ends:

@@ -36,6 +36,7 @@ from forge_data import (
     open_stream,
     open_training,
 )
+from forge_data.chat.template import ChatTemplate
 from forge_data.kinds import CACHED
 from forge_parallel.compute import extra_problems
 from forge_parallel.config import Layout
@@ -321,11 +322,17 @@ def _loader(config: JobConfig, reader: int, division: MicroBatches) -> Loader:
 def run_tokenizer(config: JobConfig) -> Tokenizer:
     """The tokenizer of the training data, that of its first source; ValueError when it has none.
 
-    The end tokens of the folder that the weights are from end a text, too.
+    What ends answers of other sources with the same tokenizer ends a text, too, and the end tokens of the folder that the
+    weights are from.
     """
-    tokenizer = tokenizer_of(next(iter(config.data.sources.values())))
-    more = ends_of_weights(tokenizer.spec(), config.init, Path(config.run.dir))
-    tokenizer.end_ids = tuple(dict.fromkeys((*tokenizer.end_ids, *more)))
+    first, *others = config.data.sources.values()
+    tokenizer = tokenizer_of(first)
+    ends = [tokenizer.end_ids, ends_of_weights(tokenizer.spec(), config.init, Path(config.run.dir))]
+    for source in others:
+        if source.name == "chat":
+            other = load_tokenizer(ChatTemplate(source.chat).spec())
+            ends += [other.end_ids] if other.fingerprint == tokenizer.fingerprint else []
+    tokenizer.end_ids = tuple(dict.fromkeys(end for found in ends for end in found))
     return tokenizer
 
 

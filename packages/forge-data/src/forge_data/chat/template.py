@@ -9,10 +9,14 @@ rendering to begin the next one: templates that rewrite earlier messages are ref
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,17 @@ __all__ = ["ChatTemplate"]
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MAX_TEMPLATE = 1 << 20  # bytes
+_ASKED, _SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+_CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
+_CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+#: Short conversations that show how a template ends answers and calls of tools.
+_TALKS: tuple[list[dict[str, Any]], ...] = (
+    [_ASKED, _SAID, _ASKED, _SAID],
+    [_ASKED, _SAID],
+    [_ASKED, _SAID, {"role": "tool", "content": "c"}, _SAID],
+    [_ASKED, _CALLED, {"role": "tool", "content": "c"}, _SAID],
+    [_ASKED, _CALLED],
+)
 
 
 class ChatTemplate:
@@ -77,11 +92,13 @@ class ChatTemplate:
     def spec(self) -> dict[str, Any]:
         """What `load_tokenizer` makes the same tokenizer of."""
         path = self.folder / "tokenizer.json"
+        ends = [name for name in self.ends if name != self.tokenizer.eos_token]
         return {
             "name": "json",
             "path": str(path.resolve()),
             "eos": self.tokenizer.eos_token,
             **self._begin_of_spec(),
+            **({"ends": ends} if ends else {}),
             "fingerprint": hashlib.sha256(path.read_bytes()).hexdigest(),
         }
 
@@ -93,6 +110,24 @@ class ChatTemplate:
         except InvalidData:  # a template of another form
             return {}
         return {"bos": [name]} if name and text.startswith(name) else {}
+
+    @cached_property
+    def ends(self) -> list[str]:
+        """The special tokens that end trained answers, found in renderings of a few short conversations.
+
+        A model that was trained on its conversations ends an answer by them, whatever end token the tokenizer has.
+        """
+        found: dict[int, None] = {}
+        plain = copy.copy(self)
+        for messages in _TALKS:
+            talk = Conversation("a short conversation", messages, [1.0] * len(messages), None)
+            # templates that forget earlier answers take the last one
+            for train_on in ("assistant", "last")[self.config.train_on == "last" :]:
+                plain.config = replace(self.config, train_on=train_on)  # type: ignore[arg-type]
+                with contextlib.suppress(InvalidData):  # a template without tools, or of one turn
+                    found |= {end: None for end in plain.encode_answers(talk)[2] if end is not None}
+                    break
+        return [str(name) for name in self.tokenizer.convert_ids_to_tokens([*found])]
 
     def digest(self) -> str:
         """sha256 of the template, or of all that the tokenizer has."""

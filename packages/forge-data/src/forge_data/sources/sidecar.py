@@ -143,7 +143,7 @@ def _problems(sidecar: Sidecar) -> Iterator[Problem]:
     if spec is not None and (
         not isinstance(spec.get("name"), str)
         or not all(isinstance(spec.get(k), str | None) for k in ("path", "eos", "fingerprint"))
-        or not _is_names(spec.get("bos", []))
+        or not all(_is_names(spec.get(key, [])) for key in ("bos", "ends"))
     ):
         rule = 'must be null or have a "name" such as "byte"'
         yield Problem("tokenizer", "spec", spec, rule, again)
