@@ -1000,7 +1000,7 @@ ELSEWHERE = {
     "model.pixels_per_image",  # of encoders that take images of any size: forge_vlm's tests
     "model.vision.vit.merge",  # of the same: forge_vlm's tests
     "model.positions",  # of three axes: with [model.mrope]; else where a row comes without any: forge_vlm's tests
-    *(f"init.{key}" for key in ("from", "keep", "patterns", "other_tokenizer")),
+    *(f"init.{key}" for key in ("from", "keep", "patterns", "other_tokenizer", "vocab_size")),
     "init.encoder",  # tests/vlm/test_encoder_folders.py
     "profile.ranks",  # tests/use/test_profile.py
     *(  # apps/train/tests/test_evaluation_sets.py; the other keys are those of data.validation

@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from forge_data.prepare import prepare
 from forge_testing import write_job
 from forge_testing.problems import rejects
-from forge_train import DataError, Trainer, load_job
+from forge_train import ConfigError, DataError, Trainer, load_job
 from forge_train.hf.exporting import export_run
 from forge_train.hf.importing import import_folder
 
@@ -35,7 +36,8 @@ def tokens_of(folder: Path, words: list[str]) -> dict[str, Any]:
     tokenizer.save(str(folder / "words.json"))
     (folder / "text.txt").write_text("the cat sat on mat\n" * 50)
     made = str(folder / "words.json")
-    prepare(folder / "text.txt", folder / "tokens", tokenizer=made, document="line")
+    end = WORDS[0]
+    prepare(folder / "text.txt", folder / "tokens", tokenizer=made, eos=end, document="line")
     return {"data.sources.text.name": "tokens", "data.sources.text.path": str(folder / "tokens")}
 
 
@@ -114,7 +116,7 @@ def test_an_export_has_the_tokenizer_of_the_data(
     assert "LICENSE" in out
     assert ("merges.txt" in out) == (made == "same")
     if made == "same":
-        assert ids == [5, [6, 0]]  # 0 ends the documents of the run
+        assert ids == [5, 6 if lost else [6, 0]]  # 0 ends the documents of the run
         assert remark == ""
         assert out["tokenizer.json"].read_bytes() == (hf / "tokenizer.json").read_bytes()
     elif made == "bytes" or lost:
@@ -126,3 +128,64 @@ def test_an_export_has_the_tokenizer_of_the_data(
         assert out["tokenizer.json"].read_bytes() == (tokens / "tokenizer.json").read_bytes()
         assert len(remark.splitlines()) == 1
         assert ids == [None, 0]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_F204_tokens_that_were_added_get_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tied: bool
+) -> None:
+    """A folder whose tokenizer has two tokens more than its model has rows: transformers adds them, without draws."""
+    transformers = pytest.importorskip("transformers")
+    data = tokens_of(tmp_path / "more", [*WORDS, "new", "newer"])
+    (tmp_path / "more/text.txt").write_text("the new cat sat on newer mat\n" * 50)
+    tokenizer = str(tmp_path / "more/words.json")
+    prepare(tmp_path / "more/text.txt", tmp_path / "more/again", tokenizer=tokenizer, eos=WORDS[0])
+    data["data.sources.text.path"] = str(tmp_path / "more/again")
+    config = transformers.LlamaConfig(
+        vocab_size=7, hidden_size=16, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64, tie_word_embeddings=tied, bos_token_id=None, eos_token_id=0,
+    )  # fmt: skip
+    theirs = transformers.LlamaForCausalLM(config)
+    hf = tmp_path / "hf"
+    theirs.save_pretrained(hf)
+    shutil.copy(tokenizer, hf / "tokenizer.json")
+    theirs.resize_token_embeddings(9, mean_resizing=False)
+    wanted = theirs.model.embed_tokens.weight.detach()
+    wanted[7:] = wanted[:7].mean(0)
+
+    keys = {**KEYS, **data, "optimizer.lr": 1e-9, "optimizer.weight_decay": 0.0}
+    del keys["model.vocab_size"]
+    begin = {"init.from": str(hf)}
+    job = {"hf": write_job(tmp_path)}
+    for name in ("imported", "few"):
+        (tmp_path / name).mkdir()
+        job[name] = write_job(tmp_path / name)
+    with rejects("data.sources.text", 8, "token_id", DataError, where="init.vocab_size = 9"):
+        load_job(job["hf"], {**keys, **begin})
+    import_folder(hf, tmp_path / "few/run")
+    assert "new, newer" in capsys.readouterr().out
+    with rejects("data.sources.text", 8, "token_id", DataError, where="--init.vocab_size 9"):
+        load_job(job["few"], keys)
+    with rejects("model.vocab_size", 9, "weights", ConfigError, where="init.vocab_size"):
+        load_job(job["few"], {**keys, "model.vocab_size": 9})
+    with rejects("init.vocab_size", 6, "range", ConfigError):
+        load_job(job["hf"], {**keys, **begin, "init.vocab_size": 6})
+    with rejects("init.vocab_size", 9, "requires", ConfigError):
+        load_job(job["hf"], {**keys, "init.vocab_size": 9})
+    import_folder(hf, tmp_path / "imported/run", vocab_size=9)
+    assert "newer" not in capsys.readouterr().out
+    Trainer(load_job(job["hf"], {**keys, **begin, "init.vocab_size": 9})).fit()
+    Trainer(load_job(job["hf"], {**keys, **begin, "init.vocab_size": 9, "train.steps": 2})).fit()
+    Trainer(load_job(job["imported"], keys)).fit()
+    for run in (tmp_path / "run", tmp_path / "imported/run"):
+        export_run(run, run / "out")
+        found = transformers.AutoModelForCausalLM.from_pretrained(run / "out")
+        assert found.config.vocab_size == 9
+        torch.testing.assert_close(
+            found.model.embed_tokens.weight.detach(), wanted, atol=1e-6, rtol=0
+        )
+        head = found.lm_head.weight.detach()
+        torch.testing.assert_close(head[7:], head[:7].mean(0).expand(2, -1), atol=1e-6, rtol=0)
+    with rejects("init.vocab_size", 10, "source", ConfigError):
+        other = {"run.dir": str(tmp_path / "fork"), "init.from": str(tmp_path / "run"), "init.vocab_size": 10}  # fmt: skip
+        Trainer(load_job(job["hf"], {**keys, **other})).fit()

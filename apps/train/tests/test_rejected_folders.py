@@ -154,16 +154,20 @@ def test_folders_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(folder, "_MAX_BYTES", 1)
     large = write(tmp_path / "config.json", {})
     with rejects("", ..., "size", ConfigError, where=large):
-        folder._kept_files(tmp_path)
+        folder.files_in(tmp_path, ["*.json"])
 
     def full(*_: Any) -> None:
         raise OSError(28, "full")
 
     tensors: Any = SimpleNamespace(problems=lambda state: [], meta={})
     model = SimpleNamespace(
-        section=None, family="llama", tensors=lambda: tensors, files=dict, write=full
+        section=SimpleNamespace(vocab_size=9),
+        family="llama",
+        tensors=lambda: tensors,
+        files=dict,
+        write=full,
     )
-    monkeypatch.setattr(importing, "read_model", lambda path: model)
+    monkeypatch.setattr(importing, "read_model", lambda *_: model)
     monkeypatch.setattr(importing, "build_model", lambda section, seed: nn.Module())
     monkeypatch.setattr(importing, "store_hf", lambda *_, **__: None)
     with rejects("run.dir", str(tmp_path / "run"), "write", JobError):

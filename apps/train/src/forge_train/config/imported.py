@@ -70,13 +70,14 @@ def over_table(layers: Layers, table: dict[str, Any], path: Path) -> Layers:
     for key, origin in layers.origins.items():
         merged.set(key, layers.at(key), origin)
     rule, fix = f"that of the weights that {path} came with", "leave the key out"
+    rows = "add rows for tokens with init.vocab_size, or of an import with --init.vocab_size"
     problems = [
         Problem(
             key,
             "weights",
             layers.at(key),
             f"must be {value!r}, {rule}",
-            f"{fix}, or choose another run.dir",
+            f"{fix}, or {rows if key == 'model.vocab_size' else 'choose another run.dir'}",
         )
         for key, value in flatten(table)
         if _plain(merged.at(key)) != _plain(value)

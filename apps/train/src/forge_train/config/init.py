@@ -45,6 +45,11 @@ class InitConfig:
         False,
         "weights of a folder of Hugging Face are trained with data of another tokenizer than the folder's",
     )
+    vocab_size: int | None = _field(
+        None,
+        "rows of embedding and head where tokens were added to the tokenizer of a folder of Hugging Face in from; each row "
+        "that the folder lacks begins as the mean of its own",
+    )
 
     def __post_init__(self) -> None:
         raise_problems("", _problems(self))
@@ -52,6 +57,10 @@ class InitConfig:
 
 def _problems(c: InitConfig) -> Iterator[Problem]:
     yield from range_problems(c, 0, 2**63 - 1, "seed")
+    yield from range_problems(c, 1, 2**31, "vocab_size")
+    if c.vocab_size is not None and c.from_ is None:
+        fix = "give from, or set model.vocab_size"
+        yield Problem("vocab_size", "requires", c.vocab_size, "belongs to no source", fix)
     keep, patterns = list(c.keep), list(c.patterns)
     given = [key for key in ("keep", "patterns") if getattr(c, key) != getattr(InitConfig, key)]
     if c.from_ is None and given:

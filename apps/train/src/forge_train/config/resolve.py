@@ -23,6 +23,7 @@ from forge_train.config.exact_match import KINDS as NO_SPLITS
 from forge_train.config.imported import (
     DEFAULT_DIR,
     FILES,
+    NAME,
     over_import,
     over_table,
     training_problems,
@@ -129,7 +130,9 @@ def _with_weights(layers: Layers) -> Layers:
     # imported here: it takes a second, and few jobs need it
     from forge_train.hf.folder import read_model
 
-    return over_table(layers, read_model(folder).layer(), folder / "config.json")
+    size = layers.at("init.vocab_size")
+    model = read_model(folder, size if type(size) is int else None)
+    return over_table(layers, model.layer(), folder / "config.json")
 
 
 def _derive(layers: Layers, data: DataConfig, validation: bool) -> list[Problem]:
@@ -302,7 +305,7 @@ def _check_data(config: JobConfig) -> None:
         key = f"data.sources.{name}"
         source = _open(key, table, problems)
         if source is not None:
-            problems += _vocabulary_problems(key, source, config.model)
+            problems += _vocabulary_problems(key, source, config)
             problems += _tokenizer_problems(key, source, config)
             problems += _sample_problems(key, source, config)
             if source.tokenizer is not None:
@@ -324,7 +327,7 @@ def _check_data(config: JobConfig) -> None:
         fix = "set eval.every_steps = 0" if own is validation else ""
         source = None if own is None else _open(key, own, problems, fix)
         if source is not None:
-            problems += _vocabulary_problems(key, source, config.model)
+            problems += _vocabulary_problems(key, source, config)
             problems += _tokenizer_problems(key, source, config)
             problems += _held_out_problems(key, source, first, wanted)
     if problems:
@@ -362,8 +365,8 @@ def _of_source(error: ValueError | OSError, key: str) -> list[Problem]:
     return [Problem(key, "not_found", error.filename or ..., rule, fix)]
 
 
-def _vocabulary_problems(key: str, source: Source, model: Any) -> list[Problem]:
-    vocab_size, beyond = model.vocab_size, getattr(model, "input_only_ids", 0)
+def _vocabulary_problems(key: str, source: Source, config: JobConfig) -> list[Problem]:
+    vocab_size, beyond = config.model.vocab_size, getattr(config.model, "input_only_ids", 0)
     try:
         highest = source.max_token_id  # files without a sidecar are read for it
     except (ValueError, OSError) as error:
@@ -373,8 +376,18 @@ def _vocabulary_problems(key: str, source: Source, model: Any) -> list[Problem]:
     and_more = f" and model.input_only_ids {beyond}" if beyond else ""
     rule = f"is its highest token id and must be below model.vocab_size {vocab_size}{and_more}"
     size = max(highest + 1, source.vocab_size or 0)
-    fix = f"set model.vocab_size = {size} or prepare the data with the model's tokenizer"
+    fix = f"{_more_rows(config, size)} or prepare the data with the model's tokenizer"
     return [Problem(key, "token_id", highest, rule, fix)]
+
+
+def _more_rows(config: JobConfig, size: int) -> str:
+    """How a model gets rows for `size` tokens: weights that it begins with keep their number otherwise."""
+    names = config.init.from_, config.run.dir
+    if hf_folder(*names) is not None:
+        return f"set init.vocab_size = {size}, which adds rows,"
+    if model_of_parent(*names) is not None or (Path(config.run.dir) / NAME).is_file():
+        return f"import the folder into another run.dir with --init.vocab_size {size}, which adds rows,"
+    return f"set model.vocab_size = {size}"
 
 
 def _tokenizer_problems(key: str, source: Source, config: JobConfig) -> list[Problem]:

@@ -35,11 +35,16 @@ _KEPT = (
 _MAX_BYTES = 2**28
 _PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _TOWER = "vision_tower."
+#: Tensors with a row for each token.
+_OF_TOKENS = ("embedding.weight", "lm_head.weight", "lm_head.bias")
 
 
 @dataclass(frozen=True)
 class HFModel:
-    """The model of a folder: `section` is its [model], `table` the same as flat keys below it."""
+    """The model of a folder: `section` is its [model], `table` the same as flat keys below it.
+
+    `vocab_size`: rows of embedding and head, of which those that the folder lacks are the mean of its own; None for its own.
+    """
 
     path: Path
     hf: dict[str, Any]
@@ -47,6 +52,7 @@ class HFModel:
     table: dict[str, Any]
     #: Whether config.json ties a head that the files have with other values, which `section` does not.
     untied: bool = False
+    vocab_size: int | None = None
 
     @property
     def family(self) -> str:
@@ -56,7 +62,8 @@ class HFModel:
     def tensors(self) -> HFTensors:
         """The weights under Forge's names; ConfigError for what the family's map cannot hold."""
         with config_errors():
-            return HFTensors(self.path, *self._rows())
+            sizes = {} if self.vocab_size is None else dict.fromkeys(_OF_TOKENS, self.vocab_size)
+            return HFTensors(self.path, *self._rows(), sizes)
 
     def load(self, model: nn.Module) -> None:
         """Fill a model of this section in place; ConfigError for tensors that do not fit."""
@@ -96,8 +103,11 @@ class HFModel:
         )
 
 
-def read_model(folder: Path) -> HFModel:
-    """The model that `config.json` describes; ConfigError with a line for each key that cannot be held."""
+def read_model(folder: Path, vocab_size: int | None = None) -> HFModel:
+    """The model that `config.json` describes; ConfigError with a line for each key that cannot be held.
+
+    `vocab_size` adds rows for tokens that the tokenizer has and the model has not: see `HFModel`.
+    """
     with config_errors():
         hf = read_json(folder / "config.json")
         section = _with_pixels(section_from_hf(hf), folder)
@@ -109,7 +119,22 @@ def read_model(folder: Path) -> HFModel:
         # the only part of the table that is not ours is the sidecar's
         if own := [problem for problem in problems if problem.key.startswith("model")]:
             raise ConfigError(own, str(folder / SIDECAR))
-        return model
+        return model if vocab_size is None else _with_rows(model, vocab_size)
+
+
+def _with_rows(model: HFModel, size: int) -> HFModel:
+    """A model of more tokens; ValueError for fewer, and for an embedding with rows that no token of text has."""
+    key, least = "init.vocab_size", model.section.vocab_size
+    if size < least:
+        rule = f"must be at least {least}, the rows that {model.path} has"
+        raise invalid(key, "range", size, rule, "leave it out, or use that of the tokenizer")
+    if getattr(model.section, "input_only_ids", 0):
+        rule = (
+            f"cannot be set for {model.family}, whose ids after the vocabulary are those of images"
+        )
+        raise invalid(key, "unsupported", size, rule, "prepare the data with the model's tokenizer")
+    section, table = replace(model.section, vocab_size=size), {**model.table, "vocab_size": size}
+    return replace(model, section=section, table=table, vocab_size=size)
 
 
 def _named_as_in(names: Collection[str], rows: Sequence[Row]) -> list[Row]:

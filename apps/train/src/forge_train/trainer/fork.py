@@ -194,6 +194,10 @@ def find_fork(job: ResolvedJob, model: nn.Module, loader: Loader, total_steps: i
         return None
     refuse(source_problems(init.from_, run_dir))
     source = find_source(init.from_)
+    if init.vocab_size is not None and not source.is_hf:
+        rule = f"adds rows to a folder of Hugging Face, and {init.from_} is a run"
+        fix = "leave it out, or begin from what forge-train export wrote of it"
+        raise invalid("init.vocab_size", "source", init.vocab_size, rule, fix, kind=ConfigError)
     here = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
     adapters = adapter_names(model)
     without = {n: t for n, t in here.items() if n not in adapters}
@@ -233,7 +237,7 @@ def _of_hf(init: InitConfig, source: Source, here: Mapping[str, Tensor]) -> Fork
     if init.keep != ("weights",):
         rule, fix = "must be ['weights']: a folder of Hugging Face has only weights", "use that"
         raise invalid("init.keep", "weights", list(init.keep), rule, fix, kind=ConfigError)
-    hf = read_model(source.path)
+    hf = read_model(source.path, init.vocab_size)
     tensors = hf.tensors()
     weights = _match(init, here, tensors.meta, source, {})
     hf.files()

@@ -29,12 +29,17 @@ class HFTensors:
 
     The whole map is tried on names, shapes and dtypes first: what it cannot hold is a ValueError before
     the first tensor is read. Memory of an iteration: one tensor of Forge and one of the parts that it is
-    made of. ``ignore`` are fnmatch patterns of Hugging Face names that are left out, in an index without a tensor too;
-    ``ignored`` lists those that were.
+    made of. ``ignore`` are fnmatch patterns of Hugging Face names that are left out, in an index without a tensor
+    too; ``ignored`` lists those that were. ``rows`` is {name of Forge: number of rows} of tensors that get more rows than the
+    files have: each is the mean of those, in fp32.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str], maps: Sequence[Row], ignore: Sequence[str] = ()
+        self,
+        path: str | os.PathLike[str],
+        maps: Sequence[Row],
+        ignore: Sequence[str] = (),
+        rows: Mapping[str, int] | None = None,
     ) -> None:
         self._folder, self._rows = HFFolder(path, ignore), check_rows(maps)
         found = self._folder.meta()
@@ -45,6 +50,10 @@ class HFTensors:
             self.meta = dict(to_forge(maps, found.items()))
         except ValueError as error:
             raise restated(error, self._folder.path, ProblemError) from error
+        self._in_files = dict(self.meta)
+        for name in self.meta.keys() & (rows or {}):
+            one = self.meta[name]
+            self.meta[name] = one.new_empty(rows[name], *one.shape[1:])  # type: ignore[index]
 
     def differences(self, state: Mapping[str, Tensor]) -> list[str]:
         """A sentence for each tensor that only one of the files and ``state`` has, or of another shape."""
@@ -65,7 +74,11 @@ class HFTensors:
 
     def read(self, name: str) -> Tensor:
         """The tensor of Forge's ``name`` on the CPU, in the dtype of the file."""
-        return assemble(name, self.meta[name], self._rows, self._folder.read)
+        found = assemble(name, self._in_files[name], self._rows, self._folder.read)
+        if found.shape == (wanted := self.meta[name].shape):
+            return found
+        mean = found.float().mean(0, keepdim=True).to(found.dtype)
+        return torch.cat([found, mean.expand(wanted[0] - len(found), *wanted[1:])])
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         return ((name, self.read(name)) for name in self.meta)
