@@ -290,7 +290,7 @@ def test_wrong_records_of_llava_are_named(value, key, found, code, tmp_path):
         ("dataset", "a", None, "", "not_saved"),
         ("webdataset", "a", None, "", "no_tar"),
         ("chat", "b", None, "path", "not_found"),
-        ("chat", "a", None, "", "unreadable"),
+        ("chat", "a", None, "", "not_a_file"),
         ("chat", "a.jsonl", b"", "", "empty"),
     ],
 )
