@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +115,29 @@ def padded(name: str) -> JobFeature:
         also=frozenset() if other else frozenset(accumulated),
         columns=OF_EXPERTS,
     )
+
+
+def write_questions(folder: Path) -> None:
+    """Seven questions, which no number of ranks divides."""
+    answers = ["he", " was", "the"]
+    rows = [{"prompt": "the " * (1 + i), "choices": answers, "answer": i % 3} for i in range(7)]
+    (folder / "questions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def of_all_columns(folder: Path) -> Path:
+    """Two sources of very different density of labels, a held-out set of each, and questions."""
+    padded = 'name = "tests.use.test_fused_loss:Padded"'
+    extra = f'''
+[data.sources.padded]
+{padded}
+[eval.sets.padded]
+{padded}
+split = "validation"
+sequences = 7
+[eval.choices.questions]
+path = "{shared("questions", write_questions)}/questions.jsonl"
+'''
+    return make_job(folder, extra + MOE)
 
 
 def with_table(extra: str) -> Any:
@@ -304,6 +328,31 @@ FEATURES: dict[str, JobFeature] = {
         {"model.moe.aux_loss_weight": 0.1, "model.moe.aux_scope": "global_batch"},
         without=OTHER_ROWS | {"pp", "fsdp accumulated"},
         columns=OF_EXPERTS,
+    ),
+    "columns of metrics": JobFeature(
+        of_all_columns,
+        {
+            **{f"data.sources.{name}.weight": 0.5 for name in ("text", "padded")},
+            **{f"train.cross_entropy.{key}": value for key, value in TERMS.items()},
+            "model.moe.aux_loss_weight": 0.1,
+            "model.moe.aux_scope": "sequence",
+            "metrics.every_steps": 2,
+            "metrics.source_shares": True,
+            "metrics.expert_loads": True,
+            "eval.every_steps": 3,
+        },
+        also=frozenset({"three readers"}),
+        columns=(
+            *OF_EXPERTS,
+            *TERM_COLUMNS,
+            *(f"{of}.source.{name}" for of in ("loss", "share") for name in ("text", "padded")),
+            *(
+                "moe.0.load",
+                "eval/padded/loss",
+                "eval/padded/perplexity",
+                "eval/questions/accuracy",
+            ),
+        ),
     ),
     **{f"padded rows, loss {name}": padded(name) for name in PADDED_LOSSES},
     # optimizers and statistics

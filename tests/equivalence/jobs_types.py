@@ -34,8 +34,8 @@ class JobFeature:
     also: names of layouts that it must meet, beside every axis.
     callback: runs on the ranks, and fails the run if something is wrong inside.
     bound: relative error of weights and moments; biases that begin at 0 and squares of gradients have more than 1e-5.
-    columns: further columns of metrics that must be equal (relative error 1e-5).
-    rough_columns: those that are ratios or small differences of sums (relative error 1e-3).
+    columns: columns of metrics that there must be. All that are no times nor memory must be equal (relative error 1e-5),
+    rough_columns: but those that are ratios or small differences of sums (relative error 1e-3).
     """
 
     job: Callable[[Path], Path] = make_job

@@ -22,6 +22,11 @@ from forge_train import read_run
 
 pytestmark = pytest.mark.lane("test")
 
+#: Columns of metrics that differ from run to run.
+OF_THE_MACHINE = frozenset(
+    {"tokens_per_second", "mfu", "data_wait_seconds", "memory_bytes", "seconds", "device_hours", "seconds_left", "recompiled"}
+)  # fmt: skip
+
 
 def reference(folder: Path, cell: JobCell) -> tuple[Path, Fitted]:
     """The job of one process and its result; trained once in a session for all layouts of equal shape."""
@@ -33,6 +38,17 @@ def reference(folder: Path, cell: JobCell) -> tuple[Path, Fitted]:
         flags["train.micro_batch"] = rows
     job = feature.job(folder)
     return job, fit_reference(job, **feature.merged(flags))
+
+
+def numbers(job: Path) -> dict[str, list[Any]]:
+    """Columns of metrics but those of times and memory; of a column of lists one for each place."""
+    found: dict[str, list[Any]] = {}
+    metrics = read_run(job.parent / "run").metrics
+    for name in (name for name in metrics if name not in OF_THE_MACHINE):
+        lists = any(isinstance(value, list) for value in metrics[name])
+        for place, values in enumerate(zip(*metrics[name]) if lists else [metrics[name]]):
+            found[f"{name}[{place}]" if lists else name] = list(values)
+    return found
 
 
 def cells() -> list[Any]:
@@ -50,7 +66,7 @@ def cells() -> list[Any]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("cell", cells())
 def test_F38_a_run_equals_one_process(tmp_path: Path, cell: JobCell) -> None:
-    """Weights, moments, losses of the global batch, norms, digests of the batches, and the columns of the feature."""
+    """Weights, moments, losses of the global batch, norms, digests of the batches, and all columns of metrics."""
     feature, layout = FEATURES[cell.feature], LAYOUTS[cell.layout]
     alone, wanted = reference(tmp_path / "alone", cell)
     many = feature.job(tmp_path / "many")
@@ -58,13 +74,18 @@ def test_F38_a_run_equals_one_process(tmp_path: Path, cell: JobCell) -> None:
     assert {(one.code, one.step) for one in ran} == {(wanted.code, wanted.step)}, ran[0].problems
     assert_close(together(ran), wanted.weights, feature.bound, floor=1e-11)
     assert_same_rows(columns(many), columns(alone))
-    got, expected = (read_run(job.parent / "run").metrics for job in (many, alone))
-    for names, bound in ((feature.columns, 1e-5), (feature.rough_columns, 1e-3)):
-        for name in names:
-            near = [
-                v if v is None else pytest.approx(v, rel=bound, abs=1e-6) for v in expected[name]
-            ]
-            assert got[name] == near, name
+    got, expected = (numbers(job) for job in (many, alone))
+    assert got.keys() == expected.keys()
+    assert {*feature.columns, *feature.rough_columns} <= {name.partition("[")[0] for name in got}
+    off = {}
+    for name, values in expected.items():
+        bound = 1e-3 if name in feature.rough_columns else 1e-5
+        near = [
+            pytest.approx(v, rel=bound, abs=1e-6) if isinstance(v, float) else v for v in values
+        ]
+        if got[name] != near:
+            off[name] = (got[name], values)
+    assert not off, off
 
 
 def test_every_feature_meets_every_axis_that_it_supports() -> None:
