@@ -175,7 +175,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise invalid("version", "version", version, rule, "prepare it again", where=folder)
     # questions are written as the samples were: a folder of before samples began as the tokenizer says has no bos
     spec, given = about.get("tokenizer") or {}, about.get("given") or {}
-    if given.get("bos", "") is None and not spec.get("bos"):
+    if given.get("bos", "") is None and spec.get("name") == "json" and not spec.get("bos"):
         given["bos"] = "none"
     return about
 
