@@ -246,7 +246,7 @@ def test_F137_an_import_compares_unless_it_cannot_or_shall_not(
         section=section, family="llama", tensors=lambda: tensors, files=dict, write=lambda *_: None
     )
     model.untied = False
-    monkeypatch.setattr(importing, "read_model", lambda path: model)
+    monkeypatch.setattr(importing, "read_model", lambda *_: model)
     monkeypatch.setattr(importing, "store_hf", lambda *_, **__: None)
     compared: list[Path] = []
     monkeypatch.setattr(importing, "compare", lambda *given: compared.append(given[2]))
