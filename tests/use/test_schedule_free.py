@@ -26,7 +26,7 @@ from forge_testing.runs import (
     together,
 )
 from forge_train import Callback, Trainer, load_job, load_trained, read_run
-from forge_train.config.resolve import schedule_remarks
+from forge_train.config.resolve import schedule_warnings
 
 pytestmark = pytest.mark.lane("test")
 
@@ -222,8 +222,8 @@ def test_F198_each_schedule_is_accepted_and_one_that_falls_is_said(
 ) -> None:
     own = {"optimizer.name": "schedule_free_adamw", "schedule.name": name}
     job = load_job(write_job(tmp_path), own)
-    assert len(schedule_remarks(job.config)) == (name not in ("constant", "none"))
-    assert schedule_remarks(load_job(write_job(tmp_path), {"schedule.name": name}).config) == []
+    assert len(schedule_warnings(job.config)) == (name not in ("constant", "none"))
+    assert schedule_warnings(load_job(write_job(tmp_path), {"schedule.name": name}).config) == []
 
 
 def test_F198_a_run_with_a_schedule_that_falls_says_so_once(

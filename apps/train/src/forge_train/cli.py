@@ -203,7 +203,7 @@ def explain(args: list[str]) -> int:
         print_explanation,
         unread_sources,
     )
-    from forge_train.config.resolve import resolve, schedule_remarks
+    from forge_train.config.resolve import resolve, schedule_warnings
 
     nproc, rest = _nproc(args)
     layers, flags = _layers(rest, "explain", explain.__doc__ or "", ExplainFlags)
@@ -215,7 +215,7 @@ def explain(args: list[str]) -> int:
     job = resolve(layers)
     data = job.config.data
     lines = [*unread_sources(data), *ends_of_documents(data), *planned_rows(data)]
-    lines += schedule_remarks(job.config)
+    lines += schedule_warnings(job.config)
     if nproc is not None:
         job, of_layout = _on_processes(job, nproc)
         lines += of_layout

@@ -220,7 +220,7 @@ def _loss_problems(config: JobConfig) -> Iterator[Problem]:
         yield wrong.under("parallel")  # type: ignore[misc]  # the same class, of another package
 
 
-def schedule_remarks(config: JobConfig) -> list[str]:
+def schedule_warnings(config: JobConfig) -> list[str]:
     """A warning where the learning rate falls and the optimizer has an average in place of that; usually none."""
     optimizer, schedule = config.optimizer.name, config.schedule.name
     if optimizer != "schedule_free_adamw" or schedule in ("constant", "none"):

@@ -36,7 +36,7 @@ from forge_resilience.heartbeat import Heartbeat
 from forge_resilience.policy import Outcome
 from forge_train._shared.problems import invalid
 from forge_train.config.profile import profile_problems
-from forge_train.config.resolve import ResolvedJob, schedule_remarks
+from forge_train.config.resolve import ResolvedJob, schedule_warnings
 from forge_train.errors import (
     ConfigError,
     JobError,
@@ -445,7 +445,7 @@ class Trainer:
         if writes and self.config.metrics.console != "off":
             for line in [*self._reasons, *self._placement]:
                 _print_line(f"layout: {line}")
-            for line in schedule_remarks(self.config):
+            for line in schedule_warnings(self.config):
                 _print_line(f"schedule: {line}")
             for line in self._adapters:
                 _print_line(f"lora: {line}")
