@@ -202,7 +202,9 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of data made by the tokenizer words.json in it."""
     library, folder = pytest.importorskip("tokenizers"), tmp_path_factory.mktemp("words")
     model = library.models.WordLevel({"<|endoftext|>": 0, "<unk>": 1, "the": 2}, unk_token="<unk>")
-    library.Tokenizer(model).save(str(folder / "words.json"))
+    made = library.Tokenizer(model)
+    made.add_special_tokens(["<|endoftext|>"])
+    made.save(str(folder / "words.json"))
     (folder / "text.txt").write_text("the\n" * 99)
     prepare(folder / "text.txt", folder / "tokens", tokenizer=str(folder / "words.json"))
     return folder

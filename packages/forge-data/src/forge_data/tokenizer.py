@@ -222,19 +222,17 @@ def load_tokenizer(spec: Mapping[str, Any] | str) -> Tokenizer:
     return tokenizer
 
 
-def tokens_around(tokenizer: Tokenizer, ids: Sequence[int]) -> tuple[list[int], list[int]]:
-    """The ids to write before and after those of a text: each token once, also where the text spells it."""
+def _begin(tokenizer: Tokenizer, ids: Sequence[int]) -> list[int]:
+    """The ids to write before those of a text: none where the text spells them."""
     begin = list(getattr(tokenizer, "begin_ids", ()))  # a tokenizer of your own may have none
-    end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]  # id 0 is a legal end
-    if list(ids[: len(begin)]) == begin:
-        begin = []
-    return begin, [] if list(ids[-1:]) == end else end
+    return [] if list(ids[: len(begin)]) == begin else begin
 
 
 def document_ids(tokenizer: Tokenizer, ids: Any, dtype: Any) -> np.ndarray:
-    """The ids of a text as those of a document, with `tokens_around`."""
-    begin, end = tokens_around(tokenizer, ids)
-    return np.concatenate([np.asarray(part, dtype) for part in (begin, ids, end)])
+    """The ids of a text as those of a document, between the tokens that begin and end it, each once."""
+    end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]  # id 0 is a legal end
+    end = [] if list(ids[-1:]) == end else end
+    return np.concatenate([np.asarray(part, dtype) for part in (_begin(tokenizer, ids), ids, end)])
 
 
 def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -243,7 +241,7 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     They are not written twice: a chat template may write them. Usage: `encode_prompt(tokenizer, "Once upon")`.
     """
     ids = list(tokenizer.encode(text))
-    return tokens_around(tokenizer, ids)[0] + ids
+    return _begin(tokenizer, ids) + ids
 
 
 def describe_ends(tokenizer: Tokenizer) -> str:
