@@ -33,6 +33,7 @@ def tokens_of(folder: Path, words: list[str]) -> dict[str, Any]:
     model = library.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>")
     tokenizer = library.Tokenizer(model)
     tokenizer.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens([word for word in words if word.startswith("<")])
     tokenizer.save(str(folder / "words.json"))
     (folder / "text.txt").write_text("the cat sat on mat\n" * 50)
     made = str(folder / "words.json")
