@@ -17,7 +17,7 @@ Image = pytest.importorskip("PIL.Image")
 tokenizers = pytest.importorskip("tokenizers")
 
 from forge_vlm.data import Conversations, InvalidSample, Prompts, check_labels  # noqa: E402
-from forge_vlm.data.formats import _with_pictures, open_records  # noqa: E402
+from forge_vlm.data.formats import open_records  # noqa: E402
 from forge_vlm.data.prepare import prepare  # noqa: E402
 from forge_vlm.data.prepared import MANIFEST, Prepared  # noqa: E402
 from forge_vlm.data.records import Picture, Span  # noqa: E402
@@ -359,13 +359,6 @@ def test_wrong_content_of_a_tar_is_named(name, content, key, value, code, tmp_pa
     write_tar(tmp_path / "a.tar", [name], content)
     with rejects(key, value, code, InvalidSample, where="a.tar"):
         Conversations(tmp_path / "a.tar", format="webdataset", **OPTIONS)
-
-
-def test_pictures_without_parts_are_named(tmp_path):
-    parts = [{"type": "image"}]
-    value = {"messages": [{"role": "user", "content": parts}]}
-    with rejects("messages", 1, "number", InvalidSample, where="here"):
-        _with_pictures("here", value, [png(), png()], tmp_path)
 
 
 def test_a_file_that_has_become_shorter_is_named(tmp_path):

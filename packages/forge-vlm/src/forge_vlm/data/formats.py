@@ -13,24 +13,23 @@ import json
 import re
 import tarfile
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from forge_vlm._shared.paths import open_regular, user_path
 from forge_vlm._shared.problems import ProblemError
+from forge_vlm._shared.record_keys import CONTENT, Keys, RecordKeys, is_empty
+from forge_vlm.data.conversations import from_chat, from_llava, index_of
 from forge_vlm.data.errors import InvalidSample, invalid
 from forge_vlm.data.records import (
-    Caps,
     Picture,
     Record,
     Records,
     Span,
     asked,
     captioned,
-    from_chat,
-    from_llava,
     interleaved,
     picture_of,
     video_of,
@@ -38,9 +37,12 @@ from forge_vlm.data.records import (
 
 __all__ = ["FORMATS", "lines_of", "open_records"]
 
-_PICTURES = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".gif")
+_PICTURES = ("jpg", "jpeg", "png", "webp", "bmp", "gif")
 _CAPTIONS = ("text", "caption")
 _MESSAGES = {"messages": from_chat, "conversations": from_llava}
+_NOTE = Keys(frozenset(("image_id", "caption")))
+#: Endings of members of a tar that hold what a sample could learn, beside the pictures that are read.
+_MEMBERS = frozenset(("avi", "avif", "flac", "jp2", "m4a", "mkv", "mov", "mp3", "mp4", "ogg", "ppm", "tif", "tiff", "wav", "webm"))  # fmt: skip
 
 
 class _List:
@@ -107,12 +109,12 @@ class _Lines:
         return self._digest
 
 
-def _chat_lines(path: Path, asks: bool = False) -> Records:
-    return _Lines(path, partial(from_chat, asks=asks))
+def _chat_lines(path: Path, keys: RecordKeys, asks: bool = False) -> Records:
+    return _Lines(path, partial(from_chat, asks=asks, keys=keys))
 
 
-def _llava(path: Path, asks: bool = False) -> Records:
-    make = partial(from_llava, asks=asks)
+def _llava(path: Path, keys: RecordKeys, asks: bool = False) -> Records:
+    make = partial(from_llava, asks=asks, keys=keys)
     if path.suffix == ".jsonl":
         return _Lines(path, make)
     content = _content(path)
@@ -123,14 +125,15 @@ def _llava(path: Path, asks: bool = False) -> Records:
     return _List(values, make, path, hashlib.sha256(content).hexdigest())
 
 
-def _coco(path: Path, together: bool = False) -> Records:
+def _coco(path: Path, keys: RecordKeys, together: bool = False) -> Records:
     """COCO's captions file; pictures are in its folder, or in `images` or the split's name beside it. A record is a
     caption, or `together` all captions of a picture, in the order of the first of each."""
     content = _content(path)
     value = _json(content, str(path))
     try:
         files = {image["id"]: image["file_name"] for image in value["images"]}
-        pairs = [(files[note["image_id"]], note["caption"]) for note in value["annotations"]]
+        notes = value["annotations"]
+        pairs = [(files[note["image_id"]], note["caption"]) for note in notes]
     except (KeyError, TypeError) as error:
         rule = f"must hold images with id and file_name, and annotations with image_id and caption ({error!r})"
         fix = "give a captions file of COCO"
@@ -139,6 +142,8 @@ def _coco(path: Path, together: bool = False) -> Records:
     first = pairs[0][0] if pairs else ""
     folder = next((p for p in places if (p / first).exists()), path.parent)
 
+    for number, note in enumerate(notes):  # here, as notes are not kept
+        keys.check(_NOTE, note, f"{path}, annotation {number}")
     texts: dict[Any, list[Any]] = {}
     for file, text in pairs if together else ():
         texts.setdefault(file, []).append(text)
@@ -156,27 +161,31 @@ def _coco(path: Path, together: bool = False) -> Records:
     )
 
 
-def _folder(path: Path) -> Records:
+def _folder(path: Path, keys: RecordKeys) -> Records:
     """A folder with metadata.csv or metadata.jsonl: file_name and text (or caption), as `imagefolder` of datasets."""
 
     def make(name: str, row: Any, folder: Path) -> Record:
-        return captioned(name, _caption(row), [picture_of(name, row.get("file_name"), folder)])
+        caption = _caption(name, row, keys, "file_name")
+        return captioned(name, caption, [picture_of(name, row.get("file_name"), folder)])
 
     return _of_metadata(path, make, "file_name and text")
 
 
-def _videos(path: Path) -> Records:
+def _videos(path: Path, keys: RecordKeys) -> Records:
     """A folder with metadata.csv or metadata.jsonl: file_name (or video), and question and answer, with options or columns
     a0, a1, ... where it is a choice (NExT-QA), or text (or caption)."""
 
     def make(name: str, row: Any, folder: Path) -> Record:
-        given = row.get("file_name") or row.get("video")
+        file = "file_name" if row.get("file_name") else "video"
+        given = row.get(file)
         if isinstance(given, str | int) and not Path(str(given)).suffix:
             given = f"{given}.mp4"  # tables of questions name videos by a number
         video = video_of(name, given, folder)
         if row.get("question"):
+            own = (file, "question", "answer", "options", *(f"a{i}" for i in range(26)))
+            keys.check(Keys(frozenset(own), CONTENT | {*_CAPTIONS}), row, name)
             return asked(name, row, [video])
-        return captioned(name, _caption(row), [video])
+        return captioned(name, _caption(name, row, keys, file), [video])
 
     return _of_metadata(path, make, "file_name, question and answer")
 
@@ -205,7 +214,7 @@ def _of_metadata(path: Path, make: Callable[[str, Any, Path], Record], columns: 
     return _List(rows, of_row, index, hashlib.sha256(content).hexdigest(), path)
 
 
-def _parquet(path: Path) -> Records:
+def _parquet(path: Path, keys: RecordKeys) -> Records:
     """Parquet files with a column `image` or `images` of bytes (or `{"bytes", "path"}`), and one of captions or
     messages."""
     sets = _datasets("parquet")
@@ -220,7 +229,7 @@ def _parquet(path: Path) -> Records:
         # the library takes names of files for patterns
         names = [glob.escape(_root_name(file)) for file in files]
         each = [sets.Dataset.from_parquet(name, keep_in_memory=False) for name in names]
-        return _Rows(sets.concatenate_datasets(each), path, digest.hexdigest())
+        return _Rows(sets.concatenate_datasets(each), path, digest.hexdigest(), keys)
     except InvalidSample:
         raise
     except Exception as error:
@@ -247,7 +256,7 @@ def _datasets(format: str) -> Any:
     return datasets
 
 
-def _saved_set(path: Path) -> Records:
+def _saved_set(path: Path, keys: RecordKeys) -> Records:
     """A set of `datasets` that `save_to_disk` wrote, with columns as of parquet."""
     sets = _datasets("dataset")
     try:
@@ -264,30 +273,29 @@ def _saved_set(path: Path) -> Records:
     digest = hashlib.sha256()
     for file in sorted(path.glob("*.arrow")):
         digest.update(_digest(file))
-    return _Rows(found, path, digest.hexdigest())
+    return _Rows(found, path, digest.hexdigest(), keys)
 
 
 class _Rows:
     """Rows of a set whose columns are those of a sample."""
 
-    def __init__(self, rows: Any, path: Path, digest: str) -> None:
-        from datasets import Image
+    def __init__(self, rows: Any, path: Path, digest: str, keys: RecordKeys) -> None:
+        from datasets import Image, List
 
-        self._path, self._digest = path, digest
+        self._path, self._digest, self._keys = path, digest, keys
         names = rows.column_names
         self._text = next((n for n in (*_MESSAGES, *_CAPTIONS) if n in names), None)
-        self._image = next((n for n in ("image", "images") if n in names), None)
-        if self._text is None or (self._image is None and self._text not in _MESSAGES):
+        images = [n for n in ("image", "images") if n in names]
+        if self._text is None or (not images and self._text not in _MESSAGES):
             wanted = ", ".join((*_MESSAGES, *_CAPTIONS))
             rule = f"must have image (or images) and one of {wanted}"
             raise invalid("columns", "missing", names, rule, "rename them", where=path)
-        feature = None if self._image is None else rows.features[self._image]
-        if isinstance(feature, Image):
-            rows = rows.cast_column(self._image, Image(decode=False))
-        elif isinstance(getattr(feature, "feature", None), Image):
-            from datasets import List
-
-            rows = rows.cast_column(self._image, List(Image(decode=False)))
+        for name in images:  # pictures stay as they are encoded
+            feature = rows.features[name]
+            if isinstance(feature, Image):
+                rows = rows.cast_column(name, Image(decode=False))
+            elif isinstance(getattr(feature, "feature", None), Image):
+                rows = rows.cast_column(name, List(Image(decode=False)))
         self._rows = rows
 
     def __len__(self) -> int:
@@ -295,54 +303,23 @@ class _Rows:
 
     def __getitem__(self, index: int) -> Record:
         name, row, folder = f"{self._path}, record {index}", self._rows[index], self._path
-        given = None if self._image is None else row[self._image]
-        pictures = [] if given is None else given if isinstance(given, list) else [given]
-        assert self._text is not None
-        if self._text in _CAPTIONS:
-            return captioned(name, row[self._text], [picture_of(name, p, folder) for p in pictures])
-        if self._text == "messages":
-            return _with_pictures(name, row, pictures, folder)
-        return from_llava(name, {**row, "image": pictures}, folder)
+        if self._text in _MESSAGES:
+            return _MESSAGES[self._text](name, row, folder, keys=self._keys)
+        image = "image" if not is_empty(row.get("image")) else "images"
+        pictures = [picture_of(name, each, folder) for each in _listed(row.get(image))]
+        return captioned(name, _caption(name, row, self._keys, image), pictures)
 
     def fingerprint(self) -> str:
         return self._digest
 
 
-def _with_pictures(name: str, row: Any, pictures: list[Any], folder: Path) -> Record:
-    """Messages whose parts of type "image" stand for the pictures of a column, in order."""
-    left: Iterator[Any] = iter(pictures)
-    messages = []
-    for message in row["messages"]:
-        content = message["content"]
-        if not isinstance(content, str):
-            content = [
-                {"type": "image", "image": next(left, None), **{k: p.get(k) for k in Caps._fields}}
-                if p.get("type") == "image"
-                else {"type": "text", "text": p.get("text")}
-                for p in content
-            ]
-        messages.append({"role": message["role"], "content": content})
-    rest = list(left)
-    if rest and len(rest) == len(
-        pictures
-    ):  # no part names one: they stand before the first question
-        first = next((m for m in messages if m["role"] == "user"), messages[0])
-        parts = first["content"]
-        parts = [{"type": "text", "text": parts}] if isinstance(parts, str) else parts
-        first["content"] = [*({"type": "image", "image": p} for p in rest), *parts]
-    elif rest:
-        rule = f"parts of type image must be as many as the images, {len(pictures)}"
-        value = len(pictures) - len(rest)
-        raise invalid("messages", "number", value, rule, "give a part for each", where=name)
-    return from_chat(name, {"messages": messages, "branches": row.get("branches")}, folder)
-
-
 class _Tar:
     """Samples of WebDataset: members of one stem, a picture or several (`a.0.png`), and `.txt` or `.json` (messages,
-    conversations, a caption, or `texts` with null where a picture stands)."""
+    conversations, a caption, or `texts` with null where a picture stands). Its pictures are in the order of their names, or
+    of `image` or `images` of the JSON, which names them."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    def __init__(self, path: Path, keys: RecordKeys) -> None:
+        self._path, self._keys = path, keys
         files = sorted(path.glob("*.tar")) if path.is_dir() else [path]
         if not files or not files[0].exists():
             rule = "must be a .tar or a folder of them"
@@ -379,12 +356,16 @@ class _Tar:
 
     def __getitem__(self, index: int) -> Record:
         name, members = self._samples[index]
+        images = [ending for ending in members if ending.rpartition(".")[2] in _PICTURES]
+        text = "txt" if "txt" in members else "json"
+        kinds = {ending: ending.rpartition(".")[2] for ending in members}
+        unread = {kind: ending for ending, kind in kinds.items() if ending not in images}
+        self._keys.check(Keys(frozenset((text,)), _MEMBERS), unread, name)
         pictures = [
-            Picture(f"{name}.{ending}", place)
-            for ending, place in sorted(members.items(), key=_by_number)
-            if f".{ending.rpartition('.')[2]}" in _PICTURES
+            Picture(f"{name}.{ending}", members[ending])
+            for ending in sorted(images, key=_by_number)
         ]
-        if "txt" in members:
+        if text == "txt":
             try:
                 caption = self._read(name, members["txt"]).decode().strip()
             except UnicodeDecodeError as error:
@@ -395,15 +376,33 @@ class _Tar:
             rule = f"has {', '.join(members)}, and must have .txt or .json next to its pictures"
             raise invalid("", "no_text", ..., rule, "add one", where=name)
         value = _json(self._read(name, members["json"]), f"{name}.json")
-        given = [{"bytes": p.content} for p in pictures]
-        if isinstance(value, Mapping) and "messages" in value:
-            return _with_pictures(name, value, given, self._path)
-        if isinstance(value, Mapping) and "conversations" in value:
-            # its own key of pictures names files of another place
-            return from_llava(name, {**value, "image": given}, self._path)
-        if isinstance(value, Mapping) and "texts" in value:
-            return interleaved(name, value["texts"], pictures)
-        return captioned(name, _caption(value if isinstance(value, Mapping) else {}), pictures)
+        given = dict(value) if isinstance(value, Mapping) else {}
+        pictures = self._in_order(name, given, pictures)
+        layout = next((key for key in _MESSAGES if key in given), None)
+        if layout is not None:
+            given["images"] = [{"bytes": p.content, "path": p.name} for p in pictures]
+            return _MESSAGES[layout](name, given, self._path, keys=self._keys)
+        if "texts" in given:
+            self._keys.check(Keys(frozenset(("texts",))), given, name)
+            return interleaved(name, given["texts"], pictures)
+        return captioned(name, _caption(name, given, self._keys), pictures)
+
+    def _in_order(self, name: str, value: dict[str, Any], pictures: list[Picture]) -> list[Picture]:
+        """Pictures in the order in which the JSON names them under `image` or `images`, which are taken out of it."""
+        named = []
+        for key in ("image", "images"):
+            given = value.pop(key, None)
+            if key not in self._keys.ignored:
+                named += [each for each in _listed(given) if isinstance(each, str) and each]
+        if len(named) <= 1 and len(pictures) == 1:
+            return pictures  # it may name the file that the member was made from
+
+        left: list[dict[str, Any]] = [{"path": p.name, "picture": p} for p in pictures]
+        order = [left.pop(index_of(name, each, left))["picture"] for each in named]
+        if named and left:
+            rule = f"must name all {len(pictures)} pictures of its sample"
+            raise invalid("images", "number", len(named), rule, "name each", where=name)
+        return order or pictures
 
     def _read(self, name: str, member: Span) -> bytes:
         return Picture(name, member).read()
@@ -415,14 +414,21 @@ class _Tar:
         return digest.hexdigest()
 
 
-def _by_number(member: tuple[str, Span]) -> list[tuple[int, str]]:
+def _listed(value: Any) -> list[Any]:
+    return [] if is_empty(value) else value if isinstance(value, list) else [value]
+
+
+def _by_number(ending: str) -> list[tuple[int, str]]:
     """A key that puts `2.png` before `10.png`."""
-    parts = re.findall(r"[0-9]+|[^0-9]+", member[0])
+    parts = re.findall(r"[0-9]+|[^0-9]+", ending)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
-def _caption(row: Mapping[str, Any]) -> Any:
-    return next((row[key] for key in _CAPTIONS if row.get(key)), None)
+def _caption(name: str, row: Mapping[str, Any], keys: RecordKeys, *read: str) -> Any:
+    """The caption of a row of which `read` are read, too; a second caption would be lost."""
+    key = next((key for key in _CAPTIONS if row.get(key)), _CAPTIONS[0])
+    keys.check(Keys(frozenset((key, *read)), CONTENT | {*_CAPTIONS}), row, name)
+    return row.get(key)
 
 
 def _opened(path: Path) -> Any:
@@ -465,19 +471,26 @@ FORMATS: dict[str, Callable[..., Records]] = {
 }
 
 
-def lines_of(name: str, path: Path, start: int, stop: int) -> Records:
+def lines_of(name: str, path: Path, start: int, stop: int, keys: RecordKeys | None) -> Records:
     """The records of lines that begin in a range of bytes of a file of chat or LLaVA's lines."""
-    return _Lines(path, {"chat": from_chat, "llava": from_llava}[name], start, stop)
+    make = {"chat": from_chat, "llava": from_llava}[name]
+    return _Lines(path, partial(make, keys=keys), start, stop)
 
 
 _ASKING = ("chat", "llava")  # formats whose records may be questions alone
 
 
-def open_records(name: str, path: str | Path, asks: bool = False) -> Records:
+def open_records(
+    name: str, path: str | Path, asks: bool = False, keys: RecordKeys | None = None
+) -> Records:
     """The records of a path in a format by name; InvalidSample where it is not there or is no such file.
 
-    Of those that only `asks`, conversations of chat and llava may end with a question."""
+    Of those that only `asks`, conversations of chat and llava may end with a question. `keys` counts keys that are not
+    read."""
     path = user_path(path)
     if not path.exists():
         raise invalid("path", "not_found", str(path), "must exist", "check it")
-    return FORMATS[name](path, asks=True) if asks and name in _ASKING else FORMATS[name](path)
+    keys = keys or RecordKeys(kind=InvalidSample)
+    if asks and name in _ASKING:
+        return FORMATS[name](path, keys, asks=True)
+    return FORMATS[name](path, keys)

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from forge_vlm._shared.paths import user_path
+from forge_vlm._shared.record_keys import RecordKeys
 from forge_vlm.data.errors import invalid
 from forge_vlm.data.reader import Reader
 from forge_vlm.data.records import Record, Records
@@ -35,16 +36,18 @@ SMALL = 1000  # records up to which counting again is sooner done than looked up
 _CHECKED = 1000  # samples whose labels are compared with tokens
 _DAMAGED = "damaged"
 _ARRAYS = Counted._fields[:3]
-_COUNTED = 3  # raise it where other samples than before have another length
+_COUNTED = 4  # raise it where other samples than before have another length
 
 
-def count(records: Records, reader: Reader, path: str) -> tuple[Counted, list[Record]]:
+def count(
+    records: Records, reader: Reader, path: str, keys: RecordKeys
+) -> tuple[Counted, list[Record]]:
     """Lengths of all samples, and the records with a picture that cannot be read; InvalidSample where none is left."""
     lengths: list[int] = []
     kept: list[int] = []
     pictured: list[bool] = []
     tokens, labels, damaged = [], [], []
-    weighted, branched, unlearnt = False, False, 0
+    weighted, branched, unlearnt, pictures, trained = False, False, 0, 0, 0
     for number in range(len(records)):
         record = records[number]
         sample, good = reader.sample(record)
@@ -54,6 +57,8 @@ def count(records: Records, reader: Reader, path: str) -> tuple[Counted, list[Re
                 continue
         learnt = sample.labels != IGNORE
         unlearnt += not learnt.any()
+        trained += int(learnt.sum())
+        pictures += len(sample.pictures)
         branched |= sample.branches is not None
         weighted |= bool((sample.weights[learnt] != 1).any())
         if len(kept) < _CHECKED:
@@ -67,7 +72,8 @@ def count(records: Records, reader: Reader, path: str) -> tuple[Counted, list[Re
         raise invalid("", "empty", ..., rule, "check the path and the format", where=path)
     check_labels(np.concatenate(tokens), np.concatenate(labels))
     arrays = np.array(lengths, np.int64), np.array(kept, np.int64), np.array(pictured, bool)
-    return Counted(*arrays, weighted, branched, len(records), int(unlearnt)), damaged
+    counts = len(records), int(unlearnt), pictures, trained
+    return Counted(*arrays, weighted, branched, *counts, dict(keys.counts)), damaged
 
 
 def entry_of(cache: str | None, content: str, options: Mapping[str, Any]) -> Path:
@@ -79,20 +85,20 @@ def entry_of(cache: str | None, content: str, options: Mapping[str, Any]) -> Pat
     return folder / f"vlm-lengths-{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
 
 
-def cached(entry: Path, records: Records, reader: Reader, path: str) -> Counted:
+def cached(entry: Path, records: Records, reader: Reader, path: str, keys: RecordKeys) -> Counted:
     """`count`, once for all processes that share the cache, which wait for the first; a small set is counted by each.
 
     A cache that cannot be written is said on stderr, and keeps nothing.
     """
     if len(records) <= SMALL:
-        return count(records, reader, path)[0]
+        return count(records, reader, path, keys)[0]
     if (found := _kept(entry)) is not None:
         return found
     try:
         with locked(entry.with_suffix(".lock"), f"lengths of {path}"):
             if (found := _kept(entry)) is not None:  # written while this process waited
                 return found
-            found, damaged = count(records, reader, path)
+            found, damaged = count(records, reader, path, keys)
             _keep(entry, found, damaged)
     except OSError as error:
         if error.filename is None or not str(error.filename).startswith(str(entry.parent)):
@@ -102,7 +108,7 @@ def cached(entry: Path, records: Records, reader: Reader, path: str) -> Counted:
             "set cache, or $FORGE_CACHE",
             file=sys.stderr,
         )
-        return count(records, reader, path)[0]
+        return found or count(records, reader, path, keys)[0]
     return found
 
 
@@ -122,10 +128,7 @@ def locked(path: Path, what: str) -> Iterator[None]:
 def _keep(entry: Path, found: Counted, damaged: list[Record]) -> None:
     """Write an entry under its name when it is whole."""
     about = {
-        "weighted": found.weighted,
-        "branched": found.branched,
-        "records": found.records,
-        "unlearnt": found.unlearnt,
+        **{name: getattr(found, name) for name in Counted._fields[len(_ARRAYS) :]},
         _DAMAGED: _states(
             str(p.content) for r in damaged for p in r.pictures if isinstance(p.content, Path)
         ),

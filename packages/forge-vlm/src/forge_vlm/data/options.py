@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from forge_vlm._config import is_finite, is_size
 from forge_vlm._shared.problems import Problem, ProblemError, invalid, problems_of
+from forge_vlm._shared.record_keys import option_problems
 from forge_vlm.data.formats import FORMATS
 from forge_vlm.data.sample import WEIGHTS
 from forge_vlm.data.sampling import VideoConfig, score_of
@@ -84,6 +85,7 @@ def problems(options: Mapping[str, Any]) -> Iterator[Problem]:
         if not is_size(options.get(key, 1), 2**62):
             rule = "must be a whole number of at least 1"
             yield Problem(key, "size", options[key], rule, "leave it out")
+    yield from option_problems(options.get("ignore_keys", ()), options.get("strict", False))
     mean = options["mean"]
     if len(mean) != 3 or not all(is_finite(v) and 0 <= v <= 1 for v in mean):
         rule = "must be three numbers from 0 to 1"

@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 from forge_vlm._shared.paths import open_regular, user_path
+from forge_vlm._shared.record_keys import RecordKeys
 from forge_vlm.data.errors import InvalidSample, invalid
 from forge_vlm.data.formats import lines_of, open_records
 from forge_vlm.data.records import Records
@@ -25,8 +26,10 @@ class Pieces:
     ends of lines. Raises InvalidSample where there are none.
     """
 
-    def __init__(self, format: str, path: str | Path, virtual_shards: int) -> None:
-        self.format, path = format, user_path(path)
+    def __init__(
+        self, format: str, path: str | Path, virtual_shards: int, keys: RecordKeys | None = None
+    ) -> None:
+        self.format, path, self._keys = format, user_path(path), keys
         ending = ".tar" if format == "webdataset" else ".jsonl"
         if not path.exists():
             raise invalid("path", "not_found", str(path), "to stream from must exist", "check it")
@@ -55,8 +58,8 @@ class Pieces:
         """The records of a piece."""
         file, start, stop = self._pieces[piece]
         if self.format == "webdataset":
-            return open_records(self.format, file)
-        return lines_of(self.format, file, start, stop)
+            return open_records(self.format, file, keys=self._keys)
+        return lines_of(self.format, file, start, stop, self._keys)
 
     def fingerprint(self) -> dict[str, str | int]:
         """What identifies the files, and how they are cut."""

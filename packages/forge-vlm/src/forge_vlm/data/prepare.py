@@ -23,7 +23,8 @@ import numpy as np
 
 from forge_vlm._shared.paths import user_path
 from forge_vlm._shared.problems import Problem, ProblemError, raise_problems
-from forge_vlm.data.errors import invalid
+from forge_vlm._shared.record_keys import RecordKeys
+from forge_vlm.data.errors import InvalidSample, invalid
 from forge_vlm.data.formats import open_records
 from forge_vlm.data.lengths import locked
 from forge_vlm.data.options import problems
@@ -34,6 +35,7 @@ from forge_vlm.data.units import COLUMNS, make_unit
 __all__ = ["prepare"]
 
 UNIT = 256  # records of a unit
+_UNITS = 2  # raise it where files of units have other contents
 Progress = Callable[[int, int], None]
 _OPEN: dict[str, Any] = {}  # of a worker: records and reader
 
@@ -65,7 +67,8 @@ def prepare(
     given = {name: value for name, value in options.items() if name != "cache"}
     given = json.loads(json.dumps(given))
     output, path = user_path(output).absolute(), str(user_path(path).absolute())
-    records, reader = open_records(given["format"], path), Reader(given)
+    keys = RecordKeys(given["ignore_keys"], given["strict"], InvalidSample)
+    records, reader = open_records(given["format"], path, keys=keys), Reader(given)
     if not len(records):
         rule = "must hold a record to prepare"
         raise invalid("path", "empty", path, rule, "check the path and the format")
@@ -77,6 +80,7 @@ def prepare(
         "given": given,
         "pictures": pictures,
         "unit": UNIT,
+        "units": _UNITS,
         "records": len(records),
     }
     parts = output.with_name(f"{output.name}.parts")
@@ -93,7 +97,7 @@ def prepare(
             "tokenizer": reader.tokens.spec,
             "image_id": reader.image_id,
         }
-        about = _join(units, parts / "whole", about)
+        about = _join(units, parts / "whole", about, keys.counts)
         _replace(parts / "whole", output, parts / "old")
         shutil.rmtree(parts)
     return about
@@ -172,14 +176,14 @@ def _write_units(
 
 
 def _open_files(path: str, given: dict[str, Any], pictures: str) -> None:
-    _OPEN.update(
-        records=open_records(given["format"], Path(path)), reader=Reader(given), pictures=pictures
-    )
+    keys = RecordKeys(given["ignore_keys"], given["strict"], InvalidSample)
+    records = open_records(given["format"], path, keys=keys)
+    _OPEN.update(records=records, reader=Reader(given), pictures=pictures, keys=keys)
 
 
 def _write_unit(job: tuple[Path, int, int]) -> None:
     file, first, stop = job
-    found = make_unit(_OPEN["records"], _OPEN["reader"], range(first, stop), _OPEN["pictures"])
+    found = make_unit(**_OPEN, numbers=range(first, stop))
     temporary = file.with_name(f".{file.name}")
     with temporary.open("wb") as opened:
         np.savez(opened, allow_pickle=False, **found)
@@ -188,8 +192,11 @@ def _write_unit(job: tuple[Path, int, int]) -> None:
     temporary.rename(file)
 
 
-def _join(units: list[Path], folder: Path, about: dict[str, Any]) -> dict[str, Any]:
-    """Write units one behind the other, with ends counted from the first, and the manifest."""
+def _join(
+    units: list[Path], folder: Path, about: dict[str, Any], unread: Counter[str]
+) -> dict[str, Any]:
+    """Write units one behind the other, with ends counted from the first, and the manifest; `unread` keys were counted when
+    the files were opened."""
     folder.mkdir()
     files = {
         name: _File(folder / f"{name}.bin")
@@ -209,7 +216,9 @@ def _join(units: list[Path], folder: Path, about: dict[str, Any]) -> dict[str, A
             totals["pictures"] += len(pictures)
             totals["media"] += len(arrays["media"])
             totals["samples"] += len(samples)
-            totals.update(json.loads(arrays["counts"].tobytes()))
+            counts = json.loads(arrays["counts"].tobytes())
+            unread.update(counts.pop("unread"))
+            totals.update(counts)
     if not totals["samples"]:
         rule = f"has no sample left, as a picture of each of {about['records']} records is damaged"
         raise invalid("", "no_sample", ..., rule, "restore them", where=about["path"])
@@ -228,6 +237,8 @@ def _join(units: list[Path], folder: Path, about: dict[str, Any]) -> dict[str, A
         "weighted": bool(totals.pop("weighted")),
         "branched": branched,
         "unlearnt": totals.pop("unlearnt"),
+        "trained": totals.pop("trained"),
+        "unread": dict(unread),
         "counts": dict(totals),
         "bytes": {f"{name}.bin": file.size for name, file in files.items()},
         "sha256": {f"{name}.bin": file.close() for name, file in files.items()},

@@ -83,7 +83,8 @@ class Prepared(CountedSamples):
         self.image_id = about["image_id"]
         lengths = np.diff(self._tokens, prepend=0)
         pictured = np.diff(self._pictures, prepend=0) > 0
-        sizes = (about[name] for name in Counted._fields[3:])
+        sizes = [about[name] for name in Counted._fields[3:7]]
+        sizes += [about["counts"]["pictures"], about.get("trained"), about.get("unread", {})]
         decoder = Decoder(
             pictures_of(given, given["image"]), given["corrupt"], given["image_masks"]
         )

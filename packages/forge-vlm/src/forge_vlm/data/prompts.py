@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from forge_vlm._shared.problems import ProblemError, raise_problems
-from forge_vlm.data.errors import invalid
+from forge_vlm._shared.record_keys import RecordKeys
+from forge_vlm.data.errors import InvalidSample, invalid
 from forge_vlm.data.formats import open_records
 from forge_vlm.data.options import problems
 from forge_vlm.data.prepared import is_prepared, prepared_options
@@ -63,6 +64,7 @@ class Prompts:
         self.tokens, self.template, self.pictures = reader.tokens, reader.template, reader.pictures
         self.options, self.identity = given, reader.identity
         self.end_ids: tuple[int, ...] = (self.tokens.eos_id,)
+        self._keys = RecordKeys(given["ignore_keys"], given["strict"], InvalidSample)
 
     @classmethod
     def of_source(cls, path: str | Path, **options: Any) -> Prompts:
@@ -84,7 +86,7 @@ class Prompts:
 
     def read(self, path: str | Path, format: str = "chat", most: int | None = None) -> list[Prompt]:
         """The prompts of a file's records in order, of the first `most` of them."""
-        records = open_records(format, path, asks=True)
+        records = open_records(format, path, True, self._keys)
         count = len(records) if most is None else min(most, len(records))
         return [self(records[number]) for number in range(count)]
 

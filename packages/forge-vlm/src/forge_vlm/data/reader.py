@@ -29,6 +29,8 @@ NEWER = {
     "group": None,
     "max_image_pixels": MOST_PIXELS,
     "max_image_bytes": MOST_BYTES,
+    "ignore_keys": [],
+    "strict": False,
 }  # options, and what says nothing
 
 
@@ -42,8 +44,13 @@ def pictures_of(options: Mapping[str, Any], placeholder: str) -> Pictures:
 
 
 def identity_of(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of a fingerprint: newer ones are left out where they say nothing, so that older fingerprints hold."""
-    return {k: v for k, v in options.items() if k not in NEWER or v != NEWER[k]}
+    """Options of a fingerprint: newer ones are left out where they say nothing, so that older fingerprints hold, and those
+    that refuse records, and change none."""
+    return {
+        k: v
+        for k, v in options.items()
+        if k not in ("ignore_keys", "strict") and (k not in NEWER or v != NEWER[k])
+    }
 
 
 class Decoder:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
 
+from forge_vlm._shared.record_keys import not_read
 from forge_vlm.data.reader import Decoder
 from forge_vlm.data.sample import Sample
 from forge_vlm.data.stream import RowsOfPictures, stream_of
@@ -22,7 +24,7 @@ VERSION = 2  # part of every fingerprint: raise it whenever a row would change
 class Counted(NamedTuple):
     """Tokens of each sample, and the record that it is of, both (samples,) int64; whether it has a picture, (samples,) bool;
     whether a label has another weight than 1, and a sample branches; the number of `records`, and of samples without a
-    label."""
+    label; of pictures and of labels, None where they are not known; `unread` keys of records, by their number."""
 
     lengths: np.ndarray
     kept: np.ndarray
@@ -31,6 +33,17 @@ class Counted(NamedTuple):
     branched: bool
     records: int
     unlearnt: int
+    pictures: int | None = None
+    trained: int | None = None
+    unread: Mapping[str, int] = MappingProxyType({})
+
+    def summary(self) -> str:
+        """A line that says what a source is."""
+        said = [f"{len(self.kept):,} samples", f"{self.pictured.mean():.1%} with images"]
+        said += [] if self.pictures is None else [f"{self.pictures:,} images"]
+        said.append(f"{int(self.lengths.sum()):,} tokens")
+        said += [] if self.trained is None else [f"{self.trained:,} trained"]
+        return ", ".join(said) + not_read(self.unread)
 
     def remarks(self) -> list[str]:
         """Sentences for a user."""
@@ -91,6 +104,7 @@ class CountedSamples:
         """Rows of `seq_len`; InvalidSample for a sample that is longer, unless it is left out."""
         stream = stream_of(self, self.path, seq_len, seed, self.name_of)
         stream.remarks = self.counted.remarks() + stream.remarks
+        stream.summary = [self.counted.summary()]
         return stream
 
     def fingerprint(self) -> dict[str, str | int]:

@@ -18,7 +18,8 @@ import numpy as np
 
 from forge_vlm._config import is_size
 from forge_vlm._shared.problems import Problem, raise_problems
-from forge_vlm.data.errors import invalid
+from forge_vlm._shared.record_keys import RecordKeys
+from forge_vlm.data.errors import InvalidSample, invalid
 from forge_vlm.data.fit import fit_problems
 from forge_vlm.data.options import problems
 from forge_vlm.data.packing import PACKING_VERSION, order_of, plan_rows
@@ -54,7 +55,8 @@ class StreamedConversations:
         given = {"virtual_shards": virtual_shards, "shuffle_window": shuffle_window}
         raise_problems("source", [*problems(options), *_problems(options, given)])
         self.path, self.reader = path, Reader(options)
-        self.pieces = Pieces(options["format"], Path(path), virtual_shards)
+        keys = RecordKeys(options["ignore_keys"], options["strict"], InvalidSample)
+        self.pieces = Pieces(options["format"], path, virtual_shards, keys)
         self.vocab_size: int | None = self.reader.tokens.vocab_size
         self.tokenizer: dict[str, Any] | None = self.reader.tokens.spec
         self.max_token_id = self.reader.tokens.vocab_size - 1
@@ -105,6 +107,10 @@ class PictureShards:
         self.pieces, self.reader = pieces, reader
         self.seq_len, self.seed, self.shuffle_window = seq_len, seed, shuffle_window
         self.num_shards = min(virtual_shards, len(pieces))
+        self.summary = [
+            f"{len(pieces)} pieces of {len(pieces.files)} files, read while a run trains; samples, tokens and keys that are "
+            "not read are not counted"
+        ]
         self.left_out = 0  # samples that this process did not take, as too long or damaged
         self._order = order_of(len(pieces), _seed(seed, "pieces"), 0)
         self._lock = threading.Lock()  # a thread that read ahead may still read when another begins

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from forge_vlm._shared.problems import invalid, raise_problems
+from forge_vlm._shared.record_keys import RecordKeys
+from forge_vlm.data.errors import InvalidSample
 from forge_vlm.data.formats import open_records
 from forge_vlm.data.lengths import cached, entry_of
 from forge_vlm.data.options import problems
@@ -53,6 +55,9 @@ class Conversations(CountedSamples):
     pixels, 0 in pictures that are blank because of damage, for encoders that take them. max_image_pixels and max_image_bytes:
     of one picture's file; a larger one counts as damaged.
 
+    ignore_keys: keys of records that are left out although they hold content that is not read, as `tools` or
+    `messages.loss`; without it they are an error. Other keys that are not read are counted; strict: they are an error, too.
+
     Opening reads the files, tokenizes every record and reads the header of every picture (of a resolution fixed only with
     "skip"); it holds 16 bytes a sample. Of more than a thousand records lengths are kept in `cache`, a folder (default:
     $FORGE_CACHE, or ~/.cache/forge/tokens). Raises ValueError for options, InvalidSample for files.
@@ -86,19 +91,23 @@ class Conversations(CountedSamples):
         max_image_pixels: int = MOST_PIXELS,
         max_image_bytes: int = MOST_BYTES,
         cache: str | None = None,
+        ignore_keys: Sequence[str] = (),
+        strict: bool = False,
     ) -> None:
         options = {k: v for k, v in locals().items() if k not in ("self", "path", "cache")}
         options.pop("__class__", None)
         raise_problems("source", problems(options))
         self.path = str(path)
-        self.records = open_records(format, path)
+        keys = RecordKeys(ignore_keys, strict, InvalidSample)
+        self.records = open_records(format, path, keys=keys)
         self.reader = Reader(options)
         self.vocab_size = self.reader.tokens.vocab_size
         self.tokenizer = self.reader.tokens.spec
         self.image_id = self.reader.image_id
         content = self.records.fingerprint()
-        self._entry = entry_of(cache, content, self.reader.identity)
-        counted = cached(self._entry, self.records, self.reader, self.path)
+        key = {**self.reader.identity, "ignore_keys": sorted(ignore_keys), "strict": strict}
+        self._entry = entry_of(cache, content, key)
+        counted = cached(self._entry, self.records, self.reader, self.path, keys)
         super().__init__(self.reader, self.reader.identity, counted, content)
 
     def sample(self, number: int) -> Sample:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from forge_vlm._shared.record_keys import RecordKeys
 from forge_vlm.data.errors import InvalidSample
 from forge_vlm.data.prepared import BYTES, FIELDS, NAMED
 from forge_vlm.data.reader import Reader
@@ -26,7 +27,7 @@ COLUMNS = {"tokens": "<u4", "labels": "<i4", "weights": "<f4", "branches": "<i4"
 
 
 def make_unit(
-    records: Records, reader: Reader, numbers: Iterable[int], pictures: str
+    records: Records, reader: Reader, numbers: Iterable[int], pictures: str, keys: RecordKeys
 ) -> dict[str, np.ndarray]:
     """Arrays of the files of `Prepared`, their ends counted from 0, and `counts`, JSON as bytes."""
     samples: list[Sample] = []
@@ -35,6 +36,7 @@ def make_unit(
     caps: list[tuple[int, ...]] = []
     media = bytearray()
     counts: Counter[str] = Counter()
+    unread = keys.counts.copy()  # of units before
     for number in numbers:
         sample, _ = reader.sample(records[number])
         read = [_content(reader, p, i, counts) for p, i in zip(sample.pictures, sample.layouts)]
@@ -62,6 +64,7 @@ def make_unit(
     for sample in samples:
         learnt = sample.labels != IGNORE
         counts["unlearnt"] += not learnt.any()
+        counts["trained"] += int(learnt.sum())
         counts["weighted"] += bool((sample.weights[learnt] != 1).any())
     columns = {
         name: np.concatenate([getattr(s, name) for s in samples] or [np.zeros(0)]).astype(dtype)
@@ -74,7 +77,9 @@ def make_unit(
         "pictures": np.array(places, "<i8").reshape(-1, FIELDS),
         "caps": np.array(caps, "<i8").reshape(-1, 2),
         "media": np.frombuffer(bytes(media), np.uint8),
-        "counts": np.frombuffer(json.dumps(counts).encode(), np.uint8),
+        "counts": np.frombuffer(
+            json.dumps({**counts, "unread": keys.counts - unread}).encode(), np.uint8
+        ),
     }
 
 
