@@ -7,6 +7,7 @@ import pickle
 import re
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -22,6 +23,8 @@ from forge_data import (
     open_training,
 )
 from forge_data.chat.config import ChatConfig
+from forge_data.chat.messages import conversation_of
+from forge_data.chat.records import Record, read_records
 from forge_data.chat.source import Conversations
 from forge_data.chat.template import ChatTemplate
 from forge_data.packing_config import PackingConfig
@@ -162,16 +165,117 @@ def test_too_long_conversations_are_refused_cut_or_left_out_and_counted(tmp_path
     places = ", ".join(f"{path} line {line}" for line in (7, 11))
     with rejects("seq_len", 64, "too_long", InvalidData, where=f" {places};"):
         refused.stream(64)
-    for policy, left in (("truncate", 11), ("skip", 9)):
+    for policy, left, more in (("truncate", 10, [[1, 11, 64]]), ("skip", 9, [])):
         source = Conversations(path, ChatConfig(tokenizer=str(folder), too_long=policy))
         stream = source.stream(64)
         batch = batch_of(stream, range(len(stream)))
         assert sum(len(of_row(batch, row)) for row in range(len(batch))) == left
-        assert numbers(source.remarks(64)) == [[2, 11, 64]]
+        assert numbers(source.remarks(64)) == [[2, 11, 64], *more]
         assert stream.fingerprint()["source.too_long_conversations"] == 2
         assert source.remarks(4096) == []
     with rejects("seq_len", 4, "all_skipped", InvalidData):
         source.stream(4)
+
+
+def test_F154_conversations_that_are_cut_to_no_label_are_left_out(tmp_path, folder):
+    """Against the labels of each, by brute force, at each length."""
+    talks = [talk("the sky " * (3 * n), "yes " * 4) for n in range(6)]
+    talks.append([say("user", "a"), say("assistant", "b", weight=0)])
+    config = ChatConfig(tokenizer=str(folder), too_long="truncate")
+    source = Conversations(write_talks(tmp_path / "t.jsonl", talks), config)
+    template = ChatTemplate(config)
+    encoded = [template.encode(conversation_of(Record("", {"messages": t}), config)) for t in talks]
+    for seq_len in (24, 32, 64, 128):
+        labels = [[w > 0 for w in weights[1:seq_len]] for _, weights in encoded]
+        kept = [n for n, (ids, _) in enumerate(encoded) if len(ids) <= seq_len or any(labels[n])]
+        stream = source.stream(seq_len)
+        batch = batch_of(stream, range(len(stream)))
+        rows = [part for row in range(len(batch)) for part in of_row(batch, row)]
+        assert sorted(r[0] for r in rows) == sorted(encoded[n][0][:seq_len].tolist() for n in kept)
+        said = [line for line in stream.remarks if "no label" in line]
+        assert numbers(said) == ([[7 - len(kept), 7, seq_len]] if len(kept) < 7 else [])
+    with rejects("seq_len", 4, "all_skipped", InvalidData):
+        Conversations(write_talks(tmp_path / "u.jsonl", talks[:-1]), config).stream(4)
+
+
+TOOLS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.arguments | tojson }}{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def with_tools(name, properties, arguments):
+    parameters = {"type": "object", "properties": properties}
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    said = [say("user", "a"), say("assistant", "", tool_calls=[call]), say("tool", "c"), say("assistant", "d")]  # fmt: skip
+    tool = {"type": "function", "function": {"name": name, "parameters": parameters}}
+    return {"messages": said, "tools": [tool]}
+
+
+def test_F145_tables_give_the_tools_and_arguments_of_lines(tmp_path, folder):
+    """A table gives each object the keys of all; the template of transformers is given what was said."""
+    datasets = pytest.importorskip("datasets")
+    talks = [
+        with_tools("f", {"a": {"type": "string", "enum": ["x", "y"]}}, {"a": "x"}),
+        with_tools("g", {"b": {"type": "integer", "minimum": 0}}, {"b": 1, "c": {"d": [2]}}),
+        {"messages": talk("hi", "yes"), "tools": None},
+    ]
+    (tmp_path / "t.jinja").write_text(TOOLS)
+    config = ChatConfig(
+        tokenizer=str(folder), template=str(tmp_path / "t.jinja"), tools_field="tools"
+    )
+    write_talks(tmp_path / "t.jsonl", talks)
+    saved = datasets.Dataset.from_list(talks)
+    saved.to_parquet(str(tmp_path / "t.parquet"))
+    saved.save_to_disk(str(tmp_path / "saved"))
+    tokenizer = ChatTemplate(config).tokenizer
+    wanted = [
+        tokenizer.apply_chat_template(t["messages"], tools=t["tools"], chat_template=TOOLS, return_dict=True)["input_ids"]
+        for t in talks
+    ]  # fmt: skip
+    found = {}
+    for name in ("t.jsonl", "t.parquet", "saved"):
+        rendered = Conversations(tmp_path / name, config).rendered
+        starts = [*rendered.tokens.documents, rendered.tokens.num_tokens]
+        ids = [rendered.tokens.read(int(a), int(b)).tolist() for a, b in pairwise(starts)]
+        assert ids == wanted, name
+        found[name] = rendered.counts["sha256"]
+    assert len(set(found.values())) == 1  # weights of labels
+    said = with_tools("f", {}, {"a": None})
+    record = next(read_records([write_talks(tmp_path / "n.jsonl", [said])]))
+    assert record.content == said  # a null that JSONL has was written by somebody
+
+
+def test_F134_keys_of_conversations_that_are_not_read(tmp_path, folder):
+    """Content that a run of text would drop is refused; others are counted once, and from the cache."""
+    config = ChatConfig(tokenizer=str(folder))
+    lost = {
+        "tools": [{"name": "f"}], "images": ["a.png"], "system": "be short", "weight": 0.5, "mesages": [1],
+        "messages.images": ["a.png"], "messages.loss": False, "messages.wieght": 0,
+    }  # fmt: skip
+    for number, (name, value) in enumerate(lost.items()):
+        record = {"messages": talk("a", "b"), "id": 1}
+        place = record["messages"][1] if "." in name else record
+        place[name.rpartition(".")[2]] = value
+        path = write_talks(tmp_path / f"{number}.jsonl", [talk("a", "b"), record])
+        code = "misspelt" if name in ("mesages", "messages.wieght") else "not_read"
+        with rejects(name, value, code, InvalidData, where=f"{path} line 2"):
+            Conversations(path, config)
+        source = Conversations(path, replace(config, ignore_keys=[name]))
+        assert source.rendered.counts["not_read"] == {name: 1, "id": 1}
+    talks = [{"messages": talk("a", "b"), "id": 1, "tools": []}, {"messages": talk("c", "dd"), "score": 0, "id": 2}]  # fmt: skip
+    path = write_talks(tmp_path / "t.jsonl", talks)
+    for _ in range(2):
+        stream = Conversations(path, config).stream(64)
+        batch = batch_of(stream, [0])
+        tokens, trained = int((batch.document_ids >= 0).sum()), int((batch.labels >= 0).sum())
+        wanted = (
+            f"2 conversations, {tokens} tokens, {trained} trained; keys not read: id (2), score (1)"
+        )
+        assert stream.summary == [wanted]
+    with rejects("id", 1, "strict", InvalidData):
+        Conversations(path, replace(config, strict=True))
 
 
 def test_a_row_without_a_label_is_a_row(tmp_path, folder):

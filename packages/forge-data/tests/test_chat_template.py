@@ -375,3 +375,55 @@ def test_F201_what_ends_an_answer_ends_a_text(tmp_path, name, train_on):
     assert all(token in described for token in wanted)
     with rejects("ends", "<none>", "unknown"):
         load_tokenizer({**spec, "ends": ["<none>"]})
+
+
+@pytest.mark.parametrize("place", ["content", "arguments", "key", "reasoning", "tools"])
+def test_F154_forged_special_tokens_are_told_wherever_they_stand(folders, place):
+    forged = "a<|im_end|>"
+    arguments = {forged: 1} if place == "key" else {"q": [forged if place == "arguments" else "a"]}
+    call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+    said = say("assistant", forged if place == "content" else "a", tool_calls=[call])
+    if place == "reasoning":
+        said["reasoning_content"] = forged
+    tools = [{"name": "f", "description": forged if place == "tools" else "a"}]
+    config = ChatConfig(tokenizer=str(folders / "chatml"), tools_field="tools")
+    record = Record("", {"messages": [say("user", "a"), said], "tools": tools})
+    assert ChatTemplate(config).holds_specials(conversation_of(record, config))
+    clean = json.loads(json.dumps(record.content).replace(forged, "a"))
+    assert not ChatTemplate(config).holds_specials(conversation_of(Record("", clean), config))
+
+
+@pytest.mark.parametrize("name", ["marked", "chatml"])
+def test_F154_white_space_that_a_tokenizer_trims_loses_no_label(folders, name, tmp_path):
+    """Its tokens are those of a tokenizer that does not trim, and so are their labels, but for white space at the end."""
+    from tokenizers import processors
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(folders / name))
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    tokenizer.save_pretrained(str(tmp_path))
+    template = TEMPLATES[name].replace("m.content + '<|im_end|>'", "m.content + ' '")
+    for folder in (tmp_path, folders / name):
+        (folder / "bare.jinja").write_text(template)
+    for talk_ in ([*talk("a", "  yes", "b", " the sky")], [*talk("a", "yes ", "b", "no")]):
+        for file in (None, "bare.jinja" if name == "marked" else None):
+            found = [
+                rendered(f, talk_, template=file and str(f / file))[1:]
+                for f in (tmp_path, folders / name)
+            ]
+            (ids, weights), (same, wanted) = found
+            assert ids == same
+            ends = [i for i, (a, b) in enumerate(zip(weights, wanted)) if a != b]
+            assert all(wanted[i] and not tokenizer.decode([ids[i]]).strip() for i in ends)
+            assert any(weights)
+            assert len(ends) <= (2 if file else 0)  # a part that ends with white space
+    if name == "marked":
+        with rejects("", ..., "no_token", InvalidData, where="line 7"):
+            rendered(tmp_path, talk("a", " ", "b", "no"), template=str(_bare(tmp_path)))
+
+
+def _bare(folder):
+    """A template whose marked part is the content alone."""
+    path = folder / "content.jinja"
+    path.write_text(TEMPLATES["marked"].replace("m.content + '<|im_end|>'", "m.content"))
+    return path

@@ -82,7 +82,7 @@ def foreign_tables(config: Any) -> Iterator[Problem]:
     for kind in TABLES:
         own = getattr(config, kind)
         for key, value in vars(own).items():
-            if config.name != kind and value != getattr(type(own), key):
+            if config.name != kind and value != getattr(type(own)(), key):
                 rule = f"is a key of name {kind!r}, and name is {config.name!r}"
                 fix = f'remove it, or use name = "{kind}"'
                 yield Problem(f"{kind}.{key}", "foreign", value, rule, fix)

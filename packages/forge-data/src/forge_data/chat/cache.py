@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from forge_data._shared.record_keys import RecordKeys
 from forge_data.prepare.output import replacing
 from forge_data.prepare.token_writer import TokenWriter
 from forge_data.sources.integrity import check_whole
@@ -63,15 +64,18 @@ def cached(
     vocab_size: int,
     tokenizer: dict[str, Any],
     render: Callable[[], Iterator[Rendering]],
+    keys: RecordKeys,
 ) -> Rendered:
-    """What `render` gives, from an entry of the token cache, which is written if it is not there, or is damaged.
+    """What `render` gives, from an entry of the token cache, which is written if it is not there, or is damaged; `keys` are
+    counted by it.
 
     One process writes while the others wait (`open_cached`). Raises as that, and what `render` raises.
     """
 
     def write(folder: Path, progress: Callable[[int, int], None]) -> None:
         with replacing(folder) as temporary:
-            _write(temporary, vocab_size, tokenizer, render())
+            keys.counts.clear()
+            _write(temporary, vocab_size, tokenizer, render(), keys)
 
     open_cached(entry, "train", "full", write)
     try:
@@ -83,7 +87,11 @@ def cached(
 
 
 def _write(
-    folder: Path, vocab_size: int, tokenizer: dict[str, Any], rendered: Iterator[Rendering]
+    folder: Path,
+    vocab_size: int,
+    tokenizer: dict[str, Any],
+    rendered: Iterator[Rendering],
+    keys: RecordKeys,
 ) -> None:
     writer = TokenWriter(folder, vocab_size, tokenizer)
     digest = hashlib.sha256()
@@ -103,7 +111,7 @@ def _write(
                 counts["weighted"] += not np.isin(weights, (0.0, 1.0)).all()
             file.flush()
             os.fsync(file.fileno())
-        content_of = {**counts, "sha256": digest.hexdigest()}
+        content_of = {**counts, "not_read": keys.counts, "sha256": digest.hexdigest()}
         (folder / COUNTS).write_text(json.dumps(content_of), encoding="utf-8")
         writer.finish()
     finally:

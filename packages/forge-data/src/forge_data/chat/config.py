@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from forge_data._problems import path_problems
 from forge_data._shared.problems import Problem, raise_problems
+from forge_data._shared.record_keys import option_problems
 
 TRAIN_ON = ("assistant", "last", "all")
 TOO_LONG = ("refuse", "truncate", "skip")
@@ -41,6 +42,13 @@ class ChatConfig:
         "what becomes of a conversation of more than seq_len tokens: an error, its first seq_len tokens, or "
         "none of it; both are counted",
     )
+    ignore_keys: list[str] = field(
+        default_factory=list,
+        metadata={
+            "help": "keys of records that are left out although they hold content that is not read, as 'tools' or 'messages.loss'"
+        },
+    )
+    strict: bool = _field(False, "any key of a record that is not read is an error")
     cache: str | None = _field(
         None, "folder of the tokens (default: $FORGE_CACHE, or ~/.cache/forge/tokens)"
     )
@@ -50,6 +58,7 @@ class ChatConfig:
 
 
 def _problems(c: ChatConfig) -> Iterator[Problem]:
+    yield from option_problems(c.ignore_keys, c.strict)
     for key in ("tokenizer", "template", "cache"):
         value = getattr(c, key)
         if value == "":

@@ -1,4 +1,8 @@
-"""Conversations are read from JSONL (also packed) and parquet files and from sets saved by `datasets`, one at a time."""
+"""Conversations are read from JSONL (also packed) and parquet files and from sets saved by `datasets`, one at a time.
+
+Tables give each object the keys of all objects of their column, with null in most. Such nulls are removed at every depth, as a
+template would show them as something that was said; a null that JSONL has stays.
+"""
 
 from __future__ import annotations
 
@@ -112,7 +116,7 @@ def _parquet(path: Path) -> Iterator[Record]:
             for batch in file.iter_batches(batch_size=256):
                 for row in batch.to_pylist():
                     number += 1
-                    yield Record(f"{path} row {number}", row)
+                    yield Record(f"{path} row {number}", _without_nulls(row))
     except (OSError, ValueError) as error:
         if isinstance(error, InvalidData):
             raise
@@ -139,4 +143,11 @@ def _saved_set(folder: Path) -> Iterator[Record]:
         rule, fix = f"must be a set saved by datasets ({message:.200})", "save it again"
         raise invalid("", "not_loaded", ..., rule, fix, where=folder, kind=InvalidData) from None
     for number, row in enumerate(found, start=1):
-        yield Record(f"{folder} row {number}", row)
+        yield Record(f"{folder} row {number}", _without_nulls(row))
+
+
+def _without_nulls(value: Any) -> Any:
+    """Objects without the keys whose value is null; elements of lists stay."""
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value

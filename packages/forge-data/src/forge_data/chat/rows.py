@@ -17,16 +17,27 @@ from forge_data.order import ORDER_VERSION, Permutation, epochs_of
 from forge_data.packing import check_tokens_at_once
 from forge_data.packing_plan import PLAN_VERSION, plan_rows
 
-__all__ = ["ChatStream"]
+__all__ = ["ChatStream", "cut_to_nothing"]
 
 ARRAYS = ("tokens", "labels", "positions", "document_ids")
+
+
+def cut_to_nothing(rendered: Rendered, seq_len: int) -> np.ndarray:
+    """Conversations (N,) of more than `seq_len` tokens whose first `seq_len` have no label."""
+    long = np.flatnonzero(rendered.lengths > seq_len)
+    starts = (
+        np.asarray(rendered.tokens.documents)[long] + 1
+    )  # a conversation's first token is no label
+    found = [not rendered.weights[start : start + seq_len - 1].any() for start in starts]
+    cut: np.ndarray = long[np.asarray(found, bool)]
+    return cut
 
 
 class ChatStream:
     """The endless stream of rows of rendered conversations: `len(stream)` rows an epoch, each exactly once.
 
-    A conversation is never cut over two rows: one of more than `seq_len` tokens is left out or, with `truncate`, ends after
-    them. Labels are shifted; they are -100 where nothing is learnt and on a conversation's last token. Rows have
+    A conversation is never cut over two rows: one of more than `seq_len` tokens ends after them, unless it is one of those
+    that are `left_out` (N,). Labels are shifted; they are -100 where nothing is learnt and on a conversation's last token. Rows have
     `weights` where some conversation has one other than 0 and 1. Cost of a row: one read a conversation. The plan
     is made here from the lengths alone, about a microsecond each, 40 bytes of memory.
     """
@@ -37,17 +48,18 @@ class ChatStream:
         fingerprint: Mapping[str, Any],
         seq_len: int,
         seed: int,
-        truncate: bool,
+        left_out: np.ndarray,
     ) -> None:
         self.seq_len, self.seed = seq_len, seed
         self._rendered, self._source = rendered, dict(fingerprint)
         lengths = rendered.lengths
-        kept = np.arange(len(lengths)) if truncate else np.flatnonzero(lengths <= seq_len)
+        kept = np.setdiff1d(np.arange(len(lengths)), left_out)
         self._lengths = np.minimum(lengths, seq_len)  # (conversations,)
         plan = plan_rows(self._lengths[kept], seq_len, "best_fit")
         self._rows, self._conversations = plan.rows, kept[plan.documents]
         self.utilisation = plan.utilisation
         self.remarks: list[str] = []  # what whoever opened it should tell a user
+        self.summary: list[str] = []  # and what the source is
         self._weighted = rendered.counts["weighted"] > 0
         self._permutation: tuple[int, Permutation] | None = None  # of the epoch of the last call
 

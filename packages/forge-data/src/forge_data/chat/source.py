@@ -15,11 +15,12 @@ import numpy as np
 
 from forge_data._shared.paths import user_path
 from forge_data._shared.problems import Problem, invalid, raise_problems
+from forge_data._shared.record_keys import RecordKeys, not_read
 from forge_data.chat.cache import Rendering, cached, offsets_digest
 from forge_data.chat.config import ChatConfig
 from forge_data.chat.messages import conversation_of
 from forge_data.chat.records import find_conversations, read_records
-from forge_data.chat.rows import ChatStream
+from forge_data.chat.rows import ChatStream, cut_to_nothing
 from forge_data.chat.template import ChatTemplate
 from forge_data.errors import InvalidData
 from forge_data.sources.header import Header
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["Conversations", "open_header", "open_source"]
 
 CHAT_VERSION = 2  # part of every fingerprint: raise it whenever a row would change
-_RENDERING = 2  # of what the cache has of conversations whose rows need not change
+_RENDERING = 3  # of the cache: raise it where the same files get other tokens, weights or counts
 _EXAMPLES = 3
 
 
@@ -52,6 +53,7 @@ class Conversations:
     def __init__(self, path: str | Path, config: ChatConfig, split: str = "train") -> None:
         self.config = config
         self._files = find_conversations(user_path(path), split)
+        self._keys = RecordKeys(config.ignore_keys, config.strict, InvalidData)
         template = ChatTemplate(config)
         self.tokenizer: dict[str, Any] | None = template.spec()
         self.vocab_size: int | None = template.vocab_size
@@ -61,6 +63,7 @@ class Conversations:
             template.vocab_size,
             self.tokenizer,
             lambda: self._render(template),
+            self._keys,
         )
 
     @property
@@ -89,9 +92,15 @@ class Conversations:
             "too_long": policy,
             "too_long_conversations": len(self._too_long(seq_len)),
         }
-        stream = ChatStream(self.rendered, fingerprint, seq_len, seed, policy == "truncate")
-        stream.remarks = self.remarks(seq_len)
+        stream = ChatStream(self.rendered, fingerprint, seq_len, seed, self._left_out(seq_len))
+        stream.remarks, stream.summary = self.remarks(seq_len), [self.summary()]
         return stream
+
+    def summary(self) -> str:
+        """A line that says what the source is."""
+        tokens, counts = self.rendered.tokens, self.rendered.counts
+        said = f"{tokens.num_documents:,} conversations, {tokens.num_tokens:,} tokens, {counts['learnt_tokens']:,} trained"
+        return said + not_read(counts["not_read"])
 
     def row_problems(self, seq_len: int) -> list[Problem]:
         """Why there are no rows of `seq_len` tokens: conversations that are longer, where config does not allow them."""
@@ -103,8 +112,8 @@ class Conversations:
             rule = f"must be at least {longest}, as {len(long)} of {total} conversations are longer: {places}"
             fix = 'raise it, or set chat.too_long = "truncate" or "skip"'
             return [Problem("seq_len", "too_long", seq_len, rule, fix)]
-        if self.config.too_long == "skip" and len(long) == total:
-            rule = f"must be larger, as all {total} conversations have more tokens and are skipped"
+        if len(self._left_out(seq_len)) == total:
+            rule = f"must be larger, as all {total} conversations have more tokens and are left out"
             return [Problem("seq_len", "all_skipped", seq_len, rule, "raise it")]
         return []
 
@@ -116,21 +125,32 @@ class Conversations:
             found.append(
                 f"{len(long)} of {total} conversations have more than seq_len {seq_len} tokens and are {done[self.config.too_long]}"
             )
-        if self.rendered.counts["unlearnt"]:
+        if self.config.too_long == "truncate" and (cut := len(self._left_out(seq_len))):
             found.append(
-                f"{self.rendered.counts['unlearnt']} of {total} conversations have nothing to learn"
+                f"{cut} of {total} conversations have no label in their first {seq_len} tokens and are left out"
             )
         if without := self.rendered.counts["without_end"]:
             found.append(
                 f"{without} of {self.rendered.counts['answers']} answers end without a token that generation stops at, so the "
                 "model does not learn to end them: use a template that writes an end token after each"
             )
-        if self.rendered.counts["with_specials"]:
-            found.append(
-                f"{self.rendered.counts['with_specials']} of {total} conversations have special tokens in the text of a "
-                "message, which are ids like those that the template puts there"
-            )
+        counts = {
+            "unlearnt": "nothing to learn",
+            "with_specials": "special tokens in the text of a message or a tool, which are ids like those that the template "
+            "puts there",
+        }
+        found += [
+            f"{n} of {total} conversations have {what}"
+            for name, what in counts.items()
+            if (n := self.rendered.counts[name])
+        ]
         return found
+
+    def _left_out(self, seq_len: int) -> np.ndarray:
+        """Conversations that no row has: too long ones or, of those that are cut, the ones without a label."""
+        if self.config.too_long == "truncate":
+            return cut_to_nothing(self.rendered, seq_len)
+        return self._too_long(seq_len)
 
     def _too_long(self, seq_len: int) -> np.ndarray:
         return np.flatnonzero(self.rendered.lengths > seq_len)
@@ -142,7 +162,7 @@ class Conversations:
     def _render(self, template: ChatTemplate) -> Iterator[Rendering]:
         record = None
         for record in read_records(self._files):
-            conversation = conversation_of(record, self.config)
+            conversation = conversation_of(record, self.config, self._keys)
             ids, weights, ends = template.encode_answers(conversation)
             yield Rendering(ids, weights, template.holds_specials(conversation), ends)
         if record is None:
@@ -187,8 +207,13 @@ def _fingerprint(template: ChatTemplate, files: list[Path], split: str) -> dict[
 
 
 def _entry(path: str | Path, config: ChatConfig, fingerprint: dict[str, str | int]) -> Entry:
-    versions = {"transformers": version("transformers"), "rendering": _RENDERING}
-    return Entry.of(config.cache, str(path), {**fingerprint, **versions})
+    key = {
+        **fingerprint,
+        "transformers": version("transformers"),
+        "rendering": _RENDERING,
+        "keys": [sorted(config.ignore_keys), config.strict],
+    }
+    return Entry.of(config.cache, str(path), key)
 
 
 def _digest(value: Any) -> str:

@@ -1,6 +1,6 @@
 """A conversation becomes token ids, and the weight of each in the loss, by the template of its tokenizer.
 
-Where the template marks what the assistant says with `{% generation %}`, that mask is taken as it is. Without, it
+Where the template marks what the assistant says with `{% generation %}`, transformers' mask is taken. Without, it
 would be all zeros; then a message is what its rendering adds to that of the messages before it, which needs each
 rendering to begin the next one: templates that rewrite earlier messages are refused where they do.
 
@@ -14,9 +14,10 @@ import copy
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -164,14 +165,14 @@ class ChatTemplate:
         if self.config.train_on == "all" and set(factors) == {1.0}:
             weights = np.ones(len(ids), np.float32)
         elif marked:
-            weights = self._by_marks(conversation, np.asarray(out["assistant_masks"]), factors)
+            weights = self._by_marks(conversation, self._marked(conversation, out), factors)
         else:
             weights = self._by_prefixes(conversation, out.encodings[0].offsets, factors)
         return ids, weights, self._train_ends(conversation, ids, weights, factors)
 
     def holds_specials(self, conversation: Conversation) -> bool:
-        """Whether the text of a message has a special token's, which becomes that token as if the template had put it."""
-        texts = [m.get("content") or "" for m in conversation.messages]
+        """Whether a text of a message or a tool has a special token's, which becomes that token as if the template had put it."""
+        texts = [*_texts(conversation.messages), *_texts(conversation.tools)]
         return any(special in text for text in texts for special in self._specials)
 
     def _factors(self, conversation: Conversation) -> list[float]:
@@ -182,6 +183,31 @@ class ChatTemplate:
         learnt = {"assistant": said, "last": said[-1:], "all": range(len(conversation.messages))}
         chosen = set(learnt[self.config.train_on])
         return [w if i in chosen else 0.0 for i, w in enumerate(conversation.weights)]
+
+    def _marked(self, c: Conversation, out: Any) -> np.ndarray:
+        """The mask (T,) of transformers, or one by offsets where a marked part begins or ends with a character that no token
+        has: transformers' ends before such a part, or goes on behind it. Tokenizers that trim white space do so."""
+        mask, encoding = np.asarray(out["assistant_masks"]), out.encodings[0]
+        offsets = encoding.offsets
+        if all(start <= stop for (_, stop), (start, _) in pairwise([(0, 0), *offsets])):
+            return mask
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        rendered: Any = render_jinja_template(
+            conversations=[c.messages],
+            tools=c.tools,
+            chat_template=self.tokenizer.get_chat_template(self._template, c.tools),
+            return_assistant_tokens_mask=True,
+            **self.tokenizer.special_tokens_map,
+        )
+        parts = [(first, last) for first, last in rendered[1][0] if first < last]
+        edges = [place for first, last in parts for place in (first, last - 1)]
+        if all(encoding.char_to_token(place) is not None for place in edges):
+            return mask
+        mask[:] = 0
+        for first, last in parts:
+            mask[_between(c.place, offsets, first, last)] = 1
+        return mask
 
     def _by_marks(
         self, conversation: Conversation, mask: np.ndarray, factors: list[float]
@@ -204,7 +230,6 @@ class ChatTemplate:
         self, conversation: Conversation, offsets: Sequence[tuple[int, int]], factors: list[float]
     ) -> np.ndarray:
         """Weights (T,) by what each message adds to the text; `offsets` are the characters of each token."""
-        starts, stops = np.asarray(offsets).T  # (T,)
         weights = np.zeros(len(offsets), np.float32)
         whole = self._text(conversation, len(conversation.messages), False)
         for number, factor in enumerate(factors):
@@ -213,9 +238,7 @@ class ChatTemplate:
             first = self._begin(conversation, whole, number)
             last = self._length(conversation, whole, number, number + 1, False)
             last = first + len(self._learnt(whole[first:last]))
-            inside = np.flatnonzero((stops > first) & (starts < last) & (stops > starts))
-            if inside.size:
-                weights[inside[0] : inside[-1] + 1] = factor
+            weights[_between(conversation.place, offsets, first, last)] = factor
         return weights
 
     def _train_ends(
@@ -307,6 +330,30 @@ class ChatTemplate:
     def _has_marks(self, conversation: Conversation) -> bool:
         template = self.tokenizer.get_chat_template(self._template, conversation.tools)
         return _MARKS.search(template) is not None
+
+
+def _between(place: str, offsets: Sequence[tuple[int, int]], first: int, last: int) -> slice:
+    """The tokens of characters `first` to `last`; InvalidData where these have none.
+
+    A token without characters is white space that its tokenizer trimmed off, up to where it stands.
+    """
+    starts, stops = np.asarray(offsets).T  # (T,)
+    own = (stops > starts) | (starts > first)
+    inside = np.flatnonzero((stops > first) & (starts < last) & own)
+    if inside.size or first == last:
+        return slice(int(inside[0]), int(inside[-1]) + 1) if inside.size else slice(0, 0)
+    rule, fix = "has a part that is learnt and has no token", "remove its message, or save the tokenizer with trim_offsets false"  # fmt: skip
+    raise invalid("", "no_token", ..., rule, fix, where=place, kind=InvalidData)
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """All strings of plain data, keys too."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for each in value:
+            yield from _texts(each)
+        yield from _texts([*value.values()] if isinstance(value, dict) else None)
 
 
 def _load(folder: Path) -> Any:

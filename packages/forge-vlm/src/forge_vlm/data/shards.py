@@ -11,7 +11,6 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
