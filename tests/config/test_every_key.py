@@ -966,6 +966,7 @@ PROBES: dict[str, Probe] = {
 }
 CHAT_KEYS = (
     *("tokenizer", "template", "messages_field", "tools_field", "train_on", "too_long", "cache"),
+    *("ignore_keys", "strict"),
 )
 #: Shown below, by tests of their own.
 #: Key -> another value, or (value, further keys of both runs). "WORDS" is the path of a tokenizer.
@@ -977,6 +978,8 @@ KEYS_OF_KINDS: dict[str, dict[str, Any]] = {
         "document": "line",
         "text_field": "more",
         "validation_every": 4,
+        "ignore_keys": ([], {"strict": True, "ignore_keys": ["more"]}),
+        "strict": True,
         "cache": "",
     },
     "huggingface": {
@@ -989,6 +992,8 @@ KEYS_OF_KINDS: dict[str, dict[str, Any]] = {
         "streaming": True,
         "virtual_shards": 2,
         "shuffle_window": 9,
+        "ignore_keys": ([], {"strict": True, "ignore_keys": ["more"]}),
+        "strict": True,
         "cache": "",
     },
 }
@@ -1497,9 +1502,15 @@ def test_keys_of_chat_choose_what_is_learnt(
         base |= {f"data.{place}.name": "chat", f"data.{place}.path": str(path)}
         base |= {f"data.{place}.chat.tokenizer": str(tmp_path / "headers")}
         base |= {f"data.{place}.chat.too_long": "truncate"}
+        base |= {f"data.{place}.chat.ignore_keys": ["tools", "messages"]}
 
     def seen(number: int, place: str, key: str, value: Any) -> str:
-        t = build(tmp_path / f"{place[0]}{number}", {**base, f"data.{place}.chat.{key}": value})
+        settings = {**base, f"data.{place}.chat.{key}": value}
+        if key in ("ignore_keys", "strict"):
+            with pytest.raises(DataError) as error:
+                build(tmp_path / f"{place[0]}{number}", settings)
+            return str(error.value)
+        t = build(tmp_path / f"{place[0]}{number}", settings)
         stream = t.evaluation.streams["validation"] if place == "validation" else t.loader.stream
         assert stream is not None
         arrays = stream.arrays(numpy.arange(2))
@@ -1513,6 +1524,8 @@ def test_keys_of_chat_choose_what_is_learnt(
         "train_on": "last",
         "too_long": "skip",
         "cache": tmp_path / "elsewhere",
+        "ignore_keys": [],
+        "strict": True,
     }
     assert set(others) == set(CHAT_KEYS)
     for place in paths:
@@ -1524,7 +1537,8 @@ def test_keys_of_chat_choose_what_is_learnt(
                 assert seen(number, place, key, str(other)) == plain != before
                 base[f"data.{place}.chat.tokenizer"] = str(tmp_path / "headers")
             else:
-                found = seen(number, place, key, str(other))
+                plain_value = isinstance(other, bool | list)
+                found = seen(number, place, key, other if plain_value else str(other))
                 kept = (tmp_path / "elsewhere").is_dir()
                 assert kept if key == "cache" else found != plain, key
 

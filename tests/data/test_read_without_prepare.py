@@ -139,8 +139,9 @@ def test_explain_and_plan_tokenize_nothing(tmp_path: Path, data: Path) -> None:
         assert not (tmp_path / "cache").exists()
     job = job_of(tmp_path / "text", data, "text")
     fit_alone(job, **{**QUIET, "train.steps": 1})
-    known = TokenFiles(data / "prepared").num_tokens
-    assert f"data.sources.text: {known:,} tokens, in the cache" in forge_train("explain", job).out
+    known = TokenFiles(data / "prepared")
+    said = f"in the cache, {known.num_documents:,} documents, {known.num_tokens:,} tokens"
+    assert f"data.sources.text: {said}" in forge_train("explain", job).out
 
 
 def job_with(folder: Path, source: str) -> Path:

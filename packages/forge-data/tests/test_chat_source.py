@@ -273,7 +273,7 @@ def test_F134_keys_of_conversations_that_are_not_read(tmp_path, folder):
         wanted = (
             f"2 conversations, {tokens} tokens, {trained} trained; keys not read: id (2), score (1)"
         )
-        assert stream.summary == [wanted]
+        assert stream.source_lines == [wanted]
     with rejects("id", 1, "strict", InvalidData):
         Conversations(path, replace(config, strict=True))
 

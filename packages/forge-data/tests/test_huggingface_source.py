@@ -101,6 +101,30 @@ def test_splits_and_columns_of_a_saved_set(tmp_path, datasets, prepared):
         source_of(tmp_path / "one", "validation", text_field="body")
 
 
+@pytest.mark.parametrize("streaming", [False, True])
+def test_F134_columns_whose_content_would_be_lost_are_named(tmp_path, datasets, streaming):
+    """A column without any value, which tables have, is none; others are counted by their rows."""
+    rows = {"text": ["a", "b"], "id": [1, 2], "tools": [None, None]}
+    whole = datasets.Dataset.from_dict(rows)
+    whole.save_to_disk(tmp_path / "set")
+    lost = whole.remove_columns("tools").add_column("images", [["a.png"], []])
+    lost.save_to_disk(tmp_path / "lost")
+
+    def opened(name, **options):
+        config = HuggingFaceConfig(streaming=streaming, **options)
+        return open_source(SourceConfig("huggingface", str(tmp_path / name), huggingface=config))
+
+    found = opened("set")
+    if not streaming:
+        line = "2 documents, 4 tokens; keys not read: id (2)"
+        assert found.summary() == opened("set").summary() == line
+    with rejects("images", code="not_read", kind=InvalidData, where="lost"):
+        opened("lost")
+    opened("lost", ignore_keys=["images"])
+    with rejects("id", code="strict", kind=InvalidData, where="set"):
+        opened("set", strict=True)
+
+
 def test_without_the_library_the_name_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with rejects("name", "huggingface", "requires"):

@@ -19,6 +19,7 @@ from forge_data import InvalidData
 from forge_data.chat.records import find_conversations
 from forge_data.prepare import prepare
 from forge_data.prepare.readers import find_inputs, read_pieces
+from forge_data.sources.token_files import TokenFiles
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -46,10 +47,11 @@ def write_bzip2(path, content):
 
 
 def write_csv(path, content):
+    rows = [json.loads(line) for line in content.splitlines()]
     with path.open("w", newline="") as file:
-        table = csv.DictWriter(file, ["n", "text"])
+        table = csv.DictWriter(file, list(rows[0]))
         table.writeheader()
-        table.writerows(json.loads(line) for line in content.splitlines())
+        table.writerows(rows)
 
 
 def write_parquet(path, content, **options):
@@ -398,3 +400,28 @@ def test_F150_fields_of_csv_are_of_any_length_and_hold_line_ends(tmp_path):
 def test_text_may_hold_a_few_nulls(tmp_path):
     (tmp_path / "a.txt").write_bytes(b"nul \0 in a long enough line of text")
     assert documents(tmp_path / "a.txt") == ["nul \0 in a long enough line of text"]
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_F134_content_beside_the_text_is_named_and_other_keys_are_counted(tmp_path, name):
+    """Of lines and of row groups, in parts too; a table gives all rows the keys of all."""
+    rows = [{"text": f"t{i}", "id": i, "images": None, "meta": {"a": 1} if i % 2 else None} for i in range(6)]  # fmt: skip
+    WRITERS[name](tmp_path / name, "".join(json.dumps(r) + "\n" for r in rows).encode())
+    prepared = prepare(tmp_path / name, tmp_path / "out")
+    assert prepared.statistics["not_read"] == {"id": 6, "meta": 3}
+    line = "6 documents, 18 tokens; keys not read: id (6), meta (3)"
+    assert TokenFiles(tmp_path / "out").summary() == line
+    with rejects("id", code="strict", kind=InvalidData, where=name):
+        prepare(tmp_path / name, tmp_path / "strict", strict=True)
+
+    for key, code in {"images": "not_read", "messages": "not_read", "texts": "misspelt"}.items():
+        path = tmp_path / f"{key}-{name}"
+        lines = [{**row, key: None} for row in rows[:4]] + [{**rows[4], key: ["a.png"]}]
+        WRITERS[name](path, "".join(json.dumps(r) + "\n" for r in lines).encode())
+        where = path if "parquet" in name else f"{path} line {6 if 'csv' in name else 5}"
+        with rejects(key, code=code, kind=InvalidData, where=where):
+            prepare(path, tmp_path / "bad")
+        found = prepare(path, tmp_path / f"{key}-out", ignore_keys=[key], strict=False)
+        assert found.statistics["not_read"] == {"id": 5, "meta": 2, key: 1}
+    with rejects("ignore_keys", "id", "type"):
+        prepare(tmp_path / name, tmp_path / "no", ignore_keys="id")

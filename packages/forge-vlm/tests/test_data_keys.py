@@ -166,7 +166,7 @@ def test_F134_other_keys_are_counted_and_said(tmp_path):
     samples = [source.sample(n) for n in range(6)]
     tokens = sum(len(s.tokens) for s in samples)
     trained = sum(int((s.labels >= 0).sum()) for s in samples)
-    (line,) = source.stream(128).summary
+    (line,) = source.stream(128).source_lines
     wanted = f"6 samples, 66.7% with images, 4 images, {tokens} tokens, {trained} trained"
     assert line == f"{wanted}; keys not read: id (4), score (2)"
     with rejects("id", "a", "strict", InvalidSample):

@@ -201,7 +201,7 @@ def explain(args: list[str]) -> int:
         ends_of_documents,
         planned_rows,
         print_explanation,
-        unread_sources,
+        source_lines,
     )
     from forge_train.config.resolve import resolve, schedule_warnings
 
@@ -214,7 +214,7 @@ def explain(args: list[str]) -> int:
         check_picture(picture)
     job = resolve(layers)
     data = job.config.data
-    lines = [*unread_sources(data), *ends_of_documents(data), *planned_rows(data)]
+    lines = [*source_lines(data), *ends_of_documents(data), *planned_rows(data)]
     lines += schedule_warnings(job.config)
     if nproc is not None:
         job, of_layout = _on_processes(job, nproc)

@@ -17,6 +17,7 @@ from rich.progress import Progress as Bar
 
 from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
+from forge_data._shared.record_keys import not_read
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
 from forge_data.packing import PackedStream
@@ -45,6 +46,8 @@ def prepare(
     deduplicate: bool = False,
     document: Literal["file", "line", "blank_line"] = "file",
     text_field: str = "text",
+    ignore_keys: tuple[str, ...] = (),
+    strict: bool = False,
     overwrite: bool = False,
     workers: int = 1,
     shard: str | None = None,
@@ -62,6 +65,8 @@ def prepare(
         deduplicate: Drop each document whose text an earlier one has.
         document: Unit of a document in .txt and .md files.
         text_field: Key of the text in .jsonl records, column of the text in .csv and .parquet files.
+        ignore_keys: Keys of records to leave out although they hold what is not read, such as images.
+        strict: Any key of a record that is not read is an error.
         overwrite: Replace token files at the output, once the new ones are complete.
         workers: Processes that tokenize.
         shard: I/N, do part I (from 0) of N in OUTPUT.parts, for `forge-data merge OUTPUT` when all are done.
@@ -78,6 +83,8 @@ def prepare(
             deduplicate=deduplicate,
             document=document,
             text_field=text_field,
+            ignore_keys=ignore_keys,
+            strict=strict,
             overwrite=overwrite,
             workers=workers,
             shard=None if shard is None else _parse_shard(shard),
@@ -217,6 +224,8 @@ def _print_statistics(statistics: dict[str, Any]) -> None:
             f"{float(q):.0%} {length:,}" for q, length in found["length_quantiles"].items()
         )
         print(f"  tokens of a document: {lengths}")
+    if said := not_read(statistics.get("not_read", {})):
+        print(said.removeprefix("; "))
     if (dropped := statistics.get("duplicates")) is not None:
         print(
             f"duplicates dropped: {dropped['documents']:,} documents, {dropped['tokens']:,} tokens"

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from forge_data._problems import every_problems, path_problems, special_problems
 from forge_data._shared.problems import Problem, raise_problems
-from forge_data.chat.config import ChatConfig
+from forge_data._shared.record_keys import option_problems
+from forge_data.chat.config import IGNORED, STRICT, ChatConfig
 
 __all__ = ["CACHED", "ChatConfig", "HuggingFaceConfig", "TextConfig", "is_streamed"]
 
@@ -37,6 +38,8 @@ class HuggingFaceConfig:
     tokenizer: str = _field("byte", '"byte", or a JSON file of the tokenizers library')
     eos: str | None = _field(None, EOS_HELP)
     bos: str | None = _field(None, BOS_HELP)
+    ignore_keys: list[str] = field(default_factory=list, metadata={"help": IGNORED})
+    strict: bool = _field(False, STRICT)
     cache: str | None = _field(
         None, "folder of the tokens (default: $FORGE_CACHE, or ~/.cache/forge/tokens)"
     )
@@ -69,6 +72,8 @@ class TextConfig:
         0,
         "every N-th document is of the split validation (default: as folders train/ and validation/ say)",
     )
+    ignore_keys: list[str] = field(default_factory=list, metadata={"help": IGNORED})
+    strict: bool = _field(False, STRICT)
     cache: str | None = _field(
         None, "folder of the tokens (default: $FORGE_CACHE, or ~/.cache/forge/tokens)"
     )
@@ -142,6 +147,7 @@ def _tokenizer_problems(config: Any) -> Iterator[Problem]:
         rule = 'must be "byte" or the path of a JSON file'
         yield Problem("tokenizer", "empty", config.tokenizer, rule, 'use "byte"')
     yield from special_problems(config.tokenizer, config.eos, config.bos)
+    yield from option_problems(config.ignore_keys, config.strict)
     if not config.text_field:
         yield Problem("text_field", "empty", config.text_field, "must name a column", 'use "text"')
     for key in ("tokenizer", "cache"):

@@ -71,8 +71,16 @@ class MixedStream:
     @property
     def remarks(self) -> list[str]:
         """Those of streams that have any, such as the number of conversations that are too long."""
+        return self._lines("remarks")
+
+    @property
+    def source_lines(self) -> list[str]:
+        """What each source is."""
+        return self._lines("source_lines")
+
+    def _lines(self, name: str) -> list[str]:
         pairs = zip(self.names, self.streams)
-        return [f"{name}: {line}" for name, s in pairs for line in getattr(s, "remarks", ())]
+        return [f"{own}: {line}" for own, stream in pairs for line in getattr(stream, name, ())]
 
     def __len__(self) -> int:
         """Instances of one epoch of every stream."""

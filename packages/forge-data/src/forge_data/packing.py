@@ -149,6 +149,12 @@ class PackedStream:
         return {"rows": self._n, "utilisation": round(used, 6), "cut_documents": cut}
 
     @property
+    def source_lines(self) -> list[str]:
+        """What the source is, for the start of a run."""
+        own = getattr(self.source, "summary", None)
+        return [own() if own is not None else f"{self.source.num_tokens:,} tokens"]
+
+    @property
     def remarks(self) -> tuple[str, ...]:
         """What a plan made of the documents, for the start of a run."""
         if self.plan is None:

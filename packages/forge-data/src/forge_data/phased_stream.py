@@ -77,6 +77,11 @@ class PhasedStream:
             for line in getattr(part.stream, "remarks", ())
         ]
 
+    @property
+    def source_lines(self) -> list[str]:
+        """What each source is, which all parts read."""
+        return list(getattr(self.parts[0].stream, "source_lines", ()))
+
     def __len__(self) -> int:
         """Instances of an epoch of the first part."""
         return len(self.parts[0])

@@ -81,6 +81,9 @@ class TextShards:
         self.pieces, self.tokenizer = pieces, tokenizer
         self.seq_len, self.seed, self.shuffle_window = seq_len, seed, shuffle_window
         self.num_shards = min(virtual_shards, len(pieces))
+        self.source_lines = [
+            f"{len(pieces)} pieces, whose documents and tokens are not counted, as they are read while the run trains"
+        ]
         self._order = Permutation(len(pieces), seed_of(seed, "pieces"), 0)
         self._lock = threading.Lock()  # a thread that read ahead may still read when another begins
         self.load_places(np.zeros((self.num_shards, 2), np.int64))

@@ -12,7 +12,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from forge_data import DataConfig, InvalidData, load_tokenizer, open_header
-from forge_data.kinds import CACHED, is_streamed
+from forge_data.kinds import is_streamed
 from forge_data.packing_config import PackingConfig
 from forge_data.packing_plan import plan_rows
 from forge_data.phases import stretches
@@ -87,15 +87,13 @@ def ends_of_documents(data: DataConfig) -> Iterator[str]:
             yield f"data.sources.{name}: documents {ends}"
 
 
-def unread_sources(data: DataConfig) -> Iterator[str]:
-    """A line for each source that a run tokenizes: its tokens, if the cache has them."""
+def source_lines(data: DataConfig) -> Iterator[str]:
+    """A line for each source that says what it is: what is known of one that a run tokenizes, if the cache has it."""
     for name, source in data.sources.items():
         if is_streamed(source):
             yield f"data.sources.{name}: its tokens are not counted, as it is read while the run trains"
-        elif source.name in CACHED:
-            known = open_header(source).num_tokens
-            said = "its tokens are not counted before `forge-train run` tokenizes it"
-            yield f"data.sources.{name}: {said if known is None else f'{known:,} tokens, in the cache'}"
+        elif (summary := getattr(open_header(source), "summary", None)) is not None:
+            yield f"data.sources.{name}: {summary()}"
 
 
 def planned_rows(data: DataConfig) -> Iterator[str]:

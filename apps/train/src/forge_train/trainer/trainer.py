@@ -144,6 +144,7 @@ class Trainer:
         self.division = micro_batches(config, layout)
         self.loader, held_out = open_data(config, self.model, layout, world.rank)
         self.evaluation = Evaluation(config, held_out)
+        self._source_lines = list(getattr(self.loader.stream, "source_lines", ()))
         self._data_remarks = list(getattr(self.loader.stream, "remarks", ()))
         for key, stream in held_out.items():
             self._data_remarks += [f"{key}: {line}" for line in getattr(stream, "remarks", ())]
@@ -449,7 +450,7 @@ class Trainer:
                 _print_line(f"schedule: {line}")
             for line in self._adapters:
                 _print_line(f"lora: {line}")
-            for line in self._data_remarks:
+            for line in [*self._source_lines, *self._data_remarks]:
                 _print_line(f"data: {line}")
             for line in difference_lines(self.loader.changed):
                 _print_line(f"data: {line}, accepted")
@@ -478,6 +479,8 @@ class Trainer:
         }
         if self.meshes.world_size > 1:
             event |= {"layout": self._placement, "reasons": self._reasons}
+        if self._source_lines:
+            event["sources"] = self._source_lines
         if self._data_remarks:
             event["data"] = self._data_remarks
         if self.loader.changed:

@@ -10,6 +10,8 @@ from forge_data._problems import path_problems
 from forge_data._shared.problems import Problem, raise_problems
 from forge_data._shared.record_keys import option_problems
 
+IGNORED = "keys of records that are left out although they hold content that is not read, such as tools or messages.loss"
+STRICT = "any key of a record that is not read is an error"
 TRAIN_ON = ("assistant", "last", "all")
 TOO_LONG = ("refuse", "truncate", "skip")
 
@@ -42,13 +44,8 @@ class ChatConfig:
         "what becomes of a conversation of more than seq_len tokens: an error, its first seq_len tokens, or "
         "none of it; both are counted",
     )
-    ignore_keys: list[str] = field(
-        default_factory=list,
-        metadata={
-            "help": "keys of records that are left out although they hold content that is not read, as 'tools' or 'messages.loss'"
-        },
-    )
-    strict: bool = _field(False, "any key of a record that is not read is an error")
+    ignore_keys: list[str] = field(default_factory=list, metadata={"help": IGNORED})
+    strict: bool = _field(False, STRICT)
     cache: str | None = _field(
         None, "folder of the tokens (default: $FORGE_CACHE, or ~/.cache/forge/tokens)"
     )

@@ -59,7 +59,7 @@ class ChatStream:
         self._rows, self._conversations = plan.rows, kept[plan.documents]
         self.utilisation = plan.utilisation
         self.remarks: list[str] = []  # what whoever opened it should tell a user
-        self.summary: list[str] = []  # and what the source is
+        self.source_lines: list[str] = []  # and what the source is
         self._weighted = rendered.counts["weighted"] > 0
         self._permutation: tuple[int, Permutation] | None = None  # of the epoch of the last call
 

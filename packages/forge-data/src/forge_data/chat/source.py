@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
@@ -16,7 +16,7 @@ import numpy as np
 from forge_data._shared.paths import user_path
 from forge_data._shared.problems import Problem, invalid, raise_problems
 from forge_data._shared.record_keys import RecordKeys, not_read
-from forge_data.chat.cache import Rendering, cached, offsets_digest
+from forge_data.chat.cache import COUNTS, Rendering, cached, offsets_digest
 from forge_data.chat.config import ChatConfig
 from forge_data.chat.messages import conversation_of
 from forge_data.chat.records import find_conversations, read_records
@@ -93,14 +93,12 @@ class Conversations:
             "too_long_conversations": len(self._too_long(seq_len)),
         }
         stream = ChatStream(self.rendered, fingerprint, seq_len, seed, self._left_out(seq_len))
-        stream.remarks, stream.summary = self.remarks(seq_len), [self.summary()]
+        stream.remarks, stream.source_lines = self.remarks(seq_len), [self.summary()]
         return stream
 
     def summary(self) -> str:
         """A line that says what the source is."""
-        tokens, counts = self.rendered.tokens, self.rendered.counts
-        said = f"{tokens.num_documents:,} conversations, {tokens.num_tokens:,} tokens, {counts['learnt_tokens']:,} trained"
-        return said + not_read(counts["not_read"])
+        return _summary(self.rendered.tokens, self.rendered.counts)
 
     def row_problems(self, seq_len: int) -> list[Problem]:
         """Why there are no rows of `seq_len` tokens: conversations that are longer, where config does not allow them."""
@@ -184,8 +182,11 @@ def open_header(config: SourceConfig) -> Header:
     header.vocab_size, header.max_token_id = template.vocab_size, template.vocab_size - 1
     entry = _entry(config.path or "", config.chat, _fingerprint(template, files, config.split))
     if entry.folder.is_dir():
-        with contextlib.suppress(InvalidData):  # a damaged entry: it will be written again
-            header.num_tokens = TokenFiles(entry.folder, verify="off").num_tokens
+        # a damaged entry will be written again
+        with contextlib.suppress(InvalidData, OSError, ValueError, KeyError):
+            tokens = TokenFiles(entry.folder, verify="off")
+            header.num_tokens = tokens.num_tokens
+            header.known = _summary(tokens, json.loads((entry.folder / COUNTS).read_text()))
     return header
 
 
@@ -204,6 +205,11 @@ def _fingerprint(template: ChatTemplate, files: list[Path], split: str) -> dict[
         "tools_field": str(config.tools_field),
         "train_on": config.train_on,
     }
+
+
+def _summary(tokens: TokenFiles, counts: Mapping[str, Any]) -> str:
+    said = f"{tokens.num_documents:,} conversations, {tokens.num_tokens:,} tokens, {counts['learnt_tokens']:,} trained"
+    return said + not_read(counts["not_read"])
 
 
 def _entry(path: str | Path, config: ChatConfig, fingerprint: dict[str, str | int]) -> Entry:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -75,8 +76,10 @@ class _Dealer:
         self._statistics = [SplitStatistics() for _ in writers]
         self._dropped = SplitStatistics()
         self._seen = self._kept = 0
+        self._not_read: Counter[str] = Counter()
 
     def deal(self, file: UnitFile) -> None:
+        self._not_read.update(file.not_read)
         file.check()  # before anything of it is used; the tokens are read again from the page cache
         rows = file.rows()
         target = self._targets(rows)  # (num_documents,)
@@ -109,9 +112,13 @@ class _Dealer:
 
     def summary(self, names: list[str]) -> dict[str, Any]:
         """The content of statistics.json."""
-        found = {"splits": {n: s.summary() for n, s in zip(names, self._statistics, strict=True)}}
+        found: dict[str, Any] = {
+            "splits": {n: s.summary() for n, s in zip(names, self._statistics, strict=True)}
+        }
         if self._settings.deduplicate:
             found["duplicates"] = self._dropped.summary()
+        if self._not_read:
+            found["not_read"] = dict(self._not_read)
         return found
 
 

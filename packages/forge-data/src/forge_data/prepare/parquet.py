@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_data._shared.problems import invalid
+from forge_data._shared.record_keys import Keys, RecordKeys
 from forge_data.errors import InvalidData
 from forge_data.prepare.text_documents import Piece
 
@@ -21,8 +22,10 @@ def read_parquet(
     column: str,
     report: Callable[[int], None],
     part: tuple[int, int] | None = None,
+    keys: RecordKeys | None = None,
 ) -> Iterator[Piece]:
-    """The documents of row groups part[0]..part[1]-1, or of all; rows of white space alone are skipped.
+    """The documents of row groups part[0]..part[1]-1, or of all; rows of white space alone are skipped. `keys` count the rows
+    that have a value in another column, as the footer says.
 
     Memory is the column's data in one row group. Raises InvalidData for a damaged file, for a column that
     is missing or holds no strings, and for nulls; ValueError if pyarrow is not installed.
@@ -33,6 +36,12 @@ def read_parquet(
         # Reports are in bytes of the file, of which a row group has its share.
         scale = path.stat().st_size / max(1, sum(sizes))
         first, stop = part or (0, len(sizes))
+        keys = keys or RecordKeys(kind=InvalidData)
+        read = {column, *(f.name for f in file.schema_arrow if str(f.type) == "null")}
+        for group in range(first, stop):
+            others = _other_columns(metadata.row_group(group), read)
+            keys.check(Keys(frozenset((column,))), others, path)
+            keys.counts.update({name: rows - 1 for name, rows in others.items()})
         row = sum(metadata.row_group(i).num_rows for i in range(first))
         done = 0
         for group in range(first, stop):
@@ -93,6 +102,18 @@ def _check_column(path: Path, schema: Any, column: str) -> None:
     if not any(getattr(types, name, lambda _: False)(values) for name in kinds):
         rule = f"is a column of type {str(kind)[:60]}, which must be string"
         raise invalid("text_field", "type", column, rule, fix, where=path, kind=InvalidData)
+
+
+def _other_columns(group: Any, read: set[str]) -> dict[str, int]:
+    """Columns of a row group with a value, but those in `read`, and in how many rows; all rows without statistics."""
+    found: dict[str, int] = {}
+    for number in range(group.num_columns):
+        own = group.column(number)
+        name = own.path_in_schema.partition(".")[0]
+        nulls = own.statistics.null_count if own.statistics is not None else 0
+        if name not in read and (values := own.num_values - (nulls or 0)):
+            found[name] = min(group.num_rows, max(values, found.get(name, 0)))
+    return found
 
 
 def _batches(path: Path, file: Any, group: int, column: str) -> Iterator[Any]:

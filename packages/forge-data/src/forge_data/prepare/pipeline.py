@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from forge_data._problems import every_problems, path_problems, special_problems
 from forge_data._shared.paths import user_path
 from forge_data._shared.problems import Problem, raise_problems
+from forge_data._shared.record_keys import option_problems
 from forge_data.prepare.assemble import assemble
 from forge_data.prepare.output import check_output, replacing
 from forge_data.prepare.parts import Parts
@@ -74,6 +75,8 @@ def prepare(
     deduplicate: bool = False,
     document: str = "file",
     text_field: str = "text",
+    ignore_keys: Sequence[str] = (),
+    strict: bool = False,
     overwrite: bool = False,
     workers: int = 1,
     shard: tuple[int, int] | None = None,
@@ -87,6 +90,8 @@ def prepare(
     `output/train`; `validation_fraction` does the same by a digest of the text, so that it depends neither
     on order nor on shards; with neither all go to `output` itself. `deduplicate` drops each document whose
     text an earlier one has. `document` is the unit in text files: "file", "line" or "blank_line".
+    Of records whose other keys hold what would be lost (media, messages, weights) those in `ignore_keys` are left out, and
+    others are an error; with `strict` any other key is.
 
     Units of up to 64 MB are tokenized into `OUTPUT.parts`, by `workers` processes; a prepare that was
     killed goes on from those that are done. `shard` (I, N) does the I-th of N parts of them (from 0), in a
@@ -111,6 +116,7 @@ def prepare(
     problems += _work_problems(workers, shard)
     problems += _text_problems(paths, document)
     problems += special_problems(tokenizer, eos, bos)
+    problems += option_problems(ignore_keys, strict)
     raise_problems("", problems)
     encoder = document_tokenizer(tokenizer, eos, bos)
     ends = describe_ends(encoder)
@@ -122,6 +128,8 @@ def prepare(
         validation_every,
         validation_fraction,
         deduplicate,
+        sorted(ignore_keys),
+        strict,
     )
     files = find_inputs(paths)
     for line in filter(None, (not_read(path) for path in paths if path.is_dir())):

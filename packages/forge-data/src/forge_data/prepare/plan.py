@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +37,8 @@ class Settings:
     validation_every: int
     validation_fraction: float
     deduplicate: bool
+    ignore_keys: list[str] = field(default_factory=list)
+    strict: bool = False
 
 
 class Part(NamedTuple):
@@ -160,6 +162,8 @@ def _key(settings: Settings, identities: Sequence[Any]) -> str:
     if "bos" in settings.tokenizer:  # plans of before have none
         tokenizer["bos"] = settings.tokenizer["bos"]
     content = [_VERSION, tokenizer, settings.document, settings.text_field, list(identities)]
+    if settings.ignore_keys or settings.strict:  # without them a unit may be of an older version
+        content += [settings.ignore_keys, settings.strict]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
 

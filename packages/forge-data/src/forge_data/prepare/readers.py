@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from forge_data._shared.problems import invalid
+from forge_data._shared.record_keys import RecordKeys
 from forge_data.errors import InvalidData
 from forge_data.folders import files_below
 from forge_data.prepare.byte_streams import COMPRESSIONS
@@ -109,8 +110,10 @@ def read_pieces(
     text_field: str,
     report: Callable[[int], None],
     part: tuple[int, int] | None = None,
+    keys: RecordKeys | None = None,
 ) -> Iterator[Piece]:
-    """The documents of one file. `report` is called with the number of its bytes read so far.
+    """The documents of one file. `report` is called with the number of its bytes read so far; `keys` count what is not read
+    of records and rows.
 
     `document` is "file", "line" or "blank_line" (paragraphs) in text; a .jsonl, .ndjson or .json file has one
     document a line, a .csv and a .parquet file one a row, in `text_field`. Names may end in those of COMPRESSIONS. Line ends in a
@@ -123,9 +126,9 @@ def read_pieces(
     kind, compression = format_of(path)
     _refuse_other_formats(path, kind, compression)
     if kind == "parquet":
-        return read_parquet(path, text_field, report, part)
+        return read_parquet(path, text_field, report, part, keys)
     document = document if kind == "text" else kind
-    return read_text(path, document, text_field, compression, report, part)
+    return read_text(path, document, text_field, compression, report, part, keys)
 
 
 def _refuse_other_formats(path: Path, kind: str, compression: str | None) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from forge_data._shared.problems import Problem, invalid
+from forge_data._shared.record_keys import Keys, RecordKeys
 from forge_data.errors import InvalidData
 from forge_data.prepare.byte_streams import open_bytes
 
@@ -38,9 +39,10 @@ def read_text(
     compression: str | None,
     report: Callable[[int], None],
     part: tuple[int, int] | None = None,
+    keys: RecordKeys | None = None,
 ) -> Iterator[Piece]:
     """The documents of a text file. `document` is one of DOCUMENT_KINDS, or "records" of JSON lines and "csv" for the
-    texts in `text_field`.
+    texts in `text_field`, whose other keys `keys` count.
 
     `part` is a range of bytes that starts and ends where documents do. Raises InvalidData for bytes that
     are not UTF-8, text of UTF-16, a tar, lines that are not JSON objects with a text and rows that are not those of the header.
@@ -52,10 +54,11 @@ def read_text(
         # A byte order mark is one at the start of a file only.
         text = TextIOWrapper(raw, encoding="utf-8" if start else "utf-8-sig", newline="")
         pieces: Iterator[Piece]
+        keys = keys or RecordKeys(kind=InvalidData)
         if document == "records":
-            pieces = _records(path, text, text_field, start)
+            pieces = _records(path, text, text_field, start, keys)
         elif document == "csv":
-            pieces = _rows(path, text, text_field)
+            pieces = _rows(path, text, text_field, keys)
         else:
             pieces = {"file": _whole, "line": _lines, "blank_line": _paragraphs}[document](text)
         characters = 0
@@ -130,8 +133,10 @@ def _paragraphs(text: TextIOWrapper) -> Iterator[Piece]:
         yield Piece("".join(lines).rstrip("\r\n"), last=True)
 
 
-def _records(path: Path, text: TextIOWrapper, text_field: str, start: int) -> Iterator[Piece]:
-    fix = "correct the line"
+def _records(
+    path: Path, text: TextIOWrapper, text_field: str, start: int, keys: RecordKeys
+) -> Iterator[Piece]:
+    fix, read = "correct the line", Keys(frozenset((text_field,)))
     for number, line in enumerate(text, start=1):
         if not line.strip():
             continue
@@ -152,6 +157,10 @@ def _records(path: Path, text: TextIOWrapper, text_field: str, start: int) -> It
         value = record.get(text_field) if isinstance(record, dict) else None
         if not isinstance(value, str):
             raise InvalidData([_no_text(record, text_field)], _line(path, start, number))
+        try:
+            keys.check(read, record, "")
+        except InvalidData as error:
+            raise InvalidData(error.problems, _line(path, start, number)) from None
         if "\\u" in line and (wrong := _LONE_SURROGATE.search(value)):
             rule = f"has \\u{ord(wrong[0]):04x} alone, half a character, which UTF-8 cannot hold"
             where = _line(path, start, number)
@@ -160,7 +169,7 @@ def _records(path: Path, text: TextIOWrapper, text_field: str, start: int) -> It
             yield Piece(value, last=True)
 
 
-def _rows(path: Path, text: TextIOWrapper, column: str) -> Iterator[Piece]:
+def _rows(path: Path, text: TextIOWrapper, column: str, keys: RecordKeys) -> Iterator[Piece]:
     csv.field_size_limit(_LONGEST_FIELD)  # the library's own is 131,072 characters
     rows = csv.reader(text, strict=True)
     try:
@@ -186,6 +195,9 @@ def _rows(path: Path, text: TextIOWrapper, column: str) -> Iterator[Piece]:
                 )
                 fix = "quote fields with commas and line ends"
                 raise invalid("", "columns", len(row), rule, fix, where=where, kind=InvalidData)
+            if row:
+                found = dict(zip(names, row))
+                keys.check(Keys(frozenset((column,))), found, f"{path} line {rows.line_num}")
             if row and row[index].strip():
                 yield Piece(row[index], last=True)
     except csv.Error as error:

@@ -11,6 +11,7 @@ import os
 import socket
 import struct
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -18,9 +19,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forge_data._shared.problems import invalid
+from forge_data._shared.record_keys import RecordKeys
 from forge_data.errors import InvalidData
 from forge_data.prepare.output import sync_folder
-from forge_data.prepare.plan import Settings, Unit
+from forge_data.prepare.plan import Part, Settings, Unit
 from forge_data.prepare.readers import Piece, read_pieces
 from forge_data.prepare.token_writer import smallest_dtype
 from forge_data.tokenizer import ByteTokenizer, JsonTokenizer, document_ids
@@ -68,16 +70,18 @@ def write_unit(
     try:
         with temporary.open("wb") as file:
             writer = _Writer(file, encoder)
+            keys = RecordKeys(settings.ignore_keys, settings.strict, InvalidData)
             read = 0
             for part in unit.parts:
                 try:
-                    for batch in _batches(part.path, part.range, settings, encoder, reports := [0]):
+                    reports = [0]
+                    for batch in _batches(part, settings, encoder, reports, keys):
                         writer.add(batch)
                         report(Counts(read + reports[-1], len(writer.lengths), writer.num_tokens))
                 finally:
                     part.check_unchanged()  # a change is the reason of whatever was wrong
                 read += part.size
-            writer.finish(unit.key)
+            writer.finish(unit.key, keys.counts)
             file.flush()
             os.fsync(file.fileno())
         temporary.rename(target)
@@ -89,19 +93,19 @@ def write_unit(
 
 
 def _batches(
-    path: str,
-    part: tuple[int, int] | None,
+    part: Part,
     settings: Settings,
     encoder: ByteTokenizer | JsonTokenizer,
     reports: list[int],
+    keys: RecordKeys,
 ) -> Iterator[list[Piece]]:
     """Pieces of a part of a file, about `_BATCH` characters at a time; whole documents if the tokenizer
     may merge across the end of a piece."""
     batch: list[Piece] = []
     waiting: list[str] = []
     characters = 0
-    pieces = read_pieces(Path(path), settings.document, settings.text_field, reports.append, part)
-    for piece in pieces:
+    path, field = Path(part.path), settings.text_field
+    for piece in read_pieces(path, settings.document, field, reports.append, part.range, keys):
         characters += len(piece.text)
         if not encoder.splittable:
             waiting.append(piece.text)
@@ -154,7 +158,7 @@ class _Writer:
             self.num_tokens += len(tokens)
             self._write(tokens.tobytes())
 
-    def finish(self, key: str) -> None:
+    def finish(self, key: str, not_read: Counter[str]) -> None:
         """Write the documents' rows and the footer."""
         rows = np.empty(len(self.lengths), ROW)
         rows["digest"] = np.frombuffer(bytes(self._digests), "V16")
@@ -166,6 +170,7 @@ class _Writer:
             "num_tokens": self.num_tokens,
             "num_documents": len(rows),
             "crc32": self._crc,
+            "not_read": not_read,
         }
         content = json.dumps(footer).encode()
         self._file.write(content + _TAIL.pack(len(content), _MAGIC))
@@ -191,7 +196,7 @@ class UnitFile:
                 footer = json.loads(file.read(length))
             self._dtype = np.dtype(footer["dtype"]).newbyteorder("<")
             self.num_tokens, self.num_documents = footer["num_tokens"], footer["num_documents"]
-            self._crc = footer["crc32"]
+            self._crc, self.not_read = footer["crc32"], footer.get("not_read", {})
             content = self.num_tokens * self._dtype.itemsize + self.num_documents * ROW.itemsize
             if footer["key"] != unit.key or content + length + _TAIL.size != size:
                 raise ValueError

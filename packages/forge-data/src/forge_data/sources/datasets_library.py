@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import glob
 import importlib.util
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
+from forge_data._shared.record_keys import Keys, RecordKeys
 from forge_data.errors import InvalidData
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "check_column",
+    "check_other_columns",
     "find_builder",
     "is_saved",
     "load_set",
@@ -158,6 +160,17 @@ def check_column(where: Any, names: Sequence[str], field: str, kind: Callable[[]
     if kind() not in ("string", "large_string", "string_view", "null"):
         rule = f"must be a column of text, and holds {kind()}"
         raise invalid(key, "type", field, rule, fix, where=where, kind=InvalidData)
+
+
+def check_other_columns(
+    config: SourceConfig, features: Mapping[str, Any], rows: int
+) -> dict[str, int]:
+    """Columns of a set that are not read, with their rows; InvalidData for one whose content would be lost."""
+    table = config.huggingface
+    keys = RecordKeys(table.ignore_keys, table.strict, InvalidData)
+    filled = {name: rows for name, kind in features.items() if getattr(kind, "dtype", "") != "null"}
+    keys.check(Keys(frozenset((table.text_field,))), filled, config.path)
+    return dict.fromkeys(keys.counts, rows)
 
 
 def no_text(where: Any, row: int, field: str) -> Any:

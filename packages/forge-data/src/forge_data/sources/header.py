@@ -22,6 +22,13 @@ class Header:
         self.max_token_id = tokenizer.vocab_size - 1
         self.num_tokens: int | None = None
         self.ends = describe_ends(tokenizer)
+        self.known = ""  # what the source says of itself, if the cache has it
+
+    def summary(self) -> str:
+        """A line that says what is known of the source."""
+        if self.known:
+            return f"in the cache, {self.known}"
+        return "its tokens are not counted before `forge-train run` tokenizes it"
 
 
 def tokenizer_of(table: Any) -> ByteTokenizer | JsonTokenizer:

@@ -10,10 +10,12 @@ import numpy as np
 
 from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
-from forge_data.prepare.output import replacing
+from forge_data.prepare.output import replacing, write_json
+from forge_data.prepare.statistics import STATISTICS
 from forge_data.prepare.token_writer import TokenWriter
 from forge_data.sources.datasets_library import (
     check_column,
+    check_other_columns,
     load_set,
     no_text,
     one_sentence,
@@ -43,7 +45,7 @@ def open_source(config: SourceConfig) -> CachedTokens | StreamedSet:
     if table.streaming:
         require_library()
         return StreamedSet(config)
-    data = _load(config)
+    data, others = _load(config)
     tokenizer = tokenizer_of(table)
     files = [Path(file["filename"]) for file in data.cache_files]
     key = {
@@ -59,6 +61,7 @@ def open_source(config: SourceConfig) -> CachedTokens | StreamedSet:
     def write(folder: Path, progress: Callable[[int, int], None]) -> None:
         with replacing(folder) as unfinished:
             _write(_batches(data, config, progress), tokenizer, unfinished, str(config.path))
+            write_json(unfinished / STATISTICS, {"splits": {}, "not_read": others})
 
     entry = Entry.of(table.cache, str(config.path), key)
     return open_cached(entry, "train", config.verify, write)
@@ -76,15 +79,15 @@ def open_header(config: SourceConfig) -> Header:
     return Header(tokenizer_of(config.huggingface))
 
 
-def _load(config: SourceConfig) -> Any:
-    """The set, whose column of text is there and holds strings."""
+def _load(config: SourceConfig) -> tuple[Any, dict[str, int]]:
+    """The set, whose column of text is there and holds strings, and its columns that are not read, by their rows."""
     data, field = load_set(config), config.huggingface.text_field
 
     def kind() -> str:
         return str(getattr(data.features[field], "dtype", type(data.features[field]).__name__))
 
     check_column(config.path, data.column_names, field, kind)
-    return data
+    return data, check_other_columns(config, data.features, len(data))
 
 
 def _batches(

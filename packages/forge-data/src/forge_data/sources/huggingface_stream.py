@@ -13,6 +13,7 @@ from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 from forge_data.sources.datasets_library import (
     check_column,
+    check_other_columns,
     find_builder,
     is_saved,
     load_set,
@@ -162,6 +163,7 @@ def _open(config: SourceConfig) -> tuple[Any, list[str]]:
     path, table = user_path(str(config.path)), config.huggingface
     if is_saved(path):
         found = load_set(config)
+        check_other_columns(config, found.features, len(found))
         files = [file["filename"] for file in found.cache_files]
         if not len(found):
             rule, fix = "must hold text, but it has no rows", "check path and split"
@@ -179,6 +181,7 @@ def _open(config: SourceConfig) -> tuple[Any, list[str]]:
         ):  # of parquet; it takes the first row group's rows,
             builder.config.batch_size = _ROWS  # which may be all in memory, and cannot be none
         found = builder.as_streaming_dataset(split=split)
+        check_other_columns(config, builder.info.features or found.features or {}, 1)
         if getattr(builder.config, "columns", _ROWS) is None and table.text_field in (
             builder.info.features or ()
         ):  # of parquet: other columns are not read

@@ -45,6 +45,8 @@ def open_source(config: SourceConfig) -> CachedTokens:
             validation_every=table.validation_every,
             document=table.document,
             text_field=table.text_field,
+            ignore_keys=table.ignore_keys,
+            strict=table.strict,
             workers=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
             progress=lambda now: progress(now.done, now.total) if now.stage == "tokenize" else None,
         )
@@ -63,9 +65,10 @@ def open_header(config: SourceConfig) -> Header:
     split = config.split if config.text.validation_every else "train"
     if entry.folder.is_dir():
         try:
-            header.num_tokens = CachedTokens(entry.folder, split=split, verify="off").num_tokens
+            tokens = CachedTokens(entry.folder, split=split, verify="off")
         except InvalidData:
             return header  # a damaged entry: it will be written again
+        header.num_tokens, header.known = tokens.num_tokens, tokens.summary()
     return header
 
 
@@ -86,6 +89,8 @@ def _look(config: SourceConfig) -> tuple[Path, list[Path], Entry]:
         "validation_every": table.validation_every,
         **begin_key(tokenizer),
     }
+    if table.ignore_keys or table.strict:  # without them an entry may be of an older version
+        key["keys"] = [sorted(table.ignore_keys), table.strict]
     return root, files, Entry.of(table.cache, str(config.path), key)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 from functools import cached_property
@@ -12,8 +13,10 @@ import numpy as np
 
 from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
+from forge_data._shared.record_keys import not_read
 from forge_data.config import DTYPES, SPLITS, VERIFY
 from forge_data.errors import InvalidData
+from forge_data.prepare.statistics import read_statistics
 from forge_data.sources.checks import check_range, check_split
 from forge_data.sources.integrity import DIGEST_BYTES, VerifiedBlocks, check_offsets, check_whole
 from forge_data.sources.sidecar import (
@@ -133,6 +136,15 @@ class TokenFiles:
     def num_documents(self) -> int:
         """Documents of the chosen split."""
         return len(self.documents)
+
+    def summary(self) -> str:
+        """A line that says what it is, with keys that `prepare` did not read. Reads `statistics.json`."""
+        statistics = None
+        if self._sidecar is not None:
+            with contextlib.suppress(InvalidData, OSError):  # nothing depends on it
+                statistics = read_statistics(Path(self._arguments[0]))
+        said = f"{self.num_documents:,} documents, {self.num_tokens:,} tokens"
+        return said + not_read((statistics or {}).get("not_read", {}))
 
     @property
     def max_token_id(self) -> int:

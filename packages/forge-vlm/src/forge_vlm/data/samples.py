@@ -100,11 +100,15 @@ class CountedSamples:
     def forget(self) -> None:
         """As `Samples.forget`."""
 
+    def summary(self) -> str:
+        """A line that says what the source is."""
+        return self.counted.summary()
+
     def stream(self, seq_len: int, seed: int = 0) -> RowsOfPictures:
         """Rows of `seq_len`; InvalidSample for a sample that is longer, unless it is left out."""
         stream = stream_of(self, self.path, seq_len, seed, self.name_of)
         stream.remarks = self.counted.remarks() + stream.remarks
-        stream.summary = [self.counted.summary()]
+        stream.source_lines = [self.summary()]
         return stream
 
     def fingerprint(self) -> dict[str, str | int]:

@@ -106,9 +106,9 @@ class PictureShards:
         self.pieces, self.reader = pieces, reader
         self.seq_len, self.seed, self.shuffle_window = seq_len, seed, shuffle_window
         self.num_shards = min(virtual_shards, len(pieces))
-        self.summary = [
-            f"{len(pieces)} pieces of {len(pieces.files)} files, read while a run trains; samples, tokens and keys that are "
-            "not read are not counted"
+        self.source_lines = [
+            f"{len(pieces)} pieces of {len(pieces.files)} files, whose samples and keys are not counted, as they are read "
+            "while the run trains"
         ]
         self.left_out = 0  # samples that this process did not take, as too long or damaged
         self._order = order_of(len(pieces), _seed(seed, "pieces"), 0)

@@ -92,7 +92,7 @@ class RowsOfPictures:
     ) -> None:
         self.seq_len, self.seed = seq_len, seed
         self.remarks: list[str] = []  # what whoever opened it should tell a user
-        self.summary: list[str] = []  # and what the source is
+        self.source_lines: list[str] = []  # and what the source is
         self._samples, self._position_name, self._weighted = samples, positions, weighted
         self._starts = np.cumsum([0, *map(len, rows)])  # (rows + 1,)
         self._numbers = np.concatenate([*rows, np.zeros(0, np.int64)]).astype(np.int64)
