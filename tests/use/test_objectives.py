@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ from torch import Tensor, nn
 from forge_core import Transformer, initialise
 from forge_data import Batch, Loader, open_stream
 from forge_testing import forge_train
+from forge_testing.problems import assert_problem
 from forge_testing.runs import fit_alone, fit_on_ranks, make_job
-from forge_train import load_job, read_run
+from forge_testing.vlm_jobs import write_vlm_job
+from forge_train import ConfigError, load_job, read_run
+from forge_train.trainer.check_model import model_problems
+from forge_train.trainer.layout import layout_problems
 
 pytestmark = pytest.mark.lane("test")
 
@@ -134,6 +139,20 @@ def test_names_that_lead_nowhere_are_refused(
         told = forge_train(verb, make_job(tmp_path), *flags)
         assert told.code == 78
         assert all(name in " ".join(told.err.split()) for name in named), told.err
+
+
+def test_F209_an_objective_of_parts_of_sequences_with_images_is_refused(tmp_path: Path) -> None:
+    """Before step 1, from the description alone, and for models of others by what they say."""
+    name = f"{__name__}:dpo"
+    keys = {"train.objective": name, "train.objective_options": {"beta": 0.1}, "parallel.cp": 2}
+    config = load_job(write_vlm_job(tmp_path), keys).config
+    wanted = "train.objective", name, "images"
+    assert_problem(ConfigError(layout_problems(config, 2, 2)), *wanted)
+    assert layout_problems(replace(config, parallel=replace(config.parallel, cp=1)), 1) == []
+
+    model, layout = nn.Linear(2, 2), config.parallel.axes(2, 2)
+    model.extra_inputs = ("images", "after_embedding")  # type: ignore[assignment]
+    assert_problem(ConfigError([*model_problems(model, config, layout)]), *wanted)
 
 
 @pytest.mark.lane("quick")

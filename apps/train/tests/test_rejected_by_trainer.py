@@ -276,7 +276,7 @@ def test_layouts_of_pipelines_and_probes(tmp_path: Path) -> None:
     probes = layout._gradients(of, Fake(cp=1, pp=2, ep=1))
     found(probes, "metrics.gradients_every_steps", 3, "layout")
     of.train = Fake(objective="a:b")
-    found(layout._objective(of), "train.objective", "a:b", "pipeline")
+    found(layout._objective(of, Fake(**RANKS)), "train.objective", "a:b", "pipeline")
 
 
 def test_objectives_and_groups_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:

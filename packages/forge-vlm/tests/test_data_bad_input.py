@@ -56,9 +56,16 @@ def test_drawn_squares(key, value):
             *(257, "resolution.fixed.size", 16, "image_size"),
         ),
         ({"tokens_per_tile": 3}, 257, "tokens_per_tile", 3, "tokens"),
+        *(
+            (
+                {"resolution": {"name": name, name: {"tile_size": 4}}},
+                *(257, f"resolution.{name}.tile_size", 4, "image_size"),
+            )
+            for name in ("tiles", "aspect_tiles")
+        ),
     ],
 )
-def test_options_of_another_model(options, image_id, key, value, code):
+def test_F208_options_of_another_model(options, image_id, key, value, code):
     sizes = dict(vocab_size=258, dim=8, num_layers=1, num_heads=2)
     vit = ViTConfig(image_size=8, patch_size=4, dim=8, num_layers=1, num_heads=2)
     modalities = {"image": ModalityConfig(257)}

@@ -13,13 +13,14 @@ from forge_moe.hooks import num_experts_by_layer, whole_batch_options
 from forge_moe.sorted_experts import sorted_experts_by_name
 from forge_parallel.axes import find_roles
 from forge_parallel.check_model import facts_of
+from forge_parallel.compute import AFTER_EMBEDDING
 from forge_parallel.config import Layout
 from forge_parallel.legal import problems
 from forge_parallel.pipeline import stream_dim
 from forge_parallel.structure import structure_of
 from forge_train._shared.problems import Problem, problems_of
 from forge_train.config.schema import JobConfig
-from forge_train.trainer.layout import NAMES
+from forge_train.trainer.layout import NAMES, objective_of_parts
 from forge_train.trainer.objective import FUSED
 
 #: Keys as in `layout_problems`; depth and experts are what was built, whoever's model it is.
@@ -44,12 +45,18 @@ def model_problems(model: nn.Module, config: JobConfig, layout: Layout) -> Itera
         )
         fix = "use parallel.tp = 1, or metrics.gradients_every_steps = 0"
         yield Problem("metrics.gradients_every_steps", "experts", every, rule, fix)
+    elif layout.cp > 1 and config.train.objective and _joins_after_embedding(model):
+        yield objective_of_parts(config, layout)
     elif problems := _layout_problems(model, config, layout):
         yield from problems
     elif new and not hasattr(model, "new_cache"):
         rule = f"needs a model that generates (new_cache), which {config.model.name} is not"
         fix = "set sample.max_new_tokens = 0"
         yield Problem("sample.max_new_tokens", "unsupported", new, rule, fix)
+
+
+def _joins_after_embedding(model: nn.Module) -> bool:
+    return AFTER_EMBEDDING in getattr(model, "extra_inputs", ())
 
 
 def _layout_problems(model: nn.Module, config: JobConfig, layout: Layout) -> Sequence[Any]:

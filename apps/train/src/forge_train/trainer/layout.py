@@ -37,7 +37,7 @@ def layout_problems(
     own: list[Any] = [
         *_images(config, layout),
         *_answers(config, layout),
-        *_objective(config),
+        *_objective(config, layout),
         *_optimizer(config),
         *_phases(config, layout),
         *_gradients(config, layout),
@@ -140,12 +140,23 @@ def _experts_of_groups(model: VLMModelConfig, layout: Layout) -> Iterator[Proble
             yield Problem(key, "divides", ep, rule, f"use ep = 1, or {-(-num // ep) * ep} experts")
 
 
-def _objective(config: JobConfig) -> list[Problem]:
-    if config.parallel.pp == 1 or config.train.objective is None:
+def _objective(config: JobConfig, layout: Layout) -> list[Problem]:
+    if config.train.objective is None:
         return []
+    if config.parallel.pp == 1:
+        model = config.model
+        joins = isinstance(model, VLMModelConfig) and model.vision.name != "none"
+        return [objective_of_parts(config, layout)] if joins and layout.cp > 1 else []
     rule = f"calls the full model, of which a rank of parallel.pp {config.parallel.pp} has a part"
     fix = "use pp = 1, or train.loss"
     return [Problem("train.objective", "pipeline", config.train.objective, rule, fix)]
+
+
+def objective_of_parts(config: JobConfig, layout: Layout) -> Problem:
+    """The problem of an objective of parts of sequences with a model that joins whole ones to their images."""
+    rule = f"gets parts of sequences with parallel.cp {layout.cp}, and the model joins images to whole ones"
+    value, fix = config.train.objective, "use cp = 1, or train.loss"
+    return Problem("train.objective", "images", value, rule, fix)
 
 
 def _optimizer(config: JobConfig) -> list[Problem]:

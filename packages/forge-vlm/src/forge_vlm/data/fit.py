@@ -61,9 +61,11 @@ def _picture_problems(options: Mapping[str, Any], model: Any, where: str) -> Ite
     side, patch = getattr(own, "image_size", None), getattr(own, "patch_size", None)
     if side is None or patch is None:
         return
-    if resolution.name == "fixed" and resolution.fixed.size != side:
-        rule, size = f"must be the image_size {side} of model.vision", resolution.fixed.size
-        yield Problem(f"{where}.resolution.fixed.size", "image_size", size, rule, "change one")
+    key = {"fixed": "size"}.get(resolution.name, "tile_size")
+    size = getattr(getattr(resolution, resolution.name), key)
+    if size != side:
+        rule, key = f"must be the image_size {side} of model.vision", f"{resolution.name}.{key}"
+        yield Problem(f"{where}.resolution.{key}", "image_size", size, rule, "change one")
         return
     rows = side // patch
     tokens = 1 if model.cross else model.adapter.tokens(rows, rows) + _class_tokens(model)
