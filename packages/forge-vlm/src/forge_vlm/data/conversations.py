@@ -27,11 +27,12 @@ _TURN = Keys(frozenset(("from", "value")), CONTENT | {"role", "content"}, "conve
 _PARTS = {
     "text": Keys(frozenset(("type", "text")), inside="content"),
     "image": Keys(
-        frozenset(("type", "image", "image_url", "base64", "path", "url", *Caps._fields)),
+        frozenset(("type", "image", "image_url", "base64", "path", "url", "index", *Caps._fields)),
         inside="content",
     ),
     "video": Keys(
-        frozenset(("type", "video", "video_url", "path", "url", *Caps._fields)), inside="content"
+        frozenset(("type", "video", "video_url", "path", "url", "index", *Caps._fields)),
+        inside="content",
     ),
 }
 
@@ -46,9 +47,13 @@ class _Slot:
 
     @property
     def is_open(self) -> bool:
-        """Whether it takes one of its record: the next one, or the one that it names."""
+        """Whether it takes one of its record: the next one, or the one that it names or counts to."""
         value = self.value
-        return value is None or (isinstance(value, str) and not value.startswith("data:"))
+        return (
+            value is None
+            or type(value) is int
+            or (isinstance(value, str) and not value.startswith("data:"))
+        )
 
 
 @dataclass
@@ -68,9 +73,9 @@ def from_chat(
     and `max_pixels` bound its own pixels (resolution "budget"). A message may have a `weight`. One that only `asks` may be
     without an answer. `"branches": [[message, ...], ...]` are several ways to go on behind the messages.
 
-    `image` or `images`, `video` or `videos` beside the messages go in order to parts without a value, by name to parts with
-    one; without parts to the marks `<image>` and `<video>` of questions; without marks in front of the first question.
-    Without them a mark is text.
+    `image` or `images`, `video` or `videos` beside the messages go in order to parts without a value, by name (or `index`,
+    from 0) to parts with one; without parts to the marks `<image>` and `<video>` of questions; without marks in front of the
+    first question. Without them a mark is text.
     """
     given, keys = _begin(name, value, _CHAT, keys)
     said = _messages(name, given.get("messages"), keys)
@@ -189,7 +194,7 @@ def _part(name: str, part: Any, keys: RecordKeys) -> str | _Slot:
         raise invalid("type", "unknown", given.get("type"), rule, "correct it", where=name)
     if kind == "image" and isinstance(given.get("base64"), str):
         return _Slot(kind, f"data:;base64,{given['base64']}", given)
-    values = (given.get(key) for key in (kind, f"{kind}_url", "path", "url"))
+    values = (given.get(key) for key in (kind, f"{kind}_url", "path", "url", "index"))
     value = next((value for value in values if not is_empty(value)), None)
     if isinstance(value, Mapping) and "url" in value:
         value = value["url"]
@@ -225,7 +230,7 @@ def _place(name: str, key: str, ways: list[list[_Said]], media: Mapping[str, lis
             for message in asked:
                 message.parts = [*_split(message.parts, kind)]
             slots = [p for m in said for p in m.parts if isinstance(p, _Slot) and p.kind == kind]
-        _deal(name, [slot for slot in slots if slot.is_open], list(values))
+        _deal(name, [slot for slot in slots if slot.is_open], values)
 
 
 def _split(parts: list[str | _Slot], kind: str) -> Iterator[str | _Slot]:
@@ -242,10 +247,16 @@ def _split(parts: list[str | _Slot], kind: str) -> Iterator[str | _Slot]:
 
 
 def _deal(name: str, slots: list[_Slot], values: list[Any]) -> None:
-    """Values by name to the places that name one, in order to the others."""
+    """Values by name or number to the places that have one, in order to the others."""
+    left = dict(enumerate(values))
     for slot in sorted(slots, key=lambda slot: slot.value is None):
-        index = 0 if slot.value is None else index_of(name, slot.value, values)
-        slot.value = values.pop(index)
+        index = next(iter(left)) if slot.value is None else slot.value
+        if isinstance(index, str):
+            index = [*left][index_of(name, index, [*left.values()])]
+        if index not in left:
+            rule = f"must count the {len(values)} images of its record from 0, each once"
+            raise invalid("index", "range", index, rule, "correct it", where=name)
+        slot.value = left.pop(index)
 
 
 def index_of(name: str, wanted: str, values: Sequence[Any]) -> int:
