@@ -89,7 +89,7 @@ class RecordKeys:
         return None
 
 
-def not_read(counts: Mapping[str, int]) -> str:
+def unread_keys(counts: Mapping[str, int]) -> str:
     """The end of a line about a source: keys that are not read, and how many records have each; empty without any."""
     most = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
     said = [f"{name} ({count:,})" for name, count in most[:_NAMED]]

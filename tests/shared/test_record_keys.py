@@ -12,8 +12,8 @@ from forge_data._shared.record_keys import (
     RecordKeys,
     _is_edit,
     is_empty,
-    not_read,
     option_problems,
+    unread_keys,
 )
 from forge_testing.problems import rejects
 
@@ -53,9 +53,9 @@ def test_F134_each_class_of_keys() -> None:
 
 
 def test_keys_that_are_not_read_are_named_by_their_number() -> None:
-    assert not_read({}) == ""
-    assert not_read({"b": 1, "a": 1, "c": 2000}) == "; keys not read: c (2,000), a (1), b (1)"
-    assert not_read({f"k{i:02}": 1 for i in range(15)}).endswith("k11 (1), 3 others")
+    assert unread_keys({}) == ""
+    assert unread_keys({"b": 1, "a": 1, "c": 2000}) == "; keys not read: c (2,000), a (1), b (1)"
+    assert unread_keys({f"k{i:02}": 1 for i in range(15)}).endswith("k11 (1), 3 others")
 
 
 @pytest.mark.parametrize(

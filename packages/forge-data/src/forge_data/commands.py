@@ -17,7 +17,7 @@ from rich.progress import Progress as Bar
 
 from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
-from forge_data._shared.record_keys import not_read
+from forge_data._shared.record_keys import unread_keys
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
 from forge_data.packing import PackedStream
@@ -224,7 +224,7 @@ def _print_statistics(statistics: dict[str, Any]) -> None:
             f"{float(q):.0%} {length:,}" for q, length in found["length_quantiles"].items()
         )
         print(f"  tokens of a document: {lengths}")
-    if said := not_read(statistics.get("not_read", {})):
+    if said := unread_keys(statistics.get("not_read", {})):
         print(said.removeprefix("; "))
     if (dropped := statistics.get("duplicates")) is not None:
         print(

@@ -15,7 +15,7 @@ import numpy as np
 
 from forge_data._shared.paths import user_path
 from forge_data._shared.problems import Problem, invalid, raise_problems
-from forge_data._shared.record_keys import RecordKeys, not_read
+from forge_data._shared.record_keys import RecordKeys, unread_keys
 from forge_data.chat.cache import COUNTS, Rendering, cached, offsets_digest
 from forge_data.chat.config import ChatConfig
 from forge_data.chat.messages import conversation_of
@@ -209,7 +209,7 @@ def _fingerprint(template: ChatTemplate, files: list[Path], split: str) -> dict[
 
 def _summary(tokens: TokenFiles, counts: Mapping[str, Any]) -> str:
     said = f"{tokens.num_documents:,} conversations, {tokens.num_tokens:,} tokens, {counts['learnt_tokens']:,} trained"
-    return said + not_read(counts["not_read"])
+    return said + unread_keys(counts["not_read"])
 
 
 def _entry(path: str | Path, config: ChatConfig, fingerprint: dict[str, str | int]) -> Entry:

@@ -13,7 +13,7 @@ import numpy as np
 
 from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
-from forge_data._shared.record_keys import not_read
+from forge_data._shared.record_keys import unread_keys
 from forge_data.config import DTYPES, SPLITS, VERIFY
 from forge_data.errors import InvalidData
 from forge_data.prepare.statistics import read_statistics
@@ -144,7 +144,7 @@ class TokenFiles:
             with contextlib.suppress(InvalidData, OSError):  # nothing depends on it
                 statistics = read_statistics(Path(self._arguments[0]))
         said = f"{self.num_documents:,} documents, {self.num_tokens:,} tokens"
-        return said + not_read((statistics or {}).get("not_read", {}))
+        return said + unread_keys((statistics or {}).get("not_read", {}))
 
     @property
     def max_token_id(self) -> int:

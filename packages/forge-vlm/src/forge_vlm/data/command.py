@@ -11,7 +11,7 @@ from typing import Any
 
 from forge_vlm._shared.paths import read_regular, user_path
 from forge_vlm._shared.problems import invalid
-from forge_vlm._shared.record_keys import not_read
+from forge_vlm._shared.record_keys import unread_keys
 from forge_vlm.data.errors import InvalidSample
 
 __all__ = ["main", "run"]
@@ -169,7 +169,7 @@ def _show(about: dict[str, Any]) -> None:
     print(f"{counts.get('pictures', 0):,} pictures, {about['bytes']['media.bin']:,} bytes")
     causes = ", ".join(f"{counts.get(c, 0):,} {c}" for c in ("missing", "damaged"))
     print(f"pictures that cannot be decoded: {causes}; {counts.get('masked', 0):,} masked")
-    if said := not_read(about.get("unread", {})):
+    if said := unread_keys(about.get("unread", {})):
         print(said.removeprefix("; "))
     print(
         f"samples left out: {counts.get('left_out', 0):,}; with nothing to learn: {about['unlearnt']:,}"

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from forge_vlm._shared.record_keys import not_read
+from forge_vlm._shared.record_keys import unread_keys
 from forge_vlm.data.reader import Decoder
 from forge_vlm.data.sample import Sample
 from forge_vlm.data.stream import RowsOfPictures, stream_of
@@ -43,7 +43,7 @@ class Counted(NamedTuple):
         said += [] if self.pictures is None else [f"{self.pictures:,} images"]
         said.append(f"{int(self.lengths.sum()):,} tokens")
         said += [] if self.trained is None else [f"{self.trained:,} trained"]
-        return ", ".join(said) + not_read(self.unread)
+        return ", ".join(said) + unread_keys(self.unread)
 
     def remarks(self) -> list[str]:
         """Sentences for a user."""
