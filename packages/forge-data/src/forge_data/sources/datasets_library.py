@@ -5,26 +5,22 @@ from __future__ import annotations
 import contextlib
 import glob
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
-from forge_data._shared.record_keys import Keys, RecordKeys
 from forge_data.errors import InvalidData
 
 if TYPE_CHECKING:
     from forge_data.config import SourceConfig
 
 __all__ = [
-    "check_column",
-    "check_other_columns",
     "find_builder",
     "is_saved",
     "load_set",
     "name_for_library",
-    "no_text",
     "one_sentence",
     "require_library",
     "root_name",
@@ -149,34 +145,6 @@ def root_name(path: Path) -> str:
         rule, fix = "must not hold '::', which datasets takes for a chain of addresses", "rename it"
         raise invalid("path", "chain", name, rule, fix, kind=InvalidData)
     return name
-
-
-def check_column(where: Any, names: Sequence[str], field: str, kind: Callable[[], str]) -> None:
-    """Raise InvalidData unless `field` is among the names of columns, and of a `kind` that holds strings."""
-    fix, key = "name its text in huggingface.text_field", "text_field"
-    if field not in names:
-        rule = f"must be one of its columns, {', '.join(names)[:200] or 'none'}"
-        raise invalid(key, "missing", field, rule, fix, where=where, kind=InvalidData)
-    if kind() not in ("string", "large_string", "string_view", "null"):
-        rule = f"must be a column of text, and holds {kind()}"
-        raise invalid(key, "type", field, rule, fix, where=where, kind=InvalidData)
-
-
-def check_other_columns(
-    config: SourceConfig, features: Mapping[str, Any], rows: int
-) -> dict[str, int]:
-    """Columns of a set that are not read, with their rows; InvalidData for one whose content would be lost."""
-    table = config.huggingface
-    keys = RecordKeys(table.ignore_keys, table.strict, InvalidData)
-    filled = {name: rows for name, kind in features.items() if getattr(kind, "dtype", "") != "null"}
-    keys.check(Keys(frozenset((table.text_field,))), filled, config.path)
-    return dict.fromkeys(keys.counts, rows)
-
-
-def no_text(where: Any, row: int, field: str) -> Any:
-    """The error of a row without a string."""
-    rule, fix, where = "must be a string", "leave the row out", f"{where} row {row}"
-    return invalid(field, "null", None, rule, fix, where=where, kind=InvalidData)
 
 
 def require_library() -> None:

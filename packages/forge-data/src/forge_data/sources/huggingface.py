@@ -14,15 +14,13 @@ from forge_data.prepare.output import replacing, write_json
 from forge_data.prepare.statistics import STATISTICS
 from forge_data.prepare.token_writer import TokenWriter
 from forge_data.sources.datasets_library import (
-    check_column,
-    check_other_columns,
     load_set,
-    no_text,
     one_sentence,
     require_library,
 )
 from forge_data.sources.header import Header, tokenizer_of
 from forge_data.sources.huggingface_stream import StreamedSet
+from forge_data.sources.text_column import check_column, check_other_columns, no_text
 from forge_data.sources.token_cache import CachedTokens, Entry, open_cached
 from forge_data.tokenizer import ByteTokenizer, JsonTokenizer, begin_key, document_ids
 

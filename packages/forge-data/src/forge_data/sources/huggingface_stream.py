@@ -12,17 +12,15 @@ from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 from forge_data.sources.datasets_library import (
-    check_column,
-    check_other_columns,
     find_builder,
     is_saved,
     load_set,
     name_for_library,
-    no_text,
     one_sentence,
     without_bars,
 )
 from forge_data.sources.header import tokenizer_of
+from forge_data.sources.text_column import check_column, check_other_columns, no_text
 from forge_data.text_shards import TextShards
 
 if TYPE_CHECKING:
