@@ -54,7 +54,7 @@ class TokenizerTemplate:
             raise invalid("tokenizer", "no_template", folder, rule, fix, kind=ProblemError)
         self._end = self._end_of_answers()
         self.eos: str = eos or self._end or self._tokenizer.eos_token or ""
-        self.image, self._told = image, False
+        self.image, self._warned = image, False
         content = json.dumps(self._tokenizer.chat_template, sort_keys=True)
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
 
@@ -76,7 +76,7 @@ class TokenizerTemplate:
             if answer[1]:  # the last text of its message
                 # an end that is the mark of the next role is missing where no role follows
                 if not behind and last and self.eos == self._end:
-                    self._tell_of_no_end(record)
+                    self._warn_of_no_end(record)
                     break
                 if not behind.startswith(self.eos) or not self.eos:
                     rule = f"must begin what the template puts after an answer, {behind!r:.40}"
@@ -105,11 +105,11 @@ class TokenizerTemplate:
             return next((name for name in special if behind.startswith(name)), "")
         return ""
 
-    def _tell_of_no_end(self, record: Record) -> None:
-        if not self._told:
-            self._told = True
+    def _warn_of_no_end(self, record: Record) -> None:
+        if not self._warned:
+            self._warned = True
             line = f"data: {record.name}: the template writes no end token after its last answer, so its end is not learned"
-            print(line, "(said once)", file=sys.stderr)
+            print(line, "(printed once)", file=sys.stderr)
 
     def _own(self, record: Record, text: str, pictures: Iterator[int]) -> Iterator[Piece]:
         """Text of the template, with pictures in it."""
