@@ -67,7 +67,7 @@ class Forge(TemplateLM):  # type: ignore[misc, unused-ignore]
 
     A context that is longer than the model's rows loses its beginning; a continuation that is longer is a ConfigError.
     Contexts begin as the tokenizer begins a text. A request without a context stands behind the token that begins a text,
-    or where there is none behind the end of a document, as rows of training do; ConfigError where the tokenizer has neither.
+    or without one after the end of a document, as rows of training do; ConfigError where the tokenizer has neither.
 
     On several ranks every rank calls every method with all requests, and has all answers; lm_eval's own rank is 0 of 1 on
     each, and `simple_evaluate` returns its result on the first rank of a host. Batches are those of one process. The axes
