@@ -92,9 +92,9 @@ class RecordKeys:
 def unread_keys(counts: Mapping[str, int]) -> str:
     """The end of a line about a source: keys that are not read, and how many records have each; empty without any."""
     most = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
-    said = [f"{name} ({count:,})" for name, count in most[:_NAMED]]
-    said += [f"{len(most) - _NAMED} others"] if len(most) > _NAMED else []
-    return f"; keys not read: {', '.join(said)}" if said else ""
+    shown = [f"{name} ({count:,})" for name, count in most[:_NAMED]]
+    shown += [f"{len(most) - _NAMED} others"] if len(most) > _NAMED else []
+    return f"; keys not read: {', '.join(shown)}" if shown else ""
 
 
 def option_problems(ignored: Any, strict: Any) -> Iterator[Problem]:

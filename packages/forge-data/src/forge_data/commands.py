@@ -224,8 +224,8 @@ def _print_statistics(statistics: dict[str, Any]) -> None:
             f"{float(q):.0%} {length:,}" for q, length in found["length_quantiles"].items()
         )
         print(f"  tokens of a document: {lengths}")
-    if said := unread_keys(statistics.get("not_read", {})):
-        print(said.removeprefix("; "))
+    if line := unread_keys(statistics.get("not_read", {})):
+        print(line.removeprefix("; "))
     if (dropped := statistics.get("duplicates")) is not None:
         print(
             f"duplicates dropped: {dropped['documents']:,} documents, {dropped['tokens']:,} tokens"

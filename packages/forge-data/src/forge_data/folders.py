@@ -34,6 +34,7 @@ def files_below(folder: Path, wanted: Callable[[str], bool]) -> list[Path]:
             folders[:] = sorted(f for f in folders if not f.startswith("."))
             waiting += [where / f for f in folders if (where / f).is_symlink()]
             found += [where / f for f in files if not f.startswith(".")]
+
     for path in found:
         if not path.exists():
             rule, fix = "is a link that leads nowhere", "mount its disk, or remove it"

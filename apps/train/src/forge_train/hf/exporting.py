@@ -97,18 +97,18 @@ def export_run(
     lora = None if low_rank is None else low_rank.adapters
     if adapter:
         _refuse_adapter(low_rank, check)
-        found, remark = _tokenizing(data, template)
+        found, note = _tokenizing(data, template)
         more = {} if found is None else found.files()
         _export_adapter(run, checkpoint, out, section, low_rank, family, _DTYPES[dtype], more)
-        if remark := remark or (found and found.remark):
-            print(remark)
+        if note := note or (found and found.note):
+            print(note)
         return 0
     with config_errors():
         name = find_family(section, family or family_of_origin(section, _original(run)))
         beside = _rows_beside(run, beside_of(section, name), name)
         rows = (*rows_of(section, name), *beside)
         written = section_to_hf(section, name)
-        hf, files, remark = _config_and_files(run, data, name, written, template)
+        hf, files, note = _config_and_files(run, data, name, written, template)
     hf |= {"dtype": _NAMES[dtype], "torch_dtype": _NAMES[dtype]}
     files |= {
         "config.json": as_json(hf),
@@ -125,8 +125,8 @@ def export_run(
         print(f"exported {checkpoint} to {out}: {name}, {dtype}")
         if section.mtp.num_modules:
             print(f"left out, as transformers has no place for it: mtp ({section.mtp.num_modules})")
-        if remark is not None:
-            print(remark)
+        if note is not None:
+            print(note)
         if check:
             print(compare(section, _weights(weights, _DTYPES[dtype]), out))
     return 0
@@ -146,7 +146,7 @@ def _rows_beside(run: RunDirectory, patterns: Sequence[str], name: str) -> list[
 def _config_and_files(
     run: RunDirectory, data: DataConfig | None, name: str, hf: dict[str, Any], template: str | None
 ) -> tuple[dict[str, Any], dict[str, bytes], str | None]:
-    """(keys of config.json, other files, a remark) of a run: `hf` over what it began with, and the tokenizer of the data."""
+    """(keys of config.json, other files, a note) of a run: `hf` over what it began with, and the tokenizer of the data."""
     original, kept = _original(run), run.path / FILES
     files = files_in(kept, ["*"]) if original else {}
     same = original if original and original["model_type"] == name else {}
@@ -174,7 +174,7 @@ def _config_and_files(
     if {**before, **ids} != before:
         files[_GENERATION] = as_json({**before, **ids})
     changed = "the tokenizer written is that of the data, not that of the weights"
-    return hf, files, found.remark or (changed if other else None)
+    return hf, files, found.note or (changed if other else None)
 
 
 def _refuse_adapter(low_rank: LoRASection | None, check: bool) -> None:
@@ -317,7 +317,7 @@ def _has_other_tokenizer(run: RunDirectory, found: Tokenizing | None) -> bool:
 def _tokenizing(
     data: DataConfig | None, template: str | None
 ) -> tuple[Tokenizing | None, str | None]:
-    """The tokenizer of the data, or why there is none."""
+    """The tokenizer of the data, or the reason why it is missing."""
     if data is None:
         return None, "no tokenizer is written: nothing was trained"
     try:

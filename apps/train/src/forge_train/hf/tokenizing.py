@@ -40,7 +40,7 @@ class Tokenizing(NamedTuple):
         return self.tokenizer.spec()
 
     @property
-    def remark(self) -> str | None:
+    def note(self) -> str | None:
         """What is not written."""
         missing = _NO_TEMPLATE if self.template == "" else None
         return _NO_FILE if self.spec["name"] != "json" else missing

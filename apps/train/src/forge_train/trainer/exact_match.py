@@ -31,7 +31,7 @@ COLUMN = "eval/exact_match"
 
 def prompts_of(config: JobConfig, name: str | None = None) -> Prompts:
     """What writes prompts as a source of conversations of the job does, the first if none is named: also one that is
-    prepared or streaming. ConfigError where there is none."""
+    prepared or streaming. ConfigError for sources of other kinds."""
     sources = {n: s for n, s in config.data.sources.items() if s.name in KINDS}
     if not sources:
         rule = "must have a source of name 'vlm', whose template and resolution write questions with images"

@@ -145,9 +145,9 @@ class Trainer:
         self.loader, held_out = open_data(config, self.model, layout, world.rank)
         self.evaluation = Evaluation(config, held_out)
         self._source_lines = list(getattr(self.loader.stream, "source_lines", ()))
-        self._data_remarks = list(getattr(self.loader.stream, "remarks", ()))
+        self._data_notes = list(getattr(self.loader.stream, "remarks", ()))
         for key, stream in held_out.items():
-            self._data_remarks += [f"{key}: {line}" for line in getattr(stream, "remarks", ())]
+            self._data_notes += [f"{key}: {line}" for line in getattr(stream, "remarks", ())]
         self.loader.on_event = self._record_data
         refuse(base_problems(config, self.paths))
         self.fork = find_fork(self.job, self.model, self.loader, self.total_steps)
@@ -450,7 +450,7 @@ class Trainer:
                 _print_line(f"schedule: {line}")
             for line in self._adapters:
                 _print_line(f"lora: {line}")
-            for line in [*self._source_lines, *self._data_remarks]:
+            for line in [*self._source_lines, *self._data_notes]:
                 _print_line(f"data: {line}")
             for line in difference_lines(self.loader.changed):
                 _print_line(f"data: {line}, accepted")
@@ -481,8 +481,8 @@ class Trainer:
             event |= {"layout": self._placement, "reasons": self._reasons}
         if self._source_lines:
             event["sources"] = self._source_lines
-        if self._data_remarks:
-            event["data"] = self._data_remarks
+        if self._data_notes:
+            event["data"] = self._data_notes
         if self.loader.changed:
             event["data_changed"] = self.loader.changed
         packing = packing_report(self.loader.stream)

@@ -92,6 +92,7 @@ def _rope_of_layers(given: dict[str, Any], problems: list[Problem]) -> tuple[dic
     tables, scaling = given.get("rope_parameters", {}), given.get("rope_scaling", {})
     if not isinstance(tables, Mapping) or not isinstance(scaling, Mapping):
         return given, local  # wrong types, which `read_common` rejects
+
     near, far = (tables.get(kind) or {} for kind in (SLIDING, FULL))
     nested = (
         isinstance(near, Mapping) and isinstance(far, Mapping) and tables.keys() <= {FULL, SLIDING}
@@ -104,6 +105,7 @@ def _rope_of_layers(given: dict[str, Any], problems: list[Problem]) -> tuple[dic
     if "rope_type" not in scaling and (kind := scaling.get("type", "default")) != "default":
         rule, fix = "is not read by transformers 5 in this family", "write it as rope_type"
         problems.append(Problem("rope_scaling.type", "spelling", kind, rule, fix))
+
     for name in sorted(near.keys() - {"rope_type", "type", "rope_theta"}):
         key = f"rope_parameters.{SLIDING}.{name}"
         problems.append(Problem(key, "unknown_key", near[name], "is unknown", "remove it"))

@@ -98,7 +98,7 @@ def read_scaling(rope: Mapping[str, Any], latent: bool) -> RopeScaling | None:
 
 
 def _yarn(rope: Mapping[str, Any], latent: bool) -> RopeScaling:
-    """With the keys that transformers reads: a 0 is none, and mscale counts with mscale_all_dim alone and without
+    """With the keys that transformers reads: a 0 counts as absent, and mscale counts with mscale_all_dim alone and without
     attention_factor. Scores of `latent` attention grow by mscale_all_dim in any case."""
     read = {key: rope[key] for key in _YARN if rope.get(key) is not None}
     given = {key: value for key, value in read.items() if value or key == "attention_factor"}
@@ -128,6 +128,7 @@ def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
             ROPE_SIZE: scaling.original_max_position,
             **{key: value for key, value in given.items() if value is not None},
         }
+
     return {
         "rope_type": "llama3",
         "factor": scaling.factor,

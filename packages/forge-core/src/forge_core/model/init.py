@@ -171,6 +171,7 @@ def _table(
             }
             for unknown in {dot + name for name in set(rows) - known}.difference(whole):
                 raise invalid(unknown, "not_found", ..., "is in an init_table, and does not exist")
+
         kind = _rows_by_kind(module, std) if by_kind else {}
         for name, row in {**kind, **rows}.items():
             table.setdefault(dot + name, row)

@@ -1,7 +1,7 @@
 """Conversations are read from JSONL (also packed) and parquet files and from sets saved by `datasets`, one at a time.
 
 Tables give each object the keys of all objects of their column, with null in most. Such nulls are removed at every depth, as a
-template would show them as something that was said; a null that JSONL has stays.
+template would show them as something in the conversation; a null that JSONL has stays.
 """
 
 from __future__ import annotations

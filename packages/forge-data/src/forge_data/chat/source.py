@@ -208,8 +208,8 @@ def _fingerprint(template: ChatTemplate, files: list[Path], split: str) -> dict[
 
 
 def _summary(tokens: TokenFiles, counts: Mapping[str, Any]) -> str:
-    said = f"{tokens.num_documents:,} conversations, {tokens.num_tokens:,} tokens, {counts['learnt_tokens']:,} trained"
-    return said + unread_keys(counts["not_read"])
+    line = f"{tokens.num_documents:,} conversations, {tokens.num_tokens:,} tokens, {counts['learnt_tokens']:,} trained"
+    return line + unread_keys(counts["not_read"])
 
 
 def _entry(path: str | Path, config: ChatConfig, fingerprint: dict[str, str | int]) -> Entry:

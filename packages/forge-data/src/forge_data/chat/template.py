@@ -161,6 +161,7 @@ class ChatTemplate:
             raise invalid(
                 "", "empty", ..., rule, "correct the template", where=where, kind=InvalidData
             )
+
         factors = self._factors(conversation)
         if self.config.train_on == "all" and set(factors) == {1.0}:
             weights = np.ones(len(ids), np.float32)

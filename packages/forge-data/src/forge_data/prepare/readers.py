@@ -77,6 +77,7 @@ def find_inputs(inputs: Sequence[Path]) -> list[Path]:
         if not path.is_dir():
             name, rule = str(path), "must be a file or a folder"
             raise invalid("inputs", "not_found", name, rule, "check the path", kind=InvalidData)
+
         found = files_below(path, lambda name: name.lower().endswith((*SUFFIXES, *_TAR)))
         for file in found:
             if file.name.lower().endswith(_TAR):

@@ -186,6 +186,7 @@ def _rows(path: Path, text: TextIOWrapper, column: str, keys: RecordKeys) -> Ite
                 )
             fix = "name the one with the text with text_field (--text_field)"
             raise invalid("text_field", code, column, rule, fix, where=path, kind=InvalidData)
+
         index = names.index(column)
         for row in rows:
             if len(row) != len(names) and row:  # an empty line has no fields
@@ -195,11 +196,13 @@ def _rows(path: Path, text: TextIOWrapper, column: str, keys: RecordKeys) -> Ite
                 )
                 fix = "quote fields with commas and line ends"
                 raise invalid("", "columns", len(row), rule, fix, where=where, kind=InvalidData)
+
             if row:
                 found = dict(zip(names, row))
                 keys.check(Keys(frozenset((column,))), found, f"{path} line {rows.line_num}")
             if row and row[index].strip():
                 yield Piece(row[index], last=True)
+
     except csv.Error as error:
         where, rule = (
             f"{path} line {rows.line_num}",

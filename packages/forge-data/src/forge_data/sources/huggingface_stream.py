@@ -135,8 +135,8 @@ class SetPieces:
         except (MemoryError, InvalidData):
             raise
         except Exception as error:  # classes of the library, of arrow, of the network
-            said = " ".join(str(error).split()) or "no reason given"
-            rule = f"must be readable after row {row}, and is not ({type(error).__name__}: {said[:200]})"
+            reason = " ".join(str(error).split()) or "no reason given"
+            rule = f"must be readable after row {row}, and is not ({type(error).__name__}: {reason[:200]})"
             where, fix = self._where(piece), "copy the file again"
             raise invalid("", "damaged", ..., rule, fix, where=where, kind=InvalidData) from error
 

@@ -190,7 +190,7 @@ def find_shards(path: str | Path, split: str, suffix: str, kind: str) -> list[Pa
 
     In a folder the split is a folder train/ or validation/, or a word in the names of files: "val", "valid" or
     "validation", and "train", without which all others but those with "test" or "dev" are of the split train; a line on
-    the log names these. Raises InvalidData where there is none.
+    the log names these. Raises InvalidData without any.
     """
     check_split(split)
     path, wanted = user_path(path), f"a {suffix} file of {kind} or a folder of them"

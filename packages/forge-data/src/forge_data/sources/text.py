@@ -50,6 +50,7 @@ def open_source(config: SourceConfig) -> CachedTokens:
             workers=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
             progress=lambda now: progress(now.done, now.total) if now.stage == "tokenize" else None,
         )
+
         changed = [old[0] for old, new in zip(before, file_states(files, root)) if old != new]
         if changed:
             raise changed_meanwhile(root / changed[0])
@@ -78,6 +79,7 @@ def _look(config: SourceConfig) -> tuple[Path, list[Path], Entry]:
     path = _folder_of_split(user_path(config.path or ""), config.split, table.validation_every)
     files = find_inputs([path])
     root = path if path.is_dir() else path.parent
+
     tokenizer = tokenizer_of(table)
     key: dict[str, Any] = {
         "kind": "text",

@@ -143,8 +143,8 @@ class TokenFiles:
         if self._sidecar is not None:
             with contextlib.suppress(InvalidData, OSError):  # nothing depends on it
                 statistics = read_statistics(Path(self._arguments[0]))
-        said = f"{self.num_documents:,} documents, {self.num_tokens:,} tokens"
-        return said + unread_keys((statistics or {}).get("not_read", {}))
+        line = f"{self.num_documents:,} documents, {self.num_tokens:,} tokens"
+        return line + unread_keys((statistics or {}).get("not_read", {}))
 
     @property
     def max_token_id(self) -> int:

@@ -94,8 +94,8 @@ class TokenizerTemplate:
         """The special token that the template writes after an answer, "" if it writes none there."""
         added = self._tokenizer.added_tokens_decoder.values()
         special = sorted((t.content for t in added if t.special), key=len, reverse=True)
-        asked, said = Message("user", ("",)), Message("assistant", ("",))
-        for messages in ((asked, said, asked, said), (asked, said)):
+        asked, answer = Message("user", ("",)), Message("assistant", ("",))
+        for messages in ((asked, answer, asked, answer), (asked, answer)):
             marks = [f"{_OPEN}{i}{_CLOSE}" for i in range(len(messages))]
             try:
                 text = self._render(Record("a short conversation", messages), marks)

@@ -169,8 +169,8 @@ def _show(about: dict[str, Any]) -> None:
     print(f"{counts.get('pictures', 0):,} pictures, {about['bytes']['media.bin']:,} bytes")
     causes = ", ".join(f"{counts.get(c, 0):,} {c}" for c in ("missing", "damaged"))
     print(f"pictures that cannot be decoded: {causes}; {counts.get('masked', 0):,} masked")
-    if said := unread_keys(about.get("unread", {})):
-        print(said.removeprefix("; "))
+    if line := unread_keys(about.get("unread", {})):
+        print(line.removeprefix("; "))
     print(
         f"samples left out: {counts.get('left_out', 0):,}; with nothing to learn: {about['unlearnt']:,}"
     )

@@ -57,7 +57,7 @@ class _Slot:
 
 
 @dataclass
-class _Said:
+class _ParsedMessage:
     role: str
     parts: list[str | _Slot]
     weight: float = 1.0
@@ -78,10 +78,10 @@ def from_chat(
     first question. Without them a mark is text.
     """
     given, keys = _begin(name, value, _CHAT, keys)
-    said = _messages(name, given.get("messages"), keys)
+    parsed = _messages(name, given.get("messages"), keys)
     branches = [_messages(name, branch, keys) for branch in _branches(name, given)]
-    _place(name, "messages", [said, *branches], _media(name, given))
-    return _built(name, said, branches, folder, asks)
+    _place(name, "messages", [parsed, *branches], _media(name, given))
+    return _built(name, parsed, branches, folder, asks)
 
 
 def from_llava(
@@ -96,10 +96,10 @@ def from_llava(
     given, keys = _begin(name, value, _LLAVA, keys)
     media = _media(name, given)
     mark = "video" if media["video"] and not media["image"] else "image"
-    said = _turns(name, given.get("conversations"), mark, keys)
+    parsed = _turns(name, given.get("conversations"), mark, keys)
     branches = [_turns(name, branch, mark, keys) for branch in _branches(name, given)]
-    _place(name, "conversations", [said, *branches], media)
-    return _built(name, said, branches, folder, asks)
+    _place(name, "conversations", [parsed, *branches], media)
+    return _built(name, parsed, branches, folder, asks)
 
 
 def _begin(
@@ -133,7 +133,7 @@ def _media(name: str, given: Mapping[str, Any]) -> dict[str, list[Any]]:
     return found
 
 
-def _messages(name: str, messages: Any, keys: RecordKeys) -> list[_Said]:
+def _messages(name: str, messages: Any, keys: RecordKeys) -> list[_ParsedMessage]:
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         rule = "must be a list with one message or more"
         raise invalid("messages", "type", messages, rule, "correct it", where=name)
@@ -150,26 +150,26 @@ def _messages(name: str, messages: Any, keys: RecordKeys) -> list[_Said]:
             rule = "must be text or a list of parts"
             raise invalid("content", "type", content, rule, "correct it", where=name)
         weight = _weight(name, message.get("weight"))
-        found.append(_Said(role, [_part(name, part, keys) for part in parts], weight))
+        found.append(_ParsedMessage(role, [_part(name, part, keys) for part in parts], weight))
     return found
 
 
-def _turns(name: str, turns: Any, mark: str, keys: RecordKeys) -> list[_Said]:
+def _turns(name: str, turns: Any, mark: str, keys: RecordKeys) -> list[_ParsedMessage]:
     """Turns of LLaVA; `<image>` in them stands for the kind `mark`."""
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         rule = "must be a list with one turn or more"
         raise invalid("conversations", "type", turns, rule, "correct it", where=name)
     found = []
     for turn in turns:
-        said = turn if isinstance(turn, Mapping) else {}
-        role, text = _LLAVA_ROLES.get(str(said.get("from"))), said.get("value")
+        parsed = turn if isinstance(turn, Mapping) else {}
+        role, text = _LLAVA_ROLES.get(str(parsed.get("from"))), parsed.get("value")
         if role is None or not isinstance(text, str):
             rule = "must have 'from' human, gpt or system, and a text 'value'"
             raise invalid("conversations", "turn", turn, rule, "correct it", where=name)
-        keys.check(_TURN, said, name)
+        keys.check(_TURN, parsed, name)
         if role != "assistant":
             text = text.replace(_MARKS["image"], _MARKS[mark])
-        found.append(_Said(role, [text] if text else []))
+        found.append(_ParsedMessage(role, [text] if text else []))
     return found
 
 
@@ -201,13 +201,15 @@ def _part(name: str, part: Any, keys: RecordKeys) -> str | _Slot:
     return _Slot(kind, value, given)
 
 
-def _place(name: str, key: str, ways: list[list[_Said]], media: Mapping[str, list[Any]]) -> None:
+def _place(
+    name: str, key: str, ways: list[list[_ParsedMessage]], media: Mapping[str, list[Any]]
+) -> None:
     """Give each image and video of a record its place in `key`; InvalidSample where their numbers differ."""
-    said = [message for way in ways for message in way]
+    parsed = [message for way in ways for message in way]
     for kind in ("video", "image"):  # those without a place go in front: images before videos
         values, mark = media[kind], _MARKS[kind]
-        asked = [message for message in said if message.role != "assistant"]
-        slots = [p for m in said for p in m.parts if isinstance(p, _Slot) and p.kind == kind]
+        asked = [message for message in parsed if message.role != "assistant"]
+        slots = [p for m in parsed for p in m.parts if isinstance(p, _Slot) and p.kind == kind]
         marks = sum(p.count(mark) for m in asked for p in m.parts if isinstance(p, str))
         # A mark that stands for nothing is text, but for the images of LLaVA, which has no other way to name them.
         if not values and (key == "messages" or kind == "video"):
@@ -218,7 +220,7 @@ def _place(name: str, key: str, ways: list[list[_Said]], media: Mapping[str, lis
         elif marks:
             places = marks
         else:
-            first = next((m for m in said if m.role == "user"), said[0])
+            first = next((m for m in parsed if m.role == "user"), parsed[0])
             first.parts[:0] = [_Slot(kind, value) for value in values]
             continue
 
@@ -229,7 +231,7 @@ def _place(name: str, key: str, ways: list[list[_Said]], media: Mapping[str, lis
         if not slots:
             for message in asked:
                 message.parts = [*_split(message.parts, kind)]
-            slots = [p for m in said for p in m.parts if isinstance(p, _Slot) and p.kind == kind]
+            slots = [p for m in parsed for p in m.parts if isinstance(p, _Slot) and p.kind == kind]
         _deal(name, [slot for slot in slots if slot.is_open], values)
 
 
@@ -278,12 +280,16 @@ def _base(path: str) -> str:
 
 
 def _built(
-    name: str, said: list[_Said], branches: list[list[_Said]], folder: Path, asks: bool
+    name: str,
+    parsed: list[_ParsedMessage],
+    branches: list[list[_ParsedMessage]],
+    folder: Path,
+    asks: bool,
 ) -> Record:
     """The record; InvalidSample for images where none may be, and without an answer unless it `asks`."""
     pictures: list[Picture] = []
 
-    def message(given: _Said) -> Message:
+    def message(given: _ParsedMessage) -> Message:
         parts: list[str | int] = []
         for part in given.parts:
             if isinstance(part, _Slot):
@@ -291,7 +297,7 @@ def _built(
             parts.append(len(pictures) - 1 if isinstance(part, _Slot) else part)
         return Message(given.role, tuple(parts), given.weight)
 
-    messages = tuple(map(message, said))
+    messages = tuple(map(message, parsed))
     ways = tuple(tuple(map(message, branch)) for branch in branches)
     if any(isinstance(p, int) for branch in ways for m in branch for p in m.parts):
         rule = "must not hold a picture, and one has it"

@@ -39,11 +39,11 @@ class Counted(NamedTuple):
 
     def summary(self) -> str:
         """A line that says what a source is."""
-        said = [f"{len(self.kept):,} samples", f"{self.pictured.mean():.1%} with images"]
-        said += [] if self.pictures is None else [f"{self.pictures:,} images"]
-        said.append(f"{int(self.lengths.sum()):,} tokens")
-        said += [] if self.trained is None else [f"{self.trained:,} trained"]
-        return ", ".join(said) + unread_keys(self.unread)
+        counts = [f"{len(self.kept):,} samples", f"{self.pictured.mean():.1%} with images"]
+        counts += [] if self.pictures is None else [f"{self.pictures:,} images"]
+        counts.append(f"{int(self.lengths.sum()):,} tokens")
+        counts += [] if self.trained is None else [f"{self.trained:,} trained"]
+        return ", ".join(counts) + unread_keys(self.unread)
 
     def remarks(self) -> list[str]:
         """Sentences for a user."""
