@@ -63,12 +63,12 @@ class RecordKeys:
 
     def check(self, keys: Keys, record: Mapping[str, Any], where: object) -> None:
         """Count what is not read of an object at `where`; raises `kind` for what would be lost."""
-        for key in record.keys() - keys.read:
-            if is_empty(record[key]):
+        for key, value in record.items():  # in their order, as all ranks raise the same error
+            if key in keys.read or is_empty(value):
                 continue
             name = f"{keys.inside}.{key}" if keys.inside else str(key)
             if not self.ignored & {key, name}:
-                problem = self._problem(keys, key, name, record[key])
+                problem = self._problem(keys, key, name, value)
                 if problem is not None:
                     raise self.kind([problem], str(where))
                 if keys.passes_on:
