@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
-pytest.importorskip("mkdocs", reason="of the group dev")
+pytest.importorskip("mkdocs", reason="dev group")
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.exceptions import Abort

@@ -72,7 +72,7 @@ PADDED_LOSSES: dict[str, tuple[str, dict[str, Any]]] = {
     "lagged": ("ep", {"aux_loss_weight": 1.0, "aux_scope": "global_batch_lagged"}),
     # the fractions of these are those of a micro-batch
     "of micro-batches": ("cp", {"aux_loss_weight": 1.0, "aux_scope": "micro_batch"}),
-    "of the global batch": ("tp", {"aux_loss_weight": 1.0, "aux_scope": "global_batch"}),
+    "of global batches": ("tp", {"aux_loss_weight": 1.0, "aux_scope": "global_batch"}),
 }
 AXES = frozenset({"dp_shard", "dp_replicate", "tp", "cp", "pp", "ep"})
 #: Two terms of the loss that are no part of `loss`.

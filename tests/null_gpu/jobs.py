@@ -372,7 +372,7 @@ _CHOSEN = {"eval.every_steps": 0}  # a choice among all tokens is not computed i
 _WITH_PICTURES: dict[str, tuple[int, Keys]] = {
     "images": (1, {}),
     "images, compile": (1, _COMPILE),
-    "images as they are": (1, {**_adapter("none"), **_in("model.vision.vit", dim=32)}),
+    "images as they are": (1, {**_adapter("none"), **_in("model.vision.vit", dim=32)}),  # prose: the name of a case
     "images, linear": (1, _adapter("linear")),
     "images, mlp without bias": (1, _adapter("mlp", bias=False)),
     "images, pixel shuffle": (1, {**_adapter("pixel_shuffle", bias=True), **_PLACE}),
@@ -393,7 +393,7 @@ _WITH_PICTURES: dict[str, tuple[int, Keys]] = {
     "cross-attention, all images": (1, {**_CROSS, **_fusion("cross_attention", sees="all", qk_norm=True)}),
     "towers": (1, _TOWERS),
     "moma": (1, _MOMA),
-    "moma, weights as they are": (1, _fusion("moma", normalize=False)),
+    "moma, weights as they are": (1, _fusion("moma", normalize=False)),  # prose: the name of a case
     "moma, experts choose": (1, {**_fusion("moma", router="expert_choice"), **_CHOSEN}),
     "moma, experts choose in the micro-batch": (1, {**_fusion("moma", router="expert_choice", scope="micro_batch"), **_CHOSEN}),
     "moma, auxiliary routers": (1, {**_fusion("moma", router="auxiliary_router"), **_CHOSEN}),

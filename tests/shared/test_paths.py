@@ -59,5 +59,5 @@ def test_regular_files_of_a_bound_are_read_and_others_are_not_waited_for(tmp_pat
     for name in (tmp_path, tmp_path / "fifo", "/dev/zero"):
         with rejects("", ..., "not_a_file", where=name):
             open_regular(name)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
         open_regular(tmp_path / "none")

@@ -33,7 +33,7 @@ def folder(tmp_path: Path) -> Path:
     made.enable_padding(length=100)
     made.save(str(tmp_path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "unk_token": "<unk>",
-              "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}"}  # fmt: skip
+              "chat_template": "{% for m in messages %}{{ m['content'] }}{% endfor %}"}  # fmt: skip  # prose: a template
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
     return tmp_path
 

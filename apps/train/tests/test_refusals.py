@@ -46,7 +46,7 @@ def warm() -> Iterator[WarmProcess]:
 @pytest.mark.parametrize(
     ("text", "more"),
     [("[train\n", {"torch", "numpy"}), ("[train]\nstepz = 3\n[model]\ndim = 0", set())],
-    ids=["not TOML", "a mistake in a table"],
+    ids=["not TOML", "a mistake in a table"],  # prose: the name of a case
 )
 def test_a_refusal_imports_nothing_heavy(tmp_path: Path, text: str, more: set[str]) -> None:
     job = tmp_path / "job.toml"

@@ -212,7 +212,7 @@ METADATA = {
     "eval": lambda m: Call(eval, "open('canary', 'w')"),
     "exec": lambda m: Call(exec, "open('canary', 'w')"),
     "open": lambda m: Call(open, "canary", "w"),
-    "a chain of getattr": lambda m: Call(getattr, Call(__import__, "os"), "system"),
+    "getattr of getattr": lambda m: Call(getattr, Call(__import__, "os"), "system"),
     "getattr of an admitted class": lambda m: Call(getattr, TensorProperties, "__init__"),
     "getattr-of-a-size": lambda m: Call(getattr, torch.Size([1]), "__class__"),
     "a-method-of-an-admitted-class": lambda m: Call(TensorProperties.create_from_tensor, 3),
@@ -413,7 +413,7 @@ TENSORS = {
     "a dict with the tensor": lambda: saved({"w": torch.zeros(2, 3)}),
     "noise": lambda: bytes(range(256)) * 8,
     "nothing of it": lambda: saved(torch.zeros(2, 3))[:700],
-    "a record that is too short": lambda: rezipped(
+    "a record that is too short": lambda: rezipped(  # prose: the name of a case
         lambda n, d: d[:8] if n.endswith("data/0") else d
     ),
     "a storage beyond its record": lambda: rezipped(longer_storage),

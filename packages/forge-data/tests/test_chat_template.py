@@ -187,7 +187,7 @@ def test_broken_conversations_name_their_line(content, problem):
     [
         ("{{ raise_exception('no system please') }}", ("template", ..., "raised")),
         ("{{ messages[0].content + 1 }}", ("template", ..., "raised")),
-        ("{% for m in messages %}", ("template", ..., "raised")),
+        ("{% for m in messages %}", ("template", ..., "raised")),  # prose: a template
         (" ", ("", ..., "empty")),
     ],
 )  # fmt: skip

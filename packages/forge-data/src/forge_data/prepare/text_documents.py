@@ -175,25 +175,18 @@ def _rows(path: Path, text: TextIOWrapper, column: str, keys: RecordKeys) -> Ite
     try:
         names = next(rows, [])
         if names.count(column) != 1:
-            code, rule = (
-                "missing",
-                f"must be one of its columns, {', '.join(names)[:200] or 'none'}",
-            )
+            rule = f"must be one of its columns, {', '.join(names)[:200] or 'none'}"
             if column in names:
-                code, rule = (
-                    "duplicate",
-                    f"must be one column, and {names.count(column)} have that name",
-                )
+                rule = f"must be one column, and {names.count(column)} have that name"
+            code = "duplicate" if column in names else "missing"
             fix = "name the one with the text with text_field (--text_field)"
             raise invalid("text_field", code, column, rule, fix, where=path, kind=InvalidData)
 
         index = names.index(column)
         for row in rows:
             if len(row) != len(names) and row:  # an empty line has no fields
-                where, rule = (
-                    f"{path} line {rows.line_num}",
-                    f"fields must be {len(names)}, as in the header",
-                )
+                where = f"{path} line {rows.line_num}"
+                rule = f"fields must be {len(names)}, as in the header"
                 fix = "quote fields with commas and line ends"
                 raise invalid("", "columns", len(row), rule, fix, where=where, kind=InvalidData)
 
@@ -204,13 +197,9 @@ def _rows(path: Path, text: TextIOWrapper, column: str, keys: RecordKeys) -> Ite
                 yield Piece(row[index], last=True)
 
     except csv.Error as error:
-        where, rule = (
-            f"{path} line {rows.line_num}",
-            f"must be CSV with commas and double quotes ({error})",
-        )
-        raise invalid(
-            "", "not_csv", ..., rule, "correct it", where=where, kind=InvalidData
-        ) from None
+        where, fix = f"{path} line {rows.line_num}", "correct it"
+        rule = f"must be CSV with commas and double quotes ({error})"
+        raise invalid("", "not_csv", ..., rule, fix, where=where, kind=InvalidData) from None
 
 
 def _line(path: Path, start: int, number: int) -> str:

@@ -33,20 +33,18 @@ def one_sentence(path: str | None) -> Iterator[None]:
     """Errors of the library, whose classes are many, as InvalidData of one line."""
     try:
         yield
-    except InvalidData:
-        raise
-    except MemoryError:
+    except (InvalidData, MemoryError):
         raise
     except Exception as error:
         cause = error.__cause__ or error
         if isinstance(cause, InvalidData):
             raise cause from None
-        reason = " ".join(
-            str(cause).split()
-        )  # its first line may be "Couldn't cast", and the columns follow
-        said = f"{type(cause).__name__}: {reason or 'no reason given'}"
+
+        # all lines: the first may be "Couldn't cast", and the columns follow
+        reason = " ".join(str(cause).split()) or "no reason given"
+        shown = f"{type(cause).__name__}: {reason}"[:300]
         rule, fix = (
-            f"must be a set that datasets can load ({said[:300]})",
+            f"must be a set that datasets can load ({shown})",
             "check path, configuration and split",
         )
         raise invalid("path", "not_loaded", path, rule, fix, kind=InvalidData) from error

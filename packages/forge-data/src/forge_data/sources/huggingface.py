@@ -43,6 +43,7 @@ def open_source(config: SourceConfig) -> CachedTokens | StreamedSet:
     if table.streaming:
         require_library()
         return StreamedSet(config)
+
     data, others = _load(config)
     tokenizer = tokenizer_of(table)
     files = [Path(file["filename"]) for file in data.cache_files]
