@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -186,19 +184,11 @@ def test_adapters_of_an_imported_model_learn_an_answer(
     assert merged.chat_template == CHATML, "what was tuned can be talked to"
 
 
-def test_steps_without_a_label_change_nothing(tmp_path: Path) -> None:
+def test_F205_conversations_without_a_label_are_an_error(tmp_path: Path) -> None:
     llama(tmp_path / "hf")
     write_talks(tmp_path / "t.jsonl", [[say("user", QUESTION), say("assistant", SECRET, weight=0)]])
-    trainer = fit(tmp_path, **{"train.steps": 3, "train.global_batch": 2})
-    run = read_run(tmp_path / "run")
-    assert all(np.isfinite(run.metrics["grad_norm"]))
-    assert not any(run.metrics["grad_norm"])
-    adapters = {n: p for n, p in trainer.model.named_parameters() if n.endswith("lora_b")}
-    assert adapters
-    assert not any(p.any() for p in adapters.values())
-    (event,) = (e for e in run.events if e["event"] == "start")
-    (remark,) = event["data"]
-    assert re.findall(r"\d+", remark) == ["1", "1"]
+    with rejects("data.sources", code="no_labels", kind=DataError):
+        fit(tmp_path, **{"train.steps": 3, "train.global_batch": 2})
 
 
 @pytest.mark.slow

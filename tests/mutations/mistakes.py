@@ -327,8 +327,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "each rank loads the step that it found itself",
         f"{_CKPT}/read/load.py",
-        "chosen = Path(ranks.run_on_rank_0(lambda: str(step_path(Path(path)))))",
-        "chosen = step_path(Path(path))",
+        "chosen = Path(ranks.run_on_rank_0(lambda: str(step_path(user_path(path)))))",
+        "chosen = step_path(user_path(path))",
     ),
     Mistake(
         "a stage without a tensor that matches refuses the patterns",
@@ -534,14 +534,14 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "a step uses the learning rate of the step before",
         f"{_TRAIN}/trainer/trainer.py",
-        "factor = self.schedule(self.course.scheduled(step, tokens))",
-        "factor = self.schedule(self.course.scheduled(max(step - 1, 1), tokens))",
+        "(schedule or self.schedule)(self.course.scheduled(step, tokens))",
+        "(schedule or self.schedule)(self.course.scheduled(max(step - 1, 1), tokens))",
     ),
     Mistake(
         "a run of tokens is rounded down",
         f"{_TRAIN}/trainer/course.py",
-        "steps = point.steps + math.ceil((tokens - point.tokens) / of_step)",
-        "steps = point.steps + math.floor((tokens - point.tokens) / of_step)",
+        "wanted = math.ceil(tokens / (rows * stretch.seq_len))",
+        "wanted = math.floor(tokens / (rows * stretch.seq_len))",
     ),
     Mistake(
         "a sink that hangs is waited for at each save",

@@ -45,9 +45,9 @@ def refuse_without_labels(config: JobConfig, key: str, stream: Stream, rows: int
     Reads up to the first label, so usually a row. A row that cannot be read is left to who needs it, streams that are read from
     front to back to the run, and an objective counts for itself.
     """
-    rows, begin = min(rows, len(stream)), 0
     if config.train.objective is not None or num_shards_of(stream):
         return
+    rows, begin = min(rows, len(stream)), 0
     while begin < rows:
         end = min(rows, 2 * begin + 1)
         try:
