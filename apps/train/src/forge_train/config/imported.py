@@ -95,7 +95,7 @@ def _plain(value: Any) -> Any:
 
 def training_problems(path: Path) -> list[Problem]:
     """A problem for each rate of a `config.json` that acts in training, where Forge's model has none; of no file, none."""
-    if not path.is_file():
+    if not os.path.isfile(path):  # False for a name that is too long, which is reported later
         return []
     from forge_ckpt.hf import read_json
 
