@@ -37,8 +37,11 @@ def test_F158_a_longer_run_says_what_becomes_of_the_learning_rate(
     assert numbers(hint.partition("#")[2]) == pytest.approx(rates, rel=1e-3)
     Trainer(load_job(job, {**KEYS, "train.steps": 4})).fit()
     assert "learning rate" not in capfd.readouterr().out  # nothing has changed
-    Trainer(load_job(job, {**KEYS, "train.steps": 8})).fit()
-    (line,) = (line for line in capfd.readouterr().out.splitlines() if "learning rate" in line)
+    Trainer(load_job(job, {**KEYS, "train.steps": 8, "train.max_grad_norm": 0.5})).fit()
+    lines = capfd.readouterr().out.splitlines()
+    (changed,) = (line for line in lines if "train.max_grad_norm" in line)  # F210
+    assert numbers(changed) == [1.0, 0.5]
+    (line,) = (line for line in lines if "learning rate" in line)
     assert numbers(line) == pytest.approx([rates[0], 4, rates[1], 5], rel=1e-3)
     assert "train.steps" in line
     assert read_run(tmp_path / "run").metrics["lr"][3:5] == pytest.approx(rates, rel=1e-6)

@@ -456,6 +456,8 @@ class Trainer:
                 _print_line(f"data: {line}, accepted")
             if step and fork is None:
                 _print_line(f"resume: from step {step} of {self.total_steps}")
+                for key, (was, now) in changes.items():
+                    _print_line(f"resume: {key} was {was!r} and is {now!r}")
             if rates:
                 before, after = (f"{rate:.4g} in step {at}" for at, rate in rates)
                 keys = ", ".join(news)
