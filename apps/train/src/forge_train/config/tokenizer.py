@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forge_ckpt.hf import read_json
 from forge_train._shared.problems import Problem, invalid
 from forge_train.config.imported import FILES
 from forge_train.config.init import InitConfig, find_source, has_begun
@@ -67,6 +66,8 @@ def folder_ends(folder: Path) -> tuple[int, ...]:
 
     Raises ConfigError for something else than an id or a list of them.
     """
+    from forge_ckpt.hf import read_json  # with torch, which a mistyped key must not wait for
+
     for path in (folder / "generation_config.json", folder / "config.json"):
         table = read_json(path) if path.is_file() else {}
         for part in (table, table.get("text_config") or {}):
