@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -85,10 +85,12 @@ def errors(ranks: list[Run], wanted: Run) -> dict[str, float]:
     run = ranks[0]
     same = all(_same_numbers(run, other) for other in ranks)
     steps = range(len(wanted.gradients))
-    gradients = (_of_tensors([r.gradients[i] for r in ranks], wanted.gradients[i]) for i in steps)
+    gradients = [
+        _of_tensors([r.gradients[i] for r in ranks], wanted.gradients[i], _is_scalar) for i in steps
+    ]
     found = {
         "loss": _worst(map(error, run.losses, wanted.losses)),
-        "gradients": _worst(gradients),
+        "gradients": _worst([*gradients, *_of_scalars(ranks, wanted)]),
         "norm": _worst(map(error, run.norms, wanted.norms)) if same else math.inf,
         "weights": _of_tensors([r.weights for r in ranks], wanted.weights),
     }
@@ -121,13 +123,35 @@ def error(got: Tensor, wanted: Tensor) -> float:
     return difference / scale
 
 
-def _of_tensors(ranks: list[dict[str, Piece]], wanted: Mapping[str, Piece]) -> float:
-    """Of every tensor; a rank of a pipeline has some of them."""
+def _of_tensors(
+    ranks: list[dict[str, Piece]],
+    wanted: Mapping[str, Piece],
+    leave_out: Callable[[Piece], bool] = lambda piece: False,
+) -> float:
+    """Of every tensor but those to leave out; a rank of a pipeline has some of them."""
     assert all(rank.keys() <= wanted.keys() for rank in ranks)
     return _worst(
-        error(whole(rank[name] for rank in ranks if name in rank), whole([wanted[name]]))
-        for name in wanted
+        error(whole(rank[name] for rank in ranks if name in rank), whole([piece]))
+        for name, piece in wanted.items()
+        if not leave_out(piece)
     )
+
+
+def _is_scalar(piece: Piece) -> bool:
+    return math.prod(piece.shape) == 1
+
+
+def _of_scalars(ranks: list[Run], wanted: Run) -> Iterator[float]:
+    """Of gradients of one element, as a gate has, over all steps: in one step its terms may cancel to nothing."""
+    for name in (n for n, piece in wanted.gradients[0].items() if _is_scalar(piece)):
+        steps = [
+            (
+                whole(r.gradients[i][name] for r in ranks if name in r.gradients[i]),
+                whole([own[name]]),
+            )
+            for i, own in enumerate(wanted.gradients)
+        ]
+        yield error(*(torch.stack(side).flatten() for side in zip(*steps, strict=True)))
 
 
 def _same_routes(ranks: list[dict[str, Tensor]], wanted: dict[str, Tensor]) -> bool:
