@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_data import TokenFiles
+from forge_data import TokenFiles, open_source
 from forge_data.prepare import prepare
 from forge_testing import forge_train, kill_after_step, start
 from forge_testing.jobs import write_job
@@ -23,7 +23,7 @@ from forge_testing.runs import (
     make_job,
     saved_tensors,
 )
-from forge_train import DataError
+from forge_train import DataError, load_job
 
 TEXTS = [f"{i} bottles hang on the wall, {'and one falls ' * (i % 5)}" for i in range(400)]
 QUIET = {"metrics.console": "off", "sample.max_new_tokens": 0}
@@ -190,3 +190,32 @@ def test_files_of_ids_are_told_what_they_lack(tmp_path: Path) -> None:
         assert "nanogpt.eos_id 9 " in done.err
         assert "train.bin" in done.err
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.lane("test")
+def test_F142_F143_a_job_asks_for_no_token_by_an_empty_name(tmp_path: Path) -> None:
+    """ "none" is how jobs, and config.toml of runs, write that a key is not given."""
+    library = pytest.importorskip("tokenizers")
+    words = {"<s>": 0, "</s>": 1, "<unk>": 2, "a": 3}
+    made = library.Tokenizer(library.models.WordLevel(words, unk_token="<unk>"))
+    made.pre_tokenizer = library.pre_tokenizers.WhitespaceSplit()
+    made.add_special_tokens(["<s>", "</s>"])
+    made.post_processor = library.processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", 0)]
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes/a.txt").write_text("a a a a\n" * 9)
+    job = job_of(tmp_path / "text", tmp_path, "text")
+    table = "data.sources.text.text"
+    given = {**QUIET, f"{table}.tokenizer": str(tmp_path / "tokenizer.json"), f"{table}.document": "line",
+             f"{table}.validation_every": 0, "model.vocab_size": 8, "eval.every_steps": 0}  # fmt: skip
+
+    def tokens(**more: str) -> int:
+        loaded = load_job(
+            job, {**given, **{f"{table}.{key}": value for key, value in more.items()}}
+        )
+        return open_source(loaded.config.data.sources["text"]).num_tokens
+
+    assert [tokens(), tokens(bos="none", eos="none")] == [54, 54]
+    assert [tokens(bos=""), tokens(eos=""), tokens(bos="", eos="")] == [45, 45, 36]

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_data import SourceConfig
+from forge_data import JsonTokenizer, SourceConfig, load_tokenizer
 from forge_data.kinds import ChatConfig, TextConfig
 from forge_testing.chats import CHATML, HEADERS, save_tokenizer, talk, write_talks
 from forge_testing.problems import rejects
@@ -19,6 +19,7 @@ from forge_train import ConfigError
 from forge_train.config.describe import ends_of_documents
 from forge_train.config.init import InitConfig
 from forge_train.hf.exporting import _config_and_files, _tokenizing
+from forge_train.hf.tokenizing import Tokenizing
 from forge_train.report import text as text_module
 from forge_train.trainer.build import run_tokenizer
 from forge_train.trainer.run_directory import RunDirectory
@@ -213,3 +214,20 @@ def test_F200_an_export_of_a_model_with_images_has_the_template_of_training(
         (prompt,) = prompts.read(asked)
         ids = found.apply_chat_template(messages[:-1], add_generation_prompt=True)
         assert list(getattr(ids, "input_ids", ids)) == prompt.tokens.tolist()
+
+
+@pytest.mark.parametrize(("bos", "noted"), [(None, False), ("", True), ("<unk>", True)])
+def test_F142_an_export_tells_where_its_tokenizer_begins_texts_otherwise(
+    tmp_path: Path, bos: str | None, noted: bool
+) -> None:
+    library = pytest.importorskip("tokenizers")
+    made = library.Tokenizer(
+        library.models.WordLevel({"<s>": 0, "<unk>": 1, "a": 2}, unk_token="<unk>")
+    )
+    made.add_special_tokens(["<s>", "<unk>"])
+    made.post_processor = library.processors.TemplateProcessing(
+        "<s> $A", special_tokens=[("<s>", 0)]
+    )
+    made.save(str(tmp_path / "tokenizer.json"))
+    spec = JsonTokenizer(tmp_path / "tokenizer.json", eos="", bos=bos).spec()
+    assert (Tokenizing(load_tokenizer(spec)).note is not None) == noted

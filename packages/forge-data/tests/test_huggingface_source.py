@@ -276,6 +276,19 @@ def test_F149_a_folder_of_the_name_of_a_pattern_is_read_and_no_neighbor(
         assert texts_of(path, streaming) == ["right"]
 
 
+def test_F149_a_folder_of_the_name_of_a_variable_is_read_or_an_error(
+    tmp_path, datasets, monkeypatch
+):
+    """The library replaces `$V` where it reads files of a folder, but not where it streams them."""
+    monkeypatch.setenv("V", "w")
+    for folder, text in (("$V", "right"), ("w", "wrong")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "a.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    assert texts_of(tmp_path / "$V", streaming=True) == ["right"]
+    with rejects("path", str(tmp_path / "$V"), "variable", InvalidData):
+        source_of(tmp_path / "$V")
+
+
 def texts_of(path, streaming):
     """Texts of a source, by the bytes of its tokens; eager or by its pieces."""
     source = source_of(path, streaming=streaming)

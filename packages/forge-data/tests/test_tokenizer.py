@@ -141,7 +141,11 @@ def test_F142_a_prompt_begins_as_the_tokenizer_begins_a_text_and_only_once(tmp_p
 def test_F142_bos_names_the_first_token_or_none(tmp_path):
     path = begun(tmp_path / "t.json", "</s>", "a", "b")
     assert JsonTokenizer(path, bos="a").begin_ids == (3,)
-    for tokenizer in (JsonTokenizer(path, bos="none"), ByteTokenizer()):
+    for tokenizer in (
+        JsonTokenizer(path, bos=""),
+        JsonTokenizer(path, bos="none"),
+        ByteTokenizer(),
+    ):
         assert tokenizer.begin_ids == ()
         assert "bos" not in tokenizer.spec()
         assert load_tokenizer(tokenizer.spec()).begin_ids == ()

@@ -202,6 +202,15 @@ def from_tar(folder, value, **options):
         (talk([SHOWN, ASK, SHOWN]), "[red]what?[blue]"),
         (talk("<image>what?<image>", images=["0.b.png", "0.a.png"]), "[blue]what?[red]"),
         (turns("<image>what?<image>", image=["0.b.png", "0.a.png"]), "[blue]what?[red]"),
+        (
+            talk("<image>what?<image>", images=[{"path": "0.b.png"}, {"path": "0.a.png"}]),
+            "[blue]what?[red]",
+        ),
+        (talk("<image>what?<image>", images=[1, 0]), "[blue]what?[red]"),
+        (
+            talk("<image>what?<image>", images=[{"url": "0.b.png"}, {"index": 0}]),
+            "[blue]what?[red]",
+        ),
         (turns("<image>what?<image>"), "[red]what?[blue]"),
     ],
 )
@@ -223,6 +232,13 @@ def test_F135_a_document_gets_the_members_that_it_names(tmp_path):
         (talk([named("0.a.png"), named("0.a.png")]), "image", "0.a.png", "unknown"),
         (turns("<image><image>", image=["u/1.png", "u/2.png"]), "image", "u/1.png", "unknown"),
         (turns("<image>", image=["0.a.png"]), "images", 1, "number"),
+        (
+            talk("<image><image>", images=[{"name": "0.b.png"}, {"path": "0.a.png"}]),
+            "images",
+            None,
+            "type",
+        ),
+        (talk("<image><image>", images=[0, 2]), "images", 2, "type"),
     ],
 )
 def test_F135_names_that_no_member_has_are_refused(value, key, found, code, tmp_path):

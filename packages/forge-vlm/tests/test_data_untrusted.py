@@ -170,3 +170,9 @@ def test_F149_parquet_and_saved_sets_of_names_that_the_library_expands(tmp_path,
     for format in ("dataset", "parquet"):
         with rejects("path", str(tmp_path / "a1::b"), "chain", InvalidSample):
             open_records(format, tmp_path / "a1::b")
+    monkeypatch.setenv("V", "~x")
+    (tmp_path / "a1::b").rename(tmp_path / "$V")
+    with rejects("path", str(tmp_path / "$V"), "variable", InvalidSample):
+        open_records("parquet", tmp_path / "$V")
+    (record,) = open_records("dataset", tmp_path / "$V")
+    assert record.messages[1].parts == ("in a1",)

@@ -58,8 +58,8 @@ def prepare(
         inputs: Files of text, .jsonl (.ndjson, .json), .csv and .parquet, and folders; all but .parquet also as .gz, .zst, .xz, .bz2.
         output: Folder to write; it appears complete or not at all.
         tokenizer: "byte", or the path of a JSON file of the tokenizers library.
-        eos: Token that ends a document, or "none"; left out, that of the tokenizer's files.
-        bos: Token that begins a document, or "none"; left out, as the tokenizer begins a text.
+        eos: Token that ends a document, or "" for none; left out, that of the tokenizer's files.
+        bos: Token that begins a document, or "" for none; left out, as the tokenizer begins a text.
         validation_every: Every N-th document is held out for validation; 0 for none.
         validation_fraction: Share of documents held out by a digest of their text; 0 for none.
         deduplicate: Drop each document whose text an earlier one has.

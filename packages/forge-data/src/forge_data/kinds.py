@@ -18,8 +18,10 @@ TABLES = ("huggingface", "text", "chat", "nanogpt", "npy")
 #: Kinds whose tokens are in a cache, from which they are read like token files.
 CACHED = ("huggingface", "text", "chat")
 DOCUMENTS = ("file", "line", "blank_line")
-EOS_HELP = 'token that ends a document, or "none" (default: that of the tokenizer)'
-BOS_HELP = 'token that begins a document, or "none" (default: as the tokenizer begins a text)'
+EOS_HELP = 'token that ends a document, or "" for no token (default: that of the tokenizer)'
+BOS_HELP = (
+    'token that begins a document, or "" for no token (default: as the tokenizer begins a text)'
+)
 
 
 def _field(default: Any, help: str) -> Any:

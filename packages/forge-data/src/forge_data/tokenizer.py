@@ -24,7 +24,8 @@ from forge_data.protocols import Tokenizer
 
 _MAX_BYTES = 1 << 28  # of a tokenizer's JSON; the largest in use have tens of MB
 #: As `eos` or `bos`: no token.
-NONE = "none"
+#: Given as eos or bos: no token. Jobs write "", as "none" is their way to write that a key is not given.
+NONE = ("", "none")
 
 
 class ByteTokenizer:
@@ -62,8 +63,8 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A JSON file of the `tokenizers` library (extra `tokenizers`, imported here and not before).
 
-    eos: the token that ends a document, or "none"; by default that of the tokenizer's files, see `end_tokens`.
-    bos: the token that begins one, or several, or "none"; by default as the tokenizer's files say, see `begin_tokens`.
+    eos: the token that ends a document, or "" for none; by default that of the tokenizer's files, see `end_tokens`.
+    bos: the token that begins one, or several, or "" for none; by default as the tokenizer's files say, see `begin_tokens`.
     ends: further tokens that end a text which a model writes, as those that a chat template puts after answers.
 
     `begin` and `end` hold them with the reason, `begin_ids` and `end_ids` their ids; `eos_id` is None unless there is one.
@@ -120,19 +121,19 @@ class JsonTokenizer:
             folder = self.path.parent if self.path.name == "tokenizer.json" else None
             return rule(self._tokenizer, folder)
         names = [given] if isinstance(given, str) else given
-        names = [] if given == NONE else names
+        names = [] if given in NONE else names
         found: list[Any] = [(self._tokenizer.token_to_id(name), name) for name in names]
         for number, name in found:
             if number is None:
                 must = f"must be in the vocabulary of {self.path}"
-                fix = f'name one that is, or "{NONE}", or leave it out for that of the tokenizer'
+                fix = 'name one that is, or "" for none, or leave it out for that of the tokenizer'
                 raise invalid(key, "unknown", name, must, fix)
         return Found(found, f"set by {key}")
 
     def require_end(self) -> None:
         """Raise ValueError where the files of the tokenizer name no end of documents, or several."""
         names = [name for _, name in self.end.tokens]
-        fix = f'set eos to the token that ends a document, or to "{NONE}"'
+        fix = 'set eos to the token that ends a document, or to "" for none'
         if len(names) > 1:
             rule = f"is not set, and each of them may end a document of {self.path}"
             raise invalid("eos", "several", names, rule, fix)
@@ -176,7 +177,7 @@ def document_tokenizer(
 ) -> ByteTokenizer | JsonTokenizer:
     """The tokenizer that documents are prepared with: "byte", or the path of a JSON file.
 
-    Raises InvalidData for a missing or broken file, ValueError unless one token, or by `eos = "none"` none, ends a document.
+    Raises InvalidData for a missing or broken file, ValueError unless one token, or by `eos = ""` none, ends a document.
     """
     if name == "byte":
         return ByteTokenizer()
@@ -203,8 +204,8 @@ def load_tokenizer(spec: Mapping[str, Any] | str) -> Tokenizer:
         eos, bos = spec.get("eos"), spec.get("bos")
         tokenizer = JsonTokenizer(
             spec["path"],
-            eos or (NONE if stored else None),
-            bos or (NONE if stored else None),
+            eos or ("" if stored else None),
+            bos or ("" if stored else None),
             spec.get("ends", ()),
         )
         if stored:

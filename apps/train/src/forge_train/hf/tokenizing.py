@@ -7,7 +7,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forge_data import DataConfig, SourceConfig, Tokenizer, load_tokenizer, open_header
+from forge_data import (
+    DataConfig,
+    JsonTokenizer,
+    SourceConfig,
+    Tokenizer,
+    load_tokenizer,
+    open_header,
+)
 from forge_data.chat.template import ChatTemplate
 from forge_train._shared.problems import invalid
 from forge_train.config.exact_match import KINDS
@@ -43,7 +50,18 @@ class Tokenizing(NamedTuple):
     def note(self) -> str | None:
         """What is not written."""
         missing = _NO_TEMPLATE if self.template == "" else None
-        return _NO_FILE if self.spec["name"] != "json" else missing
+        return _NO_FILE if self.spec["name"] != "json" else missing or self._begin_note()
+
+    def _begin_note(self) -> str | None:
+        """That the files of the tokenizer begin a text by other tokens than the data has, where `bos` chose them."""
+        begin: Any = getattr(self.tokenizer, "begin", None)
+        own = JsonTokenizer(self.spec["path"], eos="").begin
+        if self.talks or begin is None or begin.tokens == own.tokens:
+            return None
+        data, files = (
+            ", ".join(name for _, name in found.tokens) or "no token" for found in (begin, own)
+        )
+        return f"texts of the run began with {data}, those of the exported tokenizer begin with {files}"
 
     def files(self) -> dict[str, bytes]:
         """The files of transformers, by name; none for bytes. ConfigError for a file that is no such file by its size."""

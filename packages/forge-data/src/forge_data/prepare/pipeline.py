@@ -85,7 +85,7 @@ def prepare(
     """Tokenize files and folders (or one of them) into `output`, which appears complete or not at all.
 
     Each document stands between the tokens that begin and end a text by the tokenizer's files, or `bos` and `eos`: names
-    of tokens, or "none". A tokenizer without an end, or with several, is an error without `eos`. With
+    of tokens, or "" for none. A tokenizer without an end, or with several, is an error without `eos`. With
     `validation_every` N, every N-th document is written to `output/validation`, the others to
     `output/train`; `validation_fraction` does the same by a digest of the text, so that it depends neither
     on order nor on shards; with neither all go to `output` itself. `deduplicate` drops each document whose

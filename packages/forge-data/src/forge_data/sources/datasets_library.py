@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -74,6 +75,9 @@ def load_set(config: SourceConfig) -> Any:
     split = table.split or config.split
     with one_sentence(config.path), without_bars(datasets):
         if not is_saved(path):
+            if path.is_dir() and os.path.expandvars(name := str(path.absolute())) != name:
+                rule = "must not hold the name of an environment variable, which datasets replaces"
+                raise invalid("path", "variable", name, rule, "rename it", kind=InvalidData)
             with name_for_library(path) as name:
                 builder = find_builder(name, config)
                 builder.download_and_prepare()

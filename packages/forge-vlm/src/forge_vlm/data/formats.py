@@ -10,6 +10,7 @@ import glob
 import hashlib
 import io
 import json
+import os
 import re
 import tarfile
 from array import array
@@ -227,7 +228,11 @@ def _parquet(path: Path, keys: RecordKeys) -> Records:
         digest.update(_digest(file))
     try:
         # the library takes names of files for patterns
-        names = [glob.escape(_root_name(file)) for file in files]
+        names = [_root_name(file) for file in files]
+        if any(os.path.expandvars(name) != name for name in names):
+            rule = "must not hold the name of an environment variable, which datasets replaces"
+            raise invalid("path", "variable", str(path), rule, "rename it")
+        names = [glob.escape(name) for name in names]
         each = [sets.Dataset.from_parquet(name, keep_in_memory=False) for name in names]
         return _Rows(sets.concatenate_datasets(each), path, digest.hexdigest(), keys)
     except InvalidSample:
@@ -393,7 +398,7 @@ class _Tar:
         for key in ("image", "images"):
             given = value.pop(key, None)
             if key not in self._keys.ignored:
-                named += [each for each in _listed(given) if isinstance(each, str) and each]
+                named += [_name_of(name, e, pictures) for e in _listed(given) if not is_empty(e)]
         if len(named) <= 1 and len(pictures) == 1:
             return pictures  # it may name the file that the member was made from
 
@@ -412,6 +417,20 @@ class _Tar:
         for file in self._files:
             digest.update(_digest(file))
         return digest.hexdigest()
+
+
+def _name_of(name: str, each: Any, pictures: list[Picture]) -> str:
+    """The name of the picture that an entry of `images` means: its name, `{"path": name}`, or its number from 0."""
+    if isinstance(each, Mapping):
+        each = next(
+            (each[key] for key in ("path", "url", "index") if each.get(key) is not None), None
+        )
+    if type(each) is int and 0 <= each < len(pictures):
+        return pictures[each].name
+    if isinstance(each, str):
+        return each
+    rule = "must be the name of a picture of its sample, or its number from 0"
+    raise invalid("images", "type", each, rule, "name it", where=name)
 
 
 def _listed(value: Any) -> list[Any]:

@@ -58,7 +58,7 @@ class ByteTokens:
     spec: dict[str, Any] | None = {"name": "byte"}  # noqa: RUF012 - never changed
 
     def __init__(self, bos: str | None = None) -> None:
-        self.begin: tuple[str, ...] = () if bos in (None, NONE) else (str(bos),)
+        self.begin: tuple[str, ...] = () if bos in (None, "", NONE) else (str(bos),)
 
     def encode(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
         """As `Tokens.encode`."""
@@ -117,7 +117,7 @@ class JsonTokens:
             if bos is None
             else [bos]
         )
-        self.begin = () if bos == NONE else tuple(names)
+        self.begin = () if bos in ("", NONE) else tuple(names)
         for name in self.begin:
             self._id(name)
         added = self._tokenizer.get_added_tokens_decoder()
