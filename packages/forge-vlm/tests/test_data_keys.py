@@ -20,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from data_files import COLOURS, EOS, IMAGE, OPTIONS, llava, picture_files, png  # noqa: E402
 
 from forge_vlm.data import Conversations, InvalidSample  # noqa: E402
+from forge_vlm.data.formats import open_records  # noqa: E402
 
 RED, BLUE = "p/red.png", "p/blue.png"
 ASK, SHOWN = {"type": "text", "text": "what?"}, {"type": "image"}
@@ -283,3 +284,18 @@ def test_F134_members_and_captions_that_would_be_lost_are_named(tmp_path):
     (tmp_path / "coco.json").write_text(json.dumps(value))
     with rejects("captoin", "b", "misspelt", InvalidSample, where="annotation 0"):
         Conversations(tmp_path / "coco.json", format="coco", **OPTIONS)
+
+
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_F134_a_mark_in_a_system_message_is_text(key, tmp_path):
+    """Only questions have places of images; one without a mark has its images in front."""
+    picture_files(tmp_path / "p")
+    names = ("role", "content") if key == "messages" else ("from", "value")
+    spoken = [("system", "Shown as <image>."), ("user", "what?"), ("assistant", "a cat")]
+    if key == "conversations":
+        spoken = [("system", spoken[0][1]), ("human", "what?"), ("gpt", "a cat")]
+    value = {key: [dict(zip(names, each)) for each in spoken], "image": RED}
+    (tmp_path / "a.jsonl").write_text(json.dumps(value) + "\n")
+    format = "chat" if key == "messages" else "llava"
+    (record,) = open_records(format, tmp_path / "a.jsonl")
+    assert [m.parts for m in record.messages] == [("Shown as <image>.",), (0, "what?"), ("a cat",)]

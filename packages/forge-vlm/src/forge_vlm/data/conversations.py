@@ -208,7 +208,7 @@ def _place(
     parsed = [message for way in ways for message in way]
     for kind in ("video", "image"):  # those without a place go in front: images before videos
         values, mark = media[kind], _MARKS[kind]
-        asked = [message for message in parsed if message.role != "assistant"]
+        asked = [message for message in parsed if message.role == "user"]  # others only mention it
         slots = [p for m in parsed for p in m.parts if isinstance(p, _Slot) and p.kind == kind]
         marks = sum(p.count(mark) for m in asked for p in m.parts if isinstance(p, str))
         # A mark that stands for nothing is text, but for the images of LLaVA, which has no other way to name them.
