@@ -66,7 +66,7 @@ class Forge(TemplateLM):  # type: ignore[misc, unused-ignore]
         Forge("runs/mine", tp=2)                    # in a script under torchrun, on every rank
 
     A context that is longer than the model's rows loses its beginning; a continuation that is longer is a ConfigError.
-    Contexts begin as the tokenizer begins a text. A request without a context stands behind the token that begins a text,
+    Contexts begin as the tokenizer begins a text. A request without a context follows the token that begins a text,
     or without one after the end of a document, as rows of training do; ConfigError where the tokenizer has neither.
 
     On several ranks every rank calls every method with all requests, and has all answers; lm_eval's own rank is 0 of 1 on
@@ -143,7 +143,7 @@ class Forge(TemplateLM):  # type: ignore[misc, unused-ignore]
 
     @property
     def prefix_token_id(self) -> int:
-        """The id before a text without context: the first of those that begin a text, or that behind a document."""
+        """The id before a text without context: the first of those that begin a text, or that after a document."""
         begin = getattr(self._tokens, "begin_ids", ())
         return int(begin[0]) if begin else self.eot_token_id
 

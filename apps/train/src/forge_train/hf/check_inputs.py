@@ -89,7 +89,7 @@ def _images(model: Any, model_type: str, place: int, draw: torch.Generator) -> _
 
 
 def _patches(vision: Any, ids: dict[str, int], draw: torch.Generator) -> _Media:
-    """An image in each row, wide and of other sizes, and a video of two frames behind the second."""
+    """An image in each row, wide and of other sizes, and a video of two frames after the second."""
     merge, (image, video) = vision.merge, (ids["image"], ids["video"])
     grids = [(1, 2 * merge, 3 * merge), (1, merge, 5 * merge), (2, merge, 2 * merge)]
     patches = [torch.randn(t * h * w, vision.patch_width, generator=draw) for t, h, w in grids]

@@ -187,7 +187,7 @@ class ChatTemplate:
 
     def _marked(self, c: Conversation, out: Any) -> np.ndarray:
         """The mask (T,) of transformers, or one by offsets where a marked part begins or ends with a character that no token
-        has: transformers' ends before such a part, or goes on behind it. Tokenizers that trim white space do so."""
+        has: transformers' ends before such a part, or goes on after it. Tokenizers that trim white space do so."""
         mask, encoding = np.asarray(out["assistant_masks"]), out.encodings[0]
         offsets = encoding.offsets
         if all(start <= stop for (_, stop), (start, _) in pairwise([(0, 0), *offsets])):

@@ -123,7 +123,7 @@ def _unpack(
             yield unpacked
             if unpacker.eof:
                 chunk = unpacker.unused_data
-                # Zeros behind a gzip member are padding of tapes, those of xz its own; neither is a member.
+                # Zeros after a gzip member are padding of tapes, those of xz its own; neither is a member.
                 chunk = chunk.lstrip(b"\0") if compression in ("gzip", "xz") else chunk
                 unpacker, inside = new(), bool(chunk)
     if inside:
