@@ -21,6 +21,7 @@ from forge_vlm.data.formats import open_records  # noqa: E402
 from forge_vlm.data.prepare import prepare  # noqa: E402
 from forge_vlm.data.prepared import MANIFEST, Prepared  # noqa: E402
 from forge_vlm.data.records import Picture, Span  # noqa: E402
+from forge_vlm.data.samples import fingerprint_of  # noqa: E402
 from forge_vlm.data.source import options_of  # noqa: E402
 
 SPECIALS = ["<unk>", "<s>", "</s>", "<image>", "<|im_start|>", "<|im_end|>"]
@@ -193,6 +194,18 @@ def test_F142_a_prepared_folder_keeps_how_its_samples_begin(begun, tmp_path):
     assert before.about["given"]["bos"] == "none"
     unasked = talks(tmp_path, turns(), **options, bos="none")
     assert "begin" not in unasked.reader.identity
+
+
+@pytest.mark.parametrize("bos", ["", "none"])
+def test_F142_without_a_first_token_a_source_is_that_of_before(bos, begun, tmp_path):
+    """A run that began before samples began as the tokenizer says goes on: its fingerprint had no bos, and no begin."""
+    options = {"tokenizer": str(begun[1]), "tokens_per_tile": 1}
+    begins = talks(tmp_path, turns(), **options).reader.identity
+    before = {key: value for key, value in begins.items() if key != "begin"}
+    source = talks(tmp_path, turns(), **options, bos=bos)
+    assert before["bos"] is None
+    assert source.fingerprint() == fingerprint_of(before, source.counted, source.content)
+    assert talks(tmp_path, turns(), bos="").reader.identity["bos"] == ""  # of bytes, as ever
 
 
 @pytest.mark.parametrize("writes", ["", "{{ bos_token }}"])

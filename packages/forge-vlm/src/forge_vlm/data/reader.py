@@ -16,7 +16,7 @@ from forge_vlm.data.pictures import Pictures
 from forge_vlm.data.records import MOST_BYTES, MOST_PIXELS, Picture, Record
 from forge_vlm.data.sample import Sample, sample_of
 from forge_vlm.data.templates import END_TOKENS, TEMPLATES
-from forge_vlm.data.tokenizer import open_tokenizer
+from forge_vlm.data.tokenizer import NONE, JsonTokens, open_tokenizer
 from forge_vlm.data.trees import check_ahead, paths_of, tree_of
 from forge_vlm.data.video import expanded
 from forge_vlm.resolution import Layout
@@ -126,6 +126,8 @@ class Reader(Decoder):
         # what the tokenizer's files decide: older fingerprints, of sources without it, hold
         if o["bos"] is None and self.tokens.begin:
             self.identity["begin"] = list(self.tokens.begin)
+        elif o["bos"] in NONE and isinstance(self.tokens, JsonTokens):
+            self.identity["bos"] = None  # which was no token before files of a tokenizer decided
         end = getattr(self.tokens, "eos", None)
         if own is None and o["eos"] is None and end not in (None, "</s>", "<|im_end|>"):
             self.identity["end"] = end

@@ -36,7 +36,7 @@ class Conversations(CountedSamples):
 
     format: chat, llava, coco, folder, videos, parquet, dataset, webdataset. tokenizer: "byte" or a tokenizer.json; its tokens `eos`
     (by default that of the template, or of the tokenizer) and `image` end an answer and stand for a picture, and `bos` begins
-    each sample (by default as the tokenizer begins a text; "none" for no token). template: plain, vicuna, chatml, or
+    each sample (by default as the tokenizer begins a text; "" for no token). template: plain, vicuna, chatml, or
     "tokenizer" for that of the tokenizer's folder, by transformers.
 
     resolution: the keys of a `ResolutionConfig`, and `mean` that of the encoder. tokens_per_tile is what its adapter gives;

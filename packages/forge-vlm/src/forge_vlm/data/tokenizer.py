@@ -22,7 +22,7 @@ from forge_vlm.data.templates import Piece
 __all__ = ["ByteTokens", "JsonTokens", "Tokens", "open_tokenizer"]
 
 #: As `bos`: no token.
-NONE = "none"
+NONE = ("", "none")
 _MOST_KNOWN = 4096  # texts of pictures whose ids are held
 _MOST_BYTES = 1 << 28  # of a tokenizer's JSON
 
@@ -58,7 +58,7 @@ class ByteTokens:
     spec: dict[str, Any] | None = {"name": "byte"}  # noqa: RUF012 - never changed
 
     def __init__(self, bos: str | None = None) -> None:
-        self.begin: tuple[str, ...] = () if bos in (None, "", NONE) else (str(bos),)
+        self.begin: tuple[str, ...] = () if bos in (None, *NONE) else (str(bos),)
 
     def encode(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
         """As `Tokens.encode`."""
@@ -81,7 +81,7 @@ class JsonTokens:
     """A `tokenizer.json`, with the names of its end token, of its mark of pictures, and of the token that begins a sample.
 
     Without eos, `end_tokens` of the tokenizer's files is the end; without bos, their `begin_tokens` begin a sample, with
-    "none" no token does.
+    "" or "none" no token does.
 
     A conversation is encoded as one text, as its model's own processor does. Where text of a user has the name of a
     special token, each piece is encoded by itself, and the name is text like any other. Raises ValueError where the file,
@@ -117,7 +117,7 @@ class JsonTokens:
             if bos is None
             else [bos]
         )
-        self.begin = () if bos in ("", NONE) else tuple(names)
+        self.begin = () if bos in NONE else tuple(names)
         for name in self.begin:
             self._id(name)
         added = self._tokenizer.get_added_tokens_decoder()
