@@ -33,6 +33,7 @@ from forge_train.errors import (
 from forge_train.hf.folder import read_model
 from forge_train.trainer.adapters import add_lora, frozen_names
 from forge_train.trainer.assemble import shard
+from forge_train.trainer.begin_tokens import run_layers
 from forge_train.trainer.build import build_model, run_tokenizer
 from forge_train.trainer.checkpoints import InDtypes
 from forge_train.trainer.frozen_base import FrozenBase, base_problems
@@ -129,7 +130,9 @@ def _build(
     Without `kernels` its experts multiply by what there is: GPUs have grouped_mm and float8 in 16 bits alone.
     """
     refuse_no_run(paths)
-    config = load_job(paths.config, {"run.dir": str(paths.path)}).config  # it may have been moved
+    layers = run_layers(paths)
+    layers.set("run.dir", str(paths.path), "flag")  # it may have been moved
+    config = resolve(layers).config
     section: Any = config.model
     if not kernels and getattr(section, "moe", None) is not None:
         section = replace(section, moe=replace(section.moe, backend="auto"))

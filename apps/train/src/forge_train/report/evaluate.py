@@ -23,6 +23,7 @@ from forge_train.errors import ConfigError, config_errors, refuse, run_on_all_ra
 from forge_train.jobs import load_model, refuse_no_run
 from forge_train.metrics.rows import finite
 from forge_train.ranks import meet
+from forge_train.trainer.begin_tokens import began_texts_without, begin_texts_without
 from forge_train.trainer.build import open_held_out
 from forge_train.trainer.compute import make_compute
 from forge_train.trainer.evaluation import Evaluation
@@ -162,8 +163,8 @@ def evaluation_job(
     file in place of its own."""
     parallel = parallel or ParallelConfig(precision="fp32")
     given = None if other is None else read_layers(other)
-    layers = Layers()
-    for key, value in flatten(read_layers(paths.config).values):
+    layers, run = Layers(), read_layers(paths.config)
+    for key, value in flatten(run.values):
         if key.startswith("parallel.") or (given is not None and key.startswith(_REPLACED)):
             continue
         layers.set(key, value, str(paths.config))
@@ -188,6 +189,8 @@ def evaluation_job(
             here[f"parallel.{item.name}"] = value
     for key, value in {**keys, **here}.items():
         layers.set(key, value, str(other) if key in keys else "forge-train eval")
+    if began_texts_without(run):
+        begin_texts_without(layers)
     # the run's file holds what it derived: without validation it had none
     return resolve(layers, derives_validation=False).config
 

@@ -16,6 +16,7 @@ from forge_train.config.resolve import ResolvedJob, resolve
 from forge_train.errors import ConfigError, StateError, refuse
 from forge_train.jobs import refuse_no_run
 from forge_train.study.journal import read_journal
+from forge_train.trainer.begin_tokens import run_layers
 from forge_train.trainer.checkpoints import IMPORTED
 from forge_train.trainer.run_directory import RunDirectory, is_fixed
 from forge_train.trainer.store_errors import store_errors
@@ -75,7 +76,7 @@ def private_job(
     replace those of the run, such as another layout; ConfigError for one that makes another experiment.
     """
     paths = RunDirectory(run)
-    layers = read_layers(paths.config)
+    layers = run_layers(paths)
     layers.replace_old_keys()
     for table in (*_OUTSIDE, *(() if callbacks else ("callbacks",))):
         layers.drop_table(table)

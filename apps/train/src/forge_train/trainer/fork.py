@@ -46,6 +46,7 @@ from forge_train.errors import (
     run_on_all_ranks,
 )
 from forge_train.hf.folder import HFModel, notes_of, read_model
+from forge_train.trainer.begin_tokens import begin_problems
 from forge_train.trainer.checkpoints import Check
 from forge_train.trainer.run_directory import RunDirectory, is_fixed
 from forge_train.trainer.store_errors import problems_at
@@ -219,6 +220,8 @@ def find_fork(job: ResolvedJob, model: nn.Module, loader: Loader, total_steps: i
         else:
             weights = _match(init, taken, there, source, changed)
         if "cursor" in init.keep:
+            if source.run is not None:
+                refuse(begin_problems(job, RunDirectory(source.run)))
             loader.load_checks(saved.read_object("loader"))
             refuse(_length(init, saved.step, total_steps))
         of_model = _model_toml(job, source)

@@ -50,6 +50,7 @@ from forge_train.trainer.adapters import adapter_lines, frozen_names
 from forge_train.trainer.alerts import alerts
 from forge_train.trainer.assemble import assemble, seed_rank
 from forge_train.trainer.auto_layout import describe_placement, with_layout
+from forge_train.trainer.begin_tokens import begin_problems
 from forge_train.trainer.build import (
     build_trained,
     freeze_groups,
@@ -142,6 +143,7 @@ class Trainer:
         self._placement = describe_placement(config.parallel, world, self.model)
         self._flops = [flops_per_token(self.model, s.seq_len) for s in self.course.stretches]
         self.division = micro_batches(config, layout)
+        refuse(begin_problems(self.job, self.paths))  # before texts are tokenized again
         self.loader, held_out = open_data(config, self.model, layout, world.rank)
         self.evaluation = Evaluation(config, held_out)
         self._source_lines = list(getattr(self.loader.stream, "source_lines", ()))
