@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge_testing import write_job
-from forge_train import Trainer, cli, load_job
+from forge_train import Trainer, cli, load_job, read_run
 
 pytestmark = pytest.mark.lane("test")
 
@@ -60,6 +60,47 @@ def test_F146_explain_lists_kind_decay_and_optimizer(
         "layers.*.mixer_norm.weight": ["2", "norm", "0", "adamw"],
     }
     assert rows["embedding.weight"][1:] == ["embedding", "none:", "frozen"]
+
+
+@pytest.mark.parametrize("how", ["resume", "fork", "fork of weights", "newer"])
+def test_F146_an_older_run_tells_what_its_optimizer_does_otherwise(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], how: str
+) -> None:
+    """Stacked biases decayed in versions whose config.toml has no key bos."""
+    path = write_job(tmp_path, "[model.moe]\nnum_experts = 4\nbias = true\n")
+    short = {"train.steps": 1, "sample.max_new_tokens": 0, "eval.every_steps": 0}
+    Trainer(load_job(path, short)).fit()
+    config = tmp_path / "run/config.toml"
+    lines = config.read_text().splitlines()
+    if how != "newer":
+        config.write_text("\n".join(line for line in lines if not line.startswith("bos =")))
+    keep = ["weights"] if how.endswith("weights") else ["weights", "optimizer"]
+    fork = {
+        "run.dir": str(tmp_path / "other"),
+        "init.from": str(tmp_path / "run"),
+        "init.keep": keep,
+    }
+    more = {
+        **short,
+        "train.steps": 2,
+        "metrics.console": "plain",
+        **(fork if "fork" in how else {}),
+    }
+    capsys.readouterr()
+
+    Trainer(load_job(path, more)).fit()
+    events = read_run(more.get("run.dir", tmp_path / "run")).events
+    begin = [event for event in events if event["event"] in ("start", "resume")][-1]
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("optimizer: ")]
+    assert [line.removeprefix("optimizer: ") for line in told] == begin.get("optimizer", [])
+    if how in ("fork of weights", "newer"):
+        assert not told
+        return
+    (line,) = told
+    assert "layers.*.feed_forward.experts.up_proj_bias" in line
+    assert "weight_decay = 0.1" in line
+    Trainer(load_job(path, {**more, "train.steps": 3})).fit()
+    assert "optimizer: " not in capsys.readouterr().out  # once
 
 
 MIXTURE = """

@@ -13,8 +13,15 @@ from forge_core import Transformer, TransformerConfig, flops_per_token
 from forge_core.kinds import parameter_kinds
 from forge_core.lora import LoRAConfig, lora
 from forge_core.model.config import MLAConfig, MTPConfig, MuPConfig
-from forge_core.optim import OptimizerConfig, build_optimizer, hidden_matrices
+from forge_core.optim import (
+    OptimizerConfig,
+    OptimizerGroupConfig,
+    build_optimizer,
+    hidden_matrices,
+    parameter_groups,
+)
 from forge_core.optim.groups import lr_scales
+from forge_core.optim.older import changes_of_older_run
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -238,3 +245,37 @@ def test_F146_frozen_stacks_of_vectors_spare_nothing() -> None:
     trained = flops_per_token(model, 1)
     model[1].requires_grad_(False)
     assert flops_per_token(model, 1) == trained
+
+
+OLDER = ["layers.0.scales", "layers.0.up_bias", "heads.bias", "heads.weight", "theirs.weight"]
+
+
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon"])
+def test_F146_changes_of_an_older_run_are_named(name: str) -> None:
+    """By the rules of versions before: what has two dims decays, and Muon trains it in a block unless it ends in bias."""
+    model = Foreign()
+    lines = changes_of_older_run(model, OptimizerConfig(name, weight_decay=0.3))
+    patterns = {n.replace(".0.", ".*.") for n in OLDER}
+    decay, *muon = [{*line.partition(" had ")[0].partition(" were ")[0].split(", ")} for line in lines]  # fmt: skip
+    assert decay == patterns
+    assert muon == ([{"layers.*.scales"}] if name == "muon" else [])
+
+    # as the line tells, a group keeps the decay
+    kept = {"stacks": OptimizerGroupConfig(tuple(patterns), weight_decay=0.3)}
+    config = OptimizerConfig(name, weight_decay=0.3, groups=kept)
+    before, _ = as_before("adamw")
+    groups = parameter_groups(model, config)
+    decays = {n for group in groups if group["weight_decay"] for n, _ in group["params"]}
+    assert decays == {n for n, p in before.named_parameters() if p.ndim > 1}
+    assert len(changes_of_older_run(model, config)) == len(muon)
+    assert changes_of_older_run(model, OptimizerConfig(name, weight_decay=0.0)) == lines[1:]
+    assert not changes_of_older_run(nn.Linear(4, 4), OptimizerConfig("adamw"))
+
+
+def test_F146_another_rate_of_stacked_biases_is_named() -> None:
+    model = Transformer(
+        TransformerConfig(**SMALL, parametrization="mup", mup=MuPConfig(base_dim=4))
+    )
+    model.layers["0"].feed_forward = Stacks()
+    (line,) = changes_of_older_run(model, OptimizerConfig(weight_decay=0.0))
+    assert line.startswith("layers.*.feed_forward.scales, layers.*.feed_forward.up_bias ")

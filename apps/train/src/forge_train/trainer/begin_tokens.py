@@ -11,11 +11,11 @@ from forge_train._shared.problems import Problem
 from forge_train.config.exact_match import KINDS
 from forge_train.config.layers import Layers, read_layers
 from forge_train.config.resolve import ResolvedJob
-from forge_train.errors import config_errors
+from forge_train.errors import ConfigError, config_errors
 from forge_train.trainer.run_directory import RunDirectory
 from forge_vlm.data.prepared import is_prepared
 
-__all__ = ["began_texts_without", "begin_problems", "begin_texts_without", "run_layers"]
+__all__ = ["began_texts_without", "begin_problems", "begin_texts_without", "is_older", "run_layers"]
 
 #: The table with the key `bos`, by the kind of a source that is tokenized when a run begins.
 _TABLES = {"text": "text", "huggingface": "huggingface", **dict.fromkeys(KINDS, "options")}
@@ -35,6 +35,16 @@ def began_texts_without(layers: Layers) -> bool:
     return any(isinstance(t, dict) and "eos" in t and "bos" not in t for t in texts)
 
 
+def is_older(run: RunDirectory) -> bool:
+    """Whether a version without `bos` wrote the checkpoints of a run, as far as its config.toml tells."""
+    if not run.has_checkpoints() or not run.config.exists():
+        return False
+    try:
+        return began_texts_without(read_layers(run.config))
+    except ConfigError:
+        return False  # `RunDirectory.changes` reports it
+
+
 def begin_texts_without(layers: Layers) -> None:
     """Set `bos = ""` where sources and held-out sets leave it to the files of their tokenizer."""
     tables = {f"data.sources.{n}": t for n, t in _tables(layers.at("data.sources")).items()}
@@ -48,9 +58,7 @@ def begin_texts_without(layers: Layers) -> None:
 def begin_problems(job: ResolvedJob, run: RunDirectory) -> list[Problem]:
     """Why a job cannot go on from the checkpoints of a run: its texts began with no token, and would begin with one."""
     config = job.config
-    if config.data.accept_change or not run.has_checkpoints() or not run.config.exists():
-        return []
-    if not began_texts_without(read_layers(run.config)):
+    if config.data.accept_change or not is_older(run):
         return []
     sources: dict[str, SourceConfig] = {f"data.sources.{n}": s for n, s in config.data.sources.items()}  # fmt: skip
     sources |= {f"eval.sets.{name}": source for name, source in config.eval.sets.items()}

@@ -14,6 +14,7 @@ import torch
 from forge_ckpt import SaveEvent, Store
 from forge_core import flops_per_token
 from forge_core.optim import set_lr
+from forge_core.optim.older import changes_of_older_run
 from forge_data import Batch
 from forge_data.differences import difference_lines
 from forge_data.packing import packing_report
@@ -50,7 +51,7 @@ from forge_train.trainer.adapters import adapter_lines, frozen_names
 from forge_train.trainer.alerts import alerts
 from forge_train.trainer.assemble import assemble, seed_rank
 from forge_train.trainer.auto_layout import describe_placement, with_layout
-from forge_train.trainer.begin_tokens import begin_problems
+from forge_train.trainer.begin_tokens import begin_problems, is_older
 from forge_train.trainer.build import (
     build_trained,
     freeze_groups,
@@ -153,6 +154,7 @@ class Trainer:
         self.loader.on_event = self._record_data
         refuse(base_problems(config, self.paths))
         self.fork = find_fork(self.job, self.model, self.loader, self.total_steps)
+        self._optimizer_notes = self._changes_of_older_run()
         self.encoder = find_encoder(config, self.model, self.fork)
         self.numerics = Numerics(config.resilience, self._record)
         self.progress = Progress(self.numerics.policy, world.world_size)
@@ -468,6 +470,8 @@ class Trainer:
                 )
             for line in [] if fork is None else fork.lines():
                 _print_line(f"init: {line}")
+            for line in self._optimizer_notes:
+                _print_line(f"optimizer: {line}")
             if self.encoder is not None:
                 _print_line(f"init: {self.encoder.line()}")
             if fork is None and self._frozen and not step and self.config.model.is_built_in:
@@ -487,6 +491,8 @@ class Trainer:
             event["sources"] = self._source_lines
         if self._data_notes:
             event["data"] = self._data_notes
+        if self._optimizer_notes:
+            event["optimizer"] = self._optimizer_notes
         if self.loader.changed:
             event["data_changed"] = self.loader.changed
         packing = packing_report(self.loader.stream)
@@ -501,6 +507,13 @@ class Trainer:
             self._record("resume", **event, seconds=seconds, changed=changes, learning_rates=rates)
         else:
             self._record("start", **event)
+
+    def _changes_of_older_run(self) -> list[str]:
+        """What the optimizer does otherwise than in the older run that it goes on from."""
+        source, run = None if self.fork is None else self.fork.source.run, self.paths
+        if source is not None and "optimizer" in self.config.init.keep:
+            run = RunDirectory(source)
+        return changes_of_older_run(self.model, self.config.optimizer) if is_older(run) else []
 
     def _begin(self, state: dict[str, Any], check: Check) -> None:
         """Fill the state of a run that begins with weights of others. Collective."""

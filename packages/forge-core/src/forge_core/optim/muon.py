@@ -149,7 +149,7 @@ def hidden_matrices(model: nn.Module, config: OptimizerConfig) -> set[str]:
     for name, parameter in model.named_parameters():
         group = config.groups.get(owners.get(name, ""))
         chosen = None if group is None else group.muon
-        hidden = _BLOCK.search(name) is not None and kinds[name] in ("matrix", "stacked_matrix")
+        hidden = in_block(name) and kinds[name] in ("matrix", "stacked_matrix")
         if parameter.ndim in (2, 3) and is_matrix(kinds[name]):
             matrices |= hidden or chosen is not None
             if hidden if chosen is None else chosen:
@@ -159,6 +159,11 @@ def hidden_matrices(model: nn.Module, config: OptimizerConfig) -> set[str]:
         fix = "name some in a group: [optimizer.groups.hidden] with patterns and muon = true, or use adamw"
         raise invalid("optimizer.name", "no_matrix", "muon", rule, fix)
     return found
+
+
+def in_block(name: str) -> bool:
+    """Whether a parameter is below a block: a member of a list of modules."""
+    return _BLOCK.search(name) is not None
 
 
 def _takes_part(parameter: Tensor) -> bool:
