@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge_core.families import DEEPSEEK_V3, FAMILIES, GEMMA3, GPT_OSS
+from forge_core.families import DEEPSEEK_V3, FAMILIES, GEMMA3, GLM4_MOE, GPT_OSS
 from forge_core.model.rope import inverse_frequencies
 from forge_core.model.yarn import attention_factor, score_factor
 from forge_testing.problems import assert_problem, rejects
@@ -157,6 +157,37 @@ def test_F141_an_empty_table_of_gpt_oss_is_its_default() -> None:
     assert (
         GPT_OSS.config_from_hf(folder("gpt_oss", {"rope_scaling": {}})).rope_scaling.factor == 32.0
     )
+
+
+@pytest.mark.parametrize("table", [{}, {"rope_parameters": {"rope_theta": 300.0}}])
+@pytest.mark.parametrize("outside", [{}, {"partial_rotary_factor": None}, {"partial_rotary_factor": 0.25}])  # fmt: skip
+def test_F141_the_rotary_width_of_glm_is_that_of_transformers(
+    table: dict[str, Any], outside: dict[str, Any]
+) -> None:
+    """Null is not the default of the class: all dims are rotated."""
+    config = transformers.AutoConfig.for_model("glm4_moe", **folder("glm4_moe", table | outside))
+    rotary = transformers.models.glm4_moe.modeling_glm4_moe.Glm4MoeRotaryEmbedding(config)
+    found = GLM4_MOE.config_from_hf(folder("glm4_moe", table | outside))
+    assert int(8 * found.partial_rotary_factor) == 2 * len(rotary.inv_freq)
+
+
+@pytest.mark.parametrize("layers", [{}, {"layer_types": None}, {"layer_types": [NEAR, NEAR, FAR] * 2}])  # fmt: skip
+@pytest.mark.parametrize("pattern", [{}, {"sliding_window_pattern": 2}])
+@pytest.mark.parametrize("own", [{}, {"_sliding_window_pattern": 2}, {"_sliding_window_pattern": 6}])  # fmt: skip
+def test_F140_layers_of_gemma_are_those_of_transformers(
+    layers: dict[str, Any], pattern: dict[str, Any], own: dict[str, Any]
+) -> None:
+    """transformers writes `_sliding_window_pattern` and never reads it."""
+    keys = layers | pattern | own
+    wanted = transformers.AutoConfig.for_model("gemma3_text", **folder("gemma3_text", keys)).layer_types  # fmt: skip
+    every = own.get("_sliding_window_pattern")
+    if not layers.get("layer_types") and every not in (None, pattern.get("sliding_window_pattern", 6)):  # fmt: skip
+        with rejects("_sliding_window_pattern", every, "spelling", where="gemma3_text"):
+            GEMMA3.config_from_hf(folder("gemma3_text", keys))
+        return
+    config = GEMMA3.config_from_hf(folder("gemma3_text", keys))
+    windows = [config.of_layer(layer).attention.window for layer in range(6)]
+    assert [FAR if window is None else NEAR for window in windows] == wanted
 
 
 #: What transformers' classes take for a key that a file leaves out.

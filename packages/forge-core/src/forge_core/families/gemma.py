@@ -28,6 +28,7 @@ _READS = (
     *("final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq", "sliding_window"),
     *("sliding_window_pattern", "_sliding_window_pattern", "use_bidirectional_attention"),
 )
+_NOT_READ = "is not read by transformers 5 in this family"
 _FIXED: dict[str, Any] = {"block": "sandwich", "norm": "rms_norm_plus_one", "qk_norm": True}
 
 
@@ -43,13 +44,16 @@ def _gemma3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         fix = f"use {', '.join(_ACTIVATIONS)}"
         problems.append(Problem("hidden_activation", "unknown", activation, rule, fix))
+    # transformers writes it next to the layer_types that it made, and does not read it
+    every, written = given.get("sliding_window_pattern", 6), given.get("_sliding_window_pattern")
+    if not given.get("layer_types") and written not in (None, every):
+        fix = "write it as sliding_window_pattern"
+        problems.append(Problem("_sliding_window_pattern", "spelling", written, _NOT_READ, fix))
 
     given, local = _rope_of_layers(given, problems)
     raise_problems(_NAME, problems)
 
     def own() -> dict[str, Any]:
-        # transformers 5 writes it with an underscore, beside the layer_types that it made of it
-        every = given.get("sliding_window_pattern", given.get("_sliding_window_pattern", 6))
         count, head_dim = given["num_hidden_layers"], given["head_dim"]
         scalar = given.get("query_pre_attn_scalar", 256)
         names = names_of(
@@ -103,8 +107,8 @@ def _rope_of_layers(given: dict[str, Any], problems: list[Problem]) -> tuple[dic
         problems.append(Problem("rope_parameters", "tables", ..., rule, fix))
         return given, local
     if "rope_type" not in scaling and (kind := scaling.get("type", "default")) != "default":
-        rule, fix = "is not read by transformers 5 in this family", "write it as rope_type"
-        problems.append(Problem("rope_scaling.type", "spelling", kind, rule, fix))
+        fix = "write it as rope_type"
+        problems.append(Problem("rope_scaling.type", "spelling", kind, _NOT_READ, fix))
 
     for name in sorted(near.keys() - {"rope_type", "type", "rope_theta"}):
         key = f"rope_parameters.{SLIDING}.{name}"

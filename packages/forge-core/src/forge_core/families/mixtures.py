@@ -63,8 +63,10 @@ def _qwen3_moe_to_hf(config: TransformerConfig) -> dict[str, Any]:
 
 def _glm4_moe_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
     given = {key: value for key, value in hf.items() if value is not None}
+    # transformers reads null as 1, and takes its default only where the key is left out
+    partial = hf.get("partial_rotary_factor", 0.5)
     return read_common(
-        {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5, **given},
+        {"rms_norm_eps": 1e-5, **given, "partial_rotary_factor": partial},
         "glm4_moe",
         ("attention_bias", "use_qk_norm", *EXPERT_KEYS),
         partial_rotary=True,
