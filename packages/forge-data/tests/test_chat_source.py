@@ -25,7 +25,7 @@ from forge_data import (
 from forge_data.chat.config import ChatConfig
 from forge_data.chat.messages import conversation_of
 from forge_data.chat.records import Record, read_records
-from forge_data.chat.source import Conversations
+from forge_data.chat.source import Conversations, open_header
 from forge_data.chat.template import ChatTemplate
 from forge_data.packing_config import PackingConfig
 from forge_data.prepare import prepare
@@ -177,6 +177,25 @@ def test_too_long_conversations_are_refused_cut_or_left_out_and_counted(tmp_path
         source.stream(4)
 
 
+@pytest.mark.parametrize("policy", ["truncate", "skip"])
+def test_F134_the_line_of_a_source_counts_what_its_rows_train(tmp_path, folder, policy):
+    """Against the rows of an epoch."""
+    talks = [talk("the sky " * (3 * n), "yes " * (9 * n + 1), "and?", "the sky") for n in range(6)]
+    talks.append([say("user", "a"), say("assistant", "b", weight=0)])
+    config = ChatConfig(tokenizer=str(folder), too_long=policy)
+    path = write_talks(tmp_path / "t.jsonl", talks)
+    for seq_len in (40, 64, 128, 4096):
+        stream = Conversations(path, config).stream(seq_len)
+        batch = batch_of(stream, range(len(stream)))
+        parts = sum(len(of_row(batch, row)) for row in range(len(batch)))
+        tokens, trained = int((batch.document_ids >= 0).sum()), int((batch.labels >= 0).sum())
+        (line,) = stream.source_lines
+        assert re.findall(r"[\d,]+\b", line) == [f"{n:,}" for n in (parts, tokens, trained)]
+    header = open_header(SourceConfig("chat", str(path), chat=config)).summary()
+    assert "seq_len" in header  # that of a whole file says that rows may have less
+    assert line in header
+
+
 def test_F154_conversations_that_are_cut_to_no_label_are_left_out(tmp_path, folder):
     """Against the labels of each, by brute force, at each length."""
     talks = [talk("the sky " * (3 * n), "yes " * 4) for n in range(6)]
@@ -276,6 +295,60 @@ def test_F134_keys_of_conversations_that_are_not_read(tmp_path, folder):
         assert stream.source_lines == [wanted]
     with rejects("id", 1, "strict", InvalidData):
         Conversations(path, replace(config, strict=True))
+
+
+REASONING = (
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}{% if m.reasoning_content and loop.index0 > ns.last %}"
+    "{{ '<think>' + m.reasoning_content + '</think>' }}{% endif %}{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CALL = [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "read_by"),
+    [
+        ("tool_calls", CALL, TOOLS),
+        ("reasoning_content", "as it is", REASONING),
+        ("name", "Bo", "{% for m in messages %}{{ m | tojson }}{% endfor %}"),
+        *((key, False, None) for key in ("loss", "loss_mask", "mask", "train", "train_on_turn", "trainable", "training")),
+    ],
+)  # fmt: skip
+def test_F134_keys_of_messages_that_the_template_does_not_read(
+    tmp_path, folder, key, value, read_by
+):
+    """Content that a template passes over is refused, another key counted; one that it renders is read. Weights never are."""
+    said = talk("a", "b")
+    said[1][key] = value
+    path = write_talks(tmp_path / "t.jsonl", [talk("a", "b"), {"messages": said}])
+    plain = ChatConfig(tokenizer=str(folder), train_on="all")
+    name, strict = f"messages.{key}", key == "name"
+    with rejects(name, value, "strict" if strict else "not_read", InvalidData, where=f"{path} line 2 message 1"):  # fmt: skip
+        Conversations(path, replace(plain, strict=strict))
+    ignored = Conversations(path, replace(plain, ignore_keys=[] if strict else [key]))
+    assert ignored.rendered.counts["not_read"] == {name: 1}
+    everything = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    (tmp_path / "t.jinja").write_text(read_by or everything)
+    reads = replace(plain, template=str(tmp_path / "t.jinja"), strict=True)
+    if read_by is None:
+        with rejects(name, value, "not_read", InvalidData):
+            Conversations(path, reads)
+    else:
+        assert Conversations(path, reads).rendered.counts["not_read"] == {}
+
+
+def test_F134_earlier_reasoning_that_a_template_drops_is_read(tmp_path, folder):
+    """Qwen3 leaves out what was thought before the last question; transformers gives reasoning under several names."""
+    said = talk("a", "b", "c", "d")
+    for message in said[1::2]:
+        message |= {"reasoning_content": "so", "reasoning": "so"}
+    (tmp_path / "t.jinja").write_text(REASONING)
+    config = ChatConfig(tokenizer=str(folder), template=str(tmp_path / "t.jinja"), train_on="last")
+    source = Conversations(write_talks(tmp_path / "t.jsonl", [said]), config)
+    text = ChatTemplate(config).tokenizer.decode(source.rendered.tokens.read(0, source.rendered.tokens.num_tokens))  # fmt: skip
+    assert text.count("<think>so</think>") == 1
+    assert not {"messages.reasoning_content"} & source.rendered.counts["not_read"].keys()
 
 
 def test_a_row_without_a_label_is_a_row(tmp_path, folder):

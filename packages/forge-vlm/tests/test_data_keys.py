@@ -19,8 +19,11 @@ Image = pytest.importorskip("PIL.Image")
 sys.path.insert(0, str(Path(__file__).parent))
 from data_files import COLOURS, EOS, IMAGE, OPTIONS, llava, picture_files, png  # noqa: E402
 
-from forge_vlm.data import Conversations, InvalidSample  # noqa: E402
+from forge_vlm.data import Conversations, InvalidSample, lengths  # noqa: E402
 from forge_vlm.data.formats import open_records  # noqa: E402
+from forge_vlm.data.prepare import prepare  # noqa: E402
+from forge_vlm.data.prepared import Prepared  # noqa: E402
+from forge_vlm.data.source import options_of  # noqa: E402
 
 RED, BLUE = "p/red.png", "p/blue.png"
 ASK, SHOWN = {"type": "text", "text": "what?"}, {"type": "image"}
@@ -145,6 +148,10 @@ LOST = {
     "two letters swapped": (turns("what?", iamge=RED), "iamge", RED, "misspelt"),
     "images of a message": ({"messages": [{"role": "user", "content": "?", "images": [RED]}]}, "messages.images", [RED], "not_read"),  # prose: the name of a case
     "a turn that is not learnt": ({"conversations": [{"from": "gpt", "value": "a", "loss": False}]}, "conversations.loss", False, "not_read"),  # prose: the name of a case
+    "a mask": (turns("what?", mask=[0, 1]), "mask", [0, 1], "not_read"),
+    "a mask of a message": ({"messages": [{"role": "assistant", "content": "a", "loss_mask": 0}]}, "messages.loss_mask", 0, "not_read"),  # prose: the name of a case
+    "a turn of training": ({"conversations": [{"from": "gpt", "value": "a", "training": False}]}, "conversations.training", False, "not_read"),  # prose: the name of a case
+    "calls of tools": ({"messages": [{"role": "assistant", "content": "a", "tool_calls": [1]}]}, "messages.tool_calls", [1], "not_read"),  # prose: the name of a case
     "an image in a part of text": (talk([{**ASK, "image": RED}]), "content.image", RED, "not_read"),
 }  # fmt: skip
 
@@ -177,6 +184,33 @@ def test_F134_other_keys_are_counted_and_said(tmp_path):
         Conversations(tmp_path / "b.json", format="llava", strict=True, **OPTIONS)
     with rejects("ignore_keys", "id", "type", ValueError):
         Conversations(tmp_path / "b.json", format="llava", ignore_keys="id", **OPTIONS)
+
+
+@pytest.mark.parametrize("kind", ["cache", "prepared"])
+def test_F134_the_line_of_a_source_counts_what_its_rows_train(kind, tmp_path, monkeypatch):
+    """Against the rows of an epoch; a sample that is too long has no part in it."""
+    monkeypatch.setattr(lengths, "SMALL", 0)
+    picture_files(tmp_path)
+    values = [talk("what? " * n + "<image>" * (n % 3), images=[RED, BLUE][: n % 3], id=n) for n in range(9)]  # fmt: skip
+    path, options = tmp_path / "a.jsonl", {**OPTIONS, "too_long": "skip"}
+    path.write_text("\n".join(map(json.dumps, values)))
+    if kind == "prepared":
+        prepare(path, tmp_path / "prepared", options_of(str(path), options))
+    for seq_len in (48, 70, 4096):
+        source = Prepared(tmp_path / "prepared") if kind == "prepared" else Conversations(path, cache=str(tmp_path), **options)  # fmt: skip
+        stream = source.stream(seq_len)
+        rows = stream.arrays(np.arange(len(stream)))
+        samples = [s for row in range(len(stream)) for s in stream.samples_of(row)]
+        counts = [len(samples), (rows["document_ids"] >= 0).sum(), (rows["labels"] >= 0).sum()]
+        images = rows["images"].row_offsets[-1].item()
+        (line,) = stream.source_lines
+        found = [int(n.replace(",", "")) for n in re.findall(r"([\d,]+) (?:sam|ima|tok|tra)", line)]
+        assert found == [counts[0], images, *counts[1:]]
+        shown = np.mean([source.pictured[n] for n in samples])
+        assert f"{shown:.1%} with images" in line
+        if seq_len < 4096:
+            assert counts[0] < 9
+    assert "seq_len" in source.summary()  # of all samples
 
 
 def tar_of(path, value, ending="json", **pictures):

@@ -20,7 +20,10 @@ from .problems import Problem, ProblemError, WithProblems
 
 MEDIA = ("audio", "audios", "image", "image_url", "images", "video", "video_url", "videos")
 TOOLS = ("chat_template_kwargs", "function_call", "functions", "tool_calls", "tools")
-WEIGHTS = ("loss", "loss_scale", "loss_weight", "train", "weight", "weights")
+WEIGHTS = (
+    *("loss", "loss_mask", "loss_scale", "loss_weight", "mask", "masked", "train", "train_detail", "train_on_turn"),
+    *("trainable", "training", "training_detail", "weight", "weights"),
+)  # fmt: skip
 SAID = ("conversations", "messages", "reasoning", "reasoning_content", "system", "system_prompt", "thinking")  # fmt: skip
 #: Names under which known layouts keep what a model is trained on, or how.
 CONTENT = frozenset((*MEDIA, *TOOLS, *WEIGHTS, *SAID))
@@ -35,15 +38,11 @@ def is_empty(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys of one kind of object: `read`, and `content` that would be lost; `inside` names the key that holds the object.
-
-    `passes_on`: all other keys are given to something else, which may read them.
-    """
+    """Keys of one kind of object: `read`, and `content` that would be lost; `inside` names the key that holds the object."""
 
     read: frozenset[str]
     content: frozenset[str] = CONTENT
     inside: str = ""
-    passes_on: bool = False
 
 
 class RecordKeys:
@@ -72,8 +71,6 @@ class RecordKeys:
                 problem = self._problem(keys, key, name, value)
                 if problem is not None:
                     raise self.kind([problem], str(where))
-                if keys.passes_on:
-                    continue
             self.counts[name] += 1
 
     def _problem(self, keys: Keys, key: Any, name: str, value: Any) -> Problem | None:
@@ -84,7 +81,7 @@ class RecordKeys:
         if near := _near(str(key), keys.read):
             rule = f"is not read, and its name is nearly {near}"
             return Problem(name, "misspelt", value, rule, f"correct it, or {fix}")
-        if self.strict and not keys.passes_on:
+        if self.strict:
             rule = "is not read, and strict is True"
             return Problem(name, "strict", value, rule, f"remove it, or {fix}")
         return None

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from forge_data._shared.problems import Problem, invalid, raise_problems
-from forge_data._shared.record_keys import MEDIA, WEIGHTS, Keys, RecordKeys
+from forge_data._shared.record_keys import Keys, RecordKeys
 from forge_data.chat.config import ChatConfig
 from forge_data.chat.records import Record
 from forge_data.errors import InvalidData
@@ -14,8 +14,6 @@ from forge_data.errors import InvalidData
 __all__ = ["ROLES", "Conversation", "conversation_of"]
 
 ROLES = ("assistant", "developer", "function", "ipython", "system", "tool", "user")
-#: A template may read any key of a message, but gets no media, and knows no weights.
-_MESSAGE = Keys(frozenset(("role", "content", "weight")), frozenset((*MEDIA, *WEIGHTS)), "messages", True)  # fmt: skip
 _BODIES = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 
 
@@ -31,7 +29,8 @@ class Conversation(NamedTuple):
 def conversation_of(
     record: Record, config: ChatConfig, keys: RecordKeys | None = None
 ) -> Conversation:
-    """The conversation of a record; `keys` count what is not read. Raises InvalidData naming its place and the message."""
+    """The conversation of a record; `keys` count its keys that are not read, without those of messages, which a template may
+    read. Raises InvalidData naming its place and the message."""
     place, content = record
     key, keys = config.messages_field, keys or RecordKeys(kind=InvalidData)
     if not isinstance(content, dict):
@@ -50,7 +49,6 @@ def conversation_of(
     messages, weights = [], []
     for number, message in enumerate(found):
         raise_problems(f"{place} message {number}", _problems(message, config), InvalidData)
-        keys.check(_MESSAGE, message, f"{place} message {number}")
         weights.append(float(1.0 if message.get("weight") is None else message["weight"]))
         # Tables (parquet, datasets) have every key in every message, with nothing in most.
         messages.append({k: v for k, v in message.items() if v is not None and k != "weight"})

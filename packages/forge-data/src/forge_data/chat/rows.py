@@ -52,9 +52,9 @@ class ChatStream:
     ) -> None:
         self.seq_len, self.seed = seq_len, seed
         self._rendered, self._source = rendered, dict(fingerprint)
-        lengths = rendered.lengths
-        kept = np.setdiff1d(np.arange(len(lengths)), left_out)
-        self._lengths = np.minimum(lengths, seq_len)  # (conversations,)
+        kept = np.setdiff1d(np.arange(len(rendered.lengths)), left_out)
+        self._lengths = np.minimum(rendered.lengths, seq_len)  # (conversations,)
+        self.counts = self._counts(kept)  # conversations, tokens and labels of an epoch
         plan = plan_rows(self._lengths[kept], seq_len, "best_fit")
         self._rows, self._conversations = plan.rows, kept[plan.documents]
         self.utilisation = plan.utilisation
@@ -106,6 +106,16 @@ class ChatStream:
             "order.seed": self.seed,
             "order.shuffle": 1,
         }
+
+    def _counts(self, kept: np.ndarray) -> tuple[int, int, int]:
+        weights, lengths = self._rendered.weights, self._rendered.lengths
+        taken = np.zeros_like(lengths)
+        taken[kept] = self._lengths[kept]
+        starts = np.asarray(self._rendered.tokens.documents)
+        firsts, stops = starts + np.maximum(taken, 1), starts + lengths  # the first is no label
+        cut = np.flatnonzero(taken < lengths)
+        lost = sum(int((weights[firsts[i] : stops[i]] > 0).sum()) for i in cut)
+        return len(kept), int(taken.sum()), int(self._rendered.counts["learnt_tokens"]) - lost
 
     def _order(self, epoch: int) -> Permutation:
         if self._permutation is None or self._permutation[0] != epoch:

@@ -35,8 +35,13 @@ if TYPE_CHECKING:
 __all__ = ["Conversations", "open_header", "open_source"]
 
 CHAT_VERSION = 2  # part of every fingerprint: raise it whenever a row would change
-_RENDERING = 3  # of the cache: raise it where the same files get other tokens, weights or counts
+_RENDERING = 4  # of the cache: raise it where the same files get other tokens, weights or counts
 _EXAMPLES = 3
+_DONE = {"truncate": "cut to it", "skip": "left out"}  # to conversations that are too long
+_OF_ALL = {
+    policy: f"; conversations of more than seq_len tokens are counted whole, and {done} when a run starts"
+    for policy, done in _DONE.items()
+}
 
 
 class Conversations:
@@ -93,12 +98,9 @@ class Conversations:
             "too_long_conversations": len(self._too_long(seq_len)),
         }
         stream = ChatStream(self.rendered, fingerprint, seq_len, seed, self._left_out(seq_len))
-        stream.remarks, stream.source_lines = self.remarks(seq_len), [self.summary()]
+        line = _summary(stream.counts, self.rendered.counts)
+        stream.remarks, stream.source_lines = self.remarks(seq_len), [line]
         return stream
-
-    def summary(self) -> str:
-        """A line that says what the source is."""
-        return _summary(self.rendered.tokens, self.rendered.counts)
 
     def row_problems(self, seq_len: int) -> list[Problem]:
         """Why there are no rows of `seq_len` tokens: conversations that are longer, where config does not allow them."""
@@ -118,10 +120,10 @@ class Conversations:
     def remarks(self, seq_len: int) -> list[str]:
         """Sentences about conversations that are too long, without a label or an end, or with special tokens in their text."""
         found, total = [], self.rendered.tokens.num_documents
-        long, done = self._too_long(seq_len), {"truncate": "cut to it", "skip": "left out"}
-        if len(long) and self.config.too_long in done:
+        long, done = self._too_long(seq_len), _DONE.get(self.config.too_long)
+        if len(long) and done:
             found.append(
-                f"{len(long)} of {total} conversations have more than seq_len {seq_len} tokens and are {done[self.config.too_long]}"
+                f"{len(long)} of {total} conversations have more than seq_len {seq_len} tokens and are {done}"
             )
         if self.config.too_long == "truncate" and (cut := len(self._left_out(seq_len))):
             found.append(
@@ -161,6 +163,7 @@ class Conversations:
         record = None
         for record in read_records(self._files):
             conversation = conversation_of(record, self.config, self._keys)
+            template.check_keys(conversation, self._keys)
             ids, weights, ends = template.encode_answers(conversation)
             yield Rendering(ids, weights, template.holds_specials(conversation), ends)
         if record is None:
@@ -186,7 +189,9 @@ def open_header(config: SourceConfig) -> Header:
         with contextlib.suppress(InvalidData, OSError, ValueError, KeyError):
             tokens = TokenFiles(entry.folder, verify="off")
             header.num_tokens = tokens.num_tokens
-            header.known = _summary(tokens, json.loads((entry.folder / COUNTS).read_text()))
+            counts = json.loads((entry.folder / COUNTS).read_text())
+            whole = tokens.num_documents, tokens.num_tokens, counts["learnt_tokens"]
+            header.known = _summary(whole, counts) + _OF_ALL.get(config.chat.too_long, "")
     return header
 
 
@@ -207,8 +212,9 @@ def _fingerprint(template: ChatTemplate, files: list[Path], split: str) -> dict[
     }
 
 
-def _summary(tokens: TokenFiles, counts: Mapping[str, Any]) -> str:
-    line = f"{tokens.num_documents:,} conversations, {tokens.num_tokens:,} tokens, {counts['learnt_tokens']:,} trained"
+def _summary(trained: tuple[int, int, int], counts: Mapping[str, Any]) -> str:
+    conversations, tokens, labels = trained
+    line = f"{conversations:,} conversations, {tokens:,} tokens, {labels:,} trained"
     return line + unread_keys(counts["not_read"])
 
 

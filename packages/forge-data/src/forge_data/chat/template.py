@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ import numpy as np
 
 from forge_data._shared.paths import read_regular, user_path
 from forge_data._shared.problems import invalid
+from forge_data._shared.record_keys import MEDIA, WEIGHTS, Keys, RecordKeys, is_empty
 from forge_data._shared.tokenizer_settings import switch_off_settings
 from forge_data.chat.config import ChatConfig
 from forge_data.chat.messages import Conversation
@@ -79,6 +80,7 @@ class ChatTemplate:
             if token.special
         }
         self._specials, self._special_ids = tuple(special.values()), [*special]
+        self._read: dict[tuple[str, str], bool] = {}  # by role and key
 
     @property
     def vocab_size(self) -> int:
@@ -170,6 +172,42 @@ class ChatTemplate:
         else:
             weights = self._by_prefixes(conversation, out.encodings[0].offsets, factors)
         return ids, weights, self._train_ends(conversation, ids, weights, factors)
+
+    def check_keys(self, c: Conversation, keys: RecordKeys) -> None:
+        """Count keys of messages that the template does not read; raises InvalidData for those whose content would be lost.
+
+        Media and weights are never read: a run of text has no media, and its weights are those of `weight`.
+        """
+        for number, message in enumerate(c.messages):
+            read = {"role", "content", "weight"}
+            for key in message.keys() - {*read, *MEDIA, *WEIGHTS}:
+                if not is_empty(message[key]) and self._reads(c, number, key):
+                    read.add(key)
+            keys.check(Keys(frozenset(read), inside="messages"), message, f"{c.place} message {number}")  # fmt: skip
+
+    def _reads(self, c: Conversation, number: int, key: str) -> bool:
+        """Whether the template renders a message differently without a key, found at the first message of a role with it.
+
+        The conversation is rendered up to the message, as some templates drop earlier reasoning, and whole; with the other
+        keys of the message and without, as one key may stand in for another. A value that the template leaves out, such as a
+        flag at its default, is not seen.
+        """
+        own, end = c.messages[number], len(c.messages)
+        found = self._read.get((own["role"], key))
+        if found is None:
+            bare = {name: own[name] for name in ("role", "content", key) if name in own}
+
+            def text(message: dict[str, Any], stop: int) -> str | None:
+                with contextlib.suppress(InvalidData):
+                    messages = [*c.messages[:number], message, *c.messages[number + 1 : stop]]
+                    return self._text(c._replace(messages=messages), stop, False)
+                return None
+
+            found = self._read[own["role"], key] = any(
+                text(given, stop) != text({k: v for k, v in given.items() if k != key}, stop)
+                for given, stop in product((own, bare), (number + 1, end))
+            )
+        return found
 
     def holds_specials(self, conversation: Conversation) -> bool:
         """Whether a text of a message or a tool has a special token's, which becomes that token as if the template had put it."""

@@ -35,8 +35,8 @@ __all__ = ["cached", "count", "entry_of", "locked"]
 SMALL = 1000  # records up to which counting again is sooner done than looked up
 _CHECKED = 1000  # samples whose labels are compared with tokens
 _DAMAGED = "damaged"
-_ARRAYS = Counted._fields[:3]
-_COUNTED = 4  # raise it where other samples than before have another length
+_ARRAYS = Counted._fields[:4]
+_COUNTED = 5  # raise it where other samples than before have another length, or a key is an error
 
 
 def count(
@@ -45,9 +45,10 @@ def count(
     """Lengths of all samples, and the records with a picture that cannot be read; InvalidSample where none is left."""
     lengths: list[int] = []
     kept: list[int] = []
-    pictured: list[bool] = []
+    pictures: list[int] = []
+    trained: list[int] = []
     tokens, labels, damaged = [], [], []
-    weighted, branched, unlearnt, pictures, trained = False, False, 0, 0, 0
+    weighted, branched, unlearnt = False, False, 0
     for number in range(len(records)):
         record = records[number]
         sample, good = reader.sample(record)
@@ -57,8 +58,6 @@ def count(
                 continue
         learnt = sample.labels != IGNORE
         unlearnt += not learnt.any()
-        trained += int(learnt.sum())
-        pictures += len(sample.pictures)
         branched |= sample.branches is not None
         weighted |= bool((sample.weights[learnt] != 1).any())
         if len(kept) < _CHECKED:
@@ -66,14 +65,15 @@ def count(
             labels.append(sample.labels[learnt])
         lengths.append(len(sample.tokens))
         kept.append(number)
-        pictured.append(bool(sample.pictures))
+        pictures.append(len(sample.pictures))
+        trained.append(int(learnt.sum()))
     if not kept:
         rule = f"must have a sample whose pictures can be read, and has none of {len(records)}"
         raise invalid("", "empty", ..., rule, "check the path and the format", where=path)
     check_labels(np.concatenate(tokens), np.concatenate(labels))
-    arrays = np.array(lengths, np.int64), np.array(kept, np.int64), np.array(pictured, bool)
-    counts = len(records), int(unlearnt), pictures, trained
-    return Counted(*arrays, weighted, branched, *counts, dict(keys.counts)), damaged
+    arrays = [np.array(each, np.int64) for each in (lengths, kept, pictures, trained)]
+    counts = len(records), int(unlearnt), dict(keys.counts)
+    return Counted(*arrays, weighted, branched, *counts), damaged
 
 
 def entry_of(cache: str | None, content: str, options: Mapping[str, Any]) -> Path:

@@ -30,6 +30,7 @@ from forge_vlm.data.reader import NEWER, Decoder, identity_of, pictures_of
 from forge_vlm.data.records import Caps, Picture
 from forge_vlm.data.sample import Sample
 from forge_vlm.data.samples import Counted, CountedSamples
+from forge_vlm.plan import IGNORE
 from forge_vlm.resolution import Layout
 
 __all__ = ["MANIFEST", "Prepared", "is_prepared", "prepared_options", "verify"]
@@ -82,16 +83,14 @@ class Prepared(CountedSamples):
         self.vocab_size, self.tokenizer = about["vocab_size"], about["tokenizer"]
         self.image_id = about["image_id"]
         lengths = np.diff(self._tokens, prepend=0)
-        pictured = np.diff(self._pictures, prepend=0) > 0
-        sizes = [about[name] for name in Counted._fields[3:7]]
-        sizes += [about["counts"]["pictures"], about.get("trained"), about.get("unread", {})]
+        pictures = np.diff(self._pictures, prepend=0)
+        sizes = [about[name] for name in Counted._fields[4:8]]
+        counted = Counted(lengths, ends[:, 0], pictures, None, *sizes, about.get("unread", {}))
         decoder = Decoder(
             pictures_of(given, given["image"]), given["corrupt"], given["image_masks"]
         )
         own = identity_of({**about["options"], **{name: given[name] for name in OF_ROWS}})
-        super().__init__(
-            decoder, own, Counted(lengths, ends[:, 0], pictured, *sizes), about["content"]
-        )
+        super().__init__(decoder, own, counted, about["content"])
 
     def sample(self, number: int) -> Sample:
         """A sample that rows name: arrays are views of the files."""
@@ -104,6 +103,12 @@ class Prepared(CountedSamples):
         grids = tuple(grid for own in each for grid in own)
         clips = tuple(int(self._places[p, 3]) for p, own in zip(places, each) for _ in own)
         return Sample(**columns, pictures=pictures, layouts=layouts, grids=grids, clips=clips)
+
+    def trained(self, left_out: np.ndarray) -> int | None:
+        """As of any samples; reads the labels of those left out. None of a folder of an older version."""
+        total, labels = self.about.get("trained"), self._columns["labels"]
+        parts = (slice(*self._between(self._tokens, int(n))) for n in left_out)
+        return total and total - sum(int((labels[part] != IGNORE).sum()) for part in parts)
 
     def name_of(self, number: int) -> str:
         """The folder and the record."""

@@ -22,28 +22,19 @@ VERSION = 2  # part of every fingerprint: raise it whenever a row would change
 
 
 class Counted(NamedTuple):
-    """Tokens of each sample, and the record that it is of, both (samples,) int64; whether it has a picture, (samples,) bool;
-    whether a label has another weight than 1, and a sample branches; the number of `records`, and of samples without a
-    label; of pictures and of labels, None where they are not known; `unread` keys of records, by their number."""
+    """Tokens of each sample, the record that it is of, its pictures and its labels, all (samples,) int64, labels None where
+    they are not known; whether a label has another weight than 1, and a sample branches; the number of `records`, and of
+    samples without a label; `unread` keys of records, by their number."""
 
     lengths: np.ndarray
     kept: np.ndarray
-    pictured: np.ndarray
+    pictures: np.ndarray
+    trained: np.ndarray | None
     weighted: bool
     branched: bool
     records: int
     unlearnt: int
-    pictures: int | None = None
-    trained: int | None = None
     unread: Mapping[str, int] = MappingProxyType({})
-
-    def summary(self) -> str:
-        """A line that says what a source is."""
-        counts = [f"{len(self.kept):,} samples", f"{self.pictured.mean():.1%} with images"]
-        counts += [] if self.pictures is None else [f"{self.pictures:,} images"]
-        counts.append(f"{int(self.lengths.sum()):,} tokens")
-        counts += [] if self.trained is None else [f"{self.trained:,} trained"]
-        return ", ".join(counts) + unread_keys(self.unread)
 
     def remarks(self) -> list[str]:
         """Sentences for a user."""
@@ -66,7 +57,7 @@ class CountedSamples:
         self, decoder: Decoder, options: dict[str, Any], counted: Counted, content: str
     ) -> None:
         self.decoder, self.options, self.counted, self.content = decoder, options, counted, content
-        self.lengths, self.kept, self.pictured = counted.lengths, counted.kept, counted.pictured
+        self.lengths, self.kept, self.pictured = counted.lengths, counted.kept, counted.pictures > 0
         self.weighted = counted.weighted or options["weigh"] != "token"
         self.branched, self.bidirectional = counted.branched, options.get("bidirectional", "none")
 
@@ -100,15 +91,31 @@ class CountedSamples:
     def forget(self) -> None:
         """As `Samples.forget`."""
 
-    def summary(self) -> str:
-        """A line that says what the source is."""
-        return self.counted.summary()
+    def trained(self, left_out: np.ndarray) -> int | None:
+        """Labels of all samples but those with numbers `left_out`; None where they are not known."""
+        labels = self.counted.trained
+        return None if labels is None else int(np.delete(labels, left_out).sum())
+
+    def summary(self, seq_len: int | None = None) -> str:
+        """A line of what rows of `seq_len` tokens train; of all samples without it."""
+        long = np.flatnonzero(self.lengths > (seq_len or np.inf))
+        pictures, trained = np.delete(self.counted.pictures, long), self.trained(long)
+        counts = [f"{len(pictures):,} samples", f"{(pictures > 0).mean():.1%} with images"]
+        counts.append(f"{pictures.sum():,} images")
+        counts.append(f"{np.delete(self.lengths, long).sum():,} tokens")
+        counts += [] if trained is None else [f"{trained:,} trained"]
+        line = ", ".join(counts) + unread_keys(self.counted.unread)
+        if seq_len is None and self.options["too_long"] == "skip":
+            line += (
+                "; samples of more than seq_len tokens are counted, and left out when a run starts"
+            )
+        return line
 
     def stream(self, seq_len: int, seed: int = 0) -> RowsOfPictures:
         """Rows of `seq_len`; InvalidSample for a sample that is longer, unless it is left out."""
         stream = stream_of(self, self.path, seq_len, seed, self.name_of)
         stream.remarks = self.counted.remarks() + stream.remarks
-        stream.source_lines = [self.summary()]
+        stream.source_lines = [self.summary(seq_len)]
         return stream
 
     def fingerprint(self) -> dict[str, str | int]:

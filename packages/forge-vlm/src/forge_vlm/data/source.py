@@ -59,7 +59,7 @@ class Conversations(CountedSamples):
     `messages.loss`; without it they are an error. Other keys that are not read are counted; strict: they are an error, too.
 
     Opening reads the files, tokenizes every record and reads the header of every picture (of a resolution fixed only with
-    "skip"); it holds 16 bytes a sample. Of more than a thousand records lengths are kept in `cache`, a folder (default:
+    "skip"); it holds 32 bytes a sample. Of more than a thousand records lengths are kept in `cache`, a folder (default:
     $FORGE_CACHE, or ~/.cache/forge/tokens). Raises ValueError for options, InvalidSample for files.
     """
 
