@@ -489,10 +489,10 @@ def test_a_saved_set_that_is_damaged_or_cannot_be_read(tmp_path, folder, monkeyp
     for name in ("dataset_info.json", "data.arrow"):
         (tmp_path / "saved" / name).write_text("?")
     config = ChatConfig(tokenizer=str(folder))
-    with rejects("", ..., "not_loaded", InvalidData, where=tmp_path / "saved"):
+    with rejects("path", str(tmp_path / "saved"), "not_loaded", InvalidData):
         Conversations(tmp_path / "saved", config)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with rejects("", ..., "requires", where=tmp_path / "saved"):
+    with rejects("path", str(tmp_path / "saved"), "requires"):
         Conversations(tmp_path / "saved", config)
 
 

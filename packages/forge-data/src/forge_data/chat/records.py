@@ -6,8 +6,8 @@ template would show them as something in the conversation; a null that JSONL has
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +17,9 @@ from forge_data.errors import InvalidData
 from forge_data.folders import files_below
 from forge_data.prepare.byte_streams import COMPRESSIONS, open_bytes
 from forge_data.prepare.parquet import require_pyarrow
+from forge_data.prepare.text_documents import json_of
 from forge_data.sources.checks import check_split
-from forge_data.sources.datasets_library import root_name
+from forge_data.sources.datasets_library import one_sentence, require_library, root_name
 
 __all__ = ["Record", "find_conversations", "read_records"]
 
@@ -56,9 +57,8 @@ def find_conversations(path: Path, split: str) -> list[Path]:
     else:
         saved = (path / _SAVED_SET).is_file()
         endings = (".arrow",) if saved else _PLAIN
-        found = [
-            p for p in files_below(path, lambda name: name.endswith(endings)) if _is_data(p, path)
-        ]
+        named = files_below(path, lambda name: name.endswith(endings))
+        found = [file for file in named if _is_data(file, path)]
     if not found:
         rule = f"must be {kinds}, a folder of them, or a set saved by datasets"
         raise invalid("path", "no_files", str(path), rule, "check it", kind=InvalidData)
@@ -89,21 +89,7 @@ def _lines(path: Path) -> Iterator[Record]:
             if not line.strip():
                 continue
             place = f"{path} line {number}"
-            try:
-                yield Record(place, json.loads(line.decode("utf-8")))
-            except UnicodeDecodeError:
-                rule, fix = "must be UTF-8", "convert the file, for example with iconv"
-                raise invalid(
-                    "", "encoding", ..., rule, fix, where=place, kind=InvalidData
-                ) from None
-            except RecursionError:
-                rule, fix = "must be JSON of a few levels", "correct the line"
-                raise invalid("", "depth", ..., rule, fix, where=place, kind=InvalidData) from None
-            except ValueError as error:
-                rule, fix = f"must be JSON ({error})", "correct the line"
-                raise invalid(
-                    "", "not_json", ..., rule, fix, where=place, kind=InvalidData
-                ) from None
+            yield Record(place, json_of(line, partial(str, place)))
 
 
 def _parquet(path: Path) -> Iterator[Record]:
@@ -125,23 +111,12 @@ def _parquet(path: Path) -> Iterator[Record]:
 
 
 def _saved_set(folder: Path) -> Iterator[Record]:
-    try:
-        from datasets import Dataset, load_from_disk
-    except ImportError:
-        rule, fix = (
-            "needs datasets, which is not installed",
-            "pip install 'forge-data[huggingface]'",
-        )
-        raise invalid("", "requires", ..., rule, fix, where=folder) from None
-    try:
+    require_library("path", str(folder))
+    from datasets import Dataset, load_from_disk
+
+    with one_sentence(str(folder)):
         found = load_from_disk(root_name(folder))
         assert isinstance(found, Dataset)
-    except InvalidData:
-        raise
-    except Exception as error:  # of many kinds, by what is missing
-        message = str(error).splitlines()[0] if str(error) else type(error).__name__
-        rule, fix = f"must be a set saved by datasets ({message:.200})", "save it again"
-        raise invalid("", "not_loaded", ..., rule, fix, where=folder, kind=InvalidData) from None
     for number, row in enumerate(found, start=1):
         yield Record(f"{folder} row {number}", _without_nulls(row))
 

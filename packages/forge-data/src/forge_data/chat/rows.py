@@ -25,9 +25,7 @@ ARRAYS = ("tokens", "labels", "positions", "document_ids")
 def cut_to_nothing(rendered: Rendered, seq_len: int) -> np.ndarray:
     """Conversations (N,) of more than `seq_len` tokens whose first `seq_len` have no label."""
     long = np.flatnonzero(rendered.lengths > seq_len)
-    starts = (
-        np.asarray(rendered.tokens.documents)[long] + 1
-    )  # a conversation's first token is no label
+    starts = np.asarray(rendered.tokens.documents)[long] + 1  # the first token is no label
     found = [not rendered.weights[start : start + seq_len - 1].any() for start in starts]
     cut: np.ndarray = long[np.asarray(found, bool)]
     return cut

@@ -38,10 +38,6 @@ CHAT_VERSION = 2  # part of every fingerprint: raise it whenever a row would cha
 _RENDERING = 4  # of the cache: raise it where the same files get other tokens, weights or counts
 _EXAMPLES = 3
 _DONE = {"truncate": "cut to it", "skip": "left out"}  # to conversations that are too long
-_OF_ALL = {
-    policy: f"; conversations of more than seq_len tokens are counted whole, and {done} when a run starts"
-    for policy, done in _DONE.items()
-}
 
 
 class Conversations:
@@ -191,7 +187,9 @@ def open_header(config: SourceConfig) -> Header:
             header.num_tokens = tokens.num_tokens
             counts = json.loads((entry.folder / COUNTS).read_text())
             whole = tokens.num_documents, tokens.num_tokens, counts["learnt_tokens"]
-            header.known = _summary(whole, counts) + _OF_ALL.get(config.chat.too_long, "")
+            header.known = _summary(whole, counts)
+            if done := _DONE.get(config.chat.too_long):
+                header.known += f"; conversations of more than seq_len tokens are counted whole, and {done} when a run starts"
     return header
 
 

@@ -35,6 +35,8 @@ __all__ = ["ChatTemplate"]
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _MAX_TEMPLATE = 1 << 20  # bytes
+_OWN = ("role", "content", "weight")  # keys of messages that are read in any case
+_NOT_OF_TEMPLATES = frozenset((*_OWN, *MEDIA, *WEIGHTS))
 _ASKED, _SAID = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 _CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
 _CALLED = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
@@ -59,17 +61,16 @@ class ChatTemplate:
         self.config = config
         self.folder = user_path(config.tokenizer)
         self.tokenizer = _load(self.folder)
-        self._template: str | None = None
+        self.template: str | None = None  # of the file, or that of the tokenizer's folder
         if config.template is not None:
             try:
-                self._template = read_regular(
+                self.template = read_regular(
                     user_path(config.template), _MAX_TEMPLATE, InvalidData
                 ).decode("utf-8")
             except (OSError, UnicodeDecodeError) as error:
-                name, rule = config.template, f"must be a file of UTF-8 text ({error})"
-                raise invalid(
-                    "template", "unreadable", name, rule, "check the path", kind=InvalidData
-                ) from None
+                rule, fix = f"must be a file of UTF-8 text ({error})", "check the path"
+                name, kind = config.template, InvalidData
+                raise invalid("template", "unreadable", name, rule, fix, kind=kind) from None
         elif not self.tokenizer.chat_template:
             rule = "has no chat template"
             fix = "set template to a file with one, or use the tokenizer of a model that was tuned to conversations"
@@ -87,11 +88,6 @@ class ChatTemplate:
         """Above the largest id; ids may have holes."""
         return int(max(self.tokenizer.get_vocab().values())) + 1
 
-    @property
-    def template(self) -> str | None:
-        """The template of the file; None for that of the tokenizer's folder."""
-        return self._template
-
     def spec(self) -> dict[str, Any]:
         """What `load_tokenizer` makes the same tokenizer of."""
         path = self.folder / "tokenizer.json"
@@ -107,7 +103,7 @@ class ChatTemplate:
 
     def _begin_of_spec(self) -> dict[str, list[str]]:
         """bos_token as `bos` of a spec, where the template writes it first: prompts of a run begin as its conversations."""
-        name, asked = self.tokenizer.bos_token, [{"role": "user", "content": "a"}]
+        name, asked = self.tokenizer.bos_token, [_ASKED]
         try:
             text = self._text(Conversation("a question", asked, [1.0], None), 1, False)
         except InvalidData:  # a template of another form
@@ -134,7 +130,7 @@ class ChatTemplate:
 
     def digest(self) -> str:
         """sha256 of the template, or of all that the tokenizer has."""
-        text = self._template or json.dumps(self.tokenizer.chat_template, sort_keys=True)
+        text = self.template or json.dumps(self.tokenizer.chat_template, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()
 
     def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
@@ -159,10 +155,8 @@ class ChatTemplate:
         )
         ids = np.asarray(out["input_ids"], np.int64)
         if not ids.size:
-            where, rule = conversation.place, "has no tokens after its template"
-            raise invalid(
-                "", "empty", ..., rule, "correct the template", where=where, kind=InvalidData
-            )
+            rule, fix = "has no tokens after its template", "correct the template"
+            raise invalid("", "empty", ..., rule, fix, where=conversation.place, kind=InvalidData)
 
         factors = self._factors(conversation)
         if self.config.train_on == "all" and set(factors) == {1.0}:
@@ -179,11 +173,9 @@ class ChatTemplate:
         Media and weights are never read: a run of text has no media, and its weights are those of `weight`.
         """
         for number, message in enumerate(c.messages):
-            read = {"role", "content", "weight"}
-            for key in message.keys() - {*read, *MEDIA, *WEIGHTS}:
-                if not is_empty(message[key]) and self._reads(c, number, key):
-                    read.add(key)
-            keys.check(Keys(frozenset(read), inside="messages"), message, f"{c.place} message {number}")  # fmt: skip
+            others = [k for k in message if k not in _NOT_OF_TEMPLATES and not is_empty(message[k])]
+            read = frozenset((*_OWN, *(k for k in others if self._reads(c, number, k))))
+            keys.check(Keys(read, inside="messages"), message, f"{c.place} message {number}")
 
     def _reads(self, c: Conversation, number: int, key: str) -> bool:
         """Whether the template renders a message differently without a key, found at the first message of a role with it.
@@ -193,16 +185,16 @@ class ChatTemplate:
         flag at its default, is not seen.
         """
         own, end = c.messages[number], len(c.messages)
+
+        def text(message: dict[str, Any], stop: int) -> str | None:
+            messages = [*c.messages[:number], message, *c.messages[number + 1 : stop]]
+            with contextlib.suppress(InvalidData):
+                return self._text(c._replace(messages=messages), stop, False)
+            return None
+
         found = self._read.get((own["role"], key))
         if found is None:
             bare = {name: own[name] for name in ("role", "content", key) if name in own}
-
-            def text(message: dict[str, Any], stop: int) -> str | None:
-                with contextlib.suppress(InvalidData):
-                    messages = [*c.messages[:number], message, *c.messages[number + 1 : stop]]
-                    return self._text(c._replace(messages=messages), stop, False)
-                return None
-
             found = self._read[own["role"], key] = any(
                 text(given, stop) != text({k: v for k, v in given.items() if k != key}, stop)
                 for given, stop in product((own, bare), (number + 1, end))
@@ -216,9 +208,7 @@ class ChatTemplate:
 
     def _factors(self, conversation: Conversation) -> list[float]:
         """The weight of each message: its own, where `train_on` says that it is learnt."""
-        said = [
-            i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"
-        ]
+        said = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
         learnt = {"assistant": said, "last": said[-1:], "all": range(len(conversation.messages))}
         chosen = set(learnt[self.config.train_on])
         return [w if i in chosen else 0.0 for i, w in enumerate(conversation.weights)]
@@ -235,7 +225,7 @@ class ChatTemplate:
         rendered: Any = render_jinja_template(
             conversations=[c.messages],
             tools=c.tools,
-            chat_template=self.tokenizer.get_chat_template(self._template, c.tools),
+            chat_template=self.tokenizer.get_chat_template(self.template, c.tools),
             return_assistant_tokens_mask=True,
             **self.tokenizer.special_tokens_map,
         )
@@ -292,9 +282,8 @@ class ChatTemplate:
             # where earlier answers end is not known without further renderings
             answers = [[0, len(ids)]] if c.messages[-1]["role"] == "assistant" else []
         else:
-            answers = (
-                np.flatnonzero(np.diff(weights > 0, prepend=0, append=0)).reshape(-1, 2).tolist()
-            )
+            edges = np.diff(weights > 0, prepend=0, append=0)
+            answers = np.flatnonzero(edges).reshape(-1, 2).tolist()
             if len(answers) != sum(factor > 0 for factor in factors):
                 answers = answers[-1:]  # an answer of several parts: only the last end is sure
         ends: list[int | None] = []
@@ -320,7 +309,7 @@ class ChatTemplate:
         if number and c.messages[number - 1]["role"] != "assistant":
             return self._length(c, whole, number, number, True)
         # Where nobody has asked, many templates give no prompt.
-        asked = c._replace(messages=[{"role": "user", "content": "a"}])
+        asked = c._replace(messages=[_ASKED])
         prompt = self._text(asked, 1, True)[len(self._text(asked, 1, False)) :]
         before = self._length(c, whole, number, number, False)
         place = whole.find(prompt, before, self._length(c, whole, number, number + 1, False))
@@ -348,15 +337,13 @@ class ChatTemplate:
         if count == 0:
             return ""
         messages = conversation.messages[:count]
-        found: str = self._apply(
-            conversation, messages, tokenize=False, add_generation_prompt=prompt
-        )
-        return found
+        options = {"tokenize": False, "add_generation_prompt": prompt}
+        return str(self._apply(conversation, messages, **options))
 
     def _apply(self, c: Conversation, messages: list[dict[str, Any]], **options: Any) -> Any:
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tools=c.tools, chat_template=self._template, **options
+                messages, tools=c.tools, chat_template=self.template, **options
             )
         except Exception as error:  # a template raises what it likes
             message = (str(error).splitlines() or [type(error).__name__])[0]
@@ -367,7 +354,7 @@ class ChatTemplate:
             ) from error
 
     def _has_marks(self, conversation: Conversation) -> bool:
-        template = self.tokenizer.get_chat_template(self._template, conversation.tools)
+        template = self.tokenizer.get_chat_template(self.template, conversation.tools)
         return _MARKS.search(template) is not None
 
 

@@ -149,16 +149,14 @@ def root_name(path: Path) -> str:
     return name
 
 
-def require_library() -> None:
+def require_library(key: str = "name", value: str = "huggingface") -> None:
     """Raise ValueError if the library is missing."""
     found = None
     with contextlib.suppress(ImportError):
         found = importlib.util.find_spec("datasets")
     if found is None:
         rule = "needs the datasets library, which is not installed"
-        raise invalid(
-            "name", "requires", "huggingface", rule, "pip install 'forge-data[huggingface]'"
-        )
+        raise invalid(key, "requires", value, rule, "pip install 'forge-data[huggingface]'")
 
 
 def is_saved(path: Path) -> bool:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ _CHAT = Keys(frozenset(("messages", "branches", *_MEDIA)))
 _LLAVA = Keys(frozenset(("conversations", "branches", *_MEDIA)))
 _MESSAGE = Keys(frozenset(("role", "content", "weight")), inside="messages")
 _TURN = Keys(frozenset(("from", "value")), CONTENT | {"role", "content"}, "conversations")
+_no_keys = partial(RecordKeys, kind=InvalidSample)
 _PARTS = {
     "text": Keys(frozenset(("type", "text")), inside="content"),
     "image": Keys(
@@ -77,7 +79,8 @@ def from_chat(
     from 0) to parts with one; without parts to the marks `<image>` and `<video>` of questions; without marks in front of the
     first question. Without them a mark is text.
     """
-    given, keys = _begin(name, value, _CHAT, keys)
+    given, keys = value if isinstance(value, Mapping) else {}, keys or _no_keys()
+    keys.check(_CHAT, given, name)
     parsed = _messages(name, given.get("messages"), keys)
     branches = [_messages(name, branch, keys) for branch in _branches(name, given)]
     _place(name, "messages", [parsed, *branches], _media(name, given))
@@ -93,22 +96,14 @@ def from_llava(
     Those without a mark stand before the first text. One that only `asks` may be without an answer. `"branches":
     [[turn, ...], ...]` are several ways to go on. Raises InvalidSample for another number of marks.
     """
-    given, keys = _begin(name, value, _LLAVA, keys)
+    given, keys = value if isinstance(value, Mapping) else {}, keys or _no_keys()
+    keys.check(_LLAVA, given, name)
     media = _media(name, given)
     mark = "video" if media["video"] and not media["image"] else "image"
     parsed = _turns(name, given.get("conversations"), mark, keys)
     branches = [_turns(name, branch, mark, keys) for branch in _branches(name, given)]
     _place(name, "conversations", [parsed, *branches], media)
     return _built(name, parsed, branches, folder, asks)
-
-
-def _begin(
-    name: str, value: Any, known: Keys, keys: RecordKeys | None
-) -> tuple[Mapping[str, Any], RecordKeys]:
-    given = value if isinstance(value, Mapping) else {}
-    keys = keys or RecordKeys(kind=InvalidSample)
-    keys.check(known, given, name)
-    return given, keys
 
 
 def _branches(name: str, given: Mapping[str, Any]) -> Sequence[Any]:
@@ -300,12 +295,10 @@ def _built(
     messages = tuple(map(message, parsed))
     ways = tuple(tuple(map(message, branch)) for branch in branches)
     if any(isinstance(p, int) for branch in ways for m in branch for p in m.parts):
-        rule = "must not hold a picture, and one has it"
-        fix = "move it to the messages before"
+        rule, fix = "must not hold a picture, and one has it", "move it to the messages before"
         raise invalid("branches", "picture", ..., rule, fix, where=name)
     if not asks and not all(any(m.role == "assistant" for m in end) for end in ways or (messages,)):
-        rule = "must hold an assistant's message to learn"
-        fix = "give one or leave the record out"
+        rule, fix = "must hold an assistant's message to learn", "give one or leave the record out"
         raise invalid("messages", "no_answer", ..., rule, fix, where=name)
     if any(isinstance(p, int) for m in messages if m.role == "assistant" for p in m.parts):
         rule = "of an assistant must be text, and one has a picture"

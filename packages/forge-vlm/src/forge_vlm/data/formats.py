@@ -219,13 +219,7 @@ def _parquet(path: Path, keys: RecordKeys) -> Records:
     """Parquet files with a column `image` or `images` of bytes (or `{"bytes", "path"}`), and one of captions or
     messages."""
     sets = _datasets("parquet")
-    files = sorted(path.glob("*.parquet")) if path.is_dir() else [path]
-    if not files or not files[0].exists():
-        rule = "must be a parquet file or a folder of them"
-        raise invalid("", "no_parquet", ..., rule, "check the path", where=path)
-    digest = hashlib.sha256()
-    for file in files:
-        digest.update(_digest(file))
+    files = _files(path, "parquet")
     try:
         # the library takes names of files for patterns
         names = [_root_name(file) for file in files]
@@ -234,7 +228,7 @@ def _parquet(path: Path, keys: RecordKeys) -> Records:
             raise invalid("path", "variable", str(path), rule, "rename it")
         names = [glob.escape(name) for name in names]
         each = [sets.Dataset.from_parquet(name, keep_in_memory=False) for name in names]
-        return _Rows(sets.concatenate_datasets(each), path, digest.hexdigest(), keys)
+        return _Rows(sets.concatenate_datasets(each), path, _digest_of(files), keys)
     except InvalidSample:
         raise
     except Exception as error:
@@ -275,10 +269,7 @@ def _saved_set(path: Path, keys: RecordKeys) -> Records:
         rule = f"holds the splits {', '.join(found)}"
         fix = f"name the folder of one, {path / next(iter(found))}"
         raise invalid("", "splits", ..., rule, fix, where=path)
-    digest = hashlib.sha256()
-    for file in sorted(path.glob("*.arrow")):
-        digest.update(_digest(file))
-    return _Rows(found, path, digest.hexdigest(), keys)
+    return _Rows(found, path, _digest_of(sorted(path.glob("*.arrow"))), keys)
 
 
 class _Rows:
@@ -325,14 +316,10 @@ class _Tar:
 
     def __init__(self, path: Path, keys: RecordKeys) -> None:
         self._path, self._keys = path, keys
-        files = sorted(path.glob("*.tar")) if path.is_dir() else [path]
-        if not files or not files[0].exists():
-            rule = "must be a .tar or a folder of them"
-            raise invalid("", "no_tar", ..., rule, "check the path", where=path)
+        self._files = _files(path, "tar")
         # members by sample and the rest of their name
         self._samples: list[tuple[str, dict[str, Span]]] = []
-        self._files = files
-        for file in files:
+        for file in self._files:
             self._index(file)
 
     def _index(self, file: Path) -> None:
@@ -413,10 +400,7 @@ class _Tar:
         return Picture(name, member).read()
 
     def fingerprint(self) -> str:
-        digest = hashlib.sha256()
-        for file in self._files:
-            digest.update(_digest(file))
-        return digest.hexdigest()
+        return _digest_of(self._files)
 
 
 def _name_of(name: str, each: Any, pictures: list[Picture]) -> str:
@@ -458,9 +442,21 @@ def _opened(path: Path) -> Any:
         raise invalid("", "unreadable", ..., rule, "check the path", where=path) from error
 
 
-def _digest(path: Path) -> bytes:
-    with _opened(path) as file:
-        return hashlib.file_digest(file, "sha256").digest()
+def _files(path: Path, ending: str) -> list[Path]:
+    """A file, or the files of a folder with an ending."""
+    files = sorted(path.glob(f"*.{ending}")) if path.is_dir() else [path]
+    if not files or not files[0].exists():
+        rule = f"must be a .{ending} file or a folder of them"
+        raise invalid("", f"no_{ending}", ..., rule, "check the path", where=path)
+    return files
+
+
+def _digest_of(files: Sequence[Path]) -> str:
+    digest = hashlib.sha256()
+    for path in files:
+        with _opened(path) as file:
+            digest.update(hashlib.file_digest(file, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _content(path: Path) -> bytes:

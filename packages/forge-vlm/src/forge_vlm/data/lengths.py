@@ -71,9 +71,9 @@ def count(
         rule = f"must have a sample whose pictures can be read, and has none of {len(records)}"
         raise invalid("", "empty", ..., rule, "check the path and the format", where=path)
     check_labels(np.concatenate(tokens), np.concatenate(labels))
-    arrays = [np.array(each, np.int64) for each in (lengths, kept, pictures, trained)]
-    counts = len(records), int(unlearnt), dict(keys.counts)
-    return Counted(*arrays, weighted, branched, *counts), damaged
+    counts = weighted, branched, len(records), int(unlearnt), dict(keys.counts)
+    one, two, three, four = (np.array(v, np.int64) for v in (lengths, kept, pictures, trained))
+    return Counted(one, two, three, four, *counts), damaged
 
 
 def entry_of(cache: str | None, content: str, options: Mapping[str, Any]) -> Path:

@@ -85,7 +85,9 @@ class Prepared(CountedSamples):
         lengths = np.diff(self._tokens, prepend=0)
         pictures = np.diff(self._pictures, prepend=0)
         sizes = [about[name] for name in Counted._fields[4:8]]
-        counted = Counted(lengths, ends[:, 0], pictures, None, *sizes, about.get("unread", {}))
+        counted = Counted(
+            lengths, ends[:, 0], pictures, None, *sizes, unread=about.get("unread", {})
+        )
         decoder = Decoder(
             pictures_of(given, given["image"]), given["corrupt"], given["image_masks"]
         )
