@@ -84,10 +84,8 @@ class Prepared(CountedSamples):
         self.image_id = about["image_id"]
         lengths = np.diff(self._tokens, prepend=0)
         pictures = np.diff(self._pictures, prepend=0)
-        sizes = [about[name] for name in Counted._fields[4:8]]
-        counted = Counted(
-            lengths, ends[:, 0], pictures, None, *sizes, unread=about.get("unread", {})
-        )
+        sizes = [*(about[name] for name in Counted._fields[4:8]), about.get("unread", {})]
+        counted = Counted(lengths, ends[:, 0], pictures, None, *sizes)
         decoder = Decoder(
             pictures_of(given, given["image"]), given["corrupt"], given["image_masks"]
         )
