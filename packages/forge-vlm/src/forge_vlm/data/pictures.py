@@ -24,7 +24,8 @@ __all__ = ["FORMATS", "Pictures"]
 
 #: Formats of pillow that are read; of others, as PostScript, some start programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "JPEG2000", "PPM")
-_ORIENTATION = 0x0112  # of EXIF; 5 to 8 lie on their side
+_ORIENTATION, _ON_SIDE = 0x0112, (5, 6, 7, 8)  # of EXIF
+_PNG_TEXTS = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")  # chunks with an orientation
 Media = dict[str, Tensor]
 
 
@@ -85,10 +86,15 @@ class Pictures:
         from PIL.Image import Image
 
         try:
+            # a PNG's own method would read the pixels, which only chunks after them need
+            if image.format == "PNG" and _ends_with_exif(content):
+                image.load()
+            on_side = Image.getexif(image).get(_ORIENTATION) in _ON_SIDE
+            # pillow opens a TIFF with its sides exchanged if it has the tag, not if XMP has it
+            if image.format == "TIFF" and image.tag_v2.get(_ORIENTATION) in _ON_SIDE:
+                on_side = False
             size = image.height, image.width
-            # a PNG's own method would read the pixels
-            upright = Image.getexif(image).get(_ORIENTATION, 1) < 5
-            found: Layout = resolution.layout(*(size if upright else size[::-1]))
+            found: Layout = resolution.layout(*(size[::-1] if on_side else size))
             return found
         except Exception as error:
             raise _damaged(name, error) from None
@@ -156,6 +162,11 @@ class Pictures:
             return {"images": tiles}
         patches, grid = cut_patches(tiles, self._patch_size, self._merge, self._time)
         return {"patches": patches, "grids": grid}
+
+
+def _ends_with_exif(png: bytes) -> bool:
+    pixels = png.find(b"IDAT")
+    return any(png.find(text, pixels) > 0 for text in _PNG_TEXTS)
 
 
 def _damaged(name: str, error: Exception) -> Any:
