@@ -7,17 +7,21 @@ import zlib
 import pytest
 import torch
 
+from forge_testing.problems import rejects
 
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 
+from forge_vlm.data import InvalidSample  # noqa: E402
 from forge_vlm.data.pictures import Pictures  # noqa: E402
+from forge_vlm.data.records import Caps  # noqa: E402
 from forge_vlm.resolution import (  # noqa: E402
     AspectTilesConfig,
     BudgetConfig,
     FixedConfig,
     ResolutionConfig,
     TilesConfig,
+    build_resolution,
 )
 from forge_vlm.vision.patches import cut_patches  # noqa: E402
 
@@ -187,3 +191,38 @@ def test_F167_images_lie_as_exif_says_full_grid(format):
         for orientation in UPRIGHT:
             for policy in POLICIES:
                 check(format, mode, orientation, policy)
+
+
+@pytest.mark.parametrize("fit", ["pad", "crop", "stretch"])
+@pytest.mark.parametrize("size", [(1, 16000), (16000, 1)])
+def test_F168_extreme_aspects_take_little_memory(fit, size):
+    """Pillow allocates 16 MiB at a time; a square of 16,000 pixels would be 1 GB."""
+    resolution = build_resolution(ResolutionConfig(fixed=FixedConfig(336, fit)))
+    image = Image.new("RGB", size, (200, 100, 50))
+    Image.core.reset_stats()
+    found = resolution(image)
+    stats = Image.core.get_stats()
+    assert stats["allocated_blocks"] + stats["reused_blocks"] < 16
+    middle = found[0, :, 168, 168].tolist()
+    assert middle == [200, 100, 50] if fit != "pad" else 100 < middle[0] <= 200
+
+
+def test_F168_crops_of_extreme_aspects_are_those_of_their_middle(monkeypatch):
+    """With and without the pixels that are cropped, of a size where both are possible."""
+    noise = np.random.default_rng(1).integers(0, 256, (7, 500, 3), dtype=np.uint8)
+    image, resolution = Image.fromarray(noise), build_resolution(POLICIES["fixed crop"])
+    slow = resolution(image)
+    monkeypatch.setattr("forge_vlm.resolution.fixed._MOST", 0)
+    for turned in (image, image.transpose(Image.Transpose.TRANSPOSE)):
+        fast = resolution(turned)
+        fast = fast if turned is image else fast.mT
+        assert (fast.int() - slow.int()).abs().max() <= 1
+
+
+def test_F168_bounds_of_a_record_are_bounded():
+    """A record may ask for more pixels than its image has, up to those that an image may have."""
+    pictures = Pictures(POLICIES["budget"], 1, "<image>", patch_size=4)
+    content = encoded("PNG", "L", 1)
+    assert pictures.layout(content, "a", Caps(2**18, 2**20)).height > 256
+    with rejects("", code="pixels", kind=InvalidSample, where="a"):
+        pictures.layout(content, "a", Caps(2**35, 2**36))

@@ -95,9 +95,14 @@ class Pictures:
                 on_side = False
             size = image.height, image.width
             found: Layout = resolution.layout(*(size[::-1] if on_side else size))
-            return found
         except Exception as error:
             raise _damaged(name, error) from None
+        most = max(self._max_pixels, MOST_PIXELS)
+        if (pixels := found.num_tiles * found.height * found.width) > most:
+            rule = f"pixels after resizing must be at most {most}"
+            fix = "lower the bounds of its pixels, or raise max_image_pixels"
+            raise invalid("", "pixels", pixels, rule, fix, where=name)
+        return found
 
     def blank_layout(self) -> Layout:
         """That of what stands for a picture without a header: a small square."""

@@ -5,6 +5,7 @@ Shapes: H and W pixels.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from forge_vlm.resolution.layout import Layout
 from forge_vlm.resolution.pictures import picture_of, resized, size_of, tensor_of
 
 __all__ = ["FixedResolution"]
+
+_MOST = 1 << 24  # pixels of an intermediate image, unless the image itself has a quarter of them
 
 
 class FixedResolution:
@@ -34,12 +37,21 @@ class FixedResolution:
         if c.fit == "crop":
             return tensor_of([_cropped(picture, c.size, c.filter)])
         if c.fit == "pad":
-            picture = _padded(picture, self.color)
+            picture = _padded(_narrowed(picture, c.size, c.filter), self.color)
         return tensor_of([resized(picture, c.size, c.size, c.filter)])
 
     def text(self, layout: Layout, tokens: int, placeholder: str) -> str:
         """What stands for the image in a prompt: a placeholder for each of its tokens."""
         return placeholder * tokens
+
+
+def _narrowed(picture: Any, size: int, filter: str) -> Any:
+    """The picture; smaller where its square would take much more memory than it does: 1 x 16,000 pixels 1 GB."""
+    height, width = size_of(picture)
+    side, most = max(height, width), max(size, math.isqrt(_MOST))
+    if side <= most or side * side <= 4 * height * width:
+        return picture
+    return resized(picture, *(max(1, each * most // side) for each in (height, width)), filter)
 
 
 def _padded(picture: Any, color: tuple[int, ...]) -> Any:
@@ -55,8 +67,16 @@ def _padded(picture: Any, color: tuple[int, ...]) -> Any:
 
 def _cropped(picture: Any, size: int, filter: str) -> Any:
     """The middle of the picture with its shorter side at `size`."""
+    from PIL import Image
+
     height, width = size_of(picture)
     longer = int(size * max(height, width) / min(height, width))
-    height, width = (size, longer) if height <= width else (longer, size)
-    left, top = (width - size) // 2, (height - size) // 2
-    return resized(picture, height, width, filter).crop((left, top, left + size, top + size))
+    tall, wide = (size, longer) if height <= width else (longer, size)
+    left, top = (wide - size) // 2, (tall - size) // 2
+    box = (left, top, left + size, top + size)
+    if tall * wide <= max(_MOST, 4 * height * width):
+        return resized(picture, tall, wide, filter).crop(box)
+    # equal within rounding, without pixels that are cropped: of 1 x 10,000 they are 3.4 GB
+    x, y = width / wide, height / tall
+    box = (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
+    return picture.resize((size, size), Image.Resampling[filter.upper()], box)
