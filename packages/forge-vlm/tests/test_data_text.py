@@ -5,6 +5,7 @@ import io
 import json
 import tarfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -22,7 +23,7 @@ from forge_vlm.data.prepare import prepare  # noqa: E402
 from forge_vlm.data.prepared import MANIFEST, Prepared  # noqa: E402
 from forge_vlm.data.records import Picture, Span  # noqa: E402
 from forge_vlm.data.samples import fingerprint_of  # noqa: E402
-from forge_vlm.data.source import options_of  # noqa: E402
+from forge_vlm.data.source import open_source, options_of  # noqa: E402
 
 SPECIALS = ["<unk>", "<s>", "</s>", "<image>", "<|im_start|>", "<|im_end|>"]
 OPTIONS = dict(resolution={"fixed": {"size": 8}}, tokens_per_tile=3)
@@ -311,9 +312,24 @@ def test_F68_labels_that_copy_are_refused(tmp_path):
         check_labels(tokens, tokens)
     check_labels(tokens, np.where(tokens < 18, tokens + 1, tokens))
     check_labels(tokens, np.full(20, -100))
-    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "a" * 99}]
-    with rejects("labels", 98, "unshifted", InvalidSample):
-        talks(tmp_path, messages)
+    rows = np.stack([tokens, tokens + 1])
+    with rejects("labels", 40, "unshifted", InvalidSample):
+        check_labels(rows, rows)
+
+
+def test_F169_answers_of_one_repeated_token_are_learned(tmp_path):
+    """The next token is the token itself, and the labels are shifted none the less."""
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "0" * 99}]
+    source = talks(tmp_path, messages)
+    sample = source.sample(0)
+    learned = sample.labels[sample.labels != -100]
+    assert learned.tolist() == [ord("0")] * 99 + [256]
+    check_labels(sample.tokens, sample.labels)
+    config = SimpleNamespace(path=str(tmp_path / "t.jsonl"))
+    stream = open_source(config, **OPTIONS, streaming=True).stream(200)
+    assert (stream.arrays(np.arange(1))["labels"] == ord("0")).sum() == 99
+    prepare(tmp_path / "t.jsonl", tmp_path / "out", options_of("", OPTIONS))
+    assert len(Prepared(tmp_path / "out").lengths) == 1
 
 
 def test_documents_with_pictures_among_their_text(tmp_path):

@@ -102,10 +102,9 @@ class GuardedLoader(Loader):
     def __next__(self) -> Batch:
         batch = super().__next__()
         if self._seen is not None:
-            valid = batch.labels != IGNORE
-            self._seen.append((batch.tokens[valid].numpy(), batch.labels[valid].numpy()))
+            self._seen.append((batch.tokens.numpy().ravel(), batch.labels.numpy().ravel()))
             tokens, labels = map(numpy.concatenate, zip(*self._seen))
-            if len(labels) >= _ENOUGH:
+            if numpy.count_nonzero(labels != IGNORE) >= _ENOUGH:
                 self._seen = None
                 try:
                     check_labels(tokens, labels)

@@ -26,14 +26,12 @@ from forge_vlm._shared.record_keys import RecordKeys
 from forge_vlm.data.errors import invalid
 from forge_vlm.data.reader import Reader
 from forge_vlm.data.records import Record, Records
-from forge_vlm.data.sample import check_labels
 from forge_vlm.data.samples import VERSION, Counted
 from forge_vlm.plan import IGNORE
 
 __all__ = ["cached", "count", "entry_of", "locked"]
 
 SMALL = 1000  # records up to which counting again is sooner done than looked up
-_CHECKED = 1000  # samples whose labels are compared with tokens
 _DAMAGED = "damaged"
 _ARRAYS = Counted._fields[:4]
 _COUNTED = 5  # raise it where other samples than before have another length, or a key is an error
@@ -47,7 +45,7 @@ def count(
     kept: list[int] = []
     pictures: list[int] = []
     trained: list[int] = []
-    tokens, labels, damaged = [], [], []
+    damaged: list[Record] = []
     weighted, branched, unlearnt = False, False, 0
     for number in range(len(records)):
         record = records[number]
@@ -60,9 +58,6 @@ def count(
         unlearnt += not learnt.any()
         branched |= sample.branches is not None
         weighted |= bool((sample.weights[learnt] != 1).any())
-        if len(kept) < _CHECKED:
-            tokens.append(sample.tokens[learnt])
-            labels.append(sample.labels[learnt])
         lengths.append(len(sample.tokens))
         kept.append(number)
         pictures.append(len(sample.pictures))
@@ -70,7 +65,6 @@ def count(
     if not kept:
         rule = f"must have a sample whose pictures can be read, and has none of {len(records)}"
         raise invalid("", "empty", ..., rule, "check the path and the format", where=path)
-    check_labels(np.concatenate(tokens), np.concatenate(labels))
     counts = weighted, branched, len(records), int(unlearnt), dict(keys.counts)
     one, two, three, four = (np.array(v, np.int64) for v in (lengths, kept, pictures, trained))
     return Counted(one, two, three, four, *counts), damaged

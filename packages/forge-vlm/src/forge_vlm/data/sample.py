@@ -111,12 +111,14 @@ def _weights(answers: np.ndarray, own: np.ndarray, weigh: str) -> np.ndarray:
 
 
 def check_labels(tokens: np.ndarray, labels: np.ndarray) -> None:
-    """InvalidSample where over 90 % of the labels are the token of their own position: a model would learn to copy.
+    """InvalidSample where over 90 % of the labels are the token of their own position: a model would learn to copy. For
+    labels that others made. Labels before an equal token are not counted: shifted or not, they are the same.
 
-    Arrays of any one shape. Usage: `check_labels(batch.tokens.numpy(), batch.labels.numpy())`.
+    Arrays (..., S) of consecutive tokens. Usage: `check_labels(batch.tokens.numpy(), batch.labels.numpy())`.
     """
-    valid = labels != IGNORE
-    copies, count = int((labels == tokens)[valid].sum()), int(valid.sum())
+    counted = labels != IGNORE
+    counted[..., :-1] &= tokens[..., :-1] != tokens[..., 1:]
+    copies, count = int((labels == tokens)[counted].sum()), int(counted.sum())
     if copies > _COPIES * count:
         rule = f"of {count} are the token of their own position, and must be the next token"
         raise invalid("labels", "unshifted", copies, rule, "shift them by one")

@@ -24,7 +24,7 @@ from forge_vlm.data.options import problems
 from forge_vlm.data.packing import PACKING_VERSION, order_of, plan_rows
 from forge_vlm.data.pieces import STREAMED, Pieces
 from forge_vlm.data.reader import Reader
-from forge_vlm.data.sample import Sample, check_labels
+from forge_vlm.data.sample import Sample
 from forge_vlm.data.stream import arrays_of, too_long
 
 __all__ = ["PictureShards", "StreamedConversations"]
@@ -40,8 +40,7 @@ class StreamedConversations:
         talks = StreamedConversations("shards/", options_of("shards/", {"format": "webdataset", ...}))
         loader = Loader(talks.stream(seq_len=2048, seed=0), global_batch=16)
 
-    Options are those of `Conversations`, all given but `cache`. Opening reads sizes and ends of files, and tokenizes
-    one window for the check of its labels. Raises ValueError for options, InvalidSample for files.
+    Options are those of `Conversations`, all given but `cache`. Opening reads sizes and ends of files. Raises ValueError for options, InvalidSample for files.
     """
 
     def __init__(
@@ -228,8 +227,6 @@ class PictureShards:
     def _pack(self, shard: int, first: int, batch: list[tuple[int, Sample]]) -> _Window:
         """The rows of some samples, shuffled."""
         place, samples = batch[0][0], [sample for _, sample in batch]
-        if first == 0:
-            check_labels(*(np.concatenate([s[i] for s in samples]) for i in (0, 1)))
         lengths = np.array([len(sample.tokens) for sample in samples])
         rows = plan_rows(lengths, self.seq_len, self.reader.identity["pack"])
         order = order_of(len(rows), _seed(self.seed, f"window {shard}"), place)

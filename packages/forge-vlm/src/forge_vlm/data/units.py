@@ -15,7 +15,7 @@ from forge_vlm.data.errors import InvalidSample
 from forge_vlm.data.prepared import BYTES, FIELDS, NAMED
 from forge_vlm.data.reader import Reader
 from forge_vlm.data.records import Picture, Records
-from forge_vlm.data.sample import Sample, check_labels
+from forge_vlm.data.sample import Sample
 from forge_vlm.data.video import Frame
 from forge_vlm.plan import IGNORE
 from forge_vlm.resolution import Layout
@@ -70,7 +70,6 @@ def make_unit(
         name: np.concatenate([getattr(s, name) for s in samples] or [np.zeros(0)]).astype(dtype)
         for name, dtype in COLUMNS.items()
     }
-    check_labels(columns["tokens"].astype(np.int64), columns["labels"])
     return {
         **columns,
         "samples": np.array(ends, "<i8").reshape(-1, 3),
