@@ -231,6 +231,20 @@ def write_tar(path, mode):
     content.unlink()
 
 
+@pytest.mark.parametrize(("ending", "pack"), [("gz", gzip.compress), ("xz", lzma.compress)])
+@pytest.mark.parametrize("zeros", [8, 8192, 20_000])
+def test_F173_zeros_after_a_member_are_padding(tmp_path, ending, pack, zeros):
+    """Of any number, at the end and before another member; zeros inside of a member are its own."""
+    path = tmp_path / f"a.txt.{ending}"
+    padding = b"\0" * zeros
+    text = b"\0 in the text of a member\n"
+    path.write_bytes(pack(text) + padding + pack(text) + padding)
+    assert documents(path) == [2 * text.decode()]
+    path.write_bytes(pack(b"one") + padding + b"not packed at all")
+    with rejects("", ..., "damaged", InvalidData, where=path):
+        documents(path)
+
+
 GZIP_END = slice(None, -520)  # without the padding and the last bytes of a member
 DAMAGED = {
     "surrogate.jsonl": (

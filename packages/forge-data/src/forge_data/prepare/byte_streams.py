@@ -112,20 +112,19 @@ def _unpack(
     """Unpacked chunks of all members or frames, one behind the other."""
     # The libraries' own file objects say nothing when a zstd file ends inside a frame.
     unpacker, inside, fix = new(), True, "copy or download it again"
+    between = False  # after a gzip member zeros are padding of tapes, after an xz stream its own; neither is a member
     while chunk := file.read(_CHUNK):
-        while chunk:
+        while chunk := chunk.lstrip(b"\0") if between else chunk:
             try:
                 unpacked = unpacker.decompress(chunk)
             except Exception as error:  # zlib.error and ZstdError have no common base but this
                 rule = f"must be {compression} as its name says, but before byte {file.tell()} it is not ({error})"
                 raise invalid("", "damaged", ..., rule, fix, where=path, kind=InvalidData) from None
-            inside, chunk = not unpacker.eof, b""
+            inside, between, chunk = not unpacker.eof, False, b""
             yield unpacked
             if unpacker.eof:
                 chunk = unpacker.unused_data
-                # Zeros after a gzip member are padding of tapes, those of xz its own; neither is a member.
-                chunk = chunk.lstrip(b"\0") if compression in ("gzip", "xz") else chunk
-                unpacker, inside = new(), bool(chunk)
+                unpacker, between = new(), compression in ("gzip", "xz")
     if inside:
         rule = f"ends after {file.tell()} bytes in the middle of its {compression} data: it was truncated"
         raise invalid("", "truncated", ..., rule, fix, where=path, kind=InvalidData)
