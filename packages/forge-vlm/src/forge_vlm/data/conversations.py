@@ -124,7 +124,12 @@ def _media(name: str, given: Mapping[str, Any]) -> dict[str, list[Any]]:
             raise invalid(used[1], "excludes", given[used[1]], rule, fix, where=name)
         values = given[used[0]] if used else []
         values = list(values) if isinstance(values, list | tuple) else [values]
-        found[kind] = [each for each in values if not is_empty(each)]
+        # a table gives {"bytes": None, "path": None} to rows without an image
+        found[kind] = [
+            each
+            for each in values
+            if not all(map(is_empty, each.values() if isinstance(each, Mapping) else (each,)))
+        ]
     return found
 
 
@@ -307,6 +312,10 @@ def _built(
 
 
 def _opened(name: str, slot: _Slot, number: int, folder: Path) -> Picture:
+    if slot.value is None:
+        rule = f"of type {slot.kind} must have a value"
+        fix = f"give {slot.kind}, path or url, or {slot.kind}s next to the messages"
+        raise invalid("content", "no_value", dict(slot.part), rule, fix, where=name)
     if slot.kind == "image":
         found = picture_of(f"{name}, picture {number}", slot.value, folder)
         return replace(found, caps=_caps(found.name, slot.part))

@@ -36,7 +36,7 @@ from forge_vlm.data.records import (
     video_of,
 )
 
-__all__ = ["FORMATS", "lines_of", "open_records"]
+__all__ = ["FORMATS", "folder_of", "lines_of", "open_records"]
 
 _PICTURES = ("jpg", "jpeg", "png", "webp", "bmp", "gif")
 _CAPTIONS = ("text", "caption")
@@ -55,10 +55,10 @@ class _List:
         make: Callable[[str, Any, Path], Record],
         path: Path,
         digest: str,
-        folder: Path | None = None,
+        folder: Path,
     ) -> None:
         self._values, self._make, self._path, self._digest = values, make, path, digest
-        self._folder = path.parent if folder is None else folder
+        self._folder = folder
 
     def __len__(self) -> int:
         return len(self._values)
@@ -78,10 +78,12 @@ class _Lines:
         self,
         path: Path,
         make: Callable[[str, Any, Path], Record],
+        images: Path | None,
         start: int = 0,
         stop: int | None = None,
     ) -> None:
         self._path, self._make, self._start = path, make, start
+        self._folder = images or path.parent
         digest, offset = hashlib.sha256(), start
         self._offsets = array("q")
         with _opened(path) as file:
@@ -104,31 +106,32 @@ class _Lines:
         with _opened(self._path) as file:
             file.seek(self._offsets[index])
             value = _json(file.readline(), name)
-        return self._make(name, value, self._path.parent)
+        return self._make(name, value, self._folder)
 
     def fingerprint(self) -> str:
         return self._digest
 
 
-def _chat_lines(path: Path, keys: RecordKeys, asks: bool = False) -> Records:
-    return _Lines(path, partial(from_chat, asks=asks, keys=keys))
+def _chat_lines(path: Path, keys: RecordKeys, images: Path | None, asks: bool = False) -> Records:
+    return _Lines(path, partial(from_chat, asks=asks, keys=keys), images)
 
 
-def _llava(path: Path, keys: RecordKeys, asks: bool = False) -> Records:
+def _llava(path: Path, keys: RecordKeys, images: Path | None, asks: bool = False) -> Records:
     make = partial(from_llava, asks=asks, keys=keys)
     if path.suffix == ".jsonl":
-        return _Lines(path, make)
+        return _Lines(path, make, images)
     content = _content(path)
     values = _json(content, str(path))
     if not isinstance(values, list):
         rule = "must hold a list of records"
         raise invalid("", "not_list", ..., rule, "give LLaVA's JSON", where=path)
-    return _List(values, make, path, hashlib.sha256(content).hexdigest())
+    return _List(values, make, path, hashlib.sha256(content).hexdigest(), images or path.parent)
 
 
-def _coco(path: Path, keys: RecordKeys, together: bool = False) -> Records:
-    """COCO's captions file; pictures are in its folder, or in `images` or the split's name beside it. A record is a
-    caption, or `together` all captions of a picture, in the order of the first of each."""
+def _coco(path: Path, keys: RecordKeys, images: Path | None, together: bool = False) -> Records:
+    """COCO's captions file; pictures are in its folder, or in `images` or the folder of its split (`val2017` of
+    captions_val2017.json) next to it or to its folder. A record is a caption, or `together` all captions of a picture, in
+    the order of the first of each."""
     content = _content(path)
     value = _json(content, str(path))
     try:
@@ -139,9 +142,11 @@ def _coco(path: Path, keys: RecordKeys, together: bool = False) -> Records:
         rule = f"must hold images with id and file_name, and annotations with image_id and caption ({error!r})"
         fix = "give a captions file of COCO"
         raise invalid("", "not_coco", ..., rule, fix, where=path) from error
-    places = (path.parent, path.parent / "images")
-    first = pairs[0][0] if pairs else ""
-    folder = next((p for p in places if (p / first).exists()), path.parent)
+    split, own = path.stem.rpartition("_")[2], path.absolute().parent
+    near = [images] if images else [own, own / "images", own.parent, own.parent / "images"]
+    places = [place for each in near for place in (each, each / split)]
+    first = str(pairs[0][0]) if pairs else ""
+    folder = next((p for p in places if os.path.lexists(p / first)), places[0])
 
     for number, note in enumerate(notes):  # here, as notes are not kept
         keys.check(_NOTE, note, f"{path}, annotation {number}")
@@ -162,17 +167,17 @@ def _coco(path: Path, keys: RecordKeys, together: bool = False) -> Records:
     )
 
 
-def _folder(path: Path, keys: RecordKeys) -> Records:
+def _folder(path: Path, keys: RecordKeys, images: Path | None) -> Records:
     """A folder with metadata.csv or metadata.jsonl: file_name and text (or caption), as `imagefolder` of datasets."""
 
     def make(name: str, row: Any, folder: Path) -> Record:
         caption = _caption(name, row, keys, "file_name")
         return captioned(name, caption, [picture_of(name, row.get("file_name"), folder)])
 
-    return _of_metadata(path, make, "file_name and text")
+    return _of_metadata(path, make, images, "file_name and text")
 
 
-def _videos(path: Path, keys: RecordKeys) -> Records:
+def _videos(path: Path, keys: RecordKeys, images: Path | None) -> Records:
     """A folder with metadata.csv or metadata.jsonl: file_name (or video), and question and answer, with options or columns
     a0, a1, ... where it is a choice (NExT-QA), or text (or caption)."""
 
@@ -188,10 +193,12 @@ def _videos(path: Path, keys: RecordKeys) -> Records:
             return asked(name, row, [video])
         return captioned(name, _caption(name, row, keys, file), [video])
 
-    return _of_metadata(path, make, "file_name, question and answer")
+    return _of_metadata(path, make, images, "file_name, question and answer")
 
 
-def _of_metadata(path: Path, make: Callable[[str, Any, Path], Record], columns: str) -> Records:
+def _of_metadata(
+    path: Path, make: Callable[[str, Any, Path], Record], images: Path | None, columns: str
+) -> Records:
     lines, table = path / "metadata.jsonl", path / "metadata.csv"
     index = lines if lines.exists() else table
     if not index.exists():
@@ -212,10 +219,10 @@ def _of_metadata(path: Path, make: Callable[[str, Any, Path], Record], columns: 
     def of_row(name: str, row: Any, folder: Path) -> Record:
         return make(name, row if isinstance(row, Mapping) else {}, folder)
 
-    return _List(rows, of_row, index, hashlib.sha256(content).hexdigest(), path)
+    return _List(rows, of_row, index, hashlib.sha256(content).hexdigest(), images or path)
 
 
-def _parquet(path: Path, keys: RecordKeys) -> Records:
+def _parquet(path: Path, keys: RecordKeys, images: Path | None) -> Records:
     """Parquet files with a column `image` or `images` of bytes (or `{"bytes", "path"}`), and one of captions or
     messages."""
     sets = _datasets("parquet")
@@ -228,7 +235,7 @@ def _parquet(path: Path, keys: RecordKeys) -> Records:
             raise invalid("path", "variable", str(path), rule, "rename it")
         names = [glob.escape(name) for name in names]
         each = [sets.Dataset.from_parquet(name, keep_in_memory=False) for name in names]
-        return _Rows(sets.concatenate_datasets(each), path, _digest_of(files), keys)
+        return _Rows(sets.concatenate_datasets(each), path, _digest_of(files), keys, images)
     except InvalidSample:
         raise
     except Exception as error:
@@ -255,7 +262,7 @@ def _datasets(format: str) -> Any:
     return datasets
 
 
-def _saved_set(path: Path, keys: RecordKeys) -> Records:
+def _saved_set(path: Path, keys: RecordKeys, images: Path | None) -> Records:
     """A set of `datasets` that `save_to_disk` wrote, with columns as of parquet."""
     sets = _datasets("dataset")
     try:
@@ -269,24 +276,27 @@ def _saved_set(path: Path, keys: RecordKeys) -> Records:
         rule = f"holds the splits {', '.join(found)}"
         fix = f"name the folder of one, {path / next(iter(found))}"
         raise invalid("", "splits", ..., rule, fix, where=path)
-    return _Rows(found, path, _digest_of(sorted(path.glob("*.arrow"))), keys)
+    return _Rows(found, path, _digest_of(sorted(path.glob("*.arrow"))), keys, images)
 
 
 class _Rows:
     """Rows of a set whose columns are those of a sample."""
 
-    def __init__(self, rows: Any, path: Path, digest: str, keys: RecordKeys) -> None:
+    def __init__(
+        self, rows: Any, path: Path, digest: str, keys: RecordKeys, images: Path | None
+    ) -> None:
         from datasets import Image, List
 
         self._path, self._digest, self._keys = path, digest, keys
+        self._folder = images or (path if path.is_dir() else path.parent)
         names = rows.column_names
         self._text = next((n for n in (*_MESSAGES, *_CAPTIONS) if n in names), None)
-        images = [n for n in ("image", "images") if n in names]
-        if self._text is None or (not images and self._text not in _MESSAGES):
+        columns = [n for n in ("image", "images") if n in names]
+        if self._text is None or (not columns and self._text not in _MESSAGES):
             wanted = ", ".join((*_MESSAGES, *_CAPTIONS))
             rule = f"must have image (or images) and one of {wanted}"
             raise invalid("columns", "missing", names, rule, "rename them", where=path)
-        for name in images:  # pictures stay as they are encoded
+        for name in columns:  # pictures stay as they are encoded
             feature = rows.features[name]
             if isinstance(feature, Image):
                 rows = rows.cast_column(name, Image(decode=False))
@@ -298,7 +308,7 @@ class _Rows:
         return len(self._rows)
 
     def __getitem__(self, index: int) -> Record:
-        name, row, folder = f"{self._path}, record {index}", self._rows[index], self._path
+        name, row, folder = f"{self._path}, record {index}", self._rows[index], self._folder
         if self._text in _MESSAGES:
             return _MESSAGES[self._text](name, row, folder, keys=self._keys)
         image = "image" if not is_empty(row.get("image")) else "images"
@@ -314,8 +324,9 @@ class _Tar:
     conversations, a caption, or `texts` with null where a picture stands). Its pictures are in the order of their names, or
     of `image` or `images` of the JSON, which names them."""
 
-    def __init__(self, path: Path, keys: RecordKeys) -> None:
-        self._path, self._keys = path, keys
+    def __init__(self, path: Path, keys: RecordKeys, images: Path | None) -> None:
+        self._keys = keys
+        self._folder = images or (path if path.is_dir() else path.parent)
         self._files = _files(path, "tar")
         # members by sample and the rest of their name
         self._samples: list[tuple[str, dict[str, Span]]] = []
@@ -373,7 +384,7 @@ class _Tar:
         layout = next((key for key in _MESSAGES if key in given), None)
         if layout is not None:
             given["images"] = [{"bytes": p.content, "path": p.name} for p in pictures]
-            return _MESSAGES[layout](name, given, self._path, keys=self._keys)
+            return _MESSAGES[layout](name, given, self._folder, keys=self._keys)
         if "texts" in given:
             self._keys.check(Keys(frozenset(("texts",))), given, name)
             return interleaved(name, given["texts"], pictures)
@@ -486,26 +497,40 @@ FORMATS: dict[str, Callable[..., Records]] = {
 }
 
 
-def lines_of(name: str, path: Path, start: int, stop: int, keys: RecordKeys | None) -> Records:
+def lines_of(
+    name: str, path: Path, start: int, stop: int, keys: RecordKeys | None, images: Path | None
+) -> Records:
     """The records of lines that begin in a range of bytes of a file of chat or LLaVA's lines."""
     make = {"chat": from_chat, "llava": from_llava}[name]
-    return _Lines(path, partial(make, keys=keys), start, stop)
+    return _Lines(path, partial(make, keys=keys), images, start, stop)
+
+
+def folder_of(images: str | Path | None) -> Path | None:
+    """The folder of the option `images`; InvalidSample where it is not there."""
+    folder = None if images is None else user_path(images).absolute()
+    if folder is not None and not folder.is_dir():
+        raise invalid("images", "not_folder", str(images), "must be a folder", "check the path")
+    return folder
 
 
 _ASKING = ("chat", "llava")  # formats whose records may be questions alone
 
 
 def open_records(
-    name: str, path: str | Path, asks: bool = False, keys: RecordKeys | None = None
+    name: str,
+    path: str | Path,
+    asks: bool = False,
+    keys: RecordKeys | None = None,
+    images: str | Path | None = None,
 ) -> Records:
     """The records of a path in a format by name; InvalidSample where it is not there or is no such file.
 
     Of those that only `asks`, conversations of chat and llava may end with a question. `keys` counts keys that are not
-    read."""
+    read. `images` is the folder below which paths in records are; without it they are below that of the file."""
     path = user_path(path)
     if not path.exists():
         raise invalid("path", "not_found", str(path), "must exist", "check it")
     keys = keys or RecordKeys(kind=InvalidSample)
     if asks and name in _ASKING:
-        return FORMATS[name](path, keys, asks=True)
-    return FORMATS[name](path, keys)
+        return FORMATS[name](path, keys, folder_of(images), asks=True)
+    return FORMATS[name](path, keys, folder_of(images))

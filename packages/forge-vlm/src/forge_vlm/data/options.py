@@ -85,6 +85,8 @@ def problems(options: Mapping[str, Any]) -> Iterator[Problem]:
         if not is_size(options.get(key, 1), 2**62):
             rule = "must be a whole number of at least 1"
             yield Problem(key, "size", options[key], rule, "leave it out")
+    if not isinstance(images := options.get("images"), str | None) or images == "":
+        yield Problem("images", "type", images, "must be the path of a folder", "leave it out")
     yield from option_problems(options.get("ignore_keys", ()), options.get("strict", False))
     mean = options["mean"]
     if len(mean) != 3 or not all(is_finite(v) and 0 <= v <= 1 for v in mean):

@@ -8,7 +8,7 @@ from pathlib import Path
 from forge_vlm._shared.paths import open_regular, user_path
 from forge_vlm._shared.record_keys import RecordKeys
 from forge_vlm.data.errors import InvalidSample, invalid
-from forge_vlm.data.formats import lines_of, open_records
+from forge_vlm.data.formats import folder_of, lines_of, open_records
 from forge_vlm.data.records import Records
 
 __all__ = ["STREAMED", "Pieces"]
@@ -27,9 +27,15 @@ class Pieces:
     """
 
     def __init__(
-        self, format: str, path: str | Path, virtual_shards: int, keys: RecordKeys | None = None
+        self,
+        format: str,
+        path: str | Path,
+        virtual_shards: int,
+        keys: RecordKeys | None = None,
+        images: str | None = None,
     ) -> None:
         self.format, path, self._keys = format, user_path(path), keys
+        self._images = folder_of(images)
         ending = ".tar" if format == "webdataset" else ".jsonl"
         if not path.exists():
             raise invalid("path", "not_found", str(path), "to stream from must exist", "check it")
@@ -58,8 +64,8 @@ class Pieces:
         """The records of a piece."""
         file, start, stop = self._pieces[piece]
         if self.format == "webdataset":
-            return open_records(self.format, file, keys=self._keys)
-        return lines_of(self.format, file, start, stop, self._keys)
+            return open_records(self.format, file, keys=self._keys, images=self._images)
+        return lines_of(self.format, file, start, stop, self._keys, self._images)
 
     def fingerprint(self) -> dict[str, str | int]:
         """What identifies the files, and how they are cut."""

@@ -68,7 +68,8 @@ def prepare(
     given = json.loads(json.dumps(given))
     output, path = user_path(output).absolute(), str(user_path(path).absolute())
     keys = RecordKeys(given["ignore_keys"], given["strict"], InvalidSample)
-    records, reader = open_records(given["format"], path, keys=keys), Reader(given)
+    records = open_records(given["format"], path, keys=keys, images=given["images"])
+    reader = Reader(given)
     if not len(records):
         rule = "must hold a record to prepare"
         raise invalid("path", "empty", path, rule, "check the path and the format")
@@ -177,7 +178,7 @@ def _write_units(
 
 def _open_files(path: str, given: dict[str, Any], pictures: str) -> None:
     keys = RecordKeys(given["ignore_keys"], given["strict"], InvalidSample)
-    records = open_records(given["format"], path, keys=keys)
+    records = open_records(given["format"], path, keys=keys, images=given["images"])
     _OPEN.update(records=records, reader=Reader(given), pictures=pictures, keys=keys)
 
 

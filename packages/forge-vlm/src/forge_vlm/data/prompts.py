@@ -86,7 +86,7 @@ class Prompts:
 
     def read(self, path: str | Path, format: str = "chat", most: int | None = None) -> list[Prompt]:
         """The prompts of a file's records in order, of the first `most` of them."""
-        records = open_records(format, path, True, self._keys)
+        records = open_records(format, path, True, self._keys, self.options["images"])
         count = len(records) if most is None else min(most, len(records))
         return [self(records[number]) for number in range(count)]
 

@@ -31,6 +31,7 @@ NEWER = {
     "max_image_bytes": MOST_BYTES,
     "ignore_keys": [],
     "strict": False,
+    "images": None,
 }  # options, and what says nothing
 
 
@@ -45,11 +46,11 @@ def pictures_of(options: Mapping[str, Any], placeholder: str) -> Pictures:
 
 def identity_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a fingerprint: newer ones are left out where they say nothing, so that older fingerprints hold, and those
-    that refuse records, and change none."""
+    that refuse records and change none, and where files are."""
     return {
         k: v
         for k, v in options.items()
-        if k not in ("ignore_keys", "strict") and (k not in NEWER or v != NEWER[k])
+        if k not in ("ignore_keys", "strict", "images") and (k not in NEWER or v != NEWER[k])
     }
 
 

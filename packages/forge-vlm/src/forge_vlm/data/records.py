@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import binascii
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +31,7 @@ __all__ = [
 ROLES = ("system", "user", "assistant")
 DOCUMENT = "document"  # role of the only message of a text with pictures that nobody says
 LEARNT = ("assistant", DOCUMENT)
+_URL = re.compile(r"/[A-Za-z][A-Za-z0-9+.-]+:/")  # in a path, where two slashes are one
 MOST_BYTES, MOST_PIXELS = 1 << 28, 100_000_000  # of a picture, where options do not say
 
 
@@ -83,14 +86,23 @@ class Picture:
         except InvalidSample as error:
             raise InvalidSample(error.problems, self.name) from None
         except OSError as error:
-            rule = f"cannot be read ({error.strerror})"
-            raise invalid("", "unreadable", ..., rule, "restore it", where=self.name) from error
+            where = self.content[0] if isinstance(self.content, Span) else self.content
+            raise unreadable(self.name, where, error) from error
         if len(found) != size:
             raise invalid("", "truncated", ..., "has become shorter", "restore it", where=path)
         return found
 
     def release(self) -> None:
         """Let go of what reading it has kept."""
+
+
+def unreadable(name: str, path: Path, error: OSError) -> Any:
+    """The error of a file that cannot be opened; `corrupt` leaves it out, and a URL that a record gives as its path."""
+    if _URL.search(str(path)):
+        rule, fix = "is a URL, and nothing is downloaded", "download it and give its path"
+        return invalid("", "url", ..., rule, fix, where=name)
+    rule = f"cannot be read ({error.strerror}: {path})"
+    return invalid("", "unreadable", ..., rule, "restore it", where=name)
 
 
 class Video(Picture):
@@ -199,10 +211,14 @@ def captioned(name: str, caption: Any, pictures: Sequence[Picture], *more: Any) 
 
 
 def picture_of(name: str, given: Any, folder: Path) -> Picture:
-    """A picture of a path below `folder`, a data URI, base64, bytes, or the {"bytes", "path"} of `datasets`."""
+    """A picture of a path below `folder`, a data URI, base64, bytes, or the {"bytes", "path"} of `datasets`.
+
+    Links are followed: LLaVA's layout and the cache of Hugging Face are made of them."""
     if isinstance(given, Mapping):
         content = given.get("bytes")
-        given = content if isinstance(content, bytes | Span) else given.get("path")
+        given = (
+            content if isinstance(content, bytes | Span) else given.get("path") or given.get("url")
+        )
     if isinstance(given, bytes | Span):
         return Picture(name, given)
     if isinstance(given, str) and given.startswith("data:"):
@@ -217,8 +233,13 @@ def picture_of(name: str, given: Any, folder: Path) -> Picture:
         raise invalid("path", "type", given, rule, "correct it", where=name)
     path = (folder / given).resolve()
     if not path.is_relative_to(folder.resolve()):
-        fix = "move the file there"
-        raise invalid("path", "outside", given, f"must lie below {folder}", fix, where=name)
+        # by its name, as ".." behind a link leads out of the folder
+        path = folder.absolute() / os.path.normpath(given)
+        if ".." in Path(os.path.normpath(given)).parts or not path.is_relative_to(
+            folder.absolute()
+        ):
+            rule, fix = f"must lie below {folder}", "move the file there, or set images"
+            raise invalid("path", "outside", given, rule, fix, where=name)
     return Picture(f"{name} ({given})", path)
 
 

@@ -54,7 +54,7 @@ class StreamedConversations:
         raise_problems("source", [*problems(options), *_problems(options, given)])
         self.path, self.reader = path, Reader(options)
         keys = RecordKeys(options["ignore_keys"], options["strict"], InvalidSample)
-        self.pieces = Pieces(options["format"], path, virtual_shards, keys)
+        self.pieces = Pieces(options["format"], path, virtual_shards, keys, options["images"])
         self.vocab_size: int | None = self.reader.tokens.vocab_size
         self.tokenizer: dict[str, Any] | None = self.reader.tokens.spec
         self.max_token_id = self.reader.tokens.vocab_size - 1

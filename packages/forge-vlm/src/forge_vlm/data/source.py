@@ -13,7 +13,7 @@ from typing import Any
 from forge_vlm._shared.problems import invalid, raise_problems
 from forge_vlm._shared.record_keys import RecordKeys
 from forge_vlm.data.errors import InvalidSample
-from forge_vlm.data.formats import open_records
+from forge_vlm.data.formats import folder_of, open_records
 from forge_vlm.data.lengths import cached, entry_of
 from forge_vlm.data.options import problems
 from forge_vlm.data.prepared import Prepared, is_prepared
@@ -55,6 +55,9 @@ class Conversations(CountedSamples):
     pixels, 0 in pictures that are blank because of damage, for encoders that take them. max_image_pixels and max_image_bytes:
     of one picture's file; a larger one counts as damaged.
 
+    images: the folder below which paths in records are (default: that of the file of records, for COCO also those next to
+    it). Links are followed, and a path that climbs out of it is an error. Nothing is downloaded.
+
     ignore_keys: keys of records that are left out although they hold content that is not read, as `tools` or
     `messages.loss`; without it they are an error. Other keys that are not read are counted; strict: they are an error, too.
 
@@ -93,19 +96,22 @@ class Conversations(CountedSamples):
         cache: str | None = None,
         ignore_keys: Sequence[str] = (),
         strict: bool = False,
+        images: str | None = None,
     ) -> None:
         options = {k: v for k, v in locals().items() if k not in ("self", "path", "cache")}
         options.pop("__class__", None)
         raise_problems("source", problems(options))
         self.path = str(path)
         keys = RecordKeys(ignore_keys, strict, InvalidSample)
-        self.records = open_records(format, path, keys=keys)
+        self.records = open_records(format, path, keys=keys, images=images)
         self.reader = Reader(options)
         self.vocab_size = self.reader.tokens.vocab_size
         self.tokenizer = self.reader.tokens.spec
         self.image_id = self.reader.image_id
         content = self.records.fingerprint()
         key = {**self.reader.identity, "ignore_keys": sorted(ignore_keys), "strict": strict}
+        if images is not None:  # other images of the same names have other sizes
+            key["images"] = str(folder_of(images))
         self._entry = entry_of(cache, content, key)
         counted = cached(self._entry, self.records, self.reader, self.path, keys)
         super().__init__(self.reader, self.reader.identity, counted, content)

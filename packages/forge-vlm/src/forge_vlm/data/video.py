@@ -17,7 +17,7 @@ import numpy as np
 from forge_vlm._shared.paths import open_regular
 from forge_vlm._shared.problems import ProblemError
 from forge_vlm.data.errors import InvalidSample, invalid
-from forge_vlm.data.records import Message, Picture, Record, Span, Video
+from forge_vlm.data.records import Message, Picture, Record, Span, Video, unreadable
 from forge_vlm.data.sampling import VideoConfig, at_rate, best, score_of, spread
 
 __all__ = ["Clip", "Frame", "expanded"]
@@ -170,7 +170,10 @@ class Clip:
         content = self._content
         try:
             if isinstance(content, Path):
-                os.close(open_regular(content, InvalidSample)[0])
+                try:
+                    os.close(open_regular(content, InvalidSample)[0])
+                except OSError as error:
+                    raise unreadable(self.name, content, error) from None
             opened = av.open(io.BytesIO(content) if isinstance(content, bytes) else str(content))
         except InvalidSample as error:
             raise InvalidSample(error.problems, self.name) from None
