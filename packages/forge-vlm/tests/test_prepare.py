@@ -6,7 +6,9 @@ import pickle
 import re
 import signal
 import sys
+import tempfile
 import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -26,7 +28,7 @@ from forge_vlm.data import lengths as lengths_module  # noqa: E402
 from forge_vlm.data import prepare as prepare_module  # noqa: E402
 from forge_vlm.data.command import main, run  # noqa: E402
 from forge_vlm.data.prepare import prepare  # noqa: E402
-from forge_vlm.data.prepared import Prepared, verify  # noqa: E402
+from forge_vlm.data.prepared import MANIFEST, Prepared, verify  # noqa: E402
 from forge_vlm.data.source import options_of  # noqa: E402
 
 pytestmark = pytest.mark.lane("test")
@@ -281,6 +283,98 @@ def test_a_damaged_folder_is_named(tmp_path):
     (tmp_path / "out/prepared.json").write_text("{")
     with rejects("", ..., "not_json", InvalidSample, where="prepared.json"):
         verify(tmp_path / "out")
+
+
+@pytest.mark.parametrize("file", ["tokens.bin", "samples.bin", "media.bin"])
+def test_F172_a_missing_file_of_a_prepared_folder_is_named(tmp_path, file, capsys):
+    prepared(talks_of(tmp_path / "a"), tmp_path / "out")
+    missing = tmp_path / "out" / file
+    missing.unlink()
+    assert main(["verify", str(tmp_path / "out")]) == 65
+    assert str(missing) in capsys.readouterr().err
+    with rejects("", ..., "unreadable", InvalidSample, where=missing):
+        verify(tmp_path / "out")
+    with rejects("", ..., "truncated", InvalidSample, where=missing):
+        Prepared(tmp_path / "out")
+
+
+@pytest.mark.parametrize("key", ["bytes", "sha256", "given", "counts"])
+def test_F172_a_manifest_without_a_key_is_no_manifest(tmp_path, key):
+    about = prepared(talks_of(tmp_path / "a"), tmp_path / "out")
+    manifest = tmp_path / "out" / MANIFEST
+    del about[key]
+    manifest.write_text(json.dumps(about))
+    for call in (verify, Prepared):
+        with rejects("", ..., "not_json", InvalidSample, where=manifest):
+            call(tmp_path / "out")
+
+
+class BrokenPool:
+    """A pool of which a process was killed."""
+
+    def __init__(self, *_):
+        pass
+
+    def map(self, *_):
+        raise BrokenProcessPool("abruptly")
+
+    def shutdown(self, **_):
+        pass
+
+
+def test_F172_a_killed_worker_is_told(tmp_path, monkeypatch, capsys):
+    path, out = talks_of(tmp_path / "a"), tmp_path / "out"
+    monkeypatch.setattr(prepare_module, "ProcessPoolExecutor", BrokenPool)
+    assert main([*command_of(path, out), "--workers", "2"]) == 65
+    assert str(path) in capsys.readouterr().err
+    with rejects("workers", 2, "killed", InvalidSample):
+        prepared(path, out, workers=2)
+
+
+@pytest.fixture
+def common():
+    """A folder that all users may read; those of pytest are closed."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+def as_another_user(command):
+    """The exit code of a command of a user who may not read root's folders."""
+    pid = os.fork()
+    if not pid:
+        try:
+            if not os.geteuid():
+                os.setuid(65534)
+            os._exit(main(command))
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        (["prepare", "closed/talks.jsonl", "--output", "out"], 65),
+        (["prepare", "closed", "--output", "out", "--option", "format=webdataset"], 65),
+        (["prepare", "a/talks.jsonl", "--output", "closed/out"], 78),
+        (["prepare", "closed/job.toml", "--output", "out"], 78),
+        (["verify", "closed/out"], 65),
+    ],
+)
+def test_F172_a_folder_that_cannot_be_read_is_named(common, command, code, capfd, monkeypatch):
+    talks_of(common / "a")
+    (common / "closed").mkdir()
+    monkeypatch.chdir(common)
+    options = ["--option", "tokens_per_tile=4"] if command[0] == "prepare" else []
+    (common / "closed").chmod(0)
+    try:
+        assert as_another_user([*command, *options]) == code
+    finally:
+        (common / "closed").chmod(0o700)
+    found = capfd.readouterr().err
+    assert "closed" in found
+    assert "Traceback" not in found
 
 
 @pytest.mark.parametrize(

@@ -36,6 +36,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, DATA_ERROR)
     except ValueError as error:
         return _fail(error, ARGUMENT_ERROR)
+    except OSError as error:
+        return _fail(f"{error.filename or 'a file'}: {error.strerror}", DATA_ERROR)
     except KeyboardInterrupt:
         return _fail("stopped; the same command goes on from what is done", INTERRUPTED)
     return OK

@@ -19,11 +19,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forge_vlm._shared.paths import open_regular, user_path
+from forge_vlm._shared.paths import files_named, open_regular, user_path
 from forge_vlm._shared.problems import ProblemError
 from forge_vlm._shared.record_keys import CONTENT, Keys, RecordKeys, is_empty
 from forge_vlm.data.conversations import from_chat, from_llava, index_of
-from forge_vlm.data.errors import InvalidSample, invalid
+from forge_vlm.data.errors import InvalidSample, invalid, readable
 from forge_vlm.data.records import (
     Picture,
     Record,
@@ -36,7 +36,7 @@ from forge_vlm.data.records import (
     video_of,
 )
 
-__all__ = ["FORMATS", "folder_of", "lines_of", "open_records"]
+__all__ = ["FORMATS", "digest_of_file", "folder_of", "lines_of", "open_records"]
 
 _PICTURES = ("jpg", "jpeg", "png", "webp", "bmp", "gif")
 _CAPTIONS = ("text", "caption")
@@ -276,7 +276,7 @@ def _saved_set(path: Path, keys: RecordKeys, images: Path | None) -> Records:
         rule = f"holds the splits {', '.join(found)}"
         fix = f"name the folder of one, {path / next(iter(found))}"
         raise invalid("", "splits", ..., rule, fix, where=path)
-    return _Rows(found, path, _digest_of(sorted(path.glob("*.arrow"))), keys, images)
+    return _Rows(found, path, _digest_of(files_named(path, suffix=".arrow")), keys, images)
 
 
 class _Rows:
@@ -446,28 +446,27 @@ def _caption(name: str, row: Mapping[str, Any], keys: RecordKeys, *read: str) ->
 
 
 def _opened(path: Path) -> Any:
-    try:
+    with readable(path):
         return open(open_regular(path, InvalidSample)[0], "rb")
-    except OSError as error:
-        rule = f"cannot be read ({error.strerror})"
-        raise invalid("", "unreadable", ..., rule, "check the path", where=path) from error
 
 
 def _files(path: Path, ending: str) -> list[Path]:
     """A file, or the files of a folder with an ending."""
-    files = sorted(path.glob(f"*.{ending}")) if path.is_dir() else [path]
+    files = files_named(path, suffix=f".{ending}") if path.is_dir() else [path]
     if not files or not files[0].exists():
         rule = f"must be a .{ending} file or a folder of them"
         raise invalid("", f"no_{ending}", ..., rule, "check the path", where=path)
     return files
 
 
+def digest_of_file(path: Path) -> bytes:
+    """SHA-256 of the content."""
+    with _opened(path) as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
 def _digest_of(files: Sequence[Path]) -> str:
-    digest = hashlib.sha256()
-    for path in files:
-        with _opened(path) as file:
-            digest.update(hashlib.file_digest(file, "sha256").digest())
-    return digest.hexdigest()
+    return hashlib.sha256(b"".join(map(digest_of_file, files))).hexdigest()
 
 
 def _content(path: Path) -> bytes:
@@ -528,9 +527,10 @@ def open_records(
     Of those that only `asks`, conversations of chat and llava may end with a question. `keys` counts keys that are not
     read. `images` is the folder below which paths in records are; without it they are below that of the file."""
     path = user_path(path)
-    if not path.exists():
-        raise invalid("path", "not_found", str(path), "must exist", "check it")
-    keys = keys or RecordKeys(kind=InvalidSample)
-    if asks and name in _ASKING:
-        return FORMATS[name](path, keys, folder_of(images), asks=True)
-    return FORMATS[name](path, keys, folder_of(images))
+    with readable(path):
+        if not path.exists():
+            raise invalid("path", "not_found", str(path), "must exist", "check it")
+        keys = keys or RecordKeys(kind=InvalidSample)
+        if asks and name in _ASKING:
+            return FORMATS[name](path, keys, folder_of(images), asks=True)
+        return FORMATS[name](path, keys, folder_of(images))

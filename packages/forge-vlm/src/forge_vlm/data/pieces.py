@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from forge_vlm._shared.paths import open_regular, user_path
+from forge_vlm._shared.paths import files_named, open_regular, user_path
 from forge_vlm._shared.record_keys import RecordKeys
-from forge_vlm.data.errors import InvalidSample, invalid
+from forge_vlm.data.errors import InvalidSample, invalid, readable
 from forge_vlm.data.formats import folder_of, lines_of, open_records
 from forge_vlm.data.records import Records
 
@@ -37,9 +37,11 @@ class Pieces:
         self.format, path, self._keys = format, user_path(path), keys
         self._images = folder_of(images)
         ending = ".tar" if format == "webdataset" else ".jsonl"
-        if not path.exists():
-            raise invalid("path", "not_found", str(path), "to stream from must exist", "check it")
-        files = sorted(path.glob(f"*{ending}")) if path.is_dir() else [path]
+        with readable(path):
+            if not path.exists():
+                rule = "to stream from must exist"
+                raise invalid("path", "not_found", str(path), rule, "check it")
+            files = files_named(path, suffix=ending) if path.is_dir() else [path]
         if not files or any(file.suffix != ending for file in files):
             rule = f"must be a {ending} file, or a folder of them, to be streamed as {format!r}"
             raise invalid("path", "format", str(path), rule, "convert it, or prepare it")

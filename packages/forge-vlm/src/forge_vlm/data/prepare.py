@@ -15,6 +15,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -61,12 +62,13 @@ def prepare(
     worker. Raises ValueError for options and an output that exists, InvalidSample for files.
     Usage: `prepare("talks.jsonl", "prepared", options_of("talks.jsonl", {"tokens_per_tile": 256}))`.
     """
-    raise_problems(
-        "prepare", [*problems(options), *_problems(user_path(output), pictures, overwrite, workers)]
-    )
+    output = user_path(output).absolute()
+    with _named(output):
+        own, is_there = [*_problems(output, pictures, overwrite, workers)], output.exists()
+    raise_problems("prepare", [*problems(options), *own])
     given = {name: value for name, value in options.items() if name != "cache"}
     given = json.loads(json.dumps(given))
-    output, path = user_path(output).absolute(), str(user_path(path).absolute())
+    path = str(user_path(path).absolute())
     keys = RecordKeys(given["ignore_keys"], given["strict"], InvalidSample)
     records = open_records(given["format"], path, keys=keys, images=given["images"])
     reader = Reader(given)
@@ -85,7 +87,7 @@ def prepare(
         "records": len(records),
     }
     parts = output.with_name(f"{output.name}.parts")
-    if output.exists() and not overwrite:
+    if is_there and not overwrite:
         raise _exists(output)
     with _named(output), locked(parts / "lock", f"the samples of {path}"):
         if output.exists() and not overwrite:  # written while this process waited
@@ -121,10 +123,13 @@ def _exists(output: Path) -> Any:
 
 @contextlib.contextmanager
 def _named(output: Path) -> Iterator[None]:
-    """Errors of the file system name the output."""
+    """Errors of the file system name the output, or the file of another place."""
     try:
         yield
     except OSError as error:
+        where = str(error.filename or output)
+        if not (where.startswith(str(output)) or str(output).startswith(where)):
+            raise
         rule, fix = f"cannot be written ({error.strerror})", "choose a folder with room that can"
         raise invalid("output", "unwritable", str(output), rule, fix, kind=ProblemError) from error
 
@@ -170,10 +175,15 @@ def _write_units(
         else:
             stack.callback(_OPEN.clear)
             _open_files(*arguments)
-        for _ in each(_write_unit, jobs):
-            done += 1
-            if progress is not None:
-                progress(done, total)
+        try:
+            for _ in each(_write_unit, jobs):
+                done += 1
+                if progress is not None:
+                    progress(done, total)
+        except BrokenProcessPool as error:
+            rule = "ended: a process of the pool was killed, mostly for its memory"
+            fix = "the same command goes on from what is done; use fewer workers"
+            raise invalid("workers", "killed", workers, rule, fix, where=path) from error
 
 
 def _open_files(path: str, given: dict[str, Any], pictures: str) -> None:

@@ -14,7 +14,6 @@ All numbers are little-endian.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,7 +23,8 @@ import numpy as np
 
 from forge_vlm._shared.paths import user_path
 from forge_vlm._shared.problems import ProblemError, raise_problems
-from forge_vlm.data.errors import invalid
+from forge_vlm.data.errors import invalid, readable
+from forge_vlm.data.formats import digest_of_file
 from forge_vlm.data.options import problems
 from forge_vlm.data.reader import NEWER, Decoder, identity_of, pictures_of
 from forge_vlm.data.records import Caps, Picture
@@ -36,6 +36,7 @@ from forge_vlm.resolution import Layout
 __all__ = ["MANIFEST", "Prepared", "is_prepared", "prepared_options", "verify"]
 
 MANIFEST = "prepared.json"
+_KEYS = ("bytes", "sha256", "given", "options", "columns", "counts")
 VERSION = 2  # of the files, and of what is read into them
 OF_ROWS = (
     "positions",
@@ -50,7 +51,8 @@ FIELDS = 4 + len(Layout._fields)  # of a picture
 
 def is_prepared(path: str | Path) -> bool:
     """Whether `prepare` wrote a folder."""
-    return (user_path(path) / MANIFEST).is_file()
+    with readable(path):
+        return (user_path(path) / MANIFEST).is_file()
 
 
 class Prepared(CountedSamples):
@@ -144,10 +146,9 @@ def verify(path: str | Path) -> dict[str, Any]:
     path = user_path(path)
     about = _manifest(path)
     for name, wanted in about["sha256"].items():
-        with (Path(path) / name).open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != wanted:
-                rule = "is damaged"
-                raise invalid("", "damaged", ..., rule, "prepare it again", where=Path(path) / name)
+        if digest_of_file(path / name).hex() != wanted:
+            rule = "is damaged"
+            raise invalid("", "damaged", ..., rule, "prepare it again", where=path / name)
     return about
 
 
@@ -173,6 +174,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
     try:
         about: dict[str, Any] = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         version = about["version"]
+        _ = [about[key] for key in _KEYS if version == VERSION]
     except (OSError, ValueError, KeyError, TypeError) as error:
         rule, where = f"must be that of a prepared folder ({error})", folder / MANIFEST
         raise invalid("", "not_json", ..., rule, "prepare it again", where=where) from error
