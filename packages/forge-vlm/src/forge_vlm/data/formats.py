@@ -19,7 +19,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forge_vlm._shared.paths import files_named, open_regular, user_path
+from forge_vlm._shared.atomic import write_file
+from forge_vlm._shared.cache import digest_of, entry_of, once
+from forge_vlm._shared.paths import files_named, open_regular, read_regular, user_path
 from forge_vlm._shared.problems import ProblemError
 from forge_vlm._shared.record_keys import CONTENT, Keys, RecordKeys, is_empty
 from forge_vlm.data.conversations import from_chat, from_llava, index_of
@@ -36,8 +38,9 @@ from forge_vlm.data.records import (
     video_of,
 )
 
-__all__ = ["FORMATS", "digest_of_file", "folder_of", "lines_of", "open_records"]
+__all__ = ["FORMATS", "digest_of_file", "digest_of_files", "folder_of", "lines_of", "open_records"]
 
+_SMALL = 1 << 24  # bytes of files that are sooner hashed than looked up
 _PICTURES = ("jpg", "jpeg", "png", "webp", "bmp", "gif")
 _CAPTIONS = ("text", "caption")
 _MESSAGES = {"messages": from_chat, "conversations": from_llava}
@@ -66,7 +69,7 @@ class _List:
     def __getitem__(self, index: int) -> Record:
         return self._make(f"{self._path}, record {index}", self._values[index], self._folder)
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, cache: str | None = None) -> str:
         return self._digest
 
 
@@ -108,7 +111,7 @@ class _Lines:
             value = _json(file.readline(), name)
         return self._make(name, value, self._folder)
 
-    def fingerprint(self) -> str:
+    def fingerprint(self, cache: str | None = None) -> str:
         return self._digest
 
 
@@ -235,7 +238,7 @@ def _parquet(path: Path, keys: RecordKeys, images: Path | None) -> Records:
             raise invalid("path", "variable", str(path), rule, "rename it")
         names = [glob.escape(name) for name in names]
         each = [sets.Dataset.from_parquet(name, keep_in_memory=False) for name in names]
-        return _Rows(sets.concatenate_datasets(each), path, _digest_of(files), keys, images)
+        return _Rows(sets.concatenate_datasets(each), path, files, keys, images)
     except InvalidSample:
         raise
     except Exception as error:
@@ -276,18 +279,20 @@ def _saved_set(path: Path, keys: RecordKeys, images: Path | None) -> Records:
         rule = f"holds the splits {', '.join(found)}"
         fix = f"name the folder of one, {path / next(iter(found))}"
         raise invalid("", "splits", ..., rule, fix, where=path)
-    return _Rows(found, path, _digest_of(files_named(path, suffix=".arrow")), keys, images)
+    # its own files: the library may write others next to them, which a resume would take for another set
+    files = sorted(Path(each["filename"]) for each in found.cache_files)
+    return _Rows(found, path, files, keys, images)
 
 
 class _Rows:
     """Rows of a set whose columns are those of a sample."""
 
     def __init__(
-        self, rows: Any, path: Path, digest: str, keys: RecordKeys, images: Path | None
+        self, rows: Any, path: Path, files: list[Path], keys: RecordKeys, images: Path | None
     ) -> None:
         from datasets import Image, List
 
-        self._path, self._digest, self._keys = path, digest, keys
+        self._path, self._files, self._keys = path, files, keys
         self._folder = images or (path if path.is_dir() else path.parent)
         names = rows.column_names
         self._text = next((n for n in (*_MESSAGES, *_CAPTIONS) if n in names), None)
@@ -315,8 +320,8 @@ class _Rows:
         pictures = [picture_of(name, each, folder) for each in _listed(row.get(image))]
         return captioned(name, _caption(name, row, self._keys, image), pictures)
 
-    def fingerprint(self) -> str:
-        return self._digest
+    def fingerprint(self, cache: str | None = None) -> str:
+        return digest_of_files(self._files, cache)
 
 
 class _Tar:
@@ -410,8 +415,8 @@ class _Tar:
     def _read(self, name: str, member: Span) -> bytes:
         return Picture(name, member).read()
 
-    def fingerprint(self) -> str:
-        return _digest_of(self._files)
+    def fingerprint(self, cache: str | None = None) -> str:
+        return digest_of_files(self._files, cache)
 
 
 def _name_of(name: str, each: Any, pictures: list[Picture]) -> str:
@@ -465,8 +470,27 @@ def digest_of_file(path: Path) -> bytes:
         return hashlib.file_digest(file, "sha256").digest()
 
 
-def _digest_of(files: Sequence[Path]) -> str:
-    return hashlib.sha256(b"".join(map(digest_of_file, files))).hexdigest()
+def digest_of_files(files: Sequence[Path], cache: str | None = None) -> str:
+    """SHA-256 of the SHA-256 of each file. Of large files it is kept in `cache` by their sizes and times of change, so that
+    one process of a run reads them once, not each rank at each start."""
+
+    def made() -> str:
+        return hashlib.sha256(b"".join(map(digest_of_file, files))).hexdigest()
+
+    def read() -> str:
+        digest = read_regular(entry, 64).decode()
+        if len(bytes.fromhex(digest)) != 32:
+            raise invalid("", "digest", digest, "must be 64 hex digits", where=entry)
+        return digest
+
+    with readable(files[0].parent if files else ""):
+        found = [(str(file.absolute()), os.stat(file)) for file in files]
+    if sum(state.st_size for _, state in found) <= _SMALL:
+        return made()
+    states = [(p, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for p, state in found]
+    entry = entry_of("digests", f"vlm-files-{digest_of({'files': states})}", cache)
+    what = f"digest of {files[0].parent}"
+    return once(entry, read, lambda: write_file(entry, made()), what=what, without=made)
 
 
 def _content(path: Path) -> bytes:

@@ -78,7 +78,7 @@ def prepare(
     about = {
         "version": VERSION,
         "path": path,
-        "content": records.fingerprint(),
+        "content": records.fingerprint(options.get("cache")),
         "options": reader.identity,
         "given": given,
         "pictures": pictures,

@@ -141,8 +141,8 @@ class Records(Protocol):
         """A record; InvalidSample with its name where it is none."""
         ...
 
-    def fingerprint(self) -> str:
-        """A digest of the content, pictures in files of their own by size and time of change alone."""
+    def fingerprint(self, cache: str | None = None) -> str:
+        """A digest of the content of the files of records; of large ones it is kept in `cache`."""
         ...
 
 

@@ -62,8 +62,8 @@ class Conversations(CountedSamples):
     `messages.loss`; without it they are an error. Other keys that are not read are counted; strict: they are an error, too.
 
     Opening reads the files, tokenizes every record and reads the header of every picture (of a resolution fixed only with
-    "skip"); it holds 32 bytes a sample. Of more than a thousand records lengths are kept in `cache`, a folder (default:
-    $FORGE_CACHE, or ~/.cache/forge/tokens). Raises ValueError for options, InvalidSample for files.
+    "skip"); it holds 32 bytes a sample. Lengths of more than a thousand records and digests of large files are kept
+    in `cache`, a folder (default: $FORGE_CACHE, or ~/.cache/forge). Raises ValueError for options, InvalidSample for files.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Conversations(CountedSamples):
         self.vocab_size = self.reader.tokens.vocab_size
         self.tokenizer = self.reader.tokens.spec
         self.image_id = self.reader.image_id
-        content = self.records.fingerprint()
+        content = self.records.fingerprint(cache)
         key = {**self.reader.identity, "ignore_keys": sorted(ignore_keys), "strict": strict}
         if images is not None:  # other images of the same names have other sizes
             key["images"] = str(folder_of(images))
