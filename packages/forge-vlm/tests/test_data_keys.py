@@ -108,7 +108,7 @@ def test_F134_images_beside_messages_are_read(layout, tmp_path):
         (talk([{**SHOWN, "index": 1}], images=[RED]), "index", 1, "range"),
         (talk("<image>what?", image=RED, images=[RED]), "images", [RED], "excludes"),
         (talk("what?", images=["none.png"]), "", ..., "unreadable"),
-        (talk("<video>what?", videos=["a.mp4"]), "", ..., "damaged"),
+        (talk("<video>what?", videos=["a.mp4"]), "", ..., "unreadable"),
         (turns("<image>what?"), "conversations", 1, "number"),
         (turns("<image>what?", images=[RED, BLUE]), "conversations", 1, "number"),
     ],

@@ -380,7 +380,7 @@ def test_wrong_members_of_a_tar_are_named(value, key, found, code, tmp_path):
         (
             "d.json",
             b'{"messages": [{"role": "user", "content": [{"type": "image"}]}]}',
-            *("path", None, "type"),
+            *("content", {"type": "image"}, "no_value"),
         ),
     ],
 )

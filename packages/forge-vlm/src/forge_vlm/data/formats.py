@@ -230,6 +230,8 @@ def _parquet(path: Path, keys: RecordKeys, images: Path | None) -> Records:
     messages."""
     sets = _datasets("parquet")
     files = _files(path, "parquet")
+    for file in files:  # the library would wait for a FIFO
+        _opened(file).close()
     try:
         # the library takes names of files for patterns
         names = [_root_name(file) for file in files]

@@ -51,7 +51,7 @@ def _narrowed(picture: Any, size: int, filter: str) -> Any:
     side, most = max(height, width), max(size, math.isqrt(_MOST))
     if side <= most or side * side <= 4 * height * width:
         return picture
-    return resized(picture, *(max(1, each * most // side) for each in (height, width)), filter)
+    return resized(picture, max(1, height * most // side), max(1, width * most // side), filter)
 
 
 def _padded(picture: Any, color: tuple[int, ...]) -> Any:
@@ -73,10 +73,10 @@ def _cropped(picture: Any, size: int, filter: str) -> Any:
     longer = int(size * max(height, width) / min(height, width))
     tall, wide = (size, longer) if height <= width else (longer, size)
     left, top = (wide - size) // 2, (tall - size) // 2
-    box = (left, top, left + size, top + size)
+    right, bottom = left + size, top + size
     if tall * wide <= max(_MOST, 4 * height * width):
-        return resized(picture, tall, wide, filter).crop(box)
+        return resized(picture, tall, wide, filter).crop((left, top, right, bottom))
     # equal within rounding, without pixels that are cropped: of 1 x 10,000 they are 3.4 GB
     x, y = width / wide, height / tall
-    box = (box[0] * x, box[1] * y, box[2] * x, box[3] * y)
+    box = (left * x, top * y, right * x, bottom * y)
     return picture.resize((size, size), Image.Resampling[filter.upper()], box)
