@@ -18,8 +18,10 @@ pytest.importorskip("PIL")
 sys.path.insert(0, str(Path(__file__).parent))
 from data_files import OPTIONS, dataset, parquet, webdataset  # noqa: E402
 
-from forge_vlm.data import Conversations, InvalidSample, formats  # noqa: E402
-from forge_vlm.data.formats import digest_of_files, open_records  # noqa: E402
+from forge_vlm.data import Conversations, InvalidSample  # noqa: E402
+from forge_vlm.data import files as files_module  # noqa: E402
+from forge_vlm.data.files import digest_of_files  # noqa: E402
+from forge_vlm.data.formats import open_records  # noqa: E402
 
 WRITERS = {
     "parquet": (parquet, "*.parquet"),
@@ -31,9 +33,9 @@ WRITERS = {
 @pytest.fixture
 def hashed(monkeypatch):
     """The files that were read for a digest."""
-    names, real = [], formats.digest_of_file
-    monkeypatch.setattr(formats, "digest_of_file", lambda f: names.append(f.name) or real(f))
-    monkeypatch.setattr(formats, "_SMALL", 0)
+    names, real = [], files_module.digest_of_file
+    monkeypatch.setattr(files_module, "digest_of_file", lambda f: names.append(f.name) or real(f))
+    monkeypatch.setattr(files_module, "_SMALL", 0)
     return names
 
 
@@ -94,7 +96,7 @@ def test_F166_small_files_are_not_kept(tmp_path):
 def test_F166_of_several_processes_one_reads_the_files(tmp_path, monkeypatch):
     file, counts = tmp_path / "a.tar", tmp_path / "counts"
     file.write_bytes(b"a" * 100)
-    real = formats.digest_of_file
+    real = files_module.digest_of_file
 
     def slow(path):
         with counts.open("a") as opened:
@@ -102,8 +104,8 @@ def test_F166_of_several_processes_one_reads_the_files(tmp_path, monkeypatch):
         time.sleep(0.2)
         return real(path)
 
-    monkeypatch.setattr(formats, "digest_of_file", slow)
-    monkeypatch.setattr(formats, "_SMALL", 0)
+    monkeypatch.setattr(files_module, "digest_of_file", slow)
+    monkeypatch.setattr(files_module, "_SMALL", 0)
     wanted = hashlib.sha256(hashlib.sha256(b"a" * 100).digest()).hexdigest()
     pids = []
     for _ in range(3):

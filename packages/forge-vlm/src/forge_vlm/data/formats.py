@@ -19,13 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forge_vlm._shared.atomic import write_file
-from forge_vlm._shared.cache import digest_of, entry_of, once
-from forge_vlm._shared.paths import files_named, open_regular, read_regular, user_path
+from forge_vlm._shared.paths import user_path
 from forge_vlm._shared.problems import ProblemError
 from forge_vlm._shared.record_keys import CONTENT, Keys, RecordKeys, is_empty
 from forge_vlm.data.conversations import from_chat, from_llava, index_of
 from forge_vlm.data.errors import InvalidSample, invalid, readable
+from forge_vlm.data.files import content_of, digest_of_files, files_of, folder_of, opened
 from forge_vlm.data.records import (
     Picture,
     Record,
@@ -38,9 +37,8 @@ from forge_vlm.data.records import (
     video_of,
 )
 
-__all__ = ["FORMATS", "digest_of_file", "digest_of_files", "folder_of", "lines_of", "open_records"]
+__all__ = ["FORMATS", "lines_of", "open_records"]
 
-_SMALL = 1 << 24  # bytes of files that are sooner hashed than looked up
 _PICTURES = ("jpg", "jpeg", "png", "webp", "bmp", "gif")
 _CAPTIONS = ("text", "caption")
 _MESSAGES = {"messages": from_chat, "conversations": from_llava}
@@ -89,7 +87,7 @@ class _Lines:
         self._folder = images or path.parent
         digest, offset = hashlib.sha256(), start
         self._offsets = array("q")
-        with _opened(path) as file:
+        with opened(path) as file:
             if start:
                 file.seek(start - 1)
                 offset += len(file.readline()) - 1  # the rest of a line that began before
@@ -106,7 +104,7 @@ class _Lines:
     def __getitem__(self, index: int) -> Record:
         at = f"byte {self._offsets[index]}" if self._start else f"record {index}"
         name = f"{self._path}, {at}"
-        with _opened(self._path) as file:
+        with opened(self._path) as file:
             file.seek(self._offsets[index])
             value = _json(file.readline(), name)
         return self._make(name, value, self._folder)
@@ -123,7 +121,7 @@ def _llava(path: Path, keys: RecordKeys, images: Path | None, asks: bool = False
     make = partial(from_llava, asks=asks, keys=keys)
     if path.suffix == ".jsonl":
         return _Lines(path, make, images)
-    content = _content(path)
+    content = content_of(path)
     values = _json(content, str(path))
     if not isinstance(values, list):
         rule = "must hold a list of records"
@@ -135,7 +133,7 @@ def _coco(path: Path, keys: RecordKeys, images: Path | None, together: bool = Fa
     """COCO's captions file; pictures are in its folder, or in `images` or the folder of its split (`val2017` of
     captions_val2017.json) next to it or to its folder. A record is a caption, or `together` all captions of a picture, in
     the order of the first of each."""
-    content = _content(path)
+    content = content_of(path)
     value = _json(content, str(path))
     try:
         files = {image["id"]: image["file_name"] for image in value["images"]}
@@ -207,7 +205,7 @@ def _of_metadata(
     if not index.exists():
         rule = f"must hold metadata.jsonl or metadata.csv with {columns}"
         raise invalid("", "no_metadata", ..., rule, "write one", where=path)
-    content = _content(index)
+    content = content_of(index)
     rows: list[Any]
     if index == lines:
         rows = [_json(line, str(index)) for line in content.splitlines() if line.strip()]
@@ -229,9 +227,9 @@ def _parquet(path: Path, keys: RecordKeys, images: Path | None) -> Records:
     """Parquet files with a column `image` or `images` of bytes (or `{"bytes", "path"}`), and one of captions or
     messages."""
     sets = _datasets("parquet")
-    files = _files(path, "parquet")
+    files = files_of(path, "parquet")
     for file in files:  # the library would wait for a FIFO
-        _opened(file).close()
+        opened(file).close()
     try:
         # the library takes names of files for patterns
         names = [_root_name(file) for file in files]
@@ -334,7 +332,7 @@ class _Tar:
     def __init__(self, path: Path, keys: RecordKeys, images: Path | None) -> None:
         self._keys = keys
         self._folder = images or (path if path.is_dir() else path.parent)
-        self._files = _files(path, "tar")
+        self._files = files_of(path, "tar")
         # members by sample and the rest of their name
         self._samples: list[tuple[str, dict[str, Span]]] = []
         for file in self._files:
@@ -342,7 +340,7 @@ class _Tar:
 
     def _index(self, file: Path) -> None:
         try:
-            with _opened(file) as opened, tarfile.open(fileobj=opened, mode="r:") as tar:
+            with opened(file) as content, tarfile.open(fileobj=content, mode="r:") as tar:
                 members = [m for m in tar if m.isfile()]
         except (tarfile.TarError, OSError, EOFError) as error:
             rule = f"cannot be read as tar without compression ({error})"
@@ -452,55 +450,6 @@ def _caption(name: str, row: Mapping[str, Any], keys: RecordKeys, *read: str) ->
     return row.get(key)
 
 
-def _opened(path: Path) -> Any:
-    with readable(path):
-        return open(open_regular(path, InvalidSample)[0], "rb")
-
-
-def _files(path: Path, ending: str) -> list[Path]:
-    """A file, or the files of a folder with an ending."""
-    files = files_named(path, suffix=f".{ending}") if path.is_dir() else [path]
-    if not files or not files[0].exists():
-        rule = f"must be a .{ending} file or a folder of them"
-        raise invalid("", f"no_{ending}", ..., rule, "check the path", where=path)
-    return files
-
-
-def digest_of_file(path: Path) -> bytes:
-    """SHA-256 of the content."""
-    with _opened(path) as file:
-        return hashlib.file_digest(file, "sha256").digest()
-
-
-def digest_of_files(files: Sequence[Path], cache: str | None = None) -> str:
-    """SHA-256 of the SHA-256 of each file. Of large files it is kept in `cache` by their sizes and times of change, so that
-    one process of a run reads them once, not each rank at each start."""
-
-    def made() -> str:
-        return hashlib.sha256(b"".join(map(digest_of_file, files))).hexdigest()
-
-    def read() -> str:
-        digest = read_regular(entry, 64).decode()
-        if len(bytes.fromhex(digest)) != 32:
-            raise invalid("", "digest", digest, "must be 64 hex digits", where=entry)
-        return digest
-
-    with readable(files[0].parent if files else ""):
-        found = [(str(file.absolute()), os.stat(file)) for file in files]
-    if sum(state.st_size for _, state in found) <= _SMALL:
-        return made()
-    states = [(p, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for p, state in found]
-    entry = entry_of("digests", f"vlm-files-{digest_of({'files': states})}", cache)
-    what = f"digest of {files[0].parent}"
-    return once(entry, read, lambda: write_file(entry, made()), what=what, without=made)
-
-
-def _content(path: Path) -> bytes:
-    with _opened(path) as file:
-        content: bytes = file.read()
-    return content
-
-
 def _json(content: bytes, name: str) -> Any:
     try:
         return json.loads(content)
@@ -528,14 +477,6 @@ def lines_of(
     """The records of lines that begin in a range of bytes of a file of chat or LLaVA's lines."""
     make = {"chat": from_chat, "llava": from_llava}[name]
     return _Lines(path, partial(make, keys=keys), images, start, stop)
-
-
-def folder_of(images: str | Path | None) -> Path | None:
-    """The folder of the option `images`; InvalidSample where it is not there."""
-    folder = None if images is None else user_path(images).absolute()
-    if folder is not None and not folder.is_dir():
-        raise invalid("images", "not_folder", str(images), "must be a folder", "check the path")
-    return folder
 
 
 _ASKING = ("chat", "llava")  # formats whose records may be questions alone

@@ -5,10 +5,11 @@ from __future__ import annotations
 import hashlib
 from pathlib import Path
 
-from forge_vlm._shared.paths import files_named, open_regular, user_path
+from forge_vlm._shared.paths import files_named, user_path
 from forge_vlm._shared.record_keys import RecordKeys
-from forge_vlm.data.errors import InvalidSample, invalid, readable
-from forge_vlm.data.formats import folder_of, lines_of, open_records
+from forge_vlm.data.errors import invalid, readable
+from forge_vlm.data.files import folder_of, opened
+from forge_vlm.data.formats import lines_of, open_records
 from forge_vlm.data.records import Records
 
 __all__ = ["STREAMED", "Pieces"]
@@ -80,7 +81,7 @@ def _digest(files: list[Path]) -> str:
     for path in files:
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}:".encode())
-        with open(open_regular(path, InvalidSample)[0], "rb") as file:
+        with opened(path) as file:
             digest.update(file.read(_ENDS))
             file.seek(max(0, size - _ENDS))
             digest.update(file.read(_ENDS))

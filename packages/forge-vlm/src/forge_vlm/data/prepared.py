@@ -24,7 +24,7 @@ import numpy as np
 from forge_vlm._shared.paths import user_path
 from forge_vlm._shared.problems import ProblemError, raise_problems
 from forge_vlm.data.errors import invalid, readable
-from forge_vlm.data.formats import digest_of_file
+from forge_vlm.data.files import digest_of_file
 from forge_vlm.data.options import problems
 from forge_vlm.data.reader import NEWER, Decoder, identity_of, pictures_of
 from forge_vlm.data.records import Caps, Picture

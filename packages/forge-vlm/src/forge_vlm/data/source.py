@@ -13,7 +13,8 @@ from typing import Any
 from forge_vlm._shared.problems import invalid, raise_problems
 from forge_vlm._shared.record_keys import RecordKeys
 from forge_vlm.data.errors import InvalidSample
-from forge_vlm.data.formats import folder_of, open_records
+from forge_vlm.data.files import folder_of
+from forge_vlm.data.formats import open_records
 from forge_vlm.data.lengths import cached, entry_of
 from forge_vlm.data.options import problems
 from forge_vlm.data.prepared import Prepared, is_prepared

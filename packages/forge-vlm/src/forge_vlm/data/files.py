@@ -1,0 +1,76 @@
+"""Files of a source: opened, listed, and digests of their content."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+from forge_vlm._shared.atomic import write_file
+from forge_vlm._shared.cache import digest_of, entry_of, once
+from forge_vlm._shared.paths import files_named, open_regular, read_regular, user_path
+from forge_vlm.data.errors import InvalidSample, invalid, readable
+
+__all__ = ["content_of", "digest_of_file", "digest_of_files", "files_of", "folder_of", "opened"]
+
+_SMALL = 1 << 24  # bytes of files that are sooner hashed than looked up
+
+
+def opened(path: Path) -> BinaryIO:
+    """A regular file, to be read; InvalidSample for another."""
+    with readable(path):
+        return open(open_regular(path, InvalidSample)[0], "rb")
+
+
+def files_of(path: Path, ending: str) -> list[Path]:
+    """A file, or the files of a folder with an ending."""
+    files = files_named(path, suffix=f".{ending}") if path.is_dir() else [path]
+    if not files or not files[0].exists():
+        rule = f"must be a .{ending} file or a folder of them"
+        raise invalid("", f"no_{ending}", ..., rule, "check the path", where=path)
+    return files
+
+
+def digest_of_file(path: Path) -> bytes:
+    """SHA-256 of the content."""
+    with opened(path) as file:
+        return hashlib.file_digest(file, "sha256").digest()
+
+
+def digest_of_files(files: Sequence[Path], cache: str | None = None) -> str:
+    """SHA-256 of the SHA-256 of each file. Of large files it is kept in `cache` by their sizes and times of change, so that
+    one process of a run reads them once, not each rank at each start."""
+
+    def made() -> str:
+        return hashlib.sha256(b"".join(map(digest_of_file, files))).hexdigest()
+
+    def read() -> str:
+        digest = read_regular(entry, 64).decode()
+        if len(bytes.fromhex(digest)) != 32:
+            raise invalid("", "digest", digest, "must be 64 hex digits", where=entry)
+        return digest
+
+    with readable(files[0].parent if files else ""):
+        found = [(str(file.absolute()), os.stat(file)) for file in files]
+    if sum(state.st_size for _, state in found) <= _SMALL:
+        return made()
+    states = [(p, state.st_size, state.st_mtime_ns, state.st_ctime_ns) for p, state in found]
+    entry = entry_of("digests", f"vlm-files-{digest_of({'files': states})}", cache)
+    what = f"digest of {files[0].parent}"
+    return once(entry, read, lambda: write_file(entry, made()), what=what, without=made)
+
+
+def content_of(path: Path) -> bytes:
+    """All bytes of a file."""
+    with opened(path) as file:
+        return file.read()
+
+
+def folder_of(images: str | Path | None) -> Path | None:
+    """The folder of the option `images`; InvalidSample where it is not there."""
+    folder = None if images is None else user_path(images).absolute()
+    if folder is not None and not folder.is_dir():
+        raise invalid("images", "not_folder", str(images), "must be a folder", "check the path")
+    return folder
