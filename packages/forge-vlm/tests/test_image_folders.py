@@ -51,7 +51,7 @@ def chat(folder):
 
 
 def named(folder):
-    """Rows that name their images, as `datasets` keeps those that it did not embed."""
+    """A table that names its images, as `datasets` keeps those that it did not embed."""
     datasets = pytest.importorskip("datasets")
     picture_files(folder)
     images = [{"bytes": None, "path": f"p/{name}.png"} for name in NAMES]

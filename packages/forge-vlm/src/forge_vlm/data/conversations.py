@@ -124,7 +124,7 @@ def _media(name: str, given: Mapping[str, Any]) -> dict[str, list[Any]]:
             raise invalid(used[1], "excludes", given[used[1]], rule, fix, where=name)
         values = given[used[0]] if used else []
         values = list(values) if isinstance(values, list | tuple) else [values]
-        # a table gives {"bytes": None, "path": None} to rows without an image
+        # a table gives {"bytes": None, "path": None} where there is no image
         found[kind] = [
             each
             for each in values

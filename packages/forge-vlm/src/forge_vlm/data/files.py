@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Sequence
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from forge_vlm._shared.atomic import write_file
 from forge_vlm._shared.cache import digest_of, entry_of, once
@@ -18,7 +18,7 @@ __all__ = ["content_of", "digest_of_file", "digest_of_files", "files_of", "folde
 _SMALL = 1 << 24  # bytes of files that are sooner hashed than looked up
 
 
-def opened(path: Path) -> BinaryIO:
+def opened(path: Path) -> BufferedReader:
     """A regular file, to be read; InvalidSample for another."""
     with readable(path):
         return open(open_regular(path, InvalidSample)[0], "rb")

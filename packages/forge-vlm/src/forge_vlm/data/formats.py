@@ -130,8 +130,8 @@ def _llava(path: Path, keys: RecordKeys, images: Path | None, asks: bool = False
 
 
 def _coco(path: Path, keys: RecordKeys, images: Path | None, together: bool = False) -> Records:
-    """COCO's captions file; pictures are in its folder, or in `images` or the folder of its split (`val2017` of
-    captions_val2017.json) next to it or to its folder. A record is a caption, or `together` all captions of a picture, in
+    """COCO's captions file; images are in its folder, or in `images` or the folder of its split (`val2017` of
+    captions_val2017.json) next to it or to its folder. A record is a caption, or `together` all captions of an image, in
     the order of the first of each."""
     content = content_of(path)
     value = _json(content, str(path))

@@ -211,7 +211,7 @@ def captioned(name: str, caption: Any, pictures: Sequence[Picture], *more: Any) 
 
 
 def picture_of(name: str, given: Any, folder: Path) -> Picture:
-    """A picture of a path below `folder`, a data URI, base64, bytes, or the {"bytes", "path"} of `datasets`.
+    """An image of a path below `folder`, a data URI, base64, bytes, or the {"bytes", "path"} of `datasets`.
 
     Links are followed: LLaVA's layout and the cache of Hugging Face are made of them."""
     if isinstance(given, Mapping):
@@ -233,7 +233,7 @@ def picture_of(name: str, given: Any, folder: Path) -> Picture:
         raise invalid("path", "type", given, rule, "correct it", where=name)
     path = (folder / given).resolve()
     if not path.is_relative_to(folder.resolve()):
-        # by its name, as ".." behind a link leads out of the folder
+        # by its name, as ".." after a link leads out of the folder
         path = folder.absolute() / os.path.normpath(given)
         if ".." in Path(os.path.normpath(given)).parts or not path.is_relative_to(
             folder.absolute()

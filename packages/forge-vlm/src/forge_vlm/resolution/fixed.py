@@ -45,13 +45,13 @@ class FixedResolution:
         return placeholder * tokens
 
 
-def _narrowed(picture: Any, size: int, filter: str) -> Any:
-    """The picture; smaller where its square would take much more memory than it does: 1 x 16,000 pixels 1 GB."""
-    height, width = size_of(picture)
+def _narrowed(image: Any, size: int, filter: str) -> Any:
+    """The image; smaller where its square would take much more memory than it does: 1 x 16,000 pixels 1 GB."""
+    height, width = size_of(image)
     side, most = max(height, width), max(size, math.isqrt(_MOST))
     if side <= most or side * side <= 4 * height * width:
-        return picture
-    return resized(picture, max(1, height * most // side), max(1, width * most // side), filter)
+        return image
+    return resized(image, max(1, height * most // side), max(1, width * most // side), filter)
 
 
 def _padded(picture: Any, color: tuple[int, ...]) -> Any:
