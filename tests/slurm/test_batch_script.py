@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -29,7 +30,7 @@ run, *lives = sys.argv[1:]
 run, rank = Path(run), int(os.environ["SLURM_PROCID"])
 element = os.environ.get("SLURM_ARRAY_TASK_ID", "")
 told = []
-for number in (signal.SIGTERM, signal.SIGUSR1):
+for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
     signal.signal(number, lambda number, frame: told.append(signal.Signals(number).name))
 def note(event, **more):
     line = json.dumps({"event": event, "rank": rank, "life": life, "element": element, "node": os.environ["SLURMD_NODENAME"], **more})
@@ -203,6 +204,37 @@ def test_F100_preemption_and_an_administrator_requeue_once(slurm, tmp_path):
         (i, r) for i in (0, 1) for r in range(4)
     ]
     assert "cannot be requeued" not in job.log()
+
+
+def test_F191_a_stop_that_did_not_arrive_is_sent_again(slurm, tmp_path):
+    """Without a way to munged srun cannot sign the message to the nodes: it says so, and drops the signal."""
+    link, socket = tmp_path / "munge.socket", slurm.folder / "munge.socket"
+    link.symlink_to(socket)
+    conf = tmp_path / "slurm.conf"  # of the job's own commands; the daemons have theirs
+    conf.write_text((slurm.folder / "slurm.conf").read_text().replace(str(socket), str(link)))
+    prologue = (f"export SLURM_CONF={conf}", "echo $$ >shell")
+    job = Job(slurm, tmp_path / "run", "wait 0", nodes=2, prologue=prologue)
+    job.text = job.text.replace("read -t 30 ", "read -t 2 ")
+    job.submit()
+    job.wait_for_starts(2)
+    link.unlink()
+    os.kill(int((job.run / "shell").read_text()), signal.SIGUSR1)
+    wait_until(lambda: job.log().count("Failure sending signal") == 2)
+    link.symlink_to(socket)
+    slurm.wait_for_end(job.id, seconds=30)
+    assert job.end() == ("COMPLETED", "0:0", "1")
+    assert len(job.events("saved")) == 2
+
+
+@pytest.mark.parametrize("name", ["INT", "HUP"])
+def test_F191_a_signal_for_the_shell_and_all_ranks_is_a_stop(slurm, tmp_path, name):
+    """INT lets the ranks save; at a HUP srun itself kills them, and the next life begins with the checkpoint before."""
+    job = Job(slurm, tmp_path / "run", "wait 0", nodes=2)
+    job.submit()
+    job.wait_for_starts(2)
+    slurm.run("scancel", "--full", f"--signal={name}", job.id)
+    assert job.end() == ("COMPLETED", "0:0", "1"), job.log()
+    assert name == "HUP" or len(job.events("saved")) == 2
 
 
 def test_a_cancelled_job_stays_cancelled(slurm, tmp_path):

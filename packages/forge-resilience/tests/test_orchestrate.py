@@ -146,6 +146,22 @@ def test_F197_nodes_that_were_taken_meanwhile_have_not_been_free(
     assert told == [0, 0, 0, 0, 7]
 
 
+def test_F191_a_job_that_did_not_leave_is_told_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = OrchestratorConfig(grow_after_seconds=10)
+    found = _Orchestrator(tmp_path / "job.sh", [4, 2], "run", config, 3, None)
+    found.queue = nodes = _Nodes()
+    found.state, nodes.free = _State(handled=0), True
+    told = []
+    for now in (0, 10, 15, 20, 25, 26, 40):
+        monkeypatch.setattr(time, "monotonic", lambda now=now: float(now))
+        nodes.told = 0
+        found._follow(JobRow(7, "RUNNING", 2, 0, "None", "low", "n[1-2]"))
+        told.append(nodes.told)
+    assert told == [0, 7, 0, 0, 7, 0, 0], "at most max_resizes_per_hour times"
+
+
 def test_F197_the_state_is_on_the_disk_before_it_replaces_the_old_one(tmp_path: Path) -> None:
     found = _Orchestrator(tmp_path / "job.sh", [2], "run", OrchestratorConfig(), 3, None)
     found.state = _State(handled=0)

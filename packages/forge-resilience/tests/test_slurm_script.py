@@ -204,6 +204,24 @@ def test_F128_no_signal_costs_the_code_of_the_ranks(site: Site) -> None:
         assert life.returncode == 75
 
 
+@pytest.mark.parametrize("name", ["USR1", "TERM", "INT", "HUP"])
+def test_F191_a_stop_is_sent_until_the_ranks_leave(site: Site, name: str) -> None:
+    """A rank that misses the first USR1 stands for an srun that cannot send it; a real one is in tests/slurm."""
+    ready = site.folder / "ready"
+    site.write(
+        f"trap 'n=$((${{n:-0}} + 1))' USR1; touch '{ready}'; until ((${{n:-0}} >= 2)); do sleep 0.02; done; {_SAVE}; exit 75"
+    )
+    script = Path(site.facts.script)
+    script.write_text(script.read_text().replace("read -t 30 ", "read -t 0.1 "))
+    life = site.start()
+    while not ready.exists():
+        assert life.poll() is None
+    life.send_signal(signal.Signals[f"SIG{name}"])
+    output, _ = life.communicate(timeout=20)
+    assert life.returncode == 75, output
+    assert site.calls("scontrol") == ["requeue 7"]
+
+
 def test_a_signal_that_comes_before_the_ranks_is_remembered(site: Site) -> None:
     site.write("exit 3", prologue=("kill -USR1 $$",))
     code, output = site.life()

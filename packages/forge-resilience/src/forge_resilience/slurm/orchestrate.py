@@ -163,7 +163,6 @@ class _Orchestrator:
         self._free: tuple[int, float] | None = (
             None  # a larger size that is possible, and since when
         )
-        self._told = 0  # the job that was told to leave for a larger size
         self._is_down = False
 
     def say(self, text: str, event: str | None = None, **fields: Any) -> None:
@@ -244,7 +243,7 @@ class _Orchestrator:
                 ("JobHeld", "Dependency")
             ):
                 self._withdraw(row)
-        elif row.state == "RUNNING" and row.job != self._told:
+        elif row.state == "RUNNING":
             self._grow(row, now)
 
     def _withdraw(self, row: JobRow) -> None:
@@ -279,7 +278,9 @@ class _Orchestrator:
             resizes=(*self._recent(), time.time())
         )  # before the deed: a kill in between costs a chance, not the bound
         self.queue.tell(row.job)
-        self._told = row.job
+        self._free = (
+            None  # the signal may be lost: told again where the nodes stay free for as long
+        )
         self.say(f"{size - row.nodes} more nodes are free: job {row.job} saves and moves from {row.nodes} to {size}",
                  "grow", job=row.job, nodes=row.nodes, to=size)  # fmt: skip
 

@@ -121,7 +121,7 @@ leave_out() {  # while the requeued job waits until its old credential has expir
 
 _BROKEN_CODE = """    {hardware})
       if broken=$({command}) && [[ -n $broken ]]; then
-        trap '' TERM USR1  # a requeue sends TERM to all processes of the job; scontrol must outlive it
+        trap '' USR1 TERM INT HUP  # a requeue sends TERM to all processes of the job; scontrol must outlive it
         again "$broken is broken"
       fi
       say "ended with code {hardware}, and no single node is known to be broken"; exit {hardware} ;;
@@ -134,7 +134,7 @@ trap 'printf "%s %s\n" "$job" "$?" >>{folder}/ends-"$chain"' EXIT
 
 _SIGNALS = r"""
 # --signal=B: reaches this shell alone, a time limit's TERM the tasks, too. srun passes USR1 on to all ranks; TERM would make it
-# kill them. A signal before the ranks start is remembered.
+# kill them. A signal before the ranks start is remembered. INT and HUP come from scancel --full, which reaches srun, too.
 stopped=''
 ranks=''
 stop() {
@@ -144,6 +144,8 @@ stop() {
 }
 trap 'stop USR1' USR1
 trap 'stop TERM' TERM
+trap 'stop INT' INT
+trap 'stop HUP' HUP
 """
 
 _LOST = r"""
@@ -168,7 +170,7 @@ _LOOP = r"""
 exec {{stdout}}>&1
 wait_for_ranks() {{  # prints the process id of srun, and at its end its code
   start_ranks >&"$stdout" &
-  trap '' USR1 TERM
+  trap '' USR1 TERM INT HUP
   printf '%s\n' "$!"
   wait "$!"
   printf '%s\n' "$?"
@@ -188,7 +190,11 @@ for ((attempt = 0; ; attempt++)); do
   exec {{codes}}< <(wait_for_ranks)
   read -ru "$codes" ranks
   [[ -z $stopped ]] || kill -USR1 "$ranks" 2>/dev/null  # it came between the lines above
-  read -ru "$codes" code || code=137  # somebody killed the shell that waits
+  until read -t 30 -ru "$codes" code; do
+    (($? > 128)) || {{ code=137; break; }}  # somebody killed the shell that waits
+    # again and again: srun drops a signal that it cannot send to the nodes
+    [[ -z $stopped ]] || kill -USR1 "$ranks" 2>/dev/null
+  done
   exec {{codes}}<&-
   ranks=''
   [[ $code -lt 128 ]] || code=$(code_of_the_first "$written" "$code")
@@ -215,7 +221,7 @@ def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -
     """The text of a batch script that runs `command` as the ranks of a job, life after life.
 
     The command saves and exits with 75 when it gets SIGUSR1 or SIGTERM (`StopSignal`), and goes on from its newest
-    checkpoint when it is started again. 75 and a lost node continue the job as `config.on_stop` says, and so does 71, without
+    checkpoint when it is started again. SIGUSR1 is sent again every 30 s until it has left. 75 and a lost node continue the job as `config.on_stop` says, and so does 71, without
     the nodes that `facts.broken_nodes` prints; other codes end it with that code; 70 is the code of two lives in a row without a new checkpoint. Needs bash 4.2, GNU coreutils, Slurm 21.08.
     Raises ValueError for a time limit that leaves no time before the save. The folder of `facts.script` must exist when
     the job starts: its log and its list of lives are written there.
