@@ -282,6 +282,24 @@ def test_an_end_that_slurm_has_forgotten_is_read_from_the_jobs_own_list(run, slu
     assert len(run.jobs()) == 1
 
 
+def test_F193_sizes_that_do_not_fit_and_a_damaged_state_file_lose_no_job(run, slurm):
+    slurm.drain("n2", "n3", "n4")
+    process = run.start()
+    wait_until(run.jobs, every=0.1)
+    process.kill()
+    assert "4, 3, 2" in process.communicate()[1]
+    (run.folder / f"orchestrator-{run.name}.json").write_text("{")
+    (run.folder / f"ends-{run.name}").write_text("99999999999999999999 0\n")
+    process = run.start()
+    slurm.resume("n2")
+    run.wait_for_life(1)
+    run.finish()
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    assert f"orchestrator-{run.name}.json" in err
+    assert [nodes for _, nodes in run.lives()] == ["2"]
+
+
 def test_a_silent_controller_decides_nothing_and_a_refusal_is_told(run, slurm):
     run.life(1, "exit $((code = 75))")
     process = run.start()

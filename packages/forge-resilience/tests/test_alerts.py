@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from forge_resilience import Journal, read_events
-from forge_resilience.alerts import Alerts, AlertsConfig
+from forge_resilience.alerts import Alerts, AlertsConfig, _Follower
+from forge_testing.durability import synced_renames
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -248,6 +249,16 @@ def _runs(pid: int) -> bool:
         return " Z " not in Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return False
+
+
+def test_F178_the_place_in_the_journal_is_replaced_whole(journal: Journal) -> None:
+    follower = _Follower(journal.path, AlertsConfig(), 0)
+    with synced_renames() as moved:
+        for _ in range(2):
+            journal.record("step")
+            follower._send_new()
+    assert moved == ["events.jsonl.alerts"] * 2
+    assert int(follower.state.read_text()) == journal.path.stat().st_size
 
 
 def test_without_command_and_webhook_nothing_starts(journal: Journal) -> None:

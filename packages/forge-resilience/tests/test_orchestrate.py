@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -120,8 +122,18 @@ def test_without_slurm_it_leaves_with_the_code_of_a_refusal(tmp_path: Path) -> N
 class _Nodes:
     """Stands for Slurm's commands: a job that runs on 2 nodes, and whether 2 more are free."""
 
-    def __init__(self) -> None:
-        self.free, self.told = False, 0
+    def __init__(self, *rows: JobRow) -> None:
+        self.free, self.told, self.rows, self.submitted = False, 0, list(rows), []
+
+    def jobs(self, name: str) -> list[JobRow]:
+        return self.rows
+
+    def submit(self, script: Path, nodes: int, *_: object) -> int:
+        self.submitted.append(nodes)
+        return 8
+
+    def idle(self, partition: str) -> int:
+        return 0
 
     def starts_in(self, *_: object) -> float | None:
         return 0.0 if self.free else None
@@ -170,3 +182,83 @@ def test_F197_the_state_is_on_the_disk_before_it_replaces_the_old_one(tmp_path: 
         found._write(handled=6)
     assert moved == [found.path.name] * 2
     assert found._read() == found.state
+
+
+_RUNNING = JobRow(7, "RUNNING", 2, 0, "None", "low", "n[1-2]")
+_DAMAGED = [b"", b"{", b"[]", b"\xff", b"[" * 10**5, b'{"restarts": 1}', b'{"handled": "x"}', b'{"handled": 1e999}',
+            b'{"handled": 99999999999999999999}', b'{"handled": 5, "resizes": 3}']  # fmt: skip
+
+
+def _orchestrator(folder: Path, *rows: JobRow, sizes: tuple[int, ...] = (4, 2)) -> _Orchestrator:
+    found = _Orchestrator(folder / "job.sh", sizes, "run", OrchestratorConfig(), 3, None)
+    found.queue = _Nodes(*rows)
+    return found
+
+
+@pytest.mark.parametrize("content", _DAMAGED, ids=range(len(_DAMAGED)))
+def test_F193_a_state_file_that_holds_none_is_named_and_the_job_is_followed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes
+) -> None:
+    found = _orchestrator(tmp_path, _RUNNING)
+    found.path.write_bytes(content)
+    (tmp_path / "ends-run").write_text("5 65\n")
+    assert found.look() is None
+    assert str(found.path) in capsys.readouterr().err
+    assert found._read() == found.state == _State(handled=5)
+
+
+def test_F178_a_state_of_another_version_is_read(tmp_path: Path) -> None:
+    found = _orchestrator(tmp_path, _RUNNING)
+    found.path.write_text('{"handled": 5, "restarts": 2, "excluded": ["n1"], "later": {"a": 1}}')
+    assert found.look() is None
+    assert found.state == _State(handled=5, restarts=2, excluded=("n1",))
+
+
+def test_F193_an_end_of_a_job_that_cannot_be_is_no_end(tmp_path: Path) -> None:
+    found = _orchestrator(tmp_path)
+    found.path.write_text('{"handled": 5}')
+    absurd = b"99999999999999999999 0\n4294967295 0\n6 0000\n 6 0\n\xff\n6\n6 0 0\n"
+    (tmp_path / "ends-run").write_bytes(absurd)
+    assert found.look() is None
+    assert found.queue.submitted == [2]
+    (tmp_path / "ends-run").write_bytes(absurd + b"6 65\n")
+    assert found.look() == 65
+
+
+def test_F193_a_full_disk_is_waited_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = _orchestrator(tmp_path, JobRow(7, "FAILED", 2, 75))
+    found.path.write_text('{"handled": 5}')
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
+    try:
+        assert [found.look(), found.look()] == [None, None]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert capsys.readouterr().err.count("\n") == 1
+    assert found._read() == _State(handled=5)
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr("sys.stderr", full)
+        assert found.look() is None
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):
+            full.close()
+    assert found._read() == _State(handled=7, restarts=1)
+
+
+def test_F193_sizes_that_do_not_fit_and_long_waits_are_reported(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = _orchestrator(tmp_path, sizes=(9, 8))
+    assert found.look() is None
+    assert found.queue.submitted == [8]
+    assert "9, 8" in capsys.readouterr().err
+    for reason in ("Resources", "JobHeldUser"):
+        found = _orchestrator(tmp_path, JobRow(7, "PENDING", 8, 0, reason, "low"), sizes=(9, 8))
+        said = []
+        for now in (0, 500, 700, 900):
+            monkeypatch.setattr(time, "monotonic", lambda now=now: float(now))
+            assert found.look() is None
+            said.append(reason in capsys.readouterr().err)
+        assert said == [False, False, True, False]

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from forge_resilience._shared.atomic import write_file
 from forge_resilience._shared.problems import Problem, raise_problems
 from forge_resilience.journal import Journal
 
@@ -190,7 +191,7 @@ class _Follower:
                     self._send(event, is_last=self.sent[name] == _MOST_OF_A_KIND)
             self.offset = end
             with contextlib.suppress(OSError):
-                self.state.write_text(str(end))
+                write_file(self.state, str(end))
 
     def _new_events(self) -> Iterator[tuple[dict[str, Any], int]]:
         """Events behind the offset, each with the offset behind it."""

@@ -6,6 +6,7 @@ jobs of a run have one name, of which Slurm runs one at a time) and in a small f
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from forge_resilience._shared.atomic import write_file
 from forge_resilience._shared.paths import user_path
 from forge_resilience._shared.problems import Problem, invalid, raise_problems
 from forge_resilience.exit_codes import ExitCode
@@ -31,6 +33,7 @@ _LOST = {"NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "TIMEOUT", "DEADLINE", "REVOKED"
 _NOW_SECONDS = 5.0  # Slurm's answer "at once" is the time of its last look
 _MINUTE = 60.0  # Slurm plans in steps of it
 _HOUR = 3600.0
+_JOB_IDS = range(2**32 - 2)  # 32 bits, of which the two highest values mean no job
 
 
 def _field(default: Any, help: str) -> Any:
@@ -89,6 +92,16 @@ class _State:
     withdrawn: tuple[int, ...] = ()
     resizes: tuple[float, ...] = ()
     excluded: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, found: Any) -> _State:
+        """The state in a file of any version: other keys are left out. Raises an exception for what is none."""
+        lists = {"withdrawn": int, "resizes": float, "excluded": str}
+        entries = {name: tuple(map(kind, found.get(name, ()))) for name, kind in lists.items()}
+        handled, restarts = int(found["handled"]), int(found.get("restarts", 0))
+        if handled not in _JOB_IDS or restarts < 0:
+            raise ValueError(f"job {handled} after {restarts} restarts cannot be")
+        return cls(handled, restarts, **entries)
 
 
 def chain_name(run_dir: str | os.PathLike[str]) -> str:
@@ -163,11 +176,13 @@ class _Orchestrator:
         self._free: tuple[int, float] | None = (
             None  # a larger size that is possible, and since when
         )
+        self._reported = 0  # the job whose long wait was reported
         self._is_down = False
 
     def say(self, text: str, event: str | None = None, **fields: Any) -> None:
         """A line for people, and an event for the journal."""
-        print(f"{time.strftime('%FT%T')} forge: {text}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # a full disk, or nobody reads it
+            print(f"{time.strftime('%FT%T')} forge: {text}", file=sys.stderr, flush=True)
         if event is not None and self.journal is not None:
             Journal(self.journal).record(event, **fields)
 
@@ -175,9 +190,9 @@ class _Orchestrator:
         """One look at the queue, and at most one deed; the exit code once all is over."""
         try:
             code = self._look()
-        except QueueDown as error:  # decide nothing: the job may well be running
+        except (QueueDown, OSError) as error:  # decide nothing: the job may well be running
             if not self._is_down:
-                self.say(f"Slurm does not answer: {error}")
+                self.say(f"no answer of Slurm or of a disk, waiting for it: {error}")
             self._is_down = True
             return None
         self._is_down = False
@@ -186,13 +201,11 @@ class _Orchestrator:
     def _look(self) -> int | None:
         rows = self.queue.jobs(self.name)
         live = [row for row in rows if row.is_live]
-        if self.state is None:
-            self.state = self._read() or _State(handled=0)
-            if (
-                not self.path.exists()
-            ):  # what had ended before the first submission is not of this run
-                before = [row.job for row in [*rows, *self._written_ends()] if not row.is_live]
-                self._write(handled=max(before, default=0))
+        ends = [row for row in [*rows, *self._written_ends()] if not row.is_live]
+        if self.state is None and (found := self._read()) is not None:
+            self.state = found
+        elif self.state is None:  # what had ended before the first submission is not of this run
+            self._save(_State(handled=max((row.job for row in ends), default=0)))
         for extra in live[
             1:
         ]:  # a submission whose answer was lost; `singleton` has kept it waiting
@@ -200,8 +213,7 @@ class _Orchestrator:
         if live:
             self._follow(live[0])
             return None
-        ended = [row for row in rows if row.job > self.state.handled] or self._written_ends()
-        if ended:
+        if ended := [row for row in ends if row.job > self._known.handled]:
             return self._judge(ended[0])
         self._submit()
         return None
@@ -232,16 +244,21 @@ class _Orchestrator:
                 return size
             if seconds is not None and (first is None or seconds < first[0] - _MINUTE):
                 first = (seconds, size)
-        return self.sizes[-1] if first is None else first[1]
+        if first is not None:
+            return first[1]
+        sizes = ", ".join(map(str, self.sizes))
+        self.say(f"none of {sizes} nodes fits what is there now: waiting for {self.sizes[-1]}")
+        return self.sizes[-1]
 
     def _follow(self, row: JobRow) -> None:
         now = time.monotonic()
         if self._seen != (row.job, row.state):
             self._seen, self._since, self._free = (row.job, row.state), now, None
-        if row.state == "PENDING":
-            if now - self._since > self.config.wait_seconds and not row.reason.startswith(
-                ("JobHeld", "Dependency")
-            ):
+        if row.state == "PENDING" and now - self._since > self.config.wait_seconds:
+            if row.job != self._reported:
+                self.say(f"job {row.job} still waits for {row.nodes} nodes ({row.reason})")
+                self._reported = row.job
+            if not row.reason.startswith(("JobHeld", "Dependency")):
                 self._withdraw(row)
         elif row.state == "RUNNING":
             self._grow(row, now)
@@ -340,33 +357,35 @@ class _Orchestrator:
     def _written_ends(self) -> list[JobRow]:
         """Ends that Slurm has forgotten, as the jobs wrote them down."""
         try:
-            lines = (self.script.parent / f"ends-{self.name}").read_text().splitlines()
+            text = (self.script.parent / f"ends-{self.name}").read_text(errors="replace")
         except FileNotFoundError:
             return []
-        found = [tuple(map(int, line.split())) for line in lines if re.fullmatch(r"\d+ \d+", line)]
+        found = [
+            map(int, line.split())
+            for line in re.findall(r"^\d+ \d{1,3}$", text, re.MULTILINE | re.ASCII)
+        ]
         return [
             JobRow(job, "FAILED" if code else "COMPLETED", 0, code)
             for job, code in found
-            if job > self._known.handled
+            if job in _JOB_IDS
         ]
 
     def _read(self) -> _State | None:
+        """The state; None before the first one, and, with a line that says so, for a file that holds none."""
         try:
-            found = json.loads(self.path.read_text())
+            content = self.path.read_bytes()
         except FileNotFoundError:
             return None
-        fields: dict[str, Any] = {
-            k: tuple(v) if isinstance(v, list) else v for k, v in found.items()
-        }
-        return _State(**fields)
+        try:
+            return _State.of(json.loads(content))
+        except Exception as error:  # as it may be damaged in any way
+            self.say(f"{self.path} holds no state, and is written anew: {error!r}")
+            return None
 
     def _write(self, **changes: Any) -> None:
+        self._save(replace(self._known, **changes))
+
+    def _save(self, state: _State) -> None:
         """Replace the state file; a kill leaves the old one or the new one."""
-        known = replace(self._known, **changes)
-        draft = self.path.with_suffix(".tmp")
-        with draft.open("w") as file:
-            json.dump(asdict(known), file)
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(self.path)
-        self.state = known
+        write_file(self.path, json.dumps(asdict(state)))
+        self.state = state
