@@ -163,3 +163,28 @@ def test_without_the_extra_one_line_says_what_to_install(monkeypatch, capsys):
     assert (code, out) == (78, "")
     assert err.startswith("forge-ckpt needs forge_ckpt.commands, ")
     assert "'forge-ckpt[cli]'" in err
+
+
+@pytest.mark.parametrize("verb", ["ls", "inspect", "verify", "prune"])
+def test_F178_a_folder_of_another_format_is_named_by_every_verb(tmp_path, verb):
+    (tmp_path / ".metadata").touch()
+    with rejects("path", str(tmp_path), "foreign", where=".metadata") as caught:
+        run([verb, str(tmp_path)])
+    assert "forge-ckpt convert" in caught.value.problems[0].fix
+
+
+def test_F195_names_with_line_breaks_are_printed_as_text(tmp_path, capsys):
+    roots = [tmp_path / "a", tmp_path / "b"]
+    for size, root in enumerate(roots, 1):
+        with Store(root) as store:
+            store.save(1, {"m": {"x\n\x1b[31m": torch.ones(size)}})
+    code, _, err = call(capsys, "average", *roots, "--out", tmp_path / "c")
+    assert (code, err.count("\n"), "x\\n\\x1b" in err) == (78, 1, True), err
+    damage(roots[0], 1)
+    code, out, _ = call(capsys, "verify", roots[0])
+    assert (code, out.count("\n"), "\x1b" in out) == (66, 1, False), out
+    (roots[1] / "quarantine" / "step-1\n\x1b[31m").mkdir(parents=True)
+    code, out, _ = call(capsys, "ls", roots[1])
+    assert (code, out.count("\n"), "\x1b" in out) == (0, 3, False), out
+    code, out, _ = call(capsys, "reshard", roots[1], tmp_path / "x\ny", "--ranks", 1)
+    assert (code, out.count("\n")) == (0, 1), out

@@ -30,7 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail("interrupted; what is committed is complete", INTERRUPTED)
 
 
-def _fail(message: object, code: int) -> int:
-    lines = str(message).split("\n")
+def _fail(error: object, code: int) -> int:
+    # a line for each problem: names from a disk may have line breaks of their own
+    where, problems = getattr(error, "where", ""), getattr(error, "problems", ())
+    lines = [f"{where}: {problem}" if where else str(problem) for problem in problems]
+    lines = lines or [str(error)]
     print("forge-ckpt: " + "\n".join(one_line(line, None) for line in lines), file=sys.stderr)
     return code

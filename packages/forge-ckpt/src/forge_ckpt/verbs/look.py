@@ -48,9 +48,9 @@ def ls(directory: StorePath, /, json: bool = False) -> int:
             rows.append((str(s["step"]), s["saved"], *sizes, s["error"] or ""))
         print_columns(rows, right={0, 2, 3, 4})
         for name in aside:
-            print(f"{directories.QUARANTINE}/{name}: found corrupt earlier")
+            print_line(f"{directories.QUARANTINE}/{name}: found corrupt earlier")
         for name in unfinished:
-            print(f"{name}: being written, or left by a writer that died")
+            print_line(f"{name}: being written, or left by a writer that died")
     return CORRUPT if any(s["error"] for s in steps) else SAME
 
 
@@ -114,7 +114,7 @@ def verify(directory: StorePath, /, step: StepNumber = None, json: bool = False)
         for row in checked:
             rate = row["bytes"] / 1e9 / max(row["seconds"], 1e-9)
             sound = f"sound, {row['bytes']:,} bytes in {row['seconds']:.2f} s ({rate:.2f} GB/s)"
-            print(f"step {row['step']}: " + (row["error"] or sound))
+            print_line(f"step {row['step']}: " + (row["error"] or sound))
     return CORRUPT if any(row["error"] for row in checked) else SAME
 
 

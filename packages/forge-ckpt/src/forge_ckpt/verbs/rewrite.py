@@ -248,6 +248,6 @@ def _say(target: Path, json: bool, not_read: Sequence[str] = ()) -> None:
     if json:
         print_json({"written": str(target), **({"not_read": not_read} if not_read else {})})
     else:
-        print(f"written: {target}")
+        print_line(f"written: {target}")
         if not_read:
             print_line(f"not read, as DCP does not list them: {', '.join(not_read)}")

@@ -14,6 +14,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from forge_ckpt import directories
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import one_line
+from forge_ckpt.foreign import refuse_foreign
 
 SAME, DIFFERENT, CORRUPT = 0, 1, 66
 
@@ -74,6 +75,7 @@ def steps_of(directory: Path) -> list[int]:
         raise invalid("directory", "not_found", str(directory), "is not a directory", fix)
     steps = directories.list_steps(directory)
     if not steps:
+        refuse_foreign(directory)
         inside = [p.name for p in sorted(directory.iterdir()) if p.is_dir()]
         inside = [name for name in inside if directories.list_steps(directory / name)]
         where = f"{directory / inside[0]} holds some" if inside else "look in another directory"
