@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -39,6 +40,19 @@ def test_there_is_a_preset_of_every_model_and_number_of_gpus() -> None:
     assert sorted(p.stem for p in MODELS) == NAMES
     assert {p.stem.rpartition("_")[0] for p in PRESETS} == set(NAMES)
     assert {gpus_of(p) for p in PRESETS} == {1, 4, 8, 16, 32}
+
+
+def test_F175_a_preset_asks_slurm_for_its_gpus() -> None:
+    for path in PRESETS:
+        slurm = tomllib.loads(path.read_text())["slurm"]
+        assert slurm["nodes"] * slurm["gpus_per_node"] == gpus_of(path), path
+        assert slurm["gpus_per_node"] == min(gpus_of(path), 8), path
+    small = {p.stem: tomllib.loads(p.read_text()) for p in (ROOT / "apps/train/configs").glob("*.toml")}  # fmt: skip
+    asked = {name: table["slurm"] for name, table in small.items() if "extends" not in table}
+    adapted = {name: {"gpus_per_node": 1} for name in ("chat", "qwen3_vl")}
+    assert asked == adapted | {
+        name: {"cpus_per_task": 2} for name in ("debug", "text", "vlm_debug")
+    }
 
 
 @pytest.mark.slow

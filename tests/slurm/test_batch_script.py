@@ -290,6 +290,14 @@ def test_elements_of_an_array_and_sites_that_forbid_requeues(slurm, tmp_path):
     assert "restart 2 (0 by Slurm)" in chain.log()
 
 
+def test_F175_gpus_of_the_job_in_which_it_is_submitted_are_not_asked_for(slurm, tmp_path):
+    """srun would ask for them, on nodes that have none: it fails as on a lost node, and the job is requeued for ever."""
+    job = Job(slurm, tmp_path / "run", "0", nodes=2)
+    job.submit("--export=ALL,SLURM_GPUS=4,SLURM_GPUS_PER_TASK=1,CUDA_VISIBLE_DEVICES=3")
+    slurm.wait_for_end(job.id, seconds=40)
+    assert job.end() == ("COMPLETED", "0:0", "0"), job.log()
+
+
 def test_at_a_terminal(slurm, tmp_path):
     write_job(tmp_path, "[resilience]\nsave_limit_seconds = 30\n[slurm]\nnodes = 1\n")
     shown = submit_forge(slurm, tmp_path / "job.toml", "--interactive", "--print")

@@ -61,7 +61,7 @@ def test_an_orchestrated_script_never_continues_itself() -> None:
     assert "#SBATCH --no-requeue" in script
     assert "scontrol requeue" not in script
     assert "  FORGE_CHAIN=$chain sbatch" not in script
-    assert 'printf "%s %s\\n" "$job" "$?" >>/r/ends-"$chain"' in script
+    assert "trap 'write_end " in script
     assert "restarts >= 3" not in script
 
 

@@ -522,6 +522,12 @@ def test_what_is_refused(options: dict[str, Any], key: str, value: Any, code: st
         SlurmConfig(**options)
 
 
+@pytest.mark.parametrize("more", ["{y}", "{", "}", "{gpus!r}", "{gpus:9}"])
+def test_F195_an_option_for_gpus_has_no_other_braces(more: str) -> None:
+    with rejects("gpus_option", f"--x={{gpus}}{more}", "placeholder"):
+        SlurmConfig(gpus_option=f"--x={{gpus}}{more}")
+
+
 def test_a_place_that_no_node_could_find_is_refused() -> None:
     wrong = {"run_dir": "runs/a", "script": "/a\nb", "save_limit_seconds": 1e6}
     with rejects("run_dir", "runs/a", "path") as caught:
@@ -539,6 +545,26 @@ def test_a_limit_that_leaves_no_time_and_an_array_at_a_terminal_are_refused(site
         batch_script(SlurmConfig(time_limit="1:30"), ["true"], site.facts)
     with rejects("array", "1-2%1", "unsupported"):
         interactive_commands(SlurmConfig(array="1-2%1"), ["true"], site.facts)
+
+
+def test_F193_a_job_of_an_orchestrator_writes_its_end_into_any_folder(site: Site) -> None:
+    site.write("exit 65", on_stop="leave")
+    code, output = site.life()
+    assert (code, "trap" in output) == (65, False), output
+    assert (site.run_dir / "slurm/ends-7").read_text() == "7 65\n"
+
+
+_SHOW_GPUS = 'echo "GPUs: $CUDA_VISIBLE_DEVICES.$ROCR_VISIBLE_DEVICES.$SLURM_GPUS.$SLURM_GRES.$SLURM_GPUS_PER_NODE.$SLURM_GPU_BIND."'
+
+
+def test_F175_gpus_of_the_job_in_which_this_one_was_submitted_are_not_its(site: Site) -> None:
+    """Those that this job asks for have variables of the same names, which srun needs."""
+    outer = {"CUDA_VISIBLE_DEVICES": "3", "ROCR_VISIBLE_DEVICES": "3", "SLURM_GPUS": "1", "SLURM_GRES": "gpu:1",
+             "SLURM_GPUS_PER_NODE": "4", "SLURM_GPU_BIND": "closest"}  # fmt: skip
+    site.write(_SHOW_GPUS, gpus_per_node=0)
+    assert "GPUs: ......" in site.life(**outer)[1]
+    site.write(_SHOW_GPUS, gpus_per_node=4, sbatch_options=("--gpu-bind=closest",))
+    assert "GPUs: ....4.closest." in site.life(**outer)[1]
 
 
 def test_a_site_that_is_not_there_or_holds_something_else_is_refused(tmp_path: Path) -> None:

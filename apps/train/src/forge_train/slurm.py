@@ -216,11 +216,18 @@ def _command(config: SlurmConfig, facts: JobFacts) -> list[str]:
 
 
 def look_at_limits(config: SlurmConfig, facts: JobFacts) -> None:
-    """Refuse a time limit, and warn of kills, that leave no time for a save."""
+    """Refuse a time limit, and warn of kills, that leave no time for a save; say what a job asks for that names no GPU."""
     if config.time_limit is None:
         problem = limit_problem(facts.lead_seconds, config.partition)
         refuse([] if problem is None else [problem.under("slurm")])
-    for warning in grace_warnings(facts.save_limit_seconds, config.partition):
+    warnings = grace_warnings(facts.save_limit_seconds, config.partition)
+    if not config.gpus_per_node and not any("gpu" in option for option in config.sbatch_options):
+        limit = "that of the partition" if config.time_limit is None else config.time_limit
+        warnings.append(
+            f"the job asks for no GPU: nodes {config.nodes}, tasks on each {config.ranks_per_node}, time limit {limit}; set "
+            "more in [slurm], or once for all jobs in a site file (forge-train doctor --init)"
+        )
+    for warning in warnings:
         print(f"forge-train: {warning}", file=sys.stderr)
 
 

@@ -235,8 +235,9 @@ def _text_problems(c: SlurmConfig) -> Iterator[Problem]:
         if text is not None and (not text.strip() or "\n" in text or "\0" in text):
             rule, fix = "must be one line that is not empty", "leave it out, or write a line each"
             yield Problem(name, "line", text, rule, fix)
-    if "{gpus}" not in c.gpus_option:
-        rule, fix = "must contain {gpus} for their number", "use '--gres=gpu:{gpus}'"
+    if not re.fullmatch(r"[^{}]*(\{gpus\}[^{}]*)+", c.gpus_option):
+        rule = "must contain {gpus} for their number, and no other braces"
+        fix = "use '--gres=gpu:{gpus}'"
         yield Problem("gpus_option", "placeholder", c.gpus_option, rule, fix)
 
     for name in c.environment:

@@ -16,6 +16,10 @@ __all__ = ["batch_script", "interactive_commands"]
 #: Exit codes that starting again does not mend.
 _FINAL = sorted({code for code in ExitCode if code > 1} - {ExitCode.REQUEUE})
 
+#: Variables in which srun reads its options about GPUs, and sbatch leaves those of the job: SLURM_GPUS of --gpus.
+_OF_GPUS = ("GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "GPU_BIND", "GPU_FREQ", "CPUS_PER_GPU",
+            "NTASKS_PER_GPU", "GRES", "TRES_PER_TASK")  # fmt: skip
+
 _START = r"""
 # Slurm starts a script elsewhere when its folder is missing on the node, where relative paths name other files.
 cd -- {working_dir} || exit {config_error}
@@ -129,7 +133,8 @@ _BROKEN_CODE = """    {hardware})
 
 # Slurm forgets a job minutes after its end; whoever submitted it may have been away for longer.
 _LEAVE = r"""
-trap 'printf "%s %s\n" "$job" "$?" >>{folder}/ends-"$chain"' EXIT
+write_end() {{ printf '%s %s\n' "$job" "$1" >>{folder}/ends-"$chain"; }}
+trap 'write_end "$?"' EXIT
 """
 
 _SIGNALS = r"""
@@ -372,6 +377,10 @@ def _surroundings(config: SlurmConfig, facts: JobFacts) -> Iterator[str]:
     yield "# of a job in which this one was submitted: srun takes them as its own options"
     yield "unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE SLURM_DISTRIBUTION SLURM_HINT SLURM_EXACT \\"
     yield "  SLURM_CPU_BIND SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_LIST SLURM_CPU_BIND_VERBOSE"
+    asked = {option[2:].upper().replace("-", "_") for option, _ in _resources(config, facts)}
+    gpus = " ".join(f"SLURM_{name}" for name in _OF_GPUS if name not in asked)
+    yield "# the same of GPUs that this job does not ask for; which ones a rank sees, Slurm tells it when it starts"
+    yield f"unset {gpus} \\\n  CUDA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ZE_AFFINITY_MASK"
     yield "# the file that a later job, and a resubmission, start from"
     yield f"export FORGE_JOB_SCRIPT={shlex.quote(facts.script)}"
     yield "# lines reach the log when they are printed, not when a buffer is full or lost"
