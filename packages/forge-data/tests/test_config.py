@@ -84,6 +84,8 @@ def test_source_rules(settings, problem):
         ({"worker_timeout_seconds": -1.0}, ("worker_timeout_seconds", -1.0, "range")),
         ({"seed": -1}, ("seed", -1, "range")),
         ({"sources": {}}, ("sources", {}, "missing")),
+        ({"sources": [TEXT]}, ("sources", [TEXT], "table")),
+        ({"phases": [PhaseConfig(4)]}, ("phases", [PhaseConfig(4)], "table")),
         (
             {"sources": {"a": TrainingSourceConfig(weight=2.0)}},
             ("sources.a.weight", 2.0, "only_source"),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import sys
+from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -115,7 +118,21 @@ def test_what_is_no_mixture_is_refused(phases, problem):
         Mixture(phases, [None])
 
 
-def test_a_share_of_next_to_nothing_is_refused():
-    with rejects("weight", 1e-09, "range"):
-        Mixture([Phase(0, (1.0, 1e-9))], [None, None])
+def test_F174_a_share_of_next_to_nothing_is_refused_by_the_name_of_its_source():
+    for weight in (1e-9, 0.9 * 2**-19, sys.float_info.min):
+        with rejects("sources.b.weight", weight, "range"):
+            Mixture([Phase(0, (1.0, weight))], [None, None], ["a", "b"])
+        with rejects("phases.late.weights.a", weight, "range"):
+            phases = [Phase(0, (1.0, 1.0)), Phase(9, (weight, 1.0), "late")]
+            Mixture(phases, [None, None], ["a", "b"])
+    Mixture([Phase(0, (1.0, 2**-19 + 2**-29))], [None, None], ["a", "b"])
     assert sum(integer_shares((0.1,) * 7)) == 2**30
+
+
+@pytest.mark.parametrize("scale", [5e-324, 1e-200, 1.0, 1e200, 1e307])
+def test_F174_shares_do_not_depend_on_the_size_of_weights(scale):
+    weights = [3.0 * scale, 2.0 * scale, 9.0 * scale]
+    exact = [Fraction(weight) for weight in weights]
+    edges = [round(sum(exact[:n]) / sum(exact) * 2**30) for n in range(4)]
+    assert integer_shares(weights) == tuple(b - a for a, b in pairwise(edges))
+    assert integer_shares((1e308, 1e308)) == (2**29, 2**29)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 
 import numpy as np
 import pytest
@@ -190,6 +191,19 @@ def test_another_length_begins_a_new_epoch_in_another_order():
 def test_phases_that_mean_nothing_are_refused(phases, problem):
     with rejects(*problem):
         config(**phases)
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-3, 1.0])
+def test_F174_a_source_too_small_for_the_others_is_named_at_any_temperature(temperature):
+    sources = {"a": TrainingSourceConfig(), "b": TrainingSourceConfig(split="validation")}
+    rows = [len(open_training(DataConfig(16, sources={n: s}))) for n, s in sources.items()]
+    share = (rows[1] / rows[0]) ** (1.0 / temperature)
+    data = DataConfig(16, sources=sources, temperature=temperature)
+    if share > 2**-19:
+        assert set(open_training(data).arrays(np.arange(60))["source"]) == {0, 1}
+        return
+    with rejects("sources.b.weight", sys.float_info.min, "range"):
+        open_training(data)
 
 
 @pytest.mark.parametrize(("most", "left"), [(1, 0), (2, 0), (3, 1), (4, 2)])

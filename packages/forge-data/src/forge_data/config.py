@@ -272,6 +272,14 @@ def _data_problems(c: DataConfig) -> Iterator[Problem]:
     if c.seed is not None and not is_int(c.seed, 0, 2**63 - 1):
         rule = "must be an integer of at least 0 and below 2**63"
         yield Problem("seed", "range", c.seed, rule, "use 0")
+    tables = {"sources": c.sources, "phases": c.phases}
+    wrong = {name: value for name, value in tables.items() if not isinstance(value, dict)}
+    for name, value in wrong.items():
+        yield Problem(
+            name, "table", value, "must be a table of tables", f"write [data.{name}.NAME]"
+        )
+    if wrong:
+        return
     if not c.sources:
         fix = 'add [data.sources.python_docs] with name = "builtin", or name = "tokens" and a path'
         yield Problem("sources", "missing", c.sources, "must have one entry or more", fix)

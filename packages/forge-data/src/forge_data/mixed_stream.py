@@ -55,7 +55,7 @@ class MixedStream:
             for name, stream in streams.items()
         ]
         self._phases = tuple(Phase(*phase) for phase in phases)
-        self.mixture = Mixture(self._phases, limits)
+        self.mixture = Mixture(self._phases, limits, self.names)
         self._first_shards = np.cumsum([0, *map(num_shards_of, self.streams)])  # (streams + 1,)
         self.num_shards = int(self._first_shards[-1])
         self._empty = self._agreed()

@@ -10,10 +10,11 @@ its last epoch; the others then share what it had.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -31,10 +32,11 @@ _END = 1 << 62
 
 
 class Phase(NamedTuple):
-    """From instance `start` on sources have these weights, any numbers of at least 0."""
+    """From instance `start` on sources have these weights, any numbers of at least 0; `name` is for errors."""
 
     start: int
     weights: tuple[float, ...]
+    name: str = ""
 
 
 class Mixture:
@@ -47,14 +49,16 @@ class Mixture:
     once. `end` is the number of instances there are, None without end: it comes where no source of a phase is left. Cost of `locate`: O(N) and O(B) for a block that
     was not there lately, at any distance.
 
-    Raises ValueError for weights that are no shares, or a share below 2^-19; InvalidData in `locate` for an instance behind the
-    end, to which windows that a run left out may lead.
+    Raises ValueError for weights that are no shares, or a share below 2^-19, with the name of the source; InvalidData in `locate`
+    for an instance behind the end, to which windows that a run left out may lead.
     """
 
-    def __init__(self, phases: Sequence[Phase], limits: Sequence[int | None]) -> None:
+    def __init__(
+        self, phases: Sequence[Phase], limits: Sequence[int | None], names: Sequence[str] = ()
+    ) -> None:
         self._segments: list[_Segment] = []
         self.end: int | None = None
-        _check(phases, len(limits))
+        _check(phases, names or [str(number) for number in range(len(limits))])
         given = [0] * len(limits)
         for number, phase in enumerate(phases):
             until = phases[number + 1].start if number + 1 < len(phases) else None
@@ -67,7 +71,7 @@ class Mixture:
                 if not any(weights):
                     self.end = start
                     break
-                segment = _Segment(start, tuple(given), _Dealer.of(tuple(weights)))
+                segment = _Segment(start, tuple(given), _Dealer(integer_shares(weights)))
                 self._segments.append(segment)
                 stop = min((segment.exhausted(limits), _END if until is None else until))
                 if stop == _END:
@@ -146,10 +150,6 @@ class _Dealer:
         while self.block * least < 2 * _ONE:
             self.block *= 2
 
-    @classmethod
-    def of(cls, weights: tuple[float, ...]) -> _Dealer:
-        return cls(integer_shares(weights))
-
     def dealt(self, block: int) -> tuple[list[int], _Order]:
         """(instances of each source in the blocks before, the order of this one)."""
         before, after = self._counts(block), self._counts(block + 1)
@@ -184,27 +184,34 @@ def _order(counts: tuple[int, ...]) -> _Order:
 
 
 def integer_shares(weights: Sequence[float]) -> tuple[int, ...]:
-    """Weights as shares of 2^30 that add up to it; ValueError for a positive one that is below 2^-19 of all."""
-    total, edges, reached = float(sum(weights)), [0], 0.0
-    for weight in weights:
-        reached += weight
-        edges.append(round(reached / total * _ONE))
-    shares = tuple(b - a for a, b in pairwise(edges))
-    for weight, share in zip(weights, shares):
-        if weight > 0.0 and share * _LARGEST_BLOCK < 2 * _ONE:
-            rule = f"must be at least 2^-19 of all, {total:g}, or almost no row of it would come"
-            raise invalid("weight", "range", weight, rule, "raise it, or use 0")
-    return shares
+    """Weights as shares of 2^30 that add up to it."""
+    # Powers of two change no share, and keep the sum of the largest weights finite.
+    _, exponent = math.frexp(max(weights))
+    reached = list(accumulate((math.ldexp(weight, -exponent) for weight in weights), initial=0.0))
+    edges = [round(each / reached[-1] * _ONE) for each in reached]
+    return tuple(b - a for a, b in pairwise(edges))
 
 
-def _check(phases: Sequence[Phase], num_sources: int) -> None:
+def _check(phases: Sequence[Phase], names: Sequence[str]) -> None:
     starts = [phase.start for phase in phases]
     if not starts or starts[0] != 0 or any(a >= b for a, b in pairwise(starts)):
         raise invalid("phases", "order", starts, "must start at 0 and rise", "put them in order")
     for phase in phases:
-        good = len(phase.weights) == num_sources and all(
+        good = len(phase.weights) == len(names) and all(
             0.0 <= w < float("inf") for w in phase.weights
         )
         if not good or not any(phase.weights):
-            rule = f"must be one for each of {num_sources} sources, finite, at least 0, and one above 0"
+            rule = (
+                f"must be one for each of {len(names)} sources, finite, at least 0, and one above 0"
+            )
             raise invalid("weights", "range", phase.weights, rule, "correct them")
+        for name, weight, share in zip(names, phase.weights, integer_shares(phase.weights)):
+            if weight > 0.0 and share * _LARGEST_BLOCK < 2 * _ONE:
+                key = (
+                    f"phases.{phase.name}.weights.{name}"
+                    if phase.name
+                    else f"sources.{name}.weight"
+                )
+                rule = "must be at least 2^-19 of the sum of weights, or almost no row of it would come"
+                fix = "raise it, or use 0; without weights sources have their rows as weights, nearer to one another by a temperature above 1"
+                raise invalid(key, "range", weight, rule, fix, where="data")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.metadata import entry_points
 from itertools import zip_longest
@@ -196,13 +197,16 @@ def _phases(
         float(len(streams[name]) if source.weight is None else source.weight)
         for name, source in sources.items()
     ]
-    own = tuple((w / max(given)) ** (1.0 / config.temperature) for w in given)
+    # A power that underflows is refused as too small a share; as 0 it would drop the source.
+    least = sys.float_info.min
+    own = tuple(w and max(least, (w / max(given)) ** (1.0 / config.temperature)) for w in given)
     phases: list[Phase] = []
     for stretch in part:
         wanted = stretch.weights
         weights = own if wanted is None else tuple(wanted.get(name, 0.0) for name in sources)
         if not phases or weights != phases[-1].weights:
-            phases.append(Phase(stretch.start - part[0].start, weights))
+            name = stretch.name if wanted is not None else ""
+            phases.append(Phase(stretch.start - part[0].start, weights, name))
     return phases
 
 
