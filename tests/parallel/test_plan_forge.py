@@ -47,7 +47,7 @@ from forge_train import ConfigError, load_job, plan
 from forge_train.cli import main
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig
-from forge_train.plan import choose_layout
+from forge_train.plan import PlanFlags, choose_layout, show_plan
 from forge_train.trainer.build import build_model
 from forge_train.trainer.experts import shard_experts
 
@@ -343,6 +343,44 @@ def test_too_little_memory_leaves_with_78_after_the_tables(
     out, err = capsys.readouterr()
     assert json.loads(out)["fits"] is False
     assert {"222", "120", "h200"} <= set(re.findall(r"\w+", err))
+
+
+#: Keys of the words in a fix that are not keys of [parallel].
+_KEYS = {key: key for key in ("optimizer.state_dtype", "parallel.param_dtype")} | {
+    "micro_batch": "train.micro_batch"
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("optimizer", "layout", "gpus", "fixes"),
+    [
+        ("adamw", "auto", 1, ["optimizer.state_dtype", "parallel.param_dtype"]),
+        ("schedule_free_adamw", "manual", 1, []),
+        ("adamw", "manual", 2, ["optimizer.state_dtype"]),
+    ],
+)
+def test_F176_smaller_types_are_tried_before_more_gpus_are_asked_for(
+    optimizer: str, layout: str, gpus: int, fixes: list[str]
+) -> None:
+    """8 B parameters: the fix, taken as flags, fits."""
+    recipe = PRESET.parent / "recipes" / "7b.toml"
+    gpu = PlanFlags(gpus=gpus, gpu="h200" if gpus == 1 else "h100")
+    settings: dict[str, Any] = {"optimizer.name": optimizer, "parallel.layout": layout}
+    settings["schedule.name"] = "constant"
+    with pytest.raises(ConfigError) as refused:
+        show_plan(load_job(recipe, settings, with_data=False).config, gpu)
+    (problem,) = refused.value.problems
+    assert problem.code == "memory"
+    pairs = re.findall(
+        r"([a-z_.]+) (\w+)", problem.fix.removeprefix("use ").replace("one rank, ", "")
+    )
+    flags = {_KEYS.get(key, f"parallel.{key}"): value for key, value in pairs}
+    assert [key for key, value in flags.items() if value == "bf16"] == fixes
+    if fixes:
+        values = {k: int(v) if v.isdigit() else v for k, v in flags.items()}
+        settings |= {"parallel.layout": "manual", **values}
+        show_plan(load_job(recipe, settings, with_data=False).config, gpu)
 
 
 @pytest.mark.slow

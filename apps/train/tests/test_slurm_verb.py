@@ -10,11 +10,13 @@ import pytest
 from forge_resilience.slurm import JobFacts, SlurmConfig
 from forge_testing import Outcome, forge_train, write_job
 from forge_testing.problems import rejects
-from forge_train import ConfigError, JobError, Trainer, load_job
+from forge_train import ConfigError, DataError, JobError, Trainer, load_job
 from forge_train import slurm as slurm_verb
 from forge_train.cli import run_verb
 
 pytestmark = pytest.mark.lane("test")
+
+ROOT = Path(__file__).parents[3]
 
 
 def slurm(*arguments: str | Path, PATH: str = "/nowhere", **environ: str) -> Outcome:
@@ -132,3 +134,26 @@ def test_a_supervisor_is_asked_for_by_the_watch(tmp_path: Path) -> None:
     assert "--limits=save=60" in call
     assert f"--journal={tmp_path}/run/events.jsonl --expect_heartbeats --nproc 1 --" in call
     assert "retry $((attempt + 1)) of 4" in text
+
+
+def test_F176_a_preset_is_shown_without_its_data(
+    nowhere: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    preset = str(ROOT / "configs/presets/20m_4gpu.toml")
+    shown = {}
+    for verb in ("explain", "slurm"):
+        flags = ["--print"] if verb == "slurm" else []
+        assert run_verb([verb, preset, *flags]) == 0
+        shown[verb] = capsys.readouterr()
+        text = "".join(shown[verb])
+        assert "data.sources.main.path 'data/tokens'" in text, "what was not checked is named"
+        with rejects("train.micro_batch", 0, "range", ConfigError):
+            run_verb([verb, preset, *flags, "--train.micro_batch", "0"])
+        debug = [str(ROOT / "apps/train/configs/debug.toml"), "--data.sources.python_docs.name"]
+        with rejects("data.sources.python_docs.path", "no", "not_found", DataError):
+            run_verb([verb, *debug, "tokens", "--data.sources.python_docs.path", "no", *flags])
+    assert "data.sources.main.path" in shown["explain"].out.split()
+    assert "#SBATCH" in shown["slurm"].out
+    assert "data.sources" not in shown["slurm"].out, "the script is only the script"
+    with rejects("data.sources.main.path", "data/tokens", "not_found", DataError):
+        run_verb(["slurm", preset])

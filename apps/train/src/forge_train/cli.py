@@ -191,7 +191,7 @@ class ExplainFlags:
 
 
 def explain(args: list[str]) -> int:
-    """Print the resolved configuration of CONFIG: each value and where it came from.
+    """Print the resolved configuration of CONFIG: each value and where it came from. The data need not be there.
 
     With `--nproc N` also what keeps N processes from running it, the layout that they get, and what their
     number costs; where phases of the data begin; with `--parameters` what each parameter of the model is; and with
@@ -203,7 +203,7 @@ def explain(args: list[str]) -> int:
         print_explanation,
         source_lines,
     )
-    from forge_train.config.resolve import resolve, schedule_warnings
+    from forge_train.config.resolve import resolve_to_show, schedule_warnings
 
     nproc, rest = _nproc(args)
     layers, flags = _layers(rest, "explain", explain.__doc__ or "", ExplainFlags)
@@ -212,9 +212,10 @@ def explain(args: list[str]) -> int:
         from forge_train.report.planned import check_picture, draw, planned
 
         check_picture(picture)
-    job = resolve(layers)
+    job, missing = resolve_to_show(layers)
     data = job.config.data
-    lines = [*source_lines(data), *ends_of_documents(data), *planned_rows(data)]
+    lines = [f"data is not checked: {problem}" for problem in missing]
+    lines += [] if missing else [*source_lines(data), *ends_of_documents(data), *planned_rows(data)]
     lines += schedule_warnings(job.config)
     if nproc is not None:
         job, of_layout = _on_processes(job, nproc)

@@ -26,6 +26,7 @@ from forge_parallel.plan import (
     search,
 )
 from forge_train._shared.problems import Problem, invalid, problems_of
+from forge_train.config.resolve import optimizer_problems
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, as_config_error, refuse
 from forge_train.trainer.build import build_trained, freeze_groups
@@ -37,6 +38,8 @@ _AVERAGES = {"adamw": 2, "lion": 1, "schedule_free_adamw": 1, "sgd": 1}
 _MUON = 1  # of the matrices that are Muon's; the rest is AdamW's
 #: Further tensors, with the dtype of the weights.
 _POINTS = {"schedule_free_adamw": 2}
+#: Optimizers that keep state in bf16, with stochastic rounding.
+_HALF_STATE = ("adamw", "lion", "muon", "schedule_free_adamw")
 _BYTES = {"fp32": 4.0, "bf16": 2.0}
 _SHOWN = 8
 
@@ -57,8 +60,7 @@ def show_plan(config: JobConfig, flags: PlanFlags) -> None:
     """Print memory and time of `config` on these GPUs, and alternatives. ConfigError if it cannot run there."""
     plan, space, reasons = _estimated(config, flags)
     parallel, gpu, fits = plan.candidate.config, space.hardware, plan.fits
-    sizes = dict.fromkeys((config.train.micro_batch, 1, 2, 4, 8))
-    others = search(replace(space, micro_batches=tuple(sizes), config=parallel))
+    others = search(replace(space, micro_batches=_sizes(config), config=parallel))
     if flags.json:
         rows = [{"layout": describe(c.candidate), "peak": c.peak, "fits": c.fits,
                  "tokens_per_second": c.time.tokens_per_second} for c in others[:_SHOWN]]  # fmt: skip
@@ -66,12 +68,34 @@ def show_plan(config: JobConfig, flags: PlanFlags) -> None:
     else:
         print("\n".join([*reasons, render(plan, others[:_SHOWN])]), end="")
     if not fits:
-        allowed = (describe(c.candidate) for c in others if c.fits)
-        fix = next(allowed, "more GPUs, shorter rows or a smaller model")
         needs = f"needs {plan.peak / 1e9:.0f} GB on the fullest rank and must stay below"
         rule = f"{needs} {gpu.limit / 1e9:.0f} of an {gpu.name}"
         layout = describe(plan.candidate)
-        raise invalid("parallel", "memory", layout, rule, f"use {fix}", kind=ConfigError)
+        raise invalid(
+            "parallel", "memory", layout, rule, f"use {_what_fits(config, space)}", kind=ConfigError
+        )
+
+
+def _sizes(config: JobConfig) -> tuple[int | None, ...]:
+    """Sizes of micro-batches to try."""
+    return tuple(dict.fromkeys((config.train.micro_batch, 1, 2, 4, 8)))
+
+
+def _what_fits(config: JobConfig, space: SearchSpace) -> str:
+    """The fastest layout and micro-batch that fit, if need be with state, then weights, too, in bf16."""
+    state = replace(config, optimizer=replace(config.optimizer, state_dtype="bf16"))
+    weights = replace(state, parallel=replace(config.parallel, param_dtype="bf16"))
+    jobs, also = {"": config}, ", optimizer.state_dtype bf16"
+    if config.optimizer.name in _HALF_STATE:
+        jobs[also] = state
+        if not any(optimizer_problems(weights)):
+            jobs[f"{also}, parallel.param_dtype bf16"] = weights
+    for also, job in jobs.items():
+        tried = _space(job, _profile(job), space.world_size, space.gpus_per_node, space.hardware)
+        found = search(replace(tried, micro_batches=_sizes(job)))
+        if found and found[0].fits:
+            return describe(found[0].candidate) + also
+    return "more GPUs, shorter rows or a smaller model"
 
 
 def price(config: JobConfig, gpu: str, gpus: int = 1, nodes: int | None = None) -> Estimate:
@@ -86,7 +110,7 @@ def _estimated(config: JobConfig, flags: PlanFlags) -> tuple[Estimate, SearchSpa
     space = _space(config, profile, flags.gpus, per_node, gpu)
     parallel, reasons = config.parallel, list[str]()
     if parallel.layout == "auto":
-        parallel, reasons = _auto_layout(space)
+        parallel, reasons = _auto_layout(config, space)
     refuse(layout_problems(replace(config, parallel=parallel), flags.gpus, per_node))
     try:
         plan = estimate_layout(
@@ -119,7 +143,7 @@ def choose_layout(
     if config.parallel.device == "cpu" or not torch.cuda.is_available():
         return manual, [f"FSDP over all {world_size} ranks: on CPUs nothing else was measured"]
     profile = _profile(config)
-    return _auto_layout(_space(config, profile, world_size, gpus_per_node, _this_gpu()))
+    return _auto_layout(config, _space(config, profile, world_size, gpus_per_node, _this_gpu()))
 
 
 def _profile(config: JobConfig) -> Profile:
@@ -140,14 +164,18 @@ def _state_bytes(config: JobConfig, averages: int) -> float:
     return averages * _BYTES[config.optimizer.state_dtype] + points * of_weights
 
 
-def _auto_layout(space: SearchSpace) -> tuple[ParallelConfig, list[str]]:
+def _auto_layout(config: JobConfig, space: SearchSpace) -> tuple[ParallelConfig, list[str]]:
     try:
         best, reasons = auto_layout(replace(space, modes=(space.config.recompute,)))
     except ValueError:
         try:
             best, reasons = auto_layout(space)
         except ValueError as error:
-            raise ConfigError(problems_of(error), "parallel.layout auto") from error
+            found = [
+                replace(p, fix=f"use {_what_fits(config, space)}") if p.code == "memory" else p
+                for p in problems_of(error)
+            ]
+            raise ConfigError(found, "parallel.layout auto") from error
     return best.candidate.config, reasons
 
 

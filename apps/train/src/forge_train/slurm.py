@@ -29,7 +29,7 @@ from forge_resilience.slurm import (
 from forge_train._shared.problems import Problem, invalid
 from forge_train.config.files import replace_text
 from forge_train.config.layers import Layers, flatten
-from forge_train.config.resolve import ResolvedJob, resolve
+from forge_train.config.resolve import ResolvedJob, resolve, resolve_to_show
 from forge_train.errors import ConfigError, JobError, config_errors, refuse
 from forge_train.trainer.layout import layout_problems
 from forge_train.trainer.run_directory import RunDirectory
@@ -58,7 +58,9 @@ class SlurmFlags:
     sizes: Annotated[
         str | None, tyro.conf.arg(help="numbers of nodes for --orchestrate, such as 32,24,16")
     ] = None
-    print: Annotated[bool, tyro.conf.arg(help="show the script and write nothing")] = False
+    print: Annotated[
+        bool, tyro.conf.arg(help="show the script and write nothing; the data need not be there")
+    ] = False
     site: Annotated[
         str | None,
         tyro.conf.arg(help="site file, or its name in ~/.config/forge (default: FORGE_SITE, site)"),
@@ -71,7 +73,9 @@ def run_slurm(layers: Layers, flags: SlurmFlags) -> int:
         key, rule = "--interactive" if flags.interactive else "--print", "must go without --submit"
         raise invalid(key, "excludes", ..., rule, "leave one out", kind=ConfigError)
     add_site(layers, flags.site)
-    job = resolve(layers)
+    job, missing = resolve_to_show(layers) if flags.print else (resolve(layers), ())
+    for problem in missing:
+        print(f"forge-train: data is not checked: {problem}", file=sys.stderr)
     if flags.orchestrate or flags.sizes is not None:
         return _orchestrate(job, flags)
     refuse_layouts(job)

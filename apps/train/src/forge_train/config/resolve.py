@@ -36,7 +36,7 @@ from forge_train.config.schema import JobConfig
 from forge_train.config.structure import key_of, structure
 from forge_train.config.tokenizer import tokenizer_problems
 from forge_train.config.vlm import chosen_by_experts, exact_match_problems
-from forge_train.errors import DataError, problems_under, refuse
+from forge_train.errors import ConfigError, DataError, problems_under, refuse
 from forge_train.metrics.sinks import sink_problems
 
 #: Keys of a training source that its validation split does not take over.
@@ -105,6 +105,23 @@ def resolve(
     job = ResolvedJob(JobConfig(**built), dict(layers.origins))
     _check_combination(job.config, with_data)
     return job
+
+
+def resolve_to_show(layers: Layers) -> tuple[ResolvedJob, tuple[Problem, ...]]:
+    """The job, and which of its data is not there, so that nothing is known of any: for verbs that start nothing.
+
+    Raises as `resolve`, also for data that is there and does not fit.
+    """
+    try:
+        return resolve(layers), ()
+    except DataError as error:
+        if any(problem.code != "not_found" for problem in error.problems):
+            raise
+        missing = error
+    try:
+        return resolve(layers, with_data=False), missing.problems
+    except ConfigError as error:
+        raise (missing if error.key == _VOCABULARY else error) from None
 
 
 def _vocabulary_of(problem: Problem, data: DataConfig) -> Problem:
@@ -183,7 +200,7 @@ def _section_problems(config: JobConfig) -> list[Problem]:
         *_length_problems(config),
         *_loss_problems(config),
         *sink_problems(config.metrics),
-        *_optimizer_problems(config),
+        *optimizer_problems(config),
         *_evaluation_problems(config),
         *evaluation_problems(config),
         *exact_match_problems(config),
@@ -231,7 +248,7 @@ def schedule_warnings(config: JobConfig) -> list[str]:
     ]
 
 
-def _optimizer_problems(config: JobConfig) -> Iterator[Problem]:
+def optimizer_problems(config: JobConfig) -> Iterator[Problem]:
     """Of the optimizer with weights in bf16."""
     optimizer, param_dtype = config.optimizer.name, config.parallel.param_dtype
     fp32 = "parallel.param_dtype = 'fp32'"
