@@ -15,6 +15,7 @@ from forge_testing import write_job
 from forge_testing.problems import rejects
 from forge_train import Trainer, load_job
 from forge_train.errors import ConfigError
+from forge_train.trainer.build import build_model
 
 pytestmark = pytest.mark.lane("test")
 
@@ -25,7 +26,6 @@ PARTS = "forge_testing.parts"
     ("settings", "key", "value", "code"),
     [
         ({"model.mixer": f"{PARTS}:Buffered"}, "layers.0.mixer.decay", ..., "missing"),
-        ({"model.feed_forward": f"{PARTS}:Silent"}, "flops_per_token", ..., "missing"),
         (
             {"model.mixer": f"{PARTS}:RunningMean", "model.mixer_options.gian": 2.0},
             "model.mixer_options.gian",
@@ -54,6 +54,16 @@ def test_refused_before_the_run_directory_exists(
     with rejects(key, value, code, ConfigError):
         Trainer(load_job(write_job(tmp_path), settings))
     assert not (tmp_path / "run").exists()
+
+
+def test_F177_a_layer_that_counts_no_operations_is_built(tmp_path: Path) -> None:
+    job = load_job(write_job(tmp_path), {"model.feed_forward": f"{PARTS}:Silent"})
+    silent, dense = (
+        build_model(c, 0) for c in (job.config.model, load_job(write_job(tmp_path)).config.model)
+    )
+    linears = [2.0 * b.feed_forward.weight.numel() for b in silent.blocks()]
+    rest = dense.flops_per_token(8) - sum(b.feed_forward.flops_per_token(8) for b in dense.blocks())
+    assert silent.flops_per_token(8) == rest + sum(linears)
 
 
 def test_attention_over_ranks_is_refused_by_layer_and_field(

@@ -1,5 +1,7 @@
 """Counts against hand-made sums."""
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -120,3 +122,17 @@ def test_F153_adapters_are_counted(options: dict, excluded: tuple[str, ...]) -> 
     names = lora(model, LoRAConfig(("*_proj", *excluded, *(["*.join"] if ahead else [])), rank=3))
     assert names
     assert model.flops_per_token(8) - formula == counted(model, **ahead) - plain > 0
+
+
+def test_F177_matrices_that_no_module_counts_are_named():
+    class Own(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner, self.weight = nn.Linear(3, 4), nn.Parameter(torch.zeros(3, 4))
+
+    with pytest.warns(UserWarning, match=r"^Own .*flops_per_token"):
+        assert flops_per_token(nn.Sequential(Own()), 7) == 3 * 2 * 12
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for counted in (nn.Linear(3, 4), nn.Embedding(3, 4), nn.LayerNorm(3)):
+            flops_per_token(nn.Sequential(counted), 7)

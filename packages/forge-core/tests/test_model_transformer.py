@@ -137,8 +137,8 @@ def test_factories_get_the_layer_and_the_context() -> None:
     assert seen[0].document_ids is ids
     assert torch.equal(seen[0].positions, torch.arange(12).expand(2, 12))
     assert model.parallel_roles()["layers.1.feed_forward.*"] == "opaque"
-    with rejects("flops_per_token", ..., "missing", where="NoMixing"):
-        model.flops_per_token(12)
+    head, feed_forwards = 2.0 * model.lm_head.weight.numel(), 2 * 3 * 2.0 * 32 * 8
+    assert model.flops_per_token(12) == head + feed_forwards, "of Watch's linear layers (F177)"
     whole = Transformer(config(), block=lambda i: model.layers[str(i)])
     assert whole.blocks() == model.blocks()
     with rejects("block", ..., "excludes"):

@@ -5,6 +5,7 @@ Model FLOPs utilisation is `tokens_per_second * flops_per_token(model, seq_len) 
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -58,7 +59,7 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
     if seq_len < 1:
         fix = "give the tokens per sequence"
         raise invalid("seq_len", "range", seq_len, "must be at least 1", fix)
-    return 3.0 * _forward(model, seq_len) - spared_flops(model, seq_len)
+    return 3.0 * forward_flops(model, seq_len) - spared_flops(model, seq_len)
 
 
 def linear_flops(*layers: Any) -> float:
@@ -93,13 +94,22 @@ def _spared(module: nn.Module, seq_len: int, seen: set[nn.Parameter]) -> float:
     return 2.0 * sum(p.numel() for p in frozen) + inside
 
 
-def _forward(module: nn.Module, seq_len: int) -> float:
+def forward_flops(module: nn.Module, seq_len: int) -> float:
+    """Forward FLOPs of a module for one token: those that it counts itself, else those of its linear layers.
+
+    Warns of a module with matrices of its own that does not count them.
+    """
     offered = getattr(module, "flops_per_token", None)
     if callable(offered):
         return float(offered(seq_len))
     if isinstance(module, nn.Linear):
         return 2.0 * module.weight.numel()
-    return sum(_forward(child, seq_len) for child in module.children())
+    if {"matrix", "stacked_matrix"} & {*own_kinds(module).values()}:
+        name = type(module).__name__
+        warnings.warn(
+            f"{name} has matrices and no flops_per_token: they are not counted", stacklevel=2
+        )
+    return sum(forward_flops(child, seq_len) for child in module.children())
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float | None:

@@ -15,7 +15,7 @@ import numpy
 import torch
 from torch import nn
 
-from forge_core import Transformer, build_schedule, flops_per_token, parameter_count
+from forge_core import Transformer, build_schedule, parameter_count
 from forge_core.model import check_init_tables
 from forge_core.optim import (
     check_parameters,
@@ -91,7 +91,7 @@ def build_trained(config: JobConfig) -> nn.Module:
 
 
 def _build_transformer(section: BuiltInModelConfig) -> nn.Module:
-    """On the meta device. Checks that a user's parts declare initial values and operations."""
+    """On the meta device. Checks that a user's parts declare initial values."""
     feed_forward = feed_forward_factory(section)
     with torch.device("meta"):
         if isinstance(section, VLMModelConfig):
@@ -101,7 +101,6 @@ def _build_transformer(section: BuiltInModelConfig) -> nn.Module:
         else:
             model = Transformer(section, feed_forward=feed_forward)
     check_init_tables(model)
-    flops_per_token(model, 1)
     return model
 
 

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from forge_core._shared.problems import invalid
+from forge_core.flops import forward_flops
 from forge_core.model.config import TransformerConfig
 from forge_core.model.context import TokenContext
 from forge_core.model.kv_cache import LayerCache
@@ -61,7 +61,7 @@ class Block(WithPoints):
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward FLOPs of the two sublayers for one token."""
-        return flops_of(self.mixer, seq_len) + flops_of(self.feed_forward, seq_len)
+        return forward_flops(self.mixer, seq_len) + forward_flops(self.feed_forward, seq_len)
 
 
 class PostNormBlock(Block):
@@ -120,12 +120,3 @@ def roles_of(module: nn.Module, prefix: str) -> Iterator[tuple[str, Any]]:
     else:
         rows = {"*": "opaque"} if any(True for _ in module.parameters()) else {}
     return ((f"{prefix}.{pattern}", role) for pattern, role in rows.items())
-
-
-def flops_of(module: nn.Module, seq_len: int) -> float:
-    """Forward FLOPs of a part for one token; ValueError where it does not count them."""
-    offer: Any = getattr(module, "flops_per_token", None)
-    if offer is None:
-        rule = f"must be a method of {type(module).__name__}, which does not count its FLOPs"
-        raise invalid("flops_per_token", "missing", ..., rule, "give it (seq_len) -> float")
-    return float(offer(seq_len))

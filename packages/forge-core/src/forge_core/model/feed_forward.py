@@ -42,8 +42,10 @@ KINDS = {
     "relu2": Kind(_squared_relu, False),
     "silu": Kind(F.silu, False),
 }
-assert {name for name, kind in KINDS.items() if kind.gated} == set(GATED)
-assert KINDS.keys() == {*GATED, *UNGATED}
+_in_one = {(n, k.gated) for n, k in KINDS.items()} ^ {(n, n in GATED) for n in (*GATED, *UNGATED)}
+assert not _in_one, (
+    f"{_in_one}: (name, gated) must be in KINDS and in GATED or UNGATED of config.py"
+)
 
 
 class FeedForward(WithPoints):

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_core.flops import linear_flops
-from forge_core.model.block import flops_of, prepare, roles_of
+from forge_core.flops import forward_flops, linear_flops
+from forge_core.model.block import prepare, roles_of
 from forge_core.model.context import TokenContext
 from forge_core.model.init import Init, linear_rows
 
@@ -54,4 +54,4 @@ class NextTokenModule(nn.Module):
 
     def flops_per_token(self, seq_len: int) -> float:
         """Forward FLOPs of the projection and the block for one token."""
-        return linear_flops(self.join) + flops_of(self.block, seq_len)
+        return linear_flops(self.join) + forward_flops(self.block, seq_len)

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from forge_core._shared.problems import invalid
+from forge_core.flops import forward_flops
 from forge_core.kinds import is_matrix, parameter_kinds
-from forge_core.model.block import flops_of, prepare, roles_of
+from forge_core.model.block import prepare, roles_of
 from forge_core.model.config import TransformerConfig
 from forge_core.model.context import TokenContext, TokenMask, default_positions
 from forge_core.model.feed_forward import build_feed_forward
@@ -314,7 +315,7 @@ class Transformer(nn.Module):
         """
         head = 2.0 * self.config.dim * self.config.vocab_size
         ahead = list((self.mtp or {}).values())
-        parts = sum(flops_of(part, seq_len) for part in (*self.blocks(), *ahead))
+        parts = sum(forward_flops(part, seq_len) for part in (*self.blocks(), *ahead))
         return head * (1 + len(ahead)) + parts
 
 
