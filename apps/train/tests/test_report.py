@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from html.parser import HTMLParser
 from pathlib import Path
@@ -21,9 +22,11 @@ from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone, make_job
 from forge_train import ConfigError, read_run
 from forge_train.cli import report
-from forge_train.metrics.columns import column_of
-from forge_train.report.curves import thin
+from forge_train.metrics.columns import COLUMNS, column_of
+from forge_train.report import curves
+from forge_train.report.curves import Curves, thin
 from forge_train.report.page import write_page
+from forge_train.report.read_run import Run
 from forge_train.report.timeline import strip
 
 pytestmark = pytest.mark.lane("test")
@@ -342,6 +345,52 @@ def test_a_long_run_is_thinned_to_extremes_and_gaps(copy: Path) -> None:
     assert min(y) == -1e6
     assert "are thinned" in page.text
     assert len(page.scripts[0]) < 3e6
+
+
+@pytest.mark.parametrize("steps", [range(1, 13, 2), range(2, 13, 2), (2, 4, 6, 8, 10, 11, 12)])
+@pytest.mark.parametrize("column", ["val_loss", "eval/held_out/loss"])
+def test_F180_points_of_evaluations_are_joined_however_many_rows_have_one(
+    column: str, steps: Sequence[int]
+) -> None:
+    rows = range(1, 13)
+    losses = [None if step == 7 else 1.0 / step for step in rows]
+    values = [2.0 / step if step in steps else None for step in rows]
+    run = Run({}, {}, {"step": list(rows), "loss": losses, column: values}, [])
+    drawn = Curves({"a": run})
+    traces = {trace["name"]: trace for trace in drawn.learning[0]["traces"]}
+    assert traces[column]["y"] == [2.0 / step for step in steps], "without gaps"
+    assert drawn.axes[traces[column]["axis"]]["step"] == [*steps]
+    assert traces["loss"]["y"] == losses, "with the gap of a value that was not finite"
+
+
+def test_F195_only_curves_that_a_picture_shows_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """3,000 columns of one picture: the first 40 are thinned, and the list of columns is compiled once."""
+    steps = list(range(1, 31))
+    metrics = {"step": steps, **{f"mine.{n}": [float(n)] * 30 for n in range(3000)}}
+    thinned, compiled = [], []
+    monkeypatch.setattr(curves, "thin", lambda v, rows, _: thinned.append(1) or [*rows])
+    monkeypatch.setattr(re, "escape", lambda text: compiled.append(1) or text)
+    (picture,) = Curves({"a": Run({}, {}, metrics, [])}).others
+    assert _names(picture) == [f"mine.{n}" for n in range(40)]
+    assert "40 of 3000" in picture["note"]
+    assert len(thinned) == 40
+    assert len(compiled) <= 2 * len(COLUMNS)
+
+
+def test_F195_a_page_follows_no_link_out_of_the_run(copy: Path, tmp_path: Path) -> None:
+    secret = tmp_path / "secret.json"
+    secret.write_text('{"password": "hunter2"}')
+    (copy / "sample.txt").unlink()
+    (copy / "sample.txt").symlink_to(secret)
+    (copy / "profile").mkdir(exist_ok=True)
+    (copy / "profile/step-1.json").symlink_to(secret)
+    text = write_page([copy]).read_text()
+    assert "hunter2" not in text
+    assert text.count("link out of the run") == 2
+    (copy / "sample.txt").unlink()
+    (copy / "real.txt").write_text("The real end.")
+    (copy / "sample.txt").symlink_to("real.txt")
+    assert "The real end." in write_page([copy]).read_text()
 
 
 def test_a_strip_of_very_many_spans_is_cut_into_cells() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -87,5 +88,6 @@ def scalars(row: Mapping[str, Any]) -> dict[str, int | float]:
     }
 
 
+@functools.cache
 def _pattern(name: str) -> str:
     return re.sub(r"<\w+>", ".+", re.escape(name))

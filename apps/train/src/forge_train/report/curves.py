@@ -25,7 +25,7 @@ _DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 #: What is drawn first, in this order: title, unit of y, columns (patterns), the picture's note.
 _KNOWN = (
     ("Loss", "nats per token", r"loss|val_loss|eval/.*/loss", "Lower is better. loss is of the training batches, "
-     "val_loss and eval/NAME/loss of rows that training never sees. A gap is a value that was not finite."),
+     "val_loss and eval/NAME/loss of rows that training never sees. A gap in loss is a value that was not finite."),
     ("Perplexity", "", r"eval/.*/perplexity", "e to the loss."),
     ("Bits per byte", "bits", r"val_bits_per_byte|eval/.*/bits_per_byte", "Loss by the bytes of the text: comparable between tokenizers."),
     ("Accuracy", "share", r"eval/.*", "Of questions: 1 is all right."),
@@ -59,6 +59,7 @@ class Curves:
         self._runs = runs
         self.axes: list[dict[str, list[Any]]] = []
         self._axis_of: dict[tuple[str, tuple[int, ...]], int] = {}
+        self._x = {name: _x_values(run.metrics) for name, run in runs.items()}
         self._values = {
             (name, column): floats(values)
             for name, run in runs.items()
@@ -100,30 +101,29 @@ class Curves:
     def _picture(
         self, title: str, unit: str, note: str, columns: Sequence[str], points: int
     ) -> dict[str, Any]:
-        pairs = [(run, name) for name in columns for run in self._runs]
-        traces = [
-            t for run, name in pairs if (t := self._trace(run, name, columns, points)) is not None
-        ]
-        if len(traces) > _MOST_CURVES:
-            note = f"{note} The first {_MOST_CURVES} of {len(traces)} curves.".strip()
+        pairs = [(r, name) for name in columns for r in self._runs if self._is_drawn(r, name)]
+        if len(pairs) > _MOST_CURVES:
+            note = f"{note} The first {_MOST_CURVES} of {len(pairs)} curves.".strip()
         return {
             "id": "-".join(re.findall(r"[a-z0-9]+", title.lower())),
             "title": title,
             "unit": unit,
             "note": note,
             "from_zero": any(name in _FROM_ZERO for name in columns),
-            "traces": traces[:_MOST_CURVES],
+            "traces": [self._trace(*pair, columns, points) for pair in pairs[:_MOST_CURVES]],
         }
 
-    def _trace(
-        self, run: str, name: str, columns: Sequence[str], points: int
-    ) -> dict[str, Any] | None:
-        """The curve of a column of a run; None if the run has no value of it."""
+    def _is_drawn(self, run: str, name: str) -> bool:
+        """Whether the run has a value of the column; skipped steps are drawn if there are any."""
         values = self._values.get((run, name), floats(()))
+        return bool((values > 0).any() if name == "skipped_steps" else (~numpy.isnan(values)).any())
+
+    def _trace(self, run: str, name: str, columns: Sequence[str], points: int) -> dict[str, Any]:
+        """The curve of a column of a run, which has a value of it."""
+        values = self._values[run, name]
         some = numpy.flatnonzero(~numpy.isnan(values))
-        if not len(some) or (name == "skipped_steps" and not values[some].any()):
-            return None
-        sparse = 2 * len(some) < len(values)  # of evaluations: between them nothing is missing
+        # of evaluations: between them nothing is missing, whatever part of the rows has one
+        sparse = name.startswith(("val_", "eval/")) or 2 * len(some) <= len(values) + 1
         joined = sparse or name.startswith("gradient.")  # which not each row has
         rows = thin(values, some if joined else range(some[0], len(values)), points)
         given = self._runs[run].metrics[name]  # a whole number stays one
@@ -150,14 +150,16 @@ class Curves:
         """Number of the x values of these rows; curves of the same rows share them."""
         if (run, rows) not in self._axis_of:
             self._axis_of[run, rows] = len(self.axes)
-            metrics, count = self._runs[run].metrics, len(self._runs[run].metrics["step"])
-            found = {}
-            for column, axis in _X.items():
-                values = metrics.get(column, [None] * count)
-                found[axis] = [number(values[i]) for i in rows]
-            found["hours"] = [None if s is None else round(s / 3600, 7) for s in found["hours"]]
-            self.axes.append(found)
+            self.axes.append({axis: [x[i] for i in rows] for axis, x in self._x[run].items()})
         return self._axis_of[run, rows]
+
+
+def _x_values(metrics: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """The x values of all rows, by axis."""
+    rows = metrics.get("step", ())
+    found = {a: [number(v) for v in metrics.get(c, [None] * len(rows))] for c, a in _X.items()}
+    found["hours"] = [None if s is None else round(s / 3600, 7) for s in found["hours"]]
+    return found
 
 
 def thin(values: Any, rows: Any, most: int) -> list[int]:

@@ -291,8 +291,15 @@ def _compared(tables: Mapping[str, Mapping[str, str]]) -> list[tuple[str, list[s
 def _sample(paths: RunDirectory) -> str:
     if not paths.sample.is_file():
         return ""
+    if _leads_out(paths.sample, paths.path):
+        return f"{paths.sample.name} is a link out of the run, which is not followed"
     with paths.sample.open(encoding="utf-8", errors="replace") as file:
         return file.read(_MOST_SAMPLE)
+
+
+def _leads_out(path: Path, folder: Path) -> bool:
+    """Whether a path of a run is a link to a file elsewhere, which a page that is sent to others must not hold."""
+    return not path.resolve().is_relative_to(folder.resolve())
 
 
 def _events(run: Run) -> list[tuple[str, ...]]:
@@ -317,6 +324,8 @@ def _profiles(part: Part) -> list[tuple[str, list[Any], Any]]:
         own = list[Any]()
         title = str(path.relative_to(root))
         try:
+            if _leads_out(path, root):
+                raise OSError("a link out of the run")
             content = json.loads(read_text(path, _MOST_PROFILE))
             own = tables(content)
             last = content["step"] + content["steps"] - 1
