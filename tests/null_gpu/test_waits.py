@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +65,24 @@ def test_the_page_has_every_wait_and_every_reason() -> None:
     assert "| `m:item` | 1 | tp 2 |" in text
     assert "- **tp 2**: split sizes." in text
     assert "1 of the 2 layouts" in text
+
+
+def test_F182_no_source_makes_tensors_of_numbers_on_a_device() -> None:
+    """torch.tensor(numbers, device=cuda) waits for the device; `.to(device, non_blocking=True)` of one does not."""
+    root = Path(__file__).parents[2]
+    found = []
+    for path in [*root.glob("packages/*/src/**/*.py"), *root.glob("apps/*/src/**/*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call):
+                name = ast.unparse(node.func).rpartition(".")
+                makes = name[::2] in {
+                    ("torch", n) for n in ("tensor", "as_tensor", "scalar_tensor")
+                }
+                if name[2] == "new_tensor" or (
+                    makes and "device" in {k.arg for k in node.keywords}
+                ):
+                    found.append(f"{path}:{node.lineno}")
+    assert found == []
 
 
 # ---- on the null GPU

@@ -2,10 +2,12 @@
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core import (
@@ -19,6 +21,7 @@ from forge_core import (
     initialise,
 )
 from forge_core.generate import _Draws, _ids_in, _penalise, candidates, sample
+from forge_core.model.context import default_positions
 from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -291,3 +294,37 @@ def test_refusals_come_before_anything_runs() -> None:
     with rejects("tokens", (3,), "shape"):
         generate_stream(model, torch.tensor([1, 2, 3]), 4)
     assert model.training
+
+
+class _Waits(TorchFunctionMode):
+    """Counts what makes the host wait for an accelerator: numbers and lists of indices that become its tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func in (torch.tensor, torch.as_tensor) and (kwargs or {}).get("device") is not None
+        indexed = func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+        parts = args[1] if indexed and isinstance(args[1], tuple) else args[1:2] if indexed else ()
+        # [0, -1] is of document ids, which are read on the host
+        if made or any(isinstance(part, list) and part != [0, -1] for part in parts):
+            self.found.append(f"{func.__name__}{args} {kwargs}")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+@pytest.mark.parametrize("chunk", [None, 2])
+def test_F182_no_numbers_go_to_a_device_with_a_wait(window: int | None, chunk: int | None) -> None:
+    model = small(**({} if window is None else {"attention": AttentionSpec(window=window)}))
+    ids = torch.tensor([[0, 0, 0, 0], [-1, -1, 0, 0], [0, 0, 1, 1]])
+    waits = _Waits()
+    with waits:
+        default_positions(4, None, torch.device("cpu"), 3, [1, 2])
+        default_positions(4, ids, torch.device("cpu"), 3)
+        generate(model, PROMPTS, 3, GREEDY, prefill_chunk=chunk, eos_id=[5, 6])
+        cache = KVCache(16)
+        for begin in (0, 2):
+            part = ids[:, begin : begin + 2]
+            model(torch.ones_like(part), document_ids=part, cache=cache)
+    assert waits.found == []

@@ -138,7 +138,7 @@ def generate_stream(
     draws = _Draws(sampling.seed, rows.size(0), device, first_row)
     given = extras or {}
     ids = [eos_id] if isinstance(eos_id, int) else [] if eos_id is None else list(eos_id)
-    ends = torch.tensor(ids, dtype=torch.int64, device=device) if ids else None
+    ends = torch.tensor(ids).to(device, non_blocking=True) if ids else None
     return _steps(model, rows, document_ids, max_new_tokens, sampling, ends, chunk, draws, given)
 
 
@@ -288,6 +288,6 @@ def _pad_left(tokens: Prompts, device: torch.device) -> tuple[Tensor, Tensor | N
     rows = torch.zeros(len(prompts), longest, dtype=torch.int64, device=device)
     ids = torch.full((len(prompts), longest), -1, device="cpu")
     for row, prompt in enumerate(prompts):
-        rows[row, longest - prompt.numel() :] = prompt.to(device)
+        rows[row, longest - prompt.numel() :] = prompt.to(device, non_blocking=True)
         ids[row, longest - prompt.numel() :] = 0
     return rows, (None if bool((ids == 0).all()) else ids)

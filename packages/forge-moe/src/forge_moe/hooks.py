@@ -124,7 +124,8 @@ class MoEHooks:
         self.forget()
         own = sum(count + 4 for count in self._num_experts.values())
         if len(sums) == own:
-            self._carried = torch.tensor(sums, dtype=torch.float64, device=self._device)
+            carried = torch.tensor(sums, dtype=torch.float64)
+            self._carried = carried.to(self._device, non_blocking=True)
 
     def columns(self, sums: Sequence[float]) -> dict[str, float]:
         """Columns of metrics of the sums that `take` gave, for each layer.

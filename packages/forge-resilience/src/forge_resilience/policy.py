@@ -318,7 +318,7 @@ class _Window:
         rows = torch.tensor(self._saved, dtype=torch.float32)  # (2, count)
         empty = torch.zeros(2, self._size - rows.shape[1])
         self._values = torch.cat([empty, rows], dim=1).to(device)
-        self._count = torch.tensor(rows.shape[1], device=device)
+        self._count = torch.full((), rows.shape[1], device=device)
 
 
 def _is_two_lists(rows: Any) -> bool:

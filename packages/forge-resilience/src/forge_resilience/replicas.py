@@ -234,7 +234,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return torch.empty(0, dtype=torch.int64)
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
-    total = torch.tensor(sizes, device=tensors[0].device)
+    total = torch.tensor(sizes).to(tensors[0].device, non_blocking=True)
     pieces: list[tuple[int, int, Tensor]] = []  # (tensor, position of the first word, words)
     room = _CHUNK
     for i, tensor in enumerate(tensors):
@@ -257,10 +257,8 @@ def _add_pieces(total: Tensor, pieces: Sequence[tuple[int, int, Tensor]]) -> Non
 
     if not pieces:
         return
-    table = torch.tensor(
-        [(i, begin, len(words)) for i, begin, words in pieces], device=total.device
-    )
-    index, begins, lengths = table.unbind(1)
+    table = torch.tensor([(i, begin, len(words)) for i, begin, words in pieces])
+    index, begins, lengths = table.to(total.device, non_blocking=True).unbind(1)
     words = torch.cat([words for _, _, words in pieces])
     ends = lengths.cumsum(0)
     position = torch.arange(len(words), device=total.device)

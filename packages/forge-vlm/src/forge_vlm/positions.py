@@ -40,7 +40,8 @@ class VLMCache(KVCache):
         if ends is None:
             if positions is None or self.length == 0:
                 return positions
-            ends = self.length - torch.tensor(self.history.first, device=tokens.device)[:, None]
+            first = torch.tensor(self.history.first).to(tokens.device, non_blocking=True)
+            ends = self.length - first[:, None]
         if positions is None:
             positions = default_positions(tokens.size(1), ids, tokens.device)
         if ids is not None:  # a document that begins here begins at 0

@@ -43,7 +43,7 @@ def continuation(
     token to start from, and ValueError as `generate_stream`.
     """
     ids = _ids(tokenizer, prompt)
-    tokens = torch.tensor([ids], device=device)
+    tokens = torch.tensor([ids]).to(device, non_blocking=True)
     # the end token is looked for in `_pieces` alone: one read from the device per token
     stream = generate_stream(
         model, tokens, max_new_tokens, sampling=sampling, prefill_chunk=prefill_chunk

@@ -120,7 +120,9 @@ def default_positions(
     index = torch.arange(past, past + size, device=device).unsqueeze(0)  # (1, S)
     if document_ids is None and not any(first or ()):
         return index
-    begin = torch.tensor([past] if first is None else list(first), device=device).unsqueeze(1)
+    # from the host without a wait, unlike torch.tensor(..., device=device)
+    starts = torch.tensor([past] if first is None else list(first))
+    begin = starts.to(device, non_blocking=True).unsqueeze(1)
     if document_ids is None:
         return index - begin
     ids = document_ids.to(device, non_blocking=True)

@@ -188,8 +188,8 @@ def _one_token(
     if max(first) != low:  # (B, 1, 1, T): one row of keys for one query, nothing quadratic
 
         def reached() -> Tensor:
-            begin = torch.tensor(first, device=q.device)[:, None, None, None]
-            return torch.arange(low, past + 1, device=q.device) >= begin
+            begin = torch.tensor(first).to(q.device, non_blocking=True)
+            return torch.arange(low, past + 1, device=q.device) >= begin[:, None, None, None]
 
         mask = ctx.once(("one token", q.device, spec.window), reached)
     return attend_masked(q, k[:, :, low:], v[:, :, low:], mask, spec, sinks)
@@ -208,7 +208,10 @@ def _many_tokens(
     """Several new tokens after cached ones, a call per distinct span: shapes as `_one_token`."""
     out = torch.empty_like(q)
     for span in _spans(starts, past, q.size(2)):
-        rows = slice(None) if len(span.rows) == q.size(0) else list(span.rows)
+        if len(span.rows) == q.size(0):
+            rows: slice | Tensor = slice(None)
+        else:  # as an index a list is copied with a wait
+            rows = torch.tensor(span.rows).to(q.device, non_blocking=True)
         start, stop = past + span.start, past + span.stop
         first = span.first if spec.window is None else max(span.first, start + 1 - spec.window)
         q_index = torch.arange(start, stop, device=q.device)

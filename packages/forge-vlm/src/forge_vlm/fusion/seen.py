@@ -47,7 +47,7 @@ class Seen(NamedTuple):
         """What tokens (B, S) behind the one that this is about see: the same, in the document `newest` of their row."""
         first, stop = self.first.expand(tokens.shape), self.stop.expand(tokens.shape)
         if document_ids is not None:
-            last = torch.tensor(newest, device=document_ids.device)[:, None]
+            last = torch.tensor(newest).to(document_ids.device, non_blocking=True)[:, None]
             same = (document_ids == last).cummin(dim=1).values.to(tokens.device, non_blocking=True)
             stop = torch.where(same, stop, first)
         return self._replace(first=first, stop=stop)

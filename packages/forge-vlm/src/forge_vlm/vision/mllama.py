@@ -63,7 +63,7 @@ class MllamaEncoder(nn.Module):
         c, pixels, ratios = self.config, values_of(images), values_of(aspect_ratio_ids)
         weight = self.model.patch_embedding.weight
         own = normalised(pixels.flatten(0, 1), *c.pixels, weight.dtype).view(pixels.shape)
-        tiles = torch.tensor(self.tiles_of, device=pixels.device)[ratios]  # (N,)
+        tiles = torch.tensor(self.tiles_of).to(pixels.device, non_blocking=True)[ratios]  # (N,)
         there = torch.arange(self.num_tiles, device=pixels.device) < tiles[:, None]  # (N, C)
         out = self.model(
             pixel_values=own.unsqueeze(1),
