@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import importlib.util
+import os
+import resource
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,6 +22,7 @@ from forge_testing import write_job
 from forge_testing.problems import assert_problem, rejects
 from forge_train import ConfigError, DataError, StateError, cli, jobs, load_job, load_model, ranks
 from forge_train.cli import run_verb
+from forge_train.config import resolve
 from forge_train.config.init import InitConfig, find_source, source_problems
 from forge_train.config.profile import ProfileConfig, profile_problems
 from forge_train.config.tokenizer import tokenizer_problems
@@ -343,3 +347,15 @@ def test_ranks_that_cannot_meet_are_an_error_of_the_job(monkeypatch: pytest.Monk
     with pytest.raises(JobError) as caught, ranks.meet(ParallelConfig()):
         raise AssertionError("they met")
     assert caught.value.lines == ["a", "b"]
+
+
+def test_F165_a_limit_of_open_files_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(table: Any) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(resolve, "open_header", full)
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    with rejects("data.sources.text", ..., "open_files", DataError, where=str(limit)):
+        load_job(write_job(tmp_path))

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import os
 import pickle
+import resource
 import struct
 
 import numpy as np
@@ -130,6 +132,24 @@ def test_a_pickled_source_maps_its_files_again(tmp_path):
     again = pickle.loads(sent)
     assert again.read(7, 9).tolist() == [7, 8]
     assert again.fingerprint() == source.fingerprint()
+
+
+def test_F165_shards_may_be_more_than_the_limit_of_open_files(tmp_path):
+    """300 shards with room for 100 descriptors, read in any order, twice."""
+    ids = np.arange(1500)
+    for number in range(300):
+        write_nanogpt(tmp_path, ids[5 * number : 5 * number + 5], f"web_{number:04d}.bin")
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    opened = max(map(int, os.listdir("/proc/self/fd")))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (opened + 100, before[1]))
+    try:
+        source = source_of("nanogpt", tmp_path)
+        for again in (source, pickle.loads(pickle.dumps(source))):
+            for start in np.random.default_rng(0).permutation(1490).tolist():
+                assert again.read(start, start + 8).tolist() == list(range(start, start + 8))
+        assert source.read(0, 1500).tolist() == ids.tolist()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_many_shards_are_one_source_in_sorted_order(tmp_path):

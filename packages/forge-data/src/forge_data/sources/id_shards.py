@@ -6,7 +6,8 @@ import functools
 import hashlib
 import logging
 import re
-from collections.abc import Sequence
+import resource
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -82,6 +83,7 @@ class IdShards:
     document. Borders of files are none: writers cut documents there. The first `read`, `max_token_id` or
     `fingerprint()`, and with `eos_id` or `bos_id` the first use of `documents`, read all files once in a process (sha256
     and largest id, four files at a time); 8 bytes of memory a document. Later reads are compared with that largest id.
+    Files stay mapped after a read, as long as a 16th of the descriptors of a process suffice.
     Raises InvalidData for files that are empty, or of another size than their headers say.
     Usage: `IdShards([Shard(path, "uint16", 0, 1000)], "nanogpt", eos_id=50256).read(0, 10)`.
     """
@@ -100,7 +102,9 @@ class IdShards:
     ) -> None:
         self.shards, self._kind = tuple(shards), kind
         self._eos, self._bos, self._documents = eos_id, bos_id, documents
-        self._maps = [shard.map() for shard in self.shards]
+        for shard in self.shards:
+            shard.check_size()
+        self._map = self._new_maps()
         self._starts = np.concatenate(
             [np.zeros(1, np.int64), np.cumsum([shard.count for shard in self.shards])]
         )  # (shards + 1,)
@@ -148,9 +152,9 @@ class IdShards:
         parts, at = [], start
         while at < stop:
             begin, end = int(self._starts[first]), min(stop, int(self._starts[first + 1]))
-            parts.append(self._maps[first][at - begin : end - begin])
+            parts.append(self._map(first)[at - begin : end - begin])
             first, at = first + 1, end
-        ids = parts[0] if len(parts) == 1 else np.concatenate([self._maps[0][:0], *parts])
+        ids = parts[0] if len(parts) == 1 else np.concatenate([self._map(0)[:0], *parts])
         if len(ids) and (int(ids.max()) > self.max_token_id or int(ids.min()) < 0):
             where, found = self.shards[max(first - 1, 0)].path, (int(ids.min()), int(ids.max()))
             rule = (
@@ -178,11 +182,16 @@ class IdShards:
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker maps the files itself: a pickled map would be a copy of the file.
-        return {**vars(self), "_maps": None}
+        return {**vars(self), "_map": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._maps = [shard.map() for shard in self.shards]
+        self._map = self._new_maps()
+
+    def _new_maps(self) -> Callable[[int], np.ndarray]:
+        """The ids of a shard by its number. A map holds a descriptor: it takes a 16th of what the process may have."""
+        most = max(16, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 16)
+        return functools.lru_cache(most)(lambda number: self.shards[number].map())
 
 
 def find_shards(path: str | Path, split: str, suffix: str, kind: str) -> list[Path]:
