@@ -473,6 +473,15 @@ def test_broken_files_name_the_line_and_leave_no_cache(
             Conversations(tmp_path / "t.parquet", ChatConfig(tokenizer=str(folder)))
 
 
+def test_F172_two_columns_of_one_name_are_refused(tmp_path, folder, cache):
+    arrow = pytest.importorskip("pyarrow")
+    talk = [[{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]]
+    columns = arrow.table([talk, talk], names=["messages", "messages"])
+    pytest.importorskip("pyarrow.parquet").write_table(columns, tmp_path / "t.parquet")
+    with rejects("", "messages", "duplicate", InvalidData, where="t.parquet"):
+        Conversations(tmp_path / "t.parquet", ChatConfig(tokenizer=str(folder)))
+
+
 def test_packed_files_that_end_early_or_are_no_such_are_named(tmp_path, folder, cache):
     lines = write_talks(tmp_path / "t.jsonl").read_bytes()
     (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(lines)[:-5])

@@ -1,5 +1,6 @@
 """Units, workers, shards and kills: none of them changes a byte of the output."""
 
+import fcntl
 import hashlib
 import itertools
 import json
@@ -10,18 +11,20 @@ import shutil
 import signal
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from forge_data import ByteTokenizer, InvalidData, TokenFiles, verify
-from forge_data.prepare import locks, merge, plan, prepare, text_documents, unit_file, unit_workers
+from forge_data._shared.locks import locked
+from forge_data.prepare import merge, plan, prepare, text_documents, unit_file, unit_workers
 from forge_data.prepare.duplicates import find_duplicates
 from forge_data.prepare.readers import find_inputs
 from forge_data.prepare.token_writer import TokenWriter
 from forge_testing.durability import synced_renames
-from forge_testing.problems import ANY, rejects
+from forge_testing.problems import ANY, assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -672,16 +675,34 @@ def test_a_refused_command_leaves_nothing(tmp_path, corpus):
 
 def test_a_lock_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
     """Else two would hold locks of one name: of a file that is gone, and of the new one."""
-    path, lock = tmp_path / "lock", locks._lock
+    path, flock = tmp_path / "lock", fcntl.flock
 
-    def late(file, shared):
-        monkeypatch.setattr(locks, "_lock", lock)
+    def late(file, kind):
+        monkeypatch.setattr(fcntl, "flock", flock)
         path.unlink()
-        lock(file, shared)
+        flock(file, kind)
 
-    monkeypatch.setattr(locks, "_lock", late)
-    with locks.locked(path):
+    monkeypatch.setattr(fcntl, "flock", late)
+    with locked(path):
         assert str(os.getpid()) in path.read_text()
+
+
+def test_F172_of_two_threads_with_one_output_the_second_is_refused(tmp_path, corpus):
+    """It leaves the parts and the lock of the first alone, however often it tries."""
+    refused = []
+
+    def second(_):
+        for _ in range(2):
+            with ThreadPoolExecutor(1) as pool:
+                refused.append(pool.submit(prepare, corpus, tmp_path / "out").exception())
+
+    prepare(corpus, tmp_path / "out", progress=second)
+    assert len(refused) > 1
+    for error in refused:
+        assert_problem(error, "", ..., "locked")
+        assert f" {os.getpid()} " in str(error)
+    prepare(corpus, tmp_path / "alone")
+    assert content(tmp_path / "out") == content(tmp_path / "alone")
 
 
 def test_a_merge_does_not_replace_its_inputs(tmp_path, corpus):

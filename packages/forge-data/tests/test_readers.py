@@ -217,6 +217,12 @@ def table(**columns):
     return write
 
 
+def twice(path):
+    arrow = pytest.importorskip("pyarrow")
+    columns = arrow.table([["x"], ["y"], [1]], names=["text", "text", "n"])
+    pytest.importorskip("pyarrow.parquet").write_table(columns, path)
+
+
 def not_utf8(path):
     arrow = pytest.importorskip("pyarrow")
     strings = arrow.array([b"fine", b"caf\xe9"]).view(arrow.string())
@@ -265,6 +271,7 @@ DAMAGED = {
     "text.jsonl.zst": (lambda p: p.write_text("{}" * 9), ("", ..., "damaged")),
     "text.parquet": (lambda p: p.write_text("{}" * 9), ("", ..., "damaged")),
     "no column.parquet": (table(body=["x"], n=[1]), ("text_field", "text", "missing")),
+    "F172 twice.parquet": (twice, ("text_field", "text", "duplicate")),
     "numbers.parquet": (table(text=[1, 2]), ("text_field", "text", "type")),
     "lists.parquet": (table(text=[["a"]]), ("text_field", "text", "type")),
     "null.parquet": (table(text=["a", None]), ("text", None, "null")),

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from forge_data import ByteTokenizer, InvalidData, JsonTokenizer, load_tokenizer
+from forge_data.prepare import prepare
 from forge_data.tokenizer import describe_ends, document_tokenizer, encode_prompt
 from forge_testing.problems import rejects
 
@@ -188,3 +189,16 @@ def test_F143_a_tokenizer_of_documents_has_one_end_or_eos_decides(tmp_path, word
     assert document_tokenizer(path, "a").eos == "a"
     assert document_tokenizer(path, "none").eos_id is None
     assert load_tokenizer(document_tokenizer(path, "none").spec()).eos_id is None
+
+
+def test_F172_a_word_without_tokens_is_one_line(tmp_path):
+    """The library raises bare Exception where the unknown token is not in the vocabulary."""
+    path = str(write_words(tmp_path / "t.json", "a", "<end>"))
+    tokenizer = JsonTokenizer(path, "<end>")
+    assert tokenizer.encode("a a") == [0, 0]
+    for encode in (tokenizer.encode, lambda text: tokenizer.encode_batch(["a", text])):
+        with rejects("tokenizer", path, "encode", InvalidData):
+            encode("a b")
+    (tmp_path / "in.txt").write_text("a b")
+    with rejects("tokenizer", path, "encode", InvalidData):
+        prepare(tmp_path / "in.txt", tmp_path / "out", tokenizer=path, eos="<end>")

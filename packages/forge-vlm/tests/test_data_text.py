@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from forge_testing.problems import rejects
+from forge_testing.problems import ANY, rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -140,6 +140,17 @@ def test_a_token_that_any_text_becomes_is_refused(tmp_path, made):
         talks(tmp_path, messages, tokenizer=str(other), template="vicuna")
     sample = talks(tmp_path, turns(), tokenizer=str(other), template="vicuna").sample(0)
     assert (sample.tokens == 3).sum() == 3
+
+
+def test_F172_a_text_that_a_tokenizer_without_unknown_token_lacks_is_named(tmp_path, made):
+    content = json.loads(Path(made[1]).read_text())
+    words = {token["content"]: token["id"] for token in content["added_tokens"]}
+    content["model"] = {"type": "WordLevel", "vocab": words, "unk_token": "?"}
+    (tmp_path / "other.json").write_text(json.dumps(content))
+    with rejects("text", ANY, "encode", InvalidSample):
+        talks(tmp_path, turns(), tokenizer=str(tmp_path / "other.json"), template="vicuna").sample(
+            0
+        )
 
 
 def test_a_name_that_the_tokenizer_does_not_have(made, tmp_path):

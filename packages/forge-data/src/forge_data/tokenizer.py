@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -142,13 +143,30 @@ class JsonTokenizer:
             raise invalid("eos", "missing", ..., rule, fix)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, without the special tokens that a template would add."""
-        return self._tokenizer.encode(text, add_special_tokens=False).ids
+        """Ids of `text`, without the special tokens that a template would add; InvalidData where a word has none."""
+        with self._encoding():
+            return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of `encode` for each text, in the threads of the library (TOKENIZERS_PARALLELISM)."""
-        found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        with self._encoding():
+            found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         return [encoding.ids for encoding in found]
+
+    @contextmanager
+    def _encoding(self) -> Iterator[None]:
+        """A text without tokens as InvalidData: the library raises bare Exception."""
+        try:
+            yield
+        except Exception as error:
+            if type(error) is not Exception:
+                raise
+            rule, fix = (
+                f"must encode every text ({error})",
+                "add its unknown token to its vocabulary",
+            )
+            where = str(self.path)
+            raise invalid("tokenizer", "encode", where, rule, fix, kind=InvalidData) from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens such as end-of-document."""

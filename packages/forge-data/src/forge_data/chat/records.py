@@ -99,6 +99,11 @@ def _parquet(path: Path) -> Iterator[Record]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            if len(names) > len(set(names)):
+                twice = max(names, key=names.count)
+                rule, fix = "must be the name of one column", "write it again with other names"
+                raise invalid("", "duplicate", twice, rule, fix, where=path, kind=InvalidData)
             for batch in file.iter_batches(batch_size=256):
                 for row in batch.to_pylist():
                     number += 1

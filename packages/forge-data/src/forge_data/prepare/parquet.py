@@ -93,9 +93,11 @@ def _check_column(path: Path, schema: Any, column: str) -> None:
     from pyarrow import types
 
     fix = "name the one with the text with text_field (--text_field)"
-    if column not in schema.names:
-        rule = f"must be one of its columns, {', '.join(schema.names)[:200]}"
-        raise invalid("text_field", "missing", column, rule, fix, where=path, kind=InvalidData)
+    count = schema.names.count(column)
+    if count != 1:
+        names, code = ", ".join(schema.names)[:200], "duplicate" if count else "missing"
+        rule = f"must be one of its columns, {names}" + f", and is {count} of them" * bool(count)
+        raise invalid("text_field", code, column, rule, fix, where=path, kind=InvalidData)
     kind = schema.field(column).type
     values = kind.value_type if types.is_dictionary(kind) else kind
     kinds = ("is_string", "is_large_string", "is_string_view")  # the last since pyarrow 16

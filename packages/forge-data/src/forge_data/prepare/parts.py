@@ -12,11 +12,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from forge_data._shared.locks import holder, locked
 from forge_data._shared.paths import files_named
 from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
-from forge_data.prepare.locks import locked, owner
 from forge_data.prepare.output import make_folder, sync_folder, write_file, write_json
 from forge_data.prepare.plan import Plan, Unit, read_plan
 from forge_data.prepare.statistics import STATISTICS, read_statistics
@@ -91,7 +91,7 @@ class Parts:
         shards = [f"{_LOCK}-{shard}"]
         if shard is None:
             shards = sorted(path.name for path in self.folder.glob(f"{_LOCK}-*"))
-        found = (owner(self.folder / name) for name in [*shards, _LOCK])
+        found = (holder(self.folder / name) for name in [*shards, _LOCK])
         return next(filter(None, found), "another process")
 
     def _holds_locks_alone(self) -> bool:

@@ -147,7 +147,7 @@ class JsonTokens:
             for p, t in zip(pieces, texts)
         ]
         self._tokenizer.encode_special_tokens = False
-        found = self._tokenizer.encode("".join(texts), add_special_tokens=False)
+        found = self._encoding("".join(texts))
         ids = np.array(found.ids, np.int64)
         spans = np.array(found.offsets, np.int64).reshape(-1, 2)  # (T, 2), in characters
         last = np.maximum(spans[:, 0], spans[:, 1] - 1)
@@ -177,10 +177,19 @@ class JsonTokens:
             raise invalid("eos", code, names or ..., rule, fix, kind=ProblemError)
         return names[0]
 
+    def _encoding(self, text: str) -> Any:
+        try:
+            return self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            if type(error) is not Exception:
+                raise
+            rule = f"cannot be encoded by its tokenizer ({error})"
+            raise invalid("text", "encode", text, rule, "add the unknown token to it") from None
+
     def _text(self, text: str) -> list[int]:
         """Ids of text of a user by itself."""
         self._tokenizer.encode_special_tokens = True
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
+        ids: list[int] = self._encoding(text).ids
         # a token that was added without being special is found in any text
         held = {self.image_id: self.image, self.eos_id: self.eos}.keys() & set(ids)
         if held:
@@ -194,7 +203,7 @@ class JsonTokens:
         """Ids of what stands for a picture, or of a template, by themselves."""
         if text not in self._ids_of:
             self._tokenizer.encode_special_tokens = False
-            ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+            ids = self._encoding(text).ids
             if len(self._ids_of) >= _MOST_KNOWN:
                 self._ids_of.clear()
             self._ids_of[text] = ids
