@@ -35,6 +35,7 @@ from forge_train.trainer import (
     layout,
     objective,
 )
+from forge_train.trainer.begin_tokens import run_layers
 from forge_train.trainer.checkpoints import Checkpoints
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.run_directory import RunDirectory
@@ -192,12 +193,20 @@ def test_forks_of_a_source_that_cannot_be_read(tmp_path: Path) -> None:
         fork.Fork(init, source, Fake(), hf=Fake(write=full, files=dict)).write(tmp_path)
 
 
-def test_a_base_of_other_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_F195_a_base_of_other_adapters_or_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = RunDirectory(tmp_path)
     (run.checkpoint(2)).mkdir(parents=True)
     (run.checkpoint(2) / "manifest.json").touch()
     config = Fake(lora=Fake(rank=2))
-    found(frozen_base.base_problems(config, run), "lora.rank", 2, "base")
+    for text in (None, "", "[lora]\nrank = 0\n"):
+        if text is not None:
+            run.config.write_text(text)
+        found(frozen_base.base_problems(config, run), "lora.rank", 2, "base")
+    run.config.write_text("[lora]\nrank = 2\n")  # F195: of a run that had a base
+    with rejects("base", str(run.base), "missing", StateError):
+        frozen_base.base_problems(config, run)
     base = frozen_base.FrozenBase(tmp_path, nn.Module(), set(), set())
     base._digest = "one"
     monkeypatch.setattr(base, "_found", lambda: "other")
@@ -293,7 +302,7 @@ def test_objectives_and_groups_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None
     found(problems, "metrics.sinks", "mlflow", "duplicate")
 
 
-def test_folders_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_F195_folders_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with rejects("run.dir", str(tmp_path / "file"), "write", ConfigError):
         RunDirectory(tmp_path / "file").create()
@@ -306,6 +315,11 @@ def test_folders_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         file.write_text("[")
         with rejects("", str(file), code, ConfigError):
             read(job)
+    for empty in ("", "# nothing\n"):  # F195: of each key it said that it was None before
+        run.config.write_text(empty)
+        for look in (lambda: run.changes(job), lambda: run_layers(run)):
+            with rejects("", str(run.config), "damaged", ConfigError):
+                look()
     changes = {"run.seed": [0, 1], "optimizer.ema.decay": ["none", 0.9]}
     with rejects("run.seed", 1, "fixed", ConfigError) as caught:
         run._refuse_other_experiment(changes)

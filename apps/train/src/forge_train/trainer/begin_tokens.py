@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from forge_data import SourceConfig, open_header
-from forge_train._shared.problems import Problem
+from forge_train._shared.problems import Problem, invalid
 from forge_train.config.exact_match import KINDS
 from forge_train.config.layers import Layers, read_layers
 from forge_train.config.resolve import ResolvedJob
@@ -24,6 +24,9 @@ _TABLES = {"text": "text", "huggingface": "huggingface", **dict.fromkeys(KINDS, 
 def run_layers(run: RunDirectory) -> Layers:
     """config.toml of a run, with `bos = ""` for what was tokenized before there was that key."""
     layers = read_layers(run.config)
+    if not layers.values:
+        rule, fix = "describes the run, and is empty", "restore it"
+        raise invalid("", "damaged", str(run.config), rule, fix, kind=ConfigError)
     if began_texts_without(layers):
         begin_texts_without(layers)
     return layers

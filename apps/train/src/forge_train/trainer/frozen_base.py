@@ -13,6 +13,7 @@ from forge_ckpt.stage_state import StageState, tensor_names
 from forge_parallel import Meshes
 from forge_resilience import Agreement
 from forge_train._shared.problems import Problem, invalid
+from forge_train.config.files import read_toml
 from forge_train.config.schema import JobConfig
 from forge_train.errors import StateError, run_on_all_ranks
 from forge_train.trainer.run_directory import RunDirectory
@@ -20,15 +21,29 @@ from forge_train.trainer.store_errors import store_errors
 
 
 def base_problems(config: JobConfig, run: RunDirectory) -> list[Problem]:
-    """Why a run that goes on cannot have adapters: its checkpoints were written without, by an import, say."""
+    """Why a run that goes on cannot have adapters: its checkpoints were written without, by an import, say.
+
+    Raises StateError where it had them, and the frozen weights are gone.
+    """
     if not config.lora.rank or not run.has_checkpoints():
         return []
     if any(run.base.glob("step-*/manifest.json")):
         return []
+    if _had_adapters(run):
+        rule = "must hold the frozen weights of the run, and they are gone"
+        raise invalid("base", "missing", str(run.base), rule, "restore it", kind=StateError)
     rule = f"needs {run.base}, the frozen weights, and {run.path} has checkpoints without"
     other = f"choose another run.dir and set init.from = '{run.path}'"
     fix = f"to train adapters of this run {other}, or restore the folder"
     return [Problem("lora.rank", "base", config.lora.rank, rule, fix)]
+
+
+def _had_adapters(run: RunDirectory) -> bool:
+    """As far as its config.toml tells."""
+    try:
+        return bool(read_toml(run.config)["lora"]["rank"])
+    except (ValueError, LookupError, TypeError):
+        return False
 
 
 class PartOfModel:

@@ -122,6 +122,8 @@ class RunDirectory:
         try:
             layers = Layers()
             layers.add(read_toml(self.config), "before")
+            if not layers.values:
+                raise ValueError("it is empty")
         except ValueError as error:
             fix = "restore it, remove it to go on unchecked, or choose another run.dir"
             rule = f"describes this run and cannot be read: {error}"
