@@ -152,7 +152,9 @@ class IdShards:
         parts, at = [], start
         while at < stop:
             begin, end = int(self._starts[first]), min(stop, int(self._starts[first + 1]))
-            parts.append(self._map(first)[at - begin : end - begin])
+            part = self._map(first)[at - begin : end - begin]
+            # a view keeps its file mapped: of several files they would hold all descriptors
+            parts.append(part if end - at == stop - start else np.array(part))
             first, at = first + 1, end
         ids = parts[0] if len(parts) == 1 else np.concatenate([self._map(0)[:0], *parts])
         if len(ids) and (int(ids.max()) > self.max_token_id or int(ids.min()) < 0):
