@@ -10,7 +10,8 @@ import pytest
 
 from forge_testing.durability import synced_renames
 from forge_testing.problems import rejects
-from forge_train.config.files import MAX_BYTES, MAX_DEPTH, read_toml, replace_text
+from forge_train._shared.atomic import write_file
+from forge_train.config.files import MAX_BYTES, MAX_DEPTH, read_toml
 
 pytestmark = pytest.mark.lane("test")
 
@@ -102,6 +103,6 @@ def test_what_is_not_a_text_file_is_refused(tmp_path: Path) -> None:
 def test_F197_a_text_is_on_the_disk_before_it_replaces_the_old_one(tmp_path: Path) -> None:
     with synced_renames() as moved:
         for text in ("a = 1\n", "a = é\n"):
-            replace_text(tmp_path / "config.toml", text)
+            write_file(tmp_path / "config.toml", text)
             assert (tmp_path / "config.toml").read_text(encoding="utf-8") == text
     assert moved == ["config.toml"] * 2

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from forge_core.scaling import ScalingFit
 from forge_resilience import ExitCode
 from forge_testing.problems import assert_problem, rejects
-from forge_testing.processes import start, wait_for_step
+from forge_testing.processes import orphan_code, start, wait_for_step
 from forge_testing.runs import assert_same_bits, fit_alone, saved_tensors
 from forge_testing.studies import LONG, SHORT, TRUNK, write_study
 from forge_train import ConfigError
@@ -262,6 +263,13 @@ def test_a_sweep_outlives_a_file_that_cannot_be_written(
     assert re.search(rf"^{SHORT} .*{SHORT}\.log'$", said.out, re.MULTILINE)
     assert f"{tmp_path}/out/lives.jsonl" in said.err
     assert [run.name for run in read_study(path).runs if run.is_done()] == [TRUNK, LONG]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
+def test_F164_a_run_whose_sweep_died_below_a_supervisor_ends(tmp_path: Path, monkeypatch) -> None:
+    found = Sweep(read_study(write_study(tmp_path)), jobs=1)
+    found.waiting[0].write()
+    assert orphan_code(monkeypatch, lambda: found._start(found.waiting[0])) == 1
 
 
 def wait_until_gone(pid: int) -> None:

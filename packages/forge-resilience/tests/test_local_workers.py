@@ -12,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from forge_resilience import run_local_workers
+from forge_resilience.slurm.commands import Queue
 from forge_testing.problems import rejects
+from forge_testing.processes import orphan_code
 
 pytestmark = pytest.mark.distributed
 
@@ -244,6 +246,14 @@ while True:
     assert job.returncode == 75, errors
     assert "rank 0" in errors
     assert "0.5 s of SIGUSR1" in errors
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")
+def test_F164_what_a_dead_process_below_a_supervisor_started_ends(tmp_path, monkeypatch):
+    """A worker, and a command of the orchestrator, which might submit a job that nobody follows."""
+    monkeypatch.setattr("shutil.which", lambda name, path: name)
+    assert orphan_code(monkeypatch, lambda: run_local_workers(["true"], 1)) == 1
+    assert orphan_code(monkeypatch, lambda: Queue().submit(tmp_path, 1, "run", (), {})) == 1
 
 
 @pytest.mark.slow

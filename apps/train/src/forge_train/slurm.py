@@ -26,8 +26,8 @@ from forge_resilience.slurm import (
     read_site,
     submit,
 )
+from forge_train._shared.atomic import write_file
 from forge_train._shared.problems import Problem, invalid
-from forge_train.config.files import replace_text
 from forge_train.config.layers import Layers, flatten
 from forge_train.config.resolve import ResolvedJob, resolve, resolve_to_show
 from forge_train.errors import ConfigError, JobError, config_errors, refuse
@@ -315,8 +315,8 @@ def _write(path: str, text: str, facts: JobFacts, job: ResolvedJob) -> None:
     folder = Path(facts.script).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        replace_text(Path(path), text)
-        replace_text(Path(_config_file(facts)), job.to_toml(given=True))
+        write_file(Path(path), text)
+        write_file(Path(_config_file(facts)), job.to_toml(given=True))
     except OSError as error:
         key, rule = "run.dir", f"cannot be written ({error.strerror})"
         raise invalid(

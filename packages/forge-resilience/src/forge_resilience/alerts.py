@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_resilience._shared.atomic import write_file
+from forge_resilience._shared.jsonl import read_log_from
 from forge_resilience._shared.problems import Problem, raise_problems
 from forge_resilience.journal import Journal
 
@@ -183,8 +184,13 @@ class _Follower:
         self._send_new()
 
     def _send_new(self) -> None:
-        for event, end in self._new_events():
-            name = str(event.get("event"))
+        new: list[tuple[Any, int]] = []
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # it cannot be read now, or is no regular file
+            new += read_log_from(self.journal, self.offset)
+        for event, end in new:
+            name = str(event.get("event")) if isinstance(event, dict) else ""
             if name in self.config.events and name != _FAILED:
                 self.sent[name] += 1
                 if self.sent[name] <= _MOST_OF_A_KIND:
@@ -192,24 +198,6 @@ class _Follower:
             self.offset = end
             with contextlib.suppress(OSError):
                 write_file(self.state, str(end))
-
-    def _new_events(self) -> Iterator[tuple[dict[str, Any], int]]:
-        """Events behind the offset, each with the offset behind it."""
-        try:
-            with self.journal.open("rb") as file:
-                file.seek(self.offset)
-                lines = file.read().splitlines(keepends=True)
-        except OSError:
-            return
-        end = self.offset
-        for line in lines:
-            end += len(line)
-            with contextlib.suppress(
-                ValueError, RecursionError
-            ):  # a line that is torn, or not whole yet
-                event = json.loads(line)
-                if isinstance(event, dict):
-                    yield event, end
 
     def _send(self, event: dict[str, Any], is_last: bool) -> None:
         text = sentence(self.journal.parent, event)

@@ -13,9 +13,9 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
+from forge_resilience._proc import process_start
 from forge_resilience._shared.problems import invalid
 
 __all__ = [
@@ -411,11 +411,9 @@ def _solve(falling: Callable[[float], float], value: float, guess: int) -> float
 
 def process_start_time() -> float:
     """When this process was started, in seconds since 1970; where /proc is missing, now."""
-    try:
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        up = float(Path("/proc/uptime").read_text().split()[0])
-    except (OSError, ValueError, IndexError):
-        return time.time()
+    ticks = process_start(os.getpid())
+    # the clock of /proc/PID/stat
+    up = time.clock_gettime(time.CLOCK_BOOTTIME) if ticks else 0.0
     return time.time() - max(0.0, up - ticks / os.sysconf("SC_CLK_TCK"))
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from time import monotonic
 from typing import IO
 
+from forge_resilience._proc import process_start
 from forge_resilience._shared.paths import files_named, read_regular, user_path
 from forge_resilience._shared.problems import ProblemError, invalid
 
@@ -130,13 +131,6 @@ def read_heartbeats(folder: str | os.PathLike[str]) -> list[Beat]:
     paths = files_named(user_path(folder), "rank-")
     beats = (_read(path) for path in paths if len(path.name) == len("rank-00000"))
     return sorted((beat for beat in beats if beat is not None), key=lambda beat: beat.rank)
-
-
-def process_start(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 if there is none, and off Linux."""
-    with contextlib.suppress(OSError, IndexError, ValueError):
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
-    return 0
 
 
 def _read(path: Path) -> Beat | None:

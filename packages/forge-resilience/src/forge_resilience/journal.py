@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import os
 import platform
@@ -12,7 +11,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from typing import Any
 
-from forge_resilience._shared.paths import open_regular, user_path
+from forge_resilience._shared.jsonl import append_line, read_log
+from forge_resilience._shared.paths import user_path
 
 __all__ = ["Journal", "read_events", "read_json_lines"]
 
@@ -44,22 +44,9 @@ class Journal:
         head = {"event": event, "time": now, "pid": os.getpid(), "host": self._host}
         try:
             own = {f"{name}_" if name in head else name: value for name, value in fields.items()}
-            line = json.dumps(_plain({**head, **own}), default=str, allow_nan=False)
-            self._append((line + "\n").encode())
+            append_line(self.path, _plain({**head, **own}))
         except Exception as error:  # also a value that contains itself: no reason to end a run
             self._warn_once(error)
-
-    def _append(self, data: bytes) -> None:
-        descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            size = os.fstat(descriptor).st_size
-            if size and os.pread(descriptor, 1, size - 1) != b"\n":
-                data = b"\n" + data
-            written = os.write(descriptor, data)
-            if written < len(data):
-                raise OSError(f"{written} of {len(data)} bytes were written, is the disk full?")
-        finally:
-            os.close(descriptor)
 
     def _warn_once(self, error: Exception) -> None:
         if self._warned:
@@ -77,18 +64,8 @@ def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """The values of a JSON-lines file, one per line; lines that a kill tore are left out, a missing file has none.
-
-    Memory: a line. The file is open until the last one was read.
-    """
-    path = user_path(path)
-    with contextlib.suppress(FileNotFoundError), open(open_regular(path)[0], "rb") as file:
-        for line in file:
-            try:
-                value = json.loads(line.decode(errors="replace"))
-            except (ValueError, RecursionError):
-                continue
-            yield value
+    """The values of a JSON-lines file, one per line; lines that a kill tore are left out, a missing file has none."""
+    return read_log(user_path(path))
 
 
 def _plain(value: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import queue
 import secrets
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from forge_resilience._shared.parents import with_parent
 from forge_resilience._shared.problems import invalid
 from forge_resilience.exit_codes import ExitCode
 
@@ -34,7 +34,6 @@ RUN_NAME = "FORGE_RUN_NAME"
 """A random name of this run, the same for all ranks, under which they exchange what they check."""
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _KILL_SECONDS = 10.0  # from SIGKILL to giving up on a process that hangs in the kernel
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -302,7 +301,7 @@ def _start(
                 env=environ,
                 stdin=None if number == 0 else subprocess.DEVNULL,
                 pass_fds=(store.fileno(),) if store is not None and number == 0 else (),
-                preexec_fn=_end_with_parent(),
+                preexec_fn=with_parent(signal.SIGTERM),
             )
             workers.append(worker)
     except BaseException:
@@ -335,17 +334,3 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # the cores that a Slurm step or a container grants
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _end_with_parent() -> Any:
-    """A function for the child to run before exec: TERM when this process dies. None off Linux."""
-    if not sys.platform.startswith("linux"):
-        return None
-    libc, parent = ctypes.CDLL(None), os.getpid()
-
-    def before_exec() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # it died before the call above
-            os._exit(1)
-
-    return before_exec

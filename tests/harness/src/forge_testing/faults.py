@@ -79,15 +79,13 @@ def rank_pids(launcher: int) -> dict[int, int]:
 
     A rank's own children inherit its RANK: the process nearest to the launcher is the rank.
     """
-    parents = {int(p.name): _parent(p) for p in Path("/proc").iterdir() if p.name.isdigit()}
+    from forge_resilience import _proc
+
     found: dict[int, int] = {}
-    level = [launcher]
-    while level:
-        level = [pid for pid, parent in parents.items() if parent in level]
-        for pid in sorted(level):
-            rank = _rank(pid)
-            if rank is not None:
-                found.setdefault(rank, pid)
+    for pid in _proc.descendants(launcher):
+        rank = _proc.environ(pid).get("RANK")
+        if rank is not None:
+            found.setdefault(int(rank), pid)
     return found
 
 
@@ -96,18 +94,3 @@ def _size(path: Path) -> int:
     if size == 0:
         raise ValueError(f"{path} has 0 bytes; fill it")
     return size
-
-
-def _parent(process: Path) -> int | None:
-    try:
-        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:  # it has ended meanwhile
-        return None
-
-
-def _rank(pid: int) -> int | None:
-    try:
-        environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    except OSError:
-        return None
-    return next((int(e[5:]) for e in environ if e.startswith(b"RANK=")), None)

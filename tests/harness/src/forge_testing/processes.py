@@ -1,7 +1,9 @@
-"""forge-train as a real process: run it, wait for a step of it, kill it."""
+"""forge-train as a real process: run it, wait for a step of it, kill it. Processes whose parent dies."""
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import json
 import os
@@ -9,13 +11,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from forge_testing.warm import WarmProcess
 
 _LIMIT_SECONDS = 120.0
+_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Outcome(NamedTuple):
@@ -93,3 +96,39 @@ def kill_after_step(
     process.send_signal(sig)
     out, err = process.communicate(timeout=_LIMIT_SECONDS)
     return Outcome(process.returncode, out, err)
+
+
+def orphan_code(monkeypatch: Any, start: Callable[[], object]) -> int:
+    """Exit code of a process that `start` makes by subprocess, if its parent dies before the `preexec_fn`: 0 if it goes on.
+
+    This process adopts it, as a supervisor does, so its parent is never process 1. Linux.
+    """
+    made: list[Callable[[], None]] = []
+
+    def popen(*args: object, preexec_fn: Callable[[], None], **kwargs: object) -> None:
+        made.append(preexec_fn)
+        raise OSError
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    reader, writer = os.pipe()
+    parent = os.fork()
+    if parent == 0:
+        with contextlib.suppress(OSError):
+            start()
+        maker, child = os.getpid(), os.fork()
+        if child == 0:
+            while os.getppid() == maker:
+                os.sched_yield()
+            made[0]()
+            os._exit(0)
+        os.write(writer, str(child).encode())
+        os._exit(0)
+    os.waitpid(parent, 0)
+    os.close(writer)
+    with open(reader) as file:
+        child = int(file.read())
+    try:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    finally:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)

@@ -1,8 +1,7 @@
-"""Text files of bounded size and depth, read whole and replaced whole."""
+"""Text files of bounded size and depth, read whole."""
 
 from __future__ import annotations
 
-import os
 import re
 import tomllib
 from pathlib import Path
@@ -85,13 +84,3 @@ def _is_deep(table: Any) -> bool:
         )
         level = [value for values in inner for value in values]
     return bool(level)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a file; readers see the old text or the new one, never a part, also after a power loss."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)

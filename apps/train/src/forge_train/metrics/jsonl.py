@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_resilience.journal import read_json_lines
-from forge_train.config.files import replace_text
+from forge_train._shared.atomic import write_file
 from forge_train.metrics.columns import SCHEMA
 from forge_train.protocols import Row
 
@@ -92,4 +92,4 @@ def _keep_rows(path: Path, last_step: int) -> None:
     if not path.exists():
         return
     rows = [json.dumps(row) + "\n" for row in read_rows(path) if row["step"] <= last_step]
-    replace_text(path, "".join(rows))
+    write_file(path, "".join(rows))

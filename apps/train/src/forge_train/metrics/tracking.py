@@ -11,8 +11,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from forge_train._shared.atomic import write_file
 from forge_train._shared.problems import invalid
-from forge_train.config.files import read_toml, replace_text
+from forge_train.config.files import read_toml
 from forge_train.config.layers import flatten
 from forge_train.metrics.columns import scalars
 from forge_train.protocols import Row
@@ -179,7 +180,7 @@ def _kept(path: Path, make: Callable[[], str]) -> str:
     kept = path.read_text(encoding="utf-8").strip() if path.exists() else ""
     if not kept:
         kept = make()
-        replace_text(path, kept + "\n")
+        write_file(path, kept + "\n")
     return kept
 
 

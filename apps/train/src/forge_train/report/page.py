@@ -20,8 +20,9 @@ from tomlkit.items import InlineTable, Table
 
 from forge_parallel.profile import tables
 from forge_resilience.goodput import CAUSES, Goodput, Ledger, goodput, read_ledger
+from forge_train._shared.atomic import write_file
 from forge_train._shared.problems import invalid
-from forge_train.config.files import read_text, replace_text
+from forge_train.config.files import read_text
 from forge_train.config.layers import flatten
 from forge_train.errors import ConfigError
 from forge_train.report.curves import Curves, expert_pictures, floats, number
@@ -65,7 +66,7 @@ def write_page(folders: Sequence[Path], output: Path | None = None) -> Path:
     text = render({name: _part(folder) for name, folder in zip(names, folders)})
     path = RunDirectory(folders[0]).page if output is None else output
     try:
-        replace_text(path, text.encode(errors="replace").decode())  # lone surrogates of JSON
+        write_file(path, text.encode(errors="replace").decode())  # lone surrogates of JSON
     except OSError as error:
         rule, fix = f"cannot be written ({error.strerror})", "name a FILE.html in a folder of yours"
         raise invalid("--output", "write", str(path), rule, fix, kind=ConfigError) from error

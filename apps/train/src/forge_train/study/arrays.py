@@ -10,8 +10,8 @@ from pathlib import Path
 
 from forge_resilience import ExitCode
 from forge_resilience.slurm import SlurmConfig, batch_script, jobs_of, submit
+from forge_train._shared.atomic import write_file
 from forge_train._shared.problems import Problem
-from forge_train.config.files import replace_text
 from forge_train.config.layers import Layers
 from forge_train.config.resolve import ResolvedJob
 from forge_train.config.structure import structure_table
@@ -70,7 +70,7 @@ def _write(study: Study, name: str, runs: list[StudyRun], site: str | None) -> s
             run.dir.mkdir(exist_ok=True)
             _link(folder / f"task-{number}.toml", run.file)
             _link(folder / f"task-{number}", run.dir)
-        replace_text(Path(facts.script), text)
+        write_file(Path(facts.script), text)
     print(f"wrote {facts.script}: {len(runs)} elements")
     return facts.script
 

@@ -11,8 +11,9 @@ from typing import Any
 from forge_core.scaling import ScalingFit, bootstrap, fit_scaling, interval
 from forge_data import open_stream
 from forge_resilience.provenance import git_state
+from forge_train._shared.atomic import write_file
+from forge_train._shared.jsonl import read_log
 from forge_train._shared.problems import invalid
-from forge_train.config.files import replace_text
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, StateError
 from forge_train.report.read_run import read_run
@@ -34,9 +35,9 @@ def check_plot() -> None:
 def write_page(study: Study, path: Path) -> None:
     """Write the page `path` (.md), and .json and .svg beside it, of a study whose runs are done."""
     result = result_of(study)
-    replace_text(path.with_suffix(".json"), json.dumps(result, indent=1) + "\n")
+    write_file(path.with_suffix(".json"), json.dumps(result, indent=1) + "\n")
     draw(result, path.with_suffix(".svg"))
-    replace_text(path, page(result, path.stem))
+    write_file(path, page(result, path.stem))
 
 
 # ---- the result
@@ -113,10 +114,8 @@ def _row(run: StudyRun) -> dict[str, Any]:
 
 def _cost(study: Study) -> dict[str, Any]:
     """Processor seconds of the lives that this machine's sweeps saw end, and the state of the sources."""
-    path = study.dir / "lives.jsonl"
     names = {run.name for run in study.runs}
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    lives = [life for line in lines if (life := json.loads(line))["run"] in names]
+    lives = [life for life in read_log(study.dir / "lives.jsonl") if life["run"] in names]
     git = git_state()
     return {
         "processes": len(lives),

@@ -6,26 +6,24 @@ What is done is read from the folders of the runs alone, so a sweep that was kil
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from forge_resilience import ExitCode
+from forge_train._shared.jsonl import append_line
+from forge_train._shared.parents import with_parent
 from forge_train._shared.problems import Problem, invalid
 from forge_train.errors import JobError, refuse
 from forge_train.study.runs import Study, StudyRun, read_study, writing
-
-_PR_SET_PDEATHSIG = 1
 
 
 def run_sweep(
@@ -188,7 +186,7 @@ class Sweep:
                 process = subprocess.Popen(
                     command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                     # Ctrl-C reaches the sweep alone, which tells the runs; a sweep that is killed leaves no run behind
-                    start_new_session=True, preexec_fn=_die_with_parent(),
+                    start_new_session=True, preexec_fn=with_parent(),
                 )  # fmt: skip
         except OSError as error:  # a full disk, no processes left
             self.failed[run.name] = ExitCode.ERROR
@@ -212,8 +210,7 @@ class Sweep:
             "processor_seconds": round(used.ru_utime + used.ru_stime, 2),
         }
         try:
-            with open(self.study.dir / "lives.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(life) + "\n")
+            append_line(self.study.dir / "lives.jsonl", life)
         except OSError as error:
             print(f"forge-train: the cost on the page lacks this life of {run.name}: {error}", file=sys.stderr)  # fmt: skip
         if code == ExitCode.REQUEUE:
@@ -246,10 +243,3 @@ def _ended(code: int) -> str:
     if code < 0:
         return f"was killed by {signal.Signals(-code).name}"
     return f"ended with code {code}" if code else "ended"
-
-
-def _die_with_parent() -> Callable[[], Any] | None:
-    if sys.platform != "linux":
-        return None
-    libc = ctypes.CDLL(None)  # loaded before the fork
-    return lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from forge_resilience.provenance import describe_environment, git_state
+from forge_train._shared.atomic import write_file
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid
-from forge_train.config.files import read_toml, replace_text
+from forge_train.config.files import read_toml
 from forge_train.config.imported import NAME as IMPORTED_MODEL
 from forge_train.config.init import committed
 from forge_train.config.layers import Layers, flatten
@@ -187,12 +188,12 @@ class RunDirectory:
         patch = git.pop("patch", "")
         environment = {**describe_environment(_DISTRIBUTIONS), "hosts": list(hosts), "git": git}
         try:
-            replace_text(self.config, job.to_toml())
-            replace_text(self.environment, json.dumps(environment, indent=2) + "\n")
+            write_file(self.config, job.to_toml())
+            write_file(self.environment, json.dumps(environment, indent=2) + "\n")
             if parent is not None:
-                replace_text(self.parent, json.dumps(parent, indent=2) + "\n")
+                write_file(self.parent, json.dumps(parent, indent=2) + "\n")
             if patch:
-                replace_text(self.patch, patch)
+                write_file(self.patch, patch)
             else:
                 self.patch.unlink(missing_ok=True)
         except OSError as error:

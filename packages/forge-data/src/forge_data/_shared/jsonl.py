@@ -40,13 +40,19 @@ def read_log(path: str | os.PathLike[str]) -> Iterator[Any]:
 
     Memory: a line. The file is open until the last one was read. A FIFO or device is a ValueError, as `open_regular` says.
     """
+    return (value for value, _ in read_log_from(path, 0))
+
+
+def read_log_from(path: str | os.PathLike[str], offset: int) -> Iterator[tuple[Any, int]]:
+    """The values of a log from a byte on, each with the offset after its line, from which a later call goes on."""
     with contextlib.suppress(FileNotFoundError), open(open_regular(path)[0], "rb") as file:
+        file.seek(offset)
         for line in file:
-            try:
-                value = json.loads(line.decode(errors="replace"))
-            except (ValueError, RecursionError):
-                continue
-            yield value
+            offset += len(line)
+            with contextlib.suppress(ValueError, RecursionError):
+                yield json.loads(line.decode(errors="replace")), offset
+            if not line.endswith(b"\n"):
+                return  # torn, or its writer has not written the rest yet
 
 
 def append_line(path: str | os.PathLike[str], value: Any) -> None:

@@ -8,8 +8,9 @@ import random
 import signal
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import NamedTuple
+
+from forge_resilience import _proc
 
 _STORM = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _Pids = Mapping[int, int]
@@ -101,24 +102,13 @@ PROCESS_KINDS: dict[str, ProcessKind] = {
 }
 
 
-def descendants(root: int) -> list[int]:
-    """Living processes below `root`, nearest first."""
-    parents = {int(p.name): _parent(p) for p in Path("/proc").iterdir() if p.name.isdigit()}
-    found: list[int] = []
-    level = [root]
-    while level:
-        level = sorted(pid for pid, parent in parents.items() if parent in level)
-        found += level
-    return found
-
-
 def rank_pids(launcher: int) -> dict[int, int]:
     """Rank -> pid of the processes with RANK, or SLURM_PROCID, nearest to a launcher; of a launcher without any
     itself as rank 0."""
     found: dict[int, int] = {}
-    for pid in descendants(launcher):
-        environ = environment(pid)
-        rank = environ.get("RANK", environ.get("SLURM_PROCID", ""))
+    for pid in _proc.descendants(launcher):
+        variables = _proc.environ(pid)
+        rank = variables.get("RANK", variables.get("SLURM_PROCID", ""))
         if rank.isdecimal():
             found.setdefault(int(rank), pid)
     return found or {0: launcher}
@@ -127,33 +117,9 @@ def rank_pids(launcher: int) -> dict[int, int]:
 def marked(name: str, value: str) -> list[int]:
     """Living processes whose environment says `name=value`: all that a life started, orphans too."""
     entry = f"{name}={value}".encode()
-    found = []
-    for process in Path("/proc").iterdir():
-        if process.name.isdigit():
-            with contextlib.suppress(OSError):
-                if entry in (process / "environ").read_bytes().split(b"\0"):
-                    found.append(int(process.name))
-    return found
-
-
-def environment(pid: int) -> dict[str, str]:
-    """The environment that a process was started with; empty for one that is gone."""
-    try:
-        text = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-    except OSError:
-        return {}
-    return dict(entry.split("=", 1) for entry in text.split("\0") if "=" in entry)
+    return [pid for pid in _proc.pids() if entry in _proc.read(pid, "environ").split(b"\0")]
 
 
 def state_of(pid: int) -> str:
     """The letter of /proc: T for a stopped process, Z for one that ended, "" for none."""
-    with contextlib.suppress(OSError, IndexError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    return ""
-
-
-def _parent(process: Path) -> int | None:
-    try:
-        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
-    except (OSError, IndexError):  # it has ended meanwhile
-        return None
+    return next(iter(_proc.stat(pid)), "")

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
 import shutil
-import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+from forge_resilience._shared.parents import with_parent
 from forge_resilience.slurm.queue import clean_environ
 
 __all__ = ["JobRow", "Queue", "QueueDown", "QueueRefusal"]
 
 _PROGRAMS = ("sbatch", "squeue", "scancel", "scontrol", "sinfo")
 _LIMIT_SECONDS = 120.0
-_PR_SET_PDEATHSIG = 1
 _COLUMNS = "--Format=JobID:|,State:|,NumNodes:|,exit_code:|,Reason:|,Partition:|,NodeList:|"
 _START = re.compile(r"to start at (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 
@@ -165,7 +163,7 @@ class Queue:
                 capture_output=True,
                 text=True,
                 timeout=_LIMIT_SECONDS,
-                preexec_fn=_die_with_parent(),
+                preexec_fn=with_parent(),
             )
         except subprocess.TimeoutExpired as error:
             raise QueueDown(f"{command[0]} gave no answer within {_LIMIT_SECONDS:g} s") from error
@@ -182,8 +180,3 @@ def _exclude(script: Path, nodes: Sequence[str]) -> list[str]:
 def _exit_code(status: int) -> int:
     """Of a wait status, as a shell gives it."""
     return 128 + (status & 127) if status & 127 else status >> 8
-
-
-def _die_with_parent() -> Callable[[], None]:
-    libc = ctypes.CDLL(None)  # loaded before the fork
-    return lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import sys
 import time
 from collections.abc import Callable
 
+from forge_resilience._shared.parents import die_with
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.supervise.process_tree import (
     adopt_orphans,
@@ -20,7 +20,6 @@ from forge_resilience.supervise.process_tree import (
 
 __all__ = ["run_guarded"]
 
-_PR_SET_PDEATHSIG = 1
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
@@ -41,10 +40,9 @@ def run_guarded(run: Callable[[int | None], int], grace_seconds: float = 10.0) -
     if pid == 0:
         code: int = ExitCode.ERROR
         try:
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-            if os.getppid() == parent:
-                signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-                code = run(parent)
+            die_with(parent, signal.SIGTERM)
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+            code = run(parent)
         except SystemExit as stop:
             code = stop.code if isinstance(stop.code, int) else ExitCode.ERROR
         except BaseException as error:

@@ -1,4 +1,4 @@
-"""Processes below this one, and what the kernel tells of a process. Linux; elsewhere nothing is found."""
+"""Processes below this one: found, watched, signalled and ended. Linux; elsewhere nothing is found."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import signal
 import sys
 import time
 from collections.abc import Container
-from pathlib import Path
 
-from forge_resilience.heartbeat import process_start
+from forge_resilience._proc import descendants, process_start, read, stat, status
 
 __all__ = [
     "abort", "adopt_orphans", "catches", "collect_adopted", "descendants", "detached", "end_descendants", "is_below",
@@ -37,31 +36,10 @@ def adopt_orphans(adopt: bool = True) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
 
-def descendants(pid: int, keep: Container[int] = ()) -> dict[int, str]:
-    """Pid -> state (a letter of /proc/PID/stat) of the processes below `pid`, without those in `keep` and below them.
-
-    Costs a read for each process of this host.
-    """
-    children: dict[int, list[tuple[int, str]]] = {}
-    for entry in _proc():
-        fields = _stat(int(entry.name))
-        if fields:
-            children.setdefault(int(fields[1]), []).append((int(entry.name), fields[0]))
-    found: dict[int, str] = {}
-    level = [pid]
-    while level:
-        below = [
-            child for parent in level for child in children.get(parent, ()) if child[0] not in keep
-        ]
-        found.update(below)
-        level = [child for child, _ in below]
-    return found
-
-
 def detached() -> set[int]:
     """Processes below this one that took a session of their own (`setsid`): they are meant to outlive it."""
     session = str(os.getsid(0))
-    found = ((pid, _stat(pid)) for pid in descendants(os.getpid()))
+    found = ((pid, stat(pid)) for pid in descendants(os.getpid()))
     return {pid for pid, fields in found if fields and fields[3] != session}
 
 
@@ -80,7 +58,7 @@ def collect_adopted(keep: Container[int]) -> None:
 def is_below(pid: int, ancestor: int) -> bool:
     """Whether `ancestor` started the process, or one that did."""
     while pid > 1:
-        fields = _stat(pid)
+        fields = stat(pid)
         if not fields:
             return False
         pid = int(fields[1])
@@ -122,25 +100,24 @@ def _collect(pid: int) -> bool:
 
 def state(pid: int) -> tuple[str, str]:
     """(letter, words) of a process: "T" is stopped, and the words say more where there is more to say."""
-    fields = _stat(pid)
+    fields = stat(pid)
     if not fields:
         return "X", _STATES["X"]
     words = _STATES.get(fields[0], "")
     if fields[0] == "D":
-        with contextlib.suppress(OSError):
-            where = Path(f"/proc/{pid}/wchan").read_text().strip("0\n ")
-            words += f" ({where})" if where else ""
+        where = read(pid, "wchan").decode().strip("0\n ")
+        words += f" ({where})" if where else ""
     return fields[0], words
 
 
 def is_traced(pid: int) -> bool:
     """Whether a debugger holds the process."""
-    return _status(pid).get("TracerPid", "0") != "0"
+    return status(pid).get("TracerPid", "0") != "0"
 
 
 def catches(pid: int, number: int) -> bool:
     """Whether the process has a handler for the signal, so that it does not die of it."""
-    return bool(int(_status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
+    return bool(int(status(pid).get("SigCgt", "0"), 16) >> (number - 1) & 1)
 
 
 def signal_process(pid: int, start: int, number: int) -> bool:
@@ -168,23 +145,3 @@ def abort(pid: int) -> None:
                 pid, resource.RLIMIT_CORE, (0, resource.prlimit(pid, resource.RLIMIT_CORE)[1])
             )
         signal_process(pid, 0, signal.SIGABRT)
-
-
-def _proc() -> list[Path]:
-    with contextlib.suppress(OSError):
-        return [entry for entry in Path("/proc").iterdir() if entry.name.isdecimal()]
-    return []
-
-
-def _stat(pid: int) -> list[str]:
-    """State, parent, and so on."""
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return []
-
-
-def _status(pid: int) -> dict[str, str]:
-    with contextlib.suppress(OSError):
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-        return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    return {}
