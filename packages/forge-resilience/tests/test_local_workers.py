@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_resilience import run_local_workers
+from forge_resilience import local_workers, run_local_workers
 from forge_resilience.slurm.commands import Queue
 from forge_testing.problems import rejects
 from forge_testing.processes import orphan_code
@@ -246,6 +247,31 @@ while True:
     assert job.returncode == 75, errors
     assert "rank 0" in errors
     assert "0.5 s of SIGUSR1" in errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_F185_a_stop_signal_that_kills_a_rank_before_the_launcher_hears_of_it(
+    tmp_path, capfd, number
+):
+    """As one to the whole process group may; here the launcher gets it after the death."""
+    body = (
+        f"signal.signal({int(number)}, signal.SIG_DFL)\nif rank == 1: wait_for('late0')\n"
+        f"if rank == 0 and os.fork() == 0: time.sleep(0.1); os.kill({os.getpid()}, {int(number)}); os._exit(0)\n"
+        f"ready('late'); os.kill(os.getpid(), {int(number)})"
+    )
+    assert run_local_workers(worker(body, tmp_path), 2) == 75
+    assert said_of_ranks(capfd.readouterr().err) == []
+
+
+def test_F185_a_rank_that_ends_by_a_stop_signal_of_its_own_has_crashed(tmp_path):
+    found = local_workers.run_workers(worker("os.kill(os.getpid(), 15)", tmp_path), [{"RANK": "3"}])
+    assert (found.code, found.rank, found.requested) == (1, 3, False)
+
+
+@pytest.mark.parametrize("value", [math.inf, -1.0])
+def test_F194_a_grace_after_which_no_kill_would_come(value):
+    with rejects("grace_seconds", value, "range"):
+        run_local_workers(["true"], 1, grace_seconds=value)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the Linux kernel")

@@ -33,6 +33,9 @@ STORE_FD = "FORGE_STORE_FD"
 RUN_NAME = "FORGE_RUN_NAME"
 """A random name of this run, the same for all ranks, under which they exchange what they check."""
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
+_GROUP_SECONDS = (
+    0.5  # by which a signal to a whole process group may reach a rank before this process
+)
 _KILL_SECONDS = 10.0  # from SIGKILL to giving up on a process that hangs in the kernel
 
 
@@ -101,13 +104,18 @@ def run_workers(
         raise RuntimeError(
             "run_local_workers must run on the main thread, the only one that gets signals; call it there"
         )
+    if not 0 <= grace_seconds <= 10**6:  # not nan either, after which no SIGKILL would come
+        rule = "must be from 0 to 10**6 seconds"
+        raise invalid("grace_seconds", "range", grace_seconds, rule, "use 10")
     events: Events = queue.SimpleQueue()
     with _forwarding(events):
         workers = _start(list(command), environs, store)
         for rank, worker in enumerate(workers):
             threading.Thread(target=_wait, args=(rank, worker, events), daemon=True).start()
         ranks = [_rank(environ, number) for number, environ in enumerate(environs)]
-        return _Job(workers, ranks, grace_seconds, look, look_seconds, parent).run(events)
+        job = _Job(workers, ranks, events, grace_seconds, look, look_seconds, parent)
+        job.run()
+    return job.outcome()  # now that no signal can come unseen
 
 
 class _Job:
@@ -117,12 +125,14 @@ class _Job:
         self,
         workers: list[subprocess.Popen[bytes]],
         ranks: list[int],
+        events: Events,
         grace_seconds: float,
         look: Look | None,
         look_seconds: float,
         parent: int | None,
     ) -> None:
-        self.workers, self.ranks, self.grace_seconds = workers, ranks, grace_seconds
+        self.workers, self.ranks, self.events = workers, ranks, events
+        self.grace_seconds = grace_seconds
         self.look, self.look_seconds, self.parent = look, look_seconds, parent
         self.left = list(range(len(workers)))
         self.codes: dict[int, int] = {}  # by number, in the order of their ends
@@ -133,11 +143,11 @@ class _Job:
         self.next_at: float | None = None  # when those that are left get a harder signal
         self.killed = False
 
-    def run(self, events: Events) -> Outcome:
-        """Follow `events` until every worker has ended, or cannot be ended."""
+    def run(self) -> None:
+        """Follow the events until every worker has ended, or cannot be ended."""
         while self.left:
             try:
-                number, value = events.get(timeout=self._timeout())
+                number, value = self.events.get(timeout=self._timeout())
             except queue.Empty:
                 if self.next_at is not None and time.monotonic() >= self.next_at:
                     if self.killed:
@@ -153,7 +163,6 @@ class _Job:
                 self._forward(value)
             else:
                 self._ended(number, value)
-        return self._outcome()
 
     def _timeout(self) -> float | None:
         left = None if self.next_at is None else max(0.0, self.next_at - time.monotonic())
@@ -181,6 +190,8 @@ class _Job:
     def _ended(self, rank: int, code: int) -> None:
         self.left.remove(rank)
         self.codes[rank] = code
+        if -code in _SIGNALS and self.failed is None and not self.killed:
+            self._await_signal(-code)
         if self._died_forwarded(code) and self.next_at is None:
             # It had no handler yet, so the ranks have not met: those that have one wait for it in vain.
             self.next_at = time.monotonic() + self.grace_seconds
@@ -194,6 +205,19 @@ class _Job:
         self._report([rank], _cause(code) + rest)
         self.told = signal.SIGTERM.name
         self._send(signal.SIGTERM)
+
+    def _await_signal(self, number: int) -> None:
+        """Wait for the signal that a rank without a handler died by: sent to the whole process group, it is a stop."""
+        deadline, later = time.monotonic() + _GROUP_SECONDS, []
+        while number not in self.forwarded and (left := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                event = self.events.get(timeout=left)
+                if event[0] is None:
+                    self._forward(event[1])
+                else:
+                    later.append(event)
+        for event in later:
+            self.events.put(event)
 
     def _died_forwarded(self, code: int) -> bool:
         """Whether it died by a forwarded signal, because it had no handler yet: a requested stop."""
@@ -210,7 +234,12 @@ class _Job:
             with contextlib.suppress(ProcessLookupError):
                 self.workers[rank].send_signal(number)
 
-    def _outcome(self) -> Outcome:
+    def outcome(self) -> Outcome:
+        """How the job ended."""
+        while not self.events.empty():  # stop signals that came after the last end
+            number, value = self.events.get()
+            if number is None:
+                self.forwarded.add(value)
         requested, left = bool(self.forwarded), tuple(self.ranks[number] for number in self.left)
         if self.hung:  # a stop was asked for: the job is to come again
             code: int = ExitCode.REQUEUE if requested else ExitCode.ERROR
