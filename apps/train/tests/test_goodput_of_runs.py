@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -76,3 +77,13 @@ def test_the_report_says_how_long_steps_waited_for_data(
     assert f" {waited:.3f} s " in capsys.readouterr().out
     print_report(folder, as_json=True)
     assert json.loads(capsys.readouterr().out)["data_wait_seconds"] == waited
+
+
+@pytest.mark.parametrize("make", ["mkfifo", "ln -s /dev/zero"])
+def test_F187_metrics_that_are_no_file_are_named(tmp_path: Path, make: str) -> None:
+    (tmp_path / "events.jsonl").touch()
+    subprocess.run([*make.split(), tmp_path / "metrics.jsonl"], check=True)
+    done = forge_train("report", tmp_path, "--text")
+    assert done.code == 1
+    assert done.err.startswith(f"forge-train: {tmp_path}/metrics.jsonl: ")
+    assert done.err.count("\n") == 1

@@ -98,6 +98,13 @@ def notes(folder: Path) -> list[str]:
     return path.read_text().splitlines() if path.exists() else []
 
 
+def test_F187_a_journal_that_is_a_fifo_has_no_events(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "events.jsonl")
+    follower = _Follower(tmp_path / "events.jsonl", AlertsConfig(), 0)
+    follower._send_new()
+    assert follower.offset == 0
+
+
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 def test_new_events_reach_both_ways_once_and_others_none(

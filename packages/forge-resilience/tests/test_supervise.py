@@ -13,10 +13,11 @@ from typing import NamedTuple
 
 import pytest
 
-from forge_resilience import ExitCode, read_events
+from forge_resilience import ExitCode, local_workers, read_events
 from forge_resilience.heartbeat import Heartbeat, read_heartbeats
-from forge_resilience.supervise import FINAL_CODES, Late, WatchConfig, supervise
+from forge_resilience.supervise import FINAL_CODES, Late, WatchConfig, lives, supervise
 from forge_resilience.supervise.report import describe_hang
+from forge_resilience.supervise.stacks import collect_stacks
 
 pytestmark = [
     pytest.mark.distributed,
@@ -371,6 +372,71 @@ def test_a_stop_between_two_lives(tmp_path):
     assert gone(int(wait_for(tmp_path / "child")))
 
 
+def test_F185_a_stop_after_the_last_rank_has_crashed_is_not_lost(tmp_path, monkeypatch):
+    ended = local_workers._Job._ended
+
+    def then_stop(job, rank, code):
+        ended(job, rank, code)
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    monkeypatch.setattr(local_workers._Job, "_ended", then_stop)
+    assert supervise(["false"], 1, journal=tmp_path / "events.jsonl") == 1
+    assert list(read_events(tmp_path / "events.jsonl")) == []  # it was not started again
+
+
+# ---- what is odd around the program
+
+
+@pytest.mark.parametrize("make", ["mkdir", "mkfifo", "ln -s /dev/zero"])
+def test_F187_a_journal_that_becomes_unreadable_changes_no_code(tmp_path, make):
+    journal = tmp_path / "events.jsonl"
+    assert supervise(["sh", "-c", f"{make} {journal}; exit 65"], 1, journal=journal) == 65
+
+
+def test_F187_a_heartbeat_or_stacks_that_are_a_fifo_are_none(tmp_path):
+    for name in ("rank-00001", "rank-00000.stacks"):
+        os.mkfifo(tmp_path / name)
+    Heartbeat(tmp_path, 0).enter("step", 3)
+    (found,) = read_heartbeats(tmp_path)
+    assert collect_stacks(tmp_path, [found]) == {}
+
+
+def test_F194_a_program_is_watched_elsewhere_where_memory_has_no_inode(tmp_path):
+    line = (
+        "mount -t tmpfs -o nr_inodes=1 none /dev/shm || exit 99; "
+        f"exec {sys.executable} -m forge_resilience.supervise -- sh -c 'test -d $FORGE_HEARTBEAT_DIR && exit 65'"
+    )
+    done = subprocess.run(
+        ["unshare", "-rm", "sh", "-c", line], capture_output=True, text=True, timeout=60
+    )
+    if done.returncode in (1, 99, 127):
+        pytest.skip("no file system can be mounted here")
+    assert done.returncode == 65, done.stderr
+    assert re.fullmatch(r"supervise: .*No space.*\nrank 0 .* code 65\n", done.stderr)
+
+
+def test_F194_a_program_runs_unwatched_where_no_folder_can_be_made(tmp_path, monkeypatch):
+    monkeypatch.setattr(lives, "_MEMORY", tmp_path / "none")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
+    assert supervise(command(tmp_path, "sys.exit(65)"), 1) == 65
+
+
+def test_F194_folders_of_killed_supervisors_are_removed(tmp_path, monkeypatch):
+    code = (
+        "import os, sys\nfrom pathlib import Path\nfrom forge_resilience.supervise import lives\n"
+        "lives._MEMORY = Path(sys.argv[1])\nwith lives._heartbeat_folder(None):\n    os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
+    (stale,) = tmp_path.iterdir()
+    (tmp_path / "forge-heartbeats-being-made").mkdir()
+    monkeypatch.setattr(lives, "_MEMORY", tmp_path)
+    with lives._heartbeat_folder(None) as first, lives._heartbeat_folder(None) as second:
+        assert first.is_dir()
+        assert second.is_dir()
+        assert not stale.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["forge-heartbeats-being-made"]
+
+
 # ---- nobody is left behind
 
 _FAMILY = """
@@ -474,6 +540,9 @@ def test_the_function(tmp_path):
         (["--nproc", "2"], "--help"),
         (["--step_seconds", "-1", "--", "true"], "step_seconds -1.0 "),
         (["--limits", "save", "--", "true"], "'save' "),
+        (["--limits", "=5", "--", "true"], "limits [''] "),
+        (["--limits", "a=1,a=2", "--", "true"], "'a=1,a=2' "),
+        (["--grace_seconds", "nan", "--", "true"], "grace_seconds nan "),
         (["--", "no-such-program"], "No such file or directory: 'no-such-program'"),
     ],
 )

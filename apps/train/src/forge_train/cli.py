@@ -54,6 +54,10 @@ def _dispatch(args: list[str]) -> int:
         return run_verb(args)
     except JobError as error:
         return process.print_error(error)
+    except ValueError as error:  # with problems, of a package: a file of the run that is a FIFO
+        if not getattr(error, "problems", ()):
+            raise
+        return process.fail(str(error).splitlines(), ExitCode.ERROR)
     except SystemExit as stop:  # after help
         if not isinstance(stop.code, int):
             raise

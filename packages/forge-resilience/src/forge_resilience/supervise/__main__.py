@@ -97,16 +97,27 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="COMMAND writes them: without any it is late in its start",
     )
-    parser.add_argument("--grace_seconds", type=float, default=10.0, help="from SIGTERM to SIGKILL")
+    parser.add_argument(
+        "--grace_seconds",
+        type=float,
+        default=10.0,
+        help="from SIGTERM to SIGKILL, when a rank has failed; a stop signal that is handed on is followed by none, as "
+        "ranks may save",
+    )
     return parser
 
 
 def _limits(text: str) -> dict[str, float]:
     try:
         pairs = [part.split("=") for part in text.split(",")]
-        return {phase: float(seconds) for phase, seconds in pairs}
+        limits = {phase: float(seconds) for phase, seconds in pairs}
+        if len(limits) < len(pairs):
+            raise ValueError
+        return limits
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} must read like save=900,step=60") from None
+        raise argparse.ArgumentTypeError(
+            f"{text!r} must read like save=900,step=60, each phase once"
+        ) from None
 
 
 if __name__ == "__main__":

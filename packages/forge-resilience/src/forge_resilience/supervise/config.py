@@ -51,6 +51,9 @@ class WatchConfig:
         names = ("step_seconds", "first_step_seconds", "start_seconds", "other_seconds")
         seconds = {name: getattr(self, name) for name in names}
         seconds |= {f"limits.{phase}": value for phase, value in self.limits.items()}
+        if not all(self.limits):
+            rule, fix = "must be names of phases", "use save=900"
+            yield Problem("limits", "format", sorted(self.limits), rule, fix)
         for name, value in seconds.items():
             if value and not 0.1 <= value <= 10**7:
                 rule = "must be from 0.1 to 10**7 seconds, or 0 for no limit"

@@ -14,7 +14,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from forge_resilience._shared.paths import open_regular, user_path
+from forge_resilience._shared.locks import locked
+from forge_resilience._shared.paths import files_named, open_regular, user_path
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.heartbeat import FOLDER, read_heartbeats
 from forge_resilience.journal import Journal, read_events
@@ -32,6 +33,8 @@ __all__ = ["FINAL_CODES", "supervise"]
 FINAL_CODES = frozenset(ExitCode) - {ExitCode.ERROR}
 _LOOK_SECONDS = 0.5
 _ELSEWHERE_SECONDS = 4.0
+_MEMORY = Path("/dev/shm")
+_FOLDERS = "forge-heartbeats-"
 _MOST_LIVES_WITHOUT_PROGRESS = 2
 _OWNER = "FORGE_HEARTBEAT_OWNER"
 LIFE = "FORGE_LIFE"
@@ -96,12 +99,29 @@ def _heartbeat_folder(folder: str | os.PathLike[str] | None) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder.absolute()
         return
-    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
-    path = Path(tempfile.mkdtemp(prefix="forge-heartbeats-", dir=memory))
-    try:
+    path = Path(os.devnull)  # no folder: ranks are not watched
+    with contextlib.ExitStack() as stack:
+        for memory in [_MEMORY, None] if os.access(_MEMORY, os.W_OK) else [None]:
+            try:
+                place = memory or Path(tempfile.gettempdir())
+                _remove_stale(place)
+                made = Path(tempfile.mkdtemp(prefix=_FOLDERS, dir=place))
+                stack.callback(shutil.rmtree, made, ignore_errors=True)
+                stack.enter_context(locked(made / "lock"))
+                path = made
+                break
+            except OSError as error:  # no memory, no inodes
+                _say(f"no folder for heartbeats: {error}")
         yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+
+
+def _remove_stale(place: Path) -> None:
+    """Remove folders of supervisors that were killed: the kernel has released their locks."""
+    for folder in files_named(place, _FOLDERS):
+        with contextlib.suppress(OSError):
+            if (folder / "lock").exists():  # it is not being made
+                with locked(folder / "lock"):
+                    shutil.rmtree(folder)
 
 
 class _Supervised:
@@ -321,8 +341,11 @@ class _Supervised:
         return round(max(0.0, lost), 3)
 
     def _events(self, name: str) -> list[dict[str, Any]]:
-        events = [] if self.journal is None else read_events(self.journal.path)
-        return [event for event in events if event.get("event") == name]
+        found: list[dict[str, Any]] = []
+        with contextlib.suppress(OSError, ValueError):  # it cannot be read now: no reason to end
+            if self.journal is not None:
+                found += (e for e in read_events(self.journal.path) if e.get("event") == name)
+        return found
 
 
 def _rank_of(environ: Mapping[str, str]) -> int:

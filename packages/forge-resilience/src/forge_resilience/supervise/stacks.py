@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from forge_resilience._shared.paths import read_regular
 from forge_resilience.heartbeat import Beat
 from forge_resilience.supervise.process_tree import catches, signal_process, state
 
@@ -19,6 +20,7 @@ _FRAME = re.compile(r'^  File "(.*)", line (\d+|\?\?\?) in (.*)$')
 _STDLIB = sysconfig.get_paths()["stdlib"]
 _WAITS = {"wait", "wait_tensor", "synchronize", "barrier"}
 _WRAPPERS = {"wrapper", "_fn", "inner"}
+_MOST_BYTES = 2**26
 _DEEP = 10  # frames from the top in which a collective is looked for
 
 
@@ -88,6 +90,6 @@ def collect_stacks(folder: Path, beats: Iterable[Beat], seconds: float = 2.0) ->
 
 def _read(path: Path) -> bytes:
     try:
-        return path.read_bytes()
-    except OSError:
+        return read_regular(path, _MOST_BYTES)
+    except (OSError, ValueError):
         return b""
