@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import json
 import os
@@ -18,7 +17,6 @@ from typing import Any, NamedTuple
 from forge_testing.warm import WarmProcess
 
 _LIMIT_SECONDS = 120.0
-_PR_SET_CHILD_SUBREAPER = 36
 
 
 class Outcome(NamedTuple):
@@ -103,6 +101,8 @@ def orphan_code(monkeypatch: Any, start: Callable[[], object]) -> int:
 
     This process adopts it, as a supervisor does, so its parent is never process 1. Linux.
     """
+    from forge_resilience.supervise.process_tree import adopt_orphans
+
     made: list[Callable[[], None]] = []
 
     def popen(*args: object, preexec_fn: Callable[[], None], **kwargs: object) -> None:
@@ -110,25 +110,19 @@ def orphan_code(monkeypatch: Any, start: Callable[[], object]) -> int:
         raise OSError
 
     monkeypatch.setattr(subprocess, "Popen", popen)
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    reader, writer = os.pipe()
+    adopt_orphans()
     parent = os.fork()
     if parent == 0:
+        os.setpgid(0, 0)  # by which the orphan is found
         with contextlib.suppress(OSError):
             start()
-        maker, child = os.getpid(), os.fork()
-        if child == 0:
+        maker = os.getpid()
+        if os.fork() == 0:
             while os.getppid() == maker:
                 os.sched_yield()
             made[0]()
-            os._exit(0)
-        os.write(writer, str(child).encode())
         os._exit(0)
     os.waitpid(parent, 0)
-    os.close(writer)
-    with open(reader) as file:
-        child = int(file.read())
-    try:
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    finally:
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+    code = os.waitstatus_to_exitcode(os.waitpid(-parent, 0)[1])
+    adopt_orphans(False)
+    return code
