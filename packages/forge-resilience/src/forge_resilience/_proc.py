@@ -54,6 +54,7 @@ def descendants(pid: int, keep: Container[int] = ()) -> dict[int, str]:
         fields = stat(child)
         if fields:
             children.setdefault(int(fields[1]), []).append((child, fields[0]))
+
     found: dict[int, str] = {}
     level = [pid]
     while level:

@@ -33,9 +33,7 @@ STORE_FD = "FORGE_STORE_FD"
 RUN_NAME = "FORGE_RUN_NAME"
 """A random name of this run, the same for all ranks, under which they exchange what they check."""
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
-_GROUP_SECONDS = (
-    0.5  # by which a signal to a whole process group may reach a rank before this process
-)
+_GROUP_SECONDS = 0.5  # by which a signal to a process group may reach a rank before this process
 _KILL_SECONDS = 10.0  # from SIGKILL to giving up on a process that hangs in the kernel
 
 
@@ -107,6 +105,7 @@ def run_workers(
     if not 0 <= grace_seconds <= 10**6:  # not nan either, after which no SIGKILL would come
         rule = "must be from 0 to 10**6 seconds"
         raise invalid("grace_seconds", "range", grace_seconds, rule, "use 10")
+
     events: Events = queue.SimpleQueue()
     with _forwarding(events):
         workers = _start(list(command), environs, store)
@@ -199,6 +198,7 @@ class _Job:
             return
         if self.failed is not None or self.killed:
             return
+
         self.failed = rank
         self.next_at = time.monotonic() + self.grace_seconds
         rest = f"; stopping the other {len(self.left)}" if self.left else ""
@@ -207,7 +207,7 @@ class _Job:
         self._send(signal.SIGTERM)
 
     def _await_signal(self, number: int) -> None:
-        """Wait for the signal that a rank without a handler died by: sent to the whole process group, it is a stop."""
+        """Wait for the signal that a rank without a handler died by: sent to the process group, it is a stop."""
         deadline, later = time.monotonic() + _GROUP_SECONDS, []
         while number not in self.forwarded and (left := deadline - time.monotonic()) > 0:
             with contextlib.suppress(queue.Empty):
