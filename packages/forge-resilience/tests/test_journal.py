@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from forge_resilience import Journal, read_events
+from forge_resilience._shared.jsonl import read_log_from
 from forge_resilience.supervise import supervise
 from forge_testing.problems import rejects
 
@@ -141,6 +142,17 @@ def test_lines_of_two_writers_do_not_mix(tmp_path: Path) -> None:
     assert [json.loads(line)["i"] for line in path.read_text().splitlines()] == sorted(
         [*range(50), *range(50)]
     )
+
+
+def test_a_log_is_read_on_from_an_offset_and_a_line_without_an_end_later(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b'{"a": 1}\ntorn\n{"b": "\xc3\xa9"}\n{"c": ')
+    first = list(read_log_from(path, 0))
+    assert first == [({"a": 1}, 9), ({"b": "é"}, 26)]
+    assert list(read_log_from(path, 26)) == []
+    with path.open("ab") as file:
+        file.write(b"3}\n4")
+    assert list(read_log_from(path, 26)) == [({"c": 3}, 35), (4, 36)]
 
 
 def test_F149_a_journal_is_a_regular_file_of_the_home_folder(tmp_path, monkeypatch) -> None:
