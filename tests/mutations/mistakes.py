@@ -309,7 +309,7 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "a step is named before its directory is on the disk",
         f"{_CKPT}/write/writer.py",
-        "        files.sync_directory(self._temporary)\n",
+        "        sync_folder(self._temporary)\n",
         "",
     ),
     Mistake(
@@ -351,7 +351,7 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "a rename is not durable when a save returns",
         f"{_CKPT}/directories.py",
-        "    sync_directory(target.parent)  #",
+        "    sync_folder(target.parent)  #",
         "    pass  #",
     ),
     Mistake(

@@ -110,9 +110,9 @@ POINTS = {
     "while writing": (_half_of_a_write, blocks, "write_at", BOTH),
     "after the fsync of its file": (after, blocks.BlockFile, "finish", BOTH),
     "before the manifest": (before, writer.ForgeWriter, "finish", FIRST),
-    "after the manifest": (before, writer.files, "sync_directory", FIRST),
+    "after the manifest": (before, writer, "sync_folder", FIRST),
     "before the rename": (before, folders, "commit", FIRST),
-    "after the rename": (before, folders, "sync_directory", FIRST),
+    "after the rename": (before, folders, "sync_folder", FIRST),
     "after the commit": (before, retain.Retention, "apply", BOTH),
     "while reading back": (before, forge_ckpt.read.load, "verify_files", BOTH),
     "before the removal": (before, retain.Retention, "remove", FIRST),
@@ -121,7 +121,7 @@ POINTS = {
     "while loading": (before, forge_ckpt.read.load.ForgeReader, "stage", BOTH),
     "while filling": (before, forge_ckpt.read.load, "fill", BOTH),
     "before setting aside": (before, folders, "quarantine", FIRST),
-    "while setting aside": (before, folders, "sync_directory", FIRST),
+    "while setting aside": (before, folders, "sync_folder", FIRST),
     "after setting aside": (after, folders, "quarantine", FIRST),
 }
 ASYNC_ONLY = {"while staging", "after staging"}

@@ -224,7 +224,7 @@ def test_a_step_that_failed_after_its_rename_is_committed_when_it_is_saved_again
 
     with Store(tmp_path) as store:
         with monkeypatch.context() as patched:
-            patched.setattr("forge_ckpt.directories.sync_directory", fails)
+            patched.setattr("forge_ckpt.directories.sync_folder", fails)
             store.save(1, state_of(1), wait=False)
             with pytest.raises(OSError, match="Input/output error"):
                 store.wait()

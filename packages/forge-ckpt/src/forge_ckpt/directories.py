@@ -15,7 +15,7 @@ import shutil
 from pathlib import Path
 
 from forge_ckpt import manifest
-from forge_ckpt.files import sync_directory
+from forge_ckpt._shared.atomic import remove, sync_folder
 
 logger = logging.getLogger("forge_ckpt")
 QUARANTINE = "quarantine"
@@ -54,7 +54,7 @@ def commit(written: Path, target: Path) -> None:
     The caller has fsynced its files and the directory: a rename can reach the disk before them.
     """
     os.rename(written, target)
-    sync_directory(target.parent)  # else a power loss may undo the rename after save returned
+    sync_folder(target.parent)  # else a power loss may undo the rename after save returned
 
 
 def remove_step(path: Path) -> None:
@@ -78,10 +78,7 @@ def remove_temporary(root: Path) -> list[str]:
     for name in temporary_names(root):
         path = root / name
         try:
-            if path.is_symlink() or not path.is_dir():
-                path.unlink()
-            else:
-                shutil.rmtree(path)
+            remove(path)
             removed.append(name)
         except OSError as error:
             logger.warning(
@@ -116,8 +113,8 @@ def quarantine(root: Path, step: int) -> Path:
         number += 1
     target = folder / f"{name}-{number}"
     os.rename(root / name, target)
-    sync_directory(folder)  # the new name before the old one is gone, or a crash loses both
-    sync_directory(root)
+    sync_folder(folder)  # the new name before the old one is gone, or a crash loses both
+    sync_folder(root)
     return target
 
 

@@ -72,15 +72,6 @@ def write_file(path: Path, data: bytes) -> None:
         os.close(fd)
 
 
-def sync_directory(path: Path) -> None:
-    """Make the names in ``path`` durable: the fsync of a file does not cover its directory entry."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 @contextlib.contextmanager
 def os_errors_as_corruption(where: str) -> Iterator[None]:
     """Turn the errors of a missing, linked or unreadable file into CorruptCheckpoint."""

@@ -1,7 +1,5 @@
 """A checkpoint of a store as a plain one of torch.distributed.checkpoint, tensor by tensor."""
 
-import secrets
-import shutil
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -13,9 +11,9 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from forge_ckpt import directories, tree
+from forge_ckpt import tree
+from forge_ckpt._shared.atomic import new_folder
 from forge_ckpt._shared.problems import invalid
-from forge_ckpt.files import sync_directory
 from forge_ckpt.read.tensors import SavedTensors
 
 
@@ -43,8 +41,7 @@ def convert_to_dcp(
                 entry = saved.table.tensors[name]
                 value = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
             tree.set_element(state, path, value)
-        temporary = target.with_name(f"{target.name}.tmp-{secrets.token_hex(4)}")
-        try:
+        with new_folder(target) as temporary:  # the writer fsyncs its files
             writer = FileSystemWriter(temporary, single_file_per_rank=False)
             with warnings.catch_warnings():  # that one process saves is the intent
                 warnings.simplefilter("ignore", UserWarning)
@@ -54,10 +51,6 @@ def convert_to_dcp(
                     planner=_LazyPlanner(saved, progress),
                     no_dist=True,
                 )
-            sync_directory(temporary)
-            directories.commit(temporary, target)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 class _LazyPlanner(DefaultSavePlanner):

@@ -4,8 +4,6 @@ import contextlib
 import json
 import os
 import re
-import secrets
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -13,9 +11,10 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from forge_ckpt._shared.atomic import new_folder
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
-from forge_ckpt.files import byte_view, sync_directory, write_at, write_file
+from forge_ckpt.files import byte_view, write_at, write_file
 from forge_ckpt.hf.folder import STEM
 from forge_ckpt.hf.headers import write_header
 from forge_ckpt.hf.load import matches
@@ -66,7 +65,7 @@ def save_hf(
 
         shapes = to_hf(maps, ((name, cast(name, meta.__getitem__)) for name in order))
         shards = _shards({name: tensor for name, tensor in shapes}, max_shard_bytes, stem)
-        with _new_folder(out) as folder:
+        with new_folder(out) as folder:
             tensors = to_hf(maps, ((name, cast(name, read)) for name in order))
             for name, shard in shards.items():
                 _write_shard(folder / name, shard, tensors)
@@ -154,19 +153,3 @@ def _write_shard(
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-@contextlib.contextmanager
-def _new_folder(out: Path) -> Iterator[Path]:
-    """A temporary folder beside ``out`` that becomes it at the end, or is removed after an error."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    temporary = out.with_name(f".{out.name}.tmp-{secrets.token_hex(4)}")
-    temporary.mkdir()
-    try:
-        yield temporary
-        sync_directory(temporary)  # a rename can reach the disk before the names inside
-        os.rename(temporary, out)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    sync_directory(out.parent)

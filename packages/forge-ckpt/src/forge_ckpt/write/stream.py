@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from forge_ckpt import digests, directories, files, manifest, tree
+from forge_ckpt._shared.atomic import sync_folder
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import StepExists
 from forge_ckpt.foreign import refuse_foreign
@@ -89,7 +90,7 @@ def write_checkpoint(
         manifest.decode(data, str(target / manifest.NAME))
         # The order of durability of ForgeWriter.finish: files, manifest, directory, rename, parent.
         files.write_file(temporary / manifest.NAME, data)
-        files.sync_directory(temporary)
+        sync_folder(temporary)
         directories.commit(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

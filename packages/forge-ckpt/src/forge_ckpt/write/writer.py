@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from forge_ckpt import digests, directories, files, manifest
+from forge_ckpt._shared.atomic import sync_folder
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import StepExists
@@ -131,7 +132,7 @@ class ForgeWriter(StorageWriter):
         # directory, which makes their names durable, rename, fsync of the parent. After a power loss
         # at any point, a directory with its final name therefore holds everything.
         files.write_file(self._temporary / manifest.NAME, manifest.encode(table))
-        files.sync_directory(self._temporary)
+        sync_folder(self._temporary)
         if os.path.lexists(self.path):  # rename would silently replace an empty directory
             rule = "appeared during the save, as two writers share the directory"
             raise invalid("path", "appeared", str(self.path), rule, kind=StepExists)
