@@ -576,3 +576,42 @@ def test_F197_a_file_staged_in_used_memory_is_that_of_new_memory(tmp_path):
         files.append((store.path / "step-00000020" / "data-0.bin").read_bytes())
         store.close()
     assert files[0] == files[1]
+
+
+def test_F183_saves_of_two_threads_keep_their_own_tensors(tmp_path):
+    refused = []
+
+    def save(first):
+        for step in range(first, first + 16, 2):
+            try:
+                store.save(step, {"a": torch.full((5000,), float(step))}, wait=False)
+            except ValueError:  # the other thread has saved a later one
+                refused.append(step)
+
+    with Store(tmp_path, keep_last=100) as store:
+        threads = [threading.Thread(target=save, args=(first,)) for first in (0, 1)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    with Store(tmp_path, read_only=True) as store:
+        assert {*store.steps(), *refused} == set(range(16))
+        for step in store.steps():
+            state = {"a": torch.zeros(5000)}
+            store.load(state, newest=step)
+            assert state["a"].unique().tolist() == [step]
+
+
+def test_F196_a_store_in_a_forked_child_is_refused_by_name(tmp_path):
+    def call():
+        for run in (lambda: store.save(2, {"a": 2}), lambda: store.load({"a": 0}), store.wait):
+            with rejects("store", str(tmp_path), "forked"):
+                run()
+
+    with Store(tmp_path) as store:
+        store.save(1, {"a": 1})
+        child = multiprocessing.get_context("fork").Process(target=call)
+        child.start()
+        child.join(20)
+        assert child.exitcode == 0
+        assert store.steps() == [1]

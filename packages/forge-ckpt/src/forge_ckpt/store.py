@@ -1,12 +1,14 @@
 """The store: a directory of verified checkpoints of one run, with one writing job at a time."""
 
+import functools
 import logging
 import os
 import secrets
+import threading
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import replace
 from types import TracebackType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
@@ -26,6 +28,22 @@ from forge_ckpt.write.retain import Retention
 from forge_ckpt.write.saver import Saver
 
 logger = logging.getLogger("forge_ckpt")
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _one_at_a_time(
+    method: "Callable[Concatenate[Store, P], T]",
+) -> "Callable[Concatenate[Store, P], T]":
+    """A method of Store that waits for those of other threads: they share the staging memory."""
+
+    @functools.wraps(method)
+    def call(store: "Store", *args: P.args, **kwargs: P.kwargs) -> T:
+        store._refuse_in_child()
+        with store._calls:
+            return method(store, *args, **kwargs)
+
+    return call
 
 
 class Store:
@@ -47,6 +65,9 @@ class Store:
     class of exception. ``path`` is a directory on a file system that all ranks share. Rank 0 holds
     the lock, decides and commits. If a rank dies, the others raise RuntimeError; committed steps
     still load. Where the default group is NCCL alone, a gloo group of all ranks is made.
+
+    Calls of several threads run one after the other; in a group of ranks only one thread may call, as
+    the order must be the same on all of them. A forked child has no lock, and must open a store of its own.
 
     Opening for writing makes the directory, takes its lock (StoreInUse) and removes the temporary
     directories of dead writers. ``read_only=True`` changes nothing on disk and takes no lock. Raises
@@ -100,6 +121,7 @@ class Store:
         )
         self._lock: Lock | None = None
         self._closed = False
+        self._calls, self._pid = threading.RLock(), os.getpid()
         try:
             owner = self._group.run_on_rank_0(self._open)
             self._group.run_on_all_ranks(lambda: refuse_another_directory(self.path, owner))
@@ -107,6 +129,7 @@ class Store:
             self.close()
             raise
 
+    @_one_at_a_time
     def save(
         self,
         step: int,
@@ -142,6 +165,7 @@ class Store:
                 step, lambda: _content(state), metrics, self.path / repeat, watch
             )
 
+    @_one_at_a_time
     def prepare(self, state: Mapping[str, Any]) -> None:
         """Get ready for saves of ``state`` with ``wait=False``: without it the first one does this.
 
@@ -157,10 +181,12 @@ class Store:
         """What became of saves since the last call; returns at once, no communication."""
         return self._saver.events.take()
 
+    @_one_at_a_time
     def wait(self) -> None:
         """Wait until the last save is committed; raises what it failed with. No communication of its own."""
         self._saver.wait()
 
+    @_one_at_a_time
     def load(
         self,
         state: MutableMapping[str, Any],
@@ -241,6 +267,7 @@ class Store:
 
         return self._group.run_on_rank_0(found)
 
+    @_one_at_a_time
     def discard_after(self, step: int) -> list[int]:
         """Remove the checkpoints behind ``step``, the newest first, and return their steps.
 
@@ -262,6 +289,7 @@ class Store:
 
         return self._group.run_on_rank_0(remove)
 
+    @_one_at_a_time
     def verify(self, step: int) -> None:
         """Read a whole checkpoint and compare it with its digests; raises CorruptCheckpoint.
 
@@ -271,6 +299,7 @@ class Store:
         self._group.run_on_all_ranks(lambda: self._require_open(writing=False))
         self._verify(step)
 
+    @_one_at_a_time
     def inspect(self, step: int) -> dict[str, Any]:
         """The content of a checkpoint by its manifest alone, as plain data that JSON can hold.
 
@@ -317,7 +346,12 @@ class Store:
                 logger.warning("%s: %s; it is left, and the lock with it", self.path, late)
 
     def _close(self, seconds: float | None = None) -> BaseException | None:
-        error = self._saver.close(seconds)
+        if not self._calls.acquire(timeout=-1 if seconds is None else seconds):
+            raise TimeoutError(f"another thread still uses the store after {seconds} seconds")
+        try:
+            error = self._saver.close(seconds)
+        finally:
+            self._calls.release()
         if self._lock is not None:
             self._lock.release()
         self._closed = True
@@ -349,6 +383,11 @@ class Store:
         if removed:
             logger.info("%s: removed unfinished %s", self.path, ", ".join(removed))
         return self._lock.owner
+
+    def _refuse_in_child(self) -> None:
+        if os.getpid() != self._pid:
+            rule = f"was opened by process {self._pid}, from which this one was forked"
+            raise invalid("store", "forked", str(self.path), rule, "open a store in this process")
 
     def _require_open(self, *, writing: bool) -> None:
         if self._closed:
