@@ -7,6 +7,7 @@ import os
 import resource
 import shutil
 from datetime import timedelta
+from functools import partial
 
 import pytest
 import torch
@@ -286,6 +287,40 @@ def test_arguments_that_do_not_fit_together_are_refused_by_all(root):
             assert isinstance(error, ValueError)
             assert_problem(error, key, shown if shown is ANY else Shown(shown), code)
             assert error.where == where
+
+
+def tensors_of_ranks(root):
+    """What saves of tensors raise that are not the same on all ranks, and stores of other settings."""
+    rank, results = dist.get_rank(), []
+    plain, shards = torch.zeros(3), sharded(1)
+    others = [
+        torch.zeros(4) if rank == 2 else plain,
+        torch.zeros(3, dtype=torch.bfloat16) if rank == 1 else plain,
+        7 if rank == 1 else plain,
+        {"c": 7} if rank == 1 else {"c": plain},
+        shards if rank == 1 else torch.zeros(7, 30),
+    ]
+    with Store(root) as store:
+        states = [{"m": {"a": a, "b": plain}} for a in others]
+        results += [raised(partial(store.save, 3, state, wait=False)) for state in states]
+    for key, mine in (
+        ("digest", {"digest": "blake3" if rank == 1 else "sha256"}),
+        ("keep", {"keep_last": 2 if rank == 1 else 3}),
+        ("max_failures", {"max_failures": 2 if rank == 1 else 3}),
+        ("read_only", {"read_only": rank == 1}),
+    ):
+        results.append((key, raised(partial(Store, root, **mine))))
+    return results
+
+
+def test_F184_what_differs_between_ranks_is_refused_before_a_byte_is_written(root):
+    before = sorted(os.listdir(root))
+    for results in zip(*run_on_ranks(WORLD, tensors_of_ranks, str(root))):
+        assert len({str(result) for result in results}) == 1
+        key, error = results[0] if isinstance(results[0], tuple) else ("m.a", results[0])
+        assert_problem(error, key, ANY, "ranks" if key == "m.a" else "mismatch")
+        assert "rank 1" in str(error) or "rank 2" in str(error)
+    assert sorted(os.listdir(root)) == before
 
 
 def save_twice(root, harm):

@@ -3,7 +3,7 @@
 import importlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from forge_ckpt._shared.problems import Problem, invalid, problems_of, raise_problems
 
@@ -54,6 +54,11 @@ class Keep:
         except ValueError as error:
             problems += problems_of(error)
         raise_problems("", problems)
+
+    def described(self) -> str:
+        """The rules as text that is equal in other processes, too."""
+        milestones = getattr(self.milestones, "__qualname__", self.milestones)
+        return f"{replace(self, milestones=None)} {milestones}"
 
     def is_milestone(self, step: int) -> bool:
         """Whether ``milestones`` keeps ``step``."""

@@ -38,7 +38,7 @@ def _one_at_a_time(
     """A method of Store that waits for those of other threads: they share the staging memory."""
 
     @functools.wraps(method)
-    def call(store: "Store", *args: P.args, **kwargs: P.kwargs) -> T:
+    def call(store: "Store", /, *args: P.args, **kwargs: P.kwargs) -> T:
         store._refuse_in_child()
         with store._calls:
             return method(store, *args, **kwargs)
@@ -105,6 +105,13 @@ class Store:
         digests.digest_function(digest)
         self.keep = Keep(keep_last) if keep is None else keep
         self.read_only = read_only
+        # All ranks act on them, and rank 0's decide: they must be the same.
+        settings = {
+            "read_only": read_only,
+            "keep": self.keep.described(),
+            "digest": digest,
+            "max_failures": max_failures,
+        }
         self.set_aside: list[tuple[int, str]] = []
         self._group = RankGroup(group)
         self._threads = min(4, os.cpu_count() or 1)
@@ -123,8 +130,8 @@ class Store:
         self._closed = False
         self._calls, self._pid = threading.RLock(), os.getpid()
         try:
-            owner = self._group.run_on_rank_0(self._open)
-            self._group.run_on_all_ranks(lambda: refuse_another_directory(self.path, owner))
+            first = self._group.run_on_rank_0(lambda: {**settings, "owner": self._open()})
+            self._group.run_on_all_ranks(lambda: self._check_alike(settings, first))
         except BaseException:
             self.close()
             raise
@@ -383,6 +390,14 @@ class Store:
         if removed:
             logger.info("%s: removed unfinished %s", self.path, ", ".join(removed))
         return self._lock.owner
+
+    def _check_alike(self, settings: dict[str, Any], first: dict[str, Any]) -> None:
+        """Raise ValueError if a setting, or the directory, is not that of rank 0, the ``first``."""
+        for key, value in settings.items():
+            if value != first[key]:
+                rule = f"must be the same on all ranks, and is {first[key]!r} on rank 0"
+                raise invalid(key, "mismatch", value, rule)
+        refuse_another_directory(self.path, first["owner"])
 
     def _refuse_in_child(self) -> None:
         if os.getpid() != self._pid:
