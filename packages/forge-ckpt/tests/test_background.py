@@ -19,6 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import forge_ckpt.write.blocks
 from forge_ckpt import CorruptCheckpoint, Keep, SaveEvent, StepExists, Store
+from forge_ckpt._shared.atomic import remove
 from forge_ckpt._shared.problems import Shown
 from forge_testing import run_on_ranks
 from forge_testing.disk import Disk
@@ -615,3 +616,47 @@ def test_F196_a_store_in_a_forked_child_is_refused_by_name(tmp_path):
         child.join(20)
         assert child.exitcode == 0
         assert store.steps() == [1]
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.ESTALE])
+def test_F189_a_file_that_is_seen_late_is_read_again(tmp_path, monkeypatch, code):
+    real, hidden = os.open, ["step-00000002", "manifest.json", "data-0.bin"]
+
+    def late(path, flags, *args, **kwargs):
+        name = os.path.basename(path)
+        if name in hidden and not flags & (os.O_CREAT | os.O_WRONLY) and committed.is_dir():
+            hidden.remove(name)
+            raise OSError(code, os.strerror(code), os.fspath(path))
+        return real(path, flags, *args, **kwargs)
+
+    committed = tmp_path / "step-00000002"
+    with Store(tmp_path, keep_last=1) as store:
+        store.save(1, state_of(1))
+        monkeypatch.setattr(os, "open", late)
+        store.save(2, state_of(2))
+        assert (store.steps(), store.set_aside, hidden) == ([2], [], [])
+
+
+@pytest.mark.parametrize("gone", ["", "manifest.json", "data-0.bin"])
+def test_F189_a_step_that_disappears_is_a_failed_save_and_older_ones_stay(
+    tmp_path, monkeypatch, gone
+):
+    def commit(written, target):
+        os.rename(written, target)
+        remove(target / gone)
+
+    monkeypatch.setattr("forge_ckpt.write.retain.VISIBLE_SECONDS", 0.01, raising=False)
+    with Store(tmp_path, keep_last=1) as store:
+        store.save(1, state_of(1))
+        monkeypatch.setattr("forge_ckpt.directories.commit", commit)
+        store.save(2, state_of(2), wait=False)
+        with pytest.raises(FileNotFoundError, match="step 2 was written, and cannot be read back"):
+            store.wait()
+        with pytest.raises(FileNotFoundError, match="step 3 "):
+            store.save(3, state_of(3))
+        assert [event.failures for event in store.poll() if event.kind == "failed"] == [1, 2]
+        assert 1 in store.steps()
+        assert store.set_aside == []
+        monkeypatch.undo()
+        store.save(4, state_of(4))
+        assert loaded(tmp_path) == (4, 4)

@@ -5,7 +5,8 @@ import ctypes
 import errno
 import os
 import stat
-from collections.abc import Iterator
+import time
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import TracebackType
 
@@ -16,6 +17,8 @@ from forge_ckpt.errors import corrupt
 
 # Errors of a damaged or tampered directory. Others (EACCES, EMFILE) are faults of the host.
 _DAMAGE = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EIO}
+# Network file systems show new names of another host late.
+_LATE = {errno.ENOENT, errno.ESTALE}
 
 
 def byte_view(tensor: torch.Tensor) -> memoryview:
@@ -73,38 +76,48 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 @contextlib.contextmanager
-def os_errors_as_corruption(where: str) -> Iterator[None]:
-    """Turn the errors of a missing, linked or unreadable file into CorruptCheckpoint."""
+def os_errors_as_corruption(where: str, but: Collection[int] = ()) -> Iterator[None]:
+    """Turn the errors of a missing, linked or unreadable file into CorruptCheckpoint, ``but`` some."""
     try:
         yield
     except OSError as error:
-        if error.errno not in _DAMAGE:
+        if error.errno not in _DAMAGE or error.errno in but:
             raise
         raise corrupt(where, "", ..., str(error.strerror), code="unreadable") from error
 
 
 class Directory:
     """A checkpoint directory held open by its descriptor: all files come from one checkpoint, even if
-    the directory is renamed meanwhile, and no name leads out of it."""
+    the directory is renamed meanwhile, and no name leads out of it.
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with os_errors_as_corruption(str(path)):
-            flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._fd = os.open(path, flags)
+    With ``seconds`` a missing name is looked for so long, and then an OSError instead of CorruptCheckpoint.
+    """
+
+    def __init__(self, path: Path, seconds: float = 0.0) -> None:
+        self.path, self._seconds = path, seconds
+        self._fd = self._open(path, str(path), os.O_RDONLY | os.O_DIRECTORY)
 
     def open(self, name: str) -> tuple[int, int]:
         """(descriptor, size) of a regular file; raises CorruptCheckpoint for links, devices and pipes."""
         where = f"{self.path / name}"
-        with os_errors_as_corruption(where):
-            # O_NONBLOCK: opening a pipe without a writer would block for ever
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            fd = os.open(name, flags, dir_fd=self._fd)
+        # O_NONBLOCK: opening a pipe without a writer would block for ever
+        fd = self._open(name, where, os.O_RDONLY | os.O_NONBLOCK, self._fd)
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             os.close(fd)
             raise corrupt(where, "", ..., "is not a regular file", code="not_regular")
         return fd, status.st_size
+
+    def _open(self, name: Path | str, where: str, flags: int, parent: int | None = None) -> int:
+        deadline = time.monotonic() + self._seconds
+        with os_errors_as_corruption(where, _LATE if self._seconds else ()):
+            while True:
+                try:
+                    return os.open(name, flags | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
+                except OSError as error:
+                    if error.errno not in _LATE or time.monotonic() >= deadline:
+                        raise
+                time.sleep(0.05)
 
     def close(self) -> None:
         """Close the descriptor; a second call does nothing."""

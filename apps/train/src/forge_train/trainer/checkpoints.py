@@ -179,7 +179,7 @@ class Checkpoints:
         """
         failure: JobError | None = None
         try:
-            with store_errors(self._store.path, JobError):
+            with store_errors(self._store.path, JobError, JobError):  # older ones are sound
                 self._store.wait()
         except JobError as error:
             failure = error
@@ -196,7 +196,7 @@ class Checkpoints:
         """
         self.wants_retry = False
         self.last_step = self._in_flight = step
-        with store_errors(self._store.path, JobError):
+        with store_errors(self._store.path, JobError, JobError):  # older ones are sound
             self._store.save(step, self._state, wait, metrics)
 
     def listen(self) -> None:

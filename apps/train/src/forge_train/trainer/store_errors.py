@@ -20,7 +20,9 @@ def problems_at(error: BaseException, origin: object) -> list[Problem]:
 
 
 @contextlib.contextmanager
-def store_errors(checkpoints: Path, unusable: type[JobError]) -> Iterator[None]:
+def store_errors(
+    checkpoints: Path, unusable: type[JobError], corrupt: type[JobError] = StateError
+) -> Iterator[None]:
     """Turn an exception of forge_ckpt into a JobError of one line; `unusable` if disk or values are the cause."""
     try:
         yield
@@ -31,7 +33,7 @@ def store_errors(checkpoints: Path, unusable: type[JobError]) -> Iterator[None]:
         fix = "choose another run.dir, if they are of another job"
         raise ConfigError([*problems_at(error, checkpoints), fix]) from error
     except CorruptCheckpoint as error:
-        raise StateError(problems_at(error, "")) from error
+        raise corrupt(problems_at(error, "")) from error
     except forge_data.InvalidData as error:  # the checkpoint's data is not the run's
         raise DataError(problems_at(error, checkpoints)) from error
     except OSError as error:

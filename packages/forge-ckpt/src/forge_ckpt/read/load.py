@@ -174,21 +174,28 @@ def _load(value: Stateful, content: Any, where: str) -> None:
         ) from error
 
 
-def verify_checkpoint(group: RankGroup, path: Path, step: int, threads: int) -> None:
-    """Compare a whole checkpoint with its digests; all ranks raise CorruptCheckpoint, or none."""
-    table = broadcast_manifest(group, path, step)
+def verify_checkpoint(
+    group: RankGroup, path: Path, step: int, threads: int, seconds: float = 0.0
+) -> None:
+    """Compare a whole checkpoint with its digests; all ranks raise CorruptCheckpoint, or none.
+
+    ``seconds``: see :class:`forge_ckpt.files.Directory`.
+    """
+    table = broadcast_manifest(group, path, step, seconds)
 
     def verify() -> None:
         names = sorted(table.files, key=lambda name: (len(name), name))
         # No rank reads the file that it wrote: it would be read from the host's page cache, not from disk.
         share = [name for i, name in enumerate(names) if (i + 1) % group.size == group.rank]
-        with Directory(path) as directory:
+        with Directory(path, seconds) as directory:
             verify_files(directory, table, share, threads)
 
     group.run_on_all_ranks(verify)
 
 
-def broadcast_manifest(group: RankGroup, path: Path, step: int | None) -> manifest.Manifest:
+def broadcast_manifest(
+    group: RankGroup, path: Path, step: int | None, seconds: float = 0.0
+) -> manifest.Manifest:
     """The verified manifest. Only rank 0 reads it, so that all ranks have the same one.
 
     Rank 0 also compares the sizes of all files with it. Raises as :func:`forge_ckpt.manifest.read`.
@@ -197,7 +204,7 @@ def broadcast_manifest(group: RankGroup, path: Path, step: int | None) -> manife
     own: list[manifest.Manifest] = []  # of rank 0, which need not decode it again
 
     def read() -> str:
-        with Directory(path) as directory:
+        with Directory(path, seconds) as directory:
             data = manifest.read_bytes(directory)
             own.append(manifest.check(data, directory, step))
             return data.decode()

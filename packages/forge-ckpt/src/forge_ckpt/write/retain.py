@@ -4,16 +4,17 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from forge_ckpt import directories
+from forge_ckpt import directories, manifest
 from forge_ckpt._shared.problems import Problem
 from forge_ckpt.errors import CorruptCheckpoint
+from forge_ckpt.files import Directory
 from forge_ckpt.rank_group import RankGroup
 from forge_ckpt.read.load import verify_checkpoint
-from forge_ckpt.read.reader import ForgeReader
 from forge_ckpt.retention import Keep, outdated
 
 logger = logging.getLogger("forge_ckpt")
 Metrics = dict[str, float]
+VISIBLE_SECONDS = 10.0  # that the names of a new step may take to be seen, on network file systems
 
 
 class Retention:
@@ -30,14 +31,17 @@ class Retention:
 
         Before, ``step`` is read back and compared: on a disk that loses writes without an error the old
         ones are the only sound checkpoints. If it is damaged it is quarantined, CorruptCheckpoint is
-        raised and nothing is removed.
+        raised and nothing is removed. If it cannot be found, OSError is raised.
         """
-        old: list[int] = group.run_on_rank_0(lambda: self.outdated_by(step))
-        if not old:
-            return
         try:
+            old: list[int] = group.run_on_rank_0(lambda: self.outdated_by(step))
+            if not old:
+                return
             path = directories.step_directory(self._root, step)
-            verify_checkpoint(group, path, step, threads)
+            verify_checkpoint(group, path, step, threads, VISIBLE_SECONDS)
+        except OSError as error:
+            rule = f"step {step} was written, and cannot be read back: {error.strerror or error}"
+            raise OSError(error.errno, f"{rule}; older checkpoints are kept") from error
         except CorruptCheckpoint as error:
             quarantine(str(error))
             rule, fix = (
@@ -50,9 +54,8 @@ class Retention:
 
     def outdated_by(self, step: int) -> list[int]:
         """The committed steps to remove when ``step`` is the newest; its manifest is read."""
-        self._metrics[step] = self._read_metrics(
-            step
-        )  # reads the new manifest from disk in any case
+        # reads the new manifest from disk in any case
+        self._metrics[step] = self._read_metrics(step, VISIBLE_SECONDS)
         steps = directories.committed_steps(self._root)
         if self._keep.best is not None:
             for other in steps:
@@ -63,9 +66,9 @@ class Retention:
                         self._metrics[other] = {}
         return outdated(steps, self._metrics, self._keep)
 
-    def _read_metrics(self, step: int) -> Metrics:
-        with ForgeReader(directories.step_directory(self._root, step), step=step).opened() as table:
-            return table.metrics
+    def _read_metrics(self, step: int, seconds: float = 0.0) -> Metrics:
+        with Directory(directories.step_directory(self._root, step), seconds) as directory:
+            return manifest.read(directory, step).metrics
 
     def remove(self, old: list[int]) -> None:
         """Remove the steps; one that cannot be removed is a warning."""
