@@ -246,6 +246,20 @@ def test_F103_a_disk_that_does_not_hold_what_was_written(
     assert last_event(folder)["event"] == "save_failed"
 
 
+@pytest.mark.lane("quick")
+def test_F188_a_run_whose_checkpoints_are_gone_does_not_begin_anew(folder: Path) -> None:
+    files = [folder / "run/metrics.jsonl", folder / "run/events.jsonl"]
+    before = [file.read_bytes() for file in files]
+    shutil.rmtree(folder / "run/checkpoints")
+    code, error = refused(folder)
+    assert code == CORRUPT
+    assert_problem(error, "", str(folder / "run/checkpoints"), "lost")
+    assert "step 4" in str(error)
+    assert [file.read_bytes() for file in files] == before
+    files[1].unlink()  # as the message says
+    assert run(folder, 2) == 2
+
+
 def test_F103_a_callback_that_cannot_be_saved(folder: Path) -> None:
     class Odd(Callback):
         def state_dict(self) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from forge_ckpt.stage_state import NamedState, StageState, tensor_names
 from forge_core.optim import IdleOptimizer
 from forge_data import Loader
 from forge_parallel import Meshes
+from forge_resilience import read_events
 from forge_train._shared.problems import invalid
 from forge_train.config.imported import NAME as MODEL_OF_IMPORT
 from forge_train.config.schema import CheckpointConfig
@@ -22,6 +23,7 @@ from forge_train.errors import ConfigError, JobError, StateError
 from forge_train.trainer.callbacks import Callback, state_name
 from forge_train.trainer.frozen_base import FrozenBase
 from forge_train.trainer.progress import Progress
+from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
 
 Check = Callable[[int, Mapping[str, Any]], None]
@@ -129,7 +131,7 @@ class Checkpoints:
         """Load the newest checkpoint that verifies, or keep the state as built; the seconds it took.
 
         Without one, `begin(state, check)` fills the state of a fork. An import that nothing has trained yet gives the
-        weights; all else stays as built. ConfigError if a save without waiting would not fit `checkpoint.staging_gib`.
+        weights; all else stays as built. StateError if there was one; ConfigError if a save without waiting would not fit `checkpoint.staging_gib`.
         """
         started = time.perf_counter()
         with store_errors(self._store.path, StateError):
@@ -137,6 +139,8 @@ class Checkpoints:
                 step = self._store.load({"model": InDtypes.imported(self._state["model"])})
             else:
                 step = self._store.load(self._state, self._check_saved)
+        if step is None:
+            self._refuse_lost()
         if step is None and begin is not None:
             begin(self._state, self._check_saved)
         elif step is None and (self._store.path.parent / MODEL_OF_IMPORT).exists():
@@ -151,6 +155,15 @@ class Checkpoints:
             with store_errors(self._store.path, ConfigError):
                 self._store.prepare(self._state)
         return seconds
+
+    def _refuse_lost(self) -> None:
+        """Raise StateError if the journal has a save: to begin anew would cut the rows of what it saved."""
+        run = RunDirectory(self._store.path.parent)
+        saved = [e.get("step") for e in read_events(run.events) if e.get("event") == "save"]
+        if saved:
+            rule = f"holds no checkpoint, and {run.events.name} next to it records a save of step {saved[-1]}"
+            fix = f"restore them; to begin anew choose another run.dir, or remove {run.events.name}, too"
+            raise invalid("", "lost", str(self._store.path), rule, fix, kind=StateError)
 
     def go_back(self, latest: int, wanted: int) -> float | None:
         """Load the newest checkpoint up to step `wanted`, or else the oldest up to `latest`, and remove those behind
