@@ -4,6 +4,7 @@ import os
 import pickle
 import random
 import warnings
+from collections import OrderedDict, UserDict, defaultdict
 
 import pytest
 import torch
@@ -294,6 +295,84 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
         with rejects("step", -1, "range"):
             store.save(-1, {"a": 1})
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
+
+
+class OwnDict(dict):
+    pass
+
+
+def nested_dicts(depth, **innermost):
+    for _ in range(depth):
+        innermost = {"a": innermost}
+    return innermost
+
+
+def cyclic(**entries):
+    entries["self"] = [entries]
+    return entries
+
+
+def masked(shape):
+    return torch.masked.masked_tensor(torch.zeros(shape), torch.ones(shape, dtype=torch.bool))
+
+
+def nested(layout):
+    return torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)], layout=layout)
+
+
+def test_F196_odd_states_are_refused_by_name_and_are_no_failed_saves(tmp_path, caplog):
+    one = torch.zeros(1)
+    cases = [
+        (cyclic(), "x", ..., "depth"),
+        (cyclic(t=one), "x", ..., "depth"),
+        (nested_dicts(2000), "x", ..., "depth"),
+        (nested_dicts(2000, t=one), "x", ..., "depth"),
+        ({"n": [10**4300]}, "x['n'][0]", ..., "digits"),
+        ({"n": nested(torch.strided)}, "x.n", "nested", "dense"),
+        ({"n": nested(torch.jagged)}, "x.n", "nested", "dense"),
+        ({"n": masked(3)}, "x.n", "masked", "dense"),
+        ({"n": torch.zeros(2, 2).to_mkldnn()}, "x.n", torch._mkldnn, "dense"),
+        ({"n": OwnDict(t=one)}, "x.n", "OwnDict", "mapping"),
+        (OwnDict(t=one), "x", "OwnDict", "mapping"),
+        (UserDict(t=one), "x", "UserDict", "mapping"),
+        (defaultdict(int, t=one), "x", "defaultdict", "mapping"),
+    ]
+    with Store(tmp_path) as store:
+        for wait in (True, False):
+            for value, key, shown, code in cases:
+                with rejects(key, shown, code):
+                    store.save(1, {"x": value}, wait=wait)
+        with rejects("step", -1, "range"):
+            store.save(-1, {"x": 1})
+        assert store.poll() == []
+        assert caplog.records == []
+        state = {"x": {"n": 1 - 10**4300, "t": OrderedDict(t=one)}}
+        store.save(1, state, wait=False)
+        assert store.load(found := {"x": None}) == 1
+        assert found == state
+
+
+@pytest.mark.parametrize(
+    ("make", "value"),
+    [
+        (lambda: torch.zeros(3, 4).to_sparse(), torch.sparse_coo),
+        (lambda: torch.zeros(3, 4).to_sparse_csr(), torch.sparse_csr),
+        (lambda: torch.zeros(3, 4).to_mkldnn(), torch._mkldnn),
+        (lambda: nested(torch.strided), "nested"),
+        (lambda: nested(torch.jagged), "nested"),
+        (lambda: masked((3, 4)), "masked"),
+    ],
+)
+def test_F196_targets_that_are_not_dense_are_refused_by_name(tmp_path, make, value):
+    with Store(tmp_path) as store:
+        store.save(1, {"x": {"first": torch.ones(2), "n": torch.ones(3, 4)}})
+        state = {"x": {"first": torch.zeros(2), "n": make()}}
+        with rejects("x.n", value, "dense", CheckpointMismatch):
+            store.load(state)
+        assert not state["x"]["first"].any()
+        here = {"x": OwnDict(first=torch.zeros(2), n=torch.zeros(3, 4))}
+        assert store.load(here) == 1
+        assert here["x"]["n"].eq(1).all()
 
 
 def test_keep_last_and_order(tmp_path):

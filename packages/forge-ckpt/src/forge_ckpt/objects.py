@@ -21,6 +21,7 @@ from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import CheckpointMismatch
 
 TAG = "$"
+_LARGE = 10**4300  # Python reads no longer int from text, as its conversion takes quadratic time
 _NUMPY_DTYPE = re.compile(r"bool|u?int(8|16|32|64)|float(16|32|64)|complex(64|128)")
 # torch.Size raises RuntimeError for numbers beyond int64
 _UNREADABLE = (KeyError, TypeError, OverflowError, RuntimeError, struct.error, binascii.Error)
@@ -36,6 +37,9 @@ def encode(value: Any, where: str) -> Any:
     Raises ValueError with position and type for a value outside the table above.
     """
     kind = type(value)
+    if kind is int and abs(value) >= _LARGE:
+        rule = "is an int of more than 4300 digits"
+        raise invalid(where, "digits", ..., rule, "save its to_bytes()")
     if value is None or kind in (bool, int, str):
         return value
     if kind is float:  # json writes the shortest text that reads back to the same bits

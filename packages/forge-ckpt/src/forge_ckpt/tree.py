@@ -8,6 +8,7 @@ A path is a tuple of steps: a ``str`` or ``int`` is a key of a dict, ``("list", 
 ``model.layers.0.w``.
 """
 
+from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -19,22 +20,36 @@ Step = str | int | tuple[str, int]
 Path = tuple[Step, ...]
 
 
-def flatten(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Path]]:
+def flatten(
+    state: Mapping[str, Any], *, saving: bool = False
+) -> tuple[dict[str, Any], dict[str, Path]]:
     """Leaves and their paths by dotted name, in the order of ``state``.
 
-    Raises ValueError for two leaves of one name and for keys that are neither str nor int on the
-    way to a tensor.
+    Raises ValueError for two leaves of one name, for keys that are neither str nor int on the way to a tensor, for a
+    state that contains itself, and, if ``saving``, for mappings that a load would make a dict of.
     """
     leaves: dict[str, Any] = {}
     paths: dict[str, Path] = {}
 
-    for path, value in _leaves(state, ()):
+    found: list[tuple[Path, Any]] = []
+    for key, child in _children(state, ()) or ():
+        try:
+            found += _leaves(child, (key,), saving)
+        except RecursionError:
+            raise too_deep(str(key)) from None
+    for path, value in found:
         name = dotted_name(path)
         if name in paths:
             rule = f"is the name of two entries, {paths[name]} and {path}"
             raise invalid(name, "duplicate", ..., rule, "rename a key")
         leaves[name], paths[name] = value, path
     return leaves, paths
+
+
+def too_deep(name: str) -> Any:
+    """The error of a state that contains itself, or nearly so, to be raised."""
+    rule = "contains itself, or is nested too deeply"
+    return invalid(name, "depth", ..., rule, "save a flat copy of what is needed")
 
 
 def dotted_name(path: Path) -> str:
@@ -103,13 +118,16 @@ def path_from_json(tree: Any) -> Path:
 
 
 # A generator, as a nested function that calls itself is a cycle: it would keep all tensors until a collection.
-def _leaves(value: Any, path: Path) -> Iterator[tuple[Path, Any]]:
-    children = _children(value, path) if not path or _has_tensor(value) else None
+def _leaves(value: Any, path: Path, saving: bool) -> Iterator[tuple[Path, Any]]:
+    children = _children(value, path) if _has_tensor(value) else None
     if children is None:
         yield path, value
-    else:
-        for step, child in children:
-            yield from _leaves(child, (*path, step))
+        return
+    if saving and isinstance(value, Mapping) and type(value) not in (dict, OrderedDict):
+        rule, fix = "holds tensors, and would be restored as a dict", "save dict(...) of it"
+        raise invalid(dotted_name(path), "mapping", type(value).__name__, rule, fix)
+    for step, child in children:
+        yield from _leaves(child, (*path, step), saving)
 
 
 def _children(value: Any, path: Path) -> list[tuple[Step, Any]] | None:

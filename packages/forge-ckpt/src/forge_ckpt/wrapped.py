@@ -2,11 +2,22 @@
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.masked import MaskedTensor
 
-from forge_ckpt._shared.problems import invalid
+from forge_ckpt._shared.problems import Problem, invalid
 
 # Inner tensors that are recomputed from the values; they are not saved, and stale after a load.
 _DERIVED = {"_precomputed_scale"}
+
+
+def layout_problem(name: str, tensor: torch.Tensor) -> Problem | None:
+    """The problem of a tensor whose bytes are not those of its elements, one after the other."""
+    masked = isinstance(tensor, MaskedTensor)
+    layout = "masked" if masked else "nested" if tensor.is_nested else tensor.layout
+    if layout == torch.strided:
+        return None
+    rule = f"is the layout of a tensor of {tensor.dtype}, and must be dense"
+    return Problem(name, "dense", layout, rule, "densify it")
 
 
 def unwrap(tensor: torch.Tensor) -> torch.Tensor:

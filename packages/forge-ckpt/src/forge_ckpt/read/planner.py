@@ -17,7 +17,7 @@ from forge_ckpt import objects, tree
 from forge_ckpt._shared.problems import Problem, Shown
 from forge_ckpt.errors import mismatch, one_line
 from forge_ckpt.objects import dtype_name
-from forge_ckpt.wrapped import unwrap
+from forge_ckpt.wrapped import layout_problem, unwrap
 
 
 class ForgeLoadPlanner(DefaultLoadPlanner):
@@ -125,7 +125,11 @@ def _empty(saved: Any) -> torch.Tensor | None:
 
 
 def _tensor_problems(name: str, value: torch.Tensor, saved: Any) -> Iterator[Problem]:
-    key, shape, dtype = one_line(name), tuple(value.shape), value.dtype
+    key = one_line(name)
+    if problem := layout_problem(key, value):
+        yield problem
+        return
+    shape, dtype = tuple(value.shape), value.dtype
     here = f"{shape} {dtype_name(dtype)}"
     if value.device.type == "meta":
         rule, fix = f"is {here} on the meta device", "materialize it (to_empty) before loading"

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from forge_ckpt import objects, tree
 from forge_ckpt._shared.problems import ProblemError, invalid, problems_of
-from forge_ckpt.wrapped import unwrap
+from forge_ckpt.wrapped import layout_problem, unwrap
 from forge_ckpt.write.deduplicate import deduplicate_plans
 
 Structure = tuple[list[tuple[Any, ...]], dict[str, str]]
@@ -39,7 +39,7 @@ class ForgeSavePlanner(DefaultSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         """Name, check and encode the leaves of ``state_dict``."""
-        leaves, self.mappings = tree.flatten(state_dict)  # type: ignore[assignment]
+        leaves, self.mappings = tree.flatten(state_dict, saving=True)  # type: ignore[assignment]
         self.state_dict = {name: _leaf(name, value) for name, value in leaves.items()}
         self.ties = _ties(self.state_dict)
         self.is_coordinator = is_coordinator
@@ -80,7 +80,12 @@ class ForgeSavePlanner(DefaultSavePlanner):
 
 def _leaf(name: str, value: Any) -> torch.Tensor | str:
     if not isinstance(value, torch.Tensor):
-        return objects.dumps(objects.encode(value, name))
+        try:
+            return objects.dumps(objects.encode(value, name))
+        except RecursionError:
+            raise tree.too_deep(name) from None
+    if problem := layout_problem(name, value):
+        raise ProblemError([problem])
     if isinstance(value, DTensor) and any(part.is_partial() for part in value.placements):
         rule = "are the placements of a DTensor, whose partial sum has no bytes of its own"
         raise invalid(name, "partial", value.placements, rule, "redistribute it first")
@@ -88,7 +93,7 @@ def _leaf(name: str, value: Any) -> torch.Tensor | str:
         unwrap(value)
     except ValueError as error:
         raise ProblemError([problem.under(name) for problem in problems_of(error)]) from None
-    if value.device.type == "meta" or value.layout != torch.strided or value.is_quantized:
+    if value.device.type == "meta" or value.is_quantized:
         rule = f"is the layout of a tensor of {value.dtype} on {value.device}, and must be dense with memory"
         raise invalid(name, "dense", value.layout, rule, "materialize or densify it")
     if _WITHOUT_SIZE.fullmatch(objects.dtype_name(value.dtype)):

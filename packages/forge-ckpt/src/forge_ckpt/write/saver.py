@@ -208,9 +208,11 @@ class Saver:
 
     @contextlib.contextmanager
     def reported(self, step: int, watch: Stopwatch) -> Iterator[None]:
-        """Count, log and report an exception as the failure of a save."""
+        """Count, log and report an exception as the failure of a save; a rejected argument is none."""
         try:
             yield
+        except ValueError:
+            raise
         except Exception as error:
             self._failures += 1
             text = str(getattr(error, "strerror", None) or error)
