@@ -101,9 +101,8 @@ def quarantine(root: Path, step: int) -> Path:
     tensors from it.
     """
     folder = root / QUARANTINE
-    if folder.is_symlink() or (
-        folder.exists() and not folder.is_dir()
-    ):  # links may leave the store
+    # links may leave the store
+    if folder.is_symlink() or (folder.exists() and not folder.is_dir()):
         reason = "must be a directory of its own; move it away"
         raise NotADirectoryError(errno.ENOTDIR, reason, str(folder))
     folder.mkdir(exist_ok=True)

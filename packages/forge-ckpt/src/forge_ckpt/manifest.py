@@ -272,9 +272,8 @@ def _from_json(table: dict[str, Any], digest: str) -> Manifest:
 
 def _metrics(table: dict[str, Any]) -> dict[str, float]:
     for name, value in table.items():
-        if (
-            type(value) not in (int, float) or not abs(value) < 1e300
-        ):  # nan is not, 10**400 has no float
+        # nan is not, 10**400 has no float
+        if type(value) not in (int, float) or not abs(value) < 1e300:
             raise invalid(f"metrics.{name}", "finite", value, "must be a finite number")
     return {name: float(value) for name, value in table.items()}
 

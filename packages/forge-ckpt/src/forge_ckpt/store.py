@@ -39,7 +39,9 @@ def _one_at_a_time(
 
     @functools.wraps(method)
     def call(store: "Store", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        store._refuse_in_child()
+        if os.getpid() != store._pid:
+            rule = f"was opened by process {store._pid}, from which this one was forked"
+            raise invalid("store", "forked", str(store.path), rule, "open a store in this process")
         with store._calls:
             return method(store, *args, **kwargs)
 
@@ -106,12 +108,8 @@ class Store:
         self.keep = Keep(keep_last) if keep is None else keep
         self.read_only = read_only
         # All ranks act on them, and rank 0's decide: they must be the same.
-        settings = {
-            "read_only": read_only,
-            "keep": self.keep.described(),
-            "digest": digest,
-            "max_failures": max_failures,
-        }
+        settings = {"read_only": read_only, "digest": digest, "max_failures": max_failures}
+        settings["keep"] = self.keep.described()
         self.set_aside: list[tuple[int, str]] = []
         self._group = RankGroup(group)
         self._threads = min(4, os.cpu_count() or 1)
@@ -165,12 +163,11 @@ class Store:
                 lambda: self._check_save(step, state, wait, metrics), self._plan_save
             )
 
+        content = functools.partial(_content, state)
         if repeat is None:
-            self._saver.save(step, lambda: _content(state), metrics, wait, watch)
+            self._saver.save(step, content, metrics, wait, watch)
         else:
-            self._saver.save_again(
-                step, lambda: _content(state), metrics, self.path / repeat, watch
-            )
+            self._saver.save_again(step, content, metrics, self.path / repeat, watch)
 
     @_one_at_a_time
     def prepare(self, state: Mapping[str, Any]) -> None:
@@ -256,7 +253,9 @@ class Store:
                 self._group, reason, "; no older checkpoint could be used, and none was moved"
             )
         found = [replace(p, origin=e.where) for e in corrupt.values() for p in e.problems]
-        for name in () if found else self._group.run_on_rank_0(self._quarantined_earlier):
+        for name in (
+            () if found else self._group.run_on_rank_0(lambda: directories.quarantined(self.path))
+        ):
             found.append(Problem("quarantine", "earlier", name, "was found corrupt earlier"))
         if found:
             rule = "holds no sound checkpoint"
@@ -304,7 +303,8 @@ class Store:
         """
         self._saver.finish_pending()
         self._group.run_on_all_ranks(lambda: self._require_open(writing=False))
-        self._verify(step)
+        path = directories.step_directory(self.path, step)
+        verify_checkpoint(self._group, path, step, self._threads)
 
     @_one_at_a_time
     def inspect(self, step: int) -> dict[str, Any]:
@@ -399,11 +399,6 @@ class Store:
                 raise invalid(key, "mismatch", value, rule)
         refuse_another_directory(self.path, first["owner"])
 
-    def _refuse_in_child(self) -> None:
-        if os.getpid() != self._pid:
-            rule = f"was opened by process {self._pid}, from which this one was forked"
-            raise invalid("store", "forked", str(self.path), rule, "open a store in this process")
-
     def _require_open(self, *, writing: bool) -> None:
         if self._closed:
             raise invalid("store", "closed", str(self.path), "is closed", "open it again")
@@ -461,17 +456,10 @@ class Store:
                 error.filename,
             ) from error
 
-    def _verify(self, step: int) -> None:
-        path = directories.step_directory(self.path, step)
-        verify_checkpoint(self._group, path, step, self._threads)
-
     def _newest_except(self, tried: Collection[int], newest: int | None) -> int | None:
         # Listed each time: a writer may add and remove steps during a read-only load.
         steps = [step for step in directories.list_steps(self.path) if step not in tried]
         return max((s for s in steps if newest is None or s <= newest), default=None)
-
-    def _quarantined_earlier(self) -> list[str]:
-        return directories.quarantined(self.path)
 
     def _quarantine(self, group: RankGroup, step: int, reason: str) -> bool:
         """Quarantine a step, called by all ranks; False if the writer's retention has removed it."""

@@ -34,9 +34,8 @@ def convert_to_dcp(
             if name not in saved.table.tensors:
                 value = saved.read_object(name)
             elif any(isinstance(step, tuple) and step[0] == "tuple" for step in path):
-                value = saved.read(
-                    name
-                )  # DCP stores the tuple as an object, with the tensors in it
+                # DCP stores the tuple as an object, with the tensors in it
+                value = saved.read(name)
             else:
                 entry = saved.table.tensors[name]
                 value = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
@@ -45,12 +44,8 @@ def convert_to_dcp(
             writer = FileSystemWriter(temporary, single_file_per_rank=False)
             with warnings.catch_warnings():  # that one process saves is the intent
                 warnings.simplefilter("ignore", UserWarning)
-                save(
-                    state,
-                    storage_writer=writer,
-                    planner=_LazyPlanner(saved, progress),
-                    no_dist=True,
-                )
+                planner = _LazyPlanner(saved, progress)
+                save(state, storage_writer=writer, planner=planner, no_dist=True)
 
 
 class _LazyPlanner(DefaultSavePlanner):

@@ -103,9 +103,8 @@ def _distance(x: Tensor, y: Tensor) -> tuple[int, float, float]:
         one, two = x[start : start + _SLAB], y[start : start + _SLAB]
         a, b = one.to(wide), two.to(wide)
         same = (a == b) | (a.isnan() & b.isnan())
-        if (
-            one.dtype == two.dtype
-        ):  # by bits: -0.0 is not 0.0, nor are large integers alike in float64
+        # by bits: -0.0 is not 0.0, nor are large integers alike in float64
+        if one.dtype == two.dtype:
             bits = (t.contiguous().view(torch.uint8).view(len(one), -1) for t in (one, two))
             count += int(torch.ne(*bits).any(1).sum())
         else:

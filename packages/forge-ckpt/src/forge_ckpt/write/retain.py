@@ -44,11 +44,8 @@ class Retention:
             raise OSError(error.errno, f"{rule}; older checkpoints are kept") from error
         except CorruptCheckpoint as error:
             quarantine(str(error))
-            rule, fix = (
-                "was written a moment ago: disk or memory fail",
-                "older checkpoints are kept",
-            )
-            new = Problem("step", "new", step, rule, fix)
+            rule = "was written a moment ago: disk or memory fail"
+            new = Problem("step", "new", step, rule, "older checkpoints are kept")
             raise CorruptCheckpoint([*error.problems, new], error.where) from error
         group.run_on_rank_0(lambda: self.remove(old))
 

@@ -106,9 +106,8 @@ class Saver:
         for_cuda = any(piece.tensor.is_cuda for piece in pieces)
 
         def reserve() -> None:
-            with contextlib.suppress(
-                Exception
-            ):  # of one rank; the save meets it again, with all of them
+            # of one rank; the save meets it again, with all of them
+            with contextlib.suppress(Exception):
                 self._staging.reserve(size, for_cuda)
 
         self._background.start(reserve)

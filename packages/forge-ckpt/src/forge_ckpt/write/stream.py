@@ -56,10 +56,8 @@ def write_checkpoint(
     try:
         newest = max(directories.list_steps(store), default=-1)
         if step <= newest:
-            rule, fix = (
-                f"must be above {newest}, the newest in {store}",
-                "write into another directory",
-            )
+            rule = f"must be above {newest}, the newest in {store}"
+            fix = "write into another directory"
             raise invalid("step", "order", step, rule, fix, kind=StepExists)
         temporary.mkdir()
         file_entries: dict[str, FileEntry] = {}
@@ -77,15 +75,8 @@ def write_checkpoint(
         for number, boxes in enumerate(contents):
             name = f"data-{number}.bin"
             file_entries[name] = _write_file(temporary / name, counted(boxes), tensors, digest)
-        table = Manifest(
-            step,
-            torch.__version__,
-            file_entries,
-            tensors,
-            dict(objects),
-            dict(metrics or {}),
-            digest,
-        )
+        named, numbers = dict(objects), dict(metrics or {})
+        table = Manifest(step, torch.__version__, file_entries, tensors, named, numbers, digest)
         data = manifest.encode(table)
         manifest.decode(data, str(target / manifest.NAME))
         # The order of durability of ForgeWriter.finish: files, manifest, directory, rename, parent.
