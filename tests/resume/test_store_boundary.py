@@ -240,7 +240,7 @@ def test_F103_a_disk_that_does_not_hold_what_was_written(
 
     monkeypatch.setattr(forge_ckpt.store.directories, "committed_steps", damaged)
     code, error = refused(folder, 8)  # the fourth checkpoint: one more than are kept
-    assert code == ERROR, "older checkpoints are sound (F189)"
+    assert code == ERROR, "F189: only CORRUPT means that none is sound"
     assert_problem(error, "step", 8, "new")
     assert_problem(error, "block", 0, "digest")
     assert last_event(folder)["event"] == "save_failed"

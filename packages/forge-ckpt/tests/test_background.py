@@ -650,7 +650,7 @@ def test_F189_a_step_that_disappears_is_a_failed_save_and_older_ones_stay(
         store.save(1, state_of(1))
         monkeypatch.setattr("forge_ckpt.directories.commit", commit)
         store.save(2, state_of(2), wait=False)
-        with pytest.raises(FileNotFoundError, match="step 2 was written, and cannot be read back"):
+        with pytest.raises(FileNotFoundError, match="step 2 "):
             store.wait()
         with pytest.raises(FileNotFoundError, match="step 3 "):
             store.save(3, state_of(3))

@@ -35,7 +35,7 @@ T = TypeVar("T")
 def _one_at_a_time(
     method: "Callable[Concatenate[Store, P], T]",
 ) -> "Callable[Concatenate[Store, P], T]":
-    """A method of Store that waits for those of other threads: they share the staging memory."""
+    """A method of Store that waits for those of other threads, which use the same staging memory."""
 
     @functools.wraps(method)
     def call(store: "Store", /, *args: P.args, **kwargs: P.kwargs) -> T:

@@ -140,7 +140,7 @@ class Checkpoints:
             else:
                 step = self._store.load(self._state, self._check_saved)
         if step is None:
-            self._refuse_lost()
+            self._raise_if_lost()
         if step is None and begin is not None:
             begin(self._state, self._check_saved)
         elif step is None and (self._store.path.parent / MODEL_OF_IMPORT).exists():
@@ -156,8 +156,8 @@ class Checkpoints:
                 self._store.prepare(self._state)
         return seconds
 
-    def _refuse_lost(self) -> None:
-        """Raise StateError if the journal has a save: to begin anew would cut the rows of what it saved."""
+    def _raise_if_lost(self) -> None:
+        """Raise StateError if the journal has a save: a run that begins again would remove its metrics."""
         run = RunDirectory(self._store.path.parent)
         saved = [e.get("step") for e in read_events(run.events) if e.get("event") == "save"]
         if saved:

@@ -207,7 +207,7 @@ class Saver:
 
     @contextlib.contextmanager
     def reported(self, step: int, watch: Stopwatch) -> Iterator[None]:
-        """Count, log and report an exception as the failure of a save; a rejected argument is none."""
+        """Count, log and report an exception as the failure of a save; a rejected argument is not one."""
         try:
             yield
         except ValueError:
