@@ -36,7 +36,7 @@ class Held(BlockingIOError):
 
 
 class Lock:
-    """The constructor takes the lock of a file, which is made if it is missing and never removed.
+    """The constructor takes the lock of a file, which is made if it is missing.
 
     Args:
         path: A regular file, not a link. It holds the host, pid and start of its holder as JSON (`owner`).
@@ -53,13 +53,13 @@ class Lock:
         self, path: Path, *, shared: bool = False, wait: Callable[[str], None] | None = None
     ) -> None:
         self.path, self.held, self._fd = path, False, -1
+        _open_locks.add(self)  # first: a child that is forked during the wait has the open file too
         try:
             while not self._take(shared, wait):
                 self.release()
         except BaseException:
             self.release()
             raise
-        _open_locks.add(self)
 
     def release(self) -> None:
         """Release the lock; a second call does nothing."""
@@ -111,13 +111,22 @@ class Lock:
 
 @contextlib.contextmanager
 def locked(
-    path: Path, *, shared: bool = False, wait: Callable[[str], None] | None = None
+    path: Path,
+    *,
+    shared: bool = False,
+    wait: Callable[[str], None] | None = None,
+    remove: bool = False,
 ) -> Iterator[Lock]:
-    """Hold a Lock for the block."""
+    """Hold a Lock for the block; with `remove`, unlink its file at the end: who waits for it then takes that of a new file.
+
+    The lock of a file that others share is not to be removed: they would go on to hold that of a file without a name.
+    """
     lock = Lock(path, shared=shared, wait=wait)
     try:
         yield lock
     finally:
+        if remove:
+            path.unlink(missing_ok=True)  # while it is held: later the file may be another's
         lock.release()
 
 

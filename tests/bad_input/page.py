@@ -76,9 +76,7 @@ def answer(warm: WarmProcess, case: Case | Call, folder: Path) -> Answer:
 
 def message(called: Called) -> str:
     """stderr in one line, without the frames of the parser of flags, nor progress of the cache."""
-    text = "\n".join(
-        x for x in called.err.splitlines() if not x.startswith("forge-data: tokenizing")
-    )
+    text = "\n".join(x for x in called.err.splitlines() if not x.startswith("cache: tokenizing"))
     return re.sub(r"[\s│╭╮╰╯─]+", " ", text).strip()
 
 

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.lane("test")
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+    return tmp_path / "cache/tokens"
 
 
 @pytest.fixture(scope="module")
@@ -463,7 +463,7 @@ def test_broken_files_name_the_line_and_leave_no_cache(
     with rejects(*problem, InvalidData, where=f"t.jsonl{line}: ") as error:
         Conversations(tmp_path / "t.jsonl", ChatConfig(tokenizer=str(folder)))
     assert "\n" not in str(error.value)
-    assert not [p for p in cache.iterdir() if p.is_dir()]
+    assert not [p for p in cache.glob("*") if p.is_dir()]
     (tmp_path / "t.parquet").write_bytes(content)
     (tmp_path / "t.jsonl.gz").write_bytes(gzip.compress(content))
     with rejects(*problem, InvalidData, where=f"t.jsonl.gz{line}: "):
@@ -489,7 +489,7 @@ def test_packed_files_that_end_early_or_are_no_such_are_named(tmp_path, folder, 
     for name, code in (("a.jsonl.gz", "truncated"), ("b.jsonl.zst", "damaged")):
         with rejects("", ..., code, InvalidData, where=name):
             Conversations(tmp_path / name, ChatConfig(tokenizer=str(folder)))
-    assert not [p for p in cache.iterdir() if p.is_dir()]
+    assert not [p for p in cache.glob("*") if p.is_dir()]
 
 
 def test_a_saved_set_that_is_damaged_or_cannot_be_read(tmp_path, folder, monkeypatch):

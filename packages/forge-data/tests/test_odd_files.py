@@ -52,7 +52,7 @@ SIDECARS = {
     "deep": (write(b"[" * 200_000), ("", ..., "depth")),
     "deep table": (write(b'{"a":' * 200_000), ("", ..., "depth")),
     "integer of 5000 digits": (write(b'{"version": ' + b"9" * 5000 + b"}"), ("", ..., "not_json")),
-    "not UTF-8": (write(b"\xff\xfe{}"), ("", ..., "not_json")),
+    "not UTF-8": (write(b"\xff\xfe{}"), ("", ..., "encoding")),
     "a terabyte": (sparse, ("", 1099511627776, "length")),
     "fifo": (replace(os.mkfifo), ("", ..., "not_a_file")),
     "/dev/zero": (replace(lambda p: p.symlink_to("/dev/zero")), ("", ..., "not_a_file")),

@@ -2,14 +2,12 @@
 
 import errno
 import json
-import shutil
 import tracemalloc
 
 import pytest
 
 from forge_data import ByteTokenizer, InvalidData, TokenFiles, verify
 from forge_data.prepare import prepare, text_documents
-from forge_data.prepare.parts import Parts
 from forge_data.prepare.token_writer import smallest_dtype
 from forge_testing.problems import rejects
 
@@ -245,22 +243,6 @@ def test_when_the_last_rename_fails_the_old_files_come_back(tmp_path, monkeypatc
         prepare([tmp_path / "a.txt"], tmp_path / "out", overwrite=True)
     assert verify(tmp_path / "out") == 4
     assert {p.name for p in tmp_path.iterdir()} == {"a.txt", "out"}
-
-
-@pytest.mark.parametrize("name", ["data[v2]", "**", "a*b"])
-def test_F149_leftovers_of_an_output_of_the_name_of_a_pattern(tmp_path, name):
-    (tmp_path / "a.txt").write_text("words")
-    parts = tmp_path / f"{name}.parts"
-    dead, other = parts / f".{name}.tmp-1", parts / ".aXXb.tmp-1"
-    for folder in (dead, other):
-        folder.mkdir(parents=True)
-        (folder / "tokens.bin").write_text("x")
-    Parts(tmp_path / name).remove_old_outputs()
-    assert not dead.exists()
-    assert other.exists()
-    shutil.rmtree(parts)
-    prepare([tmp_path / "a.txt"], tmp_path / name)
-    assert documents(tmp_path / name) == ["words"]
 
 
 def test_F149_a_leading_tilde_is_the_home_folder_and_nothing_else_is(tmp_path, monkeypatch):

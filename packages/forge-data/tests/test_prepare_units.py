@@ -1,6 +1,5 @@
 """Units, workers, shards and kills: none of them changes a byte of the output."""
 
-import fcntl
 import hashlib
 import itertools
 import json
@@ -18,7 +17,6 @@ import numpy as np
 import pytest
 
 from forge_data import ByteTokenizer, InvalidData, TokenFiles, verify
-from forge_data._shared.locks import locked
 from forge_data.prepare import merge, plan, prepare, text_documents, unit_file, unit_workers
 from forge_data.prepare.duplicates import find_duplicates
 from forge_data.prepare.readers import find_inputs
@@ -539,7 +537,7 @@ def kill_again_and_again(tmp_path, times, seed):
 
 
 DISK = (
-    (Path, "rename"), (Path, "unlink"), (Path, "mkdir"), (Path, "rmdir"), (os, "fsync"), (os, "unlink"), (os, "rmdir"),
+    (Path, "rename"), (Path, "replace"), (Path, "unlink"), (Path, "mkdir"), (Path, "rmdir"), (os, "fsync"), (os, "unlink"), (os, "rmdir"),
 )  # fmt: skip
 
 
@@ -658,33 +656,20 @@ def test_a_shard_waits_for_one_that_does_the_whole(tmp_path, corpus):
 
 
 def test_a_refused_command_leaves_nothing(tmp_path, corpus):
-    """Beside an output that is there, also where an empty folder or one with locks of the dead was left."""
+    """Beside an output that is there, also where an empty folder or the lock of a dead process was left."""
     prepare(corpus, tmp_path / "out")
-    for names in [None, [], ["lock", "lock-3"]]:
-        if names is not None:
+    for left in [None, "out.parts", "out.parts.lock"]:
+        if left is not None:
             (tmp_path / "out.parts").mkdir()
-        for name in names or ():
-            (tmp_path / "out.parts" / name).touch()
+            (tmp_path / left).mkdir(exist_ok=True) if left == "out.parts" else (
+                tmp_path / left
+            ).touch()
         with rejects("output", str(tmp_path / "out"), "exists"):
             prepare(corpus, tmp_path / "out")
         assert {p.name for p in tmp_path.iterdir()} == {"in", "out"}
     with rejects("", ..., "no_plan", InvalidData):
         merge(tmp_path / "out")
     assert {p.name for p in tmp_path.iterdir()} == {"in", "out"}
-
-
-def test_a_lock_that_was_removed_meanwhile_is_taken_anew(tmp_path, monkeypatch):
-    """Else two would hold locks of one name: of a file that is gone, and of the new one."""
-    path, flock = tmp_path / "lock", fcntl.flock
-
-    def late(file, kind):
-        monkeypatch.setattr(fcntl, "flock", flock)
-        path.unlink()
-        flock(file, kind)
-
-    monkeypatch.setattr(fcntl, "flock", late)
-    with locked(path):
-        assert str(os.getpid()) in path.read_text()
 
 
 def test_F172_of_two_threads_with_one_output_the_second_is_refused(tmp_path, corpus):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
-import multiprocessing
+import os
 import pickle
 import random
 import tracemalloc
@@ -155,22 +157,20 @@ def test_a_damaged_plan_is_made_again(damage, cache, capsys):
 def test_a_cache_that_cannot_be_written_is_one_line(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "file"))
-    with rejects("cache", str(tmp_path / "file"), "unwritable"):
+    with rejects("cache", str(tmp_path / "file/plans"), "unwritable"):
         open_plan(Listed([[1, 2]]), 16, PackingConfig("best_fit"))
 
 
-def _open_in_a_process(_):
-    before = open_plan.__globals__["_write"]
-    wrote = []
-    open_plan.__globals__["_write"] = lambda *a: (wrote.append(1), before(*a))
-    open_plan(Listed(random_documents(0)), 16, PackingConfig("best_fit"))
-    return len(wrote)
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_F163_a_file_system_without_locks_is_warned_of_once(cache, monkeypatch, caplog, number):
+    def no_locks(*_):
+        raise OSError(number, os.strerror(number))
 
-
-@pytest.mark.lane("quick")
-def test_one_process_writes_and_others_wait():
-    with multiprocessing.get_context("fork").Pool(4) as pool:
-        assert sum(pool.map(_open_in_a_process, range(8), chunksize=1)) == 1
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    for seed in (0, 1):
+        open_plan(Listed(random_documents(seed)), 16, PackingConfig("best_fit"))
+    assert [r.getMessage().partition(":")[0] for r in caplog.records] == [str(cache)]
 
 
 def test_a_pickled_plan_is_a_path():

@@ -6,8 +6,7 @@ import multiprocessing
 import os
 import pickle
 import signal
-import sys
-import time
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +14,6 @@ from forge_data import InvalidData, TokenFiles, open_source
 from forge_data.config import SourceConfig
 from forge_data.kinds import TextConfig
 from forge_data.prepare import prepare
-from forge_data.sources import token_cache
 from forge_data.sources.token_cache import Entry, file_states, open_cached
 from forge_testing.problems import rejects
 
@@ -36,13 +34,6 @@ def write_words(folder, progress=None):
     prepare([text], folder, document="line")
 
 
-def wait_for(happened):
-    deadline = time.monotonic() + 20
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def open_words(folder, write=write_words):
     return open_cached(entry_in(folder), "train", "touch", write)
 
@@ -58,68 +49,6 @@ def test_tokens_are_written_once(tmp_path):
     )
     copy = pickle.loads(pickle.dumps(again))
     assert (copy.read(0, 9) == first.read(0, 9)).all()
-
-
-def test_of_many_processes_one_writes_and_the_others_say_for_whom_they_wait(tmp_path):
-    may_end = FORK.Event()
-
-    def write(folder, progress):
-        with (tmp_path / "writers").open("a") as log:
-            log.write(f"{os.getpid()}\n")
-        may_end.wait(20)
-        write_words(folder)
-
-    def run():
-        sys.stderr = (tmp_path / f"{os.getpid()}.err").open("w")
-        assert open_words(tmp_path, write).num_tokens == len(WORDS)
-
-    processes = [FORK.Process(target=run) for _ in range(4)]
-    for process in processes:
-        process.start()
-
-    def waiting():
-        said = [path.read_text() for path in tmp_path.glob("*.err")]
-        return [line for line in said if "waiting for " in line]
-
-    wait_for(lambda: len(waiting()) == 3)
-    (writer,) = (tmp_path / "writers").read_text().split()
-    # one that comes in the instant between lock and name knows no name
-    names = (f"waiting for process {writer} on", "waiting for another process,")
-    assert all(any(name in line for name in names) for line in waiting())
-    assert all("which tokenizes words into" in line for line in waiting())
-    may_end.set()
-    for process in processes:
-        process.join(20)
-        assert process.exitcode == 0
-    assert (tmp_path / "writers").read_text().split() == [writer]
-
-
-def test_a_killed_writer_neither_blocks_nor_is_believed(tmp_path):
-    """Killed with all its files written but not yet in place, and with a child that outlives it."""
-    entry = entry_in(tmp_path)
-
-    def write(folder, progress):
-        half = folder.with_name(f".{folder.name}.tmp-{os.getpid()}")
-        write_words(half)
-        child = os.fork()
-        if child == 0:
-            time.sleep(60)
-            os._exit(0)
-        (tmp_path / "child").write_text(str(child))
-        time.sleep(60)
-
-    writer = FORK.Process(target=open_words, args=(tmp_path, write))
-    writer.start()
-    wait_for(lambda: (tmp_path / "child").exists() and (tmp_path / "child").read_text())
-    os.kill(writer.pid, signal.SIGKILL)
-    writer.join()  # with a time it would wait for the child, which has the pipe
-    try:
-        assert entry.lock.exists()
-        assert not entry.folder.exists()
-        assert open_words(tmp_path).num_tokens == len(WORDS)
-    finally:
-        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
-    assert not [path for path in entry.folder.parent.iterdir() if path.name.startswith(".")]
 
 
 @pytest.mark.parametrize("file", ["tokens.bin", "documents.bin", "blocks.bin", "tokens.json"])
@@ -171,27 +100,10 @@ def test_a_read_only_folder(tmp_path):
         (tmp_path / "cache").chmod(0o755)
 
 
-def test_a_read_only_cache_is_read_without_a_lock(tmp_path, monkeypatch):
-    whole = open_words(tmp_path).fingerprint()
-    monkeypatch.setattr(token_cache, "_locked", None)
-    assert open_words(tmp_path).fingerprint() == whole
-
-
-def test_a_file_system_without_locks_says_so(tmp_path, monkeypatch, capsys):
-    def none(descriptor, operation):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(token_cache.fcntl, "lockf", none)
-    assert open_words(tmp_path).num_tokens == len(WORDS)
-    assert f" {entry_in(tmp_path).folder.parent} " in capsys.readouterr().err
-
-
 def test_the_folder_is_that_of_the_table_or_the_environment_or_the_user(tmp_path, monkeypatch):
     monkeypatch.setenv("FORGE_CACHE", str(tmp_path / "env"))
-    assert (
-        Entry.of("mine", "a b/c:d.jsonl", {}).folder.parent == token_cache.Path("mine").absolute()
-    )
-    assert Entry.of(None, "x", {}).folder.parent == tmp_path / "env"
+    assert Entry.of("mine", "a b/c:d.jsonl", {}).folder.parent == Path("mine").absolute()
+    assert Entry.of(None, "x", {}).folder.parent == tmp_path / "env/tokens"
     assert Entry.of(None, "a b/c:d.jsonl", {}).folder.name.startswith("c_d.jsonl-")
     monkeypatch.delenv("FORGE_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -307,8 +219,7 @@ def test_broken_text_is_one_line(tmp_path, monkeypatch, content, table, problem)
     with rejects(*problem, InvalidData) as error:
         source_of(tmp_path / "a.jsonl", **table)
     assert "\n" not in str(error.value)
-    left = list((tmp_path / "cache").iterdir()) if (tmp_path / "cache").exists() else []
-    assert all(path.suffix == ".lock" for path in left)
+    assert all(path.suffix == ".lock" for path in (tmp_path / "cache").glob("tokens/*"))
 
 
 def test_a_killed_tokenization_goes_on_and_leaves_nothing(text, monkeypatch):
@@ -329,9 +240,10 @@ def test_a_killed_tokenization_goes_on_and_leaves_nothing(text, monkeypatch):
     writer.start()
     writer.join()
     assert writer.exitcode == -signal.SIGKILL
-    assert list((text.parent / "cache").glob("notes-*"))
+    assert list((text.parent / "cache/tokens").glob("notes-*"))
     assert source_of(text).fingerprint() == wanted
-    left = sorted(path.name.partition("-")[2][32:] for path in (text.parent / "cache").iterdir())
+    tokens = text.parent / "cache/tokens"
+    left = sorted(path.name.partition("-")[2][32:] for path in tokens.iterdir())
     assert left == ["", ".lock"]
 
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -21,8 +22,10 @@ from forge_data import BuiltinCorpus, InvalidData, Loader, PackedStream, Ragged,
 from forge_data.ledger import Ledger
 from forge_data.mixed_stream import MixedStream
 from forge_data.mixture import Phase
+from forge_data.prepare import unit_workers
 from forge_data.read_ahead import ReadAhead
 from forge_testing.problems import rejects
+from forge_testing.processes import exit_code, forked
 
 pytestmark = pytest.mark.lane("test")
 
@@ -144,6 +147,46 @@ def test_a_worker_that_hangs_is_named_and_replaced(watched, events, tmp_path, mo
     causes = [e[1]["cause"] for e in events]
     assert [re.findall(r"\d+", cause) for cause in causes] == [["400"]]
     assert events[0][1]["worker"] == 1
+
+
+def adopt_late_worker(module, name, make):
+    """Make a worker in a process that dies before the worker begins, below a subreaper as our own supervisor is one.
+    Exits with the worker's code plus 6, or 9 if it lives on."""
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+
+    def parent():
+        multiprocessing.set_start_method("forkserver", force=True)  # of Python 3.14
+        begin, own = getattr(module, name), os.getpid()
+
+        def late(*arguments):
+            while os.getppid() == own:
+                time.sleep(0.001)
+            begin(*arguments)
+
+        setattr(module, name, late)
+        make()
+
+    exit_code(forked(parent))
+    for _ in range(300):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            os._exit(os.waitstatus_to_exitcode(status) + 6)
+        time.sleep(0.01)
+    with open("/proc/thread-self/children") as children:
+        os.kill(int(children.read()), signal.SIGKILL)
+    os._exit(9)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a subreaper is one of Linux")
+@pytest.mark.parametrize(
+    "late",
+    [
+        (workers, "_serve", lambda: workers._Worker(Numbers(), None, 0)),
+        (unit_workers, "_work", lambda: unit_workers._Worker([], (None, None, None))),
+    ],
+)
+def test_F164_a_worker_ends_with_a_parent_that_dies_before_it_begins(late):
+    assert exit_code(forked(lambda: adopt_late_worker(*late))) == 7
 
 
 def test_workers_killed_while_idle_are_replaced_also_with_answers_in_flight(watched, events):

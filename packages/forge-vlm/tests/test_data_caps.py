@@ -21,7 +21,7 @@ from test_prepare import same_rows  # noqa: E402
 
 from forge_vlm.data import Conversations, InvalidSample, Prompts  # noqa: E402
 from forge_vlm.data.command import main  # noqa: E402
-from forge_vlm.data.lengths import entry_of  # noqa: E402
+from forge_vlm.data.lengths import lengths_entry  # noqa: E402
 from forge_vlm.data.prepared import Prepared  # noqa: E402
 from forge_vlm.data.shards import StreamedConversations  # noqa: E402
 from forge_vlm.data.source import options_of  # noqa: E402
@@ -93,7 +93,7 @@ def test_bounds_are_part_of_lengths_and_fingerprint(tmp_path):
     )
     assert first.lengths.tolist() != other.lengths.tolist()
     assert first.fingerprint() != other.fingerprint()
-    entries = {entry_of(None, s.content, s.options) for s in (first, other)}
+    entries = {lengths_entry(None, s.content, s.options) for s in (first, other)}
     assert len(entries) == 2
 
 

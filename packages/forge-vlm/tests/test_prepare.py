@@ -1,5 +1,7 @@
 """A prepared folder and kept lengths: the rows of the files themselves, complete or not at all, opened without reading."""
 
+import errno
+import fcntl
 import json
 import os
 import pickle
@@ -16,6 +18,7 @@ import torch
 
 from forge_testing.durability import synced_renames
 from forge_testing.problems import rejects
+from forge_testing.processes import exit_code, forked
 
 np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
@@ -215,10 +218,10 @@ def command_of(path, out):
     [
         (prepare_module, "_write_unit", 0, 0),
         (prepare_module, "_write_unit", 2, 2),
-        (os, "fsync", 1, 1),
-        (os, "fsync", 6, 4),
-        (json, "dump", 0, 4),
-        (prepare_module, "_replace", 0, 4),
+        (os, "fsync", 3, 1),
+        (os, "fsync", 12, 4),
+        (prepare_module, "install_folder", 0, 4),
+        (Path, "rename", 0, 4),
     ],
 )
 def test_a_kill_leaves_nothing_and_the_same_command_goes_on(tmp_path, where, name, after, units):
@@ -234,9 +237,51 @@ def test_a_kill_leaves_nothing_and_the_same_command_goes_on(tmp_path, where, nam
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "out"]
 
 
+@pytest.mark.lane("quick")
+def test_F162_three_processes_replace_one_output_in_turn(tmp_path, monkeypatch):
+    """A lock that goes with the folder of parts keeps out neither who waits for it nor who comes later."""
+    path, out, log = talks_of(tmp_path / "a"), tmp_path / "out", tmp_path / "log"
+    write_units = prepare_module._write_units
+
+    def slow(*arguments):
+        with log.open("a") as file:
+            file.write("in ")
+        write_units(*arguments)
+        time.sleep(0.3)
+        with log.open("a") as file:
+            file.write("out ")
+
+    monkeypatch.setattr(prepare_module, "_write_units", slow)
+    command = [*command_of(path, out), "--overwrite"]
+    for _ in range(2):
+        forked(lambda: os._exit(main(command)))
+    assert exit_code(-1) == 0  # the first is done, and the second has the lock
+    forked(lambda: os._exit(main(command)))
+    assert [exit_code(-1), exit_code(-1)] == [0, 0]
+    assert log.read_text().split() == ["in", "out"] * 3
+    assert {p.name for p in tmp_path.iterdir()} == {"a", "log", "out"}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK])
+def test_F163_a_file_system_without_locks_is_warned_of_once(tmp_path, monkeypatch, caplog, number):
+    def no_locks(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+    monkeypatch.setattr(fcntl, "lockf", no_locks)
+    path = talks_of(tmp_path / "a")
+    for name, other in (("other", {"weigh": "sqrt"}), ("out", {})):
+        prepared(path, tmp_path / name)
+        source, times = counted(path, monkeypatch, tmp_path, **other)
+        assert times == 1
+    same_rows(source, Prepared(tmp_path / "out"))
+    folders = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert folders == [str(tmp_path), str(tmp_path / "cache")]
+
+
 def test_units_of_another_plan_are_not_taken(tmp_path):
     path, out = talks_of(tmp_path / "a"), tmp_path / "out"
-    killed(command_of(path, out), prepare_module, "_replace", 0)
+    killed(command_of(path, out), prepare_module, "install_folder", 0)
     assert main([*command_of(path, out), "--option", "template=plain"]) == 0
     same_rows(Conversations(path, template="plain", **OPTIONS), Prepared(out))
 
@@ -495,32 +540,6 @@ def test_a_picture_of_another_size_removes_what_was_kept(tmp_path, monkeypatch):
     with rejects("sample", code="changed", kind=InvalidSample):
         stream.arrays(np.arange(len(stream)))
     assert counted(path, monkeypatch, tmp_path, **tiles)[1] == 1
-
-
-@pytest.mark.lane("quick")
-def test_of_several_processes_one_finds_lengths_and_others_wait(tmp_path, monkeypatch):
-    path, counts = talks_of(tmp_path / "a"), tmp_path / "counts"
-    real = lengths_module.count
-
-    def slow(*arguments):
-        with counts.open("a") as file:
-            file.write("x")
-        time.sleep(0.3)
-        return real(*arguments)
-
-    monkeypatch.setattr(lengths_module, "count", slow)
-    monkeypatch.setattr(lengths_module, "SMALL", 0)
-    pids = []
-    for _ in range(3):
-        pids.append(os.fork())
-        if not pids[-1]:
-            try:
-                talks = Conversations(path, cache=str(tmp_path / "cache"), **OPTIONS)
-                os._exit(len(talks.lengths))
-            finally:
-                os._exit(1)
-    assert [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids] == [10] * 3
-    assert counts.read_text() == "x"
 
 
 def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch, capfd):

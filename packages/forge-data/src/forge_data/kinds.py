@@ -43,7 +43,7 @@ class HuggingFaceConfig:
     ignore_keys: list[str] = field(default_factory=list, metadata={"help": IGNORED})
     strict: bool = _field(False, STRICT)
     cache: str | None = _field(
-        None, "folder of the tokens (default: $FORGE_CACHE, or ~/.cache/forge/tokens)"
+        None, "folder of the tokens (default: $FORGE_CACHE/tokens, below ~/.cache/forge)"
     )
     streaming: bool = _field(
         False, "read and tokenize while training, front to back, without a cache; for training only"
@@ -77,7 +77,7 @@ class TextConfig:
     ignore_keys: list[str] = field(default_factory=list, metadata={"help": IGNORED})
     strict: bool = _field(False, STRICT)
     cache: str | None = _field(
-        None, "folder of the tokens (default: $FORGE_CACHE, or ~/.cache/forge/tokens)"
+        None, "folder of the tokens (default: $FORGE_CACHE/tokens, below ~/.cache/forge)"
     )
 
     def __post_init__(self) -> None:

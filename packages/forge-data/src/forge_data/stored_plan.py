@@ -1,4 +1,4 @@
-"""Packing plans in files, memory-mapped: made once a node, by one process, while others wait.
+"""Packing plans in files, memory-mapped: made by one process, while others wait.
 
     $FORGE_CACHE/plans/KEY/ (default ~/.cache/forge/plans/KEY/)
         rows.bin, documents.bin, starts.bin, stops.bin     int64, see PackingPlan
@@ -10,24 +10,20 @@ KEY is a digest of all that the plan is a function of: document offsets, policy,
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import os
-import shutil
-import sys
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from forge_data._shared.paths import files_named, read_regular, user_path
-from forge_data._shared.problems import invalid
+from forge_data._shared.atomic import new_folder, write_file
+from forge_data._shared.cache import digest_of, entry_of, once
+from forge_data._shared.paths import read_regular
 from forge_data.packing_config import PackingConfig
 from forge_data.packing_plan import PARTS, PLAN_VERSION, PackingPlan, digest_of_parts, plan_windows
-from forge_data.prepare.output import replacing
 from forge_data.protocols import Source
 from forge_data.sources.integrity import check_whole
 
@@ -72,9 +68,9 @@ class StoredPlan(PackingPlan):
 def open_plan(source: Source, seq_len: int, packing: PackingConfig) -> StoredPlan:
     """The plan of a source's documents; made if it is not in the cache, or is damaged there.
 
-    One process of a node writes it, and others wait; it appears complete or not at all. Opening compares all of it with
-    its digests: one read of 24 bytes a piece. Making it takes the memory of one window. Raises ValueError for a cache
-    that cannot be written. Usage: `open_plan(source, 2048, PackingConfig("best_fit")).utilisation`.
+    One process writes it, and others wait (`cache.once`). Opening compares all of it with its digests: one read of 24
+    bytes a piece. Making it takes the memory of one window. Raises ValueError for a cache that cannot be written.
+    Usage: `open_plan(source, 2048, PackingConfig("best_fit")).utilisation`.
     """
     known = {
         "version": PLAN_VERSION,
@@ -84,27 +80,13 @@ def open_plan(source: Source, seq_len: int, packing: PackingConfig) -> StoredPla
         "num_tokens": source.num_tokens,
         "documents": _digest_of_documents(source),
     }
-    key = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:32]
-    cache = user_path(os.environ.get("FORGE_CACHE") or "~/.cache/forge").absolute()
-    folder = cache / "plans" / key
-    found = _existing(folder, known)
-    if found is not None:
-        return found
-    try:
-        with _locked(folder):
-            found = _existing(folder, known, tell=True)  # written while this process waited
-            if found is None:
-                _clear(folder)
-                with replacing(folder) as temporary:
-                    _write(temporary, source, known)
-                found = _existing(folder, known)
-    except OSError as error:
-        rule = (
-            f"must be a folder that can be written, with room for a packing plan ({error.strerror})"
-        )
-        raise invalid("cache", "unwritable", str(cache), rule, "set $FORGE_CACHE to one") from error
-    assert found is not None
-    return found
+    folder = entry_of("plans", digest_of(known))
+
+    def write() -> None:
+        with new_folder(folder) as temporary:
+            _write(temporary, source, known)
+
+    return once(folder, lambda: _existing(folder, known), write, what="packing plan")
 
 
 def _digest_of_documents(source: Source) -> str:
@@ -118,22 +100,15 @@ def _digest_of_documents(source: Source) -> str:
     return digest.hexdigest()
 
 
-def _existing(folder: Path, known: dict[str, Any], tell: bool = False) -> StoredPlan | None:
-    """The plan in a folder; None if it is not there, damaged or another's."""
-    if not folder.is_dir():
-        return None
-    try:
-        header = json.loads(read_regular(folder / _HEADER, _HEADER_BYTES))
-        for name, value in known.items():
-            if header[name] != value:
-                raise ValueError(f"{folder / _HEADER}: {name} {header[name]!r} must be {value!r}")
-        for name in PARTS:
-            check_whole(folder / f"{name}.bin", header["sha256"][name])
-        return _mapped(folder, header)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if tell:
-            print(f"{error}: packing plan {folder} is damaged, and is made again", file=sys.stderr)
-        return None
+def _existing(folder: Path, known: dict[str, Any]) -> StoredPlan:
+    """The plan in a folder. Raises an error of a damaged entry for another plan or other content."""
+    header = json.loads(read_regular(folder / _HEADER, _HEADER_BYTES))
+    for name, value in known.items():
+        if header[name] != value:
+            raise ValueError(f"{folder / _HEADER}: {name} {header[name]!r} must be {value!r}")
+    for name in PARTS:
+        check_whole(folder / f"{name}.bin", header["sha256"][name])
+    return _mapped(folder, header)
 
 
 def _mapped(folder: Path, header: dict[str, Any]) -> StoredPlan:
@@ -172,24 +147,4 @@ def _write(folder: Path, source: Source, known: dict[str, Any]) -> None:
             os.fsync(file.fileno())
             digests[name] = hashes[name].hexdigest()
     header = {**known, "num_rows": num_rows, "num_cut": num_cut, "sha256": digests}
-    with (folder / _HEADER).open("x") as text:
-        json.dump(header, text)
-        text.flush()
-        os.fsync(text.fileno())
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of a plan; the kernel releases that of a process that dies."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with folder.with_name(f"{folder.name}.lock").open("a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def _clear(folder: Path) -> None:
-    """Remove a damaged plan, and what a killed writer left beside it. The lock is held."""
-    if folder.exists():
-        shutil.rmtree(folder)
-    for leftover in files_named(folder.parent, f".{folder.name}."):
-        shutil.rmtree(leftover, ignore_errors=True)
+    write_file(folder / _HEADER, json.dumps(header))

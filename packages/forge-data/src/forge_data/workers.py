@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import multiprocessing
 import os
 import queue
 import signal
 import socket
-import sys
 import threading
 import time
 import traceback
@@ -24,10 +22,10 @@ from typing import Any
 import torch
 
 from forge_data import messages
+from forge_data._shared.parents import die_with
 from forge_data.protocols import Stream
 from forge_data.reading import Steps, name_instances, read_rows
 
-_PR_SET_PDEATHSIG = 1  # of prctl(2)
 _TICK_SECONDS = 0.5  # between two looks at a worker that is waited for
 _END_SECONDS = 2.0  # that workers have to end by themselves
 
@@ -115,6 +113,14 @@ class Workers:
                     self._workers[index].ask(again)
 
 
+def processes() -> Any:
+    """The multiprocessing context of workers, pinned: those of a forkserver, which Python 3.14 begins with, are its
+    children, and would not see the end of this process. A fork takes milliseconds; a fresh interpreter imports torch, for
+    seconds."""
+    methods = multiprocessing.get_all_start_methods()
+    return multiprocessing.get_context("fork" if "fork" in methods else "spawn")
+
+
 class _Gone(Exception):
     """A worker died (cause ""), or gives no answer."""
 
@@ -135,8 +141,8 @@ class _Worker:
     def __post_init__(self) -> None:
         self._socket, other = socket.socketpair()
         self._reading = RawValue("q", self.number)
-        arguments = self.stream, self.steps, other, self._reading
-        self._process = multiprocessing.Process(
+        arguments = os.getpid(), self.stream, self.steps, other, self._reading
+        self._process = processes().Process(
             target=_serve, args=arguments, name=f"data worker {self.number}", daemon=True
         )
         self._process.start()
@@ -203,8 +209,12 @@ def _end(workers: Sequence[_Worker]) -> None:
         worker.end(deadline)
 
 
-def _serve(stream: Stream, steps: Steps, channel: socket.socket, reading: Any) -> None:
-    """The life of a worker: read the steps that it is asked for, until the other end is closed."""
+def _serve(parent: int, stream: Stream, steps: Steps, channel: socket.socket, reading: Any) -> None:
+    """The life of a worker: read the steps that it is asked for, until the other end is closed.
+
+    A forked worker has copies of its parent's sockets: while it lives, other ranks do not see that the parent has died.
+    """
+    die_with(parent)
     _leave_signals_to_parent()
     torch.set_num_threads(1)
     # Answers wait here while the training process does not take them: the next step is read meanwhile.
@@ -238,23 +248,7 @@ def _leave_signals_to_parent() -> None:
     A terminal sends SIGINT (SIGHUP when it closes), and a scheduler SIGTERM, to every process of the
     job. A second SIGTERM ends the worker, so that a hanging one cannot outlive the parent's exit.
     """
-    die_with_parent()
     for name in ("SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda number, _: signal.signal(number, signal.SIG_DFL))
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies from any cause (Linux only).
-
-    A forked worker has copies of its parent's sockets: while it lives, other ranks do not see that
-    the parent has died.
-    """
-    if not sys.platform.startswith("linux"):
-        return
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    parent = multiprocessing.parent_process()
-    # The parent died before the call above, so no signal will come; in a container it may be process 1 itself.
-    if os.getppid() == 1 and parent is not None and parent.pid != 1:
-        os._exit(1)

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,6 +63,25 @@ def _warm() -> WarmProcess:
         "forge_train.cli", "forge_train.trainer.trainer", "forge_train.report.text",
         "forge_train.report.summary", "forge_train.doctor",
     )  # fmt: skip
+
+
+def forked(work: Callable[[], object]) -> int:
+    """The pid of a fork that does some work: it ends with code 0, or 1 and a traceback if that raises."""
+    pid = os.fork()
+    if not pid:
+        try:
+            work()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return pid
+
+
+def exit_code(pid: int) -> int:
+    """Wait for a child; a negative code is a signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 def wait_for_step(process: subprocess.Popen[str], metrics: Path, step: int) -> None:

@@ -21,13 +21,19 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .atomic import remove, restore_folder
+from .atomic import remove
 from .locks import locked
 from .paths import files_named, user_path
 from .problems import ProblemError, WithProblems, invalid
 
 T = TypeVar("T")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_DAMAGED = (
+    ValueError,
+    KeyError,
+    TypeError,
+    FileNotFoundError,
+)  # of a wrong content, or a lost file of a folder
 
 
 def digest_of(known: Mapping[str, Any]) -> str:
@@ -39,13 +45,14 @@ def digest_of(known: Mapping[str, Any]) -> str:
 def entry_of(kind: str, name: str, cache: str | None = None) -> Path:
     """Where an entry is: in the folder `cache` if one is given, else below that of its kind.
 
-    $FORGE_CACHE held tokens and lengths without a folder of their kind before version 0.2: such an entry is used there.
+    Before version 0.2, $FORGE_CACHE held tokens and lengths without a folder of their kind, and ~/.cache/forge/tokens both:
+    such an entry is used there.
     """
     if cache:
         return user_path(cache).absolute() / name
     root = user_path(os.environ.get("FORGE_CACHE") or "~/.cache/forge").absolute()
-    before = root / name
-    return before if before.exists() else root / kind / name
+    before = (root / name, root / "tokens" / name)
+    return next((entry for entry in before if entry.exists()), root / kind / name)
 
 
 def once(
@@ -57,11 +64,12 @@ def once(
     kind: type[WithProblems] = ProblemError,
     without: Callable[[], T] | None = None,
 ) -> T:
-    """What `read()` returns; before that, `write()` if there is no entry, or `read` raises ValueError as it is damaged.
+    """What `read()` returns; before that, `write()` if there is no entry, or `read` raises an error of `_DAMAGED`.
 
     `write` makes the entry whole or not at all, as `new_file` and `new_folder` do. The others wait for it, with a line on
     stderr; they go on if it dies. A cache that cannot be written, or is full, is said and answered by `without()`; where
-    that is None, it raises `kind`. Other errors of `read` and `write` pass.
+    that is None, the first raises ProblemError, as a setting is wrong, and the second `kind`. Other errors of `read` and
+    `write` pass.
     """
 
     def found(tell: bool) -> list[T]:
@@ -69,7 +77,7 @@ def once(
             return []
         try:
             return [read()]
-        except ValueError as error:
+        except _DAMAGED as error:
             if tell:
                 say(f"{what} in {entry} is damaged, and is made again: {error}")
             return []
@@ -80,7 +88,6 @@ def once(
         entry.parent.mkdir(parents=True, exist_ok=True)
         wait = lambda owner: say(f"waiting for {owner}, which makes {what} in {entry}")  # noqa: E731
         with locked(entry.with_name(f"{entry.name}.lock"), wait=wait):
-            restore_folder(entry)
             if kept := found(tell=True):  # written while this process waited
                 return kept[0]
             remove(entry)
@@ -115,4 +122,4 @@ def _problem(error: OSError, cache: Path, what: str, kind: type[WithProblems]) -
     if not (named.startswith(str(cache)) or str(cache).startswith(named)):
         return None
     rule = f"must be a folder that can be written ({error.strerror})"
-    return invalid("cache", "unwritable", str(cache), rule, f"{fix} that can", kind=kind)
+    return invalid("cache", "unwritable", str(cache), rule, f"{fix} that can")

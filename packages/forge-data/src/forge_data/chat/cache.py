@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from forge_data._shared.atomic import new_folder, write_file
 from forge_data._shared.record_keys import RecordKeys
-from forge_data.prepare.output import replacing
 from forge_data.prepare.token_writer import TokenWriter
 from forge_data.sources.integrity import check_whole
-from forge_data.sources.sidecar import SIDECAR, check_size, read_sidecar
-from forge_data.sources.token_cache import Entry, open_cached
+from forge_data.sources.sidecar import check_size, read_sidecar
+from forge_data.sources.token_cache import Entry
 from forge_data.sources.token_files import TokenFiles
 
 __all__ = ["Rendered", "Rendering", "cached", "offsets_digest"]
@@ -42,7 +42,7 @@ class Rendered:
     """Conversations of a folder, memory-mapped: `tokens`, `weights` (num_tokens,) fp32, and `counts`."""
 
     def __init__(self, folder: Path) -> None:
-        counts = json.loads((folder / COUNTS).read_text(encoding="utf-8"))
+        counts = json.loads((folder / COUNTS).read_bytes())
         self.tokens = TokenFiles(folder, verify="full")
         check_size(folder / WEIGHTS, self.tokens.num_tokens, 4)
         check_whole(folder / WEIGHTS, counts["sha256"])
@@ -69,21 +69,15 @@ def cached(
     """What `render` gives, from an entry of the token cache, which is written if it is not there, or is damaged; `keys` are
     counted by it.
 
-    One process writes while the others wait (`open_cached`). Raises as that, and what `render` raises.
+    One process writes while the others wait. Raises as `Entry.once`, and what `render` raises.
     """
 
     def write(folder: Path, progress: Callable[[int, int], None]) -> None:
-        with replacing(folder) as temporary:
+        with new_folder(folder) as temporary:
             keys.counts.clear()
             _write(temporary, vocab_size, tokenizer, render(), keys)
 
-    open_cached(entry, "train", "full", write)
-    try:
-        return Rendered(entry.folder)
-    except (OSError, ValueError, KeyError, TypeError):  # what lies beside the tokens is damaged
-        (entry.folder / SIDECAR).unlink(missing_ok=True)
-    open_cached(entry, "train", "full", write)
-    return Rendered(entry.folder)
+    return entry.once(lambda: Rendered(entry.folder), write)
 
 
 def _write(
@@ -112,7 +106,7 @@ def _write(
             file.flush()
             os.fsync(file.fileno())
         content_of = {**counts, "not_read": keys.counts, "sha256": digest.hexdigest()}
-        (folder / COUNTS).write_text(json.dumps(content_of), encoding="utf-8")
+        write_file(folder / COUNTS, json.dumps(content_of))
         writer.finish()
     finally:
         writer.close()

@@ -47,7 +47,7 @@ class ChatConfig:
     ignore_keys: list[str] = field(default_factory=list, metadata={"help": IGNORED})
     strict: bool = _field(False, STRICT)
     cache: str | None = _field(
-        None, "folder of the tokens (default: $FORGE_CACHE, or ~/.cache/forge/tokens)"
+        None, "folder of the tokens (default: $FORGE_CACHE/tokens, below ~/.cache/forge)"
     )
 
     def __post_init__(self) -> None:

@@ -7,17 +7,16 @@ template would show them as something in the conversation; a null that JSONL has
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from forge_data._shared.jsonl import parse
 from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
 from forge_data.folders import files_below
 from forge_data.prepare.byte_streams import COMPRESSIONS, open_bytes
 from forge_data.prepare.parquet import require_pyarrow
-from forge_data.prepare.text_documents import json_of
 from forge_data.sources.checks import check_split
 from forge_data.sources.datasets_library import one_sentence, require_library, root_name
 
@@ -85,11 +84,9 @@ def read_records(files: list[Path]) -> Iterator[Record]:
 def _lines(path: Path) -> Iterator[Record]:
     with open_bytes(path, COMPRESSIONS.get(path.suffix)) as (file, _):
         for number, line in enumerate(file, start=1):
-            line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-            if not line.strip():
-                continue
-            place = f"{path} line {number}"
-            yield Record(place, json_of(line, partial(str, place)))
+            if line.removeprefix(b"\xef\xbb\xbf").strip():
+                place = f"{path} line {number}"
+                yield Record(place, parse(line, place, InvalidData, "correct the line"))
 
 
 def _parquet(path: Path) -> Iterator[Record]:

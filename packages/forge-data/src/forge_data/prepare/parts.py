@@ -1,23 +1,27 @@
-"""The folder beside the output in which units wait: a plan, a file for each unit that is done, the tokenizer."""
+"""The folder beside the output in which units wait: a plan, a file for each unit that is done, the tokenizer.
+
+OUTPUT.parts.lock       held by work on the full output, shared by shards
+OUTPUT.parts.lock-3     held by shard 3
+"""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from forge_data._shared.locks import holder, locked
+from forge_data._shared.atomic import remove, restore_folder, sync_folder, write_file
+from forge_data._shared.locks import Held, holder, locked
 from forge_data._shared.paths import files_named
 from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
-from forge_data.prepare.output import make_folder, sync_folder, write_file, write_json
+from forge_data.prepare.output import make_folder, write_json
 from forge_data.prepare.plan import Plan, Unit, read_plan
 from forge_data.prepare.statistics import STATISTICS, read_statistics
 from forge_data.prepare.unit_file import Counts, UnitFile, unit_path
@@ -26,7 +30,8 @@ from forge_data.sources.sidecar import SIDECAR, TOKENIZER
 
 __all__ = ["Parts"]
 
-_PLAN, _FINISHED, _LOCK = "plan.json", "finished.json", "lock"
+_PLAN, _FINISHED = "plan.json", "finished.json"
+_LOCK = "lock"  # in the folder, where versions before 0.2 had it
 
 
 class Parts:
@@ -43,86 +48,70 @@ class Parts:
 
         Units of another plan stay until the end: those that both have are used.
         """
-        self._make()
+        make_folder(self._output, self.folder)
         self._finished.unlink(missing_ok=True)
         if tokenizer is not None:
             write_file(self.folder / TOKENIZER, tokenizer.read_bytes())
         write_json(self.folder / _PLAN, plan.to_json())
-        sync_folder(self.folder)
 
     @contextmanager
     def alone(self, shard: int | None) -> Iterator[None]:
-        """Keep others from the same shard, or from the whole output, meanwhile; the lock of a process that died is free.
+        """Keep others from the same shard, or from the whole output, meanwhile, and give back an output whose replacement
+        was killed.
 
-        Shards share the folder with each other, and not with what is done with the whole. Such work that leaves nothing
-        but locks takes the folder away. Raises ValueError naming who works there. File systems without locks are not
-        guarded.
+        Shards share the folder with each other, not with work on the full output. The locks are next to it, and go
+        with the work; that of the folder with work on the full output. Raises ValueError naming who works there. File
+        systems without locks are not guarded, with a warning.
         """
+        make_folder(self._output, self.folder.parent)
         with ExitStack() as after, ExitStack() as held:
             try:
-                self._hold(held, _LOCK, shared=shard is not None)
-                if shard is not None:
-                    self._hold(held, f"{_LOCK}-{shard}")
-            except BlockingIOError:
-                rule = (
-                    f"must be used by one command at a time, and {self._owner(shard)} writes there"
-                )
-                raise invalid(
-                    "", "locked", ..., rule, "wait for it, or end it", where=self.folder
-                ) from None
+                exclusive = shard is None
+                held.enter_context(locked(self._lock(), shared=not exclusive, remove=exclusive))
+                if not exclusive:
+                    held.enter_context(locked(self._lock(shard), remove=True))
+            except Held as error:
+                owner = self._owner(shard) or error.owner
+                rule = f"must be used by one command at a time, and {owner} writes there"
+                fix = "wait for it, or end it"
+                raise invalid("", "locked", ..., rule, fix, where=self.folder) from None
+            if exclusive:
+                restore_folder(self._output)
             try:
                 yield
             finally:
-                if shard is None and self._holds_locks_alone():
-                    for path in self.folder.iterdir():
-                        path.unlink()
-                    # Without locks: NFS keeps open files under other names, and a folder with them.
-                    after.callback(self._remove_empty)
+                if exclusive:
+                    after.callback(self._end)
 
-    def _hold(self, held: ExitStack, name: str, *, shared: bool = False) -> None:
-        while True:
-            self._make()
-            with suppress(FileNotFoundError):  # taken away just now, by the one that finished
-                held.enter_context(locked(self.folder / name, shared=shared))
-                return
-
-    def _owner(self, shard: int | None) -> str:
-        """Who holds what `shard`, or the whole, needs."""
-        shards = [f"{_LOCK}-{shard}"]
-        if shard is None:
-            shards = sorted(path.name for path in self.folder.glob(f"{_LOCK}-*"))
-        found = (holder(self.folder / name) for name in [*shards, _LOCK])
-        return next(filter(None, found), "another process")
-
-    def _holds_locks_alone(self) -> bool:
-        return self.folder.is_dir() and all(
-            path.name.startswith(_LOCK) for path in self.folder.iterdir()
-        )
-
-    def _remove_empty(self) -> None:
-        """Remove the folder, unless another command began in it just now, and then the mark."""
+    def _end(self) -> None:
+        """Remove an empty folder, and then the mark, the last step of all."""
         with suppress(OSError):
             self.folder.rmdir()
-        self._finished.unlink(missing_ok=True)
+        if not self.folder.exists():
+            self._finished.unlink(missing_ok=True)
+
+    def _lock(self, shard: int | None = None) -> Path:
+        return self.folder.with_name(
+            f"{self.folder.name}.lock" + ("" if shard is None else f"-{shard}")
+        )
+
+    def _owner(self, shard: int | None) -> str | None:
+        """The shard that keeps others away: those that share a lock are not named in it."""
+        shards = files_named(self.folder.parent, f"{self._lock().name}-")
+        return next(
+            filter(None, map(holder, shards if shard is None else [self._lock(shard)])), None
+        )
 
     def begun(self) -> bool:
         """Whether an earlier run left something."""
         return any(os.path.lexists(path) for path in (self.folder, self._finished))
-
-    def _make(self) -> None:
-        if not self.folder.exists():
-            try:
-                make_folder(self._output, self.folder)
-            except ValueError:
-                if not self.folder.is_dir():  # else another shard made it just now
-                    raise
 
     def check_folder(self) -> None:
         """Raise ValueError for a folder of something else."""
         if self._finished.exists() or not os.path.lexists(self.folder):
             return
         # Another shard may be at its first files, so that there is no plan yet.
-        first = (_PLAN, TOKENIZER, _LOCK)
+        first = (_PLAN, TOKENIZER, _LOCK, f".{_PLAN}.", f".{TOKENIZER}.")
         if self.folder.is_symlink() or not (
             self.folder.is_dir()
             and (
@@ -169,11 +158,9 @@ class Parts:
     def sort_out(self, units: Sequence[Unit]) -> tuple[list[Unit], Counts]:
         """Those of `units` that are still to be done, and the counts of the others.
 
-        What a killed process left of these units is removed, and a damaged file too.
+        A damaged file is removed.
         """
         waiting, done = [], Counts(0, 0, 0)
-        for leftover in self._leftovers({unit.key for unit in units}):
-            leftover.unlink(missing_ok=True)
         for unit in units:
             try:
                 file = UnitFile(self.folder, unit)
@@ -185,11 +172,6 @@ class Parts:
             else:
                 done += Counts(unit.size, file.num_documents, file.num_tokens)
         return waiting, done
-
-    def _leftovers(self, keys: set[str]) -> Iterator[Path]:
-        for path in self.folder.glob("*.tmp-*"):
-            if path.name.partition(".")[0] in keys:
-                yield path
 
     def check_complete(self, plan: Plan) -> None:
         """Raise InvalidData naming the shards of which units are missing."""
@@ -203,11 +185,6 @@ class Parts:
             rule = f"lacks units of shard {', '.join(late[:8])}{more}"
             fix = "run `forge-data prepare` with these --shard again, and then merge"
             raise invalid("", "incomplete", ..., rule, fix, where=self.folder, kind=InvalidData)
-
-    def remove_old_outputs(self) -> None:
-        """Remove what a killed process had of an output."""
-        for folder in files_named(self.folder, f".{self._output.name}.tmp-"):
-            shutil.rmtree(folder)
 
     def mark_finished(self, plan: Plan, folder: Path) -> None:
         """Record what `folder` holds; it is about to become the output."""
@@ -231,10 +208,8 @@ class Parts:
         return len(plan.units) > 1 and any(self.folder.glob("*.unit"))
 
     def clear(self) -> None:
-        """Remove all but the locks; with the last of them the folder goes."""
-        for path in self.folder.iterdir():
-            if not path.name.startswith(_LOCK):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        """Remove the folder."""
+        remove(self.folder)
 
 
 def _digest(plan: Plan) -> str:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from forge_data._problems import every_problems, path_problems, special_problems
+from forge_data._shared.atomic import new_folder
 from forge_data._shared.paths import user_path
 from forge_data._shared.problems import Problem, raise_problems
 from forge_data._shared.record_keys import option_problems
 from forge_data.prepare.assemble import assemble
-from forge_data.prepare.output import check_output, replacing
+from forge_data.prepare.output import check_output
 from forge_data.prepare.parts import Parts
 from forge_data.prepare.plan import Plan, Settings, make_plan
 from forge_data.prepare.readers import DOCUMENT_KINDS, find_inputs, not_read
@@ -219,8 +220,7 @@ def _finish(
     """Write the output from complete parts, and remove them."""
     total = sum(unit.size for unit in plan.units)
     progress(Progress("merge", 0, total, 0, 0))
-    parts.remove_old_outputs()
-    with replacing(target, parts.folder) as folder:
+    with new_folder(target, replace=True, place=parts.folder) as folder:
         statistics = assemble(
             plan,
             parts.folder,

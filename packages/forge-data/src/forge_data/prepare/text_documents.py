@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import csv
-import json
 import re
 from collections.abc import Callable, Iterator
-from functools import partial
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from forge_data._shared.jsonl import parse
 from forge_data._shared.problems import Problem, invalid
 from forge_data._shared.record_keys import Keys, RecordKeys
 from forge_data.errors import InvalidData
 from forge_data.prepare.byte_streams import open_bytes
 
-__all__ = ["DOCUMENT_KINDS", "PIECE", "Piece", "json_of", "read_text", "tar_error"]
+__all__ = ["DOCUMENT_KINDS", "PIECE", "Piece", "read_text", "tar_error"]
 
 DOCUMENT_KINDS = ("file", "line", "blank_line")
 PIECE = 1 << 20  # characters of a piece when the whole file is one document
@@ -137,37 +136,25 @@ def _paragraphs(text: TextIOWrapper) -> Iterator[Piece]:
 def _records(
     path: Path, text: TextIOWrapper, text_field: str, start: int, keys: RecordKeys
 ) -> Iterator[Piece]:
-    read = Keys(frozenset((text_field,)))
+    fix, read = "correct the line", Keys(frozenset((text_field,)))
     for number, line in enumerate(text, start=1):
         if not line.strip():
             continue
-        record = json_of(line, partial(_line, path, start, number))
-        value = record.get(text_field) if isinstance(record, dict) else None
-        if not isinstance(value, str):
-            raise InvalidData([_no_text(record, text_field)], _line(path, start, number))
         try:
+            record = parse(line, "", InvalidData, fix)
+            value = record.get(text_field) if isinstance(record, dict) else None
+            if not isinstance(value, str):
+                raise InvalidData([_no_text(record, text_field)])
             keys.check(read, record, "")
-        except InvalidData as error:
+            if "\\u" in line and (wrong := _LONE_SURROGATE.search(value)):
+                rule = (
+                    f"has \\u{ord(wrong[0]):04x} alone, half a character, which UTF-8 cannot hold"
+                )
+                raise invalid(text_field, "surrogate", ..., rule, fix, kind=InvalidData)
+        except InvalidData as error:  # the number of a line costs a read of those before it
             raise InvalidData(error.problems, _line(path, start, number)) from None
-        if "\\u" in line and (wrong := _LONE_SURROGATE.search(value)):
-            rule = f"has \\u{ord(wrong[0]):04x} alone, half a character, which UTF-8 cannot hold"
-            fix, where = "correct the line", _line(path, start, number)
-            raise invalid(text_field, "surrogate", ..., rule, fix, where=where, kind=InvalidData)
         if value.strip():
             yield Piece(value, last=True)
-
-
-def json_of(line: str | bytes, where: Callable[[], str]) -> Any:
-    """The value of a line; InvalidData at `where()` for one that is not JSON."""
-    try:
-        return json.loads(line if isinstance(line, str) else line.decode("utf-8"))
-    except UnicodeDecodeError:
-        code, rule = "encoding", "must be UTF-8"
-    except RecursionError:
-        code, rule = "depth", "must be JSON of a few levels, not nested deep"
-    except ValueError as error:  # no JSON, or an integer of thousands of digits
-        code, rule = "not_json", f"must be JSON, one complete object a line ({error})"
-    raise invalid("", code, ..., rule, "correct the line", where=where(), kind=InvalidData)
 
 
 def _rows(path: Path, text: TextIOWrapper, column: str, keys: RecordKeys) -> Iterator[Piece]:

@@ -10,7 +10,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from forge_data.prepare.output import write_file
+from forge_data._shared.atomic import write_file
 from forge_data.sources.integrity import BLOCK_BYTES, digest_of
 from forge_data.sources.sidecar import (
     BLOCKS,

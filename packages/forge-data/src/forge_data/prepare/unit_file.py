@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import socket
 import struct
 import zlib
 from collections import Counter
@@ -18,10 +17,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from forge_data._shared.atomic import new_file
 from forge_data._shared.problems import invalid
 from forge_data._shared.record_keys import RecordKeys
 from forge_data.errors import InvalidData
-from forge_data.prepare.output import sync_folder
 from forge_data.prepare.plan import Part, Settings, Unit
 from forge_data.prepare.readers import Piece, read_pieces
 from forge_data.prepare.token_writer import smallest_dtype
@@ -65,30 +64,20 @@ def write_unit(
     Raises InvalidData and ValueError of `read_pieces`, InvalidData for a file that is not what was planned, OSError
     for a full disk; then there is no file.
     """
-    target = unit_path(folder, unit)
-    temporary = target.with_suffix(f".tmp-{socket.gethostname()}-{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            writer = _Writer(file, encoder)
-            keys = RecordKeys(settings.ignore_keys, settings.strict, InvalidData)
-            read = 0
-            for part in unit.parts:
-                try:
-                    reports = [0]
-                    for batch in _batches(part, settings, encoder, reports, keys):
-                        writer.add(batch)
-                        report(Counts(read + reports[-1], len(writer.lengths), writer.num_tokens))
-                finally:
-                    part.check_unchanged()  # a change is the reason of whatever was wrong
-                read += part.size
-            writer.finish(unit.key, keys.counts)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(target)
-        sync_folder(folder)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
+    keys = RecordKeys(settings.ignore_keys, settings.strict, InvalidData)
+    with new_file(unit_path(folder, unit)) as file:
+        writer = _Writer(file, encoder)
+        read = 0
+        for part in unit.parts:
+            try:
+                reports = [0]
+                for batch in _batches(part, settings, encoder, reports, keys):
+                    writer.add(batch)
+                    report(Counts(read + reports[-1], len(writer.lengths), writer.num_tokens))
+            finally:
+                part.check_unchanged()  # a change is the reason of whatever was wrong
+            read += part.size
+        writer.finish(unit.key, keys.counts)
     return Counts(unit.size, len(writer.lengths), writer.num_tokens)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import signal
 from collections import deque
@@ -13,12 +12,13 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from forge_data._shared.parents import die_with
 from forge_data._shared.problems import WithProblems, invalid
 from forge_data.errors import InvalidData
 from forge_data.prepare.plan import Settings, Unit
 from forge_data.prepare.unit_file import Counts, write_unit
 from forge_data.tokenizer import ByteTokenizer, JsonTokenizer
-from forge_data.workers import die_with_parent
+from forge_data.workers import processes
 
 __all__ = ["run_units"]
 
@@ -61,12 +61,13 @@ class _Worker:
     """A process that writes the units it is sent."""
 
     def __init__(self, units: Sequence[Unit], arguments: tuple[Any, ...]) -> None:
-        methods = multiprocessing.get_all_start_methods()
-        # A fork takes milliseconds; a fresh interpreter imports torch, for seconds.
-        context: Any = multiprocessing.get_context("fork" if "fork" in methods else None)
+        context = processes()
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
-            target=_work, args=(theirs, units, *arguments), daemon=True, name="forge-data"
+            target=_work,
+            args=(os.getpid(), theirs, units, *arguments),
+            daemon=True,
+            name="forge-data",
         )
         self.process.start()
         theirs.close()  # else the end of the worker would not be the end of its messages
@@ -165,6 +166,7 @@ class _Pool:
 
 
 def _work(
+    parent: int,
     connection: Connection,
     units: Sequence[Unit],
     folder: Path,
@@ -172,7 +174,7 @@ def _work(
     settings: Settings,
 ) -> None:
     """A worker's life: a unit's number comes in, counts and the end or an error go out."""
-    die_with_parent()
+    die_with(parent)
     # Ctrl-C comes to all processes of a terminal: the parent ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from forge_data._shared.atomic import new_folder
 from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
-from forge_data.prepare.output import replacing, write_json
+from forge_data.prepare.output import write_json
 from forge_data.prepare.statistics import STATISTICS
 from forge_data.prepare.token_writer import TokenWriter
 from forge_data.sources.datasets_library import (
@@ -58,7 +59,7 @@ def open_source(config: SourceConfig) -> CachedTokens | StreamedSet:
     }
 
     def write(folder: Path, progress: Callable[[int, int], None]) -> None:
-        with replacing(folder) as unfinished:
+        with new_folder(folder) as unfinished:
             _write(_batches(data, config, progress), tokenizer, unfinished, str(config.path))
             write_json(unfinished / STATISTICS, {"splits": {}, "not_read": others})
 

@@ -10,12 +10,13 @@ tokenizer.json  a copy of the tokenizer, if it is a JSON file
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from forge_data._shared.atomic import write_file
+from forge_data._shared.jsonl import parse
 from forge_data._shared.paths import read_regular
 from forge_data._shared.problems import Problem, invalid, raise_problems
 from forge_data.config import DTYPES
@@ -58,10 +59,7 @@ class Sidecar:
         content = {"format": FORMAT, "version": VERSION, **asdict(self)}
         if self.block_bytes is None:
             del content["block_bytes"]
-        with (folder / SIDECAR).open("w", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=2) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        write_file(folder / SIDECAR, json.dumps(content, indent=2) + "\n")
 
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -78,7 +76,12 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
 def read_sidecar(folder: Path) -> Sidecar:
     """The sidecar of a folder, with every key checked. Raises InvalidData naming the wrong ones."""
     path = folder / SIDECAR
-    content = _read_json(path)
+    try:
+        content = parse(
+            read_regular(path, _MAX_BYTES, InvalidData), path, InvalidData, PREPARE_AGAIN
+        )
+    except FileNotFoundError:
+        raise _missing(path) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         rule = f'must be "{FORMAT}"'
         raise invalid("format", "unknown", ..., rule, PREPARE_AGAIN, where=path, kind=InvalidData)
@@ -97,23 +100,6 @@ def read_sidecar(folder: Path) -> Sidecar:
     )
     raise_problems(str(path), _problems(sidecar), InvalidData)
     return sidecar
-
-
-def _read_json(path: Path) -> Any:
-    try:
-        return json.loads(read_regular(path, _MAX_BYTES, InvalidData).decode("utf-8"))
-    except FileNotFoundError:
-        raise _missing(path) from None
-    except RecursionError:
-        rule = "must be JSON of a few levels, not nested deep"
-        raise invalid("", "depth", ..., rule, PREPARE_AGAIN, where=path, kind=InvalidData) from None
-    except InvalidData:
-        raise
-    except ValueError as error:  # no JSON, no UTF-8, or an integer of thousands of digits
-        rule = f"must be JSON ({error})"
-        raise invalid(
-            "", "not_json", ..., rule, PREPARE_AGAIN, where=path, kind=InvalidData
-        ) from None
 
 
 def _problems(sidecar: Sidecar) -> Iterator[Problem]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from forge_data._shared.cache import say
 from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
@@ -35,7 +35,7 @@ def open_source(config: SourceConfig) -> CachedTokens:
 
     def write(folder: Path, progress: Callable[[int, int], None]) -> None:
         if user_path(config.path or "").is_dir() and (line := not_read(root)):
-            print(f"forge-data: {line}", file=sys.stderr, flush=True)
+            say(line)
         prepare(
             files,
             folder,

@@ -9,7 +9,6 @@ import csv
 import glob
 import hashlib
 import io
-import json
 import os
 import re
 import tarfile
@@ -19,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forge_vlm._shared.jsonl import parse
 from forge_vlm._shared.paths import user_path
 from forge_vlm._shared.problems import ProblemError
 from forge_vlm._shared.record_keys import CONTENT, Keys, RecordKeys, is_empty
@@ -106,7 +106,7 @@ class _Lines:
         name = f"{self._path}, {at}"
         with opened(self._path) as file:
             file.seek(self._offsets[index])
-            value = _json(file.readline(), name)
+            value = parse(file.readline(), name, InvalidSample)
         return self._make(name, value, self._folder)
 
     def fingerprint(self, cache: str | None = None) -> str:
@@ -122,7 +122,7 @@ def _llava(path: Path, keys: RecordKeys, images: Path | None, asks: bool = False
     if path.suffix == ".jsonl":
         return _Lines(path, make, images)
     content = content_of(path)
-    values = _json(content, str(path))
+    values = parse(content, str(path), InvalidSample)
     if not isinstance(values, list):
         rule = "must hold a list of records"
         raise invalid("", "not_list", ..., rule, "give LLaVA's JSON", where=path)
@@ -134,7 +134,7 @@ def _coco(path: Path, keys: RecordKeys, images: Path | None, together: bool = Fa
     captions_val2017.json) next to it or to its folder. A record is a caption, or `together` all captions of an image, in
     the order of the first of each."""
     content = content_of(path)
-    value = _json(content, str(path))
+    value = parse(content, str(path), InvalidSample)
     try:
         files = {image["id"]: image["file_name"] for image in value["images"]}
         notes = value["annotations"]
@@ -208,7 +208,9 @@ def _of_metadata(
     content = content_of(index)
     rows: list[Any]
     if index == lines:
-        rows = [_json(line, str(index)) for line in content.splitlines() if line.strip()]
+        rows = [
+            parse(line, str(index), InvalidSample) for line in content.splitlines() if line.strip()
+        ]
     else:
         try:
             # a quoted field may hold line breaks, and spreadsheets write a mark before the first
@@ -383,7 +385,7 @@ class _Tar:
         if "json" not in members:
             rule = f"has {', '.join(members)}, and must have .txt or .json next to its pictures"
             raise invalid("", "no_text", ..., rule, "add one", where=name)
-        value = _json(self._read(name, members["json"]), f"{name}.json")
+        value = parse(self._read(name, members["json"]), f"{name}.json", InvalidSample)
         given = dict(value) if isinstance(value, Mapping) else {}
         pictures = self._in_order(name, given, pictures)
         layout = next((key for key in _MESSAGES if key in given), None)
@@ -448,14 +450,6 @@ def _caption(name: str, row: Mapping[str, Any], keys: RecordKeys, *read: str) ->
     key = next((key for key in _CAPTIONS if row.get(key)), _CAPTIONS[0])
     keys.check(Keys(frozenset((key, *read)), CONTENT | {*_CAPTIONS}), row, name)
     return row.get(key)
-
-
-def _json(content: bytes, name: str) -> Any:
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        rule = f"must be JSON ({error})"
-        raise invalid("", "not_json", ..., rule, "correct it", where=name) from error
 
 
 FORMATS: dict[str, Callable[..., Records]] = {

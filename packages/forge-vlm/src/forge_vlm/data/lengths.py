@@ -1,7 +1,6 @@
 """Lengths of the samples of a source, found once and kept in a cache.
 
     <cache>/vlm-lengths-<32 hex digits>.npz    lengths, numbers of records, counts
-    <cache>/vlm-lengths-<32 hex digits>.lock   locked by the process that finds them
 
 The digits are a digest of the content of the files and of the options. Pictures in files of their own are looked at only
 where they were missing or damaged; one that was changed is found when its sample is read, and then the entry is removed.
@@ -9,19 +8,17 @@ where they were missing or damaged; one that was changed is found when its sampl
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
-import hashlib
+import functools
 import json
 import os
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from forge_vlm._shared.paths import user_path
+from forge_vlm._shared.atomic import new_file
+from forge_vlm._shared.cache import digest_of, entry_of, once
 from forge_vlm._shared.record_keys import RecordKeys
 from forge_vlm.data.errors import invalid
 from forge_vlm.data.reader import Reader
@@ -29,7 +26,7 @@ from forge_vlm.data.records import Record, Records
 from forge_vlm.data.samples import VERSION, Counted
 from forge_vlm.plan import IGNORE
 
-__all__ = ["cached", "count", "entry_of", "locked"]
+__all__ = ["cached", "count", "lengths_entry"]
 
 SMALL = 1000  # records up to which counting again is sooner done than looked up
 _DAMAGED = "damaged"
@@ -70,13 +67,10 @@ def count(
     return Counted(one, two, three, four, *counts), damaged
 
 
-def entry_of(cache: str | None, content: str, options: Mapping[str, Any]) -> Path:
+def lengths_entry(cache: str | None, content: str, options: Mapping[str, Any]) -> Path:
     """The file of what determines the lengths: files by their digest, and options."""
-    key = json.dumps(
-        {"version": VERSION, "counted": _COUNTED, "content": content, **options}, sort_keys=True
-    )
-    folder = user_path(cache or os.environ.get("FORGE_CACHE") or "~/.cache/forge/tokens")
-    return folder / f"vlm-lengths-{hashlib.sha256(key.encode()).hexdigest()[:32]}.npz"
+    digest = digest_of({"version": VERSION, "counted": _COUNTED, "content": content, **options})
+    return entry_of("lengths", f"vlm-lengths-{digest}.npz", cache)
 
 
 def cached(entry: Path, records: Records, reader: Reader, path: str, keys: RecordKeys) -> Counted:
@@ -86,71 +80,40 @@ def cached(entry: Path, records: Records, reader: Reader, path: str, keys: Recor
     """
     if len(records) <= SMALL:
         return count(records, reader, path, keys)[0]
-    if (found := _kept(entry)) is not None:
-        return found
-    try:
-        with locked(entry.with_suffix(".lock"), f"lengths of {path}"):
-            if (found := _kept(entry)) is not None:  # written while this process waited
-                return found
-            found, damaged = count(records, reader, path, keys)
-            _keep(entry, found, damaged)
-    except OSError as error:
-        if error.filename is None or not str(error.filename).startswith(str(entry.parent)):
-            raise
-        print(
-            f"data: lengths of {path} cannot be kept in {entry.parent} ({error.strerror}), and each process finds its own; "
-            "set cache, or $FORGE_CACHE",
-            file=sys.stderr,
-        )
-        return found or count(records, reader, path, keys)[0]
-    return found
-
-
-@contextlib.contextmanager
-def locked(path: Path, what: str) -> Iterator[None]:
-    """Hold the lock of a file, after a wait where another process has it; the kernel releases it when that dies."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            print(f"data: another process finds {what}; waiting for it", file=sys.stderr)
-            fcntl.lockf(file, fcntl.LOCK_EX)
-        yield
+    counted = functools.cache(lambda: count(records, reader, path, keys))
+    return once(
+        entry,
+        lambda: _kept(entry),
+        lambda: _keep(entry, *counted()),
+        what=f"lengths of {path}",
+        without=lambda: counted()[0],
+    )
 
 
 def _keep(entry: Path, found: Counted, damaged: list[Record]) -> None:
-    """Write an entry under its name when it is whole."""
     about = {
         **{name: getattr(found, name) for name in Counted._fields[len(_ARRAYS) :]},
         _DAMAGED: _states(
             str(p.content) for r in damaged for p in r.pictures if isinstance(p.content, Path)
         ),
     }
-    temporary = entry.with_name(f".{entry.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            about_it = np.frombuffer(json.dumps(about).encode(), np.uint8)
-            arrays = {name: getattr(found, name) for name in _ARRAYS}
-            np.savez(file, **arrays, about=about_it)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.rename(entry)
-    finally:
-        temporary.unlink(missing_ok=True)
+    arrays = {name: getattr(found, name) for name in _ARRAYS}
+    with new_file(entry) as file:
+        np.savez(file, **arrays, about=np.frombuffer(json.dumps(about).encode(), np.uint8))
 
 
-def _kept(entry: Path) -> Counted | None:
-    """What an entry says; None where it is not there, or damaged, or a picture that could not be read was changed."""
+def _kept(entry: Path) -> Counted:
+    """What an entry says. Raises ValueError for a damaged one, or where a picture that could not be read was changed."""
     try:
         with np.load(entry) as found:
             about = json.loads(found["about"].tobytes())
             damaged = about.pop(_DAMAGED)
-            if damaged != _states(damaged):
-                return None
-            return Counted(*(found[name] for name in _ARRAYS), **about)
-    except Exception:  # damaged files raise whatever numpy and zip meet
-        return None
+            counted = Counted(*(found[name] for name in _ARRAYS), **about)
+    except Exception as error:  # damaged files raise whatever numpy and zip meet
+        raise ValueError(f"{type(error).__name__}: {error}") from error
+    if damaged != _states(damaged):
+        raise ValueError("a picture that could not be read was changed")
+    return counted
 
 
 def _states(paths: Any) -> dict[str, list[int] | None]:

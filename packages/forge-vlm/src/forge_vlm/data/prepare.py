@@ -1,8 +1,9 @@
 """Files of any format become a folder of samples, once: tokenized, with their pictures checked and copied.
 
 OUTPUT.parts/plan.json       what is prepared; of another plan all parts are removed
-OUTPUT.parts/unit-00000.npz  samples of some records, written under another name and renamed
+OUTPUT.parts/unit-00000.npz  samples of some records
 OUTPUT.parts/whole/          the output, which is renamed when it is complete
+OUTPUT.parts.lock            held by the one that prepares
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
@@ -22,12 +24,13 @@ from typing import Any
 
 import numpy as np
 
+from forge_vlm._shared.atomic import install_folder, new_file, restore_folder, write_file
+from forge_vlm._shared.locks import locked
 from forge_vlm._shared.paths import user_path
 from forge_vlm._shared.problems import Problem, ProblemError, raise_problems
 from forge_vlm._shared.record_keys import RecordKeys
 from forge_vlm.data.errors import InvalidSample, invalid
 from forge_vlm.data.formats import open_records
-from forge_vlm.data.lengths import locked
 from forge_vlm.data.options import problems
 from forge_vlm.data.prepared import MANIFEST, VERSION, is_prepared
 from forge_vlm.data.reader import Reader
@@ -89,7 +92,7 @@ def prepare(
     parts = output.with_name(f"{output.name}.parts")
     if is_there and not overwrite:
         raise _exists(output)
-    with _named(output), locked(parts / "lock", f"the samples of {path}"):
+    with _named(output), _alone(output, parts):
         if output.exists() and not overwrite:  # written while this process waited
             raise _exists(output)
         _begin(parts, about)
@@ -101,7 +104,7 @@ def prepare(
             "image_id": reader.image_id,
         }
         about = _join(units, parts / "whole", about, keys.counts)
-        _replace(parts / "whole", output, parts / "old")
+        install_folder(parts / "whole", output, replace=overwrite)
         shutil.rmtree(parts)
     return about
 
@@ -119,6 +122,21 @@ def _problems(output: Path, pictures: str, overwrite: bool, workers: int) -> Ite
 def _exists(output: Path) -> Any:
     fix = "choose another name, or replace it with overwrite=True (--overwrite)"
     return invalid("output", "exists", str(output), "is there already", fix, kind=ProblemError)
+
+
+@contextlib.contextmanager
+def _alone(output: Path, parts: Path) -> Iterator[None]:
+    """Hold the lock, after a wait where another process has it, and give back an output whose replacement was killed."""
+
+    def wait(owner: str) -> None:
+        print(f"forge-vlm: waiting for {owner}, which prepares {output}", file=sys.stderr)
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    # next to the parts, which are removed at the end: a lock that goes with them would keep nobody out
+    with locked(parts.with_name(f"{parts.name}.lock"), wait=wait, remove=True):
+        parts.mkdir(exist_ok=True)
+        restore_folder(output)
+        yield
 
 
 @contextlib.contextmanager
@@ -144,10 +162,8 @@ def _begin(parts: Path, about: Mapping[str, Any]) -> None:
     if not plan.exists() or plan.read_text() != said:
         for file in parts.glob("unit-*"):
             file.unlink()
-        plan.write_text(said)
+        write_file(plan, said)
     shutil.rmtree(parts / "whole", ignore_errors=True)
-    for file in parts.glob(".unit-*"):
-        file.unlink()
 
 
 def _write_units(
@@ -195,12 +211,8 @@ def _open_files(path: str, given: dict[str, Any], pictures: str) -> None:
 def _write_unit(job: tuple[Path, int, int]) -> None:
     file, first, stop = job
     found = make_unit(**_OPEN, numbers=range(first, stop))
-    temporary = file.with_name(f".{file.name}")
-    with temporary.open("wb") as opened:
+    with new_file(file) as opened:
         np.savez(opened, allow_pickle=False, **found)
-        opened.flush()
-        os.fsync(opened.fileno())
-    temporary.rename(file)
 
 
 def _join(
@@ -254,10 +266,7 @@ def _join(
         "bytes": {f"{name}.bin": file.size for name, file in files.items()},
         "sha256": {f"{name}.bin": file.close() for name, file in files.items()},
     }
-    with (folder / MANIFEST).open("w", encoding="utf-8") as opened:
-        json.dump(about, opened, indent=2)
-        opened.flush()
-        os.fsync(opened.fileno())
+    write_file(folder / MANIFEST, json.dumps(about, indent=2))
     return about
 
 
@@ -279,28 +288,3 @@ class _File:
         os.fsync(self._file.fileno())
         self._file.close()
         return self._digest.hexdigest()
-
-
-def _replace(whole: Path, output: Path, old: Path) -> None:
-    """Rename a complete folder to the output; one that is there is moved away first, and back if that fails."""
-    shutil.rmtree(old, ignore_errors=True)
-    _sync(whole)
-    if output.exists():  # a rename cannot replace a folder with files in it
-        output.rename(old)
-        try:
-            whole.rename(output)
-        except BaseException:
-            old.rename(output)
-            raise
-    else:
-        whole.rename(output)
-    _sync(output.parent)
-
-
-def _sync(folder: Path) -> None:
-    """The names in a folder survive a power loss."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

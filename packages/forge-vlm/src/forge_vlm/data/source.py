@@ -15,7 +15,7 @@ from forge_vlm._shared.record_keys import RecordKeys
 from forge_vlm.data.errors import InvalidSample
 from forge_vlm.data.files import folder_of
 from forge_vlm.data.formats import open_records
-from forge_vlm.data.lengths import cached, entry_of
+from forge_vlm.data.lengths import cached, lengths_entry
 from forge_vlm.data.options import problems
 from forge_vlm.data.prepared import Prepared, is_prepared
 from forge_vlm.data.reader import Reader
@@ -113,7 +113,7 @@ class Conversations(CountedSamples):
         key = {**self.reader.identity, "ignore_keys": sorted(ignore_keys), "strict": strict}
         if images is not None:  # other images of the same names have other sizes
             key["images"] = str(folder_of(images))
-        self._entry = entry_of(cache, content, key)
+        self._entry = lengths_entry(cache, content, key)
         counted = cached(self._entry, self.records, self.reader, self.path, keys)
         super().__init__(self.reader, self.reader.identity, counted, content)
 

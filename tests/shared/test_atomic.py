@@ -1,0 +1,186 @@
+"""The shared topic `atomic`, by the copy of one package; real kills and a real limit of the size of a file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_data._shared.atomic import (
+    install_folder,
+    new_file,
+    new_folder,
+    remove,
+    restore_folder,
+    write_file,
+)
+from forge_testing.durability import synced_renames
+from forge_testing.processes import exit_code, forked
+
+pytestmark = pytest.mark.lane("test")
+
+
+def tree(folder: Path) -> dict[str, str]:
+    """Contents by name, of hidden files and of empty folders too."""
+    return {
+        str(p.relative_to(folder)): p.read_text() if p.is_file() else ""
+        for p in folder.rglob("*")
+        if p.is_file() or not any(p.iterdir())
+    }
+
+
+def make(target: Path, text: str, replace: bool = True) -> None:
+    with new_folder(target, replace=replace) as folder:
+        (folder / "below").mkdir()
+        for name in ("a", "below/b"):
+            with (folder / name).open("w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def test_files_and_names_are_on_the_disk_before_they_are_published(tmp_path: Path) -> None:
+    with synced_renames() as moved:
+        write_file(tmp_path / "file", "é")
+        write_file(tmp_path / "file", "2")
+        make(tmp_path / "out", "1")
+        make(tmp_path / "out", "2")
+    assert moved == ["file", "file", "out", ".out.old", "out"]
+    assert tree(tmp_path) == {"file": "2", "out/a": "2", "out/below/b": "2"}
+
+
+def test_what_raises_leaves_what_was_there(tmp_path: Path) -> None:
+    write_file(tmp_path / "file", "1")
+    make(tmp_path / "out", "1")
+    before = tree(tmp_path)
+    with pytest.raises(ZeroDivisionError), new_file(tmp_path / "file") as file:
+        file.write(b"half" * (1 // 0))
+    with pytest.raises(TypeError):
+        make(tmp_path / "out", 2)  # type: ignore[arg-type]
+    with pytest.raises(OSError, match=str(errno.ENOTEMPTY)):
+        make(tmp_path / "out", "2", replace=False)
+    assert tree(tmp_path) == before
+
+
+def test_a_rename_that_fails_gives_the_old_folder_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make(tmp_path / "out", "1")
+    before, rename = tree(tmp_path), os.rename
+
+    def failing(source: Path, target: Path) -> None:
+        if ".tmp-" in Path(source).name and Path(target).name == "out":
+            raise OSError(errno.EIO, "no")
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", failing)
+    with pytest.raises(OSError, match=str(errno.EIO)):
+        make(tmp_path / "out", "2")
+    assert tree(tmp_path) == before
+
+
+@pytest.mark.parametrize("call", range(1, 10))
+def test_a_replacement_that_is_killed_anywhere_is_undone_or_done_by_the_next_writer(
+    tmp_path: Path, call: int
+) -> None:
+    """Killed before the call-th change of the disk of `install_folder`; the next writer restores, or writes anew."""
+    make(tmp_path / "out", "1")
+    (tmp_path / "whole").mkdir()
+    write_file(tmp_path / "whole/a", "2")
+    left = [call]
+
+    def dying(change: Any) -> Any:
+        def changed(*arguments: Any, **options: Any) -> None:
+            left[0] -= 1
+            if not left[0]:
+                os.kill(os.getpid(), signal.SIGKILL)
+            change(*arguments, **options)
+
+        return changed
+
+    def killed() -> None:
+        for name in ("rename", "fsync", "rmdir", "unlink"):
+            setattr(os, name, dying(getattr(os, name)))
+        install_folder(tmp_path / "whole", tmp_path / "out", replace=True)
+
+    assert exit_code(forked(killed)) in (-signal.SIGKILL, 0)
+    restore_folder(tmp_path / "out")
+    found = tree(tmp_path / "out")
+    assert found in ({"a": "1", "below/b": "1"}, {"a": "2"})
+    assert (tmp_path / "whole").exists() == (found["a"] == "1")
+    make(tmp_path / "out", "3")
+    assert tree(tmp_path / "out") == {"a": "3", "below/b": "3"}
+    remove(tmp_path / "whole")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_kill_between_the_two_renames_is_restored_by_the_next_writer(tmp_path: Path) -> None:
+    make(tmp_path / "out", "1")
+
+    def killed() -> None:
+        rename = os.rename
+
+        def second(source: Path, target: Path) -> None:
+            if Path(target).name == "out":
+                os.kill(os.getpid(), signal.SIGKILL)
+            rename(source, target)
+
+        os.rename = second  # type: ignore[assignment]
+        make(tmp_path / "out", "2")
+
+    assert exit_code(forked(killed)) == -signal.SIGKILL
+    assert not (tmp_path / "out").exists()
+    with pytest.raises(OSError, match=str(errno.ENOTEMPTY)):
+        make(tmp_path / "out", "3", replace=False)
+    assert tree(tmp_path / "out") == {"a": "1", "below/b": "1"}
+    assert not (tmp_path / ".out.old").exists()
+
+
+@pytest.mark.parametrize("name", ["out", "data[v2]", "a*b"])
+def test_F149_leftovers_of_the_dead_are_removed_and_those_of_the_living_kept(
+    tmp_path: Path, name: str
+) -> None:
+    dead = 1 << 30  # more than the kernel gives
+    kept = {
+        f".{name}.tmp-{socket.gethostname()}-{os.getpid()}-0123abcd",
+        f".{name}.tmp-{socket.gethostname()}-1-0123abcd",
+        f".{name}.tmp-elsewhere-{dead}-0123abcd",
+        f".{name}.tmp-{dead}",
+        f"{name}.tmp-{socket.gethostname()}-{dead}-0123abcd",
+    }
+    for file in (*kept, f".{name}.tmp-{socket.gethostname()}-{dead}-0123abcd"):
+        (tmp_path / file).touch()
+    folder = tmp_path / f".x.tmp-{socket.gethostname()}-{dead}-0123abcd"
+    folder.mkdir()
+    (folder / "a").touch()
+    write_file(tmp_path / name, "")
+    assert {p.name for p in tmp_path.iterdir()} == {*kept, name}
+
+
+def test_a_full_disk_leaves_what_was_there(tmp_path: Path) -> None:
+    write_file(tmp_path / "file", "1")
+
+    def full() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        with pytest.raises(OSError, match=str(errno.EFBIG)):
+            write_file(tmp_path / "file", "2" * 1001)
+
+    assert exit_code(forked(full)) == 0
+    assert tree(tmp_path) == {"file": "1"}
+
+
+def test_removing_follows_no_link(tmp_path: Path) -> None:
+    make(tmp_path / "out", "1")
+    (tmp_path / "link").symlink_to("out")
+    for name in ("link", "none"):
+        remove(tmp_path / name)
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    remove(tmp_path / "out")
+    assert not list(tmp_path.iterdir())
