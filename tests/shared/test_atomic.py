@@ -59,9 +59,12 @@ def test_what_raises_leaves_what_was_there(tmp_path: Path) -> None:
     write_file(tmp_path / "file", "1")
     make(tmp_path / "out", "1")
     before = tree(tmp_path)
-    with pytest.raises(ZeroDivisionError), new_file(tmp_path / "file") as file:
+    with (
+        pytest.raises(ZeroDivisionError),
+        new_file(tmp_path / "file") as file,
+    ):  # prose: Python's own
         file.write(b"half" * (1 // 0))
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError):  # prose: Python's own
         make(tmp_path / "out", 2)  # type: ignore[arg-type]
     with pytest.raises(OSError, match=str(errno.ENOTEMPTY)):
         make(tmp_path / "out", "2", replace=False)

@@ -156,5 +156,5 @@ def test_a_fifo_or_a_link_is_no_lock(tmp_path: Path) -> None:
     for name in ("fifo", "link"):
         with pytest.raises(OSError, match=name):
             Lock(tmp_path / name)
-    with pytest.raises(FileNotFoundError, match="none"):
+    with pytest.raises(FileNotFoundError, match="none/lock"):
         Lock(tmp_path / "none/lock")

@@ -310,8 +310,8 @@ CALL = [{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}]
     ("key", "value", "read_by"),
     [
         ("tool_calls", CALL, TOOLS),
-        ("reasoning_content", "as it is", REASONING),
-        ("name", "Bo", "{% for m in messages %}{{ m | tojson }}{% endfor %}"),
+        ("reasoning_content", "so it is", REASONING),
+        ("name", "Bo", "{% for m in messages %}{{ m | tojson }}{% endfor %}"),  # prose: a template
         *((key, False, None) for key in ("loss", "loss_mask", "mask", "train", "train_on_turn", "trainable", "training")),
     ],
 )  # fmt: skip
@@ -328,7 +328,7 @@ def test_F134_keys_of_messages_that_the_template_does_not_read(
         Conversations(path, replace(plain, strict=strict))
     ignored = Conversations(path, replace(plain, ignore_keys=[] if strict else [key]))
     assert ignored.rendered.counts["not_read"] == {name: 1}
-    everything = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
+    everything = "{% for m in messages %}{{ m | tojson }}{% endfor %}"  # prose: a template
     (tmp_path / "t.jinja").write_text(read_by or everything)
     reads = replace(plain, template=str(tmp_path / "t.jinja"), strict=True)
     if read_by is None:
