@@ -441,7 +441,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "the state of the orchestrator is not synced before its rename",
-        f"{_RESILIENCE}/slurm/orchestrate.py",
+        f"{_RESILIENCE}/_shared/atomic.py",
         "            os.fsync(file.fileno())\n",
         "",
     ),

@@ -139,7 +139,7 @@ def test_steps_of_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     journal = SimpleNamespace(begin=0, total_steps=4, rollbacks=[])
     for module in (private_job, replay):
         monkeypatch.setattr(module, "read_journal", lambda run: journal)
-    (tmp_path / "config.toml").touch()
+    (tmp_path / "config.toml").write_text("[run]\nseed = 0\n")
     for step in (0, 5):
         with rejects("--step", step, "range", ConfigError):
             private_job.find_start(tmp_path, step)

@@ -217,7 +217,7 @@ def test_F191_a_stop_is_sent_until_the_ranks_leave(site: Site, name: str) -> Non
     while not ready.exists():
         assert life.poll() is None
     life.send_signal(signal.Signals[f"SIG{name}"])
-    output, _ = life.communicate(timeout=20)
+    output, _ = life.communicate(timeout=60)
     assert life.returncode == 75, output
     assert site.calls("scontrol") == ["requeue 7"]
 
