@@ -498,7 +498,7 @@ def test_a_saved_set_that_is_damaged_or_cannot_be_read(tmp_path, folder, monkeyp
     for name in ("dataset_info.json", "data.arrow"):
         (tmp_path / "saved" / name).write_text("?")
     config = ChatConfig(tokenizer=str(folder))
-    with rejects("path", str(tmp_path / "saved"), "not_loaded", InvalidData):
+    with rejects("", ..., "truncated", InvalidData, where="data.arrow"):
         Conversations(tmp_path / "saved", config)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with rejects("path", str(tmp_path / "saved"), "requires"):

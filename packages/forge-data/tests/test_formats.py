@@ -207,12 +207,10 @@ def test_a_folder_of_megatron_sets_is_one_source(tmp_path):
 # ---- damage
 
 
-def megatron(change_index=lambda b: b, change_tokens=lambda b: b):
+def megatron(change):
     def make(folder):
         index = write_megatron(folder)
-        index.write_bytes(change_index(bytearray(index.read_bytes())))
-        tokens = folder / "text.bin"
-        tokens.write_bytes(change_tokens(bytearray(tokens.read_bytes())))
+        index.write_bytes(change(bytearray(index.read_bytes())))
         return index
 
     return make
@@ -250,9 +248,6 @@ DAMAGE = {
     "megatron floats": ("megatron", megatron(put("B", 17, 6)), ("", ..., "version")),
     "megatron type 200": ("megatron", megatron(put("B", 17, 200)), ("", ..., "version")),
     "megatron wider type": ("megatron", megatron(put("B", 17, 4)), ("", ..., "order")),
-    "megatron index cut": ("megatron", megatron(lambda b: b[:-5]), ("", ..., "length")),
-    "megatron index of 10": ("megatron", megatron(lambda b: b[:10]), ("", ..., "header")),
-    "megatron index empty": ("megatron", megatron(lambda b: b[:0]), ("", ..., "header")),
     "megatron huge count": ("megatron", megatron(put("Q", 18, 2**62)), ("", ..., "length")),
     "megatron no sequence": ("megatron", megatron(put("Q", 18, 0)), ("", ..., "length")),
     "megatron huge borders": ("megatron", megatron(put("Q", 26, 2**63)), ("", ..., "length")),
@@ -266,8 +261,6 @@ DAMAGE = {
     "megatron borders fall": ("megatron", megatron(put("q", BORDERS + 8, 4)), ("", ..., "borders")),
     "megatron borders outside": ("megatron", megatron(put("q", BORDERS + 32, 9)), ("", ..., "borders")),
     "megatron borders negative": ("megatron", megatron(put("q", BORDERS + 8, -1)), ("", ..., "borders")),
-    "megatron tokens cut": ("megatron", megatron(change_tokens=lambda b: b[:-2]), ("", 28, "length")),
-    "megatron tokens grown": ("megatron", megatron(change_tokens=lambda b: b + b"ab"), ("", 32, "length")),
     "megatron tokens gone": ("megatron", lambda f: (write_megatron(f), (f / "text.bin").unlink()) and f, ("", ..., "missing")),
     "llm.c magic": ("llm.c", shard(put("i", 0, 20240521)), ("magic", 20240521, "unknown")),
     "llm.c big-endian": ("llm.c", shard(lambda b: bytearray(np.frombuffer(b[:1024], "<i4").astype(">i4").tobytes()) + b[1024:]), ("magic", -1999096831, "unknown")),
@@ -275,12 +268,8 @@ DAMAGE = {
     "llm.c count": ("llm.c", shard(put("i", 8, 16)), ("", 1054, "length")),
     "llm.c count negative": ("llm.c", shard(put("i", 8, -15)), ("", -15, "empty")),
     "llm.c count huge": ("llm.c", shard(put("i", 8, 2**31 - 1)), ("", 1054, "length")),
-    "llm.c cut": ("llm.c", shard(lambda b: b[:-2]), ("", 1052, "length")),
-    "llm.c grown": ("llm.c", shard(lambda b: b + b"ab"), ("", 1056, "length")),
     "llm.c half a header": ("llm.c", shard(lambda b: b[:300]), ("", 300, "length")),
     "llm.c no ids": ("llm.c", shard(lambda b: b, ids=[]), ("", 0, "empty")),
-    "nanogpt empty": ("nanogpt", shard(lambda b: b[:0], write_nanogpt), ("", 0, "length")),
-    "nanogpt odd": ("nanogpt", shard(lambda b: b[:-1], write_nanogpt), ("", 29, "length")),
     "nanogpt without its eos": ("nanogpt", shard(lambda b: b[:6], write_nanogpt), ("nanogpt.eos_id", 99, "unused")),
     "nanogpt mixed with llm.c": ("nanogpt", lambda f: (write_llm_c(f), write_nanogpt(f)) and f, ("path", ANY, "mixed")),
     "nothing there": ("nanogpt", lambda f: f / "no.bin", ("path", ANY, "not_found")),
@@ -293,8 +282,6 @@ DAMAGE = {
     "npy of one number": ("npy", npy_of(np.array(5, "<u2")), ("dtype", "<u2", "unsupported")),
     "npy of fields": ("npy", npy_of(np.zeros(3, [("a", "<u2")])), ("dtype", "|V2", "unsupported")),
     "npy empty array": ("npy", npy_of(np.zeros(0, "<u2")), ("", 0, "empty")),
-    "npy empty file": ("npy", shard(lambda b: b[:0], write_npy), ("", ..., "header")),
-    "npy cut": ("npy", shard(lambda b: b[:-2], write_npy), ("", 156, "length")),
     "npy cut in its header": ("npy", shard(lambda b: b[:40], write_npy), ("", ..., "header")),
     "npy huge count": ("npy", shard(lambda b: b.replace(b"(15,), }         ", b"(9999999999999,),}"), write_npy), ("", 159, "length")),
     "npy negative count": ("npy", shard(lambda b: b.replace(b"(15,)", b"(-5,)"), write_npy), ("", -5, "empty")),

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from forge_data._shared.jsonl import parse
-from forge_data._shared.problems import invalid
+from forge_data._shared.problems import ProblemError, invalid
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
 from forge_data.folders import files_below
 from forge_data.prepare.byte_streams import COMPRESSIONS, open_bytes
-from forge_data.prepare.parquet import require_pyarrow
+from forge_data.prepare.parquet import open_parquet
 from forge_data.sources.checks import check_split
-from forge_data.sources.datasets_library import one_sentence, require_library, root_name
+from forge_data.sources.datasets_library import load_saved, one_sentence, require_library
 
 __all__ = ["Record", "find_conversations", "read_records"]
 
@@ -51,8 +51,8 @@ def find_conversations(path: Path, split: str) -> list[Path]:
         rule = "must hold train/ and validation/ for split validation"
         fix = "make them, or give validation a path of its own with split train"
         raise invalid("path", "no_splits", name, rule, fix, kind=InvalidData)
-    if path.is_file():
-        found = [path] if path.name.endswith(_PLAIN) else []
+    if not path.is_dir():  # FIFOs and devices are never files of a split
+        found = [path] if path.is_file() and path.name.endswith(_PLAIN) else []
     else:
         saved = (path / _SAVED_SET).is_file()
         endings = (".arrow",) if saved else _PLAIN
@@ -90,12 +90,9 @@ def _lines(path: Path) -> Iterator[Record]:
 
 
 def _parquet(path: Path) -> Iterator[Record]:
-    require_pyarrow(path)
-    from pyarrow import parquet
-
     number = 0
     try:
-        with parquet.ParquetFile(path) as file:
+        with open_parquet(path) as file:
             names = file.schema_arrow.names
             if len(names) > len(set(names)):
                 twice = max(names, key=names.count)
@@ -105,19 +102,19 @@ def _parquet(path: Path) -> Iterator[Record]:
                 for row in batch.to_pylist():
                     number += 1
                     yield Record(f"{path} row {number}", _without_nulls(row))
+    except (InvalidData, ProblemError, PermissionError):
+        raise
     except (OSError, ValueError) as error:
-        if isinstance(error, InvalidData):
-            raise
         rule, fix = f"must be a parquet file ({str(error).splitlines()[0]:.200})", "write it again"
         raise invalid("", "damaged", ..., rule, fix, where=path, kind=InvalidData) from None
 
 
 def _saved_set(folder: Path) -> Iterator[Record]:
     require_library("path", str(folder))
-    from datasets import Dataset, load_from_disk
+    from datasets import Dataset
 
     with one_sentence(str(folder)):
-        found = load_from_disk(root_name(folder))
+        found = load_saved(folder)
         assert isinstance(found, Dataset)
     for number, row in enumerate(found, start=1):
         yield Record(f"{folder} row {number}", _without_nulls(row))

@@ -9,10 +9,11 @@ from typing import Any
 
 from forge_data._shared.problems import invalid
 from forge_data._shared.record_keys import Keys, RecordKeys
+from forge_data._shared.table_files import check_parquet
 from forge_data.errors import InvalidData
 from forge_data.prepare.text_documents import Piece
 
-__all__ = ["read_parquet", "row_group_bytes"]
+__all__ = ["open_parquet", "read_parquet", "row_group_bytes"]
 
 _ROWS = 256  # rows that are Python strings at one time
 
@@ -76,16 +77,29 @@ def require_pyarrow(path: Path) -> None:
 @contextmanager
 def _opened(path: Path, column: str) -> Iterator[Any]:
     """A ParquetFile whose `column` holds strings."""
+    with open_parquet(path) as file:
+        _check_column(path, file.schema_arrow, column)
+        yield file
+
+
+@contextmanager
+def open_parquet(path: Path) -> Iterator[Any]:
+    """A ParquetFile that verifies what checksums its pages have.
+
+    Raises InvalidData for a damaged file, ValueError if pyarrow is not installed, PermissionError.
+    """
     require_pyarrow(path)
     from pyarrow import ArrowException
     from pyarrow.parquet import ParquetFile
 
     try:
         file = ParquetFile(path, page_checksum_verification=True)
+    except PermissionError:
+        raise
     except (ArrowException, OSError) as error:
         raise _damaged(path, error) from None
     with file:
-        _check_column(path, file.schema_arrow, column)
+        check_parquet(path, file.metadata, InvalidData)
         yield file
 
 

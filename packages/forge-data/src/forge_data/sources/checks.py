@@ -1,9 +1,20 @@
-"""Arguments of all sources: a split that exists, a range inside the source."""
+"""Arguments of all sources: a split that exists, a range inside the source, files of ids that are not packed."""
+
+from pathlib import Path
 
 from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
+from forge_data.errors import InvalidData
+from forge_data.prepare.byte_streams import COMPRESSIONS
 
-__all__ = ["check_range", "check_split"]
+__all__ = ["check_not_packed", "check_range", "check_split"]
+
+
+def check_not_packed(path: Path) -> None:
+    """Raise InvalidData for the name of a packed file: its bytes would be read as ids."""
+    if name := COMPRESSIONS.get(path.suffix.lower()):
+        rule = f"must be a file of ids that can be mapped, and ends as one of {name}"
+        raise invalid("path", "packed", str(path), rule, "unpack it first", kind=InvalidData)
 
 
 def check_split(split: str) -> None:

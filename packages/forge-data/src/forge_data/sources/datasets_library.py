@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
+from forge_data._shared.table_files import check_saved_set
 from forge_data.errors import InvalidData
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "find_builder",
     "is_saved",
+    "load_saved",
     "load_set",
     "name_for_library",
     "one_sentence",
@@ -82,7 +84,7 @@ def load_set(config: SourceConfig) -> Any:
                 builder = find_builder(name, config)
                 builder.download_and_prepare()
             return builder.as_dataset(split=split)
-        found = datasets.load_from_disk(root_name(path))
+        found = load_saved(path)
     if table.config_name is not None:
         key, rule = "huggingface.config_name", f"must not be given, as {path} was saved to disk"
         raise invalid(key, "excludes", table.config_name, rule, "remove it", kind=InvalidData)
@@ -97,6 +99,15 @@ def load_set(config: SourceConfig) -> Any:
         fix = "give it a path of its own with split train"
         raise invalid("split", "one_split", split, rule, fix, kind=InvalidData)
     return found
+
+
+def load_saved(folder: Path) -> Any:
+    """What save_to_disk wrote in a folder; errors of the library as they are, InvalidData where it would read fewer rows."""
+    import datasets
+
+    name = root_name(folder)
+    check_saved_set(folder, InvalidData)
+    return datasets.load_from_disk(name)
 
 
 @contextlib.contextmanager

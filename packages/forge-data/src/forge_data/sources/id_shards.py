@@ -20,7 +20,7 @@ from forge_data._shared.paths import files_named, user_path
 from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
-from forge_data.sources.checks import check_range, check_split
+from forge_data.sources.checks import check_not_packed, check_range, check_split
 
 __all__ = ["IdShards", "Shard", "find_shards"]
 
@@ -224,6 +224,7 @@ def find_shards(path: str | Path, split: str, suffix: str, kind: str) -> list[Pa
         found = held_out if split == "validation" else trained
     else:
         found = [path] if path.is_file() and split == "train" else []
+        check_not_packed(path)
     if not found and split == "validation" and path.exists():
         rule = f'must hold {suffix} files with "val" in their names, or a folder validation/, for split validation'
         fix = "give validation a path of its own with split train, or set eval.every_steps = 0"
@@ -240,7 +241,13 @@ def _say_left_out(folder: Path, names: tuple[str, ...]) -> None:
 
 
 def _files(folder: Path, suffix: str) -> list[Path]:
-    return [path for path in files_named(folder, suffix=suffix) if path.is_file()]
+    found = files_named(folder, suffix=suffix)
+    for path in found:
+        if not path.is_file():  # without it ids would be missing
+            rule = f"must be a file, or a link to one, as its name ends in {suffix}"
+            fix = "mount its disk, or remove it"
+            raise invalid("", "not_a_file", ..., rule, fix, where=path, kind=InvalidData)
+    return found
 
 
 def _scan(shard: Shard, wanted: int | None) -> _Scan:

@@ -65,6 +65,9 @@ def _shard(path: Path, dtype: str | None) -> Shard:
         raise invalid(
             "magic", "unknown", magic, rule, "copy it again", where=path, kind=InvalidData
         )
+    if words.tobytes().startswith(np.lib.format.MAGIC_PREFIX):
+        rule, fix = "must be ids, and begins as a .npy file", 'use name = "npy", and end it in .npy'
+        raise invalid("", "header", ..., rule, fix, where=path, kind=InvalidData)
     kind = dtype or "uint16"
     item = np.dtype(kind).itemsize
     if size == 0 or size % item:

@@ -17,7 +17,7 @@ from forge_data._shared.record_keys import unread_keys
 from forge_data.config import DTYPES, SPLITS, VERIFY
 from forge_data.errors import InvalidData
 from forge_data.prepare.statistics import read_statistics
-from forge_data.sources.checks import check_range, check_split
+from forge_data.sources.checks import check_not_packed, check_range, check_split
 from forge_data.sources.integrity import DIGEST_BYTES, VerifiedBlocks, check_offsets, check_whole
 from forge_data.sources.sidecar import (
     BLOCKS,
@@ -84,6 +84,7 @@ class TokenFiles:
             rule = "needs the digests of a sidecar, which the file does not have"
             fix = "remove verify, or prepare the text with `forge-data prepare`"
             raise invalid("verify", "requires", "full", rule, fix, where=self.path)
+        check_not_packed(self.path)
         size = self.path.stat().st_size
         if size == 0 or size % ITEM_SIZE[dtype]:
             rule = f"bytes must be a positive multiple of {ITEM_SIZE[dtype]} for dtype {dtype}"
