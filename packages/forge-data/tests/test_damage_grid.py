@@ -4,20 +4,17 @@ References are the standard library, numpy and pyarrow on the same bytes, and ru
 The quick lane takes cells in which each pair of format, compression, damage and place occurs.
 """
 
-import bz2
 import contextlib
 import csv
 import functools
-import gzip
 import io
 import json
-import lzma
 import os
 import random
 import re
 import struct
 import tempfile
-from itertools import combinations, pairwise, product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,6 +26,7 @@ from forge_data.chat.records import find_conversations, read_records
 from forge_data.prepare import prepare
 from forge_data.prepare.readers import find_inputs, read_pieces
 from forge_data.sources.datasets_library import load_set
+from forge_testing.damages import BYTES, ENCODINGS, PACKERS, as_user, covering
 from forge_testing.problems import assert_problem
 
 DRAW = random.Random(7)
@@ -167,46 +165,9 @@ def read(format, path):
     return source.read(0, source.num_tokens).tolist()
 
 
-# ---- damages
+# ---- cells
 
 
-def flip(at):
-    def change(content):
-        at_ = round(at * (len(content) - 1))
-        return content[:at_] + bytes([content[at_] ^ 0x55]) + content[at_ + 1 :]
-
-    return change
-
-
-PACKERS = {"": bytes, "gz": gzip.compress, "xz": lzma.compress, "bz2": bz2.compress}
-PACKERS["zst"] = lambda content: (
-    pytest.importorskip("zstandard").ZstdCompressor(write_checksum=True).compress(content)
-)
-#: Of the text, before it is packed.
-ENCODINGS = {
-    "utf-16": lambda content: content.decode().encode("utf-16"),
-    "utf-16 without a mark": lambda content: content.decode().encode("utf-16-be"),
-    "latin-1": lambda content: content.decode().encode("latin-1"),
-    "byte order mark": lambda content: b"\xef\xbb\xbf" + content,
-    "CRLF": lambda content: content.replace(b"\n", b"\r\n"),
-}
-#: Of the bytes of the file.
-BYTES = {
-    "none": bytes,
-    "empty": lambda content: b"",
-    "cut to a byte": lambda content: content[:1],
-    "cut to a quarter": lambda content: content[: len(content) // 4],
-    "cut to a half": lambda content: content[: len(content) // 2],
-    "cut by a byte": lambda content: content[:-1],
-    "cut by 8 bytes": lambda content: content[:-8],
-    "flipped first": flip(0),
-    "flipped at a quarter": flip(0.25),
-    "flipped in the middle": flip(0.5),
-    "flipped last": flip(1),
-    "garbage": lambda content: content + b"garbage",
-    "zeros": lambda content: content + bytes(600),
-    "two in one": lambda content: content * 2,
-}
 FILES = ("wrong ending", "folder", "fifo", "dead link", "rights")
 
 
@@ -236,17 +197,6 @@ def makes_sense(cell):
 
 GRID = product(FORMATS, PACKERS, (*ENCODINGS, *BYTES, *FILES), ("given", "folder"))
 CELLS = [cell for each in GRID if makes_sense(cell := Cell(*each))]
-
-
-def covering(cells):
-    """Cells in which every pair of two values of all cells occurs."""
-    seen, found = set(), set()
-    for cell in random.Random(0).sample(cells, len(cells)):
-        pairs = {*combinations(enumerate(cell), 2)} - seen
-        if pairs:
-            seen |= pairs
-            found.add(cell)
-    return found
 
 
 COVERING = covering(CELLS)
@@ -390,17 +340,6 @@ def wanted(cell, content):
         found, problems = ids_of(format, content), SPOILT.get(format, SPOILT["ids"])
     sure = damage == "none" or (found is not None and (format in CONTENT or format in ID_FILES))
     return found, set() if sure else problems
-
-
-@contextlib.contextmanager
-def as_user():
-    """Without the rights of root, which reads everything."""
-    root = os.geteuid() == 0
-    os.seteuid(65534 if root else os.geteuid())
-    try:
-        yield
-    finally:
-        os.seteuid(0 if root else os.geteuid())
 
 
 def fault(cell):

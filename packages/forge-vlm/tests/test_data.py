@@ -283,14 +283,13 @@ def test_wrong_records_of_llava_are_named(value, key, found, code, tmp_path):
     [
         ("coco", "a.json", b"[]", "", "not_coco"),
         ("folder", "a", None, "", "no_metadata"),
-        ("folder", "a/metadata.csv", b"file_name,text\n\xff", "", "not_csv"),
+        ("folder", "a/metadata.csv", b"file_name,text\na.png,one, two\n", "", "columns"),
+        ("folder", "a/metadata.csv", b"file_name,text,text\na.png,,one\n", "", "duplicate"),
         ("folder", "a/metadata.csv", b"file_name\na.png", "caption", "type"),
         ("parquet", "a", None, "", "no_parquet"),
-        ("parquet", "a.parquet", b"none", "", "bad_parquet"),
         ("dataset", "a", None, "", "not_saved"),
         ("webdataset", "a", None, "", "no_tar"),
         ("chat", "b", None, "path", "not_found"),
-        ("chat", "a", None, "", "not_a_file"),
         ("chat", "a.jsonl", b"", "", "empty"),
     ],
 )

@@ -13,7 +13,15 @@ from forge_vlm._shared.cache import digest_of, entry_of, once
 from forge_vlm._shared.paths import files_named, open_regular, read_regular, user_path
 from forge_vlm.data.errors import InvalidSample, invalid, readable
 
-__all__ = ["content_of", "digest_of_file", "digest_of_files", "files_of", "folder_of", "opened"]
+__all__ = [
+    "check_tar_end",
+    "content_of",
+    "digest_of_file",
+    "digest_of_files",
+    "files_of",
+    "folder_of",
+    "opened",
+]
 
 _SMALL = 1 << 24  # bytes of files that are sooner hashed than looked up
 
@@ -66,6 +74,21 @@ def content_of(path: Path) -> bytes:
     """All bytes of a file."""
     with opened(path) as file:
         return file.read()
+
+
+def check_tar_end(content: BufferedReader, stop: int, path: Path) -> None:
+    """InvalidSample unless a tar whose members end at byte `stop` has a block of zeros there, and nothing else: tarfile
+    takes a damaged header, a second archive and the end of the file between two members for the end."""
+    content.seek(stop)
+    zeros = 0
+    while chunk := content.read(1 << 20):
+        if chunk.count(0) < len(chunk):
+            zeros = 0
+            break
+        zeros += len(chunk)
+    if zeros < 512:
+        rule = f"must end with zeros at byte {stop}: it was truncated, a header is damaged, or another tar follows"
+        raise invalid("", "bad_tar", ..., rule, "restore it, or divide it", where=path)
 
 
 def folder_of(images: str | Path | None) -> Path | None:

@@ -22,9 +22,17 @@ from forge_vlm._shared.jsonl import parse
 from forge_vlm._shared.paths import user_path
 from forge_vlm._shared.problems import ProblemError
 from forge_vlm._shared.record_keys import CONTENT, Keys, RecordKeys, is_empty
+from forge_vlm._shared.table_files import check_parquet, check_saved_set
 from forge_vlm.data.conversations import from_chat, from_llava, index_of
 from forge_vlm.data.errors import InvalidSample, invalid, readable
-from forge_vlm.data.files import content_of, digest_of_files, files_of, folder_of, opened
+from forge_vlm.data.files import (
+    check_tar_end,
+    content_of,
+    digest_of_files,
+    files_of,
+    folder_of,
+    opened,
+)
 from forge_vlm.data.records import (
     Picture,
     Record,
@@ -214,10 +222,22 @@ def _of_metadata(
     else:
         try:
             # a quoted field may hold line breaks, and spreadsheets write a mark before the first
-            rows = list(csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline="")))
+            text = io.StringIO(content.decode("utf-8-sig"), newline="")
+            reader = csv.DictReader(text, strict=True)
+            rows = list(reader)
         except (UnicodeDecodeError, csv.Error) as error:
             rule = f"must be CSV in UTF-8 ({error})"
             raise invalid("", "not_csv", ..., rule, "correct it", where=index) from error
+        names = list(reader.fieldnames or ())
+        twice = [name for name in names if names.count(name) > 1]
+        long = next((number for number, row in enumerate(rows) if None in row), None)
+        if (
+            twice or long is not None
+        ):  # a column, or the rest of a caption with a comma, would be lost
+            code, value = ("duplicate", twice[0]) if twice else ("columns", long)
+            rule = "is a column twice" if twice else f"is a row of more than {len(names)} fields"
+            fix = "rename one" if twice else "quote fields with commas"
+            raise invalid("", code, value, rule, fix, where=index)
 
     def of_row(name: str, row: Any, folder: Path) -> Record:
         return make(name, row if isinstance(row, Mapping) else {}, folder)
@@ -229,6 +249,8 @@ def _parquet(path: Path, keys: RecordKeys, images: Path | None) -> Records:
     """Parquet files with a column `image` or `images` of bytes (or `{"bytes", "path"}`), and one of captions or
     messages."""
     sets = _datasets("parquet")
+    from pyarrow.parquet import read_metadata
+
     files = files_of(path, "parquet")
     for file in files:  # the library would wait for a FIFO
         opened(file).close()
@@ -238,6 +260,8 @@ def _parquet(path: Path, keys: RecordKeys, images: Path | None) -> Records:
         if any(os.path.expandvars(name) != name for name in names):
             rule = "must not hold the name of an environment variable, which datasets replaces"
             raise invalid("path", "variable", str(path), rule, "rename it")
+        for file in files:
+            check_parquet(file, read_metadata(file), InvalidSample)
         names = [glob.escape(name) for name in names]
         each = [sets.Dataset.from_parquet(name, keep_in_memory=False) for name in names]
         return _Rows(sets.concatenate_datasets(each), path, files, keys, images)
@@ -271,7 +295,9 @@ def _saved_set(path: Path, keys: RecordKeys, images: Path | None) -> Records:
     """A set of `datasets` that `save_to_disk` wrote, with columns as of parquet."""
     sets = _datasets("dataset")
     try:
-        found: Any = sets.load_from_disk(_root_name(path))
+        name = _root_name(path)
+        check_saved_set(path, InvalidSample)
+        found: Any = sets.load_from_disk(name)
     except InvalidSample:
         raise
     except Exception as error:
@@ -344,6 +370,7 @@ class _Tar:
         try:
             with opened(file) as content, tarfile.open(fileobj=content, mode="r:") as tar:
                 members = [m for m in tar if m.isfile()]
+                check_tar_end(content, tar.offset, file)
         except (tarfile.TarError, OSError, EOFError) as error:
             rule = f"cannot be read as tar without compression ({error})"
             raise invalid("", "bad_tar", ..., rule, "restore or unpack it", where=file) from error

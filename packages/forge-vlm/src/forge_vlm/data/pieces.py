@@ -47,7 +47,8 @@ class Pieces:
             rule = f"must be a {ending} file, or a folder of them, to be streamed as {format!r}"
             raise invalid("path", "format", str(path), rule, "convert it, or prepare it")
         self.files = files
-        sizes = [file.stat().st_size for file in files]
+        with readable(path):
+            sizes = [file.stat().st_size for file in files]
         each = min(_MOST, max(_LEAST, -(-sum(sizes) // (virtual_shards * _RANGES))))
         self._pieces: list[tuple[Path, int, int]] = []  # file, first byte, byte behind the last
         for file, size in zip(files, sizes):
@@ -55,8 +56,9 @@ class Pieces:
             self._pieces += [
                 (file, at, min(size, at + step)) for at in range(0, size, max(1, step))
             ]
-        if not self._pieces:
-            rule = "must hold records, and its files are empty"
+        empty_tar = format == "webdataset" and 0 in sizes  # a whole one ends with zeros
+        if not self._pieces or empty_tar:
+            rule = f"must hold records, and {'a file of it is' if empty_tar else 'its files are'} empty"
             raise invalid("path", "empty", str(path), rule, "check the path")
         self._digest = _digest(files)
 
