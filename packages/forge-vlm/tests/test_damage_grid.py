@@ -78,6 +78,7 @@ STREAMED = {"chat streamed": "chat", "webdataset streamed": "webdataset"}
 FORMATS = (*CONTENT, "parquet", "dataset", "webdataset", *STREAMED)
 
 
+@functools.cache
 def tar(texts):
     file = io.BytesIO()
     with tarfile.open(fileobj=file, mode="w") as members:
@@ -89,8 +90,9 @@ def tar(texts):
     return file.getvalue()
 
 
+@functools.cache
 def parquet(texts):
-    rows = pytest.importorskip("pyarrow").table({"image": [RED] * len(texts), "text": texts})
+    rows = pytest.importorskip("pyarrow").table({"image": [RED] * len(texts), "text": [*texts]})
     file = io.BytesIO()
     options = {"row_group_size": 15, "write_page_checksum": True}
     pytest.importorskip("pyarrow.parquet").write_table(rows, file, **options)
@@ -159,9 +161,9 @@ def write(cell, folder):
             (folder / other).write_bytes(saved_set()[other])
     else:
         make = tar if format == "webdataset" else parquet
-        name, content = ("a.tar" if make is tar else "a.parquet"), make(TEXTS)
+        name, content = ("a.tar" if make is tar else "a.parquet"), make(tuple(TEXTS))
         if cell.place == "folder":
-            (folder / name.replace("a", "z", 1)).write_bytes(make(MORE))
+            (folder / name.replace("a", "z", 1)).write_bytes(make(tuple(MORE)))
     (folder / "red.png").write_bytes(RED)
     content = ENCODINGS.get(cell.damage, bytes)(content)
     content = BYTES.get(cell.damage, bytes)(PACKERS[cell.compression](content))
@@ -186,14 +188,15 @@ def write(cell, folder):
 # ---- what is wanted
 
 
+NOT_JSON = {("", "not_json"), ("", "encoding")}
 #: Problems of formats, where a file is not of its format, and of damages.
 SPOILT = {
-    "chat": {("", "not_json")},
-    "llava": {("", "not_json")},
-    "llava lines": {("", "not_json")},
-    "coco": {("", "not_json"), ("", "not_coco")},
+    "chat": NOT_JSON,
+    "llava": NOT_JSON,
+    "llava lines": NOT_JSON,
+    "coco": NOT_JSON | {("", "not_coco")},
     "folder": {("", "not_csv"), ("caption", "type"), ("path", "type"), ("", "unreadable")},
-    "folder lines": {("", "not_json")},
+    "folder lines": NOT_JSON,
     "parquet": {("", "bad_parquet"), ("", "damaged")},
     "dataset": {("", "not_saved"), ("", "truncated")},
     "webdataset": {("", "bad_tar"), ("", "no_text")},
