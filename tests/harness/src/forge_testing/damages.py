@@ -56,7 +56,7 @@ BYTES: dict[str, Change] = {
     "cut by 8 bytes": lambda content: content[:-8],
     "flipped first": flip(0),
     "flipped at a quarter": flip(0.25),
-    "flipped in the middle": flip(0.5),
+    "flipped halfway": flip(0.5),
     "flipped last": flip(1),
     "garbage": lambda content: content + b"garbage",
     "zeros": lambda content: content + bytes(600),
