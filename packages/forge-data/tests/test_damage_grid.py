@@ -30,7 +30,7 @@ from forge_testing.damages import BYTES, ENCODINGS, PACKERS, as_user, covering
 from forge_testing.problems import assert_problem
 
 DRAW = random.Random(7)
-TEXTS = [f"text {i} é {DRAW.randbytes(DRAW.randrange(1, 60)).hex()}, said" for i in range(45)]
+TEXTS = [f"text {i} é {DRAW.randbytes(DRAW.randrange(1, 60)).hex()}, said" for i in range(60)]
 IDS = [DRAW.randrange(1, 60_000) for _ in range(2000)]
 MORE, MORE_IDS = ["one more", "and another"], [7, 8, 9]  # of a sound file of the same folder
 END_OF_ARROW = b"\xff\xff\xff\xff\0\0\0\0"

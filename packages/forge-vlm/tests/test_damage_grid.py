@@ -32,7 +32,7 @@ from forge_vlm.data import InvalidSample  # noqa: E402
 from forge_vlm.data.formats import open_records  # noqa: E402
 from forge_vlm.data.pieces import Pieces  # noqa: E402
 
-TEXTS = [f"text {i} é, said" for i in range(20)]
+TEXTS = [f"text {i} é, said" for i in range(40)]
 MORE = ["one more", "and another"]  # of a sound file of the same folder
 RED = png("red")
 
@@ -94,7 +94,7 @@ def tar(texts):
 def parquet(texts):
     rows = pytest.importorskip("pyarrow").table({"image": [RED] * len(texts), "text": [*texts]})
     file = io.BytesIO()
-    options = {"row_group_size": 8, "write_page_checksum": True}
+    options = {"row_group_size": 15, "write_page_checksum": True}
     pytest.importorskip("pyarrow.parquet").write_table(rows, file, **options)
     return file.getvalue()
 
