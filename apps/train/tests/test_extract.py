@@ -175,7 +175,7 @@ def test_another_writer_and_a_full_disk_are_told(run: Path, tmp_path: Path) -> N
     out, most = tmp_path / "x.npz", resource.getrlimit(resource.RLIMIT_FSIZE)
     lock = tmp_path / "x.npz.parts/lock"
     lock.parent.mkdir()
-    held = "import fcntl, sys; f = open(sys.argv[1], 'wb'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    held = "import fcntl, sys; f = open(sys.argv[1], 'wb'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True); input()"
     command = [sys.executable, "-c", held, str(lock)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None
@@ -219,7 +219,7 @@ def test_another_size_of_shards_after_a_kill_has_shards_of_its_own(
     parts = tmp_path / "x.parts"
     killed_at(monkeypatch, activation_files.os, "replace", run, tmp_path / "x", calls=6)
     killed = {p.name for p in parts.glob("shards-*/*")}
-    assert killed == {"rows-00001-of-00001.safetensors", "index.json.tmp"}
+    assert killed == {"rows-00001-of-00001.safetensors"}
     join, names = activation_files.Parts.join, [f"rows-0000{i}-of-00006.safetensors" for i in range(1, 7)]  # fmt: skip
     monkeypatch.setattr(activation_files.Parts, "join", lambda parts, _: join(parts, 1))
     extract_run(run, ("logits",), tmp_path / "x", rows=6, batch=2)

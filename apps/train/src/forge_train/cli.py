@@ -23,9 +23,10 @@ from rich.console import Console
 
 from forge_resilience import ExitCode
 from forge_train import process
+from forge_train._shared.limits import limit_problem
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid
-from forge_train.errors import ConfigError, JobError, refuse
+from forge_train.errors import ConfigError, JobError, of_limit, refuse
 
 if TYPE_CHECKING:
     from forge_train.config.layers import Layers
@@ -41,11 +42,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     """Run one verb and leave with its exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
     is_run = args[:1] == ["run"]
-    process.prepare(is_run)
+    has_ranks = bool(args) and args[0] in _OF_RANKS
+    process.prepare(is_run, has_ranks)
     code: int = ExitCode.DONE
     with contextlib.suppress(BrokenPipeError):  # `forge-train --help | head` has seen enough
         code = int(_dispatch(args))
-    process.end(code, is_run, bool(args) and args[0] in _OF_RANKS)
+    process.end(code, is_run, has_ranks)
 
 
 def _dispatch(args: list[str]) -> int:
@@ -53,11 +55,7 @@ def _dispatch(args: list[str]) -> int:
     try:
         return run_verb(args)
     except JobError as error:
-        return process.print_error(error)
-    except ValueError as error:  # with problems, of a package: a file of the run that is a FIFO
-        if not getattr(error, "problems", ()):
-            raise
-        return process.fail(str(error).splitlines(), ExitCode.ERROR)
+        return process.print_error(of_limit(error))
     except SystemExit as stop:  # after help
         if not isinstance(stop.code, int):
             raise
@@ -66,8 +64,15 @@ def _dispatch(args: list[str]) -> int:
         if args[0] not in VERBS:
             raise
         return process.fail(["interrupted; what was saved before is intact"], ExitCode.REQUEUE)
-    except RuntimeError as error:
+    except BrokenPipeError:
+        raise
+    except Exception as error:
         cause = process.problems_of_a_lost_rank(error)
+        if cause is None and (limit := limit_problem(error)):
+            cause = [str(limit)]
+        # problems of a package, such as a file of the run that is a FIFO
+        if cause is None and getattr(error, "problems", None):
+            cause = str(error).splitlines()
         if cause is None:
             raise
         return process.fail(cause, ExitCode.ERROR)
@@ -111,15 +116,8 @@ def run(args: list[str]) -> int:
         result = trainer.fit(meshes, process.early_stop if process.is_rank_of_many() else None)
         # the run is over: a signal during the sample ends the process with the run's code at once
         process.leave_on_signal(result.exit_code)
-        try:
-            with process.interruptible(result.exit_code):
-                print_summary(trainer, result, rest)
-        except OSError as error:
-            if not process.reader_left(error):  # a closed pipe changes no exit code of a saved run
-                raise
-        except RuntimeError as error:  # a rank that is gone, no memory for the sample
-            if meshes.rank == 0:
-                print(f"forge-train: no sample: {error}", file=sys.stderr)
+        with process.interruptible(result.exit_code):
+            print_summary(trainer, result, rest)
     return result.exit_code
 
 
@@ -485,13 +483,15 @@ def _layers(
         rule, fix = "must name a TOML file", f"write forge-train {verb} CONFIG.toml"
         raise invalid("CONFIG", "missing", ..., rule, fix, kind=ConfigError)
     layers = Layers() if config is None else read_layers(config)
+    flags = [arg for arg in args if arg is not config]
+    if not flags and own is None:  # a parser of all keys takes a second
+        return layers, {}
     # imports torch, which takes seconds: a file that cannot be read is refused before
     from forge_train.config.flags import parse_flags
 
     for table, (key, value) in NAMED_TABLES.items() if wants_help else ():
         if layers.at(table) is None:
             layers.set(f"{table}.NAME.{key}", value, "example")
-    flags = [arg for arg in args if arg is not config]
     prog = f"forge-train {verb} CONFIG.toml"
     with _flag_errors():
         parsed = parse_flags(layers.values, flags, prog, description, own)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from forge_resilience import Agreement, ExitCode
+from forge_train._shared.limits import limit_problem
 from forge_train._shared.problems import Problem, Shown, WithProblems, problems_of, show
 
 T = TypeVar("T")
@@ -79,6 +80,12 @@ class HardwareError(JobError):
     exit_code = ExitCode.HARDWARE
 
 
+def of_limit(error: JobError) -> JobError:
+    """The error; if a limit of memory or descriptors caused it, one about that limit, which is no fault of the data."""
+    problem = limit_problem(error)
+    return error if problem is None else JobError([problem])
+
+
 def refuse(problems: Iterable[Any]) -> None:
     """Raise a ConfigError if there are problems, of whichever package, or texts."""
     if found := list(problems):
@@ -86,7 +93,12 @@ def refuse(problems: Iterable[Any]) -> None:
 
 
 def problems_under(error: BaseException, table: str) -> list[Problem]:
-    """The problems of an error with their keys below a table; a file that its text names is their origin."""
+    """The problems of an error with their keys below a table; a file that its text names is their origin.
+
+    Raises the error itself if a limit of memory or descriptors caused it.
+    """
+    if limit_problem(error):
+        raise error
     where = str(getattr(error, "where", ""))
     origin = "" if where.isidentifier() else where  # the name of a component, or a file
     if not getattr(error, "problems", ()):
@@ -139,6 +151,7 @@ def run_on_all_ranks(agreement: Agreement, action: Callable[[], T]) -> T:
 
 def report_of(error: JobError) -> list[Any]:
     """An error as plain data: a value is the text that messages show."""
+    error = of_limit(error)
     fields = [
         [p.key, p.code, None if p.value is ... else show(p.value), p.rule, p.fix, p.origin]
         for p in error.problems

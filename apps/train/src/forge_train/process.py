@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import gc
 import os
 import signal
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from forge_resilience import ExitCode, StopSignal
 from forge_resilience.heartbeat import Heartbeat
+from forge_train._shared.streams import tolerate
 
 if TYPE_CHECKING:
     from forge_train.errors import JobError
@@ -71,14 +71,12 @@ def leave_with_launcher() -> Callable[[], None]:
     return restore
 
 
-def prepare(is_run: bool) -> None:
-    """Prepare for closed streams, odd encodings, and signals that come before the training loop handles them."""
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open as long as the process
-        elif hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+def prepare(is_run: bool, has_ranks: bool) -> None:
+    """Prepare for streams that fail, odd encodings, and signals that come before the training loop handles them.
+
+    has_ranks: the verb joins a process group under a launcher.
+    """
+    tolerate(is_work=has_ranks)
     with contextlib.suppress(OSError):  # a folder that is gone
         # import paths of a configuration find modules in the working folder, after all that is installed
         sys.path.append(os.getcwd())
@@ -101,14 +99,8 @@ def end(code: int, is_run: bool, has_ranks: bool) -> NoReturn:
     """
     if is_run:
         leave_on_signal(code, signal.SIGINT)
-    for descriptor, stream in enumerate((sys.stdout, sys.stderr), start=1):
-        try:
-            stream.flush()
-        except OSError as error:
-            if not reader_left(error):
-                raise
-            # Python's own flush at exit would fail again and change the exit code to 120.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
     if has_ranks and is_rank_of_many():
         from forge_parallel import leave
 
@@ -151,11 +143,6 @@ def interruptible(code: int) -> Iterator[None]:
         pass
 
 
-def reader_left(error: OSError) -> bool:
-    """Output failed because a pipe is closed (EPIPE) or a terminal is gone (EIO)."""
-    return error.errno in (errno.EPIPE, errno.EIO)
-
-
 def lines_of_this_rank(error: JobError) -> Sequence[str]:
     """The lines that this process prints: rank 0 prints errors of all ranks, and each rank its own, with its number.
 
@@ -179,12 +166,12 @@ def lines_of_this_rank(error: JobError) -> Sequence[str]:
     return [f"rank {world.rank}: {line}" for line in error.lines]
 
 
-def problems_of_a_lost_rank(error: RuntimeError) -> Sequence[str] | None:
+def problems_of_a_lost_rank(error: Exception) -> Sequence[str] | None:
     """The problems that a rank prints when another rank is gone; None for any other error.
 
     Rank 0 prints a line, and the launcher names the rank that is gone; without a launcher every rank prints one.
     """
-    if not is_rank_of_many():
+    if not is_rank_of_many() or not isinstance(error, RuntimeError):
         return None
     from forge_parallel import find_world
     from forge_parallel.start import lost_rank
@@ -202,14 +189,12 @@ def print_error(error: JobError) -> int:
     """Print an error as `lines_of_this_rank` has it, or as a parser printed it; its exit code."""
     if not error.printed or is_rank_of_many():
         return fail(lines_of_this_rank(error), error.exit_code)
-    with contextlib.suppress(OSError):
-        sys.stderr.write(error.printed)
+    sys.stderr.write(error.printed)
     return error.exit_code
 
 
 def fail(problems: Sequence[str], code: int) -> int:
     """Print problems to stderr; returns `code`."""
-    with contextlib.suppress(OSError):  # a terminal that is gone changes no code
-        for problem in problems:
-            print(f"forge-train: {problem[:_LONGEST]}", file=sys.stderr)
+    for problem in problems:
+        print(f"forge-train: {problem[:_LONGEST]}", file=sys.stderr)
     return code

@@ -19,6 +19,7 @@ from forge_data.protocols import Source
 from forge_data.tokenizer import encode_prompt
 from forge_parallel.legal import ahead_problem
 from forge_resilience.policy import RollbackConfig
+from forge_train._shared.limits import limit_problem
 from forge_train._shared.problems import Problem
 from forge_train.config.evaluation import evaluation_problems
 from forge_train.config.exact_match import KINDS as NO_SPLITS
@@ -378,7 +379,7 @@ def _open(key: str, table: SourceConfig, problems: list[Problem], fix: str = "")
 
 
 def _of_source(error: ValueError | OSError, key: str) -> list[Problem]:
-    if not isinstance(error, OSError) or not error.strerror:
+    if not isinstance(error, OSError) or not error.strerror or limit_problem(error):
         return problems_under(error, key)
     rule, fix = f"cannot be read: {error.strerror}", "name an existing path"
     if error.errno == errno.EMFILE:

@@ -6,7 +6,6 @@ Parts lie beside the output until all are there, so that memory holds one of the
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -14,10 +13,13 @@ import shutil
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy
 
+from forge_train._shared.atomic import new_file, sync_folder, write_file
+from forge_train._shared.locks import Held, Lock
+from forge_train._shared.paths import files_named
 from forge_train._shared.problems import Problem, invalid
 from forge_train.errors import StateError
 
@@ -49,7 +51,7 @@ class Parts:
 
     def __init__(self, out: Path) -> None:
         self.out, self.folder = out, out.with_name(out.name + ".parts")
-        self._lock: IO[bytes] | None = None
+        self._lock: Lock | None = None
 
     def open(self, request: dict[str, Any]) -> None:
         """Make the folder, or go on with that of the same request; StateError for one of another, or of a command
@@ -61,7 +63,7 @@ class Parts:
             before = _request(asked)
             if not before or not self.starts():
                 _empty(self.folder)  # parts of nobody knows what
-                _write(asked, json.dumps(request).encode())
+                write_file(asked, json.dumps(request))
                 return
         other = next((key for key in request if before.get(key) != request[key]), None)
         if other is not None:
@@ -70,15 +72,17 @@ class Parts:
             raise invalid(other, "changed", before.get(other), rule, fix, kind=StateError)
 
     def _take(self) -> None:
-        """Lock the folder until this process has ended, where the file system has locks."""
-        self._lock = (self.folder / _LOCK).open("wb")
+        """Lock the folder until `close`, where the file system has locks."""
         try:
-            fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            rule, fix = "is written by another command", "wait for it, or name another --output"
+            self._lock = Lock(self.folder / _LOCK)
+        except Held as error:
+            rule, fix = f"is written by {error.owner}", "wait for it, or name another --output"
             raise invalid("", "locked", str(self.folder), rule, fix, kind=StateError) from None
-        except OSError:
-            pass
+
+    def close(self) -> None:
+        """Release the folder."""
+        if self._lock is not None:
+            self._lock.release()
 
     def starts(self) -> set[int]:
         """The first rows of the parts that are there."""
@@ -87,13 +91,8 @@ class Parts:
     def write(self, start: int, values: dict[str, numpy.ndarray]) -> None:
         """Write one part, whole or not at all."""
         path = self.folder / f"rows-{start:09d}.npz"
-        temporary = path.with_suffix(".tmp")
-        with _room_on_disk(self.folder):
-            with open(temporary, "wb") as file:
-                numpy.savez(file, **values)  # type: ignore[arg-type, unused-ignore]
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
+        with _room_on_disk(self.folder), new_file(path) as file:
+            numpy.savez(file, **values)  # type: ignore[arg-type, unused-ignore]
 
     def join(self, shard_bytes: int) -> None:
         """Make the output of all parts, and remove them. Memory: a part, and a shard of a folder."""
@@ -114,6 +113,7 @@ class Parts:
                 folder = self.folder / f"shards-{shard_bytes}"
                 made = _shards(folder, dict(zip(files, counts)), shapes, request, shard_bytes)
             os.replace(made, self.out)
+            sync_folder(self.out.parent)
         shutil.rmtree(self.folder)
 
 
@@ -150,7 +150,7 @@ _Shapes = dict[str, tuple[tuple[int, ...], Any]]
 
 def _npz(path: Path, files: list[Path], rows: int, shapes: _Shapes, meta: str) -> Path:
     """One file of all parts, array by array, part by part."""
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+    with new_file(path) as whole, zipfile.ZipFile(whole, "w", zipfile.ZIP_STORED) as archive:
         for name, (shape, dtype) in shapes.items():
             header = {
                 "descr": numpy.lib.format.dtype_to_descr(dtype),
@@ -163,7 +163,6 @@ def _npz(path: Path, files: list[Path], rows: int, shapes: _Shapes, meta: str) -
                     file.write(numpy.ascontiguousarray(_array(part, name, shape)).tobytes())
         with archive.open(_entry("meta"), "w") as file:
             numpy.lib.format.write_array(file, numpy.array(meta))
-    _sync(path)
     return path
 
 
@@ -190,24 +189,16 @@ def _shards(
         }
         # one entry: several would be in another order each time
         meta = {"meta": json.dumps(request | shards[-1])}
-        _write(path, save(values, metadata=meta))
+        write_file(path, save(values, metadata=meta))
     arrays = {
         name: {"row_shape": list(shape), "dtype": str(dtype)}
         for name, (shape, dtype) in shapes.items()
     }
     index = {"meta": request, "arrays": arrays, "shards": shards}
-    _write(folder / "index.json", json.dumps(index, indent=1).encode())
-    _sync(folder)  # the rename can reach the disk before the names inside
+    write_file(folder / "index.json", json.dumps(index, indent=1))
+    for left in files_named(folder, "."):  # of a command that was killed on another machine
+        left.unlink()
     return folder
-
-
-def _sync(path: Path) -> None:
-    """fsync a file, or the names in a folder."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _rows(
@@ -239,13 +230,3 @@ def _array(path: Path, name: str, shape: tuple[int, ...] | None = None) -> numpy
 def _entry(name: str) -> zipfile.ZipInfo:
     """Without a time, so that the same values are the same file."""
     return zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))
-
-
-def _write(path: Path, content: bytes) -> None:
-    """Write a file, whole or not at all."""
-    temporary = path.with_name(path.name + ".tmp")
-    with open(temporary, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
@@ -201,25 +202,25 @@ def _write(asked: _Asked, job: JobConfig, meshes: Meshes) -> tuple[int, int]:
         with ActivationStore(asked.points, whole=whole).watch(model):
             pass  # each pattern has its points
     count = min(asked.rows, len(stream))
-    parts = Parts(asked.output)
-    request = _request(asked, job, meshes, at, count)
-    run_on_all_ranks(agreement, lambda: parts.open(request) if meshes.rank == 0 else None)
-    done = run_on_all_ranks(agreement, parts.starts)  # before any rank writes another
-    starts, readers = range(0, count, compute.rows_at_once), meshes.batch_size
-    for first in range(0, len(starts), readers):
-        missing = [start for start in starts[first : first + readers] if start not in done]
-        if not missing:
-            continue
-        # collectives pair up: a rank without a part of its own computes another one's, too
-        start = missing[min(meshes.batch_rank, len(missing) - 1)]
-        batch = _batch(stream, start, min(start + compute.rows_at_once, count), compute)
-        values = _values(compute, batch, asked, whole)
-        values = {name: value[: count - start] for name, value in values.items()}
-        writes = meshes.is_batch_leader and meshes.batch_rank < len(missing)
-        write = partial(_write_part, parts, start, values, asked) if writes else _nothing
-        run_on_all_ranks(agreement, write)
-    most = asked.shard_mib * 2**20
-    run_on_all_ranks(agreement, lambda: parts.join(most) if meshes.rank == 0 else None)
+    with contextlib.closing(Parts(asked.output)) as parts:
+        request = _request(asked, job, meshes, at, count)
+        run_on_all_ranks(agreement, lambda: parts.open(request) if meshes.rank == 0 else None)
+        done = run_on_all_ranks(agreement, parts.starts)  # before any rank writes another
+        starts, readers = range(0, count, compute.rows_at_once), meshes.batch_size
+        for first in range(0, len(starts), readers):
+            missing = [start for start in starts[first : first + readers] if start not in done]
+            if not missing:
+                continue
+            # collectives pair up: a rank without a part of its own computes another one's, too
+            start = missing[min(meshes.batch_rank, len(missing) - 1)]
+            batch = _batch(stream, start, min(start + compute.rows_at_once, count), compute)
+            values = _values(compute, batch, asked, whole)
+            values = {name: value[: count - start] for name, value in values.items()}
+            writes = meshes.is_batch_leader and meshes.batch_rank < len(missing)
+            write = partial(_write_part, parts, start, values, asked) if writes else _nothing
+            run_on_all_ranks(agreement, write)
+        most = asked.shard_mib * 2**20
+        run_on_all_ranks(agreement, lambda: parts.join(most) if meshes.rank == 0 else None)
     return at, count
 
 

@@ -21,7 +21,11 @@ def print_summary(trainer: Trainer, result: RunResult, args: Sequence[str]) -> N
     all of them write the text, each gather of weights needs them, and rank 0 prints.
     """
     done = result.exit_code is ExitCode.DONE
-    text = sample_text(trainer) if done else ""  # before any line, which a reader may not wait for
+    text, missing = "", ""
+    try:  # before any line, which a reader may not wait for
+        text = sample_text(trainer) if done else ""
+    except Exception as error:  # a full disk, a rank that is gone, no memory: the run is done
+        missing = f"no sample: {type(error).__name__}: {error}"
     if trainer.meshes.rank != 0:
         return
     nproc = os.environ.get("FORGE_NPROC")  # what `--nproc` was, if it started us
@@ -42,6 +46,8 @@ def print_summary(trainer: Trainer, result: RunResult, args: Sequence[str]) -> N
         print(
             "no sample: with tp, cp or pp no rank has the whole model; generate reads the checkpoint"
         )
+    if missing:
+        print(missing)
     if text:
         print(f"\n--- sample\n{text}\n---")
     resolved = shlex.quote(str(trainer.paths.config))

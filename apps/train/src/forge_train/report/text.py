@@ -17,6 +17,7 @@ from forge_core import SamplingConfig, generate, generate_stream
 from forge_data import Tokenizer
 from forge_data.tokenizer import encode_prompt
 from forge_parallel import select_device
+from forge_train._shared.jsonl import parse
 from forge_train._shared.paths import read_regular
 from forge_train._shared.problems import invalid
 from forge_train.errors import ConfigError, as_config_error
@@ -197,11 +198,7 @@ def read_prompts(path: Path) -> list[str]:
     found = []
     for number, line in enumerate(lines, 1):
         where = f"{path}, line {number}"
-        try:
-            row = json.loads(line) if line.strip() else None
-        except ValueError as error:
-            rule = f"must be a JSON object ({error})"
-            raise invalid("", "not_json", ..., rule, "correct it", where=where) from error
+        row = parse(line, where) if line.strip() else None
         if row is not None:
             text = row.get("prompt") if isinstance(row, dict) else None
             if not isinstance(text, str):

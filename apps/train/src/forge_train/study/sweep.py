@@ -6,7 +6,6 @@ What is done is read from the folders of the runs alone, so a sweep that was kil
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import signal
 import subprocess
@@ -20,6 +19,7 @@ import tyro
 
 from forge_resilience import ExitCode
 from forge_train._shared.jsonl import append_line
+from forge_train._shared.locks import Held, Lock
 from forge_train._shared.parents import with_parent
 from forge_train._shared.problems import Problem, invalid
 from forge_train.errors import JobError, refuse
@@ -114,15 +114,13 @@ def _alone(folder: Path) -> Iterator[None]:
     """Lock a study. JobError while another sweep has it: both would train the same runs. The kernel frees it at any end."""
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / "lock", "a", encoding="utf-8")  # noqa: SIM115
-    with file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            rule, fix = "is trained by another sweep", "wait for it, or stop it first"
+            lock = Lock(folder / "lock")
+        except Held as error:
+            rule, fix = f"is trained by {error.owner}", "wait for it, or stop it first"
             raise invalid("study.dir", "locked", str(folder), rule, fix, kind=JobError) from error
-        except OSError:  # a file system without flock: each run still has a lock of its own
-            pass
+    with contextlib.ExitStack() as stack:
+        stack.callback(lock.release)
         yield
 
 

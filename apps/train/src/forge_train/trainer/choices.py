@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from forge_data.tokenizer import encode_prompt
 from forge_parallel import reshard
 from forge_parallel.compute import Compute
 from forge_resilience import Agreement
+from forge_train._shared.jsonl import parse
 from forge_train._shared.modes import evaluation_mode
 from forge_train._shared.paths import open_regular, user_path
 from forge_train._shared.problems import Problem, invalid, problems_of, raise_problems
@@ -145,10 +145,7 @@ def split_ids(tokenizer: Tokenizer, prompt: str, text: str) -> tuple[list[int], 
 
 
 def _question(line: str, tokenizer: Tokenizer, seq_len: int) -> Question:
-    try:
-        table: Any = json.loads(line)
-    except ValueError as error:
-        raise invalid("", "not_json", ..., f"is not JSON: {error}", "correct it") from error
+    table = parse(line, "")
     raise_problems("", _unfit_record(table))
     rows = tuple(split_ids(tokenizer, table["prompt"], choice) for choice in table["choices"])
     for choice, (ids, begin) in zip(table["choices"], rows):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import forge_data
 from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, StoreInUse
 from forge_train._shared.problems import Problem, invalid, problems_of
 from forge_train.errors import ConfigError, DataError, JobError, StateError
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def problems_at(error: BaseException, origin: object) -> list[Problem]:
@@ -23,7 +26,8 @@ def problems_at(error: BaseException, origin: object) -> list[Problem]:
 def store_errors(
     checkpoints: Path, unusable: type[JobError], corrupt: type[JobError] = StateError
 ) -> Iterator[None]:
-    """Turn an exception of forge_ckpt into a JobError of one line; `unusable` if disk or values are the cause."""
+    """Turn an exception of forge_ckpt into a JobError of one line; `unusable` if disk or values are the cause, but for a
+    disk that is full."""
     try:
         yield
     except StoreInUse as error:
@@ -38,6 +42,8 @@ def store_errors(
         raise DataError(problems_at(error, checkpoints)) from error
     except OSError as error:
         file = "" if error.filename is None else f" ({error.filename})"
-        raise unusable([f"{checkpoints}: {error.strerror or error}{file}"]) from error
+        kind = JobError if error.errno in _FULL else unusable
+        raise kind([f"{checkpoints}: {error.strerror or error}{file}"]) from error
     except ValueError as error:
-        raise unusable(problems_at(error, checkpoints)) from error
+        kind = JobError if getattr(error.__cause__, "errno", None) in _FULL else unusable
+        raise kind(problems_at(error, checkpoints)) from error

@@ -8,6 +8,7 @@ import torch
 
 import forge_data
 from forge_resilience import Agreement, Decision, ExitCode, Vote
+from forge_train._shared.limits import limit_problem
 from forge_train._shared.problems import problems_of
 from forge_train.errors import DataError, Report, raise_reported, received, report_of
 
@@ -18,7 +19,7 @@ def fault_code(fault: Exception | None) -> int:
     """The exit code of an error in reading this rank's data; 0 for none."""
     if fault is None:
         return 0
-    known = isinstance(fault, forge_data.InvalidData | OSError)
+    known = isinstance(fault, forge_data.InvalidData | OSError) and not limit_problem(fault)
     return ExitCode.DATA_ERROR if known else ExitCode.ERROR
 
 

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from forge_resilience._shared.limits import limit_problem
 from forge_resilience.agreement import Agreement
 from forge_resilience.health.config import HealthConfig
 from forge_resilience.health.device import DRAIN, known_answer, memory_patterns
-from forge_resilience.health.finding import BROKEN, OK, Finding
+from forge_resilience.health.finding import BROKEN, OK, WARN, Finding
 from forge_resilience.health.liveness import arrived
 from forge_resilience.health.node import (
     clocks,
@@ -128,9 +129,11 @@ def _tried(what: str, probe: Callable[[], Finding]) -> Finding:
     """The finding of a device, which may fail in the middle of a probe: an error of its memory is an exception."""
     try:
         return probe()
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         value = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        return Finding(what, BROKEN, value, "a device must answer", DRAIN)
+        # a limit of the process is no fault of the device
+        state = WARN if limit_problem(error) else BROKEN
+        return Finding(what, state, value, "a device must answer", DRAIN)
 
 
 def _report(folder: str, rows: list[dict[str, Any]]) -> list[RankFinding]:

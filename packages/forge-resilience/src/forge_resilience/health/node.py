@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from forge_resilience._shared.limits import limit_problem
 from forge_resilience.health.finding import BROKEN, OK, WARN, Finding
 
 _MOST_SECONDS_APART = 2.0
@@ -31,7 +32,7 @@ def disk(folder: str | os.PathLike[str], min_free_bytes: int = 2**30) -> Finding
             file.seek(0)
             same = file.read() == _DATA
     except OSError as error:
-        full = error.errno in _FULL  # of files, not of a node's health
+        full = error.errno in _FULL or limit_problem(error)  # no fault of the node
         value, rule = f"{folder}: {error.strerror}", "the folder must take files"
         fix = "free some space" if full else "make it writable"
         return Finding(what, WARN if full else BROKEN, value, rule, fix)
@@ -72,7 +73,8 @@ def loopback(timeout_seconds: float = 5.0) -> Finding:
                     same = client.recv(5, socket.MSG_WAITALL) == b"forge"
     except OSError as error:
         rule = "127.0.0.1 must take connections"
-        return Finding(what, BROKEN, f"127.0.0.1: {error}", rule, "bring up the interface lo")
+        state = WARN if limit_problem(error) else BROKEN
+        return Finding(what, state, f"127.0.0.1: {error}", rule, "bring up the interface lo")
     if not same:
         return Finding(what, BROKEN, "127.0.0.1 lost a message", "", "bring up the interface lo")
     return Finding(what, OK, "127.0.0.1 answers")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
+from forge_resilience._shared.streams import tolerate
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.slurm.commands import QueueRefusal
 from forge_resilience.slurm.orchestrate import OrchestratorConfig, orchestrate
@@ -42,6 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 help=key.metadata["help"],
             )
     flags = parser.parse_args(argv)
+    tolerate(is_work=True)
     with StopSignal(announce=False) as stop:
         try:
             return orchestrate(

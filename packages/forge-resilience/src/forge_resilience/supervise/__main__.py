@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, NoReturn
 
+from forge_resilience._shared.streams import tolerate
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.supervise.config import WatchConfig
 from forge_resilience.supervise.guard import run_guarded
@@ -17,6 +18,7 @@ from forge_resilience.supervise.lives import supervise
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run guarded, and return the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
+    tolerate(is_work=True)
     parser = _parser()
     at = args.index("--") if "--" in args else len(args)
     own, command = parser.parse_args(args[:at]), args[at + 1 :]

@@ -1,4 +1,4 @@
-"""The forge-vlm command: `prepare`, `verify`. Exit codes: 0, 65 data, 78 arguments, 130 interrupted."""
+"""The forge-vlm command: `prepare`, `verify`. Its exit codes are in docs/exit-codes.md."""
 
 from __future__ import annotations
 
@@ -9,14 +9,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from forge_vlm._shared.limits import limit_problem
 from forge_vlm._shared.paths import read_regular, user_path
 from forge_vlm._shared.problems import invalid
 from forge_vlm._shared.record_keys import unread_keys
+from forge_vlm._shared.streams import tolerate
 from forge_vlm.data.errors import InvalidSample
 
 __all__ = ["main", "run"]
 
-OK, DATA_ERROR, ARGUMENT_ERROR, INTERRUPTED = 0, 65, 78, 130
+OK, LIMIT, DATA_ERROR, ARGUMENT_ERROR, INTERRUPTED = 0, 1, 65, 78, 130
 _NOT_PREPARED = (
     "streaming",
     "virtual_shards",
@@ -26,8 +28,10 @@ _NOT_PREPARED = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors are one message on stderr, without traceback."""
+    tolerate(is_work=False)
     try:
         run(arguments)
+        sys.stdout.flush()
     except SystemExit as stop:  # argparse: 0 after --help, 2 after bad arguments, already explained
         return OK if not stop.code else ARGUMENT_ERROR
     except ImportError as error:
@@ -36,8 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, DATA_ERROR)
     except ValueError as error:
         return _fail(error, ARGUMENT_ERROR)
-    except OSError as error:
-        return _fail(f"{error.filename or 'a file'}: {error.strerror}", DATA_ERROR)
+    except BrokenPipeError:  # `| head` has seen enough
+        return OK
+    except (OSError, MemoryError) as error:
+        return _fail(error, DATA_ERROR)
     except KeyboardInterrupt:
         return _fail("stopped; the same command goes on from what is done", INTERRUPTED)
     return OK
@@ -185,5 +191,6 @@ def _verify(given: argparse.Namespace) -> None:
 
 
 def _fail(message: object, code: int) -> int:
-    print(f"forge-vlm: {message}", file=sys.stderr)
-    return code
+    limit = limit_problem(message) if isinstance(message, BaseException) else None
+    print(f"forge-vlm: {limit or message}", file=sys.stderr)
+    return LIMIT if limit else code

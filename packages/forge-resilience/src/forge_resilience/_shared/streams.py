@@ -1,0 +1,63 @@
+# Copied from scripts/shared/streams.py; edit that file, then run scripts/copy_shared.py.
+"""stdout and stderr of a command whose output may be lost: a full disk behind them changes no exit code.
+
+tolerate(is_work=True)      # first of all in a command that does more than print
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import sys
+from typing import Any
+
+__all__ = ["tolerate"]
+
+
+def tolerate(is_work: bool) -> None:
+    """Replace sys.stdout and sys.stderr by streams on the same descriptors that lose what cannot be written.
+
+    One line on stderr says so, but for a reader or terminal that is gone. A closed pipe raises BrokenPipeError, once, if
+    the command only prints (`is_work` False): `| head` has seen enough. A stream that is closed becomes /dev/null; one
+    that something else has put in its place stays.
+    """
+    for descriptor, name in enumerate(("stdout", "stderr"), start=1):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - open as long as the process
+            continue
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            if stream.fileno() == descriptor:
+                stream.flush()
+                output = io.BufferedWriter(_Output(descriptor, is_work))
+                setattr(sys, name, io.TextIOWrapper(
+                    output, stream.encoding, "replace", line_buffering=stream.line_buffering
+                ))  # fmt: skip
+
+
+class _Output(io.FileIO):
+    """Counts bytes that cannot be written as written."""
+
+    def __init__(self, descriptor: int, is_work: bool) -> None:
+        super().__init__(descriptor, "wb", closefd=False)
+        self._raises, self._told = not is_work, False
+
+    def write(self, data: Any) -> int:
+        try:
+            written = super().write(data)
+            if written is not None:
+                return written
+            error: OSError = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        except OSError as refused:
+            error = refused
+        if isinstance(error, BrokenPipeError) and self._raises:
+            self._raises = False
+            raise error
+        gone = error.errno in (errno.EPIPE, errno.EIO)
+        if not gone and not self._told and self.fileno() != 2:
+            with contextlib.suppress(OSError):
+                os.write(2, f"stdout: {error.strerror}; what is printed is lost\n".encode())
+        self._told = True
+        return memoryview(data).nbytes
