@@ -131,7 +131,7 @@ def locked(
 
 
 def holder(path: Path) -> str | None:
-    """Who holds the lock of a file: "pid 12 on node3 since ..."; None if nobody does."""
+    """Who holds the lock of a file: "pid 12 on node3 since ..."; None if the lock is free."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -41,7 +41,7 @@ def check_parquet(path: Path, metadata: Any, kind: type[WithProblems]) -> None:
 
 
 def check_saved_set(folder: Path, kind: type[WithProblems]) -> None:
-    """Raise `kind` for an Arrow file below a folder of `save_to_disk` that is not one whole stream, or no regular file.
+    """Raise `kind` for an Arrow file below a folder of `save_to_disk` that is not one complete stream, or no regular file.
 
     The library takes the end of a file between two batches for the end of its rows, does not read past the end of a
     stream, and waits for a FIFO. Raises OSError, and ValueError of pyarrow for other damage. Costs a look at the head of
@@ -55,14 +55,14 @@ def check_saved_set(folder: Path, kind: type[WithProblems]) -> None:
         descriptor, size = open_regular(path, kind)
         with open(descriptor, "rb") as file:
             file.seek(max(0, size - len(_END)))
-            whole = file.read() == _END
-        if whole:
+            complete = file.read() == _END
+        if complete:
             with pyarrow.memory_map(str(path)) as source:
                 messages = pyarrow.ipc.MessageReader.open_stream(source)
                 while _has_next(messages):
                     pass
-                whole = source.tell() == size
-        if not whole:
+                complete = source.tell() == size
+        if not complete:
             rule = "must end with the end of its Arrow stream: it was truncated or has grown"
             raise invalid("", "truncated", ..., rule, "save it again", where=path, kind=kind)
 

@@ -87,6 +87,9 @@ def test_F207_steps_tokens_rows_and_flops_are_those_of_a_walk(tmp_path: Path, se
             assert course.at_step(step) == (stretch, tokens, own)
             assert course.steps_of(tokens + 1) == course.steps_of(tokens + own) == step
             assert course.rows_of(step) == cursor + rows
+            of_first = course.batch_of(course.stretches[0]) * course.stretches[0].seq_len
+            length = -(-(tokens + own) // of_first) if course.changes_batch else step
+            assert course.scheduled_steps(step) == length
         cursor, tokens = cursor + rows, tokens + own
         cursors.append(cursor)
         flops.append(flops[-1] + own * per_token[course.stretches.index(stretch)])

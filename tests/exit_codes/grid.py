@@ -168,7 +168,7 @@ def _broken_device(world: World) -> None:
     from forge_resilience.health import check
     from forge_resilience.health.finding import BROKEN, Finding
 
-    check.known_answer = lambda device, seed: Finding("computing", BROKEN, "cpu", "must be exact")
+    check.known_answer = lambda device, seed: Finding("computing", BROKEN, "cpu", "made up")
 
 
 def _wrong_value(world: World) -> None:
@@ -207,8 +207,8 @@ def lives(world: World) -> None:
 
 ONCE = "what a run reads there is read once, at its start"
 FAULTS = (
-    Fault("stdout on a full disk", _full_stdout, (0,) * 5),
-    Fault("stderr on a full disk", _full_stderr, (0,) * 5),
+    Fault("stdout on a full disk", _full_stdout, (0,) * 5),  # prose: a row of the page
+    Fault("stderr on a full disk", _full_stderr, (0,) * 5),  # prose: a row of the page
     Fault("stdout whose reader is gone", _closed_stdout, (0,) * 5),
     Fault("metrics.jsonl and events.jsonl on a full disk", _full_records, (0,) * 5, opened=True),
     Fault(
@@ -239,7 +239,7 @@ FAULTS = (
     Fault("SIGTERM", send(signal.SIGTERM), (75, 75, 75, 0, 0), inside=True),
     Fault("SIGINT", send(signal.SIGINT), (75, 75, 75, 0, 0), inside=True),
     Fault("SIGUSR1", send(signal.SIGUSR1), (75, 75, 75, 0, 0), inside=True),
-    Fault("weights that are not finite", _nan, (76, 76, 76, 0, 0), inside=True, opened=True),
+    Fault("weights that are not finite", _nan, (76, 76, 76, 0, 0), inside=True, opened=True),  # prose: a row of the page
     Fault("a wrong value in the configuration", _wrong_value, (78, 0, 0, 0, 0), ("optimizer.lr", "range"), again=78),
     Fault("a run directory in use", _in_use, (78, ONCE, ONCE, ONCE, ONCE), ("run.dir", "in_use")),
     Fault("SIGKILL", send(signal.SIGKILL), (KILLED,) * 5, inside=True),

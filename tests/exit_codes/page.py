@@ -14,7 +14,8 @@ from forge_testing.warm import WarmProcess
 from .grid import FAULTS, KILLED, PLACES
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "exit-codes.md"
-_BEGIN, _END = "<!-- grid: python -m tests.exit_codes.page -->\n", "<!-- end of the grid -->\n"
+_BEGIN = "<!-- grid: python -m tests.exit_codes.page -->\n"
+_END = "<!-- end of the grid -->\n"  # prose: a mark of the page
 
 
 def warm_process() -> WarmProcess:

@@ -18,8 +18,8 @@ from .page import PAGE, table, warm_process
 
 #: A fault of each code; the others run with every test.
 _OFTEN = (
-    "stdout on a full disk", "no room for a checkpoint", "data that is damaged", "checkpoints that are damaged",
-    "ranks that die in every life", "a device that computes wrong", "SIGTERM", "weights that are not finite",
+    "stdout on a full disk", "no room for a checkpoint", "data that is damaged", "checkpoints that are damaged",  # prose: rows of the page
+    "ranks that die in every life", "a device that computes wrong", "SIGTERM", "weights that are not finite",  # prose: rows of the page
     "a wrong value in the configuration", "SIGKILL",
 )  # fmt: skip
 

@@ -20,7 +20,9 @@ from forge_data._shared.atomic import (
     restore_folder,
     write_file,
 )
+from forge_data._shared.problems import invalid
 from forge_testing.durability import synced_renames
+from forge_testing.problems import rejects
 from forge_testing.processes import exit_code, forked
 
 pytestmark = pytest.mark.lane("test")
@@ -59,11 +61,9 @@ def test_what_raises_leaves_what_was_there(tmp_path: Path) -> None:
     write_file(tmp_path / "file", "1")
     make(tmp_path / "out", "1")
     before = tree(tmp_path)
-    with (
-        pytest.raises(ZeroDivisionError),
-        new_file(tmp_path / "file") as file,
-    ):  # prose: Python's own
-        file.write(b"half" * (1 // 0))
+    with rejects("a", 1, "b"), new_file(tmp_path / "file") as file:
+        file.write(b"half")
+        raise invalid("a", "b", 1, "is made up")
     with pytest.raises(TypeError):  # prose: Python's own
         make(tmp_path / "out", 2)  # type: ignore[arg-type]
     with pytest.raises(OSError, match=str(errno.ENOTEMPTY)):

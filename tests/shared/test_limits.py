@@ -22,14 +22,14 @@ pytestmark = pytest.mark.lane("test")
         (OSError(errno.ENFILE, "Too many open files in system", "a"), "fs.file-max"),
         (OSError(errno.ENOMEM, "Cannot allocate memory"), "RLIMIT_AS"),
         (MemoryError(), "RLIMIT_AS"),
-        (RuntimeError("can't start new thread"), "RLIMIT_NPROC"),
+        (RuntimeError("can't start new thread"), "RLIMIT_NPROC"),  # prose: of Python
         (RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"), "RLIMIT_AS"),
     ],
 )
 def test_F192_the_limit_is_named_wherever_it_was_met(error: BaseException, key: str) -> None:
     for kind in (DataError, ConfigError):
         try:
-            raise invalid("path", "not_found", "a", "cannot be read", kind=kind) from error
+            raise invalid("path", "not_found", "a", "is unreadable", kind=kind) from error
         except kind as raised:
             found, report = of_limit(raised), report_of(raised)
         assert [(p.key, p.code) for p in found.problems] == [(key, "limit")]

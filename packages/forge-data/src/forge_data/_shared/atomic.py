@@ -1,5 +1,5 @@
 # Copied from scripts/shared/atomic.py; edit that file, then run scripts/copy_shared.py.
-"""Files and folders that appear whole or not at all, also after a kill or a power loss.
+"""Files and folders that appear complete or not at all, also after a kill or a power loss.
 
 write_file(folder / "state.json", text)
 with new_file(folder / "rows.npz") as file:
@@ -57,7 +57,7 @@ def new_folder(target: Path, *, replace: bool = False, place: Path | None = None
     """A folder that gets the name `target` when the block ends, and is removed if it raises.
 
     The block fsyncs its files; the names in all folders are fsynced here. A folder that is at `target` is an OSError
-    at the end, or, with `replace`, moved away when the new one is whole. It is made beside `target`, or in `place`, a
+    at the end, or, with `replace`, moved away when the new one is complete. It is made next to `target`, or in `place`, a
     folder of the same file system.
     """
     target = target.absolute()
@@ -74,7 +74,7 @@ def new_folder(target: Path, *, replace: bool = False, place: Path | None = None
 
 
 def install_folder(made: Path, target: Path, *, replace: bool = False) -> None:
-    """Rename a whole folder to `target`, after an fsync of the names in it: a rename can reach the disk before them.
+    """Rename a complete folder to `target`, after an fsync of the names in it: a rename can reach the disk before them.
 
     A kill between the two renames of a replacement leaves the old folder under another name; `restore_folder`, which
     this calls first, gives it back.

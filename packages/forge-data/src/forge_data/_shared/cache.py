@@ -66,8 +66,8 @@ def once(
 ) -> T:
     """What `read()` returns; before that, `write()` if there is no entry, or `read` raises an error of `_DAMAGED`.
 
-    `write` makes the entry whole or not at all, as `new_file` and `new_folder` do. The others wait for it, with a line on
-    stderr; they go on if it dies. A cache that cannot be written, or is full, is said and answered by `without()`; where
+    `write` makes the entry complete or not at all, as `new_file` and `new_folder` do. The others wait for it, with a line on
+    stderr; they go on if it dies. A cache that cannot be written, or is full, is reported and answered by `without()`; where
     that is None, the first raises ProblemError, as a setting is wrong, and the second `kind`. Other errors of `read` and
     `write` pass.
     """

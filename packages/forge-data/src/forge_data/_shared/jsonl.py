@@ -58,7 +58,7 @@ def read_log_from(path: str | os.PathLike[str], offset: int) -> Iterator[tuple[A
 def append_line(path: str | os.PathLike[str], value: Any) -> None:
     """Append a value to a log of several writers, with one `os.write`: lines do not mix, and a kill tears the last at most.
 
-    A torn line of an earlier writer is ended first. Raises OSError where the line cannot be written whole, and for what is
+    A torn line of an earlier writer is ended first. Raises OSError where the line cannot be written in full, and for what is
     not a regular file: the open of a FIFO would block for ever.
     """
     flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC

@@ -19,7 +19,7 @@ _PR_SET_PDEATHSIG = 1  # of prctl(2)
 def die_with(parent: int, number: int = signal.SIGKILL) -> None:
     """Ask the kernel to send `number` to this process when its parent ends; exit now if it is no longer `parent`.
 
-    Linux counts the end of the thread that made this process: let one make it that lives as long. An orphan may be adopted
+    Linux counts the end of the thread that made this process: let one make it that ends no earlier. An orphan may be adopted
     by process 1 or by a supervisor, so its parent is compared with the pid that made it. The parent must have made this
     process itself, as `fork` does and multiprocessing's forkserver does not.
     """
