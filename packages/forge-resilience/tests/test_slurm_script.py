@@ -95,6 +95,8 @@ class Site:
     def start(self, log: Any = subprocess.PIPE, **environ: str) -> subprocess.Popen[str]:
         return subprocess.Popen(
             ["bash", self.facts.script],
+            # a shell's `&` has tests ignore it, and bash cannot trap what was ignored before
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             stdout=log,
             stderr=subprocess.STDOUT,
             text=True,
