@@ -27,6 +27,7 @@ from .problems import ProblemError, WithProblems, invalid
 
 T = TypeVar("T")
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_THERE = (errno.EEXIST, errno.ENOTEMPTY)
 _DAMAGED = (
     ValueError,
     KeyError,
@@ -51,7 +52,7 @@ def entry_of(kind: str, name: str, cache: str | None = None) -> Path:
         return user_path(cache).absolute() / name
     root = user_path(os.environ.get("FORGE_CACHE") or "~/.cache/forge").absolute()
     before = (root / name, root / "tokens" / name)
-    return next((entry for entry in before if entry.exists()), root / kind / name)
+    return next((entry for entry in before if os.path.exists(entry)), root / kind / name)
 
 
 def once(
@@ -81,20 +82,23 @@ def once(
                 say(f"{what} in {entry} is damaged, and is made again: {error}")
             return []
 
-    if kept := found(tell=False):
-        return kept[0]
     try:
+        if kept := found(tell=False):
+            return kept[0]
         entry.parent.mkdir(parents=True, exist_ok=True)
         wait = lambda owner: say(f"waiting for {owner}, which makes {what} in {entry}")  # noqa: E731
-        with locked(entry.with_name(f"{entry.name}.lock"), wait=wait):
+        with locked(entry.with_name(f"{entry.name}.lock"), wait=wait) as lock:
             if kept := found(tell=True):  # written while this process waited
                 return kept[0]
             remove(entry)
-            for leftover in files_named(entry.parent, f".{entry.name}."):  # of a killed writer
+            # of a killed writer; without locks it may be that of a living one
+            for leftover in files_named(entry.parent, f".{entry.name}.") if lock.held else ():
                 remove(leftover)
             write()
             return read()
     except OSError as error:
+        if error.errno in _THERE and (kept := found(tell=False)):
+            return kept[0]  # without locks, another process was first
         problem = _problem(error, entry.parent, what, kind)
         if problem is None:
             raise

@@ -6,12 +6,12 @@ import errno
 import os
 import resource
 import signal
-import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from forge_data._shared import atomic
 from forge_data._shared.atomic import (
     install_folder,
     new_file,
@@ -26,6 +26,7 @@ from forge_testing.problems import rejects
 from forge_testing.processes import exit_code, forked
 
 pytestmark = pytest.mark.lane("test")
+HOST = atomic._host()
 
 
 def tree(folder: Path) -> dict[str, str]:
@@ -53,7 +54,8 @@ def test_files_and_names_are_on_the_disk_before_they_are_published(tmp_path: Pat
         write_file(tmp_path / "file", "2")
         make(tmp_path / "out", "1")
         make(tmp_path / "out", "2")
-    assert moved == ["file", "file", "out", ".out.old", "out"]
+    assert moved[:-1] == ["file", "file", "out", ".out.old", "out"]
+    assert moved[-1].startswith("..out.old.tmp-")
     assert tree(tmp_path) == {"file": "2", "out/a": "2", "out/below/b": "2"}
 
 
@@ -117,6 +119,7 @@ def test_a_replacement_that_is_killed_anywhere_is_undone_or_done_by_the_next_wri
     found = tree(tmp_path / "out")
     assert found in ({"a": "1", "below/b": "1"}, {"a": "2"})
     assert (tmp_path / "whole").exists() == (found["a"] == "1")
+    atomic._seen.clear()  # the next writer is another process
     make(tmp_path / "out", "3")
     assert tree(tmp_path / "out") == {"a": "3", "below/b": "3"}
     remove(tmp_path / "whole")
@@ -151,15 +154,15 @@ def test_F149_leftovers_of_the_dead_are_removed_and_those_of_the_living_kept(
 ) -> None:
     dead = 1 << 30  # more than the kernel gives
     kept = {
-        f".{name}.tmp-{socket.gethostname()}-{os.getpid()}-0123abcd",
-        f".{name}.tmp-{socket.gethostname()}-1-0123abcd",
+        f".{name}.tmp-{HOST}-{os.getpid()}-0123abcd",
+        f".{name}.tmp-{HOST}-1-0123abcd",
         f".{name}.tmp-elsewhere-{dead}-0123abcd",
         f".{name}.tmp-{dead}",
-        f"{name}.tmp-{socket.gethostname()}-{dead}-0123abcd",
+        f"{name}.tmp-{HOST}-{dead}-0123abcd",
     }
-    for file in (*kept, f".{name}.tmp-{socket.gethostname()}-{dead}-0123abcd"):
+    for file in (*kept, f".{name}.tmp-{HOST}-{dead}-0123abcd"):
         (tmp_path / file).touch()
-    folder = tmp_path / f".x.tmp-{socket.gethostname()}-{dead}-0123abcd"
+    folder = tmp_path / f".x.tmp-{HOST}-{dead}-0123abcd"
     folder.mkdir()
     (folder / "a").touch()
     write_file(tmp_path / name, "")
@@ -187,3 +190,63 @@ def test_removing_follows_no_link(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["out"]
     remove(tmp_path / "out")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_living_writer_of_another_pid_namespace_keeps_its_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Containers of one host name count their processes by themselves: the number says nothing about another's."""
+    monkeypatch.setattr(os, "stat", lambda *_, **__: os.stat_result([0, 7] + [0] * 8))
+    atomic._host.cache_clear()
+    elsewhere = atomic._host()
+    monkeypatch.undo()
+    atomic._host.cache_clear()
+    assert elsewhere != atomic._host()
+    living = tmp_path / f".file.tmp-{elsewhere}-{1 << 30}-0123abcd"
+    living.touch()
+    write_file(tmp_path / "file", "")
+    assert living.exists()
+
+
+def test_half_of_what_was_replaced_is_never_restored(tmp_path: Path) -> None:
+    make(tmp_path / "out", "1")
+
+    def killed() -> None:
+        unlink = os.unlink
+
+        def second(*arguments: Any, **options: Any) -> None:
+            unlink(*arguments, **options)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        os.unlink = second
+        make(tmp_path / "out", "2")
+
+    assert exit_code(forked(killed)) == -signal.SIGKILL
+    remove(tmp_path / "out")
+    restore_folder(tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("kind", ["file", "link", "dangling"])
+def test_what_is_no_folder_is_replaced_again_and_again(tmp_path: Path, kind: str) -> None:
+    (tmp_path / "target").mkdir()
+    for content in ("1", "2"):
+        remove(tmp_path / "out")
+        if kind == "file":
+            (tmp_path / "out").touch()
+        else:
+            (tmp_path / "out").symlink_to("target" if kind == "link" else "none")
+        make(tmp_path / "out", content)
+        assert tree(tmp_path / "out") == {"a": content, "below/b": content}
+    assert {p.name for p in tmp_path.iterdir()} == {"out", "target"}
+
+
+def test_long_names_and_permissions(tmp_path: Path) -> None:
+    for name in ("a" * 255, "\u00e4" * 127):
+        write_file(tmp_path / name, "1")
+        (tmp_path / name).chmod(0o600)
+        write_file(tmp_path / name, "2")
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+        make(tmp_path / f"{name[:-1]}b", "1")
+        make(tmp_path / f"{name[:-1]}b", "2")
+        assert tree(tmp_path / f"{name[:-1]}b")["a"] == "2"

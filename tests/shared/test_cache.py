@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from forge_data import InvalidData
-from forge_data._shared import cache
+from forge_data._shared import cache, locks
 from forge_data._shared.atomic import new_folder, write_file
 from forge_data._shared.cache import digest_of, entry_of, once
 from forge_testing.problems import rejects
@@ -188,3 +188,24 @@ def test_a_digest_is_of_the_content_in_any_order() -> None:
     one = digest_of({"a": 1, "b": ["\udcff", None]})
     assert len(one) == 32
     assert one == digest_of({"b": ["\udcff", None], "a": 1}) != digest_of({"a": 1, "b": [None]})
+
+
+def test_F163_without_locks_writers_that_meet_all_get_the_entry(tmp_path: Path) -> None:
+    entry = tmp_path / "cache/e"
+
+    def run() -> None:
+        def no_lock(*_: object) -> None:
+            raise OSError(errno.ENOSYS, "no locks")
+
+        def slow() -> None:
+            with new_folder(entry) as folder:
+                (folder / "a").write_text("words")
+                (tmp_path / str(os.getpid())).touch()
+                wait_for(lambda: len([p for p in tmp_path.iterdir() if p.name.isdigit()]) == 3)
+
+        locks.fcntl.flock = no_lock
+        read = lambda: (entry / "a").read_text()  # noqa: E731
+        assert once(entry, read, slow, what="the words") == "words"
+
+    pids = [forked(run) for _ in range(3)]
+    assert [exit_code(pid) for pid in pids] == [0] * 3

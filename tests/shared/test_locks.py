@@ -158,3 +158,12 @@ def test_a_fifo_or_a_link_is_no_lock(tmp_path: Path) -> None:
             Lock(tmp_path / name)
     with pytest.raises(FileNotFoundError, match="none/lock"):
         Lock(tmp_path / "none/lock")
+
+
+def test_a_child_that_leaves_the_block_does_not_remove_the_lock(tmp_path: Path) -> None:
+    block = locked(tmp_path / "lock", remove=True)
+    block.__enter__()
+    assert exit_code(forked(lambda: block.__exit__(None, None, None))) == 0
+    assert (tmp_path / "lock").exists()
+    block.__exit__(None, None, None)
+    assert not (tmp_path / "lock").exists()

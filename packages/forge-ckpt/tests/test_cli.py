@@ -161,7 +161,7 @@ def test_without_the_extra_one_line_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "tyro", None)
     code, out, err = call(capsys, "ls", ".")
     assert (code, out) == (78, "")
-    assert err.startswith("forge-ckpt needs forge_ckpt.commands, ")
+    assert "forge_ckpt.commands" in err
     assert "'forge-ckpt[cli]'" in err
 
 

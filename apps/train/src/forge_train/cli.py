@@ -43,11 +43,8 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     args = list(sys.argv[1:] if argv is None else argv)
     is_run = args[:1] == ["run"]
     has_ranks = bool(args) and args[0] in _OF_RANKS
-    process.prepare(is_run, has_ranks)
-    code: int = ExitCode.DONE
-    with contextlib.suppress(BrokenPipeError):  # `forge-train --help | head` has seen enough
-        code = int(_dispatch(args))
-    process.end(code, is_run, has_ranks)
+    process.prepare(is_run)
+    process.end(int(_dispatch(args)), is_run, has_ranks)
 
 
 def _dispatch(args: list[str]) -> int:
@@ -64,8 +61,6 @@ def _dispatch(args: list[str]) -> int:
         if args[0] not in VERBS:
             raise
         return process.fail(["interrupted; what was saved before is intact"], ExitCode.REQUEUE)
-    except BrokenPipeError:
-        raise
     except Exception as error:
         cause = process.problems_of_a_lost_rank(error)
         if cause is None and (limit := limit_problem(error)):

@@ -71,12 +71,9 @@ def leave_with_launcher() -> Callable[[], None]:
     return restore
 
 
-def prepare(is_run: bool, has_ranks: bool) -> None:
-    """Prepare for streams that fail, odd encodings, and signals that come before the training loop handles them.
-
-    has_ranks: the verb joins a process group under a launcher.
-    """
-    tolerate(is_work=has_ranks)
+def prepare(is_run: bool) -> None:
+    """Prepare for streams that fail, odd encodings, and signals that come before the training loop handles them."""
+    tolerate()
     with contextlib.suppress(OSError):  # a folder that is gone
         # import paths of a configuration find modules in the working folder, after all that is installed
         sys.path.append(os.getcwd())
@@ -99,8 +96,7 @@ def end(code: int, is_run: bool, has_ranks: bool) -> NoReturn:
     """
     if is_run:
         leave_on_signal(code, signal.SIGINT)
-    with contextlib.suppress(BrokenPipeError):
-        sys.stdout.flush()
+    sys.stdout.flush()
     if has_ranks and is_rank_of_many():
         from forge_parallel import leave
 

@@ -12,7 +12,7 @@ OK, LIMIT, CORRUPT, WRONG_USAGE, INTERRUPTED = 0, 1, 66, 78, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors are one message on stderr, without traceback."""
-    tolerate(is_work=False)
+    tolerate()
     try:
         from forge_ckpt.commands import run  # tyro and rich are an optional extra
 
@@ -26,8 +26,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return OK if not stop.code else WRONG_USAGE
     except CorruptCheckpoint as error:
         return _fail(error, CORRUPT)
-    except BrokenPipeError:  # `forge-ckpt ls | head` has seen enough
-        return OK
     except (ValueError, OSError, MemoryError, StoreInUse) as error:
         return _fail(error, WRONG_USAGE)
     except KeyboardInterrupt:

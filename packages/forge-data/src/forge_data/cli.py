@@ -16,7 +16,7 @@ OK, LIMIT, DATA_ERROR, ARGUMENT_ERROR, INTERRUPTED = 0, 1, 65, 78, 130
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors are one message on stderr, without traceback."""
-    tolerate(is_work=False)
+    tolerate()
     try:
         from forge_data.commands import run  # tyro and rich are an optional extra
 
@@ -31,8 +31,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, DATA_ERROR)
     except ValueError as error:
         return _fail(error, ARGUMENT_ERROR)
-    except BrokenPipeError:  # `forge-data inspect tokens | head` has seen enough
-        return OK
     except (OSError, MemoryError) as error:
         return _fail(error, DATA_ERROR, "; every file must be readable and the disk not full")
     except KeyboardInterrupt:

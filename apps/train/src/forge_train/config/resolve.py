@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import hashlib
 import importlib.util
-import resource
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -382,10 +380,6 @@ def _of_source(error: ValueError | OSError, key: str) -> list[Problem]:
     if not isinstance(error, OSError) or not error.strerror or limit_problem(error):
         return problems_under(error, key)
     rule, fix = f"cannot be read: {error.strerror}", "name an existing path"
-    if error.errno == errno.EMFILE:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        rule = f"cannot be opened by a process that may have {limit} files open"
-        return [Problem(key, "open_files", ..., rule, "raise the limit by `ulimit -n 65536`")]
     return [Problem(key, "not_found", error.filename or ..., rule, fix)]
 
 

@@ -1,7 +1,7 @@
 # Copied from scripts/shared/streams.py; edit that file, then run scripts/copy_shared.py.
 """stdout and stderr of a command whose output may be lost: a full disk behind them changes no exit code.
 
-tolerate(is_work=True)      # first of all in a command that does more than print
+tolerate()      # first of all
 """
 
 from __future__ import annotations
@@ -16,13 +16,19 @@ from typing import Any
 __all__ = ["tolerate"]
 
 
-def tolerate(is_work: bool) -> None:
+def tolerate() -> None:
     """Replace sys.stdout and sys.stderr by streams on the same descriptors that lose what cannot be written.
 
-    One line on stderr says so, but for a reader or terminal that is gone. A closed pipe raises BrokenPipeError, once, if
-    the command only prints (`is_work` False): `| head` has seen enough. A stream that is closed becomes /dev/null; one
-    that something else has put in its place stays.
+    One line on stderr says so, but for a reader or terminal that is gone: `| head` has seen enough. A stream that is closed
+    becomes /dev/null, with its descriptor: else a file would get its number, and lines of C code. A stream that something
+    else has put in its place stays.
     """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+            os.set_inheritable(descriptor, True)
     for descriptor, name in enumerate(("stdout", "stderr"), start=1):
         stream = getattr(sys, name)
         if stream is None:
@@ -31,7 +37,7 @@ def tolerate(is_work: bool) -> None:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             if stream.fileno() == descriptor:
                 stream.flush()
-                output = io.BufferedWriter(_Output(descriptor, is_work))
+                output = io.BufferedWriter(_Output(descriptor))
                 setattr(sys, name, io.TextIOWrapper(
                     output, stream.encoding, "replace", line_buffering=stream.line_buffering
                 ))  # fmt: skip
@@ -40,9 +46,9 @@ def tolerate(is_work: bool) -> None:
 class _Output(io.FileIO):
     """Counts bytes that cannot be written as written."""
 
-    def __init__(self, descriptor: int, is_work: bool) -> None:
+    def __init__(self, descriptor: int) -> None:
         super().__init__(descriptor, "wb", closefd=False)
-        self._raises, self._told = not is_work, False
+        self._told = False
 
     def write(self, data: Any) -> int:
         try:
@@ -52,9 +58,6 @@ class _Output(io.FileIO):
             error: OSError = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         except OSError as refused:
             error = refused
-        if isinstance(error, BrokenPipeError) and self._raises:
-            self._raises = False
-            raise error
         gone = error.errno in (errno.EPIPE, errno.EIO)
         if not gone and not self._told and self.fileno() != 2:
             with contextlib.suppress(OSError):

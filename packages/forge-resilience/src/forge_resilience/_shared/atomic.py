@@ -11,6 +11,8 @@ with new_folder(output, replace=True) as folder:    # what is there is replaced 
 from __future__ import annotations
 
 import contextlib
+import functools
+import hashlib
 import os
 import re
 import secrets
@@ -23,6 +25,7 @@ from typing import BinaryIO
 from .paths import files_named
 
 _TEMPORARY = re.compile(r"\..+\.tmp-(?P<host>.+)-(?P<pid>\d+)-[0-9a-f]{8}")
+_NAME_MAX = 255  # bytes
 _seen: set[Path] = set()  # folders into which this process has written
 
 
@@ -30,12 +33,15 @@ _seen: set[Path] = set()  # folders into which this process has written
 def new_file(path: Path) -> Iterator[BinaryIO]:
     """A file that gets the name `path` when the block ends, in place of what is there, and is removed if it raises.
 
-    Two fsyncs: of the file before it is renamed, and of its folder. What killed writers of this host left is removed.
+    A file that is there gives its permissions; a link is replaced, not followed. Two fsyncs: of the file before it is
+    renamed, and of its folder. What killed writers of this host left is removed.
     """
     _remove_leftovers(path.parent)
     temporary = _temporary(path.parent, path.name)
     try:
         with temporary.open("xb") as file:
+            if path.is_file() and not path.is_symlink():
+                os.fchmod(file.fileno(), path.stat().st_mode & 0o777)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -83,7 +89,7 @@ def install_folder(made: Path, target: Path, *, replace: bool = False) -> None:
         sync_folder(Path(folder))
     restore_folder(target)
     old = _old(target)
-    if replace and target.exists():  # a rename cannot replace a folder with files in it
+    if replace and os.path.lexists(target):  # a rename cannot replace a folder with files in it
         target.rename(old)
         try:
             made.rename(target)
@@ -91,7 +97,7 @@ def install_folder(made: Path, target: Path, *, replace: bool = False) -> None:
             old.rename(target)
             raise
         sync_folder(target.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        _discard(old)
     else:
         made.rename(target)
         sync_folder(target.parent)
@@ -100,10 +106,10 @@ def install_folder(made: Path, target: Path, *, replace: bool = False) -> None:
 def restore_folder(target: Path) -> None:
     """Undo or finish the replacement of a folder whose writer was killed."""
     old = _old(target)
-    if not old.exists():
+    if not os.path.lexists(old):
         return
-    if target.exists():
-        shutil.rmtree(old, ignore_errors=True)
+    if os.path.lexists(target):
+        _discard(old)
     else:
         old.rename(target)
 
@@ -126,12 +132,34 @@ def remove(path: Path) -> None:
 
 
 def _old(target: Path) -> Path:
-    return target.with_name(f".{target.name}.old")
+    return target.with_name(_hidden(target.name, ".old"))
+
+
+def _discard(old: Path) -> None:
+    """Remove what was replaced, under a name from which a half of it is never restored."""
+    doomed = _temporary(old.parent, old.name)
+    old.rename(doomed)
+    with contextlib.suppress(OSError):
+        remove(doomed)
 
 
 def _temporary(folder: Path, name: str) -> Path:
-    own = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(4)}"
-    return folder / f".{name}.tmp-{own}"
+    return folder / _hidden(name, f".tmp-{_host()}-{os.getpid()}-{secrets.token_hex(4)}")
+
+
+def _hidden(name: str, ending: str) -> str:
+    """`.NAME` with an ending; a name that gets too long loses its end."""
+    return "." + os.fsdecode(os.fsencode(name)[: _NAME_MAX - 1 - len(ending)]) + ending
+
+
+@functools.cache
+def _host() -> str:
+    """12 hex digits of where process ids count: hosts may have one name, and a container has ids of its own."""
+    known = [socket.gethostname()]
+    with contextlib.suppress(OSError):
+        known.append(Path("/proc/sys/kernel/random/boot_id").read_text())
+        known.append(str(os.stat("/proc/self/ns/pid").st_ino))
+    return hashlib.sha256(str(known).encode()).hexdigest()[:12]
 
 
 def _remove_leftovers(folder: Path) -> None:
@@ -141,7 +169,7 @@ def _remove_leftovers(folder: Path) -> None:
     _seen.add(folder)
     for path in files_named(folder, "."):
         found = _TEMPORARY.fullmatch(path.name)
-        if found and found["host"] == socket.gethostname() and not _is_alive(int(found["pid"])):
+        if found and found["host"] == _host() and not _is_alive(int(found["pid"])):
             with contextlib.suppress(OSError):
                 remove(path)
 

@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 help=key.metadata["help"],
             )
     flags = parser.parse_args(argv)
-    tolerate(is_work=True)
+    tolerate()
     with StopSignal(announce=False) as stop:
         try:
             return orchestrate(

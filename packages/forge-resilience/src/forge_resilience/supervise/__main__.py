@@ -18,7 +18,7 @@ from forge_resilience.supervise.lives import supervise
 def main(argv: Sequence[str] | None = None) -> int:
     """Parse, run guarded, and return the exit code."""
     args = list(sys.argv[1:] if argv is None else argv)
-    tolerate(is_work=True)
+    tolerate()
     parser = _parser()
     at = args.index("--") if "--" in args else len(args)
     own, command = parser.parse_args(args[:at]), args[at + 1 :]

@@ -126,7 +126,7 @@ def locked(
     try:
         yield lock
     finally:
-        if remove:
+        if remove and lock._fd >= 0:  # not in a forked child, which does not hold it
             path.unlink(missing_ok=True)  # while it is held: later the file may be another's
         lock.release()
 

@@ -28,7 +28,7 @@ _NOT_PREPARED = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors are one message on stderr, without traceback."""
-    tolerate(is_work=False)
+    tolerate()
     try:
         run(arguments)
         sys.stdout.flush()
@@ -40,8 +40,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, DATA_ERROR)
     except ValueError as error:
         return _fail(error, ARGUMENT_ERROR)
-    except BrokenPipeError:  # `| head` has seen enough
-        return OK
     except (OSError, MemoryError) as error:
         return _fail(error, DATA_ERROR)
     except KeyboardInterrupt:
