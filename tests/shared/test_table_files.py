@@ -1,4 +1,4 @@
-"""Parquet files and saved sets of which the libraries would read fewer rows without a word."""
+"""Parquet files and saved sets of which the libraries would read fewer rows silently."""
 
 import os
 

@@ -83,6 +83,7 @@ class Lock:
         self._fd = os.open(self.path, flags, 0o644)
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(self.path))
+
         kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
         try:
             try:
@@ -99,6 +100,8 @@ class Lock:
             if isinstance(error, Held) or error.errno not in _NO_LOCKS:
                 raise
             _warn(self.path.parent, error)
+
+        # another process may have removed the file, or put one in its place, before the lock was taken
         if self.held and not self.is_current():
             return False
         if not shared:

@@ -1,5 +1,5 @@
 # Copied from scripts/shared/streams.py; edit that file, then run scripts/copy_shared.py.
-"""stdout and stderr of a command whose output may be lost: a full disk behind them changes no exit code.
+"""stdout and stderr of a command whose output may be lost: a full disk changes no exit code.
 
 tolerate()      # first of all
 """
@@ -23,12 +23,14 @@ def tolerate() -> None:
     becomes /dev/null, with its descriptor: else a file would get its number, and lines of C code. A stream that something
     else has put in its place stays.
     """
+    # a descriptor that is closed
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
             os.set_inheritable(descriptor, True)
+
     for descriptor, name in enumerate(("stdout", "stderr"), start=1):
         stream = getattr(sys, name)
         if stream is None:

@@ -88,6 +88,7 @@ def install_folder(made: Path, target: Path, *, replace: bool = False) -> None:
     for folder, _, _ in os.walk(made):
         sync_folder(Path(folder))
     restore_folder(target)
+
     old = _old(target)
     if replace and os.path.lexists(target):  # a rename cannot replace a folder with files in it
         target.rename(old)

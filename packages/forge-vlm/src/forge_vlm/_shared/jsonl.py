@@ -67,6 +67,7 @@ def append_line(path: str | os.PathLike[str], value: Any) -> None:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+
         data = (json.dumps(value, default=str, allow_nan=False) + "\n").encode()
         if status.st_size and os.pread(descriptor, 1, status.st_size - 1) != b"\n":
             data = b"\n" + data
