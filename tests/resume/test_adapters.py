@@ -260,7 +260,7 @@ def test_a_base_that_is_gone_or_another_one_is_refused(tmp_path: Path, tuned: Pa
     aside.rename(run)
     shutil.rmtree(run / "base")
     config = {**more, "init__from": _given(tuned)}
-    with rejects("lora.rank", 3, "base", ConfigError):
+    with rejects("base", ANY, "missing", StateError):
         fit(tmp_path, **config)
     shutil.copytree(other / "base", run / "base")
     with rejects("digest", ANY, "mismatch", StateError):

@@ -91,18 +91,18 @@ def test_a_folder_holds_the_same_in_shards(
     row = sum(value.nbytes for name, value in alone.items() if name != "meta") // ROWS
     join, most = activation_files.Parts.join, 3 * row + 1
     monkeypatch.setattr(activation_files.Parts, "join", lambda parts, _: join(parts, most))
-    write, calls = activation_files._write, []
+    write, calls = activation_files.write_file, []
 
     class Killed(BaseException):
         pass
 
-    def third(path: Path, content: bytes) -> None:
+    def third(path: Path, content: bytes | str) -> None:
         calls.append(path.name)
         if len(calls) == 3:
             raise Killed
         write(path, content)
 
-    monkeypatch.setattr(activation_files, "_write", third)
+    monkeypatch.setattr(activation_files, "write_file", third)
     with pytest.raises(Killed):
         extract_run(run, POINTS, tmp_path / "torn", ROWS, 2)
     extract_run(run, POINTS, tmp_path / "torn", ROWS, 2)
