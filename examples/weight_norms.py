@@ -18,7 +18,8 @@ class WeightNorms(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         self.first = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
-        self.file = (trainer.paths.path / "weight_norms.jsonl").open("a")
+        writes = trainer.meshes.rank == 0  # all ranks compute the norms
+        self.file = (trainer.paths.path / "weight_norms.jsonl").open("a") if writes else None
 
     @torch.no_grad()
     def on_log(self, trainer: Trainer, row: Any) -> None:
@@ -27,7 +28,9 @@ class WeightNorms(Callback):
             for name, p in trainer.model.named_parameters()
             if p.ndim >= 2
         }
-        self.file.write(json.dumps({"step": row["step"], **moved}) + "\n")
+        if self.file is not None:
+            self.file.write(json.dumps({"step": row["step"], **moved}) + "\n")
 
     def on_end(self, trainer: Trainer) -> None:
-        self.file.close()
+        if self.file is not None:
+            self.file.close()

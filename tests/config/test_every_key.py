@@ -80,7 +80,7 @@ def dtypes(t: Trainer) -> Any:
 
 def logits(t: Trainer) -> Any:
     """Output of the freshly initialised model, wide enough for every position to matter."""
-    t._materialise()
+    t.prepare()
     for p in t.model.parameters():
         torch.nn.init.uniform_(p, 0.1, 1.0, generator=torch.Generator().manual_seed(p.numel()))
     with torch.no_grad():
@@ -89,7 +89,7 @@ def logits(t: Trainer) -> Any:
 
 def seen(t: Trainer) -> Any:
     """The loss of the first batch with images, or why there is none."""
-    t._materialise()
+    t.prepare()
     try:
         return float(t.compute.losses(next(t.loader)))
     except ValueError as error:
@@ -97,7 +97,7 @@ def seen(t: Trainer) -> Any:
 
 
 def initial(t: Trainer) -> Any:
-    t._materialise()
+    t.prepare()
     return sum(p.double().abs().sum().item() for p in t.model.parameters())
 
 
@@ -186,7 +186,7 @@ def evaluations(t: Trainer) -> Any:
 
 def forwards(t: Trainer) -> Any:
     calls: list[tuple[int, ...]] = []
-    t._materialise()
+    t.prepare()
     t.model.register_forward_pre_hook(lambda m, args: calls.append(tuple(args[0].shape)))
     t.checkpoints = SimpleNamespace(committed=-1, wants_retry=False)  # type: ignore[assignment]
     t._forward_backward(next(t.loader))
@@ -196,7 +196,7 @@ def forwards(t: Trainer) -> Any:
 def sample(t: Trainer) -> Any:
     from forge_train.report.summary import sample_text
 
-    t._materialise()
+    t.prepare()
     return sample_text(t) if t.paths.create() is None else None
 
 
@@ -546,7 +546,7 @@ def digests(t: Trainer) -> Any:
 
 def routed(t: Trainer) -> Any:
     """Output of the first mixture on tokens that differ, with weights that tell experts apart."""
-    t._materialise()
+    t.prepare()
     (layer, *_) = (m for m in t.model.modules() if isinstance(m, MoE))
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():

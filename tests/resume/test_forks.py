@@ -575,7 +575,7 @@ def test_each_seed_has_its_own_effect(tmp_path: Path) -> None:
     def beginning(**seeds: int) -> tuple[float, list[int], int]:
         trainer = Trainer(load_job(job_of(tmp_path), {**QUIET, **seeds}))
         ids = next(trainer.loader).tokens.flatten().tolist()
-        trainer._materialise()
+        trainer.prepare()
         stream = int(torch.randint(2**31, ()))
         trainer.loader.close()
         return (

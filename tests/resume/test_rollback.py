@@ -276,11 +276,22 @@ class LeaveOutTwo(LeaveOut):
     last = WINDOW[1] + BATCH
 
 
+class Hears(Callback):
+    """Of a rollback, with the steps that the run is at."""
+
+    def on_rollback(self, trainer: Trainer, step: int) -> None:
+        with (trainer.paths.path / f"back-{trainer.meshes.rank}").open("a") as file:
+            file.write(f"{step} {trainer.progress.step}\n")
+
+
 @pytest.mark.slow
+@pytest.mark.lane("ci")
 def test_before_the_first_interval_the_run_goes_back_to_its_initial_state(tmp_path: Path) -> None:
+    """F181: callbacks of all ranks hear of it."""
     job, reference = make_job(tmp_path / "a"), make_job(tmp_path / "b")
     rare = {**BACK, "checkpoint__every_steps": 0}
-    found = fit_on_ranks(2, job, **rare)
+    found = fit_on_ranks(2, job, Hears, **rare)
+    assert [(tmp_path / f"a/run/back-{rank}").read_text() for rank in (0, 1)] == ["0 0\n"] * 2
     assert_same(found, fit_on_ranks(2, reference, LeaveOut, **rare), job, reference)
     assert [e["to_step"] for e in events(job, "rollback")] == [0]
 

@@ -150,7 +150,7 @@ def test_no_tensor_has_the_size_of_all_logits(tmp_path: Path, training: bool) ->
     found = []
     for name, loss in (("plain", {}), ("fused", FUSED)):
         trainer = Trainer(load_job(make_job(tmp_path / name), {**keys, **loss}))
-        trainer._materialise()
+        trainer.prepare()
         batch = next(trainer.loader)
         with Largest() as largest:
             if training:

@@ -85,7 +85,7 @@ def test_a_frozen_encoder_stays_as_it_began(tmp_path: Path) -> None:
     keys = strips(tmp_path) | {"train.steps": 2}
     job = packed_job(tmp_path, FROZEN)
     begun = Trainer(load_job(job, keys))
-    begun._materialise()
+    begun.prepare()
     first = {n: p.detach().clone() for n, p in begun.model.named_parameters()}
     got = together(fit_on_ranks(2, job, None, **flags(keys)))
     moved = {n for n, p in first.items() if not (got[n] == p).all()}

@@ -67,7 +67,7 @@ def test_initial_values_are_a_function_of_the_seed(tmp_path: Path, encoder: dict
     for seed in (1, 1, 2):
         trainer = Trainer(load_job(write_vlm_job(tmp_path), {**encoder, "init.seed": seed}))
         assert all(p.is_meta for p in trainer.model.parameters())
-        trainer._materialise()
+        trainer.prepare()
         states.append(dict(trainer.model.state_dict()))
     plain = VLM(trainer.config.model)
     initialise(plain, 2)

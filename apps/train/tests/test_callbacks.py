@@ -2,18 +2,34 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from forge_testing import forge_train, write_job
 from forge_testing.models import Counting
 from forge_testing.problems import rejects
 from forge_testing.runs import fit_on_ranks, make_job
-from forge_train import Callback, ConfigError, Trainer, load_job, load_trained, read_run
+from forge_train import (
+    Callback,
+    ConfigError,
+    StateError,
+    Trainer,
+    cli,
+    load_job,
+    load_trained,
+    read_run,
+)
 from forge_train.cli import run_verb
+from forge_train.config.layers import read_layers
+from forge_train.config.resolve import resolve
+from forge_train.trainer.recorder import Recorder
 
 STEPS, COUNTING = "forge_testing.parts:Steps", "forge_testing.models:Counting"
 TABLE = f"""
@@ -155,3 +171,83 @@ def test_a_flag_reaches_a_table(tmp_path: Path) -> None:
     told = forge_train("explain", write_job(tmp_path, TABLE), "--callbacks.steps.every_steps", "5")
     assert re.search(r"callbacks.steps.every_steps\s+5\s+flag", told.out), told.out + told.err
     assert "--callbacks.NAME.name" in forge_train("run", "--help", COLUMNS="200").out
+
+
+def digest_of(trainer: Trainer) -> float:
+    with torch.no_grad():
+        return sum(float(p.double().abs().sum()) for p in trainer.model.parameters())
+
+
+class Weights(Callback):
+    """The weights behind each step, as a hook of the step and a hook of its row see them; seconds in a checkpoint."""
+
+    def __init__(self) -> None:
+        self.after: dict[int, float] = {}
+        self.logged: dict[int, float] = {}
+        self.seconds: list[float] = []
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        self.after[trainer.progress.step] = digest_of(trainer)
+
+    def on_log(self, trainer: Trainer, row: Mapping[str, Any]) -> None:
+        self.logged[row["step"]] = digest_of(trainer)
+
+    def on_checkpoint(self, trainer: Trainer, step: int, path: Path) -> None:
+        self.seconds.append(trainer.progress.seconds)
+
+
+def test_F181_a_hook_of_a_row_sees_the_weights_of_its_step(tmp_path: Path) -> None:
+    seen = Weights()
+    flags = {"train.steps": 4, "metrics.every_steps": 1, "checkpoint.every_steps": 0}
+    Trainer(load_job(write_job(tmp_path), flags), [seen]).fit()
+    assert seen.logged == seen.after
+    assert len({*seen.after.values()}) == 4
+
+
+def test_F181_a_checkpoint_between_two_rows_has_the_seconds_since_the_row(tmp_path: Path) -> None:
+    seen = Weights()
+    flags = {**SHORT, "train.steps": 8, "metrics.every_steps": 100, "eval.every_steps": 0}
+    Trainer(load_job(write_job(tmp_path), flags), [seen]).fit()
+    assert seen.seconds == sorted({*seen.seconds})
+    assert seen.seconds[0] > 0
+    row = read_run(tmp_path / "run").metrics
+    rate = row["tokens"][-1] / row["seconds"][-1]  # else some were counted twice
+    assert row["tokens_per_second"][-1] == pytest.approx(rate)
+
+
+def test_F181_the_layers_of_a_job_are_not_changed(tmp_path: Path) -> None:
+    layers = read_layers(write_job(tmp_path))
+    before = copy.deepcopy(layers)
+    resolve(layers)
+    assert layers == before
+
+
+def test_F181_meshes_are_made_by_fit_alone(tmp_path: Path) -> None:
+    trainer = Trainer(load_job(write_job(tmp_path)))
+    with pytest.raises(RuntimeError):
+        trainer.meshes  # noqa: B018
+    trainer.prepare()
+    assert trainer.meshes.world_size == 1
+
+
+def test_F181_sinks_are_closed_after_an_error_of_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Recorder] = []
+    close = Recorder.close
+    monkeypatch.setattr(Recorder, "close", lambda self: (closed.append(self), close(self)))
+    monkeypatch.setattr("forge_train.trainer.trainer.packing_report", lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        Trainer(load_job(write_job(tmp_path))).fit()
+    assert len(closed) == 1
+
+
+def test_F181_an_error_of_a_mounted_verb_ends_with_its_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def verb(args: list[str]) -> int:
+        raise StateError([f"{args[0]} is damaged"])
+
+    entry = SimpleNamespace(load=lambda: verb)
+    monkeypatch.setattr(cli, "_mounted", lambda: {"mine": entry})
+    assert cli._dispatch(["mine", "runs/x"]) == StateError(["x"]).exit_code

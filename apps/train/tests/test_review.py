@@ -21,7 +21,7 @@ pytestmark = pytest.mark.lane("test")
 def test_an_imported_model_keeps_the_buffers_its_builder_made(tmp_path: Path) -> None:
     settings = {"model.name": "forge_testing.models:scaled", "sample.max_new_tokens": 0}
     trainer = Trainer(load_job(write_job(tmp_path), settings))
-    trainer._materialise()
+    trainer.prepare()
     assert torch.equal(trainer.model.scale, torch.full((3,), 2.5))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import importlib.util
@@ -88,6 +89,7 @@ def resolve(
     problems of all sections and of their combination, or DataError when the data cannot be opened or does not
     fit the model.
     """
+    layers = copy.deepcopy(layers)  # values that are derived here are not the caller's
     layers.replace_old_keys()
     layers = _with_weights(layers)
     built, problems = structure(layers.values)

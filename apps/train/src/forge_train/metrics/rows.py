@@ -54,6 +54,13 @@ class MetricRows:
         bf16 = config.parallel.precision == "bf16"
         self._peak = peak_flops(device, torch.bfloat16) if bf16 else None
         self._waiting: tuple[dict[str, Any], HostCopy] | None = None
+        self._counted = 0.0  # seconds of the meter that `progress` has
+
+    def count_seconds(self, progress: Progress) -> None:
+        """Add the seconds since the last row to `progress`, so that a checkpoint between two rows has them."""
+        seconds = self.meter.seconds
+        progress.count(seconds - self._counted)
+        self._counted = seconds
 
     def begin(
         self, progress: Progress, lr: float, digest: str, numbers: Mapping[str, Tensor]
@@ -63,9 +70,9 @@ class MetricRows:
         Adds the seconds of the meter to `progress`. `numbers` are tensors by name: loss, grad_norm, verdicts, and those
         of `columns`.
         """
+        self.count_seconds(progress)
         meter, self.meter = self.meter, Meter()
-        seconds = meter.seconds
-        progress.count(seconds)
+        seconds, self._counted = self._counted, 0.0
         row = self._row(meter, seconds, progress, lr, digest)
         self._waiting = row, HostCopy(numbers)
 

@@ -324,7 +324,7 @@ def _run(
     """The run of a budget, from its beginning."""
     layers = copy.deepcopy(layers)
     layers.set("train.steps", 10**9, "study.tokens_per_parameter")  # long enough for any schedule
-    job = resolve(copy.deepcopy(layers)).config
+    job = resolve(layers).config
     tokens = math.ceil(budget * count_parameters(build_trained(job), config.parameters))
     steps = Course(job).steps_of(tokens)
     return _made(config, layers, names, budget, _name(*names, f"x{budget:g}"), steps)

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
 
 class Callback:
-    """All methods do nothing; override what you need.
+    """All methods do nothing; override what you need. Each is called on every rank: what writes a file or a line does so
+    where `trainer.meshes.rank` is 0.
 
     An exception in a callback ends the run: a hook that fails silently would be a wrong result.
     A callback with `state_dict`/`load_state_dict` is saved in and restored from checkpoints. On many
@@ -34,7 +35,8 @@ class Callback:
         """After each optimizer step; `trainer.progress.step` has just been done."""
 
     def on_log(self, trainer: Trainer, row: Mapping[str, Any]) -> None:
-        """For each row of metrics.jsonl."""
+        """For each row of metrics.jsonl, with the weights of its step: before the next update, or before a save. It may
+        run the model in eval mode, without gradients."""
 
     def on_evaluation(self, trainer: Trainer, name: str, result: float) -> None:
         """After each evaluation, for each set of validation data ("validation" is [data.validation]): its loss
@@ -42,6 +44,10 @@ class Callback:
 
     def on_checkpoint(self, trainer: Trainer, step: int, path: Path) -> None:
         """After the checkpoint of a step is committed: `path` is complete, and a resume can use it."""
+
+    def on_rollback(self, trainer: Trainer, step: int) -> None:
+        """After the run went back to the checkpoint of `step`: forget what was seen of later steps. States that
+        `load_state_dict` takes are loaded before."""
 
     def on_end(self, trainer: Trainer) -> None:
         """Once, after the last save, whether finished or stopped."""

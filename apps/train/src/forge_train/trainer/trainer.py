@@ -120,6 +120,7 @@ class Trainer:
         self.heartbeat = Heartbeat.from_environ()
         with config_errors():
             world = find_world()
+        self._rank = world.rank
         self.job, reasons = with_layout(job, world)
         self.config = config = self.job.config
         refuse(layout_problems(config, world.world_size, world.local_world_size))
@@ -143,7 +144,7 @@ class Trainer:
         self._reasons = [*reasons, *remarks(config, layout)]
         self._placement = describe_placement(config.parallel, world, self.model)
         self._flops = [flops_per_token(self.model, s.seq_len) for s in self.course.stretches]
-        self.division = micro_batches(config, layout)
+        self._division = micro_batches(config, layout)
         refuse(begin_problems(self.job, self.paths))  # before texts are tokenized again
         self.loader, held_out = open_data(config, self.model, layout, world.rank)
         self.evaluation = Evaluation(config, held_out)
@@ -170,13 +171,18 @@ class Trainer:
 
     @property
     def meshes(self) -> Meshes:
-        """This rank's place in the meshes of the job."""
+        """This rank's place in the meshes of the job. RuntimeError before `fit` or `prepare`."""
         if self._meshes is None:
-            with config_errors():
-                meshes = make_meshes(self.config.parallel, self.device)
-            self._join(meshes)
-        assert self._meshes is not None
+            raise RuntimeError("meshes: there are none before fit or prepare")
         return self._meshes
+
+    def prepare(self, meshes: Meshes | None = None) -> None:
+        """Build, shard and initialize the model and what trains it, without training; for tests. Collective.
+
+        `meshes` as for `fit`.
+        """
+        self._join(meshes)
+        self._materialise()
 
     def request_save(self) -> None:
         """Ask, on any rank, for a checkpoint after the next step."""
@@ -223,8 +229,7 @@ class Trainer:
         ranks a JobError is raised by all of them. The model is left as it is evaluated and saved.
         """
         try:
-            if meshes is not None:
-                self._join(meshes)
+            self._join(meshes)
             return self._open_and_fit(stop)
         except JobError as error:
             error.shared = True
@@ -232,7 +237,11 @@ class Trainer:
         finally:
             self.loader.close()
 
-    def _join(self, meshes: Meshes) -> None:
+    def _join(self, meshes: Meshes | None) -> None:
+        """Take this rank's place in the meshes, by default of the running process group or one process."""
+        if meshes is None:
+            with config_errors():
+                meshes = make_meshes(self.config.parallel, self.device)
         if meshes.batch_size != self.loader.world_size:
             rule = f"data ranks must be {self.loader.world_size}, those of the environment"
             fix = "start the process group with forge_parallel.launch, or set RANK and WORLD_SIZE of it"
@@ -267,10 +276,11 @@ class Trainer:
 
     def _fit(self, store: Store, changes: dict[str, list[Any]]) -> RunResult:
         self._materialise()
-        self._resume(store, changes)
         health = self.config.health
         self.health = HealthPolicy(health, self.paths.path, self.device, self.meshes, self._record)
-        try:
+        with contextlib.ExitStack() as stack:
+            self._resume(store, changes, stack)
+            stack.callback(self.window.close)
             self.health.at_start(self.progress.step)
             self._call("on_start")
             self._count_steps()  # a callback may leave out data
@@ -279,9 +289,6 @@ class Trainer:
                 self._evaluate()
             while not self._reach_the_end():
                 pass  # after a rollback
-        finally:
-            self.window.close()
-            self.recorder.close()
         self._switch("eval")
         finished = self.progress.step >= self.total_steps
         code = ExitCode.DONE if finished else ExitCode.REQUEUE
@@ -342,6 +349,7 @@ class Trainer:
             rollbacks=rollbacks,
             seconds=round(seconds, 4),
         )
+        self._call("on_rollback", self.progress.step)
 
     def _count_steps(self) -> None:
         """Set the last step of a length in tokens anew: skipped windows move phases with other steps to earlier ones."""
@@ -375,7 +383,7 @@ class Trainer:
         shows = self.meshes.rank == 0 and self.config.metrics.console != "off"
         report = _print_line if shows else None
         parts = assemble(
-            self.model, self.config, self.meshes, self.division, self.agreement, report
+            self.model, self.config, self.meshes, self._division, self.agreement, report
         )
         self.model, self.tensor_names = parts.model, parts.tensor_names
         self.objective = parts.objective
@@ -412,15 +420,17 @@ class Trainer:
         return Phases(
             self.course,
             self.loader,
-            self.division,
+            self._division,
             compute,
             lambda job, division: make_compute(self.model, job, meshes, division, self.objective),
             lambda job: micro_batches(job, layout),
             self._record,
         )
 
-    def _resume(self, store: Store, changes: dict[str, list[Any]]) -> None:
-        """Load the newest good checkpoint, and open the files of this life of the run. Collective."""
+    def _resume(
+        self, store: Store, changes: dict[str, list[Any]], stack: contextlib.ExitStack
+    ) -> None:
+        """Load the newest good checkpoint, and open the files of this life of the run, which `stack` closes. Collective."""
         self.heartbeat.enter("load")
         fork = self.fork
         if fork is not None:
@@ -446,6 +456,7 @@ class Trainer:
         again = self.config.eval.at_start and step == 0
         behind = -1 if again else step  # the row of step 0 is written again
         self.recorder = Recorder(self.paths, self.config.metrics, behind, self.total_steps, writes)
+        stack.callback(self.recorder.close)
         self._record_quarantine(0)
         if writes and self.config.metrics.console != "off":
             for line in [*self._reasons, *self._placement]:
@@ -576,6 +587,7 @@ class Trainer:
             clip_grads_(self.compute.parameters, grad_norm, self.config.train.max_grad_norm)
         if self.rows.is_waiting:
             self._check_numerics()  # up to the row's step, before weights change once more
+            self._send_row()  # hooks see the weights of the row's step
         set_lr(self.optimizer, lr)
         labeled = self._decision.count > 0
         bad = self.numerics.policy.judge(loss, grad_norm, labeled=labeled)
@@ -586,8 +598,6 @@ class Trainer:
         self.window.measure(self.model, self.optimizer)
         self.moe.end_step(self.progress.step, self.total_steps, bad)
         self.optimizer.zero_grad()
-        # after the update: hooks may run the model, which leaves weights gathered for the next forward
-        self._send_row()
         self.progress.step += 1
         self.progress.tokens += tokens
         self.rows.meter.count(tokens)
@@ -765,6 +775,7 @@ class Trainer:
         self.replicas.before_save(step)
         loss = self._found.get("val_loss") if self._last_evaluated == step else None
         metrics = {} if loss is None or not math.isfinite(loss) else {"val_loss": loss}
+        self.rows.count_seconds(self.progress)  # those since the last row
         with self.rows.meter.paused() as pause:
             self.recorder.flush()  # rows up to here outlive a kill, as the checkpoint does
             share_places(self.loader, self.meshes)
@@ -845,9 +856,9 @@ class Trainer:
 
     def _record_data(self, event: str, **fields: Any) -> None:
         """An event of the loader; of another rank than 0, which keeps the journal, a line on stderr."""
-        if self.meshes.rank:
-            print(f"forge-train: rank {self.meshes.rank}: {event} {fields}", file=sys.stderr)
-        self._record(event, step=self.progress.step, rank=self.meshes.rank, **fields)
+        if self._rank:
+            print(f"forge-train: rank {self._rank}: {event} {fields}", file=sys.stderr)
+        self._record(event, step=self.progress.step, rank=self._rank, **fields)
 
     def _call(self, hook: str, *args: Any) -> None:
         if not self.callbacks:
