@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from typing import Any
 
 import pytest
@@ -18,9 +19,12 @@ from forge_core.optim import (
     OptimizerGroupConfig,
     build_optimizer,
     check_optimizer,
+    muon,
 )
 from forge_core.optim import newton_schulz as newton_schulz_module
+from forge_core.optim.muon import hidden_matrices
 from forge_core.optim.newton_schulz import orthogonalise
+from forge_core.optim.older import changes_of_older_run
 from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -231,6 +235,29 @@ def test_F33_embedding_and_head_are_not_orthogonalised_and_groups_decide_otherwi
     assert muons() == HIDDEN
     assert muons(a=(("layers.1.*",), False)) == {n for n in HIDDEN if n.startswith("layers.0")}
     assert muons(a=(("head.*",), True)) == HIDDEN | {"head.weight"}  # its bias is no matrix
+
+
+def test_F213_matrices_of_cross_attention_blocks_are_hidden_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Versions before gave them to AdamW; a run of one goes on, with new moments and a line that says so."""
+    model = Model()
+    model.layers = nn.ModuleDict({"0": model.layers[0], "cross_1": model.layers[1]})
+    hidden = {n.replace("layers.1", "layers.cross_1") for n in HIDDEN}
+    config = OptimizerConfig("muon")
+    assert hidden_matrices(model, config) == hidden
+    assert "layers.cross_*.up.weight" in changes_of_older_run(model, config)[-1]
+
+    with monkeypatch.context() as before:
+        before.setattr(muon, "_BLOCK", re.compile(r"(^|\.)\d+\."))
+        older = build_optimizer(model, config)
+        assert hidden_matrices(model, config) == {n for n in HIDDEN if ".0." in n}
+    gradients = recorded(model, 2)
+    run(model, older, gradients)
+    newer = build_optimizer(model, config)
+    newer.load_named_state(older.named_state())
+    run(model, newer, gradients)
+    assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_a_table_of_ids_in_a_block_and_a_tied_one_are_adamws() -> None:

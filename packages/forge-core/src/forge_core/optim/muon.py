@@ -22,8 +22,8 @@ from forge_core.optim.newton_schulz import flops, orthogonalise
 from forge_core.optim.whole import WholeMatrices
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-#: A block of a list of layers: the one part of a name that is a number.
-_BLOCK = re.compile(r"(^|\.)\d+\.")
+#: A block of a list of layers: a part of a name that is a number, or a cross-attention block before one.
+_BLOCK = re.compile(r"(^|\.)(cross_)?\d+\.")
 
 
 class Muon(AdamW):
@@ -54,9 +54,11 @@ class Muon(AdamW):
 
     _whole: tuple[list[Tensor], WholeMatrices] | None = None
     _stacked_vectors: frozenset[str] = frozenset()
+    _crossed: frozenset[str] = frozenset()
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
         names, self._stacked_vectors = hidden_matrices(model, config), stacked_vectors(model)
+        self._crossed = frozenset(name for name in names if ".cross_" in name)
         # in groups, as copies of an optimizer keep these and no attributes
         settings = asdict(config.muon)
         scale = {"lr_scale": settings.pop("adamw_lr_multiplier")}
@@ -74,12 +76,15 @@ class Muon(AdamW):
         return Slots(("momentum_buffer",), ("step",) if rounds(group) else ())
 
     def outdated_slots(self, name: str, saved: Collection[str]) -> set[str]:
-        """Saved slots of a parameter that a version before trained as a matrix, and that is a stack of vectors (F146).
+        """Saved slots of a parameter that a version before gave to the other optimizer: a stack of vectors, which it took
+        for a matrix (F146), or a matrix of a cross-attention block (F213).
 
         Its moments start anew; `load_named_state` and a checkpoint leave these slots out.
         """
-        anew = name in self._stacked_vectors and "momentum_buffer" in saved
-        return {"momentum_buffer", "step"}.intersection(saved) if anew else set()
+        to_adamw = name in self._stacked_vectors and "momentum_buffer" in saved
+        to_muon = name in self._crossed and "exp_avg" in saved
+        slots = {"momentum_buffer", "exp_avg", "exp_avg_sq", "step"}
+        return slots.intersection(saved) if to_adamw or to_muon else set()
 
     def load_named_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """As `NamedOptimizer.load_named_state`; a parameter with `outdated_slots` starts anew."""
@@ -140,8 +145,8 @@ def hidden_matrices(model: nn.Module, config: OptimizerConfig) -> set[str]:
     """Names of the parameters that Muon updates.
 
     Matrices (R, C) and stacks of matrices (E, R, C), by `parameter_kinds`, below a block, which is a member of a list
-    of modules (a part of the name is a number). So embedding and head of a model, which stand outside of its
-    blocks, vectors, norms, biases and convolutions are AdamW's. `muon` of a group that a parameter is
+    of modules: a part of the name is a number, or `cross_` and a number (forge_vlm's cross-attention blocks). So embedding
+    and head of a model, which stand outside of its blocks, vectors, norms, biases and convolutions are AdamW's. `muon` of a group that a parameter is
     in decides otherwise about its matrices, embeddings included. Raises ValueError if there is no matrix for it, trained or not.
     """
     owners, kinds = match_groups(model, config.groups), parameter_kinds(model)
@@ -162,7 +167,7 @@ def hidden_matrices(model: nn.Module, config: OptimizerConfig) -> set[str]:
 
 
 def in_block(name: str) -> bool:
-    """Whether a parameter is below a block: a member of a list of modules."""
+    """Whether a parameter is below a block: a member of a list of modules, or a cross-attention block before one."""
     return _BLOCK.search(name) is not None
 
 

@@ -10,11 +10,11 @@ from torch import nn
 from forge_core.kinds import stacked_vectors
 from forge_core.optim.config import OptimizerConfig
 from forge_core.optim.groups import lr_scales, match_groups
-from forge_core.optim.muon import in_block
+from forge_core.optim.muon import hidden_matrices, in_block
 
 __all__ = ["changes_of_older_run"]
 
-_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")  # of a layer
+_NUMBER = re.compile(r"(?:(?<![^.])|(?<=\.cross_))\d+(?=\.)")  # of a layer
 
 
 def changes_of_older_run(model: nn.Module, config: OptimizerConfig) -> list[str]:
@@ -40,6 +40,14 @@ def changes_of_older_run(model: nn.Module, config: OptimizerConfig) -> list[str]
         lines.append(f"{_patterns(decayed)} had {decay}, and now do not decay: {keep}")
     if orthogonalized and config.name == "muon":
         lines.append(f"{_patterns(orthogonalized)} were trained by Muon, and now are by AdamW with new moments")  # fmt: skip
+    crossed = [
+        name
+        for name in shapes
+        if ".cross_" in name
+        and getattr(config.groups.get(owners.get(name, "")), "muon", None) is None
+    ]
+    if config.name == "muon" and crossed and (new := hidden_matrices(model, config) & {*crossed}):
+        lines.append(f"{_patterns(sorted(new))} were trained by AdamW, and now are by Muon with new moments")  # fmt: skip
     if scaled := [n for n in own if n in scales and len(set(scales.values())) > 1]:
         lines.append(f"{_patterns(scaled)} had the learning rate of matrices of this width, and now have that of vectors")  # fmt: skip
     return lines
