@@ -39,7 +39,7 @@ from forge_testing.chats import CHATML, HEADERS, save_tokenizer, talk, write_tal
 from forge_testing.disk import Disk
 from forge_testing.probes import wrong_products
 from forge_testing.problems import assert_problem, rejects
-from forge_train import Callback, ConfigError, DataError, Trainer, load_job, read_run
+from forge_train import Callback, ConfigError, DataError, Extension, Trainer, load_job, read_run
 from forge_train.config.describe import key_rows
 from forge_train.config.evaluation import ChoicesConfig
 from forge_train.config.exact_match import ExactMatchConfig
@@ -126,7 +126,7 @@ def survives_a_dead_worker(t: Trainer) -> Any:
             if trainer.progress.step == 1:
                 os.kill(trainer.loader._ahead._workers[0].pid, signal.SIGKILL)
 
-    t.callbacks.append(Kill())
+    t = Trainer(t.job, [Kill()])
     try:
         code = t.fit().exit_code
     except JobError as error:
@@ -208,7 +208,7 @@ def survives_a_bad_step(t: Trainer) -> Any:
             first = next(iter(trainer.model.parameters()))
             first.register_hook(lambda g: g / 0 if trainer.progress.step == 1 else g)
 
-    t.callbacks.append(Poison())
+    t = Trainer(t.job, [Poison()])
     try:
         return t.fit().step
     except NumericsError as error:
@@ -218,17 +218,14 @@ def survives_a_bad_step(t: Trainer) -> Any:
 def survives_a_flipped_bit(t: Trainer) -> Any:
     """Memory that changes after each step, before the next forward."""
 
-    class Flip(Callback):
-        def on_start(self, trainer: Trainer) -> None:
-            seal = trainer.replicas.seal
+    class Flip(Extension):
+        def start(self, run: Any) -> None:
+            self.run = run
 
-            def seal_and_flip(step: int) -> None:
-                seal(step)
-                next(trainer.model.parameters()).detach().view(torch.uint8).view(-1)[0] ^= 1
+        def before_batch(self, step: int) -> None:
+            next(self.run.model.parameters()).detach().view(torch.uint8).view(-1)[0] ^= step > 1
 
-            trainer.replicas.seal = seal_and_flip  # type: ignore[method-assign]
-
-    t.callbacks.append(Flip())
+    t = Trainer(t.job, [Flip()])
     try:
         return t.fit().step
     except HardwareError as error:
@@ -261,7 +258,7 @@ def rollbacks(t: Trainer) -> Any:
 
 
 def _answers(t: Trainer, factor: float) -> Any:
-    t.callbacks.append(Poison(factor))
+    t = Trainer(t.job, [Poison(factor)])
     code = None
     try:
         t.fit()

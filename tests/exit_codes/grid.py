@@ -340,7 +340,7 @@ def _plant(fault: Fault, world: World) -> None:
     import forge_ckpt.write.blocks as blocks
     from forge_train.report import summary
     from forge_train.trainer.checkpoints import Checkpoints
-    from forge_train.trainer.health import HealthPolicy
+    from forge_train.extensions.health import Health
     from forge_train.trainer.trainer import Trainer
 
     done = False
@@ -375,7 +375,7 @@ def _plant(fault: Fault, world: World) -> None:
         return f"step-{step:08d}" in os.readlink(f"/proc/self/fd/{descriptor}")
 
     before(Trainer, "_materialise", lambda trainer: bool(built(trainer)) and False)
-    before(HealthPolicy, "at_start", lambda *_: place == "start" and fault.opened)
+    before(Health, "start", lambda *_: place == "start" and fault.opened)
     before(Trainer, "_after_step", lambda t: place == "step" and t.progress.step == 3)
     if fault.inside:
         before(blocks, "write_at", lambda descriptor, *_: saves(descriptor))

@@ -188,21 +188,21 @@ class NanInStep3(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         (layer,) = (m for m in trainer.model.modules() if isinstance(m, MoE))
-        end = trainer.moe.end_step
 
         def poison(gradient: torch.Tensor) -> torch.Tensor:
             return gradient * float("nan") if trainer.progress.step == 2 else gradient
 
-        def watched(step: int, total: int, skip: torch.Tensor) -> None:
-            assert layer.counters.step_counts is not None
-            counts = layer.counters.step_counts.clone()
-            end(step, total, skip)
-            self.seen.append((counts, layer.router.expert_bias.clone()))  # type: ignore[union-attr]
-
-        trainer.moe.end_step = watched  # type: ignore[method-assign]
         layer.register_forward_hook(
             lambda module, args, y: y.register_hook(poison) and None if y.requires_grad else None
         )
+        self.layer = layer
+
+    def after_backward(self, step: int, batch: Any) -> None:
+        assert self.layer.counters.step_counts is not None
+        self.counts = self.layer.counters.step_counts.clone()
+
+    def after_update(self, step: int, bad: torch.Tensor) -> None:
+        self.seen.append((self.counts, self.layer.router.expert_bias.clone()))  # type: ignore[union-attr]
 
 
 def test_a_skipped_step_leaves_the_biases_of_experts_alone(tmp_path: Path) -> None:

@@ -23,10 +23,10 @@ PHASES = {
     "MetricRows.begin": "row",
     "Trainer._evaluate": "evaluation",
     "Trainer._save_step": "save",
-    "Trainer._write_profile": "profile",
-    "HealthPolicy.after_step": "probe",
-    "ReplicaPolicy.before_forward": "comparison",
-    "ReplicaPolicy.seal": "comparison",
+    "Profile._write": "profile",
+    "Health.after_step": "probe",
+    "Replicas.before_forward": "comparison",
+    "Replicas.after_step": "comparison",
 }
 _OURS = "/src/forge_"
 _THREAD = "Thread._bootstrap"

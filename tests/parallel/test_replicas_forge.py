@@ -13,6 +13,7 @@ from forge_resilience import ExitCode
 from forge_resilience.replicas import training_tensors
 from forge_testing.runs import Fitted, fit_on_ranks, make_job
 from forge_train import Callback, Trainer, read_run
+from forge_train.extensions.replicas import Replicas
 
 pytestmark = pytest.mark.distributed
 
@@ -41,13 +42,14 @@ class FlippedBit(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         if self.after_seal:
-            seal = trainer.replicas.seal
+            replicas = next(e for e in trainer.extensions if isinstance(e, Replicas))
+            seal = replicas.after_step
 
             def seal_and_flip(step: int) -> None:
                 seal(step)
                 self._flip(trainer)
 
-            trainer.replicas.seal = seal_and_flip  # type: ignore[method-assign]
+            replicas.after_step = seal_and_flip  # type: ignore[method-assign]
 
     def on_step_end(self, trainer: Trainer) -> None:
         if not self.after_seal:

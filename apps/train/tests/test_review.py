@@ -11,9 +11,9 @@ from forge_testing import write_job
 from forge_testing.models import Counting
 from forge_testing.problems import rejects
 from forge_train import ConfigError, Trainer, load_job, load_trained, read_run
+from forge_train.extensions.callback import state_keys
 from forge_train.report.summary import print_summary, sample_text
 from forge_train.report.text import stream_text
-from forge_train.trainer.callbacks import state_name
 
 pytestmark = pytest.mark.lane("test")
 
@@ -38,8 +38,8 @@ def test_F113_logits_may_be_an_attribute_of_what_a_model_returns(tmp_path: Path)
 
 
 def test_two_callbacks_of_one_class_have_states_of_their_own() -> None:
-    first = state_name(Counting(), {})
-    assert state_name(Counting(), {first: None}) != first
+    one, other = Counting(), Counting()
+    assert [*state_keys([one, other]).values()] == [one, other]
 
 
 @pytest.mark.lane("quick")

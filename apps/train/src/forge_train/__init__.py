@@ -10,6 +10,8 @@ if TYPE_CHECKING:
     from forge_train.config.resolve import ResolvedJob, resolve
     from forge_train.config.schema import JobConfig
     from forge_train.errors import ConfigError, DataError, JobError, StateError
+    from forge_train.extensions.callback import Callback
+    from forge_train.extensions.extension import Extension
     from forge_train.jobs import load_folder, load_job, load_model, load_trained
     from forge_train.protocols import Sink
     from forge_train.report.evaluate import evaluate_run
@@ -17,15 +19,15 @@ if TYPE_CHECKING:
     from forge_train.report.read_run import Run, read_run
     from forge_train.study.replay import replay_step
     from forge_train.study.runs import read_study
-    from forge_train.trainer.callbacks import Callback
     from forge_train.trainer.trainer import RunResult, Trainer
 
 #: Where each name lives. Imported at first use: a typo in a TOML file is answered without waiting for
 #: torch's checkpoint and distributed packages, which take longer to import than the check takes.
 _HOME = {
-    "Callback": "forge_train.trainer.callbacks",
+    "Callback": "forge_train.extensions.callback",
     "ConfigError": "forge_train.errors",
     "DataError": "forge_train.errors",
+    "Extension": "forge_train.extensions.extension",
     "JobConfig": "forge_train.config.schema",
     "JobError": "forge_train.errors",
     "ResolvedJob": "forge_train.config.resolve",
@@ -51,6 +53,7 @@ __all__ = [
     "Callback",
     "ConfigError",
     "DataError",
+    "Extension",
     "JobConfig",
     "JobError",
     "ResolvedJob",

@@ -15,6 +15,7 @@ __all__ = [
     "FillsState",
     "Path",
     "ReplacesState",
+    "OptionalState",
     "SelectsState",
     "Stateful",
     "WholeTensors",
@@ -40,6 +41,12 @@ class ReplacesState(Stateful, Protocol):
     """A stateful object that takes the saved state as it is, whatever structure its own has now."""
 
     load_replaces: bool
+
+
+class OptionalState(Stateful, Protocol):
+    """A stateful object of which a checkpoint may have nothing: it then loads an empty state."""
+
+    load_optional: bool
 
 
 class SelectsState(Stateful, Protocol):

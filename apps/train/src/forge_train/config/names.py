@@ -21,8 +21,8 @@ from forge_train.config.model_builder import model_builder
 from forge_train.config.schema import BuiltInModelConfig, JobConfig
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, problems_under
+from forge_train.extensions.callback import find_callbacks
 from forge_train.metrics.sinks import find_sinks
-from forge_train.trainer.callbacks import find_callbacks
 from forge_train.trainer.objective import find_loss, find_objective
 from forge_vlm.adapters import check_adapter
 from forge_vlm.vision import check_encoder

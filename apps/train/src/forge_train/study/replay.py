@@ -20,11 +20,11 @@ from forge_resilience.policy import Outcome
 from forge_train._shared.problems import invalid, problems_of
 from forge_train.config.resolve import ResolvedJob
 from forge_train.errors import ConfigError, JobError, NumericsError, StateError
+from forge_train.extensions.callback import Callback
 from forge_train.metrics.jsonl import read_rows
 from forge_train.study.journal import read_journal
 from forge_train.study.private_job import find_start, private_job
 from forge_train.study.seen import SeenRow, seen_rows
-from forge_train.trainer.callbacks import Callback
 from forge_train.trainer.rollback import skip_windows
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.trainer import Trainer
@@ -103,7 +103,8 @@ class Replay(Trainer):
         return self.progress.step < self.last and super()._goes_on()
 
     def _after_step(self) -> None:
-        self._call("on_step_end")
+        for callback in self.callbacks:
+            callback.after_step(self.progress.step)
 
     def _save(self, wait: bool) -> None:
         pass  # nor the initial state, to which a rollback would go

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forge_train.trainer.callbacks import Callback
+from forge_train.extensions.callback import Callback
 from forge_train.trainer.trainer import Trainer
 
 

@@ -11,9 +11,9 @@ from torch import nn
 
 from forge_ckpt.stage_state import tensor_names
 from forge_core import build_optimizer, initialise
-from forge_core.optim import IdleOptimizer, Stages, groups_of_part, trains_nothing
+from forge_core.optim import IdleOptimizer, groups_of_part, trains_nothing
 from forge_moe import recompute_contexts
-from forge_moe.hooks import MoEHooks, num_experts_by_layer
+from forge_moe.hooks import num_experts_by_layer
 from forge_parallel import Meshes, parallelize
 from forge_parallel.compute import Compute
 from forge_parallel.micro_batches import MicroBatches
@@ -22,7 +22,7 @@ from forge_train.config.schema import JobConfig
 from forge_train.errors import config_errors
 from forge_train.trainer.build import refuse_other_model, seed_process
 from forge_train.trainer.compute import make_compute
-from forge_train.trainer.experts import moe_hooks, shard_experts
+from forge_train.trainer.experts import shard_experts
 from forge_train.trainer.objective import Objective, find_objective
 
 
@@ -39,8 +39,6 @@ class Parts:
     compute: Compute
     optimizer: Any
     masks_update: bool
-    stages: Stages
-    moe: MoEHooks
 
 
 def assemble(
@@ -55,7 +53,7 @@ def assemble(
 
     `report` prints a line. Raises ConfigError for what the parts refuse of the configuration.
     """
-    num_experts, names = num_experts_by_layer(model), tensor_names(model)
+    names = tensor_names(model)
     model = shard(model, config, meshes, agreement, report)
     with config_errors():
         objective = find_objective(config.train)
@@ -68,8 +66,6 @@ def assemble(
         compute=compute,
         optimizer=optimizer,
         masks_update="skip" in inspect.signature(optimizer.step).parameters,
-        stages=Stages(config.optimizer, config.train.stages, optimizer),
-        moe=moe_hooks(model, meshes, num_experts),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,8 @@ from forge_train._shared.problems import invalid
 from forge_train.config.imported import NAME as MODEL_OF_IMPORT
 from forge_train.config.schema import CheckpointConfig
 from forge_train.errors import ConfigError, JobError, StateError
-from forge_train.trainer.callbacks import Callback, state_name
+from forge_train.extensions.callback import Callback, state_keys
+from forge_train.extensions.extension import Extension
 from forge_train.trainer.frozen_base import FrozenBase
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.run_directory import RunDirectory
@@ -36,7 +37,7 @@ def checkpoint_state(
     optimizer: Any,
     loader: Loader,
     progress: Progress,
-    callbacks: Sequence[Callback],
+    extensions: Iterable[Extension],
     names: set[str],
     meshes: Meshes,
 ) -> dict[str, Any]:
@@ -55,10 +56,30 @@ def checkpoint_state(
     }
     if isinstance(optimizer, IdleOptimizer):
         del state["optimizer"]
-    for callback in callbacks:
-        if hasattr(callback, "state_dict"):
-            state[state_name(callback, state)] = callback
+    for key, extension in state_keys(extensions).items():
+        state[key] = extension if isinstance(extension, Callback) else ExtensionState(extension)
     return state
+
+
+class ExtensionState:
+    """The state of an extension, which begins fresh where a checkpoint has none."""
+
+    load_optional = load_replaces = True
+
+    def __init__(self, extension: Any) -> None:
+        self._extension = extension
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._extension.state_dict()
+        return state
+
+    def load_checks(self, state: dict[str, Any]) -> None:
+        if state and hasattr(self._extension, "load_checks"):
+            self._extension.load_checks(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state:
+            self._extension.load_state_dict(state)
 
 
 def share_places(loader: Loader, meshes: Meshes) -> None:

@@ -1,8 +1,8 @@
-"""[model.moe] in the runner: which feed-forwards are mixtures, their ranks, and their part of a step."""
+"""[model.moe] in the runner: which feed-forwards are mixtures, and their ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -10,12 +10,10 @@ from torch import nn
 
 from forge_core.model import build_feed_forward
 from forge_moe import MoE, MoEConfig, SortedExperts, expert_parallelize
-from forge_moe.hooks import MoEHooks
 from forge_parallel import Meshes, find_world
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig, JobConfig
 from forge_train.config.vlm import VLMModelConfig
-from forge_train.metrics.rows import Columns
 
 #: Feed-forwards whose experts are stacks, which `parallel.ep` shards.
 EXPERT_ACTIVATIONS = ("swiglu", "gelu")
@@ -71,24 +69,4 @@ def shard_experts(model: nn.Module, job: JobConfig, meshes: Meshes) -> None:
         chunks=moe.dispatch_chunks,
         ranks_per_node=min(per_node, ranks.size()),
         timeout=timedelta(seconds=job.parallel.timeout_seconds),
-    )
-
-
-def moe_columns(hooks: MoEHooks, each_expert: bool) -> Columns:
-    """From the sums of the hooks to columns of metrics; with `each_expert` also the load of each one."""
-    if not each_expert:
-        return hooks.columns
-    return lambda sums: {**hooks.columns(sums), **hooks.loads(sums)}
-
-
-def moe_hooks(model: nn.Module, meshes: Meshes, num_experts: Mapping[str, int]) -> MoEHooks:
-    """The hooks for this rank's layers; `num_experts` are those of the whole model."""
-    # with sequences or heads cut over ranks, the tokens of one row are cut too
-    row_groups = [axis.group for axis in (meshes.cp, meshes.tp) if axis.size > 1]
-    return MoEHooks(
-        model,
-        stage_group=meshes.stage.group,
-        row_groups=row_groups,
-        num_experts=num_experts,
-        device=meshes.device,
     )

@@ -16,8 +16,10 @@ _SINCE_ROW = ("skipped_since_row", "moe_since_row")
 @dataclass
 class Progress:
     """Counters that a checkpoint carries: optimizer steps, tokens seen, seconds of training, alone and times the ranks
-    that trained in them; the verdicts of the steps so far, which checkpoints of version 0.1 lack; and what the next row of
-    metrics counts of the steps before the checkpoint, if it is between two rows.
+    that trained in them; the verdicts of the steps so far, which checkpoints of version 0.1 lack; and how many steps
+    the next row of metrics counts as skipped of those before the checkpoint, if it is between two rows.
+
+    moe_since_row: what versions before saved of experts, now a part of the state of that extension.
 
     world_size: ranks of this life. The lives of a checkpoint without `device_seconds` count as if they had had as many.
     """
@@ -41,7 +43,7 @@ class Progress:
         return counters | {
             "device_seconds": self.device_seconds,
             "policy": self.policy.state_dict(),
-            **{name: getattr(self, name) for name in _SINCE_ROW},
+            "skipped_since_row": self.skipped_since_row,
         }
 
     def load_checks(self, state: Any) -> None:

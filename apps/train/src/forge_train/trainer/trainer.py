@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -23,15 +23,13 @@ from forge_parallel import (
     Meshes,
     clip_grads_,
     find_world,
-    follow_requires_grad,
     global_grad_norm,
     make_meshes,
     reshard,
     select_device,
 )
 from forge_parallel.compute import Compute
-from forge_parallel.gradient_statistics import GradientStatistics
-from forge_parallel.profile import ProfileWindow, span
+from forge_parallel.profile import span
 from forge_resilience import Agreement, Decision, ExitCode, StopSignal, Vote
 from forge_resilience.heartbeat import Heartbeat
 from forge_resilience.policy import Outcome
@@ -46,6 +44,9 @@ from forge_train.errors import (
     refuse,
     run_on_all_ranks,
 )
+from forge_train.extensions.built_in import extensions_of
+from forge_train.extensions.callback import Callback, hook_problems, load_callbacks, state_keys
+from forge_train.extensions.extension import Extension, Extensions, Run, RunView
 from forge_train.metrics.rows import Columns, MetricRows, finite
 from forge_train.trainer.adapters import adapter_lines, frozen_names
 from forge_train.trainer.alerts import alerts
@@ -60,17 +61,14 @@ from forge_train.trainer.build import (
     total_steps,
     total_tokens,
 )
-from forge_train.trainer.callbacks import Callback, hook_problems, load_callbacks
 from forge_train.trainer.check_model import model_problems
 from forge_train.trainer.checkpoints import Check, Checkpoints, checkpoint_state, share_places
 from forge_train.trainer.compute import make_compute
 from forge_train.trainer.course import Course
 from forge_train.trainer.encoder_source import find_encoder
 from forge_train.trainer.evaluation import Evaluation
-from forge_train.trainer.experts import moe_columns
 from forge_train.trainer.fork import find_fork
 from forge_train.trainer.frozen_base import FrozenBase, base_problems
-from forge_train.trainer.health import HealthPolicy
 from forge_train.trainer.layout import layout_problems, micro_batches, remarks
 from forge_train.trainer.lives import last_rate, life_fields
 from forge_train.trainer.numerics import Numerics, Rollback, refuse_without_checkpoint
@@ -78,9 +76,7 @@ from forge_train.trainer.objective import loss_columns
 from forge_train.trainer.phases import Phases
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.recorder import Recorder
-from forge_train.trainer.replicas import ReplicaPolicy
 from forge_train.trainer.rollback import instances_of_steps, skip_windows
-from forge_train.trainer.routing import RoutingSteps
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
 from forge_train.trainer.vote import PendingCount, fault_code
@@ -116,7 +112,13 @@ class Trainer:
     meshes, agreement, heartbeat. Callbacks run on every rank; files are written by rank 0.
     """
 
-    def __init__(self, job: ResolvedJob, callbacks: Sequence[Callback] = ()) -> None:
+    def __init__(
+        self,
+        job: ResolvedJob,
+        extensions: Sequence[Extension] = (),
+        *,
+        callbacks: Sequence[Callback] = (),
+    ) -> None:
         self.heartbeat = Heartbeat.from_environ()
         with config_errors():
             world = find_world()
@@ -124,8 +126,11 @@ class Trainer:
         self.job, reasons = with_layout(job, world)
         self.config = config = self.job.config
         refuse(layout_problems(config, world.world_size, world.local_world_size))
-        self.callbacks = [*callbacks, *load_callbacks(config.callbacks)]
+        self.callbacks = [*extensions, *callbacks, *load_callbacks(config.callbacks)]
         refuse(hook_problems(self.callbacks))
+        for callback in self.callbacks:
+            if isinstance(callback, Callback):
+                callback.trainer = self
         self.paths = RunDirectory(config.run.dir)
         with config_errors("parallel"):
             self.device = select_device(config.parallel.device)
@@ -134,6 +139,10 @@ class Trainer:
         self._frozen = frozen_names(self.model) if config.lora.rank else set[str]()
         self._adapters = adapter_lines(self.model, config.lora)
         refuse(model_problems(self.model, config, layout))
+        self.extensions = Extensions(
+            extensions_of(config, self.model, self.callbacks), self.callbacks, self._reshard
+        )
+        state_keys(self.extensions)
         self.course = Course(config)
         self.total_steps = total_steps(config, self.model)
         self._total_tokens = total_tokens(config, self.model)
@@ -276,13 +285,11 @@ class Trainer:
 
     def _fit(self, store: Store, changes: dict[str, list[Any]]) -> RunResult:
         self._materialise()
-        health = self.config.health
-        self.health = HealthPolicy(health, self.paths.path, self.device, self.meshes, self._record)
+        view = cast(Run, RunView(self))
         with contextlib.ExitStack() as stack:
+            stack.enter_context(self.extensions.around("around_run", view))
             self._resume(store, changes, stack)
-            stack.callback(self.window.close)
-            self.health.at_start(self.progress.step)
-            self._call("on_start")
+            self.extensions.call("start", view)
             self._count_steps()  # a callback may leave out data
             self.rows = self._metric_rows()
             if self.config.eval.at_start and self.progress.step == 0:
@@ -300,10 +307,9 @@ class Trainer:
             if self.numerics.policy.can_roll_back and self.checkpoints.last_step < 0:
                 self._save(self.config.checkpoint.wait)  # the initial state, to go back to
             while self._goes_on():
-                with self.window.step(self.progress.step + 1):
+                with self.extensions.around("around_step", self.progress.step + 1):
                     self.train_step()
                     self._after_step()
-                self._write_profile()
             self._finish()
         except Rollback as found:
             self._roll_back(found.outcome)
@@ -349,7 +355,7 @@ class Trainer:
             rollbacks=rollbacks,
             seconds=round(seconds, 4),
         )
-        self._call("on_rollback", self.progress.step)
+        self.extensions.call("after_rollback", self.progress.step)
 
     def _count_steps(self) -> None:
         """Set the last step of a length in tokens anew: skipped windows move phases with other steps to earlier ones."""
@@ -368,7 +374,6 @@ class Trainer:
         """Drop what is left of the steps behind the checkpoint that was loaded: their rows are cut off."""
         self.optimizer.zero_grad()
         self._restore_counts()
-        self.replicas.forget()
         self._last_evaluated, self.val_loss = -1, None
         self.recorder.reopen(self.progress.step, self.total_steps)
         self.rows = self._metric_rows()
@@ -376,7 +381,6 @@ class Trainer:
     def _restore_counts(self) -> None:
         """Take up what the loaded checkpoint counted since the row before it, in place of what was counted here."""
         self.numerics.since_row = self.progress.skipped_since_row
-        self.moe.load_state_dict(self.progress.moe_since_row)
 
     def _materialise(self) -> None:
         """Shard and initialise the model, and build what trains it. Collective."""
@@ -390,29 +394,8 @@ class Trainer:
         if self.device.type == "cuda":  # batches move beside the kernels of the step before
             self._copies = torch.cuda.Stream(self.device)
         self.optimizer, self.masks_update = parts.optimizer, parts.masks_update
-        self.stages, self.moe = parts.stages, parts.moe
         self.phases = self._begin_phases(parts.compute)
-        self.routing = RoutingSteps(self.model, self.config.run.seed, self.meshes, self.moe)
-        if self.config.metrics.gradients_every_steps:
-            self.gradients = GradientStatistics(self.model, self.meshes)
-        self.window = self._profile_window()
-        self.replicas = ReplicaPolicy(
-            self.config.resilience.replicas, self.model, self.optimizer, self.meshes, self._record
-        )
         seed_rank(self.config.run.seed, self.meshes)
-
-    def _profile_window(self) -> ProfileWindow:
-        """The steps that this rank profiles; none on a rank that is not among [profile] ranks."""
-        config, rank = self.config.profile, self.meshes.rank
-        return ProfileWindow(
-            self.paths.profile,
-            start_step=config.start_step,
-            num_steps=config.num_steps if rank in config.ranks else 0,
-            every_steps=config.every_steps,
-            rank=rank,
-            device=self.device,
-            memory=config.memory,
-        )
 
     def _begin_phases(self, compute: Compute) -> Phases:
         config, meshes = self.config, self.meshes
@@ -555,7 +538,7 @@ class Trainer:
             self.optimizer,
             self.loader,
             self.progress,
-            self.callbacks,
+            self.extensions,
             self.tensor_names,
             self.meshes,
         )
@@ -566,20 +549,21 @@ class Trainer:
 
     def train_step(self) -> None:
         """One optimizer step on one global batch. No device synchronisation here."""
-        self.replicas.before_forward(self.progress.step)
         step, start = self.progress.step + 1, self.loader.cursor  # steps are counted from 1
+        self.extensions.call("before_batch", step)
         self.phases.enter(step)
         self.heartbeat.enter("data", step)
         with span("data"), self.rows.meter.waiting():
             batch, fault = self._next_batch()
         self.heartbeat.enter("step")
-        self._enter_stage(step)
-        self.routing.begin(step, self.phases.division)
+        self.extensions.call("before_forward", step)
         tokens = (self.loader.cursor - start) * self.phases.stretch.seq_len  # filler is not data
         lr = self._learning_rate(step, self.progress.tokens + tokens, self.phases.stretch)
         self.checkpoints.listen()
         with span("forward_backward"):
-            share, gradients = self._watched(batch, fault, step)
+            with self.extensions.around("around_backward", step):
+                share = self._forward_backward(batch, fault)
+            self.extensions.call("after_backward", step, batch)
         with span("grad_norm"):
             grad_norm, sums = global_grad_norm(self.compute.counted, sums=share)
             assert sums is not None
@@ -595,20 +579,18 @@ class Trainer:
             loss, sums = loss.new_full((), math.nan), torch.full_like(sums, math.nan)
         with span("optimizer"):
             self._update(bad)
-        self.window.measure(self.model, self.optimizer)
-        self.moe.end_step(self.progress.step, self.total_steps, bad)
+        self.extensions.call("after_update", step, bad)
         self.optimizer.zero_grad()
         self.progress.step += 1
         self.progress.tokens += tokens
         self.rows.meter.count(tokens)
-        if self._due(self.config.metrics.every_steps) or self._evaluation_due() or gradients:
+        if self._row_due():
             numbers = {
-                **gradients,
                 "loss": loss,
                 "grad_norm": grad_norm,
                 "verdicts": self.numerics.take(),
-                "moe": self.moe.take(),
                 "sums": sums[1:],
+                **self.extensions.numbers(step),
             }
             self.rows.begin(self.progress, lr, batch.digest, numbers)
 
@@ -644,15 +626,6 @@ class Trainer:
         except Exception as error:
             return self.loader.filler(self.loader.micro_batch), error
 
-    def _enter_stage(self, step: int) -> None:
-        """Freeze and thaw parameters as [train.stages] says, before the forward of `step`."""
-        change = self.stages.enter(step)
-        if change is not None:
-            follow_requires_grad(self.model)
-            self.model.train()  # again: an encoder that nothing trains any more stays in eval mode
-            name, multipliers = change
-            self._record("stage", step=step, name=name, lr_multipliers=multipliers)
-
     def _forward_backward(self, batch: Batch, fault: Exception | None = None) -> torch.Tensor:
         """This rank's share of the loss of the global batch, and of an objective's other sums: (k,).
 
@@ -667,29 +640,17 @@ class Trainer:
             saved=self.checkpoints.committed,
             fault=int(fault_code(fault)),
             digest=batch.digest,
-            count=self._count(batch),
-            counts=self.routing.count_tokens(batch),
+            count=self.label_weight(batch),
+            counts=self.extensions.token_counts(batch),
         )
-        step, counted = self.progress.step, self.routing.set_tokens
+        step, counted = self.progress.step, self.extensions.set_token_counts
         pending = PendingCount(self.agreement, vote, fault, step, self._record, counted)
         share = self.compute.gradients(batch, pending.wait)
         assert pending.decision is not None
         self._decision = pending.decision
         return share
 
-    def _watched(
-        self, batch: Batch, fault: Exception | None, step: int
-    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """`_forward_backward`, and the statistics of its gradients where `step` is due for them."""
-        every = self.config.metrics.gradients_every_steps
-        if not every or step % every:
-            return self._forward_backward(batch, fault), {}
-        with self.gradients.watch():
-            share = self._forward_backward(batch, fault)
-        labels = [self._count(part) for part in batch.split(self.compute.micro_batch)]
-        return share, {"gradients": self.gradients.take(labels)}
-
-    def _count(self, batch: Batch) -> float:
+    def label_weight(self, batch: Batch) -> float:
         """This rank's summand of the normaliser: one of the ranks that read the same rows counts them."""
         if not self.meshes.is_batch_leader:
             return 0.0
@@ -706,9 +667,7 @@ class Trainer:
 
     def _after_step(self) -> None:
         self._announce(self.checkpoints.announce(self._decision.saved))
-        self.health.after_step(self.progress.step)
-        self._call("on_step_end")
-        self.replicas.seal(self.progress.step)
+        self.extensions.call("after_step", self.progress.step)
         if self._evaluation_due():
             self._evaluate()
         if self._due(self.config.checkpoint.every_steps) or self._decision.save:
@@ -727,7 +686,12 @@ class Trainer:
             rank, number = self._decision.stop
             name = StopSignal.name_of(number)
             self._record("stop", step=self.progress.step, signal=name, rank=rank)
-        self._call("on_end")
+        self.extensions.call("finish")
+
+    def _row_due(self) -> bool:
+        """Whether the step that was just done has a row."""
+        due = self._due(self.config.metrics.every_steps) or self._evaluation_due()
+        return due or self.extensions.wants_row(self.progress.step)
 
     def _due(self, every: int) -> bool:
         return every > 0 and self.progress.step % every == 0
@@ -744,8 +708,10 @@ class Trainer:
             return
         self.heartbeat.enter("evaluate")
         with span("evaluate"), self.rows.meter.paused() as pause, self.evaluation_point():
-            found = self.evaluation(self.phases.evaluates, self._count, self.agreement, step, last)
-        self.moe.forget()
+            found = self.evaluation(
+                self.phases.evaluates, self.label_weight, self.agreement, step, last
+            )
+        self.extensions.call("after_evaluation")
         self._last_evaluated, self._found = step, found
         self.val_loss = found.get("val_loss", self.val_loss)
         if step:
@@ -753,10 +719,10 @@ class Trainer:
         else:
             row = self.rows.at_start(found)
             self.recorder.write(row)
-            self._call("on_log", row)
+            self.extensions.call("on_row", row)
         self._record("evaluation", step=step, **finite(found), seconds=pause.seconds)
         for name, loss in self.evaluation.losses(found).items():
-            self._call("on_evaluation", name, loss)
+            self.extensions.call("on_evaluated", name, loss)
 
     def _save(self, wait: bool) -> None:
         """Save this step, on all ranks; not after more bad steps than are allowed. A save before is committed first."""
@@ -772,7 +738,7 @@ class Trainer:
             return
         self._check_numerics()
         self._send_row()
-        self.replicas.before_save(step)
+        self.extensions.call("before_save", step)
         loss = self._found.get("val_loss") if self._last_evaluated == step else None
         metrics = {} if loss is None or not math.isfinite(loss) else {"val_loss": loss}
         self.rows.count_seconds(self.progress)  # those since the last row
@@ -780,7 +746,6 @@ class Trainer:
             self.recorder.flush()  # rows up to here outlive a kill, as the checkpoint does
             share_places(self.loader, self.meshes)
             self.progress.skipped_since_row = self.numerics.since_row
-            self.progress.moe_since_row = self.moe.state_dict()
             with self.evaluation_point():
                 self.checkpoints.save(step, wait, metrics)
             if wait:
@@ -791,24 +756,10 @@ class Trainer:
             seconds = settling.seconds + pause.seconds
             self._record("pause", cause="save", step=step, seconds=seconds)
 
-    def _write_profile(self) -> None:
-        """Write the window that ended with this step. A disk that refuses costs the profile, not the run."""
-        if not self.window.is_full:
-            return
-        step = self.progress.step
-        self.heartbeat.enter("profile")
-        with self.rows.meter.paused() as pause:
-            try:
-                self.window.write()
-                outcome = {}
-            except OSError as error:
-                outcome = {"error": str(error)}
-        self._record("profile", step=step, rank=self.meshes.rank, seconds=pause.seconds, **outcome)
-
     def _announce(self, steps: Sequence[int]) -> None:
-        """Call on_checkpoint for steps that all ranks know to be committed."""
+        """Call the hooks of a save for steps that all ranks know to be committed."""
         for step in steps:
-            self._call("on_checkpoint", step, self.paths.checkpoint(step))
+            self.extensions.call("on_saved", step, self.paths.checkpoint(step))
 
     def _record_save(self, event: SaveEvent) -> None:
         """Write what became of a save into the journal; called in the thread that writes, too."""
@@ -819,12 +770,11 @@ class Trainer:
     # ---- rows, events, hooks
 
     def _metric_rows(self) -> MetricRows:
-        each_expert = self.config.metrics.expert_loads
-        columns: dict[str, Columns] = {"moe": moe_columns(self.moe, each_expert)}
         own = self.objective
-        columns["sums"] = loss_columns(self.config) if own is None else own.columns
-        if self.config.metrics.gradients_every_steps:
-            columns["gradients"] = self.gradients.columns
+        columns: dict[str, Columns] = {
+            "sums": loss_columns(self.config) if own is None else own.columns,
+            **self.extensions.columns(),
+        }
         return MetricRows(
             self.config,
             self.device,
@@ -849,7 +799,7 @@ class Trainer:
         if self.rows.is_waiting:
             row = self.rows.finish(self.numerics.take_since_row())
             self.recorder.write(row)
-            self._call("on_log", row)
+            self.extensions.call("on_row", row)
 
     def _record(self, event: str, **fields: Any) -> None:
         self.recorder.record(event, **fields)
@@ -860,15 +810,9 @@ class Trainer:
             print(f"forge-train: rank {self._rank}: {event} {fields}", file=sys.stderr)
         self._record(event, step=self.progress.step, rank=self._rank, **fields)
 
-    def _call(self, hook: str, *args: Any) -> None:
-        if not self.callbacks:
-            return
-        with span("hooks"):
-            for callback in self.callbacks:
-                if hook != "on_step_end" or self._due(callback.every_steps):
-                    getattr(callback, hook)(self, *args)
-            reshard(self.model)  # one may have run the model and changed its weights since
-            self.replicas.unseal()
+    def _reshard(self) -> None:
+        """A hook of a user may have run the model, which leaves weights gathered, and changed them since."""
+        reshard(self.model)
 
 
 def _changes_rates(changes: Mapping[str, Any]) -> list[str]:

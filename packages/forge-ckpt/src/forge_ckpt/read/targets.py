@@ -41,6 +41,8 @@ def load_target(value: Any, name: str, table: Manifest) -> Any:
     An object's ``load_fills(paths)`` gets the saved paths below its name and returns the part of its
     state that they can fill; NO_TARGET stands for an empty part. See :mod:`forge_ckpt.protocols`.
     """
+    if getattr(value, "load_optional", False) and not _names_below(name, table):
+        return NO_TARGET
     if is_stateful(value) and getattr(value, "load_replaces", False):
         return None
     fills = getattr(value, "load_fills", None)

@@ -2,58 +2,49 @@
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-import torch
+from torch import nn
 
-from forge_parallel import Meshes
-from forge_resilience.health import BROKEN, HealthCheck, HealthConfig, RankFinding
+from forge_resilience.health import BROKEN, HealthCheck, RankFinding
+from forge_train.config.schema import JobConfig
 from forge_train.errors import HardwareError
+from forge_train.extensions.extension import Extension, Run
 
 _MOST_FINDINGS = 32
 
 
-class HealthPolicy:
-    """Probes at the start of a life and every so many steps; `record` writes the event `health` if not all is well.
+class Health(Extension):
+    """Probes at the start of a life and every so many steps; writes the event `health` if not all is well.
 
-    HardwareError on all ranks for what is broken, where that is to stop a run: nothing is saved, as what a broken
-    device has computed cannot be trusted.
+    HardwareError on all ranks for what is broken, where that is to stop a run: nothing is saved, as what a broken device has
+    computed cannot be trusted.
     """
 
-    def __init__(
-        self,
-        config: HealthConfig,
-        folder: str | os.PathLike[str],
-        device: torch.device,
-        meshes: Meshes,
-        record: Callable[..., None],
-    ) -> None:
-        self._config, self._record = config, record
-        self._check: HealthCheck | None = None
-        if config.at_start or config.every_steps:
-            self._check = HealthCheck(folder, device, config, meshes.host_group)
+    @classmethod
+    def of(cls, config: JobConfig, model: nn.Module) -> Health | None:
+        return cls() if config.health.at_start or config.health.every_steps else None
 
-    def at_start(self, step: int) -> None:
-        """Before the first step of a life. Collective."""
+    def start(self, run: Run) -> None:
+        self._run, self._config = run, run.job.config.health
+        self._check = HealthCheck(run.folder.path, run.device, self._config, run.meshes.host_group)
         if self._config.at_start:
-            self._probe(step)
+            self._probe(run.progress.step)
 
     def after_step(self, step: int) -> None:
-        """Between two steps, before the first is saved. Collective."""
+        """Before the step is saved."""
         if self._config.every_steps and step % self._config.every_steps == 0:
             self._probe(step)
 
     def _probe(self, step: int) -> None:
-        assert self._check is not None
         began = time.perf_counter()
         found = self._check.run()
         if not found:
             return
         nodes = self._check.nodes_at_fault(found)
         broken = [f for f in found if f.finding.state == BROKEN]
-        self._record(
+        self._run.recorder.record(
             "health",
             step=step,
             state="broken" if broken else "warn",

@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from forge_data import Batch
+from forge_data import Batch, Loader
 from forge_moe.hooks import MoEHooks
 from forge_parallel import Meshes
-from forge_parallel.micro_batches import MicroBatches
 from forge_parallel.structure import stages_of
 from forge_vlm.fusion import MoMa, set_routing_step, set_row_group
 
@@ -20,7 +19,7 @@ from forge_vlm.fusion import MoMa, set_routing_step, set_row_group
 class RoutingSteps:
     """Weights the router losses of MoE and MoMa layers by tokens, and numbers the micro-batches for the noise of MoMa.
 
-        routing.begin(step, division)                        # before the forwards of a step
+        routing.begin(step, loader)                          # before the forwards of a step
         counts = routing.count_tokens(batch)                 # this rank's, to be added up over all ranks
         routing.set_tokens(sums)                             # before the first backward
 
@@ -43,9 +42,9 @@ class RoutingSteps:
         if meshes.cp.size > 1:
             set_row_group(model, meshes.cp.group)
 
-    def begin(self, step: int, division: MicroBatches) -> None:
+    def begin(self, step: int, loader: Loader) -> None:
         """Step `step` begins, counted from 1: this reader runs its part of the micro-batches."""
-        each, more = divmod(division.global_batch // division.size, division.readers)
+        each, more = divmod(loader.global_batch // loader.micro_batch, loader.world_size)
         reader = self._meshes.batch_rank
         self._step, self._first = step, reader * each + min(reader, more)
         self._begun = dict.fromkeys(self._begun, 0)

@@ -2,89 +2,81 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
-from forge_parallel import Meshes, reshard
-from forge_resilience import Agreement
+from forge_parallel import reshard
 from forge_resilience.provenance import node_name
-from forge_resilience.replicas import Mismatch, ReplicaCheck, ReplicasConfig, training_tensors
+from forge_resilience.replicas import Mismatch, ReplicaCheck, training_tensors
+from forge_train.config.schema import JobConfig
 from forge_train.errors import HardwareError
+from forge_train.extensions.extension import Extension, Run
 
 _MOST_NAMES = 8
 
 
-class ReplicaPolicy:
-    """Compares every so many steps and before each save; `record` writes the event `mismatch`.
+class Replicas(Extension):
+    """Compares every so many steps and before each save; writes the event `mismatch`.
 
-    Weights, saved buffers and the optimizer's tensors are sealed after a step and compared before the next
-    forward. Hooks may change them, so a hook in between breaks the seal; copies are compared in any case.
+    Weights, saved buffers and the optimizer's tensors are sealed after a step and compared before the next forward. Hooks
+    may change them, so a hook in between breaks the seal; copies are compared in any case.
     """
 
-    def __init__(
-        self,
-        config: ReplicasConfig,
-        model: nn.Module,
-        optimizer: Any,
-        meshes: Meshes,
-        record: Callable[..., None],
-    ) -> None:
-        stage = meshes.stage.group
+    @classmethod
+    def of(cls, config: JobConfig, model: nn.Module) -> Replicas | None:
+        return cls() if config.resilience.replicas.every_steps else None
+
+    def start(self, run: Run) -> None:
+        stage, meshes = run.meshes.stage.group, run.meshes
         plain = [meshes.rank] if stage is None else dist.get_process_group_ranks(stage)
         self._check = ReplicaCheck(meshes.host_group, plain=plain)
-        self._agreement = Agreement(meshes.host_group)
-        self._config, self._model, self._optimizer = config, model, optimizer
-        self._record = record
-        self._due = False
-        self._compared = -1
-
-    def seal(self, step: int) -> None:
-        """After `step` and its hooks: note checksums if a comparison is due; no sync."""
-        every = self._config.every_steps
-        self._due = every > 0 and step % every == 0
-        if self._due:
-            self._check.seal(self._tensors())
-
-    def unseal(self) -> None:
-        """A hook may have changed tensors."""
-        self._check.unseal()
-
-    def forget(self) -> None:
-        """After a rollback: the tensors are those of another step."""
-        self._check.unseal()
+        self._run, self._config = run, run.job.config.resilience.replicas
         self._due, self._compared = False, -1
 
     def before_forward(self, step: int) -> None:
-        """Compare, if that is due after `step`. HardwareError on all ranks if bits differ and that is to stop a run."""
+        """Compare, if that is due after the step before. HardwareError on all ranks if bits differ and that is to stop a run."""
         if self._due:
-            self._compare(step)
+            self._compare(step - 1)
         self._due = False
         self._check.unseal()
 
+    def after_step(self, step: int) -> None:
+        """After the hooks of others: note checksums if a comparison is due; no sync."""
+        self._due = step % self._config.every_steps == 0
+        if self._due:
+            self._check.seal(self._tensors())
+
     def before_save(self, step: int) -> None:
         """The same for any step that is saved, so that checkpoints hold what was compared."""
-        if self._config.every_steps and self._compared != step:
+        if self._compared != step:
             self._compare(step)
+
+    def weights_may_have_changed(self) -> None:
+        self._check.unseal()
+
+    def after_rollback(self, step: int) -> None:
+        self._check.unseal()
+        self._due, self._compared = False, -1
 
     def _compare(self, step: int) -> None:
         found = self._check.compare(self._tensors())
         self._compared = step
         if not found:
             return
-        hosts: list[str] = self._agreement.exchange(node_name())
+        hosts: list[str] = self._run.agreement.exchange(node_name())
         for kind in dict.fromkeys(m.kind for m in found):
             self._tell(step, [m for m in found if m.kind == kind], hosts)
         if self._config.action == "stop":
-            buffers = {name for name, _ in self._model.named_buffers()}
+            buffers = {name for name, _ in self._run.model.named_buffers()}
             raise HardwareError(_problems(step, found, hosts, buffers))
 
     def _tell(self, step: int, found: Sequence[Mismatch], hosts: Sequence[str]) -> None:
         ranks = sorted({rank for m in found for rank in m.ranks})
         known = all(m.is_known for m in found)
-        self._record(
+        self._run.recorder.record(
             "mismatch",
             step=step,
             kind=found[0].kind,
@@ -98,8 +90,8 @@ class ReplicaPolicy:
         )
 
     def _tensors(self) -> dict[str, Any]:
-        reshard(self._model)  # an evaluation leaves copies of weights gathered
-        return training_tensors(self._model, self._optimizer)
+        reshard(self._run.model)  # an evaluation leaves copies of weights gathered
+        return training_tensors(self._run.model, self._run.optimizer)
 
 
 def _problems(

@@ -1,0 +1,1 @@
+"""Optional features of a run, and hooks of users."""

@@ -1,0 +1,87 @@
+"""Mixtures of experts in a run: weights of their losses, biases, and columns of the routers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from forge_data import Batch
+from forge_moe.hooks import MoEHooks, num_experts_by_layer
+from forge_train.config.schema import JobConfig
+from forge_train.extensions.extension import Extension, Run
+from forge_train.extensions.routing import RoutingSteps
+from forge_vlm.fusion import MoMa
+
+
+class Experts(Extension):
+    """Layers of forge_moe and of the fusion MoMa."""
+
+    name = "experts"
+
+    def __init__(self, num_experts: Mapping[str, int]) -> None:
+        self._num_experts = num_experts
+        self._sums: list[float] | None = None
+
+    @classmethod
+    def of(cls, config: JobConfig, model: nn.Module) -> Experts | None:
+        """`model` is whole: a stage of a pipeline may have no mixture."""
+        num_experts = num_experts_by_layer(model)
+        has_groups = any(isinstance(module, MoMa) for module in model.modules())
+        return cls(num_experts) if num_experts or has_groups else None
+
+    def start(self, run: Run) -> None:
+        meshes, config = run.meshes, run.job.config
+        # with sequences or heads cut over ranks, the tokens of one row are cut too
+        row_groups = [axis.group for axis in (meshes.cp, meshes.tp) if axis.size > 1]
+        self._run, self._each_expert = run, config.metrics.expert_loads
+        self._hooks = MoEHooks(
+            run.model,
+            stage_group=meshes.stage.group,
+            row_groups=row_groups,
+            num_experts=self._num_experts,
+            device=meshes.device,
+        )
+        self._routing = RoutingSteps(run.model, config.run.seed, meshes, self._hooks)
+        self._restore()
+
+    def before_forward(self, step: int) -> None:
+        self._routing.begin(step, self._run.loader)
+
+    def token_counts(self, batch: Batch) -> Sequence[int]:
+        return self._routing.count_tokens(batch)
+
+    def set_token_counts(self, sums: Sequence[int]) -> None:
+        self._routing.set_tokens(sums)
+
+    def after_update(self, step: int, bad: Tensor) -> None:
+        self._hooks.end_step(step - 1, self._run.total_steps, bad)
+
+    def numbers(self, step: int) -> Tensor | None:
+        return self._hooks.take()
+
+    def columns(self, numbers: Sequence[float]) -> Mapping[str, Any]:
+        loads = self._hooks.loads(numbers) if self._each_expert else {}
+        return {**self._hooks.columns(numbers), **loads}
+
+    def after_evaluation(self) -> None:
+        self._hooks.forget()
+
+    def before_save(self, step: int) -> None:
+        self._sums = self._hooks.state_dict()
+
+    def after_rollback(self, step: int) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        """Go on from the sums of the loaded checkpoint; versions before kept them in the progress."""
+        found = self._run.progress.moe_since_row if self._sums is None else self._sums
+        self._hooks.load_state_dict(found)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next row counts of the steps before the checkpoint, if it is between two rows."""
+        return {"since_row": self._sums or []}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sums = state["since_row"]

@@ -1,0 +1,145 @@
+"""Hooks of extensions: their order, their state, and what a wrong one is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forge_testing import write_job
+from forge_testing.problems import rejects
+from forge_train import Callback, ConfigError, Extension, Trainer, load_job, read_run
+
+ORDER = Path(__file__).with_name("order_of_hooks.txt")
+EVERYTHING = """
+[model.moe]
+num_experts = 4
+width_multiplier = 0.5
+[train.stages.late]
+start_step = 2
+lr_multipliers = {head = 0.0}
+[optimizer.groups.head]
+patterns = ["lm_head.*"]
+"""
+KEYS: dict[str, Any] = {
+    "train.steps": 3,
+    "train.micro_batch": 2,
+    "metrics.every_steps": 1,
+    "metrics.gradients_every_steps": 2,
+    "checkpoint.every_steps": 2,
+    "checkpoint.wait": True,
+    "eval.every_steps": 2,
+    "resilience.replicas.every_steps": 1,
+    "health.every_steps": 2,
+    "profile.start_step": 2,
+    "profile.num_steps": 1,
+    "sample.max_new_tokens": 0,
+}
+
+
+class Mine(Extension):
+    """Overrides all hooks."""
+
+    name = "mine"
+
+
+HOOKS = [name for name, value in vars(Extension).items() if callable(value) and name[0] != "_"]
+for hook in HOOKS:
+    base = getattr(Extension, hook)
+    setattr(Mine, hook, lambda self, *args, base=base: base(self, *args))
+
+
+class Yours(Callback):
+    """A callback, which has hooks of its own."""
+
+
+def recorded(trainer: Trainer) -> list[str]:
+    """A line for each call from now on: hook, extension."""
+    lines: list[str] = []
+
+    def wrapped(function: Callable[..., Any], line: str) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            lines.append(line)
+            return function(*args)
+
+        return call
+
+    for extension in trainer.extensions:
+        for hook in HOOKS:
+            line = f"{hook} {type(extension).__name__}"
+            setattr(extension, hook, wrapped(getattr(extension, hook), line))
+    return lines
+
+
+def test_the_order_of_all_hooks_is_that_of_the_file(tmp_path: Path) -> None:
+    """A change of the order is read in the difference of the file."""
+    trainer = Trainer(load_job(write_job(tmp_path, EVERYTHING), KEYS), [Mine(), Yours()])
+    lines = recorded(trainer)
+    trainer.fit()
+    assert "\n".join(lines) + "\n" == ORDER.read_text()
+
+
+def test_a_plain_run_has_no_extension_but_the_probe(tmp_path: Path) -> None:
+    trainer = Trainer(load_job(write_job(tmp_path)))
+    assert [type(extension).__name__ for extension in trainer.extensions] == ["Health"]
+    assert not trainer.extensions.of("after_backward")
+
+
+class Counts(Extension):
+    """Has a state, numbers and a column."""
+
+    name = "counts"
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def start(self, run: Any) -> None:
+        self.run = run
+
+    def after_backward(self, step: int, batch: Any) -> None:
+        self.steps += 1
+
+    def numbers(self, step: int) -> Any:
+        return self.run.progress_of_nobody if step < 0 else _tensor(self.steps)
+
+    def columns(self, numbers: Any) -> dict[str, float]:
+        return {"counts.steps": numbers[0]}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.steps = state["steps"]
+
+
+def _tensor(number: int) -> Any:
+    import torch
+
+    return torch.tensor([float(number)])
+
+
+def test_a_state_is_saved_and_one_that_a_checkpoint_lacks_begins(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    keys = {"metrics.every_steps": 1, "eval.every_steps": 0}
+    Trainer(load_job(job, {**keys, "train.steps": 3})).fit()
+    Trainer(load_job(job, {**keys, "train.steps": 5}), [Counts()]).fit()
+    Trainer(load_job(job, {**keys, "train.steps": 7}), [Counts()]).fit()
+    assert read_run(tmp_path / "run").metrics["counts.steps"] == [None] * 3 + [1, 2, 3, 4]
+
+
+def test_a_run_shows_its_fields_alone(tmp_path: Path) -> None:
+    mine = Counts()
+    Trainer(load_job(write_job(tmp_path), {"train.steps": 1}), [mine]).fit()
+    assert mine.run.progress.step == 1
+    with pytest.raises(AttributeError):
+        mine.run.checkpoints  # noqa: B018
+
+
+@pytest.mark.parametrize("name", ["", "counts"])
+def test_a_state_without_a_name_of_its_own_is_rejected(tmp_path: Path, name: str) -> None:
+    other = Counts()
+    other.name = name
+    with rejects("Counts.name", name, "duplicate", ConfigError):
+        Trainer(load_job(write_job(tmp_path)), [Counts(), other])
