@@ -94,6 +94,10 @@ RULES: list[tuple[Settings, str, Any, str]] = [
         *("model.moe.router", "expert_choice", "generation"),
     ),
     (
+        {"model.moe.num_experts": 2, "model.moe.router": "uniform"},
+        *("model.moe.router", "uniform", "generation"),
+    ),
+    (
         {"model.attention.mask": "forge_testing.parts:sees_itself"},
         *("model.attention.mask", "forge_testing.parts:sees_itself", "generation"),
     ),

@@ -14,6 +14,7 @@ DEPENDENT = {
     "capacity by position": {"capacity_factor": 0.5},
     "capacity by probability": {"capacity_factor": 0.5, "drop_policy": "probability"},
     "expert choice": {"router": "expert_choice"},
+    "uniform": {"router": "uniform", "num_experts": 7},  # F217
     "expert choice of odd rows": {"router": "expert_choice", "num_experts": 7, "top_k": 3},
 }
 

@@ -13,9 +13,9 @@ from torch import Tensor
 __all__ = [
     "ChecksState",
     "FillsState",
+    "OptionalState",
     "Path",
     "ReplacesState",
-    "OptionalState",
     "SelectsState",
     "Stateful",
     "WholeTensors",

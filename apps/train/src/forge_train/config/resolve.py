@@ -22,6 +22,7 @@ from forge_train._shared.limits import limit_problem
 from forge_train._shared.problems import Problem
 from forge_train.config.evaluation import evaluation_problems
 from forge_train.config.exact_match import KINDS as NO_SPLITS
+from forge_train.config.experts import AMONG_TOKENS
 from forge_train.config.imported import (
     DEFAULT_DIR,
     FILES,
@@ -305,7 +306,7 @@ def _generation_problems(config: JobConfig) -> Iterator[Problem]:
     generates = f"cannot generate, and sample.max_new_tokens {tokens} does"
     fix = "set sample.max_new_tokens = 0"
     moe = getattr(config.model, "moe", None)
-    if moe and moe.router == "expert_choice":
+    if moe and moe.num_experts and moe.router in AMONG_TOKENS:
         rule = f"chooses among all tokens of a row and {generates}"
         yield Problem("model.moe.router", "generation", moe.router, rule, fix)
     if chosen_by_experts(config.model):

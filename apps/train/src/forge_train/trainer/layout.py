@@ -12,6 +12,7 @@ from forge_parallel.config import Layout
 from forge_parallel.legal import Facts, ShardedDim, problems
 from forge_parallel.micro_batches import MicroBatches, divide_batch
 from forge_train._shared.problems import Problem, problems_of
+from forge_train.config.experts import AMONG_TOKENS
 from forge_train.config.schema import BuiltInModelConfig, JobConfig
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.trainer.course import Course
@@ -235,6 +236,6 @@ def _whole_batch(model: BuiltInModelConfig) -> dict[str, str]:
     moe, found = model.moe, dict[str, str]()
     if moe.num_experts and moe.capacity_factor is not None:
         found[f"model.moe.capacity_factor {moe.capacity_factor}"] = "no capacity"
-    if moe.num_experts and moe.router == "expert_choice":
-        found["model.moe.router 'expert_choice'"] = "another router"
+    if moe.num_experts and moe.router in AMONG_TOKENS:
+        found[f"model.moe.router {moe.router!r}"] = "another router"
     return found

@@ -109,6 +109,7 @@ A token's experts depend on later tokens, so it scores rows but cannot generate.
 token, of which T K in sum go somewhere."""
 
 UNIFORM = RoutingRule(
-    _softmax, _round_robin, _weigh_softmax, normalized=True, routes_all_slots=True
+    _softmax, _round_robin, _weigh_softmax, normalized=True, causal=False, routes_all_slots=True
 )
-"""Experts round-robin, independent of the scores: perfect balance for benchmarks."""
+"""Experts round-robin, independent of the scores: perfect balance for benchmarks. Over all tokens of a call in training,
+over each row in eval; a token's experts depend on how many came before it, so it scores rows but cannot generate."""
