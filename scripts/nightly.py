@@ -64,6 +64,11 @@ def parts() -> dict[str, Part]:
              "--seed", str(int(_digest(), 16) % 10**6), "--out", f"{FOLDER}/chaos-{_digest()}.jsonl"],
             "200 faults in real runs, another seed for other sources",
         ),
+        "fuzz": Part(
+            [python, "-m", "tests.fuzz.run", "--minutes", "10", "--seed", str(int(_digest(), 16) % 10**6),
+             "--folder", f"{FOLDER}/fuzz-{_digest()}"],
+            "random jobs against an independent reference, another seed for other sources",
+        ),
         "foreign": Part(["hatch", "run", "foreign:suite"], "other frameworks under the supervisor"),
         "slurm-story": Part([python, "-m", "tests.slurm.story"], "a real Slurm that loses nodes"),
         "vlm-learning": Part([python, "-m", "tests.vlm.learn"], "what vision-language models learn"),

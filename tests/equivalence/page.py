@@ -41,6 +41,8 @@ This page is written by `hatch run matrix` (`python tests/equivalence/run_cells.
 `{source}`, which also holds seed, commit and torch version of each cell. Seconds are those of the
 cell on its ranks, on {machine}. Here: commit {commits}, torch {torches}, {minutes:.0f} minutes.
 """
+#: What comes after it is the section of random jobs, which `tests/fuzz/page.py` writes.
+RANDOM_JOBS = "\n<!-- random jobs: "
 _AXES = {"pp": "PP", "dp_replicate": "HSDP", "dp_shard": "FSDP", "cp": "CP", "tp": "TP", "ep": "EP"}
 
 

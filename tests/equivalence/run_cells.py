@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from cells import CELLS, FEATURES, LAYOUTS, SMOKE, Cell
 from compare import Measured, measure
-from page import page
+from page import RANDOM_JOBS, page
 from refusals import REFUSALS, refused
 from settings import described
 
@@ -163,7 +163,9 @@ def _write(path: Path, rows: dict[str, dict[str, Any]]) -> None:
     path.write_text("[\n" + ",\n".join(map(json.dumps, kept)) + "\n]\n")
     if any("cell" in row for row in kept):
         folder = path.parents[1] if path.parent.name == "data" else path.parent
-        (folder / f"{path.stem}.md").write_text(page(kept, path.name))
+        written = folder / f"{path.stem}.md"
+        before = written.read_text() if written.exists() else ""
+        written.write_text(page(kept, path.name) + "".join(before.partition(RANDOM_JOBS)[1:]))
 
 
 def _rows(path: Path) -> dict[str, dict[str, Any]]:

@@ -18,7 +18,7 @@ import torch
 from cells import BY_NAME, CELLS, FEATURES, LAYOUTS, OPTIMIZERS, SMOKE, Cell
 from compare import Measured, measure, whole
 from mutations import MUTATIONS
-from page import page
+from page import RANDOM_JOBS, page
 from refusals import REFUSALS, refused
 from training import Piece
 
@@ -281,7 +281,7 @@ def test_a_tensor_of_pieces_is_whole_only_if_they_cover_it_and_agree() -> None:
 def test_the_page_is_what_its_json_says() -> None:
     rows = json.loads((DOCS / "data/equivalence.json").read_text())
     written = (DOCS / "equivalence.md").read_text()
-    assert written == page(rows), "run: hatch run matrix"
+    assert written.partition(RANDOM_JOBS)[0] == page(rows), "run: hatch run matrix"
 
 
 def test_every_cell_is_on_the_page_within_todays_bounds() -> None:
