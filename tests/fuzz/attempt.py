@@ -100,18 +100,18 @@ class _Events(Callback):
 
 def _spoil(trainer: Any, plan: Plan) -> None:
     """Multiply loss and gradients of the bad step, unless its data were left out by a rollback."""
-    watched = trainer._watched
+    compute = trainer._forward_backward
 
-    def spoiled(batch: Any, fault: Any, step: int) -> Any:
-        loss, statistics = watched(batch, fault, step)
-        if step == plan.bad and not trainer.loader.skipped:
-            loss = loss * plan.factor
+    def spoiled(batch: Any, fault: Any) -> Any:
+        share = compute(batch, fault)
+        if trainer.progress.step + 1 == plan.bad and not trainer.loader.skipped:
+            share = share * plan.factor
             for parameter in trainer.compute.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(plan.factor)
-        return loss, statistics
+        return share
 
-    trainer._watched = spoiled
+    trainer._forward_backward = spoiled
 
 
 def whole_tensors(trainer: Trainer) -> Tensors:

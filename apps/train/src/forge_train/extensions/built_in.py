@@ -22,7 +22,7 @@ ORDER = (Replicas, Profile, None, FreezingStages, Experts, Gradients, Health)
 def extensions_of(
     config: JobConfig, model: nn.Module, users: Sequence[Extension]
 ) -> list[Extension]:
-    """The extensions that a job needs, and those of users. `model` is whole, as it is before it is sharded."""
+    """The extensions that a job needs, and those of users. `model` is not sharded yet."""
     found: list[Extension] = []
     for kind in ORDER:
         if kind is None:

@@ -114,7 +114,7 @@ def hook_problems(callbacks: Sequence[Extension]) -> list[Problem]:
     for hook, base in inspect.getmembers(Callback, inspect.isfunction):
         _, *wanted = inspect.signature(base).parameters
         for callback in callbacks:
-            if not hasattr(callback, hook):  # one of callbacks alone
+            if not hasattr(callback, hook):  # only callbacks have it
                 continue
             try:
                 inspect.signature(getattr(callback, hook)).bind(*wanted)

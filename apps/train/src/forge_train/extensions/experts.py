@@ -26,7 +26,7 @@ class Experts(Extension):
 
     @classmethod
     def of(cls, config: JobConfig, model: nn.Module) -> Experts | None:
-        """`model` is whole: a stage of a pipeline may have no mixture."""
+        """`model` is not sharded yet: a stage of a pipeline may have no mixture."""
         num_experts = num_experts_by_layer(model)
         has_groups = any(isinstance(module, MoMa) for module in model.modules())
         return cls(num_experts) if num_experts or has_groups else None

@@ -30,48 +30,30 @@ if TYPE_CHECKING:  # `config` names callbacks, and most of these need `config`
 class Run(Protocol):
     """What an extension may read of a run. `compute`, `rows` and `decision` are those of the step or phase that it is in."""
 
-    @property
-    def job(self) -> ResolvedJob: ...
-    @property
-    def model(self) -> nn.Module: ...
-    @property
-    def optimizer(self) -> Any: ...
-    @property
-    def loader(self) -> Loader: ...
-    @property
-    def meshes(self) -> Meshes: ...
-    @property
-    def agreement(self) -> Agreement: ...
-    @property
-    def course(self) -> Course: ...
-    @property
-    def compute(self) -> Compute: ...
-    @property
-    def progress(self) -> Progress: ...
-    @property
-    def rows(self) -> MetricRows: ...
-    @property
-    def recorder(self) -> Recorder: ...
-    @property
-    def folder(self) -> RunDirectory: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def decision(self) -> Decision: ...
-    @property
-    def heartbeat(self) -> Heartbeat: ...
-    @property
-    def total_steps(self) -> int: ...
+    job: ResolvedJob
+    model: nn.Module
+    optimizer: Any
+    loader: Loader
+    meshes: Meshes
+    agreement: Agreement
+    course: Course
+    compute: Compute
+    progress: Progress
+    rows: MetricRows
+    recorder: Recorder
+    folder: RunDirectory
+    device: torch.device
+    decision: Decision
+    heartbeat: Heartbeat
+    total_steps: int
 
     def label_weight(self, batch: Batch) -> float:
         """This rank's summand of the number that the loss of the step is divided by."""
         ...
 
 
-#: The attributes of a Run.
-FIELDS = frozenset(name for name in vars(Run) if not name.startswith("_"))
-
-
+#: The attributes of a Run; two have other names in a Trainer.
+FIELDS = frozenset({*Run.__annotations__, "label_weight"})
 _OF_TRAINER = {"folder": "paths", "decision": "_decision"}
 
 
@@ -99,7 +81,7 @@ class Extension:
         Trainer(job, extensions=[Trace()]).fit()
 
     Each rank has its own objects, the same ones in the same order, and each hook is called on all ranks. What a hook may
-    do, beside reading:
+    do, in addition to reading:
 
     | hook | called | collectives | waits for the device | changes weights |
     |---|---|---|---|---|
