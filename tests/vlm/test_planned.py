@@ -21,6 +21,8 @@ from forge_train import Trainer, load_job
 from forge_train.cli import main
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.trainer.build import build_model
+from forge_train.trainer.check_model import model_problems
+from forge_train.trainer.layout import layout_problems
 from forge_vlm import (
     AdapterConfig,
     CrossAttentionConfig,
@@ -36,6 +38,8 @@ VIT = VisionConfig(vit=ViTConfig(image_size=32, patch_size=8, dim=32, num_layers
 CLIP = VisionConfig(
     "transformers", transformers={**vlm_jobs.CLIP, "num_attention_heads": 4}, select_feature="patch"
 )
+QWEN3_VL = {"model_type": "qwen3_vl_vision", "hidden_size": 16, "num_heads": 2, "intermediate_size": 16,
+            "out_hidden_size": 64, "patch_size": 4}  # fmt: skip
 CROSS = CrossAttentionConfig(every_n_layers=2)
 FUSIONS = {
     "joint_decoder": FusionConfig(),
@@ -142,12 +146,32 @@ def test_encoders_of_transformers_are_traced(kind: str) -> None:
 @pytest.mark.lane("test")
 def test_an_encoder_that_reads_values_is_refused() -> None:
     pytest.importorskip("transformers")
-    keys = {"model_type": "qwen3_vl_vision", "hidden_size": 16, "depth": 1, "num_heads": 2,
-            "intermediate_size": 16, "out_hidden_size": 64, "patch_size": 4, "deepstack_visual_indexes": [0]}  # fmt: skip
+    keys = {**QWEN3_VL, "depth": 1, "deepstack_visual_indexes": [0]}
     vision = VisionConfig("transformers", transformers=keys)
     model = build_model(section("joint_decoder", vision=vision, adapter=AdapterConfig("none")), 0)
     with rejects("vision.transformers.model_type", keys["model_type"], "planned"):
         trace(Profile(model, S))
+
+
+@pytest.mark.parametrize("layers", [3, 4])
+def test_F214_features_that_go_into_the_first_blocks_need_these_in_the_first_stage(
+    tmp_path: Path, layers: int
+) -> None:
+    """Of three blocks in three stages, step 1 ended with a traceback; of four, the first stage has two."""
+    pytest.importorskip("transformers")
+    keys = {**QWEN3_VL, "depth": 2, "deepstack_visual_indexes": [0, 1]}
+    vision = VisionConfig("transformers", transformers=keys)
+    qwen = section("joint_decoder", vision=vision, num_layers=layers, adapter=AdapterConfig("none"))
+    config = load_job(vlm_jobs.write_vlm_job(tmp_path), {"train.micro_batch": 3}).config
+    config = replace(config, model=qwen, parallel=replace(config.parallel, pp=3))
+    model = build_model(qwen, 0)
+    found = layout_problems(config, 3), [*model_problems(model, config, config.parallel.axes(3))]
+    if layers == 3:
+        for problems, key in zip(found, ("model.num_layers", "num_layers")):
+            assert [(p.key, p.code, p.value) for p in problems] == [(key, "stages", 3)]
+    else:
+        assert found == ([], [])
+        assert [len(stage) for stage in Profile(model, S).stage_ranges(3)] == [2, 1, 1]
 
 
 DEBUG = Path(__file__).parents[2] / "apps" / "train" / "configs" / "vlm_debug.toml"

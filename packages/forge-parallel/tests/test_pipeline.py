@@ -62,15 +62,17 @@ def meshes(rank: int, size: int = 2) -> Any:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_the_dearest_stage_is_as_cheap_as_any_cut_allows(seed: int) -> None:
+@pytest.mark.parametrize("first_blocks", [1, 3])
+def test_the_dearest_stage_is_as_cheap_as_any_cut_allows(seed: int, first_blocks: int) -> None:
     draw = random.Random(seed)
-    costs = [draw.uniform(0.1, 5) for _ in range(draw.randint(4, 9))]
+    costs = [draw.uniform(0.1, 5) for _ in range(draw.randint(6, 9))]
     count = draw.randint(1, 4)
     dearest = [
         max(sum(costs[a:b]) for a, b in itertools.pairwise([0, *ends, len(costs)]))
         for ends in itertools.combinations(range(1, len(costs)), count - 1)
+        if not ends or ends[0] >= first_blocks
     ]
-    found = stage_ranges(costs, count)
+    found = stage_ranges(costs, count, first_blocks)
     assert [i for part in found for i in part] == list(range(len(costs)))
     assert len(found) == count
     assert all(found)
@@ -87,6 +89,9 @@ def test_equal_blocks_give_even_stages_and_a_heavy_head_fewer_blocks() -> None:
 def test_fewer_blocks_than_stages_are_refused() -> None:
     with rejects("num_layers", 3, "stages"):
         stage_ranges([1, 1, 1], 4)
+    assert [len(part) for part in stage_ranges([9, 1, 1], 2, 2)] == [2, 1]
+    with rejects("num_layers", 3, "stages", where="3 stages, and 2"):
+        stage_ranges([9, 1, 1], 3, 2)
 
 
 def test_costs_are_counted_and_the_ends_weighed_in() -> None:

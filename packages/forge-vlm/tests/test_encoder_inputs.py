@@ -67,6 +67,16 @@ def test_images_that_an_encoder_packs_come_back_one_by_one():
     torch.testing.assert_close(found, torch.cat(alone))
 
 
+def test_F213_parameters_without_elements_are_buffers():
+    """DINOv3 without registers has register tokens (1, 0, W), whose gradient FSDP2 cannot reduce."""
+    encoder = build_encoder(of_transformers("dinov3_vit"))
+    assert all(parameter.numel() for parameter in encoder.parameters())
+    name = "model.embeddings.register_tokens"
+    assert dict(encoder.named_buffers())[name].shape == encoder.state_dict()[name].shape
+    assert name in encoder.init_table(0.02, 0.02)
+    assert encoder(images=torch.zeros(2, 3, 16, 16)).tokens.shape == (2, 17, 32)
+
+
 def test_an_encoder_that_is_not_computed_is_refused_by_name():
     pytest.importorskip("transformers")
     keys = {**KEYS, "model_type": "siglip2_vision_model", "patch_size": 4}

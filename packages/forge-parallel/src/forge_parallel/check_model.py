@@ -54,6 +54,7 @@ def facts_of(model: nn.Module, layout: Layout, structure: Structure, matched: Ma
         num_layers=len(blocks_by_key(model, structure)) if piped else None,
         num_blocks=len(structure.blocks),
         tied=structure.tied,
+        first_blocks=structure.first_blocks,
         obstacles=obstacles,
         model=type(model).__name__,
     )

@@ -63,6 +63,7 @@ class Facts:
     num_experts        experts of a layer; 0 for a dense model
     widths, vocab      dims that tp shards evenly (heads, hidden widths), and tables sharded by ids
     tied               names of modules at both ends of the model
+    first_blocks       blocks that the first stage of a pipeline needs
     whole_batch        features that need all tokens of a micro-batch: {feature with its value: alternative}
     obstacles          {axis: problems of a model that cannot be parallelized over it}
     model, names       for problems: the model's name, and {key: name in the configuration}, as "data.seq_len"
@@ -77,6 +78,7 @@ class Facts:
     widths: Sequence[ShardedDim] = ()
     vocab: Sequence[ShardedDim] = ()
     tied: Sequence[str] = ()
+    first_blocks: int = 1
     whole_batch: Mapping[str, str] = field(default_factory=dict)
     obstacles: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
     model: str = "the model"
@@ -164,7 +166,9 @@ def _pipeline(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[
         return
     if wrong := tied_on_one_rank(config, facts.tied, facts.names):
         yield wrong
-    yield from schedule_problems(config, facts.num_micro_batches, facts.num_layers, facts.names)
+    yield from schedule_problems(
+        config, facts.num_micro_batches, facts.num_layers, facts.names, facts.first_blocks
+    )
 
 
 def _recompute(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[Problem]:
@@ -265,12 +269,17 @@ def tied_on_one_rank(
     return Problem(names.get("pp_schedule", "pp_schedule"), "tied", config.pp_schedule, rule, fix)
 
 
-def too_few_layers(num_layers: int, stages: int, names: Mapping[str, str] = {}) -> Problem | None:
-    """Why so many layers cannot be distributed over so many stages, or None."""
-    if num_layers >= stages:
+def too_few_layers(
+    num_layers: int, stages: int, names: Mapping[str, str] = {}, first_blocks: int = 1
+) -> Problem | None:
+    """Why so many layers cannot be distributed over so many stages, of which the first needs `first_blocks`, or None."""
+    if num_layers >= stages - 1 + first_blocks:
         return None
     rule = f"must be at least one for each of the {stages} stages"
-    fix = f"use pp x pp_stages_per_rank up to {num_layers}, or more layers"
+    if first_blocks > 1:
+        rule += f", and {first_blocks} for the first, which read an input that only it has"
+    most = max(1, num_layers + 1 - first_blocks)
+    fix = f"use pp x pp_stages_per_rank up to {most}, or more layers"
     return Problem(names.get("num_layers", "num_layers"), "stages", num_layers, rule, fix)
 
 
@@ -279,6 +288,7 @@ def schedule_problems(
     num_micro_batches: int | None,
     num_layers: int | None,
     names: Mapping[str, str] = {},
+    first_blocks: int = 1,
 ) -> list[Problem]:
     """Reasons why a pipeline cannot run; empty without pp.
 
@@ -286,8 +296,10 @@ def schedule_problems(
     """
     if config.pp == 1:
         return []
-    found = []
-    if num_layers is not None and (wrong := too_few_layers(num_layers, num_stages(config), names)):
+    found, stages = [], num_stages(config)
+    if num_layers is not None and (
+        wrong := too_few_layers(num_layers, stages, names, first_blocks)
+    ):
         found.append(wrong)
     if num_micro_batches is not None:
         allowed = next_allowed_count(config, num_micro_batches)

@@ -28,6 +28,7 @@ class Structure:
     last    modules behind the blocks.
     container  the child of the model that a pipeline splits, from `pipeline_parts()`, else "".
     chosen  a sentence about the chosen blocks, if neither the model nor its caller named any.
+    first_blocks  fewest blocks that the first stage of a pipeline needs, from `pipeline_parts()`.
     """
 
     first: tuple[str, ...] = ()
@@ -35,6 +36,7 @@ class Structure:
     last: tuple[str, ...] = ()
     container: str = ""
     chosen: str = ""
+    first_blocks: int = 1
 
     @property
     def tied(self) -> tuple[str, ...]:
@@ -81,7 +83,8 @@ def structure_of(model: nn.Module, blocks: Blocks | None = None) -> Structure:
     else:
         found, chosen = _longest(model)
     first, last = (declared["first"], declared["last"]) if declared else _ends(model, set(found))
-    return Structure(tuple(first), tuple(found), tuple(last), container, chosen)
+    least = int(declared.get("first_blocks", 1))
+    return Structure(tuple(first), tuple(found), tuple(last), container, chosen, least)
 
 
 def further_units(model: nn.Module) -> list[nn.Module]:

@@ -330,6 +330,7 @@ class VLM(Transformer):
             parts["refused"] = f"fusion.name {self.config.fusion.name!r} {words}"
         if self.config.vision.name == "none":
             return parts
+        parts["first_blocks"] = max(1, getattr(self.vision, "num_layer_features", 0))
         return {**parts, "first": ("vision", "adapter", *parts["first"])}
 
     def sharding_units(self) -> list[nn.Module]:

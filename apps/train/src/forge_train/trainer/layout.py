@@ -18,6 +18,7 @@ from forge_train.config.vlm import VLMModelConfig
 from forge_train.trainer.course import Course
 from forge_train.trainer.experts import EXPERT_ACTIVATIONS
 from forge_vlm.fusion import PARTING, groups_of
+from forge_vlm.vision.patches import num_layer_features
 
 #: Keys of the runner by the names that they have in rules.
 NAMES = {field.name: f"parallel.{field.name}" for field in fields(ParallelConfig)} | {
@@ -217,6 +218,7 @@ def _of_model(model: BuiltInModelConfig) -> dict[str, Any]:
         ],
         "vocab": [ShardedDim("model.vocab_size", model.vocab_size, width=model.dim)],
         "whole_batch": _whole_batch(model),
+        "first_blocks": _first_blocks(model),
     }
 
 
@@ -229,6 +231,11 @@ def _widths(model: BuiltInModelConfig) -> dict[str, int]:
         layer = model.moe.layer_config(model.dim, model.resolved_hidden_dim)
         widths["moe.shared_hidden_dim"] = layer.resolved_shared_hidden_dim
     return widths
+
+
+def _first_blocks(model: BuiltInModelConfig) -> int:
+    """Blocks that take features of an encoder, which only the first stage of a pipeline has."""
+    return max(1, num_layer_features(model.vision)) if isinstance(model, VLMModelConfig) else 1
 
 
 def _whole_batch(model: BuiltInModelConfig) -> dict[str, str]:

@@ -45,32 +45,39 @@ def _products(module: nn.Module) -> float:
     return 2.0 * sum(p.numel() for p in module.parameters())
 
 
-def stage_ranges(costs: Sequence[float], num_stages: int) -> list[range]:
+def stage_ranges(costs: Sequence[float], num_stages: int, first_blocks: int = 1) -> list[range]:
     """The blocks of each stage, neighbours only, none empty: the dearest stage is as cheap as can be.
 
-    Of several such cuts one with the smallest sum of squares, so the other stages are even, too. Costs
-    blocks squared times stages. Raises ValueError for fewer blocks than stages.
+    The first stage has at least `first_blocks`. Of several such cuts one with the smallest sum of squares, so the
+    other stages are even, too. Costs blocks squared times stages. Raises ValueError for fewer blocks than these need.
 
     Usage: `stage_ranges([1, 1, 1, 3], 2) == [range(0, 3), range(3, 4)]`.
     """
-    if wrong := too_few_layers(len(costs), num_stages):
+    if wrong := too_few_layers(len(costs), num_stages, first_blocks=first_blocks):
         raise_problems("", [wrong])
     sums = [0.0, *accumulate(costs)]
-    limit = _best_ends(sums, num_stages, math.inf, max)[0]
+    limit = _best_ends(sums, num_stages, first_blocks, math.inf, max)[0]
     # sums of floats in another order differ in the last bits
-    _, ends = _best_ends(sums, num_stages, limit * (1 + 1e-9), lambda so_far, own: so_far + own**2)
+    limit *= 1 + 1e-9
+    _, ends = _best_ends(
+        sums, num_stages, first_blocks, limit, lambda so_far, own: so_far + own**2
+    )
     return [range(start, end) for start, end in zip([0, *ends], ends)]
 
 
 def _best_ends(
-    sums: Sequence[float], num_stages: int, limit: float, join: Callable[[float, float], float]
+    sums: Sequence[float],
+    num_stages: int,
+    first_blocks: int,
+    limit: float,
+    join: Callable[[float, float], float],
 ) -> tuple[float, list[int]]:
     """The cut with the least `join` over its stages' costs, none above `limit`: (value, ends)."""
     best: dict[int, tuple[float, list[int]]] = {0: (0.0, [])}  # by the end of the last stage so far
     for _ in range(num_stages):
         found: dict[int, tuple[float, list[int]]] = {}
         for start, (so_far, ends) in best.items():
-            for end in range(start + 1, len(sums)):
+            for end in range(start + 1 if start else first_blocks, len(sums)):
                 own = sums[end] - sums[start]
                 value = join(so_far, own)
                 if own <= limit and (end not in found or value < found[end][0]):

@@ -19,7 +19,8 @@ def parts_of(model: nn.Module, structure: Structure | None = None) -> Structure:
     `blocks` names a ModuleDict, ModuleList or Sequential. A name in both `first` and `last` is tied: each of
     the two ends holds a copy of it. The forward must skip children that are None
     and take the stream (B, S, D), floats, where it takes token ids otherwise; it may index no block by
-    number. A model that cannot be cut says why as "refused". `structure` is that of `structure_of`, if it was found
+    number. "first_blocks" is the number of blocks that only work in the first stage (default 1), as those that take
+    features of an encoder there. A model that cannot be cut says why as "refused". `structure` is that of `structure_of`, if it was found
     before. Raises ValueError, naming it, for a model without the method or with that reason, for a name that is no
     child, for a child with parameters that no part names, and for parameters of the model itself.
     """

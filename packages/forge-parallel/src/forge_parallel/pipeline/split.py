@@ -45,7 +45,7 @@ def split(
     if wrong := tied_on_one_rank(config, parts.tied):
         raise_problems("", [wrong])
     count, keys = num_stages(config), list(blocks_by_key(model, parts))
-    ranges = stage_ranges(block_costs(model, parts, seq_len), count)
+    ranges = stage_ranges(block_costs(model, parts, seq_len), count, parts.first_blocks)
     mark(model, "split")
     local = stages_on(config, meshes.pp.rank)
     blocks = {stage: {keys[i] for i in ranges[stage]} for stage in local}

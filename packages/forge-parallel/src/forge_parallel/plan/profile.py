@@ -201,6 +201,7 @@ class Profile:
                 num_blocks=len(self.order),
                 num_experts=self.num_experts,
                 tied=self.structure.tied,
+                first_blocks=self.structure.first_blocks,
                 obstacles=why,
                 model=type(self.model).__name__,
             )
@@ -211,7 +212,8 @@ class Profile:
         """The blocks of each pipeline stage, as `forge_parallel.pipeline.split` cuts them."""
 
         def cut() -> list[range]:
-            return stage_ranges(block_costs(self.model, self.structure, self.seq_len), stages)
+            costs = block_costs(self.model, self.structure, self.seq_len)
+            return stage_ranges(costs, stages, self.structure.first_blocks)
 
         return [range(len(self.order))] if stages == 1 else self.once(("stages", stages), cut)
 

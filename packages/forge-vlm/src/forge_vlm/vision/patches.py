@@ -28,6 +28,7 @@ __all__ = [
     "checked_grids",
     "cut_patches",
     "grids_on_host",
+    "num_layer_features",
 ]
 
 Grid = tuple[int, int, int]
@@ -60,6 +61,7 @@ class PatchEncoder(nn.Module):
 
         self.model, self._buffers_at_start = with_buffers(lambda: AutoModel.from_config(own))
         self.width, self.merge = own.out_hidden_size, own.spatial_merge_size
+        self.num_layer_features = num_layer_features(config)
         self.patch_size, self.patch_time = own.patch_size, own.temporal_patch_size
         self.channels = own.in_channels
         self.patch_width = own.in_channels * own.temporal_patch_size * own.patch_size**2
@@ -154,6 +156,13 @@ class PatchEncoder(nn.Module):
             "patches": weight.new_zeros(side * side, self.patch_width, device=device),
             "grids": torch.tensor([[1, side, side]]),
         }
+
+
+def num_layer_features(config: VisionConfig) -> int:
+    """How many features an encoder gives that are added after the first blocks of the decoder, one after each."""
+    if config.name != "transformers" or config.transformers["model_type"] not in PATCH_MODELS:
+        return 0
+    return len(build_config(config.transformers).deepstack_visual_indexes)
 
 
 def grids_on_host(grids: Any) -> Tensor:

@@ -183,10 +183,19 @@ class _Values(dict[str, Tensor]):
 
 
 def with_buffers(build: Callable[[], Any]) -> tuple[Any, dict[str, Tensor]]:
-    """A model on the default device, and its buffers: on the meta device they would have no values."""
+    """A model on the default device, and its buffers: on the meta device they would have no values.
+
+    A parameter without elements (register tokens of a model that has none) becomes a buffer of its name: FSDP2 cannot
+    reduce its gradient.
+    """
     device = torch.get_default_device()
     with torch.device("cpu"):
         model: nn.Module = build()
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            if not parameter.numel():
+                delattr(module, name)
+                module.register_buffer(name, parameter.detach())
     buffers = _Values({name: buffer.clone() for name, buffer in model.named_buffers()})
     return model.to(device), buffers
 
