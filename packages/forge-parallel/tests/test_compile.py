@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from forge_parallel.axes import collectives
 from forge_parallel.axes.blockwise import blockwise_attention
 from forge_parallel.axes.fsdp import apply_fsdp
+from forge_parallel.axes.tensor import tensor_parallel
 from forge_parallel.axes.tiles import Tile, Tiling
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.compile import compile_blocks, recompilations
@@ -313,6 +314,32 @@ def across_ranks() -> dict[str, float]:
 def test_F123_compiled_gradients_over_ranks_are_those_of_eager() -> None:
     for errors in run_on_ranks(2, across_ranks):
         assert max(errors.values()) <= 1e-5, errors
+
+
+class Parted(Dense):
+    def parallel_roles(self) -> dict[str, str]:
+        return {"up.*": "colwise", "down.*": "rowwise"}
+
+
+def with_budget_over_ranks() -> float:
+    """Error of the gradients of a block over two ranks that is compiled to keep half of its activations."""
+    torch.manual_seed(0)
+    plain, block = nn.Sequential(Dense()), Parted()
+    block.load_state_dict(plain[0].state_dict())
+    tensor_parallel(block, rank_mesh((2,), ("tp",)), sequence_parallel=False)
+    compile_blocks(block, "aot_eager", memory_budget=0.5)
+    for net in (plain, block):
+        net(data()).square().sum().backward()
+    whole = [p.grad.full_tensor() for p in block.parameters()]  # type: ignore[union-attr]
+    return worst(whole, [p.grad for p in plain.parameters()])  # type: ignore[misc]
+
+
+@pytest.mark.slow
+@pytest.mark.lane("ci")
+@pytest.mark.distributed
+def test_F215_a_memory_budget_goes_with_meshes_in_the_graph() -> None:
+    """torch has no size for them, and ended step 1 of every job with tp and a budget."""
+    assert max(run_on_ranks(2, with_budget_over_ranks)) <= 1e-5
 
 
 @pytest.mark.lane("quick")

@@ -437,9 +437,13 @@ def compiler(backend: str, memory_budget: float | None) -> Callable[..., Any]:
     from torch._dynamo import lookup_backend
     from torch._functorch import config
 
-    budget: dict[str, Any] = (
-        {} if memory_budget is None else {"activation_memory_budget": memory_budget}
-    )
+    budget: dict[str, Any] = {}
+    if memory_budget is not None:
+        budget["activation_memory_budget"] = memory_budget
+        # the mesh of a DTensor is such an object in a graph, and holds no tensors
+        name = "unsafe_treat_script_objects_as_zero_size"
+        if hasattr(config, name):
+            budget[name] = True
 
     def compile_graph(graph: Any, inputs: Any) -> Any:
         with config.patch(**budget):

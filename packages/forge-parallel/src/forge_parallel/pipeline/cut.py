@@ -59,9 +59,7 @@ def stage_ranges(costs: Sequence[float], num_stages: int, first_blocks: int = 1)
     limit = _best_ends(sums, num_stages, first_blocks, math.inf, max)[0]
     # sums of floats in another order differ in the last bits
     limit *= 1 + 1e-9
-    _, ends = _best_ends(
-        sums, num_stages, first_blocks, limit, lambda so_far, own: so_far + own**2
-    )
+    _, ends = _best_ends(sums, num_stages, first_blocks, limit, lambda so_far, own: so_far + own**2)
     return [range(start, end) for start, end in zip([0, *ends], ends)]
 
 
