@@ -36,7 +36,7 @@ from .lives import prepare
 from .suites import SUITES, Suite
 
 ROOT = Path(__file__).resolve().parents[2]
-PLAN = {"wait": 525, "async": 525, "files": 1020, "points": 360, "disk": 300, "odd": 300, "world": 120, "numerics": 96, "supervised": 180, "torchrun": 105, "srun": 120}  # fmt: skip
+PLAN = {"wait": 525, "async": 525, "files": 1020, "points": 360, "disk": 300, "odd": 300, "world": 120, "tensor": 60, "context": 60, "pipeline": 60, "experts": 60, "layouts": 60, "numerics": 96, "supervised": 180, "torchrun": 105, "srun": 120}  # fmt: skip
 _FAULTS_A_JOB = 12
 _TURN = 3 * _FAULTS_A_JOB
 _TRIES = 6

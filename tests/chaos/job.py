@@ -72,8 +72,9 @@ class Job:
         self.striker.folder.mkdir()
         self.log_from = self.log.stat().st_size if self.log.exists() else 0
         self.nproc = nproc = self.suite.nproc[self.worlds % len(self.suite.nproc)]
+        layout = self.suite.layouts[self.worlds % len(self.suite.layouts)]
         self.worlds += 1
-        command = ["run", self.toml, *self.suite.flags, *self.suite.numbers, *flags]
+        command = ["run", self.toml, *self.suite.flags, *self.suite.numbers, *layout, *flags]
         if self.suite.launcher == "forge":
             command += ["--nproc", str(nproc)]
         environ = {FOLDER: str(self.striker.folder)}

@@ -75,7 +75,7 @@ DISK = {
 @dataclass(frozen=True)
 class Suite:
     """kinds: kind -> phases. flags: of all lives. nproc: ranks of each life, in turn. numbers: flags that change
-    what is computed. start_seconds: of a life, about, in which the phase `start` is struck. limit: of a wait."""
+    what is computed. layouts: further flags of each life, in turn. start_seconds: of a life, about, in which the phase `start` is struck. limit: of a wait."""
 
     name: str
     kinds: dict[str, tuple[str, ...]]
@@ -83,8 +83,16 @@ class Suite:
     nproc: tuple[int, ...] = (2,)
     launcher: str = "forge"
     numbers: tuple[str, ...] = ()
+    layouts: tuple[tuple[str, ...], ...] = ((),)
     start_seconds: float = 0.5
     limit: float = 60.0
+
+
+_TP, _CP, _PP = (("--parallel." + axis, "2") for axis in ("tp", "cp", "pp"))
+_KILLS = {kind: ("load", "data", "step", "evaluate", "save") for kind in ("kill_rank", "kill_all")}
+#: Two layers for two stages, in micro-batches of three rows.
+_STAGES = ("--model.num_layers", "2", "--train.micro_batch", "3")
+_EXPERTS = ("--model.moe.num_experts", "4", "--model.moe.bias_update_rate", "1e-3")
 
 
 def _process(save: str) -> dict[str, tuple[str, ...]]:
@@ -103,6 +111,13 @@ SUITES = {
                       "stdout full": ("start",), "second job": ("step",)}),
         Suite("world", {"kill_all": ("step", "save"), "term": ("step", "save")}, nproc=(2, 3, 1, 4),
               numbers=("--optimizer.lr", "1e-3")),  # 40 steps multiply the rounding of another order
+        Suite("tensor", _KILLS, numbers=_TP),
+        Suite("context", _KILLS, numbers=_CP),
+        Suite("pipeline", _KILLS, numbers=(*_PP, *_STAGES, *_EXPERTS, "--optimizer.name", "schedule_free_adamw",
+                                           "--schedule.name", "constant")),
+        Suite("experts", _KILLS, numbers=("--parallel.ep", "2", *_EXPERTS, "--model.moe.capacity_factor", "0.75")),
+        Suite("layouts", _KILLS, nproc=(2, 4, 2, 4), numbers=("--optimizer.lr", "1e-3", *_STAGES),
+              layouts=(_TP, _PP, _CP, (*_TP, "--parallel.dp_replicate", "2"))),
         Suite("numerics", {kind: ("data", "step", "save") for kind in ("kill_rank", "kill_all", "term", "segfault")},
               numbers=("--resilience.nonfinite.action", "rollback", "--resilience.nonfinite.max_in_a_row", "1")),
         Suite("supervised", {kind: ("data", "step", "evaluate", "save") for kind in ("freeze", "kill_rank", "segfault")},

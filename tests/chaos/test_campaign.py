@@ -13,7 +13,7 @@ from . import page
 from .campaign import chosen_suites, done_rows
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
-SUITES = "wait,async,files,points,disk,odd,world"
+SUITES = "wait,async,files,points,disk,odd,world,tensor,context,pipeline,experts,layouts"
 ROOT = Path(__file__).resolve().parents[2]
 
 
