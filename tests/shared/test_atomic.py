@@ -227,6 +227,21 @@ def test_half_of_what_was_replaced_is_never_restored(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+def test_F216_the_rest_of_what_was_replaced_is_removed_by_the_next_writer(tmp_path: Path) -> None:
+    """Also where it writes no file next to the folder: all that was replaced stayed there under a hidden name."""
+    make(tmp_path / "out", "1")
+
+    def killed() -> None:
+        os.rmdir = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+        make(tmp_path / "out", "2")
+
+    assert exit_code(forked(killed)) == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2
+    restore_folder(tmp_path / "out")
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert tree(tmp_path / "out") == {"a": "2", "below/b": "2"}
+
+
 @pytest.mark.parametrize("kind", ["file", "link", "dangling"])
 def test_what_is_no_folder_is_replaced_again_and_again(tmp_path: Path, kind: str) -> None:
     (tmp_path / "target").mkdir()

@@ -105,7 +105,9 @@ def install_folder(made: Path, target: Path, *, replace: bool = False) -> None:
 
 
 def restore_folder(target: Path) -> None:
-    """Undo or finish the replacement of a folder whose writer was killed."""
+    """Undo or finish the replacement of a folder whose writer was killed, and remove what it left next to it."""
+    _seen.discard(target.parent)
+    _remove_leftovers(target.parent)
     old = _old(target)
     if not os.path.lexists(old):
         return
