@@ -465,11 +465,18 @@ def test_options_that_cannot_be_are_refused(tmp_path, corpus, arguments, problem
 # kills
 
 
-def run_prepare(source, output):
+DEDUPLICATED = {"deduplicate": True, "validation_fraction": 0.2, "document": "line"}
+
+
+def in_units(work, *arguments, **options):
+    """In a process of its own group, in units of 16 KiB."""
     os.setsid()
     plan.SMALLEST = plan.LARGEST = 1 << 14
-    options = {"deduplicate": True, "validation_fraction": 0.2, "document": "line"}
-    prepare(source, output, workers=2, overwrite=True, **options)
+    work(*arguments, **options)
+
+
+def run_prepare(source, output):
+    in_units(prepare, source, output, workers=2, overwrite=True, **DEDUPLICATED)
 
 
 def start(*arguments):
@@ -495,13 +502,18 @@ def lives(pid):
         return False
 
 
-def kill_again_and_again(tmp_path, times, seed):
-    """Kill a prepare with all its processes after random times, `times` times; then let it end."""
-    (tmp_path / "in").mkdir()
-    draw = random.Random(seed)
+def write_lines(folder, draw):
+    """Eight files of 3000 lines, some of which occur again."""
+    folder.mkdir()
     for i in range(8):
         lines = [f"{draw.randrange(300)} {draw.random()} words" for _ in range(3000)]
-        (tmp_path / "in" / f"{i}.txt").write_text("\n".join(lines))
+        (folder / f"{i}.txt").write_text("\n".join(lines))
+
+
+def kill_again_and_again(tmp_path, times, seed):
+    """Kill a prepare with all its processes after random times, `times` times; then let it end."""
+    draw = random.Random(seed)
+    write_lines(tmp_path / "in", draw)
     one, out = tmp_path / "one", tmp_path / "out"
     began = time.monotonic()
     process = start(tmp_path / "in", one)
@@ -541,8 +553,8 @@ DISK = (
 )  # fmt: skip
 
 
-def run_until(call, source, output, overwrite):
-    """A prepare that kills itself before its `call`-th change of the disk."""
+def run_until(call, work, *arguments, **options):
+    """Work that kills itself before its `call`-th change of the disk."""
     count = itertools.count(1)
 
     def dying(change):
@@ -555,7 +567,10 @@ def run_until(call, source, output, overwrite):
 
     for module, name in DISK:
         setattr(module, name, dying(getattr(module, name)))
-    prepare(source, output, document="line", validation_every=3, overwrite=overwrite)
+    work(*arguments, **options)
+
+
+LINES = {"document": "line", "validation_every": 3}
 
 
 @pytest.mark.slow
@@ -566,26 +581,117 @@ def test_killed_before_any_change_of_the_disk_the_rerun_ends_with_the_same_bytes
 ):
     source, out, parts = tmp_path / "in.txt", tmp_path / "out", tmp_path / "out.parts"
     source.write_text("".join(f"{i} some words\n" for i in range(200)))
-    prepare(source, tmp_path / "one", document="line", validation_every=3)
+    prepare(source, tmp_path / "one", **LINES)
     fork = multiprocessing.get_context("fork").Process
     states = set()
     for call in itertools.count(1):
         if overwrite:
             prepare(source, out, document="line")
-        process = fork(target=run_until, args=(call, source, out, overwrite))
+        keys = {**LINES, "overwrite": overwrite}
+        process = fork(target=run_until, args=(call, prepare, source, out), kwargs=keys)
         process.start()
         process.join(60)
         if process.exitcode == 0:
             break
         assert process.exitcode == -signal.SIGKILL
         states.add((out.exists(), (tmp_path / "out.parts.finished.json").exists(), parts.exists()))
-        prepare(source, out, document="line", validation_every=3, overwrite=overwrite)
+        prepare(source, out, **keys)
         assert tree(out) == tree(tmp_path / "one")
         assert {p.name for p in tmp_path.iterdir()} == {"in.txt", "one", "out"}
         shutil.rmtree(out)
     assert call > 30
     assert states >= {(overwrite, False, True), (False, True, True), (True, True, True)}
     assert (True, True, False) in states
+
+
+def prepare_in_shards(source, output):
+    for index in (1, 0):
+        prepare(source, output, shard=(index, 2), **LINES)
+    merge(output)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="forks")
+def test_shards_killed_before_any_change_of_the_disk_merge_to_the_bytes_of_one_run(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(plan, "SMALLEST", 1 << 10)
+    monkeypatch.setattr(plan, "LARGEST", 1 << 10)
+    out, parts = tmp_path / "out", tmp_path / "out.parts"
+    (tmp_path / "in").mkdir()
+    for name in "abc":  # two units each
+        (tmp_path / "in" / name).with_suffix(".txt").write_text(f"{name} some words\n" * 120)
+    prepare(tmp_path / "in", tmp_path / "one", **LINES)
+    fork, states = multiprocessing.get_context("fork").Process, set()
+    for call in itertools.count(1):
+        process = fork(target=run_until, args=(call, prepare_in_shards, tmp_path / "in", out))
+        process.start()
+        process.join(60)
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        mark = tmp_path / "out.parts.finished.json"
+        states.add((out.exists(), mark.exists(), parts.exists()))
+        if not out.exists():
+            prepare_in_shards(tmp_path / "in", out)
+        elif parts.exists() or mark.exists():
+            merge(out)  # removes what the killed one left
+        assert tree(out) == tree(tmp_path / "one")
+        left = {p.name for p in tmp_path.iterdir()} - {"in", "one", "out"}
+        assert left <= {"out.parts.lock"}
+        for path in [out, *(tmp_path / name for name in left)]:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert call > 60
+    assert states >= {(False, False, True), (False, True, True), (True, True, True)}
+
+
+def kill_at_random(processes, draw, seconds):
+    """Kill each of some processes of their own groups after a random time; how many were alive. Their exit codes are
+    0 or that of the kill."""
+    killed = 0
+    for process in processes:
+        process.join(draw.uniform(0, seconds))
+        if process.is_alive() and os.getpgid(process.pid) == process.pid:
+            os.killpg(process.pid, signal.SIGKILL)
+        elif process.is_alive():
+            process.kill()
+        process.join(60)
+        assert process.exitcode in (0, -signal.SIGKILL)
+        killed += process.exitcode != 0
+    return killed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_shards_at_once_and_merges_killed_at_random_instants_end_with_the_same_bytes(tmp_path):
+    source, out, draw = tmp_path / "in", tmp_path / "out", random.Random(3)
+    write_lines(source, draw)
+    fork = multiprocessing.get_context("fork").Process
+
+    def begin(work, *arguments, **options):
+        process = fork(target=in_units, args=(work, *arguments), kwargs=options)
+        process.start()
+        return process
+
+    began = time.monotonic()
+    process = begin(prepare, source, tmp_path / "one", workers=2, **DEDUPLICATED)
+    process.join(60)
+    seconds, killed = time.monotonic() - began, 0
+    while killed < 9:
+        shards = [begin(prepare, source, out, shard=(i, 3), **DEDUPLICATED) for i in range(3)]
+        killed += kill_at_random(shards, draw, seconds / 6)
+    for index in range(3):
+        prepare_in_units = begin(prepare, source, out, shard=(index, 3), **DEDUPLICATED)
+        prepare_in_units.join(60)
+        assert prepare_in_units.exitcode == 0
+    for _ in range(5):
+        if not out.exists():
+            kill_at_random([begin(merge, out)], draw, seconds / 3)
+    if (tmp_path / "out.parts").exists():
+        merge(out)
+    assert tree(out) == tree(tmp_path / "one")
+    left = {p.name for p in tmp_path.iterdir()} - {"in", "one", "out"}
+    assert left <= {"out.parts.lock"}
 
 
 def tree(folder):
