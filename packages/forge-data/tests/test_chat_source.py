@@ -30,6 +30,7 @@ from forge_data.chat.template import ChatTemplate
 from forge_data.packing_config import PackingConfig
 from forge_data.prepare import prepare
 from forge_testing.chats import CHATML, TALKS, save_tokenizer, say, talk, write_talks
+from forge_testing.interleave import interleave
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -97,6 +98,17 @@ def test_an_epoch_has_each_conversation_once_and_whole(tmp_path, folder):
     assert stream.utilisation > 0.85
     assert batch.weights is None
     assert batch.label_weight == sum(sum(x >= 0 for x in w[1]) for w in wanted)
+
+
+def test_rows_are_those_of_their_epoch_while_another_thread_reads_another_epoch(tmp_path, folder):
+    path = write_talks(tmp_path / "talks.jsonl", many(40))
+    source = Conversations(path, ChatConfig(tokenizer=str(folder)))
+    count = len(source.stream(96))
+    ids = [np.arange(3), np.arange(count, count + 3)]
+    wanted = [source.stream(96).rows(each).tolist() for each in ids]
+    stream = source.stream(96)
+    interleave(stream, lambda: stream.rows(ids[1]))
+    assert stream.rows(ids[0]).tolist() == wanted[0] != wanted[1]
 
 
 def test_weights_are_those_of_the_labels(tmp_path, folder):

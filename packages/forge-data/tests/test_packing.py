@@ -1,11 +1,13 @@
 """Concatenate and split against the slow obvious way."""
 
 import json
+from functools import partial
 
 import numpy as np
 import pytest
 
 from forge_data import BuiltinCorpus, PackedStream, Permutation, batch_of
+from forge_testing.interleave import interleave
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -154,3 +156,36 @@ def test_rows_are_those_of_the_permutation_in_any_order_of_calls():
         rng.shuffle(ids)
         assert stream.rows(ids).tolist() == [want[i] for i in ids]
     assert stream.rows(np.empty(0, np.int64)).tolist() == []
+
+
+def test_rows_are_those_of_their_epoch_while_another_thread_reads_another_epoch():
+    """A thread that read ahead is not waited for where a loader goes on from another row."""
+    ids = [np.arange(3), np.arange(40, 43)]
+    wanted = [_stream(40).rows(each).tolist() for each in ids]
+    for here, there in ((0, 1), (1, 0)):
+        stream = _stream(40)
+        interleave(stream, partial(stream.rows, ids[there]))
+        assert stream.rows(ids[here]).tolist() == wanted[here]
+
+
+def test_rows_are_read_while_another_thread_reads_earlier_ones(monkeypatch):
+    """Rows of two blocks, where the other thread drops the first block after it was made."""
+    stream, calls = _stream(400), []
+    wanted = stream.rows(np.arange(100, 160)).tolist()
+    stream, order = _stream(400), Permutation.__call__
+
+    def interrupted(self, positions):
+        rows = order(self, positions)
+        calls.append(len(positions))
+        if len(calls) == 2:
+            stream.rows(np.arange(300, 310))
+        return rows
+
+    monkeypatch.setattr(Permutation, "__call__", interrupted)
+    assert stream.rows(np.arange(100, 160)).tolist() == wanted
+    assert len(calls) == 3
+
+
+def _stream(epoch):
+    """Rows of 4 tokens, so many an epoch."""
+    return PackedStream(Listed([list(range(4 * epoch))]), seq_len=4, seed=5)

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from forge_testing.interleave import interleave
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -75,6 +76,15 @@ def test_every_format_gives_each_answer_with_its_picture(name, tmp_path):
     assert seen[:4] != seen[4:] or len(set(seen)) == 1
     one = stream.arrays(np.array([5]))
     assert np.array_equal(one["tokens"][0], arrays["tokens"][5])
+
+
+def test_rows_are_those_of_their_epoch_while_another_thread_reads_another_epoch(tmp_path):
+    talks = Conversations(llava(tmp_path), format="llava", template="plain", pack=False, **OPTIONS)
+    stream = talks.stream(16, 3)
+    epochs = [[int(stream.samples_of(i)[0]) for i in range(at, at + 4)] for at in (0, 4)]
+    stream = talks.stream(16, 3)
+    interleave(stream, lambda: stream.samples_of(4))
+    assert [int(stream.samples_of(i)[0]) for i in range(4)] == epochs[0] != epochs[1]
 
 
 def test_F74_answers_and_their_ends_are_learnt_and_nothing_else(tmp_path):

@@ -187,21 +187,25 @@ class PackedStream:
         # Of few positions a permutation takes as long as of a block, of which the next steps read the rest. Eight blocks
         # cost about two, and are taken where the one before them was read.
         wanted = [(epoch, block) for block in range(first, last + 1)]
+        # a copy, as a thread that read ahead may still read when another begins
+        blocks = {k: v for k, v in self._blocks.items() if k[0] == epoch and k[1] >= first - 1}
         for key in wanted:
-            if key not in self._blocks:
-                ahead = _BLOCKS_AHEAD if (epoch, key[1] - 1) in self._blocks else 1
+            if key not in blocks:
+                ahead = _BLOCKS_AHEAD if (epoch, key[1] - 1) in blocks else 1
                 start, stop = key[1] * _BLOCK, min((key[1] + ahead) * _BLOCK, self._n)
                 rows = self._order(epoch)(np.arange(start, stop))
                 for at in range(0, stop - start, _BLOCK):
-                    self._blocks[epoch, key[1] + at // _BLOCK] = rows[at : at + _BLOCK]
-        found = np.concatenate([self._blocks[key] for key in wanted])[positions - first * _BLOCK]
-        self._blocks = {k: v for k, v in self._blocks.items() if k[0] == epoch and k[1] >= first}
+                    blocks[epoch, key[1] + at // _BLOCK] = rows[at : at + _BLOCK]
+        found = np.concatenate([blocks[key] for key in wanted])[positions - first * _BLOCK]
+        blocks.pop((epoch, first - 1), None)
+        self._blocks = blocks
         return found
 
     def _order(self, epoch: int) -> Permutation:
-        if self._permutation is None or self._permutation[0] != epoch:
-            self._permutation = epoch, Permutation(self._n, self.seed, epoch)
-        return self._permutation[1]
+        known = self._permutation  # another thread may set it to another epoch's
+        if known is None or known[0] != epoch:
+            known = self._permutation = epoch, Permutation(self._n, self.seed, epoch)
+        return known[1]
 
     def _concatenated(self, rows: np.ndarray, tokens: np.ndarray, labels: np.ndarray) -> _Borders:
         """Fill tokens and labels (N, S) of rows (N,)."""

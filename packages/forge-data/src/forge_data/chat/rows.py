@@ -116,9 +116,10 @@ class ChatStream:
         return len(kept), int(taken.sum()), int(self._rendered.counts["learnt_tokens"]) - lost
 
     def _order(self, epoch: int) -> Permutation:
-        if self._permutation is None or self._permutation[0] != epoch:
-            self._permutation = epoch, Permutation(len(self), self.seed, epoch)
-        return self._permutation[1]
+        known = self._permutation  # another thread may set it to another epoch's
+        if known is None or known[0] != epoch:
+            known = self._permutation = epoch, Permutation(len(self), self.seed, epoch)
+        return known[1]
 
     def _fill(self, row: int, out: Mapping[str, np.ndarray]) -> None:
         """Write row `row` into arrays (S,) of padding."""

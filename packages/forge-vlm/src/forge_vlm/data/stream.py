@@ -110,9 +110,10 @@ class RowsOfPictures:
     def samples_of(self, instance: int) -> np.ndarray:
         """Numbers of the samples in a row."""
         epoch, place = divmod(int(instance), len(self))
-        if self._epoch is None or self._epoch[0] != epoch:
-            self._epoch = (epoch, self._order(epoch))
-        row = self._epoch[1][place]
+        known = self._epoch  # another thread may set it to another epoch's
+        if known is None or known[0] != epoch:
+            known = self._epoch = (epoch, self._order(epoch))
+        row = known[1][place]
         return self._numbers[self._starts[row] : self._starts[row + 1]]
 
     @property
