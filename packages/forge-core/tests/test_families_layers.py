@@ -8,6 +8,7 @@ from forge_core.families import (
     GPT_OSS,
     GRANITE,
     LLAMA,
+    MISTRAL,
     OLMO2,
     PHI3,
     QWEN2,
@@ -179,6 +180,16 @@ def test_F210_windowed_layers_without_a_window_are_rejected(family: Family, keys
             SMOLLM3.config_from_hf({**HF, "sliding_window": 4, **keys})
     full = {**HF, **keys, "layer_types": [FAR] * 3, "sliding_window": None}
     assert family.config_from_hf(full).layer_pattern in ((), ("global", "global", "global", "nope"))
+
+
+def test_full_layers_of_mistral_have_no_window() -> None:
+    """AutoConfig of transformers reads a file with layer_types as Ministral."""
+    for given, window in (({}, 4), ({"layer_types": None}, 4), ({"layer_types": [FAR] * 3}, None)):
+        config = MISTRAL.config_from_hf({**HF, "sliding_window": 4, **given})
+        assert config.attention.window == window
+    for types in ([NEAR] * 3, [NEAR, FAR, FAR]):
+        with rejects("layer_types", ["sliding_attention"], "unsupported", where="mistral: "):
+            MISTRAL.config_from_hf({**HF, "sliding_window": 4, "layer_types": types})
 
 
 def test_fused_tensors_of_phi_are_cut_by_its_heads() -> None:

@@ -1,6 +1,7 @@
 """Rotary keys of config.json: frequencies are those of transformers' own configuration, or a key is rejected."""
 
 import copy
+import dataclasses
 import math
 from typing import Any
 
@@ -124,6 +125,32 @@ def test_F140_tables_that_transformers_passes_over_are_rejected() -> None:
     assert equal(theirs("gemma3_text", {"rope_scaling": old}), theirs("gemma3_text", {}))
     with rejects("rope_scaling.type", "linear", "spelling", where="gemma3_text"):
         GEMMA3.config_from_hf({**HF, "rope_scaling": old})
+
+
+def test_yarn_of_gemma_that_is_not_truncated_is_rejected() -> None:
+    """transformers looks for `truncate` next to the tables of its layers, and truncates."""
+    rotary = transformers.models.gemma3.modeling_gemma3.Gemma3RotaryEmbedding
+    table = {**YARN, "rope_theta": 300.0, "beta_fast": 4.0, "beta_slow": 0.5}
+    found = []
+    for truncate in (True, False):
+        keys = {"rope_parameters": {FAR: {**table, "truncate": truncate}}}
+        config = transformers.AutoConfig.for_model("gemma3_text", **folder("gemma3_text", keys))
+        found.append(rotary(config).full_attention_inv_freq)
+    assert torch.equal(*found)
+    assert equal(
+        ours("gemma3_text", {"rope_parameters": {FAR: table}}),
+        (found[0], 1.0 + 0.1 * math.log(4.0)),
+    )
+    for keys in (
+        {"rope_parameters": {FAR: {**table, "truncate": False}}},
+        {"rope_scaling": {**YARN, "truncate": False}},
+    ):
+        with rejects("truncate", False, "unsupported", where="gemma3_text"):
+            GEMMA3.config_from_hf({**HF, **keys})
+    config = GEMMA3.config_from_hf({**HF, "rope_parameters": {FAR: table}})
+    changed = dataclasses.replace(config.rope_scaling, truncate=False)
+    with rejects("rope_scaling.truncate", False, "family", where="gemma3_text"):
+        GEMMA3.config_to_hf(dataclasses.replace(config, rope_scaling=changed))
 
 
 @pytest.mark.parametrize("kind", ["linear", "llama3", "yarn", "default"])

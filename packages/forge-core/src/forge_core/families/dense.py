@@ -173,6 +173,8 @@ def _qwen3_to_hf(config: TransformerConfig) -> dict[str, Any]:
 
 def _mistral_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
     window = hf.get("sliding_window", 4096)  # transformers' default where the key is missing
+    if hf.get("layer_types"):  # AutoConfig reads such a file as Ministral: full layers have none
+        window = None
     # null, or a window longer than any row: full attention. `read_common` refuses values of another kind.
     spec = AttentionSpec(window=window if is_size(window, 2**31) else None)
     return read_common(hf, "mistral", ("sliding_window",), attention=spec)

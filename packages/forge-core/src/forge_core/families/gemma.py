@@ -114,7 +114,10 @@ def _rope_of_layers(given: dict[str, Any], problems: list[Problem]) -> tuple[dic
         key = f"rope_parameters.{SLIDING}.{name}"
         problems.append(Problem(key, "unknown_key", near[name], "is unknown", "remove it"))
     where = "rope_scaling" if scaling else "rope_parameters"
-    flat = {"rope_scaling": {}, "rope_parameters": {}, where: {**far, **scaling}}
+    table = {**far, **scaling}
+    if table.get("truncate", True) is False:  # it looks for the key next to the tables of layers
+        problems.append(Problem("truncate", "unsupported", False, _NOT_READ, "remove it"))
+    flat = {"rope_scaling": {}, "rope_parameters": {}, where: table}
     return {**given, **flat}, near.get("rope_theta", local)
 
 
@@ -132,6 +135,9 @@ def _gemma3_to_hf(config: TransformerConfig) -> dict[str, Any]:
     if config.rope_scaling is not None and any(kind.scaled for kind in near):
         rule, fix = "of layers with a window must be off", "set it in their layer_types"
         problems.append(Problem("rope_scaling", "window", ..., rule, fix))
+
+    if config.rope_scaling is not None and not config.rope_scaling.truncate:
+        problems.append(Problem("rope_scaling.truncate", "family", False, _NOT_READ, "use true"))
 
     scalar, scale = round(_scalar(config)), config.attention.scale
     if abs(_scalar(config) / scalar - 1.0) > 1e-9:
