@@ -237,7 +237,7 @@ def test_F33_embedding_and_head_are_not_orthogonalised_and_groups_decide_otherwi
     assert muons(a=(("head.*",), True)) == HIDDEN | {"head.weight"}  # its bias is no matrix
 
 
-def test_F216_matrices_of_cross_attention_blocks_are_hidden_ones(
+def test_F218_matrices_of_cross_attention_blocks_are_hidden_ones(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Versions before gave them to AdamW; a run of one goes on, with new moments and a line that says so."""

@@ -77,7 +77,7 @@ class Muon(AdamW):
 
     def outdated_slots(self, name: str, saved: Collection[str]) -> set[str]:
         """Saved slots of a parameter that a version before gave to the other optimizer: a stack of vectors, which it took
-        for a matrix (F146), or a matrix of a cross-attention block (F216).
+        for a matrix (F146), or a matrix of a cross-attention block (F218).
 
         Its moments start anew; `load_named_state` and a checkpoint leave these slots out.
         """
