@@ -94,7 +94,7 @@ IMAGES = {
             "moma, expert choice": _moma("expert_choice"),
             "moma, auxiliary router": _moma("auxiliary_router", auxiliary_dim=10),
         },
-        {"none": 24.0, "joint_decoder": 1.5},
+        {"none": 20.0, "joint_decoder": 1.5},
     ),
     "image tokens": Axis("images", {"encoded": NO, "discrete": NO}, {"encoded": 2.0}),
     "encoder": Axis(

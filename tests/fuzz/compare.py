@@ -111,7 +111,8 @@ def compare(job: Job, got: Result, wanted: Result, bounds: Bounds | None = None)
     bounds = bounds or bounds_of(job)
     rows = [row for row in wanted.rows if row["step"]]  # that of the start is no step
     wanted = replace(wanted, rows=rows)
-    close = next((i for i, m in enumerate(wanted.margins) if m < MARGIN), len(rows))
+    margin = MARGIN * bounds.loss / FP32.loss if bounds == FLOAT64 else MARGIN
+    close = next((i for i, m in enumerate(wanted.margins) if m < margin), len(rows))
     worst, first = 0.0, None
     for found in _errors(job, got, wanted, bounds, close):
         worst = max(worst, found.error)

@@ -30,6 +30,7 @@ _ENCODED = (
     "encoder", "adapter", "image positions", "sees both ways", "weights of answers", "image rows", "image files",
     "branches",
 )  # fmt: skip
+_AGAINST_ONE = (("encoder", "transformers"), ("image files", "videos"))
 _LATER = ("rows", "batches")
 
 #: All of these values together are no job.
@@ -74,6 +75,9 @@ RULES: tuple[Mapping[str, Values], ...] = (
     {"image files": ("streamed", "videos"), "branches": ANY},
     {"image files": ("streamed",), "sources": ("by size", "temperature", "ending")},
     {"image files": ("videos",), "encoder": ANY},
+    # one process tells no margins of routes
+    *({name: (value,), "images": _MOMA} for name, value in _AGAINST_ONE),
+    *({name: (value,), "experts": ANY} for name, value in _AGAINST_ONE),
     {"image files": ("videos",), "sources": ANY},
     {"images": ("cross_attention",), "image positions": ANY},
     {"images": ("cross_attention",), "sees both ways": ANY},

@@ -134,8 +134,9 @@ def outcomes(args: argparse.Namespace, folder: Path) -> Iterator[Outcome]:
     for number in range(args.first, args.first + args.count):
         for again in range(_ATTEMPTS):
             job = draw(args.seed, number, again, dict(args.only))
+            job = exact(job) if args.float64 else job
             with tempfile.TemporaryDirectory(dir=folder) as name:
-                outcome = try_job(job, Path(name), args.against)
+                outcome = try_job(job, Path(name), args.against, args.float64)
             yield outcome
             if outcome.kind not in ("rejected", "close routes"):
                 break
@@ -155,7 +156,7 @@ def main(given: list[str] | None = None) -> int:
             found.append(outcome)
             print(_line(outcome), flush=True)
             bad = outcome.kind in ("different", "failed")
-            if bad and not args.stop_first and not args.float64:
+            if bad and not args.stop_first and args.shrink_minutes:
                 _examine(outcome, folder, args)
             log.write(json.dumps(outcome.row()) + "\n")
             log.flush()
@@ -173,7 +174,8 @@ def _examine(outcome: Outcome, folder: Path, args: argparse.Namespace) -> None:
     work = _new(folder / outcome.job.name)
     _write(outcome.job, outcome, work / "drawn.toml")
     # a wrong precision vanishes in float64, too, and is larger than a bound that rounding exceeds here and there
-    if outcome.kind == "different" and outcome.worst < ROUNDING[exact(outcome.job) == outcome.job]:
+    most = 0.0 if args.float64 else ROUNDING[exact(outcome.job) == outcome.job]
+    if outcome.kind == "different" and outcome.worst < most:
         _write(exact(outcome.job), outcome, work / "exact.toml")
         if in_float64(work / "exact.toml", outcome.against):
             outcome.explained = "equal in float64"
@@ -182,12 +184,12 @@ def _examine(outcome: Outcome, folder: Path, args: argparse.Namespace) -> None:
 
     def differs(job: Job) -> bool:
         with tempfile.TemporaryDirectory(dir=work) as name:
-            found = try_job(job, Path(name), outcome.against)
+            found = try_job(job, Path(name), outcome.against, args.float64)
         return (found.kind, found.quantity) == (outcome.kind, outcome.quantity)
 
     outcome.shrunk = job = shrink(outcome.job, differs, lambda: time.monotonic() > end)
     with tempfile.TemporaryDirectory(dir=work) as name:
-        again = try_job(job, Path(name), outcome.against)
+        again = try_job(job, Path(name), outcome.against, args.float64)
         _write(job, again, work / "shrunk.toml")
     print(f"  {work / 'shrunk.toml'}: {cause(job)}, in the layouts {job.layouts()}")
     print(f"  {again.text.partition(chr(10))[0]}", flush=True)
@@ -211,15 +213,8 @@ def exact(job: Job) -> Job:
 
 def in_float64(path: Path, other: str) -> bool:
     """Whether the job of a file is equal in float64, in a process of its own."""
-    options = [
-        "--job",
-        str(path),
-        "--against",
-        other,
-        "--float64",
-        "--folder",
-        str(path.parent / "float64"),
-    ]
+    options = ["--job", str(path), "--against", other, "--float64", "--shrink-minutes", "0"]
+    options += ["--folder", str(path.parent / "float64")]
     command = [sys.executable, "-m", "tests.fuzz.run", *options]
     return subprocess.run(command, cwd=ROOT, capture_output=True).returncode == 0
 
@@ -256,17 +251,17 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--job", type=_job, metavar="TOML", help="a shrunk job, in place of drawn ones"
     )
-    parser.add_argument("--float64", action="store_true", help="run the job of --job in float64")
+    parser.add_argument(
+        "--float64", action="store_true", help="run all jobs in float64, within 1e-9"
+    )
     parser.add_argument("--against", choices=("reference", "one process"), help="of all jobs")
     parser.add_argument("--stop-first", action="store_true", help="end at the first difference")
-    parser.add_argument("--shrink-minutes", type=float, default=10.0, help="of one job")
+    parser.add_argument("--shrink-minutes", type=float, default=10.0, help="of one job; 0: none is")
     parser.add_argument("--folder", type=Path, help="for logs and shrunk jobs (runs/fuzz/SEED)")
     parser.add_argument(
         "--record", action="store_true", help="add the counts to docs/data/fuzz.json"
     )
     args = parser.parse_args(given)
-    if args.float64 and not args.job:
-        parser.error("--float64 must go with --job")
     args.only = [tuple(pair.split("=", 1)) for pair in args.only]
     for pair in args.only:
         known = axes().get(pair[0])

@@ -50,7 +50,8 @@ def test_a_job_is_the_same_after_a_line_of_json() -> None:
 
 def test_numbers_of_a_seed_have_each_value_in_turn() -> None:
     others = [pair for pair in values() if pair[1] != default(pair[0])]
-    seen = Counter(pair for n in range(len(others)) for pair in draw(1, n).choice.items())
+    jobs = [draw(1, number) for number in range(2 * len(others))]
+    seen = Counter(pair for job in jobs for pair in job.choice.items())
     assert not {pair for pair in others if not seen[pair]}
     assert all(seen[axis, default(axis)] == 0 for axis in axes())  # defaults are left out
 
