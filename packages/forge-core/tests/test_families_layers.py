@@ -182,7 +182,7 @@ def test_F210_windowed_layers_without_a_window_are_rejected(family: Family, keys
     assert family.config_from_hf(full).layer_pattern in ((), ("global", "global", "global", "nope"))
 
 
-def test_full_layers_of_mistral_have_no_window() -> None:
+def test_F220_full_layers_of_mistral_have_no_window() -> None:
     """AutoConfig of transformers reads a file with layer_types as Ministral."""
     for given, window in (({}, 4), ({"layer_types": None}, 4), ({"layer_types": [FAR] * 3}, None)):
         config = MISTRAL.config_from_hf({**HF, "sliding_window": 4, **given})

@@ -127,7 +127,7 @@ def test_F140_tables_that_transformers_passes_over_are_rejected() -> None:
         GEMMA3.config_from_hf({**HF, "rope_scaling": old})
 
 
-def test_yarn_of_gemma_that_is_not_truncated_is_rejected() -> None:
+def test_F220_yarn_of_gemma_that_is_not_truncated_is_rejected() -> None:
     """transformers looks for `truncate` next to the tables of its layers, and truncates."""
     rotary = transformers.models.gemma3.modeling_gemma3.Gemma3RotaryEmbedding
     table = {**YARN, "rope_theta": 300.0, "beta_fast": 4.0, "beta_slow": 0.5}

@@ -100,7 +100,9 @@ def test_an_epoch_has_each_conversation_once_and_whole(tmp_path, folder):
     assert batch.label_weight == sum(sum(x >= 0 for x in w[1]) for w in wanted)
 
 
-def test_rows_are_those_of_their_epoch_while_another_thread_reads_another_epoch(tmp_path, folder):
+def test_F219_rows_are_those_of_their_epoch_while_another_thread_reads_another_epoch(
+    tmp_path, folder
+):
     path = write_talks(tmp_path / "talks.jsonl", many(40))
     source = Conversations(path, ChatConfig(tokenizer=str(folder)))
     count = len(source.stream(96))

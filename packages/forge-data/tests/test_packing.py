@@ -158,7 +158,7 @@ def test_rows_are_those_of_the_permutation_in_any_order_of_calls():
     assert stream.rows(np.empty(0, np.int64)).tolist() == []
 
 
-def test_rows_are_those_of_their_epoch_while_another_thread_reads_another_epoch():
+def test_F219_rows_are_those_of_their_epoch_while_another_thread_reads_another_epoch():
     """A thread that read ahead is not waited for where a loader goes on from another row."""
     ids = [np.arange(3), np.arange(40, 43)]
     wanted = [_stream(40).rows(each).tolist() for each in ids]
@@ -168,7 +168,7 @@ def test_rows_are_those_of_their_epoch_while_another_thread_reads_another_epoch(
         assert stream.rows(ids[here]).tolist() == wanted[here]
 
 
-def test_rows_are_read_while_another_thread_reads_earlier_ones(monkeypatch):
+def test_F219_rows_are_read_while_another_thread_reads_earlier_ones(monkeypatch):
     """Rows of two blocks, where the other thread drops the first block after it was made."""
     stream, calls = _stream(400), []
     wanted = stream.rows(np.arange(100, 160)).tolist()

@@ -14,7 +14,6 @@ DEPENDENT = {
     "capacity by position": {"capacity_factor": 0.5},
     "capacity by probability": {"capacity_factor": 0.5, "drop_policy": "probability"},
     "expert choice": {"router": "expert_choice"},
-    "uniform": {"router": "uniform", "num_experts": 7},  # F217
     "expert choice of odd rows": {"router": "expert_choice", "num_experts": 7, "top_k": 3},
 }
 
@@ -25,6 +24,14 @@ def build(**options) -> MoE:
     for parameter in moe.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     return moe
+
+
+def test_F217_the_uniform_router_evaluates_each_row_by_itself() -> None:
+    moe, x = build(router="uniform", num_experts=7), torch.randn(6, 5, 8)
+    with torch.no_grad():
+        assert not torch.equal(moe(x)[2:], torch.cat([moe(row[None]) for row in x[2:]]))
+        moe.eval()
+        torch.testing.assert_close(moe(x), torch.cat([moe(row[None]) for row in x]))
 
 
 @pytest.mark.parametrize("backend", ["grouped_mm", "loop"])

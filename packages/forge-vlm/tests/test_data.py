@@ -78,7 +78,7 @@ def test_every_format_gives_each_answer_with_its_picture(name, tmp_path):
     assert np.array_equal(one["tokens"][0], arrays["tokens"][5])
 
 
-def test_rows_are_those_of_their_epoch_while_another_thread_reads_another_epoch(tmp_path):
+def test_F219_rows_are_those_of_their_epoch_while_another_thread_reads_another_epoch(tmp_path):
     talks = Conversations(llava(tmp_path), format="llava", template="plain", pack=False, **OPTIONS)
     stream = talks.stream(16, 3)
     epochs = [[int(stream.samples_of(i)[0]) for i in range(at, at + 4)] for at in (0, 4)]
