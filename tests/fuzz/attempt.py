@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -22,8 +23,10 @@ from forge_train import Callback, Trainer, load_job, read_run
 from forge_train.errors import ConfigError, DataError, JobError
 
 _STOPPED = 75
-#: Limits of a call, the second one where blocks are compiled.
-_SECONDS, _COMPILING = 300.0, 900.0
+#: Limit of a call; blocks of many shapes compile for minutes on a machine with other work.
+_SECONDS = 900.0
+#: The line of a traceback that names the error.
+_ERROR = re.compile(r"^[\w.]+(?:Error|Exception|Interrupt|Exit|Problem|Data)\b.*", re.MULTILINE)
 Tensors = dict[str, torch.Tensor]
 
 
@@ -257,8 +260,7 @@ def _ranks(
 ) -> list[dict[str, Any]] | None:
     """What each rank returned; None where one was killed as planned."""
     try:
-        seconds = _COMPILING if plan.backend == "inductor" else _SECONDS
-        return run_on_ranks(world, fit, path, dict(layout), plan, timeout=seconds)
+        return run_on_ranks(world, fit, path, dict(layout), plan, timeout=_SECONDS)
     except RankError as error:
         if plan.kill and "SIGKILL" in error.reports.get(plan.rank, ""):
             return None
@@ -270,8 +272,8 @@ def _told(error: RankError) -> str:
     raised = [
         r.partition("\noutput of rank")[0] for r in error.reports.values() if r.startswith("raised")
     ]
-    last = [report.rstrip().splitlines()[-1] for report in raised]
-    return "\n".join([*last[:1], str(error)])
+    last = [_ERROR.findall(report)[-1:] or [report.rstrip().splitlines()[-1]] for report in raised]
+    return "\n".join([*(line for lines in last[:1] for line in lines), str(error)])
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:

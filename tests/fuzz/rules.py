@@ -129,6 +129,8 @@ RULES: tuple[Mapping[str, Values], ...] = (
     {"pp": _SPLIT, "mtp": ANY},
     {"pp": _SPLIT, "compile": ANY},
     {"compile": ANY, "recompute": ("selective",)},
+    # a graph for each number of tokens of a modality, which takes minutes
+    {"compile": ANY, "images": ("mixture_of_transformers", *_MOMA)},
     *({"shards": ("offloaded",), axis: ANY} for axis in ("tp", "cp", "pp", "ep")),
     {"sdpa": ANY, "cp": ANY},
     {"sinks": ANY, "cp": ANY},
