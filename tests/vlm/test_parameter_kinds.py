@@ -146,7 +146,9 @@ def test_F146_kinds_decay_and_muon_of_a_model(name: str) -> None:
         model = build()
     assert parameter_kinds(model) == table
     check_init_tables(model)
-    inside = {n for n, k in table.items() if k in ("matrix", "stacked_matrix") and ".0." in n}
+    blocks = (".0.", ".cross_0.")
+    matrices = {n for n, kind in table.items() if kind in ("matrix", "stacked_matrix")}
+    inside = {n for n in matrices if any(block in n for block in blocks)}
     assert hidden_matrices(model, OptimizerConfig("muon")) == inside
     model.to_empty(device="cpu")
     decays = {
