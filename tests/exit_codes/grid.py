@@ -338,6 +338,7 @@ def elsewhere(program: str, args: list[str], full: list[int], limits: dict[str, 
 def _plant(fault: Fault, world: World) -> None:
     """Call the fault where a run comes to the place."""
     import forge_ckpt.write.blocks as blocks
+    from forge_train.extensions.extension import Extensions
     from forge_train.extensions.health import Health
     from forge_train.report import summary
     from forge_train.trainer.checkpoints import Checkpoints
@@ -382,8 +383,8 @@ def _plant(fault: Fault, world: World) -> None:
     else:
         before(Checkpoints, "save", lambda _, number, *__: number == step)
     before(
-        Trainer,
-        "_call",
-        lambda _, hook, *__: place == "report" and hook == "on_end" and fault.traceback,
+        Extensions,
+        "call",
+        lambda _, hook, *__: place == "report" and hook == "finish" and fault.traceback,
     )
     before(summary, "print_summary", lambda *_: place == "report")

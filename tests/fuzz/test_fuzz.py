@@ -219,12 +219,11 @@ def test_jobs_of_a_seed_are_equal(tmp_path: Path) -> None:
 def test_a_mistake_is_found_and_a_rejected_job_has_its_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = draw(
-        0, 0, only={"optimizer": "adamw", "images": "none", "experts": "none", "precision": "fp32"}
-    )
-    wrong = job.with_size("num_heads", 5).with_size("dim", 16)
+    plain = {"optimizer": "adamw", "images": "none", "experts": "none", "precision": "fp32"}
+    job = draw(0, 0, only={**plain, "mixer": "attention", "kv heads": "grouped"})
+    wrong = job.with_size("num_heads", 5).with_size("num_kv_heads", 2)
     found = try_job(wrong, tmp_path / "rejected")
-    assert (found.kind, found.problem) == ("rejected", ("model.dim", "divides"))
+    assert (found.kind, found.problem) == ("rejected", ("model.num_heads", "divides"))
     from tests.fuzz import files
 
     base = files._base

@@ -163,10 +163,11 @@ def test_device_hours_count_the_ranks_of_each_life(tmp_path: Path) -> None:
     given = {key.replace(".", "__"): value for key, value in keys.items()}
     together(fit_on_ranks(2, job, **{**given, "train__steps": 4}))
     found = metrics(tmp_path)
-    seconds = [0.0, *found["seconds"]]
-    spent = [b - a for a, b in itertools.pairwise(seconds)]
-    expected = itertools.accumulate(s * ranks / 3600 for s, ranks in zip(spent, (1, 1, 2, 2)))
-    assert found["device_hours"] == pytest.approx(list(expected), rel=1e-9)
+    spent = [b - a for a, b in itertools.pairwise([0.0, *found["seconds"]])]
+    hours = [b - a for a, b in itertools.pairwise([0.0, *found["device_hours"]])]
+    ranks = [3600 * hour / second for hour, second in zip(hours, spent)]
+    assert [ranks[0], ranks[1], ranks[3]] == pytest.approx([1, 1, 2], rel=1e-9)
+    assert 1 < ranks[2] <= 2 + 1e-9  # row 2 is begun before the end of the first life
 
 
 @pytest.mark.lane("test")
