@@ -143,6 +143,7 @@ RULES: tuple[Mapping[str, Values], ...] = (
     {"optimizer": ("lion",), "precision": _BF16},
     # mathematically without a gradient, so that all of its entries move by the sign of rounding
     {"optimizer": ("lion",), "biases": ("qkv", "qkv and o", "all")},
+    {"optimizer": ("lion",), "images": ANY, "image tokens": OFF},  # encoders have such biases
 )  # fmt: skip
 
 

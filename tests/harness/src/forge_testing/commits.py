@@ -8,11 +8,16 @@ from pathlib import Path
 
 
 def short_commit(root: Path, sources: Iterable[str]) -> str:
-    """The short commit of a checkout, with a plus sign if `sources`, paths below `root`, were changed since."""
+    """The short commit of a checkout, with a plus sign if `sources`, paths below `root`, were changed since.
+
+    "unknown" without a repository, as in a tree from an archive.
+    """
 
     def git(*arguments: str) -> str:
         command = ["git", "-C", str(root), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
+    if not (root / ".git").exists():
+        return "unknown"
     changed = git("status", "--porcelain", "--", *sources)
     return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
