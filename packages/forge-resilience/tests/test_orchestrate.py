@@ -146,8 +146,8 @@ def test_F197_nodes_that_were_taken_meanwhile_have_not_been_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = OrchestratorConfig(grow_after_seconds=10)
-    found = _Orchestrator(tmp_path / "job.sh", [4, 2], "run", config, 3, None)
-    found.queue = nodes = _Nodes()
+    nodes = _Nodes()
+    found = _Orchestrator(tmp_path / "job.sh", [4, 2], "run", config, 3, None, nodes)
     found.state = _State(handled=0)
     row = JobRow(7, "RUNNING", 2, 0, "None", "low", "n[1-2]")
     told = []
@@ -162,8 +162,8 @@ def test_F191_a_job_that_did_not_leave_is_told_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = OrchestratorConfig(grow_after_seconds=10)
-    found = _Orchestrator(tmp_path / "job.sh", [4, 2], "run", config, 3, None)
-    found.queue = nodes = _Nodes()
+    nodes = _Nodes()
+    found = _Orchestrator(tmp_path / "job.sh", [4, 2], "run", config, 3, None, nodes)
     found.state, nodes.free = _State(handled=0), True
     told = []
     for now in (0, 10, 15, 20, 25, 26, 40):
@@ -175,7 +175,7 @@ def test_F191_a_job_that_did_not_leave_is_told_again(
 
 
 def test_F197_the_state_is_on_the_disk_before_it_replaces_the_old_one(tmp_path: Path) -> None:
-    found = _Orchestrator(tmp_path / "job.sh", [2], "run", OrchestratorConfig(), 3, None)
+    found = _orchestrator(tmp_path)
     found.state = _State(handled=0)
     with synced_renames() as moved:
         found._write(handled=5)
@@ -190,9 +190,8 @@ _DAMAGED = [b"", b"{", b"[]", b"\xff", b"[" * 10**5, b'{"restarts": 1}', b'{"han
 
 
 def _orchestrator(folder: Path, *rows: JobRow, sizes: tuple[int, ...] = (4, 2)) -> _Orchestrator:
-    found = _Orchestrator(folder / "job.sh", sizes, "run", OrchestratorConfig(), 3, None)
-    found.queue = _Nodes(*rows)
-    return found
+    nodes = _Nodes(*rows)
+    return _Orchestrator(folder / "job.sh", sizes, "run", OrchestratorConfig(), 3, None, nodes)
 
 
 @pytest.mark.parametrize("content", _DAMAGED, ids=range(len(_DAMAGED)))

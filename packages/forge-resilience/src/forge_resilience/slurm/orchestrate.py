@@ -141,7 +141,8 @@ def orchestrate(
         fix = "write it before"
         raise invalid("script", "not_found", str(script), "must be a batch script", fix)
     config = OrchestratorConfig() if config is None else config
-    own = _Orchestrator(script, sorted(sizes, reverse=True), name, config, max_restarts, journal)
+    sizes, queue = sorted(sizes, reverse=True), Queue()
+    own = _Orchestrator(script, sizes, name, config, max_restarts, journal, queue)
     while True:
         code = own.look()
         deadline = time.monotonic() + config.poll_seconds
@@ -165,10 +166,10 @@ class _Orchestrator:
         config: OrchestratorConfig,
         max_restarts: int,
         journal: str | os.PathLike[str] | None,
+        queue: Queue,
     ) -> None:
         self.script, self.sizes, self.name, self.config = script, sizes, name, config
-        self.max_restarts, self.journal = max_restarts, journal
-        self.queue = Queue()
+        self.max_restarts, self.journal, self.queue = max_restarts, journal, queue
         self.path = script.parent / f"orchestrator-{name}.json"
         self.state: _State | None = None
         self._seen: tuple[int, str] | None = None  # job and state of the last look, and since when
