@@ -14,7 +14,9 @@ def _mla(job: Job, **more: Any) -> dict[str, Any]:
 
 
 def _window(job: Job) -> dict[str, Any]:
-    return {"model.attention.window": job.pick("window", (1, 3, 5, 7))}
+    # over one key there is no gradient, so that Lion moves by the sign of rounding
+    widths = (3, 5, 7) if job["optimizer"] == "lion" else (1, 3, 5, 7)
+    return {"model.attention.window": job.pick("window", widths)}
 
 
 def _layer_types(**types: dict[str, Any]) -> Any:

@@ -252,7 +252,7 @@ def _gradients(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
     return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in found.items()}  # type: ignore[misc]
 
 
-def cut_over_ranks(recipe: str) -> tuple[float, float]:
+def cut_over_ranks(recipe: str, compiled: bool) -> tuple[float, float]:
     """Worst errors against fp32 of one process: of float8 in one process, and cut over two ranks."""
     x = torch.randn(2, 16, 32, generator=torch.Generator().manual_seed(1)).to(device())
     right, alone, model = (Mlp().to(device()) for _ in range(3))
@@ -262,6 +262,8 @@ def cut_over_ranks(recipe: str) -> tuple[float, float]:
     mesh = init_device_mesh(device().type, (1, 2), mesh_dim_names=("dp", "tp"))
     tensor_parallel(model, mesh["tp"], sequence_parallel=False)
     assert isinstance(model.up, Float8Linear)
+    if compiled:
+        model.compile(backend="aot_eager", fullgraph=True)
     apply_fsdp(model, mesh["dp"])
     expected = _gradients(right, x)
     found = []
@@ -274,10 +276,11 @@ def cut_over_ranks(recipe: str) -> tuple[float, float]:
 
 @pytest.mark.lane("quick")
 @pytest.mark.distributed
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_under_tensor_parallelism(recipe: str) -> None:
+def test_under_tensor_parallelism(recipe: str, compiled: bool) -> None:
     """Ranks scale their own part, so the rounding differs from one process, but is no larger."""
-    for alone, cut in run_on_ranks(2, cut_over_ranks, recipe):
+    for alone, cut in run_on_ranks(2, cut_over_ranks, recipe, compiled):
         assert 0.005 < alone < 0.1
         assert 0.005 < cut < 1.5 * alone
 
