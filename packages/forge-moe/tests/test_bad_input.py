@@ -54,6 +54,27 @@ def test_F107_sizes_beyond_reason_are_refused_by_name(name: str) -> None:
         MoEConfig(**{**GOOD, name: limit + 1})
 
 
+@pytest.mark.parametrize(
+    ("router", "key", "value"),
+    [
+        *(("expert_choice", key, value) for key, value in (
+            ("num_groups", 2), ("group_score", "max"), ("normalize", "before_top_k"), ("expert_bias", True),
+            ("bias_update_rate", 0.01),
+        )),
+        *(("uniform", key, value) for key, value in (
+            ("num_groups", 2), ("group_score", "max"), ("expert_bias", True), ("bias_update_rate", 0.01),
+        )),
+    ],
+)  # fmt: skip
+def test_F221_a_key_that_the_router_does_not_read(router: str, key: str, value: object) -> None:
+    with rejects(key, value, "foreign"):
+        MoEConfig(8, 16, 4, router=router, **{key: value})
+    if key != "bias_update_rate":
+        with rejects(key, value, "foreign"):
+            RouterConfig(8, 4, name=router, **{key: value})
+    MoEConfig(8, 16, 4, router="softmax_topk", **{key: value})
+
+
 @pytest.mark.parametrize("router", ["softmax_topk", "sigmoid_topk"])
 def test_F92_one_expert_whose_weight_is_always_1_is_refused(router: str) -> None:
     """Its router would get no gradient from the task."""

@@ -11,6 +11,12 @@ __all__ = ["MoEConfig", "MoEOptions", "RouterConfig"]
 # Far above any model: a typing error is refused before memory is allocated.
 _MAX_WIDTH, _MAX_COUNT = 2**20, 2**16
 _POSITIVE = "must be finite and above 0"
+_GROUPS = ("num_groups", "top_groups", "group_score")
+#: Keys that have no effect with a router: a bias of an expert does not change the order of its tokens.
+_WITHOUT_EFFECT = {
+    "expert_choice": (*_GROUPS, "normalize", "expert_bias", "bias_update_rate"),
+    "uniform": (*_GROUPS, "expert_bias", "bias_update_rate"),
+}
 
 
 def _field(default: Any, help: str) -> Any:
@@ -199,6 +205,12 @@ def _routing_problems(c: RouterConfig | MoEConfig, router: str) -> Iterator[Prob
     if c.top_k > c.num_experts >= 1:
         rule = f"must not be above num_experts {c.num_experts}"
         yield Problem("top_k", "above_experts", c.top_k, rule, "lower top_k or add experts")
+
+    defaults = {f.name: f.default for f in fields(c)}
+    for name in _WITHOUT_EFFECT.get(router, ()):
+        value, rule = getattr(c, name, None), f"has no effect with router {router!r}"
+        if value != defaults.get(name):
+            yield Problem(name, "foreign", value, rule, "remove it, or use another router")
 
     yield from _group_problems(c)
     yield from _one_of(c, "normalize")

@@ -13,11 +13,11 @@ def short_commit(root: Path, sources: Iterable[str]) -> str:
     "unknown" without a repository, as in a tree from an archive.
     """
 
-    def git(*arguments: str) -> str:
-        command = ["git", "-C", str(root), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    def git(command: str, *paths: str) -> str:
+        words = ["git", "-C", str(root), *command.split(), *paths]
+        return subprocess.check_output(words, text=True).strip()
 
     if not (root / ".git").exists():
         return "unknown"
-    changed = git("status", "--porcelain", "--", *sources)
-    return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
+    changed = git("status --porcelain --", *sources)
+    return git("rev-parse --short HEAD") + "+" * bool(changed)

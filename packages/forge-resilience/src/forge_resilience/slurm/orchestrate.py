@@ -174,9 +174,8 @@ class _Orchestrator:
         self.state: _State | None = None
         self._seen: tuple[int, str] | None = None  # job and state of the last look, and since when
         self._since = 0.0
-        self._free: tuple[int, float] | None = (
-            None  # a larger size that is possible, and since when
-        )
+        # a larger size that is possible, and since when
+        self._free: tuple[int, float] | None = None
         self._reported = 0  # the job whose long wait was reported
         self._is_down = False
 
