@@ -44,6 +44,8 @@ def compute_in_double() -> None:
             values["torch"] = proxy
         if "adamw" in values and name.endswith("optim.adamw"):
             values["adamw"] = _fused(values["adamw"])
+        if values.get("grouped_mm") is not None:
+            values["grouped_mm"] = _grouped_mm
         for value in list(values.values()):
             if getattr(value, "__module__", None) == name or isinstance(value, dict):
                 _change(value)
@@ -61,6 +63,19 @@ def _fused(adamw: Any) -> Any:
             step.copy_(own)
 
     return update
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, *, offs: torch.Tensor) -> torch.Tensor:
+    """torch's grouped_mm, which has no float64: rows of `a` by the matrix of their group in `b` (E, K, N), or columns of
+    `a` by the rows of `b`."""
+    ends = offs.tolist()
+    groups = list(zip([0, *ends], ends))
+    if b.dim() == 2:
+        return torch.stack([a[:, first:end] @ b[first:end] for first, end in groups])
+    out = a.new_zeros(a.size(0), b.size(-1))
+    for (first, end), matrix in zip(groups, b):
+        out[first:end] = a[first:end] @ matrix
+    return out
 
 
 def _change(value: Any) -> None:

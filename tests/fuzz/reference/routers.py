@@ -18,6 +18,10 @@ from .model import Config, Weights, linear, segments
 from .rows import Rows
 
 
+#: A distance of 2e-6 from the limit of a clamp is as close as one of 1e-4 between scores of experts.
+CLAMPED = 50.0
+
+
 @dataclass
 class Routing:
     """The choices of one layer in one micro-batch of one reader."""
@@ -112,8 +116,13 @@ def apply_capacity(moe: Config, routing: Routing) -> None:
         routing.margin = min(routing.margin, margin)
 
 
-def expert(moe: Config, weights: Weights, prefix: str, e: int, x: Tensor) -> Tensor:
-    """Expert e of a mixture: (T, D) -> (T, D). Its matrices are stacked as (E, inputs, outputs)."""
+def expert(
+    moe: Config, weights: Weights, prefix: str, e: int, x: Tensor, routing: Routing
+) -> Tensor:
+    """Expert e of a mixture: (T, D) -> (T, D). Its matrices are stacked as (E, inputs, outputs).
+
+    The derivative of a clamp is discontinuous at its limit: the distance from it, times CLAMPED, counts as a margin of `routing`.
+    """
 
     def project(name: str, x: Tensor) -> Tensor:
         y = x @ weights[f"{prefix}{name}"][e]
@@ -126,6 +135,8 @@ def expert(moe: Config, weights: Weights, prefix: str, e: int, x: Tensor) -> Ten
         hidden = F.gelu(project("up_proj", x))
     else:  # gpt-oss: columns of gate and up alternate
         gate_up, limit = project("gate_up_proj", x), moe["swiglu_limit"]
+        distances = (gate_up.detach().abs() - limit).abs().flatten().tolist()
+        routing.margin = min([routing.margin, *(CLAMPED * distance for distance in distances)])
         gate, up = gate_up[..., ::2].clamp(max=limit), gate_up[..., 1::2].clamp(-limit, limit)
         hidden = gate * torch.sigmoid(moe["swiglu_alpha"] * gate) * (up + 1)
     return project("down_proj", hidden)
@@ -163,7 +174,7 @@ def mixture(
     y = torch.zeros_like(tokens)
     for e in range(moe["num_experts"]):
         used = routing.kept[:, e]
-        out = expert(moe, weights, f"{prefix}experts.", e, tokens[used])
+        out = expert(moe, weights, f"{prefix}experts.", e, tokens[used], routing)
         part = torch.zeros_like(tokens)
         part[used] = routing.weights[used, e, None] * out
         y = y + part
