@@ -17,7 +17,6 @@ from torch import Tensor
 from .model import Config, Weights, linear, segments
 from .rows import Rows
 
-
 #: A distance of 2e-6 from the limit of a clamp is as close as one of 1e-4 between scores of experts.
 CLAMPED = 50.0
 
