@@ -181,7 +181,7 @@ def _widths(rng: random.Random, job: Job, layouts: list[dict[str, Any]]) -> dict
     if job["experts"] == "groups":
         experts = 2 * ep * 2 if ep != 2 else 8
     top_k = rng.choice((1, 2, 2, 3))
-    if job["experts"] in ("softmax", "sigmoid", "groups") or job["experts"] == "expert choice":
+    if job["experts"] != "softmax of all":
         top_k = max(top_k, 2)  # the weight of one expert, divided by itself, has no gradient
     return {
         "num_layers": layers,

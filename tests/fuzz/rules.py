@@ -56,8 +56,8 @@ RULES: tuple[Mapping[str, Values], ...] = (
     {"expert backend": ("grouped_mm",), "sizes": ANY},  # it needs widths that are multiples of 4
     {"capacity": ANY, "tp": ANY},
     {"capacity": ANY, "cp": ANY},
-    {"experts": ("expert choice",), "tp": ANY},
-    {"experts": ("expert choice",), "cp": ANY},
+    {"experts": ("expert choice", "uniform"), "tp": ANY},
+    {"experts": ("expert choice", "uniform"), "cp": ANY},
     {"experts": ("uniform",), "expert bias": ANY},
     {"experts": ("expert choice",), "expert bias": ANY},
     {"experts": ("expert choice",), "capacity": ANY},
