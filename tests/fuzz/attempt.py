@@ -158,7 +158,9 @@ def fit(job: Path, overrides: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
         return {"code": 0, "step": 0, "initial": events.initial, "weights": {}}
     except JobError as error:
         problems = [(p.key, p.code, str(p)) for p in error.problems]
-        before = step == 0 and isinstance(error, ConfigError | DataError)
+        # a problem that names no key is no rule of Forge
+        named = all(p.key for p in error.problems)
+        before = step == 0 and named and isinstance(error, ConfigError | DataError)
         return {"code": int(error.exit_code), "step": step, "problems": problems, "before": before}
     weights = whole_tensors(trainer) if code == 0 else {}
     return {"code": code, "step": step, "initial": events.initial, "weights": weights}
