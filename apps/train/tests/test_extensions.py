@@ -143,3 +143,17 @@ def test_a_state_without_a_name_of_its_own_is_rejected(tmp_path: Path, name: str
     other.name = name
     with rejects("Counts.name", name, "duplicate", ConfigError):
         Trainer(load_job(write_job(tmp_path)), [Counts(), other])
+
+
+def test_a_run_until_a_step_that_saves_and_evaluates_nothing(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    keys = {"metrics.every_steps": 1, "train.steps": 4}
+    whole = Trainer(load_job(job, keys)).fit()
+    private = load_job(job, {**keys, "run.dir": str(tmp_path / "private")})
+    result = Trainer(private, until=2, saves=False, evaluates=False).fit()
+    assert (whole.step, result.step, result.exit_code, result.val_loss) == (4, 2, 75, None)
+    assert not list((tmp_path / "private/checkpoints").glob("step-*"))
+    rows = [read_run(tmp_path / run).metrics["loss"] for run in ("run", "private")]
+    assert rows[1] == rows[0][:2]
+    with rejects("until", 5, "range", ConfigError):
+        Trainer(private, until=5)

@@ -88,7 +88,7 @@ class Extension:
     | around_run | around all of it, from before the checkpoint is loaded | no | no | no |
     | start | before the first step; the checkpoint is loaded, files are open | yes | yes | yes |
     | around_step | around a step and what follows it, up to the next one | no | no | no |
-    | before_batch | before the loader is read | no | no | no |
+    | before_batch | before the loader is read | yes | yes | no |
     | before_forward | before the first forward of a step | yes | no | no |
     | token_counts | while the batch is read; the sums of all ranks go to `set_token_counts` | no | no | no |
     | set_token_counts | before the first backward | no | no | no |
@@ -96,12 +96,14 @@ class Extension:
     | after_backward | gradients are those of the global batch, not yet clipped | yes | no | no |
     | on_row | the numbers of a row are on the host; weights are still those of its step | no | no | no |
     | after_update | after the optimizer's step, which is masked where `bad` is 1 | yes | no | buffers |
+    | wants_row | after the update | no | no | no |
     | numbers | after the update of a step that has a row | yes | no | no |
     | columns | with the same numbers, on the host, one step later | no | no | no |
     | after_step | between steps | yes | yes | yes |
     | before_save | before the state is saved | yes | yes | no |
     | after_rollback | the run went back to the checkpoint of a step; states are loaded | yes | yes | no |
     | on_saved, on_evaluated | between steps: a checkpoint is committed, a set is evaluated | yes | yes | yes |
+    | after_evaluation | the model ran on validation data | no | no | no |
     | weights_may_have_changed | after hooks of users | no | no | no |
     | finish | after the last save | yes | yes | no |
 
@@ -131,8 +133,8 @@ class Extension:
     def before_batch(self, step: int) -> None:
         """Step `step` begins."""
 
-    def before_forward(self, step: int) -> None:
-        """The batch of step `step` is read."""
+    def before_forward(self, step: int, batch: Batch) -> None:
+        """This rank has read `batch` for step `step`."""
 
     def token_counts(self, batch: Batch) -> Sequence[int]:
         """This rank's summands of numbers of the global batch, the same number of them on each rank and in each step."""

@@ -71,7 +71,12 @@ from forge_train.trainer.fork import find_fork
 from forge_train.trainer.frozen_base import FrozenBase, base_problems
 from forge_train.trainer.layout import layout_problems, micro_batches, remarks
 from forge_train.trainer.lives import last_rate, life_fields
-from forge_train.trainer.numerics import Numerics, Rollback, refuse_without_checkpoint
+from forge_train.trainer.numerics import (
+    Numerics,
+    Rollback,
+    raise_without_saves,
+    refuse_without_checkpoint,
+)
 from forge_train.trainer.objective import loss_columns
 from forge_train.trainer.phases import Phases
 from forge_train.trainer.progress import Progress
@@ -107,6 +112,11 @@ class Trainer:
         with launch(trainer.config.parallel) as meshes:     # layout = "auto" is chosen there
             result = trainer.fit(meshes)
 
+    until: the last step to train, where the run is longer: it ends as after a stop.
+    saves: whether there are checkpoints. Without, bad steps that need one to go back to raise NumericsError, and those at the
+    end are not judged.
+    evaluates: whether validation data is evaluated.
+
     Raises JobError (ConfigError, DataError, StateError), before anything is started if possible.
     Public while it runs: job, config, model, optimizer, loader, progress, total_steps, device, paths,
     meshes, agreement, heartbeat. Callbacks run on every rank; files are written by rank 0.
@@ -118,6 +128,9 @@ class Trainer:
         extensions: Sequence[Extension] = (),
         *,
         callbacks: Sequence[Callback] = (),
+        until: int | None = None,
+        saves: bool = True,
+        evaluates: bool = True,
     ) -> None:
         self.heartbeat = Heartbeat.from_environ()
         with config_errors():
@@ -146,6 +159,10 @@ class Trainer:
         self.course = Course(config)
         self.total_steps = total_steps(config, self.model)
         self._total_tokens = total_tokens(config, self.model)
+        if until is not None and not 1 <= until <= self.total_steps:
+            rule = f"must be from 1 to {self.total_steps}, the steps of the run"
+            raise invalid("until", "range", until, rule, kind=ConfigError)
+        self._until, self._saves, self._evaluates = until, saves, evaluates
         refuse(profile_problems(config.profile, world.world_size, self.total_steps))
         freeze_groups(self.model, config)
         with config_errors("schedule"):
@@ -318,13 +335,16 @@ class Trainer:
 
     def _goes_on(self) -> bool:
         """Whether there is another step to train."""
-        return self.progress.step < self.total_steps and self._decision.stop is None
+        last = self.total_steps if self._until is None else min(self._until, self.total_steps)
+        return self.progress.step < last and self._decision.stop is None
 
     def _roll_back(self, bad: Outcome) -> None:
         """Load a checkpoint from before the bad steps, and leave their data out of the stream. Collective.
 
         A kill on the way loses nothing: the next life comes to the same steps, and goes back again.
         """
+        if not self._saves:
+            raise_without_saves(bad)
         self.heartbeat.enter("load")
         self.numerics.refuse_more_rollbacks(bad, self.checkpoints.last_step)
         self._announce(self.checkpoints.settle())
@@ -549,14 +569,15 @@ class Trainer:
 
     def train_step(self) -> None:
         """One optimizer step on one global batch. No device synchronisation here."""
-        step, start = self.progress.step + 1, self.loader.cursor  # steps are counted from 1
+        step = self.progress.step + 1  # steps are counted from 1
         self.extensions.call("before_batch", step)
+        start = self.loader.cursor
         self.phases.enter(step)
         self.heartbeat.enter("data", step)
         with span("data"), self.rows.meter.waiting():
             batch, fault = self._next_batch()
         self.heartbeat.enter("step")
-        self.extensions.call("before_forward", step)
+        self.extensions.call("before_forward", step, batch)
         tokens = (self.loader.cursor - start) * self.phases.stretch.seq_len  # filler is not data
         lr = self._learning_rate(step, self.progress.tokens + tokens, self.phases.stretch)
         self.checkpoints.listen()
@@ -679,6 +700,7 @@ class Trainer:
         if finished:
             self._evaluate()
         self._save(wait=True)
+        self._send_row()  # of a run that saves nothing
         self.heartbeat.enter("exit")
         if finished:
             self._record("done", step=self.progress.step)
@@ -704,7 +726,8 @@ class Trainer:
     def _evaluate(self) -> None:
         step = self.progress.step
         last = step == self.total_steps
-        if self._last_evaluated == step or not self.evaluation.due(step, last):
+        due = self._evaluates and self.evaluation.due(step, last)
+        if self._last_evaluated == step or not due:
             return
         self.heartbeat.enter("evaluate")
         with span("evaluate"), self.rows.meter.paused() as pause, self.evaluation_point():
@@ -726,8 +749,9 @@ class Trainer:
 
     def _save(self, wait: bool) -> None:
         """Save this step, on all ranks; not after more bad steps than are allowed. A save before is committed first."""
-        with span("save"):
-            self._save_step(wait)
+        if self._saves:
+            with span("save"):
+                self._save_step(wait)
 
     def _save_step(self, wait: bool) -> None:
         step = self.progress.step
