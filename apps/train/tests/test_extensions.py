@@ -22,6 +22,9 @@ start_step = 2
 lr_multipliers = {head = 0.0}
 [optimizer.groups.head]
 patterns = ["lm_head.*"]
+[lora]
+rank = 2
+whole = ["lm_head.*"]
 """
 KEYS: dict[str, Any] = {
     "train.steps": 3,

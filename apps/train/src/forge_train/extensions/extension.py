@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,7 +19,9 @@ if TYPE_CHECKING:  # `config` names callbacks, and most of these need `config`
     from forge_parallel.compute import Compute
     from forge_resilience import Agreement, Decision
     from forge_resilience.heartbeat import Heartbeat
+    from forge_train._shared.problems import Problem
     from forge_train.config.resolve import ResolvedJob
+    from forge_train.config.schema import JobConfig
     from forge_train.metrics.rows import MetricRows
     from forge_train.trainer.course import Course
     from forge_train.trainer.progress import Progress
@@ -51,9 +53,13 @@ class Run(Protocol):
         """This rank's summand of the number that the loss of the step is divided by."""
         ...
 
+    def report(self, line: str) -> None:
+        """Print a line on rank 0, unless `metrics.console` is off."""
+        ...
+
 
 #: The attributes of a Run; two have other names in a Trainer.
-FIELDS = frozenset({*Run.__annotations__, "label_weight"})
+FIELDS = frozenset({*Run.__annotations__, "label_weight", "report"})
 _OF_TRAINER = {"folder": "paths", "decision": "_decision"}
 
 
@@ -85,7 +91,10 @@ class Extension:
 
     | hook | called | collectives | waits for the device | changes weights |
     |---|---|---|---|---|
+    | problems | before anything is opened or started | no | no | no |
     | around_run | around all of it, from before the checkpoint is loaded | no | no | no |
+    | checkpoint_objects | before the checkpoint is loaded | no | no | no |
+    | after_load | the state is loaded, at the start or to go back; `start` is to come | yes | yes | yes |
     | start | before the first step; the checkpoint is loaded, files are open | yes | yes | yes |
     | around_step | around a step and what follows it, up to the next one | no | no | no |
     | before_batch | before the loader is read | yes | yes | no |
@@ -119,9 +128,20 @@ class Extension:
     name = ""
     """Key of its state; unique in a run."""
 
+    def problems(self, config: JobConfig, world_size: int, total_steps: int) -> Iterable[Problem]:
+        """What the feature rejects in a job; the same on all ranks."""
+        return ()
+
     def around_run(self, run: Run) -> AbstractContextManager[Any] | None:
         """A context manager around the run, or None."""
         return None
+
+    def checkpoint_objects(self, objects: dict[str, Any]) -> dict[str, Any]:
+        """The objects of checkpoints by name, in place of `objects`."""
+        return objects
+
+    def after_load(self, step: int) -> None:
+        """The checkpoint of `step` is loaded; -1: the state is the initial one, without a checkpoint."""
 
     def start(self, run: Run) -> None:
         """The run is about to train its next step."""
@@ -194,7 +214,15 @@ class Extension:
 
 
 #: Hooks that are called in the order of the list; the others in reverse.
-_IN_ORDER = ("start", "before_batch", "before_forward", "token_counts", "before_save")
+_IN_ORDER = (
+    "checkpoint_objects",
+    "after_load",
+    "start",
+    "before_batch",
+    "before_forward",
+    "token_counts",
+    "before_save",
+)
 #: Hooks in which a user may run the model, or change its weights.
 _BETWEEN_STEPS = frozenset(
     {"start", "on_row", "after_step", "before_save", "on_saved", "on_evaluated", "after_rollback", "finish"}
@@ -242,6 +270,17 @@ class Extensions:
             if hook in _BETWEEN_STEPS:
                 self._changed()
                 self.call("weights_may_have_changed")
+
+    def problems(self, config: JobConfig, world_size: int, total_steps: int) -> Iterator[Problem]:
+        """Those of all extensions."""
+        for extension in self.of("problems"):
+            yield from extension.problems(config, world_size, total_steps)
+
+    def checkpoint_objects(self, objects: dict[str, Any]) -> dict[str, Any]:
+        """The objects of checkpoints, each extension having replaced some."""
+        for extension in self.of("checkpoint_objects"):
+            objects = extension.checkpoint_objects(objects)
+        return objects
 
     def token_counts(self, batch: Batch) -> tuple[int, ...]:
         """Those of all extensions, one after another."""

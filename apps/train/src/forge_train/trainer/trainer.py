@@ -34,7 +34,6 @@ from forge_resilience import Agreement, Decision, ExitCode, StopSignal, Vote
 from forge_resilience.heartbeat import Heartbeat
 from forge_resilience.policy import Outcome
 from forge_train._shared.problems import invalid
-from forge_train.config.profile import profile_problems
 from forge_train.config.resolve import ResolvedJob, schedule_warnings
 from forge_train.errors import (
     ConfigError,
@@ -48,7 +47,6 @@ from forge_train.extensions.built_in import extensions_of
 from forge_train.extensions.callback import Callback, hook_problems, load_callbacks, state_keys
 from forge_train.extensions.extension import Extension, Extensions, Run, RunView
 from forge_train.metrics.rows import Columns, MetricRows, finite
-from forge_train.trainer.adapters import adapter_lines, frozen_names
 from forge_train.trainer.alerts import alerts
 from forge_train.trainer.assemble import assemble, seed_rank
 from forge_train.trainer.auto_layout import describe_placement, with_layout
@@ -68,7 +66,6 @@ from forge_train.trainer.course import Course
 from forge_train.trainer.encoder_source import find_encoder
 from forge_train.trainer.evaluation import Evaluation
 from forge_train.trainer.fork import find_fork
-from forge_train.trainer.frozen_base import FrozenBase, base_problems
 from forge_train.trainer.layout import layout_problems, micro_batches, remarks
 from forge_train.trainer.lives import last_rate, life_fields
 from forge_train.trainer.numerics import (
@@ -149,8 +146,6 @@ class Trainer:
             self.device = select_device(config.parallel.device)
         layout = config.parallel.axes(world.world_size)
         self.model = build_trained(config)
-        self._frozen = frozen_names(self.model) if config.lora.rank else set[str]()
-        self._adapters = adapter_lines(self.model, config.lora)
         refuse(model_problems(self.model, config, layout))
         self.extensions = Extensions(
             extensions_of(config, self.model, self.callbacks), self.callbacks, self._reshard
@@ -163,7 +158,7 @@ class Trainer:
             rule = f"must be from 1 to {self.total_steps}, the steps of the run"
             raise invalid("until", "range", until, rule, kind=ConfigError)
         self._until, self._saves, self._evaluates = until, saves, evaluates
-        refuse(profile_problems(config.profile, world.world_size, self.total_steps))
+        refuse(self.extensions.problems(config, world.world_size, self.total_steps))
         freeze_groups(self.model, config)
         with config_errors("schedule"):
             self.schedule = run_schedule(config, self.total_steps)
@@ -179,7 +174,6 @@ class Trainer:
         for key, stream in held_out.items():
             self._data_notes += [f"{key}: {line}" for line in getattr(stream, "remarks", ())]
         self.loader.on_event = self._record_data
-        refuse(base_problems(config, self.paths))
         self.fork = find_fork(self.job, self.model, self.loader, self.total_steps)
         self._optimizer_notes = self._changes_of_older_run()
         self.encoder = find_encoder(config, self.model, self.fork)
@@ -404,8 +398,7 @@ class Trainer:
 
     def _materialise(self) -> None:
         """Shard and initialise the model, and build what trains it. Collective."""
-        shows = self.meshes.rank == 0 and self.config.metrics.console != "off"
-        report = _print_line if shows else None
+        report = self.report if self._prints else None
         parts = assemble(
             self.model, self.config, self.meshes, self._division, self.agreement, report
         )
@@ -461,37 +454,28 @@ class Trainer:
         self.recorder = Recorder(self.paths, self.config.metrics, behind, self.total_steps, writes)
         stack.callback(self.recorder.close)
         self._record_quarantine(0)
-        if writes and self.config.metrics.console != "off":
-            for line in [*self._reasons, *self._placement]:
-                _print_line(f"layout: {line}")
-            for line in schedule_warnings(self.config):
-                _print_line(f"schedule: {line}")
-            for line in self._adapters:
-                _print_line(f"lora: {line}")
-            for line in [*self._source_lines, *self._data_notes]:
-                _print_line(f"data: {line}")
-            for line in difference_lines(self.loader.changed):
-                _print_line(f"data: {line}, accepted")
-            if step and fork is None:
-                _print_line(f"resume: from step {step} of {self.total_steps}")
-                for key, (was, now) in changes.items():
-                    _print_line(f"resume: {key} was {was!r} and is {now!r}")
-            if rates:
-                before, after = (f"{rate:.4g} in step {at}" for at, rate in rates)
-                keys = ", ".join(news)
-                _print_line(
-                    f"resume: the learning rate was {before} and is {after} ({keys} changed)"
-                )
-            for line in [] if fork is None else fork.lines():
-                _print_line(f"init: {line}")
-            for line in self._optimizer_notes:
-                _print_line(f"optimizer: {line}")
-            if self.encoder is not None:
-                _print_line(f"init: {self.encoder.line()}")
-            if fork is None and self._frozen and not step and self.config.model.is_built_in:
-                _print_line(
-                    "init: init.from names no weights: those that [lora] freezes are random"
-                )
+        for line in [*self._reasons, *self._placement]:
+            self.report(f"layout: {line}")
+        for line in schedule_warnings(self.config):
+            self.report(f"schedule: {line}")
+        for line in [*self._source_lines, *self._data_notes]:
+            self.report(f"data: {line}")
+        for line in difference_lines(self.loader.changed):
+            self.report(f"data: {line}, accepted")
+        if step and fork is None:
+            self.report(f"resume: from step {step} of {self.total_steps}")
+            for key, (was, now) in changes.items():
+                self.report(f"resume: {key} was {was!r} and is {now!r}")
+        if rates:
+            before, after = (f"{rate:.4g} in step {at}" for at, rate in rates)
+            keys = ", ".join(news)
+            self.report(f"resume: the learning rate was {before} and is {after} ({keys} changed)")
+        for line in [] if fork is None else fork.lines():
+            self.report(f"init: {line}")
+        for line in self._optimizer_notes:
+            self.report(f"optimizer: {line}")
+        if self.encoder is not None:
+            self.report(f"init: {self.encoder.line()}")
         event: dict[str, Any] = {
             "step": step,
             "total_steps": self.total_steps,
@@ -544,14 +528,6 @@ class Trainer:
             self.fork.write(self.paths.path)
         self.paths.record(self.job, hosts, None if self.fork is None else self.fork.parent())
 
-    def _frozen_base(self) -> FrozenBase | None:
-        """The weights that are saved once, of a run that trains adapters beside them."""
-        if not self._frozen:
-            return None
-        names, frozen = self.tensor_names, self._frozen
-        path = self.paths.base
-        return FrozenBase(path, self.model, names, frozen, self.agreement, self.meshes)
-
     def _open_checkpoints(self, store: Store) -> Checkpoints:
         state = checkpoint_state(
             self.model,
@@ -562,8 +538,14 @@ class Trainer:
             self.tensor_names,
             self.meshes,
         )
-        config, base = self.config, self._frozen_base()
-        return Checkpoints(store, config.checkpoint, state, self.course.tokens, base)
+
+        return Checkpoints(
+            store,
+            self.config.checkpoint,
+            self.extensions.checkpoint_objects(state),
+            self.course.tokens,
+            lambda step: self.extensions.call("after_load", step),
+        )
 
     # ---- the life of a batch
 
@@ -825,6 +807,16 @@ class Trainer:
             self.recorder.write(row)
             self.extensions.call("on_row", row)
 
+    @property
+    def _prints(self) -> bool:
+        return self.meshes.rank == 0 and self.config.metrics.console != "off"
+
+    def report(self, line: str) -> None:
+        """Print a line on rank 0, unless `metrics.console` is off."""
+        if self._prints:
+            with contextlib.suppress(OSError):  # a terminal that is gone
+                print(line, flush=True)
+
     def _record(self, event: str, **fields: Any) -> None:
         self.recorder.record(event, **fields)
 
@@ -842,8 +834,3 @@ class Trainer:
 def _changes_rates(changes: Mapping[str, Any]) -> list[str]:
     """The keys among changed ones that give the same step another learning rate."""
     return [key for key in changes if key.startswith(_KEYS_OF_RATES)]
-
-
-def _print_line(line: str) -> None:
-    with contextlib.suppress(OSError):  # a terminal that is gone
-        print(line, flush=True)
