@@ -18,7 +18,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from forge_core import Transformer, TransformerConfig, initialise
 from forge_core.interp import ActivationStore
@@ -27,6 +26,7 @@ from forge_data import Loader, open_training
 from forge_testing import run_on_ranks
 from forge_testing.problems import rejects
 from forge_testing.runs import (
+    as_rank,
     assert_same_bits,
     fit_alone,
     fit_on_ranks,
@@ -388,13 +388,6 @@ def rank_replays(run: Path, step: int, output: Path) -> tuple[dict[str, Any], di
     as_rank()
     found = replay_step(run, step, output=output)
     return dict(found.differs), full(found.trainer), len(found.seen)
-
-
-def as_rank() -> None:
-    rank, world = dist.get_rank(), dist.get_world_size()
-    environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world,
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}  # fmt: skip
-    os.environ.update({name: str(value) for name, value in environment.items()})
 
 
 @pytest.mark.slow

@@ -69,7 +69,7 @@ def recorded(trainer: Trainer) -> list[str]:
 
         return call
 
-    for extension in trainer.extensions:
+    for extension in trainer.run.extensions:
         for hook in HOOKS:
             line = f"{hook} {type(extension).__name__}"
             setattr(extension, hook, wrapped(getattr(extension, hook), line))
@@ -86,8 +86,8 @@ def test_the_order_of_all_hooks_is_that_of_the_file(tmp_path: Path) -> None:
 
 def test_a_plain_run_has_no_extension_but_the_probe(tmp_path: Path) -> None:
     trainer = Trainer(load_job(write_job(tmp_path)))
-    assert [type(extension).__name__ for extension in trainer.extensions] == ["Health"]
-    assert not trainer.extensions.of("after_backward")
+    assert [type(extension).__name__ for extension in trainer.run.extensions] == ["Health"]
+    assert not trainer.run.extensions.of("after_backward")
 
 
 class Counts(Extension):

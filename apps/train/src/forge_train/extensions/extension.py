@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # `config` names callbacks, and most of these need `config`
     from forge_train.config.schema import JobConfig
     from forge_train.metrics.rows import MetricRows
     from forge_train.trainer.course import Course
+    from forge_train.trainer.evaluation import Evaluation
     from forge_train.trainer.progress import Progress
     from forge_train.trainer.recorder import Recorder
     from forge_train.trainer.run_directory import RunDirectory
@@ -47,10 +48,16 @@ class Run(Protocol):
     device: torch.device
     decision: Decision
     heartbeat: Heartbeat
+    evaluation: Evaluation
+    extensions: Extensions
     total_steps: int
 
     def label_weight(self, batch: Batch) -> float:
         """This rank's summand of the number that the loss of the step is divided by."""
+        ...
+
+    def next_rate(self, total_steps: int | None = None) -> float:
+        """The learning rate of the next step, before the factors of groups; or that in a run of so many steps."""
         ...
 
     def report(self, line: str) -> None:
@@ -58,9 +65,9 @@ class Run(Protocol):
         ...
 
 
-#: The attributes of a Run; two have other names in a Trainer.
-FIELDS = frozenset({*Run.__annotations__, "label_weight", "report"})
-_OF_TRAINER = {"folder": "paths", "decision": "_decision"}
+#: The attributes of a Run. Those of a Trainer have the same names, but for one, and an underscore where only a Run shows them.
+FIELDS = frozenset({*Run.__annotations__, "label_weight", "next_rate", "report"})
+_PUBLIC = frozenset({"job", "model", "optimizer", "loader", "meshes", "progress", "total_steps"})
 
 
 class RunView:
@@ -74,7 +81,9 @@ class RunView:
             raise AttributeError(
                 f"{name}: is no field of forge_train.Run, which are {sorted(FIELDS)}"
             )
-        return getattr(self._trainer, _OF_TRAINER.get(name, name))
+        if name == "folder":
+            return self._trainer.paths
+        return getattr(self._trainer, name if name in _PUBLIC else f"_{name}")
 
 
 class Extension:
@@ -98,7 +107,7 @@ class Extension:
     | start | before the first step; the checkpoint is loaded, files are open | yes | yes | yes |
     | around_step | around a step and what follows it, up to the next one | no | no | no |
     | before_batch | before the loader is read | yes | yes | no |
-    | before_forward | before the first forward of a step | yes | no | no |
+    | before_forward | before the first forward of a step | yes | if due | no |
     | token_counts | while the batch is read; the sums of all ranks go to `set_token_counts` | no | no | no |
     | set_token_counts | before the first backward | no | no | no |
     | around_backward | around forward and backward of the step | no | no | no |
@@ -116,7 +125,7 @@ class Extension:
     | weights_may_have_changed | after hooks of users | no | no | no |
     | finish | after the last save | yes | yes | no |
 
-    Rules. Whether a hook communicates follows from the configuration, the step and decisions of all ranks, never from the
+    If due: a check of every so many steps may. Rules. Whether a hook communicates follows from the configuration, the step and decisions of all ranks, never from the
     data of one rank: else ranks wait for each other forever. A JobError that all ranks raise alike ends the run with its
     code; any other error ends it, too. `before_*` and `around_*` are called in the order of the list, all others in
     reverse. The number of a step counts from 1; between steps it is that of the step that was done.

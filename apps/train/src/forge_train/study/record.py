@@ -136,7 +136,7 @@ class Recorder(Replay):
             last=self.last,
             world_size=trainer.meshes.world_size,
             layout=read_toml(trainer.paths.config).get("parallel", {}),
-            device=trainer.device.type,
+            device=trainer.run.device.type,
             environment=json.loads(trainer.paths.environment.read_text()),
             callbacks=callbacks,
             watches_modules=self.watches_modules,
@@ -227,7 +227,7 @@ class _Outputs:
     def _rows(self, value: Any) -> Tensor | None:
         """The value of a micro-batch, its rows first; None for one that has no rows, such as a loss."""
         trainer = self._trainer
-        rows, tp, batch = trainer.compute.micro_batch, trainer.meshes.tp, self._recorder.batch
+        rows, tp, batch = trainer.run.compute.micro_batch, trainer.meshes.tp, self._recorder.batch
         assert batch is not None
         length = batch.tokens.size(1) // trainer.meshes.cp.size
         if value.dim() == 2 and value.size(0) == rows * length:  # (B * S, E) of routers
@@ -243,7 +243,7 @@ class _Outputs:
 
     def _name_instances(self) -> None:
         """Give rows their instances: of the calls of a module in a step each micro-batch has as many, in order."""
-        batch, rows = self._recorder.batch, self._trainer.compute.micro_batch
+        batch, rows = self._recorder.batch, self._trainer.run.compute.micro_batch
         assert batch is not None
         ids, entries, found = batch.instance_ids.tolist(), self._recorder.entries, []
         for entry in entries[self._first :]:

@@ -38,7 +38,7 @@ def seen_rows(trainer: Trainer, batch: Batch | None) -> list[SeenRow]:
             texts = [decode(tokens[:_TOKENS])[:_CHARACTERS] for tokens in row.tokens]
             documents = None if row.documents is None else list(row.documents)
             own.append(asdict(SeenRow(row.instance, source, documents, texts)))
-    rows = [SeenRow(**row) for rank in trainer.agreement.exchange(own) for row in rank]
+    rows = [SeenRow(**row) for rank in trainer.run.agreement.exchange(own) for row in rank]
     return sorted(rows, key=lambda row: row.instance)
 
 
