@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from forge_testing import write_job
+from forge_testing import run_on_ranks, write_job
+from forge_testing.counts import HookCounts, allowed_by_hook
 from forge_testing.problems import rejects
+from forge_testing.runs import as_rank
 from forge_train import Callback, ConfigError, Extension, Trainer, load_job, read_run
 
 ORDER = Path(__file__).with_name("order_of_hooks.txt")
@@ -160,3 +162,27 @@ def test_a_run_until_a_step_that_saves_and_evaluates_nothing(tmp_path: Path) -> 
     assert rows[1] == rows[0][:2]
     with rejects("until", 5, "range", ConfigError):
         Trainer(private, until=5)
+
+
+def count_hooks(job: Path, keys: dict[str, Any]) -> tuple[Any, Any]:
+    """Collectives and waits of one rank, by hook and extension."""
+    as_rank()
+    trainer = Trainer(load_job(job, keys), [Mine(), Yours()])
+    counts = HookCounts(trainer)
+    trainer.fit()
+    return counts.collectives, counts.waits
+
+
+@pytest.mark.distributed
+def test_hooks_communicate_and_wait_as_the_table_says(tmp_path: Path) -> None:
+    table = allowed_by_hook()
+    assert table.keys() == {*HOOKS}
+    keys = {**KEYS, "metrics.console": "off", "parallel.dp_replicate": 2}
+    ranks = run_on_ranks(2, count_hooks, write_job(tmp_path, EVERYTHING), keys)
+    (collectives, _), (others, _) = ranks
+    assert collectives == others
+    assert not [k for k, n in collectives.items() if n and table[k[0]].collectives != "yes"]
+    assert collectives["after_step", "Health"]
+    due = {("before_forward", "Replicas")}
+    for _, waits in ranks:
+        assert {key for key, n in waits.items() if n and table[key[0]].waits != "yes"} == due
