@@ -186,3 +186,30 @@ def test_hooks_communicate_and_wait_as_the_table_says(tmp_path: Path) -> None:
     due = {("before_forward", "Replicas")}
     for _, waits in ranks:
         assert {key for key, n in waits.items() if n and table[key[0]].waits != "yes"} == due
+
+
+def fit_with_trace(job: Path, keys: dict[str, Any]) -> None:
+    as_rank()
+    Trainer(load_job(job, {**keys, "metrics.console": "off"})).fit()
+
+
+@pytest.mark.distributed
+def test_the_example_goes_on_with_the_same_bits(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    keys: dict[str, Any] = {
+        "callbacks.fisher.name": "examples.fisher_trace:FisherTrace",
+        "callbacks.fisher.options": {"decay": 0.5},
+        "schedule.name": "constant",
+        "metrics.every_steps": 1,
+        "train.steps": 6,
+    }
+    run_on_ranks(2, fit_with_trace, job, keys)
+    parts = {**keys, "run.dir": str(tmp_path / "parts")}
+    for steps in (3, 6):
+        run_on_ranks(2, fit_with_trace, job, {**parts, "train.steps": steps})
+    whole, stopped = (read_run(tmp_path / name).metrics for name in ("run", "parts"))
+    assert whole["fisher_trace"] == stopped["fisher_trace"]
+    total = weight = 0.0
+    for norm, found in zip(whole["grad_norm"], whole["fisher_trace"], strict=True):
+        total, weight = 0.5 * total + 0.5 * norm**2, 0.5 * weight + 0.5
+        assert found == pytest.approx(total / weight, rel=1e-6)
