@@ -98,7 +98,7 @@ class Allowed(NamedTuple):
 
 def allowed_by_hook() -> dict[str, Allowed]:
     """The table of hooks."""
-    found = {}
+    found: dict[str, Allowed] = {}
     for line in (Extension.__doc__ or "").splitlines():
         cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
         if len(cells) == 5 and set(cells[2:4]) <= {"yes", "no", "if due"}:

@@ -35,7 +35,7 @@ class Adapters(Extension):
         self._base = FrozenBase(path, run.model, names, frozen, run.agreement, run.meshes)
 
     def checkpoint_objects(self, objects: dict[str, Any]) -> dict[str, Any]:
-        if not self._frozen:  # lora.whole names all of them
+        if not self._frozen:  # each weight is trained itself
             return objects
         return {k: v for k, v in objects.items() if k != "model"} | self._base.objects()
 
