@@ -32,15 +32,15 @@ def fault_matrix() -> ModuleType:
 
 def slow_data(rank: int) -> None:
     """The phase `data` takes 3 ms, so that it can be met."""
-    from forge_train.trainer.trainer import Trainer
+    from forge_data import Loader
 
-    real = Trainer._next_batch
+    real = Loader.__next__
 
     def next_batch(self: Any) -> Any:
         time.sleep(_DATA_SECONDS)
         return real(self)
 
-    Trainer._next_batch = next_batch  # type: ignore[method-assign]
+    Loader.__next__ = next_batch  # type: ignore[method-assign]
 
 
 def dies_at(point: str, victim: int, marker: Path) -> Callable[[int], None]:
@@ -67,20 +67,20 @@ def exits(victim: int, after: int, marker: Path) -> Callable[[int], None]:
     """`sys.exit(0)` in one rank after so many of its steps, as a stray script would."""
 
     def plant(rank: int) -> None:
-        from forge_train.trainer.trainer import Trainer
+        from forge_train.extensions.extension import Extensions
 
         slow_data(rank)
-        real, left = Trainer._after_step, [after]
+        real, left = Extensions.call, [after]
 
-        def after_step(self: Any) -> None:
-            real(self)
-            left[0] -= 1
+        def call(self: Any, hook: str, *args: Any) -> None:
+            real(self, hook, *args)
+            left[0] -= hook == "after_step"
             if left[0] == 0:
                 marker.write_text(f"{victim} exit")
                 sys.exit(0)
 
         if rank == victim:
-            Trainer._after_step = after_step  # type: ignore[method-assign]
+            Extensions.call = call  # type: ignore[method-assign]
 
     return plant
 
@@ -121,19 +121,18 @@ def poison(rank: int) -> None:
     """Whichever step reads the poisoned instances has a loss that is nan, on the last rank alone."""
     import torch.distributed as dist
 
-    from forge_train.trainer.trainer import Trainer
+    from forge_parallel.compute import Compute
 
     slow_data(rank)
-    real = Trainer._forward_backward
+    real = Compute.gradients
 
-    def forward_backward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        share = real(self, *args, **kwargs)
-        end = self.loader.cursor
-        bad = {int(i) for i in self.loader.ids(end - self.loader.global_batch, end)} & {*POISONED}
+    def gradients(self: Any, batch: Any, normaliser: Any) -> Any:
+        share = real(self, batch, normaliser)
+        bad = {*batch.instance_ids.tolist()} & {*POISONED}
         victim = rank == dist.get_world_size() - 1
         return share * float("nan") if bad and victim else share
 
-    Trainer._forward_backward = forward_backward  # type: ignore[method-assign]
+    Compute.gradients = gradients  # type: ignore[method-assign]
 
 
 # ---- mistakes that a campaign must find; made in this process, so in all lives to come

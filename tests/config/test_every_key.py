@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import forge_data
-from forge_core import Transformer, TransformerConfig
+from forge_core import Transformer, TransformerConfig, flops_per_token
 from forge_data.prepare import prepare
 from forge_moe import MoE
 from forge_moe.gemm import choose_backend
@@ -37,6 +37,7 @@ from forge_resilience.supervise import Watch, supervise
 from forge_testing import run_on_ranks, vlm_jobs, write_job
 from forge_testing.chats import CHATML, HEADERS, save_tokenizer, talk, write_talks
 from forge_testing.disk import Disk
+from forge_testing.models import Counting
 from forge_testing.probes import wrong_products
 from forge_testing.problems import assert_problem, rejects
 from forge_train import Callback, ConfigError, DataError, Extension, Trainer, load_job, read_run
@@ -71,7 +72,7 @@ def shapes(t: Trainer) -> Any:
 
 
 def operations(t: Trainer) -> Any:
-    return t._flops
+    return [flops_per_token(t.model, s.seq_len) for s in t.run.course.stretches]
 
 
 def dtypes(t: Trainer) -> Any:
@@ -91,7 +92,7 @@ def seen(t: Trainer) -> Any:
     """The loss of the first batch with images, or why there is none."""
     t.prepare()
     try:
-        return float(t.compute.losses(next(t.loader)))
+        return float(t.run.compute.losses(next(t.loader)))
     except ValueError as error:
         return str(error)
 
@@ -188,8 +189,7 @@ def forwards(t: Trainer) -> Any:
     calls: list[tuple[int, ...]] = []
     t.prepare()
     t.model.register_forward_pre_hook(lambda m, args: calls.append(tuple(args[0].shape)))
-    t.checkpoints = SimpleNamespace(committed=-1, wants_retry=False)  # type: ignore[assignment]
-    t._forward_backward(next(t.loader))
+    t.run.compute.gradients(next(t.loader), lambda: 1.0)
     return calls
 
 
@@ -240,7 +240,7 @@ class Poison(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         def poison(gradient: torch.Tensor) -> torch.Tensor:
-            bad = trainer.progress.step == 6 and trainer.numerics.policy.rollbacks < 2
+            bad = trainer.progress.step == 6 and trainer.progress.policy.rollbacks < 2
             return gradient * self.factor if bad else gradient
 
         for parameter in trainer.model.parameters():
@@ -555,7 +555,7 @@ def routed(t: Trainer) -> Any:
 
 def hooks(t: Trainer) -> Any:
     t.fit()
-    return t.callbacks[0].calls  # type: ignore[attr-defined]
+    return next(c.calls for c in t.run.extensions if isinstance(c, Counting))
 
 
 def biases(t: Trainer) -> Any:
@@ -874,7 +874,9 @@ PROBES: dict[str, Probe] = {
         for key, other in (("max_rollbacks", 1), ("batches_before", 1), ("lr_factor", 0.5))
     },
     "callbacks.<name>.name": Probe(
-        f"{PARTS}:Steps", lambda t: type(t.callbacks[0]), {"callbacks.<name>.name": COUNTING}
+        f"{PARTS}:Steps",
+        lambda t: [type(e) for e in t.run.extensions],
+        {"callbacks.<name>.name": COUNTING},
     ),
     "callbacks.<name>.every_steps": Probe(2, hooks, {"callbacks.<name>.name": COUNTING}),
     "callbacks.<name>.options": Probe(
@@ -1390,7 +1392,9 @@ def test_ids_between_documents_of_raw_files(tmp_path: Path, place: str, key: str
 
     def documents(number: int, more: dict[str, Any]) -> list[int]:
         t = build(tmp_path / str(number), {**settings, **more})
-        stream = t.evaluation.streams["validation"] if place == "validation" else t.loader.stream
+        stream = (
+            t.run.evaluation.streams["validation"] if place == "validation" else t.loader.stream
+        )
         return stream.source.documents.tolist()  # type: ignore[union-attr]
 
     assert documents(1, {}) == [0]
@@ -1411,7 +1415,7 @@ def of_kind(folder: Path, source: str, kind: str, settings: dict[str, Any]) -> A
     except (ConfigError, DataError) as error:
         return str(error)
     stream = (
-        trainer.evaluation.streams["validation"]
+        trainer.run.evaluation.streams["validation"]
         if source == "validation"
         else trainer.loader.stream
     )
@@ -1508,7 +1512,9 @@ def test_keys_of_chat_choose_what_is_learnt(
                 build(tmp_path / f"{place[0]}{number}", settings)
             return str(error.value)
         t = build(tmp_path / f"{place[0]}{number}", settings)
-        stream = t.evaluation.streams["validation"] if place == "validation" else t.loader.stream
+        stream = (
+            t.run.evaluation.streams["validation"] if place == "validation" else t.loader.stream
+        )
         assert stream is not None
         arrays = stream.arrays(numpy.arange(2))
         return str({name: value.tolist() for name, value in arrays.items()})
@@ -1553,6 +1559,6 @@ def test_validation_keys_choose_what_is_measured(tmp_path: Path) -> None:
         "data.validation.name": "forge_testing.models:Alphabet",
         "data.validation.split": "validation",
     })  # fmt: skip
-    seen = [t.evaluation.streams["validation"].fingerprint() for t in (own, other, alphabet)]
+    seen = [t.run.evaluation.streams["validation"].fingerprint() for t in (own, other, alphabet)]
     assert len({json.dumps(s, sort_keys=True) for s in seen}) == 3
     assert seen[2]["source.shift"] == 1, seen[2]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from forge_data import PhaseConfig
+from forge_data import Batch, PhaseConfig
 from forge_data.ledger import Ledger
 from forge_testing import forge_train, kill_after_step, start
 from forge_testing.problems import rejects
@@ -128,14 +128,15 @@ def test_steps_back_count_from_where_another_global_batch_began(tmp_path: Path, 
 class Seen(Callback):
     """The shape of each step's rows, the rate and the tokens."""
 
+    def before_forward(self, step: int, batch: Batch) -> None:
+        self.shapes.append((self.trainer.loader.global_batch, batch.tokens.size(1)))
+
     def on_start(self, trainer: Trainer) -> None:
         self.shapes: list[tuple[int, int]] = []
         self.rates: list[float] = []
         self.tokens: list[int] = []
 
     def on_step_end(self, trainer: Trainer) -> None:
-        rows = trainer.loader.state_dict()["last_batch"]
-        self.shapes.append((rows, trainer.phases.stretch.seq_len))
         self.rates.append(trainer.optimizer.param_groups[0]["lr"])
         self.tokens.append(trainer.progress.tokens)
 

@@ -1,27 +1,18 @@
-"""What a step on several ranks communicates and waits for, in counts; times are for benchmarks.
-
-Host syncs are counted as what on a GPU would wait for it: reads of values (`.item()`, `float(tensor)`,
-`if tensor`, `.tolist()`, `.cpu()`, `.numpy()`) and results whose size depends on values.
-"""
+"""What a step on several ranks communicates and waits for, in counts; times are for benchmarks."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import sys
-import unittest.mock
 from pathlib import Path
 from typing import Any
 
 import overhead
 import pytest
-import torch
-import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_parallel import ParallelConfig, make_meshes
 from forge_testing import run_on_ranks, write_job
+from forge_testing.counts import Counts
+from forge_testing.runs import as_rank
 from forge_train import Callback, Trainer, load_job
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
@@ -55,75 +46,6 @@ def test_a_step_communicates_as_a_loop_by_hand_and_waits_for_nothing(world: int)
         assert counts["forge"]["syncs"] == 0
 
 
-# Readers of what is on the host in any case, by module or function.
-HOST_READERS = (
-    "forge_data.loader",  # rows come as numpy arrays
-    "forge_data.packing",
-    "forge_resilience.agreement",  # votes are exchanged between hosts
-    "forge_core.model.documents",  # cuts rows at documents; on an accelerator one copy, as documented
-    "documents",  # context parallelism plans by ids that lie on the host
-    "forge_data.batch",  # counts a batch's labels as it makes it
-    "forge_parallel.host_copy",  # what was copied a step before
-    "columns",  # the same numbers, of mixtures
-    "_not_padding",  # forge_core looks for padding on a CPU only
-)
-
-
-# On an accelerator the host would wait: for a value, or for the size of a result.
-_WAITING = {
-    torch.ops.aten._local_scalar_dense.default,
-    torch.ops.aten.nonzero.default,
-    torch.ops.aten.masked_select.default,
-    torch.ops.aten._unique2.default,
-}
-_READERS = ("tolist", "cpu", "numpy")  # no operator on a CPU, so they are watched by name
-
-
-class Counts(TorchDispatchMode):
-    """Counts what would wait for an accelerator, outside HOST_READERS, and collectives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reads = self.collectives = 0
-        self._patches = contextlib.ExitStack()
-
-    def __enter__(self) -> Counts:
-        for name in _READERS:
-            original = getattr(torch.Tensor, name)
-            self._patches.enter_context(
-                unittest.mock.patch.object(torch.Tensor, name, self._counted(original))
-            )
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._patches.close()
-        super().__exit__(*error)
-
-    def _counted(self, original: Any) -> Any:
-        def read(tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-            self.reads += not _of_the_host()
-            return original(tensor, *args, **options)
-
-        return read
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        read = func in _WAITING
-        self.reads += read and not _of_the_host()
-        self.collectives += func.namespace == "c10d" or (
-            func.namespace == "_c10d_functional" and "wait" not in str(func)
-        )
-        return func(*args, **(kwargs or {}))
-
-
-def _of_the_host() -> bool:
-    frame: Any = sys._getframe()
-    while frame is not None:
-        if {frame.f_globals.get("__name__"), frame.f_code.co_name} & {*HOST_READERS}:
-            return True
-        frame = frame.f_back
-    return False
-
-
 class CountAStep(Callback):
     """Counts from the end of one step to the end of the next."""
 
@@ -140,11 +62,7 @@ class CountAStep(Callback):
 
 def count_runner(job: Path, overrides: dict[str, Any]) -> tuple[int, int]:
     """(reads of single values, collectives) of a step of `forge-train run`."""
-    rank, world = str(dist.get_rank()), str(dist.get_world_size())
-    os.environ.update(
-        RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world,
-        MASTER_ADDR="127.0.0.1", MASTER_PORT="1",
-    )  # fmt: skip
+    as_rank()
     callback = CountAStep(after=4)
     Trainer(load_job(job, overrides), [callback]).fit()
     return callback.counts.reads, callback.counts.collectives

@@ -30,6 +30,7 @@ class World:
     """What a fault may touch. `trainer` is None before one is built."""
 
     trainer: Any = None
+    checkpoints: Any = None
     is_down = False  # the service of Tracker
 
     def __init__(self, folder: Path, place: str) -> None:
@@ -150,7 +151,7 @@ def _data_damaged(world: World) -> None:
 
 def _checkpoints_damaged(world: World) -> None:
     if world.place == "step":
-        world.trainer.checkpoints.settle()  # else the save in flight is whole afterwards
+        world.checkpoints.settle()  # else the save in flight is whole afterwards
     for number, path in enumerate(sorted(world.run.glob("checkpoints/step-????????/*.bin"))):
         truncate(path, number)
     if world.place == "step":
@@ -375,9 +376,9 @@ def _plant(fault: Fault, world: World) -> None:
     def saves(descriptor: int) -> bool:
         return f"step-{step:08d}" in os.readlink(f"/proc/self/fd/{descriptor}")
 
-    before(Trainer, "_materialise", lambda trainer: bool(built(trainer)) and False)
+    before(Trainer, "fit", lambda trainer, *_: bool(built(trainer)) and False)
+    before(Checkpoints, "load", lambda own, *_: bool(setattr(world, "checkpoints", own)))
     before(Health, "start", lambda *_: place == "start" and fault.opened)
-    before(Trainer, "_after_step", lambda t: place == "step" and t.progress.step == 3)
     if fault.inside:
         before(blocks, "write_at", lambda descriptor, *_: saves(descriptor))
     else:
@@ -385,6 +386,9 @@ def _plant(fault: Fault, world: World) -> None:
     before(
         Extensions,
         "call",
-        lambda _, hook, *__: place == "report" and hook == "finish" and fault.traceback,
+        lambda _, hook, *args: (
+            (place == "step" and (hook, *args) == ("after_step", 3))
+            or (place == "report" and hook == "finish" and fault.traceback)
+        ),
     )
     before(summary, "print_summary", lambda *_: place == "report")

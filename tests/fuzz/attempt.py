@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -10,15 +11,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
-import torch.distributed as dist
 from tests.fuzz.case import load_tensors
 from tests.fuzz.double import compute_in_double
 from tests.fuzz.job import Job, layout_keys, world_of
 
+from forge_parallel.compute import Compute
 from forge_testing import RankError, run_on_ranks
 from forge_testing.devices import device
+from forge_testing.runs import as_rank
 from forge_train import Callback, Trainer, load_job, read_run
 from forge_train.errors import ConfigError, DataError, JobError
 
@@ -92,8 +95,9 @@ class _Events(Callback):
             self.initial = whole_tensors(trainer)
         if self.plan.only_begin:
             raise _Begun
-        if self.plan.bad:
-            _spoil(trainer, self.plan)
+
+    def around_run(self, run: Any) -> contextlib.AbstractContextManager[Any] | None:
+        return _spoiled(self.plan, run) if self.plan.bad else None
 
     def on_step_end(self, trainer: Trainer) -> None:
         plan = self.plan
@@ -101,20 +105,20 @@ class _Events(Callback):
             os.kill(os.getpid(), signal.SIGKILL if plan.kill else signal.SIGTERM)
 
 
-def _spoil(trainer: Any, plan: Plan) -> None:
+def _spoiled(plan: Plan, run: Any) -> contextlib.AbstractContextManager[Any]:
     """Multiply loss and gradients of the bad step, unless its data were left out by a rollback."""
-    compute = trainer._forward_backward
+    gradients = Compute.gradients
 
-    def spoiled(batch: Any, fault: Any) -> Any:
-        share = compute(batch, fault)
-        if trainer.progress.step + 1 == plan.bad and not trainer.loader.skipped:
+    def spoiled(self: Any, batch: Any, normaliser: Any) -> Any:
+        share = gradients(self, batch, normaliser)
+        if run.progress.step + 1 == plan.bad and not run.loader.skipped:
             share = share * plan.factor
-            for parameter in trainer.compute.parameters:
+            for parameter in self.parameters:
                 if parameter.grad is not None:
                     parameter.grad.mul_(plan.factor)
         return share
 
-    trainer._forward_backward = spoiled
+    return mock.patch.object(Compute, "gradients", spoiled)
 
 
 def whole_tensors(trainer: Trainer) -> Tensors:
@@ -139,11 +143,8 @@ def whole_tensors(trainer: Trainer) -> Tensors:
 
 def fit(job: Path, overrides: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
     """One rank of one attempt, as `forge-train run` would be it."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world,
-                   "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1,
-                   "FORGE_CACHE": job.parent / "cache"}  # fmt: skip
-    os.environ.update({name: str(value) for name, value in environment.items()})
+    as_rank()
+    os.environ["FORGE_CACHE"] = str(job.parent / "cache")
     _set_backend(plan.backend)
     events, step = _Events(plan), 0
     if plan.double:

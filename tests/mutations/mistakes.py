@@ -516,8 +516,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "the trained weights are evaluated in place of their average",
         f"{_TRAIN}/trainer/trainer.py",
-        ", self.rows.meter.paused() as pause, self.evaluation_point():",
-        ", self.rows.meter.paused() as pause:\n            self.evaluation_point()",
+        ", self._rows.meter.paused() as pause, self.evaluation_point():",
+        ", self._rows.meter.paused() as pause:\n            self.evaluation_point()",
     ),
     Mistake(
         "a failed save waits for the next interval",
@@ -528,14 +528,14 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "a callback is told of a checkpoint when its own rank knows of it",
         f"{_TRAIN}/trainer/trainer.py",
-        "self._announce(self.checkpoints.announce(self._decision.saved))",
-        "self._announce(self.checkpoints.announce(self.checkpoints.committed))",
+        "self._announce(self._checkpoints.announce(self._decision.saved))",
+        "self._announce(self._checkpoints.announce(self._checkpoints.committed))",
     ),
     Mistake(
         "a step uses the learning rate of the step before",
         f"{_TRAIN}/trainer/trainer.py",
-        "(schedule or self.schedule)(self.course.scheduled(step, tokens))",
-        "(schedule or self.schedule)(self.course.scheduled(max(step - 1, 1), tokens))",
+        "(schedule or self._schedule)(self._course.scheduled(step, tokens))",
+        "(schedule or self._schedule)(self._course.scheduled(max(step - 1, 1), tokens))",
     ),
     Mistake(
         "a run of tokens is rounded down",

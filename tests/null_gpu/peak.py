@@ -83,10 +83,9 @@ def _train(job: dict[str, Any], folder: Path) -> dict[str, int]:
     """The allocator's peaks of this rank."""
     assemble.initialise = _nothing  # type: ignore[assignment]
     if not job["saves"]:
-        Trainer._save = _nothing  # type: ignore[assignment, method-assign]
         Store.prepare = _nothing  # type: ignore[assignment, method-assign]
     flags = {**job["flags"], "run.dir": str(folder / "run"), "health.at_start": False}
-    trainer = Trainer(load_job(job["config"], flags))
+    trainer = Trainer(load_job(job["config"], flags), saves=job["saves"])
     with launch(trainer.config.parallel):
         trainer.fit(trainer.meshes)
         found = torch.cuda.memory_stats()

@@ -42,7 +42,7 @@ class FlippedBit(Callback):
 
     def on_start(self, trainer: Trainer) -> None:
         if self.after_seal:
-            replicas = next(e for e in trainer.extensions if isinstance(e, Replicas))
+            replicas = next(e for e in trainer.run.extensions if isinstance(e, Replicas))
             seal = replicas.after_step
 
             def seal_and_flip(step: int) -> None:

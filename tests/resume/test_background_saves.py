@@ -50,7 +50,6 @@ class SlowDisk(Heard):
 
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.progress.step == 2:
-            trainer.checkpoints.settle()
             self.disk.close()
             trainer.request_save()
         if trainer.progress.step == 5:
@@ -141,13 +140,13 @@ class LateToHear(Heard):
     """The writing thread of this rank learns of a commit at the end of step 8."""
 
     def on_start(self, trainer: Trainer) -> None:
-        record, self.gate = trainer.recorder.record, threading.Event()
+        record, self.gate = trainer.run.recorder.record, threading.Event()
 
         def late(event: str, **fields: Any) -> None:
             assert event != "save" or self.gate.wait(60)
             record(event, **fields)
 
-        trainer.recorder.record = late  # type: ignore[method-assign]
+        trainer.run.recorder.record = late  # type: ignore[method-assign]
 
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.progress.step == 8:

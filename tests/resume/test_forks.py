@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +20,7 @@ from forge_testing import forge_train, kill_after_step, run_on_ranks, start, wri
 from forge_testing.jobs import TINY_JOB
 from forge_testing.problems import rejects
 from forge_testing.runs import (
+    as_rank,
     assert_close,
     assert_same_bits,
     fit_on_ranks,
@@ -30,6 +31,7 @@ from forge_testing.runs import (
 from forge_train import Callback, ConfigError, StateError, Trainer, load_job, read_run
 from forge_train.hf.exporting import export_run
 from forge_train.hf.importing import import_folder
+from forge_train.trainer.fork import Fork, find_fork
 
 pytestmark = pytest.mark.lane("test")
 
@@ -469,12 +471,15 @@ def test_on_two_ranks_a_decay_of_a_trunk_is_the_whole_run_bit_for_bit(tmp_path: 
 def fork_of_another_step(job: Path, other: Path, settings: dict[str, Any]) -> Any:
     """Rank 1 looked a moment before the parent saved."""
     rank = dist.get_rank()
-    os.environ.update({"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)})
-    os.environ |= {"LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    trainer = Trainer(load_job(job, {**QUIET, **settings}))
-    assert trainer.fork is not None
-    if rank == 1:
-        trainer.fork = replace(trainer.fork, source=replace(trainer.fork.source, path=other))
+    as_rank()
+
+    def find(*args: Any) -> Fork:
+        found = find_fork(*args)
+        assert found is not None
+        return replace(found, source=replace(found.source, path=other)) if rank else found
+
+    with mock.patch("forge_train.trainer.trainer.find_fork", find):
+        trainer = Trainer(load_job(job, {**QUIET, **settings}))
     trainer.fit()
     return trainer.progress.tokens, full(trainer)
 

@@ -123,7 +123,7 @@ class BadValidationOnRank1(Callback):
             def arrays(ids: Any) -> Any:
                 raise self.error("no such rows")
 
-            trainer.evaluation.streams["validation"].arrays = arrays  # type: ignore[union-attr, method-assign]
+            trainer.run.evaluation.streams["validation"].arrays = arrays  # type: ignore[union-attr, method-assign]
 
 
 class BadWeightsOnRank1(BadValidationOnRank1):

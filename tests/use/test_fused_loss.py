@@ -154,9 +154,9 @@ def test_no_tensor_has_the_size_of_all_logits(tmp_path: Path, training: bool) ->
         batch = next(trainer.loader)
         with Largest() as largest:
             if training:
-                trainer.compute.gradients(batch, lambda: 1.0)
+                trainer.run.compute.gradients(batch, lambda: 1.0)
             else:
-                trainer.compute.losses(batch)
+                trainer.run.compute.losses(batch)
         found.append(largest.numel)
     assert found[0] == rows * length * vocab
     assert found[1] <= _BLOCK < rows * length * vocab

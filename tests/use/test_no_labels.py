@@ -72,7 +72,7 @@ def test_F205_a_step_without_labels_has_no_loss_and_changes_nothing(tmp_path: Pa
     one, two, three, _ = Weights.seen
     assert all(torch.equal(one[name], two[name]) for name in one)  # no decay either
     assert not all(torch.equal(two[name], three[name]) for name in two)
-    window = trainer.numerics.policy.state_dict()["window"][0]
+    window = trainer.progress.policy.state_dict()["window"][0]
     assert window == pytest.approx([loss[2], loss[3]])
     (event,) = (e for e in run.events if e["event"] == "skip")
     assert (event["step"], event["unlabeled"]) == (2, 1)

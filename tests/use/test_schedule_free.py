@@ -90,7 +90,7 @@ def loss_of(model: torch.nn.Module, trainer: Trainer) -> float:
     for start in (0, 4):  # the 8 sequences of the evaluation
         from forge_data import batch_of
 
-        batch = batch_of(trainer.evaluation.streams["validation"], range(start, start + 4))
+        batch = batch_of(trainer.run.evaluation.streams["validation"], range(start, start + 4))
         with torch.no_grad():
             logits = model(batch.tokens, batch.positions, batch.document_ids)
         losses = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="sum")

@@ -24,7 +24,7 @@ from forge_testing.runs import (
     together,
 )
 from forge_testing.vlm_jobs import TRANSFORMERS, flags, write_vlm_job
-from forge_train import ConfigError, Trainer, load_job, read_run
+from forge_train import Callback, ConfigError, Trainer, load_job, read_run
 from forge_vlm import VLM
 
 pytestmark = pytest.mark.lane("test")
@@ -197,16 +197,14 @@ def test_a_run_that_is_killed_goes_on_with_the_same_bits(tmp_path: Path, step: i
 
 def test_a_frozen_encoder_is_in_eval_mode_whenever_it_is(tmp_path: Path) -> None:
     plan = STAGES.replace("text = 0.1", "vision = 0.1")
-    trainer = Trainer(load_job(write_vlm_job(tmp_path, plan)))
     modes = []
-    step = trainer._forward_backward
 
-    def watched(*args: Any) -> Any:
-        modes.append((trainer.model.training, trainer.model.vision.training))
-        return step(*args)
+    class Watch(Callback):
+        def around_backward(self, step: int) -> None:
+            model = self.trainer.model
+            modes.append((model.training, model.vision.training))
 
-    trainer._forward_backward = watched
-    trainer.fit()
+    Trainer(load_job(write_vlm_job(tmp_path, plan)), [Watch()]).fit()
     assert modes == [(True, False)] * 3 + [(True, True)] * 3
 
 

@@ -13,6 +13,7 @@ from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone, fit_on_ranks, saved_tensors
 from forge_testing.vlm_jobs import write_vlm_job
 from forge_train import ConfigError, Trainer, load_job, read_run
+from forge_train.trainer.fork import find_fork
 
 SIZES = {"dim": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 16, "init_std": 0.2}
 
@@ -78,8 +79,9 @@ def test_a_part_is_taken_where_it_is_asked_for(tmp_path: Path) -> None:
     parent = text_run(tmp_path / "text", qk_norm=True)
     job = write_vlm_job(tmp_path / "vlm")
     trainer = Trainer(load_job(job, {"init.from": str(parent), "init.patterns": ["*"]}))
-    assert trainer.fork is not None
-    assert {n.rpartition(".mixer.")[2] for n in trainer.fork.weights.unused} == {
+    fork = find_fork(trainer.job, trainer.model, trainer.loader, trainer.total_steps)
+    assert fork is not None
+    assert {n.rpartition(".mixer.")[2] for n in fork.weights.unused} == {
         "q_norm.weight",
         "k_norm.weight",
     }

@@ -44,11 +44,11 @@ class KeepsLosses(Callback):
     modes: ClassVar[list[bool]] = []
 
     def on_end(self, trainer: Trainer) -> None:
-        asked = trainer.evaluation.choices["code"]
+        asked = trainer.run.evaluation.choices["code"]
         modules = list(trainer.model.modules())
         modules[-1].eval()  # of a model in training mode
         before = [module.training for module in modules]
-        found = asked.losses(trainer.compute, trainer.agreement)
+        found = asked.losses(trainer.run.compute, trainer.run.agreement)
         self.modes.append([module.training for module in modules] == before)
         if trainer.meshes.rank == 0:
             (trainer.paths.path / "choices.json").write_text(json.dumps(found))

@@ -13,6 +13,7 @@ from forge_testing.problems import ANY, assert_problem, rejects
 from forge_train import DataError, JobError, Trainer, load_job
 from forge_train.hf.exporting import export_run
 from forge_train.hf.importing import import_folder
+from forge_train.trainer.fork import find_fork
 
 pytestmark = pytest.mark.lane("test")
 
@@ -159,9 +160,10 @@ def test_weights_alone_of_another_parametrization_are_taken_and_said(
     tmp_path: Path, places: dict[str, str]
 ) -> None:
     trainer = build(tmp_path, init__from=places["run"], model__parametrization="mup")
-    assert trainer.fork is not None
-    assert (trainer.fork.changed or {})["model.parametrization"] == ["standard", "mup"]
-    assert any("model.parametrization" in line for line in trainer.fork.lines())
+    fork = find_fork(trainer.job, trainer.model, trainer.loader, trainer.total_steps)
+    assert fork is not None
+    assert (fork.changed or {})["model.parametrization"] == ["standard", "mup"]
+    assert any("model.parametrization" in line for line in fork.lines())
 
 
 def test_moments_of_another_base_of_mup_are_refused(tmp_path: Path) -> None:

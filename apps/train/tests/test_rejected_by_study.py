@@ -18,7 +18,6 @@ from forge_train import ConfigError, JobError, StateError, process
 from forge_train.study import bisect, difference, page, private_job, replay, sweep, verbs
 from forge_train.study.record import Part, Record
 from forge_train.study.runs import writing
-from forge_train.trainer.trainer import Trainer
 
 pytestmark = pytest.mark.lane("test")
 
@@ -151,10 +150,6 @@ def test_steps_of_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         private_job.private_job(tmp_path, 0, tmp_path / "x", {"run.seed": 1})
     with rejects("--set", "parallel.tp", "form", ConfigError):
         private_job.parse_settings(("parallel.tp",))
-
-    monkeypatch.setattr(Trainer, "__init__", lambda self, *_: setattr(self, "total_steps", 4))
-    with rejects("--step", 5, "range", ConfigError):
-        replay.Replay(tmp_path, None, 2, 5, replay.Visitor())  # type: ignore[arg-type]
 
 
 def test_the_folder_of_a_replay(tmp_path: Path) -> None:

@@ -288,13 +288,13 @@ def test_layouts_of_pipelines_and_probes(tmp_path: Path) -> None:
     found(layout._objective(of, Fake(**RANKS)), "train.objective", "a:b", "pipeline")
 
 
-def test_objectives_and_groups_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_objectives_and_groups_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = objective.Objective.__new__(objective.Objective)
     own._function, own._name, own._options = (lambda model, batch: torch.zeros(2)), "a:b", {}
     with rejects("train.objective", "a:b", "type", ConfigError):
         own(nn.Module(), None)  # type: ignore[arg-type]
     with rejects("meshes", 2, "mismatch", ConfigError):
-        Trainer._join(Fake(loader=Fake(world_size=1)), Fake(batch_size=2))
+        Trainer(load_job(write_job(tmp_path))).prepare(Fake(batch_size=2))
     wanted = Fake(tensorboard=False, sinks={n: Fake(name="mlflow") for n in "ab"})
     monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
     problems = list(sinks.sink_problems(wanted))
@@ -306,25 +306,25 @@ def test_F195_folders_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     (tmp_path / "file").touch()
     with rejects("run.dir", str(tmp_path / "file"), "write", ConfigError):
         RunDirectory(tmp_path / "file").create()
-    job, run = load_job(write_job(tmp_path)), RunDirectory(tmp_path / "run")
-    run.path.mkdir()
+    job, paths = load_job(write_job(tmp_path)), RunDirectory(tmp_path / "run")
+    paths.path.mkdir()
     for file, code, read in (
-        (run.imported, "imported", run.changes_of_import),
-        (run.config, "damaged", run.changes),
+        (paths.imported, "imported", paths.changes_of_import),
+        (paths.config, "damaged", paths.changes),
     ):
         file.write_text("[")
         with rejects("", str(file), code, ConfigError):
             read(job)
     for empty in ("", "# nothing\n"):  # F195: of each key it said that it was None before
-        run.config.write_text(empty)
-        for look in (lambda: run.changes(job), lambda: run_layers(run)):
-            with rejects("", str(run.config), "damaged", ConfigError):
+        paths.config.write_text(empty)
+        for look in (lambda: paths.changes(job), lambda: run_layers(paths)):
+            with rejects("", str(paths.config), "damaged", ConfigError):
                 look()
     changes = {"run.seed": [0, 1], "optimizer.ema.decay": ["none", 0.9]}
     with rejects("run.seed", 1, "fixed", ConfigError) as caught:
-        run._refuse_other_experiment(changes)
+        paths._refuse_other_experiment(changes)
     assert_problem(caught.value, "optimizer.ema.decay", 0.9, "average")
-    run.config.unlink()
-    run.config.mkdir()
-    with rejects("run.dir", str(run.path), "room", JobError):
-        run.record(job, ["here"])
+    paths.config.unlink()
+    paths.config.mkdir()
+    with rejects("run.dir", str(paths.path), "room", JobError):
+        paths.record(job, ["here"])

@@ -162,10 +162,10 @@ def test_a_disk_without_space_for_rows_and_events_does_not_stop_a_run(
     class Full(Callback):
         def on_step_end(self, trainer: Trainer) -> None:
             step = trainer.progress.step
-            trainer.recorder.flush()
+            trainer.run.recorder.flush()
             full = step in (2, 3)  # in the second row, and less than the messages of this test
             resource.setrlimit(resource.RLIMIT_FSIZE, (700, limit[1]) if full else limit)
-            trainer.recorder.record("mine", step=step, text="x" * 700)
+            trainer.run.recorder.record("mine", step=step, text="x" * 700)
 
     job = write_job(tmp_path)
     off = {"checkpoint.every_steps": 0, "eval.every_steps": 0, "metrics.console": "off"}

@@ -37,13 +37,18 @@ def make_job(folder: Path, extra: str = "") -> Path:
     return path
 
 
-def fit(job: Path, overrides: dict[str, Any], callback: type[Callback] | None = None) -> Fitted:
-    """One rank of the pool as `forge-train run` would be it."""
+def as_rank(here: int | None = None) -> None:
+    """Set the environment that a launcher gives to this rank of the pool, with nodes of `here` ranks, by default one."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    here = overrides.pop("LOCAL_WORLD_SIZE", world)  # as if a node held so many ranks
+    here = here or world
     environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank % here,
                    "LOCAL_WORLD_SIZE": here, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": 1}  # fmt: skip
     os.environ.update({name: str(value) for name, value in environment.items()})
+
+
+def fit(job: Path, overrides: dict[str, Any], callback: type[Callback] | None = None) -> Fitted:
+    """One rank of the pool as `forge-train run` would be it."""
+    as_rank(overrides.pop("LOCAL_WORLD_SIZE", None))  # as if a node held so many ranks
     step = 0
     overrides = {"parallel.device": device().type, **overrides}
     try:

@@ -39,8 +39,6 @@ class ProfileConfig:
 
 def profile_problems(config: ProfileConfig, world_size: int, total_steps: int) -> Iterator[Problem]:
     """Why a run of so many ranks and steps never comes to this window."""
-    if not config.num_steps:
-        return
     last = config.start_step + config.num_steps - 1
     if last > total_steps:
         rule = (

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from forge_train.config.schema import JobConfig
+from forge_train.extensions.adapters import Adapters
 from forge_train.extensions.experts import Experts
 from forge_train.extensions.extension import Extension
 from forge_train.extensions.gradients import Gradients
@@ -16,7 +17,7 @@ from forge_train.extensions.replicas import Replicas
 from forge_train.extensions.stages import FreezingStages
 
 #: All kinds in the order of their calls (`Extension` says which hooks reverse it). None: those of users.
-ORDER = (Replicas, Profile, None, FreezingStages, Experts, Gradients, Health)
+ORDER = (Adapters, Replicas, Profile, None, FreezingStages, Experts, Gradients, Health)
 
 
 def extensions_of(

@@ -46,7 +46,7 @@ class Experts(Extension):
         self._routing = RoutingSteps(run.model, config.run.seed, meshes, self._hooks)
         self._restore()
 
-    def before_forward(self, step: int) -> None:
+    def before_forward(self, step: int, batch: Batch) -> None:
         self._routing.begin(step, self._run.loader)
 
     def token_counts(self, batch: Batch) -> Sequence[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -19,9 +19,12 @@ if TYPE_CHECKING:  # `config` names callbacks, and most of these need `config`
     from forge_parallel.compute import Compute
     from forge_resilience import Agreement, Decision
     from forge_resilience.heartbeat import Heartbeat
+    from forge_train._shared.problems import Problem
     from forge_train.config.resolve import ResolvedJob
+    from forge_train.config.schema import JobConfig
     from forge_train.metrics.rows import MetricRows
     from forge_train.trainer.course import Course
+    from forge_train.trainer.evaluation import Evaluation
     from forge_train.trainer.progress import Progress
     from forge_train.trainer.recorder import Recorder
     from forge_train.trainer.run_directory import RunDirectory
@@ -45,16 +48,26 @@ class Run(Protocol):
     device: torch.device
     decision: Decision
     heartbeat: Heartbeat
+    evaluation: Evaluation
+    extensions: Extensions
     total_steps: int
 
     def label_weight(self, batch: Batch) -> float:
         """This rank's summand of the number that the loss of the step is divided by."""
         ...
 
+    def next_rate(self, total_steps: int | None = None) -> float:
+        """The learning rate of the next step, before the factors of groups; or that in a run of so many steps."""
+        ...
 
-#: The attributes of a Run; two have other names in a Trainer.
-FIELDS = frozenset({*Run.__annotations__, "label_weight"})
-_OF_TRAINER = {"folder": "paths", "decision": "_decision"}
+    def report(self, line: str) -> None:
+        """Print a line on rank 0, unless `metrics.console` is off."""
+        ...
+
+
+#: The attributes of a Run. Those of a Trainer have the same names, but for one, and an underscore where only a Run shows them.
+FIELDS = frozenset({*Run.__annotations__, "label_weight", "next_rate", "report"})
+_PUBLIC = frozenset({"job", "model", "optimizer", "loader", "meshes", "progress", "total_steps"})
 
 
 class RunView:
@@ -68,7 +81,9 @@ class RunView:
             raise AttributeError(
                 f"{name}: is no field of forge_train.Run, which are {sorted(FIELDS)}"
             )
-        return getattr(self._trainer, _OF_TRAINER.get(name, name))
+        if name == "folder":
+            return self._trainer.paths
+        return getattr(self._trainer, name if name in _PUBLIC else f"_{name}")
 
 
 class Extension:
@@ -85,27 +100,32 @@ class Extension:
 
     | hook | called | collectives | waits for the device | changes weights |
     |---|---|---|---|---|
+    | problems | before anything is opened or started | no | no | no |
     | around_run | around all of it, from before the checkpoint is loaded | no | no | no |
+    | checkpoint_objects | before the checkpoint is loaded | no | no | no |
+    | after_load | the state is loaded, at the start or to go back; `start` is to come | yes | yes | yes |
     | start | before the first step; the checkpoint is loaded, files are open | yes | yes | yes |
     | around_step | around a step and what follows it, up to the next one | no | no | no |
-    | before_batch | before the loader is read | no | no | no |
-    | before_forward | before the first forward of a step | yes | no | no |
+    | before_batch | before the loader is read | yes | yes | no |
+    | before_forward | before the first forward of a step | yes | if due | no |
     | token_counts | while the batch is read; the sums of all ranks go to `set_token_counts` | no | no | no |
     | set_token_counts | before the first backward | no | no | no |
     | around_backward | around forward and backward of the step | no | no | no |
     | after_backward | gradients are those of the global batch, not yet clipped | yes | no | no |
     | on_row | the numbers of a row are on the host; weights are still those of its step | no | no | no |
     | after_update | after the optimizer's step, which is masked where `bad` is 1 | yes | no | buffers |
+    | wants_row | after the update | no | no | no |
     | numbers | after the update of a step that has a row | yes | no | no |
     | columns | with the same numbers, on the host, one step later | no | no | no |
     | after_step | between steps | yes | yes | yes |
     | before_save | before the state is saved | yes | yes | no |
     | after_rollback | the run went back to the checkpoint of a step; states are loaded | yes | yes | no |
     | on_saved, on_evaluated | between steps: a checkpoint is committed, a set is evaluated | yes | yes | yes |
+    | after_evaluation | the model ran on validation data | no | no | no |
     | weights_may_have_changed | after hooks of users | no | no | no |
     | finish | after the last save | yes | yes | no |
 
-    Rules. Whether a hook communicates follows from the configuration, the step and decisions of all ranks, never from the
+    If due: a check of every so many steps may. Rules. Whether a hook communicates follows from the configuration, the step and decisions of all ranks, never from the
     data of one rank: else ranks wait for each other forever. A JobError that all ranks raise alike ends the run with its
     code; any other error ends it, too. `before_*` and `around_*` are called in the order of the list, all others in
     reverse. The number of a step counts from 1; between steps it is that of the step that was done.
@@ -117,9 +137,20 @@ class Extension:
     name = ""
     """Key of its state; unique in a run."""
 
+    def problems(self, config: JobConfig, world_size: int, total_steps: int) -> Iterable[Problem]:
+        """What the feature rejects in a job; the same on all ranks."""
+        return ()
+
     def around_run(self, run: Run) -> AbstractContextManager[Any] | None:
         """A context manager around the run, or None."""
         return None
+
+    def checkpoint_objects(self, objects: dict[str, Any]) -> dict[str, Any]:
+        """The objects of checkpoints by name, in place of `objects`."""
+        return objects
+
+    def after_load(self, step: int) -> None:
+        """The checkpoint of `step` is loaded; -1: the state is the initial one, without a checkpoint."""
 
     def start(self, run: Run) -> None:
         """The run is about to train its next step."""
@@ -131,8 +162,8 @@ class Extension:
     def before_batch(self, step: int) -> None:
         """Step `step` begins."""
 
-    def before_forward(self, step: int) -> None:
-        """The batch of step `step` is read."""
+    def before_forward(self, step: int, batch: Batch) -> None:
+        """This rank has read `batch` for step `step`."""
 
     def token_counts(self, batch: Batch) -> Sequence[int]:
         """This rank's summands of numbers of the global batch, the same number of them on each rank and in each step."""
@@ -192,7 +223,15 @@ class Extension:
 
 
 #: Hooks that are called in the order of the list; the others in reverse.
-_IN_ORDER = ("start", "before_batch", "before_forward", "token_counts", "before_save")
+_IN_ORDER = (
+    "checkpoint_objects",
+    "after_load",
+    "start",
+    "before_batch",
+    "before_forward",
+    "token_counts",
+    "before_save",
+)
 #: Hooks in which a user may run the model, or change its weights.
 _BETWEEN_STEPS = frozenset(
     {"start", "on_row", "after_step", "before_save", "on_saved", "on_evaluated", "after_rollback", "finish"}
@@ -240,6 +279,17 @@ class Extensions:
             if hook in _BETWEEN_STEPS:
                 self._changed()
                 self.call("weights_may_have_changed")
+
+    def problems(self, config: JobConfig, world_size: int, total_steps: int) -> Iterator[Problem]:
+        """Those of all extensions."""
+        for extension in self.of("problems"):
+            yield from extension.problems(config, world_size, total_steps)
+
+    def checkpoint_objects(self, objects: dict[str, Any]) -> dict[str, Any]:
+        """The objects of checkpoints, each extension having replaced some."""
+        for extension in self.of("checkpoint_objects"):
+            objects = extension.checkpoint_objects(objects)
+        return objects
 
     def token_counts(self, batch: Batch) -> tuple[int, ...]:
         """Those of all extensions, one after another."""

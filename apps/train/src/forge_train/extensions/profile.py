@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
 from forge_parallel.profile import ProfileWindow
+from forge_train._shared.problems import Problem
+from forge_train.config.profile import profile_problems
 from forge_train.config.schema import JobConfig
 from forge_train.extensions.extension import Extension, Run
 
@@ -18,6 +20,9 @@ class Profile(Extension):
     @classmethod
     def of(cls, config: JobConfig, model: nn.Module) -> Profile | None:
         return cls() if config.profile.num_steps else None
+
+    def problems(self, config: JobConfig, world_size: int, total_steps: int) -> Iterable[Problem]:
+        return profile_problems(config.profile, world_size, total_steps)
 
     @contextlib.contextmanager
     def around_run(self, run: Run) -> Iterator[None]:

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from forge_data import Batch
 from forge_parallel import reshard
 from forge_resilience.provenance import node_name
 from forge_resilience.replicas import Mismatch, ReplicaCheck, training_tensors
@@ -36,7 +37,7 @@ class Replicas(Extension):
         self._run, self._config = run, run.job.config.resilience.replicas
         self._due, self._compared = False, -1
 
-    def before_forward(self, step: int) -> None:
+    def before_forward(self, step: int, batch: Batch) -> None:
         """Compare, if that is due after the step before. HardwareError on all ranks if bits differ and that is to stop a run."""
         if self._due:
             self._compare(step - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from forge_core.optim import Stages
+from forge_data import Batch
 from forge_parallel import follow_requires_grad
 from forge_train.config.schema import JobConfig
 from forge_train.extensions.extension import Extension, Run
@@ -22,7 +23,7 @@ class FreezingStages(Extension):
         self._run = run
         self._stages = Stages(config.optimizer, config.train.stages, run.optimizer)
 
-    def before_forward(self, step: int) -> None:
+    def before_forward(self, step: int, batch: Batch) -> None:
         change = self._stages.enter(step)
         if change is not None:
             follow_requires_grad(self._run.model)

@@ -57,7 +57,7 @@ def print_summary(trainer: Trainer, result: RunResult, args: Sequence[str]) -> N
     longer = 2 * trainer.total_steps
     last = last_rate(trainer.paths, result.step)
     rates = (
-        f"; the learning rate goes from {last[1]:.4g} to {trainer.next_rate(longer):.4g}"
+        f"; the learning rate goes from {last[1]:.4g} to {trainer.run.next_rate(longer):.4g}"
         if last
         else ""
     )
@@ -86,7 +86,7 @@ def sample_text(trainer: Trainer) -> str:
         sample.prompt,
         sample.max_new_tokens,
         sampling,
-        trainer.device,
+        trainer.run.device,
     )
     text = sample.prompt + "".join(pieces)
     if trainer.meshes.rank == 0:

@@ -36,6 +36,7 @@ _QUIET = {
     "metrics.gradients_every_steps": 0,
     "health.at_start": False,
     "eval.at_start": False,
+    "sample.max_new_tokens": 0,
 }
 
 

@@ -25,12 +25,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forge_data import Batch
 from forge_parallel import reshard
 from forge_parallel.recompute import is_recomputing
 from forge_train._shared.problems import invalid
 from forge_train.config.files import read_toml
 from forge_train.errors import ConfigError
-from forge_train.study.replay import Replay, Visitor
+from forge_train.study.replay import Replay
 
 FORMAT = 1
 _SAMPLES = 256
@@ -81,53 +82,65 @@ class Head:
     rows: dict[str, dict[str, Any]]
 
 
-class Recorder(Visitor):
-    """Writes each visited step into `folder`. Memory: one tensor whole, and the samples of a step."""
+class Recorder(Replay):
+    """Writes each step of a replay into `folder`. Memory: one tensor whole, and the samples of a step."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, run: Path, first: int, last: int) -> None:
+        super().__init__(run, first, last)
+        self.folder, self.run = folder, run
         self.watches_modules = True
         self.entries: list[Entry] = []
         self._samples: list[Tensor] = []
         self._count = 0
 
+    def before_batch(self, step: int) -> None:
+        super().before_batch(step)
+        if step >= self.first:
+            self._weights()
+
     @contextlib.contextmanager
-    def step(self, trainer: Replay) -> Iterator[None]:
-        self._weights(trainer)
-        step = trainer.progress.step + 1
+    def around_backward(self, step: int) -> Iterator[None]:
         # a compiled module runs no hooks
-        self.watches_modules = not trainer.config.parallel.compile
-        outputs = _Outputs(self, trainer)
-        with outputs.watched() if self.watches_modules else contextlib.nullcontext():
+        self.watches_modules = not self.trainer.config.parallel.compile
+        if step < self.first or not self.watches_modules:
             yield
-        self._data(trainer)
-        self._write(trainer, step)
+            return
+        with _Outputs(self).watched():
+            yield
 
-    def gradients(self, trainer: Replay) -> None:
-        named = [(n, p.grad) for n, p in trainer.model.named_parameters() if p.grad is not None]
-        self._whole(trainer, "gradient", named)
+    def after_backward(self, step: int, batch: Batch) -> None:
+        if step < self.first:
+            return
+        named = self.trainer.model.named_parameters()
+        self._whole("gradient", [(n, p.grad) for n, p in named if p.grad is not None])
+        self._data(batch)
 
-    def end(self, trainer: Replay) -> None:
-        self._weights(trainer)
-        self._write(trainer, trainer.progress.step + 1)
+    def after_step(self, step: int) -> None:
+        if step >= self.first:
+            self._write(step)
 
-    def finish(self, trainer: Replay, run: Path, start: int, callbacks: bool) -> None:
+    def finish(self) -> None:
+        self._weights()
+        self._write(self.trainer.progress.step + 1)
+
+    def write_head(self, start: int, callbacks: bool) -> None:
         """Write record.json, on rank 0: the rows are complete when the replay has ended."""
+        trainer = self.trainer
         if trainer.meshes.rank:
             return
         head = Head(
             format=FORMAT,
-            run=str(run),
+            run=str(self.run),
             start=start,
-            first=trainer.first,
-            last=trainer.last,
+            first=self.first,
+            last=self.last,
             world_size=trainer.meshes.world_size,
             layout=read_toml(trainer.paths.config).get("parallel", {}),
-            device=trainer.device.type,
+            device=trainer.run.device.type,
             environment=json.loads(trainer.paths.environment.read_text()),
             callbacks=callbacks,
             watches_modules=self.watches_modules,
-            rows={str(step): row for step, row in trainer.rows_by_step.items()},
+            rows={str(step): row for step, row in self.rows.items()},
         )
         (self.folder / "record.json").write_text(json.dumps(asdict(head), indent=1) + "\n")
 
@@ -145,15 +158,13 @@ class Recorder(Visitor):
         self._samples.append(samples)
         self._count += len(samples)
 
-    def _weights(self, trainer: Replay) -> None:
-        reshard(trainer.model)
-        self._whole(trainer, "weight", list(trainer.model.named_parameters()))
+    def _weights(self) -> None:
+        reshard(self.trainer.model)
+        self._whole("weight", list(self.trainer.model.named_parameters()))
 
-    def _data(self, trainer: Replay) -> None:
+    def _data(self, batch: Batch) -> None:
         """Rows of the batch, whose digest is of their numbers alone."""
-        batch, meshes = trainer.batch, trainer.meshes
-        assert batch is not None
-        if not meshes.is_batch_leader:
+        if not self.trainer.meshes.is_batch_leader:
             return
         fields = {"tokens": batch.tokens, "labels": batch.labels, "weights": batch.weights}
         for name, value in {**fields, **batch.extras}.items():
@@ -162,19 +173,19 @@ class Recorder(Visitor):
                     if instance >= 0:
                         self.add("data", name, row, instance)
 
-    def _whole(self, trainer: Replay, kind: str, named: list[tuple[str, Any]]) -> None:
+    def _whole(self, kind: str, named: list[tuple[str, Any]]) -> None:
         """Whole tensors, one at a time; of the ranks with the same layers one writes them. Collective."""
-        meshes = trainer.meshes
+        meshes = self.trainer.meshes
         writes = meshes.batch_rank == meshes.tp.rank == meshes.cp.rank == 0
         for name, value in named:
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
             if writes:
                 self.add(kind, name, whole)
 
-    def _write(self, trainer: Replay, step: int) -> None:
+    def _write(self, step: int) -> None:
         folder = self.folder / f"step-{step:08d}"
         folder.mkdir(parents=True, exist_ok=True)
-        stem = folder / f"rank-{trainer.meshes.rank}"
+        stem = folder / f"rank-{self.trainer.meshes.rank}"
         samples = torch.cat(self._samples) if self._samples else torch.empty(0)
         np.save(stem.with_suffix(".npy"), samples.numpy(), allow_pickle=False)
         stem.with_suffix(".json").write_text(json.dumps(self.entries))
@@ -184,8 +195,8 @@ class Recorder(Visitor):
 class _Outputs:
     """Outputs of modules in one step, by the instances of their rows."""
 
-    def __init__(self, recorder: Recorder, trainer: Replay) -> None:
-        self._recorder, self._trainer = recorder, trainer
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder, self._trainer = recorder, recorder.trainer
         self._calls: dict[str, int] = {}
         self._first = len(recorder.entries)
 
@@ -216,9 +227,9 @@ class _Outputs:
     def _rows(self, value: Any) -> Tensor | None:
         """The value of a micro-batch, its rows first; None for one that has no rows, such as a loss."""
         trainer = self._trainer
-        rows, tp = trainer.compute.micro_batch, trainer.meshes.tp
-        assert trainer.batch is not None
-        length = trainer.batch.tokens.size(1) // trainer.meshes.cp.size
+        rows, tp, batch = trainer.run.compute.micro_batch, trainer.meshes.tp, self._recorder.batch
+        assert batch is not None
+        length = batch.tokens.size(1) // trainer.meshes.cp.size
         if value.dim() == 2 and value.size(0) == rows * length:  # (B * S, E) of routers
             value = value.unflatten(0, (rows, length))
         if value.dim() < 3 or value.size(0) != rows:
@@ -232,7 +243,7 @@ class _Outputs:
 
     def _name_instances(self) -> None:
         """Give rows their instances: of the calls of a module in a step each micro-batch has as many, in order."""
-        batch, rows = self._trainer.batch, self._trainer.compute.micro_batch
+        batch, rows = self._recorder.batch, self._trainer.run.compute.micro_batch
         assert batch is not None
         ids, entries, found = batch.instance_ids.tolist(), self._recorder.entries, []
         for entry in entries[self._first :]:

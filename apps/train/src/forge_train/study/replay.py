@@ -16,10 +16,9 @@ import torch.distributed as dist
 from forge_data import Batch
 from forge_parallel import StartError, launch
 from forge_resilience import ExitCode, StopSignal
-from forge_resilience.policy import Outcome
 from forge_train._shared.problems import invalid, problems_of
 from forge_train.config.resolve import ResolvedJob
-from forge_train.errors import ConfigError, JobError, NumericsError, StateError
+from forge_train.errors import ConfigError, JobError, StateError
 from forge_train.extensions.callback import Callback
 from forge_train.metrics.jsonl import read_rows
 from forge_train.study.journal import read_journal
@@ -38,93 +37,33 @@ _COMPUTES = ("parallel.", "train.", "model.", "optimizer.", "schedule.", "data."
 Hook = Callable[[Trainer], Any]
 
 
-class Visitor:
-    """Looks at steps of a replay, on every rank; all methods do nothing."""
+class Replay(Callback):
+    """Follows the rollbacks of a run in its private job, and keeps what the steps from `first` to `last` are.
 
-    def step(self, trainer: Replay) -> contextlib.AbstractContextManager[Any]:
-        """Around each step from the first visited one on."""
-        return contextlib.nullcontext()
+    rows: by step; batch: what this rank read for the newest step.
+    """
 
-    def gradients(self, trainer: Replay) -> None:
-        """In a visited step, when its gradients are those of the global batch, before they are clipped."""
-
-    def end(self, trainer: Replay) -> None:
-        """Behind the last step and its callbacks."""
-
-
-class _Rows(Callback):
-    def __init__(self) -> None:
-        self.by_step: dict[int, dict[str, Any]] = {}
-
-    def on_log(self, trainer: Trainer, row: Mapping[str, Any]) -> None:
-        self.by_step[row["step"]] = dict(row)
-
-
-class Replay(Trainer):
-    """Trains the private job of a run up to the step `last`, and saves, evaluates and probes nothing. `visitor` sees the
-    steps from `first` on, whose rows are in `rows_by_step`; `batch` holds this rank's rows of the last step."""
-
-    def __init__(
-        self, run: Path, job: ResolvedJob, first: int, last: int, visitor: Visitor
-    ) -> None:
-        found = _Rows()
-        super().__init__(job, [found])
-        self.rows_by_step = found.by_step
-        self.first, self.last, self.visitor = first, last, visitor
-        self._rollbacks = {event["to_step"]: event for event in read_journal(run).rollbacks}
+    def __init__(self, run: Path, first: int, last: int) -> None:
+        self.first, self.last = first, last
+        self.rows: dict[int, dict[str, Any]] = {}
         self.batch: Batch | None = None
-        if not 1 <= first <= last <= self.total_steps:
-            rule = f"must be from 1 to {self.total_steps}, the steps of this run"
-            raise invalid("--step", "range", last, rule, "name one of them", kind=ConfigError)
+        self._rollbacks = {event["to_step"]: event for event in read_journal(run).rollbacks}
 
-    def train_step(self) -> None:
-        """One step, inside of what the visitor puts around it; without the data that a rollback of the run left out."""
-        back = self._rollbacks.get(self.progress.step)
+    def before_batch(self, step: int) -> None:
+        """Leave out the data that a rollback of the run left out, and count it."""
+        back = self._rollbacks.get(step - 1)
         if back is not None:
-            skip_windows(self.loader, back["skipped_instances"])
-            self.numerics.policy.rollbacks = back["rollbacks"]
-        if self.progress.step + 1 < self.first:
-            super().train_step()
-            return
-        with self.visitor.step(self):
-            super().train_step()
+            skip_windows(self.trainer.loader, back["skipped_instances"])
+            self.trainer.progress.policy.rollbacks = back["rollbacks"]
 
-    def _next_batch(self) -> tuple[Batch, Exception | None]:
-        self.batch, fault = super()._next_batch()
-        return self.batch, fault
+    def before_forward(self, step: int, batch: Batch) -> None:
+        self.batch = batch
 
-    def _forward_backward(self, batch: Batch, fault: Exception | None = None) -> torch.Tensor:
-        share = super()._forward_backward(batch, fault)
-        if self.progress.step + 1 >= self.first:
-            self.visitor.gradients(self)
-        return share
+    def wants_row(self, step: int) -> bool:
+        return step >= self.first
 
-    def _goes_on(self) -> bool:
-        return self.progress.step < self.last and super()._goes_on()
-
-    def _after_step(self) -> None:
-        for callback in self.callbacks:
-            callback.after_step(self.progress.step)
-
-    def _save(self, wait: bool) -> None:
-        pass  # nor the initial state, to which a rollback would go
-
-    def _roll_back(self, bad: Outcome) -> None:
-        raise NumericsError(
-            [f"the replay has bad numbers ({bad.cause}) in steps {bad.first} to {bad.last}, of which the run's journal has no "
-             f"rollback; look at step {bad.first} itself"]
-        )  # fmt: skip
-
-    def _evaluation_due(self) -> bool:
-        return super()._evaluation_due() or self.progress.step >= self.first
-
-    def _finish(self) -> None:
-        self._send_row()
-        if self.progress.step < self.last:
-            stopped = JobError([f"stopped by a signal behind step {self.progress.step}"])
-            stopped.exit_code = ExitCode.REQUEUE
-            raise stopped
-        self.visitor.end(self)
+    def on_row(self, row: Mapping[str, Any]) -> None:
+        self.rows[row["step"]] = dict(row)
 
 
 @dataclass(frozen=True)
@@ -143,7 +82,7 @@ class Replayed:
     logged: Mapping[str, Any] | None
     seen: Sequence[SeenRow]
     changed: Mapping[str, list[Any]] = field(repr=False)
-    trainer: Replay = field(repr=False)
+    trainer: Trainer = field(repr=False)
 
     @property
     def differs(self) -> dict[str, tuple[Any, Any]]:
@@ -154,26 +93,33 @@ class Replayed:
         return {n: pair for n, pair in pairs.items() if pair[0] != pair[1]}
 
 
-class _OneStep(Visitor):
-    """Anomaly mode, hooks and a breakpoint around one step."""
+class OneStep(Replay):
+    """Hooks, anomaly mode and a breakpoint around one step; `seen` is what it read."""
 
-    def __init__(self, hooks: Sequence[Hook], anomaly: bool, debugger: bool) -> None:
+    def __init__(
+        self, run: Path, step: int, hooks: Sequence[Hook], anomaly: bool, debugger: bool
+    ) -> None:
+        super().__init__(run, step, step)
         self.hooks, self.anomaly, self.debugger = hooks, anomaly, debugger
         self.seen: list[SeenRow] = []
 
     @contextlib.contextmanager
-    def step(self, trainer: Replay) -> Iterator[None]:
+    def around_step(self, step: int) -> Iterator[None]:
+        trainer = self.trainer  # the name that is typed in the debugger
         with contextlib.ExitStack() as stack:
-            for hook in self.hooks:
+            for hook in self.hooks if step == self.first else ():
                 found = hook(trainer)
                 if isinstance(found, contextlib.AbstractContextManager):
                     stack.enter_context(found)
-            if self.anomaly:
+            if self.anomaly and step == self.first:
                 stack.enter_context(torch.autograd.set_detect_anomaly(True))
-            if self.debugger:
+            if self.debugger and step == self.first:
                 breakpoint()  # `next` trains the step
             yield
-        self.seen = seen_rows(trainer)
+
+    def after_step(self, step: int) -> None:
+        if step == self.first:
+            self.seen = seen_rows(self.trainer, self.batch)
 
 
 def replay_step(
@@ -199,39 +145,40 @@ def replay_step(
 
     Costs the steps from the checkpoint on. Raises ConfigError and StateError.
     """
-    visitor = _OneStep(hooks, anomaly, debugger)
     start = find_start(Path(run), step)
+    replay = OneStep(Path(run), step, hooks, anomaly, debugger)
     with private_folder(run, output) as folder:
         job = private_job(Path(run), start, folder, settings, callbacks)
         try:
-            trainer = train_again(Path(run), job, step, step, visitor)
+            trainer = train_again(job, replay)
         except bdb.BdbQuit:
             raise JobError([f"the debugger was left before the end of step {step}"]) from None
     logged = logged_rows(Path(run)).get(step)
     changed = changed_since(Path(run), step, job, trainer.meshes.world_size)
-    return Replayed(step, start, trainer.rows_by_step[step], logged, visitor.seen, changed, trainer)
+    return Replayed(step, start, replay.rows[step], logged, replay.seen, changed, trainer)
 
 
-def train_again(run: Path, job: ResolvedJob, first: int, last: int, visitor: Visitor) -> Replay:
-    """Train the private job of a run to the end of step `last`; the group of ranks is that of the process, or is begun and
-    ended."""
-    trainer = Replay(run, job, first, last, visitor)
+def train_again(job: ResolvedJob, replay: Replay) -> Trainer:
+    """Train the private job of a run to the end of the replay's last step; nothing is saved or evaluated.
+
+    The group of ranks is that of the process, or is begun and ended. JobError where a signal ended it before.
+    """
+    trainer = Trainer(job, [replay], until=replay.last, saves=False, evaluates=False)
     try:
         with contextlib.ExitStack() as stack:
             stop = stack.enter_context(StopSignal(announce=False))  # nothing is saved
             begun = dist.is_initialized()
-            meshes = (
-                None
-                if begun
-                else stack.enter_context(
-                    launch(job.config.parallel, {"configuration": job.digest()})
-                )
-            )
-            trainer.fit(meshes, stop)
+            launched = {"configuration": job.digest()}
+            meshes = None if begun else stack.enter_context(launch(job.config.parallel, launched))
+            step = trainer.fit(meshes, stop).step
     except StartError as error:
         failure = JobError(problems_of(error))
         failure.shared = error.shared
         raise failure from error
+    if step < replay.last:
+        stopped = JobError([f"stopped by a signal after step {step}"])
+        stopped.exit_code, stopped.shared = ExitCode.REQUEUE, True
+        raise stopped
     return trainer
 
 

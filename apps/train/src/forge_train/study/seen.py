@@ -9,7 +9,8 @@ from forge_data.documents import documents_of
 from forge_train.trainer.build import tokenizer_of
 
 if TYPE_CHECKING:
-    from forge_train.study.replay import Replay
+    from forge_data import Batch
+    from forge_train.trainer.trainer import Trainer
 
 _CHARACTERS = 60
 _TOKENS = 40  # enough for so many characters
@@ -26,22 +27,22 @@ class SeenRow:
     texts: list[str]
 
 
-def seen_rows(trainer: Replay) -> list[SeenRow]:
-    """The rows of the last step, of all ranks, by instance. Collective; call it on every rank."""
+def seen_rows(trainer: Trainer, batch: Batch | None) -> list[SeenRow]:
+    """The rows of a step, of all ranks, by instance; `batch` is what this rank read. Collective; call it on every rank."""
     own: list[dict[str, Any]] = []
-    if trainer.batch is not None and trainer.meshes.is_batch_leader:
+    if batch is not None and trainer.meshes.is_batch_leader:
         names = list(trainer.config.data.sources)
-        for row in documents_of(trainer.loader.stream, trainer.batch):
+        for row in documents_of(trainer.loader.stream, batch):
             source = names[0] if len(names) == 1 else row.source
             decode = _decoder(trainer, source)
             texts = [decode(tokens[:_TOKENS])[:_CHARACTERS] for tokens in row.tokens]
             documents = None if row.documents is None else list(row.documents)
             own.append(asdict(SeenRow(row.instance, source, documents, texts)))
-    rows = [SeenRow(**row) for rank in trainer.agreement.exchange(own) for row in rank]
+    rows = [SeenRow(**row) for rank in trainer.run.agreement.exchange(own) for row in rank]
     return sorted(rows, key=lambda row: row.instance)
 
 
-def _decoder(trainer: Replay, source: str) -> Any:
+def _decoder(trainer: Trainer, source: str) -> Any:
     try:
         return tokenizer_of(trainer.config.data.sources[source]).decode
     except (KeyError, ValueError):  # ids without text

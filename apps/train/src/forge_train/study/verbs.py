@@ -269,11 +269,11 @@ def _record(
         rule, fix = "holds a record", "name a new folder"
         raise invalid("--record", "exists", str(folder), rule, fix, kind=StateError)
     folder.mkdir(parents=True, exist_ok=True)
-    recorder = Recorder(folder)
+    recorder = Recorder(folder, run, first, step)
     with private_folder(run, output) as private:
         job = private_job(run, start, private, parse_settings(settings), callbacks)
-        trainer = train_again(run, job, first, step, recorder)
-        recorder.finish(trainer, run, start, callbacks)
+        trainer = train_again(job, recorder)
+        recorder.write_head(start, callbacks)
     if trainer.meshes.rank == 0:
         print(f"steps {first} to {step} of {run} are recorded in {folder}")
     return ExitCode.DONE

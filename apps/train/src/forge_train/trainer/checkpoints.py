@@ -22,7 +22,6 @@ from forge_train.config.schema import CheckpointConfig
 from forge_train.errors import ConfigError, JobError, StateError
 from forge_train.extensions.callback import Callback, state_keys
 from forge_train.extensions.extension import Extension
-from forge_train.trainer.frozen_base import FrozenBase
 from forge_train.trainer.progress import Progress
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
@@ -124,9 +123,8 @@ class Checkpoints:
 
     last_step: the step of the newest checkpoint that was loaded or saved, or is being saved, -1 without one.
     committed: the newest step that this rank knows to be committed. wants_retry: whether a failed save must be
-    made good now; the first in a row in the next step, those after it when the next save is due. With a `base` the frozen
-    weights are saved before the first checkpoint, and the checkpoints hold the rest of the model. `tokens(cursor, windows)`
-    says how many a run has seen at a cursor.
+    made good now; the first in a row in the next step, those after it when the next save is due. `tokens(cursor, windows)`
+    says how many a run has seen at a cursor. `after_load(step)` is called with the state of a step, -1: the initial one.
     """
 
     def __init__(
@@ -135,7 +133,7 @@ class Checkpoints:
         config: CheckpointConfig,
         state: dict[str, Any],
         tokens: Callable[[int, Sequence[Sequence[int]]], int],
-        base: FrozenBase | None = None,
+        after_load: Callable[[int], None] = lambda step: None,
     ) -> None:
         self.last_step = -1
         self.committed = -1
@@ -143,10 +141,7 @@ class Checkpoints:
         self._failures = 0
         self.wants_retry = False
         self._store, self._config = store, config
-        self._state, self._tokens, self._base = state, tokens, base
-        if base is not None:
-            rest = {name: value for name, value in state.items() if name != "model"}
-            self._state = rest | base.objects()
+        self._state, self._tokens, self._after_load = state, tokens, after_load
 
     def load(self, begin: Callable[[dict[str, Any], Check], None] | None = None) -> float:
         """Load the newest checkpoint that verifies, or keep the state as built; the seconds it took.
@@ -168,8 +163,7 @@ class Checkpoints:
             rule = f"holds no checkpoint, and {MODEL_OF_IMPORT} next to it is of imported weights"
             fix = "import them again, or remove that file to begin from fresh ones"
             raise invalid("", "not_found", str(self._store.path), rule, fix, kind=StateError)
-        if self._base is not None:
-            self._base.save() if step is None else self._base.load()
+        self._after_load(-1 if step is None else step)
         seconds = time.perf_counter() - started
         self.last_step = self.committed = -1 if step is None else step
         if self._config.every_steps and not self._config.wait:
@@ -201,8 +195,7 @@ class Checkpoints:
             step = self._store.load(self._state, self._check_saved, newest=target)
             assert step is not None  # else CorruptCheckpoint
             self._store.discard_after(step)
-            if self._base is not None:  # bad steps may have touched them, too
-                self._base.load()
+            self._after_load(step)
         self.last_step = self.committed = step
         return time.perf_counter() - started
 

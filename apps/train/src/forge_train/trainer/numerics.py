@@ -79,6 +79,14 @@ def refuse_without_checkpoint(found: Outcome, store: object) -> NoReturn:
     )  # fmt: skip
 
 
+def raise_without_saves(found: Outcome) -> NoReturn:
+    """There is nothing to go back to, as the run saves nothing."""
+    raise NumericsError(
+        [f"{_bad_steps(found)} ({found.cause}), and a run that saves nothing cannot go back; of a replay, the run's journal "
+         f"has no such rollback: look at step {found.first} itself"]
+    )  # fmt: skip
+
+
 def _stop(found: Outcome, policy: NumericsPolicy, last_saved: int) -> NoReturn:
     if found.cause == "spike":
         spike = policy.spike
