@@ -17,7 +17,7 @@ from forge_data import DataConfig, Tokenizer, TrainingSourceConfig, load_tokeniz
 from forge_data.kinds import TextConfig
 from forge_data.tokenizer import encode_prompt
 from forge_testing.problems import rejects
-from forge_train import ConfigError, Trainer, load_job
+from forge_train import ConfigError, Trainer, load_job, sampling
 from forge_train.config.describe import ends_of_documents
 from forge_train.config.layers import Layers
 from forge_train.jobs import _build
@@ -59,9 +59,9 @@ def test_F122_one_read_per_token_until_the_end_token(monkeypatch: pytest.MonkeyP
         assert eos_id is None  # generate_stream would read each token a second time for it
         return iter(torch.tensor([[104], [105], [0], [106]]))
 
-    monkeypatch.setattr(text, "generate_stream", stream)
+    monkeypatch.setattr(sampling, "generate_stream", stream)
     with HostReads() as found:
-        pieces = text.continuation(None, Letters(), "a", 9, SamplingConfig(), "cpu")  # type: ignore[arg-type]
+        pieces = sampling.continuation(None, Letters(), "a", 9, SamplingConfig(), "cpu")  # type: ignore[arg-type]
         assert list(pieces) == ["h", "i"]
     assert found.count == 3
 
@@ -86,9 +86,10 @@ def test_F142_a_prompt_begins_with_the_first_token_once(
     begun: Tokenizer, prompt: str, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(text, "generate_stream", lambda model, ids, *a, **b: iter(seen.append(ids) or ()))  # fmt: skip
+    for module in (sampling, text):
+        monkeypatch.setattr(module, "generate_stream", lambda model, ids, *a, **b: iter(seen.append(ids) or ()))  # fmt: skip
     monkeypatch.setattr(text, "generate", lambda model, ids, *a, **b: seen.append(ids) or torch.zeros(1, 0))  # fmt: skip
-    list(text.continuation(None, begun, prompt, 1, SamplingConfig(), "cpu"))  # type: ignore[arg-type]
+    list(sampling.continuation(None, begun, prompt, 1, SamplingConfig(), "cpu"))  # type: ignore[arg-type]
     list(text.continue_all(None, begun, [prompt], SamplingConfig(), 1, None, 1))  # type: ignore[arg-type]
     assert [torch.as_tensor(ids).tolist() for ids in seen] == [[wanted]] * 3
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from forge_train._lazy import import_later
 
 if TYPE_CHECKING:
     from forge_train.config.layers import read_layers
@@ -20,34 +21,6 @@ if TYPE_CHECKING:
     from forge_train.study.replay import replay_step
     from forge_train.study.runs import read_study
     from forge_train.trainer.trainer import RunResult, Trainer
-
-#: Where each name lives. Imported at first use: a typo in a TOML file is answered without waiting for
-#: torch's checkpoint and distributed packages, which take longer to import than the check takes.
-_HOME = {
-    "Callback": "forge_train.extensions.callback",
-    "ConfigError": "forge_train.errors",
-    "DataError": "forge_train.errors",
-    "Extension": "forge_train.extensions.extension",
-    "JobConfig": "forge_train.config.schema",
-    "JobError": "forge_train.errors",
-    "ResolvedJob": "forge_train.config.resolve",
-    "Run": "forge_train.report.read_run",
-    "RunResult": "forge_train.trainer.trainer",
-    "Sink": "forge_train.protocols",
-    "StateError": "forge_train.errors",
-    "Trainer": "forge_train.trainer.trainer",
-    "evaluate_run": "forge_train.report.evaluate",
-    "extract_run": "forge_train.report.extract",
-    "load_folder": "forge_train.jobs",
-    "load_job": "forge_train.jobs",
-    "load_model": "forge_train.jobs",
-    "load_trained": "forge_train.jobs",
-    "read_layers": "forge_train.config.layers",
-    "read_run": "forge_train.report.read_run",
-    "read_study": "forge_train.study.runs",
-    "replay_step": "forge_train.study.replay",
-    "resolve": "forge_train.config.resolve",
-}
 
 __all__ = [
     "Callback",
@@ -76,7 +49,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module 'forge_train' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+_NAMES = {
+    "config.layers": "read_layers",
+    "config.resolve": "ResolvedJob resolve",
+    "config.schema": "JobConfig",
+    "errors": "ConfigError DataError JobError StateError",
+    "extensions.callback": "Callback",
+    "extensions.extension": "Extension",
+    "jobs": "load_folder load_job load_model load_trained",
+    "protocols": "Sink",
+    "report.evaluate": "evaluate_run",
+    "report.extract": "extract_run",
+    "report.read_run": "Run read_run",
+    "study.replay": "replay_step",
+    "study.runs": "read_study",
+    "trainer.trainer": "RunResult Trainer",
+}
+__getattr__ = import_later(__name__, _NAMES)

@@ -5,15 +5,11 @@ Heavy modules are imported by the verb that needs them: help and refusals come a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import io
 import os
-import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
@@ -26,6 +22,7 @@ from forge_train import process
 from forge_train._shared.limits import limit_problem
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid
+from forge_train.command_line import call_verb, flag_errors, parse_arguments, take_nproc
 from forge_train.errors import ConfigError, JobError, of_limit, refuse
 
 if TYPE_CHECKING:
@@ -95,18 +92,18 @@ def run(args: list[str]) -> int:
     process is one rank of the job. With `resilience.watch.action = "restart"` a process that this one
     starts trains, and is started again after a crash or a hang.
     """
-    nproc, rest = _nproc(args)
+    nproc, rest = take_nproc(args)
     job = _job(rest, "run", run.__doc__ or "")
     supervised = job.config.resilience.watch.action == "restart" and process.may_supervise()
     if supervised or (nproc is not None and nproc > 1):
         return _supervise(job, rest, nproc or 1)
-    from forge_train.ranks import meet
+    from forge_train.ranks import init_ranks
     from forge_train.report.summary import print_summary
     from forge_train.trainer.trainer import Trainer
 
     trainer = Trainer(job)
     met = process.leave_with_launcher()
-    with meet(trainer.config.parallel, {"configuration": job.digest()}) as meshes:
+    with init_ranks(trainer.config.parallel, {"configuration": job.digest()}) as meshes:
         met()
         result = trainer.fit(meshes, process.early_stop if process.is_rank_of_many() else None)
         # the run is over: a signal during the sample ends the process with the run's code at once
@@ -126,34 +123,16 @@ def _check_doubles(args: Sequence[str]) -> None:
     )
 
 
-def _nproc(args: list[str]) -> tuple[int | None, list[str]]:
-    """`--nproc N` or `--nproc=N`, and the other arguments."""
-    rest = list(args)
-    for i, arg in enumerate(rest):
-        name, equals, value = arg.partition("=")
-        if name != "--nproc":
-            continue
-        value = value if equals else "".join(rest[i + 1 : i + 2])
-        del rest[i : i + (1 if equals else 2)]
-        if not value.isdecimal() or int(value) < 1:
-            rule, fix = "must be a number of processes", "use --nproc 2"
-            raise invalid("--nproc", "range", value, rule, fix, kind=ConfigError)
-        if process.is_rank_of_many():
-            rule = "starts processes, but a launcher started this process as one of several"
-            raise invalid("--nproc", "launcher", value, rule, "leave it out", kind=ConfigError)
-        return int(value), rest
-    return None, rest
-
-
 def _supervise(job: ResolvedJob, args: list[str], nproc: int) -> int:
     """Run the same command in `nproc` processes; problems of the layout are found here, once."""
     from forge_resilience.alerts import FOLLOWED
     from forge_resilience.supervise import run_guarded, supervise
     from forge_train.trainer.alerts import alerts
     from forge_train.trainer.build import tokenize
+    from forge_train.trainer.layout import require_layout
     from forge_train.trainer.run_directory import RunDirectory
 
-    _check_layout(job, nproc)
+    require_layout(job.config, nproc, nproc)
     tokenize(job.config)  # here, where no watch takes a long start for a hang
     command = [sys.executable, "-m", "forge_train", "run", *args]
     environ = {**os.environ, "FORGE_NPROC": str(nproc), FOLLOWED: str(os.getpid())}
@@ -202,7 +181,7 @@ def explain(args: list[str]) -> int:
     )
     from forge_train.config.resolve import resolve_to_show, schedule_warnings
 
-    nproc, rest = _nproc(args)
+    nproc, rest = take_nproc(args)
     layers, flags = _layers(rest, "explain", explain.__doc__ or "", ExplainFlags)
     picture = None if flags["plot"] is None else user_path(flags["plot"])
     if picture is not None:
@@ -239,17 +218,11 @@ def _on_processes(job: ResolvedJob, nproc: int) -> tuple[ResolvedJob, list[str]]
     """The job with its layout on `nproc` processes of this machine, and remarks about that layout."""
     from forge_parallel import World
     from forge_train.trainer.auto_layout import with_layout
-    from forge_train.trainer.layout import remarks
+    from forge_train.trainer.layout import remarks, require_layout
 
     job, reasons = with_layout(job, World(world_size=nproc, local_world_size=nproc))
-    _check_layout(job, nproc)
+    require_layout(job.config, nproc, nproc)
     return job, reasons + remarks(job.config, job.config.parallel.axes(nproc, nproc))
-
-
-def _check_layout(job: ResolvedJob, nproc: int) -> None:
-    from forge_train.trainer.layout import layout_problems
-
-    refuse(layout_problems(job.config, nproc, nproc))
 
 
 def plan(args: list[str]) -> int:
@@ -281,7 +254,7 @@ def generate(args: list[str]) -> int:
     """Continue a text, or each of a file, by a run's newest good checkpoint or a Hugging Face folder."""
     from forge_train.report.text import stream_text
 
-    return _call(stream_text, args, "generate")
+    return call_verb(stream_text, args, "generate")
 
 
 def evaluate(args: list[str]) -> int:
@@ -292,8 +265,8 @@ def evaluate(args: list[str]) -> int:
     """
     from forge_train.report.evaluate import EvalFlags, print_evaluation
 
-    nproc, rest = _nproc(args)
-    flags = _flags(EvalFlags, rest, "eval", evaluate.__doc__ or "")
+    nproc, rest = take_nproc(args)
+    flags = parse_arguments(EvalFlags, rest, "eval", evaluate.__doc__)
     if nproc is None or nproc == 1:
         return print_evaluation(flags)
     from forge_train.ranks import start_ranks
@@ -310,8 +283,8 @@ def extract(args: list[str]) -> int:
     """
     from forge_train.report.extract import ExtractFlags, run_extract
 
-    nproc, rest = _nproc(args)
-    flags = _flags(ExtractFlags, rest, "extract", extract.__doc__ or "")
+    nproc, rest = take_nproc(args)
+    flags = parse_arguments(ExtractFlags, rest, "extract", extract.__doc__)
     if nproc is None or nproc == 1:
         return run_extract(flags)
     from forge_train.ranks import start_ranks
@@ -343,7 +316,7 @@ def study(args: list[str]) -> int:
         rule, fix = "is not a verb of forge-train study", f"use one of {', '.join(STUDIES)}"
         raise invalid("study", "unknown", args[0], rule, fix, kind=ConfigError)
     call: Any = locate(STUDIES[args[0]])
-    return _call(call, args[1:], f"study {args[0]}")
+    return call_verb(call, args[1:], f"study {args[0]}")
 
 
 def doctor(args: list[str]) -> int:
@@ -378,7 +351,7 @@ def doctor(args: list[str]) -> int:
             return write_site(site)
         return examine(json, required_findings(requires, config, site))
 
-    return _call(options, args, "doctor", doctor.__doc__)
+    return call_verb(options, args, "doctor", doctor.__doc__)
 
 
 def report(args: list[str]) -> int:
@@ -420,21 +393,21 @@ def report(args: list[str]) -> int:
         print(write_page(runs, output))
         return ExitCode.DONE
 
-    return _call(options, args, "report", report.__doc__)
+    return call_verb(options, args, "report", report.__doc__)
 
 
 def import_(args: list[str]) -> int:
     """Write the weights of a Hugging Face folder as step 0 of a new run, and its [model] table."""
     from forge_train.hf.importing import import_folder
 
-    return _call(import_folder, args, "import")
+    return call_verb(import_folder, args, "import")
 
 
 def export(args: list[str]) -> int:
     """Write a checkpoint of a run as a folder that transformers loads: weights, config.json, tokenizer."""
     from forge_train.hf.exporting import export_run
 
-    return _call(export_run, args, "export")
+    return call_verb(export_run, args, "export")
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
@@ -488,56 +461,11 @@ def _layers(
         if layers.at(table) is None:
             layers.set(f"{table}.NAME.{key}", value, "example")
     prog = f"forge-train {verb} CONFIG.toml"
-    with _flag_errors():
+    with flag_errors():
         parsed = parse_flags(layers.values, flags, prog, description, own)
     for key in [key for key in parsed if "." in key]:
         layers.set(key, parsed.pop(key), "flag")
     return layers, parsed
-
-
-def _flags(kind: type[Flags], args: list[str], verb: str, description: str) -> Flags:
-    """The arguments of a verb that opens a run, as the dataclass `kind`."""
-    return _parse(kind, args, verb, description)
-
-
-def _call(
-    function: Callable[..., int], args: list[str], verb: str, description: str | None = None
-) -> int:
-    """Call a function with arguments of the command line: they are parsed first, so that it prints on its own."""
-
-    @functools.wraps(function)
-    def bind(*given: Any, **named: Any) -> Callable[[], int]:
-        return functools.partial(function, *given, **named)
-
-    return int(_parse(bind, args, verb, description)())
-
-
-def _parse(kind: Any, args: list[str], verb: str, description: str | None) -> Any:
-    from forge_train.config.flags import PATHS
-
-    prog = f"forge-train {verb}"
-    with _flag_errors(), PATHS:
-        return tyro.cli(kind, prog=prog, description=description, args=args, use_underscores=True)
-
-
-@contextlib.contextmanager
-def _flag_errors() -> Iterator[None]:
-    """A bad flag as a ConfigError, `printed` as the parser printed it."""
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors):
-            yield
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        printed, errors = errors.getvalue(), io.StringIO()
-        text = re.sub(r"\x1b\[[0-9;]*m|[\s╭╮╰╯─│]+", " ", printed).strip()
-        flag = re.search(r"--(?!help)\w[\w.-]*", text)
-        error = ConfigError([Problem(flag[0] if flag else "", "flag", ..., text)])
-        error.printed = printed
-        raise error from stop
-    finally:
-        sys.stderr.write(errors.getvalue())
 
 
 def _positional(args: Sequence[str]) -> str | None:

@@ -38,7 +38,7 @@ from forge_train._shared.paths import user_path
 from forge_train._shared.problems import invalid
 from forge_train.errors import ConfigError, config_errors
 from forge_train.jobs import load_folder, load_model
-from forge_train.ranks import meet
+from forge_train.ranks import init_ranks
 from forge_train.report.evaluate import checked_job
 from forge_train.trainer.build import run_tokenizer
 from forge_train.trainer.run_directory import RunDirectory
@@ -115,7 +115,7 @@ class Forge(TemplateLM):  # type: ignore[misc, unused-ignore]
         if not imported:
             checked_job(folder, None, 1, self._parallel, world)
         stack = ExitStack()
-        found = stack.enter_context(meet(self._parallel))
+        found = stack.enter_context(init_ranks(self._parallel))
         atexit.register(stack.close)
         return found
 

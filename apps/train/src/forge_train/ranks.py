@@ -20,7 +20,7 @@ def start_ranks(verb: str, args: Sequence[str], nproc: int) -> int:
 
 
 @contextlib.contextmanager
-def meet(config: ParallelConfig, facts: Mapping[str, str] | None = None) -> Iterator[Meshes]:
+def init_ranks(config: ParallelConfig, facts: Mapping[str, str] | None = None) -> Iterator[Meshes]:
     """`launch`, whose StartError is a JobError; a JobError of the block is one of all ranks, printed by the first."""
     try:
         with launch(config, facts) as meshes:

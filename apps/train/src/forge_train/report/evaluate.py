@@ -15,20 +15,20 @@ from forge_parallel import Meshes, ParallelConfig, World, find_world, select_dev
 from forge_resilience import Agreement, ExitCode
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import invalid
+from forge_train._shared.toml_files import flatten
 from forge_train.config.axes import Axes
-from forge_train.config.layers import Layers, flatten, read_layers
+from forge_train.config.layers import Layers, read_layers
 from forge_train.config.resolve import resolve
 from forge_train.config.schema import JobConfig
-from forge_train.errors import ConfigError, config_errors, refuse, run_on_all_ranks
-from forge_train.jobs import load_model, refuse_no_run
+from forge_train.errors import ConfigError, config_errors, run_on_all_ranks
+from forge_train.jobs import load_model
 from forge_train.metrics.rows import finite
-from forge_train.ranks import meet
-from forge_train.trainer.begin_tokens import began_texts_without, begin_texts_without
+from forge_train.ranks import init_ranks
+from forge_train.trainer.begin_tokens import begin_texts_as
 from forge_train.trainer.build import open_held_out
-from forge_train.trainer.compute import make_compute
+from forge_train.trainer.compute import job_compute
 from forge_train.trainer.evaluation import Evaluation
-from forge_train.trainer.layout import layout_problems, micro_batches
-from forge_train.trainer.objective import find_objective
+from forge_train.trainer.layout import require_layout
 from forge_train.trainer.run_directory import RunDirectory
 
 __all__ = ["EvalFlags", "checked_job", "evaluate_run", "evaluation_job", "print_evaluation"]
@@ -104,7 +104,7 @@ def evaluate_run(
     if parallel is None:
         parallel = Axes().parallel(device)
     job = checked_job(run, config, rows, parallel, world)
-    with meet(parallel) if meshes is None else nullcontext(meshes) as ranks:
+    with init_ranks(parallel) if meshes is None else nullcontext(meshes) as ranks:
         return _measure(run, step, job, ranks)
 
 
@@ -119,12 +119,12 @@ def checked_job(
     if rows < 1:
         raise invalid("--rows", "range", rows, "must be 1 or more", "use 8", kind=ConfigError)
     paths, other = RunDirectory(run), None if config is None else user_path(config)
-    refuse_no_run(paths)
+    paths.require_run()
     with config_errors("parallel"):
         select_device(parallel.device)
         parallel.axes(world.world_size, world.local_world_size)
     job = evaluation_job(paths, other, rows, parallel, world.world_size)
-    refuse(layout_problems(job, world.world_size, world.local_world_size))
+    require_layout(job, world.world_size, world.local_world_size)
     return job
 
 
@@ -140,9 +140,7 @@ def _measure(
     if not evaluation.names:
         rule, fix = "has nothing to evaluate", "name a file with [eval.sets] by --config"
         raise invalid("run", "nothing", str(run), rule, fix, kind=ConfigError)
-    division = micro_batches(job, layout)
-    with config_errors():
-        compute = make_compute(model, job, meshes, division, find_objective(job.train))
+    compute = job_compute(model, job, meshes)
 
     def count(batch: Batch) -> float:
         return batch.label_weight if meshes.is_batch_leader else 0.0
@@ -189,8 +187,7 @@ def evaluation_job(
             here[f"parallel.{item.name}"] = value
     for key, value in {**keys, **here}.items():
         layers.set(key, value, str(other) if key in keys else "forge-train eval")
-    if began_texts_without(run):
-        begin_texts_without(layers)
+    begin_texts_as(run, layers)
     # the run's file holds what it derived: without validation it had none
     return resolve(layers, derives_validation=False).config
 

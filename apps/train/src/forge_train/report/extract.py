@@ -27,13 +27,11 @@ from forge_train.config.schema import JobConfig
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, DataError, config_errors, refuse, run_on_all_ranks
 from forge_train.jobs import load_model
-from forge_train.ranks import meet
+from forge_train.ranks import init_ranks
 from forge_train.report.activation_files import Parts, output_problems
 from forge_train.report.evaluate import checked_job
 from forge_train.trainer.build import open_held_out
-from forge_train.trainer.compute import make_compute
-from forge_train.trainer.layout import micro_batches
-from forge_train.trainer.objective import find_objective
+from forge_train.trainer.compute import job_compute
 
 __all__ = ["ExtractFlags", "extract_run", "run_extract"]
 
@@ -174,7 +172,7 @@ def _extract(asked: _Asked, parallel: ParallelConfig, meshes: Meshes | None) -> 
         with config_errors():
             world = find_world()
     job = _job(asked, parallel, world)
-    with meet(parallel) if meshes is None else nullcontext(meshes) as ranks:
+    with init_ranks(parallel) if meshes is None else nullcontext(meshes) as ranks:
         return _write(asked, job, ranks)
 
 
@@ -196,8 +194,7 @@ def _write(asked: _Asked, job: JobConfig, meshes: Meshes) -> tuple[int, int]:
     agreement = Agreement(meshes.host_group, alone=meshes.world_size == 1)
     stream = run_on_all_ranks(agreement, lambda: _stream(asked, job, model, meshes))
     with config_errors():
-        division = micro_batches(job, job.parallel.axes(meshes.world_size))
-        compute = make_compute(model, job, meshes, division, find_objective(job.train))
+        compute = job_compute(model, job, meshes)
         whole = WholePoints(model, job.parallel, meshes)
         with ActivationStore(asked.points, whole=whole).watch(model):
             pass  # each pattern has its points

@@ -22,11 +22,10 @@ from forge_parallel.profile import tables
 from forge_resilience.goodput import CAUSES, Goodput, Ledger, goodput, read_ledger
 from forge_train._shared.atomic import write_file
 from forge_train._shared.problems import invalid
-from forge_train.config.files import read_text
-from forge_train.config.layers import flatten
+from forge_train._shared.toml_files import flatten, read_text
 from forge_train.errors import ConfigError
 from forge_train.report.curves import Curves, expert_pictures, floats, number
-from forge_train.report.read_run import Run, read
+from forge_train.report.read_run import Run, read_run
 from forge_train.report.timeline import shares, strip
 from forge_train.trainer.run_directory import RunDirectory
 
@@ -86,7 +85,7 @@ def _names(folders: Sequence[Path]) -> list[str]:
 def _part(folder: Path) -> Part:
     paths = RunDirectory(folder)
     try:
-        run, text = read(folder, floats), read_text(paths.config)
+        run, text = read_run(folder, floats), read_text(paths.config)
     except FileNotFoundError as error:
         rule = f"must be the folder of a run ({error.filename or error})"
         fix = "name another one"

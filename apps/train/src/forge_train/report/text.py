@@ -11,11 +11,10 @@ from typing import Annotated
 
 import torch
 import tyro
-from torch import Tensor, nn
+from torch import nn
 
 from forge_core import SamplingConfig, generate, generate_stream
 from forge_data import Tokenizer
-from forge_data.tokenizer import encode_prompt
 from forge_parallel import select_device
 from forge_train._shared.jsonl import parse
 from forge_train._shared.paths import read_regular
@@ -23,50 +22,11 @@ from forge_train._shared.problems import invalid
 from forge_train.errors import ConfigError, as_config_error
 from forge_train.jobs import load_folder, load_trained
 from forge_train.report.pictures import Asked, answer_pictures, conversations_in
+from forge_train.sampling import continuation, prompt_ids
 from forge_train.trainer.run_directory import RunDirectory
 
 _NEW_TOKENS = 400  # that are written if no number is asked for, and the model has room for them
 _MAX_PROMPTS = 1 << 28  # bytes of a file of them
-
-
-def continuation(
-    model: nn.Module,
-    tokenizer: Tokenizer,
-    prompt: str,
-    max_new_tokens: int,
-    sampling: SamplingConfig,
-    device: torch.device | str,
-    prefill_chunk: int | None = None,
-) -> Iterator[str]:
-    """Pieces of text that continue `prompt`, until an end token or `max_new_tokens`.
-
-    Before the first piece is asked for it raises ConfigError when the prompt has no tokens and the tokenizer has no
-    token to start from, and ValueError as `generate_stream`.
-    """
-    ids = _ids(tokenizer, prompt)
-    tokens = torch.tensor([ids]).to(device, non_blocking=True)
-    # the end token is looked for in `_pieces` alone: one read from the device per token
-    stream = generate_stream(
-        model, tokens, max_new_tokens, sampling=sampling, prefill_chunk=prefill_chunk
-    )
-    return _pieces(stream, tokenizer)
-
-
-def _pieces(stream: Iterator[Tensor], tokenizer: Tokenizer) -> Iterator[str]:
-    shown, new = tokenizer.decode([]), []
-    for step in stream:
-        token = int(step[0])
-        if token in tokenizer.end_ids:
-            break
-        if token >= tokenizer.vocab_size:  # the model has more ids than the tokenizer has texts
-            yield "\N{REPLACEMENT CHARACTER}"
-            continue
-        new.append(token)
-        text = tokenizer.decode(new)
-        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # the middle of a character
-            continue
-        yield text[len(shown) :]
-        shown = text
 
 
 def stream_text(
@@ -174,7 +134,7 @@ def _load(source: Path, device: torch.device) -> tuple[nn.Module, Tokenizer]:
 def _room(model: nn.Module, tokenizer: Tokenizer, texts: Sequence[str]) -> int:
     """New tokens where no number was asked for: what the model's max_seq_len leaves of 400, which is then said."""
     longest = getattr(getattr(model, "config", None), "max_seq_len", None)
-    used = max((len(_ids(tokenizer, text)) for text in texts), default=0)
+    used = max((len(prompt_ids(tokenizer, text)) for text in texts), default=0)
     if longest is None or used + _NEW_TOKENS <= longest:
         return _NEW_TOKENS
     if used < longest:  # else it is refused
@@ -223,7 +183,7 @@ def continue_all(
     """
     if rows < 1:
         raise invalid("--rows", "range", rows, "must be at least 1", "use 8")
-    ids = [_ids(tokenizer, text) for text in texts]
+    ids = [prompt_ids(tokenizer, text) for text in texts]
     if ids:  # not begun: it refuses lengths
         generate_stream(
             model, [max(ids, key=len)], max_new_tokens, sampling, prefill_chunk=prefill_chunk
@@ -242,14 +202,3 @@ def continue_all(
         for row in new:
             text = takewhile(lambda token: token not in tokenizer.end_ids, row)
             yield tokenizer.decode([token for token in text if token < tokenizer.vocab_size])
-
-
-def _ids(tokenizer: Tokenizer, prompt: str) -> list[int]:
-    """Ids of a prompt after those that begin a text, or the end token where there are none; ConfigError without one."""
-    ids = encode_prompt(tokenizer, prompt)
-    if ids:
-        return ids
-    if tokenizer.eos_id is None:
-        rule = "has no tokens and the tokenizer no end token"
-        raise invalid("prompt", "empty", prompt, rule, "give a prompt", kind=ConfigError)
-    return [tokenizer.eos_id]  # documents begin after it

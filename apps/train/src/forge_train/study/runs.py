@@ -31,7 +31,7 @@ from torch import nn
 from forge_core import flops_per_token, parameter_count
 from forge_train._shared.paths import expand_fields, user_path
 from forge_train._shared.problems import Problem, invalid, problems_of, raise_problems
-from forge_train.config.files import read_toml
+from forge_train._shared.toml_files import read_toml
 from forge_train.config.init import committed
 from forge_train.config.layers import Layers, read_layers
 from forge_train.config.resolve import ResolvedJob, resolve

@@ -11,7 +11,7 @@ import pytest
 from forge_testing.durability import synced_renames
 from forge_testing.problems import rejects
 from forge_train._shared.atomic import write_file
-from forge_train.config.files import MAX_BYTES, MAX_DEPTH, read_toml
+from forge_train._shared.toml_files import MAX_BYTES, MAX_DEPTH, read_toml
 
 pytestmark = pytest.mark.lane("test")
 
