@@ -57,7 +57,9 @@ def _owner(path: Path) -> str | None:
     parts = path.relative_to(ROOT).parts
     if parts[0] == "packages":
         return f"forge_{parts[1].removeprefix('forge-')}"
-    return "forge_train" if parts[0] in ("apps", "tests", "scripts", "benchmarks") else None
+    if parts[0] == "apps":
+        return f"forge_{parts[1]}"
+    return "forge_train" if parts[0] in ("tests", "scripts", "benchmarks") else None
 
 
 def _imports(path: Path) -> Iterator[tuple[str, str | None]]:

@@ -1,0 +1,1 @@
+"""What is done with the runs of `forge_train`: evaluations, texts, activations, reports, replays and studies."""
