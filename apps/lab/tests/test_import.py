@@ -5,7 +5,9 @@ import sys
 
 import pytest
 
-PROBE = "import sys; before = set(sys.modules); import forge_lab; print(*(set(sys.modules) - before))"
+PROBE = (
+    "import sys; before = set(sys.modules); import forge_lab; print(*(set(sys.modules) - before))"
+)
 
 
 @pytest.mark.lane("test")

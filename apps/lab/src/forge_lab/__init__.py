@@ -1,1 +1,21 @@
 """What is done with the runs of `forge_train`: evaluations, texts, activations, reports, replays and studies."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from forge_lab.evaluate import evaluate_run
+    from forge_lab.extract import extract_run
+
+__all__ = ["evaluate_run", "extract_run"]
+
+#: The module of each name, imported at first use: most of them import torch.
+_HOME = {"evaluate_run": "evaluate", "extract_run": "extract"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'forge_lab' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"forge_lab.{_HOME[name]}"), name)

@@ -22,7 +22,7 @@ from forge_train import process
 from forge_train._shared.limits import limit_problem
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid
-from forge_train.command_line import call_verb, flag_errors, parse_arguments, take_nproc
+from forge_train.command_line import call_verb, flag_errors, take_nproc
 from forge_train.errors import ConfigError, JobError, of_limit, refuse
 
 if TYPE_CHECKING:
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from forge_train.config.resolve import ResolvedJob
 
 Flags = TypeVar("Flags")
+#: Verbs of forge-lab, which mounts them.
+OF_LAB = ("generate", "eval", "extract")
 #: Verbs that join a process group under a launcher.
 _OF_RANKS = ("run", "eval", "extract", "study")
 USAGE = "usage: forge-train VERB ...   (forge-train VERB --help says more)"
@@ -55,7 +57,7 @@ def _dispatch(args: list[str]) -> int:
             raise
         return stop.code
     except KeyboardInterrupt:  # outside the loop, which has a handler of its own
-        if args[0] not in VERBS:
+        if args[0] not in (*VERBS, *OF_LAB):
             raise
         return process.fail(["interrupted; what was saved before is intact"], ExitCode.REQUEUE)
     except Exception as error:
@@ -75,12 +77,16 @@ def run_verb(args: list[str]) -> int:
     verb, rest = (args[0], args[1:]) if args else ("--help", [])
     if verb in ("--help", "-h"):
         return _help()
-    if verb in VERBS:
+    if verb in (*VERBS, *OF_LAB):
         _check_doubles(rest)
+    if verb in VERBS:
         return VERBS[verb](rest)
     mounted = _mounted()
     if verb in mounted:
         return int(mounted[verb].load()(rest))
+    if verb in OF_LAB:
+        rule, fix = "is a verb of forge-lab, which is not installed", "pip install forge-lab"
+        raise invalid("VERB", "requires", verb, rule, fix, kind=ConfigError)
     fix = f"use one of {', '.join([*VERBS, *mounted])}"
     raise invalid("VERB", "unknown", verb, "is not a verb of forge-train", fix, kind=ConfigError)
 
@@ -250,49 +256,6 @@ def slurm(args: list[str]) -> int:
     return run_slurm(layers, SlurmFlags(**flags))
 
 
-def generate(args: list[str]) -> int:
-    """Continue a text, or each of a file, by a run's newest good checkpoint or a Hugging Face folder."""
-    from forge_train.report.text import stream_text
-
-    return call_verb(stream_text, args, "generate")
-
-
-def evaluate(args: list[str]) -> int:
-    """Evaluate a checkpoint of a run: its own held-out rows and questions, or those of another file.
-
-    `--nproc N` starts N processes on this machine, which share the work by `--parallel.tp` and the other axes; under
-    torchrun, srun or RANK/WORLD_SIZE each process is one rank.
-    """
-    from forge_train.report.evaluate import EvalFlags, print_evaluation
-
-    nproc, rest = take_nproc(args)
-    flags = parse_arguments(EvalFlags, rest, "eval", evaluate.__doc__)
-    if nproc is None or nproc == 1:
-        return print_evaluation(flags)
-    from forge_train.ranks import start_ranks
-
-    flags.check(nproc)
-    return start_ranks("eval", rest, nproc)
-
-
-def extract(args: list[str]) -> int:
-    """Write activations of a checkpoint on a run's held-out rows as one .npz file; go on if it was killed.
-
-    An --output without suffix is a folder of safetensors. Without --points and --output it lists the model's points.
-    `--nproc N` and `--parallel.tp` as in eval.
-    """
-    from forge_train.report.extract import ExtractFlags, run_extract
-
-    nproc, rest = take_nproc(args)
-    flags = parse_arguments(ExtractFlags, rest, "extract", extract.__doc__)
-    if nproc is None or nproc == 1:
-        return run_extract(flags)
-    from forge_train.ranks import start_ranks
-
-    flags.check(nproc)
-    return start_ranks("extract", rest, nproc)
-
-
 #: Verbs of `study`: the function that tyro calls, by import path.
 STUDIES: dict[str, str] = {
     "replay": "forge_train.study.verbs.replay",
@@ -415,9 +378,6 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "explain": explain,
     "plan": plan,
     "slurm": slurm,
-    "generate": generate,
-    "eval": evaluate,
-    "extract": extract,
     "report": report,
     "study": study,
     "import": import_,
@@ -427,7 +387,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
 
 
 def _mounted() -> dict[str, EntryPoint]:
-    """Command lines of installed packages: `forge-train ckpt ...` is `forge-ckpt ...`."""
+    """Verbs of installed distributions: `forge-train ckpt ...` is `forge-ckpt ...`, and those of forge-lab."""
     return {entry.name: entry for entry in entry_points(group="forge.commands")}
 
 
@@ -480,8 +440,14 @@ def _help() -> int:
     print(USAGE, "\n\nverbs")
     for name, verb in VERBS.items():
         print(f"  {name:10} {(verb.__doc__ or '').splitlines()[0]}")
-    for name, entry in _mounted().items():
-        print(f"  {name:10} The command line of {entry.value.split('.')[0]}.")
+    mounted = _mounted()
+    for name, entry in mounted.items():
+        about = f"The command line of {entry.value.split('.')[0]}."
+        if name in OF_LAB:
+            about = (entry.load().__doc__ or "").splitlines()[0]
+        print(f"  {name:10} {about}")
+    for name in (name for name in OF_LAB if name not in mounted):
+        print(f"  {name:10} A verb of forge-lab: pip install forge-lab")
     print("\nexit codes")
     for code in ExitCode:
         print(f"  {int(code):<10} {code.name.lower().replace('_', ' ')}")

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from forge_train.config.structure import structure_table
     from forge_train.config.tokenizer import folder_ends
     from forge_train.hf.folder import processor_table
+    from forge_train.metrics.rows import finite
     from forge_train.plan import price
     from forge_train.ranks import init_ranks
     from forge_train.sampling import continuation, prompt_ids
@@ -34,6 +35,7 @@ __all__ = [
     "begin_texts_as",
     "build_trained",
     "continuation",
+    "finite",
     "folder_ends",
     "init_ranks",
     "job_compute",
@@ -51,6 +53,7 @@ _NAMES = {
     "config.structure": "structure_table",
     "config.tokenizer": "folder_ends",
     "hf.folder": "processor_table",
+    "metrics.rows": "finite",
     "plan": "price",
     "ranks": "init_ranks",
     "sampling": "continuation prompt_ids",

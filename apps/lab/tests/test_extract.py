@@ -16,20 +16,18 @@ import torch
 
 from forge_core.interp import ActivationStore
 from forge_data import batch_of
+from forge_lab import activation_files
+from forge_lab import extract as module
+from forge_lab._shared.problems import Problem
+from forge_lab.cli import extract
+from forge_lab.evaluate import evaluation_job
+from forge_lab.extract import extract_run
 from forge_testing.durability import synced_renames
 from forge_testing.evaluations import asked
 from forge_testing.problems import assert_problem, rejects
 from forge_testing.runs import fit_alone, make_job
-from forge_train import ConfigError, DataError, StateError
-from forge_train._shared.problems import Problem
-from forge_train.cli import extract
-from forge_train.jobs import load_model
-from forge_train.report import activation_files
-from forge_train.report import extract as module
-from forge_train.report.evaluate import evaluation_job
-from forge_train.report.extract import extract_run
-from forge_train.trainer.build import open_held_out
-from forge_train.trainer.run_directory import RunDirectory
+from forge_train import ConfigError, DataError, RunDirectory, StateError, load_model
+from forge_train.toolkit import open_held_out
 
 POINTS = ("layers.0.resid_*", "layers.0.attn_weights", "logits")
 
@@ -278,7 +276,7 @@ def test_a_process_is_killed_and_the_same_command_ends(run: Path, tmp_path: Path
 PEAKS = """
 import sys
 from pathlib import Path
-from forge_train.report.extract import extract_run
+from forge_lab.extract import extract_run
 run, folder = map(Path, sys.argv[1:])
 for rows in (500, 10_000):
     for name in (f"{rows}.npz", f"{rows}"):

@@ -11,25 +11,23 @@ from typing import Annotated, Any
 import tyro
 
 from forge_data import Batch
+from forge_lab._shared.paths import user_path
+from forge_lab._shared.problems import invalid
+from forge_lab._shared.toml_files import flatten
+from forge_lab.axes import Axes
 from forge_parallel import Meshes, ParallelConfig, World, find_world, select_device
 from forge_resilience import Agreement, ExitCode
-from forge_train._shared.paths import user_path
-from forge_train._shared.problems import invalid
-from forge_train._shared.toml_files import flatten
-from forge_train.config.axes import Axes
-from forge_train.config.layers import Layers, read_layers
-from forge_train.config.resolve import resolve
-from forge_train.config.schema import JobConfig
+from forge_train import JobConfig, Layers, RunDirectory, load_model, read_layers, resolve
 from forge_train.errors import ConfigError, config_errors, run_on_all_ranks
-from forge_train.jobs import load_model
-from forge_train.metrics.rows import finite
-from forge_train.ranks import init_ranks
-from forge_train.trainer.begin_tokens import begin_texts_as
-from forge_train.trainer.build import open_held_out
-from forge_train.trainer.compute import job_compute
-from forge_train.trainer.evaluation import Evaluation
-from forge_train.trainer.layout import require_layout
-from forge_train.trainer.run_directory import RunDirectory
+from forge_train.toolkit import (
+    Evaluation,
+    begin_texts_as,
+    finite,
+    init_ranks,
+    job_compute,
+    open_held_out,
+    require_layout,
+)
 
 __all__ = ["EvalFlags", "checked_job", "evaluate_run", "evaluation_job", "print_evaluation"]
 

@@ -17,21 +17,18 @@ from torch import nn
 
 from forge_core.interp import ActivationStore, points_of
 from forge_data import Batch, Stream, batch_of
+from forge_lab._shared.problems import Problem, invalid
+from forge_lab.activation_files import Parts, output_problems
+from forge_lab.axes import Axes
+from forge_lab.evaluate import checked_job
 from forge_parallel import Meshes, ParallelConfig, World, find_world
 from forge_parallel.compute import Compute
 from forge_parallel.points import WholePoints
 from forge_resilience import Agreement, ExitCode
-from forge_train._shared.problems import Problem, invalid
-from forge_train.config.axes import Axes
-from forge_train.config.schema import JobConfig
-from forge_train.config.vlm import VLMModelConfig
+from forge_train import JobConfig, load_model
 from forge_train.errors import ConfigError, DataError, config_errors, refuse, run_on_all_ranks
-from forge_train.jobs import load_model
-from forge_train.ranks import init_ranks
-from forge_train.report.activation_files import Parts, output_problems
-from forge_train.report.evaluate import checked_job
-from forge_train.trainer.build import open_held_out
-from forge_train.trainer.compute import job_compute
+from forge_train.toolkit import init_ranks, job_compute, open_held_out
+from forge_vlm import VLMConfig
 
 __all__ = ["ExtractFlags", "extract_run", "run_extract"]
 
@@ -180,7 +177,7 @@ def _job(asked: _Asked, parallel: ParallelConfig, world: World) -> JobConfig:
     """The job of these ranks. ConfigError for what cannot be written, or not by them."""
     refuse(list(asked.problems()))
     job = checked_job(asked.run, None, asked.batch, parallel, world)
-    if isinstance(job.model, VLMModelConfig):
+    if isinstance(job.model, VLMConfig):
         rule = "is a run of a model with images, whose rows have different shapes"
         fix = "use forge_core.interp on it"
         raise invalid("run", "images", str(asked.run), rule, fix, kind=ConfigError)

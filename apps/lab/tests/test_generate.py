@@ -15,12 +15,10 @@ import torch
 from forge_core import SamplingConfig
 from forge_data import SourceConfig
 from forge_data.kinds import TextConfig
+from forge_lab.text import continuation, continue_all, read_prompts, stream_text
 from forge_testing.problems import rejects
-from forge_train import ConfigError
-from forge_train.config.init import InitConfig
-from forge_train.jobs import load_folder
-from forge_train.report.text import continuation, continue_all, read_prompts, stream_text
-from forge_train.trainer.build import run_tokenizer
+from forge_train import ConfigError, load_folder
+from forge_train.toolkit import run_tokenizer
 
 pytestmark = pytest.mark.lane("test")
 
@@ -165,7 +163,7 @@ def test_F144_each_end_of_a_folder_ends_a_text_as_in_transformers(tmp_path: Path
     shutil.copytree(path, tmp_path / "run/hf")
     text = SourceConfig("text", str(tmp_path / "text.txt"), text=TextConfig(str(path / "tokenizer.json"), "none"))  # fmt: skip
     data, place = SimpleNamespace(sources={"text": text}), SimpleNamespace(dir=tmp_path / "run")
-    config: Any = SimpleNamespace(data=data, run=place, init=InitConfig())
+    config: Any = SimpleNamespace(data=data, run=place, init=SimpleNamespace(from_=None))
 
     def set_ends(configured: Any, generated: Any) -> None:
         for folder in (path, tmp_path / "run/hf"):

@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy
 
-from forge_train._shared.atomic import new_file, sync_folder, write_file
-from forge_train._shared.locks import Held, Lock
-from forge_train._shared.paths import files_named
-from forge_train._shared.problems import Problem, invalid
+from forge_lab._shared.atomic import new_file, sync_folder, write_file
+from forge_lab._shared.locks import Held, Lock
+from forge_lab._shared.paths import files_named
+from forge_lab._shared.problems import Problem, invalid
 from forge_train.errors import StateError
 
 __all__ = ["Parts", "output_problems"]

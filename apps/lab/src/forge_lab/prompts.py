@@ -9,10 +9,9 @@ from typing import Any
 import torch
 
 from forge_ckpt.hf import read_json
-from forge_train._shared.problems import invalid
-from forge_train.config.tokenizer import folder_ends
+from forge_lab._shared.problems import invalid
 from forge_train.errors import ConfigError, config_errors
-from forge_train.hf.folder import processor_table
+from forge_train.toolkit import folder_ends, processor_table
 from forge_vlm import VLM
 from forge_vlm.data import Prompts
 

@@ -10,13 +10,12 @@ from pathlib import Path
 import torch
 
 from forge_core import SamplingConfig
-from forge_train._shared.paths import open_regular
-from forge_train._shared.problems import invalid
+from forge_lab._shared.paths import open_regular
+from forge_lab._shared.problems import invalid
+from forge_lab.prompts import folder_prompts
+from forge_train import RunDirectory, load_folder, load_model
 from forge_train.errors import ConfigError, as_config_error
-from forge_train.hf.prompts import folder_prompts
-from forge_train.jobs import load_folder, load_model
-from forge_train.trainer.exact_match import prompts_of
-from forge_train.trainer.run_directory import RunDirectory
+from forge_train.toolkit import prompts_of
 from forge_vlm import VLM
 from forge_vlm.answers import answer_all
 from forge_vlm.data import Prompt, Prompts

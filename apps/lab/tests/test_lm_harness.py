@@ -1,7 +1,7 @@
 """lm_eval asks a run directory: its scores are those of lm_eval's own model on the exported folder.
 
 pip install lm_eval==0.4.13        # an environment of its own
-pytest -q --lane everything apps/train/tests/test_lm_harness.py -n0
+pytest -q --lane everything apps/lab/tests/test_lm_harness.py -n0
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from forge_testing import run_on_ranks
+from forge_lab.evaluate import evaluate_run
+from forge_testing import forge_train, run_on_ranks
 from forge_testing.evaluations import QUESTIONS
 from forge_testing.jobs import write_job
 from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone
 from forge_train import ConfigError
-from forge_train.report.evaluate import evaluate_run
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval has an environment of its own")
 tokenizers = pytest.importorskip("tokenizers")
@@ -54,15 +54,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def exported(run: Path) -> Path:
-    from forge_train.hf.exporting import export_run
-
     out = run.parent / "hf"
-    export_run(run, out)
+    forge_train("export", str(run), str(out))
     return out
 
 
 def native(run: Path, **layout: Any) -> Any:
-    from forge_train.lm_harness import Forge
+    from forge_lab.lm_harness import Forge
 
     return Forge(str(run), batch_size=3, device="cpu", **layout)
 

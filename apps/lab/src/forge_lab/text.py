@@ -15,15 +15,14 @@ from torch import nn
 
 from forge_core import SamplingConfig, generate, generate_stream
 from forge_data import Tokenizer
+from forge_lab._shared.jsonl import parse
+from forge_lab._shared.paths import read_regular
+from forge_lab._shared.problems import invalid
+from forge_lab.pictures import Asked, answer_pictures, conversations_in
 from forge_parallel import select_device
-from forge_train._shared.jsonl import parse
-from forge_train._shared.paths import read_regular
-from forge_train._shared.problems import invalid
+from forge_train import RunDirectory, load_folder, load_trained
 from forge_train.errors import ConfigError, as_config_error
-from forge_train.jobs import load_folder, load_trained
-from forge_train.report.pictures import Asked, answer_pictures, conversations_in
-from forge_train.sampling import continuation, prompt_ids
-from forge_train.trainer.run_directory import RunDirectory
+from forge_train.toolkit import continuation, prompt_ids
 
 _NEW_TOKENS = 400  # that are written if no number is asked for, and the model has room for them
 _MAX_PROMPTS = 1 << 28  # bytes of a file of them

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 
+from forge_lab.cli import evaluate
+from forge_lab.evaluate import evaluate_run
 from forge_testing.evaluations import asked, losses_by_hand, questions, rows_of
 from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone, make_job
-from forge_train import ConfigError, StateError, load_job
-from forge_train.cli import evaluate
-from forge_train.jobs import load_model
-from forge_train.report.evaluate import evaluate_run
+from forge_train import ConfigError, StateError, load_job, load_model
 
 pytestmark = pytest.mark.lane("test")
 

@@ -1,0 +1,59 @@
+"""Verbs of `forge-train`, mounted by the entry points of group forge.commands.
+
+Heavy modules are imported by the verb that needs them: help and errors come at once.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from forge_train.command_line import call_verb, parse_arguments, take_nproc
+
+
+def generate(args: list[str]) -> int:
+    """Continue a text, or each of a file, by a run's newest good checkpoint or a Hugging Face folder."""
+    from forge_lab.text import stream_text
+
+    return call_verb(stream_text, args, "generate")
+
+
+def evaluate(args: list[str]) -> int:
+    """Evaluate a checkpoint of a run: its own held-out rows and questions, or those of another file.
+
+    `--nproc N` starts N processes on this machine, which share the work by `--parallel.tp` and the other axes; under
+    torchrun, srun or RANK/WORLD_SIZE each process is one rank.
+    """
+    from forge_lab.evaluate import EvalFlags, print_evaluation
+
+    nproc, rest = take_nproc(args)
+    flags = parse_arguments(EvalFlags, rest, "eval", evaluate.__doc__)
+    if nproc is None or nproc == 1:
+        return print_evaluation(flags)
+    flags.check(nproc)
+    return _on_ranks("eval", rest, nproc)
+
+
+def extract(args: list[str]) -> int:
+    """Write activations of a checkpoint on a run's held-out rows as one .npz file; go on if it was killed.
+
+    An --output without suffix is a folder of safetensors. Without --points and --output it lists the model's points.
+    `--nproc N` and `--parallel.tp` as in eval.
+    """
+    from forge_lab.extract import ExtractFlags, run_extract
+
+    nproc, rest = take_nproc(args)
+    flags = parse_arguments(ExtractFlags, rest, "extract", extract.__doc__)
+    if nproc is None or nproc == 1:
+        return run_extract(flags)
+    flags.check(nproc)
+    return _on_ranks("extract", rest, nproc)
+
+
+def _on_ranks(verb: str, args: Sequence[str], nproc: int) -> int:
+    """Run `forge-train VERB ARGS` in `nproc` processes, without a watch; their exit code."""
+    from forge_resilience.local_workers import run_local_workers
+
+    command = [sys.executable, "-m", "forge_train", verb, *args]
+    return run_local_workers(command, nproc, {**os.environ, "FORGE_NPROC": str(nproc)})
