@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from forge_lab.evaluate import evaluate_run
     from forge_lab.extract import extract_run
+    from forge_lab.report.goodput import run_goodput
+    from forge_lab.report.page import write_page
 
-__all__ = ["evaluate_run", "extract_run"]
+__all__ = ["evaluate_run", "extract_run", "run_goodput", "write_page"]
 
 #: The module of each name, imported at first use: most of them import torch.
-_HOME = {"evaluate_run": "evaluate", "extract_run": "extract"}
+_HOME = {
+    "evaluate_run": "evaluate",
+    "extract_run": "extract",
+    "run_goodput": "report.goodput",
+    "write_page": "report.page",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -43,7 +43,7 @@ def output_problems(out: Path) -> Iterator[Problem]:
             import safetensors  # noqa: F401
         except ImportError:
             rule = "is a folder, and needs safetensors, which is not installed"
-            yield Problem(key, "requires", shown, rule, "pip install 'forge-train[safetensors]'")
+            yield Problem(key, "requires", shown, rule, "pip install 'forge-lab[safetensors]'")
 
 
 class Parts:

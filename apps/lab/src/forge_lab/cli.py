@@ -8,8 +8,14 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
 
+import tyro
+
+from forge_lab._shared.problems import invalid
 from forge_train.command_line import call_verb, parse_arguments, take_nproc
+from forge_train.errors import ConfigError
 
 
 def generate(args: list[str]) -> int:
@@ -49,6 +55,48 @@ def extract(args: list[str]) -> int:
         return run_extract(flags)
     flags.check(nproc)
     return _on_ranks("extract", rest, nproc)
+
+
+def report(args: list[str]) -> int:
+    """Write one page about a run, or about several beside one another; --text prints where the seconds went.
+
+    The page is one HTML file that needs no network: curves, speed, seconds by cause over all lives, experts, keys
+    that differ, machines, samples. It is <run.dir>/report.html, or --output.
+    """
+
+    def options(
+        runs: Annotated[
+            tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(help="folders of runs")
+        ],
+        /,
+        output: Annotated[
+            Path | None, tyro.conf.arg(help="the page to write, needed for several runs")
+        ] = None,
+        text: Annotated[
+            bool,
+            tyro.conf.arg(help="print the seconds of a run and its best save interval instead"),
+        ] = False,
+        json: Annotated[bool, tyro.conf.arg(help="print them as one JSON object")] = False,
+    ) -> int:
+        if text and json:
+            raise invalid("--text", "json", ..., "excludes --json", "give one", kind=ConfigError)
+        if not runs or ((text or json) and len(runs) > 1):
+            rule, fix = "must be one run, or more for a page", "give its folder"
+            raise invalid("RUNS", "length", [*map(str, runs)], rule, fix, kind=ConfigError)
+        if text or json:
+            if output is not None:
+                rule, fix = "is the file of a page, not of --text or --json", "leave one out"
+                raise invalid("--output", "excludes", str(output), rule, fix, kind=ConfigError)
+            from forge_lab.report.goodput import print_report
+
+            print_report(runs[0], json)
+            return 0
+        from forge_lab.report.page import write_page
+
+        print(write_page(runs, output))
+        return 0
+
+    return call_verb(options, args, "report", report.__doc__)
 
 
 def _on_ranks(verb: str, args: Sequence[str], nproc: int) -> int:

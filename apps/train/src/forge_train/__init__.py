@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from forge_train.extensions.callback import Callback
     from forge_train.extensions.extension import Extension
     from forge_train.jobs import load_folder, load_job, load_model, load_trained
+    from forge_train.metrics.columns import column_of
+    from forge_train.metrics.jsonl import read_rows
     from forge_train.protocols import Sink
     from forge_train.report.read_run import Run, read_run
     from forge_train.study.replay import replay_step
@@ -37,11 +39,13 @@ __all__ = [
     "Sink",
     "StateError",
     "Trainer",
+    "column_of",
     "load_folder",
     "load_job",
     "load_model",
     "load_trained",
     "read_layers",
+    "read_rows",
     "read_run",
     "read_study",
     "replay_step",
@@ -57,6 +61,8 @@ _NAMES = {
     "extensions.callback": "Callback",
     "extensions.extension": "Extension",
     "jobs": "load_folder load_job load_model load_trained",
+    "metrics.columns": "column_of",
+    "metrics.jsonl": "read_rows",
     "protocols": "Sink",
     "report.read_run": "Run read_run",
     "study.replay": "replay_step",

@@ -11,7 +11,6 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import tyro
@@ -31,7 +30,7 @@ if TYPE_CHECKING:
 
 Flags = TypeVar("Flags")
 #: Verbs of forge-lab, which mounts them.
-OF_LAB = ("generate", "eval", "extract")
+OF_LAB = ("generate", "eval", "extract", "report")
 #: Verbs that join a process group under a launcher.
 _OF_RANKS = ("run", "eval", "extract", "study")
 USAGE = "usage: forge-train VERB ...   (forge-train VERB --help says more)"
@@ -317,48 +316,6 @@ def doctor(args: list[str]) -> int:
     return call_verb(options, args, "doctor", doctor.__doc__)
 
 
-def report(args: list[str]) -> int:
-    """Write one page about a run, or about several beside one another; --text prints where the seconds went.
-
-    The page is one HTML file that needs no network: curves, speed, seconds by cause over all lives, experts, keys
-    that differ, machines, samples. It is <run.dir>/report.html, or --output.
-    """
-
-    def options(
-        runs: Annotated[
-            tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(help="folders of runs")
-        ],
-        /,
-        output: Annotated[
-            Path | None, tyro.conf.arg(help="the page to write, needed for several runs")
-        ] = None,
-        text: Annotated[
-            bool,
-            tyro.conf.arg(help="print the seconds of a run and its best save interval instead"),
-        ] = False,
-        json: Annotated[bool, tyro.conf.arg(help="print them as one JSON object")] = False,
-    ) -> int:
-        if text and json:
-            raise invalid("--text", "json", ..., "excludes --json", "give one", kind=ConfigError)
-        if not runs or ((text or json) and len(runs) > 1):
-            rule, fix = "must be one run, or more for a page", "give its folder"
-            raise invalid("RUNS", "length", [*map(str, runs)], rule, fix, kind=ConfigError)
-        if text or json:
-            if output is not None:
-                rule, fix = "is the file of a page, not of --text or --json", "leave one out"
-                raise invalid("--output", "excludes", str(output), rule, fix, kind=ConfigError)
-            from forge_train.report.goodput import print_report
-
-            print_report(runs[0], json)
-            return ExitCode.DONE
-        from forge_train.report.page import write_page
-
-        print(write_page(runs, output))
-        return ExitCode.DONE
-
-    return call_verb(options, args, "report", report.__doc__)
-
-
 def import_(args: list[str]) -> int:
     """Write the weights of a Hugging Face folder as step 0 of a new run, and its [model] table."""
     from forge_train.hf.importing import import_folder
@@ -378,7 +335,6 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "explain": explain,
     "plan": plan,
     "slurm": slurm,
-    "report": report,
     "study": study,
     "import": import_,
     "export": export,

@@ -18,16 +18,14 @@ import tomlkit
 from tomlkit.container import Container
 from tomlkit.items import InlineTable, Table
 
-from forge_parallel.profile import tables
+from forge_lab._shared.atomic import write_file
+from forge_lab._shared.problems import invalid
+from forge_lab._shared.toml_files import flatten, read_text
+from forge_lab.report.curves import Curves, expert_pictures, floats, number
+from forge_lab.report.timeline import shares, strip
 from forge_resilience.goodput import CAUSES, Goodput, Ledger, goodput, read_ledger
-from forge_train._shared.atomic import write_file
-from forge_train._shared.problems import invalid
-from forge_train._shared.toml_files import flatten, read_text
+from forge_train import Run, RunDirectory, read_run
 from forge_train.errors import ConfigError
-from forge_train.report.curves import Curves, expert_pictures, floats, number
-from forge_train.report.read_run import Run, read_run
-from forge_train.report.timeline import shares, strip
-from forge_train.trainer.run_directory import RunDirectory
 
 _MOST_EVENTS = 200
 _MOST_ELEMENTS = 20  # of a list in a table
@@ -55,7 +53,7 @@ def write_page(folders: Sequence[Path], output: Path | None = None) -> Path:
         write_page([Path("runs/a"), Path("runs/b")], Path("ab.html"))
 
     Readers of the file see the old page or the new one. Raises ConfigError for a folder that is no run, and where
-    the page cannot be written. Needs the extra `forge-train[report]`.
+    the page cannot be written. Needs the extra `forge-lab[report]`.
     """
     if output is None and len(folders) != 1:
         rule, fix = f"must name the page of {len(folders)} runs", "give --output FILE.html"
@@ -104,7 +102,7 @@ def _renderer() -> Callable[[Mapping[str, Part]], str]:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         rule = f"needs {error.name}, which is not installed"
-        fix = "pip install 'forge-train[report]', or print a table by --text"
+        fix = "pip install 'forge-lab[report]', or print a table by --text"
         raise invalid("report", "requires", ..., rule, fix, kind=ConfigError) from error
     here = Path(__file__).parent
     environment = jinja2.Environment(
@@ -319,7 +317,10 @@ def _profiles(part: Part) -> list[tuple[str, list[Any], Any]]:
     """(title, tables, content) of each profile; one of another form than ours has no tables, and one that cannot be
     read says why."""
     root, found = part.paths.path, list[tuple[str, list[Any], Any]]()
-    for path in sorted(root.glob("profile/**/*.json"), key=_by_numbers):
+    paths = sorted(root.glob("profile/**/*.json"), key=_by_numbers)
+    if paths:  # imports torch, which a page without a profile does not need
+        from forge_parallel.profile import tables
+    for path in paths:
         content: Any
         own = list[Any]()
         title = str(path.relative_to(root))

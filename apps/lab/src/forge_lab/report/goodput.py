@@ -6,12 +6,11 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+from forge_lab._shared.problems import invalid
 from forge_resilience import read_events
 from forge_resilience.goodput import Goodput, goodput, read_ledger
-from forge_train._shared.problems import invalid
+from forge_train import RunDirectory, read_rows
 from forge_train.errors import ConfigError
-from forge_train.metrics.jsonl import read_rows
-from forge_train.trainer.run_directory import RunDirectory
 
 
 def run_goodput(run_dir: str | Path) -> Goodput:

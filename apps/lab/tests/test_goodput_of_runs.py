@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from forge_lab.cli import report
+from forge_lab.report.goodput import print_report
 from forge_testing import forge_train, kill_after_step, start, write_job
 from forge_testing.problems import rejects
 from forge_train import ConfigError, Trainer, load_job, read_run
-from forge_train.cli import report
-from forge_train.report.goodput import print_report
 
 pytestmark = pytest.mark.lane("test")
 

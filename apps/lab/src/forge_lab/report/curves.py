@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy
 
-from forge_train.metrics.columns import column_of
-from forge_train.report.read_run import Run
+from forge_train import Run, column_of
 
 #: Points of one curve, and of all known and of all other ones of a page.
 _MOST_POINTS, _FEWEST_POINTS, _KNOWN_POINTS, _OTHER_POINTS = 2_000, 200, 100_000, 30_000

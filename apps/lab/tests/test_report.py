@@ -17,17 +17,16 @@ from typing import Any
 
 import pytest
 
+from forge_lab.cli import report
+from forge_lab.report import curves
+from forge_lab.report.curves import Curves, thin
+from forge_lab.report.page import write_page
+from forge_lab.report.timeline import strip
 from forge_resilience.goodput import read_ledger
 from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone, make_job
-from forge_train import ConfigError, read_run
-from forge_train.cli import report
-from forge_train.metrics.columns import COLUMNS, column_of
-from forge_train.report import curves
-from forge_train.report.curves import Curves, thin
-from forge_train.report.page import write_page
-from forge_train.report.read_run import Run
-from forge_train.report.timeline import strip
+from forge_train import ConfigError, Run, column_of, read_run
+from forge_train.metrics.columns import COLUMNS
 
 pytestmark = pytest.mark.lane("test")
 
@@ -151,6 +150,15 @@ def test_the_page_holds_the_rows_and_nothing_else_changes(
     after = contents(run)
     assert after.pop(run / "report.html")
     assert after == before
+
+
+@pytest.mark.parametrize("flags", [[], ["--text"]])
+def test_a_report_imports_no_torch(copy: Path, flags: list[str]) -> None:
+    code = "import sys; from forge_train.cli import run_verb; run_verb(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "report", str(copy), *flags], capture_output=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.lane("quick")
