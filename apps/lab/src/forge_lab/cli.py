@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -97,6 +97,32 @@ def report(args: list[str]) -> int:
         return 0
 
     return call_verb(options, args, "report", report.__doc__)
+
+
+#: Verbs of `study`: the function that tyro calls, by import path.
+STUDIES: dict[str, str] = {
+    "replay": "forge_train.study.verbs.replay",
+    "bisect": "forge_train.study.verbs.bisect",
+    "sweep": "forge_lab.study.sweep.run_sweep",
+}
+
+
+def study(args: list[str]) -> int:
+    """Train a step of a run again, find where two runs part, or train a scaling study; `forge-train study` lists the verbs."""
+    from pydoc import locate
+
+    if not args or args[0] in ("-h", "--help"):
+        print(
+            "usage: forge-train study VERB ...   (forge-train study VERB --help says more)\n\nverbs"
+        )
+        for name, path in STUDIES.items():
+            print(f"  {name:10} {(locate(path).__doc__ or '').splitlines()[0]}")
+        return 0
+    if args[0] not in STUDIES:
+        rule, fix = "is not a verb of forge-train study", f"use one of {', '.join(STUDIES)}"
+        raise invalid("study", "unknown", args[0], rule, fix, kind=ConfigError)
+    call: Any = locate(STUDIES[args[0]])
+    return call_verb(call, args[1:], f"study {args[0]}")
 
 
 def _on_ranks(verb: str, args: Sequence[str], nproc: int) -> int:

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from forge_train.protocols import Sink
     from forge_train.report.read_run import Run, read_run
     from forge_train.study.replay import replay_step
-    from forge_train.study.runs import read_study
     from forge_train.trainer.run_directory import RunDirectory
     from forge_train.trainer.trainer import RunResult, Trainer
 
@@ -47,7 +46,6 @@ __all__ = [
     "read_layers",
     "read_rows",
     "read_run",
-    "read_study",
     "replay_step",
     "resolve",
 ]
@@ -66,7 +64,6 @@ _NAMES = {
     "protocols": "Sink",
     "report.read_run": "Run read_run",
     "study.replay": "replay_step",
-    "study.runs": "read_study",
     "trainer.run_directory": "RunDirectory",
     "trainer.trainer": "RunResult Trainer",
 }

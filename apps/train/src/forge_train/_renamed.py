@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 #: Names of forge_train, and modules, that are forge_lab's now; each keeps its name there.
-_OF_LAB = ("evaluate_run", "extract_run")
+_OF_LAB = ("evaluate_run", "extract_run", "read_study")
 
 
 def with_moved(owner: str, get: Callable[[str], Any]) -> Callable[[str], Any]:

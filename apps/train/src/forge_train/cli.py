@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 Flags = TypeVar("Flags")
 #: Verbs of forge-lab, which mounts them.
-OF_LAB = ("generate", "eval", "extract", "report")
+OF_LAB = ("generate", "eval", "extract", "report", "study")
 #: Verbs that join a process group under a launcher.
 _OF_RANKS = ("run", "eval", "extract", "study")
 USAGE = "usage: forge-train VERB ...   (forge-train VERB --help says more)"
@@ -255,32 +255,6 @@ def slurm(args: list[str]) -> int:
     return run_slurm(layers, SlurmFlags(**flags))
 
 
-#: Verbs of `study`: the function that tyro calls, by import path.
-STUDIES: dict[str, str] = {
-    "replay": "forge_train.study.verbs.replay",
-    "bisect": "forge_train.study.verbs.bisect",
-    "sweep": "forge_train.study.sweep.run_sweep",
-}
-
-
-def study(args: list[str]) -> int:
-    """Train a step of a run again, find where two runs part, or train a scaling study; `forge-train study` lists the verbs."""
-    from pydoc import locate
-
-    if not args or args[0] in ("-h", "--help"):
-        print(
-            "usage: forge-train study VERB ...   (forge-train study VERB --help says more)\n\nverbs"
-        )
-        for name, path in STUDIES.items():
-            print(f"  {name:10} {(locate(path).__doc__ or '').splitlines()[0]}")
-        return ExitCode.DONE
-    if args[0] not in STUDIES:
-        rule, fix = "is not a verb of forge-train study", f"use one of {', '.join(STUDIES)}"
-        raise invalid("study", "unknown", args[0], rule, fix, kind=ConfigError)
-    call: Any = locate(STUDIES[args[0]])
-    return call_verb(call, args[1:], f"study {args[0]}")
-
-
 def doctor(args: list[str]) -> int:
     """Print the abilities of this machine and missing packages: 0 ready, 1 something missing, 2 broken."""
 
@@ -335,7 +309,6 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "explain": explain,
     "plan": plan,
     "slurm": slurm,
-    "study": study,
     "import": import_,
     "export": export,
     "doctor": doctor,

@@ -29,16 +29,12 @@ import tomlkit
 from torch import nn
 
 from forge_core import flops_per_token, parameter_count
-from forge_train._shared.paths import expand_fields, user_path
-from forge_train._shared.problems import Problem, invalid, problems_of, raise_problems
-from forge_train._shared.toml_files import read_toml
-from forge_train.config.init import committed
-from forge_train.config.layers import Layers, read_layers
-from forge_train.config.resolve import ResolvedJob, resolve
-from forge_train.config.structure import structure_table
+from forge_lab._shared.paths import expand_fields, user_path
+from forge_lab._shared.problems import Problem, invalid, problems_of, raise_problems
+from forge_lab._shared.toml_files import read_toml
+from forge_train import Layers, ResolvedJob, RunDirectory, read_layers, resolve
 from forge_train.errors import ConfigError, JobError, refuse
-from forge_train.trainer.build import build_trained
-from forge_train.trainer.course import Course
+from forge_train.toolkit import Course, build_trained, structure_table
 
 #: Tables of names, and the section of a job whose keys an entry holds.
 AXES = {"sizes": "model", "optimizers": "optimizer", "schedules": "schedule"}
@@ -134,13 +130,14 @@ class StudyRun:
 
     def is_done(self) -> bool:
         """Whether its last step is saved."""
-        return self.steps in committed(self.dir)
+        return self.steps in RunDirectory(self.dir).committed()
 
     def write(self) -> None:
         """Write the configuration. ConfigError if the run, or its trunk, has begun as another one, JobError where the disk
         refuses."""
-        of_trunk = committed(self.dir.with_name(self.parent)) if self.parent else {}
-        if not committed(self.dir) and max(of_trunk, default=0) > self.begin not in of_trunk:
+        of_trunk = RunDirectory(self.dir.with_name(self.parent)).committed() if self.parent else {}
+        has_begun = RunDirectory(self.dir).has_checkpoints()
+        if not has_begun and max(of_trunk, default=0) > self.begin not in of_trunk:
             rule = (
                 f"has {self.parent}, which did not save at step {self.begin}, from which {self.name} forks: it was trained "
                 "for other budgets"
@@ -149,7 +146,7 @@ class StudyRun:
             raise invalid("study.dir", "parent", folder, rule, "choose another", kind=ConfigError)
         if self.file.exists() and self.file.read_text(encoding="utf-8") == self.toml:
             return
-        if committed(self.dir):
+        if has_begun:
             rule = f"has {self.name}, which was begun with another configuration than the study has now"
             folder, fix = str(self.dir.parent.parent), "set the study back, or choose another"
             raise invalid("study.dir", "changed", folder, rule, fix, kind=ConfigError)
@@ -205,7 +202,7 @@ def read_study(path: Path) -> Study:
     base = _base(path, config, table.get("base", {}))
     axes = [_entries(path, axis, table.get(axis, {})) for axis in AXES]
     runs: list[StudyRun] = []
-    seen: dict[str, Problem] = {}  # each once, also with values that have no hash
+    seen: dict[str, Any] = {}  # each problem once, also with values that have no hash
     for size, optimizer, schedules in itertools.product(axes[0], axes[1], [axes[2]]):
         for seed in config.seeds:
             try:

@@ -17,13 +17,13 @@ from typing import Annotated, Any
 
 import tyro
 
+from forge_lab._shared.jsonl import append_line
+from forge_lab._shared.locks import Held, Lock
+from forge_lab._shared.parents import with_parent
+from forge_lab._shared.problems import Problem, invalid
+from forge_lab.study.runs import Study, StudyRun, read_study, writing
 from forge_resilience import ExitCode
-from forge_train._shared.jsonl import append_line
-from forge_train._shared.locks import Held, Lock
-from forge_train._shared.parents import with_parent
-from forge_train._shared.problems import Problem, invalid
 from forge_train.errors import JobError, refuse
-from forge_train.study.runs import Study, StudyRun, read_study, writing
 
 
 def run_sweep(
@@ -58,15 +58,15 @@ def run_sweep(
     refuse(list(_flag_problems(plan, gpu, jobs, slurm, submit, site, report)))
     described = read_study(study)
     if plan:
-        from forge_train.study.price import print_plan
+        from forge_lab.study.price import print_plan
 
         print_plan(described, gpu)
         return ExitCode.DONE
     if slurm:
-        from forge_train.study.arrays import write_arrays
+        from forge_lab.study.arrays import write_arrays
 
         return write_arrays(described, submit, site)
-    from forge_train.study.page import check_plot, write_page
+    from forge_lab.study.page import check_plot, write_page
 
     check_plot()
     with _alone(described.dir):

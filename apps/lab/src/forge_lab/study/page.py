@@ -10,14 +10,13 @@ from typing import Any
 
 from forge_core.scaling import ScalingFit, bootstrap, fit_scaling, interval
 from forge_data import open_stream
+from forge_lab._shared.atomic import write_file
+from forge_lab._shared.jsonl import read_log
+from forge_lab._shared.problems import invalid
+from forge_lab.study.runs import Study, StudyRun
 from forge_resilience.provenance import git_state
-from forge_train._shared.atomic import write_file
-from forge_train._shared.jsonl import read_log
-from forge_train._shared.problems import invalid
-from forge_train.config.schema import JobConfig
+from forge_train import JobConfig, read_run
 from forge_train.errors import ConfigError, StateError
-from forge_train.report.read_run import read_run
-from forge_train.study.runs import Study, StudyRun
 
 CONSTANTS = ("E", "A", "alpha", "B", "beta")
 Result = dict[str, Any]
@@ -28,7 +27,7 @@ def check_plot() -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
-        rule, fix = "needs matplotlib for its plots", "pip install 'forge-train[plot]'"
+        rule, fix = "needs matplotlib for its plots", "pip install 'forge-lab[plot]'"
         raise invalid("study sweep", "requires", ..., rule, fix, kind=ConfigError) from error
 
 

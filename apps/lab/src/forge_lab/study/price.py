@@ -16,10 +16,10 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 
+from forge_lab.study.runs import Study, StudyRun
+from forge_train import read_run
 from forge_train.errors import JobError
-from forge_train.plan import price
-from forge_train.report.read_run import read_run
-from forge_train.study.runs import Study, StudyRun
+from forge_train.toolkit import price
 
 _STEPS = 12
 #: Without a warm-up the rate may be too high: numbers that are not finite do not end a measurement.

@@ -14,17 +14,16 @@ from typing import Any
 import pytest
 
 from forge_core.scaling import ScalingFit
+from forge_lab.study.page import draw, fitted, page
+from forge_lab.study.runs import read_study
+from forge_lab.study.sweep import Sweep, run_sweep
 from forge_resilience import ExitCode
 from forge_testing.problems import assert_problem, rejects
 from forge_testing.processes import orphan_code, start, wait_for_step
 from forge_testing.runs import assert_same_bits, fit_alone, saved_tensors
 from forge_testing.studies import LONG, SHORT, TRUNK, write_study
-from forge_train import ConfigError
-from forge_train.config.init import committed
+from forge_train import ConfigError, RunDirectory
 from forge_train.errors import JobError
-from forge_train.study.page import draw, fitted, page
-from forge_train.study.runs import read_study
-from forge_train.study.sweep import Sweep, run_sweep
 
 pytestmark = pytest.mark.lane("test")
 
@@ -175,7 +174,7 @@ def test_a_decay_of_the_trunk_is_the_run_that_trained_all_steps(
     """And a trunk saves where its decays fork, also one step behind a save that is due anyway (38 behind 37)."""
     trunk, short, long = read_study(undisturbed / "study.toml").runs
     assert (short.begin, long.begin) == (38, 111)
-    assert {short.begin, long.begin, 37, 74} == committed(trunk.dir).keys()
+    assert {short.begin, long.begin, 37, 74} == RunDirectory(trunk.dir).committed().keys()
     path = write_study(tmp_path, "trunk = false")
     (alone, _) = read_study(path).runs
     alone.write()
@@ -207,8 +206,8 @@ def test_a_sweep_that_is_killed_ends_with_the_same_table(undisturbed: Path, tmp_
                 for line in (runs / name / "events.jsonl").read_text().splitlines()[-1:]
             }
             wait_until_gone(pid)
-        assert name != TRUNK or 111 not in committed(
-            runs / name
+        assert (
+            name != TRUNK or 111 not in RunDirectory(runs / name).committed()
         )  # no run without its sweep ended it
     assert [life["exit_code"] for life in lives(tmp_path)] == [75, 0]
     code, said = finish(sweep(path))

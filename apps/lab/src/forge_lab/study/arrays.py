@@ -8,13 +8,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+from forge_lab._shared.atomic import write_file
+from forge_lab._shared.problems import Problem
+from forge_lab.study.runs import Study, StudyRun, writing
 from forge_resilience import ExitCode
 from forge_resilience.slurm import SlurmConfig, batch_script, jobs_of, submit
-from forge_train._shared.atomic import write_file
-from forge_train._shared.problems import Problem
-from forge_train.config.layers import Layers
-from forge_train.config.resolve import ResolvedJob
-from forge_train.config.structure import structure_table
+from forge_train import Layers, ResolvedJob
 from forge_train.errors import ConfigError, JobError, config_errors, refuse
 from forge_train.slurm import (
     add_site,
@@ -24,7 +23,7 @@ from forge_train.slurm import (
     two_jobs,
     with_retries,
 )
-from forge_train.study.runs import Study, StudyRun, writing
+from forge_train.toolkit import structure_table
 
 
 def write_arrays(study: Study, submits: bool, site: str | None) -> int:
