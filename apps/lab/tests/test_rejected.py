@@ -70,7 +70,7 @@ def test_activations_that_cannot_be_written(
     monkeypatch.setattr(extract, "VLMConfig", SimpleNamespace)
     job = SimpleNamespace(model=SimpleNamespace())
     monkeypatch.setattr(extract, "checked_job", lambda *_: job)
-    request = extract._Asked(Path("runs/a"), ("x",), tmp_path / "x.npz", 1, 1, "validation", None, "fp32", 1)  # fmt: skip
+    request = extract.ExtractFlags(Path("runs/a"), ("x",), tmp_path / "x.npz", 1, 1, "validation", None, "fp32", 1)  # fmt: skip
     with rejects("run", "runs/a", "images", ConfigError):
         extract._job(request, None, None)  # type: ignore[arg-type]
     with rejects("--rows", 0, "range", ConfigError):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,12 +33,7 @@ def evaluate(args: list[str]) -> int:
     """
     from forge_lab.evaluate import EvalFlags, print_evaluation
 
-    nproc, rest = take_nproc(args)
-    flags = parse_arguments(EvalFlags, rest, "eval", evaluate.__doc__)
-    if nproc is None or nproc == 1:
-        return print_evaluation(flags)
-    flags.check(nproc)
-    return _on_ranks("eval", rest, nproc)
+    return _on_ranks("eval", EvalFlags, print_evaluation, args, evaluate.__doc__)
 
 
 def extract(args: list[str]) -> int:
@@ -49,12 +44,7 @@ def extract(args: list[str]) -> int:
     """
     from forge_lab.extract import ExtractFlags, run_extract
 
-    nproc, rest = take_nproc(args)
-    flags = parse_arguments(ExtractFlags, rest, "extract", extract.__doc__)
-    if nproc is None or nproc == 1:
-        return run_extract(flags)
-    flags.check(nproc)
-    return _on_ranks("extract", rest, nproc)
+    return _on_ranks("extract", ExtractFlags, run_extract, args, extract.__doc__)
 
 
 def report(args: list[str]) -> int:
@@ -125,9 +115,16 @@ def study(args: list[str]) -> int:
     return call_verb(call, args[1:], f"study {args[0]}")
 
 
-def _on_ranks(verb: str, args: Sequence[str], nproc: int) -> int:
-    """Run `forge-train VERB ARGS` in `nproc` processes, without a watch; their exit code."""
+def _on_ranks(
+    verb: str, kind: Any, call: Callable[[Any], int], args: list[str], about: str | None
+) -> int:
+    """Call a function with the flags `kind` of a verb, here, or by `--nproc N` in N processes without a watch."""
+    nproc, rest = take_nproc(args)
+    flags = parse_arguments(kind, rest, verb, about)
+    if nproc is None or nproc == 1:
+        return call(flags)
+    flags.check(nproc)
     from forge_resilience.local_workers import run_local_workers
 
-    command = [sys.executable, "-m", "forge_train", verb, *args]
+    command = [sys.executable, "-m", "forge_train", verb, *rest]
     return run_local_workers(command, nproc, {**os.environ, "FORGE_NPROC": str(nproc)})

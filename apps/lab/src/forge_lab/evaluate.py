@@ -29,7 +29,14 @@ from forge_train.toolkit import (
     require_layout,
 )
 
-__all__ = ["EvalFlags", "checked_job", "evaluate_run", "evaluation_job", "print_evaluation"]
+__all__ = [
+    "EvalFlags",
+    "checked_job",
+    "evaluate_run",
+    "evaluation_job",
+    "print_evaluation",
+    "world_of",
+]
 
 _OWN = ("eval.", "data.validation.")  # keys that another file may give
 _REPLACED = ("eval.sets.", "eval.choices.", "eval.exact_match.")
@@ -94,11 +101,7 @@ def evaluate_run(
     the work, by default as data ranks. `meshes` are those of `parallel` where a group runs already.
     Reads only. Raises ConfigError, DataError or StateError; for the layout before the ranks meet.
     """
-    if meshes is not None:
-        world = World(world_size=meshes.world_size, local_world_size=meshes.world_size)
-    else:
-        with config_errors():
-            world = find_world()
+    world = world_of(meshes)
     if parallel is None:
         parallel = Axes().parallel(device)
     job = checked_job(run, config, rows, parallel, world)
@@ -106,12 +109,16 @@ def evaluate_run(
         return _measure(run, step, job, ranks)
 
 
+def world_of(meshes: Meshes | None) -> World:
+    """The ranks of a group that runs already, or those that a launcher started. ConfigError for a bad environment."""
+    if meshes is not None:
+        return World(world_size=meshes.world_size, local_world_size=meshes.world_size)
+    with config_errors():
+        return find_world()
+
+
 def checked_job(
-    run: str | Path,
-    config: str | Path | None,
-    rows: int,
-    parallel: ParallelConfig,
-    world: World,
+    run: str | Path, config: str | Path | None, rows: int, parallel: ParallelConfig, world: World
 ) -> JobConfig:
     """The evaluations as a job of these ranks. ConfigError for what cannot be evaluated, or not by them."""
     if rows < 1:

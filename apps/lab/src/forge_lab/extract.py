@@ -20,7 +20,7 @@ from forge_data import Batch, Stream, batch_of
 from forge_lab._shared.problems import Problem, invalid
 from forge_lab.activation_files import Parts, output_problems
 from forge_lab.axes import Axes
-from forge_lab.evaluate import checked_job
+from forge_lab.evaluate import checked_job, world_of
 from forge_parallel import Meshes, ParallelConfig, World, find_world
 from forge_parallel.compute import Compute
 from forge_parallel.points import WholePoints
@@ -62,46 +62,26 @@ class ExtractFlags:
 
     def check(self, nproc: int) -> None:
         """Raise ConfigError for what keeps `nproc` processes from it, before any of them starts."""
-        self._check_output()
+        self.require_output()
         layout = self.parallel.parallel(self.device)
-        _job(self.asked(), layout, World(world_size=nproc, local_world_size=nproc))
+        _job(self, layout, World(world_size=nproc, local_world_size=nproc))
 
-    def asked(self) -> _Asked:
-        """What is to be written."""
-        self._check_output()
-        assert self.output is not None
-        return _Asked(
-            self.run, self.points, self.output, self.rows, self.batch, self.set_name, self.step,
-            self.dtype, self.shard_mib,
-        )  # fmt: skip
-
-    def _check_output(self) -> None:
+    def require_output(self) -> None:
+        """Raise ConfigError unless points and an output are given."""
         missing = [n for n in ("points", "output") if not getattr(self, n)]
         if missing:
             rule = "must be given to write activations"
             fix = "give --points 'layers.*.resid_post' --output activations.npz, or neither, in one process, to list the points"
             raise invalid(f"--{missing[0]}", "missing", ..., rule, fix, kind=ConfigError)
 
-
-@dataclass(frozen=True)
-class _Asked:
-    run: Path
-    points: tuple[str, ...]
-    output: Path
-    rows: int
-    batch: int
-    set_name: str
-    step: int | None
-    dtype: str
-    shard_mib: int
-
     def problems(self) -> Iterator[Problem]:
+        """Values out of range, and why the output cannot be written."""
         for name in ("rows", "batch", "shard_mib"):
             if (value := getattr(self, name)) < 1:
                 yield Problem(f"--{name}", "range", value, "must be 1 or more")
         if self.dtype not in _DTYPES:
             yield Problem("--dtype", "unknown", self.dtype, f"must be one of {', '.join(_DTYPES)}")
-        yield from output_problems(self.output)
+        yield from output_problems(self.output or Path())
 
 
 def run_extract(flags: ExtractFlags) -> int:
@@ -117,7 +97,8 @@ def run_extract(flags: ExtractFlags) -> int:
             print("\n".join(points_of(model)))
         return ExitCode.DONE
     parallel = flags.parallel.parallel(flags.device)
-    at, count = _extract(flags.asked(), parallel, None)
+    flags.require_output()
+    at, count = _extract(flags, parallel, None)
     if world.rank == 0:
         print(f"{flags.output}: {count} rows of {flags.set_name} at step {at}")
     return ExitCode.DONE
@@ -156,24 +137,21 @@ def extract_run(
     it is put together. The same command after a kill goes on to the same bytes. The run is read only. Raises
     ConfigError, DataError or StateError.
     """
-    asked = _Asked(
+    asked = ExtractFlags(
         Path(run), tuple(points), Path(output), rows, batch, set_name, step, dtype, shard_mib
     )
     return _extract(asked, parallel or Axes().parallel(device), meshes)
 
 
-def _extract(asked: _Asked, parallel: ParallelConfig, meshes: Meshes | None) -> tuple[int, int]:
-    if meshes is not None:
-        world = World(world_size=meshes.world_size, local_world_size=meshes.world_size)
-    else:
-        with config_errors():
-            world = find_world()
-    job = _job(asked, parallel, world)
+def _extract(
+    asked: ExtractFlags, parallel: ParallelConfig, meshes: Meshes | None
+) -> tuple[int, int]:
+    job = _job(asked, parallel, world_of(meshes))
     with init_ranks(parallel) if meshes is None else nullcontext(meshes) as ranks:
         return _write(asked, job, ranks)
 
 
-def _job(asked: _Asked, parallel: ParallelConfig, world: World) -> JobConfig:
+def _job(asked: ExtractFlags, parallel: ParallelConfig, world: World) -> JobConfig:
     """The job of these ranks. ConfigError for what cannot be written, or not by them."""
     refuse(list(asked.problems()))
     job = checked_job(asked.run, None, asked.batch, parallel, world)
@@ -184,7 +162,7 @@ def _job(asked: _Asked, parallel: ParallelConfig, world: World) -> JobConfig:
     return job
 
 
-def _write(asked: _Asked, job: JobConfig, meshes: Meshes) -> tuple[int, int]:
+def _write(asked: ExtractFlags, job: JobConfig, meshes: Meshes) -> tuple[int, int]:
     model, _, at = load_model(
         asked.run, meshes.device, asked.step, parallel=job.parallel, meshes=meshes
     )
@@ -196,7 +174,7 @@ def _write(asked: _Asked, job: JobConfig, meshes: Meshes) -> tuple[int, int]:
         with ActivationStore(asked.points, whole=whole).watch(model):
             pass  # each pattern has its points
     count = min(asked.rows, len(stream))
-    with contextlib.closing(Parts(asked.output)) as parts:
+    with contextlib.closing(Parts(asked.output or Path())) as parts:
         request = _request(asked, job, meshes, at, count)
         run_on_all_ranks(agreement, lambda: parts.open(request) if meshes.rank == 0 else None)
         done = run_on_all_ranks(agreement, parts.starts)  # before any rank writes another
@@ -218,7 +196,9 @@ def _write(asked: _Asked, job: JobConfig, meshes: Meshes) -> tuple[int, int]:
     return at, count
 
 
-def _write_part(parts: Parts, start: int, values: dict[str, numpy.ndarray], asked: _Asked) -> None:
+def _write_part(
+    parts: Parts, start: int, values: dict[str, numpy.ndarray], asked: ExtractFlags
+) -> None:
     """Write values (rows, ...); DataError for one that the file's dtype cannot hold."""
     floats = (name for name, value in values.items() if value.dtype == numpy.float32)
     with numpy.errstate(over="ignore"):
@@ -235,7 +215,9 @@ def _nothing() -> None:
     """Written by a rank whose values another one has."""
 
 
-def _request(asked: _Asked, job: JobConfig, meshes: Meshes, at: int, count: int) -> dict[str, Any]:
+def _request(
+    asked: ExtractFlags, job: JobConfig, meshes: Meshes, at: int, count: int
+) -> dict[str, Any]:
     """All that the parts depend on; a run that went on has another step."""
     usual = asdict(ParallelConfig(precision="fp32"))
     layout = {k: v for k, v in asdict(job.parallel).items() if v != usual[k] and k != "device"}
@@ -252,7 +234,7 @@ def _request(asked: _Asked, job: JobConfig, meshes: Meshes, at: int, count: int)
     }
 
 
-def _stream(asked: _Asked, job: JobConfig, model: nn.Module, meshes: Meshes) -> Stream:
+def _stream(asked: ExtractFlags, job: JobConfig, model: nn.Module, meshes: Meshes) -> Stream:
     layout = job.parallel.axes(meshes.world_size)
     found = {key.rpartition(".")[2]: s for key, s in open_held_out(job, model, layout).items()}
     if asked.set_name not in found:
@@ -270,7 +252,7 @@ def _batch(stream: Stream, start: int, stop: int, compute: Compute) -> Batch:
 
 
 def _values(
-    compute: Compute, batch: Batch, asked: _Asked, whole: WholePoints
+    compute: Compute, batch: Batch, asked: ExtractFlags, whole: WholePoints
 ) -> dict[str, numpy.ndarray]:
     """What a part holds, by name."""
     store = ActivationStore(asked.points, dtype=torch.float32, whole=whole)

@@ -190,13 +190,7 @@ def continue_all(
     for first in range(0, len(ids), rows):
         part = ids[first : first + rows]
         new = generate(
-            model,
-            part,
-            max_new_tokens,
-            sampling,
-            tokenizer.end_ids,
-            prefill_chunk,
-            first,
+            model, part, max_new_tokens, sampling, tokenizer.end_ids, prefill_chunk, first
         ).tolist()
         for row in new:
             text = takewhile(lambda token: token not in tokenizer.end_ids, row)

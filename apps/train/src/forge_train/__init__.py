@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import importlib
+from typing import TYPE_CHECKING, Any
 
-from forge_train._lazy import import_later
-from forge_train._renamed import with_moved
+from forge_train._renamed import OF_LAB, moved
 
 if TYPE_CHECKING:
     from forge_train.config.layers import Layers, read_layers
@@ -51,6 +51,8 @@ __all__ = [
 ]
 
 
+#: The names of each module. Imported at first use: a typo in a TOML file is answered without waiting for
+#: torch's checkpoint and distributed packages, which take longer to import than the check takes.
 _NAMES = {
     "config.layers": "Layers read_layers",
     "config.resolve": "ResolvedJob resolve",
@@ -67,4 +69,12 @@ _NAMES = {
     "trainer.run_directory": "RunDirectory",
     "trainer.trainer": "RunResult Trainer",
 }
-__getattr__ = with_moved(__name__, import_later(__name__, _NAMES))
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    if name in OF_LAB:
+        return moved(__name__, name)
+    if name not in _HOME:
+        raise AttributeError(f"module 'forge_train' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"forge_train.{_HOME[name]}"), name)

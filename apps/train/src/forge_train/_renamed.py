@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 #: Names of forge_train, and modules, that are forge_lab's now; each keeps its name there.
-_OF_LAB = ("evaluate_run", "extract_run", "read_study")
-
-
-def with_moved(owner: str, get: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The `__getattr__` of `owner`: names that moved, and those that `get` finds."""
-    return lambda name: moved(owner, name) if name in _OF_LAB else get(name)
+OF_LAB = ("evaluate_run", "extract_run", "read_study")
 
 
 def moved(owner: str, name: str) -> Any:

@@ -106,14 +106,14 @@ def _renderer() -> Callable[[Mapping[str, Part]], str]:
         raise invalid("report", "requires", ..., rule, fix, kind=ConfigError) from error
     here = Path(__file__).parent
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(here / "page"),
+        loader=jinja2.FileSystemLoader(here / "template"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {"figure": figure, "span": seconds_text, "json_text": _json_text}
-    scripts = [get_plotlyjs(), (here / "page" / "page.js").read_text(encoding="utf-8")]
+    scripts = [get_plotlyjs(), (here / "template" / "page.js").read_text(encoding="utf-8")]
     # no script but these two runs, and nothing is fetched, whatever a run directory holds
     sources = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
     template = environment.get_template("page.html.jinja")
