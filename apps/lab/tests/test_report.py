@@ -26,7 +26,6 @@ from forge_resilience.goodput import read_ledger
 from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone, make_job
 from forge_train import ConfigError, Run, column_of, read_run
-from forge_train.metrics.columns import COLUMNS
 
 pytestmark = pytest.mark.lane("test")
 
@@ -382,7 +381,7 @@ def test_F195_only_curves_that_a_picture_shows_are_made(monkeypatch: pytest.Monk
     assert _names(picture) == [f"mine.{n}" for n in range(40)]
     assert "40 of 3000" in picture["note"]
     assert len(thinned) == 40
-    assert len(compiled) <= 2 * len(COLUMNS)
+    assert len(compiled) <= 100  # twice for each column of docs/metrics.md
 
 
 def test_F195_a_page_follows_no_link_out_of_the_run(copy: Path, tmp_path: Path) -> None:

@@ -10,15 +10,17 @@ if TYPE_CHECKING:
     from forge_lab.extract import extract_run
     from forge_lab.report.goodput import run_goodput
     from forge_lab.report.page import write_page
+    from forge_lab.study.replay import replay_step
     from forge_lab.study.runs import read_study
 
-__all__ = ["evaluate_run", "extract_run", "read_study", "run_goodput", "write_page"]
+__all__ = ["evaluate_run", "extract_run", "read_study", "replay_step", "run_goodput", "write_page"]
 
 #: The module of each name, imported at first use: most of them import torch.
 _HOME = {
     "evaluate_run": "evaluate",
     "extract_run": "extract",
     "read_study": "study.runs",
+    "replay_step": "study.replay",
     "run_goodput": "report.goodput",
     "write_page": "report.page",
 }

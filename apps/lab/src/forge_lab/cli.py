@@ -91,8 +91,8 @@ def report(args: list[str]) -> int:
 
 #: Verbs of `study`: the function that tyro calls, by import path.
 STUDIES: dict[str, str] = {
-    "replay": "forge_train.study.verbs.replay",
-    "bisect": "forge_train.study.verbs.bisect",
+    "replay": "forge_lab.study.verbs.replay",
+    "bisect": "forge_lab.study.verbs.bisect",
     "sweep": "forge_lab.study.sweep.run_sweep",
 }
 

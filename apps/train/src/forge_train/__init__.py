@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from forge_train.metrics.jsonl import read_rows
     from forge_train.protocols import Sink
     from forge_train.report.read_run import Run, read_run
-    from forge_train.study.replay import replay_step
     from forge_train.trainer.run_directory import RunDirectory
     from forge_train.trainer.trainer import RunResult, Trainer
 
@@ -46,7 +45,6 @@ __all__ = [
     "read_layers",
     "read_rows",
     "read_run",
-    "replay_step",
     "resolve",
 ]
 
@@ -65,7 +63,6 @@ _NAMES = {
     "metrics.jsonl": "read_rows",
     "protocols": "Sink",
     "report.read_run": "Run read_run",
-    "study.replay": "replay_step",
     "trainer.run_directory": "RunDirectory",
     "trainer.trainer": "RunResult Trainer",
 }

@@ -7,7 +7,7 @@ import warnings
 from typing import Any
 
 #: Names of forge_train, and modules, that are forge_lab's now; each keeps its name there.
-OF_LAB = ("evaluate_run", "extract_run", "read_study")
+OF_LAB = ("evaluate_run", "extract_run", "read_study", "replay_step")
 
 
 def moved(owner: str, name: str) -> Any:

@@ -146,11 +146,6 @@ def _build(
     return model, config, dtypes
 
 
-def refuse_no_run(paths: RunDirectory) -> None:
-    """Another name of `RunDirectory.require_run`."""
-    paths.require_run()
-
-
 def load_folder(
     folder: str | Path, device: torch.device | str = "cpu"
 ) -> tuple[nn.Module, Tokenizer]:

@@ -16,15 +16,20 @@ from forge_train.metrics.rows import finite
 from forge_train.plan import price
 from forge_train.ranks import init_ranks
 from forge_train.sampling import continuation, prompt_ids
-from forge_train.trainer.begin_tokens import begin_texts_as
-from forge_train.trainer.build import build_trained, open_held_out, run_tokenizer
+from forge_train.trainer.begin_tokens import begin_texts_as, run_layers
+from forge_train.trainer.build import build_trained, open_held_out, run_tokenizer, tokenizer_of
+from forge_train.trainer.checkpoints import IMPORTED
 from forge_train.trainer.compute import job_compute
 from forge_train.trainer.course import Course
 from forge_train.trainer.evaluation import Evaluation
 from forge_train.trainer.exact_match import prompts_of
 from forge_train.trainer.layout import require_layout
+from forge_train.trainer.rollback import skip_windows
+from forge_train.trainer.run_directory import is_fixed
+from forge_train.trainer.store_errors import store_errors
 
 __all__ = [
+    "IMPORTED",
     "Course",
     "Evaluation",
     "begin_texts_as",
@@ -33,6 +38,7 @@ __all__ = [
     "finite",
     "folder_ends",
     "init_ranks",
+    "is_fixed",
     "job_compute",
     "open_held_out",
     "price",
@@ -40,6 +46,10 @@ __all__ = [
     "prompt_ids",
     "prompts_of",
     "require_layout",
+    "run_layers",
     "run_tokenizer",
+    "skip_windows",
+    "store_errors",
     "structure_table",
+    "tokenizer_of",
 ]

@@ -49,6 +49,7 @@ _AVERAGE, _OFF = "optimizer.ema.decay", (None, "none")
 
 
 def is_fixed(key: str) -> bool:
+    """Whether a change of a key makes another experiment."""
     if key.startswith("model."):
         return key not in FREE_MODEL_KEYS
     return key in FIXED_KEYS or key.startswith("lora.")

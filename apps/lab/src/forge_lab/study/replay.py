@@ -14,20 +14,16 @@ import torch
 import torch.distributed as dist
 
 from forge_data import Batch
+from forge_lab._shared.problems import invalid, problems_of
+from forge_lab.study.journal import read_journal
+from forge_lab.study.private_job import find_start, private_job
+from forge_lab.study.seen import SeenRow, seen_rows
 from forge_parallel import StartError, launch
 from forge_resilience import ExitCode, StopSignal
 from forge_resilience.policy import Outcome
-from forge_train._shared.problems import invalid, problems_of
-from forge_train.config.resolve import ResolvedJob
+from forge_train import Callback, ResolvedJob, RunDirectory, Trainer, read_rows
 from forge_train.errors import ConfigError, JobError, NumericsError, StateError
-from forge_train.extensions.callback import Callback
-from forge_train.metrics.jsonl import read_rows
-from forge_train.study.journal import read_journal
-from forge_train.study.private_job import find_start, private_job
-from forge_train.study.seen import SeenRow, seen_rows
-from forge_train.trainer.rollback import skip_windows
-from forge_train.trainer.run_directory import RunDirectory
-from forge_train.trainer.trainer import Trainer
+from forge_train.toolkit import skip_windows
 
 #: Numbers of a row that a replay has to give again.
 COMPARED = ("loss", "grad_norm", "lr", "instances")

@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forge_lab._shared.problems import invalid
+from forge_lab._shared.toml_files import read_toml
+from forge_lab.study.replay import Replay, Visitor
 from forge_parallel import reshard
 from forge_parallel.recompute import is_recomputing
-from forge_train._shared.problems import invalid
-from forge_train.config.files import read_toml
 from forge_train.errors import ConfigError
-from forge_train.study.replay import Replay, Visitor
 
 FORMAT = 1
 _SAMPLES = 256

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
 
+from forge_lab._shared.problems import invalid
 from forge_resilience import ExitCode
-from forge_train import process
-from forge_train._shared.problems import invalid
+from forge_train.command_line import is_rank_of_many
 from forge_train.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
-    from forge_train.study.bisect import Verdict
-    from forge_train.study.replay import Replayed
+    from forge_lab.study.bisect import Verdict
+    from forge_lab.study.replay import Replayed
 
 _LISTED = 32  # rows of a step that are printed
 
@@ -77,12 +77,12 @@ def replay(
 
     It begins at the newest checkpoint before that step. Nothing is saved, evaluated, or sent to sinks.
     """
-    from forge_train.study.journal import read_journal
-    from forge_train.study.private_job import find_start, parse_settings
+    from forge_lab.study.journal import read_journal
+    from forge_lab.study.private_job import find_start, parse_settings
 
     looks = anomaly or debugger or json or bool(hook)
     _refuse_mixed(record, from_step, looks, nproc)
-    many = process.is_rank_of_many()
+    many = is_rank_of_many()
     if many and output is None:
         rule = "must name a new folder that all ranks share, as a launcher started several"
         raise invalid("--output", "missing", ..., rule, kind=ConfigError)
@@ -99,7 +99,7 @@ def replay(
         return _on_ranks(ranks, ["replay", str(run_dir), *flags], output)
     if record is not None:
         return _record(run_dir, step, from_step, callbacks, set, output, record)
-    from forge_train.study.replay import replay_step
+    from forge_lab.study.replay import replay_step
 
     found = replay_step(
         run_dir,
@@ -141,7 +141,7 @@ def bisect(
     Each run is replayed in its own layout on this machine, from their last common checkpoint. To compare machines or
     versions, record each there with `study replay RUN --step N --record DIR`, and give the two records.
     """
-    from forge_train.study.bisect import bisect_records, bisect_runs
+    from forge_lab.study.bisect import bisect_records, bisect_runs
 
     records = [(folder / "record.json").is_file() for folder in (run_a, run_b)]
     if any(records) and not all(records):
@@ -256,9 +256,9 @@ def _record(
     output: Path | None,
     folder: Path,
 ) -> int:
-    from forge_train.study.private_job import find_start, parse_settings, private_job
-    from forge_train.study.record import Recorder
-    from forge_train.study.replay import private_folder, train_again
+    from forge_lab.study.private_job import find_start, parse_settings, private_job
+    from forge_lab.study.record import Recorder
+    from forge_lab.study.replay import private_folder, train_again
 
     start = find_start(run, step if from_step is None else from_step + 1)
     first = (start if from_step is None else from_step) + 1
@@ -308,7 +308,7 @@ def _as_json(found: Replayed) -> dict[str, Any]:
 
 
 def _lines(run: Path, found: Replayed) -> list[str]:
-    from forge_train.study.replay import COMPARED
+    from forge_lab.study.replay import COMPARED
 
     begin = f"its checkpoint of step {found.start}" if found.start else "its initial state"
     ranks = found.trainer.meshes.world_size

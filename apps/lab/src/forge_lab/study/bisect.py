@@ -12,18 +12,15 @@ from typing import Any
 import torch
 
 from forge_ckpt import SavedTensors
-from forge_train._shared.problems import invalid
-from forge_train.config.files import read_toml
-from forge_train.config.init import committed
+from forge_lab._shared.problems import invalid
+from forge_lab._shared.toml_files import read_toml
+from forge_lab.study.difference import BOUND, Difference, bound_of, close, first_difference
+from forge_lab.study.journal import read_journal
+from forge_lab.study.record import Record
+from forge_lab.study.replay import logged_rows
+from forge_train import RunDirectory
 from forge_train.errors import ConfigError, StateError, config_errors
-from forge_train.jobs import refuse_no_run
-from forge_train.metrics.rows import finite
-from forge_train.study.difference import BOUND, Difference, bound_of, close, first_difference
-from forge_train.study.journal import read_journal
-from forge_train.study.record import Record
-from forge_train.study.replay import logged_rows
-from forge_train.trainer.run_directory import RunDirectory
-from forge_train.trainer.store_errors import store_errors
+from forge_train.toolkit import finite, store_errors
 
 _LOGGED = ("instances", "loss", "grad_norm", "lr")
 
@@ -79,7 +76,7 @@ def find_interval(a: Path, b: Path, tolerance: float = 0.0) -> Interval:
             end, cause = step, f"{names[0]} of step {step}"
             break
     rows = len(steps) if end is None else steps.index(end) + 1
-    common = sorted({*committed(a)} & {*committed(b)})
+    common = sorted({*RunDirectory(a).committed()} & {*RunDirectory(b).committed()})
     if not steps and not common:
         rule = f"must have a logged step or a checkpoint in common with {a}"
         raise invalid("run_b", "common", str(b), rule, "name runs that have", kind=StateError)
@@ -143,7 +140,7 @@ def bisect_runs(
 def _layout(run: Path) -> tuple[Any, int | None]:
     """[parallel] of a run, and its number of ranks."""
     paths = RunDirectory(run)
-    refuse_no_run(paths)
+    paths.require_run()
     return read_toml(paths.config).get("parallel"), paths.num_ranks()
 
 

@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from forge_data.documents import documents_of
-from forge_train.trainer.build import tokenizer_of
+from forge_train.toolkit import tokenizer_of
 
 if TYPE_CHECKING:
-    from forge_train.study.replay import Replay
+    from forge_lab.study.replay import Replay
 
 _CHARACTERS = 60
 _TOKENS = 40  # enough for so many characters

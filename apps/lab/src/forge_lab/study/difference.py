@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from forge_train._shared.problems import invalid
+from forge_lab._shared.problems import invalid
+from forge_lab.study.record import Part, Record
 from forge_train.errors import ConfigError
-from forge_train.study.record import Part, Record
 
 #: Relative bound for records of different layouts or devices, which add in another order.
 BOUND = 1e-3

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_resilience import read_events
-from forge_train.trainer.run_directory import RunDirectory
+from forge_train import RunDirectory
 
 Event = dict[str, Any]
 

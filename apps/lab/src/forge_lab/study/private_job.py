@@ -9,17 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from forge_ckpt import SavedTensors
-from forge_train._shared.problems import Problem, invalid
-from forge_train.config.init import committed
-from forge_train.config.layers import read_layers
-from forge_train.config.resolve import ResolvedJob, resolve
+from forge_lab._shared.problems import Problem, invalid
+from forge_lab.study.journal import read_journal
+from forge_train import ResolvedJob, RunDirectory, read_layers, resolve
 from forge_train.errors import ConfigError, StateError, refuse
-from forge_train.jobs import refuse_no_run
-from forge_train.study.journal import read_journal
-from forge_train.trainer.begin_tokens import run_layers
-from forge_train.trainer.checkpoints import IMPORTED
-from forge_train.trainer.run_directory import RunDirectory, is_fixed
-from forge_train.trainer.store_errors import store_errors
+from forge_train.toolkit import IMPORTED, is_fixed, run_layers, store_errors
 
 #: Tables that change no number of a step and act on the world outside.
 _OUTSIDE = (
@@ -46,13 +40,13 @@ def find_start(run: Path, step: int) -> int:
     StateError where neither is there: an import, whose weights no checkpoint holds any more.
     """
     paths = RunDirectory(run)
-    refuse_no_run(paths)
+    paths.require_run()
     journal = read_journal(run)
     begin, last = journal.begin, journal.total_steps
     if step <= begin or (last is not None and step > last):
         rule = f"must be from {begin + 1} to {last or 'the last'}, the steps of {run}"
         raise invalid("--step", "range", step, rule, "name one of them", kind=ConfigError)
-    steps = sorted(committed(run))
+    steps = sorted(paths.committed())
     before = [s for s in steps if s < step]
     if before:
         return before[-1]
@@ -80,7 +74,7 @@ def private_job(
     layers.replace_old_keys()
     for table in (*_OUTSIDE, *(() if callbacks else ("callbacks",))):
         layers.drop_table(table)
-    if start in committed(run):
+    if start in paths.committed():
         checkpoint = paths.checkpoint(start)
         with store_errors(paths.checkpoints, StateError), SavedTensors(checkpoint) as saved:
             objects = saved.keys()

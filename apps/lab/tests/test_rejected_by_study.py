@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from forge_lab.study import bisect, difference, private_job, replay, verbs
+from forge_lab.study.record import Part, Record
 from forge_testing.problems import rejects
-from forge_train import ConfigError, StateError, process
-from forge_train.study import bisect, difference, private_job, replay, verbs
-from forge_train.study.record import Part, Record
-from forge_train.trainer.trainer import Trainer
+from forge_train import ConfigError, StateError, Trainer
 
 pytestmark = pytest.mark.lane("test")
 
@@ -39,7 +38,7 @@ def test_flags_of_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     (tmp_path / "record.json").touch()
     with rejects("--record", str(tmp_path), "exists", StateError):
         verbs.replay(tmp_path, step=4, record=tmp_path, nproc=1)
-    monkeypatch.setattr(process, "is_rank_of_many", lambda: True)
+    monkeypatch.setattr(verbs, "is_rank_of_many", lambda: True)
     with rejects("--output", ..., "missing", ConfigError):
         verbs.replay(tmp_path, step=4)
 
