@@ -16,11 +16,9 @@ def moved(owner: str, name: str) -> Any:
         raise AttributeError(name)
     place = owner.replace("forge_train", "forge_lab")
     try:
-        found = getattr(importlib.import_module(place), name)
+        importlib.import_module("forge_lab")
     except ModuleNotFoundError as error:
-        if error.name != "forge_lab":
-            raise
         text = f"{owner}.{name} is {place}.{name} now; pip install forge-lab"
         raise ImportError(text, name="forge_lab") from error
     warnings.warn(f"{owner}.{name} is {place}.{name} now", DeprecationWarning, stacklevel=3)
-    return found
+    return getattr(importlib.import_module(place), name)
