@@ -18,14 +18,14 @@ pytestmark = pytest.mark.lane("test")
 @pytest.mark.parametrize("verb", cli.OF_LAB)
 def test_a_verb_names_the_distribution(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli, "_mounted", dict)
-    with rejects("VERB", verb, "requires", ConfigError, where="pip install forge-lab"):
+    with rejects("VERB", verb, "requires", ConfigError):
         cli.run_verb([verb, "runs/x"])
 
 
 def test_help_names_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(cli, "_mounted", dict)
     cli.run_verb(["--help"])
-    assert capsys.readouterr().out.count("pip install forge-lab") == len(cli.OF_LAB)
+    assert capsys.readouterr().out.count(" forge-lab\n") == len(cli.OF_LAB)
 
 
 @pytest.mark.parametrize("name", OF_LAB)
@@ -34,7 +34,7 @@ def test_a_name_that_moved_needs_it_and_warns(name: str, monkeypatch: pytest.Mon
     with pytest.deprecated_call():
         assert getattr(forge_train, name) is getattr(importlib.import_module("forge_lab"), name)
     monkeypatch.setitem(sys.modules, "forge_lab", None)  # type: ignore[arg-type]
-    with pytest.raises(ImportError, match="pip install forge-lab"):
+    with pytest.raises(ImportError, match=rf"forge_lab\.{name}"):
         getattr(forge_train, name)
 
 
@@ -43,5 +43,5 @@ def test_a_module_that_moved_needs_it(module: str, monkeypatch: pytest.MonkeyPat
     found = importlib.import_module(f"forge_train.{module}")
     monkeypatch.setitem(sys.modules, "forge_lab", None)  # type: ignore[arg-type]
     monkeypatch.delitem(sys.modules, f"forge_lab.{module}", raising=False)
-    with pytest.raises(ImportError, match="pip install forge-lab"):
+    with pytest.raises(ImportError, match=rf"forge_lab\.{module}"):
         _ = found.Forge

@@ -23,8 +23,6 @@ from forge_lab._shared.paths import files_named
 from forge_lab._shared.problems import Problem, invalid
 from forge_train.errors import StateError
 
-__all__ = ["Parts", "output_problems"]
-
 _REQUEST, _LOCK = "request.json", "lock"
 
 

@@ -10,8 +10,6 @@ import tyro
 from forge_parallel import ParallelConfig
 from forge_train.errors import config_errors
 
-__all__ = ["Axes"]
-
 _HELP = {field.name: field.metadata["help"] for field in fields(ParallelConfig)}
 
 

@@ -29,15 +29,6 @@ from forge_train.toolkit import (
     require_layout,
 )
 
-__all__ = [
-    "EvalFlags",
-    "checked_job",
-    "evaluate_run",
-    "evaluation_job",
-    "print_evaluation",
-    "world_of",
-]
-
 _OWN = ("eval.", "data.validation.")  # keys that another file may give
 _REPLACED = ("eval.sets.", "eval.choices.", "eval.exact_match.")
 

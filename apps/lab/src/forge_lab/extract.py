@@ -30,8 +30,6 @@ from forge_train.errors import ConfigError, DataError, config_errors, refuse, ru
 from forge_train.toolkit import init_ranks, job_compute, open_held_out
 from forge_vlm import VLMConfig
 
-__all__ = ["ExtractFlags", "extract_run", "run_extract"]
-
 _DTYPES = {"fp32": numpy.float32, "fp16": numpy.float16}
 _OF_ROWS = ("tokens", "positions", "document_ids")
 

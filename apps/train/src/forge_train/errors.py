@@ -14,7 +14,6 @@ from forge_train._shared.problems import Problem, Shown, WithProblems, problems_
 __all__ = [
     "ConfigError",
     "DataError",
-    "HardwareError",
     "JobError",
     "NumericsError",
     "StateError",

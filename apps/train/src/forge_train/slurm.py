@@ -36,12 +36,10 @@ from forge_train.trainer.layout import layout_problems
 from forge_train.trainer.run_directory import RunDirectory
 
 __all__ = [
-    "SlurmFlags",
     "add_site",
     "job_facts",
     "look_at_limits",
     "refuse_layouts",
-    "run_slurm",
     "two_jobs",
     "with_retries",
 ]

@@ -18,6 +18,21 @@ from forge_resilience.provenance import git_state
 from forge_train import JobConfig, read_run
 from forge_train.errors import ConfigError, StateError
 
+_OF_A_STUDY = ("parameters", "trunk", "threads", "resamples", "level")
+_OF_A_RUN = (
+    "name",
+    "size",
+    "optimizer",
+    "schedule",
+    "seed",
+    "budget",
+    "parameters",
+    "steps",
+    "begin",
+    "tokens",
+    "flops",
+)
+_COLUMNS = {"budget": "tokens_per_parameter", "begin": "forked_at"}
 CONSTANTS = ("E", "A", "alpha", "B", "beta")
 Result = dict[str, Any]
 
@@ -57,11 +72,7 @@ def result_of(study: Study) -> Result:
     job = study.runs[0].job.config
     return {
         "study": study.name,
-        "parameters": config.parameters,
-        "trunk": config.trunk,
-        "threads": config.threads,
-        "resamples": config.resamples,
-        "level": config.level,
+        **{key: getattr(config, key) for key in _OF_A_STUDY},
         "sources": [source.name for source in job.data.sources.values()],
         "seq_len": job.data.seq_len,
         "global_batch": job.train.global_batch,
@@ -95,20 +106,8 @@ def _row(run: StudyRun) -> dict[str, Any]:
         rule = f"must be finite at step {run.steps}"
         fix = "remove the folder to train it again; if it diverges again, take it out of the study"
         raise invalid("val_loss", "finite", loss, rule, fix, where=run.dir, kind=StateError)
-    return {
-        "name": run.name,
-        "size": run.size,
-        "optimizer": run.optimizer,
-        "schedule": run.schedule,
-        "seed": run.seed,
-        "tokens_per_parameter": run.budget,
-        "parameters": run.parameters,
-        "steps": run.steps,
-        "forked_at": run.begin,
-        "tokens": run.tokens,
-        "flops": run.flops,
-        "val_loss": loss,
-    }
+    numbers = {_COLUMNS.get(name, name): getattr(run, name) for name in _OF_A_RUN}
+    return {**numbers, "val_loss": loss}
 
 
 def _cost(study: Study) -> dict[str, Any]:

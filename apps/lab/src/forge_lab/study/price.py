@@ -81,17 +81,9 @@ def _measured(run: StudyRun, threads: int) -> Price:
         file.write_text(run.job.to_toml(given=True), encoding="utf-8")
         flags = [f"--{key}={value}" for key, value in _MEASURED.items()]
         began = time.monotonic()
-        command = [
-            sys.executable,
-            "-m",
-            "forge_train",
-            "run",
-            str(file),
-            f"--run.dir={out}",
-            *flags,
-        ]
+        command = [sys.executable, "-m", "forge_train", "run", str(file), f"--run.dir={out}"]
         environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
-        done = subprocess.run(command, capture_output=True, text=True, env=environ)
+        done = subprocess.run([*command, *flags], capture_output=True, text=True, env=environ)
         if done.returncode:
             raise JobError(
                 [f"{run.name}: {_STEPS} steps could not be measured: {done.stderr.strip()}"]

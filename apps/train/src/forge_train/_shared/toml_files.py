@@ -18,11 +18,11 @@ from .problems import ProblemError, invalid
 
 MAX_BYTES = 2**20
 MAX_DEPTH = 16
-#: A dotted name with more parts than a table may be deep, in a text whose strings are empty. tomllib would need
-#: hours for thousands of parts, so it must not see them.
+#: A dotted name with more names than a table may be deep, in a text whose strings are empty. tomllib would need
+#: hours for thousands of names, so it must not see them.
 _LONG_NAME = re.compile(rf'(?<![\w.-])(?:(?:[\w-]+|"")[ \t]*\.[ \t]*){{{MAX_DEPTH}}}')
-#: Strings, quoted names and comments, which may have any number of dots. No part backtracks (`*+`) or needs an end,
-#: so the search is linear in any text; tomllib refuses a string without an end.
+#: Strings, quoted names and comments, which may have any number of dots. None of them backtracks (`*+`) or needs an end,
+#: so the search is linear in any text; tomllib rejects a string without an end.
 _STRING_OR_COMMENT = re.compile(
     r'"""(?:[^"\\]|\\.|"(?!""))*+(?:""")?'
     r"|'''(?:[^']|'(?!''))*+(?:''')?"
