@@ -42,6 +42,7 @@ MOUNTED = {
     "contributing.md": "CONTRIBUTING.md",
     "security.md": "SECURITY.md",
     "runner.md": "apps/train/README.md",
+    "lab.md": "apps/lab/README.md",
     "examples.md": "examples/README.md",
     **{f"packages/{p.parent.name}.md": f"packages/{p.parent.name}/README.md"
        for p in sorted(ROOT.glob("packages/*/README.md"))},

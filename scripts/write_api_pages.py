@@ -13,8 +13,10 @@ from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = {path.name: path for path in sorted(ROOT.glob("packages/*/src/forge_*"))} | {
-    "forge_train": ROOT / "apps/train/src/forge_train"
+PACKAGES = {
+    path.name: path
+    for folder in ("packages", "apps")
+    for path in sorted(ROOT.glob(f"{folder}/*/src/forge_*"))
 }
 _SETTINGS = (
     "setting",

@@ -38,6 +38,7 @@ LIGHT = Palette(
     "#1f2430",
     "#5c6370",
     {
+        "forge_lab": "#f0e8dc",
         "forge_train": "#e4e7ee",
         "forge_core": "#d6e4ff",
         "forge_vlm": "#d9d6fb",
@@ -54,6 +55,7 @@ DARK = Palette(
     "#e8eaf0",
     "#a7aebd",
     {
+        "forge_lab": "#4d4436",
         "forge_train": "#3a4152",
         "forge_core": "#1f3f75",
         "forge_vlm": "#433b80",
@@ -68,6 +70,7 @@ DARK = Palette(
 
 #: (package, what it holds, x, y, width, height): a box rests on the boxes that it imports.
 _PACKAGES = [
+    ("forge_lab", "finished runs: evaluations, reports, replays, studies", 0, 4, 6, 0.8),
     ("forge_train", "the runner: a run is one TOML file", 0, 3, 6, 1),
     ("forge_vlm", "vision-language\nmodels", 0, 2, 1, 1),
     ("forge_core", "transformers,\nlosses, optimizers", 0, 1, 1, 1),
@@ -95,9 +98,9 @@ def architecture(dark: bool = False) -> str:
     """The packages in their layers, and below them the way of a batch through a training step."""
     colors = DARK if dark else LIGHT
     with matplotlib.rc_context(_STYLE):
-        figure = Figure(figsize=(8.4, 7.2))
+        figure = Figure(figsize=(8.4, 7.9))
         axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
-        axes.set(xlim=(0, 6), ylim=(-3.8, 4.5))
+        axes.set(xlim=(0, 6), ylim=(-3.8, 5.3))
         axes.set_axis_off()
         _draw_packages(axes, colors)
         _draw_step(axes, colors)
@@ -107,7 +110,7 @@ def architecture(dark: bool = False) -> str:
 
 
 def _draw_packages(axes: Any, colors: Palette) -> None:
-    _title(axes, 4.4, "Packages", "A box imports only boxes below it.", colors)
+    _title(axes, 5.2, "Packages", "A box imports only boxes below it.", colors)
     for package, text, *place in _PACKAGES:
         _box(axes, place, package, text, colors.fills[package], colors)
 

@@ -21,7 +21,8 @@ import torch.nn.functional as F
 from forge_ckpt import Store
 from forge_core import initialise
 from forge_core.interp import ActivationStore, debiased_linear_cka, linear_cka, logit_lens, svcca
-from forge_train import Trainer, extract_run, load_job, load_model, load_trained
+from forge_lab import extract_run
+from forge_train import Trainer, load_job, load_model, load_trained
 
 RUN = None  # the folder of a run of yours, such as "runs/mine"
 ROWS = 16  # held-out rows that are read

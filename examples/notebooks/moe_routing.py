@@ -18,9 +18,10 @@ import matplotlib.pyplot as plt
 import numpy
 import torch
 
+from forge_lab import extract_run
 from forge_moe.statistics import coactivation
 from forge_moe.traces import TraceWriter, read_trace, trace_routes, traced_layers
-from forge_train import Trainer, extract_run, load_job, load_trained, read_run
+from forge_train import Trainer, load_job, load_trained, read_run
 
 RUN = None  # the folder of a run of yours, such as "runs/mine"
 ROWS = 64  # held-out rows that are read

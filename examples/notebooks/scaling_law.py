@@ -20,7 +20,8 @@ import matplotlib.pyplot as plt
 import numpy
 
 from forge_core.scaling import bootstrap, fit_scaling, interval
-from forge_train import Trainer, load_job, read_run, read_study
+from forge_lab import read_study
+from forge_train import Trainer, load_job, read_run
 
 STUDY = None  # the file of a study of yours, such as "examples/scaling/study.toml"
 

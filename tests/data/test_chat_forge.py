@@ -15,6 +15,7 @@ from forge_core.loss import cross_entropy
 from forge_data import Batch, SourceConfig, Stream, batch_of, open_stream
 from forge_data.kinds import ChatConfig
 from forge_data.prepare import prepare
+from forge_lab.text import stream_text
 from forge_parallel import end_process_group
 from forge_testing import forge_train, kill_after_step, start
 from forge_testing.chats import (
@@ -31,7 +32,6 @@ from forge_testing.problems import ANY, rejects
 from forge_testing.runs import assert_same_bits, fit_on_ranks, saved_tensors, together
 from forge_train import DataError, Trainer, load_job, read_run
 from forge_train.hf.exporting import export_run
-from forge_train.report.text import stream_text
 
 RECIPE = Path(__file__).parents[2] / "apps/train/configs/chat.toml"
 SECRET = "the grass is blue, yes"

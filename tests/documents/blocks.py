@@ -38,7 +38,7 @@ PAGES = (
     "docs/faq.md",
     "docs/slurm.md",
     *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("packages/*/README.md")),
-    "apps/train/README.md",
+    *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("apps/*/README.md")),
 )
 RUN = ("bash", "python")
 SHOWN = ("text", "toml", "console", "json", "yaml")
@@ -76,7 +76,7 @@ class BlockError(AssertionError):
 
 def wheels(folder: Path) -> list[Path]:
     """A wheel of each package with the files of the sources: those of `dist` if they are current, else new ones."""
-    sources = [*sorted(ROOT.glob("packages/*")), ROOT / "apps/train"]
+    sources = sorted([*ROOT.glob("packages/*"), *ROOT.glob("apps/*")])
     found = {source: wheel for source in sources if (wheel := _current_wheel(source))}
     missing = [str(source) for source in sources if source not in found]
     if missing:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_train.cli import VERBS
+from forge_train.cli import OF_LAB, VERBS
 from forge_train.config.describe import key_rows, keys_as_markdown
 from forge_train.metrics.columns import columns_as_markdown
 
@@ -78,7 +78,7 @@ def test_verbs_and_flags_exist(page: Path) -> None:
     flags = {f"--{row.key}" for row in key_rows()}
     text = page.read_text()
     verbs = set(re.findall(r"\bforge-train ([a-z]+)\b", code_of(text)))
-    assert verbs <= {*VERBS, "ckpt", "data"}
+    assert verbs <= {*VERBS, *OF_LAB, "ckpt", "data"}
     for flag in set(re.findall(r"--[a-z]+\.[a-z_.]+[a-z]", text)) - {"--section.key"}:
         pattern = re.sub(r"^--data\.sources\.\w+\.", "--data.sources.<name>.", flag)
         assert pattern in flags, flag

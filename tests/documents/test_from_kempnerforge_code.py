@@ -132,7 +132,7 @@ def test_what_is_here_exists(
     # and the looking up sees what is not there
     for wrong in (
         "forge-train eval --confg", "examples/weight_norm.py", "forge_core.interp.ActivationStor", "eval.every_step",
-        "forge_train.lm_harness.Forg",
+        "forge_lab.lm_harness.Forg",
     ):  # fmt: skip
         assert problem_of(wrong, help_of), wrong
     with pytest.raises(AssertionError, match=r"forge-train .*evaluate"):

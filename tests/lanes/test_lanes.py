@@ -129,11 +129,11 @@ def test_durations_are_medians_of_functions_with_the_cases_of_each_lane(tmp_path
 def test_a_package_selects_itself_and_the_marked_tests_of_its_dependents() -> None:
     found = run_tests.selected_by(["packages/forge-core/src/forge_core/lora.py", "README.md"])
     assert found.whole == ["packages/forge-core"]
-    assert found.marked == ["apps/train", "packages/forge-vlm", "tests"]
+    assert found.marked == ["apps/lab", "apps/train", "packages/forge-vlm", "tests"]
     found = run_tests.selected_by(["packages/forge-moe/src/forge_moe/layer.py"])
     assert (found.whole, found.marked) == (["packages/forge-moe"], ["apps/train", "tests"])
     found = run_tests.selected_by(["apps/train/src/forge_train/cli.py"])
-    assert (found.whole, found.marked) == (["apps/train"], ["tests"])
+    assert (found.whole, found.marked) == (["apps/train"], ["apps/lab", "tests"])
 
 
 def test_tests_of_a_package_select_no_dependents() -> None:

@@ -29,6 +29,7 @@ _CKPT = "packages/forge-ckpt/src/forge_ckpt"
 _RESILIENCE = "packages/forge-resilience/src/forge_resilience"
 _VLM = "packages/forge-vlm/src/forge_vlm"
 _TRAIN = "apps/train/src/forge_train"
+_LAB = "apps/lab/src/forge_lab"
 
 MISTAKES: tuple[Mistake, ...] = (
     # forge-core
@@ -580,27 +581,70 @@ MISTAKES: tuple[Mistake, ...] = (
         "if True:",
     ),
     Mistake(
-        "a replay begins one checkpoint too late",
-        f"{_TRAIN}/study/private_job.py",
-        "before = [s for s in steps if s < step]",
-        "before = [s for s in steps if s <= step]",
-    ),
-    Mistake(
-        "marks of the timeline are in seconds for every unit",
-        f"{_TRAIN}/report/timeline.py",
-        "(at - ledger.spans[0].begin / 1000) / divisor",
-        "at - ledger.spans[0].begin / 1000",
-    ),
-    Mistake(
         "the schedule of a run with several batch sizes is one batch too short",
         f"{_TRAIN}/trainer/course.py",
         "self.scheduled(total_steps, tokens + own)",
         "self.scheduled(total_steps, tokens)",
     ),
+    # apps/lab
+    Mistake(
+        "a replay begins one checkpoint too late",
+        f"{_LAB}/study/private_job.py",
+        "before = [s for s in steps if s < step]",
+        "before = [s for s in steps if s <= step]",
+    ),
+    Mistake(
+        "marks of the timeline are in seconds for every unit",
+        f"{_LAB}/report/timeline.py",
+        "(at - ledger.spans[0].begin / 1000) / divisor",
+        "at - ledger.spans[0].begin / 1000",
+    ),
     Mistake(
         "a sweep ends with the signal of a killed run as its exit code",
-        f"{_TRAIN}/study/sweep.py",
+        f"{_LAB}/study/sweep.py",
         "return max(next(iter(self.failed.values())), ExitCode.ERROR)",
         "return next(iter(self.failed.values()))",
+    ),
+    Mistake(
+        "sets of another file are evaluated next to those of the run",
+        f"{_LAB}/evaluate.py",
+        "(given is not None and key.startswith(_REPLACED))",
+        "(given is not None and key.startswith(_OWN[1:]))",
+    ),
+    Mistake(
+        "activations have one sequence too few after the first batch",
+        f"{_LAB}/extract.py",
+        "values = {name: value[: count - start] for",
+        "values = {name: value[: len(value) - (start > 0)] for",
+    ),
+    Mistake(
+        "parts of another request are used",
+        f"{_LAB}/activation_files.py",
+        "if other is not None:",
+        "if other is None:",
+    ),
+    Mistake(
+        "the report has the longest wait for data in place of the sum",
+        f"{_LAB}/report/goodput.py",
+        "return sum(waits) if waits",
+        "return max(waits) if waits",
+    ),
+    Mistake(
+        "a decay of a study forks one step too early",
+        f"{_LAB}/study/runs.py",
+        "begin = run.steps - decay",
+        "begin = run.steps - decay - 1",
+    ),
+    Mistake(
+        "an array of a study has one element too many",
+        f"{_LAB}/study/arrays.py",
+        '"array": f"0-{number - 1}"',
+        '"array": f"0-{number}"',
+    ),
+    Mistake(
+        "texts of each batch of prompts begin with the same random numbers",
+        f"{_LAB}/text.py",
+        "prefill_chunk, first",
+        "prefill_chunk, 0",
     ),
 )

@@ -173,7 +173,7 @@ def main() -> int:
     parser.add_argument("--reword", type=int, metavar="COUNT")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    folders = args.folders or [*sorted(ROOT.glob("packages/*")), ROOT / "apps/train"]
+    folders = args.folders or sorted([*ROOT.glob("packages/*"), *ROOT.glob("apps/*")])
     if args.swap or args.reword:
         kind = "swap" if args.swap else "reword"
         print(drawn(kind, args.swap or args.reword, args.seed, folders), end="")

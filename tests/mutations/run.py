@@ -68,7 +68,7 @@ def copy_of_tree(target: Path) -> dict[str, str]:
         shutil.copy(ROOT / name, target / name)
     sources = [
         *sorted(target.glob("packages/*/src")),
-        target / "apps/train/src",
+        *sorted(target.glob("apps/*/src")),
         target / "tests/harness/src",
         target / "tests/mutations",
     ]

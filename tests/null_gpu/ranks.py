@@ -25,7 +25,7 @@ _IMPORTS = (
     "forge_train.cli",
     "forge_train.trainer.trainer",
     "forge_train.report.summary",
-    "forge_train.report.text",
+    "forge_lab.text",
     "torch._dynamo",
     "torch._inductor.compile_fx",
     "torch.distributed.pipelining",

@@ -52,12 +52,12 @@ def _files() -> Iterator[Path]:
     yield from (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
 
 
-def _owner(path: Path) -> str | None:
-    """The package that a file belongs to; the tests of the workspace are the runner's too."""
+def _owners(path: Path) -> tuple[str, ...]:
+    """The package that a file belongs to; the tests of the workspace are the applications' too."""
     parts = path.relative_to(ROOT).parts
-    if parts[0] == "packages":
-        return f"forge_{parts[1].removeprefix('forge-')}"
-    return "forge_train" if parts[0] in ("apps", "tests", "scripts", "benchmarks") else None
+    if parts[0] in ("packages", "apps"):
+        return (f"forge_{parts[1].removeprefix('forge-')}",)
+    return ("forge_train", "forge_lab") if parts[0] in ("tests", "scripts", "benchmarks") else ()
 
 
 def _imports(path: Path) -> Iterator[tuple[str, str | None]]:
@@ -88,7 +88,11 @@ def test_nobody_imports_what_is_not_public() -> None:
             continue
         for module, name in _imports(path):
             package = module.split(".")[0]
-            if package in PACKAGES and package != _owner(path) and not _is_public(module, name):
+            if (
+                package in PACKAGES
+                and package not in _owners(path)
+                and not _is_public(module, name)
+            ):
                 private.append(f"{path.relative_to(ROOT)}: {module} {name or ''}")
     assert private == []
 

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 from tests.slurm.cluster import wait_until
 
+from forge_lab import read_study
 from forge_testing import forge_train
 from forge_testing.processes import last_step
 from forge_testing.runs import assert_same_bits, saved_tensors
 from forge_testing.studies import LONG, SHORT, TRUNK, write_study
 from forge_train import read_run
-from forge_train.study.runs import read_study
 
 pytestmark = pytest.mark.lane("test")
 

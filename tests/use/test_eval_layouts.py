@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
+from forge_lab.cli import evaluate
+from forge_lab.evaluate import evaluate_run
 from forge_parallel import ParallelConfig, make_meshes
 from forge_testing import run_on_ranks
 from forge_testing.evaluations import asked, rows_of
 from forge_testing.problems import rejects
 from forge_testing.runs import Fitted, fit_alone, make_job, together
 from forge_train import ConfigError, JobError
-from forge_train.cli import evaluate
 from forge_train.jobs import load_model
-from forge_train.report.evaluate import evaluate_run
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 

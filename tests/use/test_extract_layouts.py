@@ -14,13 +14,13 @@ from typing import Any
 import numpy
 import pytest
 
+from forge_lab import activation_files
+from forge_lab.extract import extract_run
 from forge_parallel import ParallelConfig, make_meshes
 from forge_testing import run_on_ranks
 from forge_testing.evaluations import asked
 from forge_testing.processes import forge_train
 from forge_testing.runs import fit_alone, make_job
-from forge_train.report import activation_files
-from forge_train.report.extract import extract_run
 
 POINTS = ("layers.*.resid_*", "*.head_out", "*.attn_*", "*.router_logits", "final_norm", "logits")
 ROWS = 7  # no batch and no number of ranks divides them

@@ -23,6 +23,12 @@ from forge_core import Transformer, TransformerConfig, initialise
 from forge_core.interp import ActivationStore
 from forge_core.model.feed_forward import FeedForward
 from forge_data import Loader, open_training
+from forge_lab.cli import study
+from forge_lab.study.bisect import bisect_runs, find_interval
+from forge_lab.study.difference import Difference, first_difference
+from forge_lab.study.private_job import find_start, private_job
+from forge_lab.study.record import Record, Recorder
+from forge_lab.study.replay import COMPARED, replay_step, train_again
 from forge_testing import run_on_ranks
 from forge_testing.problems import rejects
 from forge_testing.runs import (
@@ -35,13 +41,7 @@ from forge_testing.runs import (
     saved_tensors,
 )
 from forge_train import Callback, ConfigError, StateError, Trainer, load_job
-from forge_train.cli import study
 from forge_train.errors import NumericsError
-from forge_train.study.bisect import bisect_runs, find_interval
-from forge_train.study.difference import Difference, first_difference
-from forge_train.study.private_job import find_start, private_job
-from forge_train.study.record import Record, Recorder
-from forge_train.study.replay import COMPARED, replay_step, train_again
 
 pytestmark = pytest.mark.lane("test")
 

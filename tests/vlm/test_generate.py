@@ -14,14 +14,14 @@ from tests.vlm.test_hugging_face import IMAGE, LLAVA, SIDE, save
 
 from forge_core import SamplingConfig
 from forge_data import SourceConfig
+from forge_lab.pictures import load_asked
+from forge_lab.prompts import folder_prompts
+from forge_lab.text import stream_text
 from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone
 from forge_testing.vlm_jobs import write_vlm_job
 from forge_train import ConfigError
 from forge_train.config.init import InitConfig
-from forge_train.hf.prompts import folder_prompts
-from forge_train.report.pictures import load_asked
-from forge_train.report.text import stream_text
 from forge_train.trainer.exact_match import prompts_of
 from forge_vlm import answers
 from forge_vlm.answers import answer_all

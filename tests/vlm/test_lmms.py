@@ -85,7 +85,7 @@ def evaluated(run: Path, folder: Path) -> float:
     from lmms_eval.evaluator import simple_evaluate
     from lmms_eval.tasks import TaskManager
 
-    from forge_train.lmms import Forge
+    from forge_lab.lmms import Forge
 
     rows = [{"image": i, "question": "which digit", "answer": a} for i, a in digits(600, 720)]
     for row in rows:
@@ -121,7 +121,7 @@ def test_likelihoods_are_those_of_the_answers(run: tuple[Path, float]) -> None:
     """What greedy decoding writes first is greedy, likeliest, and the chances of all digits are at most 1."""
     from lmms_eval.api.instance import Instance
 
-    from forge_train.lmms import Forge
+    from forge_lab.lmms import Forge
 
     model = Forge(str(run[0]), device="cpu")
     held = [{"image": image, "target": answer} for image, answer in digits(600, 620)]

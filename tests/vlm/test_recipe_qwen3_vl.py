@@ -15,10 +15,10 @@ import pytest
 import torch
 from tests.vlm.qwen3_vl_folder import IDS, save, write_talks
 
+from forge_lab.pictures import load_asked
+from forge_lab.text import stream_text
 from forge_testing.processes import forge_train
 from forge_train import load_job
-from forge_train.report.pictures import load_asked
-from forge_train.report.text import stream_text
 from forge_vlm.answers import answer_all
 
 transformers = pytest.importorskip("transformers")

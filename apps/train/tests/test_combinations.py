@@ -349,7 +349,7 @@ def test_ranks_that_cannot_meet_are_an_error_of_the_job(monkeypatch: pytest.Monk
         raise StartError("a\nb")
 
     monkeypatch.setattr(ranks, "launch", launch)
-    with pytest.raises(JobError) as caught, ranks.meet(ParallelConfig()):
+    with pytest.raises(JobError) as caught, ranks.init_ranks(ParallelConfig()):
         raise AssertionError("they met")
     assert caught.value.lines == ["a", "b"]
 

@@ -17,12 +17,10 @@ from forge_data import DataConfig, Tokenizer, TrainingSourceConfig, load_tokeniz
 from forge_data.kinds import TextConfig
 from forge_data.tokenizer import encode_prompt
 from forge_testing.problems import rejects
-from forge_train import ConfigError, Trainer, load_job
+from forge_train import ConfigError, Trainer, load_job, sampling
 from forge_train.config.describe import ends_of_documents
 from forge_train.config.layers import Layers
 from forge_train.jobs import _build
-from forge_train.report import text
-from forge_train.report.evaluate import evaluation_job
 from forge_train.trainer.begin_tokens import (
     began_texts_without,
     begin_problems,
@@ -59,9 +57,9 @@ def test_F122_one_read_per_token_until_the_end_token(monkeypatch: pytest.MonkeyP
         assert eos_id is None  # generate_stream would read each token a second time for it
         return iter(torch.tensor([[104], [105], [0], [106]]))
 
-    monkeypatch.setattr(text, "generate_stream", stream)
+    monkeypatch.setattr(sampling, "generate_stream", stream)
     with HostReads() as found:
-        pieces = text.continuation(None, Letters(), "a", 9, SamplingConfig(), "cpu")  # type: ignore[arg-type]
+        pieces = sampling.continuation(None, Letters(), "a", 9, SamplingConfig(), "cpu")  # type: ignore[arg-type]
         assert list(pieces) == ["h", "i"]
     assert found.count == 3
 
@@ -86,11 +84,9 @@ def test_F142_a_prompt_begins_with_the_first_token_once(
     begun: Tokenizer, prompt: str, wanted: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(text, "generate_stream", lambda model, ids, *a, **b: iter(seen.append(ids) or ()))  # fmt: skip
-    monkeypatch.setattr(text, "generate", lambda model, ids, *a, **b: seen.append(ids) or torch.zeros(1, 0))  # fmt: skip
-    list(text.continuation(None, begun, prompt, 1, SamplingConfig(), "cpu"))  # type: ignore[arg-type]
-    list(text.continue_all(None, begun, [prompt], SamplingConfig(), 1, None, 1))  # type: ignore[arg-type]
-    assert [torch.as_tensor(ids).tolist() for ids in seen] == [[wanted]] * 3
+    monkeypatch.setattr(sampling, "generate_stream", lambda model, ids, *a, **b: iter(seen.append(ids) or ()))  # fmt: skip
+    list(sampling.continuation(None, begun, prompt, 1, SamplingConfig(), "cpu"))  # type: ignore[arg-type]
+    assert [torch.as_tensor(ids).tolist() for ids in seen] == [[wanted]]
 
 
 def test_F142_choices_are_scored_after_the_first_token(begun: Tokenizer) -> None:
@@ -170,16 +166,10 @@ def test_F142_a_run_of_before_goes_on_without_the_first_token(
     step.mkdir(parents=True)
     (step / "manifest.json").touch()
 
-    # the tokens that a prompt of the run begins with, and the sets that are evaluated
+    # the tokens that a prompt of the run begins with
     _, config, _ = _build(run, kernels=True)
     assert encode_prompt(run_tokenizer(config), "a b") == ([3, 4] if older else [1, 3, 4])
     assert begins(config) == ([""] * 3 if older else [None] * 3)
-    assert begins(evaluation_job(run, None, 1)) == begins(config)
-    other = tmp_path / "other.toml"
-    section = '[eval.sets.more]\nname = "text"\n'
-    other.write_text(f'{section}path = "{tmp_path}/texts"\nsplit = "validation"\n'
-                     f'[eval.sets.more.text]\ntokenizer = "{begun.path}"\n')  # fmt: skip
-    assert begins(evaluation_job(run, other, 1)) == begins(config)
 
     # a resume
     if not older:

@@ -5,49 +5,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from forge_train._renamed import OF_LAB, moved
+
 if TYPE_CHECKING:
-    from forge_train.config.layers import read_layers
+    from forge_train.config.layers import Layers, read_layers
     from forge_train.config.resolve import ResolvedJob, resolve
     from forge_train.config.schema import JobConfig
     from forge_train.errors import ConfigError, DataError, JobError, StateError
     from forge_train.extensions.callback import Callback
     from forge_train.extensions.extension import Extension
     from forge_train.jobs import load_folder, load_job, load_model, load_trained
+    from forge_train.metrics.columns import column_of
+    from forge_train.metrics.jsonl import read_rows
     from forge_train.protocols import Sink
-    from forge_train.report.evaluate import evaluate_run
-    from forge_train.report.extract import extract_run
     from forge_train.report.read_run import Run, read_run
-    from forge_train.study.replay import replay_step
-    from forge_train.study.runs import read_study
+    from forge_train.trainer.run_directory import RunDirectory
     from forge_train.trainer.trainer import RunResult, Trainer
-
-#: Where each name lives. Imported at first use: a typo in a TOML file is answered without waiting for
-#: torch's checkpoint and distributed packages, which take longer to import than the check takes.
-_HOME = {
-    "Callback": "forge_train.extensions.callback",
-    "ConfigError": "forge_train.errors",
-    "DataError": "forge_train.errors",
-    "Extension": "forge_train.extensions.extension",
-    "JobConfig": "forge_train.config.schema",
-    "JobError": "forge_train.errors",
-    "ResolvedJob": "forge_train.config.resolve",
-    "Run": "forge_train.report.read_run",
-    "RunResult": "forge_train.trainer.trainer",
-    "Sink": "forge_train.protocols",
-    "StateError": "forge_train.errors",
-    "Trainer": "forge_train.trainer.trainer",
-    "evaluate_run": "forge_train.report.evaluate",
-    "extract_run": "forge_train.report.extract",
-    "load_folder": "forge_train.jobs",
-    "load_job": "forge_train.jobs",
-    "load_model": "forge_train.jobs",
-    "load_trained": "forge_train.jobs",
-    "read_layers": "forge_train.config.layers",
-    "read_run": "forge_train.report.read_run",
-    "read_study": "forge_train.study.runs",
-    "replay_step": "forge_train.study.replay",
-    "resolve": "forge_train.config.resolve",
-}
 
 __all__ = [
     "Callback",
@@ -56,27 +29,49 @@ __all__ = [
     "Extension",
     "JobConfig",
     "JobError",
+    "Layers",
     "ResolvedJob",
     "Run",
+    "RunDirectory",
     "RunResult",
     "Sink",
     "StateError",
     "Trainer",
-    "evaluate_run",
-    "extract_run",
+    "column_of",
     "load_folder",
     "load_job",
     "load_model",
     "load_trained",
     "read_layers",
+    "read_rows",
     "read_run",
-    "read_study",
-    "replay_step",
     "resolve",
 ]
 
 
+#: The names of each module. Imported at first use: a typo in a TOML file is answered without waiting for
+#: torch's checkpoint and distributed packages, which take longer to import than the check takes.
+_NAMES = {
+    "config.layers": "Layers read_layers",
+    "config.resolve": "ResolvedJob resolve",
+    "config.schema": "JobConfig",
+    "errors": "ConfigError DataError JobError StateError",
+    "extensions.callback": "Callback",
+    "extensions.extension": "Extension",
+    "jobs": "load_folder load_job load_model load_trained",
+    "metrics.columns": "column_of",
+    "metrics.jsonl": "read_rows",
+    "protocols": "Sink",
+    "report.read_run": "Run read_run",
+    "trainer.run_directory": "RunDirectory",
+    "trainer.trainer": "RunResult Trainer",
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+
 def __getattr__(name: str) -> Any:
+    if name in OF_LAB:
+        return moved(__name__, name)
     if name not in _HOME:
         raise AttributeError(f"module 'forge_train' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOME[name]), name)
+    return getattr(importlib.import_module(f"forge_train.{_HOME[name]}"), name)

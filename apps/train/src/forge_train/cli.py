@@ -5,17 +5,12 @@ Heavy modules are imported by the verb that needs them: help and refusals come a
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import io
 import os
-import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
 
 import tyro
@@ -26,6 +21,7 @@ from forge_train import process
 from forge_train._shared.limits import limit_problem
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid
+from forge_train.command_line import call_verb, flag_errors, take_nproc
 from forge_train.errors import ConfigError, JobError, of_limit, refuse
 
 if TYPE_CHECKING:
@@ -33,6 +29,8 @@ if TYPE_CHECKING:
     from forge_train.config.resolve import ResolvedJob
 
 Flags = TypeVar("Flags")
+#: Verbs of forge-lab, which mounts them.
+OF_LAB = ("generate", "eval", "extract", "report", "study")
 #: Verbs that join a process group under a launcher.
 _OF_RANKS = ("run", "eval", "extract", "study")
 USAGE = "usage: forge-train VERB ...   (forge-train VERB --help says more)"
@@ -58,7 +56,7 @@ def _dispatch(args: list[str]) -> int:
             raise
         return stop.code
     except KeyboardInterrupt:  # outside the loop, which has a handler of its own
-        if args[0] not in VERBS:
+        if args[0] not in (*VERBS, *OF_LAB):
             raise
         return process.fail(["interrupted; what was saved before is intact"], ExitCode.REQUEUE)
     except Exception as error:
@@ -78,12 +76,16 @@ def run_verb(args: list[str]) -> int:
     verb, rest = (args[0], args[1:]) if args else ("--help", [])
     if verb in ("--help", "-h"):
         return _help()
-    if verb in VERBS:
+    if verb in (*VERBS, *OF_LAB):
         _check_doubles(rest)
+    if verb in VERBS:
         return VERBS[verb](rest)
     mounted = _mounted()
     if verb in mounted:
         return int(mounted[verb].load()(rest))
+    if verb in OF_LAB:
+        rule, fix = "is a verb of forge-lab, which is not installed", "pip install forge-lab"
+        raise invalid("VERB", "requires", verb, rule, fix, kind=ConfigError)
     fix = f"use one of {', '.join([*VERBS, *mounted])}"
     raise invalid("VERB", "unknown", verb, "is not a verb of forge-train", fix, kind=ConfigError)
 
@@ -95,18 +97,18 @@ def run(args: list[str]) -> int:
     process is one rank of the job. With `resilience.watch.action = "restart"` a process that this one
     starts trains, and is started again after a crash or a hang.
     """
-    nproc, rest = _nproc(args)
+    nproc, rest = take_nproc(args)
     job = _job(rest, "run", run.__doc__ or "")
     supervised = job.config.resilience.watch.action == "restart" and process.may_supervise()
     if supervised or (nproc is not None and nproc > 1):
         return _supervise(job, rest, nproc or 1)
-    from forge_train.ranks import meet
+    from forge_train.ranks import init_ranks
     from forge_train.report.summary import print_summary
     from forge_train.trainer.trainer import Trainer
 
     trainer = Trainer(job)
     met = process.leave_with_launcher()
-    with meet(trainer.config.parallel, {"configuration": job.digest()}) as meshes:
+    with init_ranks(trainer.config.parallel, {"configuration": job.digest()}) as meshes:
         met()
         result = trainer.fit(meshes, process.early_stop if process.is_rank_of_many() else None)
         # the run is over: a signal during the sample ends the process with the run's code at once
@@ -126,34 +128,16 @@ def _check_doubles(args: Sequence[str]) -> None:
     )
 
 
-def _nproc(args: list[str]) -> tuple[int | None, list[str]]:
-    """`--nproc N` or `--nproc=N`, and the other arguments."""
-    rest = list(args)
-    for i, arg in enumerate(rest):
-        name, equals, value = arg.partition("=")
-        if name != "--nproc":
-            continue
-        value = value if equals else "".join(rest[i + 1 : i + 2])
-        del rest[i : i + (1 if equals else 2)]
-        if not value.isdecimal() or int(value) < 1:
-            rule, fix = "must be a number of processes", "use --nproc 2"
-            raise invalid("--nproc", "range", value, rule, fix, kind=ConfigError)
-        if process.is_rank_of_many():
-            rule = "starts processes, but a launcher started this process as one of several"
-            raise invalid("--nproc", "launcher", value, rule, "leave it out", kind=ConfigError)
-        return int(value), rest
-    return None, rest
-
-
 def _supervise(job: ResolvedJob, args: list[str], nproc: int) -> int:
     """Run the same command in `nproc` processes; problems of the layout are found here, once."""
     from forge_resilience.alerts import FOLLOWED
     from forge_resilience.supervise import run_guarded, supervise
     from forge_train.trainer.alerts import alerts
     from forge_train.trainer.build import tokenize
+    from forge_train.trainer.layout import require_layout
     from forge_train.trainer.run_directory import RunDirectory
 
-    _check_layout(job, nproc)
+    require_layout(job.config, nproc, nproc)
     tokenize(job.config)  # here, where no watch takes a long start for a hang
     command = [sys.executable, "-m", "forge_train", "run", *args]
     environ = {**os.environ, "FORGE_NPROC": str(nproc), FOLLOWED: str(os.getpid())}
@@ -202,7 +186,7 @@ def explain(args: list[str]) -> int:
     )
     from forge_train.config.resolve import resolve_to_show, schedule_warnings
 
-    nproc, rest = _nproc(args)
+    nproc, rest = take_nproc(args)
     layers, flags = _layers(rest, "explain", explain.__doc__ or "", ExplainFlags)
     picture = None if flags["plot"] is None else user_path(flags["plot"])
     if picture is not None:
@@ -239,17 +223,11 @@ def _on_processes(job: ResolvedJob, nproc: int) -> tuple[ResolvedJob, list[str]]
     """The job with its layout on `nproc` processes of this machine, and remarks about that layout."""
     from forge_parallel import World
     from forge_train.trainer.auto_layout import with_layout
-    from forge_train.trainer.layout import remarks
+    from forge_train.trainer.layout import remarks, require_layout
 
     job, reasons = with_layout(job, World(world_size=nproc, local_world_size=nproc))
-    _check_layout(job, nproc)
+    require_layout(job.config, nproc, nproc)
     return job, reasons + remarks(job.config, job.config.parallel.axes(nproc, nproc))
-
-
-def _check_layout(job: ResolvedJob, nproc: int) -> None:
-    from forge_train.trainer.layout import layout_problems
-
-    refuse(layout_problems(job.config, nproc, nproc))
 
 
 def plan(args: list[str]) -> int:
@@ -275,75 +253,6 @@ def slurm(args: list[str]) -> int:
 
     layers, flags = _layers(args, "slurm", slurm.__doc__ or "", SlurmFlags)
     return run_slurm(layers, SlurmFlags(**flags))
-
-
-def generate(args: list[str]) -> int:
-    """Continue a text, or each of a file, by a run's newest good checkpoint or a Hugging Face folder."""
-    from forge_train.report.text import stream_text
-
-    return _call(stream_text, args, "generate")
-
-
-def evaluate(args: list[str]) -> int:
-    """Evaluate a checkpoint of a run: its own held-out rows and questions, or those of another file.
-
-    `--nproc N` starts N processes on this machine, which share the work by `--parallel.tp` and the other axes; under
-    torchrun, srun or RANK/WORLD_SIZE each process is one rank.
-    """
-    from forge_train.report.evaluate import EvalFlags, print_evaluation
-
-    nproc, rest = _nproc(args)
-    flags = _flags(EvalFlags, rest, "eval", evaluate.__doc__ or "")
-    if nproc is None or nproc == 1:
-        return print_evaluation(flags)
-    from forge_train.ranks import start_ranks
-
-    flags.check(nproc)
-    return start_ranks("eval", rest, nproc)
-
-
-def extract(args: list[str]) -> int:
-    """Write activations of a checkpoint on a run's held-out rows as one .npz file; go on if it was killed.
-
-    An --output without suffix is a folder of safetensors. Without --points and --output it lists the model's points.
-    `--nproc N` and `--parallel.tp` as in eval.
-    """
-    from forge_train.report.extract import ExtractFlags, run_extract
-
-    nproc, rest = _nproc(args)
-    flags = _flags(ExtractFlags, rest, "extract", extract.__doc__ or "")
-    if nproc is None or nproc == 1:
-        return run_extract(flags)
-    from forge_train.ranks import start_ranks
-
-    flags.check(nproc)
-    return start_ranks("extract", rest, nproc)
-
-
-#: Verbs of `study`: the function that tyro calls, by import path.
-STUDIES: dict[str, str] = {
-    "replay": "forge_train.study.verbs.replay",
-    "bisect": "forge_train.study.verbs.bisect",
-    "sweep": "forge_train.study.sweep.run_sweep",
-}
-
-
-def study(args: list[str]) -> int:
-    """Train a step of a run again, find where two runs part, or train a scaling study; `forge-train study` lists the verbs."""
-    from pydoc import locate
-
-    if not args or args[0] in ("-h", "--help"):
-        print(
-            "usage: forge-train study VERB ...   (forge-train study VERB --help says more)\n\nverbs"
-        )
-        for name, path in STUDIES.items():
-            print(f"  {name:10} {(locate(path).__doc__ or '').splitlines()[0]}")
-        return ExitCode.DONE
-    if args[0] not in STUDIES:
-        rule, fix = "is not a verb of forge-train study", f"use one of {', '.join(STUDIES)}"
-        raise invalid("study", "unknown", args[0], rule, fix, kind=ConfigError)
-    call: Any = locate(STUDIES[args[0]])
-    return _call(call, args[1:], f"study {args[0]}")
 
 
 def doctor(args: list[str]) -> int:
@@ -378,63 +287,21 @@ def doctor(args: list[str]) -> int:
             return write_site(site)
         return examine(json, required_findings(requires, config, site))
 
-    return _call(options, args, "doctor", doctor.__doc__)
-
-
-def report(args: list[str]) -> int:
-    """Write one page about a run, or about several beside one another; --text prints where the seconds went.
-
-    The page is one HTML file that needs no network: curves, speed, seconds by cause over all lives, experts, keys
-    that differ, machines, samples. It is <run.dir>/report.html, or --output.
-    """
-
-    def options(
-        runs: Annotated[
-            tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(help="folders of runs")
-        ],
-        /,
-        output: Annotated[
-            Path | None, tyro.conf.arg(help="the page to write, needed for several runs")
-        ] = None,
-        text: Annotated[
-            bool,
-            tyro.conf.arg(help="print the seconds of a run and its best save interval instead"),
-        ] = False,
-        json: Annotated[bool, tyro.conf.arg(help="print them as one JSON object")] = False,
-    ) -> int:
-        if text and json:
-            raise invalid("--text", "json", ..., "excludes --json", "give one", kind=ConfigError)
-        if not runs or ((text or json) and len(runs) > 1):
-            rule, fix = "must be one run, or more for a page", "give its folder"
-            raise invalid("RUNS", "length", [*map(str, runs)], rule, fix, kind=ConfigError)
-        if text or json:
-            if output is not None:
-                rule, fix = "is the file of a page, not of --text or --json", "leave one out"
-                raise invalid("--output", "excludes", str(output), rule, fix, kind=ConfigError)
-            from forge_train.report.goodput import print_report
-
-            print_report(runs[0], json)
-            return ExitCode.DONE
-        from forge_train.report.page import write_page
-
-        print(write_page(runs, output))
-        return ExitCode.DONE
-
-    return _call(options, args, "report", report.__doc__)
+    return call_verb(options, args, "doctor", doctor.__doc__)
 
 
 def import_(args: list[str]) -> int:
     """Write the weights of a Hugging Face folder as step 0 of a new run, and its [model] table."""
     from forge_train.hf.importing import import_folder
 
-    return _call(import_folder, args, "import")
+    return call_verb(import_folder, args, "import")
 
 
 def export(args: list[str]) -> int:
     """Write a checkpoint of a run as a folder that transformers loads: weights, config.json, tokenizer."""
     from forge_train.hf.exporting import export_run
 
-    return _call(export_run, args, "export")
+    return call_verb(export_run, args, "export")
 
 
 VERBS: dict[str, Callable[[list[str]], int]] = {
@@ -442,11 +309,6 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
     "explain": explain,
     "plan": plan,
     "slurm": slurm,
-    "generate": generate,
-    "eval": evaluate,
-    "extract": extract,
-    "report": report,
-    "study": study,
     "import": import_,
     "export": export,
     "doctor": doctor,
@@ -454,7 +316,7 @@ VERBS: dict[str, Callable[[list[str]], int]] = {
 
 
 def _mounted() -> dict[str, EntryPoint]:
-    """Command lines of installed packages: `forge-train ckpt ...` is `forge-ckpt ...`."""
+    """Verbs of installed distributions: `forge-train ckpt ...` is `forge-ckpt ...`, and those of forge-lab."""
     return {entry.name: entry for entry in entry_points(group="forge.commands")}
 
 
@@ -488,56 +350,11 @@ def _layers(
         if layers.at(table) is None:
             layers.set(f"{table}.NAME.{key}", value, "example")
     prog = f"forge-train {verb} CONFIG.toml"
-    with _flag_errors():
+    with flag_errors():
         parsed = parse_flags(layers.values, flags, prog, description, own)
     for key in [key for key in parsed if "." in key]:
         layers.set(key, parsed.pop(key), "flag")
     return layers, parsed
-
-
-def _flags(kind: type[Flags], args: list[str], verb: str, description: str) -> Flags:
-    """The arguments of a verb that opens a run, as the dataclass `kind`."""
-    return _parse(kind, args, verb, description)
-
-
-def _call(
-    function: Callable[..., int], args: list[str], verb: str, description: str | None = None
-) -> int:
-    """Call a function with arguments of the command line: they are parsed first, so that it prints on its own."""
-
-    @functools.wraps(function)
-    def bind(*given: Any, **named: Any) -> Callable[[], int]:
-        return functools.partial(function, *given, **named)
-
-    return int(_parse(bind, args, verb, description)())
-
-
-def _parse(kind: Any, args: list[str], verb: str, description: str | None) -> Any:
-    from forge_train.config.flags import PATHS
-
-    prog = f"forge-train {verb}"
-    with _flag_errors(), PATHS:
-        return tyro.cli(kind, prog=prog, description=description, args=args, use_underscores=True)
-
-
-@contextlib.contextmanager
-def _flag_errors() -> Iterator[None]:
-    """A bad flag as a ConfigError, `printed` as the parser printed it."""
-    errors = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(errors):
-            yield
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        printed, errors = errors.getvalue(), io.StringIO()
-        text = re.sub(r"\x1b\[[0-9;]*m|[\s╭╮╰╯─│]+", " ", printed).strip()
-        flag = re.search(r"--(?!help)\w[\w.-]*", text)
-        error = ConfigError([Problem(flag[0] if flag else "", "flag", ..., text)])
-        error.printed = printed
-        raise error from stop
-    finally:
-        sys.stderr.write(errors.getvalue())
 
 
 def _positional(args: Sequence[str]) -> str | None:
@@ -552,8 +369,14 @@ def _help() -> int:
     print(USAGE, "\n\nverbs")
     for name, verb in VERBS.items():
         print(f"  {name:10} {(verb.__doc__ or '').splitlines()[0]}")
-    for name, entry in _mounted().items():
-        print(f"  {name:10} The command line of {entry.value.split('.')[0]}.")
+    mounted = _mounted()
+    for name, entry in mounted.items():
+        about = f"The command line of {entry.value.split('.')[0]}."
+        if name in OF_LAB:
+            about = (entry.load().__doc__ or "").splitlines()[0]
+        print(f"  {name:10} {about}")
+    for name in (name for name in OF_LAB if name not in mounted):
+        print(f"  {name:10} A verb of forge-lab: pip install forge-lab")
     print("\nexit codes")
     for code in ExitCode:
         print(f"  {int(code):<10} {code.name.lower().replace('_', ' ')}")

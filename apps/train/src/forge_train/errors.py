@@ -11,6 +11,18 @@ from forge_resilience import Agreement, ExitCode
 from forge_train._shared.limits import limit_problem
 from forge_train._shared.problems import Problem, Shown, WithProblems, problems_of, show
 
+__all__ = [
+    "ConfigError",
+    "DataError",
+    "JobError",
+    "NumericsError",
+    "StateError",
+    "as_config_error",
+    "config_errors",
+    "refuse",
+    "run_on_all_ranks",
+]
+
 T = TypeVar("T")
 Report = list[Any] | None
 """The error of a rank, for the others: exit code, and each problem as plain data; None without one."""

@@ -129,7 +129,7 @@ def _build(
 
     Without `kernels` its experts multiply by what there is: GPUs have grouped_mm and float8 in 16 bits alone.
     """
-    refuse_no_run(paths)
+    paths.require_run()
     layers = run_layers(paths)
     layers.set("run.dir", str(paths.path), "flag")  # it may have been moved
     config = resolve(layers).config
@@ -144,18 +144,6 @@ def _build(
         add_lora(model, config.lora, base_dtype=None)
     refuse(base_problems(config, paths))
     return model, config, dtypes
-
-
-def refuse_no_run(paths: RunDirectory) -> None:
-    """ConfigError for a folder that no run has trained in."""
-    run_dir = paths.path
-    if paths.imported.exists() and not paths.config.exists():
-        rule = "is an import that no run has trained"
-        fix = f"generate from the folder that was imported, or train first: forge-train run JOB.toml --run.dir {run_dir}"
-        raise invalid("run_dir", "untrained", str(run_dir), rule, fix, kind=ConfigError)
-    if not paths.config.exists():
-        rule, fix = f"has no {paths.config.name}", "name the folder of a run, as in run.dir"
-        raise invalid("run_dir", "not_found", str(run_dir), rule, fix, kind=ConfigError)
 
 
 def load_folder(

@@ -28,11 +28,21 @@ from forge_resilience.slurm import (
 )
 from forge_train._shared.atomic import write_file
 from forge_train._shared.problems import Problem, invalid
-from forge_train.config.layers import Layers, flatten
+from forge_train._shared.toml_files import flatten
+from forge_train.config.layers import Layers
 from forge_train.config.resolve import ResolvedJob, resolve, resolve_to_show
 from forge_train.errors import ConfigError, JobError, config_errors, refuse
 from forge_train.trainer.layout import layout_problems
 from forge_train.trainer.run_directory import RunDirectory
+
+__all__ = [
+    "add_site",
+    "job_facts",
+    "look_at_limits",
+    "refuse_layouts",
+    "two_jobs",
+    "with_retries",
+]
 
 #: Scripts of a run's jobs, in <run.dir>/slurm.
 _SCRIPTS = ("job.sh", "orchestrated.sh", "orchestrator.sh")

@@ -8,13 +8,12 @@ import functools
 import keyword
 import tomllib
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
-from forge_train._shared.paths import user_path
 from forge_train._shared.problems import invalid
+from forge_train.command_line import PATHS
 from forge_train.config.layers import NAMED_TABLES
 from forge_train.config.structure import (
     dotted_fields,
@@ -27,23 +26,8 @@ from forge_train.config.structure import (
 )
 from forge_train.errors import ConfigError
 
-#: While it is active, flags of type Path take a leading `~/` as the home folder.
-PATHS = tyro.constructors.ConstructorRegistry()
 _NONE = Literal["none"]
 _BOOL = Literal["true", "false"]  # as in TOML; tyro's own are True and False
-
-
-@PATHS.primitive_rule
-def _path(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
-    if info.type is not Path:
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        1,
-        "PATH",
-        lambda words: user_path(words[0]),
-        lambda x: isinstance(x, Path),
-        lambda x: [str(x)],
-    )
 
 
 def parse_flags(

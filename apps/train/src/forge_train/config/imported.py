@@ -11,8 +11,8 @@ import tomlkit
 
 from forge_train._shared.hf_keys import training_rates
 from forge_train._shared.problems import Problem, problems_of
-from forge_train.config.files import read_toml
-from forge_train.config.layers import Layers, flatten
+from forge_train._shared.toml_files import flatten, read_toml
+from forge_train.config.layers import Layers
 from forge_train.errors import ConfigError, refuse
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from typing import Any
 
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid, problems_of
-from forge_train.config.files import read_toml
+from forge_train._shared.toml_files import flatten, read_toml
 from forge_train.errors import ConfigError, refuse
 
 LENGTH_KEYS = ("steps", "tokens", "tokens_per_parameter")
@@ -47,6 +47,7 @@ class Layers:
             self.set(dotted, value, origin)
 
     def set(self, dotted: str, value: Any, origin: str) -> None:
+        """Set one key, and drop those that exclude it."""
         for group in ONE_OF:
             if dotted in group:
                 for other in group:
@@ -122,15 +123,6 @@ class Layers:
             if not tables[depth + 1]:
                 tables[depth].pop(parents[depth], None)
         return self.origins.pop(dotted, "")
-
-
-def flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of each leaf; an empty table is a leaf, so that it can be reported."""
-    for key, value in table.items():
-        if isinstance(value, dict) and value:
-            yield from flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def read_layers(path: str | Path) -> Layers:

@@ -20,6 +20,7 @@ from forge_parallel.legal import ahead_problem
 from forge_resilience.policy import RollbackConfig
 from forge_train._shared.limits import limit_problem
 from forge_train._shared.problems import Problem
+from forge_train._shared.toml_files import flatten
 from forge_train.config.evaluation import evaluation_problems
 from forge_train.config.exact_match import KINDS as NO_SPLITS
 from forge_train.config.experts import AMONG_TOKENS
@@ -33,7 +34,7 @@ from forge_train.config.imported import (
     with_import,
 )
 from forge_train.config.init import hf_folder, model_of_parent, source_problems
-from forge_train.config.layers import Layers, flatten
+from forge_train.config.layers import Layers
 from forge_train.config.names import name_problems
 from forge_train.config.schema import JobConfig
 from forge_train.config.structure import key_of, structure

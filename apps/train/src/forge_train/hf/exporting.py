@@ -18,7 +18,7 @@ from forge_ckpt import Store, read_tensors
 from forge_ckpt.hf import Row, read_json, save_hf
 from forge_data import DataConfig
 from forge_train._shared.problems import invalid, problems_of
-from forge_train.config.files import read_toml
+from forge_train._shared.toml_files import read_toml
 from forge_train.config.imported import FILES, NAME, training_options
 from forge_train.config.lora import LoRASection
 from forge_train.config.schema import BuiltInModelConfig

@@ -8,12 +8,14 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge_resilience.journal import read_json_lines
 from forge_train._shared.atomic import write_file
 from forge_train.metrics.columns import SCHEMA
-from forge_train.protocols import Row
+
+if TYPE_CHECKING:  # imports torch, which readers of a run do not need
+    from forge_train.protocols import Row
 
 #: Bytes of rows that wait in memory while the disk takes none: days of training.
 _MAX_WAITING = 64 * 2**20

@@ -13,8 +13,7 @@ from typing import Any, Literal
 
 from forge_train._shared.atomic import write_file
 from forge_train._shared.problems import invalid
-from forge_train.config.files import read_toml
-from forge_train.config.layers import flatten
+from forge_train._shared.toml_files import flatten, read_toml
 from forge_train.metrics.columns import scalars
 from forge_train.protocols import Row
 

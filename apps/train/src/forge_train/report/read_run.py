@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_resilience import read_events
-from forge_train.config.files import read_toml
+from forge_train._shared.toml_files import read_toml
 from forge_train.metrics.jsonl import read_rows
 from forge_train.trainer.run_directory import RunDirectory
 
@@ -29,17 +29,13 @@ class Run:
     parent: dict[str, Any] | None = None
 
 
-def read_run(run_dir: str | Path) -> Run:
+def read_run(run_dir: str | Path, lists: Callable[[list[Any]], Any] = list) -> Run:
     """Read config, environment, metrics and events of a run; a torn last line is left out, and with a
     warning lines of metrics that are no rows.
 
+    `lists` makes what is kept of a list in a row, such as the loads of many experts, while the rows are read.
     Raises FileNotFoundError when `run_dir` is not the folder of a run, ValueError for a damaged one.
     """
-    return read(run_dir, list)
-
-
-def read(run_dir: str | Path, lists: Callable[[list[Any]], Any]) -> Run:
-    """`read_run` with the lists of rows, such as the loads of many experts, as `lists` makes them while it reads."""
     paths = RunDirectory(run_dir)
     if not paths.config.exists():
         raise FileNotFoundError(f"{paths.config} is not there; name the folder of a run")

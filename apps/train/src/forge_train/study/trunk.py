@@ -1,4 +1,7 @@
-"""The trunk of a study saves where its decays fork from it."""
+"""The trunk of a study of forge-lab saves where its decays fork from it.
+
+Configurations of studies name it by this path, and nodes that train need no forge-lab.
+"""
 
 from __future__ import annotations
 

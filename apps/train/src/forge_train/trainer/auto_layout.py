@@ -11,7 +11,7 @@ from torch import nn
 from forge_moe.hooks import num_experts_by_layer
 from forge_parallel import ParallelConfig, World
 from forge_parallel.plan import Topology
-from forge_train.config.files import read_text
+from forge_train._shared.toml_files import read_text
 from forge_train.config.resolve import ResolvedJob
 from forge_train.trainer.run_directory import RunDirectory
 

@@ -15,7 +15,14 @@ from forge_train.errors import ConfigError, config_errors
 from forge_train.trainer.run_directory import RunDirectory
 from forge_vlm.data.prepared import is_prepared
 
-__all__ = ["began_texts_without", "begin_problems", "begin_texts_without", "is_older", "run_layers"]
+__all__ = [
+    "began_texts_without",
+    "begin_problems",
+    "begin_texts_as",
+    "begin_texts_without",
+    "is_older",
+    "run_layers",
+]
 
 #: The table with the key `bos`, by the kind of a source that is tokenized when a run begins.
 _TABLES = {"text": "text", "huggingface": "huggingface", **dict.fromkeys(KINDS, "options")}
@@ -27,9 +34,14 @@ def run_layers(run: RunDirectory) -> Layers:
     if not layers.values:
         rule, fix = "describes the run, and is empty", "restore it"
         raise invalid("", "damaged", str(run.config), rule, fix, kind=ConfigError)
-    if began_texts_without(layers):
-        begin_texts_without(layers)
+    begin_texts_as(layers, layers)
     return layers
+
+
+def begin_texts_as(run: Layers, layers: Layers) -> None:
+    """Let texts that `layers` names begin as a run of the resolved file `run` began its own."""
+    if began_texts_without(run):
+        begin_texts_without(layers)
 
 
 def began_texts_without(layers: Layers) -> bool:

@@ -336,6 +336,7 @@ def run_tokenizer(config: JobConfig) -> Tokenizer:
 
 
 def tokenizer_of(source: SourceConfig) -> Tokenizer:
+    """The tokenizer that made the tokens of a source. Raises ValueError for one without a tokenizer."""
     spec = open_header(source).tokenizer
     if spec is None:
         raise invalid(

@@ -21,12 +21,15 @@ from forge_parallel.axes import (
 from forge_parallel.compute import Compute
 from forge_parallel.micro_batches import MicroBatches
 from forge_train.config.schema import JobConfig
+from forge_train.errors import config_errors
+from forge_train.trainer.layout import micro_batches
 from forge_train.trainer.objective import (
     FUSED,
     Objective,
     Shown,
     all_sums,
     find_loss,
+    find_objective,
     loss_terms,
     shown_parts,
     term_names,
@@ -69,6 +72,16 @@ def make_compute(
         if objective
         else f"train.loss {train.loss!r}",
     )
+
+
+def job_compute(model: nn.Module, config: JobConfig, meshes: Meshes) -> Compute:
+    """Forward and backward of a job outside of a run: `model` is sharded over `meshes`, those of `config.parallel`.
+
+    Raises ConfigError for a loss or an objective that these ranks cannot compute.
+    """
+    with config_errors():
+        division = micro_batches(config, config.parallel.axes(meshes.world_size))
+        return make_compute(model, config, meshes, division, find_objective(config.train))
 
 
 #: The built-in losses where each tp rank has a part of the logits, or of the head's weight.

@@ -13,7 +13,7 @@ from forge_ckpt.stage_state import StageState, tensor_names
 from forge_parallel import Meshes
 from forge_resilience import Agreement
 from forge_train._shared.problems import Problem, invalid
-from forge_train.config.files import read_toml
+from forge_train._shared.toml_files import read_toml
 from forge_train.config.schema import JobConfig
 from forge_train.errors import StateError, run_on_all_ranks
 from forge_train.trainer.run_directory import RunDirectory

@@ -15,6 +15,7 @@ from forge_train._shared.problems import Problem, problems_of
 from forge_train.config.experts import AMONG_TOKENS
 from forge_train.config.schema import BuiltInModelConfig, JobConfig
 from forge_train.config.vlm import VLMModelConfig
+from forge_train.errors import refuse
 from forge_train.trainer.course import Course
 from forge_train.trainer.experts import EXPERT_ACTIVATIONS
 from forge_vlm.fusion import PARTING, groups_of
@@ -45,6 +46,11 @@ def layout_problems(
         *_gradients(config, layout),
     ]
     return own + problems(config.parallel, layout, _facts(config, layout))
+
+
+def require_layout(config: JobConfig, world_size: int, ranks_per_node: int | None = None) -> None:
+    """Raise ConfigError for `layout_problems`."""
+    refuse(layout_problems(config, world_size, ranks_per_node))
 
 
 def micro_batches(config: JobConfig, layout: Layout) -> MicroBatches:

@@ -8,18 +8,20 @@ import platform
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from forge_resilience.provenance import describe_environment, git_state
 from forge_train._shared.atomic import write_file
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid
-from forge_train.config.files import read_toml
+from forge_train._shared.toml_files import flatten, read_toml
 from forge_train.config.imported import NAME as IMPORTED_MODEL
 from forge_train.config.init import committed
-from forge_train.config.layers import Layers, flatten
-from forge_train.config.resolve import ResolvedJob
+from forge_train.config.layers import Layers
 from forge_train.errors import ConfigError, JobError, refuse
+
+if TYPE_CHECKING:  # imports torch, which readers of a run do not need
+    from forge_train.config.resolve import ResolvedJob
 
 _DISTRIBUTIONS = ("torch", "numpy", "forge-train", "forge-train-core", "forge-parallel", "forge-moe", "forge-data",
                   "forge-ckpt", "forge-resilience")  # fmt: skip
@@ -47,6 +49,7 @@ _AVERAGE, _OFF = "optimizer.ema.decay", (None, "none")
 
 
 def is_fixed(key: str) -> bool:
+    """Whether a change of a key makes another experiment."""
     if key.startswith("model."):
         return key not in FREE_MODEL_KEYS
     return key in FIXED_KEYS or key.startswith("lora.")
@@ -209,6 +212,21 @@ class RunDirectory:
             return None
         return len(hosts) if isinstance(hosts, list) else None
 
+    def committed(self) -> dict[int, Path]:
+        """Step -> folder of the committed checkpoints."""
+        return committed(self.path)
+
     def has_checkpoints(self) -> bool:
         """True once a step was committed."""
-        return bool(committed(self.path))
+        return bool(self.committed())
+
+    def require_run(self) -> None:
+        """ConfigError for a folder that no run has trained in."""
+        shown = str(self.path)
+        if self.imported.exists() and not self.config.exists():
+            rule = "is an import that no run has trained"
+            fix = f"generate from the folder that was imported, or train first: forge-train run JOB.toml --run.dir {shown}"
+            raise invalid("run_dir", "untrained", shown, rule, fix, kind=ConfigError)
+        if not self.config.exists():
+            rule, fix = f"has no {self.config.name}", "name the folder of a run, as in run.dir"
+            raise invalid("run_dir", "not_found", shown, rule, fix, kind=ConfigError)

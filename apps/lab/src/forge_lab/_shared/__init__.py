@@ -1,0 +1,1 @@
+"""Copies of scripts/shared: one text for all packages."""

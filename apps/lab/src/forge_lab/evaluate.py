@@ -1,0 +1,198 @@
+"""Evaluations of a run's checkpoint after training: its own sets and questions, or those of another file."""
+
+from __future__ import annotations
+
+import json
+from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from forge_data import Batch
+from forge_lab._shared.paths import user_path
+from forge_lab._shared.problems import invalid
+from forge_lab._shared.toml_files import flatten
+from forge_lab.axes import Axes
+from forge_parallel import Meshes, ParallelConfig, World, find_world, select_device
+from forge_resilience import Agreement, ExitCode
+from forge_train import JobConfig, Layers, RunDirectory, load_model, read_layers, resolve
+from forge_train.errors import ConfigError, config_errors, run_on_all_ranks
+from forge_train.toolkit import (
+    Evaluation,
+    begin_texts_as,
+    finite,
+    init_ranks,
+    job_compute,
+    open_held_out,
+    require_layout,
+)
+
+_OWN = ("eval.", "data.validation.")  # keys that another file may give
+_REPLACED = ("eval.sets.", "eval.choices.", "eval.exact_match.")
+
+
+@dataclass(frozen=True)
+class EvalFlags:
+    """The arguments of `forge-train eval`."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="folder of a run")]
+    config: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            help="a TOML file with [eval] and [data.validation] alone, in place of the run's sets and questions"
+        ),
+    ] = None
+    step: Annotated[
+        int | None, tyro.conf.arg(help="step of the checkpoint (default: the newest good one)")
+    ] = None
+    rows: Annotated[int, tyro.conf.arg(help="rows that a data rank computes at once")] = 8
+    device: Annotated[str, tyro.conf.arg(help="'auto', 'cpu' or 'cuda'")] = "auto"
+    as_json: Annotated[
+        bool, tyro.conf.arg(name="json", help="print one JSON object instead of a table")
+    ] = False
+    parallel: Axes = field(default_factory=Axes)
+
+    def check(self, nproc: int) -> None:
+        """Raise ConfigError for what keeps `nproc` processes from it, before any of them starts."""
+        layout = self.parallel.parallel(self.device)
+        world = World(world_size=nproc, local_world_size=nproc)
+        checked_job(self.run, self.config, self.rows, layout, world)
+
+
+def print_evaluation(flags: EvalFlags) -> int:
+    """Evaluate a checkpoint of a run with fp32 weights, in one process or as one rank of many: nothing is written."""
+    parallel = flags.parallel.parallel(flags.device)
+    at, found = evaluate_run(
+        flags.run, flags.config, flags.step, flags.rows, flags.device, parallel
+    )
+    if find_world().rank == 0:
+        _show(at, found, flags.as_json)
+    return ExitCode.DONE
+
+
+def evaluate_run(
+    run: str | Path,
+    config: str | Path | None = None,
+    step: int | None = None,
+    rows: int = 8,
+    device: str = "auto",
+    parallel: ParallelConfig | None = None,
+    meshes: Meshes | None = None,
+) -> tuple[int, dict[str, dict[str, float]]]:
+    """(step, {set or questions: {measure: value}}) of a run's checkpoint; "validation" is [data.validation].
+
+        step, found = evaluate_run("runs/mine")
+        found["validation"]["bits_per_byte"]
+
+    Measures of a set are loss (nats per label), perplexity and bits_per_byte, of questions accuracy and
+    accuracy_per_byte. The weights are fp32, so numbers of a run in bf16 differ in the last digits from its own.
+    Under torchrun, srun or RANK/WORLD_SIZE each rank calls it, and has the numbers; `parallel` says how they share
+    the work, by default as data ranks. `meshes` are those of `parallel` where a group runs already.
+    Reads only. Raises ConfigError, DataError or StateError; for the layout before the ranks meet.
+    """
+    world = world_of(meshes)
+    if parallel is None:
+        parallel = Axes().parallel(device)
+    job = checked_job(run, config, rows, parallel, world)
+    with init_ranks(parallel) if meshes is None else nullcontext(meshes) as ranks:
+        return _measure(run, step, job, ranks)
+
+
+def world_of(meshes: Meshes | None) -> World:
+    """The ranks of a group that runs already, or those that a launcher started. ConfigError for a bad environment."""
+    if meshes is not None:
+        return World(world_size=meshes.world_size, local_world_size=meshes.world_size)
+    with config_errors():
+        return find_world()
+
+
+def checked_job(
+    run: str | Path, config: str | Path | None, rows: int, parallel: ParallelConfig, world: World
+) -> JobConfig:
+    """The evaluations as a job of these ranks. ConfigError for what cannot be evaluated, or not by them."""
+    if rows < 1:
+        raise invalid("--rows", "range", rows, "must be 1 or more", "use 8", kind=ConfigError)
+    paths, other = RunDirectory(run), None if config is None else user_path(config)
+    paths.require_run()
+    with config_errors("parallel"):
+        select_device(parallel.device)
+        parallel.axes(world.world_size, world.local_world_size)
+    job = evaluation_job(paths, other, rows, parallel, world.world_size)
+    require_layout(job, world.world_size, world.local_world_size)
+    return job
+
+
+def _measure(
+    run: str | Path, step: int | None, job: JobConfig, meshes: Meshes
+) -> tuple[int, dict[str, dict[str, float]]]:
+    model, _, at = load_model(run, meshes.device, step, parallel=job.parallel, meshes=meshes)
+    agreement = Agreement(meshes.host_group, alone=meshes.world_size == 1)
+    layout = job.parallel.axes(meshes.world_size)
+    evaluation = run_on_all_ranks(
+        agreement, lambda: Evaluation(job, open_held_out(job, model, layout))
+    )
+    if not evaluation.names:
+        rule, fix = "has nothing to evaluate", "name a file with [eval.sets] by --config"
+        raise invalid("run", "nothing", str(run), rule, fix, kind=ConfigError)
+    compute = job_compute(model, job, meshes)
+
+    def count(batch: Batch) -> float:
+        return batch.label_weight if meshes.is_batch_leader else 0.0
+
+    return at, {
+        name: evaluation.measure(name, compute, count, agreement) for name in evaluation.names
+    }
+
+
+def evaluation_job(
+    paths: RunDirectory,
+    other: Path | None,
+    rows: int,
+    parallel: ParallelConfig | None = None,
+    world_size: int = 1,
+) -> JobConfig:
+    """The run's job on these ranks in fp32, `rows` at once on each of them that reads, with the evaluations of another
+    file in place of its own."""
+    parallel = parallel or ParallelConfig(precision="fp32")
+    given = None if other is None else read_layers(other)
+    layers, run = Layers(), read_layers(paths.config)
+    for key, value in flatten(run.values):
+        if key.startswith("parallel.") or (given is not None and key.startswith(_REPLACED)):
+            continue
+        layers.set(key, value, str(paths.config))
+    keys = {} if given is None else dict(flatten(given.values))
+    strange = [key for key in keys if not key.startswith(_OWN)]
+    if strange:
+        rule, fix = "is not a key of an evaluation", "give only [eval] and [data.validation]"
+        raise invalid(strange[0], "unknown_key", ..., rule, fix, where=other, kind=ConfigError)
+    if any(key.startswith("data.validation.") for key in keys):
+        layers.values.get("data", {}).pop("validation", None)
+    here: dict[str, Any] = {
+        "run.dir": str(paths.path),
+        # a pipeline takes at least as many micro-batches as it has stages
+        "train.global_batch": rows * parallel.axes(world_size).batch_size * parallel.pp,
+        "train.micro_batch": rows,
+        "eval.every_steps": 1,
+    }
+    usual = ParallelConfig()
+    for item in fields(parallel):
+        value = getattr(parallel, item.name)
+        if value != getattr(usual, item.name):
+            here[f"parallel.{item.name}"] = value
+    for key, value in {**keys, **here}.items():
+        layers.set(key, value, str(other) if key in keys else "forge-train eval")
+    begin_texts_as(run, layers)
+    # the run's file holds what it derived: without validation it had none
+    return resolve(layers, derives_validation=False).config
+
+
+def _show(at: int, found: dict[str, dict[str, float]], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"step": at, **{name: finite(m) for name, m in found.items()}}))
+        return
+    print(f"step {at}")
+    for name, measures in found.items():
+        values = "  ".join(f"{measure} {value:.6g}" for measure, value in measures.items())
+        print(f"{name:20} {values}")

@@ -1,0 +1,260 @@
+"""Activations of a run's checkpoint on its held-out rows, as one .npz file or a folder of safetensors, in any layout."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy
+import torch
+import tyro
+from torch import nn
+
+from forge_core.interp import ActivationStore, points_of
+from forge_data import Batch, Stream, batch_of
+from forge_lab._shared.problems import Problem, invalid
+from forge_lab.activation_files import Parts, output_problems
+from forge_lab.axes import Axes
+from forge_lab.evaluate import checked_job, world_of
+from forge_parallel import Meshes, ParallelConfig, World, find_world
+from forge_parallel.compute import Compute
+from forge_parallel.points import WholePoints
+from forge_resilience import Agreement, ExitCode
+from forge_train import JobConfig, load_model
+from forge_train.errors import ConfigError, DataError, config_errors, refuse, run_on_all_ranks
+from forge_train.toolkit import init_ranks, job_compute, open_held_out
+from forge_vlm import VLMConfig
+
+_DTYPES = {"fp32": numpy.float32, "fp16": numpy.float16}
+_OF_ROWS = ("tokens", "positions", "document_ids")
+
+
+@dataclass(frozen=True)
+class ExtractFlags:
+    """The arguments of `forge-train extract`."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="folder of a run")]
+    points: Annotated[
+        tuple[str, ...], tyro.conf.arg(help="patterns of points, such as 'layers.*.resid_post'")
+    ] = ()
+    output: Annotated[
+        Path | None, tyro.conf.arg(help="the .npz file to write, or a folder for safetensors")
+    ] = None
+    rows: Annotated[int, tyro.conf.arg(help="rows of the set, fewer if it has not as many")] = 64
+    batch: Annotated[int, tyro.conf.arg(help="rows that a data rank computes at once")] = 8
+    set_name: Annotated[
+        str, tyro.conf.arg(name="set", help="'validation', or a name of [eval.sets]")
+    ] = "validation"
+    step: Annotated[
+        int | None, tyro.conf.arg(help="step of the checkpoint (default: the newest good one)")
+    ] = None
+    dtype: Annotated[str, tyro.conf.arg(help="of the file: 'fp32' or 'fp16'")] = "fp32"
+    shard_mib: Annotated[int, tyro.conf.arg(help="most MiB of a file in a folder")] = 256
+    device: Annotated[str, tyro.conf.arg(help="'auto', 'cpu' or 'cuda'")] = "auto"
+    parallel: Axes = field(default_factory=Axes)
+
+    def check(self, nproc: int) -> None:
+        """Raise ConfigError for what keeps `nproc` processes from it, before any of them starts."""
+        self.require_output()
+        layout = self.parallel.parallel(self.device)
+        _job(self, layout, World(world_size=nproc, local_world_size=nproc))
+
+    def require_output(self) -> None:
+        """Raise ConfigError unless points and an output are given."""
+        missing = [n for n in ("points", "output") if not getattr(self, n)]
+        if missing:
+            rule = "must be given to write activations"
+            fix = "give --points 'layers.*.resid_post' --output activations.npz, or neither, in one process, to list the points"
+            raise invalid(f"--{missing[0]}", "missing", ..., rule, fix, kind=ConfigError)
+
+    def problems(self) -> Iterator[Problem]:
+        """Values out of range, and why the output cannot be written."""
+        for name in ("rows", "batch", "shard_mib"):
+            if (value := getattr(self, name)) < 1:
+                yield Problem(f"--{name}", "range", value, "must be 1 or more")
+        if self.dtype not in _DTYPES:
+            yield Problem("--dtype", "unknown", self.dtype, f"must be one of {', '.join(_DTYPES)}")
+        yield from output_problems(self.output or Path())
+
+
+def run_extract(flags: ExtractFlags) -> int:
+    """Write activations of a checkpoint on held-out rows with fp32 weights, in one process or as one rank of many.
+
+    Without points and output it prints the points of the model.
+    """
+    with config_errors():
+        world = find_world()
+    if not flags.points and flags.output is None and world.world_size == 1:
+        with config_errors():
+            model, _, _ = load_model(flags.run, "cpu", flags.step)
+            print("\n".join(points_of(model)))
+        return ExitCode.DONE
+    parallel = flags.parallel.parallel(flags.device)
+    flags.require_output()
+    at, count = _extract(flags, parallel, None)
+    if world.rank == 0:
+        print(f"{flags.output}: {count} rows of {flags.set_name} at step {at}")
+    return ExitCode.DONE
+
+
+def extract_run(
+    run: str | Path,
+    points: tuple[str, ...],
+    output: str | Path,
+    rows: int = 64,
+    batch: int = 8,
+    set_name: str = "validation",
+    *,
+    step: int | None = None,
+    dtype: str = "fp32",
+    shard_mib: int = 256,
+    device: str = "auto",
+    parallel: ParallelConfig | None = None,
+    meshes: Meshes | None = None,
+) -> tuple[int, int]:
+    """(step, rows) of a file with the points (see `forge_core.interp.points`) of the first `rows` rows of a set.
+
+        extract_run("runs/mine", ("layers.*.resid_post",), "stream.npz", rows=256)
+        numpy.load("stream.npz")["layers.3.resid_post"]     # (256, S, M)
+
+    The file has the rows' tokens, positions and document_ids (rows, S), too, and `meta`, a text of JSON. An output
+    without suffix is a folder of safetensors of at most `shard_mib` MiB each, with the same arrays of some rows, and
+    index.json, which names arrays, shards and their rows.
+
+    Under torchrun, srun or RANK/WORLD_SIZE each rank calls it; `parallel` says how they share the work, by default as
+    data ranks. `meshes` are those of `parallel` where a group runs already. Each data rank computes `batch` rows at
+    once (under pp that many for each stage); the first of its ranks writes them, and rank 0 the file, so the output must
+    lie where all ranks see it. Values are those of one process up to the order of sums.
+
+    Memory and the time lost by a kill are those of `batch` rows, and of a shard; the disk holds twice the output while
+    it is put together. The same command after a kill goes on to the same bytes. The run is read only. Raises
+    ConfigError, DataError or StateError.
+    """
+    asked = ExtractFlags(
+        Path(run), tuple(points), Path(output), rows, batch, set_name, step, dtype, shard_mib
+    )
+    return _extract(asked, parallel or Axes().parallel(device), meshes)
+
+
+def _extract(
+    asked: ExtractFlags, parallel: ParallelConfig, meshes: Meshes | None
+) -> tuple[int, int]:
+    job = _job(asked, parallel, world_of(meshes))
+    with init_ranks(parallel) if meshes is None else nullcontext(meshes) as ranks:
+        return _write(asked, job, ranks)
+
+
+def _job(asked: ExtractFlags, parallel: ParallelConfig, world: World) -> JobConfig:
+    """The job of these ranks. ConfigError for what cannot be written, or not by them."""
+    refuse(list(asked.problems()))
+    job = checked_job(asked.run, None, asked.batch, parallel, world)
+    if isinstance(job.model, VLMConfig):
+        rule = "is a run of a model with images, whose rows have different shapes"
+        fix = "use forge_core.interp on it"
+        raise invalid("run", "images", str(asked.run), rule, fix, kind=ConfigError)
+    return job
+
+
+def _write(asked: ExtractFlags, job: JobConfig, meshes: Meshes) -> tuple[int, int]:
+    model, _, at = load_model(
+        asked.run, meshes.device, asked.step, parallel=job.parallel, meshes=meshes
+    )
+    agreement = Agreement(meshes.host_group, alone=meshes.world_size == 1)
+    stream = run_on_all_ranks(agreement, lambda: _stream(asked, job, model, meshes))
+    with config_errors():
+        compute = job_compute(model, job, meshes)
+        whole = WholePoints(model, job.parallel, meshes)
+        with ActivationStore(asked.points, whole=whole).watch(model):
+            pass  # each pattern has its points
+    count = min(asked.rows, len(stream))
+    with contextlib.closing(Parts(asked.output or Path())) as parts:
+        request = _request(asked, job, meshes, at, count)
+        run_on_all_ranks(agreement, lambda: parts.open(request) if meshes.rank == 0 else None)
+        done = run_on_all_ranks(agreement, parts.starts)  # before any rank writes another
+        starts, readers = range(0, count, compute.rows_at_once), meshes.batch_size
+        for first in range(0, len(starts), readers):
+            missing = [start for start in starts[first : first + readers] if start not in done]
+            if not missing:
+                continue
+            # collectives pair up: a rank without a part of its own computes another one's, too
+            start = missing[min(meshes.batch_rank, len(missing) - 1)]
+            batch = _batch(stream, start, min(start + compute.rows_at_once, count), compute)
+            values = _values(compute, batch, asked, whole)
+            values = {name: value[: count - start] for name, value in values.items()}
+            writes = meshes.is_batch_leader and meshes.batch_rank < len(missing)
+            write = partial(_write_part, parts, start, values, asked) if writes else _nothing
+            run_on_all_ranks(agreement, write)
+        most = asked.shard_mib * 2**20
+        run_on_all_ranks(agreement, lambda: parts.join(most) if meshes.rank == 0 else None)
+    return at, count
+
+
+def _write_part(
+    parts: Parts, start: int, values: dict[str, numpy.ndarray], asked: ExtractFlags
+) -> None:
+    """Write values (rows, ...); DataError for one that the file's dtype cannot hold."""
+    floats = (name for name, value in values.items() if value.dtype == numpy.float32)
+    with numpy.errstate(over="ignore"):
+        narrow = {name: values[name].astype(_DTYPES[asked.dtype]) for name in floats}
+    for name, value in narrow.items():
+        if (numpy.isinf(value) & numpy.isfinite(values[name])).any():
+            largest = f"{numpy.abs(values[name]).max():.6g}"
+            rule = f"cannot hold {largest} of {name}: it ends at 65504"
+            raise invalid("--dtype", "range", asked.dtype, rule, "use --dtype fp32", kind=DataError)
+    parts.write(start, values | narrow)
+
+
+def _nothing() -> None:
+    """Written by a rank whose values another one has."""
+
+
+def _request(
+    asked: ExtractFlags, job: JobConfig, meshes: Meshes, at: int, count: int
+) -> dict[str, Any]:
+    """All that the parts depend on; a run that went on has another step."""
+    usual = asdict(ParallelConfig(precision="fp32"))
+    layout = {k: v for k, v in asdict(job.parallel).items() if v != usual[k] and k != "device"}
+    return {
+        "run": str(asked.run.resolve()),
+        "step": at,
+        "set": asked.set_name,
+        "points": list(asked.points),
+        "rows": count,
+        "batch": asked.batch,
+        "dtype": asked.dtype,
+        "ranks": meshes.world_size,
+        "parallel": layout,
+    }
+
+
+def _stream(asked: ExtractFlags, job: JobConfig, model: nn.Module, meshes: Meshes) -> Stream:
+    layout = job.parallel.axes(meshes.world_size)
+    found = {key.rpartition(".")[2]: s for key, s in open_held_out(job, model, layout).items()}
+    if asked.set_name not in found:
+        names = ", ".join(found) or "none"
+        rule = f"must be a set that {asked.run} evaluates: {names}"
+        fix = "name one of them"
+        raise invalid("--set", "unknown", asked.set_name, rule, fix, kind=ConfigError)
+    return found[asked.set_name]
+
+
+def _batch(stream: Stream, start: int, stop: int, compute: Compute) -> Batch:
+    """Rows [start, stop), and the first of them again up to the number that is computed at once."""
+    filler = compute.rows_at_once - (stop - start)
+    return batch_of(stream, [*range(start, stop), *[start] * filler])
+
+
+def _values(
+    compute: Compute, batch: Batch, asked: ExtractFlags, whole: WholePoints
+) -> dict[str, numpy.ndarray]:
+    """What a part holds, by name."""
+    store = ActivationStore(asked.points, dtype=torch.float32, whole=whole)
+    with config_errors(), store.watch(compute.model):
+        compute.forward(batch)
+    found = {name: store[name].numpy() for name in sorted(store.names)}
+    return found | {name: getattr(batch, name).numpy() for name in _OF_ROWS}

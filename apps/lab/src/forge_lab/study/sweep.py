@@ -1,0 +1,243 @@
+"""`forge-train study sweep`: the runs of a study, each in a process of its own, and the scaling law that they follow.
+
+What is done is read from the folders of the runs alone, so a sweep that was killed at any instant goes on by the same command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from forge_lab._shared.jsonl import append_line
+from forge_lab._shared.locks import Held, Lock
+from forge_lab._shared.parents import with_parent
+from forge_lab._shared.problems import Problem, invalid
+from forge_lab.study.runs import Study, StudyRun, read_study, writing
+from forge_resilience import ExitCode
+from forge_train.errors import JobError, refuse
+
+
+def run_sweep(
+    study: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="file of the study")],
+    /,
+    plan: Annotated[
+        bool, tyro.conf.arg(help="print the runs and what they need, and train nothing")
+    ] = False,
+    gpu: Annotated[
+        str | None,
+        tyro.conf.arg(
+            help="with --plan: price by the planner for this GPU, not by a few measured steps"
+        ),
+    ] = None,
+    jobs: Annotated[int, tyro.conf.arg(help="runs at the same time on this machine")] = 1,
+    slurm: Annotated[
+        bool,
+        tyro.conf.arg(help="write batch scripts with an element for each run, and train nothing"),
+    ] = False,
+    submit: Annotated[bool, tyro.conf.arg(help="with --slurm: submit them")] = False,
+    site: Annotated[
+        str | None, tyro.conf.arg(help="with --slurm: site file, or its name in ~/.config/forge")
+    ] = None,
+    report: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            help="page to write, .md, with a .json and .svg beside it (default: in study.dir)"
+        ),
+    ] = None,
+) -> int:
+    """Train the runs of a study that are not done, fit a scaling law to them, and write a page about both."""
+    refuse(list(_flag_problems(plan, gpu, jobs, slurm, submit, site, report)))
+    described = read_study(study)
+    if plan:
+        from forge_lab.study.price import print_plan
+
+        print_plan(described, gpu)
+        return ExitCode.DONE
+    if slurm:
+        from forge_lab.study.arrays import write_arrays
+
+        return write_arrays(described, submit, site)
+    from forge_lab.study.page import check_plot, write_page
+
+    check_plot()
+    with _alone(described.dir):
+        code = Sweep(described, jobs).run()
+        if code == ExitCode.DONE:
+            where = report or described.dir / "study.md"
+            try:
+                write_page(described, where)
+            except OSError as error:
+                rule = f"cannot be written ({error.strerror})"
+                raise invalid(
+                    "--report", "write", str(where), rule, "choose another", kind=JobError
+                ) from error
+            print(f"the page of the study: {where}")
+    return code
+
+
+def _flag_problems(
+    plan: bool,
+    gpu: str | None,
+    jobs: int,
+    slurm: bool,
+    submit: bool,
+    site: str | None,
+    report: Path | None,
+) -> Iterator[Problem]:
+    if jobs < 1:
+        yield Problem("--jobs", "range", jobs, "must be at least 1", "use --jobs 2")
+    if gpu is not None and not plan:
+        yield Problem("--gpu", "requires", gpu, "must go with --plan", "give both")
+    for key, value in (("--submit", submit or None), ("--site", site)):
+        if value is not None and not slurm:
+            yield Problem(key, "requires", value, "must go with --slurm", "give it, too")
+    if plan and slurm:
+        yield Problem(
+            "--plan", "excludes", ..., "and --slurm exclude each other", "give one of them"
+        )
+    if report is not None and (report.suffix != ".md" or not report.parent.is_dir()):
+        rule = "must be a .md file in a folder that exists"
+        yield Problem("--report", "name", str(report), rule, "rename it")
+
+
+@contextlib.contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """Lock a study. JobError while another sweep has it: both would train the same runs. The kernel frees it at any end."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            lock = Lock(folder / "lock")
+        except Held as error:
+            rule, fix = f"is trained by {error.owner}", "wait for it, or stop it first"
+            raise invalid("study.dir", "locked", str(folder), rule, fix, kind=JobError) from error
+    with contextlib.ExitStack() as stack:
+        stack.callback(lock.release)
+        yield
+
+
+class Sweep:
+    """Runs that are started as soon as their trunk is done, those with the most operations first.
+
+    A signal stops it: the runs save and leave, and so does the sweep, with the code that means "go on later". Of a run that
+    fails only the forks cannot start.
+    """
+
+    def __init__(self, study: Study, jobs: int) -> None:
+        self.study, self.jobs = study, jobs
+        self.waiting = [run for run in study.runs if not run.is_done()]
+        self.running: dict[int, tuple[StudyRun, subprocess.Popen[bytes], float]] = {}
+        self.failed: dict[str, int] = {}
+        self.stopped = False
+
+    def run(self) -> int:
+        """Train what is not done; the exit code of the sweep."""
+        for each in self.waiting:
+            each.write()
+        kept = {
+            number: signal.signal(number, self._stop)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
+        }
+        try:
+            while True:
+                while not self.stopped and len(self.running) < self.jobs and (run := self._next()):
+                    self._start(run)
+                if not self.running:
+                    break
+                self._wait()
+        finally:
+            for number, handler in kept.items():
+                signal.signal(number, handler)
+        if self.stopped:
+            return ExitCode.REQUEUE
+        if not self.failed:
+            return ExitCode.DONE
+        for name, code in self.failed.items():
+            print(f"forge-train: {name} {_ended(code)}: see {self._log(name)}", file=sys.stderr)
+        print(
+            f"forge-train: of {len(self.study.runs)} runs {len(self.failed)} failed, and {len(self.waiting)} that fork from these "
+            "were not started; the page needs all. Run the same command to try again, or take the failed runs out of the study",
+            file=sys.stderr,
+        )
+        return max(next(iter(self.failed.values())), ExitCode.ERROR)
+
+    def _next(self) -> StudyRun | None:
+        """The largest run that can start; those whose trunk failed never can."""
+        done = {run.name for run in self.study.runs if run.parent is None and run.is_done()}
+        ready = [run for run in self.waiting if run.parent is None or run.parent in done]
+        return max(ready, key=lambda run: run.flops * run.own_part, default=None)
+
+    def _start(self, run: StudyRun) -> None:
+        self.waiting.remove(run)
+        environ = {**os.environ, "OMP_NUM_THREADS": str(self.study.config.threads)}
+        command = [sys.executable, "-m", "forge_train", "run", str(run.file)]
+        try:
+            with open(self._log(run.name), "ab") as log:
+                process = subprocess.Popen(
+                    command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    # Ctrl-C reaches the sweep alone, which tells the runs; a sweep that is killed leaves no run behind
+                    start_new_session=True, preexec_fn=with_parent(),
+                )  # fmt: skip
+        except OSError as error:  # a full disk, no processes left
+            self.failed[run.name] = ExitCode.ERROR
+            print(f"{run.name} was not started: {error}", flush=True)
+            return
+        self.running[process.pid] = (run, process, time.monotonic())
+        if self.stopped:  # while it was started
+            self._tell(process.pid)
+
+    def _wait(self) -> None:
+        """Wait for the end of a run, and write down what it cost."""
+        pid, status, used = os.wait4(-1, 0)
+        if pid not in self.running:
+            return
+        run, process, began = self.running.pop(pid)
+        code = process.returncode = os.waitstatus_to_exitcode(status)
+        life = {
+            "run": run.name,
+            "exit_code": code,
+            "seconds": round(time.monotonic() - began, 2),
+            "processor_seconds": round(used.ru_utime + used.ru_stime, 2),
+        }
+        try:
+            append_line(self.study.dir / "lives.jsonl", life)
+        except OSError as error:
+            print(f"forge-train: the cost on the page lacks this life of {run.name}: {error}", file=sys.stderr)  # fmt: skip
+        if code == ExitCode.REQUEUE:
+            self.stopped = True  # somebody else told the run to stop
+        elif code or not run.is_done():
+            self.failed[run.name] = code or ExitCode.ERROR
+        left = len(self.waiting) + len(self.running)
+        print(
+            f"{run.name} {_ended(code)}, {life['processor_seconds']} processor seconds; {left} to go",
+            flush=True,
+        )
+
+    def _stop(self, *_: Any) -> None:
+        if not self.stopped:
+            print("stopping: the runs save; the same command goes on", file=sys.stderr)
+        self.stopped = True
+        for pid in list(self.running):
+            self._tell(pid)
+
+    @staticmethod
+    def _tell(pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and is not yet counted
+            os.kill(pid, signal.SIGTERM)
+
+    def _log(self, name: str) -> Path:
+        return self.study.dir / "runs" / f"{name}.log"
+
+
+def _ended(code: int) -> str:
+    if code < 0:
+        return f"was killed by {signal.Signals(-code).name}"
+    return f"ended with code {code}" if code else "ended"

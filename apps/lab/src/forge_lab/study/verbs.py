@@ -1,0 +1,343 @@
+"""The verbs `forge-train study replay` and `forge-train study bisect`."""
+
+from __future__ import annotations
+
+import contextlib
+import json as _json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import tyro
+
+from forge_lab._shared.problems import invalid
+from forge_resilience import ExitCode
+from forge_train.command_line import is_rank_of_many
+from forge_train.errors import ConfigError, StateError
+
+if TYPE_CHECKING:
+    from forge_lab.study.bisect import Verdict
+    from forge_lab.study.replay import Replayed
+
+_LISTED = 32  # rows of a step that are printed
+
+
+def replay(
+    run_dir: Annotated[
+        tyro.conf.Positional[Path], tyro.conf.arg(help="folder of a run, finished or not")
+    ],
+    /,
+    step: Annotated[int, tyro.conf.arg(help="the step to train again, counted from 1")],
+    nproc: Annotated[
+        int | None,
+        tyro.conf.arg(help="processes on this machine (default: as many as the run had)"),
+    ] = None,
+    anomaly: Annotated[
+        bool,
+        tyro.conf.arg(help="torch's anomaly mode in that step: names the operation that made nan"),
+    ] = False,
+    debugger: Annotated[
+        bool, tyro.conf.arg(help="stop in pdb before that step (one process)")
+    ] = False,
+    hook: Annotated[
+        tuple[str, ...],
+        tyro.conf.arg(
+            help="module:attr, called with the Trainer before that step; a context manager that it returns is left behind it"
+        ),
+    ] = (),
+    callbacks: Annotated[
+        bool,
+        tyro.conf.arg(help="with the job's own callbacks, which may act outside of the replay"),
+    ] = False,
+    set: Annotated[
+        tuple[str, ...], tyro.conf.arg(help="KEY=VALUE, say another layout: parallel.tp=1")
+    ] = (),
+    output: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            help="new folder for what the trainer writes (default: a temporary one); all ranks of a launcher need one"
+        ),
+    ] = None,
+    record: Annotated[
+        Path | None,
+        tyro.conf.arg(
+            help="write weights, outputs and gradients of the steps here, for study bisect"
+        ),
+    ] = None,
+    from_step: Annotated[
+        int | None,
+        tyro.conf.arg(
+            help="with --record: all steps behind this one (default: behind the newest checkpoint before --step)"
+        ),
+    ] = None,
+    json: Annotated[bool, tyro.conf.arg(help="print one JSON object")] = False,
+) -> int:
+    """Train a step of a run again, exactly, and list the documents that it saw. The run's folder is only read.
+
+    It begins at the newest checkpoint before that step. Nothing is saved, evaluated, or sent to sinks.
+    """
+    from forge_lab.study.journal import read_journal
+    from forge_lab.study.private_job import find_start, parse_settings
+
+    looks = anomaly or debugger or json or bool(hook)
+    _refuse_mixed(record, from_step, looks, nproc)
+    many = is_rank_of_many()
+    if many and output is None:
+        rule = "must name a new folder that all ranks share, as a launcher started several"
+        raise invalid("--output", "missing", ..., rule, kind=ConfigError)
+    find_start(run_dir, step)  # refused here, once
+    ranks = 1 if many else nproc or read_journal(run_dir).world_size_for(step) or 1
+    if debugger and (many or ranks > 1):
+        rule = f"needs one process, and there are {ranks if not many else 'several'}"
+        fix = "use --nproc 1 with --set keys of a layout for one"
+        raise invalid("--debugger", "processes", ..., rule, fix, kind=ConfigError)
+    if ranks > 1:
+        alone = {"anomaly": anomaly, "callbacks": callbacks, "json": json}
+        valued = {"step": step, "record": record, "from_step": from_step}
+        flags = _as_flags(alone, valued, {"hook": hook, "set": set})
+        return _on_ranks(ranks, ["replay", str(run_dir), *flags], output)
+    if record is not None:
+        return _record(run_dir, step, from_step, callbacks, set, output, record)
+    from forge_lab.study.replay import replay_step
+
+    found = replay_step(
+        run_dir,
+        step,
+        hooks=[_import(name) for name in hook],
+        anomaly=anomaly,
+        debugger=debugger,
+        callbacks=callbacks,
+        settings=parse_settings(set),
+        output=output,
+    )
+    if found.trainer.meshes.rank == 0:
+        print(_json.dumps(_as_json(found)) if json else "\n".join(_lines(run_dir, found)))
+    return ExitCode.DONE
+
+
+def bisect(
+    run_a: Annotated[
+        tyro.conf.Positional[Path], tyro.conf.arg(help="folder of a run, or a record")
+    ],
+    run_b: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="the other one")],
+    /,
+    tolerance: Annotated[
+        float | None,
+        tyro.conf.arg(
+            help="relative bound (default: 0, the same bits; 1e-3 for replays in two layouts)"
+        ),
+    ] = None,
+    logged_only: Annotated[
+        bool, tyro.conf.arg(help="compare rows and checkpoints alone, without replays")
+    ] = False,
+    callbacks: Annotated[
+        bool, tyro.conf.arg(help="replay with the jobs' own callbacks, which may act outside")
+    ] = False,
+    json: Annotated[bool, tyro.conf.arg(help="print one JSON object")] = False,
+) -> int:
+    """Find the first step and module at which two runs of one model differ, by replays of both. Ends with 1 if they do.
+
+    Each run is replayed in its own layout on this machine, from their last common checkpoint. To compare machines or
+    versions, record each there with `study replay RUN --step N --record DIR`, and give the two records.
+    """
+    from forge_lab.study.bisect import bisect_records, bisect_runs
+
+    records = [(folder / "record.json").is_file() for folder in (run_a, run_b)]
+    if any(records) and not all(records):
+        rule = f"and {str(run_a)!r} must be two runs or two records"
+        fix = "write a record of the run, too"
+        raise invalid("run_b", "mismatch", str(run_b), rule, fix, kind=ConfigError)
+    if tolerance is not None and not 0 <= tolerance < 1:
+        rule = "must be from 0, the same bits, to below 1"
+        raise invalid("--tolerance", "range", tolerance, rule, "leave it out", kind=ConfigError)
+    if any(records) and (logged_only or callbacks):
+        key = "--logged_only" if logged_only else "--callbacks"
+        rule = "must go with runs: a record is a replay already"
+        raise invalid(key, "excludes", ..., rule, "leave it out", kind=ConfigError)
+    if all(records):
+        return _show(bisect_records(run_a, run_b, tolerance), json)
+
+    def replay_side(run: Path, start: int, end: int, folder: Path) -> None:
+        command = [
+            "replay",
+            str(run),
+            "--step",
+            str(end),
+            "--from_step",
+            str(start),
+            "--record",
+            str(folder),
+        ]
+        _run([*command, *(["--callbacks"] if callbacks else [])], run, folder.parent)
+
+    return _show(bisect_runs(run_a, run_b, replay_side, tolerance, logged_only), json)
+
+
+def _show(verdict: Verdict, json: bool) -> int:
+    print(_json.dumps(verdict.as_json()) if json else verdict.text)
+    return ExitCode.ERROR if verdict.differs else ExitCode.DONE
+
+
+def _run(args: list[str], run: Path, folder: Path) -> None:
+    """A study verb in a process of its own, which may start ranks, and has its temporary files in `folder`.
+
+    A signal is passed on and waited for: then KeyboardInterrupt. StateError where the verb fails.
+    """
+    import subprocess
+
+    from forge_resilience import StopSignal
+
+    command = [sys.executable, "-m", "forge_train", "study", *args]
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    passed_on = False
+    with (
+        StopSignal(announce=False) as stop,
+        subprocess.Popen(command, stdout=subprocess.DEVNULL, env=environment) as child,
+    ):
+        while child.poll() is None:
+            if stop.requested and not passed_on:
+                child.send_signal(stop.number)
+                passed_on = True
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(0.2)
+    if stop.requested:
+        raise KeyboardInterrupt
+    if child.returncode:
+        raise StateError([f"the replay of {run} ended with code {child.returncode}, see above"])
+
+
+def _refuse_mixed(
+    record: Path | None, from_step: int | None, looks: bool, nproc: int | None
+) -> None:
+    """ConfigError for flags of a replay that exclude each other; `looks`: one of those that look at a step is given."""
+    if from_step is not None and record is None:
+        rule, fix = "must go with --record", "give --record DIR, too"
+        raise invalid("--from_step", "requires", from_step, rule, fix, kind=ConfigError)
+    if record is not None and looks:
+        rule = "and flags that look at one step (--anomaly, --debugger, --hook, --json) exclude each other"
+        fix = "leave one or the other out"
+        raise invalid("--record", "excludes", str(record), rule, fix, kind=ConfigError)
+    if nproc is not None and nproc < 1:
+        fix = "leave it out for as many as the run had"
+        raise invalid("--nproc", "range", nproc, "must be at least 1", fix, kind=ConfigError)
+
+
+def _as_flags(
+    alone: dict[str, bool], valued: dict[str, Any], several: dict[str, tuple[str, ...]]
+) -> list[str]:
+    """Flags of a command line: those that are given alone, with a value, and with several."""
+    flags = [f"--{name}" for name, given in alone.items() if given]
+    for name, value in valued.items():
+        flags += [] if value is None else [f"--{name}", str(value)]
+    for name, values in several.items():
+        flags += [f"--{name}", *values] if values else []
+    return flags
+
+
+def _on_ranks(nproc: int, args: list[str], output: Path | None) -> int:
+    """A study verb in `nproc` processes that share a folder."""
+    import tempfile
+
+    from forge_resilience.local_workers import run_local_workers
+
+    with tempfile.TemporaryDirectory(prefix="forge-replay-") as folder:
+        shared = output or Path(folder, "run")
+        command = [sys.executable, "-m", "forge_train", "study", *args, "--output", str(shared)]
+        return run_local_workers(command, nproc, {**os.environ, "FORGE_NPROC": str(nproc)})
+
+
+def _record(
+    run: Path,
+    step: int,
+    from_step: int | None,
+    callbacks: bool,
+    settings: tuple[str, ...],
+    output: Path | None,
+    folder: Path,
+) -> int:
+    from forge_lab.study.private_job import find_start, parse_settings, private_job
+    from forge_lab.study.record import Recorder
+    from forge_lab.study.replay import private_folder, train_again
+
+    start = find_start(run, step if from_step is None else from_step + 1)
+    first = (start if from_step is None else from_step) + 1
+    if first > step:
+        rule, fix = f"must be before --step {step}", "name an earlier one"
+        raise invalid("--from_step", "order", from_step, rule, fix, kind=ConfigError)
+    if (folder / "record.json").exists():
+        rule, fix = "holds a record", "name a new folder"
+        raise invalid("--record", "exists", str(folder), rule, fix, kind=StateError)
+    folder.mkdir(parents=True, exist_ok=True)
+    recorder = Recorder(folder, run, first, step)
+    with private_folder(run, output) as private:
+        job = private_job(run, start, private, parse_settings(settings), callbacks)
+        trainer = train_again(job, recorder)
+        recorder.write_head(start, callbacks)
+    if trainer.meshes.rank == 0:
+        print(f"steps {first} to {step} of {run} are recorded in {folder}")
+    return ExitCode.DONE
+
+
+def _import(name: str) -> Any:
+    import pkgutil
+
+    try:
+        found = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        rule, fix = f"cannot be imported ({error})", "name it module:attr"
+        raise invalid("--hook", "not_found", name, rule, fix, kind=ConfigError) from error
+    if not callable(found):
+        rule = f"must be called with the Trainer, and is a {type(found).__name__}"
+        raise invalid("--hook", "type", name, rule, "name a function", kind=ConfigError)
+    return found
+
+
+def _as_json(found: Replayed) -> dict[str, Any]:
+    from dataclasses import asdict
+
+    return {
+        "step": found.step,
+        "start": found.start,
+        "row": found.row,
+        "logged": found.logged,
+        "differs": found.differs,
+        "changed": found.changed,
+        "seen": [asdict(row) for row in found.seen],
+    }
+
+
+def _lines(run: Path, found: Replayed) -> list[str]:
+    from forge_lab.study.replay import COMPARED
+
+    begin = f"its checkpoint of step {found.start}" if found.start else "its initial state"
+    ranks = found.trainer.meshes.world_size
+    lines = [f"step {found.step} of {run}, trained again from {begin} on {_processes(ranks)}"]
+    lines += [
+        f"not as when the run trained it: {k} was {a!r} and is {b!r}"
+        for k, (a, b) in found.changed.items()
+    ]
+    if found.logged is None:
+        lines.append(
+            "the run has no row of this step: it logs every metrics.every_steps, or has not come so far"
+        )
+    for name in COMPARED:
+        mine = found.row.get(name)
+        line = f"  {name:10} {mine!s:24}"
+        if found.logged is not None:
+            same = name not in found.differs
+            line += "the same bits as logged" if same else f"logged {found.logged.get(name)}"
+        lines.append(line.rstrip())
+    lines.append(f"it saw {len(found.seen)} rows:")
+    for row in found.seen[:_LISTED]:
+        for number, text in enumerate(row.texts):
+            document = "" if row.documents is None else f" document {row.documents[number]}"
+            where = f"  instance {row.instance}, {row.source}" if not number else "   "
+            lines.append(f"{where}{document}: {text!r}")
+    if len(found.seen) > _LISTED:
+        lines.append(f"  and {len(found.seen) - _LISTED} more, see --json")
+    return lines
+
+
+def _processes(count: int) -> str:
+    return "1 process" if count == 1 else f"{count} processes"

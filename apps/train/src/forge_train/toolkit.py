@@ -1,0 +1,55 @@
+"""What another application builds on: a job's model, data, loss and evaluations without a Trainer.
+
+    with init_ranks(job.parallel) as meshes:
+        model, _, _ = load_model("runs/mine", parallel=job.parallel, meshes=meshes)
+        compute = job_compute(model, job, meshes)
+
+forge-lab uses these names; a name that it no longer needs goes.
+"""
+
+from __future__ import annotations
+
+from forge_train.config.structure import structure_table
+from forge_train.config.tokenizer import folder_ends
+from forge_train.hf.folder import processor_table
+from forge_train.metrics.rows import finite
+from forge_train.plan import price
+from forge_train.ranks import init_ranks
+from forge_train.sampling import continuation, prompt_ids
+from forge_train.trainer.begin_tokens import begin_texts_as, run_layers
+from forge_train.trainer.build import build_trained, open_held_out, run_tokenizer, tokenizer_of
+from forge_train.trainer.checkpoints import IMPORTED
+from forge_train.trainer.compute import job_compute
+from forge_train.trainer.course import Course
+from forge_train.trainer.evaluation import Evaluation
+from forge_train.trainer.exact_match import prompts_of
+from forge_train.trainer.layout import require_layout
+from forge_train.trainer.rollback import skip_windows
+from forge_train.trainer.run_directory import is_fixed
+from forge_train.trainer.store_errors import store_errors
+
+__all__ = [
+    "IMPORTED",
+    "Course",
+    "Evaluation",
+    "begin_texts_as",
+    "build_trained",
+    "continuation",
+    "finite",
+    "folder_ends",
+    "init_ranks",
+    "is_fixed",
+    "job_compute",
+    "open_held_out",
+    "price",
+    "processor_table",
+    "prompt_ids",
+    "prompts_of",
+    "require_layout",
+    "run_layers",
+    "run_tokenizer",
+    "skip_windows",
+    "store_errors",
+    "structure_table",
+    "tokenizer_of",
+]
