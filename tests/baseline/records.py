@@ -5,13 +5,15 @@
     python -m tests.baseline.records record                 # make the records anew
 
 A record holds all rows but their columns of time and memory, the final weights, and the run as it was at step 15, from
-which today's code must go on to the same rows and weights. Everything is compared bit for bit where torch, Python, the
-CPU's capability and the number of threads are those of the record, else within 1e-5 of the largest value.
+which today's code must go on to the same rows and weights. Everything is compared bit for bit with code of a revision, and
+with the records where torch, Python, the CPU and the number of threads are theirs, else within bounds of rounding.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import itertools
 import json
 import os
 import platform
@@ -32,7 +34,9 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 RECORDS = HERE / "records"
 JOBS = ("debug", "moe_debug", "vlm_debug", "lora", "mixture")
-STEPS, MIDDLE, BOUND = 30, 15, 1e-5
+STEPS, MIDDLE = 30, 15
+#: Error on another CPU, of the largest value: measured 2e-5, and 1.4e-3 of small gradient norms of adapters.
+BOUND, BOUNDS = 1e-4, {"lora": 1e-2}
 #: Columns of time and memory.
 MEASURED = frozenset(
     {"tokens_per_second", "mfu", "data_wait_seconds", "memory_bytes", "seconds", "device_hours", "seconds_left"}
@@ -65,9 +69,17 @@ def conditions() -> dict[str, Any]:
     return {
         "torch": torch.__version__,
         "python": ".".join(platform.python_version_tuple()[:2]),
-        "capability": torch.backends.cpu.get_cpu_capability(),
+        "cpu": _cpu(),
         "threads": 1,
     }
+
+
+def _cpu() -> str:
+    """A digest of what libraries choose their kernels by."""
+    lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    names = ("vendor_id", "cpu family", "model", "stepping", "cache size", "flags")
+    facts = [line for line in lines if line.partition(":")[0].strip() in names]
+    return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:12]
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
@@ -111,7 +123,7 @@ def _same(value: Any, other: Any, bound: float) -> bool:
     if isinstance(value, list) and isinstance(other, list):
         return len(value) == len(other) and all(_same(a, b, bound) for a, b in zip(value, other))
     if bound and isinstance(value, float) and isinstance(other, float):
-        return abs(value - other) <= bound * max(abs(other), BOUND)
+        return abs(value - other) <= bound * max(abs(other), 1e-5)
     return bool(value == other)
 
 
@@ -128,10 +140,10 @@ def recorded(name: str) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     return [json.loads(line) for line in lines], weights
 
 
-def bound_here() -> float:
-    """0 where this machine must give the bits of the records."""
+def bound_here(name: str) -> float:
+    """0 where this machine must give the bits of a job's record."""
     made = json.loads((RECORDS / "conditions.json").read_text())
-    return 0.0 if made == conditions() else BOUND
+    return 0.0 if made == conditions() else BOUNDS.get(name, BOUND)
 
 
 def record(folder: Path) -> None:
@@ -155,22 +167,20 @@ def record(folder: Path) -> None:
 
 def compare(folder: Path, against: str | None) -> list[str]:
     """Train the jobs, and go on with the recorded runs; a line for each difference."""
-    lines, bound = [], bound_here()
+    lines = []
     tree = _worktree(folder, against) if against else None
-    for name in JOBS:
-        if tree is None:
-            wanted = recorded(name)
-        else:
-            train(name, folder / "old" / name, tree)
-            wanted, bound = (rows_of(folder / "old" / name), weights_of(folder / "old" / name)), 0.0
-        for kind, run in (
-            ("new", folder / "new" / name),
-            ("resumed", saved_run(name, folder / "resumed")),
-        ):
-            train(name, run)
-            found = list(differences((rows_of(run), weights_of(run)), wanted, bound))
-            print(f"{name}: {kind} run {'differs' if found else 'is equal'}", flush=True)
-            lines += [f"{name}, {kind} run: {line}" for line in found]
+    for name, kind in itertools.product(JOBS, ("new", "resumed")):
+        run, old = (folder / code / kind / name for code in ("now", "then"))
+        if kind == "resumed":
+            saved_run(name, run.parent), saved_run(name, old.parent)
+        train(name, run)
+        wanted, bound = recorded(name), bound_here(name)
+        if tree is not None:
+            train(name, old, tree)
+            wanted, bound = (rows_of(old), weights_of(old)), 0.0
+        found = list(differences((rows_of(run), weights_of(run)), wanted, bound))
+        print(f"{name}: {kind} run {'differs' if found else 'is equal'}", flush=True)
+        lines += [f"{name}, {kind} run: {line}" for line in found]
     if tree is not None:
         subprocess.run(["git", "worktree", "remove", "--force", str(tree)], cwd=ROOT, check=True)
     return lines

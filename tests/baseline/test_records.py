@@ -31,4 +31,4 @@ def test_a_job_trains_as_it_was_recorded(
     monkeypatch.chdir(ROOT)  # the jobs name files below it
     run = saved_run(name, tmp_path) if resumed else tmp_path / name
     fit_alone(job_file(name), **{"run.dir": str(run)})
-    assert not list(differences((rows_of(run), weights_of(run)), recorded(name), bound_here()))
+    assert not list(differences((rows_of(run), weights_of(run)), recorded(name), bound_here(name)))

@@ -129,7 +129,7 @@ class Seen(Callback):
     """The shape of each step's rows, the rate and the tokens."""
 
     def before_forward(self, step: int, batch: Batch) -> None:
-        self.shapes.append((self.trainer.loader.global_batch, batch.tokens.size(1)))
+        self.width = batch.tokens.size(1)
 
     def on_start(self, trainer: Trainer) -> None:
         self.shapes: list[tuple[int, int]] = []
@@ -137,6 +137,7 @@ class Seen(Callback):
         self.tokens: list[int] = []
 
     def on_step_end(self, trainer: Trainer) -> None:
+        self.shapes.append((trainer.loader.state_dict()["last_batch"], self.width))
         self.rates.append(trainer.optimizer.param_groups[0]["lr"])
         self.tokens.append(trainer.progress.tokens)
 
