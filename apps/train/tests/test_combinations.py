@@ -307,6 +307,7 @@ def test_a_folder_has_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     ("args", "key", "value", "code"),
     [
         (["rnu"], "VERB", "rnu", "unknown"),
+        (["keys", "modle."], "PREFIX", "modle.", "unknown"),
         (["run"], "CONFIG", ..., "missing"),
         (["study", "swep"], "study", "swep", "unknown"),
         (["run", "--train.steps", "3", "--train.steps=4"], "--train.steps", ..., "duplicate"),

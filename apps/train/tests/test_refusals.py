@@ -107,8 +107,10 @@ def test_help_lists_every_key(tmp_path: Path, warm: WarmProcess) -> None:
     rows = [row for row in key_rows() if row.type != "table" and "model.args" not in row.key]
     keys = [row.key for row in rows]
     flags = [key.replace("<name>", "NAME") for key in keys]
-    said = shown("--help")
+    said = shown("keys")
     assert [key for key in keys if key not in said] == []
+    assert shown("keys", "model.moe.top_").splitlines()[0].split()[0] == "model.moe.top_k"
+    assert "model.moe.top_k" not in shown("--help") + shown("keys", "data.")
     # A flag exists for the model that a job names, so its help is that job's.
     said = shown("run", "--help") + shown("run", "vlm.toml", "--help")
     assert [flag for flag in flags if flag not in said] == []

@@ -33,7 +33,6 @@ Flags = TypeVar("Flags")
 OF_LAB = ("generate", "eval", "extract", "report", "study")
 #: Verbs that join a process group under a launcher.
 _OF_RANKS = ("run", "eval", "extract", "study")
-USAGE = "usage: forge-train VERB ...   (forge-train VERB --help says more)"
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
@@ -304,9 +303,20 @@ def export(args: list[str]) -> int:
     return call_verb(export_run, args, "export")
 
 
+def keys(args: list[str]) -> int:
+    """Print the keys of a configuration file that begin with PREFIX, or all; each is also a flag of run and explain."""
+    from forge_train.config.describe import print_keys
+
+    def show(prefix: Annotated[str, tyro.conf.Positional] = "", /) -> int:
+        return print_keys(prefix, Console())
+
+    return call_verb(show, args, "keys", keys.__doc__)
+
+
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "run": run,
     "explain": explain,
+    "keys": keys,
     "plan": plan,
     "slurm": slurm,
     "import": import_,
@@ -363,10 +373,7 @@ def _positional(args: Sequence[str]) -> str | None:
 
 
 def _help() -> int:
-    from forge_train.config.describe import print_keys
-
-    console = Console()
-    print(USAGE, "\n\nverbs")
+    print("usage: forge-train VERB ...   (forge-train VERB --help lists its flags)\n\nverbs")
     for name, verb in VERBS.items():
         print(f"  {name:10} {(verb.__doc__ or '').splitlines()[0]}")
     mounted = _mounted()
@@ -380,8 +387,4 @@ def _help() -> int:
     print("\nexit codes")
     for code in ExitCode:
         print(f"  {int(code):<10} {code.name.lower().replace('_', ' ')}")
-    print(
-        "\nkeys of a configuration file, each also a flag of run and explain (of a table --TABLE.KEY)"
-    )
-    print_keys(console)
     return ExitCode.DONE

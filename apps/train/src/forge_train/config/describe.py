@@ -17,6 +17,7 @@ from forge_data.packing_config import PackingConfig
 from forge_data.packing_plan import plan_rows
 from forge_data.phases import stretches
 from forge_data.tokenizer import describe_ends
+from forge_train._shared.problems import invalid
 from forge_train.config.resolve import ResolvedJob
 from forge_train.config.structure import (
     BUILT_IN_MODELS,
@@ -24,7 +25,7 @@ from forge_train.config.structure import (
     section_types,
     type_name,
 )
-from forge_train.errors import DataError, problems_under
+from forge_train.errors import ConfigError, DataError, problems_under
 
 #: Kinds that make their own rows, whatever the packing is.
 _OWN_ROWS = ("chat",)
@@ -49,12 +50,18 @@ def key_rows() -> Iterator[KeyRow]:
                 yield KeyRow(key, type_name(kind), _default(item), item.metadata.get("help", ""))
 
 
-def print_keys(console: Console) -> None:
-    for row in key_rows():
+def print_keys(prefix: str, console: Console) -> int:
+    """Print the keys that begin with `prefix`, for an exit code of 0. ConfigError if there are none."""
+    rows = [row for row in key_rows() if row.key.startswith(prefix)]
+    if not rows:
+        fix = "give the beginning of a key, such as model."
+        raise invalid("PREFIX", "unknown", prefix, "begins no key", fix, kind=ConfigError)
+    for row in rows:
         console.print(
             f"  {row.key}  ({row.type}; default {row.default})", highlight=False, markup=False
         )
         console.print(Padding(row.meaning, (0, 0, 0, 6)), highlight=False, markup=False)
+    return 0
 
 
 def print_explanation(job: ResolvedJob, console: Console) -> None:
