@@ -52,15 +52,15 @@ def key_rows() -> Iterator[KeyRow]:
 
 def print_keys(prefix: str, console: Console) -> int:
     """Print the keys that begin with `prefix`, for an exit code of 0. ConfigError if there are none."""
-    rows = [row for row in key_rows() if row.key.startswith(prefix)]
-    if not rows:
+    found = [one for one in key_rows() if one.key.startswith(prefix)]
+    if not found:
         fix = "give the beginning of a key, such as model."
         raise invalid("PREFIX", "unknown", prefix, "begins no key", fix, kind=ConfigError)
-    for row in rows:
+    for one in found:
         console.print(
-            f"  {row.key}  ({row.type}; default {row.default})", highlight=False, markup=False
+            f"  {one.key}  ({one.type}; default {one.default})", highlight=False, markup=False
         )
-        console.print(Padding(row.meaning, (0, 0, 0, 6)), highlight=False, markup=False)
+        console.print(Padding(one.meaning, (0, 0, 0, 6)), highlight=False, markup=False)
     return 0
 
 

@@ -764,9 +764,9 @@ class Trainer:
         self._extensions.call("before_save", step)
         loss = self._found.get("val_loss") if self._last_evaluated == step else None
         metrics = {} if loss is None or not math.isfinite(loss) else {"val_loss": loss}
-        self._rows.count_seconds(self.progress)  # those since the last row
+        self._rows.count_seconds(self.progress)
         with self._rows.meter.paused() as pause:
-            self._recorder.flush()  # rows up to here outlive a kill, as the checkpoint does
+            self._recorder.flush()  # what it holds outlives a kill, as the checkpoint does
             share_places(self.loader, self.meshes)
             self.progress.skipped_since_row = self._numerics.since_row
             with self.evaluation_point():
