@@ -294,6 +294,12 @@ MISTAKES: tuple[Mistake, ...] = (
         "documents[first : first + _OFFSETS_AT_ONCE + 1]",
         "documents[first : first + _OFFSETS_AT_ONCE]",
     ),
+    Mistake(
+        "a run of tokens is rounded down",
+        f"{_DATA}/phase_schedule.py",
+        "wanted = math.ceil(tokens / (rows * stretch.seq_len))",
+        "wanted = math.floor(tokens / (rows * stretch.seq_len))",
+    ),
     # forge-ckpt
     Mistake(
         "a block is read without a check of its digest",
@@ -537,12 +543,6 @@ MISTAKES: tuple[Mistake, ...] = (
         f"{_TRAIN}/trainer/trainer.py",
         "(schedule or self._schedule)(self._course.scheduled(step, tokens))",
         "(schedule or self._schedule)(self._course.scheduled(max(step - 1, 1), tokens))",
-    ),
-    Mistake(
-        "a run of tokens is rounded down",
-        f"{_TRAIN}/trainer/course.py",
-        "wanted = math.ceil(tokens / (rows * stretch.seq_len))",
-        "wanted = math.floor(tokens / (rows * stretch.seq_len))",
     ),
     Mistake(
         "a sink that hangs is waited for at each save",
