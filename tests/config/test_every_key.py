@@ -72,7 +72,7 @@ def shapes(t: Trainer) -> Any:
 
 
 def operations(t: Trainer) -> Any:
-    return [flops_per_token(t.model, s.seq_len) for s in t.run.course.stretches]
+    return [flops_per_token(t.model, s.seq_len) for s in t.run.course.segments]
 
 
 def dtypes(t: Trainer) -> Any:

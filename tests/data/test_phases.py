@@ -74,25 +74,25 @@ def test_F207_steps_tokens_rows_and_flops_are_those_of_a_walk(tmp_path: Path, se
     course = course_of(draw, load_job(job_in(tmp_path), QUIET).config)
     windows = [[40, 55], [150, 151]] if draw.random() < 0.5 else []
     ledger, cursor, tokens, cursors, reached, flops = Ledger(windows), 0, 0, [0], [0], [0]
-    per_token = [100 + s.seq_len for s in course.stretches]
-    borders = [b.start for a, b in pairwise(course.stretches) if a.seq_len != b.seq_len]
+    per_token = [100 + s.seq_len for s in course.segments]
+    borders = [b.start for a, b in pairwise(course.segments) if a.seq_len != b.seq_len]
     for step in range(1, 60):
         first = int(ledger.ids([cursor])[0])
-        stretch = [s for s in course.stretches if s.start <= first][-1]
-        assert course.at(first) == stretch
-        ids = ledger.ids(range(cursor, cursor + course.batch_of(stretch)))
+        segment = [s for s in course.segments if s.start <= first][-1]
+        assert course.at(first) == segment
+        ids = ledger.ids(range(cursor, cursor + course.batch_of(segment)))
         rows = min([len(ids), *(int((ids < b).sum()) for b in borders if b > first)])
-        own = rows * stretch.seq_len
+        own = rows * segment.seq_len
         if not windows:
-            assert course.at_step(step) == (stretch, tokens, own)
+            assert course.at_step(step) == (segment, tokens, own)
             assert course.steps_of(tokens + 1) == course.steps_of(tokens + own) == step
             assert course.rows_of(step) == cursor + rows
-            of_first = course.batch_of(course.stretches[0]) * course.stretches[0].seq_len
+            of_first = course.batch_of(course.segments[0]) * course.segments[0].seq_len
             length = -(-(tokens + own) // of_first) if course.changes_batch else step
             assert course.scheduled_steps(step) == length
         cursor, tokens = cursor + rows, tokens + own
         cursors.append(cursor)
-        flops.append(flops[-1] + own * per_token[course.stretches.index(stretch)])
+        flops.append(flops[-1] + own * per_token[course.segments.index(segment)])
         reached.append(tokens)
         assert course.tokens(cursor, windows) == tokens
         assert course.cursor(tokens, windows) == cursor
@@ -115,7 +115,7 @@ def test_steps_back_count_from_where_another_global_batch_began(tmp_path: Path, 
     begin = cursor = draw.randint(1, 99)  # a step of another batch ended there
     cursors, borders = (
         [begin],
-        [b.start for a, b in pairwise(course.stretches) if a.seq_len != b.seq_len],
+        [b.start for a, b in pairwise(course.segments) if a.seq_len != b.seq_len],
     )
     for step in range(1, 40):
         rows = course.batch_of(course.at(cursor))

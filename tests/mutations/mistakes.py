@@ -297,8 +297,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "a run of tokens is rounded down",
         f"{_DATA}/phase_schedule.py",
-        "wanted = math.ceil(tokens / (rows * stretch.seq_len))",
-        "wanted = math.floor(tokens / (rows * stretch.seq_len))",
+        "wanted = math.ceil(tokens / (rows * segment.seq_len))",
+        "wanted = math.floor(tokens / (rows * segment.seq_len))",
     ),
     # forge-ckpt
     Mistake(
@@ -458,6 +458,12 @@ MISTAKES: tuple[Mistake, ...] = (
         "if lost or step < self.step:",
         "if lost:",
     ),
+    Mistake(
+        "a sink that hangs is waited for at each save",
+        f"{_RESILIENCE}/background_sink.py",
+        "if self._last_flush is not None and not self._last_flush.is_set():",
+        "if self._last_flush is not None and self._last_flush.is_set() is None:",
+    ),
     # forge-vlm
     Mistake(
         "packed images attend to each other",
@@ -543,12 +549,6 @@ MISTAKES: tuple[Mistake, ...] = (
         f"{_TRAIN}/trainer/trainer.py",
         "(schedule or self._schedule)(self._course.scheduled(step, tokens))",
         "(schedule or self._schedule)(self._course.scheduled(max(step - 1, 1), tokens))",
-    ),
-    Mistake(
-        "a sink that hangs is waited for at each save",
-        f"{_TRAIN}/metrics/background.py",
-        "if self._last_flush is not None and not self._last_flush.is_set():",
-        "if self._last_flush is not None and self._last_flush.is_set() is None:",
     ),
     Mistake(
         "a run begins from fresh weights where an import is",

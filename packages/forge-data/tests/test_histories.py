@@ -21,7 +21,7 @@ from forge_data import (
 from forge_data.mixed_stream import MixedStream, seed_of
 from forge_data.mixture import Phase
 from forge_data.packing_config import PackingConfig
-from forge_data.phases import stretches
+from forge_data.phases import phase_segments
 from forge_data.prepare import prepare
 from forge_data.text_shards import TextShards
 
@@ -78,14 +78,14 @@ def rows_of(arrays):
 
 def obvious_rows(config, stream):
     """Rows 0 .. ROWS - 1, counted one by one: a source's next row whenever it is its turn."""
-    found, made = [], stretches(config)
+    found, made = [], phase_segments(config)
     turns = [int(s) for i in range(ROWS) for s in stream.arrays(np.array([i]))["source"]]
     edges = [*(s.start for s in made), ROWS]
-    for number, (stretch, (first, last)) in enumerate(zip(made, pairwise(edges))):
-        if not number or stretch.seq_len != made[number - 1].seq_len:  # all begin anew
-            seed = seed_of(SEED, f"phase {stretch.name}") if stretch.name else SEED
+    for number, (segment, (first, last)) in enumerate(zip(made, pairwise(edges))):
+        if not number or segment.seq_len != made[number - 1].seq_len:  # all begin anew
+            seed = seed_of(SEED, f"phase {segment.name}") if segment.name else SEED
             own = [
-                open_stream(source, stretch.seq_len, seed_of(seed, name), config.packing)
+                open_stream(source, segment.seq_len, seed_of(seed, name), config.packing)
                 for name, source in config.sources.items()
             ]
             given = [0] * len(own)
@@ -93,7 +93,7 @@ def obvious_rows(config, stream):
             source.max_epochs and source.max_epochs * len(rows) - count
             for source, rows, count in zip(config.sources.values(), own, given)
         ]
-        check_counts(config, stretch, turns[first:last], left)
+        check_counts(config, segment, turns[first:last], left)
         for turn in turns[first:last]:
             (row,) = rows_of({**own[turn].arrays(np.array([given[turn]])), "source": [turn]})
             found.append(row)
@@ -101,10 +101,10 @@ def obvious_rows(config, stream):
     return found
 
 
-def check_counts(config, stretch, turns, left):
+def check_counts(config, segment, turns, left):
     """Of each source as many as its share of those that have rows left, to two rows."""
     weights = [
-        source.weight if stretch.weights is None else stretch.weights.get(name, 0.0)
+        source.weight if segment.weights is None else segment.weights.get(name, 0.0)
         for name, source in config.sources.items()
     ]
     due = [0.0] * len(weights)

@@ -11,7 +11,7 @@ import pytest
 from forge_data import DataConfig, Loader, PhaseConfig, TrainingSourceConfig, open_training
 from forge_data.ledger import Ledger
 from forge_data.phased_stream import PhasedStream
-from forge_data.phases import stretches
+from forge_data.phases import phase_segments
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -140,14 +140,14 @@ def test_phases_begin_with_the_first_row_behind_their_tokens():
         end={"start_tokens": 2000, "weights": {"b": 1.0}},
         back={"start_tokens": 3000, "seq_len": 16, "lr_multiplier": 0.5},
     )
-    found = stretches(data)
+    found = phase_segments(data)
     assert [s.start for s in found] == [0, 63, 63 + 16, 63 + 32]
     assert [s.tokens for s in found] == [0, 1008, 2032, 3056]
     assert [s.seq_len for s in found] == [16, 64, 64, 16]
     assert [s.lr_multiplier for s in found] == [1.0, 1.0, 1.0, 0.5]
     assert [s.weights for s in found] == [None, None, {"b": 1.0}, {"b": 1.0}]
     by_rows = config(long={"start_instance": 63, "seq_len": 64})
-    assert stretches(by_rows)[1].tokens == 1008
+    assert phase_segments(by_rows)[1].tokens == 1008
 
 
 def test_another_length_begins_a_new_epoch_in_another_order():

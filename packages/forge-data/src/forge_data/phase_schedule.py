@@ -10,11 +10,11 @@ from typing import NamedTuple
 
 from forge_data.config import DataConfig
 from forge_data.ledger import Ledger
-from forge_data.phases import Stretch, stretches
+from forge_data.phases import PhaseSegment, phase_segments
 
 
 class Point(NamedTuple):
-    """Where a stretch begins in a run that nothing disturbs: steps, rows and tokens before it."""
+    """Where a segment begins in a run that nothing disturbs: steps, rows and tokens before it."""
 
     steps: int
     rows: int
@@ -22,9 +22,9 @@ class Point(NamedTuple):
 
 
 class PhaseSchedule:
-    """The stretches of a run's data, between which something changes, and where they stand.
+    """The segments of a run's data, between which something changes, and where they stand.
 
-    A step belongs to the stretch of its first instance. Where the length of rows changes the step before ends there,
+    A step belongs to the segment of its first instance. Where the length of rows changes the step before ends there,
     with fewer rows than the others; else it has all of its rows. Everything follows from the next instance,
     so from the state of a loader, except for `points` and what is said to be of a run that nothing disturbs: without skipped
     windows and in one global batch.
@@ -32,41 +32,41 @@ class PhaseSchedule:
 
     def __init__(self, data: DataConfig, global_batch: int) -> None:
         self._global_batch = global_batch
-        self.stretches = stretches(data)
-        self._starts = [stretch.start for stretch in self.stretches]
+        self.segments = phase_segments(data)
+        self._starts = [segment.start for segment in self.segments]
         self.points = self._points()
 
     @property
     def changes_batch(self) -> bool:
         """Whether steps have different numbers of tokens, so that the schedule of the rate counts tokens."""
-        shapes = {(stretch.seq_len, self.batch_of(stretch)) for stretch in self.stretches}
+        shapes = {(segment.seq_len, self.batch_of(segment)) for segment in self.segments}
         return len(shapes) > 1
 
-    def at(self, instance: int) -> Stretch:
-        """The stretch of the step whose first instance this is."""
-        return self.stretches[bisect_right(self._starts, instance) - 1]
+    def at(self, instance: int) -> PhaseSegment:
+        """The segment of the step whose first instance this is."""
+        return self.segments[bisect_right(self._starts, instance) - 1]
 
-    def batch_of(self, stretch: Stretch) -> int:
+    def batch_of(self, segment: PhaseSegment) -> int:
         """Rows of a whole step."""
-        return stretch.global_batch or self._global_batch
+        return segment.global_batch or self._global_batch
 
     def tokens(self, cursor: int, windows: Sequence[Sequence[int]] = ()) -> int:
         """Tokens of the first `cursor` rows that no window leaves out."""
         ledger = Ledger(windows)
         edges = [min(ledger.position(start), cursor) for start in self._starts] + [cursor]
-        lengths = [stretch.seq_len for stretch in self.stretches]
+        lengths = [segment.seq_len for segment in self.segments]
         return sum((b - a) * length for (a, b), length in zip(pairwise(edges), lengths))
 
     def cursor(self, tokens: int, windows: Sequence[Sequence[int]] = ()) -> int:
         """The cursor at which a run has seen so many tokens, the inverse of `tokens`."""
         ledger, reached = Ledger(windows), 0
-        for stretch, following in zip(self.stretches, self._starts[1:]):
+        for segment, following in zip(self.segments, self._starts[1:]):
             end = ledger.position(following)
-            if tokens < (end - reached) * stretch.seq_len:
-                return reached + tokens // stretch.seq_len
-            tokens -= (end - reached) * stretch.seq_len
+            if tokens < (end - reached) * segment.seq_len:
+                return reached + tokens // segment.seq_len
+            tokens -= (end - reached) * segment.seq_len
             reached = end
-        return reached + tokens // self.stretches[-1].seq_len
+        return reached + tokens // self.segments[-1].seq_len
 
     def steps_back(
         self, cursor: int, steps: int, windows: Sequence[Sequence[int]] = (), begin: int = 0
@@ -78,12 +78,12 @@ class PhaseSchedule:
         if not steps or not self.changes_batch:
             return max(0, cursor - steps * self._global_batch)
         ledger, begins, reached = Ledger(windows), list[range](), begin
-        for number, stretch in enumerate(self.stretches):
-            following, rows = self._starts[number + 1 : number + 2], self.batch_of(stretch)
+        for number, segment in enumerate(self.segments):
+            following, rows = self._starts[number + 1 : number + 2], self.batch_of(segment)
             end = min([cursor, *map(ledger.position, following)])
-            begins.append(range(reached, max(reached, end), rows))  # of the steps of this stretch
+            begins.append(range(reached, max(reached, end), rows))  # of the steps of this segment
             reached += len(begins[-1]) * rows
-            cut = self._cut(stretch)
+            cut = self._cut(segment)
             if begins[-1] and cut is not None:
                 reached = min(reached, ledger.position(cut))
         wanted = sum(map(len, begins)) - steps
@@ -95,22 +95,22 @@ class PhaseSchedule:
             wanted -= len(found)
         return cursor
 
-    def at_step(self, step: int) -> tuple[Stretch, int, int]:
-        """Of step `step`, counted from 1, of a run that nothing disturbs: its stretch, tokens before it, its tokens."""
+    def at_step(self, step: int) -> tuple[PhaseSegment, int, int]:
+        """Of step `step`, counted from 1, of a run that nothing disturbs: its segment, tokens before it, its tokens."""
         number = bisect_right([point.steps for point in self.points], step - 1) - 1
-        stretch, point = self.stretches[number], self.points[number]
-        done = (step - 1 - point.steps) * self.batch_of(stretch)
-        rows, cut = self.batch_of(stretch), self._cut(stretch)
+        segment, point = self.segments[number], self.points[number]
+        done = (step - 1 - point.steps) * self.batch_of(segment)
+        rows, cut = self.batch_of(segment), self._cut(segment)
         if cut is not None:
             rows = min(rows, cut - point.rows - done)
-        return stretch, point.tokens + done * stretch.seq_len, rows * stretch.seq_len
+        return segment, point.tokens + done * segment.seq_len, rows * segment.seq_len
 
     def steps_of(self, tokens: int, cursor: int = 0, windows: Sequence[Sequence[int]] = ()) -> int:
         """Steps from a cursor on until so many tokens are seen, at least one."""
         ledger, steps = Ledger(windows), 0
-        for stretch, following in zip_longest(self.stretches, self._starts[1:]):
-            rows, cut = self.batch_of(stretch), self._cut(stretch)
-            wanted = math.ceil(tokens / (rows * stretch.seq_len))
+        for segment, following in zip_longest(self.segments, self._starts[1:]):
+            rows, cut = self.batch_of(segment), self._cut(segment)
+            wanted = math.ceil(tokens / (rows * segment.seq_len))
             if following is None:
                 return max(1, steps + wanted)
             # steps that begin here
@@ -118,23 +118,23 @@ class PhaseSchedule:
             end = cursor + here * rows
             if here and cut is not None:
                 end = min(end, ledger.position(cut))
-            seen = (end - cursor) * stretch.seq_len
+            seen = (end - cursor) * segment.seq_len
             if tokens <= seen:
                 return max(1, steps + min(wanted, here))
             steps, tokens, cursor = steps + here, tokens - seen, end
-        raise AssertionError("the last stretch has no end")
+        raise AssertionError("the last segment has no end")
 
     def rows_of(self, steps: int) -> int:
         """Rows of the first `steps` steps."""
-        stretch, tokens, own = self.at_step(steps)
-        number = self.stretches.index(stretch)
+        segment, tokens, own = self.at_step(steps)
+        number = self.segments.index(segment)
         point = self.points[number]
-        return point.rows + (tokens + own - point.tokens) // stretch.seq_len
+        return point.rows + (tokens + own - point.tokens) // segment.seq_len
 
     def flops(
         self, tokens: int, per_token: Sequence[float], windows: Sequence[Sequence[int]] = ()
     ) -> float:
-        """Operations for the first so many tokens, with those per token of each stretch."""
+        """Operations for the first so many tokens, with those per token of each segment."""
         ledger = Ledger(windows)
         begins = [self.tokens(ledger.position(start), windows) for start in self._starts]
         edges = [min(begin, tokens) for begin in begins] + [tokens]
@@ -143,39 +143,39 @@ class PhaseSchedule:
     def lines(self, total_steps: int) -> list[str]:
         """A line for each phase that the run reaches: where it begins and what is new."""
         found = []
-        for before, stretch, point in zip(self.stretches, self.stretches[1:], self.points[1:]):
+        for before, segment, point in zip(self.segments, self.segments[1:], self.points[1:]):
             if point.steps >= total_steps:
-                found.append(f"phase {stretch.name}: begins behind the end of the run")
+                found.append(f"phase {segment.name}: begins behind the end of the run")
                 continue
             news = []
-            if stretch.lr_multiplier != before.lr_multiplier:
-                news.append(f"rate x {stretch.lr_multiplier:g}")
-            if stretch.weights != before.weights:
-                news.append(f"weights {dict(stretch.weights or {})}")
-            if self.batch_of(stretch) != self.batch_of(before):
-                news.append(f"global batch {self.batch_of(stretch)}")
-            if stretch.seq_len != before.seq_len:
+            if segment.lr_multiplier != before.lr_multiplier:
+                news.append(f"rate x {segment.lr_multiplier:g}")
+            if segment.weights != before.weights:
+                news.append(f"weights {dict(segment.weights or {})}")
+            if self.batch_of(segment) != self.batch_of(before):
+                news.append(f"global batch {self.batch_of(segment)}")
+            if segment.seq_len != before.seq_len:
                 order = "in a new order and a new epoch of each source"
-                news.append(f"rows of {stretch.seq_len} tokens, {order}")
+                news.append(f"rows of {segment.seq_len} tokens, {order}")
                 _, _, last = self.at_step(point.steps)
                 rows = last // before.seq_len
                 if rows != self.batch_of(before):
                     news.append(f"step {point.steps} before it has {rows} rows")
             where = f"step {point.steps + 1} (row {point.rows}, {point.tokens:,} tokens)"
-            found.append(f"phase {stretch.name}: from {where} on {', '.join(news)}")
+            found.append(f"phase {segment.name}: from {where} on {', '.join(news)}")
         return found
 
-    def _cut(self, stretch: Stretch) -> int | None:
+    def _cut(self, segment: PhaseSegment) -> int | None:
         """The next instance with rows of another length, at which a step ends; None without."""
-        number = self.stretches.index(stretch)
-        others = (s.start for s in self.stretches[number + 1 :] if s.seq_len != stretch.seq_len)
+        number = self.segments.index(segment)
+        others = (s.start for s in self.segments[number + 1 :] if s.seq_len != segment.seq_len)
         return next(others, None)
 
     def _points(self) -> list[Point]:
         points = [Point(0, 0, 0)]
-        for before, stretch in pairwise(self.stretches):
+        for before, segment in pairwise(self.segments):
             at, rows = points[-1], self.batch_of(before)
-            steps = max(0, -(-(stretch.start - at.rows) // rows))
+            steps = max(0, -(-(segment.start - at.rows) // rows))
             end, cut = at.rows + steps * rows, self._cut(before)
             if cut is not None:
                 end = min(end, cut)

@@ -12,7 +12,7 @@ from forge_data._shared.problems import Problem, raise_problems
 if TYPE_CHECKING:
     from forge_data.config import DataConfig
 
-__all__ = ["PhaseConfig", "Stretch", "stretches"]
+__all__ = ["PhaseConfig", "PhaseSegment", "phase_segments"]
 
 _LARGEST = 1 << 60  # tokens or instances before a phase
 _MAX_SEQ_LEN = 1 << 24  # as of a run
@@ -55,7 +55,7 @@ class PhaseConfig:
         raise_problems("phase", _own_problems(self))
 
 
-class Stretch(NamedTuple):
+class PhaseSegment(NamedTuple):
     """Rows between two points at which something changes.
 
     name            of the phase, "" before the first
@@ -74,9 +74,9 @@ class Stretch(NamedTuple):
     global_batch: int | None
 
 
-def stretches(config: DataConfig) -> list[Stretch]:
+def phase_segments(config: DataConfig) -> list[PhaseSegment]:
     """The run's data from the start on, in order, one for each phase and one before them."""
-    found = [Stretch("", 0, 0, config.seq_len, None, 1.0, None)]
+    found = [PhaseSegment("", 0, 0, config.seq_len, None, 1.0, None)]
     for name, phase in sorted(config.phases.items(), key=lambda item: _place(item[1])):
         before = found[-1]
         if phase.start_instance is None:
@@ -85,7 +85,7 @@ def stretches(config: DataConfig) -> list[Stretch]:
         else:
             start = phase.start_instance
         found.append(
-            Stretch(
+            PhaseSegment(
                 name,
                 start,
                 before.tokens + (start - before.start) * before.seq_len,
@@ -147,14 +147,14 @@ def phase_problems(c: DataConfig) -> Iterator[Problem]:
         rule = "must all have start_tokens, or all start_instance, to have an order"
         yield Problem("phases", "mixed_starts", ..., rule, "use one of them")
         return
-    found = stretches(c)
-    for before, stretch in pairwise(found):
-        key = f"phases.{stretch.name}"
-        if stretch[3:] == before[3:]:
+    found = phase_segments(c)
+    for before, segment in pairwise(found):
+        key = f"phases.{segment.name}"
+        if segment[3:] == before[3:]:
             fix = "give it weights, lr_multiplier, seq_len or global_batch"
             yield Problem(key, "no_change", ..., "changes nothing", fix)
-        if before.name and stretch.start == before.start:
-            rule = f"and phases.{before.name} begin at the same place, {stretch.start}"
+        if before.name and segment.start == before.start:
+            rule = f"and phases.{before.name} begin at the same place, {segment.start}"
             fix = "make them one phase, or move them apart by more than a row"
             yield Problem(key, "same_start", ..., rule, fix)
 

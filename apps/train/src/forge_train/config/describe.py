@@ -15,7 +15,7 @@ from forge_data import DataConfig, InvalidData, load_tokenizer, open_header
 from forge_data.kinds import is_streamed
 from forge_data.packing_config import PackingConfig
 from forge_data.packing_plan import plan_rows
-from forge_data.phases import stretches
+from forge_data.phases import phase_segments
 from forge_data.tokenizer import describe_ends
 from forge_train._shared.problems import invalid
 from forge_train.config.resolve import ResolvedJob
@@ -112,7 +112,7 @@ def planned_rows(data: DataConfig) -> Iterator[str]:
         header = open_header(source)
         if source.name in _OWN_ROWS or is_streamed(source) or hasattr(header, "stream"):
             continue
-        for seq_len in sorted({stretch.seq_len for stretch in stretches(data)}):
+        for seq_len in sorted({segment.seq_len for segment in phase_segments(data)}):
             try:
                 rows = _rows_of(header, seq_len, data.packing)
             except InvalidData as error:  # files without digests are read for their documents

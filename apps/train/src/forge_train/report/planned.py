@@ -39,10 +39,10 @@ def planned(config: JobConfig) -> Planned:
     rates: dict[str, list[float]] = {}
     tokens = []
     for step in steps:
-        stretch, before, own = course.at_step(step)
+        segment, before, own = course.at_step(step)
         tokens.append(own)
         scheduled = course.scheduled(step, before + own)
-        rate = config.optimizer.lr * factor(scheduled) * stretch.lr_multiplier
+        rate = config.optimizer.lr * factor(scheduled) * segment.lr_multiplier
         multipliers = multipliers_at(config.optimizer, config.train.stages, step)
         for group, multiplier in {"others": 1.0, **multipliers}.items():
             rates.setdefault(group, []).append(rate * multiplier)

@@ -280,7 +280,7 @@ def _unfit(key: str, table: SourceConfig, config: JobConfig) -> Iterator[Problem
         return
     if ask is None:
         return
-    training = {stretch.seq_len for stretch in Course(config).stretches}
+    training = {segment.seq_len for segment in Course(config).segments}
     for length in sorted(training) if key.startswith("data.sources.") else [config.data.seq_len]:
         yield from (problem.under(key) for problem in ask(length))
 

@@ -80,10 +80,10 @@ def _phases(config: JobConfig, layout: Layout) -> Iterator[Any]:
         fix = "use pp = 1, or a run of its own for the phase, with init.from"
         yield Problem("data.phases", "pipeline", ..., rule, fix)
         return
-    for stretch in course.stretches[1:] if course.changes_batch else ():
-        here = course.config_of(stretch)
+    for segment in course.segments[1:] if course.changes_batch else ():
+        here = course.config_of(segment)
         for problem in problems(config.parallel, layout, _facts(here, layout)):
-            yield replace(problem, origin=f"data.phases.{stretch.name}")
+            yield replace(problem, origin=f"data.phases.{segment.name}")
 
 
 def _gradients(config: JobConfig, layout: Layout) -> Iterator[Problem]:

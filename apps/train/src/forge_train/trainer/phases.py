@@ -13,11 +13,11 @@ from forge_train.trainer.course import Course
 
 
 class Phases:
-    """What changes between the stretches of a course. Every rank calls `enter` before it reads a batch.
+    """What changes between the segments of a course. Every rank calls `enter` before it reads a batch.
 
-    stretch     that of the step
+    segment     that of the step
     division    of its batches
-    compute     of its rows; `evaluates` is that of the first stretch, so that all evaluations compute alike
+    compute     of its rows; `evaluates` is that of the first segment, so that all evaluations compute alike
     """
 
     def __init__(
@@ -30,26 +30,26 @@ class Phases:
         divide: Callable[[JobConfig], MicroBatches],
         record: Callable[..., None],
     ) -> None:
-        self.stretch, self.division = course.stretches[0], division
+        self.segment, self.division = course.segments[0], division
         self.compute = self.evaluates = compute
         self._course, self._loader = course, loader
         self._make, self._divide, self._record = make, divide, record
 
     def enter(self, step: int) -> None:
-        """Go to the stretch of the next instance, before step `step`; an event says what is new. No communication."""
-        before, stretch = self.stretch, self._course.at(self._loader.next_instance)
-        if stretch.name == before.name:
+        """Go to the segment of the next instance, before step `step`; an event says what is new. No communication."""
+        before, segment = self.segment, self._course.at(self._loader.next_instance)
+        if segment.name == before.name:
             return
-        self.stretch = stretch
-        shape = {"seq_len": stretch.seq_len, "global_batch": self._course.batch_of(stretch)}
+        self.segment = segment
+        shape = {"seq_len": segment.seq_len, "global_batch": self._course.batch_of(segment)}
         if shape != {"seq_len": before.seq_len, "global_batch": self._course.batch_of(before)}:
-            self._change(self._course.config_of(stretch))
+            self._change(self._course.config_of(segment))
         fields: dict[str, Any] = {
-            "name": stretch.name,
+            "name": segment.name,
             **shape,
             "instance": self._loader.next_instance,
         }
-        self._record("phase", step=step, **fields, lr_multiplier=stretch.lr_multiplier)
+        self._record("phase", step=step, **fields, lr_multiplier=segment.lr_multiplier)
 
     def _change(self, config: JobConfig) -> None:
         self.division = division = self._divide(config)

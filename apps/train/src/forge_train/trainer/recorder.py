@@ -10,8 +10,8 @@ from typing import Any
 
 from forge_ckpt import SaveEvent
 from forge_resilience import Journal
+from forge_resilience.background_sink import BackgroundSink, Open, end_all
 from forge_train.config.schema import MetricsConfig
-from forge_train.metrics.background import BackgroundSink, Open, end_all
 from forge_train.metrics.console import ConsoleSink, console_mode
 from forge_train.metrics.jsonl import JsonlSink
 from forge_train.metrics.sinks import find_sinks

@@ -19,7 +19,7 @@ from forge_core.optim.older import changes_of_older_run
 from forge_data import Batch
 from forge_data.differences import difference_lines
 from forge_data.packing import packing_report
-from forge_data.phases import Stretch
+from forge_data.phases import PhaseSegment
 from forge_parallel import (
     Meshes,
     clip_grads_,
@@ -169,7 +169,7 @@ class Trainer:
             self._schedule = run_schedule(config, self.total_steps)
         self._reasons = [*reasons, *remarks(config, layout)]
         self._placement = describe_placement(config.parallel, world, self.model)
-        self._flops = [flops_per_token(self.model, s.seq_len) for s in self._course.stretches]
+        self._flops = [flops_per_token(self.model, s.seq_len) for s in self._course.segments]
         self._division = micro_batches(config, layout)
         refuse(begin_problems(self.job, self.paths))  # before texts are tokenized again
         self.loader, held_out = open_data(config, self.model, layout, world.rank)
@@ -577,8 +577,8 @@ class Trainer:
             batch, fault = self._next_batch()
         self._heartbeat.enter("step")
         self._extensions.call("before_forward", step, batch)
-        tokens = (self.loader.cursor - start) * self._phases.stretch.seq_len  # filler is not data
-        lr = self._learning_rate(step, self.progress.tokens + tokens, self._phases.stretch)
+        tokens = (self.loader.cursor - start) * self._phases.segment.seq_len  # filler is not data
+        lr = self._learning_rate(step, self.progress.tokens + tokens, self._phases.segment)
         self._checkpoints.listen()
         with span("forward_backward"):
             with self._extensions.around("around_backward", step):
@@ -616,24 +616,24 @@ class Trainer:
 
     def _next_rate(self, total_steps: int | None = None) -> float:
         """The learning rate of the next step, before the factors of groups; or that in a run of so many steps."""
-        stretch = self._course.at(self.loader.next_instance)
-        tokens = self.progress.tokens + self._course.batch_of(stretch) * stretch.seq_len
+        segment = self._course.at(self.loader.next_instance)
+        tokens = self.progress.tokens + self._course.batch_of(segment) * segment.seq_len
         schedule = self._schedule if total_steps is None else run_schedule(self.config, total_steps)
-        return self._learning_rate(self.progress.step + 1, tokens, stretch, schedule)
+        return self._learning_rate(self.progress.step + 1, tokens, segment, schedule)
 
     def _learning_rate(
         self,
         step: int,
         tokens: int,
-        stretch: Stretch,
+        segment: PhaseSegment,
         schedule: Callable[[int], float] | None = None,
     ) -> float:
-        """That of step `step` of a stretch, with `tokens` in all, before the factors of groups."""
+        """That of step `step` of a segment, with `tokens` in all, before the factors of groups."""
         factor = (schedule or self._schedule)(self._course.scheduled(step, tokens))
         return (
             self.config.optimizer.lr
             * factor
-            * (stretch.lr_multiplier * self._numerics.policy.lr_factor)
+            * (segment.lr_multiplier * self._numerics.policy.lr_factor)
         )
 
     def _next_batch(self) -> tuple[Batch, Exception | None]:

@@ -17,7 +17,7 @@ from forge_data.mixture import Phase
 from forge_data.packing import PackedStream
 from forge_data.packing_config import PackingConfig
 from forge_data.phased_stream import PhasedStream
-from forge_data.phases import Stretch, stretches
+from forge_data.phases import PhaseSegment, phase_segments
 from forge_data.places import num_shards_of
 from forge_data.protocols import Stream
 from forge_data.raw_kinds import RAW_KINDS
@@ -127,12 +127,12 @@ def open_training(config: DataConfig, seed: int = 0) -> Stream:
     In a mixture each source has an order of its own (`seed_of`), whatever the others are. Usage:
     `Loader(open_training(DataConfig(sources={"a": TrainingSourceConfig()})), global_batch=16)`.
     """
-    parts: list[list[Stretch]] = []
-    for stretch in stretches(config):
-        if parts and stretch.seq_len == parts[-1][-1].seq_len:
-            parts[-1].append(stretch)
+    parts: list[list[PhaseSegment]] = []
+    for segment in phase_segments(config):
+        if parts and segment.seq_len == parts[-1][-1].seq_len:
+            parts[-1].append(segment)
         else:
-            parts.append([stretch])
+            parts.append([segment])
     streams, begun = [], dict.fromkeys(config.sources, 0)
     for part, following in zip_longest(parts, parts[1:]):
         stream = _open_part(config, part, seed, begun)
@@ -153,7 +153,7 @@ def open_training(config: DataConfig, seed: int = 0) -> Stream:
 
 
 def _open_part(
-    config: DataConfig, part: Sequence[Stretch], seed: int, begun: Mapping[str, int]
+    config: DataConfig, part: Sequence[PhaseSegment], seed: int, begun: Mapping[str, int]
 ) -> Stream:
     """Rows of one length, from their first on: a part behind the first has orders of its own, so its sources begin a new
     epoch. `begun` are those of each source before, of which the last may be unfinished: its documents come again."""
@@ -189,7 +189,7 @@ def _check_packed(streams: Iterable[Stream], packing: PackingConfig) -> None:
 
 
 def _phases(
-    config: DataConfig, part: Sequence[Stretch], streams: Mapping[str, Stream]
+    config: DataConfig, part: Sequence[PhaseSegment], streams: Mapping[str, Stream]
 ) -> list[Phase]:
     """Weights from the start of a part on, and from each phase in it that has others."""
     sources = config.sources
@@ -201,12 +201,12 @@ def _phases(
     least = sys.float_info.min
     own = tuple(w and max(least, (w / max(given)) ** (1.0 / config.temperature)) for w in given)
     phases: list[Phase] = []
-    for stretch in part:
-        wanted = stretch.weights
+    for segment in part:
+        wanted = segment.weights
         weights = own if wanted is None else tuple(wanted.get(name, 0.0) for name in sources)
         if not phases or weights != phases[-1].weights:
-            name = stretch.name if wanted is not None else ""
-            phases.append(Phase(stretch.start - part[0].start, weights, name))
+            name = segment.name if wanted is not None else ""
+            phases.append(Phase(segment.start - part[0].start, weights, name))
     return phases
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from time import monotonic
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from forge_train.metrics.jsonl import warn
-from forge_train.protocols import Row, Sink
-
-Open = Callable[[], Sink]
+Row = Mapping[str, Any]
+#: Makes a sink: an object with `write(row)`, and optionally `flush()` and `close()`.
+Open = Callable[[], Any]
 
 
 class _Reopen(NamedTuple):
@@ -24,6 +24,10 @@ class _Reopen(NamedTuple):
 class BackgroundSink:
     """Runs a sink on a daemon thread behind a queue of `max_rows` rows; its methods never wait, but for `flush`.
 
+        sink = BackgroundSink(lambda: MyTracker(url), "tracker")
+        sink.write({"step": 1, "loss": 2.5})
+        end_all([sink], timeout_seconds=10)
+
     A full queue drops the row and counts it; an exception of the sink disables it with one line on stderr. `flush`
     waits at most `timeout_seconds` for a sink that hangs, once: until it answers, nobody waits for it again.
     """
@@ -32,7 +36,7 @@ class BackgroundSink:
         self.name = name
         self.dropped = 0
         self._max_rows = max_rows
-        self._sink: Sink | None = None  # of the thread; None when off
+        self._sink: Any = None  # of the thread; None when off
         self._last_flush: threading.Event | None = None  # set once the sink has answered
         # without a bound of its own: orders must reach the thread behind rows that fill it
         self._queue: queue.SimpleQueue[Row | threading.Event | _Reopen | None] = queue.SimpleQueue()
@@ -67,9 +71,9 @@ class BackgroundSink:
         """Wait for the thread after `end`, and say which rows are lost."""
         self._thread.join(timeout_seconds)
         if self.dropped:
-            warn(f"{self.name}: {self.dropped} rows dropped because the sink was too slow")
+            self._warn(f"{self.dropped} rows dropped because the sink was too slow")
         if self._thread.is_alive():
-            warn(f"{self.name}: has not taken its last rows in time; the run ends without it")
+            self._warn("has not taken its last rows in time; the process ends without it")
 
     def _run(self) -> None:
         """The thread: it answers flushes and drains the queue also when the sink is off."""
@@ -101,9 +105,11 @@ class BackgroundSink:
             yield
         except BaseException as error:  # also sys.exit, which would end the thread without a word
             self._sink = None
-            warn(
-                f"{self.name}: {type(error).__name__}: {error}; this sink is off, training goes on"
-            )
+            self._warn(f"{type(error).__name__}: {error}; this sink is off, training goes on")
+
+    def _warn(self, message: str) -> None:
+        with contextlib.suppress(OSError):  # a closed stderr must not stop a run
+            os.write(2, f"{self.name}: {message}\n".encode())
 
 
 def end_all(sinks: Sequence[BackgroundSink], timeout_seconds: float) -> None:
