@@ -110,6 +110,7 @@ def padded(name: str) -> JobFeature:
     return JobFeature(
         make_job,
         flags,
+        bound=2e-5,
         micro_batch=3 if by_micro_batch else None,
         without=AXES - {"dp_shard", axis} | OTHER_ROWS | (accumulated if other else set()),
         also=frozenset() if other else frozenset(accumulated),

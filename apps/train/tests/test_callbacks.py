@@ -29,6 +29,8 @@ from forge_train import (
 from forge_train.cli import run_verb
 from forge_train.config.layers import read_layers
 from forge_train.config.resolve import resolve
+from forge_train.extensions.callback import load_callbacks
+from forge_train.trainer import trainer
 from forge_train.trainer.recorder import Recorder
 
 STEPS, COUNTING = "forge_testing.parts:Steps", "forge_testing.models:Counting"
@@ -90,13 +92,21 @@ def test_each_rank_has_its_callback_and_a_table_without_an_interval_that_of_its_
     ]
 
 
-def test_the_list_of_older_files_and_its_state_in_checkpoints_still_load(tmp_path: Path) -> None:
+def test_the_list_of_older_files_and_its_state_in_checkpoints_still_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded: list[list[Callback]] = []
+
+    def load(tables: Any) -> list[Callback]:
+        loaded.append(load_callbacks(tables))
+        return loaded[-1]
+
+    monkeypatch.setattr(trainer, "load_callbacks", load)
     job = write_job(tmp_path)
     older = job.read_text().replace("[train]", f'[train]\ncallbacks = ["{STEPS}", "{COUNTING}"]')
     job.write_text(older)
-    first = Trainer(load_job(job, SHORT))
-    first.fit()
-    assert [type(c).__name__ for c in first.callbacks] == ["Steps", "Counting"]
+    Trainer(load_job(job, SHORT)).fit()
+    assert [type(c).__name__ for c in loaded[0]] == ["Steps", "Counting"]
     text = (tmp_path / "run/config.toml").read_text()
     tables = text[text.index("[callbacks.list_1]") :]
     older = text.replace(tables, "").replace(
@@ -105,9 +115,8 @@ def test_the_list_of_older_files_and_its_state_in_checkpoints_still_load(tmp_pat
     (tmp_path / "run/config.toml").write_text(older)  # as 0.1 recorded it
     load_trained(tmp_path / "run")
     write_job(tmp_path, f'[callbacks.a]\nname = "{STEPS}"\n[callbacks.b]\nname = "{COUNTING}"\n')
-    again = Trainer(load_job(job, {**SHORT, "train.steps": 8}))
-    again.fit()
-    steps, counting = again.callbacks
+    Trainer(load_job(job, {**SHORT, "train.steps": 8})).fit()
+    steps, counting = loaded[-1]
     assert steps.seen == 4  # type: ignore[attr-defined]
     assert isinstance(counting, Counting)
     assert counting.calls["step_end"] == 8

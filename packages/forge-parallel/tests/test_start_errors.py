@@ -110,6 +110,7 @@ def test_ranks_that_cannot_connect(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*args: Any, **options: Any) -> None:
         raise RuntimeError("no route")
 
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)  # by an earlier test
     monkeypatch.setattr(dist, "init_process_group", fail)
     with rejects("ranks", ..., "connect", StartError, where="rank 0 of 1") as caught:
         start_process_group(World(), "cpu")
