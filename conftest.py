@@ -14,6 +14,7 @@ import tempfile
 from collections import Counter, defaultdict
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -48,6 +49,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--random-order", metavar="SEED", help="files, and tests of a file, in random order"
     )
     group.addoption("--write-durations", metavar="FILE", help="JSON: seconds of each test function")
+    group.addoption(
+        "--passed",
+        metavar="FILE",
+        help="leave out the tests that it lists, and add those that pass",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -59,6 +65,8 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(_end_session)
     if config.getoption("--write-durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Durations(config), "forge-durations")
+    if config.getoption("--passed") and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(_Passed(config), "forge-passed")
     device, nproc = config.getoption("--device"), config.getoption("--nproc")
     if (device, nproc) == ("cpu", None):
         return
@@ -68,6 +76,11 @@ def pytest_configure(config: pytest.Config) -> None:
         choose(device, nproc)
     except ValueError as error:
         raise pytest.UsageError(str(error)) from error
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["passed"] = sorted(_passed_before(node.config))
 
 
 def _end_session() -> None:
@@ -81,11 +94,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left: list[pytest.Item] = []
     out: list[pytest.Item] = []
     whole = tuple(f"{folder.rstrip('/')}/" for folder in config.getoption("--all-quick-of"))
+    passed = _passed_before(config)
     for item in items:
         own = _lane_of(item)
         item.user_properties.append(("lane", own))
         wanted = "quick" if lane == "test" and item.nodeid.startswith(whole) else lane
-        (left if _RANK[own] <= _RANK[wanted] else out).append(item)
+        is_left = _RANK[own] <= _RANK[wanted] and item.nodeid not in passed
+        (left if is_left else out).append(item)
     if out:
         config.hook.pytest_deselected(items=out)
     for item in left:
@@ -116,6 +131,14 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
         for number, handler in before.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
+
+
+def _passed_before(config: pytest.Config) -> set[str]:
+    """Names in the file of `--passed`. Workers of xdist get those of the first process, which all must have alike."""
+    if hasattr(config, "workerinput"):
+        return set(config.workerinput["passed"])
+    path = config.getoption("--passed")
+    return set(Path(path).read_text().splitlines()) if path and Path(path).exists() else set()
 
 
 def _named(config: pytest.Config) -> bool:
@@ -157,6 +180,21 @@ def _ordered(items: list[pytest.Item], seed: str | None) -> list[pytest.Item]:
         return sum(rows[f]["seconds"] if f in rows else 1.0 for f in functions)
 
     return [item for name in sorted(files, key=seconds, reverse=True) for item in files[name]]
+
+
+class _Passed:
+    """Names of the tests that passed, or were skipped, a line each: a run that was ended goes on behind them."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.path = Path(config.getoption("--passed"))
+        self.failed: set[str] = set()
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.failed:
+            self.failed.add(report.nodeid)
+        elif report.when == "teardown" and report.nodeid not in self.failed:
+            with self.path.open("a") as file:
+                file.write(report.nodeid + "\n")
 
 
 class _Durations:

@@ -48,8 +48,8 @@ def parts() -> dict[str, Part]:
     found = {
         "everything": Part(
             [*pytest, "--lane", "everything", "--write-durations", f"{FOLDER}/durations.json",
-             "packages", "apps", "tests"],
-            "every test",
+             "--passed", f"{FOLDER}/passed-{_digest()}.txt", "packages", "apps", "tests"],
+            "every test; begun again, those that have not passed",
         ),
         "matrix": Part(
             [python, "tests/equivalence/run_cells.py", "--resume", "--out", f"{FOLDER}/equivalence.json"],

@@ -42,8 +42,8 @@ def test_future(): raise AssertionError
 """
 
 
-def run_pytest(folder: Path, *arguments: str) -> tuple[int, dict[str, str]]:
-    """Exit code, and the outcome of each test of FILE that ran."""
+def run_pytest(folder: Path, *arguments: str, workers: int = 0) -> tuple[int, dict[str, str]]:
+    """Exit code, and the outcome of each test of FILE that ran, by its worker if there are some."""
     (folder / "packages").mkdir(exist_ok=True)
     (folder / "packages" / "test_file.py").write_text(FILE)
     (folder / "test_other.py").write_text(FILE)
@@ -52,7 +52,8 @@ def run_pytest(folder: Path, *arguments: str) -> tuple[int, dict[str, str]]:
     marks = ["lane", "slow", "needs_torch", "distributed", "cpu_only", "gpu"]
     ini = "[pytest]\nmarkers =\n" + "".join(f"  {mark}: a mark\n" for mark in marks)
     (folder / "pytest.ini").write_text(ini)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-v"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v"]
+    command += ["-n", str(workers)] if workers else ["-p", "no:xdist"]
     done = subprocess.run([*command, *arguments], cwd=folder, capture_output=True, text=True)
     lines = [line.split() for line in done.stdout.splitlines() if "::" in line and "%" in line]
     return done.returncode, {words[0]: words[1] for words in lines}
@@ -109,6 +110,20 @@ def test_a_random_order_is_that_of_its_seed(tmp_path: Path) -> None:
     ]
     assert orders[0] == orders[1] != orders[2]
     assert sorted(orders[0]) == sorted(orders[2])
+
+
+@pytest.mark.slow
+@pytest.mark.lane("ci")
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_goes_on_after_the_tests_that_passed(tmp_path: Path, workers: int) -> None:
+    path = tmp_path / "passed.txt"
+    assert run_pytest(tmp_path, "--passed", str(path), "test_other.py", workers=workers)[0] == 0
+    names = path.read_text().splitlines()
+    assert len(names) == len(set(names)) == 4
+    path.write_text("\n".join(names[1:]) + "\n")
+    again = run_pytest(tmp_path, "--passed", str(path), "test_other.py", workers=workers)
+    assert (again[0], len(again[1])) == (0, 1)
+    assert path.read_text().splitlines() == [*names[1:], names[0]]
 
 
 @pytest.mark.slow
