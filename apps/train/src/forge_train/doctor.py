@@ -57,9 +57,9 @@ def examine(as_json: bool = False, required: Iterable[Finding] = ()) -> int:
         print(json.dumps({"ready": code == 0, "exit_code": code, "findings": rows}))
         return code
     table = Table("what", "state", "detail", "what to do")
-    colours = {OK: "green", WARN: "yellow", MISSING: "yellow", BROKEN: "red"}
+    colors = {OK: "green", WARN: "yellow", MISSING: "yellow", BROKEN: "red"}
     for f in findings:
-        state = f"[{colours[f.state]}]{f.state}[/]"
+        state = f"[{colors[f.state]}]{f.state}[/]"
         table.add_row(f.what, state, escape(f.detail), escape(f.fix))
     console = Console()
     console.print(table)

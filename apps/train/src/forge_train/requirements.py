@@ -137,7 +137,7 @@ def _shared(job: ResolvedJob | None, slurm: SlurmConfig) -> Finding:
             fix="try again when nodes are free, or with another --site",
         )
     except OSError as error:
-        return Finding("multi-node", BROKEN, str(error), fix="mend that path")
+        return Finding("multi-node", BROKEN, str(error), fix="fix that path")
     lost = [f"{node} does not see {path}" for node, missing in unseen.items() for path in missing]
     if lost:
         return Finding(

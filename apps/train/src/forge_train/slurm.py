@@ -153,7 +153,7 @@ def _orchestrate(job: ResolvedJob, flags: SlurmFlags) -> int:
 
 
 def _legal_sizes(job: ResolvedJob, flags: SlurmFlags) -> list[int]:
-    """Numbers of nodes on which the job can run; the others are left out aloud."""
+    """Numbers of nodes on which the job can run; others are skipped with a warning."""
     if not flags.orchestrate or flags.sizes is None:
         key, other = ("--orchestrate", "--sizes")[:: 1 if flags.orchestrate else -1]
         rule, fix = f"must go with {other}", "give both: --orchestrate --sizes 4,3,2"

@@ -23,7 +23,7 @@ class RNGState:
     group, if it has one), else of the default group; a single process is rank 0 of 1. A single process
     saves the generators of all visible CUDA devices, one of several ranks that of its current device.
 
-    ``alike`` neighbouring ranks draw the same numbers (as a tensor parallel group must, for dropout)
+    ``alike`` neighboring ranks draw the same numbers (as a tensor parallel group must, for dropout)
     and share a stream: there are ``ranks / alike`` streams.
 
     With as many streams as were saved, each continues bit-equal. With another number, all streams are

@@ -37,7 +37,7 @@ class RouterConfig:
     normalize: Literal["after_top_k", "before_top_k"] = _field(
         "after_top_k", "weights of the chosen experts sum to 1, or keep their value among all"
     )
-    num_groups: int = _field(1, "groups of neighbouring experts; 1: no limit")
+    num_groups: int = _field(1, "groups of neighboring experts; 1: no limit")
     top_groups: int = _field(1, "groups that a token may choose experts from")
     group_score: Literal["top2_sum", "max"] = _field(
         "top2_sum", "score of a group: the sum of its two best experts' scores, or the best one"
@@ -63,7 +63,7 @@ class MoEOptions:
     normalize: Literal["after_top_k", "before_top_k"] = _field(
         "after_top_k", "weights of the chosen experts sum to 1, or keep their value among all"
     )
-    num_groups: int = _field(1, "groups of neighbouring experts; 1: no limit")
+    num_groups: int = _field(1, "groups of neighboring experts; 1: no limit")
     top_groups: int = _field(1, "groups that a token may choose experts from")
     group_score: Literal["top2_sum", "max"] = _field(
         "top2_sum", "score of a group: the sum of its two best experts' scores, or the best one"

@@ -49,7 +49,7 @@ def expert_parallelize(
     any dense parameter. Expert gradients are complete over `mesh` and must not be reduced over it again.
     Ranks of `mesh` read different data.
 
-    "hierarchical" crosses nodes of `ranks_per_node` neighbouring ranks once per token and node, and creates
+    "hierarchical" crosses nodes of `ranks_per_node` neighboring ranks once per token and node, and creates
     two process groups, collectively over the mesh, with `timeout` for their collectives. Returns the same
     object. Call it before FSDP. Raises ValueError if there is no layer, if E is not divisible by the ranks,
     if experts are sharded already, or if the nodes do not divide the ranks.
@@ -120,10 +120,10 @@ def _dispatcher_factory(
         raise invalid("ranks_per_node", "divides", ranks_per_node, rule, fix)
     _equalize_group_counts(group)
     node, index = divmod(ranks.index(dist.get_rank()), size)
-    neighbours = ranks[node * size : (node + 1) * size]
+    neighbors = ranks[node * size : (node + 1) * size]
     between, within = (
         dist.new_group(members, timeout=timeout, use_local_synchronization=True)
-        for members in (ranks[index::size], neighbours)
+        for members in (ranks[index::size], neighbors)
     )
     return partial(HierarchicalDispatch, between, within)
 

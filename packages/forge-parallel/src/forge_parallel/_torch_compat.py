@@ -303,7 +303,7 @@ def pipeline_stage(*args: Any, **kwargs: Any) -> Any:
     """torch's PipelineStage with three methods overridden.
 
     `_validate_fwd_outputs` (torch 2.11): compares also the last stage's logits with the example of the stream
-    between stages; they have another shape. `_get_init_p2p_neighbors_ops` (2.11; gone in 2.15): sends to neighbours,
+    between stages; they have another shape. `_get_init_p2p_neighbors_ops` (2.11; gone in 2.15): sends to neighbors,
     one of which is the rank itself in a V-schedule; gloo cannot send to itself. `backward_weight_one_chunk`
     (before 2.15): adds gradients of micro-batches in the compute dtype; FSDP2's dtype for sums is restored after each.
     """

@@ -41,7 +41,7 @@ class Layout(NamedTuple):
         return self.dp_replicate * self.dp_shard
 
     def axes(self) -> dict[str, tuple[int, int]]:
-        """name -> (ranks of a group, distance between neighbours in it), of every way to group the ranks.
+        """name -> (ranks of a group, distance between neighbors in it), of every way to group the ranks.
 
         Ranks are numbered row by row over (pp, dp_replicate, dp_shard, cp, tp). batch is dp_replicate x dp_shard;
         fsdp, dp_shard x cp, shards dense parameters; efsdp and ep divide the same ranks (of one copy of a stage)
@@ -215,7 +215,7 @@ class ParallelConfig:
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
 
     def _check_nodes(self, world_size: int, per_node: int | None) -> None:
-        """tp and ep groups of neighbouring ranks must not straddle a node's border."""
+        """tp and ep groups of neighboring ranks must not straddle a node's border."""
         if per_node is None or per_node >= world_size or self.across_nodes:
             return
         for name, size in (("tp", self.tp), ("ep", self.ep)):

@@ -32,7 +32,7 @@ class Axis:
 class Meshes:
     """One world, and the views of it that the parts of a step need.
 
-    Ranks are numbered row by row over (pp, dp_replicate, dp_shard, cp, tp): tp neighbours are next to each
+    Ranks are numbered row by row over (pp, dp_replicate, dp_shard, cp, tp): tp neighbors are next to each
     other, so that they share a node where nodes allow.
 
     dense  storage of dense parameters: a DeviceMesh whose axes are, as far as they are larger than 1, `pp`,

@@ -73,7 +73,7 @@ def run_local_workers(
     that was forwarded (it had not yet learnt to handle it). Else a worker failed:
     the others get TERM, and KILL `grace_seconds` later, one line on stderr names rank, pid and cause,
     and the code is the first that is neither 0, 1, 75 nor a death by a signal (a worker that knows
-    the cause may end after a neighbour that only lost its connection), or 1. If the launcher itself is
+    the cause may end after a neighbor that only lost its connection), or 1. If the launcher itself is
     killed, the workers get TERM from the kernel (Linux).
 
     Raises ValueError for nproc below 1, RuntimeError off the main thread, OSError if the command

@@ -9,7 +9,7 @@ from typing import Any
 
 from forge_resilience.goodput import CAUSES, Goodput, Ledger, Span
 
-_COLOURS = {
+_COLORS = {
     "steps": "#2f9e6e",
     "recompute": "#e0a030",
     "start": "#7aa6d8",
@@ -22,7 +22,7 @@ _COLOURS = {
     "queue": "#a3a3a3",
     "idle": "#cfcfcf",
 }
-#: Marks above a strip: name, symbol, colour, and the events that it stands for.
+#: Marks above a strip: name, symbol, color, and the events that it stands for.
 _MARKS = (
     ("start or resume", "triangle-right", "#3b6fb0", ("start", "resume", "restart")),
     ("save", "line-ns-open", "#8a6fd1", ("save",)),
@@ -60,7 +60,7 @@ def strip(parts: Parts) -> dict[str, Any] | None:
                     "orientation": "h",
                     "name": cause,
                     "width": 0.42,
-                    "marker": {"color": _COLOURS[cause], "line": {"width": 0}},
+                    "marker": {"color": _COLORS[cause], "line": {"width": 0}},
                     "y": [i for i, _, _ in bars],
                     "base": [begin / divisor for _, begin, _ in bars],
                     "x": [seconds / divisor for _, _, seconds in bars],
@@ -103,7 +103,7 @@ def _cells(ledger: Ledger) -> list[Span]:
 
 
 def _marks(mark: Any, parts: Parts, divisor: int) -> dict[str, Any] | None:
-    name, symbol, colour, kinds = mark
+    name, symbol, color, kinds = mark
     found = [
         (i, (at - ledger.spans[0].begin / 1000) / divisor, _words(event))
         for i, (ledger, events) in enumerate(parts.values())
@@ -117,7 +117,7 @@ def _marks(mark: Any, parts: Parts, divisor: int) -> dict[str, Any] | None:
         "type": "scatter",
         "mode": "markers",
         "name": name,
-        "marker": {"symbol": symbol, "color": colour, "size": 9, "line": {"width": 1.5, "color": colour}},
+        "marker": {"symbol": symbol, "color": color, "size": 9, "line": {"width": 1.5, "color": color}},
         "x": [x for _, x, _ in found],
         "y": [i + 0.34 for i, _, _ in found],
         "text": [text for _, _, text in found],
@@ -155,7 +155,7 @@ def shares(found: Mapping[str, Goodput]) -> dict[str, Any]:
                 "orientation": "h",
                 "name": cause,
                 "width": 0.6,
-                "marker": {"color": _COLOURS[cause]},
+                "marker": {"color": _COLORS[cause]},
                 "y": list(range(len(names))),
                 "x": [g.seconds[cause] / (g.wall_seconds or 1) for g in found.values()],
                 "hovertemplate": f"{cause}: {text}<br>%{{x:.2%}}<extra></extra>",

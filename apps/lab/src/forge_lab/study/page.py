@@ -322,7 +322,7 @@ def _remarks(result: Result) -> Iterator[str]:
 
 
 def draw(result: Result, path: Path) -> None:
-    """Loss by tokens, one colour a size, and by operations with the lowest loss of the law. Needs matplotlib."""
+    """Loss by tokens, one color a size, and by operations with the lowest loss of the law. Needs matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
 

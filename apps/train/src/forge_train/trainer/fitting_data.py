@@ -21,7 +21,7 @@ from forge_vlm.plan import IGNORE
 
 __all__ = ["GuardedLoader", "fitting_problems", "refuse_without_labels"]
 
-_ENOUGH = 64  # labels before they are judged: fewer may be copies by chance
+_ENOUGH = 64  # labels before they are judged: fewer may be equal at random
 
 
 def fitting_problems(

@@ -248,7 +248,7 @@ def _single(op: Op, value: Tensor, *, inverse: bool) -> Tensor:
 def _rope_permute(weight: Tensor, num_heads: int, *, inverse: bool) -> Tensor:
     """Rows of a projection from halves (rotate-half, Hugging Face) to pairs (2k, 2k+1), and back.
 
-    Llama's published weights rotate neighbouring rows, their Hugging Face version row k with row
+    Llama's published weights rotate neighboring rows, their Hugging Face version row k with row
     k + D/2; see ``convert_llama_weights_to_hf.py`` in transformers for the same permutation.
     """
     rows, rest = weight.size(0), weight.shape[1:]

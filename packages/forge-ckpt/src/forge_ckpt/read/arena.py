@@ -8,7 +8,7 @@ import torch
 from forge_ckpt.files import byte_view
 from forge_ckpt.read.blocks import Segment
 
-# Spans that are as near as two neighbouring tensors (BlockFile aligns each) are read as one: a block
+# Spans that are as near as two neighboring tensors (BlockFile aligns each) are read as one: a block
 # full of small tensors is then read into place, and nothing is copied tensor by tensor.
 _ALIGN = 64
 

@@ -31,7 +31,7 @@ def draw_attention(
         draw_attention(store["layers.3.attn_weights"][0], "layer3.png", labels=texts, title="layer 3")
 
     `labels` are the texts of the S tokens, of which 64 or fewer are written; `key_labels` those of the T keys, by default
-    the same. `heads` chooses some. All heads have one scale of colours, from 0 to their largest weight; what is 0, as later
+    the same. `heads` chooses some. All heads have one scale of colors, from 0 to their largest weight; what is 0, as later
     tokens are, is grey. The suffix is .png, .svg or .pdf. Needs matplotlib (`forge-train-core[plot]`).
 
     Raises ValueError for other shapes, labels of another number and another suffix, ImportError without matplotlib.

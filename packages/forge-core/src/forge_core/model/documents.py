@@ -124,7 +124,7 @@ def within_segments(
 
     On CUDA in bf16 or fp16 one `varlen_attn` call, if that computes the spec and the width of a head (a multiple of
     8, up to 256); elsewhere one call of `attend_rows` for each length that occurs, plus one gather of q, k, v and
-    the output where equal lengths are not neighbours.
+    the output where equal lengths are not neighbors.
     """
     if plan.whole_rows:
         return attend_rows(q, k, v, spec, sinks)

@@ -107,7 +107,7 @@ class LatentAttention(RotaryMixer):
         return q
 
     def _in_halves(self, x: Tensor) -> Tensor:
-        """Pairs of neighbours become pairs of halves; scores do not depend on the order of dims."""
+        """Pairs of neighbors become pairs of halves; scores do not depend on the order of dims."""
         if not self.widths.rope_interleave:
             return x
         return x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)

@@ -28,7 +28,7 @@ class MLAConfig:
     qk_rope_head_dim: int = setting(64, "dims that turn, which the keys of all heads share")
     v_head_dim: int = setting(128, "width of a value's head")
     rope_interleave: bool = setting(
-        False, "dims turn in pairs of neighbours (DeepSeek's weights), not of halves"
+        False, "dims turn in pairs of neighbors (DeepSeek's weights), not of halves"
     )
 
     def __post_init__(self) -> None:

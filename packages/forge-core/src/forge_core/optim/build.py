@@ -42,7 +42,7 @@ def build_optimizer(
     what a checkpoint holds where both are offered; it fits any layout of ranks.
 
     Weights that are bf16, and state with `config.state_dtype`, are rounded stochastically by adamw, lion and muon (state
-    by schedule_free_adamw, too): by chance that is a function of `seed`, name, step and element (see `rounding`).
+    by schedule_free_adamw, too): by random bits that are a function of `seed`, name, step and element (see `rounding`).
 
     Raises: ValueError for an unknown name, for a setting that a torch class does not take, for groups that
         do not fit the model or that a builder's optimizer does not show, and what the optimizer refuses.

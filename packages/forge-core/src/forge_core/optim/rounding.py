@@ -1,4 +1,4 @@
-"""Weights and moments that are stored in bf16: computed in fp32, and rounded up or down by chance.
+"""Weights and moments that are stored in bf16: computed in fp32, and rounded stochastically.
 
 A bf16 number has eight bits of precision, so nearest rounding drops every change below 1/256 of it or so: weights
 stall, and an average that moves by a thousandth per step never follows. Rounded stochastically (up with the
@@ -122,7 +122,7 @@ _ODD, _GOLDEN = -7046029254386353131, -1640531527
 
 
 def _draw(key: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """(R, C) int32, all bits by chance: a 64-bit mix of a row's number, a 32-bit one of that and the column's."""
+    """(R, C) int32, random bits: a 64-bit mix of a row's number, a 32-bit one of that and the column's."""
     x = _as_int32(_mixed(rows * _ODD + key))[:, None] ^ columns
     for shift, factor in ((16, 0x7FEB352D), (15, -0x7B935975)):  # Wellons 2018, "lowbias32"
         x.bitwise_xor_(_right(x, shift, 32)).mul_(factor)

@@ -30,7 +30,7 @@ def within_best_groups(
 ) -> Tensor:
     """Scores (T, E) with -inf outside the `top_groups` best groups of each token (DeepSeek-V3, 2.1.2).
 
-    A group is E / G neighbouring experts; its score is the sum of its two best ("top2_sum", V3) or its
+    A group is E / G neighboring experts; its score is the sum of its two best ("top2_sum", V3) or its
     best ("max", V2).
     """
     if top_groups == num_groups:

@@ -192,7 +192,7 @@ def cuts_inside(shape: tuple[int, ...], shards: int, rows: int = 1, tp: int = 1)
 
 
 def _prefetch(blocks: list[nn.Module]) -> None:
-    """Set the modules that each block prefetches: its neighbour and the units inside of it.
+    """Set the modules that each block prefetches: its neighbor and the units inside of it.
 
     FSDP2's implicit prefetch works only while the host runs ahead of the device. With experts the host waits in
     every layer for the split sizes of their exchange.

@@ -71,7 +71,7 @@ class Ring:
 
     Forward: W - 1 exchanges of 2 B s K D elements. Backward: as many again, and W of as many in fp32 for
     the gradients, which follow the keys around the ring and reach their own rank last. Memory: two ranks' keys and values at
-    a time, own ones until backward. Needs point-to-point communication between all neighbours.
+    a time, own ones until backward. Needs point-to-point communication between all neighbors.
     """
 
     saves_gathered = False

@@ -46,7 +46,7 @@ def _products(module: nn.Module) -> float:
 
 
 def stage_ranges(costs: Sequence[float], num_stages: int, first_blocks: int = 1) -> list[range]:
-    """The blocks of each stage, neighbours only, none empty: the dearest stage is as cheap as can be.
+    """The blocks of each stage, neighbors only, none empty: the dearest stage is as cheap as can be.
 
     The first stage has at least `first_blocks`. Of several such cuts one with the smallest sum of squares, so the
     other stages are even, too. Costs blocks squared times stages. Raises ValueError for fewer blocks than these need.

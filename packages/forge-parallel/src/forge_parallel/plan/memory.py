@@ -18,7 +18,7 @@ class Memory:
     """Bytes of one rank of a pipeline stage, the first one of its groups, at its fullest moment.
 
     weights, gradients, moments: shards. activations: saved for `in_flight` micro-batches. recomputed: activations of
-    one block, and its transient gradients. gathered: unsharded weights of two neighbouring blocks and of modules
+    one block, and its transient gradients. gathered: unsharded weights of two neighboring blocks and of modules
     outside blocks, in the compute dtype, with a block's gradients and buffers of collectives. loss: logits, their gradient,
     its workspace. `peak` is the largest of three moments (the loss, a block's backward, the end of the backward),
     each with tensors left from the moment before, and workspaces.

@@ -83,7 +83,7 @@ class Topology:
         return -(-prod(axes) // self.gpus_per_node)
 
     def axes(self) -> dict[str, tuple[int, int]]:
-        """name -> (ranks of a group, distance between neighbours in it) of the axes that have collectives."""
+        """name -> (ranks of a group, distance between neighbors in it) of the axes that have collectives."""
         axes = self.layout.axes()
         return {name: axes[name] for name in _COLLECTIVE_AXES}
 

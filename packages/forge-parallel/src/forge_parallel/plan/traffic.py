@@ -105,7 +105,7 @@ def _travel(candidate: Candidate, block: BlockTrace) -> float:
 
 
 def _boundaries(candidate: Candidate, load: Load) -> float:
-    """Bytes to and from neighbouring stages for one micro-batch, forward and backward."""
+    """Bytes to and from neighboring stages for one micro-batch, forward and backward."""
     if candidate.layout.pp == 1 or not load.kinds:
         return 0.0
     stream = candidate.trace.kinds[load.kinds[0]].inputs * candidate.micro_batch

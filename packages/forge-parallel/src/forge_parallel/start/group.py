@@ -18,7 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from forge_parallel._shared.problems import invalid, problems_of
 from forge_parallel.start.interface import choose_interface, release_interface
-from forge_parallel.start.rendezvous import rendezvous, say_goodbye
+from forge_parallel.start.rendezvous import leave_rendezvous, rendezvous
 from forge_parallel.start.store import StartError
 from forge_parallel.start.world import World
 
@@ -98,7 +98,7 @@ def end_process_group(wait: bool = True) -> None:
     if chosen:
         release_interface()
     if wait and world.world_size > 1:
-        say_goodbye(world, store)
+        leave_rendezvous(world, store)
 
 
 def lost_rank(error: BaseException) -> str | None:

@@ -26,7 +26,7 @@ from forge_parallel.start.store import (
 from forge_parallel.start.world import RUN_NAME, World
 
 _GRACE_SECONDS = 10.0  # rank 0 names missing ranks this long before the others give up
-_GOODBYE_SECONDS = 5.0
+_LEAVE_SECONDS = 5.0
 _SILENT = Problem("store", "silent", ..., "stopped answering", "is rank 0's process stopped?")
 _DESCRIPTION = {"host", "pid", "network", "device", "gpu", "facts", "store_host"}
 _DECISION = {"problems", "rank_0", "world_size"}
@@ -78,17 +78,17 @@ def _prefix(world: World) -> str:
     return f"forge/{run}/{restarts}/{_attempts[world.where]}"
 
 
-def say_goodbye(world: World, store: Store) -> None:
-    """Count this rank as gone; rank 0 waits up to _GOODBYE_SECONDS for the others, since it hosts the store."""
-    deadline = time.monotonic() + _GOODBYE_SECONDS
+def leave_rendezvous(world: World, store: Store) -> None:
+    """Count this rank as gone; rank 0 waits up to _LEAVE_SECONDS for the others, since it hosts the store."""
+    deadline = time.monotonic() + _LEAVE_SECONDS
 
-    def goodbye() -> None:
+    def leave() -> None:
         store.add("gone", 1)
         if world.rank == 0:
             _wait_until(lambda: store.add("gone", 0) >= world.world_size, deadline)
 
     with contextlib.suppress(RuntimeError):  # a rank or the store died: the job ends in any case
-        run_with_timeout(_GOODBYE_SECONDS, goodbye, _SILENT)
+        run_with_timeout(_LEAVE_SECONDS, leave, _SILENT)
 
 
 def _description(world: World, device: torch.device, facts: Mapping[str, str]) -> dict[str, Any]:
@@ -183,7 +183,7 @@ def _decide(world: World, store: Store, deadline: float) -> dict[str, Any]:
     store.set("verdict", json.dumps(verdict))
     if verdict["problems"]:
         others = store.add("arrived", 0) - 1
-        _wait_until(lambda: store.add("read", 0) >= others, time.monotonic() + _GOODBYE_SECONDS)
+        _wait_until(lambda: store.add("read", 0) >= others, time.monotonic() + _LEAVE_SECONDS)
     return verdict
 
 

@@ -163,8 +163,8 @@ def _step_port(environ: Environ) -> int:
 def tasks_per_node(text: str) -> list[int]:
     """`2(x3),1` is [2, 2, 2, 1]. Raises ValueError for anything else."""
     counts: list[int] = []
-    for say_goodbye in text.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", say_goodbye.strip())
+    for item in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if match is None:
             rule = "must read like 2(x3),1"
             raise invalid("SLURM_STEP_TASKS_PER_NODE", "syntax", text, rule, _FIX)

@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--name", required=True, help="name of the run's jobs in the queue, of no other jobs"
     )
-    parser.add_argument("--journal", help="file that gets an event for each deed")
+    parser.add_argument("--journal", help="file that gets an event for each action")
     parser.add_argument(
         "--max-restarts", type=int, default=1000, help="submissions after a lost job"
     )

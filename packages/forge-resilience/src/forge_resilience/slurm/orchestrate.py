@@ -187,7 +187,7 @@ class _Orchestrator:
             Journal(self.journal).record(event, **fields)
 
     def look(self) -> int | None:
-        """One look at the queue, and at most one deed; the exit code once all is over."""
+        """One look at the queue, and at most one action; the exit code once all is over."""
         try:
             code = self._look()
         except (QueueDown, OSError) as error:  # decide nothing: the job may well be running
@@ -218,7 +218,7 @@ class _Orchestrator:
         self._submit()
         return None
 
-    # ---- the deeds
+    # ---- actions
 
     def _submit(self) -> None:
         """Ask for the job; whether it was accepted, the next look tells."""
@@ -293,7 +293,7 @@ class _Orchestrator:
             return
         self._write(
             resizes=(*self._recent(), time.time())
-        )  # before the deed: a kill in between costs a chance, not the bound
+        )  # before the action: a kill in between costs a chance, not the bound
         self.queue.tell(row.job)
         self._free = (
             None  # the signal may be lost: told again where the nodes stay free for as long
@@ -327,7 +327,7 @@ class _Orchestrator:
         stopped = row.state == "FAILED" and row.code == ExitCode.REQUEUE
         if not (own or stopped or broken or row.state in _LOST):
             self._write(handled=row.job)
-            self.say(f"{ended}, which starting again does not mend")
+            self.say(f"{ended}, which starting again does not fix")
             return 1 if row.state == "CANCELLED" else row.code or 1
         if known.restarts >= self.max_restarts:
             self._write(handled=row.job)

@@ -13,7 +13,7 @@ from forge_resilience.slurm.quote import directive, expanded
 
 __all__ = ["batch_script", "interactive_commands"]
 
-#: Exit codes that starting again does not mend.
+#: Exit codes that starting again does not fix.
 _FINAL = sorted({code for code in ExitCode if code > 1} - {ExitCode.REQUEUE})
 
 #: Variables in which srun reads its options about GPUs, and sbatch leaves those of the job: SLURM_GPUS of --gpus.
@@ -183,7 +183,7 @@ wait_for_ranks() {{  # prints the process id of srun, and at its end its code
 restarts=0
 [[ ! -e $lives ]] || restarts=$(wc -l <"$lives")
 if ((restarts > {max_restarts})); then  # Slurm itself requeues after a node failure, as often as it happens
-  say "was restarted $restarts times, oftener than slurm.max_restarts allows: sbatch $script goes on"
+  say "was restarted $restarts times, more often than slurm.max_restarts allows: sbatch $script goes on"
   exit {requeue}
 fi
 for ((attempt = 0; ; attempt++)); do
@@ -206,7 +206,7 @@ for ((attempt = 0; ; attempt++)); do
   case $code in
     0) say "done"; exit 0 ;;
     {requeue}) again "stopped and saved" ;;
-{hardware}    {final}) say "ended with code $code, which starting again does not mend"; exit "$code" ;;
+{hardware}    {final}) say "ended with code $code, which starting again does not fix"; exit "$code" ;;
   esac
   # ranks that had no handler yet, or were killed behind those that had left already
   [[ -z $stopped || $code -lt 128 ]] || again "was stopped by $stopped (code $code)"

@@ -72,7 +72,7 @@ def grace_warnings(save_limit_seconds: float, partition: str | None = None) -> l
             warnings.append(
                 f"partition {line['PartitionName']} preempts jobs ({mode}) after a GraceTime of {grace} s, below "
                 f"resilience.save_limit_seconds {save_limit_seconds:g}: a preempted job may lose the steps since its last "
-                "checkpoint; save oftener, or use a partition with more grace"
+                "checkpoint; save more often, or use a partition with more grace"
             )
     return warnings
 

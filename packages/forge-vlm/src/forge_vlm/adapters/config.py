@@ -34,7 +34,7 @@ class MLPConfig:
 
 @dataclass(frozen=True)
 class PixelShuffleConfig:
-    """`factor` * `factor` neighbours side by side become one token, then a linear layer (Idefics3)."""
+    """`factor` * `factor` neighbors side by side become one token, then a linear layer (Idefics3)."""
 
     factor: int = setting(2, "rows and columns of tokens that become one")
     bias: bool = setting(False, "the layer has a bias")
@@ -45,7 +45,7 @@ class PixelShuffleConfig:
 
 @dataclass(frozen=True)
 class PixelShuffleMLPConfig:
-    """`factor` * `factor` neighbours side by side become one token, then a norm and two linear layers (InternVL)."""
+    """`factor` * `factor` neighbors side by side become one token, then a norm and two linear layers (InternVL)."""
 
     factor: int = setting(2, "rows and columns of tokens that become one")
 
@@ -55,7 +55,7 @@ class PixelShuffleMLPConfig:
 
 @dataclass(frozen=True)
 class AveragePoolConfig:
-    """`factor` * `factor` neighbours become their mean, then a linear layer."""
+    """`factor` * `factor` neighbors become their mean, then a linear layer."""
 
     factor: int = setting(2, "rows and columns of tokens that become one")
     bias: bool = setting(True, "the layer has a bias")
@@ -66,7 +66,7 @@ class AveragePoolConfig:
 
 @dataclass(frozen=True)
 class AttentionalPoolConfig:
-    """The mean of `factor` * `factor` neighbours asks them by attention (Molmo, arXiv 2409.17146)."""
+    """The mean of `factor` * `factor` neighbors asks them by attention (Molmo, arXiv 2409.17146)."""
 
     factor: int = setting(2, "rows and columns of tokens that become one")
     num_heads: int = setting(8, "heads of the attention, which share the width of the features")

@@ -1,4 +1,4 @@
-"""Adapters that make one token of `factor` * `factor` neighbours: T tokens become T / factor^2.
+"""Adapters that make one token of `factor` * `factor` neighbors: T tokens become T / factor^2.
 
 Shapes: N images, T tokens of an image, W width of a feature, D width of the stream, P = factor^2 tokens of a window,
 H heads, C width of a head.
@@ -132,7 +132,7 @@ class AttentionalPool(_Windows):
 
 
 def windows(tokens: Tensor, rows: int, columns: int, factor: int) -> Tensor:
-    """Neighbours of a grid, row by row outside and inside: (N, rows * columns, W) -> (N, T / P, P, W)."""
+    """Neighbors of a grid, row by row outside and inside: (N, rows * columns, W) -> (N, T / P, P, W)."""
     f = factor
     x = tokens.unflatten(1, (rows // f, f, columns // f, f))  # (N, h, f, w, f, W)
     return x.transpose(2, 3).flatten(3, 4).flatten(1, 2)

@@ -137,7 +137,7 @@ class Pictures:
         return self._cut(tiles)
 
     def blank(self, layout: Layout) -> Media:
-        """Media of that layout in the encoder's mean colour."""
+        """Media of that layout in the encoder's mean color."""
         shape = (layout.num_tiles, 3, layout.height, layout.width)
         return self._cut(self._color[:, None, None].expand(shape).contiguous())
 

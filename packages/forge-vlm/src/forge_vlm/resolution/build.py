@@ -24,7 +24,7 @@ _RESOLUTIONS: dict[str, type[Resolution]] = {
 def build_resolution(
     config: ResolutionConfig, mean: Sequence[float] = (0.5, 0.5, 0.5)
 ) -> Resolution:
-    """What makes the tiles of an image; `mean` is that of the encoder (`VisionConfig.mean`), the colour of padding.
+    """What makes the tiles of an image; `mean` is that of the encoder (`VisionConfig.mean`), the color of padding.
 
     resolution = build_resolution(ResolutionConfig("tiles"))
     tiles = resolution(image)                                           # (N, 3, H, W) uint8

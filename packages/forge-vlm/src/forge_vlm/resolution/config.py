@@ -53,11 +53,11 @@ def _budget_problems(c: BudgetConfig) -> Iterator[Problem]:
 
 @dataclass(frozen=True)
 class FixedConfig:
-    """A square: padded to one with the mean colour (LLaVA-1.5), stretched (SigLIP), or cropped at its centre (CLIP)."""
+    """A square: padded to one with the mean color (LLaVA-1.5), stretched (SigLIP), or cropped at its centre (CLIP)."""
 
     size: int = setting(336, "height and width of an image, in pixels")
     fit: Literal["pad", "stretch", "crop"] = setting(
-        "pad", "pad the shorter side with the mean colour, stretch it, or crop the longer side"
+        "pad", "pad the shorter side with the mean color, stretch it, or crop the longer side"
     )
     filter: Literal["bilinear", "bicubic", "lanczos"] = setting("bicubic", _FILTER_HELP)
 

@@ -55,7 +55,7 @@ def _narrowed(image: Any, size: int, filter: str) -> Any:
 
 
 def _padded(picture: Any, color: tuple[int, ...]) -> Any:
-    """The picture in the middle of a square of that colour."""
+    """The picture in the middle of a square of that color."""
     from PIL import Image
 
     height, width = size_of(picture)

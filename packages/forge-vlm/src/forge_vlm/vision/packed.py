@@ -33,7 +33,7 @@ class PackedViT(ViT):
 
     Patches of a frame see each other and none of another frame. The learnt side * side positions are resized to the grid
     of each image, bilinear with antialiasing and corners that are not aligned, as SigLIP 2 NaFlex does
-    (arXiv 2502.14786); on a grid of side * side they are themselves. `merge` * `merge` neighbours become one token, their
+    (arXiv 2502.14786); on a grid of side * side they are themselves. `merge` * `merge` neighbors become one token, their
     features side by side. Patches are uint8, or floats that are normalised already.
 
     Cost: no mask, and no sync where grids lie on the host; on the CPU a call of attention for each length that occurs.
