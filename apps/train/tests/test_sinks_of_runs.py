@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from forge_resilience import background_sink
 from forge_testing import write_job
 from forge_testing.problems import rejects
 from forge_testing.runs import fit_on_ranks, make_job
 from forge_train import Callback, ConfigError, Trainer, load_job, read_run
 from forge_train.cli import run_verb
-from forge_train.metrics import background
 from forge_train.trainer import recorder
 
 LINES = "forge_testing.parts:Lines"
@@ -135,7 +135,7 @@ def test_a_hanging_sink_is_waited_for_at_no_save_and_once_at_the_end(
 
     class Arm(Callback):
         def on_start(self, trainer: Trainer) -> None:
-            monkeypatch.setattr(background.threading, "Event", Counted)
+            monkeypatch.setattr(background_sink.threading, "Event", Counted)
 
     monkeypatch.setattr(recorder, "END_SECONDS", 0.5)
     job = write_job(tmp_path)
