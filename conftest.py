@@ -183,7 +183,7 @@ def _ordered(items: list[pytest.Item], seed: str | None) -> list[pytest.Item]:
 
 
 class _Passed:
-    """Names of the tests that passed, or were skipped, a line each: a run that was ended goes on behind them."""
+    """Names of the tests that passed or were skipped, one a line. A run that was ended continues after them."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.path = Path(config.getoption("--passed"))

@@ -13,7 +13,7 @@ import forge_lab
 
 pytestmark = pytest.mark.lane("test")
 
-#: Beside the package itself, modules with a list of names: what the top would not show a user of the runner.
+#: The package itself, and modules with a list of names that a user of the runner does not need.
 #: `errors` has the kinds of errors and how to raise them, `command_line` reads the arguments of a verb, `slurm` writes
 #: batch scripts, `toolkit` opens jobs and runs without a Trainer.
 MODULES = ("forge_train", "forge_train.command_line", "forge_train.errors", "forge_train.slurm", "forge_train.toolkit")  # fmt: skip

@@ -8,7 +8,14 @@ import sys
 import numpy as np
 import pytest
 
-from forge_data import DataConfig, Loader, PhaseConfig, TrainingSourceConfig, open_training
+from forge_data import (
+    DataConfig,
+    Loader,
+    PhaseConfig,
+    TrainingSourceConfig,
+    open_training,
+    phases,
+)
 from forge_data.ledger import Ledger
 from forge_data.phased_stream import PhasedStream
 from forge_data.phases import phase_segments
@@ -236,3 +243,10 @@ def test_F148_a_phase_of_other_rows_without_epochs_left_is_the_end():
         phases={"long": PhaseConfig(start_instance=10, seq_len=96)},
     )
     assert open_training(data).end == 10
+
+
+@pytest.mark.parametrize("name", ["Stretch", "stretches"])
+def test_names_of_before_are_read_with_a_warning(name: str) -> None:
+    with pytest.warns(DeprecationWarning, match="[pP]hase"):
+        old = getattr(phases, name)
+    assert old is {"Stretch": phases.PhaseSegment, "stretches": phases.phase_segments}[name]

@@ -56,7 +56,7 @@ def test_a_sink_that_exits_is_switched_off_with_a_line(capfd: pytest.CaptureFixt
 
     sink = BackgroundSink(Leaving, "mine")
     sink.write({"step": 1})
-    assert sink.flush()  # answered: nobody waits for it at a save
+    assert sink.flush()  # answered, so that no save waits for it
     end_all([sink], 10.0)
     assert "mine: SystemExit: 3;" in capfd.readouterr().err
 

@@ -48,7 +48,7 @@ def extract(args: list[str]) -> int:
 
 
 def report(args: list[str]) -> int:
-    """Write one page about a run, or about several beside one another; --text prints where the seconds went.
+    """Write one page about a run, or about several side by side; --text prints where the seconds went.
 
     The page is one HTML file that needs no network: curves, speed, seconds by cause over all lives, experts, keys
     that differ, machines, samples. It is <run.dir>/report.html, or --output.

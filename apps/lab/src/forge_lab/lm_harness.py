@@ -132,7 +132,7 @@ class Forge(TemplateLM):  # type: ignore[misc, unused-ignore]
 
     @property
     def eot_token_id(self) -> int:
-        """The id behind the end of a document."""
+        """The id after the end of a document."""
         if self._tokens.eos_id is None:
             rule = "has a tokenizer without an end token, after which a text without context begins"
             fix = "use tasks with contexts"

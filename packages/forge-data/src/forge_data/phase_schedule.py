@@ -73,7 +73,7 @@ class PhaseSchedule:
     ) -> int:
         """The cursor so many steps before a cursor, in the global batch of this configuration.
 
-        `begin` is the cursor of any step before: those behind an earlier global batch do not begin where they would have.
+        `begin` is the cursor of any step before: those after an earlier global batch do not begin where they would have.
         """
         if not steps or not self.changes_batch:
             return max(0, cursor - steps * self._global_batch)
@@ -145,7 +145,7 @@ class PhaseSchedule:
         found = []
         for before, segment, point in zip(self.segments, self.segments[1:], self.points[1:]):
             if point.steps >= total_steps:
-                found.append(f"phase {segment.name}: begins behind the end of the run")
+                found.append(f"phase {segment.name}: begins after the end of the run")
                 continue
             news = []
             if segment.lr_multiplier != before.lr_multiplier:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -169,3 +170,13 @@ def is_weight(value: Any) -> bool:
         and not isinstance(value, bool)
         and 0 <= value < float("inf")
     )
+
+
+_RENAMED = {"Stretch": "PhaseSegment", "stretches": "phase_segments"}  # until 0.3.0
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warnings.warn(f"{name}: use {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
+    return globals()[_RENAMED[name]]

@@ -419,7 +419,7 @@ class Trainer:
         )
         self.model, self._tensor_names = parts.model, parts.tensor_names
         self._objective = parts.objective
-        if self._device.type == "cuda":  # batches move beside the kernels of the step before
+        if self._device.type == "cuda":  # copies overlap with the step before
             self._copies = torch.cuda.Stream(self._device)
         self.optimizer, self._masks_update = parts.optimizer, parts.masks_update
         self._phases = self._begin_phases(parts.compute)
