@@ -117,7 +117,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_runtest_protocol() -> Generator[None, object, object]:
     """Each test begins with the same random state, so that its order in a worker changes no value.
 
-    Handlers of signals end with the test: a child that a later test forks would not end at SIGTERM.
+    Handlers of signals end with the test: a child that a later test forks would not end at SIGTERM. So does a process
+    group, which a later test would take for its own.
     """
     random.seed(0)
     if "numpy" in sys.modules:
@@ -131,6 +132,8 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
         for number, handler in before.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
+        if "forge_parallel.start.group" in sys.modules:
+            sys.modules["forge_parallel.start.group"].end_process_group(wait=False)
 
 
 def _passed_before(config: pytest.Config) -> set[str]:
