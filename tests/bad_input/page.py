@@ -51,7 +51,7 @@ class Answer(NamedTuple):
 def warm_process() -> WarmProcess:
     """One that has imported all that a run needs."""
     return WarmProcess(
-        "forge_train.cli", "forge_train.trainer.trainer", "forge_lab.text",
+        "forge_train.cli", "forge_train.loop.trainer", "forge_lab.text",
         "forge_train.report.summary", "forge_train.plan", "forge_data.prepare", "tests.bad_input.corpus:warm_up",
     )  # fmt: skip
 

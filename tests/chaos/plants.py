@@ -67,7 +67,7 @@ def exits(victim: int, after: int, marker: Path) -> Callable[[int], None]:
     """`sys.exit(0)` in one rank after so many of its steps, as a stray script would."""
 
     def plant(rank: int) -> None:
-        from forge_train.extensions.extension import Extensions
+        from forge_train.run.extension import Extensions
 
         slow_data(rank)
         real, left = Extensions.call, [after]

@@ -339,11 +339,11 @@ def elsewhere(program: str, args: list[str], full: list[int], limits: dict[str, 
 def _plant(fault: Fault, world: World) -> None:
     """Call the fault where a run comes to the place."""
     import forge_ckpt.write.blocks as blocks
-    from forge_train.extensions.extension import Extensions
     from forge_train.extensions.health import Health
+    from forge_train.loop.trainer import Trainer
     from forge_train.report import summary
+    from forge_train.run.extension import Extensions
     from forge_train.trainer.checkpoints import Checkpoints
-    from forge_train.trainer.trainer import Trainer
 
     done = False
     place = world.place

@@ -528,9 +528,9 @@ MISTAKES: tuple[Mistake, ...] = (
     # apps/train
     Mistake(
         "the trained weights are evaluated in place of their average",
-        f"{_TRAIN}/trainer/trainer.py",
-        ", self._rows.meter.paused() as pause, self.evaluation_point():",
-        ", self._rows.meter.paused() as pause:\n            self.evaluation_point()",
+        f"{_TRAIN}/loop/evaluator.py",
+        " as pause, run.evaluation_point():",
+        " as pause:\n            run.evaluation_point()",
     ),
     Mistake(
         "a failed save waits for the next interval",
@@ -540,15 +540,15 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "a callback is told of a checkpoint when its own rank knows of it",
-        f"{_TRAIN}/trainer/trainer.py",
-        "self._announce(self._checkpoints.announce(self._decision.saved))",
-        "self._announce(self._checkpoints.announce(self._checkpoints.committed))",
+        f"{_TRAIN}/loop/trainer.py",
+        "run.announce(self._checkpoints.announce(run.decision.saved))",
+        "run.announce(self._checkpoints.announce(self._checkpoints.committed))",
     ),
     Mistake(
         "a step uses the learning rate of the step before",
-        f"{_TRAIN}/trainer/trainer.py",
-        "(schedule or self._schedule)(self._course.scheduled(step, tokens))",
-        "(schedule or self._schedule)(self._course.scheduled(max(step - 1, 1), tokens))",
+        f"{_TRAIN}/run/run.py",
+        "(schedule or self.schedule)(self.course.scheduled(step, tokens))",
+        "(schedule or self.schedule)(self.course.scheduled(max(step - 1, 1), tokens))",
     ),
     Mistake(
         "a run begins from fresh weights where an import is",

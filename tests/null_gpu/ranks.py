@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 _PATIENCE_SECONDS = 20.0
 _IMPORTS = (
     "forge_train.cli",
-    "forge_train.trainer.trainer",
+    "forge_train.loop.trainer",
     "forge_train.report.summary",
     "forge_lab.text",
     "torch._dynamo",

@@ -40,8 +40,8 @@ from forge_train.metrics.console import ConsoleSink
 from forge_train.metrics.jsonl import JsonlSink
 from forge_train.metrics.sinks import TensorBoardSink
 from forge_train.metrics.tracking import MlflowSink, WandbSink
+from forge_train.run.run import Progress
 from forge_train.trainer.objective import token_cross_entropy
-from forge_train.trainer.progress import Progress
 
 
 def of_core(

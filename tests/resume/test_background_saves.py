@@ -19,7 +19,7 @@ from forge_testing.disk import Disk
 from forge_testing.runs import fit as fit_rank
 from forge_testing.runs import make_job
 from forge_train import Callback, JobError, Trainer, load_job, read_run
-from forge_train.trainer.trainer import RunResult
+from forge_train.loop.trainer import RunResult
 
 pytestmark = pytest.mark.lane("test")
 

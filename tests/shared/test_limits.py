@@ -10,7 +10,7 @@ import pytest
 from forge_train._shared.limits import limit_problem
 from forge_train._shared.problems import invalid
 from forge_train.errors import ConfigError, DataError, of_limit, report_of
-from forge_train.trainer.vote import fault_code
+from forge_train.loop.vote import fault_code
 
 pytestmark = pytest.mark.lane("test")
 

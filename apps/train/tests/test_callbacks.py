@@ -29,9 +29,9 @@ from forge_train import (
 from forge_train.cli import run_verb
 from forge_train.config.layers import read_layers
 from forge_train.config.resolve import resolve
-from forge_train.extensions.callback import load_callbacks
-from forge_train.trainer import trainer
-from forge_train.trainer.recorder import Recorder
+from forge_train.loop import opening
+from forge_train.run.callback import load_callbacks
+from forge_train.run.recorder import Recorder
 
 STEPS, COUNTING = "forge_testing.parts:Steps", "forge_testing.models:Counting"
 TABLE = f"""
@@ -101,7 +101,7 @@ def test_the_list_of_older_files_and_its_state_in_checkpoints_still_load(
         loaded.append(load_callbacks(tables))
         return loaded[-1]
 
-    monkeypatch.setattr(trainer, "load_callbacks", load)
+    monkeypatch.setattr(opening, "load_callbacks", load)
     job = write_job(tmp_path)
     older = job.read_text().replace("[train]", f'[train]\ncallbacks = ["{STEPS}", "{COUNTING}"]')
     job.write_text(older)
@@ -245,7 +245,7 @@ def test_F181_sinks_are_closed_after_an_error_of_the_start(
     closed: list[Recorder] = []
     close = Recorder.close
     monkeypatch.setattr(Recorder, "close", lambda self: (closed.append(self), close(self)))
-    monkeypatch.setattr("forge_train.trainer.trainer.packing_report", lambda _: 1 / 0)
+    monkeypatch.setattr("forge_train.loop.reporting.packing_report", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         Trainer(load_job(write_job(tmp_path))).fit()
     assert len(closed) == 1

@@ -11,7 +11,7 @@ import forge_train
 from forge_train.extensions import built_in
 
 ROOT = Path(__file__).parents[3]
-TRAINER = Path(forge_train.__file__).parent / "trainer/trainer.py"
+TRAINER = Path(forge_train.__file__).parent / "loop/trainer.py"
 STUDY = Path(forge_train.__file__).parent / "study"
 #: Modules of the protocol and its calls; all others in extensions/ are features.
 DISPATCHER = {"built_in", "callback", "extension"}

@@ -30,13 +30,13 @@ finally:
 #: Seconds of import each, and of no use to somebody who mistyped a key.
 HEAVY = {"transformers", "tokenizers", "torchao", "safetensors", "tensorboard", "triton",
          "torch._inductor", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint",
-         "forge_train.trainer.trainer", "forge_train.plan"}  # fmt: skip
+         "forge_train.loop.trainer", "forge_train.plan"}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def warm() -> Iterator[WarmProcess]:
     """A process that has imported all that a run needs."""
-    process = WarmProcess("forge_train.cli", "forge_train.trainer.trainer")
+    process = WarmProcess("forge_train.cli", "forge_train.loop.trainer")
     yield process
     process.close()
 

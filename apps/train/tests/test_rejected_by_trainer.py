@@ -22,6 +22,7 @@ from forge_train.config.init import InitConfig, Source
 from forge_train.config.lora import LoRASection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.metrics import sinks
+from forge_train.run.run import Progress
 from forge_train.trainer import (
     adapters,
     build,
@@ -37,7 +38,6 @@ from forge_train.trainer import (
 )
 from forge_train.trainer.begin_tokens import run_layers
 from forge_train.trainer.checkpoints import Checkpoints
-from forge_train.trainer.progress import Progress
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
 

@@ -12,8 +12,8 @@ from forge_testing import write_job
 from forge_testing.models import Counting
 from forge_testing.problems import rejects
 from forge_train import ConfigError, Trainer, load_job, load_trained, read_run
-from forge_train.extensions.callback import state_keys
 from forge_train.report.summary import print_summary, sample_text
+from forge_train.run.callback import state_keys
 from forge_train.sampling import continuation
 
 pytestmark = pytest.mark.lane("test")

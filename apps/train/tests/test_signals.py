@@ -43,7 +43,7 @@ main(["run", sys.argv[3]])
             "numpy._core", signal.SIGINT, marks=[pytest.mark.slow, pytest.mark.lane("ci")]
         ),
         pytest.param(
-            "forge_train.trainer.trainer",
+            "forge_train.loop.trainer",
             signal.SIGTERM,
             marks=[pytest.mark.slow, pytest.mark.lane("ci")],
         ),

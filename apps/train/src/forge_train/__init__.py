@@ -12,15 +12,15 @@ if TYPE_CHECKING:
     from forge_train.config.resolve import ResolvedJob, resolve
     from forge_train.config.schema import JobConfig
     from forge_train.errors import ConfigError, DataError, JobError, StateError
-    from forge_train.extensions.callback import Callback
-    from forge_train.extensions.extension import Extension
     from forge_train.jobs import load_folder, load_job, load_model, load_trained
+    from forge_train.loop.trainer import RunResult, Trainer
     from forge_train.metrics.columns import column_of
     from forge_train.metrics.jsonl import read_rows
     from forge_train.protocols import Sink
     from forge_train.report.read_run import Run, read_run
+    from forge_train.run.callback import Callback
+    from forge_train.run.extension import Extension
     from forge_train.trainer.run_directory import RunDirectory
-    from forge_train.trainer.trainer import RunResult, Trainer
 
 __all__ = [
     "Callback",
@@ -56,15 +56,15 @@ _NAMES = {
     "config.resolve": "ResolvedJob resolve",
     "config.schema": "JobConfig",
     "errors": "ConfigError DataError JobError StateError",
-    "extensions.callback": "Callback",
-    "extensions.extension": "Extension",
     "jobs": "load_folder load_job load_model load_trained",
     "metrics.columns": "column_of",
     "metrics.jsonl": "read_rows",
     "protocols": "Sink",
     "report.read_run": "Run read_run",
+    "run.callback": "Callback",
+    "run.extension": "Extension",
     "trainer.run_directory": "RunDirectory",
-    "trainer.trainer": "RunResult Trainer",
+    "loop.trainer": "RunResult Trainer",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 

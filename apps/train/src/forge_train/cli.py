@@ -101,9 +101,9 @@ def run(args: list[str]) -> int:
     supervised = job.config.resilience.watch.action == "restart" and process.may_supervise()
     if supervised or (nproc is not None and nproc > 1):
         return _supervise(job, rest, nproc or 1)
+    from forge_train.loop.trainer import Trainer
     from forge_train.ranks import init_ranks
     from forge_train.report.summary import print_summary
-    from forge_train.trainer.trainer import Trainer
 
     trainer = Trainer(job)
     met = process.leave_with_launcher()
@@ -131,7 +131,7 @@ def _supervise(job: ResolvedJob, args: list[str], nproc: int) -> int:
     """Run the same command in `nproc` processes; problems of the layout are found here, once."""
     from forge_resilience.alerts import FOLLOWED
     from forge_resilience.supervise import run_guarded, supervise
-    from forge_train.trainer.alerts import alerts
+    from forge_train.run.recorder import alerts
     from forge_train.trainer.build import tokenize
     from forge_train.trainer.layout import require_layout
     from forge_train.trainer.run_directory import RunDirectory

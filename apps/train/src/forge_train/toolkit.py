@@ -12,9 +12,10 @@ from __future__ import annotations
 from forge_train.config.structure import structure_table
 from forge_train.config.tokenizer import folder_ends
 from forge_train.hf.folder import processor_table
-from forge_train.metrics.rows import finite
+from forge_train.loop.guard import skip_windows
 from forge_train.plan import price
 from forge_train.ranks import init_ranks
+from forge_train.run.rows import finite
 from forge_train.sampling import continuation, prompt_ids
 from forge_train.trainer.begin_tokens import begin_texts_as, run_layers
 from forge_train.trainer.build import build_trained, open_held_out, run_tokenizer, tokenizer_of
@@ -24,7 +25,6 @@ from forge_train.trainer.course import Course
 from forge_train.trainer.evaluation import Evaluation
 from forge_train.trainer.exact_match import prompts_of
 from forge_train.trainer.layout import require_layout
-from forge_train.trainer.rollback import skip_windows
 from forge_train.trainer.run_directory import is_fixed
 from forge_train.trainer.store_errors import store_errors
 

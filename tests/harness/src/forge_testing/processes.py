@@ -60,7 +60,7 @@ def forge_train(*args: str | Path, cwd: Path | None = None, **env: str) -> Outco
 @functools.cache
 def _warm() -> WarmProcess:
     return WarmProcess(
-        "forge_train.cli", "forge_train.trainer.trainer", "forge_lab.text",
+        "forge_train.cli", "forge_train.loop.trainer", "forge_lab.text",
         "forge_train.report.summary", "forge_train.doctor",
     )  # fmt: skip
 

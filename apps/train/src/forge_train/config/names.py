@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +15,13 @@ from forge_core.optim import (
     check_something_trains,
     stage_problems,
 )
+from forge_core.registry import Registry
 from forge_moe.routers import find_rule
 from forge_train._shared.problems import Problem, problems_of
 from forge_train.config.model_builder import model_builder
-from forge_train.config.schema import BuiltInModelConfig, JobConfig
+from forge_train.config.schema import BuiltInModelConfig, CallbackConfig, JobConfig
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, problems_under
-from forge_train.extensions.callback import find_callbacks
 from forge_train.metrics.sinks import find_sinks
 from forge_train.trainer.objective import find_loss, find_objective
 from forge_vlm.adapters import check_adapter
@@ -101,3 +101,12 @@ def _found_by(check: Callable[..., Any], *args: Any, table: str = "") -> list[Pr
     except (ValueError, ImportError, ConfigError) as error:
         return problems_under(error, table) if table else list(problems_of(error))
     return []
+
+
+CALLBACKS = Registry("callbacks.<name>.name", "forge.callbacks", (), {})
+
+
+def find_callbacks(tables: Mapping[str, CallbackConfig]) -> dict[str, Callable[[], Any]]:
+    """Makers of the callback of each table, with its options bound; ValueError with all problems of names and
+    options. Nothing is called."""
+    return CALLBACKS.bound({name: (table.name, table.options) for name, table in tables.items()})

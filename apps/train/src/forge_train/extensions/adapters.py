@@ -10,7 +10,8 @@ from torch import nn
 from forge_ckpt.stage_state import tensor_names
 from forge_train._shared.problems import Problem
 from forge_train.config.schema import JobConfig
-from forge_train.extensions.extension import Extension, Run
+from forge_train.run.extension import Extension
+from forge_train.run.run import Run
 from forge_train.trainer.adapters import adapter_lines, frozen_names
 from forge_train.trainer.frozen_base import FrozenBase, base_problems
 from forge_train.trainer.run_directory import RunDirectory

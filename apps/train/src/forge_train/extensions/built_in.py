@@ -9,12 +9,12 @@ from torch import nn
 from forge_train.config.schema import JobConfig
 from forge_train.extensions.adapters import Adapters
 from forge_train.extensions.experts import Experts
-from forge_train.extensions.extension import Extension
 from forge_train.extensions.gradients import Gradients
 from forge_train.extensions.health import Health
 from forge_train.extensions.profile import Profile
 from forge_train.extensions.replicas import Replicas
 from forge_train.extensions.stages import FreezingStages
+from forge_train.run.extension import Extension
 
 #: All kinds in the order of their calls (`Extension` says which hooks reverse it). None: those of users.
 ORDER = (Adapters, Replicas, Profile, None, FreezingStages, Experts, Gradients, Health)

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from forge_data import Batch
 from forge_moe.hooks import MoEHooks, num_experts_by_layer
 from forge_train.config.schema import JobConfig
-from forge_train.extensions.extension import Extension, Run
 from forge_train.extensions.routing import RoutingSteps
+from forge_train.run.extension import Extension
+from forge_train.run.run import Run
 from forge_vlm.fusion import MoMa
 
 

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from forge_data import Batch
 from forge_parallel.gradient_statistics import GradientStatistics
 from forge_train.config.schema import JobConfig
-from forge_train.extensions.extension import Extension, Run
+from forge_train.run.extension import Extension
+from forge_train.run.run import Run
 
 
 class Gradients(Extension):

@@ -10,7 +10,8 @@ from torch import nn
 from forge_resilience.health import BROKEN, HealthCheck, RankFinding
 from forge_train.config.schema import JobConfig
 from forge_train.errors import HardwareError
-from forge_train.extensions.extension import Extension, Run
+from forge_train.run.extension import Extension
+from forge_train.run.run import Run
 
 _MOST_FINDINGS = 32
 

@@ -11,7 +11,8 @@ from forge_parallel.profile import ProfileWindow
 from forge_train._shared.problems import Problem
 from forge_train.config.profile import profile_problems
 from forge_train.config.schema import JobConfig
-from forge_train.extensions.extension import Extension, Run
+from forge_train.run.extension import Extension
+from forge_train.run.run import Run
 
 
 class Profile(Extension):
@@ -54,8 +55,7 @@ class Profile(Extension):
 
     def _write(self, step: int) -> None:
         """Write the window that ended with this step. A disk that refuses costs the profile, not the run."""
-        self._run.heartbeat.enter("profile")
-        with self._run.rows.meter.paused() as pause:
+        with self._run.phase("profile") as pause:
             try:
                 self._window.write()
                 outcome = {}

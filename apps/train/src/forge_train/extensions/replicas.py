@@ -14,7 +14,8 @@ from forge_resilience.provenance import node_name
 from forge_resilience.replicas import Mismatch, ReplicaCheck, training_tensors
 from forge_train.config.schema import JobConfig
 from forge_train.errors import HardwareError
-from forge_train.extensions.extension import Extension, Run
+from forge_train.run.extension import Extension
+from forge_train.run.run import Run
 
 _MOST_NAMES = 8
 

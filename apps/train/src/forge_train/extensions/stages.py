@@ -8,7 +8,8 @@ from forge_core.optim import Stages
 from forge_data import Batch
 from forge_parallel import follow_requires_grad
 from forge_train.config.schema import JobConfig
-from forge_train.extensions.extension import Extension, Run
+from forge_train.run.extension import Extension
+from forge_train.run.run import Run
 
 
 class FreezingStages(Extension):

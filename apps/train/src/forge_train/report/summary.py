@@ -8,10 +8,10 @@ from collections.abc import Sequence
 
 from forge_core import SamplingConfig
 from forge_resilience import ExitCode
+from forge_train.loop.start import last_rate
+from forge_train.loop.trainer import RunResult, Trainer
 from forge_train.sampling import continuation
 from forge_train.trainer.build import run_tokenizer
-from forge_train.trainer.lives import last_rate
-from forge_train.trainer.trainer import RunResult, Trainer
 
 
 def print_summary(trainer: Trainer, result: RunResult, args: Sequence[str]) -> None:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from forge_train.extensions.callback import Callback
-from forge_train.trainer.trainer import Trainer
+from forge_train.loop.trainer import Trainer
+from forge_train.run.callback import Callback
 
 
 class SaveAt(Callback):

@@ -1,5 +1,5 @@
 """Callback, where it was in version 0.1."""
 
-from forge_train.extensions.callback import Callback
+from forge_train.run.callback import Callback
 
 __all__ = ["Callback"]

@@ -20,9 +20,9 @@ from forge_train._shared.problems import invalid
 from forge_train.config.imported import NAME as MODEL_OF_IMPORT
 from forge_train.config.schema import CheckpointConfig
 from forge_train.errors import ConfigError, JobError, StateError
-from forge_train.extensions.callback import Callback, state_keys
-from forge_train.extensions.extension import Extension
-from forge_train.trainer.progress import Progress
+from forge_train.run.callback import Callback, state_keys
+from forge_train.run.extension import Extension
+from forge_train.run.run import Progress
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
 

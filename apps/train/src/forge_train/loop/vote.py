@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 import torch
 
 import forge_data
-from forge_resilience import Agreement, Decision, ExitCode, Vote
+from forge_resilience import Decision, ExitCode, Vote
 from forge_train._shared.limits import limit_problem
 from forge_train._shared.problems import problems_of
 from forge_train.errors import DataError, Report, raise_reported, received, report_of
+from forge_train.run.run import Run
 
 _FP32 = torch.finfo(torch.float32)
 
@@ -26,63 +27,67 @@ def fault_code(fault: Exception | None) -> int:
 class PendingCount:
     """The weight of all labels of the global batch, on its way: the votes travel during the first forward.
 
-    vote: this rank's. fault: the error behind `vote.fault`. step: the last one that is done, for messages.
-    record: writes an event. counted: called once, with the sums of `vote.counts`, as soon as they are known.
-    `decision` is what all ranks decided, once `wait` has returned.
+    vote: this rank's. fault: the error behind `vote.fault`. counted: called once, with the sums of `vote.counts`, as soon as
+    they are known.
     """
 
     def __init__(
         self,
-        agreement: Agreement,
+        run: Run,
         vote: Vote,
         fault: Exception | None,
-        step: int,
-        record: Callable[..., None],
         counted: Callable[[Sequence[int]], None],
     ) -> None:
-        self.decision: Decision | None = None
-        self._agreement, self._fault, self._step, self._record = agreement, fault, step, record
-        self._counted, self._pending = counted, agreement.start(vote)
+        self._run, self._fault, self._counted = run, fault, counted
+        self._pending = run.agreement.start(vote)
+        self._decision: Decision | None = None
+
+    @property
+    def decision(self) -> Decision:
+        """What all ranks decided, once `wait` has returned."""
+        assert self._decision is not None
+        return self._decision
 
     def wait(self) -> float:
         """The sum of the counts of all ranks, 1 where it is 0; further calls return it at once.
 
         Raises on all ranks if one of them cannot go on, before anything is updated.
         """
-        if self.decision is None:
+        if self._decision is None:
             decision = self._pending.wait()
             self._check(decision)
-            self.decision = decision
+            self._decision = decision
             self._counted(decision.counts)
         # Only 0 becomes 1: a floor of 1 would rescale batches whose labels weigh less than that.
-        return self.decision.count or 1.0
+        return self._decision.count or 1.0
 
     def _check(self, decision: Decision) -> None:
+        step = self._run.progress.step + 1
         if decision.faults:
             self._raise_faults(decision)
         if decision.mismatched_ranks:
             raise DataError(
-                [f"step {self._step + 1}: ranks {decision.mismatched_ranks} read another global batch than rank 0; "
+                [f"step {step}: ranks {decision.mismatched_ranks} read another global batch than rank 0; "
                  "data and configuration must be the same on all nodes: compare them"]
             )  # fmt: skip
         if decision.count and not _FP32.tiny <= abs(decision.count) <= _FP32.max:
             raise DataError(
-                [f"step {self._step + 1}: the labels of the global batch weigh {decision.count:g}, which must be 0 or "
+                [f"step {step}: the labels of the global batch weigh {decision.count:g}, which must be 0 or "
                  f"between {_FP32.tiny:.1e} and {_FP32.max:.1e}, as fp32 gradients are divided by it; scale the "
                  "weights"]
             )  # fmt: skip
 
     def _raise_faults(self, decision: Decision) -> None:
         """Record the faults of all ranks and raise them; every rank sends its own, if it has one."""
-        fault, report = self._fault, None
+        fault, report, done = self._fault, None, self._run.progress.step
         if fault is not None:
             place = getattr(fault, "where", "")
-            where = f"step {self._step + 1}: {type(fault).__name__}{f': {place}' if place else ''}"
+            where = f"step {done + 1}: {type(fault).__name__}{f': {place}' if place else ''}"
             report = [int(fault_code(fault)), *report_of(DataError(problems_of(fault), where))[1:]]
-        reports: list[Report] = self._agreement.exchange(report)
+        reports: list[Report] = self._run.agreement.exchange(report)
         for rank, code in decision.faults.items():
             cause = "\n".join(str(received(p)) for p in (reports[rank] or [])[1:]) or None
-            self._record("fault", step=self._step, rank=rank, code=code, cause=cause)
+            self._run.record("fault", step=done, rank=rank, code=code, cause=cause)
         # A mistake in a user's code keeps its traceback on the rank where it happened.
         if fault is not None and fault_code(fault) == ExitCode.ERROR:
             raise fault

@@ -6,84 +6,15 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
+from torch import Tensor
+
+from forge_data import Batch
 from forge_parallel.profile import span
-
-if TYPE_CHECKING:  # `config` names callbacks, and most of these need `config`
-    import torch
-    from torch import Tensor, nn
-
-    from forge_data import Batch, Loader
-    from forge_parallel import Meshes
-    from forge_parallel.compute import Compute
-    from forge_resilience import Agreement, Decision
-    from forge_resilience.heartbeat import Heartbeat
-    from forge_train._shared.problems import Problem
-    from forge_train.config.resolve import ResolvedJob
-    from forge_train.config.schema import JobConfig
-    from forge_train.metrics.rows import MetricRows
-    from forge_train.trainer.course import Course
-    from forge_train.trainer.evaluation import Evaluation
-    from forge_train.trainer.progress import Progress
-    from forge_train.trainer.recorder import Recorder
-    from forge_train.trainer.run_directory import RunDirectory
-
-
-class Run(Protocol):
-    """What an extension may read of a run. `compute`, `rows` and `decision` are those of the step or phase that it is in."""
-
-    job: ResolvedJob
-    model: nn.Module
-    optimizer: Any
-    loader: Loader
-    meshes: Meshes
-    agreement: Agreement
-    course: Course
-    compute: Compute
-    progress: Progress
-    rows: MetricRows
-    recorder: Recorder
-    folder: RunDirectory
-    device: torch.device
-    decision: Decision
-    heartbeat: Heartbeat
-    evaluation: Evaluation
-    extensions: Extensions
-    total_steps: int
-
-    def label_weight(self, batch: Batch) -> float:
-        """This rank's summand of the number that the loss of the step is divided by."""
-        ...
-
-    def next_rate(self, total_steps: int | None = None) -> float:
-        """The learning rate of the next step, before the factors of groups; or that in a run of so many steps."""
-        ...
-
-    def report(self, line: str) -> None:
-        """Print a line on rank 0, unless `metrics.console` is off."""
-        ...
-
-
-#: The attributes of a Run. Those of a Trainer have the same names, but for one, and an underscore where only a Run shows them.
-FIELDS = frozenset({*Run.__annotations__, "label_weight", "next_rate", "report"})
-_PUBLIC = frozenset({"job", "model", "optimizer", "loader", "meshes", "progress", "total_steps"})
-
-
-class RunView:
-    """A Trainer as a Run: its other attributes cannot be read."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def __getattr__(self, name: str) -> Any:
-        if name not in FIELDS:
-            raise AttributeError(
-                f"{name}: is no field of forge_train.Run, which are {sorted(FIELDS)}"
-            )
-        if name == "folder":
-            return self._trainer.paths
-        return getattr(self._trainer, name if name in _PUBLIC else f"_{name}")
+from forge_train._shared.problems import Problem
+from forge_train.config.schema import JobConfig
+from forge_train.run.run import Run
 
 
 class Extension:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from forge_core.registry import Registry
 from forge_train._shared.problems import Problem, invalid
+from forge_train.config.names import find_callbacks
 from forge_train.config.schema import CallbackConfig
 from forge_train.errors import ConfigError, config_errors
-from forge_train.extensions.extension import Extension, Run
+from forge_train.run.extension import Extension
+from forge_train.run.run import Run
 
-if TYPE_CHECKING:
-    from forge_train.trainer.trainer import Trainer
+#: A forge_train.Trainer, which imports this module.
+Trainer = Any
 
 
 class Callback(Extension):
@@ -79,15 +80,6 @@ class Callback(Extension):
 
     def finish(self) -> None:
         self.on_end(self.trainer)
-
-
-CALLBACKS = Registry("callbacks.<name>.name", "forge.callbacks", (), {})
-
-
-def find_callbacks(tables: Mapping[str, CallbackConfig]) -> dict[str, Callable[[], Any]]:
-    """Makers of the callback of each table, with its options bound; ValueError with all problems of names and
-    options. Nothing is called."""
-    return CALLBACKS.bound({name: (table.name, table.options) for name, table in tables.items()})
 
 
 def load_callbacks(tables: Mapping[str, CallbackConfig]) -> list[Extension]:

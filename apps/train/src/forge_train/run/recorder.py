@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Mapping
 from functools import partial
@@ -10,6 +11,7 @@ from typing import Any
 
 from forge_ckpt import SaveEvent
 from forge_resilience import Journal
+from forge_resilience.alerts import FOLLOWED, Alerts, AlertsConfig
 from forge_resilience.background_sink import BackgroundSink, Open, end_all
 from forge_train.config.schema import MetricsConfig
 from forge_train.metrics.console import ConsoleSink, console_mode
@@ -105,3 +107,12 @@ class Recorder:
     def close(self) -> None:
         """End the sinks; waits for those that hang once, briefly, and for all of them together."""
         end_all(list(self.sinks.values()), END_SECONDS)
+
+
+def alerts(
+    paths: RunDirectory, config: AlertsConfig, rank: int = 0
+) -> contextlib.AbstractContextManager[object]:
+    """Follow the journal while open, as [resilience.alerts] says: on rank 0, unless the process that started the ranks does."""
+    if rank or FOLLOWED in os.environ:
+        return contextlib.nullcontext()
+    return Alerts(paths.events, config)

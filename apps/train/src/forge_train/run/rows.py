@@ -1,10 +1,15 @@
-"""Rows of metrics. A row is begun after a step and finished one step later, when its numbers are on the host."""
+"""Rows of metrics. A row is begun after a step and finished one step later, when its numbers are on the host; a meter
+counts the time of the steps between two rows."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,8 +19,6 @@ from forge_parallel.compile import recompilations
 from forge_parallel.host_copy import HostCopy
 from forge_train.config.schema import JobConfig
 from forge_train.metrics.columns import SCHEMA
-from forge_train.metrics.meter import Meter, memory_bytes
-from forge_train.trainer.progress import Progress
 
 #: Columns that are None in a row without a step.
 _OF_A_STEP = (
@@ -23,6 +26,58 @@ _OF_A_STEP = (
     *("memory_bytes", "seconds_left", "instances"),
 )
 Columns = Callable[[list[float]], Mapping[str, Any]]
+
+
+class Counters(Protocol):
+    """Those of a run that rows show; `Progress` has them."""
+
+    step: int
+    tokens: int
+    seconds: float
+    device_seconds: float
+
+    def count(self, seconds: float) -> None: ...
+
+
+@dataclass
+class Timer:
+    """How long something took, once it is over."""
+
+    seconds: float = 0.0
+
+
+class Meter:
+    """Counts tokens and seconds of training steps; `pause` does not count, `wait` does.
+
+    One object per window between two rows. No device synchronisation: on an accelerator the host is
+    at most the step ahead of it that is queued before a row's values are read, at either end of a window.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.steps = 0
+        self.of = {"wait": 0.0, "pause": 0.0}  # seconds
+        self.started = time.perf_counter()
+
+    def count(self, tokens: int) -> None:
+        """A step was done."""
+        self.tokens += tokens
+        self.steps += 1
+
+    @contextmanager
+    def timed(self, kind: str) -> Iterator[Timer]:
+        """The code inside is a `wait` for data, or a `pause` of training."""
+        timer, start = Timer(), time.perf_counter()
+        try:
+            yield timer
+        finally:
+            timer.seconds = time.perf_counter() - start
+            self.of[kind] += timer.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Of training, so far."""
+        return max(time.perf_counter() - self.started - self.of["pause"], 1e-9)
 
 
 class MetricRows:
@@ -56,14 +111,14 @@ class MetricRows:
         self._waiting: tuple[dict[str, Any], HostCopy] | None = None
         self._counted = 0.0  # seconds of the meter that `progress` has
 
-    def count_seconds(self, progress: Progress) -> None:
+    def count_seconds(self, progress: Counters) -> None:
         """Add the seconds since the last row to `progress`, so that a checkpoint between two rows has them."""
         seconds = self.meter.seconds
         progress.count(seconds - self._counted)
         self._counted = seconds
 
     def begin(
-        self, progress: Progress, lr: float, digest: str, numbers: Mapping[str, Tensor]
+        self, progress: Counters, lr: float, digest: str, numbers: Mapping[str, Tensor]
     ) -> None:
         """Make the row of the last step, start the copy of its numbers to the host, and start a new meter.
 
@@ -111,7 +166,7 @@ class MetricRows:
         return row
 
     def _row(
-        self, meter: Meter, seconds: float, progress: Progress, lr: float, digest: str
+        self, meter: Meter, seconds: float, progress: Counters, lr: float, digest: str
     ) -> dict[str, Any]:
         rate = meter.tokens / seconds
         flops = self._flops(progress.tokens)
@@ -128,8 +183,8 @@ class MetricRows:
             "tokens_per_second": rate,
             "flops": flops,
             "mfu": None if peak is None else speed / peak,
-            "data_wait_seconds": meter.wait_seconds,
-            "memory_bytes": memory_bytes(self._device),
+            "data_wait_seconds": meter.of["wait"],
+            "memory_bytes": _memory_bytes(self._device),
             "seconds": progress.seconds,
             "device_hours": progress.device_seconds / 3600,
             "seconds_left": seconds / meter.steps * (self._total_steps - progress.step),
@@ -148,3 +203,13 @@ def finite(columns: Mapping[str, float]) -> dict[str, float | None]:
 def _finite(number: float) -> float | None:
     """None for nan and inf, which JSON lacks."""
     return number if math.isfinite(number) else None
+
+
+def _memory_bytes(device: torch.device) -> int:
+    """Peak bytes of tensors on an accelerator; peak resident set of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024

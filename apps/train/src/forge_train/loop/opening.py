@@ -1,0 +1,189 @@
+"""From a resolved job to a run on this process: what can be checked is checked before anything is started."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from forge_core import flops_per_token
+from forge_core.optim.older import changes_of_older_run
+from forge_data import Loader
+from forge_parallel import find_world, reshard, select_device
+from forge_resilience import NumericsPolicy
+from forge_resilience.heartbeat import Heartbeat
+from forge_train._shared.problems import invalid
+from forge_train.config.resolve import ResolvedJob
+from forge_train.errors import ConfigError, config_errors, refuse
+from forge_train.extensions.built_in import extensions_of
+from forge_train.run.callback import hook_problems, load_callbacks, state_keys
+from forge_train.run.extension import Extension, Extensions
+from forge_train.run.run import Progress, Run
+from forge_train.trainer.auto_layout import describe_placement, with_layout
+from forge_train.trainer.begin_tokens import begin_problems, is_older
+from forge_train.trainer.build import (
+    build_trained,
+    freeze_groups,
+    open_data,
+    run_schedule,
+    total_steps,
+    total_tokens,
+)
+from forge_train.trainer.check_model import model_problems
+from forge_train.trainer.checkpoints import Check
+from forge_train.trainer.course import Course
+from forge_train.trainer.encoder_source import EncoderSource, find_encoder
+from forge_train.trainer.evaluation import Evaluation
+from forge_train.trainer.fork import Fork, find_fork
+from forge_train.trainer.layout import layout_problems, micro_batches, remarks
+from forge_train.trainer.run_directory import RunDirectory
+
+
+@dataclass(frozen=True)
+class Notes:
+    """What the start of a run says about its job: lines for a person and fields of the event."""
+
+    reasons: list[str]
+    placement: list[str]
+    sources: list[str]
+    data: list[str]
+    optimizer: list[str]
+
+    def fields(self, world_size: int) -> dict[str, list[str]]:
+        """Fields of the event `start` or `resume`."""
+        of_ranks = {"layout": self.placement, "reasons": self.reasons} if world_size > 1 else {}
+        others = {"sources": self.sources, "data": self.data, "optimizer": self.optimizer}
+        return of_ranks | {name: lines for name, lines in others.items() if lines}
+
+
+@dataclass
+class Initial:
+    """What the weights of a run without a checkpoint are from: [init], and the folder of its encoder."""
+
+    fork: Fork | None
+    encoder: EncoderSource | None
+
+    @classmethod
+    def find(cls, run: Run) -> Initial:
+        """ConfigError for a source that does not fit the job; nothing of it is loaded."""
+        fork = find_fork(run.job, run.model, run.loader, run.total_steps)
+        return cls(fork, find_encoder(run.config, run.model, fork))
+
+    def begin(self, run: Run) -> Callable[[dict[str, Any], Check], None] | None:
+        """What fills the state of a run, collectively; None where all of it stays as built."""
+        fork, encoder = self.fork, self.encoder
+
+        def fill(state: dict[str, Any], check: Check) -> None:
+            if fork is not None:
+                fork.load(state, check, model=run.model, meshes=run.meshes, agreement=run.agreement)
+            if encoder is not None:
+                encoder.load(run.model, run.agreement)
+
+        return None if fork is None and encoder is None else fill
+
+    def drop(self) -> None:
+        """The run had a checkpoint."""
+        self.fork = self.encoder = None
+
+    def record(self, run: Run, hosts: Sequence[str]) -> None:
+        """Write into the run directory how this life of the run was made, and, of a fork, what from."""
+        if self.fork is not None:
+            self.fork.write(run.folder.path)
+        parent = None if self.fork is None else self.fork.parent()
+        run.folder.record(run.job, hosts, parent)
+
+
+class Opened(NamedTuple):
+    """A run on this process, and what its start needs."""
+
+    run: Run
+    extensions: Extensions
+    initial: Initial
+    notes: Notes
+
+
+def open_run(given: ResolvedJob, users: Sequence[Extension], until: int | None = None) -> Opened:
+    """A run on this process, one of as many as its launcher started; `users` are extensions beside those of the job.
+
+    Raises JobError. Nothing is started, and nothing is written.
+    """
+    heartbeat = Heartbeat.from_environ()
+    with config_errors():
+        world = find_world()
+    job, reasons = with_layout(given, world)
+    config, folder = job.config, RunDirectory(job.config.run.dir)
+    refuse(layout_problems(config, world.world_size, world.local_world_size))
+    users = [*users, *load_callbacks(config.callbacks)]
+    refuse(hook_problems(users))
+    with config_errors("parallel"):
+        device = select_device(config.parallel.device)
+    layout = config.parallel.axes(world.world_size)
+    model = build_trained(config)
+    refuse(model_problems(model, config, layout))
+    # a hook of a user may have run the model, which leaves weights gathered, and changed them since
+    kinds = extensions_of(config, model, users)
+    extensions = Extensions(kinds, users, changed=lambda: reshard(run.model))
+    state_keys(extensions)
+    length = total_steps(config, model)
+    if until is not None and not 1 <= until <= length:
+        rule = f"must be from 1 to {length}, the steps of the run"
+        raise invalid("until", "range", until, rule, kind=ConfigError)
+    refuse(extensions.problems(config, world.world_size, length))
+    freeze_groups(model, config)
+    with config_errors("schedule"):
+        schedule = run_schedule(config, length)
+    refuse(begin_problems(job, folder))  # before texts are tokenized again
+    loader, held_out = open_data(config, model, layout, world.rank)
+    resilience, course = config.resilience, Course(config)
+    policy = NumericsPolicy(resilience.nonfinite, resilience.spike, resilience.rollback)
+    run = Run(
+        job=job,
+        folder=folder,
+        rank=world.rank,
+        device=device,
+        model=model,
+        loader=loader,
+        course=course,
+        evaluation=Evaluation(config, held_out),
+        extensions=extensions,
+        division=micro_batches(config, layout),
+        schedule=schedule,
+        flops_per_token=[flops_per_token(model, s.seq_len) for s in course.segments],
+        progress=Progress(policy, world.world_size),
+        total_steps=length,
+        total_tokens=total_tokens(config, model),
+        heartbeat=heartbeat,
+    )
+    loader.on_event = lambda event, **fields: _record_data(run, event, **fields)
+    initial = Initial.find(run)
+    notes = Notes(
+        reasons=[*reasons, *remarks(config, layout)],
+        placement=describe_placement(config.parallel, world, model),
+        sources=list(getattr(loader.stream, "source_lines", ())),
+        data=_data_notes(loader, held_out),
+        optimizer=_changes_of_older_run(run, initial.fork),
+    )
+    return Opened(run, extensions, initial, notes)
+
+
+def _data_notes(loader: Loader, held_out: Mapping[str, Any]) -> list[str]:
+    lines = list(getattr(loader.stream, "remarks", ()))
+    for key, stream in held_out.items():
+        lines += [f"{key}: {line}" for line in getattr(stream, "remarks", ())]
+    return lines
+
+
+def _changes_of_older_run(run: Run, fork: Fork | None) -> list[str]:
+    """What the optimizer does otherwise than in the older run that it goes on from."""
+    source, before = None if fork is None else fork.source.run, run.folder
+    if source is not None and "optimizer" in run.config.init.keep:
+        before = RunDirectory(source)
+    return changes_of_older_run(run.model, run.config.optimizer) if is_older(before) else []
+
+
+def _record_data(run: Run, event: str, **fields: Any) -> None:
+    """An event of the loader; of another rank than 0, which keeps the journal, a line on stderr."""
+    if run.rank:
+        print(f"forge-train: rank {run.rank}: {event} {fields}", file=sys.stderr)
+    run.record(event, step=run.progress.step, rank=run.rank, **fields)
