@@ -40,7 +40,7 @@ from forge_train.metrics.console import ConsoleSink
 from forge_train.metrics.jsonl import JsonlSink
 from forge_train.metrics.sinks import TensorBoardSink
 from forge_train.metrics.tracking import MlflowSink, WandbSink
-from forge_train.run.run import Progress
+from forge_train.run.rows import Progress
 from forge_train.trainer.objective import token_cross_entropy
 
 

@@ -20,7 +20,7 @@ from forge_testing.parts import smoothed
 from forge_testing.problems import rejects
 from forge_testing.runs import Fitted, assert_close, fit_on_ranks, make_job, together
 from forge_train import Callback, ConfigError, Trainer, load_job, read_run
-from forge_train.run.run import Progress
+from forge_train.run.rows import Progress
 from forge_train.trainer.objective import token_cross_entropy
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]

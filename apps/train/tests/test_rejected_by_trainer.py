@@ -22,7 +22,7 @@ from forge_train.config.init import InitConfig, Source
 from forge_train.config.lora import LoRASection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.metrics import sinks
-from forge_train.run.run import Progress
+from forge_train.run.rows import Progress
 from forge_train.trainer import (
     adapters,
     build,

@@ -208,6 +208,18 @@ class Loader:
         self._chain_before, self._chain = self._chain, _extend_chain(self._chain, digest)
         return batch
 
+    def next_or_filler(
+        self, prepare: Callable[[Batch], Batch] = lambda batch: batch
+    ) -> tuple[Batch, Exception | None]:
+        """The next batch, after `prepare`, and None; a micro-batch of filler and the error where it cannot be read.
+
+        A rank can so take part in the collectives of the step, and tell the others of its error there.
+        """
+        try:
+            return prepare(next(self)), None
+        except Exception as error:
+            return self.filler(self.micro_batch), error
+
     def filler(self, rows: int) -> Batch:
         """Rows of filler with the stream's extras and dtypes, for a rank that cannot read its own rows.
 

@@ -19,7 +19,8 @@ from forge_train.errors import ConfigError, config_errors, refuse
 from forge_train.extensions.built_in import extensions_of
 from forge_train.run.callback import hook_problems, load_callbacks, state_keys
 from forge_train.run.extension import Extension, Extensions
-from forge_train.run.run import Progress, Run
+from forge_train.run.rows import Progress
+from forge_train.run.run import Run
 from forge_train.trainer.auto_layout import describe_placement, with_layout
 from forge_train.trainer.begin_tokens import begin_problems, is_older
 from forge_train.trainer.build import (
@@ -112,7 +113,7 @@ def open_run(given: ResolvedJob, users: Sequence[Extension], until: int | None =
     with config_errors():
         world = find_world()
     job, reasons = with_layout(given, world)
-    config, folder = job.config, RunDirectory(job.config.run.dir)
+    config = job.config
     refuse(layout_problems(config, world.world_size, world.local_world_size))
     users = [*users, *load_callbacks(config.callbacks)]
     refuse(hook_problems(users))
@@ -122,8 +123,8 @@ def open_run(given: ResolvedJob, users: Sequence[Extension], until: int | None =
     model = build_trained(config)
     refuse(model_problems(model, config, layout))
     # a hook of a user may have run the model, which leaves weights gathered, and changed them since
-    kinds = extensions_of(config, model, users)
-    extensions = Extensions(kinds, users, changed=lambda: reshard(run.model))
+    found = extensions_of(config, model, users)
+    extensions = Extensions(found, users, changed=lambda: reshard(run.model))
     state_keys(extensions)
     length = total_steps(config, model)
     if until is not None and not 1 <= until <= length:
@@ -133,10 +134,11 @@ def open_run(given: ResolvedJob, users: Sequence[Extension], until: int | None =
     freeze_groups(model, config)
     with config_errors("schedule"):
         schedule = run_schedule(config, length)
+    folder = RunDirectory(config.run.dir)
     refuse(begin_problems(job, folder))  # before texts are tokenized again
     loader, held_out = open_data(config, model, layout, world.rank)
-    resilience, course = config.resilience, Course(config)
-    policy = NumericsPolicy(resilience.nonfinite, resilience.spike, resilience.rollback)
+    course, own = Course(config), config.resilience
+    policy = NumericsPolicy(own.nonfinite, own.spike, own.rollback)
     run = Run(
         job=job,
         folder=folder,
@@ -158,8 +160,8 @@ def open_run(given: ResolvedJob, users: Sequence[Extension], until: int | None =
     loader.on_event = lambda event, **fields: _record_data(run, event, **fields)
     initial = Initial.find(run)
     notes = Notes(
-        reasons=[*reasons, *remarks(config, layout)],
-        placement=describe_placement(config.parallel, world, model),
+        [*reasons, *remarks(config, layout)],
+        describe_placement(config.parallel, world, model),
         sources=list(getattr(loader.stream, "source_lines", ())),
         data=_data_notes(loader, held_out),
         optimizer=_changes_of_older_run(run, initial.fork),

@@ -14,7 +14,8 @@ from forge_train.loop.opening import Initial
 from forge_train.metrics.jsonl import read_rows
 from forge_train.run.extension import Extensions
 from forge_train.run.recorder import Recorder
-from forge_train.run.run import Progress, Run
+from forge_train.run.rows import Progress
+from forge_train.run.run import Run
 from forge_train.trainer.checkpoints import Checkpoints, checkpoint_state
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors

@@ -30,7 +30,7 @@ from forge_train.loop.vote import PendingCount, fault_code
 from forge_train.run.callback import Callback
 from forge_train.run.extension import Extension
 from forge_train.run.recorder import alerts
-from forge_train.run.run import Progress
+from forge_train.run.rows import Progress
 from forge_train.trainer.assemble import assemble, seed_rank
 from forge_train.trainer.checkpoints import Checkpoints, share_places
 from forge_train.trainer.run_directory import RunDirectory
@@ -271,7 +271,7 @@ class Trainer:
         start = run.loader.cursor
         run.enter_segment(step)
         with run.phase("data", step):
-            batch, fault = self._next_batch()
+            batch, fault = run.loader.next_or_filler(self._stage)
         extensions.call("before_forward", step, batch)
         tokens = (run.loader.cursor - start) * run.segment.seq_len  # filler is not data
         lr = run.learning_rate(step, run.progress.tokens + tokens, run.segment)
@@ -300,16 +300,11 @@ class Trainer:
         if self._row_due():
             self._begin_row(step, lr, batch, grad_norm, sums if labeled else sums * math.nan)
 
-    def _next_batch(self) -> tuple[Batch, Exception | None]:
-        """This rank's share; filler and the error if it cannot be read, which the vote tells the others."""
-        loader = self.loader
-        try:
-            batch = next(loader)
-            if self._copies is not None:
-                batch = batch.staged(self._copies, self.run.compute.host_names(batch))
-            return batch, None
-        except Exception as error:
-            return loader.filler(loader.micro_batch), error
+    def _stage(self, batch: Batch) -> Batch:
+        """The batch on the device of this rank, copied beside the step before."""
+        if self._copies is None:
+            return batch
+        return batch.staged(self._copies, self.run.compute.host_names(batch))
 
     def _forward_backward(self, batch: Batch, fault: Exception | None = None) -> Tensor:
         """This rank's share of the loss of the global batch, and of an objective's other sums: (k,).

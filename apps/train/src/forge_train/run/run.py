@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import nn
@@ -17,13 +16,12 @@ from forge_parallel import Meshes, reshard
 from forge_parallel.compute import Compute
 from forge_parallel.micro_batches import MicroBatches
 from forge_parallel.profile import span
-from forge_resilience import Agreement, Decision, NumericsPolicy
+from forge_resilience import Agreement, Decision
 from forge_resilience.heartbeat import Heartbeat
-from forge_train._shared.problems import invalid
 from forge_train.config.resolve import ResolvedJob
 from forge_train.config.schema import JobConfig
 from forge_train.run.recorder import Recorder
-from forge_train.run.rows import Columns, MetricRows, Timer
+from forge_train.run.rows import Columns, MetricRows, Progress, Timer
 from forge_train.trainer.build import run_schedule
 from forge_train.trainer.compute import make_compute
 from forge_train.trainer.course import Course
@@ -31,9 +29,6 @@ from forge_train.trainer.evaluation import Evaluation
 from forge_train.trainer.layout import micro_batches
 from forge_train.trainer.objective import Objective, loss_columns
 from forge_train.trainer.run_directory import RunDirectory
-
-_COUNTERS = ("step", "tokens", "seconds")
-_SINCE_ROW = ("skipped_since_row", "moe_since_row")
 
 
 class _Phase(NamedTuple):
@@ -269,66 +264,3 @@ class Run:
         """Append the events of checkpoints that were damaged."""
         for step, reason in found:
             self.record("quarantine", step=step, reason=reason)
-
-
-@dataclass
-class Progress:
-    """Counters that a checkpoint carries: optimizer steps, tokens seen, seconds of training, alone and times the ranks
-    that trained in them; the verdicts of the steps so far, which checkpoints of version 0.1 lack; and how many steps
-    the next row of metrics counts as skipped of those before the checkpoint, if it is between two rows.
-
-    moe_since_row: what versions before saved of experts, now a part of the state of that extension.
-
-    world_size: ranks of this life. The lives of a checkpoint without `device_seconds` count as if they had had as many.
-    """
-
-    policy: NumericsPolicy
-    world_size: int = 1
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    device_seconds: float = 0.0
-    skipped_since_row: int = 0
-    moe_since_row: list[float] = field(default_factory=list)
-
-    def count(self, seconds: float) -> None:
-        """Add seconds of training of this life."""
-        self.seconds += seconds
-        self.device_seconds += seconds * self.world_size
-
-    def state_dict(self) -> dict[str, Any]:
-        counters = {name: getattr(self, name) for name in _COUNTERS}
-        return counters | {
-            "device_seconds": self.device_seconds,
-            "policy": self.policy.state_dict(),
-            "skipped_since_row": self.skipped_since_row,
-        }
-
-    def load_checks(self, state: Any) -> None:
-        """Raise ValueError for values that no run can have saved."""
-        values = [state.get(name) for name in _COUNTERS] if isinstance(state, dict) else []
-        counts = [value for value in values[:2] if type(value) is int and value >= 0]
-        times = [values[2], state.get("device_seconds", 0.0)] if values else [None]
-        finite = all(_is_number(t) and t >= 0 for t in times)
-        if len(counts) < 2 or not finite:
-            rule = "must hold step, tokens and seconds of at least 0"
-            raise invalid("progress", "damaged", state, rule)
-        skipped, sums = (state.get(name, zero) for name, zero in zip(_SINCE_ROW, (0, [])))
-        numbers = sums if isinstance(sums, list) else [None]
-        if type(skipped) is not int or skipped < 0 or not all(map(_is_number, numbers)):
-            rule = "must be a count and a list of finite numbers"
-            raise invalid("progress.since_row", "damaged", [skipped, sums], rule)
-        if "policy" in state:
-            self.policy.load_checks(state["policy"])
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.tokens, self.seconds = (state[name] for name in _COUNTERS)
-        self.device_seconds = state.get("device_seconds", self.seconds * self.world_size)
-        self.skipped_since_row = state.get("skipped_since_row", 0)
-        self.moe_since_row = state.get("moe_since_row", [])
-        # without one, that of a new run: after a rollback this one has judged steps that are undone
-        self.policy.load_state_dict(state.get("policy", NumericsPolicy().state_dict()))
-
-
-def _is_number(value: Any) -> TypeGuard[float]:
-    return isinstance(value, float | int) and math.isfinite(value)

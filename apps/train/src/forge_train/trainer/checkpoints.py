@@ -22,7 +22,7 @@ from forge_train.config.schema import CheckpointConfig
 from forge_train.errors import ConfigError, JobError, StateError
 from forge_train.run.callback import Callback, state_keys
 from forge_train.run.extension import Extension
-from forge_train.run.run import Progress
+from forge_train.run.rows import Progress
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
 
