@@ -309,7 +309,7 @@ class Failing:
         self.error = error
 
     def arrays(self, ids):
-        if ids.max() >= 8:
+        if max(ids, default=0) >= 8:
             raise self.error
         return {n: np.zeros((len(ids), 4), np.int64) for n in TENSORS[:4]}
 
@@ -329,7 +329,24 @@ def test_an_error_while_reading_surfaces_with_its_message(num_workers, error):
     if not isinstance(error, InvalidData):
         assert_problem(caught.value, "", ..., "source_error")
     assert loader.cursor == 8
+    filler, found = loader.next_or_filler()
+    assert type(found) is InvalidData
+    assert (len(filler), filler.label_weight) == (loader.micro_batch, 0)
     loader.close()
+
+
+def test_a_batch_that_cannot_be_prepared_is_filler(stream):
+    loader, error = Loader(stream, 4), RuntimeError("no room on the device")
+
+    def fail(batch):
+        raise error
+
+    assert loader.next_or_filler(lambda batch: batch.digest) == (
+        take(Loader(stream, 4), 1)[0].digest,
+        None,
+    )
+    filler, found = loader.next_or_filler(fail)
+    assert (found, filler.label_weight) == (error, 0)
 
 
 def test_workers_draw_nothing_from_the_global_generator(stream):
