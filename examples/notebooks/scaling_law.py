@@ -7,7 +7,7 @@
 #
 # The budgets of a size are decays of one trunk at a constant rate, so that a budget costs a part of its steps; each is, bit for bit,
 # the run that had trained all its steps itself. Set `STUDY` to the file of a study of yours whose sweep is done
-# (`forge-train study sweep study.toml`); `examples/scaling/study.toml` is one that takes about 7 minutes of processor time.
+# (`forge-train sweep study.toml`); `examples/scaling/study.toml` is one that takes about 7 minutes of processor time.
 
 # %%
 import re

@@ -113,7 +113,7 @@ TRAIN, DATA, CKPT = "forge_train.cli:main", "forge_data.cli:main", "forge_ckpt.c
     [
         (TRAIN, ["run", "job.toml"], 0),
         (TRAIN, ["explain", "job.toml"], 0),
-        (TRAIN, ["report", "run", "--text"], 0),
+        (TRAIN, ["goodput", "run"], 0),
         (TRAIN, ["run", "none.toml"], 78),
         (DATA, ["inspect", "tokens"], 0),
         (DATA, ["inspect", "none"], 65),

@@ -1,4 +1,4 @@
-"""The arrays that `forge-train study sweep --slurm` writes, on a real Slurm: preempted elements end with the same bits."""
+"""The arrays that `forge-train sweep --slurm` writes, on a real Slurm: preempted elements end with the same bits."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def test_preempted_elements_end_with_the_bits_of_an_undisturbed_sweep(
     for name in ("here", "there"):
         (tmp_path / name).mkdir()
     undisturbed = write_study(tmp_path / "here", base=_PAUSES.format(10**6))
-    assert forge_train("study", "sweep", undisturbed, "--jobs", "2", cwd=ROOT).code == 0
+    assert forge_train("sweep", undisturbed, "--jobs", "2", cwd=ROOT).code == 0
     path = write_study(tmp_path / "there", base=_PAUSES.format(1) + _SLURM)
-    done = forge_train("study", "sweep", path, "--slurm", "--submit", cwd=ROOT, **slurm.environ)
+    done = forge_train("sweep", path, "--slurm", "--submit", cwd=ROOT, **slurm.environ)
     assert done.code == 0, done.err
     runs = tmp_path / "there/out/runs"
     for run, step in ((TRUNK, 20), (LONG, 1)):
@@ -49,7 +49,7 @@ def test_preempted_elements_end_with_the_bits_of_an_undisturbed_sweep(
         assert_same_bits(saved_tensors(run.dir), saved_tensors(theirs))
         begun = [e for e in read_run(run.dir).events if e["event"] in ("start", "resume")]
         assert run.name == SHORT or len(begun) > 1
-    assert forge_train("study", "sweep", path, cwd=ROOT).code == 0
+    assert forge_train("sweep", path, cwd=ROOT).code == 0
     pages = [(tmp_path / name / "out/study.md").read_text() for name in ("here", "there")]
     assert pages[0].partition("Cost:")[0] == pages[1].partition("Cost:")[0]
 

@@ -78,7 +78,7 @@ def opened(run: Path, options: dict[str, Any], step: int | None = None) -> Fitte
 def measured(run: Path, options: dict[str, Any]) -> Any:
     parallel = ParallelConfig(device="cpu", precision="fp32", **options)
     meshes = make_meshes(parallel)
-    return evaluate_run(run, rows=3, parallel=parallel, meshes=meshes)
+    return evaluate_run(run, batch_size=3, parallel=parallel, meshes=meshes)
 
 
 SLOW = [pytest.mark.slow, pytest.mark.lane("ci")]
@@ -109,7 +109,7 @@ def test_every_layout_measures_what_one_process_does(
     request: pytest.FixtureRequest, kind: str, layout: str
 ) -> None:
     run, (world, options) = request.getfixturevalue(kind), LAYOUTS[layout]
-    step, wanted = evaluate_run(run, rows=3)
+    step, wanted = evaluate_run(run, batch_size=3)
     assert wanted.keys() == {"validation", "seen", "held", "code"}
     if kind == "adapted":  # in fp32, as it was trained
         row = rows_of(run.parent / "job.toml")[step]
@@ -131,11 +131,11 @@ def test_a_checkpoint_that_cannot_be_opened_is_refused_by_all_ranks_alike(mixtur
 
 @pytest.mark.slow
 def test_the_command_starts_ranks_and_one_of_them_prints(mixture: Path) -> None:
-    command = [sys.executable, "-m", "forge_train", "eval", str(mixture), "--nproc", "2", "--rows", "3"]  # fmt: skip
+    command = [sys.executable, "-m", "forge_train", "eval", str(mixture), "--nproc", "2", "--batch_size", "3"]  # fmt: skip
     command += ["--parallel.tp", "2", "--parallel.sequence_parallel", "false", "--json"]
     found = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr
-    got, (step, wanted) = json.loads(found.stdout), evaluate_run(mixture, rows=3)
+    got, (step, wanted) = json.loads(found.stdout), evaluate_run(mixture, batch_size=3)
     assert got.pop("step") == step
     for name, measures in wanted.items():
         assert got[name] == pytest.approx(measures, rel=1e-5), name

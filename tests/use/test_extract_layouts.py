@@ -129,7 +129,7 @@ def test_a_folder_holds_the_same_in_shards(
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_ranks_that_are_killed_go_on_to_the_same_file(run: Path, tmp_path: Path) -> None:
-    command = ["extract", str(run), "--points", *POINTS, "--rows", "24", "--batch", "1",
+    command = ["extract", str(run), "--points", *POINTS, "--rows", "24", "--batch_size", "1",
                "--device", "cpu", "--nproc", "2", "--parallel.tp", "2", "--output"]  # fmt: skip
     whole, torn = tmp_path / "whole.npz", tmp_path / "torn.npz"
     run_on_ranks(2, extracted, run, whole, {"tp": 2}, 24, 1)

@@ -1,4 +1,4 @@
-"""forge-train study replay and bisect: a step again with the same bits, and the place where two runs part."""
+"""forge-train replay and bisect: a step again with the same bits, and the place where two runs part."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def same_as_logged(said: str) -> list[str]:
 
 
 def record(run: Path, start: int, end: int, folder: Path, callbacks: bool = False) -> Path:
-    """One rank or process of `study replay --record`."""
+    """One rank or process of `replay --record`."""
     folder.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(folder, run, start + 1, end)
     job = private_job(run, start, folder.parent / f"{folder.name}-private", None, callbacks)
@@ -263,7 +263,7 @@ def test_a_debugger_and_a_hook_on_the_command_line(tmp_path: Path) -> None:
     fit_alone(make_job(tmp_path), **{"metrics.console": "off"})
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    command = [sys.executable, "-m", "forge_train", "study", "replay", str(tmp_path / "run"), "--step", "5"]  # fmt: skip
+    command = [sys.executable, "-m", "forge_train", "replay", str(tmp_path / "run"), "--step", "5"]  # fmt: skip
 
     def type_in(keys: str) -> tuple[int, str, str]:
         flags = ["--debugger", "--hook", f"{__name__}:shows"]

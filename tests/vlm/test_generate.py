@@ -54,7 +54,7 @@ def test_a_file_of_conversations_is_answered_in_any_rows(
     found = []
     for answer, rows in ((True, 1), (False, 5)):
         path = colours(tmp_path / "asks", 7, answer)
-        assert stream_text(run, prompts=path, rows=rows, max_new_tokens=8, temperature=0) == 0
+        assert stream_text(run, prompts=path, batch_size=rows, max_new_tokens=8, temperature=0) == 0
         found.append(objects(capsys.readouterr().out))
     assert found[0] == found[1]
     assert len(found[0]) == 7
@@ -108,7 +108,7 @@ def test_a_folder_of_llava_answers_as_transformers(
     transformers = pytest.importorskip("transformers")
     folder = folder_of(tmp_path / "hf")
     path = colours(tmp_path / "asks", 5, answer=False)
-    stream_text(folder, prompts=path, rows=3, max_new_tokens=5, temperature=0)
+    stream_text(folder, prompts=path, batch_size=3, max_new_tokens=5, temperature=0)
     found = [row["text"] for row in objects(capsys.readouterr().out)]
     theirs = transformers.LlavaForConditionalGeneration.from_pretrained(folder).eval()
     _, prompts = load_asked(folder)
@@ -129,7 +129,7 @@ def test_a_folder_of_llava_answers_as_transformers(
         ({"prompt": "x", "prompts": "talks"}, "--prompt", "excludes"),
         ({"image": (Path("a.png"),), "prefill_chunk": 3}, "--prefill_chunk", "images"),
         ({"image": (Path("missing.png"),)}, "", "unreadable"),
-        ({"image": (Path("missing.png"),), "rows": 0}, "--rows", "range"),
+        ({"image": (Path("missing.png"),), "batch_size": 0}, "--batch_size", "range"),
     ],
 )
 def test_what_cannot_be_answered_is_refused(

@@ -158,6 +158,6 @@ def test_a_folder_of_qwen3_vl_answers_as_transformers(
         )
         wanted.append(prompts.text(new[0, ids.size(1) :].tolist()))
     assert [*answer_all(model, prompts, prompts.read(path), 8, rows=4)] == wanted
-    stream_text(folder, prompts=path, rows=3, max_new_tokens=8, temperature=0)
+    stream_text(folder, prompts=path, batch_size=3, max_new_tokens=8, temperature=0)
     lines = capsys.readouterr().out.splitlines()
     assert [json.loads(line)["text"] for line in lines] == wanted

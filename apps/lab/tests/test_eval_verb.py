@@ -35,7 +35,7 @@ def said(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
 def test_a_checkpoint_has_the_numbers_of_its_run(
     job: Path, capsys: pytest.CaptureFixture[str], step: int, rows: int
 ) -> None:
-    found = said(capsys, str(job.parent / "run"), "--step", str(step), "--rows", str(rows))
+    found = said(capsys, str(job.parent / "run"), "--step", str(step), "--batch_size", str(rows))
     assert found["step"] == step
     row = rows_of(job)[step]
     own = {c: v for c, v in row.items() if c.startswith("eval/")}
@@ -95,7 +95,7 @@ def test_what_cannot_be_evaluated_is_refused(job: Path, tmp_path: Path) -> None:
     other.write_text("[optimizer]\nlr = 1.0\n")
     with rejects("optimizer.lr", ..., "unknown_key", ConfigError, where=other):
         evaluate_run(run, other)
-    with rejects("--rows", 0, "range", ConfigError):
-        evaluate_run(run, rows=0)
+    with rejects("--batch_size", 0, "range", ConfigError):
+        evaluate_run(run, batch_size=0)
     with rejects("run_dir", str(tmp_path), "not_found", ConfigError):
         evaluate_run(tmp_path)

@@ -41,7 +41,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_file_holds_what_the_model_computes(run: Path, tmp_path: Path) -> None:
     out = tmp_path / "x.npz"
-    assert extract_run(run, POINTS, out, rows=5, batch=2, set_name="seen", step=3) == (3, 5)
+    assert extract_run(run, POINTS, out, rows=5, batch_size=2, set_name="seen", step=3) == (3, 5)
     model, _, _ = load_model(run, "cpu", 3)
     with numpy.load(out) as found:
         meta = json.loads(str(found["meta"]))
@@ -80,7 +80,7 @@ def test_killed_and_started_again_it_is_the_same_file(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, torn = tmp_path / "whole.npz", tmp_path / "torn.npz"
-    extract_run(run, POINTS, whole, rows=7, batch=2)
+    extract_run(run, POINTS, whole, rows=7, batch_size=2)
     calls, compute = [], module._values
 
     class Killed(BaseException):
@@ -94,11 +94,11 @@ def test_killed_and_started_again_it_is_the_same_file(
 
     monkeypatch.setattr(module, "_values", third)
     with pytest.raises(Killed):
-        extract_run(run, POINTS, torn, rows=7, batch=2)
+        extract_run(run, POINTS, torn, rows=7, batch_size=2)
     (tmp_path / "torn.npz.parts/rows-000000004.tmp").write_bytes(b"half")
     with rejects("rows", 7, "changed", StateError):
-        extract_run(run, POINTS, torn, rows=6, batch=2)
-    extract_run(run, POINTS, torn, rows=7, batch=2)
+        extract_run(run, POINTS, torn, rows=6, batch_size=2)
+    extract_run(run, POINTS, torn, rows=7, batch_size=2)
     assert len(calls) == 5, "two parts were there already"
     assert torn.read_bytes() == whole.read_bytes()
 
@@ -119,7 +119,7 @@ def killed_at(monkeypatch: pytest.MonkeyPatch, where: object, name: str, run: Pa
 
     monkeypatch.setattr(where, name, last)
     with pytest.raises(Killed):
-        extract_run(run, ("logits",), out, rows=6, batch=2)
+        extract_run(run, ("logits",), out, rows=6, batch_size=2)
     monkeypatch.setattr(where, name, plain)
 
 
@@ -131,7 +131,7 @@ def test_a_kill_behind_the_last_step_leaves_no_parts(
     killed_at(monkeypatch, activation_files.shutil, "rmtree", run, out)
     assert numpy.load(out)["logits"].shape[0] == 6
     with rejects("--output", str(out), "exists", ConfigError):
-        extract_run(run, ("logits",), out, rows=6, batch=2)
+        extract_run(run, ("logits",), out, rows=6, batch_size=2)
     assert [p.name for p in tmp_path.iterdir()] == ["x.npz"]
 
 
@@ -141,28 +141,28 @@ def test_parts_that_are_damaged_or_of_nobody_are_not_used(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out, parts = tmp_path / "x.npz", tmp_path / "x.npz.parts"
-    extract_run(run, ("logits",), tmp_path / "whole.npz", rows=6, batch=2)
+    extract_run(run, ("logits",), tmp_path / "whole.npz", rows=6, batch_size=2)
     killed_at(monkeypatch, module, "_values", run, out, calls=3)
     first = parts / "rows-000000000.npz"
     whole = first.read_bytes()
     first.write_bytes(whole[:300])
     with rejects("", str(first), "damaged", StateError):
-        extract_run(run, ("logits",), out, rows=6, batch=2)
+        extract_run(run, ("logits",), out, rows=6, batch_size=2)
     for request in (None, "{"):  # parts that nobody knows the command of
         parts.mkdir(exist_ok=True)
         numpy.savez(first, tokens=numpy.zeros((2, 32)), logits=numpy.zeros((2, 32, 257)))
         asked = parts / "request.json"
         asked.unlink(missing_ok=True) if request is None else asked.write_text(request)
-        extract_run(run, ("logits",), out, rows=6, batch=2)
+        extract_run(run, ("logits",), out, rows=6, batch_size=2)
         assert out.read_bytes() == (tmp_path / "whole.npz").read_bytes()
         out.unlink()
     # a command that was refused holds nobody up
     values = module._values
     monkeypatch.setattr(module, "_values", _unreached)
     with rejects("points", "logits", "unreached", ConfigError):
-        extract_run(run, ("logits",), out, rows=6, batch=2)
+        extract_run(run, ("logits",), out, rows=6, batch_size=2)
     monkeypatch.setattr(module, "_values", values)
-    assert extract_run(run, ("final_norm",), out, rows=6, batch=2) == (6, 6)
+    assert extract_run(run, ("final_norm",), out, rows=6, batch_size=2) == (6, 6)
 
 
 def _unreached(*_: object) -> dict[str, numpy.ndarray]:
@@ -179,18 +179,18 @@ def test_another_writer_and_a_full_disk_are_told(run: Path, tmp_path: Path) -> N
         assert other.stdout is not None
         assert other.stdout.readline() == b"1\n"
         with rejects("", str(lock.parent), "locked", StateError):
-            extract_run(run, ("logits",), out, rows=6, batch=2)
+            extract_run(run, ("logits",), out, rows=6, batch_size=2)
         other.communicate(b"\n")
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (30_000, most[1]))
     try:
         with pytest.raises(StateError, match="File too large") as full:
-            extract_run(run, ("logits",), out, rows=6, batch=2)
+            extract_run(run, ("logits",), out, rows=6, batch_size=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, most)
         signal.signal(signal.SIGXFSZ, before)
     assert_problem(full.value, "", str(lock.parent), "write")
-    assert extract_run(run, ("logits",), out, rows=6, batch=2) == (6, 6)
+    assert extract_run(run, ("logits",), out, rows=6, batch_size=2) == (6, 6)
 
 
 def test_what_fp16_cannot_hold_is_refused(
@@ -220,7 +220,7 @@ def test_another_size_of_shards_after_a_kill_has_shards_of_its_own(
     assert killed == {"rows-00001-of-00001.safetensors"}
     join, names = activation_files.Parts.join, [f"rows-0000{i}-of-00006.safetensors" for i in range(1, 7)]  # fmt: skip
     monkeypatch.setattr(activation_files.Parts, "join", lambda parts, _: join(parts, 1))
-    extract_run(run, ("logits",), tmp_path / "x", rows=6, batch=2)
+    extract_run(run, ("logits",), tmp_path / "x", rows=6, batch_size=2)
     assert sorted(p.name for p in (tmp_path / "x").iterdir()) == ["index.json", *names]
 
 
@@ -259,9 +259,9 @@ def test_the_command_lists_points_and_refuses(
 @pytest.mark.slow
 def test_a_process_is_killed_and_the_same_command_ends(run: Path, tmp_path: Path) -> None:
     whole, torn = tmp_path / "whole.npz", tmp_path / "torn.npz"
-    extract_run(run, POINTS, whole, rows=40, batch=1)
+    extract_run(run, POINTS, whole, rows=40, batch_size=1)
     command = [sys.executable, "-m", "forge_train", "extract", str(run), "--points", *POINTS]
-    command += ["--output", str(torn), "--rows", "40", "--batch", "1", "--device", "cpu"]
+    command += ["--output", str(torn), "--rows", "40", "--batch_size", "1", "--device", "cpu"]
     process = subprocess.Popen(command)
     parts = tmp_path / "torn.npz.parts"
     while process.poll() is None and len(list(parts.glob("rows-*"))) < 3:

@@ -79,7 +79,7 @@ def test_texts_of_a_file_do_not_depend_on_how_many_run_at_once(
     )
     for name in ("prompts.txt", "prompts.jsonl"):
         stream_text(
-            path, prompts=tmp_path / name, rows=2, max_new_tokens=15, temperature=1.2, min_p=0.01,
+            path, prompts=tmp_path / name, batch_size=2, max_new_tokens=15, temperature=1.2, min_p=0.01,
             repetition_penalty=1.1, prefill_chunk=2, seed=5,
         )  # fmt: skip
         rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
@@ -125,8 +125,8 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path, capsys: pytest.Capt
         stream_text(path, image=(path,), prompts=path / "config.json")
     with rejects("--prefill_chunk", 8, "images", ConfigError):
         stream_text(path, image=(path,), prefill_chunk=8)
-    with rejects("--rows", 0, "range", ConfigError):
-        stream_text(path, image=(path,), rows=0)
+    with rejects("--batch_size", 0, "range", ConfigError):
+        stream_text(path, image=(path,), batch_size=0)
     with rejects("source", str(path), "images", ConfigError):
         stream_text(path, image=(path,))
     (tmp_path / "import").mkdir()
@@ -140,9 +140,9 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path, capsys: pytest.Capt
         stream_text(path, prompt="one two", max_new_tokens=99)
     (tmp_path / "long.txt").write_text("one\n" + "two " * 60)
     with rejects("max_new_tokens", 9, "length", ConfigError, where="60"):
-        stream_text(path, prompts=tmp_path / "long.txt", rows=1, max_new_tokens=9)
-    with rejects("--rows", 0, "range", ConfigError):
-        stream_text(path, prompts=tmp_path / "long.txt", rows=0, max_new_tokens=1)
+        stream_text(path, prompts=tmp_path / "long.txt", batch_size=1, max_new_tokens=9)
+    with rejects("--batch_size", 0, "range", ConfigError):
+        stream_text(path, prompts=tmp_path / "long.txt", batch_size=0, max_new_tokens=1)
     silent = SimpleNamespace(encode=lambda text: [], eos_id=None)
     with rejects("prompt", "", "empty", ConfigError):
         continuation(torch.nn.Module(), silent, "", 1, SamplingConfig(), "cpu")  # type: ignore[arg-type]

@@ -73,9 +73,9 @@ def test_activations_that_cannot_be_written(
     request = extract.ExtractFlags(Path("runs/a"), ("x",), tmp_path / "x.npz", 1, 1, "validation", None, "fp32", 1)  # fmt: skip
     with rejects("run", "runs/a", "images", ConfigError):
         extract._job(request, None, None)  # type: ignore[arg-type]
-    with rejects("--rows", 0, "range", ConfigError):
+    with rejects("--batch_size", 0, "range", ConfigError):
         checked_job("runs/a", None, 0, ParallelConfig(), None)  # type: ignore[arg-type]
-    with rejects("--rows", 0, "range"):
+    with rejects("--batch_size", 0, "range"):
         next(text.continue_all(None, None, [], None, 1, None, 0))  # type: ignore[arg-type]
 
 

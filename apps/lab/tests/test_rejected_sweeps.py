@@ -27,8 +27,8 @@ def test_flags_of_a_sweep(tmp_path: Path) -> None:
     assert_problem(caught.value, "--submit", True, "requires")
     assert_problem(caught.value, "--site", "here", "requires")
     assert_problem(caught.value, "--report", str(tmp_path / "x.txt"), "name")
-    with rejects("--plan", ..., "excludes", ConfigError):
-        sweep.run_sweep(tmp_path / "none.toml", plan=True, slurm=True)
+    with rejects("--dry_run", ..., "excludes", ConfigError):
+        sweep.run_sweep(tmp_path / "none.toml", dry_run=True, slurm=True)
 
 
 def test_places_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_places_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_pages_of_a_study(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with rejects("study sweep", ..., "requires", ConfigError, where="'forge-lab[plot]'"):
+    with rejects("sweep", ..., "requires", ConfigError, where="'forge-lab[plot]'"):
         page.check_plot()
     nan = {"event": "evaluation", "step": 3, "val_loss": float("nan")}
     for events, value in (([], None), ([nan], float("nan"))):

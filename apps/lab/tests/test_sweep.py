@@ -1,4 +1,4 @@
-"""forge-train study sweep: the runs of a study, killed and continued, and the page about them."""
+"""forge-train sweep: the runs of a study, killed and continued, and the page about them."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_a_run_of_another_configuration_is_not_continued(tmp_path: Path) -> None
 
 
 def sweep(path: Path) -> subprocess.Popen[str]:
-    return start("study", "sweep", path)
+    return start("sweep", path)
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -352,7 +352,7 @@ def test_the_page_of_the_shipped_study_is_what_its_numbers_say(tmp_path: Path) -
     """And the numbers are a fit of its own rows."""
     pytest.importorskip("matplotlib")
     docs = Path(__file__).parents[3] / "docs"
-    # `study sweep --report` writes the JSON next to the page; here it lies with the other data.
+    # `sweep --report` writes the JSON next to the page; here it lies with the other data.
     result = json.loads((docs / "data/scaling-study.json").read_text())
     assert (docs / "scaling-study.md").read_text() == page(result, "scaling-study")
     (fit,) = result["fits"]

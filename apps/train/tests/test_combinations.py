@@ -313,11 +313,9 @@ def test_a_folder_has_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         (["run", "--train.steps", "3", "--train.steps=4"], "--train.steps", ..., "duplicate"),
         (["run", "--nproc", "x"], "--nproc", "x", "range"),
         (["run", "--nproc=0"], "--nproc", "0", "range"),
-        (["report", "a", "--text", "--json"], "--text", ..., "json"),
-        (["report", "a", "b", "--text"], "RUNS", ["a", "b"], "length"),
         (["report"], "RUNS", [], "length"),
-        (["report", "a", "--text", "--output", "b"], "--output", "b", "excludes"),
         (["report", "a", "--texd"], "--texd", ..., "flag"),
+        (["goodput", "a", "b"], "", ..., "flag"),
         (["generate"], "", ..., "flag"),
     ],
 )

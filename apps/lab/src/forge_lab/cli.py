@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import tyro
 
 from forge_lab._shared.problems import invalid
-from forge_train.command_line import call_verb, parse_arguments, take_nproc
+from forge_train.command_line import call_verb, parse_arguments, take_nproc, told, with_new_names
 from forge_train.errors import ConfigError
 
 
@@ -22,6 +22,7 @@ def generate(args: list[str]) -> int:
     """Continue a text, or each of a file, by a run's newest good checkpoint or a Hugging Face folder."""
     from forge_lab.text import stream_text
 
+    args = with_new_names(args, "generate", {"--rows": "--batch_size"})
     return call_verb(stream_text, args, "generate")
 
 
@@ -33,6 +34,7 @@ def evaluate(args: list[str]) -> int:
     """
     from forge_lab.evaluate import EvalFlags, print_evaluation
 
+    args = with_new_names(args, "eval", {"--rows": "--batch_size"})
     return _on_ranks("eval", EvalFlags, print_evaluation, args, evaluate.__doc__)
 
 
@@ -44,11 +46,12 @@ def extract(args: list[str]) -> int:
     """
     from forge_lab.extract import ExtractFlags, run_extract
 
+    args = with_new_names(args, "extract", {"--batch": "--batch_size"})
     return _on_ranks("extract", ExtractFlags, run_extract, args, extract.__doc__)
 
 
 def report(args: list[str]) -> int:
-    """Write one page about a run, or about several side by side; --text prints where the seconds went.
+    """Write one page about a run, or about several side by side.
 
     The page is one HTML file that needs no network: curves, speed, seconds by cause over all lives, experts, keys
     that differ, machines, samples. It is <run.dir>/report.html, or --output.
@@ -62,57 +65,67 @@ def report(args: list[str]) -> int:
         output: Annotated[
             Path | None, tyro.conf.arg(help="the page to write, needed for several runs")
         ] = None,
-        text: Annotated[
-            bool,
-            tyro.conf.arg(help="print the seconds of a run and its best save interval instead"),
-        ] = False,
-        json: Annotated[bool, tyro.conf.arg(help="print them as one JSON object")] = False,
     ) -> int:
-        if text and json:
-            raise invalid("--text", "json", ..., "excludes --json", "give one", kind=ConfigError)
-        if not runs or ((text or json) and len(runs) > 1):
-            rule, fix = "must be one run, or more for a page", "give its folder"
-            raise invalid("RUNS", "length", [*map(str, runs)], rule, fix, kind=ConfigError)
-        if text or json:
-            if output is not None:
-                rule, fix = "is the file of a page, not of --text or --json", "leave one out"
-                raise invalid("--output", "excludes", str(output), rule, fix, kind=ConfigError)
-            from forge_lab.report.goodput import print_report
-
-            print_report(runs[0], json)
-            return 0
+        if not runs:
+            rule, fix = "must be one run or more", "give its folder"
+            raise invalid("RUNS", "length", [], rule, fix, kind=ConfigError)
         from forge_lab.report.page import write_page
 
         print(write_page(runs, output))
         return 0
 
+    if {"--text", "--json"} & set(args):
+        told("report --text and report --json", "goodput and goodput --json")
+        return goodput([arg for arg in args if arg != "--text"])
     return call_verb(options, args, "report", report.__doc__)
 
 
-#: Verbs of `study`: the function that tyro calls, by import path.
-STUDIES: dict[str, str] = {
-    "replay": "forge_lab.study.verbs.replay",
-    "bisect": "forge_lab.study.verbs.bisect",
-    "sweep": "forge_lab.study.sweep.run_sweep",
-}
+def goodput(args: list[str]) -> int:
+    """Print where the seconds of a run went, over all of its lives, and its best interval of saves."""
+
+    def options(
+        run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="folder of a run")],
+        /,
+        json: Annotated[bool, tyro.conf.arg(help="print one JSON object")] = False,
+    ) -> int:
+        from forge_lab.report.goodput import print_goodput
+
+        print_goodput(run, json)
+        return 0
+
+    return call_verb(options, args, "goodput", goodput.__doc__)
+
+
+def replay(args: list[str]) -> int:
+    """Train a step of a run again, exactly, and list the documents that it saw."""
+    from forge_lab.study import verbs
+
+    return call_verb(verbs.replay, args, "replay")
+
+
+def bisect(args: list[str]) -> int:
+    """Find the first step and module at which two runs of one model differ, by replays of both."""
+    from forge_lab.study import verbs
+
+    return call_verb(verbs.bisect, args, "bisect")
+
+
+def sweep(args: list[str]) -> int:
+    """Train the runs of a study that are not done, and fit a scaling law to them."""
+    from forge_lab.study.sweep import run_sweep
+
+    return call_verb(run_sweep, with_new_names(args, "sweep", {"--plan": "--dry_run"}), "sweep")
 
 
 def study(args: list[str]) -> int:
-    """Train a step of a run again, find where two runs part, or train a scaling study; `forge-train study` lists the verbs."""
-    from pydoc import locate
-
-    if not args or args[0] in ("-h", "--help"):
-        print(
-            "usage: forge-train study VERB ...   (forge-train study VERB --help says more)\n\nverbs"
-        )
-        for name, path in STUDIES.items():
-            print(f"  {name:10} {(locate(path).__doc__ or '').splitlines()[0]}")
-        return 0
-    if args[0] not in STUDIES:
-        rule, fix = "is not a verb of forge-train study", f"use one of {', '.join(STUDIES)}"
-        raise invalid("study", "unknown", args[0], rule, fix, kind=ConfigError)
-    call: Any = locate(STUDIES[args[0]])
-    return call_verb(call, args[1:], f"study {args[0]}")
+    """Spelling before 0.2.0 of replay, bisect and sweep."""
+    verbs = {"replay": replay, "bisect": bisect, "sweep": sweep}
+    if not args or args[0] not in verbs:
+        value = args[0] if args else ...
+        rule, fix = "must name a verb", f"use one of {', '.join(verbs)}, without study"
+        raise invalid("study", "unknown", value, rule, fix, kind=ConfigError)
+    told(f"study {args[0]}", args[0])
+    return verbs[args[0]](args[1:])
 
 
 def _on_ranks(

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import tyro
 
 from forge_data import Batch
+from forge_lab._renamed import renamed_argument
 from forge_lab._shared.paths import user_path
 from forge_lab._shared.problems import invalid
 from forge_lab._shared.toml_files import flatten
@@ -47,7 +48,7 @@ class EvalFlags:
     step: Annotated[
         int | None, tyro.conf.arg(help="step of the checkpoint (default: the newest good one)")
     ] = None
-    rows: Annotated[int, tyro.conf.arg(help="rows that a data rank computes at once")] = 8
+    batch_size: Annotated[int, tyro.conf.arg(help="rows that a data rank computes at once")] = 8
     device: Annotated[str, tyro.conf.arg(help="'auto', 'cpu' or 'cuda'")] = "auto"
     as_json: Annotated[
         bool, tyro.conf.arg(name="json", help="print one JSON object instead of a table")
@@ -58,25 +59,26 @@ class EvalFlags:
         """Raise ConfigError for what keeps `nproc` processes from it, before any of them starts."""
         layout = self.parallel.parallel(self.device)
         world = World(world_size=nproc, local_world_size=nproc)
-        checked_job(self.run, self.config, self.rows, layout, world)
+        checked_job(self.run, self.config, self.batch_size, layout, world)
 
 
 def print_evaluation(flags: EvalFlags) -> int:
     """Evaluate a checkpoint of a run with fp32 weights, in one process or as one rank of many: nothing is written."""
     parallel = flags.parallel.parallel(flags.device)
     at, found = evaluate_run(
-        flags.run, flags.config, flags.step, flags.rows, flags.device, parallel
+        flags.run, flags.config, flags.step, flags.batch_size, flags.device, parallel
     )
     if find_world().rank == 0:
         _show(at, found, flags.as_json)
     return ExitCode.DONE
 
 
+@renamed_argument("rows", "batch_size")
 def evaluate_run(
     run: str | Path,
     config: str | Path | None = None,
     step: int | None = None,
-    rows: int = 8,
+    batch_size: int = 8,
     device: str = "auto",
     parallel: ParallelConfig | None = None,
     meshes: Meshes | None = None,
@@ -95,7 +97,7 @@ def evaluate_run(
     world = world_of(meshes)
     if parallel is None:
         parallel = Axes().parallel(device)
-    job = checked_job(run, config, rows, parallel, world)
+    job = checked_job(run, config, batch_size, parallel, world)
     with init_ranks(parallel) if meshes is None else nullcontext(meshes) as ranks:
         return _measure(run, step, job, ranks)
 
@@ -109,17 +111,23 @@ def world_of(meshes: Meshes | None) -> World:
 
 
 def checked_job(
-    run: str | Path, config: str | Path | None, rows: int, parallel: ParallelConfig, world: World
+    run: str | Path,
+    config: str | Path | None,
+    batch_size: int,
+    parallel: ParallelConfig,
+    world: World,
 ) -> JobConfig:
     """The evaluations as a job of these ranks. ConfigError for what cannot be evaluated, or not by them."""
-    if rows < 1:
-        raise invalid("--rows", "range", rows, "must be 1 or more", "use 8", kind=ConfigError)
+    if batch_size < 1:
+        raise invalid(
+            "--batch_size", "range", batch_size, "must be 1 or more", "use 8", kind=ConfigError
+        )
     paths, other = RunDirectory(run), None if config is None else user_path(config)
     paths.require_run()
     with config_errors("parallel"):
         select_device(parallel.device)
         parallel.axes(world.world_size, world.local_world_size)
-    job = evaluation_job(paths, other, rows, parallel, world.world_size)
+    job = evaluation_job(paths, other, batch_size, parallel, world.world_size)
     require_layout(job, world.world_size, world.local_world_size)
     return job
 
@@ -149,11 +157,11 @@ def _measure(
 def evaluation_job(
     paths: RunDirectory,
     other: Path | None,
-    rows: int,
+    batch_size: int,
     parallel: ParallelConfig | None = None,
     world_size: int = 1,
 ) -> JobConfig:
-    """The run's job on these ranks in fp32, `rows` at once on each of them that reads, with the evaluations of another
+    """The run's job on these ranks in fp32, `batch_size` rows at once on each of them that reads, with the evaluations of another
     file in place of its own."""
     parallel = parallel or ParallelConfig(precision="fp32")
     given = None if other is None else read_layers(other)
@@ -172,8 +180,8 @@ def evaluation_job(
     here: dict[str, Any] = {
         "run.dir": str(paths.path),
         # a pipeline takes at least as many micro-batches as it has stages
-        "train.global_batch": rows * parallel.axes(world_size).batch_size * parallel.pp,
-        "train.micro_batch": rows,
+        "train.global_batch": batch_size * parallel.axes(world_size).batch_size * parallel.pp,
+        "train.micro_batch": batch_size,
         "eval.every_steps": 1,
     }
     usual = ParallelConfig()

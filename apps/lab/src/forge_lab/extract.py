@@ -17,6 +17,7 @@ from torch import nn
 
 from forge_core.interp import ActivationStore, points_of
 from forge_data import Batch, Stream, batch_of
+from forge_lab._renamed import renamed_argument
 from forge_lab._shared.problems import Problem, invalid
 from forge_lab.activation_files import Parts, output_problems
 from forge_lab.axes import Axes
@@ -46,7 +47,7 @@ class ExtractFlags:
         Path | None, tyro.conf.arg(help="the .npz file to write, or a folder for safetensors")
     ] = None
     rows: Annotated[int, tyro.conf.arg(help="rows of the set, fewer if it has not as many")] = 64
-    batch: Annotated[int, tyro.conf.arg(help="rows that a data rank computes at once")] = 8
+    batch_size: Annotated[int, tyro.conf.arg(help="rows that a data rank computes at once")] = 8
     set_name: Annotated[
         str, tyro.conf.arg(name="set", help="'validation', or a name of [eval.sets]")
     ] = "validation"
@@ -74,7 +75,7 @@ class ExtractFlags:
 
     def problems(self) -> Iterator[Problem]:
         """Values out of range, and why the output cannot be written."""
-        for name in ("rows", "batch", "shard_mib"):
+        for name in ("rows", "batch_size", "shard_mib"):
             if (value := getattr(self, name)) < 1:
                 yield Problem(f"--{name}", "range", value, "must be 1 or more")
         if self.dtype not in _DTYPES:
@@ -102,12 +103,13 @@ def run_extract(flags: ExtractFlags) -> int:
     return ExitCode.DONE
 
 
+@renamed_argument("batch", "batch_size")
 def extract_run(
     run: str | Path,
     points: tuple[str, ...],
     output: str | Path,
     rows: int = 64,
-    batch: int = 8,
+    batch_size: int = 8,
     set_name: str = "validation",
     *,
     step: int | None = None,
@@ -127,16 +129,16 @@ def extract_run(
     index.json, which names arrays, shards and their rows.
 
     Under torchrun, srun or RANK/WORLD_SIZE each rank calls it; `parallel` says how they share the work, by default as
-    data ranks. `meshes` are those of `parallel` where a group runs already. Each data rank computes `batch` rows at
+    data ranks. `meshes` are those of `parallel` where a group runs already. Each data rank computes `batch_size` rows at
     once (under pp that many for each stage); the first of its ranks writes them, and rank 0 the file, so the output must
     lie where all ranks see it. Values are those of one process up to the order of sums.
 
-    Memory and the time lost by a kill are those of `batch` rows, and of a shard; the disk holds twice the output while
+    Memory and the time lost by a kill are those of `batch_size` rows, and of a shard; the disk holds twice the output while
     it is put together. The same command after a kill goes on to the same bytes. The run is read only. Raises
     ConfigError, DataError or StateError.
     """
     asked = ExtractFlags(
-        Path(run), tuple(points), Path(output), rows, batch, set_name, step, dtype, shard_mib
+        Path(run), tuple(points), Path(output), rows, batch_size, set_name, step, dtype, shard_mib
     )
     return _extract(asked, parallel or Axes().parallel(device), meshes)
 
@@ -152,7 +154,7 @@ def _extract(
 def _job(asked: ExtractFlags, parallel: ParallelConfig, world: World) -> JobConfig:
     """The job of these ranks. ConfigError for what cannot be written, or not by them."""
     refuse(list(asked.problems()))
-    job = checked_job(asked.run, None, asked.batch, parallel, world)
+    job = checked_job(asked.run, None, asked.batch_size, parallel, world)
     if isinstance(job.model, VLMConfig):
         rule = "is a run of a model with images, whose rows have different shapes"
         fix = "use forge_core.interp on it"
@@ -225,7 +227,7 @@ def _request(
         "set": asked.set_name,
         "points": list(asked.points),
         "rows": count,
-        "batch": asked.batch,
+        "batch": asked.batch_size,
         "dtype": asked.dtype,
         "ranks": meshes.world_size,
         "parallel": layout,

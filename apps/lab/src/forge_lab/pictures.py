@@ -52,13 +52,15 @@ def answer_pictures(
     asked: Asked,
     sampling: SamplingConfig,
     max_new_tokens: int | None,
-    rows: int,
+    batch_size: int,
     device: torch.device,
 ) -> int:
     """Print the answer to a question, or an object with prompt and text for each of a file. ConfigError for what
     cannot be read or answered."""
-    if rows < 1:
-        raise invalid("--rows", "range", rows, "must be at least 1", "use 8", kind=ConfigError)
+    if batch_size < 1:
+        raise invalid(
+            "--batch_size", "range", batch_size, "must be at least 1", "use 8", kind=ConfigError
+        )
     try:
         model, prompts = load_asked(source, device)
         if asked.path is None:
@@ -67,7 +69,7 @@ def answer_pictures(
             questions = prompts.read(asked.path, asked.format or "chat")
         new = _room(model, questions) if max_new_tokens is None else max_new_tokens
         for question, text in zip(
-            questions, answer_all(model, prompts, questions, new, sampling, rows)
+            questions, answer_all(model, prompts, questions, new, sampling, batch_size)
         ):
             row = {"prompt": question.name, "text": text}
             print(text if asked.path is None else json.dumps(row, ensure_ascii=False), flush=True)

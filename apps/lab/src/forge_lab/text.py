@@ -49,7 +49,9 @@ def stream_text(
             "conversations), whose last answer is written anew"
         ),
     ] = None,
-    rows: Annotated[int, tyro.conf.arg(help="prompts of the file that are continued at once")] = 8,
+    batch_size: Annotated[
+        int, tyro.conf.arg(help="prompts of the file that are continued at once")
+    ] = 8,
     max_new_tokens: Annotated[
         int | None,
         tyro.conf.arg(
@@ -94,14 +96,14 @@ def stream_text(
             rule = "must be left out with images, which belong to whole prompts"
             raise invalid("--prefill_chunk", "images", prefill_chunk, rule, kind=ConfigError)
         asked = Asked(prompt, image, prompts, talks)
-        return answer_pictures(source, asked, sampling, max_new_tokens, rows, chosen)
+        return answer_pictures(source, asked, sampling, max_new_tokens, batch_size, chosen)
     model, tokenizer = _load(source, chosen)
     try:
         if max_new_tokens is None:
             max_new_tokens = _room(model, tokenizer, [prompt] if texts is None else texts)
         if texts is not None:
             continued = continue_all(
-                model, tokenizer, texts, sampling, max_new_tokens, prefill_chunk, rows
+                model, tokenizer, texts, sampling, max_new_tokens, prefill_chunk, batch_size
             )
             for text, more in zip(texts, continued):
                 print(json.dumps({"prompt": text, "text": more}, ensure_ascii=False), flush=True)
@@ -174,21 +176,21 @@ def continue_all(
     sampling: SamplingConfig,
     max_new_tokens: int,
     prefill_chunk: int | None,
-    rows: int,
+    batch_size: int,
 ) -> Iterator[str]:
-    """What follows each text, up to an end token; the same whatever `rows`, the texts that are continued at once.
+    """What follows each text, up to an end token; the same whatever `batch_size`, the texts that are continued at once.
 
     Refused texts raise before the first one is continued.
     """
-    if rows < 1:
-        raise invalid("--rows", "range", rows, "must be at least 1", "use 8")
+    if batch_size < 1:
+        raise invalid("--batch_size", "range", batch_size, "must be at least 1", "use 8")
     ids = [prompt_ids(tokenizer, text) for text in texts]
     if ids:  # not begun: it refuses lengths
         generate_stream(
             model, [max(ids, key=len)], max_new_tokens, sampling, prefill_chunk=prefill_chunk
         )
-    for first in range(0, len(ids), rows):
-        part = ids[first : first + rows]
+    for first in range(0, len(ids), batch_size):
+        part = ids[first : first + batch_size]
         new = generate(
             model, part, max_new_tokens, sampling, tokenizer.end_ids, prefill_chunk, first
         ).tolist()

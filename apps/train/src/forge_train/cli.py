@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 Flags = TypeVar("Flags")
 #: Verbs of forge-lab, which mounts them.
-OF_LAB = ("generate", "eval", "extract", "report", "study")
+OF_LAB = ("generate", "eval", "extract", "report", "goodput", "replay", "bisect", "sweep", "study")
 #: Verbs that join a process group under a launcher.
-_OF_RANKS = ("run", "eval", "extract", "study")
+_OF_RANKS = ("run", "eval", "extract", "replay", "study")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:

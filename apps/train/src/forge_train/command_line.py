@@ -13,7 +13,7 @@ import functools
 import io
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,15 @@ from forge_train._shared.problems import Problem, invalid
 from forge_train.errors import ConfigError
 from forge_train.process import is_rank_of_many
 
-__all__ = ["call_verb", "flag_errors", "is_rank_of_many", "parse_arguments", "take_nproc"]
+__all__ = [
+    "call_verb",
+    "flag_errors",
+    "is_rank_of_many",
+    "parse_arguments",
+    "take_nproc",
+    "told",
+    "with_new_names",
+]
 
 #: While it is active, flags of type Path take a leading `~/` as the home folder.
 PATHS = tyro.constructors.ConstructorRegistry()
@@ -60,6 +68,22 @@ def take_nproc(args: list[str]) -> tuple[int | None, list[str]]:
             raise invalid("--nproc", "launcher", value, rule, "leave it out", kind=ConfigError)
         return int(value), rest
     return None, rest
+
+
+def with_new_names(args: list[str], verb: str, names: Mapping[str, str]) -> list[str]:
+    """Arguments with the flags of before 0.2.0 replaced, `{"--old": "--new"}`; each is told on stderr. They go in 0.3.0."""
+    found = []
+    for arg in args:
+        name, equals, value = arg.partition("=")
+        if name in names:
+            told(f"{verb} {name}", f"{verb} {names[name]}")
+        found.append(names.get(name, name) + equals + value)
+    return found
+
+
+def told(old: str, new: str) -> None:
+    """Say on stderr that a spelling goes in 0.3.0."""
+    print(f"forge-train: {old} is {new} now", file=sys.stderr)
 
 
 def call_verb(

@@ -33,8 +33,8 @@ def data_wait_seconds(run_dir: str | Path) -> float | None:
     return sum(waits) if waits else None
 
 
-def print_report(run_dir: Path, as_json: bool) -> None:
-    """The report of a run on stdout, for a person or as one JSON object."""
+def print_goodput(run_dir: Path, as_json: bool) -> None:
+    """The ledger of a run on stdout, for a person or as one JSON object."""
     found, waited = run_goodput(run_dir), data_wait_seconds(run_dir)
     if as_json:
         print(json.dumps({**asdict(found), "data_wait_seconds": waited}))

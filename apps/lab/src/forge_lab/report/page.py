@@ -102,7 +102,7 @@ def _renderer() -> Callable[[Mapping[str, Part]], str]:
         from plotly.offline import get_plotlyjs
     except ImportError as error:
         rule = f"needs {error.name}, which is not installed"
-        fix = "pip install 'forge-lab[report]', or print a table by --text"
+        fix = "pip install 'forge-lab[report]', or print a table by forge-train goodput"
         raise invalid("report", "requires", ..., rule, fix, kind=ConfigError) from error
     here = Path(__file__).parent
     environment = jinja2.Environment(

@@ -1,4 +1,4 @@
-"""`forge-train study sweep --slurm`: arrays of Slurm whose element i is the i-th run, and those of forks after the trunks."""
+"""`forge-train sweep --slurm`: arrays of Slurm whose element i is the i-th run, and those of forks after the trunks."""
 
 from __future__ import annotations
 

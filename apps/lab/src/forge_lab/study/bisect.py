@@ -151,7 +151,7 @@ def bisect_records(
     interval: Interval | None = None,
     runs: tuple[Path, Path] | None = None,
 ) -> Verdict:
-    """Compare two records that `forge-train study replay --record` wrote, here or on other machines."""
+    """Compare two records that `forge-train replay --record` wrote, here or on other machines."""
     one, two = Record(a), Record(b)
     with config_errors():
         difference = first_difference(one, two, tolerance)

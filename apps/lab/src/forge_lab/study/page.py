@@ -43,7 +43,7 @@ def check_plot() -> None:
         import matplotlib  # noqa: F401
     except ImportError as error:
         rule, fix = "needs matplotlib for its plots", "pip install 'forge-lab[plot]'"
-        raise invalid("study sweep", "requires", ..., rule, fix, kind=ConfigError) from error
+        raise invalid("sweep", "requires", ..., rule, fix, kind=ConfigError) from error
 
 
 def write_page(study: Study, path: Path) -> None:
@@ -313,7 +313,7 @@ def _remarks(result: Result) -> Iterator[str]:
     yield ""
     yield (
         f"Cost: {cost['processor_seconds']:,.0f} processor seconds in {cost['processes']} processes, threads of each: {result['threads']}; "
-        f"{cost['flops']:.2e} FLOPs, trunks included; commit {cost['commit']}. `forge-train study sweep STUDY.toml --report PAGE.md` "
+        f"{cost['flops']:.2e} FLOPs, trunks included; commit {cost['commit']}. `forge-train sweep STUDY.toml --report PAGE.md` "
         "trains what is missing and writes this page, its picture and its numbers (.json)."
     )
 

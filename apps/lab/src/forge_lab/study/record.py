@@ -269,7 +269,7 @@ class Record:
             self.head = Head(**found)
         except (OSError, ValueError, KeyError, TypeError) as error:
             rule = f"must be a record of format {FORMAT} ({error})"
-            fix = "write one: forge-train study replay RUN --step N --record DIR"
+            fix = "write one: forge-train replay RUN --step N --record DIR"
             raise invalid("record", "damaged", str(folder), rule, fix, kind=ConfigError) from error
 
     def row(self, step: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""`forge-train study sweep`: the runs of a study, each in a process of its own, and the scaling law that they follow.
+"""`forge-train sweep`: the runs of a study, each in a process of its own, and the scaling law that they follow.
 
 What is done is read from the folders of the runs alone, so a sweep that was killed at any instant goes on by the same command.
 """
@@ -29,13 +29,13 @@ from forge_train.errors import JobError, refuse
 def run_sweep(
     study: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="file of the study")],
     /,
-    plan: Annotated[
+    dry_run: Annotated[
         bool, tyro.conf.arg(help="print the runs and what they need, and train nothing")
     ] = False,
     gpu: Annotated[
         str | None,
         tyro.conf.arg(
-            help="with --plan: price by the planner for this GPU, not by a few measured steps"
+            help="with --dry_run: price by the planner for this GPU, not by a few measured steps"
         ),
     ] = None,
     jobs: Annotated[int, tyro.conf.arg(help="runs at the same time on this machine")] = 1,
@@ -55,9 +55,9 @@ def run_sweep(
     ] = None,
 ) -> int:
     """Train the runs of a study that are not done, fit a scaling law to them, and write a page about both."""
-    refuse(list(_flag_problems(plan, gpu, jobs, slurm, submit, site, report)))
+    refuse(list(_flag_problems(dry_run, gpu, jobs, slurm, submit, site, report)))
     described = read_study(study)
-    if plan:
+    if dry_run:
         from forge_lab.study.price import print_plan
 
         print_plan(described, gpu)
@@ -85,7 +85,7 @@ def run_sweep(
 
 
 def _flag_problems(
-    plan: bool,
+    dry_run: bool,
     gpu: str | None,
     jobs: int,
     slurm: bool,
@@ -95,14 +95,14 @@ def _flag_problems(
 ) -> Iterator[Problem]:
     if jobs < 1:
         yield Problem("--jobs", "range", jobs, "must be at least 1", "use --jobs 2")
-    if gpu is not None and not plan:
-        yield Problem("--gpu", "requires", gpu, "must go with --plan", "give both")
+    if gpu is not None and not dry_run:
+        yield Problem("--gpu", "requires", gpu, "must go with --dry_run", "give both")
     for key, value in (("--submit", submit or None), ("--site", site)):
         if value is not None and not slurm:
             yield Problem(key, "requires", value, "must go with --slurm", "give it, too")
-    if plan and slurm:
+    if dry_run and slurm:
         yield Problem(
-            "--plan", "excludes", ..., "and --slurm exclude each other", "give one of them"
+            "--dry_run", "excludes", ..., "and --slurm exclude each other", "give one of them"
         )
     if report is not None and (report.suffix != ".md" or not report.parent.is_dir()):
         rule = "must be a .md file in a folder that exists"

@@ -1,4 +1,4 @@
-"""The verbs `forge-train study replay` and `forge-train study bisect`."""
+"""The verbs `forge-train replay` and `forge-train bisect`."""
 
 from __future__ import annotations
 
@@ -61,9 +61,7 @@ def replay(
     ] = None,
     record: Annotated[
         Path | None,
-        tyro.conf.arg(
-            help="write weights, outputs and gradients of the steps here, for study bisect"
-        ),
+        tyro.conf.arg(help="write weights, outputs and gradients of the steps here, for bisect"),
     ] = None,
     from_step: Annotated[
         int | None,
@@ -139,7 +137,7 @@ def bisect(
     """Find the first step and module at which two runs of one model differ, by replays of both. Ends with 1 if they do.
 
     Each run is replayed in its own layout on this machine, from their last common checkpoint. To compare machines or
-    versions, record each there with `study replay RUN --step N --record DIR`, and give the two records.
+    versions, record each there with `replay RUN --step N --record DIR`, and give the two records.
     """
     from forge_lab.study.bisect import bisect_records, bisect_runs
 
@@ -180,7 +178,7 @@ def _show(verdict: Verdict, json: bool) -> int:
 
 
 def _run(args: list[str], run: Path, folder: Path) -> None:
-    """A study verb in a process of its own, which may start ranks, and has its temporary files in `folder`.
+    """A verb in a process of its own, which may start ranks, and has its temporary files in `folder`.
 
     A signal is passed on and waited for: then KeyboardInterrupt. StateError where the verb fails.
     """
@@ -188,7 +186,7 @@ def _run(args: list[str], run: Path, folder: Path) -> None:
 
     from forge_resilience import StopSignal
 
-    command = [sys.executable, "-m", "forge_train", "study", *args]
+    command = [sys.executable, "-m", "forge_train", *args]
     environment = {**os.environ, "TMPDIR": str(folder)}
     passed_on = False
     with (
@@ -236,14 +234,14 @@ def _as_flags(
 
 
 def _on_ranks(nproc: int, args: list[str], output: Path | None) -> int:
-    """A study verb in `nproc` processes that share a folder."""
+    """A verb in `nproc` processes that share a folder."""
     import tempfile
 
     from forge_resilience.local_workers import run_local_workers
 
     with tempfile.TemporaryDirectory(prefix="forge-replay-") as folder:
         shared = output or Path(folder, "run")
-        command = [sys.executable, "-m", "forge_train", "study", *args, "--output", str(shared)]
+        command = [sys.executable, "-m", "forge_train", *args, "--output", str(shared)]
         return run_local_workers(command, nproc, {**os.environ, "FORGE_NPROC": str(nproc)})
 
 

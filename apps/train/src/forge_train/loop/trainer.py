@@ -225,7 +225,8 @@ class Trainer:
         changed = run_on_all_ranks(run.agreement, lambda: run.folder.allowed_changes(run.job))
         self._build()
         stack.enter_context(self._extensions.around("around_run", run))
-        self._checkpoints = open_checkpoints(run, self._extensions, store, self._tensor_names)
+        with run.evaluation_point():  # which names of an optimizer's state belong to
+            self._checkpoints = open_checkpoints(run, self._extensions, store, self._tensor_names)
         life = restore(run, self._checkpoints, self._initial, changed)
         stack.callback(run.recorder.close)
         report_start(run, life, self._initial, self._notes, self._checkpoints.set_aside)
