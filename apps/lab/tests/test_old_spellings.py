@@ -43,5 +43,8 @@ def test_an_old_spelling_is_read(
 
 
 def test_old_arguments_are_read(tmp_path: Path) -> None:
-    with rejects("--batch_size", 0, "range", ConfigError), pytest.warns(DeprecationWarning):
+    with (
+        rejects("--batch_size", 0, "range", ConfigError),
+        pytest.warns(DeprecationWarning, match="batch_size"),
+    ):
         evaluate_run(tmp_path, rows=0)  # type: ignore[call-arg]

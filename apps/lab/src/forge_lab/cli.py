@@ -14,7 +14,13 @@ from typing import Annotated, Any
 import tyro
 
 from forge_lab._shared.problems import invalid
-from forge_train.command_line import call_verb, parse_arguments, take_nproc, told, with_new_names
+from forge_train.command_line import (
+    call_verb,
+    parse_arguments,
+    take_nproc,
+    warn_renamed,
+    with_new_names,
+)
 from forge_train.errors import ConfigError
 
 
@@ -75,7 +81,7 @@ def report(args: list[str]) -> int:
         return 0
 
     if {"--text", "--json"} & set(args):
-        told("report --text and report --json", "goodput and goodput --json")
+        warn_renamed("report --text and report --json", "goodput and goodput --json")
         return goodput([arg for arg in args if arg != "--text"])
     return call_verb(options, args, "report", report.__doc__)
 
@@ -124,7 +130,7 @@ def study(args: list[str]) -> int:
         value = args[0] if args else ...
         rule, fix = "must name a verb", f"use one of {', '.join(verbs)}, without study"
         raise invalid("study", "unknown", value, rule, fix, kind=ConfigError)
-    told(f"study {args[0]}", args[0])
+    warn_renamed(f"study {args[0]}", args[0])
     return verbs[args[0]](args[1:])
 
 

@@ -30,7 +30,7 @@ __all__ = [
     "is_rank_of_many",
     "parse_arguments",
     "take_nproc",
-    "told",
+    "warn_renamed",
     "with_new_names",
 ]
 
@@ -71,17 +71,17 @@ def take_nproc(args: list[str]) -> tuple[int | None, list[str]]:
 
 
 def with_new_names(args: list[str], verb: str, names: Mapping[str, str]) -> list[str]:
-    """Arguments with the flags of before 0.2.0 replaced, `{"--old": "--new"}`; each is told on stderr. They go in 0.3.0."""
+    """Arguments with the flags of before 0.2.0 replaced, `{"--old": "--new"}`, with a warning on stderr. They go in 0.3.0."""
     found = []
     for arg in args:
         name, equals, value = arg.partition("=")
         if name in names:
-            told(f"{verb} {name}", f"{verb} {names[name]}")
+            warn_renamed(f"{verb} {name}", f"{verb} {names[name]}")
         found.append(names.get(name, name) + equals + value)
     return found
 
 
-def told(old: str, new: str) -> None:
+def warn_renamed(old: str, new: str) -> None:
     """Say on stderr that a spelling goes in 0.3.0."""
     print(f"forge-train: {old} is {new} now", file=sys.stderr)
 

@@ -211,7 +211,7 @@ class Loader:
     def next_or_filler(
         self, prepare: Callable[[Batch], Batch] = lambda batch: batch
     ) -> tuple[Batch, Exception | None]:
-        """The next batch, after `prepare`, and None; a micro-batch of filler and the error where it cannot be read.
+        """The next batch, after `prepare`, and None; else a micro-batch of filler and the error, where it cannot be read.
 
         A rank can so take part in the collectives of the step, and tell the others of its error there.
         """

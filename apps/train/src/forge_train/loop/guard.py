@@ -71,13 +71,13 @@ class Guard:
         self._refuse_more_rollbacks(bad, checkpoints.last_step)
         at, rollbacks = run.progress.step, self.policy.rollbacks + 1
         before = run.config.resilience.rollback.batches_before
-        known = len(checkpoints.set_aside)
+        known = len(checkpoints.damaged)
         with run.phase("load"):
             run.announce(checkpoints.settle())
             windows = [*run.loader.skipped, _instances_of_steps(run, bad.first - before, bad.last)]
             with run.evaluation_point():
                 seconds = checkpoints.go_back(bad.first - 1, bad.first - 1 - before)
-        run.record_quarantine(checkpoints.set_aside[known:])
+        run.record_quarantine(checkpoints.damaged[known:])
         if seconds is None:
             _refuse_without_checkpoint(bad, run.folder.checkpoints)
         self.policy.rollbacks = rollbacks

@@ -64,7 +64,7 @@ def open_store(run: Run) -> Store:
 def open_checkpoints(
     run: Run, extensions: Extensions, store: Store, tensor_names: set[str]
 ) -> Checkpoints:
-    """What is saved of a run; `tensor_names` are those of the whole model."""
+    """What is saved of a run; `tensor_names` are those of all stages."""
     state = checkpoint_state(
         run.model,
         run.optimizer,

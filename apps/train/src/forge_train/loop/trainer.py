@@ -229,7 +229,7 @@ class Trainer:
             self._checkpoints = open_checkpoints(run, self._extensions, store, self._tensor_names)
         life = restore(run, self._checkpoints, self._initial, changed)
         stack.callback(run.recorder.close)
-        report_start(run, life, self._initial, self._notes, self._checkpoints.set_aside)
+        report_start(run, life, self._initial, self._notes, self._checkpoints.damaged)
         self._extensions.call("start", run)
         run.count_steps()  # a callback may leave out data
         run.open_rows()

@@ -63,7 +63,7 @@ class Run:
 
     job, folder             the configuration and the run directory
     rank, device            of this process
-    model                   whole until `Trainer.prepare` shards it, then this rank's part [prepare]
+    model                   not yet sharded, then this rank's part [prepare]
     loader, course          the batches of this rank, and the phases of the data
     evaluation, extensions  held-out data; optional features
     division                how the first phase divides a global batch into micro-batches

@@ -248,7 +248,7 @@ class Checkpoints:
         return IMPORTED in self._store.inspect(0)["objects"]
 
     @property
-    def set_aside(self) -> list[tuple[int, str]]:
+    def damaged(self) -> list[tuple[int, str]]:
         """(step, reason) of the checkpoints that `load` found damaged."""
         return list(self._store.set_aside)
 
