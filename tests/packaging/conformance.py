@@ -35,11 +35,9 @@ from forge_moe import protocols as moe
 from forge_moe.dispatch import AllToAllDispatch, HierarchicalDispatch
 from forge_parallel import protocols as parallel
 from forge_resilience import NumericsPolicy
+from forge_resilience.sinks import JsonlSink, MlflowSink, TensorBoardSink, WandbSink
 from forge_train import protocols as train
 from forge_train.metrics.console import ConsoleSink
-from forge_train.metrics.jsonl import JsonlSink
-from forge_train.metrics.sinks import TensorBoardSink
-from forge_train.metrics.tracking import MlflowSink, WandbSink
 from forge_train.run.rows import Progress
 from forge_train.trainer.objective import token_cross_entropy
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from forge_core.lora import LoRAConfig
 from forge_parallel import ParallelConfig
+from forge_resilience.sinks import WandbSink
 from forge_testing.problems import ANY, assert_problem, rejects
 from forge_train import ConfigError, JobError, plan
 from forge_train.config.lora import LoRASection
@@ -29,7 +30,6 @@ from forge_train.hf import (
     folder,
     importing,
 )
-from forge_train.metrics.tracking import WandbSink
 from forge_train.trainer.run_directory import RunDirectory
 
 pytestmark = pytest.mark.lane("test")

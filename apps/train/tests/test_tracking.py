@@ -18,9 +18,7 @@ from typing import Any
 import pytest
 
 from forge_testing import forge_train, write_job
-from forge_testing.problems import rejects
 from forge_train import read_run
-from forge_train.metrics.tracking import MlflowSink
 
 TABLES = """
 [metrics.sinks.curves]
@@ -163,21 +161,3 @@ def test_without_a_key_wandb_asks_nobody_and_training_goes_on(tmp_path: Path) ->
     assert "metrics.sinks.mine: " in done.err
     assert "WANDB_API_KEY" in done.err
     assert read_run(tmp_path / "run").metrics["step"] == [1, 2]
-
-
-@pytest.mark.slow
-@pytest.mark.lane("ci")
-def test_the_file_of_an_id_is_named_where_its_run_is_gone_and_made_anew_where_it_is_empty(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pytest.importorskip("mlflow")
-    for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY"):
-        monkeypatch.setenv(name, "true")
-    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    (tmp_path / "config.toml").write_text("[train]\nsteps = 1\n")
-    (tmp_path / "mlflow.id").write_text("")
-    MlflowSink(tmp_path, 0).close()
-    assert len((tmp_path / "mlflow.id").read_text().strip()) == 32
-    (tmp_path / "mlflow.id").write_text("0" * 32)
-    with rejects("run", "0" * 32, "not_found", where=tmp_path / "mlflow.id"):
-        MlflowSink(tmp_path, 0)

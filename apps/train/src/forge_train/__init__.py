@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from forge_train.errors import ConfigError, DataError, JobError, StateError
     from forge_train.jobs import load_folder, load_job, load_model, load_trained
     from forge_train.loop.trainer import RunResult, Trainer
-    from forge_train.metrics.columns import column_of
-    from forge_train.metrics.jsonl import read_rows
+    from forge_train.metrics.columns import column_of, read_rows
     from forge_train.protocols import Sink
     from forge_train.report.read_run import Run, read_run
     from forge_train.run.callback import Callback
@@ -57,8 +56,7 @@ _NAMES = {
     "config.schema": "JobConfig",
     "errors": "ConfigError DataError JobError StateError",
     "jobs": "load_folder load_job load_model load_trained",
-    "metrics.columns": "column_of",
-    "metrics.jsonl": "read_rows",
+    "metrics.columns": "column_of read_rows",
     "protocols": "Sink",
     "report.read_run": "Run read_run",
     "run.callback": "Callback",

@@ -11,7 +11,7 @@ from forge_ckpt import SaveEvent, Store
 from forge_resilience.goodput import process_start_time
 from forge_train.errors import ConfigError, run_on_all_ranks
 from forge_train.loop.opening import Initial
-from forge_train.metrics.jsonl import read_rows
+from forge_train.metrics.columns import read_rows
 from forge_train.run.extension import Extensions
 from forge_train.run.recorder import Recorder
 from forge_train.run.rows import Progress

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
+
+from forge_resilience import sinks
 
 #: The schema of new rows. It rises when a column changes its meaning or goes; a new column leaves it as it is.
 #: Rows of versions before it have none, and their columns mean the same as those of schema 1.
@@ -79,13 +82,9 @@ def columns_as_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def scalars(row: Mapping[str, Any]) -> dict[str, int | float]:
-    """The numbers of a row that are curves over its steps."""
-    return {
-        name: value
-        for name, value in row.items()
-        if name not in ("step", "schema") and isinstance(value, int | float)
-    }
+def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
+    """`forge_resilience.sinks.read_rows`, with a line on stderr for rows of a later schema."""
+    return sinks.read_rows(path, SCHEMA)
 
 
 @functools.cache

@@ -8,29 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from forge_core.registry import Registry
+from forge_resilience.sinks import MlflowSink, TensorBoardSink, WandbSink
 from forge_train._shared.problems import Problem
 from forge_train.config.schema import MetricsConfig
-from forge_train.metrics.columns import scalars
-from forge_train.metrics.tracking import MlflowSink, WandbSink
-from forge_train.protocols import Row, Sink
-
-
-class TensorBoardSink:
-    """Scalars of each row in `directory`/tensorboard, under their own names. Needs the extra `forge-train[track]`."""
-
-    def __init__(self, directory: Path, resume_step: int, /) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=resume_step + 1)
-
-    def write(self, row: Row) -> None:
-        for key, value in scalars(row).items():
-            self.writer.add_scalar(key, value, row["step"])
-        self.writer.flush()
-
-    def close(self) -> None:
-        self.writer.close()
-
+from forge_train.protocols import Sink
 
 SINKS = Registry(
     "metrics.sinks.<name>.name",

@@ -10,7 +10,7 @@ from typing import Any
 
 from forge_resilience import read_events
 from forge_train._shared.toml_files import read_toml
-from forge_train.metrics.jsonl import read_rows
+from forge_train.metrics.columns import read_rows
 from forge_train.trainer.run_directory import RunDirectory
 
 

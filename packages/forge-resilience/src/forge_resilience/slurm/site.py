@@ -5,19 +5,18 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from forge_resilience._shared.paths import read_regular, user_path
+from forge_resilience._shared.paths import user_path
 from forge_resilience._shared.problems import Problem, invalid
+from forge_resilience._shared.toml_files import read_toml
 from forge_resilience.slurm.config import seconds_of
 
 __all__ = ["find_site", "grace_warnings", "limit_problem", "read_site", "site_path", "site_text"]
 
 _FOLDER = "~/.config/forge"
-_MAX_BYTES = 1 << 20  # of a site file
 Environ = Mapping[str, str]
 
 
@@ -47,8 +46,8 @@ def site_path(name: str) -> Path:
 def read_site(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The table [slurm] of a site file: keys of `SlurmConfig`. Raises ValueError for anything else in it."""
     try:
-        table = tomllib.loads(read_regular(user_path(path), _MAX_BYTES).decode())
-    except (OSError, ValueError) as error:
+        table = read_toml(user_path(path))
+    except ValueError as error:
         fix = f"write it again: forge-train doctor --init --site {path}"
         raise invalid("", "damaged", ..., str(error), fix, where=path) from error
     if table.keys() - {"slurm"} or not isinstance(table.get("slurm", {}), dict):

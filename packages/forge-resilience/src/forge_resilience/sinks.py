@@ -1,30 +1,138 @@
-"""Sinks that send the rows of a run to Weights & Biases and to MLflow. One run directory is one run there."""
+"""Sinks of a run's rows of metrics: a file of JSON lines, TensorBoard, Weights & Biases, MLflow.
+
+    sink = BackgroundSink(lambda: JsonlSink("runs/a/metrics.jsonl", resume_step=100), "metrics")
+
+A row is a mapping of names to values; its `step` is a number. One run directory is one run of a tracker, whose settings are
+the table of config.toml there. Nothing here imports a tracker before its sink is made.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import secrets
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-from forge_train._shared.atomic import write_file
-from forge_train._shared.problems import invalid
-from forge_train._shared.toml_files import flatten, read_toml
-from forge_train.metrics.columns import scalars
-from forge_train.protocols import Row
+from forge_resilience._shared.atomic import write_file
+from forge_resilience._shared.problems import invalid
+from forge_resilience._shared.toml_files import flatten, read_toml
+from forge_resilience.background_sink import Row
+from forge_resilience.journal import read_json_lines
+
+__all__ = ["JsonlSink", "MlflowSink", "TensorBoardSink", "WandbSink", "read_rows", "scalars"]
 
 #: Seconds that wandb may upload at the end of a process; what is left is on the disk, for `wandb sync`.
 _FINISH_SECONDS = 10.0
 #: What MLflow takes in one call, and of one value.
 _METRICS, _PARAMS, _CHARACTERS = 1000, 100, 6000
+#: Bytes of rows that wait in memory while the disk takes none: days of training.
+_MAX_WAITING = 64 * 2**20
+
+
+class JsonlSink:
+    """One JSON object per line and row. Rows after `resume_step` of an earlier life are removed.
+
+    Rows that cannot be written (a full disk, a quota) wait in memory, up to 64 MiB of them, and are written with the
+    first row for which there is space; a line on stderr says so once.
+    """
+
+    def __init__(self, path: Path, resume_step: int) -> None:
+        if path.exists():
+            rows = (row for row in read_rows(path) if row["step"] <= resume_step)
+            write_file(path, "".join(json.dumps(row) + "\n" for row in rows))
+        self._path = path
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._waiting = b""
+        self._warned = False
+
+    def write(self, row: Row) -> None:
+        if len(self._waiting) < _MAX_WAITING:
+            self._waiting += (json.dumps(row) + "\n").encode()
+        with self._warning_once():
+            while self._waiting:  # a write that stops inside of a line goes on there
+                self._waiting = self._waiting[os.write(self._file, self._waiting) :]
+
+    def flush(self) -> None:
+        """Bring the rows onto the disk."""
+        with self._warning_once():
+            os.fsync(self._file)
+
+    def close(self) -> None:
+        self.flush()
+        os.close(self._file)
+
+    @contextlib.contextmanager
+    def _warning_once(self) -> Any:
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                _warn(f"{self._path}: {error.strerror}; rows wait in memory, training goes on")
+            self._warned = True
+
+
+def read_rows(path: str | os.PathLike[str], schema: int | None = None) -> Iterator[dict[str, Any]]:
+    """The rows of a file of metrics, one after the other; a missing file has none.
+
+    A line that a kill tore is left out. So is JSON that is not a row (an object with a number `step`), with one line on
+    stderr after the last row. Another line reports rows whose column `schema` is later than the schema of the caller.
+    """
+    foreign = later = newest = 0
+    for row in read_json_lines(path):
+        if not isinstance(row, dict) or type(row.get("step")) not in (int, float):
+            foreign += 1
+            continue
+        if schema is not None and type(own := row.get("schema")) is int and own > schema:
+            later, newest = later + 1, max(newest, own)
+        yield row
+
+    if foreign:
+        _warn(f"{path}: {foreign} lines that are not rows of metrics were left out")
+    if later:
+        _warn(
+            f"{path}: {later} rows have the schema {newest}, and this version reads up to {schema}: columns may mean "
+            "other things; read them with a newer version"
+        )
+
+
+def _warn(message: str) -> None:
+    # a closed stderr must not stop a run, nor one that is None
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        os.write(sys.stderr.fileno(), f"{message}\n".encode())
+
+
+def scalars(row: Mapping[str, Any]) -> dict[str, int | float]:
+    """The numbers of a row that are curves over its steps."""
+    numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
+    return {name: value for name, value in numbers.items() if name not in ("step", "schema")}
+
+
+class TensorBoardSink:
+    """Scalars of each row in `directory`/tensorboard, under their own names. Needs the package tensorboard."""
+
+    def __init__(self, directory: Path, resume_step: int, /) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=resume_step + 1)
+
+    def write(self, row: Row) -> None:
+        for key, value in scalars(row).items():
+            self.writer.add_scalar(key, value, row["step"])
+        self.writer.flush()
+
+    def close(self) -> None:
+        self.writer.close()
 
 
 class WandbSink:
-    """Numbers of each row, and the resolved configuration, in a run of Weights & Biases. Needs `forge-train[wandb]`.
+    """Numbers of each row, and the resolved configuration, in a run of Weights & Biases. Needs the package wandb.
 
         [metrics.sinks.wandb]
         name = "wandb"
@@ -63,25 +171,14 @@ class WandbSink:
         if asked == "online" and not wandb.login(prompt=False):
             fix = "run `wandb login`, set WANDB_API_KEY, or use mode = 'offline'"
             raise invalid("mode", "requires", asked, "needs an API key, and there is none", fix)
-        self._run = wandb.init(
-            project=project,
-            entity=entity,
-            group=group,
-            tags=tags,
-            name=name or directory.resolve().name,
-            id=id or _kept(directory / "wandb.id", partial(secrets.token_hex, 4)),
-            resume="allow",
-            mode=mode,
-            dir=directory,
-            reinit="create_new",  # a run of the caller's own stays the current one
-            settings=wandb.Settings(
-                console="off",
-                silent=True,
-                disable_git=True,
-                disable_code=True,
-                finish_timeout=_FINISH_SECONDS,
-            ),
-        )
+        named = {"project": project, "entity": entity, "group": group, "tags": tags, "mode": mode}
+        named["name"] = name or directory.resolve().name
+        named["id"] = id or _kept(directory / "wandb.id", partial(secrets.token_hex, 4))
+        quiet = dict.fromkeys(("silent", "disable_git", "disable_code"), True)
+        settings = wandb.Settings(console="off", finish_timeout=_FINISH_SECONDS, **quiet)
+        # create_new: a run of the caller's own stays the current one
+        own = {"resume": "allow", "dir": directory, "reinit": "create_new", "settings": settings}
+        self._run = wandb.init(**named, **own)
         self._run.config.update(read_toml(directory / "config.toml"), allow_val_change=True)
 
     def write(self, row: Row) -> None:
@@ -92,8 +189,8 @@ class WandbSink:
 
 
 class MlflowSink:
-    """Numbers of each row as metrics, and the resolved configuration as params, of a run of MLflow. Needs
-    `forge-train[mlflow]` (the package mlflow-skinny).
+    """Numbers of each row as metrics, and the resolved configuration as params, of a run of MLflow. Needs the
+    package mlflow-skinny.
 
         [metrics.sinks.mlflow]
         name = "mlflow"

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from forge_resilience.background_sink import BackgroundSink, end_all
-from forge_train import read_run
-from forge_train.metrics.jsonl import JsonlSink
+from forge_resilience.sinks import JsonlSink, MlflowSink, read_rows
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -39,14 +39,12 @@ def test_rows_wait_for_a_disk_that_is_full_with_one_warning(
 def test_rows_without_a_schema_are_read_and_those_of_a_later_one_are_told(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("config.toml", "environment.json"):
-        (tmp_path / name).write_text("{}" if name.endswith("json") else "")
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "schema": 1, "loss": 1.0}\n')
-    assert read_run(tmp_path).metrics == {"step": [1, 2], "loss": [2.0, 1.0], "schema": [None, 1]}
+    assert [row["loss"] for row in read_rows(path, schema=1)] == [2.0, 1.0]
     assert not capfd.readouterr().err
     path.write_text('{"step": 3, "schema": 7}\n')
-    assert read_run(tmp_path).metrics["step"] == [3]
+    assert [row["step"] for row in read_rows(path, schema=1)] == [3]
     assert re.search(r"metrics\.jsonl: 1 rows .* 7, .* 1:", capfd.readouterr().err)
 
 
@@ -79,7 +77,23 @@ def test_F108_a_foreign_line_costs_itself_and_one_warning(
     assert err.count("\n") == 1
     assert "metrics.jsonl: 7 lines " in err
     path.write_text('{"step": 1, "loss": 2.0}\n[1]\n')
-    (tmp_path / "config.toml").write_text("")
-    (tmp_path / "environment.json").write_text("{}")
-    assert read_run(tmp_path).metrics == {"step": [1], "loss": [2.0]}
+    assert list(read_rows(path)) == [{"step": 1, "loss": 2.0}]
     assert "metrics.jsonl: 1 lines " in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.lane("ci")
+def test_the_file_of_an_id_is_named_where_its_run_is_gone_and_made_anew_where_it_is_empty(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mlflow")
+    for name in ("MLFLOW_ALLOW_FILE_STORE", "MLFLOW_DISABLE_TELEMETRY"):
+        monkeypatch.setenv(name, "true")
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
+    (tmp_path / "config.toml").write_text("[train]\nsteps = 1\n")
+    (tmp_path / "mlflow.id").write_text("")
+    MlflowSink(tmp_path, 0).close()
+    assert len((tmp_path / "mlflow.id").read_text().strip()) == 32
+    (tmp_path / "mlflow.id").write_text("0" * 32)
+    with rejects("run", "0" * 32, "not_found", where=tmp_path / "mlflow.id"):
+        MlflowSink(tmp_path, 0)
