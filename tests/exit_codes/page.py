@@ -21,7 +21,7 @@ _END = "<!-- end of the grid -->\n"  # prose: a mark of the page
 def warm_process() -> WarmProcess:
     """One that has imported all that a life needs."""
     return WarmProcess(
-        "forge_train.cli", "forge_train.loop.trainer", "forge_train.report.summary", "forge_train.ranks",
+        "forge_train.cli", "forge_train.loop.trainer", "forge_train.report.summary",
         "forge_data.prepare", "forge_resilience.supervise", "torch._dynamo", "torch.distributed.checkpoint",
         "torch.distributed.tensor", "torch.distributed.fsdp", "numpy.random", "tests.exit_codes.grid:warm_up",
     )  # fmt: skip

@@ -170,6 +170,7 @@ def test_an_interrupt_between_the_sample_and_the_end_prints_no_traceback() -> No
     """Found by the campaign (suite wait, fault 82 of seed 0): it came while its handler was replaced."""
     script = """
 import os, signal
+from forge_resilience.stop import interruptible
 from forge_train import process
 real = signal.signal
 def late(number, handler):
@@ -178,7 +179,7 @@ def late(number, handler):
         for _ in range(1000):  # here the handler of before runs
             pass
     return real(number, handler)
-with process.interruptible(75):
+with interruptible(75):
     os.kill(os.getpid(), signal.SIGINT)
     for _ in range(10**9):
         pass

@@ -17,6 +17,7 @@ import tyro
 from rich.console import Console
 
 from forge_resilience import ExitCode
+from forge_resilience.stop import interruptible, leave_on_signal
 from forge_train import process
 from forge_train._shared.limits import limit_problem
 from forge_train._shared.paths import user_path
@@ -102,17 +103,16 @@ def run(args: list[str]) -> int:
     if supervised or (nproc is not None and nproc > 1):
         return _supervise(job, rest, nproc or 1)
     from forge_train.loop.trainer import Trainer
-    from forge_train.ranks import init_ranks
     from forge_train.report.summary import print_summary
 
     trainer = Trainer(job)
     met = process.leave_with_launcher()
-    with init_ranks(trainer.config.parallel, {"configuration": job.digest()}) as meshes:
+    with process.init_ranks(trainer.config.parallel, {"configuration": job.digest()}) as meshes:
         met()
         result = trainer.fit(meshes, process.early_stop if process.is_rank_of_many() else None)
         # the run is over: a signal during the sample ends the process with the run's code at once
-        process.leave_on_signal(result.exit_code)
-        with process.interruptible(result.exit_code):
+        leave_on_signal(result.exit_code)
+        with interruptible(result.exit_code):
             print_summary(trainer, result, rest)
     return result.exit_code
 

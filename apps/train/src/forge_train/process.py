@@ -7,15 +7,17 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from forge_resilience import ExitCode, StopSignal
 from forge_resilience.heartbeat import Heartbeat
+from forge_resilience.stop import leave_on_signal, leave_with_parent
+from forge_train._shared.problems import problems_of
 from forge_train._shared.streams import tolerate
 
 if TYPE_CHECKING:
+    from forge_parallel import Meshes, ParallelConfig
     from forge_train.errors import JobError
 
 _LONGEST = 4000  # characters of a sentence: a user's value may have a megabyte
@@ -40,35 +42,8 @@ _launcher = 0  # pid of the one that started this rank on this machine
 
 
 def leave_with_launcher() -> Callable[[], None]:
-    """Until the returned function is called, a rank that is told to stop and whose launcher is gone leaves at once.
-
-    For the wait until the ranks have met: those that had no handler yet died with the launcher and never come.
-    Nothing is lost, so the code is that of a stop.
-    """
-    if not _launcher:
-        return lambda: None
-    before = {number: signal.getsignal(number) for number in early_stop.signals}
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        handler = before[signal.Signals(number)]
-        if callable(handler):
-            handler(number, frame)
-        leave_if_alone()
-
-    def leave_if_alone() -> None:
-        if early_stop.requested and os.getppid() != _launcher:
-            os._exit(ExitCode.REQUEUE)
-
-    for number, handler in before.items():
-        if callable(handler):
-            signal.signal(number, handle)
-    leave_if_alone()
-
-    def restore() -> None:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-    return restore
+    """`leave_with_parent` for the launcher of this rank, if it has one on this machine."""
+    return leave_with_parent(early_stop, _launcher) if _launcher else lambda: None
 
 
 def prepare(is_run: bool) -> None:
@@ -105,38 +80,22 @@ def end(code: int, is_run: bool, has_ranks: bool) -> NoReturn:
     sys.exit(code)
 
 
-def leave_on_signal(code: int, *more: signal.Signals) -> None:
-    """End this process with `code` on SIGTERM, SIGUSR1 and `more`, at once: nothing is flushed."""
-    # under nohup the run outlives its terminal
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
-    hang_up = () if ignored else (signal.SIGHUP,)
-    for number in (signal.SIGTERM, signal.SIGUSR1, *hang_up, *more):
-        signal.signal(number, lambda *_: os._exit(code))
-
-
 @contextlib.contextmanager
-def interruptible(code: int) -> Iterator[None]:
-    """One Ctrl-C ends the block and nothing else; from then on, and behind the block, it ends this process with `code`.
+def init_ranks(config: ParallelConfig, facts: Mapping[str, str] | None = None) -> Iterator[Meshes]:
+    """`launch`, whose StartError is a JobError; a JobError of the block is one of all ranks, printed by the first."""
+    from forge_parallel import StartError, launch
+    from forge_train.errors import JobError
 
-    A handler that is replaced instead could raise until the other one is there, outside of the block.
-    """
-    within = True
-
-    def handle(*_: object) -> None:
-        nonlocal within
-        if not within:
-            os._exit(code)
-        within = False
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, handle)
     try:
-        try:
-            yield
-        finally:
-            within = False
-    except KeyboardInterrupt:
-        pass
+        with launch(config, facts) as meshes:
+            yield meshes
+    except StartError as error:
+        failure = JobError(problems_of(error), getattr(error, "where", ""))
+        failure.shared = error.shared
+        raise failure from error
+    except JobError as error:
+        error.shared = True
+        raise
 
 
 def lines_of_this_rank(error: JobError) -> Sequence[str]:

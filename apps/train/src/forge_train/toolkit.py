@@ -14,7 +14,7 @@ from forge_train.config.tokenizer import folder_ends
 from forge_train.hf.folder import processor_table
 from forge_train.loop.guard import skip_windows
 from forge_train.plan import price
-from forge_train.ranks import init_ranks
+from forge_train.process import init_ranks
 from forge_train.run.rows import finite
 from forge_train.sampling import continuation, prompt_ids
 from forge_train.trainer.begin_tokens import begin_texts_as, run_layers

@@ -1,4 +1,5 @@
-"""A stop request by a signal, as a flag that the training loop reads between steps."""
+"""A stop request by a signal, as a flag that the training loop reads between steps; and signals before and after the loop,
+which end the process at once."""
 
 from __future__ import annotations
 
@@ -8,9 +9,13 @@ import select
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType, TracebackType
 from typing import Any
+
+from forge_resilience.exit_codes import ExitCode
+
+__all__ = ["STOP_SIGNALS", "StopSignal", "interruptible", "leave_on_signal", "leave_with_parent"]
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
@@ -132,3 +137,64 @@ def _stderr_file() -> tuple[int, int] | None:
     except OSError:
         return None
     return status.st_dev, status.st_ino
+
+
+def leave_on_signal(code: int, *more: signal.Signals) -> None:
+    """End this process with `code` on SIGTERM, SIGUSR1 and `more`, at once: nothing is flushed."""
+    # under nohup the run outlives its terminal
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    hang_up = () if ignored else (signal.SIGHUP,)
+    for number in (signal.SIGTERM, signal.SIGUSR1, *hang_up, *more):
+        signal.signal(number, lambda *_: os._exit(code))
+
+
+@contextlib.contextmanager
+def interruptible(code: int) -> Iterator[None]:
+    """One Ctrl-C ends the block and nothing else; from then on, and after the block, it ends this process with `code`.
+
+    A handler that is replaced instead could raise until the other one is there, outside of the block.
+    """
+    within = True
+
+    def handle(*_: object) -> None:
+        nonlocal within
+        if not within:
+            os._exit(code)
+        within = False
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, handle)
+    try:
+        try:
+            yield
+        finally:
+            within = False
+    except KeyboardInterrupt:
+        pass
+
+
+def leave_with_parent(stop: StopSignal, parent: int) -> Callable[[], None]:
+    """Until the returned function is called, this process leaves at once if it is told to stop and `parent` is gone.
+
+    For ranks that wait until all have met: those that had no handler yet died with their launcher and never come.
+    Nothing is lost, so the exit code is REQUEUE. `stop` must be open.
+    """
+    before = {number: signal.getsignal(number) for number in stop.signals}
+    handlers = {number: handler for number, handler in before.items() if callable(handler)}
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        handlers[signal.Signals(number)](number, frame)
+        leave_if_alone()
+
+    def leave_if_alone() -> None:
+        if stop.requested and os.getppid() != parent:
+            os._exit(ExitCode.REQUEUE)
+
+    def restore() -> None:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+    for number in handlers:
+        signal.signal(number, handle)
+    leave_if_alone()
+    return restore
