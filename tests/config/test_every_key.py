@@ -32,7 +32,7 @@ from forge_parallel import (
 )
 from forge_parallel.pipeline import Pipeline, stages_of
 from forge_resilience.heartbeat import Beat
-from forge_resilience.slurm import JobFacts, batch_script
+from forge_resilience.slurm import JobFacts, batch_script, orchestrator_command, small_job
 from forge_resilience.supervise import Watch, supervise
 from forge_testing import run_on_ranks, vlm_jobs, write_job
 from forge_testing.chats import CHATML, HEADERS, save_tokenizer, talk, write_talks
@@ -48,7 +48,6 @@ from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.errors import HardwareError, JobError, NumericsError
 from forge_train.metrics.console import console_mode
-from forge_train.slurm import orchestrator_command, small_job
 from forge_train.trainer.auto_layout import with_layout
 from forge_train.trainer.experts import feed_forward_factory, shard_experts
 from forge_train.trainer.run_directory import RunDirectory
@@ -589,8 +588,9 @@ def batch(t: Trainer) -> Any:
 def orchestrated(t: Trainer) -> Any:
     """The command that orchestrates, and the script of the small job that runs it."""
     facts = JobFacts("/run", "/run/slurm/orchestrator.sh", "/", 1.0, None)
-    command = orchestrator_command(t.job, facts, [2, 1], "name")
-    return batch_script(small_job(t.config.slurm), command, facts)
+    config = t.config.slurm
+    command = orchestrator_command(config, facts.script, [2, 1], "name", "/run/events.jsonl")
+    return batch_script(small_job(config), command, facts)
 
 
 _ELEMENTS = {"slurm.array": "0-3%1"}

@@ -87,7 +87,7 @@ def test_F175_a_job_that_asks_for_no_gpu_is_told_what_it_asks_for(
         (SlurmConfig(gpus_per_node=1), 0),
         (SlurmConfig(sbatch_options=("--gres=gpu:1",)), 0),
     ):
-        slurm_verb.look_at_limits(config, facts)
+        slurm_verb.check_limits(config, facts)
         assert capsys.readouterr().err.count("\n") == lines, config
 
 
@@ -117,7 +117,7 @@ def test_without_sbatch_nothing_is_submitted(tmp_path: Path, nowhere: None) -> N
 def test_a_queued_job_of_the_run_is_named(
     tmp_path: Path, nowhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm_verb, "jobs_of", lambda script: [("7", "PENDING")])
+    monkeypatch.setattr(slurm_verb.slurm, "jobs_of", lambda *scripts: [("7", "PENDING")])
     with rejects("run.dir", str(tmp_path / "run"), "queued", ConfigError, where="7"):
         run_verb(["slurm", str(write_job(tmp_path)), "--submit"])
     with rejects("run.dir", str(tmp_path / "run"), "queued", ConfigError, where="7"):

@@ -151,5 +151,10 @@ def print_error(error: JobError) -> int:
 def fail(problems: Sequence[str], code: int) -> int:
     """Print problems to stderr; returns `code`."""
     for problem in problems:
-        print(f"forge-train: {problem[:_LONGEST]}", file=sys.stderr)
+        note(problem[:_LONGEST])
     return code
+
+
+def note(line: str) -> None:
+    """Print a line for a person to stderr."""
+    print(f"forge-train: {line}", file=sys.stderr)

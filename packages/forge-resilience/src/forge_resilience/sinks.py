@@ -171,14 +171,13 @@ class WandbSink:
         if asked == "online" and not wandb.login(prompt=False):
             fix = "run `wandb login`, set WANDB_API_KEY, or use mode = 'offline'"
             raise invalid("mode", "requires", asked, "needs an API key, and there is none", fix)
-        named = {"project": project, "entity": entity, "group": group, "tags": tags, "mode": mode}
-        named["name"] = name or directory.resolve().name
-        named["id"] = id or _kept(directory / "wandb.id", partial(secrets.token_hex, 4))
-        quiet = dict.fromkeys(("silent", "disable_git", "disable_code"), True)
-        settings = wandb.Settings(console="off", finish_timeout=_FINISH_SECONDS, **quiet)
-        # create_new: a run of the caller's own stays the current one
-        own = {"resume": "allow", "dir": directory, "reinit": "create_new", "settings": settings}
-        self._run = wandb.init(**named, **own)
+        quiet: Any = dict.fromkeys(("silent", "disable_git", "disable_code"), True)
+        given: dict[str, Any] = {"project": project, "entity": entity, "group": group, "tags": tags}
+        given["name"] = name or directory.resolve().name
+        given["id"] = id or _kept(directory / "wandb.id", partial(secrets.token_hex, 4))
+        given["settings"] = wandb.Settings(console="off", finish_timeout=_FINISH_SECONDS, **quiet)
+        given["reinit"] = "create_new"  # a run of the caller's own stays the current one
+        self._run = wandb.init(**given, mode=mode, dir=directory, resume="allow")
         self._run.config.update(read_toml(directory / "config.toml"), allow_val_change=True)
 
     def write(self, row: Row) -> None:

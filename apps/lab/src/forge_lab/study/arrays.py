@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,15 +11,15 @@ from forge_lab._shared.atomic import write_file
 from forge_lab._shared.problems import Problem
 from forge_lab.study.runs import Study, StudyRun, writing
 from forge_resilience import ExitCode
-from forge_resilience.slurm import SlurmConfig, batch_script, jobs_of, submit
+from forge_resilience.slurm import SlurmConfig, batch_script, jobs_of, two_jobs
 from forge_train import Layers, ResolvedJob
-from forge_train.errors import ConfigError, JobError, config_errors, refuse
+from forge_train.errors import config_errors, refuse
 from forge_train.slurm import (
     add_site,
+    check_limits,
     job_facts,
-    look_at_limits,
     refuse_layouts,
-    two_jobs,
+    submitted,
     with_retries,
 )
 from forge_train.toolkit import structure_table
@@ -57,11 +56,9 @@ def _write(study: Study, name: str, runs: list[StudyRun], site: str | None) -> s
     facts = replace(job_facts(jobs[0]), run_dir=str(folder), script=str(folder / "job.sh"))
     config = with_retries(jobs[0])
     with config_errors("slurm"):
-        look_at_limits(config, facts)
-        python = "python" if config.container else sys.executable
-        text = batch_script(config, [python, "-m", "forge_train", "run"], facts)
-    if queued := jobs_of(facts.script):
-        raise ConfigError(two_jobs("study.dir", str(folder), queued))
+        check_limits(config, facts)
+        text = batch_script(config, [config.python, "-m", "forge_train", "run"], facts)
+    refuse(two_jobs("study.dir", str(folder), jobs_of(facts.script)))
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         for number, run in enumerate(runs):
@@ -108,10 +105,7 @@ def _submit(scripts: list[str]) -> None:
     """Submit the arrays, those of forks to start when all trunks are done."""
     number, options = "", tuple[str, ...]()
     for script in scripts:
-        try:
-            number = submit(script, *options)
-        except RuntimeError as error:
-            raise JobError([f"{script} was not submitted: {error}"]) from error
+        number = submitted(script, *options)
         options = (f"--dependency=afterok:{number}", "--kill-on-invalid-dep=yes")
         print(number)
 

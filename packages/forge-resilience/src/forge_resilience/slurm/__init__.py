@@ -6,17 +6,19 @@ Nothing here imports torch or reads a configuration file of Forge's runner.
 from forge_resilience.slurm.commands import QueueRefusal
 from forge_resilience.slurm.config import JobFacts, SlurmConfig, seconds_of
 from forge_resilience.slurm.orchestrate import OrchestratorConfig, chain_name, orchestrate
-from forge_resilience.slurm.queue import clean_environ, jobs_of, submit
+from forge_resilience.slurm.queue import clean_environ, jobs_of, replace_process, submit, two_jobs
 from forge_resilience.slurm.script import batch_script, interactive_commands
 from forge_resilience.slurm.shared import NoNodes, unseen_files
 from forge_resilience.slurm.site import (
     find_site,
     grace_warnings,
+    job_warnings,
     limit_problem,
     read_site,
     site_path,
     site_text,
 )
+from forge_resilience.slurm.small_job import orchestrator_command, small_job
 
 __all__ = [
     "JobFacts",
@@ -30,13 +32,18 @@ __all__ = [
     "find_site",
     "grace_warnings",
     "interactive_commands",
+    "job_warnings",
     "jobs_of",
     "limit_problem",
     "orchestrate",
+    "orchestrator_command",
     "read_site",
+    "replace_process",
     "seconds_of",
     "site_path",
     "site_text",
+    "small_job",
     "submit",
+    "two_jobs",
     "unseen_files",
 ]

@@ -11,14 +11,13 @@ from typing import Any
 from forge_resilience._shared.streams import tolerate
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.slurm.commands import QueueRefusal
-from forge_resilience.slurm.orchestrate import OrchestratorConfig, orchestrate
+from forge_resilience.slurm.orchestrate import FLAGS, OrchestratorConfig, orchestrate
 from forge_resilience.stop import StopSignal
 
 _DESCRIPTION = (
     "Submits the job at the largest size that starts soon, again when it was stopped or lost a node, and at a larger "
     "size when nodes are free. Ends with the job's exit code; may be killed and started again at any time."
 )
-_KEYS = ("wait_seconds", "grow_after_seconds", "max_resizes_per_hour", "poll_seconds")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -34,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--max-restarts", type=int, default=1000, help="submissions after a lost job"
     )
     for key in fields(OrchestratorConfig):
-        if key.name in _KEYS:
+        if key.name in FLAGS:
             kind: Any = type(key.default)
             parser.add_argument(
                 f"--{key.name.replace('_', '-')}",
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 flags.script,
                 flags.sizes,
                 flags.name,
-                OrchestratorConfig(**{key: getattr(flags, key) for key in _KEYS}),
+                OrchestratorConfig(**{key: getattr(flags, key) for key in FLAGS}),
                 max_restarts=flags.max_restarts,
                 journal=flags.journal,
                 stopped=lambda: stop.requested,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -122,6 +123,11 @@ class SlurmConfig:
     def __post_init__(self) -> None:
         rules = (_number_problems, _text_problems, _option_problems, _array_problems)
         raise_problems("", (problem for of in rules for problem in of(self)))
+
+    @property
+    def python(self) -> str:
+        """The interpreter of the ranks: this one, or that of a container."""
+        return "python" if self.container else sys.executable
 
     @property
     def node_range(self) -> tuple[int, int]:

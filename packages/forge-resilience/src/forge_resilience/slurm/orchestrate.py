@@ -30,6 +30,8 @@ __all__ = ["OrchestratorConfig", "chain_name", "orchestrate"]
 
 #: Ends that are not the job's own doing. A time limit is met when a save took too long.
 _LOST = {"NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "TIMEOUT", "DEADLINE", "REVOKED"}
+#: Fields of OrchestratorConfig that are flags of `python -m forge_resilience.slurm`.
+FLAGS = ("wait_seconds", "grow_after_seconds", "max_resizes_per_hour", "poll_seconds")
 _NOW_SECONDS = 5.0  # Slurm's answer "at once" is the time of its last look
 _MINUTE = 60.0  # Slurm plans in steps of it
 _HOUR = 3600.0

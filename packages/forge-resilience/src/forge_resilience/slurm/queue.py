@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
-__all__ = ["clean_environ", "jobs_of", "submit"]
+from forge_resilience._shared.problems import Problem
+
+__all__ = ["clean_environ", "jobs_of", "replace_process", "submit", "two_jobs"]
 
 _KEPT = ("SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_TIME_FORMAT")
 
@@ -35,8 +38,17 @@ def submit(script: str, *options: str) -> str:
     return done.stdout.strip().partition(";")[0]
 
 
-def jobs_of(script: str) -> list[tuple[str, str]]:
-    """(id, state) of this user's jobs that were submitted from this script and have not ended; empty without Slurm."""
+def replace_process(command: list[str]) -> NoReturn:
+    """Run a command in place of this process, with `clean_environ`. Raises RuntimeError where it is not on this machine."""
+    try:
+        os.execvpe(command[0], command, clean_environ())
+    except FileNotFoundError:
+        text = f"{command[0]} is not on this machine; run this on a login node of the cluster"
+        raise RuntimeError(text) from None
+
+
+def jobs_of(*scripts: str) -> list[tuple[str, str]]:
+    """(id, state) of this user's jobs that were submitted from these scripts and have not ended; empty without Slurm."""
     try:
         done = subprocess.run(
             ["squeue", "--me", "--noheader", "--format=%i|%T|%o"],
@@ -47,4 +59,11 @@ def jobs_of(script: str) -> list[tuple[str, str]]:
     except (OSError, subprocess.SubprocessError):
         return []
     rows = [line.split("|", 2) for line in done.stdout.splitlines()]
-    return [(row[0], row[1]) for row in rows if len(row) == 3 and row[2] == script]
+    return [(row[0], row[1]) for row in rows if len(row) == 3 and row[2] in scripts]
+
+
+def two_jobs(key: str, folder: str, queued: Sequence[tuple[str, str]]) -> list[Problem]:
+    """A problem for each job (id, state) that is in the queue for this folder already."""
+    rule = "has job {} in the queue ({}), and two jobs cannot train one run"
+    fix = "scancel it first, or choose another folder"
+    return [Problem(key, "queued", folder, rule.format(*job), fix) for job in queued]

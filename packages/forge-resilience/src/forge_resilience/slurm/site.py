@@ -12,9 +12,17 @@ from typing import Any
 from forge_resilience._shared.paths import user_path
 from forge_resilience._shared.problems import Problem, invalid
 from forge_resilience._shared.toml_files import read_toml
-from forge_resilience.slurm.config import seconds_of
+from forge_resilience.slurm.config import SlurmConfig, seconds_of
 
-__all__ = ["find_site", "grace_warnings", "limit_problem", "read_site", "site_path", "site_text"]
+__all__ = [
+    "find_site",
+    "grace_warnings",
+    "job_warnings",
+    "limit_problem",
+    "read_site",
+    "site_path",
+    "site_text",
+]
 
 _FOLDER = "~/.config/forge"
 Environ = Mapping[str, str]
@@ -53,6 +61,18 @@ def read_site(path: str | os.PathLike[str]) -> dict[str, Any]:
     if table.keys() - {"slurm"} or not isinstance(table.get("slurm", {}), dict):
         raise invalid("", "tables", sorted(table), "must be one table, [slurm]", where=path)
     return dict(table.get("slurm", {}))
+
+
+def job_warnings(config: SlurmConfig, save_limit_seconds: float) -> list[str]:
+    """`grace_warnings`, and what a job asks for that names no GPU."""
+    warnings = grace_warnings(save_limit_seconds, config.partition)
+    if not config.gpus_per_node and not any("gpu" in option for option in config.sbatch_options):
+        limit = config.time_limit or "that of the partition"
+        warnings.append(
+            f"the job asks for no GPU: nodes {config.nodes}, tasks on each {config.ranks_per_node}, time limit {limit}; set "
+            "more in [slurm], or once for all jobs in a site file (forge-train doctor --init)"
+        )
+    return warnings
 
 
 def grace_warnings(save_limit_seconds: float, partition: str | None = None) -> list[str]:

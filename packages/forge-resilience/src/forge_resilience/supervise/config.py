@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from forge_resilience._shared.problems import Problem, raise_problems
@@ -76,6 +77,13 @@ class WatchConfig:
             else:
                 seconds = self.other_seconds
         return seconds or float("inf")
+
+    def command(self, journal: str = "", python: str = sys.executable) -> tuple[str, ...]:
+        """The command of a supervisor with these limits, which `--nproc N -- COMMAND` follows, of ranks with heartbeats."""
+        limits = ",".join(f"{phase}={seconds}" for phase, seconds in self.limits.items())
+        values = asdict(self) | {"limits": limits, "journal": journal}
+        flags = [f"--{name}={value}" for name, value in values.items() if value != ""]
+        return (python, "-m", "forge_resilience.supervise", *flags, "--expect_heartbeats")
 
     @property
     def shortest(self) -> float:
