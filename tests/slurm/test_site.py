@@ -10,9 +10,16 @@ from typing import Any
 
 import pytest
 
-from forge_resilience.slurm import SlurmConfig, find_site, grace_warnings, limit_problem, read_site
+from forge_resilience.slurm import (
+    SlurmConfig,
+    find_site,
+    grace_warnings,
+    limit_problem,
+    read_site,
+    shared,
+)
 from forge_testing import forge_train, write_job
-from forge_train import requirements
+from forge_train.doctor import required_findings
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -98,10 +105,10 @@ def test_files_that_another_node_does_not_see_are_named(slurm, tmp_path):
 def test_a_partition_with_too_few_nodes_is_named(slurm, tmp_path, monkeypatch):
     for name, value in slurm.environ.items():
         monkeypatch.setenv(name, value)
-    soon = partial(requirements.unseen_files, wait_seconds=2)  # a minute for people
-    monkeypatch.setattr(requirements, "unseen_files", soon)
+    soon = partial(shared.shared_files, wait_seconds=2)  # a minute for people
+    monkeypatch.setattr("forge_resilience.slurm.shared_files", soon)
     (tmp_path / "cpu.toml").write_text('[slurm]\npartition = "cpu"\n')
-    found = requirements.required_findings("multi-node", None, str(tmp_path / "cpu.toml"))
+    found = required_findings("multi-node", None, str(tmp_path / "cpu.toml"))
     _, nodes = found
     assert nodes.state == "missing"
     assert nodes.detail.startswith("no 2 nodes within 2 s"), nodes

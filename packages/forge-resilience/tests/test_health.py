@@ -37,6 +37,7 @@ from forge_resilience.health import (
 )
 from forge_resilience.health import device as device_module
 from forge_resilience.health.device import DRAIN
+from forge_resilience.health.machine import accelerator_findings
 from forge_resilience.health.node import clocks, sees_token, shared_folder, write_token
 from forge_testing import run_on_ranks
 from forge_testing.problems import assert_problem, rejects
@@ -449,3 +450,16 @@ def test_configurations_name_value_rule_and_fix() -> None:
     assert {p.key: p.value for p in error.value.problems} == wrong
     for key, value in wrong.items():
         assert_problem(error.value, key, value, "range")
+
+
+def test_F119_an_accelerator_that_computes_nothing_is_broken(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cpu"))
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 1)
+    assert {found.state for found in accelerator_findings("")} == {OK}
+    monkeypatch.setattr(torch, "matmul", lambda a, b: torch.zeros_like(a))
+    found, *_ = accelerator_findings("")
+    assert found.state == BROKEN
+    assert re.search(r"\d+ ", found.detail)

@@ -22,7 +22,7 @@ from forge_train import process
 from forge_train._shared.limits import limit_problem
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid
-from forge_train.command_line import call_verb, flag_errors, take_nproc
+from forge_train.command_line import call_verb, flag_errors, parse_arguments, take_nproc
 from forge_train.errors import ConfigError, JobError, of_limit, refuse
 
 if TYPE_CHECKING:
@@ -160,14 +160,10 @@ def _supervise(job: ResolvedJob, args: list[str], nproc: int) -> int:
 class ExplainFlags:
     """The flags of `explain`, beside the keys of the configuration."""
 
-    plot: Annotated[
-        str | None,
-        tyro.conf.arg(help="write learning rates and batch over the run here, .png, .svg or .pdf"),
-    ] = None
-    parameters: Annotated[
-        bool,
-        tyro.conf.arg(help="list the model's parameters: shape, kind, weight decay, optimizer"),
-    ] = False
+    plot: str | None = None
+    """write learning rates and batch over the run here, .png, .svg or .pdf"""
+    parameters: bool = False
+    """list the model's parameters: shape, kind, weight decay, optimizer"""
 
 
 def explain(args: list[str]) -> int:
@@ -254,39 +250,30 @@ def slurm(args: list[str]) -> int:
     return run_slurm(layers, SlurmFlags(**flags))
 
 
+@dataclasses.dataclass(frozen=True)
+class DoctorFlags:
+    """The flags of `doctor`."""
+
+    config: tyro.conf.Positional[str | None] = None
+    """a job: its data and run directory are looked at, too"""
+    json: bool = False
+    """print one JSON object instead of a table"""
+    requires: str | None = None
+    """what must be there, by comma: slurm, multi-node, gpu"""
+    init: bool = False
+    """write the site file from what Slurm says of this cluster"""
+    site: str | None = None
+    """site file, or its name in ~/.config/forge (default: FORGE_SITE, site)"""
+
+
 def doctor(args: list[str]) -> int:
     """Print the abilities of this machine and missing packages: 0 ready, 1 something missing, 2 broken."""
+    flags = parse_arguments(DoctorFlags, args, "doctor", doctor.__doc__)
+    from forge_train.doctor import examine, required_findings, write_site
 
-    def options(
-        config: Annotated[
-            str | None,
-            tyro.conf.Positional,
-            tyro.conf.arg(help="a job: its data and run directory are looked at, too"),
-        ] = None,
-        json: Annotated[
-            bool, tyro.conf.arg(help="print one JSON object instead of a table")
-        ] = False,
-        requires: Annotated[
-            str | None, tyro.conf.arg(help="what must be there, by comma: slurm, multi-node, gpu")
-        ] = None,
-        init: Annotated[
-            bool, tyro.conf.arg(help="write the site file from what Slurm says of this cluster")
-        ] = False,
-        site: Annotated[
-            str | None,
-            tyro.conf.arg(
-                help="site file, or its name in ~/.config/forge (default: FORGE_SITE, site)"
-            ),
-        ] = None,
-    ) -> int:
-        from forge_train.doctor import examine
-        from forge_train.requirements import required_findings, write_site
-
-        if init:
-            return write_site(site)
-        return examine(json, required_findings(requires, config, site))
-
-    return call_verb(options, args, "doctor", doctor.__doc__)
+    if flags.init:
+        return write_site(flags.site)
+    return examine(flags.json, required_findings(flags.requires, flags.config, flags.site))
 
 
 def import_(args: list[str]) -> int:

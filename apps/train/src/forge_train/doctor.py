@@ -1,65 +1,53 @@
-"""Abilities of this machine, on one screen; every probe computes or writes something, none assumes a GPU."""
+"""`forge-train doctor`: abilities of this machine and what a job needs of a cluster, found by trying; no probe assumes a GPU."""
 
 from __future__ import annotations
 
-import importlib.metadata
-import importlib.util
 import json
 import os
-import platform
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
-import torch
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from forge_resilience.health import (
-    BROKEN,
-    OK,
-    WARN,
-    Finding,
-    NvmlProbe,
-    disk,
-    known_answer,
-    loopback,
-    memory_patterns,
-    shared_memory,
-)
+import forge_resilience
+import forge_train
+from forge_data import SourceConfig, open_source
+from forge_resilience import ExitCode, slurm
+from forge_resilience.health import BROKEN, MISSING, OK, WARN, Finding
+from forge_resilience.health.machine import accelerator_count, machine_findings, optional, probe
+from forge_train._shared.problems import Problem, invalid
+from forge_train.config.layers import Layers, read_layers
+from forge_train.config.resolve import ResolvedJob, resolve
+from forge_train.config.structure import structure
+from forge_train.errors import ConfigError, JobError, refuse
+from forge_train.slurm import add_site
 
-MISSING = "missing"
-_EXIT = {OK: 0, WARN: 1, MISSING: 1, BROKEN: 2}
+_CODES = {OK: (0, "green"), WARN: (1, "yellow"), MISSING: (1, "yellow"), BROKEN: (2, "red")}
 _OPTIONAL = {
     "tensorboard": ("TensorBoard files", "pip install 'forge-train[track]'"),
     "tokenizers": ("tokenizer JSON files", "pip install 'forge-train[tokenizers]'"),
 }
-_PACKAGES = (
-    "forge_core",
-    "forge_parallel",
-    "forge_moe",
-    "forge_data",
-    "forge_ckpt",
-    "forge_resilience",
-    "forge_vlm",
-)
+_NAMES = ("core", "parallel", "moe", "data", "ckpt", "resilience", "vlm")
+_PACKAGES = {f"forge_{name}": f"forge-{name}" for name in _NAMES} | {"forge_core": "forge-train-core"}  # fmt: skip
+_REINSTALL = "reinstall forge-train"
+_KNOWN = ("slurm", "multi-node", "gpu")
 
 
 def examine(as_json: bool = False, required: Iterable[Finding] = ()) -> int:
     """Print the findings, and those that were `required`; 0 when all is well, 1 when something is missing or amiss,
     2 when runs cannot work."""
     findings = [*_findings(), *required]
-    code = max(_EXIT[f.state] for f in findings)
+    code = max(_CODES[f.state][0] for f in findings)
     if as_json:
-        rows = [
-            {"what": f.what, "state": f.state, "detail": f.detail, "fix": f.fix} for f in findings
-        ]
+        rows = [{key: getattr(f, key) for key in ("what", "state", "detail", "fix")} for f in findings]  # fmt: skip
         print(json.dumps({"ready": code == 0, "exit_code": code, "findings": rows}))
         return code
     table = Table("what", "state", "detail", "what to do")
-    colors = {OK: "green", WARN: "yellow", MISSING: "yellow", BROKEN: "red"}
     for f in findings:
-        state = f"[{colors[f.state]}]{f.state}[/]"
+        state = f"[{_CODES[f.state][1]}]{f.state}[/]"
         table.add_row(f.what, state, escape(f.detail), escape(f.fix))
     console = Console()
     console.print(table)
@@ -68,80 +56,73 @@ def examine(as_json: bool = False, required: Iterable[Finding] = ()) -> int:
 
 
 def _findings() -> Iterator[Finding]:
-    yield _probe("python", _python)
-    yield _probe("torch", _torch)
-    for name in _PACKAGES:
-        yield _probe(name, lambda name=name: _import(name))  # type: ignore[misc]
-    yield _probe("computing", lambda: known_answer("cpu"))
-    yield from _accelerator()
-    yield _probe("memory", _memory)
-    yield _probe("disk", lambda: disk("."))
-    yield _probe("shared memory", shared_memory)
-    yield _probe("loopback", loopback)
-    yield _probe("built-in text", _corpus)
-    for module, (use, fix) in _OPTIONAL.items():
-        there = importlib.util.find_spec(module) is not None
-        yield Finding(module, OK if there else MISSING, use, fix="" if there else fix)
-
-
-def _probe(what: str, check: Callable[[], Finding]) -> Finding:
-    try:
-        return check()
-    except Exception as error:
-        value = f"{type(error).__name__}: {error}"
-        return Finding(what, BROKEN, value, fix="reinstall forge-train")
-
-
-def _python() -> Finding:
-    good = sys.version_info >= (3, 11)
-    fix = "" if good else "use Python 3.11 or newer"
-    return Finding("python", OK if good else BROKEN, platform.python_version(), fix=fix)
-
-
-def _torch() -> Finding:
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    good = (2, 11) <= (major, minor) < (2, 16)  # what the tests have seen
-    return Finding(
-        "torch",
-        OK if good else BROKEN,
-        torch.__version__,
-        fix="" if good else "pip install 'torch>=2.11,<2.16'",
-    )
-
-
-def _import(name: str) -> Finding:
-    distribution = {"forge_core": "forge-train-core"}.get(name, name.replace("_", "-"))
-    importlib.import_module(name)
-    try:
-        detail = importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        detail = "from source"
-    return Finding(name, OK, detail)
-
-
-def _accelerator() -> Iterator[Finding]:
-    if not torch.accelerator.is_available():
-        yield Finding("accelerator", OK, "none: runs use the CPU")
-        return
-    for index in range(torch.accelerator.device_count()):
-        current = torch.accelerator.current_accelerator()
-        assert current is not None
-        device = torch.device(current.type, index)
-        yield _probe("computing", lambda device=device: known_answer(device))  # type: ignore[misc]
-        yield _probe("device memory", lambda device=device: memory_patterns(device))  # type: ignore[misc]
-        driver = NvmlProbe.of(device)
-        if driver is not None:
-            yield from [driver] if isinstance(driver, Finding) else driver.findings()
-
-
-def _memory() -> Finding:
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
-    threads = f"{torch.get_num_threads()} of {os.cpu_count()} CPU threads"
-    return Finding("memory", OK, f"{total:.0f} GiB, {threads}")
+    yield from machine_findings(_PACKAGES, _REINSTALL)
+    yield probe("built-in text", _corpus, _REINSTALL)
+    yield from (optional(module, *words) for module, words in _OPTIONAL.items())
 
 
 def _corpus() -> Finding:
-    from forge_data import SourceConfig, open_source
+    return Finding("built-in text", OK, f"{open_source(SourceConfig()).num_tokens} tokens")
 
-    source = open_source(SourceConfig())
-    return Finding("built-in text", OK, f"{source.num_tokens} tokens")
+
+def write_site(name: str | None) -> int:
+    """Write the site file `name` from what Slurm says; ConfigError if it exists already, JobError without a Slurm."""
+    path = slurm.site_path(name or os.environ.get("FORGE_SITE") or "site")
+    if path.exists():
+        fix = "edit it, or remove it to have it written anew"
+        raise invalid("--site", "exists", str(path), "exists already", fix, kind=ConfigError)
+    try:
+        text = slurm.site_text()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except (RuntimeError, OSError) as error:
+        raise JobError([f"{path} was not written: {error}"]) from error
+    print(f"{text}\nwrote {path}; look it over: every job of forge-train slurm starts from it")
+    return ExitCode.DONE
+
+
+def required_findings(names: str | None, config: str | None, site: str | None) -> Iterator[Finding]:
+    """A finding for each of `names`, separated by commas; the paths of the job `config` are looked at, too.
+
+    ConfigError for an unknown name, and for a job that could not run anyway. Cost of multi-node: a job of two nodes.
+    """
+    wanted = [name.strip() for name in (names or "").split(",") if name.strip()]
+    rule = f"must be some of {', '.join(_KNOWN)}"
+    refuse(Problem("--requires", "unknown", name, rule) for name in wanted if name not in _KNOWN)
+    if config is not None and "multi-node" not in wanted:
+        rule, fix = "is read from other nodes", "add --requires multi-node"
+        raise invalid("config", "requires", config, rule, fix, kind=ConfigError)
+    layers = Layers() if config is None else read_layers(config)
+    add_site(layers, site)
+    job = None if config is None else resolve(layers)
+    built, problems = structure({"slurm": layers.values.get("slurm", {})})
+    refuse(problem for problem in problems if problem.key.startswith("slurm."))
+    return _look(wanted, job, built["slurm"])
+
+
+def _look(
+    wanted: list[str], job: ResolvedJob | None, config: slurm.SlurmConfig
+) -> Iterator[Finding]:
+    if "gpu" in wanted:
+        yield accelerator_count()
+    if {"slurm", "multi-node"} & set(wanted):
+        yield (found := slurm.controller())
+        if "multi-node" in wanted and found.state == OK:
+            yield slurm.shared_files(*_paths(job), config)
+
+
+def _paths(job: ResolvedJob | None) -> tuple[list[str], list[str]]:
+    """(code and data, which are read; folders that are written: the run directory of a job, or its first parent)."""
+    read = [sys.executable, str(forge_train.__file__), str(forge_resilience.__file__), os.getcwd()]
+    if job is None:
+        return read, []
+    data, evaluation = job.config.data, job.config.eval
+    sources = [*data.sources.values(), data.validation, *evaluation.sets.values()]
+    paths = [choice.path for choice in evaluation.choices.values()]
+    found = [(s.path, s.name == "huggingface") for s in sources if s is not None and s.path]
+    # a name of the hub is not a path
+    paths += [path for path, from_hub in found if not from_hub or os.path.exists(path)]
+    read += [os.path.abspath(path) for path in paths if path]
+    run_dir = Path(job.config.run.dir).absolute()
+    written = next(folder for folder in (run_dir, *run_dir.parents) if folder.is_dir())
+    return list(dict.fromkeys(read)), [str(written)]

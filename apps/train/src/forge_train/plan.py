@@ -48,12 +48,13 @@ _SHOWN = 8
 class PlanFlags:
     """The flags of the verb, beside the keys of the configuration."""
 
-    gpus: Annotated[int, tyro.conf.arg(help="GPUs of the job")]
+    gpus: int
+    """GPUs of the job"""
     gpu: Annotated[str, tyro.conf.arg(help=f"their kind: {', '.join(HARDWARE)}")] = "h200"
-    nodes: Annotated[
-        int | None, tyro.conf.arg(help="nodes that they are in (default: 8 GPUs each)")
-    ] = None
-    json: Annotated[bool, tyro.conf.arg(help="print one JSON object")] = False
+    nodes: int | None = None
+    """nodes that they are in (default: 8 GPUs each)"""
+    json: bool = False
+    """print one JSON object"""
 
 
 def show_plan(config: JobConfig, flags: PlanFlags) -> None:

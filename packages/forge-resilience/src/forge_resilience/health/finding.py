@@ -7,12 +7,14 @@ from typing import Any
 
 OK = "ok"
 WARN = "warn"
+MISSING = "missing"
 BROKEN = "broken"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What a probe found: `state` is ok, warn (runs can go on) or broken (they cannot, or compute wrong).
+    """What a probe found: `state` is ok, warn (runs can go on), missing (something that is not here), or broken (runs
+    cannot go on, or compute wrong).
 
     Usage: `if finding.state == BROKEN: print(finding)`.
     """

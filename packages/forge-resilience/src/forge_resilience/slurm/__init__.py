@@ -8,7 +8,7 @@ from forge_resilience.slurm.config import JobFacts, SlurmConfig, seconds_of
 from forge_resilience.slurm.orchestrate import OrchestratorConfig, chain_name, orchestrate
 from forge_resilience.slurm.queue import clean_environ, jobs_of, replace_process, submit, two_jobs
 from forge_resilience.slurm.script import batch_script, interactive_commands
-from forge_resilience.slurm.shared import NoNodes, unseen_files
+from forge_resilience.slurm.shared import NoNodes, controller, shared_files, unseen_files
 from forge_resilience.slurm.site import (
     find_site,
     grace_warnings,
@@ -29,6 +29,7 @@ __all__ = [
     "batch_script",
     "chain_name",
     "clean_environ",
+    "controller",
     "find_site",
     "grace_warnings",
     "interactive_commands",
@@ -40,6 +41,7 @@ __all__ = [
     "read_site",
     "replace_process",
     "seconds_of",
+    "shared_files",
     "site_path",
     "site_text",
     "small_job",

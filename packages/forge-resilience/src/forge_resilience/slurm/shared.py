@@ -1,18 +1,20 @@
-"""Whether the nodes of a cluster see the files of this machine: by looking, from the nodes."""
+"""Whether the controller of a cluster answers, and whether its nodes see the files of this machine: by looking, from them."""
 
 from __future__ import annotations
 
 import os
 import secrets
+import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 
+from forge_resilience.health.finding import BROKEN, MISSING, OK, Finding
 from forge_resilience.slurm.config import SlurmConfig
 from forge_resilience.slurm.queue import clean_environ
 
-__all__ = ["NoNodes", "unseen_files"]
+__all__ = ["NoNodes", "controller", "shared_files", "unseen_files"]
 
 # A line for each argument: the node, and a checksum of how a file begins, or of the names in a folder.
 _LOOK = """
@@ -26,6 +28,38 @@ done 2>/dev/null
 
 class NoNodes(RuntimeError):
     """The nodes could not be asked: too few, busy, or Slurm refuses."""
+
+
+def controller() -> Finding:
+    """Whether there is a Slurm whose controller answers."""
+    programs = ("sbatch", "srun", "scontrol", "squeue")
+    if missing := [name for name in programs if shutil.which(name) is None]:
+        fix = "run this on a login node of the cluster"
+        return Finding("slurm", MISSING, f"no {', '.join(missing)}", fix=fix)
+    done = subprocess.run(["scontrol", "ping"], capture_output=True, text=True)
+    answer = ((done.stdout or done.stderr).strip() or "no answer").splitlines()[0]
+    if done.returncode == 0 and " UP" in done.stdout:
+        return Finding("slurm", OK, answer)
+    fix = "ask who runs the cluster: its controller does not answer"
+    return Finding("slurm", BROKEN, answer, fix=fix)
+
+
+def shared_files(
+    paths: Sequence[str], written: Sequence[str], config: SlurmConfig, wait_seconds: int = 60
+) -> Finding:
+    """Whether two nodes see files and folders as this machine does: `unseen_files`, in words."""
+    what = "multi-node"
+    try:
+        unseen = unseen_files(paths, config, written=written, wait_seconds=wait_seconds)
+    except NoNodes as error:
+        fix = "try again when nodes are free, or with another --site"
+        return Finding(what, MISSING, str(error), fix=fix)
+    except OSError as error:
+        return Finding(what, BROKEN, str(error), fix="fix that path")
+    lost = [f"{node} does not see {path}" for node, missing in unseen.items() for path in missing]
+    if lost:
+        return Finding(what, BROKEN, "; ".join(lost), fix="put it on the shared file system")
+    return Finding(what, OK, f"{', '.join(unseen)} see {', '.join([*paths, *written])}")
 
 
 def unseen_files(

@@ -1,0 +1,110 @@
+"""Findings about this machine that need no job and no other rank: versions, packages, devices, memory, disk, network.
+
+Importing this imports torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+
+import torch
+
+from forge_resilience.health.device import known_answer, memory_patterns
+from forge_resilience.health.finding import BROKEN, MISSING, OK, Finding
+from forge_resilience.health.node import disk, loopback, shared_memory
+from forge_resilience.health.nvml import NvmlProbe
+
+__all__ = ["accelerator_count", "accelerator_findings", "machine_findings", "optional", "probe"]
+
+_TORCH = ((2, 11), (2, 16))  # what the tests have seen: from the first, below the second
+
+
+def machine_findings(distributions: Mapping[str, str], fix: str) -> Iterator[Finding]:
+    """What this machine is and can compute. Cost: some seconds, and up to 512 MiB of each accelerator.
+
+    distributions: packages that must be importable, and the distributions that have them. fix: what to do about a probe that
+    fails in another way than it foresees, such as "reinstall my-trainer".
+    """
+    checks: dict[str, Callable[[], Finding]] = {"python": _python, "torch": _torch}
+    checks |= {name: partial(_package, name, own) for name, own in distributions.items()}
+    checks["computing"] = partial(known_answer, "cpu")
+    yield from (probe(what, check, fix) for what, check in checks.items())
+
+    yield from accelerator_findings(fix)
+    checks = {"memory": _memory, "disk": partial(disk, ".")}
+    checks |= {"shared memory": shared_memory, "loopback": loopback}
+    yield from (probe(what, check, fix) for what, check in checks.items())
+
+
+def probe(what: str, check: Callable[[], Finding], fix: str) -> Finding:
+    """The finding of a check; an exception that it raises is a broken one."""
+    try:
+        return check()
+    except Exception as error:
+        return Finding(what, BROKEN, f"{type(error).__name__}: {error}", fix=fix)
+
+
+def optional(module: str, use: str, fix: str) -> Finding:
+    """Whether a module that is needed for one `use` is installed."""
+    there = importlib.util.find_spec(module) is not None
+    return Finding(module, OK if there else MISSING, use, fix="" if there else fix)
+
+
+def accelerator_count() -> Finding:
+    """Whether there is an accelerator; what it computes is among `accelerator_findings`."""
+    count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
+    if count:
+        return Finding("gpu", OK, f"{count} here")
+    return Finding("gpu", MISSING, "none here", fix="run this on a node with one: srun ...")
+
+
+def accelerator_findings(fix: str) -> Iterator[Finding]:
+    """What each accelerator computes and keeps, and what its driver reports."""
+    if not torch.accelerator.is_available():
+        yield Finding("accelerator", OK, "none: runs use the CPU")
+        return
+    current = torch.accelerator.current_accelerator()
+    assert current is not None
+    for index in range(torch.accelerator.device_count()):
+        device = torch.device(current.type, index)
+        yield probe("computing", partial(known_answer, device), fix)
+        yield probe("device memory", partial(memory_patterns, device), fix)
+        driver = NvmlProbe.of(device)
+        if driver is not None:
+            yield from [driver] if isinstance(driver, Finding) else driver.findings()
+
+
+def _python() -> Finding:
+    good = sys.version_info >= (3, 11)
+    fix = "" if good else "use Python 3.11 or newer"
+    return Finding("python", OK if good else BROKEN, platform.python_version(), fix=fix)
+
+
+def _torch() -> Finding:
+    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
+    if _TORCH[0] <= (major, minor) < _TORCH[1]:
+        return Finding("torch", OK, torch.__version__)
+    (_, least), (_, most) = _TORCH
+    fix = f"pip install 'torch>=2.{least},<2.{most}'"
+    return Finding("torch", BROKEN, torch.__version__, fix=fix)
+
+
+def _package(name: str, distribution: str) -> Finding:
+    importlib.import_module(name)
+    try:
+        return Finding(name, OK, importlib.metadata.version(distribution))
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(name, OK, "from source")
+
+
+def _memory() -> Finding:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    threads = f"{torch.get_num_threads()} of {os.cpu_count()} CPU threads"
+    return Finding("memory", OK, f"{total:.0f} GiB, {threads}")
