@@ -21,8 +21,7 @@ from forge_train import Trainer, load_job
 from forge_train.cli import main
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.trainer.build import build_model
-from forge_train.trainer.check_model import model_problems
-from forge_train.trainer.layout import layout_problems
+from forge_train.trainer.layout import layout_problems, model_problems
 from forge_vlm import (
     AdapterConfig,
     CrossAttentionConfig,

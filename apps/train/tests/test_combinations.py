@@ -20,7 +20,7 @@ from forge_data.prepare import prepare
 from forge_parallel import ParallelConfig, StartError
 from forge_testing import write_job
 from forge_testing.problems import assert_problem, rejects
-from forge_train import ConfigError, DataError, StateError, cli, jobs, load_job, load_model, ranks
+from forge_train import ConfigError, DataError, StateError, cli, jobs, load_job, load_model, process
 from forge_train._shared.limits import limit_problem
 from forge_train.cli import run_verb
 from forge_train.config import resolve
@@ -347,8 +347,8 @@ def test_ranks_that_cannot_meet_are_an_error_of_the_job(monkeypatch: pytest.Monk
     def launch(config: Any, facts: Any) -> None:
         raise StartError("a\nb")
 
-    monkeypatch.setattr(ranks, "launch", launch)
-    with pytest.raises(JobError) as caught, ranks.init_ranks(ParallelConfig()):
+    monkeypatch.setattr("forge_parallel.launch", launch)
+    with pytest.raises(JobError) as caught, process.init_ranks(ParallelConfig()):
         raise AssertionError("they met")
     assert caught.value.lines == ["a", "b"]
 

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from forge_ckpt import CorruptCheckpoint, StoreInUse
+from forge_parallel import ParallelConfig
 from forge_testing import write_job
 from forge_testing.problems import assert_problem, rejects
 from forge_train import ConfigError, JobError, StateError, Trainer, load_job
@@ -26,7 +27,6 @@ from forge_train.run.rows import Progress
 from forge_train.trainer import (
     adapters,
     build,
-    check_model,
     choices,
     encoder_source,
     exact_match,
@@ -78,22 +78,24 @@ def test_models_that_are_not_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None
     agreement = Fake(exchange=lambda digest: [digest, "other"])
     with rejects("model.name", ..., "mismatch", ConfigError, where="[1]"):
         build.refuse_other_model(nn.Linear(2, 2), agreement)
-    layout = Fake(**RANKS)
+    ranks = Fake(**RANKS)
     config = Fake(
-        train=Fake(loss=check_model.FUSED),
+        train=Fake(loss=layout.FUSED),
         metrics=Fake(gradients_every_steps=0),
         sample=Fake(max_new_tokens=0),
         model=Fake(name="a:b"),
+        parallel=ParallelConfig(),
+        data=Fake(seq_len=8),
     )
     model = nn.Linear(2, 2)
-    problems = check_model.model_problems(model, config, layout)
-    found(problems, "train.loss", check_model.FUSED, "unsupported")
+    problems = layout.model_problems(model, config, ranks)
+    found(problems, "train.loss", layout.FUSED, "unsupported")
     config.train.loss, config.sample.max_new_tokens = "cross_entropy", 4
-    problems = check_model.model_problems(model, config, layout)
+    problems = layout.model_problems(model, config, ranks)
     found(problems, "sample.max_new_tokens", 4, "unsupported")
     config.metrics.gradients_every_steps = 2
-    monkeypatch.setattr(check_model, "num_experts_by_layer", lambda model: {"0": 2})
-    problems = check_model.model_problems(model, config, Fake(tp=2))
+    monkeypatch.setattr(layout, "num_experts_by_layer", lambda model: {"0": 2})
+    problems = layout.model_problems(model, config, Fake(tp=2))
     found(problems, "metrics.gradients_every_steps", 2, "experts")
 
 
@@ -249,30 +251,13 @@ def test_questions_of_one_line() -> None:
         choices._question('{"prompt": "a", "choices": ["b", "c"], "answer": 0}', silent, 8)
 
 
-def images(**fusion: Any) -> Any:
-    """A job of a model with images, as far as layouts look at it."""
-    moma = Fake(router="expert_choice", share={}, experts={}, num_experts=3)
-    model = Fake(
-        bidirectional="image",
-        fusion=Fake(**{"name": "moma", "moma": moma, **fusion}),
-        feed_forward="other",
-        modalities={"image": 0},
-    )
-    return Fake(model=model, eval=Fake(exact_match=Fake(path="q.jsonl")))
-
-
 def test_layouts_of_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Further rules are in tests of forge_vlm."""
     monkeypatch.setattr(layout, "VLMModelConfig", SimpleNamespace)
-    problems = list(layout._images(images(), Fake(**RANKS | {"cp": 2})))
-    found(problems, "parallel.cp", 2, "bidirectional")
-    found(problems, "parallel.cp", 2, "router")
-    problems = list(layout._images(images(), Fake(**RANKS | {"ep": 2, "tp": 4})))
-    for code in ("tp", "feed_forward", "divides"):
-        found(problems, "parallel.ep", 2, code)
-    other = next(name for name in layout.PARTING if name != "moma")
-    problems = layout._images(images(name=other), Fake(**RANKS | {"ep": 2}))
-    found(problems, "parallel.ep", 2, "fusion")
-    problems = layout._answers(images(), Fake(**RANKS | {"tp": 2}))
+    model = Fake(bidirectional="image", fusion=Fake(name="joint_decoder", moma=None))
+    job = Fake(model=model, eval=Fake(exact_match=Fake(path="q.jsonl")))
+    found(layout._images(job, Fake(**RANKS | {"cp": 2})), "parallel.cp", 2, "bidirectional")
+    problems = layout._answers(job, Fake(**RANKS | {"tp": 2}))
     found(problems, "eval.exact_match.path", ..., "layout")
 
 

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from forge_core import SamplingConfig, TokenContext, Transformer, generate
 from forge_testing.problems import rejects
 from forge_vlm import VLM, FusionConfig, ModalityConfig, VisionConfig, VLMConfig
-from forge_vlm.fusion import MoMa, MoMaConfig, set_routing_step
+from forge_vlm.fusion import MoMa, MoMaConfig, axes_problems, set_routing_step
 from forge_vlm.fusion.choice import gumbel_difference
 from forge_vlm.vision import ViTConfig
 
@@ -449,3 +450,26 @@ def test_what_it_cannot_do_is_refused(options, key, value, code):
 def test_experts_have_the_shape_of_a_built_in_feed_forward():
     with rejects("feed_forward", "mine:net", "built_in"):
         replace(config(), feed_forward="mine:net")
+
+
+@pytest.mark.parametrize(
+    ("name", "axes", "problems"),
+    [
+        ("moma", {"cp": 2}, [("cp", 2, "bidirectional"), ("cp", 2, "router")]),
+        (
+            "moma",
+            {"ep": 2, "tp": 4},
+            [("ep", 2, code) for code in ("tp", "feed_forward", "divides")],
+        ),
+        ("mixture_of_transformers", {"ep": 2}, [("ep", 2, "fusion")]),
+        ("joint_decoder", {"ep": 2, "tp": 2}, []),
+    ],
+)
+def test_axes_that_a_fusion_cannot_be_computed_on(name, axes, problems):
+    moma = SimpleNamespace(router="expert_choice", share={}, experts={}, num_experts=3)
+    fusion = SimpleNamespace(name=name, moma=moma)
+    config = SimpleNamespace(
+        bidirectional="image", fusion=fusion, feed_forward="other", modalities={}
+    )
+    found = axes_problems(config, **axes, experts=("swiglu",))
+    assert [(p.key, p.value, p.code) for p in found] == problems

@@ -6,11 +6,13 @@ from typing import Any, Literal, get_args, get_type_hints
 
 from forge_moe._shared.problems import Problem, raise_problems
 
-__all__ = ["MoEConfig", "MoEOptions", "RouterConfig"]
+__all__ = ["AMONG_TOKENS", "MoEConfig", "MoEOptions", "RouterConfig"]
 
 # Far above any model: a typing error is refused before memory is allocated.
 _MAX_WIDTH, _MAX_COUNT = 2**20, 2**16
 _POSITIVE = "must be finite and above 0"
+#: Routers whose choice for a token depends on other tokens.
+AMONG_TOKENS = ("expert_choice", "uniform")
 _GROUPS = ("num_groups", "top_groups", "group_score")
 #: Keys that have no effect with a router: a bias of an expert does not change the order of its tokens.
 _WITHOUT_EFFECT = {
@@ -105,6 +107,16 @@ class MoEOptions:
     backend: Literal["auto", "grouped_mm", "loop", "batched", "float8"] = _field(
         "auto", "how the experts' matrix products are computed"
     )
+
+    def whole_batch(self, key: str) -> dict[str, str]:
+        """{option below `key`, with its value: what to use instead} for options that need all tokens of a micro-batch on
+        one rank."""
+        found = {}
+        if self.capacity_factor is not None:
+            found[f"{key}.capacity_factor {self.capacity_factor}"] = "no capacity"
+        if self.router in AMONG_TOKENS:
+            found[f"{key}.router {self.router!r}"] = "another router"
+        return found
 
 
 @dataclass(frozen=True)

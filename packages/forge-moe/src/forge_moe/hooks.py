@@ -24,13 +24,9 @@ def num_experts_by_layer(model: nn.Module) -> dict[str, int]:
 
 def whole_batch_options(model: nn.Module) -> dict[str, str]:
     """{option of a MoE layer: what to use instead} for options that need all tokens of a micro-batch on one rank."""
-    found = {}
+    found = dict[str, str]()
     for name, layer in model.named_modules():
-        if isinstance(layer, MoE):
-            if layer.config.capacity_factor is not None:
-                found[f"{name}.capacity_factor {layer.config.capacity_factor}"] = "no capacity"
-            if layer.config.router == "expert_choice":
-                found[f"{name}.router 'expert_choice'"] = "another router"
+        found |= layer.config.whole_batch(name) if isinstance(layer, MoE) else {}
     return found
 
 

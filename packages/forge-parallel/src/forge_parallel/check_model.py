@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from forge_parallel._problems import merge_layers
-from forge_parallel._shared.problems import Problem, raise_problems
+from forge_parallel._shared.problems import Problem, problems_of, raise_problems
 from forge_parallel.axes.context import attention_problems
-from forge_parallel.axes.roles import Matched, cut_problems
+from forge_parallel.axes.roles import Matched, cut_problems, find_roles
 from forge_parallel.config import Layout, ParallelConfig
 from forge_parallel.legal import Facts, problems
 from forge_parallel.meshes import Meshes
-from forge_parallel.pipeline.parts import blocks_by_key, part_problems, parts_of
-from forge_parallel.structure import Structure, further_units
+from forge_parallel.pipeline.parts import blocks_by_key, part_problems, parts_of, stream_dim
+from forge_parallel.structure import Structure, further_units, structure_of
 
-__all__ = ["check_model", "facts_of", "report_blocks"]
+__all__ = ["check_model", "facts_of", "model_problems", "report_blocks"]
 
 
 def check_model(
@@ -37,6 +38,25 @@ def check_model(
     if meshes.sparse is not None:
         found += _expert_problems(model, meshes, matched)
     raise_problems("", merge_layers(found))
+
+
+def model_problems(
+    model: nn.Module, config: ParallelConfig, layout: Layout, **known: Any
+) -> list[Problem]:
+    """Why a whole model cannot run in a layout, found before any process group exists.
+
+    known: further `Facts`, of its batch and its experts. Costs a walk over the modules; none where no axis shards the model.
+    """
+    if layout.pp * layout.cp * layout.tp * layout.ep == 1:
+        return []
+    try:
+        matched = find_roles(model, cut=layout.tp > 1)
+        facts = facts_of(model, layout, structure_of(model), matched)
+        if layout.pp > 1 and not facts.obstacles["pp"]:
+            stream_dim(model)
+    except ValueError as error:
+        return list(problems_of(error))
+    return problems(config, layout, replace(facts, **known))
 
 
 def facts_of(model: nn.Module, layout: Layout, structure: Structure, matched: Matched) -> Facts:

@@ -10,9 +10,6 @@ from forge_moe import MoEConfig
 from forge_moe.config import MoEOptions
 from forge_train._shared.problems import Problem, problems_of, raise_problems
 
-#: Built-in routers whose choice for a token depends on other tokens.
-AMONG_TOKENS = ("expert_choice", "uniform")
-
 
 def _field(default: Any, help: str) -> Any:
     return dataclasses.field(default=default, metadata={"help": help})

@@ -16,6 +16,7 @@ import tomlkit
 from forge_data import DataConfig, SourceConfig, load_tokenizer, open_header
 from forge_data.protocols import Source
 from forge_data.tokenizer import encode_prompt
+from forge_moe.config import AMONG_TOKENS
 from forge_parallel.legal import ahead_problem
 from forge_resilience.policy import RollbackConfig
 from forge_train._shared.limits import limit_problem
@@ -23,7 +24,6 @@ from forge_train._shared.problems import Problem
 from forge_train._shared.toml_files import flatten
 from forge_train.config.evaluation import evaluation_problems
 from forge_train.config.exact_match import KINDS as NO_SPLITS
-from forge_train.config.experts import AMONG_TOKENS
 from forge_train.config.imported import (
     DEFAULT_DIR,
     FILES,

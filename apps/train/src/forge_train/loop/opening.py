@@ -31,13 +31,12 @@ from forge_train.trainer.build import (
     total_steps,
     total_tokens,
 )
-from forge_train.trainer.check_model import model_problems
 from forge_train.trainer.checkpoints import Check
 from forge_train.trainer.course import Course
 from forge_train.trainer.encoder_source import EncoderSource, find_encoder
 from forge_train.trainer.evaluation import Evaluation
 from forge_train.trainer.fork import Fork, find_fork
-from forge_train.trainer.layout import layout_problems, micro_batches, remarks
+from forge_train.trainer.layout import layout_problems, micro_batches, model_problems, remarks
 from forge_train.trainer.run_directory import RunDirectory
 
 

@@ -7,6 +7,7 @@ from forge_core.optim.build import (
     check_optimizer,
     check_parameters,
     find_optimizer,
+    saves_by_name,
 )
 from forge_core.optim.config import (
     EMAConfig,
@@ -74,6 +75,7 @@ __all__ = [
     "multipliers_at",
     "never_trained",
     "parameter_groups",
+    "saves_by_name",
     "set_lr",
     "set_multipliers",
     "stage_problems",

@@ -98,6 +98,21 @@ def find_optimizer(name: str) -> Any:
     return OPTIMIZERS.find(name)
 
 
+def saves_by_name(name: str) -> bool:
+    """Whether the optimizer of a name has state by parameter name, as far as its class shows.
+
+    True for a name that leads nowhere, which `check_optimizer` reports; False for a function, which shows nothing.
+    """
+    if name in OPTIMIZERS.built_in:
+        return True
+    try:
+        found = find_optimizer(name)
+    except ValueError:
+        return True
+    methods = ("named_state", "load_named_state")
+    return isinstance(found, type) and all(callable(getattr(found, m, None)) for m in methods)
+
+
 def _is_torch_class(built: Any) -> bool:
     """Whether it is called with parameters, and not with (model, config)."""
     torch_class = isinstance(built, type) and issubclass(built, torch.optim.Optimizer)

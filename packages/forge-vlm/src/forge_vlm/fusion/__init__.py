@@ -4,6 +4,7 @@ from forge_vlm.fusion.config import (
     PARTING,
     MixtureOfTransformersConfig,
     MoMaConfig,
+    axes_problems,
     groups_of,
 )
 from forge_vlm.fusion.cross_attention import CrossAttention, CrossAttentionBlock
@@ -20,6 +21,7 @@ __all__ = [
     "MixtureOfTransformersConfig",
     "MoMa",
     "MoMaConfig",
+    "axes_problems",
     "groups_of",
     "set_routing_step",
     "set_row_group",

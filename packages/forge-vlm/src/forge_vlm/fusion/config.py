@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -14,6 +14,7 @@ __all__ = [
     "PARTING",
     "MixtureOfTransformersConfig",
     "MoMaConfig",
+    "axes_problems",
     "fusion_problems",
     "groups_of",
     "refuse_split_rows",
@@ -165,6 +166,41 @@ def fusion_problems(c: Any) -> Iterator[Problem]:
     if name == "moma" and c.feed_forward not in (*GATED, *UNGATED):
         rule = "must be built in with fusion 'moma', whose experts have its shape"
         yield Problem("feed_forward", "built_in", c.feed_forward, rule, "use swiglu")
+
+
+def axes_problems(
+    c: Any, *, tp: int = 1, cp: int = 1, ep: int = 1, experts: Sequence[str] = ()
+) -> Iterator[Problem]:
+    """Mesh axes that a VLMConfig cannot be computed on; the key of a problem is the axis.
+
+    experts: feed-forwards whose experts the ranks of ep can divide.
+    """
+    name, moma = c.fusion.name, c.fusion.moma
+    if cp > 1 and c.bidirectional != "none":
+        rule = (
+            f"splits sequences whose tokens attend both ways by bidirectional {c.bidirectional!r}"
+        )
+        yield Problem("cp", "bidirectional", cp, rule, "use cp = 1, or 'none'")
+    if cp > 1 and name == "moma" and moma.router != "token_choice":
+        rule = f"splits the sequences among whose tokens the experts of fusion.moma.router {moma.router!r} choose"
+        yield Problem("cp", "router", cp, rule, "use cp = 1, or token_choice")
+    if ep == 1 or name not in PARTING:
+        return
+    if name != "moma":
+        rule = f"must be 1 with fusion {name!r}, whose weights of a modality are not experts"
+        yield Problem("ep", "fusion", ep, rule, "use data ranks, or the fusion moma")
+        return
+
+    if tp > 1:
+        rule = f"must go without tp {tp}, whose ranks would send the experts of a modality of 'moma' the same tokens"
+        yield Problem("ep", "tp", ep, rule, "use tp = 1, or ep = 1")
+    if c.feed_forward not in experts:
+        rule = f"must go with feed_forward {' or '.join(experts)}, and it is {c.feed_forward!r}"
+        yield Problem("ep", "feed_forward", ep, rule, "use ep = 1")
+    for group in groups_of(list(c.modalities), moma.share)[0]:
+        if (num := moma.experts.get(group, moma.num_experts)) % ep:
+            rule = f"must divide the {num} experts of modality {group!r} of fusion.moma"
+            yield Problem("ep", "divides", ep, rule, f"use ep = 1, or {-(-num // ep) * ep} experts")
 
 
 def _name_problems(table: str, names: list[str], share: Mapping[str, str]) -> Iterator[Problem]:
