@@ -48,7 +48,7 @@ from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.errors import HardwareError, JobError, NumericsError
 from forge_train.metrics.console import console_mode
-from forge_train.trainer.auto_layout import with_layout
+from forge_train.plan import with_layout
 from forge_train.trainer.experts import feed_forward_factory, shard_experts
 from forge_train.trainer.run_directory import RunDirectory
 

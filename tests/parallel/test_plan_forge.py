@@ -225,8 +225,8 @@ def test_state_of_an_optimizer_is_what_it_holds(name: str, decay: float | None) 
     config = replace(
         config, model=section("moe"), optimizer=OptimizerConfig(name, ema=EMAConfig(decay))
     )
-    profile = plan._profile(config)
-    space = plan._space(config, profile, 1, 1, find_hardware("h200"))
+    space = plan._space(config, 1, 1, find_hardware("h200"))
+    profile = space.profile
     optimizer = build_optimizer(
         build_model(config.model, 0).to_empty(device=device().type), config.optimizer
     )
@@ -264,8 +264,8 @@ def test_what_is_stored_in_bf16_is_counted_as_it_is_held(
     own = OptimizerConfig(name, state_dtype=state)  # type: ignore[arg-type]
     parallel = replace(config.parallel, param_dtype=weights, dp_shard=1)
     config = replace(config, model=section("dense"), optimizer=own, parallel=parallel)
-    profile = plan._profile(config)
-    space = plan._space(config, profile, 1, 1, find_hardware("h200"))
+    space = plan._space(config, 1, 1, find_hardware("h200"))
+    profile = space.profile
     model = build_model(config.model, 0).to_empty(device=device().type)
     store_parameters(model, weights)
     optimizer = build_optimizer(model, own)
@@ -427,7 +427,7 @@ def test_auto_on_gpus_chooses_alike_each_time_and_recomputes_only_if_it_must(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr("forge_train.plan._this_gpu", lambda: find_hardware("h200"))
+    monkeypatch.setattr("forge_parallel.plan.this_gpu", lambda: find_hardware("h200"))
     recipe = PRESET.parent / "recipes" / "7b.toml"
     options = {"parallel.layout": "auto", "parallel.compile": True, "train.micro_batch": 4}
     job = load_job(recipe, options, with_data=False)

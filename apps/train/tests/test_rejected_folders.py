@@ -250,10 +250,10 @@ def test_machines_that_cannot_be_planned(monkeypatch: pytest.MonkeyPatch) -> Non
     space = SimpleNamespace(hardware=SimpleNamespace(limit=8e9, name="h100"))
     with monkeypatch.context() as patch:
         patch.setattr(plan, "_estimated", lambda config, flags: (large, space, []))
-        patch.setattr(plan, "search", lambda space: [])
-        patch.setattr(plan, "replace", lambda *_, **__: None)
+        patch.setattr(plan.planner, "search", lambda space: [])
+        patch.setattr(plan, "replace", lambda space, **__: space)
         patch.setattr(plan, "_what_fits", lambda *_: "more GPUs")
-        patch.setattr(plan, "describe", lambda candidate: "dp_shard 8")
+        patch.setattr(plan.planner, "describe", lambda candidate: "dp_shard 8")
         with rejects("parallel", "dp_shard 8", "memory", ConfigError, where="9 GB"):
             plan.show_plan(job, plan.PlanFlags(gpus=8, json=True))
     with rejects("--gpus", 0, "range", ConfigError):

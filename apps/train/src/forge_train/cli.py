@@ -217,7 +217,7 @@ def explain(args: list[str]) -> int:
 def _on_processes(job: ResolvedJob, nproc: int) -> tuple[ResolvedJob, list[str]]:
     """The job with its layout on `nproc` processes of this machine, and remarks about that layout."""
     from forge_parallel import World
-    from forge_train.trainer.auto_layout import with_layout
+    from forge_train.plan import with_layout
     from forge_train.trainer.layout import remarks, require_layout
 
     job, reasons = with_layout(job, World(world_size=nproc, local_world_size=nproc))

@@ -17,11 +17,11 @@ from forge_train._shared.problems import invalid
 from forge_train.config.resolve import ResolvedJob
 from forge_train.errors import ConfigError, config_errors, refuse
 from forge_train.extensions.built_in import extensions_of
+from forge_train.plan import describe_placement, with_layout
 from forge_train.run.callback import hook_problems, load_callbacks, state_keys
 from forge_train.run.extension import Extension, Extensions
 from forge_train.run.rows import Progress
 from forge_train.run.run import Run
-from forge_train.trainer.auto_layout import describe_placement, with_layout
 from forge_train.trainer.begin_tokens import begin_problems, is_older
 from forge_train.trainer.build import (
     build_trained,

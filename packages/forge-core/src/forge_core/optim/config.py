@@ -18,6 +18,11 @@ from forge_core._config import (
 )
 from forge_core._shared.problems import Problem, raise_problems
 
+#: Optimizers that keep their state in bf16, rounded stochastically.
+HALF_STATE = ("adamw", "lion", "muon", "schedule_free_adamw")
+#: Averages of gradients and squares that an optimizer keeps; others count as AdamW, as Muon does for what it does not train.
+_AVERAGES = {"lion": 1, "schedule_free_adamw": 1, "sgd": 1}
+_BYTES = {"fp32": 4.0, "bf16": 2.0}
 _BETAS = {
     "adamw": (0.9, 0.95),
     "lion": (0.9, 0.99),
@@ -161,6 +166,15 @@ class OptimizerConfig:
     def resolved_betas(self) -> tuple[float, float]:
         """Both betas: as given, or of the optimizer's name."""
         return _BETAS.get(self.name, _BETAS["adamw"]) if self.betas is None else self.betas
+
+    def state_bytes(self, weight: float, matrix: bool = False) -> float:
+        """Bytes of state of a parameter that has `weight` bytes, and of an average of the weights.
+
+        matrix: of the matrices that Muon trains.
+        """
+        averages = 1 if matrix else _AVERAGES.get(self.name, 2)
+        points = 2 * (self.name == "schedule_free_adamw") + (self.ema.decay is not None)
+        return averages * _BYTES[self.state_dtype] + points * weight
 
 
 @dataclass(frozen=True)

@@ -5,8 +5,10 @@ Bandwidths are bytes per second of one GPU in one direction.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
+
+import torch
 
 from forge_parallel._shared.problems import invalid
 from forge_parallel.config import Layout
@@ -64,6 +66,14 @@ def find_hardware(name: str) -> Hardware:
     if found is None:
         raise invalid("gpu", "unknown", name, f"must be one of {', '.join(HARDWARE)}", "use h200")
     return found
+
+
+def this_gpu() -> Hardware:
+    """The row of this machine's GPU with its own memory; for an unknown kind that of the h100."""
+    name = torch.cuda.get_device_name().lower()
+    known = [kind for kind in sorted(HARDWARE, key=len, reverse=True) if kind in name]
+    memory = float(torch.cuda.get_device_properties(0).total_memory)
+    return replace(HARDWARE[known[0] if known else "h100"], memory=memory)
 
 
 _COLLECTIVE_AXES = ("tp", "cp", "fsdp", "ep", "efsdp", "dp_replicate", "pp")
