@@ -206,7 +206,7 @@ def explain(args: list[str]) -> int:
         draw(plan, picture)
         lines.append(f"learning rates and batch over {plan.steps[-1]} steps: {picture}")
     if flags["parameters"]:
-        from forge_train.report.parameters import parameter_lines
+        from forge_train.report.planned import parameter_lines
 
         lines += parameter_lines(job.config)
     for line in lines:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
 
 class ConsoleSink:
-    """Shows each row; `name` is `live` (rich progress line) or `plain` (one line per row).
+    """Shows each row; `mode` is `live` (rich progress line) or `plain` (one line per row).
 
     Live updates go through rich's own refresh thread. Errors (a closed stdout, a broken pipe) are
     the caller's: BackgroundSink turns them into one warning.
@@ -21,91 +21,55 @@ class ConsoleSink:
     name = "console"
 
     def __init__(self, mode: Literal["live", "plain"], first_step: int, total_steps: int) -> None:
-        self.total_steps = total_steps
-        self.view: _View = _Live(first_step, total_steps) if mode == "live" else _Plain(total_steps)
+        self._total_steps = total_steps
+        self._live: Progress | None = None
+        if mode == "live":
+            self._live = Progress(
+                TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+                BarColumn(bar_width=20),
+                TextColumn("{task.fields[text]}  left {task.fields[left]}"),
+                console=Console(file=sys.stdout),
+            )
+            fields: Any = {"total": total_steps, "completed": first_step, "text": "", "left": "?"}
+            self._task = self._live.add_task("", **fields)
+            self._live.start()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        self.view.show(row, _describe(row))
-
-    def close(self) -> None:
-        self.view.close()
-
-
-class _View(Protocol):
-    def show(self, row: Mapping[str, Any], text: str) -> None: ...
-    def close(self) -> None: ...
-
-
-class _Plain:
-    def __init__(self, total_steps: int) -> None:
-        self.total_steps = total_steps
-
-    def show(self, row: Mapping[str, Any], text: str) -> None:
-        print(f"step {row['step']}/{self.total_steps}  {text}  left {_left(row)}", flush=True)
-
-    def close(self) -> None:
-        pass
-
-
-class _Live:
-    def __init__(self, first_step: int, total_steps: int) -> None:
-        self.progress = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-            BarColumn(bar_width=20),
-            TextColumn("{task.fields[text]}  left {task.fields[left]}"),
-            console=Console(file=sys.stdout),
-        )
-        self.task = self.progress.add_task(
-            "", total=total_steps, completed=first_step, text="", left="?"
-        )
-        self.progress.start()
-
-    def show(self, row: Mapping[str, Any], text: str) -> None:
+        step, seconds, text = row["step"], row["seconds_left"], _describe(row)
+        # unknown before the first step
+        left = "?" if seconds is None else str(timedelta(seconds=round(seconds)))
+        if self._live is None:
+            print(f"step {step}/{self._total_steps}  {text}  left {left}", flush=True)
+            return
         if row["val_loss"] is not None:
-            self.progress.console.print(f"step {row['step']}  {text}", highlight=False)
-        left = _left(row)
-        self.progress.update(self.task, completed=row["step"], text=text, left=left, refresh=True)
+            self._live.console.print(f"step {step}  {text}", highlight=False)
+        self._live.update(self._task, completed=step, text=text, left=left, refresh=True)
 
     def close(self) -> None:
-        self.progress.stop()
+        if self._live is not None:
+            self._live.stop()
 
 
-def console_mode(wanted: str) -> Literal["live", "plain"] | None:
+def console_mode(
+    wanted: Literal["auto", "live", "plain", "off"],
+) -> Literal["live", "plain"] | None:
     """`auto` is live on a terminal that can move its cursor, plain elsewhere; `off` is None."""
-    if wanted == "off":
-        return None
     if wanted == "auto":
-        return "live" if Console().is_terminal and not Console().is_dumb_terminal else "plain"
-    return "live" if wanted == "live" else "plain"
-
-
-def _left(row: Mapping[str, Any]) -> str:
-    """The time to the end; unknown before the first step."""
-    seconds = row["seconds_left"]
-    return "?" if seconds is None else str(timedelta(seconds=round(seconds)))
+        console = Console()
+        return "live" if console.is_terminal and not console.is_dumb_terminal else "plain"
+    return None if wanted == "off" else wanted
 
 
 def _describe(row: Mapping[str, Any]) -> str:
+    val = [] if row["val_loss"] is None else [f"val {row['val_loss']:.4f}"]
     if row["lr"] is None:  # an evaluation before the first step
-        return "before training" + (
-            "" if row["val_loss"] is None else f"  val {row['val_loss']:.4f}"
-        )
-    parts = [f"loss {_number(row['loss'], 4)}"]
-    if row["val_loss"] is not None:
-        parts.append(f"val {row['val_loss']:.4f}")
-    parts += [
-        f"grad {_number(row['grad_norm'], 3)}",
-        f"lr {row['lr']:.2e}",
-        f"{_short(row['tokens_per_second'])} tok/s",
-    ]
-    if row["mfu"] is not None:
-        parts.append(f"mfu {row['mfu']:.1%}")
-    parts += [
-        f"wait {row['data_wait_seconds']:.2f} s",
-        f"mem {row['memory_bytes'] / 2**30:.2f} GiB",
-    ]
-    if row["skipped_steps"]:
-        parts.append(f"skipped {row['skipped_steps']}")
+        return "  ".join(["before training", *val])
+    parts = [f"loss {_number(row['loss'], 4)}", *val, f"grad {_number(row['grad_norm'], 3)}"]
+    parts += [f"lr {row['lr']:.2e}", f"{_short(row['tokens_per_second'])} tok/s"]
+    parts += [] if row["mfu"] is None else [f"mfu {row['mfu']:.1%}"]
+    parts.append(f"wait {row['data_wait_seconds']:.2f} s")
+    parts.append(f"mem {row['memory_bytes'] / 2**30:.2f} GiB")
+    parts += [f"skipped {row['skipped_steps']}"] if row["skipped_steps"] else []
     return "  ".join(parts)
 
 

@@ -1,4 +1,4 @@
-"""What a configuration plans over a run: the learning rate of each group, and the batch."""
+"""What a configuration plans over a run, the learning rate of each group and the batch; and its model's parameters."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import itertools
 from pathlib import Path
 from typing import NamedTuple
 
-from forge_core.optim import multipliers_at
+from forge_core.optim import describe_parameters, multipliers_at
 from forge_train._shared.problems import invalid
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, config_errors
-from forge_train.trainer.build import build_trained, run_schedule, total_steps
+from forge_train.trainer.build import build_trained, freeze_groups, run_schedule, total_steps
 from forge_train.trainer.course import Course
 
 _POINTS = 2000
@@ -109,3 +109,14 @@ def draw(plan: Planned, path: Path) -> None:
         axes.grid(alpha=0.3)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "forge"}):
         figure.savefig(path, dpi=120)
+
+
+def parameter_lines(config: JobConfig) -> list[str]:
+    """`describe_parameters` of a job's model, which is built on the meta device if it is a built-in one.
+
+    ConfigError as a run, for what does not fit the model.
+    """
+    model = build_trained(config)
+    freeze_groups(model, config)
+    with config_errors():
+        return describe_parameters(model, config.optimizer)

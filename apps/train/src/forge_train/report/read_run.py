@@ -39,15 +39,10 @@ def read_run(run_dir: str | Path, lists: Callable[[list[Any]], Any] = list) -> R
     paths = RunDirectory(run_dir)
     if not paths.config.exists():
         raise FileNotFoundError(f"{paths.config} is not there; name the folder of a run")
-    return Run(
-        config=read_toml(paths.config),
-        environment=json.loads(paths.environment.read_text(encoding="utf-8")),
-        metrics=_columns(read_rows(paths.metrics), lists),
-        events=list(read_events(paths.events)),
-        parent=json.loads(paths.parent.read_text(encoding="utf-8"))
-        if paths.parent.exists()
-        else None,
-    )
+    config, environment = read_toml(paths.config), json.loads(paths.environment.read_bytes())
+    rows, events = _columns(read_rows(paths.metrics), lists), list(read_events(paths.events))
+    parent = json.loads(paths.parent.read_bytes()) if paths.parent.exists() else None
+    return Run(config, environment, rows, events, parent)
 
 
 def _columns(

@@ -19,7 +19,7 @@ from forge_train.config.schema import JobConfig
 from forge_train.errors import config_errors
 
 #: Of a layer, in the name of a parameter.
-NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
+_NUMBER = re.compile(r"(?<![^.])\d+(?=\.)")
 _DTYPES = {"bf16": torch.bfloat16, "fp32": None}
 
 
@@ -58,7 +58,7 @@ def adapter_lines(model: nn.Module, section: LoRASection) -> list[str]:
     kinds = ", ".join(f"{number} {kind}" for kind, number in found.items())
     lines = [f"{len(names)} linear layers have an adapter of rank {section.rank}: {kinds}"]
     left = Counter(
-        NUMBER.sub("*", name) for name in without_adapter(model, section.adapters.patterns)
+        _NUMBER.sub("*", name) for name in without_adapter(model, section.adapters.patterns)
     )
     if left:
         shown = ", ".join(f"{number} {name}" for name, number in left.items())

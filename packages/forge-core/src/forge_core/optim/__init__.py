@@ -6,6 +6,7 @@ from forge_core.optim.build import (
     build_optimizer,
     check_optimizer,
     check_parameters,
+    describe_parameters,
     find_optimizer,
     saves_by_name,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "check_parameters",
     "check_schedule",
     "check_something_trains",
+    "describe_parameters",
     "find_optimizer",
     "freeze_never_trained",
     "groups_of_part",

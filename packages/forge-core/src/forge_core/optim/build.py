@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+import re
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import nn
 
 from forge_core._shared.problems import Problem, invalid, raise_problems
+from forge_core.kinds import parameter_kinds
 from forge_core.optim.adamw import build_adamw
 from forge_core.optim.base import NamedOptimizer, set_rounding_seed
 from forge_core.optim.config import OptimizerConfig
@@ -19,6 +22,7 @@ from forge_core.optim.muon import build_muon, hidden_matrices
 from forge_core.optim.schedule_free import build_schedule_free_adamw
 from forge_core.registry import Registry
 
+_LAYER = re.compile(r"(?<![^.])\d+(?=\.)")  # its number in a name
 #: Without them an object cannot be an optimizer; a torch optimizer needs no `set_lr`.
 _METHODS = ("step", "zero_grad", "set_lr", "state_dict", "load_state_dict")
 
@@ -111,6 +115,31 @@ def saves_by_name(name: str) -> bool:
         return True
     methods = ("named_state", "load_named_state")
     return isinstance(found, type) and all(callable(getattr(found, m, None)) for m in methods)
+
+
+def describe_parameters(model: nn.Module, config: OptimizerConfig) -> list[str]:
+    """A table of text: kind, weight decay and optimizer of each parameter.
+
+    One row for parameters whose names differ in numbers of layers only. Raises ValueError as `build_optimizer`.
+    """
+    kinds = parameter_kinds(model)
+    hidden = hidden_matrices(model, config) if config.name == "muon" else ()
+    groups = parameter_groups(model, config, rounds=True)
+    decays = {n: group["weight_decay"] for group in groups for n, _ in group["params"]}
+    others = "adamw" if config.name == "muon" else config.name
+
+    rows: Counter[tuple[str, ...]] = Counter()
+    for name, parameter in model.named_parameters():
+        decay, by = "", "none: frozen"
+        if name in decays:
+            decay, by = f"{decays[name]:g}", "muon" if name in hidden else others
+        shape = " x ".join(map(str, parameter.shape)) or "1"
+        rows[_LAYER.sub("*", name), shape, kinds[name], decay, by] += 1
+
+    head = ("parameter", "number", "shape", "kind", "weight decay", "trained by")
+    table = [head, *((name, str(number), *rest) for (name, *rest), number in rows.items())]
+    widths = [max(map(len, column)) for column in zip(*table)]
+    return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths)).rstrip() for row in table]
 
 
 def _is_torch_class(built: Any) -> bool:
