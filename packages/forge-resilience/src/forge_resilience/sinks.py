@@ -53,6 +53,7 @@ class JsonlSink:
         self._warned = False
 
     def write(self, row: Row) -> None:
+        """Take a row."""
         if len(self._waiting) < _MAX_WAITING:
             self._waiting += (json.dumps(row) + "\n").encode()
         with self._warning_once():
@@ -65,6 +66,7 @@ class JsonlSink:
             os.fsync(self._file)
 
     def close(self) -> None:
+        """Called after the last row."""
         self.flush()
         os.close(self._file)
 
@@ -123,11 +125,13 @@ class TensorBoardSink:
         self.writer = SummaryWriter(str(directory / "tensorboard"), purge_step=resume_step + 1)
 
     def write(self, row: Row) -> None:
+        """Take a row."""
         for key, value in scalars(row).items():
             self.writer.add_scalar(key, value, row["step"])
         self.writer.flush()
 
     def close(self) -> None:
+        """Called after the last row."""
         self.writer.close()
 
 
@@ -181,9 +185,11 @@ class WandbSink:
         self._run.config.update(read_toml(directory / "config.toml"), allow_val_change=True)
 
     def write(self, row: Row) -> None:
+        """Take a row."""
         self._run.log(scalars(row), step=int(row["step"]))
 
     def close(self) -> None:
+        """Called after the last row."""
         self._run.finish()
 
 
@@ -246,6 +252,7 @@ class MlflowSink:
         self._send_params(read_toml(directory / "config.toml"), data.params)
 
     def write(self, row: Row) -> None:
+        """Take a row."""
         from mlflow.entities import Metric
 
         step, now = int(row["step"]), int(time.time() * 1000)
@@ -259,6 +266,7 @@ class MlflowSink:
             self._client.log_batch(self._id, metrics=part)
 
     def close(self) -> None:
+        """Called after the last row."""
         self._client.set_terminated(self._id, "FINISHED")
 
     def _send_params(self, config: Mapping[str, Any], known: Mapping[str, str]) -> None:

@@ -100,34 +100,42 @@ class Trainer:
 
     @property
     def job(self) -> ResolvedJob:
+        """The resolved job."""
         return self.run.job
 
     @property
     def config(self) -> JobConfig:
+        """Its configuration."""
         return self.run.config
 
     @property
     def paths(self) -> RunDirectory:
+        """The run directory."""
         return self.run.folder
 
     @property
     def model(self) -> nn.Module:
+        """This rank's part of the model, after `fit` or `prepare`."""
         return self.run.model
 
     @property
     def optimizer(self) -> Any:
+        """The optimizer, after `fit` or `prepare`."""
         return self.run.optimizer
 
     @property
     def loader(self) -> Loader:
+        """The batches of this rank."""
         return self.run.loader
 
     @property
     def progress(self) -> Progress:
+        """Steps and tokens so far."""
         return self.run.progress
 
     @property
     def total_steps(self) -> int:
+        """The last step of the run."""
         return self.run.total_steps
 
     @property
