@@ -300,7 +300,7 @@ def test_F175_gpus_of_the_job_in_which_it_is_submitted_are_not_asked_for(slurm, 
 
 def test_at_a_terminal(slurm, tmp_path):
     write_job(tmp_path, "[resilience]\nsave_limit_seconds = 30\n[slurm]\nnodes = 1\n")
-    shown = submit_forge(slurm, tmp_path / "job.toml", "--interactive", "--print")
+    shown = submit_forge(slurm, tmp_path / "job.toml", "--interactive", "--dry_run")
     assert shown.out.startswith("# salloc --signal=USR1@90 --job-name=run --nodes=1")
     assert not (tmp_path / "run").exists()
     started = subprocess.run(

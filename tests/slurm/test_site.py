@@ -52,7 +52,7 @@ def test_the_site_that_doctor_writes_is_below_every_job(slurm, tmp_path, monkeyp
         '[slurm]\npartition = "cpu"\ntime_limit = 30\nprologue = ["echo hello"]\n[slurm.environment]\nA = "site"\n'
     )
     job = write_job(tmp_path, '[slurm]\ntime_limit = 20\n[slurm.environment]\nB = "job"\n')
-    shown = forge_train("slurm", job, "--print", **environ)
+    shown = forge_train("slurm", job, "--dry_run", **environ)
     assert shown.code == 0, shown.err
     for line in (
         "--partition=cpu",
@@ -63,12 +63,14 @@ def test_the_site_that_doctor_writes_is_below_every_job(slurm, tmp_path, monkeyp
     ):
         assert line in shown.out
     (tmp_path / "other.toml").write_text('[slurm]\npartition = "high"\n')
-    other = forge_train("slurm", job, "--print", FORGE_SITE=str(tmp_path / "other.toml"), **environ)
+    other = forge_train(
+        "slurm", job, "--dry_run", FORGE_SITE=str(tmp_path / "other.toml"), **environ
+    )
     assert "--partition=high" in other.out
-    named = forge_train("slurm", job, "--print", "--site", "nowhere", **environ)
+    named = forge_train("slurm", job, "--dry_run", "--site", "nowhere", **environ)
     assert (named.code, "--site 'nowhere'" in named.err) == (78, True)
     (tmp_path / "other.toml").write_text('[slurm]\npartitoin = "high"\n')
-    wrong = forge_train("slurm", job, "--print", "--site", tmp_path / "other.toml", **environ)
+    wrong = forge_train("slurm", job, "--dry_run", "--site", tmp_path / "other.toml", **environ)
     assert (wrong.code, "slurm.partition?" in wrong.err) == (78, True)
 
 

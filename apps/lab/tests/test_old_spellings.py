@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from forge_lab import evaluate_run
+from forge_testing import write_job
 from forge_testing.problems import rejects
 from forge_train.cli import run_verb
 from forge_train.errors import ConfigError
@@ -19,12 +20,13 @@ SPELLINGS = [
     ("report {} --json", "goodput {} --json"),
     ("eval {} --rows=0", "eval {} --batch_size=0"),
     ("generate {} --prompts {} --rows 0", "generate {} --prompts {} --batch-size 0"),
+    ("slurm {}/job.toml --print --submit", "slurm {}/job.toml --dry_run --submit"),
     ("extract {} --points a --output b.npz --batch 0", "extract {} --points a --output b.npz --batch_size 0"),
 ]  # fmt: skip
 
 
 def answer(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str]:
-    """The error of a command in an empty folder, and what it printed to stderr."""
+    """The error of a command in a folder with a job, and what it printed to stderr."""
     with pytest.raises(ConfigError) as caught:
         run_verb(command.format(folder, folder).split())
     return str(caught.value), capsys.readouterr().err
@@ -34,6 +36,7 @@ def answer(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> tu
 def test_an_old_spelling_is_read(
     old: str, new: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    write_job(tmp_path)
     wanted, silent = answer(new, tmp_path, capsys)
     found, said = answer(old, tmp_path, capsys)
     assert found == wanted

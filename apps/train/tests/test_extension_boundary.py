@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import forge_train
 from forge_train.extensions import built_in
+from forge_train.run.run import Run
 
 ROOT = Path(__file__).parents[3]
 TRAINER = Path(forge_train.__file__).parent / "loop/trainer.py"
@@ -123,6 +125,30 @@ def test_the_trainer_has_few_public_names() -> None:
     }
     public = {name for name in methods | written if not name.startswith("_")}
     assert len(public) <= 15, sorted(public)
+
+
+def stored(node: ast.AST, owner: str) -> set[str]:
+    """Attributes of a name that the code of `node` writes or declares."""
+    return {
+        found.attr
+        for found in ast.walk(node)
+        if isinstance(found, ast.Attribute)
+        and isinstance(found.ctx, ast.Store)
+        and isinstance(found.value, ast.Name)
+        and found.value.id == owner
+    }
+
+
+def test_all_state_of_the_loop_is_declared() -> None:
+    """An attribute that a method makes on the way is found only by reading all methods."""
+    tree = ast.parse(TRAINER.read_text())
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    (init,) = (node for node in functions if node.name == "__init__")
+    assert stored(tree, "self") == stored(init, "self")
+    fields = {field.name for field in dataclasses.fields(Run)}
+    assert stored(tree, "run") <= fields
+    longest = max(functions, key=lambda node: (node.end_lineno or 0) - node.lineno)
+    assert (longest.end_lineno or 0) - longest.lineno < 45, longest.name
 
 
 def test_the_trainer_knows_no_optional_feature() -> None:

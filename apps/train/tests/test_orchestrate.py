@@ -45,7 +45,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
 
 @pytest.mark.slow
 def test_sizes_that_are_not_legal_are_left_out_aloud(tmp_path: Path) -> None:
-    flags = ("--orchestrate", "--sizes", "3,2", "--parallel.dp_shard", "4", "--print")
+    flags = ("--orchestrate", "--sizes", "3,2", "--parallel.dp_shard", "4", "--dry_run")
     shown = forge_train("slurm", write_job(tmp_path, _EXTRA), *flags)
     assert shown.code == 0
     assert "#SBATCH --nodes=2\n" in shown.out

@@ -26,7 +26,7 @@ def slurm(*arguments: str | Path, PATH: str = "/nowhere", **environ: str) -> Out
 @pytest.mark.slow
 def test_it_writes_the_script_and_the_configuration_as_it_is(tmp_path: Path) -> None:
     job = write_job(tmp_path, "[slurm]\nnodes = 2\n")
-    shown = slurm(job, "--print", "--slurm.time_limit", "1:00:00")
+    shown = slurm(job, "--dry_run", "--slurm.time_limit", "1:00:00")
     assert shown.code == 0, shown.err
     assert "#SBATCH --nodes=2" in shown.out
     assert "#SBATCH --time=1:00:00" in shown.out
@@ -62,14 +62,14 @@ def test_what_is_refused(
     tmp_path: Path, nowhere: None, extra: str, key: str, value: Any, code: str
 ) -> None:
     with rejects(f"slurm.{key}", value, code, ConfigError):
-        run_verb(["slurm", str(write_job(tmp_path, f"[slurm]\n{extra}\n")), "--print"])
+        run_verb(["slurm", str(write_job(tmp_path, f"[slurm]\n{extra}\n")), "--dry_run"])
 
 
 def test_every_number_of_nodes_must_have_a_layout(
     tmp_path: Path, nowhere: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     job = write_job(tmp_path, '[slurm]\nnodes = "2-3"\n')
-    flags = ["slurm", str(job), "--print", "--parallel.dp_replicate", "2"]
+    flags = ["slurm", str(job), "--dry_run", "--parallel.dp_replicate", "2"]
     with rejects("parallel.dp_shard", -1, "divides", ConfigError, where="3"):
         run_verb(flags)
     assert run_verb([*flags, "--slurm.nodes", "2"]) == 0
@@ -79,7 +79,7 @@ def test_every_number_of_nodes_must_have_a_layout(
 def test_F175_a_job_that_asks_for_no_gpu_is_told_what_it_asks_for(
     tmp_path: Path, nowhere: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run_verb(["slurm", str(write_job(tmp_path)), "--print"]) == 0
+    assert run_verb(["slurm", str(write_job(tmp_path)), "--dry_run"]) == 0
     assert capsys.readouterr().err.count("\n") == 1
     facts = JobFacts("/r", "/r/slurm/job.sh", "/")
     for config, lines in (
@@ -106,8 +106,8 @@ def test_without_sbatch_nothing_is_submitted(tmp_path: Path, nowhere: None) -> N
     job = str(write_job(tmp_path))
     with pytest.raises(JobError, match="sbatch"):
         run_verb(["slurm", job, "--submit"])
-    with rejects("--print", ..., "excludes", ConfigError):
-        run_verb(["slurm", job, "--submit", "--print"])
+    with rejects("--dry_run", ..., "excludes", ConfigError):
+        run_verb(["slurm", job, "--submit", "--dry_run"])
     (tmp_path / "run/slurm/job.sh").unlink()
     (tmp_path / "run/slurm/job.sh").mkdir()
     with rejects("run.dir", str(tmp_path / "run"), "write", ConfigError):
@@ -128,7 +128,7 @@ def test_a_queued_job_of_the_run_is_named(
 @pytest.mark.lane("ci")
 def test_a_supervisor_is_asked_for_by_the_watch(tmp_path: Path) -> None:
     keys = '[resilience.watch]\naction = "restart"\nmax_restarts = 4\nlimits = { save = 60 }\n[slurm]\nnodes = 2\n'
-    text = slurm(write_job(tmp_path, keys), "--print").out
+    text = slurm(write_job(tmp_path, keys), "--dry_run").out
     call = text[text.index("exec srun") :]
     assert "-m forge_resilience.supervise --action=restart" in call
     assert "--limits=save=60" in call
@@ -142,7 +142,7 @@ def test_F176_a_preset_is_shown_without_its_data(
     preset = str(ROOT / "configs/presets/20m_4gpu.toml")
     shown = {}
     for verb in ("explain", "slurm"):
-        flags = ["--print"] if verb == "slurm" else []
+        flags = ["--dry_run"] if verb == "slurm" else []
         assert run_verb([verb, preset, *flags]) == 0
         shown[verb] = capsys.readouterr()
         text = "".join(shown[verb])

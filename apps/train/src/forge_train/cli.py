@@ -22,7 +22,13 @@ from forge_train import process
 from forge_train._shared.limits import limit_problem
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid
-from forge_train.command_line import call_verb, flag_errors, parse_arguments, take_nproc
+from forge_train.command_line import (
+    call_verb,
+    flag_errors,
+    parse_arguments,
+    take_nproc,
+    with_new_names,
+)
 from forge_train.errors import ConfigError, JobError, of_limit, refuse
 
 if TYPE_CHECKING:
@@ -239,13 +245,14 @@ def plan(args: list[str]) -> int:
 
 
 def slurm(args: list[str]) -> int:
-    """Write a batch script that survives stops for CONFIG; --submit, --interactive and --print do more or less.
+    """Write a batch script that survives stops for CONFIG; --submit, --interactive and --dry_run do more or less.
 
     The script and the configuration as it is now go into <run.dir>/slurm. What the site is like comes from
     --site, FORGE_SITE or ~/.config/forge/site.toml, which `forge-train doctor --init` writes.
     """
     from forge_train.slurm import SlurmFlags, run_slurm
 
+    args = with_new_names(args, "slurm", {"--print": "--dry_run"})
     layers, flags = _layers(args, "slurm", slurm.__doc__ or "", SlurmFlags)
     return run_slurm(layers, SlurmFlags(**flags))
 

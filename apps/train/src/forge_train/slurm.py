@@ -40,7 +40,7 @@ class SlurmFlags:
     its own"""
     sizes: str | None = None
     """numbers of nodes for --orchestrate, such as 32,24,16"""
-    print: bool = False
+    dry_run: bool = False
     """show the script and write nothing; the data need not be there"""
     site: str | None = None
     """site file, or its name in ~/.config/forge (default: FORGE_SITE, site)"""
@@ -50,7 +50,7 @@ def run_slurm(layers: Layers, flags: SlurmFlags) -> int:
     """Do what `flags` say with the job of `layers`. ConfigError for a job that could not run on these nodes."""
     refuse(_flag_problems(flags))
     add_site(layers, flags.site)
-    job, missing = resolve_to_show(layers) if flags.print else (resolve(layers), ())
+    job, missing = resolve_to_show(layers) if flags.dry_run else (resolve(layers), ())
     for problem in missing:
         note(f"data is not checked: {problem}")
     if flags.orchestrate:
@@ -65,9 +65,9 @@ def run_slurm(layers: Layers, flags: SlurmFlags) -> int:
         config = replace(config, array_arguments=(own, *config.array_arguments))
     check_limits(config, facts)
     if flags.interactive:
-        return _interactive(job, config, facts, flags.print)
+        return _interactive(job, config, facts, flags.dry_run)
     text = _script(config, facts)
-    if flags.print:
+    if flags.dry_run:
         print(text, end="")
         return ExitCode.DONE
 
@@ -85,7 +85,7 @@ def run_slurm(layers: Layers, flags: SlurmFlags) -> int:
 
 
 def _flag_problems(flags: SlurmFlags) -> Iterator[Problem]:
-    for name in ("interactive", "print"):
+    for name in ("interactive", "dry_run"):
         if flags.submit and getattr(flags, name):
             rule = "must go without --submit"
             yield Problem(f"--{name}", "excludes", ..., rule, "leave one out")
@@ -123,7 +123,7 @@ def _orchestrate(job: ResolvedJob, flags: SlurmFlags) -> int:
     text = _script(config, facts)
     with config_errors("slurm"):
         small = slurm.batch_script(slurm.small_job(config), command, own)
-    if flags.print:
+    if flags.dry_run:
         print(text, end="")
         return ExitCode.DONE
 
