@@ -145,7 +145,7 @@ def build(case: str) -> tuple[Any, MoEConfig, dict[str, Tensor]]:
 def ours(case: str, layer: int) -> MoE:
     _, config, block = build(case)
     prefix = f"layers.{layer}.feed_forward."
-    weights = dict(to_forge(CASES[case][0].rows(config), block.items()))
+    weights = dict(to_forge(CASES[case][0].rows_of(config), block.items()))
     moe = MoE(config).eval()
     moe.load_state_dict(
         {name.removeprefix(prefix): w for name, w in weights.items() if name.startswith(prefix)}
@@ -228,7 +228,7 @@ def test_maps_give_every_tensor_of_the_block_and_go_back_bit_equal(case: str) ->
         for layer in sparse
         for name, tensor in ours(case, layer).state_dict().items()
     }
-    back = dict(to_hf(family.rows(config), state.items()))
+    back = dict(to_hf(family.rows_of(config), state.items()))
     assert back.keys() == block.keys()
     for name, tensor in block.items():
         assert torch.equal(back[name], tensor), name

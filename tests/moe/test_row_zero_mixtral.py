@@ -152,7 +152,7 @@ def forge_model(reference: Any, start: dict[str, Tensor]) -> tuple[Transformer, 
     dense = {key: value for key, value in hf.items() if key not in EXPERT_KEYS}
     config: TransformerConfig = LLAMA.config_from_hf({**dense, "model_type": "llama"})
     model = Transformer(config, feed_forward=lambda _: MoE(moe))
-    rows = LLAMA.rows + MIXTRAL.rows(moe)
+    rows = LLAMA.rows + MIXTRAL.rows_of(moe)
     model.load_state_dict(dict(to_forge(rows, start.items())))
     return model, rows
 

@@ -180,7 +180,7 @@ def load(case: str) -> tuple[Transformer, tuple[Any, ...], Path]:
     model = Transformer(
         config, feed_forward=lambda i: MoE(moe) if i in sparse else build_feed_forward(config, i)
     )
-    rows = decoder.rows + experts.rows(moe)
+    rows = decoder.rows + experts.rows_of(moe)
     load_hf(folder, rows, model)
     return model.eval(), rows, folder
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from forge_ckpt import Store, read_tensors
 from forge_ckpt.hf import HFFolder
+from forge_ckpt.hf.compare import BOUND
 from forge_data.prepare import prepare
 from forge_testing.jobs import TINY_JOB
 from forge_testing.parts import smoothed
@@ -29,11 +30,10 @@ from forge_testing.processes import forge_train
 from forge_testing.runs import fit_on_ranks
 from forge_train import ConfigError, Trainer, load_job, load_trained, read_run
 from forge_train.errors import JobError
-from forge_train.hf.compare import BOUND, compare
 from forge_train.hf.exporting import export_run
 from forge_train.hf.families import section_from_hf
 from forge_train.hf.folder import read_model
-from forge_train.hf.importing import import_folder
+from forge_train.hf.importing import check_logits, import_folder
 from forge_train.trainer.build import build_model
 
 VOCAB = 320
@@ -676,14 +676,13 @@ def test_exports_of_nothing_are_refused(
 
 @pytest.mark.lane("test")
 def test_a_check_that_fails_says_so(tmp_path: Path) -> None:
-    """The exported folder is changed behind the export's back."""
     save("Llama", tmp_path / "hf")
-    hf = json.loads((tmp_path / "hf" / "config.json").read_text())
-    section = section_from_hf(hf)
-    state = build_model(section, 0).to_empty(device="cpu").state_dict()
-    wrong = [(name, torch.full_like(tensor, 0.1)) for name, tensor in state.items()]
+    found = read_model(tmp_path / "hf")
+    model = found.build()
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 0.1)
     with rejects("difference", ANY, "range", JobError, where=tmp_path / "hf"):
-        compare(section, wrong, tmp_path / "hf")
+        check_logits(model, found)
 
 
 WEIRD = (None, True, False, "x", "", -1, 0, 2.5, [], [1], [[1]], ["x"], {}, {"a": 1}, {"rope_type": []}, 10**30, float("nan"), float("inf"))  # fmt: skip

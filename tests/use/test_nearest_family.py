@@ -11,7 +11,7 @@ from forge_core.model import MLAConfig, MuPConfig
 from forge_testing.problems import assert_problem, rejects
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig
-from forge_train.hf.families import find_family
+from forge_train.hf.families import family_of
 
 pytestmark = pytest.mark.lane("test")
 
@@ -55,7 +55,7 @@ CASES: dict[str, tuple[dict[str, Any], str, str, Any]] = {
 def test_the_keys_that_differ_from_the_nearest_family(case: str) -> None:
     options, family, key, value = CASES[case]
     with rejects("model", ..., "no_family") as refused:
-        find_family(BuiltInModelConfig(**{**SMALL, **options}), None)
+        family_of(BuiltInModelConfig(**{**SMALL, **options}), None)
     assert_problem(refused.value, key, value)
     _, *others = refused.value.problems
     assert {(p.origin.partition(",")[0], p.fix) for p in others} == {(family, "")}
@@ -63,21 +63,21 @@ def test_the_keys_that_differ_from_the_nearest_family(case: str) -> None:
 
 def test_a_family_by_name_is_refused_with_one_that_holds_the_model() -> None:
     plain, mup = BuiltInModelConfig(**SMALL), BuiltInModelConfig(**SMALL, **MUP)
-    assert find_family(plain, None) == find_family(plain, "llama") == "llama"
-    assert find_family(mup, None) == "granite"
+    assert family_of(plain, None).name == family_of(plain, "llama").name == "llama"
+    assert family_of(mup, None).name == "granite"
     mixture = BuiltInModelConfig(**SMALL, moe=EXPERTS)
     for section, family, key, value, fix in (
-        (plain, "qwen3", "model.qk_norm", False, "--family llama"),
-        (plain, "mixtral", "model.moe.num_experts", 0, "--family llama"),
-        (mup, "llama", "model.parametrization", "mup", "--family granite"),
-        (mixture, "llama", "model.moe.num_experts", 4, "--family mixtral"),
+        (plain, "qwen3", "model.qk_norm", False, "llama"),
+        (plain, "mixtral", "model.moe.num_experts", 0, "llama"),
+        (mup, "llama", "model.parametrization", "mup", "granite"),
+        (mixture, "llama", "model.moe.num_experts", 4, "mixtral"),
         (BuiltInModelConfig(**SMALL, norm="layer_norm"), "llama", "model.norm", "layer_norm", ""),
     ):
         with rejects(key, value) as refused:
-            find_family(section, family)
+            family_of(section, family)
         assert refused.value.where == family
         assert all(p.fix.endswith(fix) for p in refused.value.problems)
     with rejects("model.parametrization", "mup") as refused:
-        find_family(mup, "llama")
+        family_of(mup, "llama")
     for given in ("logits_scale 0.5", "attention.scale 0.25"):
         assert given in str(refused.value)

@@ -239,5 +239,5 @@ def test_adapters_of_a_llava_go_to_peft(tmp_path: Path) -> None:
 
 def test_a_family_whose_modules_are_unknown_is_refused() -> None:
     section = VLMModelConfig(vocab_size=8, modalities={"image": ModalityConfig(first_id=3)})
-    with rejects("--family", "smolvlm", "adapter"):
+    with rejects("--family", "smolvlm", "adapter", ConfigError):
         modules_of(section, "smolvlm")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -145,14 +144,6 @@ def test_encoders_of_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     taken = Fake(weights=Fake(copied=["vision.model.w"]))
     with rejects("init.encoder", str(tmp_path), "excludes", ConfigError):
         encoder_source.find_encoder(config, nn.Module(), taken)
-    here, there = {"w": torch.zeros(2)}, {"front.w": torch.zeros(3)}
-    problems = encoder_source._shape_problems(here, {"w": "front.w"}, there)
-    found(problems, "front.w", (3,), "shape")
-    table = {"image_mean": [0.1, 0.1, 0.1]}
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps(table))
-    vision = Fake(pixels=((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)))
-    problems = encoder_source._pixel_problems(vision, tmp_path)
-    found(problems, "model.vision.mean", [0.5, 0.5, 0.5], "processor")
 
 
 def test_forks_of_adapters_and_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from forge_data import JsonTokenizer, SourceConfig, load_tokenizer
+from forge_data import SourceConfig
 from forge_data.kinds import ChatConfig, TextConfig
 from forge_testing.chats import CHATML, HEADERS, save_tokenizer, talk, write_talks
 from forge_testing.problems import rejects
 from forge_train import ConfigError, sampling
 from forge_train.config.describe import ends_of_documents
 from forge_train.config.init import InitConfig
-from forge_train.hf.exporting import _config_and_files, _tokenizing
-from forge_train.hf.tokenizing import Tokenizing
+from forge_train.config.lora import LoRASection
+from forge_train.config.schema import BuiltInModelConfig
+from forge_train.hf.exporting import _config_and_files, _Run, _tokenizing
 from forge_train.trainer.build import run_tokenizer
 from forge_train.trainer.run_directory import RunDirectory
 from forge_vlm.data import Prompts
@@ -73,7 +74,8 @@ def chat(made: Path, name: str, template: bool = False) -> SourceConfig:
 
 def write(folder: Path, run: RunDirectory, chosen: str | None = None, **sources: SourceConfig) -> tuple[Path, str | None]:  # fmt: skip
     data: Any = SimpleNamespace(sources=sources)
-    hf, files, remark = _config_and_files(run, data, "llama", {"model_type": "llama"}, chosen)
+    given = _Run(run, BuiltInModelConfig(vocab_size=8), data, LoRASection())
+    hf, files, remark = _config_and_files(given, "llama", {"model_type": "llama"}, chosen)
     (folder / "out").mkdir()
     for name, content in {**files, CONFIG: json.dumps(hf).encode()}.items():
         (folder / "out" / name).write_bytes(content)
@@ -213,20 +215,3 @@ def test_F200_an_export_of_a_model_with_images_has_the_template_of_training(
         (prompt,) = prompts.read(asked)
         ids = found.apply_chat_template(messages[:-1], add_generation_prompt=True)
         assert list(getattr(ids, "input_ids", ids)) == prompt.tokens.tolist()
-
-
-@pytest.mark.parametrize(("bos", "noted"), [(None, False), ("", True), ("<unk>", True)])
-def test_F142_an_export_tells_where_its_tokenizer_begins_texts_otherwise(
-    tmp_path: Path, bos: str | None, noted: bool
-) -> None:
-    library = pytest.importorskip("tokenizers")
-    made = library.Tokenizer(
-        library.models.WordLevel({"<s>": 0, "<unk>": 1, "a": 2}, unk_token="<unk>")
-    )
-    made.add_special_tokens(["<s>", "<unk>"])
-    made.post_processor = library.processors.TemplateProcessing(
-        "<s> $A", special_tokens=[("<s>", 0)]
-    )
-    made.save(str(tmp_path / "tokenizer.json"))
-    spec = JsonTokenizer(tmp_path / "tokenizer.json", eos="", bos=bos).spec()
-    assert (Tokenizing(load_tokenizer(spec)).note is not None) == noted

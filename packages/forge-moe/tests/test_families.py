@@ -1,5 +1,6 @@
 """Configurations of Hugging Face: what changes the function is read or refused, never passed over."""
 
+import dataclasses
 import math
 
 import pytest
@@ -9,6 +10,7 @@ from forge_moe.families import (
     DEEPSEEK_V3,
     GLM4_MOE,
     GPT_OSS,
+    LAYERS,
     MIXTRAL,
     OLMOE,
     QWEN2_MOE,
@@ -176,3 +178,18 @@ def test_layers_of_mixtures_go_back_to_their_keys(family, layers) -> None:
     else:
         with rejects("layers", list(layers), "unsupported", where=family.name):
             family.layers_to_hf(layers, 4)
+
+
+def test_the_mixtures_of_a_model_have_their_layers():
+    hf = {"hidden_size": 8, "moe_intermediate_size": 8, "num_experts": 4, "num_experts_per_tok": 2}
+    hf |= {"num_hidden_layers": 3, "mlp_only_layers": [0]}
+    found = LAYERS["qwen3_moe"].config_from_hf(hf)
+    assert (found.layers, found.num_layers, found.config.num_experts) == ((1, 2), 3, 4)
+    written = LAYERS["qwen3_moe"].config_to_hf(found)
+    assert LAYERS["qwen3_moe"].config_from_hf({**hf, **written}) == found
+    rows = LAYERS["qwen3_moe"].rows_of(found)
+    assert rows == QWEN3_MOE.rows_of(found.config) == QWEN3_MOE.rows(found.config)
+    biased = found._replace(config=dataclasses.replace(found.config, bias=True))
+    with rejects("bias", True, "fixed") as caught:
+        LAYERS["mixtral"].config_to_hf(biased)
+    assert_problem(caught.value, "layers", [1, 2], "unsupported")

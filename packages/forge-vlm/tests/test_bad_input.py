@@ -1,6 +1,7 @@
 """What a user of models and encoders may get wrong: the problem names the key, the value and the rule."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,12 +12,21 @@ from forge_core.model import MRopeConfig
 from forge_testing.problems import assert_problem, rejects
 from forge_vlm import VLM, FusionConfig, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm._shared.problems import ProblemError
+from forge_vlm.families import module_name
 from forge_vlm.families.chameleon import ChameleonAttention
+from forge_vlm.families.check_inputs import inputs_of
 from forge_vlm.fusion import MoMaConfig
 from forge_vlm.fusion.config import refuse_split_rows
 from forge_vlm.fusion.seen import check_images
 from forge_vlm.masked import masked
-from forge_vlm.vision import ViTConfig, build_encoder, encoder_differences, encoder_tensors
+from forge_vlm.vision import (
+    ViTConfig,
+    build_encoder,
+    encoder_differences,
+    encoder_tensors,
+    pixel_differences,
+    shape_differences,
+)
 from forge_vlm.vision.features import Features
 from forge_vlm.vision.select import select
 from forge_vlm.vision.transformers import build_config
@@ -118,6 +128,37 @@ def test_folders_of_other_encoders():
     ):
         found = ProblemError(encoder_differences(config, {"vision_config": hf}))
         assert_problem(found, f"vision.transformers.{key}", value, "differs")
+    here, there = {"w": torch.zeros(2)}, {"front.w": torch.zeros(3)}
+    found = ProblemError(shape_differences({"w": "front.w"}, here, there))
+    assert_problem(found, "front.w", (3,), "shape")
+    config = VisionConfig(mean=(0.5,) * 3, std=(0.5,) * 3)
+    assert not pixel_differences(config, {"image_mean": [0.5] * 3})
+    found = ProblemError(pixel_differences(config, {"image_mean": [0.1] * 3}))
+    assert_problem(found, "vision.mean", [0.5] * 3, "processor")
+
+
+def test_families_whose_modules_are_unknown():
+    assert module_name("llava", "vision_tower.a") == "model.vision_tower.a"
+    with rejects("", "chameleon", "adapter"):
+        module_name("chameleon", "")
+
+
+def test_rows_without_room_for_an_image():
+    class Vision(torch.nn.Module):
+        extra_inputs = ("images",)
+
+        def dummy(self, device):
+            return {"images": torch.zeros(1, 3, 2, 2)}
+
+        def forward(self, images):
+            return images
+
+    model = SimpleNamespace(vision=Vision(), adapter=lambda features: torch.zeros(1, 8, 4))
+    places = {"image": SimpleNamespace(first_id=0)}
+    short = SimpleNamespace(placeholders=places, vocab_size=8, max_seq_len=8)
+    theirs = SimpleNamespace(config=SimpleNamespace(model_type="llava"))
+    with rejects("", ..., "length"):
+        inputs_of(model, short, theirs)
 
 
 @pytest.mark.parametrize(

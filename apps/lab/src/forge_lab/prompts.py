@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from forge_ckpt.hf import read_json
+from forge_ckpt.hf import read_json, read_processor
+from forge_data.tokenizer_files import folder_ends
 from forge_lab._shared.problems import invalid
 from forge_train.errors import ConfigError, config_errors
-from forge_train.toolkit import folder_ends, processor_table
 from forge_vlm import VLM
 from forge_vlm.data import Prompts
 
@@ -49,7 +49,7 @@ def folder_prompts(folder: Path, model: VLM) -> Prompts:
         options["tokens_per_tile"] = tokens_per_tile(model)
     with config_errors():
         prompts = Prompts(**options)
-    prompts.end_ids = tuple(dict.fromkeys((*prompts.end_ids, *folder_ends(folder))))
+        prompts.end_ids = tuple(dict.fromkeys((*prompts.end_ids, *folder_ends(folder))))
     return prompts
 
 
@@ -63,7 +63,7 @@ def tokens_per_tile(model: VLM) -> int:
 
 
 def _processor(folder: Path) -> Mapping[str, Any]:
-    table = processor_table(folder)
+    table = read_processor(folder)
     if not table:
         name, rule = "preprocessor_config.json", "is missing: it sets how images are split"
         raise invalid(name, "missing", ..., rule, _FIX, where=folder, kind=ConfigError)

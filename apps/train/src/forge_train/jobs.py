@@ -12,17 +12,16 @@ from torch import nn
 
 from forge_ckpt import Store
 from forge_ckpt.stage_state import StageState, tensor_names
-from forge_core import initialise
 from forge_core.lora import merge
 from forge_data import Tokenizer, load_tokenizer
-from forge_parallel import Meshes, ParallelConfig, materialise, store_parameters
+from forge_data.tokenizer_files import folder_ends
+from forge_parallel import Meshes, ParallelConfig, store_parameters
 from forge_resilience import Agreement
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import invalid
 from forge_train.config.layers import read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
 from forge_train.config.schema import JobConfig
-from forge_train.config.tokenizer import folder_ends
 from forge_train.errors import (
     ConfigError,
     StateError,
@@ -159,11 +158,10 @@ def load_folder(
     if not path.is_file():
         rule, fix = f"has no {path.name}, which makes text of ids", "put the model's own there"
         raise invalid("folder", "tokenizer", str(folder), rule, fix, kind=ConfigError)
-    model = materialise(build_model(found.section, 0), torch.device(device))
-    initialise(model, 0)  # buffers that the folder need not hold
-    found.load(model)
+    model = found.build(device)
     with config_errors():
         tokenizer = load_tokenizer(str(path))
-    if ends := folder_ends(found.path):
+        ends = folder_ends(found.path)
+    if ends:
         tokenizer.eos_id, tokenizer.end_ids = ends[0], ends
-    return model.eval(), tokenizer
+    return model, tokenizer

@@ -10,8 +10,6 @@ forge-lab uses these names; a name that it no longer needs goes.
 from __future__ import annotations
 
 from forge_train.config.structure import structure_table
-from forge_train.config.tokenizer import folder_ends
-from forge_train.hf.folder import processor_table
 from forge_train.loop.guard import skip_windows
 from forge_train.plan import price
 from forge_train.process import init_ranks
@@ -36,13 +34,11 @@ __all__ = [
     "build_trained",
     "continuation",
     "finite",
-    "folder_ends",
     "init_ranks",
     "is_fixed",
     "job_compute",
     "open_held_out",
     "price",
-    "processor_table",
     "prompt_ids",
     "prompts_of",
     "require_layout",

@@ -125,23 +125,6 @@ def _default(section: BuiltInModelConfig) -> BuiltInModelConfig:
     return type(section)(vocab_size=section.vocab_size, **needed)
 
 
-def write_table(path: Path, table: dict[str, Any], comment: str) -> None:
-    """Write model.toml. The rule of TOML that tables follow plain keys holds, whatever the order of `table`."""
-    document = tomlkit.document()
-    document.add(tomlkit.comment(comment))
-    document.add("model", _toml_table(table))
-    path.write_text(tomlkit.dumps(document), encoding="utf-8")
-
-
-def _toml_table(table: dict[str, Any]) -> Any:
-    """A table of dotted keys."""
-    here, inner = tomlkit.table(), dict[str, dict[str, Any]]()
-    for key, value in table.items():
-        first, _, rest = key.partition(".")
-        if rest:
-            inner.setdefault(first, {})[rest] = value
-        else:
-            here.add(key, tomlkit.item("none" if value is None else value))
-    for name, part in inner.items():
-        here.add(name, _toml_table(part))
-    return here
+def write_table(path: Path, layer: dict[str, Any], comment: str) -> None:
+    """Write model.toml."""
+    path.write_text(f"# {comment}\n\n{tomlkit.dumps(layer)}", encoding="utf-8")

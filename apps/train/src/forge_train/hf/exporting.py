@@ -5,51 +5,65 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
 import tyro
-from torch import Tensor
 
-from forge_ckpt import Store, read_tensors
-from forge_ckpt.hf import Row, read_json, save_hf
+from forge_ckpt import Store
+from forge_ckpt.hf import (
+    HFFamily,
+    MergedTensors,
+    peft_files,
+    read_files,
+    read_json,
+    save_hf,
+    tensors_beside,
+)
 from forge_data import DataConfig
+from forge_data.tokenizer_files import (
+    TOKENIZER_FILES,
+    TokenizerFiles,
+    as_json,
+    gives_same_ids,
+    tokenizer_in,
+)
 from forge_train._shared.problems import invalid, problems_of
 from forge_train._shared.toml_files import read_toml
 from forge_train.config.imported import FILES, NAME, training_options
 from forge_train.config.lora import LoRASection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.config.structure import structure
-from forge_train.config.tokenizer import gives_same_ids, tokenizer_in
 from forge_train.errors import ConfigError, JobError, config_errors
-from forge_train.hf.adapters import MergedTensors, peft_files
-from forge_train.hf.beside import joined, rows_beside
-from forge_train.hf.compare import compare
-from forge_train.hf.families import (
-    beside_of,
-    family_of_origin,
-    find_family,
-    modules_of,
-    rows_of,
-    section_to_hf,
-)
-from forge_train.hf.folder import SIDECAR, TOKENIZER_FILES, files_in
-from forge_train.hf.tokenizing import Tokenizing, as_json, is_talks, tokenizing_of
+from forge_train.hf.families import configs_of, family_of, modules_of
+from forge_train.hf.folder import SIDECAR
+from forge_train.hf.importing import check_folder
+from forge_train.hf.tokenizing import is_talks, tokenizing_of
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-#: Keys that are the tokenizer's, not the model's.
-_TOKENS = ("pad_token_id",)
 _GENERATION = "generation_config.json"
 _STEP = re.compile(r"step-(\d+)")
 #: Buffers of mixtures: a choice of experts needs its bias in fp32, and counts are of training alone.
 #: Modules of multi-token prediction change no logits, and transformers has no place for them.
 _KEEP, _IGNORE = ("*.router.expert_bias",), ("*.lagged_counts", "mtp.*")
+
+
+class _Run(NamedTuple):
+    """A run, or an import that nothing has trained yet, and the tables of its configuration."""
+
+    paths: RunDirectory
+    section: BuiltInModelConfig
+    data: DataConfig | None
+    lora: LoRASection
+
+    @property
+    def original(self) -> dict[str, Any]:
+        """`config.json` of the folder that the weights came from, if they did."""
+        kept = self.paths.path / FILES
+        return read_json(kept / "config.json") if kept.is_dir() else {}
 
 
 def export_run(
@@ -92,70 +106,112 @@ def export_run(
     Any layout of ranks may have saved it. The model is never held whole, unless --check runs it. Adapters are added to
     the weights.
     """
-    run, checkpoint = _find(source, step)
-    section, data, low_rank = _sections(run)
-    lora = None if low_rank is None else low_rank.adapters
+    paths, checkpoint = _find(source, step)
+    run, out_dtype = _read_run(paths), _DTYPES[dtype]
+    lora = run.lora.adapters
     if adapter:
-        _refuse_adapter(low_rank, check)
-        found, note = _tokenizing(data, template)
-        more = {} if found is None else found.files()
-        _export_adapter(run, checkpoint, out, section, low_rank, family, _DTYPES[dtype], more)
-        if note := note or (found and found.note):
-            print(note)
-        return 0
-    with config_errors():
-        name = find_family(section, family or family_of_origin(section, _original(run)))
-        beside = _rows_beside(run, beside_of(section, name), name)
-        rows = (*rows_of(section, name), *beside)
-        written = section_to_hf(section, name)
-        hf, files, note = _config_and_files(run, data, name, written, template)
-    hf |= {"dtype": _NAMES[dtype], "torch_dtype": _NAMES[dtype]}
-    files |= {
-        "config.json": as_json(hf),
-        SIDECAR: as_json(
-            {"format": 1, "step": _number(checkpoint), "model": training_options(section)}
-        ),
-    }
+        _require_adapters(run, check)
     with store_errors(checkpoint, JobError), config_errors(), contextlib.ExitStack() as opened:
+        found = family_of(run.section, family, run.original.get("model_type"))
+        about = {"format": 1, "step": int(checkpoint.absolute().name[5:])}
         weights: Any = checkpoint
         if lora is not None:
-            weights = opened.enter_context(MergedTensors(checkpoint, run.base, lora.scale))
-        whole = opened.enter_context(joined(weights, run.path / FILES)) if beside else weights
-        save_hf(out, rows, whole, dtype=_DTYPES[dtype], keep=_KEEP, ignore=_IGNORE, files=files)
-        print(f"exported {checkpoint} to {out}: {name}, {dtype}")
-        if section.mtp.num_modules:
-            print(f"left out, as transformers has no place for it: mtp ({section.mtp.num_modules})")
-        if note is not None:
+            weights = opened.enter_context(MergedTensors(checkpoint, paths.base, lora.scale))
+        if adapter:
+            note = _save_adapters(run, out, found, weights, out_dtype, about, template)
+            print(
+                f"exported the adapters of {checkpoint} to {out}: {found.name}, rank {run.lora.rank}"
+            )
+            print(f"the base weights were {run.lora.base_dtype} in training: give peft the same")
+        else:
+            note = _save_model(run, out, found, weights, out_dtype, about, template)
+            print(f"exported {checkpoint} to {out}: {found.name}, {dtype}")
+            if depth := run.section.mtp.num_modules:
+                print(f"left out, as transformers has no place for it: mtp ({depth})")
+        if note:
             print(note)
-        if check:
-            print(compare(section, _weights(weights, _DTYPES[dtype]), out))
+    if check:
+        print(check_folder(out))
     return 0
 
 
-def _rows_beside(run: RunDirectory, patterns: Sequence[str], name: str) -> list[Row]:
-    """The rows of what a folder of the family has beside the model; ValueError where the run has none of it."""
-    rows = rows_beside(run.path / FILES) if patterns else []
-    if patterns and not rows:
-        rule = (
-            f"needs {', '.join(patterns)}, and {run.path} did not begin from a folder that has them"
+def _save_model(
+    run: _Run,
+    out: Path,
+    family: HFFamily,
+    weights: Any,
+    dtype: torch.dtype,
+    about: dict[str, Any],
+    template: str | None,
+) -> str | None:
+    """Write the folder of a model; returns a note about its tokenizer."""
+    configs, kept = configs_of(run.section), run.paths.path / FILES
+    extra = tensors_beside(kept) if family.beside else None
+    if family.beside and extra is None:
+        tensors = ", ".join(family.beside)
+        rule = f"needs {tensors}, and {run.paths.path} did not begin from a folder that has them"
+        fix = "begin the run with forge-train import"
+        raise invalid("--family", "requires", family.name, rule, fix)
+    hf, files, note = _config_and_files(run, family.name, family.configs_to_hf(configs), template)
+    named = str(dtype).removeprefix("torch.")
+    files["config.json"] = as_json({**hf, "dtype": named, "torch_dtype": named})
+    files[SIDECAR] = as_json({**about, "model": training_options(run.section)})
+    rows = family.rows_of(configs)
+    save_hf(out, rows, weights, dtype=dtype, keep=_KEEP, ignore=_IGNORE, files=files, extra=extra)
+    return note
+
+
+def _save_adapters(
+    run: _Run,
+    out: Path,
+    family: HFFamily,
+    weights: MergedTensors,
+    dtype: torch.dtype,
+    about: dict[str, Any],
+    template: str | None,
+) -> str | None:
+    """Write a folder of peft; returns a note about its tokenizer."""
+    lora, modules = run.lora, modules_of(run.section, family.name)
+    base = _base_folder(run.paths)
+    with config_errors("--adapter"):
+        files, rows = peft_files(
+            weights, family.rows_of(configs_of(run.section)), lora.rank, lora.alpha, base, modules
         )
-        raise invalid("--family", "requires", name, rule, "begin the run with forge-train import")
-    return rows
+    found, note = _tokenizing(run.data, template)
+    # peft has no key for it
+    files[SIDECAR] = as_json({**about, "base_dtype": lora.base_dtype})
+    files |= {} if found is None else found.files()
+    save_hf(out, rows, weights.factors(), dtype=dtype, files=files, stem="adapter_model")
+    return note or (found and found.note)
+
+
+def _require_adapters(run: _Run, check: bool) -> None:
+    """ConfigError for a run without adapters, and for what a folder of peft cannot hold."""
+    lora = run.lora
+    whole = f"writes only low-rank matrices, and lora.whole {list(lora.whole)} are trained too"
+    for key, code, wrong, rule in (
+        ("--adapter", "whole", bool(lora.whole), whole),
+        ("--check", "excludes", check, "compares full models, and --adapter writes none"),
+        ("--adapter", "requires", not lora.rank, f"needs [lora], and {run.paths.path} has none"),
+    ):
+        if wrong:
+            raise invalid(key, code, ..., rule, "leave it out", kind=ConfigError)
 
 
 def _config_and_files(
-    run: RunDirectory, data: DataConfig | None, name: str, hf: dict[str, Any], template: str | None
+    run: _Run, name: str, hf: dict[str, Any], template: str | None
 ) -> tuple[dict[str, Any], dict[str, bytes], str | None]:
     """(keys of config.json, other files, a note) of a run: `hf` over what it began with, and the tokenizer of the data."""
-    original, kept = _original(run), run.path / FILES
-    files = files_in(kept, ["*"]) if original else {}
-    same = original if original and original["model_type"] == name else {}
+    original, kept, data = run.original, run.paths.path / FILES, run.data
+    files = read_files(kept, ["*"]) if original else {}
+    same = original if original.get("model_type") == name else {}
     found, lost = _tokenizing(data, template)
-    other = _has_other_tokenizer(run, found)
+    other = _has_other_tokenizer(run.paths, found)
     if other:
         files = {n: content for n, content in files.items() if n.startswith("LICENSE")}
         same = {key: value for key, value in same.items() if not key.endswith("token_id")}
-    hf = {**_merged(same, hf), **{key: same[key] for key in _TOKENS if key in same}}
+    # the token that fills up is the tokenizer's, not the model's
+    hf = _merged(same, hf) | {k: v for k, v in same.items() if k == "pad_token_id"}
     if found is None:
         # conversations that cannot be read may have been written by another template than the folder's
         talks = data is not None and any(is_talks(source) for source in data.sources.values())
@@ -165,7 +221,7 @@ def _config_and_files(
 
     own, ids = found.files(), found.ids(kept)
     if found.talks or other or not original:
-        old = files_in(kept, TOKENIZER_FILES) if original else {}
+        old = read_files(kept, TOKENIZER_FILES) if original else {}
         files = {n: content for n, content in files.items() if n not in old} | own
     for table in (hf, hf.get("text_config")):
         if isinstance(table, dict):
@@ -175,18 +231,6 @@ def _config_and_files(
         files[_GENERATION] = as_json({**before, **ids})
     changed = "the tokenizer written is that of the data, not that of the weights"
     return hf, files, found.note or (changed if other else None)
-
-
-def _refuse_adapter(low_rank: LoRASection | None, check: bool) -> None:
-    """ConfigError for what a folder of peft cannot hold."""
-    if low_rank is not None and low_rank.whole:
-        rule = (
-            f"writes only low-rank matrices, and lora.whole {list(low_rank.whole)} are trained too"
-        )
-        raise invalid("--adapter", "whole", ..., rule, "leave it out", kind=ConfigError)
-    if check:
-        rule = "compares full models, and --adapter writes none"
-        raise invalid("--check", "excludes", ..., rule, "leave one out", kind=ConfigError)
 
 
 def _merged(original: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
@@ -200,42 +244,6 @@ def _merged(original: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]
         and original[key].get("model_type") == value["model_type"]
     }
     return {**original, **written, **parts}
-
-
-def _export_adapter(
-    run: RunDirectory,
-    checkpoint: Path,
-    out: Path,
-    section: BuiltInModelConfig,
-    low_rank: LoRASection | None,
-    family: str | None,
-    dtype: torch.dtype,
-    more: dict[str, bytes],
-) -> None:
-    """Write a folder of peft with `more` files; ConfigError for a run without adapters, or layers that the family has
-    otherwise."""
-    lora = None if low_rank is None else low_rank.adapters
-    if low_rank is None or lora is None:
-        rule = f"needs [lora], and {run.path} has none"
-        raise invalid("--adapter", "requires", ..., rule, "leave it out", kind=ConfigError)
-    with store_errors(checkpoint, JobError), config_errors():
-        name = find_family(section, family or family_of_origin(section, _original(run)))
-        with MergedTensors(checkpoint, run.base, lora.scale) as tensors:
-            names, base = rows_of(section, name), _base_folder(run)
-            files, rows = peft_files(tensors, names, lora, base, modules_of(section, name))
-            # peft has no key for it
-            about = {"format": 1, "step": _number(checkpoint), "base_dtype": low_rank.base_dtype}
-            files[SIDECAR] = as_json(about)
-            files |= more
-            save_hf(out, rows, tensors.factors(), dtype=dtype, files=files, stem="adapter_model")
-    print(f"exported the adapters of {checkpoint} to {out}: {name}, rank {lora.rank}")
-    print(f"the base weights were {low_rank.base_dtype} in training: give peft the same")
-
-
-def _original(run: RunDirectory) -> dict[str, Any]:
-    """`config.json` of the folder that the weights came from, if they did."""
-    kept = run.path / FILES
-    return read_json(kept / "config.json") if kept.is_dir() else {}
 
 
 def _base_folder(run: RunDirectory) -> str | None:
@@ -278,10 +286,7 @@ def _find(source: Path, step: int | None) -> tuple[RunDirectory, Path]:
     return run, checkpoint
 
 
-def _sections(
-    run: RunDirectory,
-) -> tuple[BuiltInModelConfig, DataConfig | None, LoRASection | None]:
-    """[model], [data] and [lora] of the run, or [model] of an import that nothing has trained yet."""
+def _read_run(run: RunDirectory) -> _Run:
     path = next((p for p in (run.config, run.path / NAME) if p.exists()), None)
     if path is None:
         rule = f"has no {run.config.name} and no {NAME}, which describe the model"
@@ -300,10 +305,10 @@ def _sections(
         rule = "must be 'transformer': families hold the built-in model"
         fix = "write rows of your own and use forge_ckpt.hf.save_hf"
         raise invalid("model.name", "unsupported", section.name, rule, fix, kind=ConfigError)
-    return section, built.get("data"), built.get("lora")
+    return _Run(run, section, built.get("data"), built.get("lora") or LoRASection())
 
 
-def _has_other_tokenizer(run: RunDirectory, found: Tokenizing | None) -> bool:
+def _has_other_tokenizer(run: RunDirectory, found: TokenizerFiles | None) -> bool:
     """Whether the data was made with another tokenizer than the one next to the weights; of data that cannot be read
     the configuration says it."""
     path = tokenizer_in(run.path / FILES)
@@ -316,7 +321,7 @@ def _has_other_tokenizer(run: RunDirectory, found: Tokenizing | None) -> bool:
 
 def _tokenizing(
     data: DataConfig | None, template: str | None
-) -> tuple[Tokenizing | None, str | None]:
+) -> tuple[TokenizerFiles | None, str | None]:
     """The tokenizer of the data, or the reason why it is missing."""
     if data is None:
         return None, "no tokenizer is written: nothing was trained"
@@ -324,23 +329,3 @@ def _tokenizing(
         return tokenizing_of(data, template), None
     except (ValueError, OSError, ImportError) as error:
         return None, f"no tokenizer is written: {error}"
-
-
-def _weights(source: Path | MergedTensors, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """The tensors as they were exported."""
-    if isinstance(source, Path):
-        saved = read_tensors(source, ["model.*"])
-    else:
-        saved = ((name, source.read(name)) for name in source.meta)
-    for name, tensor in saved:
-        name = name.removeprefix("model.")
-        if any(fnmatchcase(name, pattern) for pattern in _IGNORE):
-            continue
-        keep = not tensor.is_floating_point() or any(fnmatchcase(name, p) for p in _KEEP)
-        yield name, tensor if keep else tensor.to(dtype)
-
-
-def _number(checkpoint: Path) -> int:
-    found = _STEP.fullmatch(checkpoint.absolute().name)
-    assert found is not None, checkpoint
-    return int(found[1])

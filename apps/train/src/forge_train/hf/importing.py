@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+from functools import partial
 from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
+from torch import nn
 
-from forge_ckpt.hf import store_hf
+from forge_ckpt.hf import notes_of, store_hf
+from forge_ckpt.hf.compare import BOUND, compare_logits, why_not_compared
 from forge_data import load_tokenizer
 from forge_train._shared.problems import invalid
 from forge_train.config.imported import NAME
+from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, JobError, config_errors
-from forge_train.hf.compare import compare, why_not_compared
-from forge_train.hf.folder import notes_of, read_model
+from forge_train.hf.folder import HFModel, read_model
 from forge_train.trainer.build import build_model
 from forge_train.trainer.checkpoints import IMPORTED
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
+from forge_vlm.families.check_inputs import inputs_of
 
 
 def import_folder(
@@ -62,51 +66,61 @@ def import_folder(
         raise invalid("run.dir", "exists", str(run_dir), rule, fix, kind=ConfigError)
     kept = model.files()
     if check:
-        print(_checked(hf_dir))
+        reason = why_not_compared(source.meta.values())
+        # without rows that are added
+        print(f"not checked: {reason}" if reason else check_folder(hf_dir))
     paths.create(0)
+    about, family = {"model_type": model.family.name}, model.family.name
     with store_errors(paths.checkpoints, JobError):
-        store_hf(paths.checkpoints, 0, source, about={IMPORTED: {"model_type": model.family}})
+        store_hf(paths.checkpoints, 0, source, about={IMPORTED: about})
     try:
         model.write(paths.path, kept)
     except OSError as error:
         rule = f"cannot be written ({error.strerror})"
         raise invalid("run.dir", "write", str(run_dir), rule, "make room", kind=JobError) from error
-    count = len(source.meta)
-    print(f"imported {count} tensors of {model.family} into {paths.checkpoints} as step 0")
-    for note in notes_of(model, source.ignored):
+    print(f"imported {len(source.meta)} tensors of {family} into {paths.checkpoints} as step 0")
+    for note in [
+        *notes_of(model, source.ignored),
+        *_tokens_beyond(hf_dir, model.section.vocab_size),
+    ]:
         print(note)
-    if beyond := _tokens_beyond(hf_dir, model.section.vocab_size):
-        print(beyond)
-    print(
-        f"train: forge-train run JOB.toml --run.dir {run_dir}   (its [model] is {paths.path / NAME})"
-    )
+    job = f"forge-train run JOB.toml --run.dir {run_dir}"
+    print(f"train: {job}   (its [model] is {paths.path / NAME})")
     return 0
 
 
-def _checked(folder: Path) -> str:
-    """How logits of the folder's model, without rows that are added, compare with those of transformers, or why not."""
-    model = read_model(folder)
-    if reason := why_not_compared(model.section):
-        return f"not checked: {reason}"
-    with config_errors():
-        return compare(model.section, model.tensors(), folder)
+def check_folder(folder: Path) -> str:
+    """`check_logits` of the weights of a folder."""
+    found = read_model(folder)
+    return check_logits(found.build(), found)
 
 
-def _tokens_beyond(folder: Path, rows: int) -> str:
-    """A line about tokens of the folder's tokenizer for which the model has no row; "" without any."""
+def check_logits(model: nn.Module, found: HFModel) -> str:
+    """A line about the largest difference of logits between a model and the one that transformers makes of its folder.
+
+    Both compute in fp32 on the CPU and are held at once. ConfigError where transformers is not installed or
+    cannot load the folder, JobError for logits that differ by more than rounding.
+    """
+    kind = "ImageTextToText" if isinstance(found.section, VLMModelConfig) else "CausalLM"
+    inputs = partial(inputs_of, model, found.section)
+    with config_errors("--check"):
+        relative, line = compare_logits(model, found.path, inputs, kind)
+    if not relative <= BOUND:  # nan too
+        rule, fix = f"must be at most {BOUND} of the largest logit ({line})", "do not use this copy"
+        raise invalid("difference", "range", relative, rule, fix, where=found.path, kind=JobError)
+    return line
+
+
+def _tokens_beyond(folder: Path, rows: int) -> list[str]:
+    """A line about tokens of the folder's tokenizer for which the model has no row; none without any."""
     try:
         found: Any = load_tokenizer(str(folder / "tokenizer.json"))
     except (ValueError, OSError, ImportError):  # none that can be read: data of it names the reason
-        return ""
-    names = [
-        name
-        for name, number in sorted(found.vocabulary().items(), key=itemgetter(1))
-        if number >= rows
-    ]
-    if not names:
-        return ""
+        return []
+    names = [n for n, i in sorted(found.vocabulary().items(), key=itemgetter(1)) if i >= rows]
     shown = ", ".join(names[:3]) + ", ..." * (len(names) > 3)
-    return (
+    line = (
         f"{len(names)} tokens of its tokenizer have no row in the model: {shown}. Text with them needs an import with "
         f"--init.vocab_size {found.vocab_size}"
     )
+    return [line] * bool(names)

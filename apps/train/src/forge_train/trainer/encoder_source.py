@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
-from forge_ckpt.hf import HFFolder, fill_tensor, read_json
+from forge_ckpt.hf import HFFolder, fill_tensor, read_json, read_processor
 from forge_resilience import Agreement
 from forge_train._shared.paths import user_path
-from forge_train._shared.problems import Problem, invalid, problems_of, raise_problems
+from forge_train._shared.problems import invalid, problems_of, raise_problems
 from forge_train.config.init import has_begun
 from forge_train.config.schema import JobConfig
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, config_errors, run_on_all_ranks
-from forge_train.hf.folder import processor_table
 from forge_train.trainer.fork import Fork
-from forge_vlm.vision import VisionConfig, encoder_differences, encoder_tensors
+from forge_vlm.vision import (
+    encoder_differences,
+    encoder_tensors,
+    pixel_differences,
+    shape_differences,
+)
 
 _PREFIX = "vision.model."
 
@@ -75,44 +79,20 @@ def find_encoder(config: JobConfig, model: nn.Module, fork: Fork | None) -> Enco
         rule = f"and init.from {config.init.from_!r} both have weights of the encoder"
         fix = "leave one out, or take only the others, with init.patterns = ['*', '!vision.*']"
         raise invalid(key, "excludes", str(path), rule, fix, kind=ConfigError)
+    own = {
+        n.removeprefix(_PREFIX): t for n, t in model.state_dict().items() if n.startswith(_PREFIX)
+    }
     with config_errors():
         folder = HFFolder(path)
-        differences = encoder_differences(section.vision, read_json(path / "config.json"))
-        problems: list[Any] = [problem.under("model") for problem in differences]
-        problems += _pixel_problems(section.vision, path)
-        raise_problems(where, problems, ConfigError)
-        own = {
-            n.removeprefix(_PREFIX): t
-            for n, t in model.state_dict().items()
-            if n.startswith(_PREFIX)
-        }
+        problems: list[Any] = encoder_differences(section.vision, read_json(path / "config.json"))
+        problems += pixel_differences(section.vision, read_processor(path))
+        raise_problems(where, [p.under("model") for p in problems], ConfigError)
         try:
             names = encoder_tensors(own, folder.entries)
         except ValueError as error:
             found = [replace(p.under(key), value=str(path)) for p in problems_of(error)]
             raise ConfigError(found) from error
-        raise_problems(where, _shape_problems(own, names, folder.meta()), ConfigError)
+        wrong: list[Any] = shape_differences(names, own, folder.meta())
+        raise_problems(where, wrong, ConfigError)
     taken = {_PREFIX + name: theirs for name, theirs in names.items()}
     return EncoderSource(path, taken, len(folder.entries) - len(taken))
-
-
-def _shape_problems(
-    own: Mapping[str, Tensor], names: Mapping[str, str], there: Mapping[str, Tensor]
-) -> Iterator[Problem]:
-    for name, theirs in names.items():
-        shape, wanted = tuple(there[theirs].shape), tuple(own[name].shape)
-        if shape != wanted:
-            rule, fix = f"must be {wanted}, as in the model", "build the model of this folder"
-            yield Problem(theirs, "shape", shape, rule, fix)
-
-
-def _pixel_problems(vision: VisionConfig, path: Path) -> list[Problem]:
-    """Of the numbers by which the folder's own processor normalises pixels, where it has one."""
-    table = processor_table(path)
-    rule = "is {} for the processor of the folder"
-    return [
-        Problem(f"model.vision.{key}", "processor", list(own), rule.format(table[theirs]), "use it")
-        for key, theirs, own in zip(("mean", "std"), ("image_mean", "image_std"), vision.pixels)
-        if isinstance(table.get(theirs), list)
-        and [round(v, 6) for v in table[theirs]] != [round(v, 6) for v in own]
-    ]

@@ -1,25 +1,45 @@
 """Reversible maps between Hugging Face tensor names and Forge's; folders of safetensors in and out."""
 
+from forge_ckpt.hf.adapters import MergedTensors, peft_files
+from forge_ckpt.hf.families import HFFamily, find_family, fitting_family, hf_families
 from forge_ckpt.hf.folder import HFFolder
 from forge_ckpt.hf.headers import read_json
 from forge_ckpt.hf.load import HFTensors, fill_tensor, load_hf
+from forge_ckpt.hf.model import (
+    HFModel,
+    notes_of,
+    read_files,
+    read_processor,
+    tensors_beside,
+)
 from forge_ckpt.hf.rows import Op, Row, check_rows, hf_name
 from forge_ckpt.hf.save import save_hf
 from forge_ckpt.hf.store import store_hf
 from forge_ckpt.hf.stream import to_forge, to_hf
 
 __all__ = [
+    "HFFamily",
     "HFFolder",
+    "HFModel",
     "HFTensors",
+    "MergedTensors",
     "Op",
     "Row",
     "check_rows",
     "fill_tensor",
+    "find_family",
+    "fitting_family",
+    "hf_families",
     "hf_name",
     "load_hf",
+    "notes_of",
+    "peft_files",
+    "read_files",
     "read_json",
+    "read_processor",
     "save_hf",
     "store_hf",
+    "tensors_beside",
     "to_forge",
     "to_hf",
 ]

@@ -17,7 +17,7 @@ from forge_ckpt._shared.problems import invalid
 from forge_ckpt.files import byte_view, write_at, write_file
 from forge_ckpt.hf.folder import STEM
 from forge_ckpt.hf.headers import write_header
-from forge_ckpt.hf.load import matches
+from forge_ckpt.hf.load import HFTensors, matches
 from forge_ckpt.hf.rows import Row
 from forge_ckpt.hf.stream import to_hf
 from forge_ckpt.protocols import WholeTensors
@@ -38,6 +38,7 @@ def save_hf(
     max_shard_bytes: int = 5 * 10**9,
     files: Mapping[str, bytes] | None = None,
     stem: str = STEM,
+    extra: HFTensors | None = None,
 ) -> None:
     """Write ``source`` through the rows ``maps`` as the safetensors of a new folder.
 
@@ -47,7 +48,8 @@ def save_hf(
     of any layout (a step, or a store whose newest step is taken), of which the tensors below ``prefix`` are read
     one at a time: memory is one of them and one of the parts that it is split into. ``dtype`` casts floating-point tensors but those whose
     name matches a pattern of ``keep``; those that match one of ``ignore`` are left out. A shard holds at most ``max_shard_bytes``, or one tensor; ``files``
-    are written beside, and ``stem`` begins the names of the safetensors. The bytes depend on the weights alone, not on the layout that saved them.
+    are written beside, ``stem`` begins the names of the safetensors, and ``extra`` has further tensors, which keep
+    their names. The bytes depend on the weights alone, not on the layout that saved them.
 
     The folder appears whole, by one rename after everything is synced. Raises ValueError before anything is
     written for a folder that is not empty and for tensors that no row knows or that do not fit theirs.
@@ -57,6 +59,9 @@ def save_hf(
         rule = "exists, and must be a new or an empty folder"
         raise invalid("path", "exists", str(out), rule, "choose another")
     with _opened(source, prefix) as (meta, read):
+        if extra is not None:
+            meta, read = {**meta, **extra.meta}, _either(extra, read)
+            maps = (*maps, *((name, name, ()) for name in extra.meta))
         order = sorted((n for n in meta if not matches(n, ignore)), key=_in_numbers)
         casts = {name: _cast(name, meta[name], dtype, keep) for name in order}
 
@@ -71,6 +76,10 @@ def save_hf(
                 _write_shard(folder / name, shard, tensors)
             for name, content in {**_index(shards, stem), **(files or {})}.items():
                 write_file(folder / name, content)
+
+
+def _either(extra: HFTensors, read: Read) -> Read:
+    return lambda name: (extra.read if name in extra.meta else read)(name)
 
 
 @contextlib.contextmanager

@@ -9,6 +9,8 @@ from forge_moe.families.blocks import (
     QWEN2_MOE,
     QWEN3_MOE,
     BlockFamily,
+    ExpertLayers,
+    LayersFamily,
 )
 
 __all__ = [
@@ -16,11 +18,14 @@ __all__ = [
     "FAMILIES",
     "GLM4_MOE",
     "GPT_OSS",
+    "LAYERS",
     "MIXTRAL",
     "OLMOE",
     "QWEN2_MOE",
     "QWEN3_MOE",
     "BlockFamily",
+    "ExpertLayers",
+    "LayersFamily",
 ]
 
 #: All of them by `model_type`.
@@ -28,3 +33,5 @@ FAMILIES = {
     family.name: family
     for family in (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V3, GLM4_MOE, GPT_OSS)
 }
+#: The mixtures of whole models, for `forge_ckpt.hf`.
+LAYERS = {name: LayersFamily(block) for name, block in FAMILIES.items()}

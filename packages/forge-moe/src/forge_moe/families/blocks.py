@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from forge_moe._shared.problems import Problem, problems_of, raise_problems
 from forge_moe.config import MoEConfig
 from forge_moe.families import keys
 
@@ -24,7 +25,7 @@ class BlockFamily(NamedTuple):
     """The expert block of a family, in both directions.
 
         config = MIXTRAL.config_from_hf(json.load(open("config.json")))   # -> MoEConfig
-        rows = MIXTRAL.rows(config)                                       # of every sparse layer
+        rows = MIXTRAL.rows_of(config)                                    # of every sparse layer
         MIXTRAL.sparse_layers(hf)                                         # -> (0, 1, 2, ...)
 
     `config_to_hf(config)` returns the keys of `config.json` about experts, `layers_to_hf(layers, num_layers)`
@@ -35,11 +36,54 @@ class BlockFamily(NamedTuple):
     """
 
     name: str
-    rows: Callable[[MoEConfig], tuple[Row, ...]]
+    rows_of: Callable[[MoEConfig], tuple[Row, ...]]
     config_from_hf: Callable[[Mapping[str, Any]], MoEConfig]
     config_to_hf: Callable[[MoEConfig], dict[str, Any]]
     sparse_layers: Callable[[Mapping[str, Any]], tuple[int, ...]]
     layers_to_hf: Callable[[Sequence[int], int], dict[str, Any]]
+
+    @property
+    def rows(self) -> Callable[[MoEConfig], tuple[Row, ...]]:
+        """`rows_of`, by its name of before."""
+        return self.rows_of
+
+
+class ExpertLayers(NamedTuple):
+    """The mixtures of a model: the config of each, and the layers that have one, of `num_layers`."""
+
+    config: MoEConfig
+    layers: tuple[int, ...]
+    num_layers: int
+
+
+class LayersFamily(NamedTuple):
+    """The mixtures of a family's models, as the entry point "experts" of `forge.hf_families` has them."""
+
+    block: BlockFamily
+
+    def config_from_hf(self, hf: Mapping[str, Any]) -> ExpertLayers:
+        """The mixtures of a `config.json` as a dict."""
+        config, layers = self.block.config_from_hf(hf), self.block.sparse_layers(hf)
+        return ExpertLayers(config, layers, len(keys.every_layer(hf)))
+
+    def config_to_hf(self, found: ExpertLayers) -> dict[str, Any]:
+        """All keys about experts; ValueError with a problem for each option that the family cannot hold."""
+        written: dict[str, Any] = {}
+        problems: list[Problem] = []
+        for part in (
+            lambda: self.block.config_to_hf(found.config),
+            lambda: self.block.layers_to_hf(found.layers, found.num_layers),
+        ):
+            try:
+                written |= part()
+            except ValueError as error:
+                problems += problems_of(error)
+        raise_problems(self.block.name, problems)
+        return written
+
+    def rows_of(self, found: ExpertLayers) -> tuple[Row, ...]:
+        """The rows of all mixtures."""
+        return self.block.rows_of(found.config)
 
 
 _FORGE = "layers.{i}.feed_forward"

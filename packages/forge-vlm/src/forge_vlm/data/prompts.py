@@ -5,6 +5,7 @@ L   tokens of a prompt        N   tiles of all prompts
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
@@ -25,7 +26,7 @@ from forge_vlm.data.reader import Reader
 from forge_vlm.data.records import DOCUMENT, Message, Picture, Record
 from forge_vlm.data.sample import sample_of
 from forge_vlm.data.source import options_of
-from forge_vlm.data.templates import Piece
+from forge_vlm.data.templates import JINJA, Piece
 from forge_vlm.resolution import Layout
 
 __all__ = ["Prompt", "Prompts"]
@@ -83,6 +84,19 @@ class Prompts:
                 rule, fix = f"is not the one with which {path} was prepared", "restore it"
                 raise invalid(key, "mismatch", given["tokenizer"], rule, fix, kind=ProblemError)
         return prompts
+
+    def jinja(self) -> str | None:
+        """The template as jinja, for a folder of transformers; None for the tokenizer's own, "" for one that leaves
+        questions out."""
+        spec, template = self.tokens.spec or {}, JINJA.get(self.options["template"])
+        values = {
+            "eos": spec.get("eos", ""),
+            "bos": "".join(self.tokens.begin),
+            "image": self.tokens.image,
+        }
+        for key, value in values.items():
+            template = template and template.replace(f"<<{key}>>", json.dumps(value))
+        return template
 
     def read(self, path: str | Path, format: str = "chat", most: int | None = None) -> list[Prompt]:
         """The prompts of a file's records in order, of the first `most` of them."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from forge_vlm._shared.problems import invalid
+
 __all__ = ["MODULES", "module_name"]
 
 #: Prefixes in files, and what they are in the model; of other families it was not looked at.
@@ -20,7 +22,11 @@ def module_name(family: str, tensor: str) -> str:
     """What the model of a family in `MODULES` calls a tensor that its files call `tensor`.
 
     Usage: `module_name("llava", "vision_tower.post_layernorm.bias")`, "model.vision_tower.post_layernorm.bias".
+    ValueError for another family.
     """
+    if family not in MODULES:
+        rule = f"must be one of {', '.join(MODULES)}, whose modules peft is known to find"
+        raise invalid("", "adapter", family, rule, "export the merged model")
     for prefix, there in MODULES[family].items():
         if tensor.startswith(prefix):
             return there + tensor.removeprefix(prefix)

@@ -3,7 +3,13 @@
 from forge_vlm.vision.build import build_encoder, check_encoder
 from forge_vlm.vision.config import VisionConfig, ViTConfig
 from forge_vlm.vision.features import Features
-from forge_vlm.vision.folder import encoder_differences, encoder_tensors
+from forge_vlm.vision.folder import (
+    encoder_differences,
+    encoder_tensors,
+    pixel_differences,
+    processor_pixels,
+    shape_differences,
+)
 from forge_vlm.vision.packed import PackedViT
 from forge_vlm.vision.patches import cut_patches
 from forge_vlm.vision.vit import ViT
@@ -19,4 +25,7 @@ __all__ = [
     "cut_patches",
     "encoder_differences",
     "encoder_tensors",
+    "pixel_differences",
+    "processor_pixels",
+    "shape_differences",
 ]

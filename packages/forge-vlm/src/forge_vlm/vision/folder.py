@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch import Tensor
+
 from forge_vlm._shared.problems import Problem, invalid
 from forge_vlm.vision.config import VisionConfig
 
-__all__ = ["encoder_differences", "encoder_tensors"]
+__all__ = [
+    "encoder_differences",
+    "encoder_tensors",
+    "pixel_differences",
+    "processor_pixels",
+    "shape_differences",
+]
 
 #: Keys of vision configs that change nothing that an encoder computes: initial values, and a head that is not used.
 _HARMLESS = ("initializer_factor", "initializer_range", "projection_dim")
@@ -34,6 +42,35 @@ def encoder_tensors(own: Iterable[str], found: Iterable[str]) -> dict[str, str]:
         rule = f"lacks {', '.join(front + n for n in lost[:3])} ({len(lost)} of the encoder's {len(names)} tensors)"
         raise invalid("", "incomplete", ..., rule, "name a folder of the same model")
     return {name: front + name for name in names}
+
+
+def shape_differences(
+    names: Mapping[str, str], own: Mapping[str, Tensor], there: Mapping[str, Tensor]
+) -> list[Problem]:
+    """A problem for each tensor of `encoder_tensors` that has another shape in the folder."""
+    fix = "build the model of this folder"
+    return [
+        Problem(theirs, "shape", shape, f"must be {wanted}, as in the model", fix)
+        for name, theirs in names.items()
+        if (shape := tuple(there[theirs].shape)) != (wanted := tuple(own[name].shape))
+    ]
+
+
+def processor_pixels(table: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
+    """`mean` and `std` of a VisionConfig as an image processor of transformers has them; empty where it has none."""
+    keys = {"mean": table.get("image_mean"), "std": table.get("image_std")}
+    return {key: tuple(value) for key, value in keys.items() if isinstance(value, list)}
+
+
+def pixel_differences(config: VisionConfig, processor: Mapping[str, Any]) -> list[Problem]:
+    """Problems of the numbers by which an image processor normalizes 8-bit images otherwise."""
+    own, fix = dict(zip(("mean", "std"), config.pixels)), "use it"
+    rule = "is {} for the processor of the folder"
+    return [
+        Problem(f"vision.{key}", "processor", list(own[key]), rule.format(list(there)), fix)
+        for key, there in processor_pixels(processor).items()
+        if [round(v, 6) for v in there] != [round(v, 6) for v in own[key]]
+    ]
 
 
 def encoder_differences(config: VisionConfig, hf: Mapping[str, Any]) -> list[Problem]:

@@ -1,6 +1,4 @@
-"""Adapters that leave a run: added to the weights, or as a folder of peft."""
-
-from __future__ import annotations
+"""Low-rank adapters of a checkpoint for Hugging Face: added to the weights, or as a folder of peft."""
 
 import contextlib
 import json
@@ -11,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from forge_ckpt import SavedTensors
-from forge_ckpt.hf import Row, hf_name
-from forge_core.lora import FACTORS, LoRAConfig, merged_weight
-from forge_train._shared.problems import invalid
+from forge_ckpt._shared.problems import invalid
+from forge_ckpt.hf.rows import Row, hf_name
+from forge_ckpt.read.tensors import SavedTensors
 
+#: Names of an adapter's matrices in its layer: A (R, I) and B (O, R) of rank R.
+FACTORS = ("lora_a", "lora_b")
 #: A model in the cache of the hub: its name with -- for /, and the commit.
 _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
 
@@ -23,10 +22,11 @@ _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
 class MergedTensors:
     """The whole weights of a checkpoint with its adapters added, one tensor at a time, as `save_hf` reads them.
 
-        with MergedTensors(step, base, config.scale) as tensors:
+        with MergedTensors(step, base, config.alpha / config.rank) as tensors:
             save_hf("out", rows, tensors)
 
-    Memory: one tensor and its adapter, in fp32. ValueError where the base is not the one that they were trained beside.
+    A layer has `lora_a` (R, I) and `lora_b` (O, R) next to its weight (O, I), which becomes weight + scale * B A.
+    Memory: one tensor and its adapter, in fp32. ValueError where the base is not the one that they were trained with.
     """
 
     def __init__(self, checkpoint: Path, base: Path, scale: float) -> None:
@@ -58,7 +58,7 @@ class MergedTensors:
             return weight
         layer = name.removesuffix(".weight")
         a, b = (self._factor(f"{layer}.{factor}") for factor in FACTORS)
-        return merged_weight(weight.float(), a, b, self._scale)
+        return weight.float() + self._scale * (b.float() @ a.float())
 
     def factors(self) -> dict[str, Tensor]:
         """The matrices of all adapters."""
@@ -67,7 +67,7 @@ class MergedTensors:
     def _factor(self, name: str) -> Tensor:
         return self._checkpoint.read(f"model.{name}")
 
-    def __enter__(self) -> MergedTensors:
+    def __enter__(self) -> "MergedTensors":
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -77,7 +77,8 @@ class MergedTensors:
 def peft_files(
     tensors: MergedTensors,
     rows: Sequence[Row],
-    config: LoRAConfig,
+    rank: int,
+    alpha: float,
     base: str | None,
     module: Callable[[str], str],
 ) -> tuple[dict[str, bytes], list[Row]]:
@@ -90,9 +91,7 @@ def peft_files(
     fused = [layer for layer, name in there.items() if name is None]
     if fused:
         rule = "have no weight of their own in the family: they are parts of fused tensors"
-        raise invalid(
-            "--adapter", "fused", fused[:3], rule, "leave it out to write the merged model"
-        )
+        raise invalid("", "fused", fused[:3], rule, "write the merged model")
     targets = {layer: module(str(name)).removesuffix(".weight") for layer, name in there.items()}
     cached = _SNAPSHOT.fullmatch(base or "")
     settings: dict[str, Any] = {
@@ -100,8 +99,8 @@ def peft_files(
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": cached[1].replace("--", "/") if cached else base,
         "revision": cached[2] if cached else None,
-        "r": config.rank,
-        "lora_alpha": config.alpha,
+        "r": rank,
+        "lora_alpha": alpha,
         "target_modules": sorted(targets.values()),
         "lora_dropout": 0.0,
         "bias": "none",

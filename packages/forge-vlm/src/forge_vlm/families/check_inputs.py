@@ -8,10 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from forge_train._shared.problems import invalid
-from forge_train.config.schema import BuiltInModelConfig
-from forge_train.config.vlm import VLMModelConfig
-from forge_train.errors import ConfigError
+from forge_core import TransformerConfig
+from forge_vlm._shared.problems import invalid
 
 #: Tokens of the two rows of each length.
 LENGTHS = (17, 64)
@@ -35,27 +33,27 @@ class _Media(NamedTuple):
     front: int = 1  # tokens of text before the first image
 
 
-def inputs_of(model: Any, section: BuiltInModelConfig, theirs: Any) -> list[Inputs]:
-    """Text of both `LENGTHS`; of a model with images one more, with an image in each row, of sizes that differ where the
-    encoder takes such, and a video where it takes one. ConfigError where `section.max_seq_len` has no room for it."""
+def inputs_of(model: Any, config: TransformerConfig, theirs: Any) -> list[Inputs]:
+    """Text of both `LENGTHS`; of a VLMConfig one more, with an image in each row, of sizes that differ where the encoder
+    takes such, and a video where it takes one. ValueError where `config.max_seq_len` has no room for it."""
     draw = torch.Generator().manual_seed(0)
-    images = section.placeholders if isinstance(section, VLMModelConfig) else {}
+    images = getattr(config, "placeholders", {})
     places = torch.tensor([m.first_id for m in images.values()], dtype=torch.long)
-    text = next(i for i in range(section.vocab_size) if i not in places)
+    text = next(i for i in range(config.vocab_size) if i not in places)
 
     def tokens_of(length: int) -> Tensor:
-        tokens = torch.randint(section.vocab_size, (2, length), generator=draw)
+        tokens = torch.randint(config.vocab_size, (2, length), generator=draw)
         return torch.where(torch.isin(tokens, places), text, tokens)
 
-    lengths = sorted({min(length, section.max_seq_len) for length in LENGTHS})
+    lengths = sorted({min(length, config.max_seq_len) for length in LENGTHS})
     found = [Inputs(tokens_of(length), {}, {}) for length in lengths]
     if images:
         media = _media_of(model, theirs, {name: m.first_id for name, m in images.items()}, draw)
         longest = media.front + max(sum(n + 1 for _, n in row) for row in media.runs)
-        if longest > section.max_seq_len:
-            rule = f"needs rows of {longest} tokens for an image, and model.max_seq_len is {section.max_seq_len}"
-            raise invalid("--check", "length", ..., rule, "leave it out", kind=ConfigError)
-        tokens = tokens_of(min(longest + lengths[0], section.max_seq_len))
+        if longest > config.max_seq_len:
+            rule = f"needs rows of {longest} tokens for an image, and max_seq_len is {config.max_seq_len}"
+            raise invalid("", "length", ..., rule, "leave it out")
+        tokens = tokens_of(min(longest + lengths[0], config.max_seq_len))
         for row, runs in zip(tokens, media.runs):
             start = media.front
             for place, count in runs:
