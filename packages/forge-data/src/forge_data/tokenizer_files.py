@@ -171,7 +171,7 @@ def gives_same_ids(spec: Mapping[str, Any], path: Path) -> bool:
 def _parts(path: Path) -> dict[str, Any] | None:
     """What decides about ids, without keys that are off; None for a file that is no tokenizer."""
     table = _read(path)
-    model = table and table.get("model")
+    model = (table or {}).get("model")
     if table is None or not isinstance(model, dict):
         return None
     model = {key: value for key, value in model.items() if value not in (None, False)}
