@@ -22,7 +22,7 @@ from forge_train._shared.problems import Problem, invalid
 from forge_train.config.layers import Layers, read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
 from forge_train.config.structure import structure
-from forge_train.errors import ConfigError, JobError, refuse
+from forge_train.errors import ConfigError, job_errors, refuse
 from forge_train.slurm import add_site
 
 _CODES = {OK: (0, "green"), WARN: (1, "yellow"), MISSING: (1, "yellow"), BROKEN: (2, "red")}
@@ -71,12 +71,10 @@ def write_site(name: str | None) -> int:
     if path.exists():
         fix = "edit it, or remove it to have it written anew"
         raise invalid("--site", "exists", str(path), "exists already", fix, kind=ConfigError)
-    try:
+    with job_errors(f"{path} was not written: "):
         text = slurm.site_text()
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
-    except (RuntimeError, OSError) as error:
-        raise JobError([f"{path} was not written: {error}"]) from error
     print(f"{text}\nwrote {path}; look it over: every job of forge-train slurm starts from it")
     return ExitCode.DONE
 

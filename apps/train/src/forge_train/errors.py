@@ -19,6 +19,7 @@ __all__ = [
     "StateError",
     "as_config_error",
     "config_errors",
+    "job_errors",
     "refuse",
     "run_on_all_ranks",
 ]
@@ -137,6 +138,15 @@ def config_errors(table: str = "") -> Iterator[None]:
         if table:
             raise ConfigError(problems_under(error, table)) from error
         raise as_config_error(error) from error
+
+
+@contextlib.contextmanager
+def job_errors(what: str = "") -> Iterator[None]:
+    """Raise a RuntimeError or OSError of the block as a JobError, after the words `what`."""
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        raise JobError(f"{what}{error}") from error
 
 
 def run_on_all_ranks(agreement: Agreement, action: Callable[[], T]) -> T:

@@ -16,7 +16,7 @@ from forge_train._shared.problems import Problem, invalid
 from forge_train._shared.toml_files import flatten
 from forge_train.config.layers import Layers
 from forge_train.config.resolve import ResolvedJob, resolve, resolve_to_show
-from forge_train.errors import ConfigError, JobError, config_errors, refuse
+from forge_train.errors import ConfigError, config_errors, job_errors, refuse
 from forge_train.process import note
 from forge_train.trainer.layout import layout_problems
 from forge_train.trainer.run_directory import RunDirectory
@@ -72,14 +72,14 @@ def run_slurm(layers: Layers, flags: SlurmFlags) -> int:
         return ExitCode.DONE
 
     names = (_JOB, _ORCHESTRATED, _ORCHESTRATOR)
-    queued = slurm.jobs_of(*(_beside(facts, name) for name in names))
+    queued = slurm.jobs_of(*(facts.beside(name) for name in names))
     if flags.submit:
         refuse(slurm.two_jobs("run.dir", facts.run_dir, queued))
     _write(facts.script, text, job)
     if flags.submit:
         return _submit(facts.script)
     for number, state in queued:
-        note(f"job {number} ({state}) reads {_beside(facts, 'job.toml')} at its next start")
+        note(f"job {number} ({state}) reads {facts.beside('job.toml')} at its next start")
     print(f"wrote {facts.script}\nsubmit it: sbatch {shlex.quote(facts.script)}")
     return ExitCode.DONE
 
@@ -128,7 +128,7 @@ def _orchestrate(job: ResolvedJob, flags: SlurmFlags) -> int:
         return ExitCode.DONE
 
     # jobs of the run's own name are found again by an orchestrator: they may be there
-    others = slurm.jobs_of(_beside(facts, _JOB), own.script)
+    others = slurm.jobs_of(facts.beside(_JOB), own.script)
     refuse(slurm.two_jobs("run.dir", facts.run_dir, others))
     _write(facts.script, text, job)
     if flags.submit:
@@ -162,18 +162,12 @@ def _interactive(job: ResolvedJob, config: SlurmConfig, facts: JobFacts, show: b
 
 def _replace_process(command: list[str]) -> int:
     print(shlex.join(command), file=sys.stderr, flush=True)
-    try:
+    with job_errors():
         slurm.replace_process(command)
-    except RuntimeError as error:
-        raise JobError(str(error)) from error
-
-
-def _beside(facts: JobFacts, name: str) -> str:
-    return os.path.join(os.path.dirname(facts.script), name)
 
 
 def _command(config: SlurmConfig, facts: JobFacts) -> list[str]:
-    return [config.python, "-m", "forge_train", "run", _beside(facts, "job.toml")]
+    return [config.python, "-m", "forge_train", "run", facts.beside("job.toml")]
 
 
 def _script(config: SlurmConfig, facts: JobFacts) -> str:
@@ -253,10 +247,8 @@ def _write(path: str, text: str, job: ResolvedJob) -> None:
 
 def submitted(script: str, *options: str) -> str:
     """`submit`, whose RuntimeError is a JobError."""
-    try:
+    with job_errors(f"{script} was not submitted: "):
         return slurm.submit(script, *options)
-    except RuntimeError as error:
-        raise JobError(f"{script} was not submitted: {error}") from error
 
 
 def _submit(script: str) -> int:

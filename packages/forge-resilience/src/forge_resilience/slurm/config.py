@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import sys
@@ -181,6 +182,10 @@ class JobFacts:
         if not 0 < self.save_limit_seconds <= most:
             rule = f"must be above 0 and at most {most} (sbatch --signal: {_MAX_LEAD_SECONDS})"
             yield Problem("save_limit_seconds", "range", self.save_limit_seconds, rule, "lower it")
+
+    def beside(self, name: str) -> str:
+        """The path of a file next to the script."""
+        return os.path.join(os.path.dirname(self.script), name)
 
     @property
     def lead_seconds(self) -> int:

@@ -284,8 +284,7 @@ def interactive_commands(
         *_start_ranks(config, command, facts),
         "start_ranks",
     ]
-    script = os.path.join(os.path.dirname(facts.script), "interactive.sh")
-    return [*salloc, "bash", script], "\n".join(lines) + "\n"
+    return [*salloc, "bash", facts.beside("interactive.sh")], "\n".join(lines) + "\n"
 
 
 def _check(config: SlurmConfig, facts: JobFacts) -> None:
