@@ -53,34 +53,30 @@ def run_slurm(layers: Layers, flags: SlurmFlags) -> int:
     job, missing = resolve_to_show(layers) if flags.dry_run else (resolve(layers), ())
     for problem in missing:
         note(f"data is not checked: {problem}")
-    if flags.orchestrate:
-        return _orchestrate(job, flags)
-    refuse_layouts(job)
-    # else refused when the job starts, hours later
-    RunDirectory(job.config.run.dir).allowed_changes(job)
-
-    facts, config = job_facts(job), with_retries(job)
-    if config.array_run_dirs:
-        own = f"--run.dir={facts.run_dir}/task-%a"
-        config = replace(config, array_arguments=(own, *config.array_arguments))
-    check_limits(config, facts)
-    if flags.interactive:
-        return _interactive(job, config, facts, flags.dry_run)
-    text = _script(config, facts)
+    with config_errors("slurm"):
+        scripts, command = _orchestrated(job, flags) if flags.orchestrate else _scripts(job, flags)
+    shown, *_ = scripts.values()
     if flags.dry_run:
-        print(text, end="")
+        print((f"# {shlex.join(command)}\n" if flags.interactive else "") + shown, end="")
         return ExitCode.DONE
 
-    names = (_JOB, _ORCHESTRATED, _ORCHESTRATOR)
-    queued = slurm.jobs_of(*(facts.beside(name) for name in names))
-    if flags.submit:
+    # jobs of the run's own name are found again by an orchestrator: they may be there
+    facts = job_facts(job)
+    names = [_JOB, _ORCHESTRATOR] + [_ORCHESTRATED] * (not flags.orchestrate)
+    queued = [] if flags.interactive else slurm.jobs_of(*map(facts.beside, names))
+    if flags.submit or flags.orchestrate:
         refuse(slurm.two_jobs("run.dir", facts.run_dir, queued))
-    _write(facts.script, text, job)
+    _write(scripts, job)
+    *_, last = scripts
     if flags.submit:
-        return _submit(facts.script)
+        return _submit(last)
+    if command:
+        print(shlex.join(command), file=sys.stderr, flush=True)
+        with job_errors():
+            slurm.replace_process(command)
     for number, state in queued:
         note(f"job {number} ({state}) reads {facts.beside('job.toml')} at its next start")
-    print(f"wrote {facts.script}\nsubmit it: sbatch {shlex.quote(facts.script)}")
+    print(f"wrote {last}\nsubmit it: sbatch {shlex.quote(last)}")
     return ExitCode.DONE
 
 
@@ -104,37 +100,38 @@ def _flag_problems(flags: SlurmFlags) -> Iterator[Problem]:
         yield Problem("--sizes", "type", flags.sizes, rule, fix)
 
 
-def _orchestrate(job: ResolvedJob, flags: SlurmFlags) -> int:
-    """Keep the job in the queue at its legal sizes, in place of this process or in a small job."""
+def _scripts(job: ResolvedJob, flags: SlurmFlags) -> tuple[dict[str, str], list[str]]:
+    """{path of a script: its text}, and for a terminal the command that runs it there."""
+    refuse_layouts(job)
+    # else refused when the job starts, hours later
+    RunDirectory(job.config.run.dir).allowed_changes(job)
+    facts, config = job_facts(job), with_retries(job)
+    if config.array_run_dirs:
+        own = f"--run.dir={facts.run_dir}/task-%a"
+        config = replace(config, array_arguments=(own, *config.array_arguments))
+    check_limits(config, facts)
+    if flags.interactive:
+        salloc, text = slurm.interactive_commands(config, _command(config, facts), facts)
+        return {salloc[-1]: text}, salloc
+    return {facts.script: slurm.batch_script(config, _command(config, facts), facts)}, []
+
+
+def _orchestrated(job: ResolvedJob, flags: SlurmFlags) -> tuple[dict[str, str], list[str]]:
+    """As `_scripts`, of a job that is kept in the queue at its legal sizes: by the command, or by a small job."""
     if job.config.slurm.array:
         rule = "must go without --orchestrate"
         raise invalid("slurm.array", "batch", ..., rule, "leave it out", kind=ConfigError)
     sizes = _legal_sizes(job, [int(word) for word in (flags.sizes or "").split(",")])
-    facts = job_facts(job, _ORCHESTRATED)
+    facts, small = job_facts(job, _ORCHESTRATED), job_facts(job, _ORCHESTRATOR)
     config = replace(with_retries(job), on_stop="leave", nodes=max(sizes))
     check_limits(config, facts)
 
-    own = job_facts(job, _ORCHESTRATOR)
-    own = replace(own, checkpoints=None, save_limit_seconds=1, supervisor=())
-    journal = str(RunDirectory(facts.run_dir).events)
-    command = slurm.orchestrator_command(
-        config, facts.script, sizes, slurm.chain_name(facts.run_dir), journal
-    )
-    text = _script(config, facts)
-    with config_errors("slurm"):
-        small = slurm.batch_script(slurm.small_job(config), command, own)
-    if flags.dry_run:
-        print(text, end="")
-        return ExitCode.DONE
-
-    # jobs of the run's own name are found again by an orchestrator: they may be there
-    others = slurm.jobs_of(facts.beside(_JOB), own.script)
-    refuse(slurm.two_jobs("run.dir", facts.run_dir, others))
-    _write(facts.script, text, job)
-    if flags.submit:
-        _write(own.script, small, job)
-        return _submit(own.script)
-    return _replace_process(command)
+    name, journal = slurm.chain_name(facts.run_dir), str(RunDirectory(facts.run_dir).events)
+    command = slurm.orchestrator_command(config, facts.script, sizes, name, journal)
+    scripts = {facts.script: slurm.batch_script(config, _command(config, facts), facts)}
+    small = replace(small, checkpoints=None, save_limit_seconds=1, supervisor=())
+    text = slurm.batch_script(slurm.small_job(config), command, small)
+    return scripts | ({small.script: text} if flags.submit else {}), command
 
 
 def _legal_sizes(job: ResolvedJob, sizes: list[int]) -> list[int]:
@@ -150,29 +147,8 @@ def _legal_sizes(job: ResolvedJob, sizes: list[int]) -> list[int]:
     return legal
 
 
-def _interactive(job: ResolvedJob, config: SlurmConfig, facts: JobFacts, show: bool) -> int:
-    with config_errors("slurm"):
-        salloc, text = slurm.interactive_commands(config, _command(config, facts), facts)
-    if show:
-        print(f"# {shlex.join(salloc)}\n{text}", end="")
-        return ExitCode.DONE
-    _write(salloc[-1], text, job)
-    return _replace_process(salloc)
-
-
-def _replace_process(command: list[str]) -> int:
-    print(shlex.join(command), file=sys.stderr, flush=True)
-    with job_errors():
-        slurm.replace_process(command)
-
-
 def _command(config: SlurmConfig, facts: JobFacts) -> list[str]:
     return [config.python, "-m", "forge_train", "run", facts.beside("job.toml")]
-
-
-def _script(config: SlurmConfig, facts: JobFacts) -> str:
-    with config_errors("slurm"):
-        return slurm.batch_script(config, _command(config, facts), facts)
 
 
 def check_limits(config: SlurmConfig, facts: JobFacts) -> None:
@@ -231,12 +207,13 @@ def with_retries(job: ResolvedJob) -> SlurmConfig:
     return config
 
 
-def _write(path: str, text: str, job: ResolvedJob) -> None:
-    """Write a script, and the configuration as it is now: editing CONFIG changes no job that waits in the queue."""
-    folder = Path(path).parent
+def _write(scripts: dict[str, str], job: ResolvedJob) -> None:
+    """Write scripts, and the configuration as it is now: editing CONFIG changes no job that waits in the queue."""
+    folder = Path(next(iter(scripts))).parent
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        write_file(Path(path), text)
+        for path, text in scripts.items():
+            write_file(Path(path), text)
         write_file(folder / "job.toml", job.to_toml(given=True))
     except OSError as error:
         value, rule = str(folder.parent), f"cannot be written ({error.strerror})"
