@@ -8,7 +8,15 @@ import pytest
 import torch
 from torch import nn
 
-from forge_core.optim import AdamW, OptimizerConfig, ScheduleConfig, build_optimizer
+from forge_core.optim import (
+    AdamW,
+    OptimizerConfig,
+    ScheduleConfig,
+    build_optimizer,
+    describe_parameters,
+    hidden_matrices,
+    saves_by_name,
+)
 from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -272,3 +280,35 @@ def test_a_name_from_an_entry_point(monkeypatch):
 def _assert_same(one, other):
     for (name, a), (_, b) in zip(one.named_parameters(), other.named_parameters(), strict=True):
         assert torch.equal(a, b), name
+
+
+@pytest.mark.parametrize("state", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["adamw", "lion", "muon", "schedule_free_adamw"])
+def test_bytes_of_state_are_what_an_optimizer_holds(name, state):
+    model = nn.ModuleDict(
+        {"embedding": nn.Embedding(6, 4), "layers": nn.ModuleList([nn.Linear(4, 4)])}
+    )
+    config = OptimizerConfig(name, state_dtype=state)
+    optimizer = build_optimizer(model, config)
+    _run(model, optimizer, _gradients(model, 1))
+    slots = [value for slots in optimizer.state.values() for value in slots.values()]
+    held = sum(value.nbytes for value in slots if torch.is_tensor(value) and value.ndim)
+    matrices = hidden_matrices(model, config) if name == "muon" else ()
+    counts = {n: p.numel() for n, p in model.named_parameters()}
+    assert held == sum(config.state_bytes(4, n in matrices) * count for n, count in counts.items())
+
+
+def test_optimizers_from_outside_whose_state_has_no_names():
+    names = ("adamw", "nowhere:at_all", "torch.optim:SGD", "forge_core.optim:build_optimizer")
+    assert [saves_by_name(name) for name in names] == [True, True, False, False]
+
+
+def test_parameters_are_described_by_kind_decay_and_optimizer():
+    model = Tiny()
+    model.norm.requires_grad_(False)
+    head, *rows = (line.split() for line in describe_parameters(model, OptimizerConfig()))
+    assert head[:2] == ["parameter", "number"]
+    found = {row[0]: row[-2:] for row in rows}
+    assert found["experts"] == ["0.1", "adamw"]
+    assert found["experts_bias"] == ["0", "adamw"]
+    assert found["norm.weight"] == ["none:", "frozen"]

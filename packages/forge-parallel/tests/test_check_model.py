@@ -20,6 +20,7 @@ from forge_parallel import (
     make_meshes,
     parallelize,
 )
+from forge_parallel.check_model import model_problems
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import assert_problem, rejects
 
@@ -433,3 +434,12 @@ def test_a_parameter_that_is_never_used_hinders_no_sum_over_copies() -> None:
         for layout in ({}, {"dp_replicate": 2})
     )
     torch.testing.assert_close(copies, plain)
+
+
+def test_a_whole_model_is_checked_without_a_process_group() -> None:
+    model, config = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), ParallelConfig(tp=2)
+    assert model_problems(model, ParallelConfig(), ParallelConfig().axes(2)) == []
+    assert model_problems(model, config, config.axes(2)), "it has no table of roles"
+    parallel = ParallelConfig(cp=2)
+    found = model_problems(Net(), parallel, parallel.axes(2), seq_len=6)
+    assert ("seq_len", "divides", 6) in [(p.key, p.code, p.value) for p in found]

@@ -16,16 +16,25 @@ from typing import Any
 
 import pytest
 
+from forge_resilience.health import MISSING
 from forge_resilience.slurm import (
     JobFacts,
+    OrchestratorConfig,
     SlurmConfig,
     batch_script,
     clean_environ,
+    controller,
     find_site,
     interactive_commands,
+    job_warnings,
+    jobs_of,
     limit_problem,
+    orchestrator_command,
     read_site,
+    replace_process,
     seconds_of,
+    small_job,
+    two_jobs,
 )
 from forge_resilience.slurm.quote import expanded
 from forge_resilience.slurm.site import site_path
@@ -632,3 +641,36 @@ def test_F149_a_leading_tilde_is_the_home_folder_in_words_of_bash_and_sites(monk
     assert site_path("~/my/site.toml") == Path("/home/ada/my/site.toml")
     assert site_path("hpc1") == Path("/home/ada/.config/forge/hpc1.toml")
     assert site_path("~ada/site.toml") == Path("~ada/site.toml")
+
+
+def test_a_small_job_orchestrates_in_the_surroundings_of_the_job() -> None:
+    own = OrchestratorConfig(wait_seconds=7, time_limit=9)
+    config = SlurmConfig(
+        nodes=4, gpus_per_node=8, account="a", prologue=("echo",), max_restarts=3, orchestrator=own
+    )
+    small = small_job(config)
+    assert (small.nodes, small.ranks_per_node, small.gpus_per_node) == (1, 1, 0)
+    assert (small.account, small.prologue, small.time_limit) == ("a", ("echo",), 9)
+    words = orchestrator_command(config, "/r/job.sh", [4, 2], "name", "/r/events.jsonl")
+    flags = dict(zip(words[4::2], words[5::2]))
+    assert words[1:4] == ["-m", "forge_resilience.slurm", "/r/job.sh"]
+    assert (flags["--sizes"], flags["--max-restarts"], flags["--wait-seconds"]) == ("4,2", "3", "7")
+
+
+def test_F175_a_job_without_gpus_is_told_what_it_asks_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    for config, count in (
+        (SlurmConfig(nodes="2-3"), 1),
+        (SlurmConfig(gpus_per_node=1), 0),
+        (SlurmConfig(sbatch_options=("--gres=gpu:1",)), 0),
+    ):
+        assert len(job_warnings(config, 60)) == count, config
+
+
+def test_what_is_not_on_this_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert (controller().state, jobs_of("/r/job.sh")) == (MISSING, [])
+    with pytest.raises(RuntimeError, match="salloc"):
+        replace_process(["salloc"])
+    (problem,) = two_jobs("run.dir", "/r", [("7", "PENDING")])
+    assert (problem.key, problem.code, problem.value) == ("run.dir", "queued", "/r")

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ import pytest
 from forge_resilience import ExitCode, local_workers, read_events
 from forge_resilience.heartbeat import Heartbeat, read_heartbeats
 from forge_resilience.supervise import FINAL_CODES, Late, WatchConfig, lives, supervise
+from forge_resilience.supervise.__main__ import _parser
 from forge_resilience.supervise.report import describe_hang
 from forge_resilience.supervise.stacks import collect_stacks
 
@@ -558,3 +560,12 @@ def test_refusals(args, said):
 def test_no_torch_is_imported():
     code = "import sys, forge_resilience.supervise.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_config_makes_the_command_that_reads_it() -> None:
+    config = WatchConfig("restart", step_seconds=5, limits={"save": 9.0}, max_restarts=2)
+    words = config.command("/r/events.jsonl", "python")
+    assert words[:3] == ("python", "-m", "forge_resilience.supervise")
+    read = _parser().parse_args(words[3:])
+    assert {f.name: getattr(read, f.name) for f in fields(WatchConfig)} == asdict(config)
+    assert (read.journal, read.expect_heartbeats) == ("/r/events.jsonl", True)

@@ -15,10 +15,10 @@ from forge_resilience.heartbeat import Heartbeat
 from forge_resilience.stop import leave_on_signal, leave_with_parent
 from forge_train._shared.problems import problems_of
 from forge_train._shared.streams import tolerate
+from forge_train.errors import ConfigError, DataError, JobError
 
 if TYPE_CHECKING:
     from forge_parallel import Meshes, ParallelConfig
-    from forge_train.errors import JobError
 
 _LONGEST = 4000  # characters of a sentence: a user's value may have a megabyte
 
@@ -84,7 +84,6 @@ def end(code: int, is_run: bool, has_ranks: bool) -> NoReturn:
 def init_ranks(config: ParallelConfig, facts: Mapping[str, str] | None = None) -> Iterator[Meshes]:
     """`launch`, whose StartError is a JobError; a JobError of the block is one of all ranks, printed by the first."""
     from forge_parallel import StartError, launch
-    from forge_train.errors import JobError
 
     try:
         with launch(config, facts) as meshes:
@@ -107,7 +106,6 @@ def lines_of_this_rank(error: JobError) -> Sequence[str]:
     if not is_rank_of_many():
         return error.lines
     from forge_parallel import find_world
-    from forge_train.errors import ConfigError, DataError
 
     try:
         world = find_world()
