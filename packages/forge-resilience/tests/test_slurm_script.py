@@ -670,7 +670,7 @@ def test_F175_a_job_without_gpus_is_told_what_it_asks_for(monkeypatch: pytest.Mo
 def test_what_is_not_on_this_machine_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
     assert (controller().state, jobs_of("/r/job.sh")) == (MISSING, [])
-    with pytest.raises(RuntimeError, match="salloc"):
-        replace_process(["salloc"])
+    with pytest.raises(RuntimeError, match="salloc_1"):
+        replace_process(["salloc_1"])
     (problem,) = two_jobs("run.dir", "/r", [("7", "PENDING")])
     assert (problem.key, problem.code, problem.value) == ("run.dir", "queued", "/r")
