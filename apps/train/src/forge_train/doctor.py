@@ -45,6 +45,7 @@ def examine(as_json: bool = False, required: Iterable[Finding] = ()) -> int:
         rows = [{key: getattr(f, key) for key in ("what", "state", "detail", "fix")} for f in findings]  # fmt: skip
         print(json.dumps({"ready": code == 0, "exit_code": code, "findings": rows}))
         return code
+
     table = Table("what", "state", "detail", "what to do")
     for f in findings:
         state = f"[{_CODES[f.state][1]}]{f.state}[/]"

@@ -83,6 +83,7 @@ def with_layout(job: ResolvedJob, world: World) -> tuple[ResolvedJob, list[str]]
     )
     if parallel is None:
         parallel, reasons = choose_layout(job, world.world_size, per_node)
+
     names = [field.name for field in fields(parallel)]
     changed = [name for name in names if getattr(parallel, name) != getattr(before, name)]
     origins = {**job.origins, **{f"parallel.{name}": _ORIGIN for name in changed}}

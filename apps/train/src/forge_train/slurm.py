@@ -63,9 +63,10 @@ def run_slurm(layers: Layers, flags: SlurmFlags) -> int:
     # jobs of the run's own name are found again by an orchestrator: they may be there
     facts = job_facts(job)
     names = [_JOB, _ORCHESTRATOR] + [_ORCHESTRATED] * (not flags.orchestrate)
-    queued = [] if flags.interactive else slurm.jobs_of(*map(facts.beside, names))
+    queued = [] if flags.interactive else slurm.jobs_of(*map(facts.path_of, names))
     if flags.submit or flags.orchestrate:
         refuse(slurm.two_jobs("run.dir", facts.run_dir, queued))
+
     _write(scripts, job)
     *_, last = scripts
     if flags.submit:
@@ -75,7 +76,7 @@ def run_slurm(layers: Layers, flags: SlurmFlags) -> int:
         with job_errors():
             slurm.replace_process(command)
     for number, state in queued:
-        note(f"job {number} ({state}) reads {facts.beside('job.toml')} at its next start")
+        note(f"job {number} ({state}) reads {facts.path_of('job.toml')} at its next start")
     print(f"wrote {last}\nsubmit it: sbatch {shlex.quote(last)}")
     return ExitCode.DONE
 
@@ -93,6 +94,7 @@ def _flag_problems(flags: SlurmFlags) -> Iterator[Problem]:
         yield Problem(
             "--interactive", "batch", ..., "must go without --orchestrate", "leave it out"
         )
+
     words = [] if flags.sizes is None else flags.sizes.split(",")
     numbers = all(word.isdecimal() and 1 <= int(word) <= 10**6 for word in words)
     if not numbers or len(set(words)) < len(words):
@@ -103,7 +105,7 @@ def _flag_problems(flags: SlurmFlags) -> Iterator[Problem]:
 def _scripts(job: ResolvedJob, flags: SlurmFlags) -> tuple[dict[str, str], list[str]]:
     """{path of a script: its text}, and for a terminal the command that runs it there."""
     refuse_layouts(job)
-    # else refused when the job starts, hours later
+    # else an error when the job starts, hours later
     RunDirectory(job.config.run.dir).allowed_changes(job)
     facts, config = job_facts(job), with_retries(job)
     if config.array_run_dirs:
@@ -148,11 +150,11 @@ def _legal_sizes(job: ResolvedJob, sizes: list[int]) -> list[int]:
 
 
 def _command(config: SlurmConfig, facts: JobFacts) -> list[str]:
-    return [config.python, "-m", "forge_train", "run", facts.beside("job.toml")]
+    return [config.python, "-m", "forge_train", "run", facts.path_of("job.toml")]
 
 
 def check_limits(config: SlurmConfig, facts: JobFacts) -> None:
-    """Refuse a time limit, and warn of kills, that leave no time for a save; say what a job asks for that names no GPU."""
+    """ConfigError for a time limit that leaves no time for a save; warnings of kills that do not, and of a job without GPUs."""
     if config.time_limit is None and (
         problem := slurm.limit_problem(facts.lead_seconds, config.partition)
     ):
@@ -172,7 +174,7 @@ def add_site(layers: Layers, name: str | None) -> None:
 
 
 def refuse_layouts(job: ResolvedJob) -> None:
-    """Refuse numbers of nodes on which the ranks would end with a ConfigError, hours later."""
+    """Raise the ConfigError with which the ranks would end, hours later, on the numbers of nodes of a job."""
     per_node = job.config.slurm.ranks_per_node
     sizes = {nodes * per_node for nodes in job.config.slurm.node_range}
     problems = [p for size in sorted(sizes) for p in layout_problems(job.config, size, per_node)]

@@ -262,8 +262,8 @@ class MlflowSink:
         # last, as it says in the next life that all of the row is there
         values = {**scalars(row), "step": step}
         metrics = [Metric(_name(key), float(v), now, step) for key, v in values.items()]
-        for part in _parts(metrics, _METRICS):
-            self._client.log_batch(self._id, metrics=part)
+        for chunk in _chunks(metrics, _METRICS):
+            self._client.log_batch(self._id, metrics=chunk)
 
     def close(self) -> None:
         """Called after the last row."""
@@ -274,8 +274,8 @@ class MlflowSink:
 
         values = {_name(key): str(value)[:_CHARACTERS] for key, value in flatten(config)}
         params = [Param(key, value) for key, value in values.items() if key not in known]
-        for part in _parts(params, _PARAMS):
-            self._client.log_batch(self._id, params=part)
+        for chunk in _chunks(params, _PARAMS):
+            self._client.log_batch(self._id, params=chunk)
 
 
 def _kept(path: Path, make: Callable[[], str]) -> str:
@@ -292,6 +292,6 @@ def _name(key: str) -> str:
     return re.sub(r"[^\w\-. :/]", "_", key)
 
 
-def _parts(values: list[Any], size: int) -> Iterator[list[Any]]:
+def _chunks(values: list[Any], size: int) -> Iterator[list[Any]]:
     for start in range(0, len(values), size):
         yield values[start : start + size]

@@ -174,7 +174,7 @@ def interruptible(code: int) -> Iterator[None]:
 
 
 def leave_with_parent(stop: StopSignal, parent: int) -> Callable[[], None]:
-    """Until the returned function is called, this process leaves at once if it is told to stop and `parent` is gone.
+    """Until the returned function is called, this process leaves at once if a stop is requested and `parent` is gone.
 
     For ranks that wait until all have met: those that had no handler yet died with their launcher and never come.
     Nothing is lost, so the exit code is REQUEUE. `stop` must be open.
@@ -184,9 +184,9 @@ def leave_with_parent(stop: StopSignal, parent: int) -> Callable[[], None]:
 
     def handle(number: int, frame: FrameType | None) -> None:
         handlers[signal.Signals(number)](number, frame)
-        leave_if_alone()
+        leave_without_parent()
 
-    def leave_if_alone() -> None:
+    def leave_without_parent() -> None:
         if stop.requested and os.getppid() != parent:
             os._exit(ExitCode.REQUEUE)
 
@@ -196,5 +196,5 @@ def leave_with_parent(stop: StopSignal, parent: int) -> Callable[[], None]:
 
     for number in handlers:
         signal.signal(number, handle)
-    leave_if_alone()
+    leave_without_parent()
     return restore

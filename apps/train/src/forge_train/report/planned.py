@@ -36,6 +36,7 @@ def planned(config: JobConfig) -> Planned:
     with config_errors("schedule"):
         factor = run_schedule(config, total)
     steps = _steps(config, course, total)
+
     rates: dict[str, list[float]] = {}
     tokens = []
     for step in steps:
@@ -101,6 +102,7 @@ def draw(plan: Planned, path: Path) -> None:
     above.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     if len(plan.rates) > 1:
         above.legend()
+
     below.plot(plan.steps, plan.tokens, color="black")
     below.set_ylabel("tokens per step")
     below.set_ylim(bottom=0, top=1.2 * max(plan.tokens))

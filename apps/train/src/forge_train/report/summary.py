@@ -32,6 +32,7 @@ def print_summary(trainer: Trainer, result: RunResult, args: Sequence[str]) -> N
     nproc = os.environ.get("FORGE_NPROC")  # what `--nproc` was, if it started us
     ranks = ["--nproc", nproc] if nproc else []
     command = "hatch run forge-train" if "HATCH_ENV_ACTIVE" in os.environ else "forge-train"
+
     if not done:
         print(
             f"\nstopped and saved at step {result.step} of {total}\n\nrun directory  {paths.path}"

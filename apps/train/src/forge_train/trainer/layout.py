@@ -28,14 +28,9 @@ from forge_vlm.fusion import PARTING, axes_problems
 from forge_vlm.vision.patches import num_layer_features
 
 #: Keys of the runner by the names that they have in rules; depth and experts of a built model are what was built.
-_OF_BUILT = {field.name: f"parallel.{field.name}" for field in fields(ParallelConfig)} | {
-    "seq_len": "data.seq_len"
-}
-_NAMES = {
-    **_OF_BUILT,
-    "num_layers": "model.num_layers",
-    "num_experts": "model.moe.num_experts",
-}
+_OF_BUILT = {field.name: f"parallel.{field.name}" for field in fields(ParallelConfig)}
+_OF_BUILT["seq_len"] = "data.seq_len"
+_NAMES = _OF_BUILT | {"num_layers": "model.num_layers", "num_experts": "model.moe.num_experts"}
 
 
 def layout_problems(
@@ -93,6 +88,7 @@ def model_problems(model: nn.Module, config: JobConfig, layout: Layout) -> Itera
         fix = "use parallel.tp = 1, or metrics.gradients_every_steps = 0"
         yield Problem("metrics.gradients_every_steps", "experts", every, rule, fix)
         return
+
     joins_images = AFTER_EMBEDDING in getattr(model, "extra_inputs", ())
     if joins_images and layout.cp > 1 and config.train.objective:
         yield _objective_of_parts(config, layout)

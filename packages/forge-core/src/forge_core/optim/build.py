@@ -120,7 +120,7 @@ def saves_by_name(name: str) -> bool:
 def describe_parameters(model: nn.Module, config: OptimizerConfig) -> list[str]:
     """A table of text: kind, weight decay and optimizer of each parameter.
 
-    One row for parameters whose names differ in numbers of layers only. Raises ValueError as `build_optimizer`.
+    One line for parameters whose names differ in numbers of layers only. Raises ValueError as `build_optimizer`.
     """
     kinds = parameter_kinds(model)
     hidden = hidden_matrices(model, config) if config.name == "muon" else ()
@@ -128,18 +128,18 @@ def describe_parameters(model: nn.Module, config: OptimizerConfig) -> list[str]:
     decays = {n: group["weight_decay"] for group in groups for n, _ in group["params"]}
     others = "adamw" if config.name == "muon" else config.name
 
-    rows: Counter[tuple[str, ...]] = Counter()
+    counts: Counter[tuple[str, ...]] = Counter()
     for name, parameter in model.named_parameters():
         decay, by = "", "none: frozen"
         if name in decays:
             decay, by = f"{decays[name]:g}", "muon" if name in hidden else others
         shape = " x ".join(map(str, parameter.shape)) or "1"
-        rows[_LAYER.sub("*", name), shape, kinds[name], decay, by] += 1
+        counts[_LAYER.sub("*", name), shape, kinds[name], decay, by] += 1
 
     head = ("parameter", "number", "shape", "kind", "weight decay", "trained by")
-    table = [head, *((name, str(number), *rest) for (name, *rest), number in rows.items())]
+    table = [head, *((name, str(number), *rest) for (name, *rest), number in counts.items())]
     widths = [max(map(len, column)) for column in zip(*table)]
-    return ["  ".join(f"{cell:<{w}}" for cell, w in zip(row, widths)).rstrip() for row in table]
+    return ["  ".join(f"{cell:<{w}}" for cell, w in zip(line, widths)).rstrip() for line in table]
 
 
 def _is_torch_class(built: Any) -> bool:

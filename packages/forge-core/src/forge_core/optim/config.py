@@ -173,8 +173,8 @@ class OptimizerConfig:
         matrix: of the matrices that Muon trains.
         """
         averages = 1 if matrix else _AVERAGES.get(self.name, 2)
-        points = 2 * (self.name == "schedule_free_adamw") + (self.ema.decay is not None)
-        return averages * _BYTES[self.state_dtype] + points * weight
+        further = 2 * (self.name == "schedule_free_adamw") + (self.ema.decay is not None)
+        return averages * _BYTES[self.state_dtype] + further * weight
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ class JobFacts:
             rule = f"must be above 0 and at most {most} (sbatch --signal: {_MAX_LEAD_SECONDS})"
             yield Problem("save_limit_seconds", "range", self.save_limit_seconds, rule, "lower it")
 
-    def beside(self, name: str) -> str:
+    def path_of(self, name: str) -> str:
         """The path of a file next to the script."""
         return os.path.join(os.path.dirname(self.script), name)
 

@@ -284,7 +284,7 @@ def interactive_commands(
         *_start_ranks(config, command, facts),
         "start_ranks",
     ]
-    return [*salloc, "bash", facts.beside("interactive.sh")], "\n".join(lines) + "\n"
+    return [*salloc, "bash", facts.path_of("interactive.sh")], "\n".join(lines) + "\n"
 
 
 def _check(config: SlurmConfig, facts: JobFacts) -> None:
