@@ -1,6 +1,8 @@
 """Generation: equal to full forwards, rows independent, every way to stop."""
 
+import sys
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +22,14 @@ from forge_core import (
     generate_stream,
     initialise,
 )
-from forge_core.generate import _Draws, _ids_in, _penalise, candidates, sample
+from forge_core.generate import (
+    _Draws,
+    _ids_in,
+    _penalise,
+    candidates,
+    generate_text,
+    sample,
+)
 from forge_core.model.context import default_positions
 from forge_testing.problems import assert_problem, rejects
 
@@ -328,3 +337,29 @@ def test_F182_no_numbers_go_to_a_device_with_a_wait(window: int | None, chunk: i
             part = ids[:, begin : begin + 2]
             model(torch.ones_like(part), document_ids=part, cache=cache)
     assert waits.found == []
+
+
+class Letters:
+    end_ids, vocab_size = (0, 9), 2**20
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+class HostReads(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_F122_one_read_per_token_until_the_end_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    def stream(*args: object, eos_id: object = None, **options: object) -> Iterator[Tensor]:
+        assert eos_id is None  # generate_stream would read each token a second time for it
+        return iter(torch.tensor([[104], [105], [0], [106]]))
+
+    monkeypatch.setattr(sys.modules["forge_core.generate"], "generate_stream", stream)
+    with HostReads() as found:
+        assert list(generate_text(small(), Letters(), [97], 9)) == ["h", "i"]
+    assert found.count == 3

@@ -14,6 +14,7 @@ from forge_core.lora import (
     LoRAConfig,
     LoRALinear,
     adapter_names,
+    frozen_names,
     lora,
     merge,
     merged_weight,
@@ -168,6 +169,23 @@ def test_F126_values_of_somebodys_model_stay():
     initialise(model, 5, strict=False, by_kind=False)
     changed = {n for n, value in model.state_dict().items() if not torch.equal(value, before[n])}
     assert changed == {"0.lora_a"}  # in the adapter's init_table
+
+
+def test_weights_of_whole_stay_trainable_in_their_dtype():
+    model = _model()
+    lora(model, ADAPTERS, whole=("norm.*", "*.k_proj.bias"))
+    whole = {"norm.weight", *(f"layers.{i}.mixer.k_proj.bias" for i in range(2))}
+    trained = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad}
+    assert trained == dict.fromkeys({*whole, *adapter_names(model)}, torch.float32)
+    assert frozen_names(model) == {n for n, _ in model.named_parameters()} - trained.keys()
+
+
+def test_weights_of_whole_that_have_an_adapter_or_are_not_there_are_refused():
+    name = "layers.0.mixer.q_proj.weight"
+    with rejects("lora.whole", name, "excludes"):
+        lora(_model(), ADAPTERS, whole=("*.q_proj.weight",))
+    with rejects("lora.whole", "nrom.*", "not_found", where="norm.weight"):
+        lora(_model(), ADAPTERS, whole=("nrom.*",))
 
 
 def test_a_tied_weight_is_refused():

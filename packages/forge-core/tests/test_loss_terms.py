@@ -17,7 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge_core.loss import TokenLoss, cross_entropy, fused, fused_cross_entropy
+from forge_core.loss import (
+    LossBreakdown,
+    TokenLoss,
+    cross_entropy,
+    fused,
+    fused_cross_entropy,
+)
 
 sys.path.insert(0, str(Path(__file__).parent))
 from live_bytes import LiveBytes
@@ -365,3 +371,26 @@ def test_products_in_bf16_are_added_to_the_weights_gradient_some_rows_at_a_time(
         found.append((seen.peak, *torch.autograd.grad(total, weight)))
     assert torch.equal(found[0][1], found[1][1])
     assert found[0][0] - found[1][0] > 1.5 * weight.numel()  # of 2 bytes each
+
+
+def test_a_breakdown_has_the_gradient_of_the_loss_and_the_loss_of_each_group() -> None:
+    x, weight, labels, weights = example()
+    sources = torch.tensor([0, 1, 1])[:, None].expand_as(labels)
+    terms = {"z_loss": 1e-2, "label_smoothing": 0.1}
+    breakdown = LossBreakdown(terms, ("web", "code"), {"image": (5, 10)})
+    logits, same = (F.linear(x, weight).requires_grad_() for _ in range(2))
+
+    first, *others = breakdown(cross_entropy, logits, labels, weights, sources=sources)
+    whole = cross_entropy(same, labels, weights=weights, **terms)
+    first.backward()
+    whole.sum.backward()
+
+    assert torch.equal(logits.grad, same.grad)  # type: ignore[arg-type]
+    values = [value.item() for value in others]
+    assert 1 + len(values) == breakdown.num_sums
+    means, weighing = breakdown.means(values), breakdown.weights(values)
+    assert list(means) == [*terms, *weighing]
+    for groups in (("source.web", "source.code"), ("modality.text", "modality.image")):
+        total = sum(means[name] * weighing[name] for name in groups)
+        assert total == pytest.approx(float(whole.cross_entropy), rel=1e-5)
+        assert sum(weighing[name] for name in groups) == pytest.approx(float(whole.count), rel=1e-5)

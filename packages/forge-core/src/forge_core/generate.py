@@ -17,7 +17,7 @@ from forge_core._config import setting
 from forge_core._shared.modes import evaluation_mode
 from forge_core._shared.problems import Problem, invalid, raise_problems
 
-__all__ = ["SamplingConfig", "generate", "generate_stream"]
+__all__ = ["SamplingConfig", "generate", "generate_stream", "generate_text"]
 
 Prompts = Tensor | Sequence[Sequence[int]] | Sequence[Tensor]
 Ends = int | Sequence[int] | None
@@ -140,6 +140,41 @@ def generate_stream(
     ids = [eos_id] if isinstance(eos_id, int) else [] if eos_id is None else list(eos_id)
     ends = torch.tensor(ids).to(device, non_blocking=True) if ids else None
     return _steps(model, rows, document_ids, max_new_tokens, sampling, ends, chunk, draws, given)
+
+
+def generate_text(
+    model: nn.Module,
+    tokenizer: Any,
+    ids: Sequence[int],
+    max_new_tokens: int,
+    sampling: SamplingConfig = SamplingConfig(),
+    prefill_chunk: int | None = None,
+) -> Iterator[str]:
+    """The text after a prompt of token ids, piece by piece, up to an end token or `max_new_tokens`.
+
+    `tokenizer` has `decode(ids)`, `end_ids` and `vocab_size`; ids beyond that are U+FFFD. Raises as `generate_stream`,
+    before the first piece. Cost: one host sync a token.
+    """
+    # without `eos_id`, for which `generate_stream` would read each token a second time
+    stream = generate_stream(model, [ids], max_new_tokens, sampling, prefill_chunk=prefill_chunk)
+    return _decoded(stream, tokenizer)
+
+
+def _decoded(stream: Iterator[Tensor], tokenizer: Any) -> Iterator[str]:
+    shown, new = tokenizer.decode([]), []
+    for step in stream:
+        token = int(step[0])
+        if token in tokenizer.end_ids:
+            break
+        if token >= tokenizer.vocab_size:  # the model has more ids than the tokenizer has texts
+            yield "\N{REPLACEMENT CHARACTER}"
+            continue
+        new.append(token)
+        text = tokenizer.decode(new)
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):  # the middle of a character
+            continue
+        yield text[len(shown) :]
+        shown = text
 
 
 def _steps(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -25,7 +27,9 @@ __all__ = [
     "FACTORS",
     "LoRAConfig",
     "LoRALinear",
+    "adapter_lines",
     "adapter_names",
+    "frozen_names",
     "lora",
     "merge",
     "merged_weight",
@@ -34,6 +38,8 @@ __all__ = [
 
 #: Names of an adapter's parameters in its layer: (R, I) and (O, R).
 FACTORS = ("lora_a", "lora_b")
+#: The number of a layer in the name of a parameter.
+_LAYER = re.compile(r"(?<![^.])\d+(?=\.)")
 _MAX_RANK = 2**16
 
 
@@ -132,7 +138,10 @@ class LoRALinear(nn.Module):
 
 
 def lora(
-    model: nn.Module, config: LoRAConfig, base_dtype: torch.dtype | None = torch.bfloat16
+    model: nn.Module,
+    config: LoRAConfig,
+    base_dtype: torch.dtype | None = torch.bfloat16,
+    whole: Sequence[str] = (),
 ) -> list[str]:
     """Freeze `model` and give the linear layers that match an adapter, in place; returns their names.
 
@@ -140,22 +149,53 @@ def lora(
         optimizer = AdamW(model, OptimizerConfig(lr=2e-4))            # trains the adapters alone
 
     Before a model is sharded (`parallelize`, which keeps frozen parameters in their dtype), on the meta device
-    too. Frozen floating-point parameters get `base_dtype`; None keeps theirs. Names of the model's parameters
-    stay, so its checkpoints load; adapters stand beside their weight (`*.lora_a`, `*.lora_b`).
+    too. Frozen floating-point parameters get `base_dtype`; None keeps theirs. Parameters that match a pattern of
+    `whole` stay as they are, and trainable. Names of the model's parameters
+    stay, so its checkpoints load; adapters stand next to their weight (`*.lora_a`, `*.lora_b`).
 
-    Raises ValueError, before any change, for a pattern that matches no module, for a matched module
-    that is no plain `nn.Linear` (an output head that computes a loss, a stack of experts), and for a weight
-    with a second name.
+    Raises ValueError, before any change, for a pattern that matches no module or parameter, for a matched module
+    that is not a plain `nn.Linear` (an output head that computes a loss, a stack of experts), for a weight
+    with a second name, and for a parameter of `whole` in a layer that gets an adapter.
     Cost: per layer R (I + O) fp32 parameters; in a forward, 2 R (I + O) FLOPs per token.
     """
     matched = _matched(model, config)
-    for parameter in model.parameters():
+    kept = _whole_names([name for name, _ in model.named_parameters()], whole)
+    both = sorted(kept & {f"{layer}.{kind}" for layer in matched for kind in ("weight", "bias")})
+    if both:
+        rule = "is a weight of a layer that has an adapter by lora.patterns"
+        raise invalid("lora.whole", "excludes", both[0], rule, "leave it out of one of them")
+    for name, parameter in model.named_parameters():
+        if name in kept:
+            continue
         parameter.requires_grad_(False)
         if base_dtype is not None and parameter.is_floating_point():
             parameter.data = parameter.data.to(base_dtype)
     for name, linear in matched.items():
         _replace(model, name, LoRALinear(linear, config))
     return list(matched)
+
+
+def _whole_names(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            near = ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))
+            fix = f"the nearest names are {near}"
+            raise invalid("lora.whole", "not_found", pattern, "must match a weight", fix)
+    return {name for name in names if any(fnmatchcase(name, p) for p in patterns)}
+
+
+def adapter_lines(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """For a user: the layers that have adapters, counted by name, and the matrices that `patterns` match in vain."""
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
+    found = Counter(name.rpartition(".")[2] for name in layers)
+    kinds = ", ".join(f"{number} {kind}" for kind, number in found.items())
+    ranks = ", ".join(str(rank) for rank in sorted({m.rank for m in layers.values()}))
+    lines = [f"{len(layers)} linear layers have an adapter of rank {ranks}: {kinds}"]
+    left = Counter(_LAYER.sub("*", name) for name in without_adapter(model, patterns))
+    if left:
+        shown = ", ".join(f"{number} {name}" for name, number in left.items())
+        lines.append(f"lora.patterns match stacks of matrices, which get no adapter: {shown}")
+    return lines
 
 
 def without_adapter(model: nn.Module, patterns: Sequence[str]) -> list[str]:
@@ -199,6 +239,12 @@ def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
 def adapter_names(model: nn.Module) -> list[str]:
     """Names of the adapters' parameters: all that a checkpoint of a fine-tuning needs beside its base."""
     return [name for name, _ in model.named_parameters() if name.rpartition(".")[2] in FACTORS]
+
+
+def frozen_names(model: nn.Module) -> set[str]:
+    """Names of the parameters that do not require gradients, every name of a tied one."""
+    named = model.named_parameters(remove_duplicate=False)
+    return {name for name, parameter in named if not parameter.requires_grad}
 
 
 def _merged(module: LoRALinear) -> nn.Linear:
