@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from forge_ckpt import CheckpointMismatch, Store
-from forge_ckpt.stage_state import NamedState, StageState, tensor_names
-from forge_testing.problems import rejects
+from forge_ckpt.frozen_base import FrozenBase
+from forge_ckpt.stage_state import InDtypes, NamedState, StageState, tensor_names
+from forge_testing.problems import ANY, rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -138,3 +139,40 @@ def test_F146_outdated_slots_are_left_out_and_the_rest_is_loaded(tmp_path: Path)
                 f"{prefix}.weight": {"step": 3.0, "moment": 3.0, "average": 3.0},
                 f"{prefix}.bias": {"step": 0.0, "square": 0.0, "average": 3.0},
             }
+
+
+def test_a_frozen_base_is_saved_once_and_read_back_next_to_checkpoints(tmp_path: Path) -> None:
+    model, *_ = stages()
+    frozen = {"a.weight", "a.bias"}
+    base = FrozenBase(tmp_path / "base", model, frozen)
+    base.save()
+    with Store(tmp_path / "checkpoints") as store:
+        store.save(1, base.objects())
+    wanted = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    torch.manual_seed(1)
+    other = nn.ModuleDict({"a": nn.Linear(2, 3), "b": nn.BatchNorm1d(3)})
+    again = FrozenBase(tmp_path / "base", other, frozen)
+    with Store(tmp_path / "checkpoints") as store:
+        assert store.load(again.objects()) == 1
+        assert not torch.equal(other["a"].weight, wanted["a.weight"])
+    again.load()
+    assert all(torch.equal(t, wanted[n]) for n, t in other.state_dict().items())
+
+    again.load_state_dict({"digest": "other"})
+    with rejects("digest", ANY, "mismatch"):
+        again.load()
+    again.load_state_dict(base.state_dict())
+    larger = FrozenBase(tmp_path / "base", other, {*frozen, "b.weight"})
+    larger.load_state_dict(base.state_dict())
+    with rejects("", ["b.weight"], "model", CheckpointMismatch):
+        larger.load()
+
+
+def test_weights_are_read_in_fp32_and_cast(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    with Store(tmp_path) as store:
+        store.save(1, {"model": model})
+        half = nn.Linear(2, 3).to(torch.bfloat16)
+        assert store.load({"model": InDtypes.fp32(half)}) == 1
+    assert torch.equal(half.weight, model.weight.to(torch.bfloat16))

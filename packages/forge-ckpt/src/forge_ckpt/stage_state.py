@@ -1,16 +1,24 @@
-"""The state of a rank with a part of a model, such as a pipeline stage, in a checkpoint of the whole model."""
+"""State of a part of a model in a checkpoint of the whole model: of a pipeline stage, some tensors, other dtypes; optional objects."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.protocols import Path
 
-__all__ = ["NamedState", "StageState", "tensor_names"]
+__all__ = [
+    "InDtypes",
+    "NamedState",
+    "OptionalObject",
+    "SomeTensors",
+    "StageState",
+    "tensor_names",
+]
 
 
 class NamedState:
@@ -120,6 +128,77 @@ class StageState:
         fills = getattr(self._owner, "load_fills", None)
         found: dict[str, Any] = self.state_dict() if fills is None else fills(saved)
         return found
+
+
+class SomeTensors:
+    """The tensors of a model under some of its names; a load leaves the others as they are."""
+
+    def __init__(self, model: nn.Module, names: Set[str]) -> None:
+        self._model, self._names = model, frozenset(names)
+
+    def state_dict(self) -> dict[str, Any]:
+        """{name: tensor}."""
+        return {n: t for n, t in self._model.state_dict().items() if n in self._names}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load those tensors."""
+        self._model.load_state_dict(state, strict=False)
+
+
+class OptionalObject:
+    """An object that stays as built where a checkpoint has nothing of it, and else takes the saved state as it is."""
+
+    load_optional = load_replaces = True
+
+    def __init__(self, owner: Any) -> None:
+        self._owner = owner
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the owner."""
+        found: dict[str, Any] = self._owner.state_dict()
+        return found
+
+    def load_checks(self, state: dict[str, Any]) -> None:
+        """The checks of the owner, if it has any."""
+        if state and hasattr(self._owner, "load_checks"):
+            self._owner.load_checks(state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load `state` into the owner, unless it is empty."""
+        if state:
+            self._owner.load_state_dict(state)
+
+
+class InDtypes:
+    """A model whose tensors a checkpoint holds in other dtypes, by name: they are read in those and then cast.
+
+    `store.load({"model": InDtypes.fp32(model)})` reads fp32 weights into a model in bf16.
+    """
+
+    def __init__(self, owner: Any, dtypes: Mapping[str, torch.dtype]) -> None:
+        self._owner, self._dtypes = owner, dtypes
+
+    @classmethod
+    def fp32(cls, owner: Any) -> InDtypes:
+        """In fp32 what the owner, a model or a `StageState` of one, stores in bf16."""
+        tensors = owner.state_dict().items()
+        half = [n for n, t in tensors if getattr(t, "dtype", None) == torch.bfloat16]
+        return cls(owner, dict.fromkeys(half, torch.float32))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the owner, in these dtypes."""
+        saved = self._owner.state_dict()
+        cast = {n: saved[n].to(dtype) for n, dtype in self._dtypes.items() if n in saved}
+        return {**saved, **cast}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load `state` into the owner, which casts it."""
+        self._owner.load_state_dict(state)
+
+    def load_selects(self, saved: list[Path]) -> list[Path]:
+        """The saved paths that the owner selects."""
+        select = getattr(self._owner, "load_selects", list)
+        return list(select(saved))
 
 
 def tensor_names(model: nn.Module) -> set[str]:
