@@ -6,7 +6,12 @@ import pytest
 
 from forge_data import ByteTokenizer, InvalidData, JsonTokenizer, load_tokenizer
 from forge_data.prepare import prepare
-from forge_data.tokenizer import describe_ends, document_tokenizer, encode_prompt
+from forge_data.tokenizer import (
+    describe_ends,
+    document_tokenizer,
+    encode_prompt,
+    prompt_ids,
+)
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -137,6 +142,14 @@ def test_F142_a_prompt_begins_as_the_tokenizer_begins_a_text_and_only_once(tmp_p
     assert tokenizer.begin_ids == (1,)
     assert encode_prompt(tokenizer, text) == wanted
     assert encode_prompt(load_tokenizer(json.loads(json.dumps(tokenizer.spec()))), text) == wanted
+
+
+def test_a_prompt_without_tokens_begins_with_the_end_token(tmp_path):
+    assert prompt_ids(ByteTokenizer(), "") == [256]
+    assert prompt_ids(ByteTokenizer(), "a") == [97]
+    silent = JsonTokenizer(write_words(tmp_path / "t.json", "<unk>", "a"), eos="")
+    with rejects("prompt", "", "empty"):
+        prompt_ids(silent, "")
 
 
 def test_F142_bos_names_the_first_token_or_none(tmp_path):

@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from forge_data.batch import IGNORE, Batch
 from forge_data.protocols import Tokenizer
 from forge_data.tokenizer import ByteTokenizer, JsonTokenizer
 
-__all__ = ["byte_lengths"]
+__all__ = ["byte_lengths", "label_bytes"]
 
 _SPACE = "\u2581"  # as sentencepiece writes it
 _BYTE = re.compile(r"<0x[0-9A-F]{2}>")
@@ -50,6 +51,13 @@ def byte_lengths(tokenizer: Tokenizer) -> np.ndarray | None:
     for added in content.get("added_tokens", []):  # stand in a text as they are
         found[added["id"]] = 0 if added["special"] else len(added["content"].encode())
     return found
+
+
+def label_bytes(batch: Batch, lengths: np.ndarray) -> float:
+    """Weighted bytes of text that the labels of a batch on the host stand for; `lengths` as of `byte_lengths`."""
+    valid = batch.labels != IGNORE
+    weights = 1.0 if batch.weights is None else batch.weights[valid].double().numpy()
+    return float(np.sum(lengths[batch.labels[valid].numpy()] * weights))
 
 
 def _length(token: str) -> int:

@@ -263,6 +263,15 @@ def encode_prompt(tokenizer: Tokenizer, text: str) -> list[int]:
     return _begin(tokenizer, ids) + ids
 
 
+def prompt_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+    """The ids of `encode_prompt`, or the end token where there are none: documents begin after it. ValueError without."""
+    ids = encode_prompt(tokenizer, text)
+    if not ids and tokenizer.eos_id is None:
+        rule = "has no tokens and the tokenizer no end token"
+        raise invalid("prompt", "empty", text, rule, "give a prompt")
+    return ids or [tokenizer.eos_id]  # type: ignore[list-item]
+
+
 def describe_ends(tokenizer: Tokenizer) -> str:
     """How documents begin and end, with the reason, for a user: `begin with <s> (...), end with </s> (...)`.
 
