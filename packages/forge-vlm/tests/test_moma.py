@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from forge_core import SamplingConfig, TokenContext, Transformer, generate
 from forge_testing.problems import rejects
 from forge_vlm import VLM, FusionConfig, ModalityConfig, VisionConfig, VLMConfig
-from forge_vlm.fusion import MoMa, MoMaConfig, axes_problems, set_routing_step
+from forge_vlm.fusion import MoMa, MoMaConfig, MoMaSteps, axes_problems, set_routing_step
 from forge_vlm.fusion.choice import gumbel_difference
 from forge_vlm.vision import ViTConfig
 
@@ -337,15 +337,15 @@ def test_F147_router_losses_weigh_each_token_of_a_group_alike(router):
     tokens = torch.where(ids == 1, 63, torch.where(ids == 2, 40, 1))
     counts = layer.count_tokens(tokens, ctx.document_ids)
     assert counts == {name: int((ids == number).sum()) for number, name in NAMES.items()}
-    weights = {name: torch.tensor(float("nan")) for name in counts}
-    set_routing_step(layer, seed=0, step=0, token_weights=weights)
+    steps = MoMaSteps([layer], seed=0)
+    steps.begin(step=1, first=0)
+    assert steps.count_tokens(tokens, ctx.document_ids) == tuple(counts.values())
     parts = [slice(0, 1), slice(1, 3)]
     for part in parts:
         out = layer(
             x[part], TokenContext(modality_ids=ids[part], document_ids=ctx.document_ids[part])
         )
-        for name, weight in weights.items():  # known after the first forward
-            weight.data.fill_(1 / counts[name])
+        steps.set_tokens(tuple(counts.values()))  # known after the first forward
         (0 * out).sum().backward()
     for number, name in NAMES.items():
         group, total = layer.groups[name], 0.0

@@ -73,6 +73,10 @@ class MoEHooks:
         """Whether the whole model has a MoE layer."""
         return bool(self._num_experts)
 
+    def count_tokens(self, document_ids: Tensor) -> tuple[int, ...]:
+        """(tokens of a batch,) without padding, whose sum over batches and ranks `set_tokens` takes; () without a MoE layer."""
+        return (int((document_ids >= 0).sum()),) if self.routes else ()
+
     def set_tokens(self, tokens: int) -> None:
         """Set the tokens of the step on all ranks, pads left out: the router losses of each token weigh 1 / tokens.
 

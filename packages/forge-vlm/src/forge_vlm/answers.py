@@ -13,9 +13,18 @@ import torch
 from torch import Tensor, nn
 
 from forge_core import SamplingConfig, generate
+from forge_vlm._shared.problems import Problem
 from forge_vlm.data.prompts import Prompt, Prompts
 
-__all__ = ["NORMALISE", "Normalise", "answer", "answer_all", "is_match", "media_on"]
+__all__ = [
+    "NORMALISE",
+    "Normalise",
+    "answer",
+    "answer_all",
+    "is_match",
+    "media_on",
+    "question_problems",
+]
 
 Normalise = Literal["none", "strip", "words"]
 NORMALISE: tuple[str, ...] = get_args(Normalise)
@@ -80,6 +89,24 @@ def is_match(found: str, wanted: str, normalise: Normalise = "strip") -> bool:
     """Whether an answer is the wanted one, both normalised: "none" character by character, "strip" without white space at
     the ends, "words" also without ASCII punctuation, in lower case, with one blank for any white space."""
     return _normal(found, normalise) == _normal(wanted, normalise)
+
+
+def question_problems(
+    asked: Sequence[Prompt], path: str, max_new_tokens: int, max_seq_len: int | None = None
+) -> Iterator[Problem]:
+    """Why answers to the prompts of a file cannot be compared: none, one without an answer, too long for a model."""
+    if not asked:
+        yield Problem("path", "empty", path, "has no questions", "name another file")
+    unanswered = [prompt.name for prompt in asked if prompt.answer is None]
+    if unanswered:
+        rule, fix = "has no answer to compare with", "end it with that of the assistant"
+        yield Problem("path", "answer", unanswered[0], rule, fix)
+        return
+    longest = max((len(prompt.tokens) for prompt in asked), default=0)
+    if max_seq_len is not None and longest + max_new_tokens > max_seq_len:
+        rule = f"after a prompt of {longest} tokens must be at most model.max_seq_len {max_seq_len}"
+        fix = "lower one, or raise max_seq_len"
+        yield Problem("max_new_tokens", "range", max_new_tokens, rule, fix)
 
 
 def _normal(text: str, normalise: Normalise) -> str:
