@@ -20,7 +20,7 @@ from forge_parallel import (
     make_meshes,
     parallelize,
 )
-from forge_parallel.check_model import model_problems
+from forge_parallel.check_model import model_problems, ranks_with_other_values
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import assert_problem, rejects
 
@@ -308,6 +308,14 @@ def wrapped() -> list[str]:
 
 
 @pytest.mark.distributed
+def test_ranks_with_other_values_are_named() -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    digests: list[str] = []
+    for each in (model, other):
+        assert ranks_with_other_values(each, lambda own: digests.append(own) or [own]) == []
+    assert ranks_with_other_values(model, lambda own: [own, digests[1], own, digests[0]]) == [1]
+
+
 def test_blocks_may_be_a_list_of_modules() -> None:
     assert run_on_ranks(2, wrapped)[0] == ["FSDPLinear"] * 2
 

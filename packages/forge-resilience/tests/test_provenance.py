@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 
 from forge_resilience.journal import read_events, read_json_lines
-from forge_resilience.provenance import describe_environment, git_state
+from forge_resilience.provenance import (
+    describe_environment,
+    git_state,
+    record_environment,
+    recorded_hosts,
+)
 
 pytestmark = pytest.mark.lane("test")
 
@@ -40,6 +45,18 @@ def test_the_state_of_a_checkout_is_its_commit_and_its_diff(
     changed = git_state()
     assert changed["dirty"]
     assert "+two" in changed["patch"]
+
+    run = tmp_path / "run"
+    run.mkdir()
+    assert recorded_hosts(run) is None
+    record_environment(run, ["torch"], ["a", "b"])
+    assert recorded_hosts(run) == ["a", "b"]
+    assert (run / "git.patch").read_text() == changed["patch"]
+    recorded = json.loads((run / "environment.json").read_text())
+    assert recorded["git"] == {"commit": clean["commit"], "dirty": True}
+    file.write_text("one\n")
+    record_environment(run, ["torch"], ["a"])
+    assert not (run / "git.patch").exists()
 
 
 def test_json_lines_are_values_of_any_kind_without_torn_lines(tmp_path: Path) -> None:

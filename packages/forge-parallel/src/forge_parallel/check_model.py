@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from forge_parallel._problems import merge_layers
@@ -19,7 +21,13 @@ from forge_parallel.meshes import Meshes
 from forge_parallel.pipeline.parts import blocks_by_key, part_problems, parts_of, stream_dim
 from forge_parallel.structure import Structure, further_units, structure_of
 
-__all__ = ["check_model", "facts_of", "model_problems", "report_blocks"]
+__all__ = [
+    "check_model",
+    "facts_of",
+    "model_problems",
+    "ranks_with_other_values",
+    "report_blocks",
+]
 
 
 def check_model(
@@ -38,6 +46,19 @@ def check_model(
     if meshes.sparse is not None:
         found += _expert_problems(model, meshes, matched)
     raise_problems("", merge_layers(found))
+
+
+def ranks_with_other_values(model: nn.Module, gather: Callable[[str], list[str]]) -> list[int]:
+    """Ranks on which names or values of a full model differ from those of rank 0: sharding would mix them silently.
+
+    `gather(value)` returns the values of all ranks. Costs a sha256 of all tensors, on the host.
+    """
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict().items():
+        flat = tensor.detach().cpu().contiguous().flatten()
+        digest.update(name.encode() + flat.view(torch.uint8).numpy().tobytes())
+    digests = gather(digest.hexdigest())
+    return [rank for rank, other in enumerate(digests) if other != digests[0]]
 
 
 def model_problems(

@@ -6,7 +6,7 @@ Shapes: B rows, S tokens of a row, D width of the stream, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -407,6 +407,27 @@ def evaluate(
     shares = gather([float(total), sum(count(part) for part in parts)])
     weight = sum(weight for _, weight in shares)
     return sum(loss for loss, _ in shares) / weight if weight else math.nan
+
+
+def evaluate_rows(
+    compute: Compute,
+    parts: Iterable[BatchLike],
+    first: int,
+    gather: Callable[[list[Any]], list[list[Any]]],
+) -> list[float]:
+    """Sums of token losses in nats of each row of the parts of all ranks, without gradients, in order.
+
+    `first` is the number of this rank's first row; ranks that share rows have the same. Otherwise as `evaluate`, and
+    each row costs a call of the loss.
+    """
+    with evaluation_mode(compute.model):
+        own = [compute.row_losses(part) for part in parts]
+    reshard(compute.model)
+    found: dict[int, float] = {}
+    for start, losses in gather([first, torch.cat(own).double().tolist()]):
+        for row, loss in enumerate(losses, start):  # ranks of one row have a part each
+            found[row] = found.get(row, 0.0) + loss
+    return [found[row] for row in sorted(found)]
 
 
 def extra_problems(

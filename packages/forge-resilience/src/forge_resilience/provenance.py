@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
-__all__ = ["describe_environment", "git_state", "node_name"]
+from forge_resilience._shared.atomic import write_file
+
+__all__ = [
+    "describe_environment",
+    "git_state",
+    "node_name",
+    "record_environment",
+    "recorded_hosts",
+]
+
+_ENVIRONMENT, _PATCH = "environment.json", "git.patch"
 
 
 def describe_environment(distributions: Sequence[str]) -> dict[str, Any]:
@@ -28,6 +40,30 @@ def describe_environment(distributions: Sequence[str]) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "versions": {name: _version(name) for name in distributions},
     }
+
+
+def record_environment(folder: Path, distributions: Sequence[str], hosts: Sequence[str]) -> None:
+    """Write environment.json into a folder, and git.patch, the diff of a dirty tree; each is replaced in one step.
+
+    `hosts` are the machines of all ranks. Raises OSError.
+    """
+    git = git_state()
+    patch = git.pop("patch", "")
+    environment = {**describe_environment(distributions), "hosts": list(hosts), "git": git}
+    write_file(folder / _ENVIRONMENT, json.dumps(environment, indent=2) + "\n")
+    if patch:
+        write_file(folder / _PATCH, patch)
+    else:
+        (folder / _PATCH).unlink(missing_ok=True)
+
+
+def recorded_hosts(folder: Path) -> list[str] | None:
+    """The machines of all ranks that `record_environment` wrote; None where nothing says it."""
+    try:
+        hosts = json.loads((folder / _ENVIRONMENT).read_text())["hosts"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return hosts if isinstance(hosts, list) else None
 
 
 def node_name() -> str:
