@@ -49,7 +49,8 @@ from forge_train.config.schema import BuiltInModelConfig
 from forge_train.errors import HardwareError, JobError, NumericsError
 from forge_train.metrics.console import console_mode
 from forge_train.plan import with_layout
-from forge_train.trainer.experts import feed_forward_factory, shard_experts
+from forge_train.trainer.assemble import shard_experts
+from forge_train.trainer.build import feed_forward_factory
 from forge_train.trainer.run_directory import RunDirectory
 
 pytestmark = pytest.mark.lane("test")

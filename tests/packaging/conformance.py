@@ -36,10 +36,11 @@ from forge_moe.dispatch import AllToAllDispatch, HierarchicalDispatch
 from forge_parallel import protocols as parallel
 from forge_resilience import NumericsPolicy
 from forge_resilience.sinks import JsonlSink, MlflowSink, TensorBoardSink, WandbSink
+from forge_train import JobConfig
 from forge_train import protocols as train
 from forge_train.metrics.console import ConsoleSink
 from forge_train.run.rows import Progress
-from forge_train.trainer.objective import token_cross_entropy
+from forge_train.trainer.objective import find_loss
 
 
 def of_core(
@@ -124,8 +125,9 @@ def of_schedules(schedule: Callable[[int], float]) -> None:
 def of_the_runner(
     sinks: tuple[JsonlSink, TensorBoardSink, ConsoleSink, WandbSink, MlflowSink],
     model: Transformer,
+    config: JobConfig,
 ) -> None:
     rows: list[train.Sink] = [*sinks]
     makes_rows: train.SinkBuilder = TensorBoardSink
-    loss: train.TokenLoss = token_cross_entropy
+    loss: train.TokenLoss = find_loss(config)
     generating: train.Generates = model

@@ -48,8 +48,8 @@ from forge_train.cli import main
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.plan import PlanFlags, choose_layout, show_plan
+from forge_train.trainer.assemble import shard_experts
 from forge_train.trainer.build import build_model
-from forge_train.trainer.experts import shard_experts
 
 pytestmark = pytest.mark.lane("test")
 

@@ -14,14 +14,13 @@ import pytest
 import torch
 from torch import nn
 
-from forge_core import flops_per_token
+from forge_core import cross_entropy, flops_per_token
 from forge_resilience.policy import NonfiniteConfig, NumericsPolicy, SpikeConfig
 from forge_testing.parts import smoothed
 from forge_testing.problems import rejects
 from forge_testing.runs import Fitted, assert_close, fit_on_ranks, make_job, together
 from forge_train import Callback, ConfigError, Trainer, load_job, read_run
 from forge_train.run.rows import Progress
-from forge_train.trainer.objective import token_cross_entropy
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
@@ -230,7 +229,7 @@ def poisoned_row(
 ) -> torch.Tensor:
     """The loss of tokens, beyond all measure where a row begins with these labels."""
     bad = (labels[:, : len(row)] == torch.tensor(row)).all(1).any()
-    return token_cross_entropy(logits, labels, weights) * torch.where(bad, math.inf, 1.0)
+    return cross_entropy(logits, labels, weights=weights).sum * torch.where(bad, math.inf, 1.0)
 
 
 @pytest.mark.slow

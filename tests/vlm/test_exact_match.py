@@ -23,9 +23,8 @@ from forge_testing.runs import (
 from forge_testing.vlm_jobs import flags, write_vlm_job
 from forge_train import ConfigError, Trainer, load_job, read_run
 from forge_train.jobs import load_model
-from forge_train.trainer.exact_match import COLUMN, ExactMatch, prompts_of
+from forge_train.trainer.evaluation import COLUMN, ExactMatch, prompts_of
 from forge_train.trainer.layout import layout_problems
-from forge_vlm.answers import is_match
 
 pytestmark = pytest.mark.lane("test")
 
@@ -163,7 +162,7 @@ def test_each_key_changes_what_is_asked(tmp_path: Path, monkeypatch: pytest.Monk
         calls.append((new, [p.tokens.tolist() for p in asked], len(media["images"])))
         return ["Red."] * len(asked)
 
-    monkeypatch.setattr("forge_train.trainer.exact_match.answer", answer)
+    monkeypatch.setattr("forge_train.trainer.evaluation.answer", answer)
     meshes: Any = SimpleNamespace(batch_size=1, batch_rank=0, world_size=1, is_batch_leader=True)
     llava = {"image": "files/0-0.png", "conversations": [{"from": "human", "value": "what"}, {"from": "gpt", "value": "x"}]}  # fmt: skip
     (tmp_path / "llava.jsonl").write_text(json.dumps(llava))
@@ -174,7 +173,9 @@ def test_each_key_changes_what_is_asked(tmp_path: Path, monkeypatch: pytest.Monk
         calls.clear()
         settings = keys(tmp_path) | second | {"data.seq_len": 256, "model.max_seq_len": 256}
         config = load_job(write_vlm_job(tmp_path), settings | more).config
-        return ExactMatch(config)(torch.nn.Linear(1, 1), meshes, Agreement()), [*calls]
+        compute: Any = SimpleNamespace(model=torch.nn.Linear(1, 1), meshes=meshes)
+        found = ExactMatch(config).measure(compute, lambda batch: 0.0, Agreement())
+        return found[COLUMN], [*calls]
 
     as_llava = {ASK + "path": str(tmp_path / "llava.jsonl"), ASK + "format": "llava"}
     changes = [{}, {"path": other}, {"source": "second"}, {"samples": 3}, {"max_new_tokens": 3}, {"rows": 4}, {"normalise": "words"}]  # fmt: skip
@@ -182,11 +183,3 @@ def test_each_key_changes_what_is_asked(tmp_path: Path, monkeypatch: pytest.Monk
     found.append(seen(as_llava))
     assert all(a != b for i, a in enumerate(found) for b in found[:i])
     assert found[0][0] == 0.0 < found[6][0]
-
-
-def test_two_answers_are_the_same_after_normalising() -> None:
-    pairs = [("red", "red"), (" red\n", "red"), ("The  Red.", "the red"), ("blue", "red")]
-    found = {n: [is_match(a, b, n) for a, b in pairs] for n in ("none", "strip", "words")}
-    assert found["none"] == [True, False, False, False]
-    assert found["strip"] == [True, True, False, False]
-    assert found["words"] == [True, True, True, False]

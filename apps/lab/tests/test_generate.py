@@ -13,9 +13,11 @@ import pytest
 import torch
 
 from forge_core import SamplingConfig
+from forge_core.generate import generate_text
 from forge_data import SourceConfig
 from forge_data.kinds import TextConfig
-from forge_lab.text import continuation, continue_all, read_prompts, stream_text
+from forge_data.tokenizer import prompt_ids
+from forge_lab.text import continue_all, read_prompts, stream_text
 from forge_testing.problems import rejects
 from forge_train import ConfigError, load_folder
 from forge_train.toolkit import run_tokenizer
@@ -143,9 +145,6 @@ def test_what_cannot_be_continued_is_refused(tmp_path: Path, capsys: pytest.Capt
         stream_text(path, prompts=tmp_path / "long.txt", batch_size=1, max_new_tokens=9)
     with rejects("--batch_size", 0, "range", ConfigError):
         stream_text(path, prompts=tmp_path / "long.txt", batch_size=0, max_new_tokens=1)
-    silent = SimpleNamespace(encode=lambda text: [], eos_id=None)
-    with rejects("prompt", "", "empty", ConfigError):
-        continuation(torch.nn.Module(), silent, "", 1, SamplingConfig(), "cpu")  # type: ignore[arg-type]
     assert capsys.readouterr().out == ""  # not even the prompt
     (path / "tokenizer.json").unlink()
     with rejects("folder", str(path), "tokenizer", ConfigError):
@@ -192,7 +191,8 @@ def test_F144_each_end_of_a_folder_ends_a_text_as_in_transformers(tmp_path: Path
         assert len(wanted) == free.index(end)
         model, tokenizer = load_folder(path)
         for each in (tokenizer, run_tokenizer(config)):
-            assert "".join(continuation(model, each, "one two", 9, greedy, "cpu")).split() == wanted
+            pieces = generate_text(model, each, prompt_ids(each, "one two"), 9, greedy)
+            assert "".join(pieces).split() == wanted
             (shown,) = continue_all(model, each, ["one two"], greedy, 9, None, 1)
             assert shown.split() == wanted
     set_ends("</s>", None)

@@ -10,13 +10,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from forge_data import SourceConfig, open_source
 from forge_testing.evaluations import QUESTIONS, SETS, asked, losses_by_hand, rows_of
 from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone, fit_on_ranks, make_job, together
 from forge_train import Callback, ConfigError, DataError, Trainer, load_job, read_run
 from forge_train.jobs import load_trained
-from forge_train.trainer.choices import split_ids
 
 pytestmark = pytest.mark.lane("test")
 
@@ -44,7 +42,7 @@ class KeepsLosses(Callback):
     modes: ClassVar[list[bool]] = []
 
     def on_end(self, trainer: Trainer) -> None:
-        asked = trainer.run.evaluation.choices["code"]
+        asked = trainer.run.evaluation.parts["code"]
         modules = list(trainer.model.modules())
         modules[-1].eval()  # of a model in training mode
         before = [module.training for module in modules]
@@ -129,16 +127,6 @@ def test_choices_have_the_nats_of_one_forward_each(alone: Path) -> None:
     assert last["eval/code/accuracy"] == plain / len(QUESTIONS)
     assert last["eval/code/accuracy_per_byte"] == per_byte / len(QUESTIONS)
     assert 0 < plain < len(QUESTIONS)  # or every mistake would show the same
-
-
-def test_white_space_behind_a_prompt_goes_to_the_choice() -> None:
-    tokenizer = open_source(SourceConfig()).tokenizer
-    assert tokenizer is not None
-    from forge_data import load_tokenizer
-
-    byte = load_tokenizer(tokenizer)
-    assert split_ids(byte, "a ", "b") == ([97, 32, 98], 1)
-    assert split_ids(byte, "a", " b") == ([97, 32, 98], 1)
 
 
 @pytest.mark.slow

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from forge_core.lora import adapter_lines
 from forge_testing import write_job
 from forge_train import Trainer, cli, load_job, read_run
-from forge_train.trainer.adapters import adapter_lines
 
 pytestmark = pytest.mark.lane("test")
 
@@ -120,7 +120,7 @@ def test_F155_a_run_counts_adapters_and_names_experts_without(
 ) -> None:
     own = {"model.num_layers": 2, "lora.patterns": patterns}
     job = load_job(write_job(tmp_path, MIXTURE), own)
-    lines = adapter_lines(Trainer(job).model, job.config.lora)
+    lines = adapter_lines(Trainer(job).model, job.config.lora.patterns)
     every = patterns == ["*_proj"]
     assert [int(n) for n in re.findall(r"\b\d+(?= [a-z])", lines[0])] == [
         14 if every else 8,

@@ -19,24 +19,21 @@ from forge_testing.problems import assert_problem, rejects
 from forge_train import ConfigError, JobError, StateError, Trainer, load_job
 from forge_train._shared.problems import Problem
 from forge_train.config.init import InitConfig, Source
-from forge_train.config.lora import LoRASection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.metrics import sinks
 from forge_train.run.rows import Progress
 from forge_train.trainer import (
-    adapters,
+    assemble,
     build,
-    choices,
+    data,
     encoder_source,
-    exact_match,
-    fitting_data,
+    evaluation,
     fork,
-    frozen_base,
     layout,
     objective,
 )
 from forge_train.trainer.begin_tokens import run_layers
-from forge_train.trainer.checkpoints import Checkpoints
+from forge_train.trainer.checkpoints import Checkpoints, base_problems
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
 
@@ -57,17 +54,11 @@ def full(*_: Any, **__: Any) -> None:
 
 
 def test_adapters_of_weights_that_are_not_there() -> None:
-    model = build._build_transformer(BuiltInModelConfig(**TINY))
-    section = LoRASection(rank=2, whole=("*q_proj.weight",))
-    with rejects("lora.whole", "layers.0.mixer.q_proj.weight", "excludes"):
-        adapters.add_lora(model, section, None)
-    with rejects("lora.whole", "nrom.*", "not_found", where="norm.weight"):
-        adapters._whole_names(["norm.weight"], ["nrom.*"])
     frozen = nn.Linear(2, 2).requires_grad_(False)
     groups = {"all": Fake(patterns=("weight",))}
     config = Fake(optimizer=Fake(groups=groups), lora=Fake(rank=2))
     with rejects("optimizer.groups.all.patterns", ..., "frozen"):
-        adapters._refuse_frozen_groups(frozen, config)
+        build._check_groups_of_adapters(frozen, config)
 
 
 def test_models_that_are_not_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +67,8 @@ def test_models_that_are_not_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None
         build.build_model(Fake(name="a:b"), 0)
     agreement = Fake(exchange=lambda digest: [digest, "other"])
     with rejects("model.name", ..., "mismatch", ConfigError, where="[1]"):
-        build.refuse_other_model(nn.Linear(2, 2), agreement)
+        imported, meshes = Fake(model=Fake(is_built_in=False)), Fake(world_size=2)
+        assemble.shard(nn.Linear(2, 2), imported, meshes, agreement)
     ranks = Fake(**RANKS)
     config = Fake(
         train=Fake(loss=layout.FUSED),
@@ -101,37 +93,30 @@ def test_models_that_are_not_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None
 def test_data_that_is_not_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Fake(positions=torch.zeros(1, 3, 4))
     config = Fake(model=BuiltInModelConfig(**TINY))
-    found(build._axes_problems(config, batch, "[data]"), "model.mrope", ..., "missing")
+    monkeypatch.setattr(data, "extra_problems", lambda *_: [])
+    problems = data._batch_problems(config, nn.Module(), batch, Fake(), "[data]")
+    found(problems, "model.mrope", ..., "missing")
     source = Fake(path="runs/a", row_problems=lambda length: [Problem("", "short", length, "")])
-    monkeypatch.setattr(build, "open_source", lambda table: source)
+    monkeypatch.setattr(data, "open_source", lambda table: source)
     config = load_job(write_job(tmp_path)).config
-    problems = list(build._unfit("data.sources.a", source, config))
+    problems = list(data._unfit("data.sources.a", source, config))
     found(problems, "data.sources.a", config.data.seq_len, "short")
-    problems = build._end_problems(config, Fake(end=1), 4)
+    problems = data._end_problems(config, Fake(end=1), 4)
     found(problems, "data.sources", ..., "length")
-    monkeypatch.setattr(build, "open_header", lambda table: Fake(tokenizer=None))
+    monkeypatch.setattr(data, "open_header", lambda table: Fake(tokenizer=None))
     with rejects("source", "runs/a", "tokenizer"):
-        build.tokenizer_of(source)
+        data.tokenizer_of(source)
     two = Fake(train=Fake(global_batch=8), data=Fake(sources={"a": 1, "b": 2}))
-    problems = fitting_data._group_problems(two, Fake(group=4), "data.sources.a")
+    problems = data._group_problems(two, Fake(group=4), "data.sources.a")
     found(problems, "data.sources.a.group", 4, "sources")
     one = Fake(train=Fake(global_batch=8), data=Fake(sources={"a": 1}))
-    problems = fitting_data._group_problems(one, Fake(group=4), "data.sources.a")
+    problems = data._group_problems(one, Fake(group=4), "data.sources.a")
     found(problems, "data.sources.a.group", 4, "mismatch")
 
 
-def test_questions_with_images(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_questions_with_images() -> None:
     with rejects("data.sources", ..., "missing", ConfigError):
-        exact_match.prompts_of(Fake(data=Fake(sources={})))
-    own = Fake(path="q.jsonl", max_new_tokens=4)
-    config = Fake(eval=Fake(exact_match=own), model=Fake(max_seq_len=8))
-    found(exact_match._unfit([], config), "eval.exact_match.path", "q.jsonl", "empty")
-    asked: list[Any] = [Fake(tokens=[1] * 5, answer="yes", name="question 1")]
-    problems = exact_match._unfit(asked, config)
-    found(problems, "eval.exact_match.max_new_tokens", 4, "range")
-    asked[0].answer = None
-    problems = exact_match._unfit(asked, config)
-    found(problems, "eval.exact_match.path", "question 1", "answer")
+        evaluation.prompts_of(Fake(data=Fake(sources={})))
 
 
 def test_encoders_of_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,12 +134,12 @@ def test_encoders_of_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_forks_of_adapters_and_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = InitConfig(from_="runs/a")
     with rejects("init.from", "runs/a", "adapters", ConfigError):
-        fork._base(run, Fake(run=tmp_path), trained=True, trains=False)
+        fork._base(run, Fake(run=tmp_path), trains=False)
     part = InitConfig(from_="runs/a", patterns=("norm.*",))
     with rejects("init.patterns", ["norm.*"], "adapters", ConfigError):
-        fork._base(part, Fake(run=tmp_path), trained=True, trains=True)
+        fork._base(part, Fake(run=tmp_path), trains=True)
     with rejects("init.from", "runs/a", "base", ConfigError):
-        fork._base(run, Fake(run=None), trained=True, trains=True)
+        fork._base(run, Fake(run=None), trains=True)
 
     @contextlib.contextmanager
     def saved(path: Path) -> Any:
@@ -186,9 +171,7 @@ def test_forks_of_a_source_that_cannot_be_read(tmp_path: Path) -> None:
         fork.Fork(init, source, Fake(), hf=Fake(write=full, files=dict)).write(tmp_path)
 
 
-def test_F195_a_base_of_other_adapters_or_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_F195_a_base_of_other_adapters_or_none(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
     (run.checkpoint(2)).mkdir(parents=True)
     (run.checkpoint(2) / "manifest.json").touch()
@@ -196,20 +179,10 @@ def test_F195_a_base_of_other_adapters_or_none(
     for text in (None, "", "[lora]\nrank = 0\n"):
         if text is not None:
             run.config.write_text(text)
-        found(frozen_base.base_problems(config, run), "lora.rank", 2, "base")
+        found(base_problems(config, run), "lora.rank", 2, "base")
     run.config.write_text("[lora]\nrank = 2\n")  # F195: of a run that had a base
     with rejects("base", str(run.base), "missing", StateError):
-        frozen_base.base_problems(config, run)
-    base = frozen_base.FrozenBase(tmp_path, nn.Module(), set(), set())
-    base._digest = "one"
-    monkeypatch.setattr(base, "_found", lambda: "other")
-    with rejects("digest", "other", "mismatch", StateError):
-        base.load()
-    base._digest = "other"
-    report = Fake(fresh=["w"], unused=[])
-    monkeypatch.setattr(frozen_base, "load_weights", lambda *_, **__: report)
-    with rejects("", ["w"], "model", ConfigError):
-        base.load()
+        base_problems(config, run)
 
 
 def test_checkpoints_that_contradict_themselves(tmp_path: Path) -> None:
@@ -232,14 +205,6 @@ def test_checkpoints_that_contradict_themselves(tmp_path: Path) -> None:
     in_use = rejects("run.dir", str(tmp_path), "in_use", ConfigError)
     with in_use, store_errors(store.path, StateError):
         raise StoreInUse("by process 7")
-
-
-def test_questions_of_one_line() -> None:
-    with rejects("", {"prompt": "a"}, "type"):
-        choices._question('{"prompt": "a"}', Fake(), 8)
-    silent = Fake(encode=lambda text: [1])
-    with rejects("choices", "b", "empty"):
-        choices._question('{"prompt": "a", "choices": ["b", "c"], "answer": 0}', silent, 8)
 
 
 def test_layouts_of_images(monkeypatch: pytest.MonkeyPatch) -> None:

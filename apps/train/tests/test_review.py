@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_core import SamplingConfig
+from forge_core.generate import generate_text
 from forge_testing import write_job
 from forge_testing.models import Counting
 from forge_testing.problems import rejects
 from forge_train import ConfigError, Trainer, load_job, load_trained, read_run
 from forge_train.report.summary import print_summary, sample_text
 from forge_train.run.callback import state_keys
-from forge_train.sampling import continuation
 
 pytestmark = pytest.mark.lane("test")
 
@@ -104,7 +103,7 @@ def test_F116_float8_recomputation_and_text_go_through_save_load_and_sample(tmp_
     assert "resume" in events
     model, tokenizer, step = load_trained(tmp_path / "run")
     assert step == 3
-    assert len("".join(continuation(model, tokenizer, "The ", 3, SamplingConfig(), "cpu")))
+    assert "".join(generate_text(model, tokenizer, tokenizer.encode("The "), 3))
     assert all(bool(p.isfinite().all()) for p in model.parameters())
 
 

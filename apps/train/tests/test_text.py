@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge_core import SamplingConfig
 from forge_data import DataConfig, Tokenizer, TrainingSourceConfig, load_tokenizer
+from forge_data.choices import split_ids
 from forge_data.kinds import TextConfig
-from forge_data.tokenizer import encode_prompt
+from forge_data.tokenizer import encode_prompt, prompt_ids
 from forge_testing.problems import rejects
-from forge_train import ConfigError, Trainer, load_job, sampling
+from forge_train import ConfigError, Trainer, load_job
 from forge_train.config.describe import ends_of_documents
 from forge_train.config.layers import Layers
 from forge_train.jobs import _build
@@ -26,8 +23,7 @@ from forge_train.trainer.begin_tokens import (
     begin_problems,
     begin_texts_without,
 )
-from forge_train.trainer.build import run_tokenizer
-from forge_train.trainer.choices import split_ids
+from forge_train.trainer.data import run_tokenizer
 from forge_train.trainer.run_directory import RunDirectory
 
 pytestmark = pytest.mark.lane("test")
@@ -42,26 +38,6 @@ class Letters:
 
     def decode(self, ids: list[int]) -> str:
         return "".join(map(chr, ids))
-
-
-class HostReads(TorchDispatchMode):
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += func is torch.ops.aten._local_scalar_dense.default
-        return func(*args, **(kwargs or {}))
-
-
-def test_F122_one_read_per_token_until_the_end_token(monkeypatch: pytest.MonkeyPatch) -> None:
-    def stream(*args: object, eos_id: object = None, **options: object) -> Iterator[torch.Tensor]:
-        assert eos_id is None  # generate_stream would read each token a second time for it
-        return iter(torch.tensor([[104], [105], [0], [106]]))
-
-    monkeypatch.setattr(sampling, "generate_stream", stream)
-    with HostReads() as found:
-        pieces = sampling.continuation(None, Letters(), "a", 9, SamplingConfig(), "cpu")  # type: ignore[arg-type]
-        assert list(pieces) == ["h", "i"]
-    assert found.count == 3
 
 
 @pytest.fixture
@@ -81,12 +57,9 @@ def begun(tmp_path: Path) -> Tokenizer:
 
 @pytest.mark.parametrize(("prompt", "wanted"), [("a b", [1, 3, 4]), ("<s> a", [1, 3]), ("", [1])])
 def test_F142_a_prompt_begins_with_the_first_token_once(
-    begun: Tokenizer, prompt: str, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+    begun: Tokenizer, prompt: str, wanted: list[int]
 ) -> None:
-    seen: list[Any] = []
-    monkeypatch.setattr(sampling, "generate_stream", lambda model, ids, *a, **b: iter(seen.append(ids) or ()))  # fmt: skip
-    list(sampling.continuation(None, begun, prompt, 1, SamplingConfig(), "cpu"))  # type: ignore[arg-type]
-    assert [torch.as_tensor(ids).tolist() for ids in seen] == [[wanted]]
+    assert prompt_ids(begun, prompt) == wanted
 
 
 def test_F142_choices_are_scored_after_the_first_token(begun: Tokenizer) -> None:

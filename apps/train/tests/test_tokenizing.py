@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 import torch
 
+from forge_core.generate import _decoded
 from forge_data import SourceConfig
+from forge_data import JsonTokenizer, load_tokenizer
 from forge_data.kinds import ChatConfig, TextConfig
 from forge_testing.chats import CHATML, HEADERS, save_tokenizer, talk, write_talks
 from forge_testing.problems import rejects
-from forge_train import ConfigError, sampling
+from forge_train import ConfigError
 from forge_train.config.describe import ends_of_documents
 from forge_train.config.init import InitConfig
 from forge_train.config.lora import LoRASection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.hf.exporting import _config_and_files, _Run, _tokenizing
-from forge_train.trainer.build import run_tokenizer
+from forge_train.trainer.data import run_tokenizer
 from forge_train.trainer.run_directory import RunDirectory
 from forge_vlm.data import Prompts
 
@@ -177,7 +179,7 @@ def test_F201_the_end_of_answers_ends_texts_of_a_run_and_of_its_export(
     answer = trained.encode("blue")
     for end in ends:
         columns = torch.tensor([*answer, end, *answer])[:, None]
-        assert "".join(sampling._pieces(iter(columns), found)) == "blue"
+        assert "".join(_decoded(iter(columns), found)) == "blue"
     out, _ = write(tmp_path, run, **sources)
     for name in (CONFIG, GENERATION):
         assert json.loads((out / name).read_text())["eos_token_id"] == ends

@@ -14,7 +14,9 @@ import tyro
 from torch import nn
 
 from forge_core import SamplingConfig, generate, generate_stream
+from forge_core.generate import generate_text
 from forge_data import Tokenizer
+from forge_data.tokenizer import prompt_ids
 from forge_lab._shared.jsonl import parse
 from forge_lab._shared.paths import read_regular
 from forge_lab._shared.problems import invalid
@@ -22,7 +24,6 @@ from forge_lab.pictures import Asked, answer_pictures, conversations_in
 from forge_parallel import select_device
 from forge_train import RunDirectory, load_folder, load_trained
 from forge_train.errors import ConfigError, as_config_error
-from forge_train.toolkit import continuation, prompt_ids
 
 _NEW_TOKENS = 400  # that are written if no number is asked for, and the model has room for them
 _MAX_PROMPTS = 1 << 28  # bytes of a file of them
@@ -108,9 +109,8 @@ def stream_text(
             for text, more in zip(texts, continued):
                 print(json.dumps({"prompt": text, "text": more}, ensure_ascii=False), flush=True)
             return 0
-        pieces = continuation(
-            model, tokenizer, prompt, max_new_tokens, sampling, chosen, prefill_chunk
-        )
+        ids = prompt_ids(tokenizer, prompt)
+        pieces = generate_text(model, tokenizer, ids, max_new_tokens, sampling, prefill_chunk)
         sys.stdout.write(prompt.encode(errors="replace").decode())
         for piece in pieces:
             sys.stdout.write(piece)

@@ -138,7 +138,7 @@ def _supervise(job: ResolvedJob, args: list[str], nproc: int) -> int:
     from forge_resilience.alerts import FOLLOWED
     from forge_resilience.supervise import run_guarded, supervise
     from forge_train.run.recorder import alerts
-    from forge_train.trainer.build import tokenize
+    from forge_train.trainer.data import tokenize
     from forge_train.trainer.layout import require_layout
     from forge_train.trainer.run_directory import RunDirectory
 

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 
 from forge_ckpt import Store
-from forge_ckpt.stage_state import StageState, tensor_names
-from forge_core.lora import merge
+from forge_ckpt.frozen_base import FrozenBase
+from forge_ckpt.stage_state import InDtypes, StageState, tensor_names
+from forge_core import initialise
+from forge_core.lora import frozen_names, lora, merge
 from forge_data import Tokenizer, load_tokenizer
 from forge_data.tokenizer_files import folder_ends
 from forge_parallel import Meshes, ParallelConfig, store_parameters
@@ -30,12 +32,11 @@ from forge_train.errors import (
     run_on_all_ranks,
 )
 from forge_train.hf.folder import read_model
-from forge_train.trainer.adapters import add_lora, frozen_names
 from forge_train.trainer.assemble import shard
 from forge_train.trainer.begin_tokens import run_layers
-from forge_train.trainer.build import build_model, run_tokenizer
-from forge_train.trainer.checkpoints import InDtypes
-from forge_train.trainer.frozen_base import FrozenBase, base_problems
+from forge_train.trainer.build import build_model
+from forge_train.trainer.checkpoints import base_problems
+from forge_train.trainer.data import run_tokenizer
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
 
@@ -97,7 +98,7 @@ def load_model(
     state: dict[str, Any] = {"model": StageState(InDtypes(model, dtypes), others)}
     base = None
     if frozen:
-        base = FrozenBase(paths.base, model, names, frozen, agreement, meshes)
+        base = FrozenBase(paths.base, model, frozen, names, meshes.host_group)
         state = base.objects()
     with (
         store_errors(paths.checkpoints, StateError),
@@ -115,7 +116,8 @@ def load_model(
         rule, fix = "holds no checkpoint", f"train first: forge-train run {paths.config}"
         raise invalid("run_dir", "empty", str(paths.checkpoints), rule, fix, kind=StateError)
     if base is not None:
-        base.load()
+        with store_errors(paths.base, StateError):
+            base.load()
         if meshes.world_size == 1:
             merge(model)
     return model.eval(), config, loaded
@@ -139,8 +141,8 @@ def _build(
     store_parameters(model, config.parallel.param_dtype)
     named = model.named_parameters(remove_duplicate=False)
     dtypes = {n: p.dtype for n, p in named if p.dtype == torch.bfloat16}
-    if config.lora.rank:
-        add_lora(model, config.lora, base_dtype=None)
+    if config.lora.adapters is not None:
+        lora(model, config.lora.adapters, None, config.lora.whole)
     refuse(base_problems(config, paths))
     return model, config, dtypes
 

@@ -14,14 +14,13 @@ from forge_train.loop.guard import skip_windows
 from forge_train.plan import price
 from forge_train.process import init_ranks
 from forge_train.run.rows import finite
-from forge_train.sampling import continuation, prompt_ids
+from forge_train.trainer.assemble import job_compute
 from forge_train.trainer.begin_tokens import begin_texts_as, run_layers
-from forge_train.trainer.build import build_trained, open_held_out, run_tokenizer, tokenizer_of
+from forge_train.trainer.build import build_trained
 from forge_train.trainer.checkpoints import IMPORTED
-from forge_train.trainer.compute import job_compute
 from forge_train.trainer.course import Course
-from forge_train.trainer.evaluation import Evaluation
-from forge_train.trainer.exact_match import prompts_of
+from forge_train.trainer.data import open_held_out, run_tokenizer, tokenizer_of
+from forge_train.trainer.evaluation import Evaluation, prompts_of
 from forge_train.trainer.layout import require_layout
 from forge_train.trainer.run_directory import is_fixed
 from forge_train.trainer.store_errors import store_errors
@@ -32,14 +31,12 @@ __all__ = [
     "Evaluation",
     "begin_texts_as",
     "build_trained",
-    "continuation",
     "finite",
     "init_ranks",
     "is_fixed",
     "job_compute",
     "open_held_out",
     "price",
-    "prompt_ids",
     "prompts_of",
     "require_layout",
     "run_layers",

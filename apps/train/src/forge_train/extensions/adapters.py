@@ -7,14 +7,17 @@ from typing import Any
 
 from torch import nn
 
+from forge_ckpt.frozen_base import FrozenBase
 from forge_ckpt.stage_state import tensor_names
+from forge_core.lora import adapter_lines, frozen_names
 from forge_train._shared.problems import Problem
 from forge_train.config.schema import JobConfig
+from forge_train.errors import StateError
 from forge_train.run.extension import Extension
 from forge_train.run.run import Run
-from forge_train.trainer.adapters import adapter_lines, frozen_names
-from forge_train.trainer.frozen_base import FrozenBase, base_problems
+from forge_train.trainer.checkpoints import base_problems
 from forge_train.trainer.run_directory import RunDirectory
+from forge_train.trainer.store_errors import store_errors
 
 
 class Adapters(Extension):
@@ -22,7 +25,7 @@ class Adapters(Extension):
 
     def __init__(self, config: JobConfig, model: nn.Module) -> None:
         self._names, self._frozen = tensor_names(model), frozen_names(model)
-        self._lines = adapter_lines(model, config.lora)
+        self._lines = adapter_lines(model, config.lora.patterns)
 
     @classmethod
     def of(cls, config: JobConfig, model: nn.Module) -> Adapters | None:
@@ -32,8 +35,8 @@ class Adapters(Extension):
         return base_problems(config, RunDirectory(config.run.dir))
 
     def around_run(self, run: Run) -> None:
-        names, frozen, path = self._names, self._frozen, run.folder.base
-        self._base = FrozenBase(path, run.model, names, frozen, run.agreement, run.meshes)
+        self._path, group = run.folder.base, run.meshes.host_group
+        self._base = FrozenBase(self._path, run.model, self._frozen, self._names, group)
 
     def checkpoint_objects(self, objects: dict[str, Any]) -> dict[str, Any]:
         if not self._frozen:  # each weight is trained itself
@@ -43,7 +46,8 @@ class Adapters(Extension):
     def after_load(self, step: int) -> None:
         """Save them before the first checkpoint; read them back after others: bad steps may have changed them."""
         if self._frozen:
-            self._base.save() if step < 0 else self._base.load()
+            with store_errors(self._path, StateError):
+                self._base.save() if step < 0 else self._base.load()
 
     def start(self, run: Run) -> None:
         for line in self._lines:

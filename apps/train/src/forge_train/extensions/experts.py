@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 from forge_data import Batch
 from forge_moe.hooks import MoEHooks, num_experts_by_layer
+from forge_parallel.structure import stages_of
 from forge_train.config.schema import JobConfig
-from forge_train.extensions.routing import RoutingSteps
 from forge_train.run.extension import Extension
 from forge_train.run.run import Run
-from forge_vlm.fusion import MoMa
+from forge_vlm.fusion import MoMa, MoMaSteps, set_row_group
 
 
 class Experts(Extension):
@@ -44,17 +44,28 @@ class Experts(Extension):
             num_experts=self._num_experts,
             device=meshes.device,
         )
-        self._routing = RoutingSteps(run.model, config.run.seed, meshes, self._hooks)
+        self._moma = MoMaSteps(stages_of(run.model), config.run.seed, meshes.device)
+        if meshes.cp.size > 1:
+            set_row_group(run.model, meshes.cp.group)
         self._restore()
 
     def before_forward(self, step: int, batch: Batch) -> None:
-        self._routing.begin(step, self._run.loader)
+        loader = self._run.loader
+        each, more = divmod(loader.global_batch // loader.micro_batch, loader.world_size)
+        self._moma.begin(step, loader.rank * each + min(loader.rank, more))
 
     def token_counts(self, batch: Batch) -> Sequence[int]:
-        return self._routing.count_tokens(batch)
+        """Tokens of documents, where there are MoE layers, then those of each group of MoMa."""
+        once = int(self._run.meshes.is_batch_leader)  # one of the ranks that read the same rows
+        of_layers = self._hooks.count_tokens(batch.document_ids)
+        of_groups = self._moma.count_tokens(batch.tokens, batch.document_ids)
+        return tuple(once * number for number in (*of_layers, *of_groups))
 
     def set_token_counts(self, sums: Sequence[int]) -> None:
-        self._routing.set_tokens(sums)
+        """The losses of routers are means over these tokens, whatever the micro-batch of one."""
+        if self._hooks.routes:
+            self._hooks.set_tokens(sums[0])
+        self._moma.set_tokens(sums[int(self._hooks.routes) :])
 
     def after_update(self, step: int, bad: Tensor) -> None:
         self._hooks.end_step(step - 1, self._run.total_steps, bad)

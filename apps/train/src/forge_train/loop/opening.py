@@ -26,13 +26,13 @@ from forge_train.trainer.begin_tokens import begin_problems, is_older
 from forge_train.trainer.build import (
     build_trained,
     freeze_groups,
-    open_data,
     run_schedule,
     total_steps,
     total_tokens,
 )
 from forge_train.trainer.checkpoints import Check
 from forge_train.trainer.course import Course
+from forge_train.trainer.data import open_data
 from forge_train.trainer.encoder_source import EncoderSource, find_encoder
 from forge_train.trainer.evaluation import Evaluation
 from forge_train.trainer.fork import Fork, find_fork

@@ -65,15 +65,7 @@ def open_checkpoints(
     run: Run, extensions: Extensions, store: Store, tensor_names: set[str]
 ) -> Checkpoints:
     """What is saved of a run; `tensor_names` are those of all stages."""
-    state = checkpoint_state(
-        run.model,
-        run.optimizer,
-        run.loader,
-        run.progress,
-        extensions,
-        tensor_names,
-        run.meshes,
-    )
+    state = checkpoint_state(run, extensions, tensor_names)
     return Checkpoints(
         store,
         run.config.checkpoint,

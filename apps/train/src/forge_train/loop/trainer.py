@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import math
 import warnings
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from forge_ckpt.stage_state import tensor_names
 from forge_core.optim import set_lr
 from forge_data import Batch, Loader
 from forge_parallel import Meshes, clip_grads_, global_grad_norm, make_meshes
@@ -214,13 +216,11 @@ class Trainer:
     def _build(self) -> None:
         """Shard and initialize the model, and build what trains it. Collective."""
         run = self.run
-        report = run.report if run.prints else None
-        parts = assemble(run.model, run.config, run.meshes, run.division, run.agreement, report)
-        run.model, run.objective, run.optimizer = parts.model, parts.objective, parts.optimizer
-        self._tensor_names, self._masks_update = parts.tensor_names, parts.masks_update
+        self._tensor_names = tensor_names(run.model)
+        assemble(run)
+        self._masks_update = "skip" in inspect.signature(run.optimizer.step).parameters
         if run.device.type == "cuda":  # copies overlap with the step before
             self._copies = torch.cuda.Stream(run.device)
-        run.begin_segments(parts.compute)
         seed_rank(run.config.run.seed, run.meshes)
 
     def _open(self, stack: contextlib.ExitStack, stop: StopSignal | None) -> None:

@@ -6,12 +6,12 @@ import os
 import shlex
 from collections.abc import Sequence
 
-from forge_core import SamplingConfig
+from forge_core.generate import SamplingConfig, generate_text
+from forge_data.tokenizer import prompt_ids
 from forge_resilience import ExitCode
 from forge_train.loop.start import last_rate
 from forge_train.loop.trainer import RunResult, Trainer
-from forge_train.sampling import continuation
-from forge_train.trainer.build import run_tokenizer
+from forge_train.trainer.data import run_tokenizer
 
 
 def print_summary(trainer: Trainer, result: RunResult, args: Sequence[str]) -> None:
@@ -73,12 +73,10 @@ def sample_text(trainer: Trainer) -> str:
     if not sample.max_new_tokens or _is_cut(trainer):
         return ""
     sampling = SamplingConfig(temperature=sample.temperature, seed=config.run.seed)
-    tokenizer, device = run_tokenizer(config), trainer.run.device
-    text = sample.prompt + "".join(
-        continuation(
-            trainer.model, tokenizer, sample.prompt, sample.max_new_tokens, sampling, device
-        )
-    )
+    tokenizer = run_tokenizer(config)
+    ids = prompt_ids(tokenizer, sample.prompt)
+    pieces = generate_text(trainer.model, tokenizer, ids, sample.max_new_tokens, sampling)
+    text = sample.prompt + "".join(pieces)
     if trainer.meshes.rank == 0:
         trainer.paths.sample.write_text(text + "\n", encoding="utf-8")
     return text

@@ -23,11 +23,10 @@ from forge_train.config.schema import JobConfig
 from forge_train.run.recorder import Recorder
 from forge_train.run.rows import Columns, MetricRows, Progress, Timer
 from forge_train.trainer.build import run_schedule
-from forge_train.trainer.compute import make_compute
 from forge_train.trainer.course import Course
 from forge_train.trainer.evaluation import Evaluation
 from forge_train.trainer.layout import micro_batches
-from forge_train.trainer.objective import Objective, loss_columns
+from forge_train.trainer.objective import Objective, loss_columns, make_compute
 from forge_train.trainer.run_directory import RunDirectory
 
 

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from forge_ckpt import RNGState, Store
-from forge_ckpt.stage_state import NamedState, StageState, tensor_names
+from forge_ckpt.stage_state import InDtypes, NamedState, OptionalObject, StageState, tensor_names
 from forge_core.optim import IdleOptimizer
 from forge_data import Loader
 from forge_parallel import Meshes
 from forge_resilience import read_events
-from forge_train._shared.problems import invalid
+from forge_train._shared.problems import Problem, invalid
+from forge_train._shared.toml_files import read_toml
 from forge_train.config.imported import NAME as MODEL_OF_IMPORT
-from forge_train.config.schema import CheckpointConfig
+from forge_train.config.schema import CheckpointConfig, JobConfig
 from forge_train.errors import ConfigError, JobError, StateError
 from forge_train.run.callback import Callback, state_keys
 from forge_train.run.extension import Extension
-from forge_train.run.rows import Progress
+from forge_train.run.run import Run
 from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
 
@@ -31,54 +32,25 @@ Check = Callable[[int, Mapping[str, Any]], None]
 IMPORTED = "imported"
 
 
-def checkpoint_state(
-    model: nn.Module,
-    optimizer: Any,
-    loader: Loader,
-    progress: Progress,
-    extensions: Iterable[Extension],
-    names: set[str],
-    meshes: Meshes,
-) -> dict[str, Any]:
+def checkpoint_state(run: Run, extensions: Iterable[Extension], names: set[str]) -> dict[str, Any]:
     """The objects of a checkpoint, by name; `names` are the tensors of the whole model, of which this rank has some."""
-    others = names - tensor_names(model)
+    others = names - tensor_names(run.model)
 
     def own(state: Any) -> Any:
-        return state if meshes.pp.size == 1 else StageState(state, others)
+        return state if run.meshes.pp.size == 1 else StageState(state, others)
 
     state = {
-        "model": own(model),
-        "optimizer": own(NamedState.of(optimizer, model, names)),
-        "loader": loader,
-        "progress": progress,
-        "rng": RNGState(alike=meshes.tp.size),
+        "model": own(run.model),
+        "optimizer": own(NamedState.of(run.optimizer, run.model, names)),
+        "loader": run.loader,
+        "progress": run.progress,
+        "rng": RNGState(alike=run.meshes.tp.size),
     }
-    if isinstance(optimizer, IdleOptimizer):
+    if isinstance(run.optimizer, IdleOptimizer):
         del state["optimizer"]
     for key, extension in state_keys(extensions).items():
-        state[key] = extension if isinstance(extension, Callback) else ExtensionState(extension)
+        state[key] = extension if isinstance(extension, Callback) else OptionalObject(extension)
     return state
-
-
-class ExtensionState:
-    """The state of an extension, which begins fresh where a checkpoint has none."""
-
-    load_optional = load_replaces = True
-
-    def __init__(self, extension: Any) -> None:
-        self._extension = extension
-
-    def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = self._extension.state_dict()
-        return state
-
-    def load_checks(self, state: dict[str, Any]) -> None:
-        if state and hasattr(self._extension, "load_checks"):
-            self._extension.load_checks(state)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if state:
-            self._extension.load_state_dict(state)
 
 
 def share_places(loader: Loader, meshes: Meshes) -> None:
@@ -92,30 +64,23 @@ def share_places(loader: Loader, meshes: Meshes) -> None:
         loader.share_places(maximum)
 
 
-class InDtypes:
-    """A model, or a part of it, whose tensors a checkpoint holds in other dtypes, by name: they are read and then cast."""
+def base_problems(config: JobConfig, run: RunDirectory) -> list[Problem]:
+    """Why a run that goes on cannot have adapters: its checkpoints were written without, by an import, say.
 
-    def __init__(self, model: Any, dtypes: Mapping[str, torch.dtype]) -> None:
-        self._model, self._dtypes = model, dtypes
-
-    @classmethod
-    def imported(cls, model: Any) -> InDtypes:
-        """In fp32, as an import writes them, where the model stores them in bf16."""
-        tensors = model.state_dict().items()
-        half = [n for n, t in tensors if getattr(t, "dtype", None) == torch.bfloat16]
-        return cls(model, dict.fromkeys(half, torch.float32))
-
-    def state_dict(self) -> dict[str, Any]:
-        saved = self._model.state_dict()
-        cast = {n: saved[n].to(dtype) for n, dtype in self._dtypes.items() if n in saved}
-        return {**saved, **cast}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._model.load_state_dict(state)
-
-    def load_selects(self, saved: list[Any]) -> list[Any]:
-        select = getattr(self._model, "load_selects", list)  # of a stage
-        return list(select(saved))
+    Raises StateError where it had them, and the frozen weights are gone.
+    """
+    if not config.lora.rank or not run.has_checkpoints():
+        return []
+    if any(run.base.glob("step-*/manifest.json")):
+        return []
+    with contextlib.suppress(ValueError, LookupError, TypeError):  # as far as config.toml tells
+        if read_toml(run.config)["lora"]["rank"]:
+            rule = "must hold the frozen weights of the run, and they are gone"
+            raise invalid("base", "missing", str(run.base), rule, "restore it", kind=StateError)
+    rule = f"needs {run.base}, the frozen weights, and {run.path} has checkpoints without"
+    other = f"choose another run.dir and set init.from = '{run.path}'"
+    fix = f"to train adapters of this run {other}, or restore the folder"
+    return [Problem("lora.rank", "base", config.lora.rank, rule, fix)]
 
 
 class Checkpoints:
@@ -152,7 +117,7 @@ class Checkpoints:
         started = time.perf_counter()
         with store_errors(self._store.path, StateError):
             if self._store.steps() == [0] and self._imported():
-                step = self._store.load({"model": InDtypes.imported(self._state["model"])})
+                step = self._store.load({"model": InDtypes.fp32(self._state["model"])})
             else:
                 step = self._store.load(self._state, self._check_saved)
         if step is None:

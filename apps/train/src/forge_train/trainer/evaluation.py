@@ -1,166 +1,294 @@
-"""All evaluations of a run: which are due at a step, and their columns."""
+"""All evaluations of a run: held-out sequences, questions with choices, questions that the model answers.
+
+Each takes the same sequences or questions in the same batches on any number of ranks.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import numpy
+from torch import Tensor
 
-from forge_data import Batch, Stream
-from forge_data.batch import IGNORE
-from forge_data.token_bytes import byte_lengths
-from forge_parallel.compute import Compute, evaluate
+from forge_data import Batch, InvalidData, Stream, batch_of
+from forge_data.choices import accuracies, batch_of_choices, read_questions
+from forge_data.token_bytes import byte_lengths, label_bytes
+from forge_parallel import Meshes, reshard
+from forge_parallel.compute import Compute, evaluate, evaluate_rows
 from forge_resilience import Agreement
-from forge_train.config.evaluation import VALIDATION
+from forge_train._shared.problems import invalid
+from forge_train.config.evaluation import VALIDATION, ChoicesConfig
+from forge_train.config.exact_match import KINDS
 from forge_train.config.schema import JobConfig
+from forge_train.config.tokenizer import ends_of_weights
 from forge_train.config.vlm import VLMModelConfig
-from forge_train.trainer.build import run_tokenizer
-from forge_train.trainer.choices import Choices
-from forge_train.trainer.exact_match import COLUMN, ExactMatch
+from forge_train.errors import (
+    ConfigError,
+    DataError,
+    config_errors,
+    problems_under,
+    refuse,
+    run_on_all_ranks,
+)
+from forge_train.trainer.data import run_tokenizer
 from forge_train.trainer.objective import LOSSES
-from forge_train.trainer.validation import share_of_rows
+from forge_train.trainer.store_errors import problems_at
+from forge_vlm.answers import answer, is_match, question_problems
+from forge_vlm.data import InvalidSample, Prompt, Prompts
 
-__all__ = ["Evaluation"]
+__all__ = ["Evaluation", "prompts_of"]
+
+#: Name and column of the questions that the model answers.
+COLUMN = "eval/exact_match"
+_EXACT_MATCH = "eval.exact_match"
+
+#: The weight of this rank's labels of a batch; 0.0 if another rank counts them.
+Count = Callable[[Batch], float]
 
 
 class Evaluation:
-    """The held-out rows and questions of a job. DataError, or ConfigError, for files that do not fit it.
+    """The held-out sequences and questions of a job. DataError, or ConfigError, for files that do not fit it.
 
         evaluation = Evaluation(config, streams)
         if evaluation.due(step, last):
             found = evaluation(compute, count, agreement, step, last)
 
-    `streams` are the rows of each set by the key of its table; that of [data.validation] is called "validation".
+    `streams` are the sequences of each set by the key of its table; the set of [data.validation] is called "validation".
     """
 
     def __init__(self, config: JobConfig, streams: Mapping[str, Stream]) -> None:
         own = config.eval
         self.streams = {key.rpartition(".")[2]: stream for key, stream in streams.items()}
-        self.choices = {name: Choices(name, c, config) for name, c in own.choices.items()}
-        self.exact_match = ExactMatch.of(config)
-        self._intervals = {name: own.every_steps for name in (VALIDATION, COLUMN)}
-        self._intervals |= {n: own.interval(s.every_steps) for n, s in own.sets.items()}
-        self._intervals |= {n: own.interval(c.every_steps) for n, c in own.choices.items()}
-        self._rows = {n: s.sequences or own.sequences for n, s in own.sets.items()}
-        self._rows[VALIDATION] = own.sequences
-        self._in_nats = config.train.objective is None and config.train.loss in LOSSES.built_in
-        self._lengths = _token_bytes(config) if self._in_nats else None
-        self._bytes: dict[str, float] = {}
-
-    @property
-    def asks(self) -> bool:
-        """Whether there is anything to evaluate."""
-        return bool(self.streams or self.choices or self.exact_match)
-
-    @property
-    def columns(self) -> list[str]:
-        """Columns of metrics, beside val_loss."""
-        sets = [name for name in self.streams if name != VALIDATION]
-        measures = ["loss", *(["perplexity"] if self._in_nats else [])]
-        measures += ["bits_per_byte"] if self._lengths is not None else []
-        found = [f"eval/{name}/{m}" for name in sets for m in measures]
-        found += [
-            f"eval/{name}/{m}" for name in self.choices for m in ("accuracy", "accuracy_per_byte")
-        ]
-        if VALIDATION in self.streams and self._lengths is not None:
-            found.append("val_bits_per_byte")
-        return [*found, *([COLUMN] if self.exact_match is not None else [])]
-
-    def losses(self, found: Mapping[str, float]) -> dict[str, float]:
-        """The losses among columns, by the names of their sets."""
-        columns = {n: "val_loss" if n == VALIDATION else f"eval/{n}/loss" for n in self.streams}
-        return {name: found[column] for name, column in columns.items() if column in found}
-
-    def due(self, step: int, last: bool) -> bool:
-        """Whether a part is evaluated at a step; all are at the last one, and at step 0."""
-        return self.asks and any(self._is_due(name, step, last) for name in self.names)
+        in_nats = config.train.objective is None and config.train.loss in LOSSES.built_in
+        lengths = _token_bytes(config) if in_nats else None
+        self.parts: dict[str, HeldOut | Choices | ExactMatch] = {}
+        self._every: dict[str, int] = {}
+        for name, stream in self.streams.items():
+            table = own.sets.get(name)  # none of [data.validation]
+            sequences = (table.sequences if table else None) or own.sequences
+            self.parts[name] = HeldOut(name, stream, sequences, in_nats, lengths)
+            self._every[name] = own.interval(table.every_steps if table else None)
+        for name, choices in own.choices.items():
+            self.parts[name] = Choices(name, choices, config)
+            self._every[name] = own.interval(choices.every_steps)
+        if own.exact_match.path is not None:
+            self.parts[COLUMN] = ExactMatch(config)
+            self._every[COLUMN] = own.every_steps
 
     @property
     def names(self) -> list[str]:
         """Sets and questions in the order in which they are evaluated."""
-        return [*self.streams, *self.choices, *([COLUMN] if self.exact_match is not None else [])]
+        return list(self.parts)
+
+    @property
+    def columns(self) -> list[str]:
+        """Columns of metrics, next to val_loss."""
+        return [c for part in self.parts.values() for c in part.columns.values() if c != "val_loss"]
+
+    def losses(self, found: Mapping[str, float]) -> dict[str, float]:
+        """The losses among columns, by the names of their sets."""
+        columns = {name: self.parts[name].columns["loss"] for name in self.streams}
+        return {name: found[column] for name, column in columns.items() if column in found}
+
+    def due(self, step: int, last: bool) -> bool:
+        """Whether a part is evaluated at a step; all are at the last one, and at step 0."""
+        return any(self._is_due(name, step, last) for name in self.parts)
 
     def _is_due(self, name: str, step: int, last: bool) -> bool:
-        every = self._intervals[name]
+        every = self._every[name]
         return last or step == 0 or (every > 0 and step % every == 0)
 
     def __call__(
-        self,
-        compute: Compute,
-        count: Callable[[Batch], float],
-        agreement: Agreement,
-        step: int,
-        last: bool,
+        self, compute: Compute, count: Count, agreement: Agreement, step: int, last: bool
     ) -> dict[str, float]:
         """Columns of the parts that are due, the same bits on every rank. Collective."""
         found: dict[str, float] = {}
-        for name in (n for n in self.names if self._is_due(n, step, last)):
-            measures = self.measure(name, compute, count, agreement)
-            if name == VALIDATION:  # e to its loss is no column of every run
-                shown = ("loss", "bits_per_byte")
-                measures = {f"val_{m}": measures[m] for m in shown if m in measures}
-            elif name != COLUMN:
-                measures = {f"eval/{name}/{measure}": v for measure, v in measures.items()}
-            found |= measures
+        for name, part in self.parts.items():
+            if self._is_due(name, step, last):
+                measures = self.measure(name, compute, count, agreement)
+                found |= {part.columns[m]: v for m, v in measures.items() if m in part.columns}
         return found
 
     def measure(
-        self,
-        name: str,
-        compute: Compute,
-        count: Callable[[Batch], float],
-        agreement: Agreement,
+        self, name: str, compute: Compute, count: Count, agreement: Agreement
     ) -> dict[str, float]:
         """What is measured of a set or of questions, by name. Collective.
 
         loss in nats per label, perplexity (e to that) and bits_per_byte of the labels' text, as far as there are any;
-        accuracy and accuracy_per_byte of choices; eval/exact_match of questions with pictures.
+        accuracy and accuracy_per_byte of choices; eval/exact_match of questions with images.
         """
-        if name in self.streams:
-            return self._of_set(name, compute, count, agreement)
-        if name in self.choices:
-            plain, by_bytes = self.choices[name](compute, agreement)
-            return {"accuracy": plain, "accuracy_per_byte": by_bytes}
-        assert self.exact_match is not None
-        return {COLUMN: self.exact_match(compute.model, compute.meshes, agreement)}
+        return self.parts[name].measure(compute, count, agreement)
 
-    def _of_set(
+
+class HeldOut:
+    """The loss of the first sequences of a stream: each label once.
+
+    `in_nats`: it is a cross-entropy. `lengths` (vocab_size,) are the bytes of each id, None without text.
+    """
+
+    def __init__(
         self,
         name: str,
-        compute: Compute,
-        count: Callable[[Batch], float],
-        agreement: Agreement,
-    ) -> dict[str, float]:
-        stream, rows = self.streams[name], self._rows[name]
-        parts = share_of_rows(stream, rows, compute.rows_at_once, compute.meshes, agreement, name)
-        found = {"loss": evaluate(compute, parts, count, agreement.exchange)}
+        stream: Stream,
+        sequences: int,
+        in_nats: bool,
+        lengths: numpy.ndarray | None,
+    ) -> None:
+        self._name, self._stream, self._in_nats, self._lengths = name, stream, in_nats, lengths
+        self._rows = min(sequences, len(stream))
+        self._labels_per_byte: float | None = None
+        measures = ["loss", *(["perplexity"] if in_nats and name != VALIDATION else [])]
+        measures += ["bits_per_byte"] if lengths is not None else []
+        prefix = "val_" if name == VALIDATION else f"eval/{name}/"
+        self.columns = {measure: prefix + measure for measure in measures}
+
+    def measure(self, compute: Compute, count: Count, agreement: Agreement) -> dict[str, float]:
+        """loss, perplexity and bits_per_byte. Collective. If one rank cannot read its own, all raise DataError."""
+        batches = run_on_all_ranks(agreement, lambda: self._read(compute))
+        loss = evaluate(compute, batches, count, agreement.exchange)
+        found = {"loss": loss}
         if self._in_nats:
-            found["perplexity"] = _exp(found["loss"])
+            try:
+                found["perplexity"] = math.exp(loss)
+            except OverflowError:  # beyond the range of a float
+                found["perplexity"] = math.inf
         if self._lengths is not None:
-            labels = self._labels_per_byte(name, parts, compute, agreement)
-            found |= {"bits_per_byte": found["loss"] / math.log(2) * labels} if labels else {}
+            if self._labels_per_byte is None:  # the sequences are the same each time
+                counted = batches if compute.meshes.is_batch_leader else []
+                bytes_of = partial(label_bytes, lengths=self._lengths)
+                own = [sum(b.label_weight for b in counted), sum(map(bytes_of, counted))]
+                labels, size = (sum(column) for column in zip(*agreement.exchange(own)))
+                self._labels_per_byte = labels / size if size else 0.0
+            if self._labels_per_byte:
+                found["bits_per_byte"] = loss / math.log(2) * self._labels_per_byte
         return found
 
-    def _labels_per_byte(
-        self, name: str, parts: list[Batch], compute: Compute, agreement: Agreement
-    ) -> float:
-        """Labels of a set by the bytes of their text, 0 without text. The rows are the same each time: they are counted once."""
-        if name not in self._bytes:
-            own = [0.0, 0.0]
-            for part in parts if compute.meshes.is_batch_leader else []:
-                own[0] += part.label_weight
-                own[1] += self._bytes_of(part)
-            labels, size = (sum(column) for column in zip(*agreement.exchange(own)))
-            self._bytes[name] = labels / size if size else 0.0
-        return self._bytes[name]
+    def _read(self, compute: Compute) -> list[Batch]:
+        size = compute.rows_at_once
+        try:
+            return [self._batch(i, size) for i in _starts(self._rows, size, compute.meshes)]
+        except (InvalidData, OSError, ValueError) as error:
+            raise DataError(problems_at(error, f"{self._name} data")) from error
 
-    def _bytes_of(self, part: Batch) -> float:
-        assert self._lengths is not None
-        valid = part.labels != IGNORE
-        ids = part.labels[valid].numpy()
-        weights = 1.0 if part.weights is None else part.weights[valid].double().numpy()
-        return float(numpy.sum(self._lengths[ids] * weights))
+    def _batch(self, start: int, size: int) -> Batch:
+        batch = batch_of(self._stream, range(start, min(start + size, self._rows)))
+        missing = size - len(batch)
+        return batch.with_filler(missing) if missing else batch
+
+
+class Choices:
+    """The questions of one file. DataError for a file that does not fit: all its lines are read before anything starts."""
+
+    def __init__(self, name: str, config: ChoicesConfig, job: JobConfig) -> None:
+        key, self._seq_len = f"eval.choices.{name}", job.data.seq_len
+        self.columns = {m: f"eval/{name}/{m}" for m in ("accuracy", "accuracy_per_byte")}
+        if job.train.objective is not None:
+            rule = (
+                f"needs losses of sequences, which train.objective {job.train.objective!r} has not"
+            )
+            raise invalid(key, "objective", ..., rule, "train with a loss", kind=DataError)
+        if isinstance(job.model, VLMModelConfig):
+            rule, fix = "has text only, and model.name is 'vlm'", "use eval.exact_match"
+            raise invalid(key, "images", ..., rule, fix, kind=DataError)
+        assert config.path is not None
+        tokenizer = run_tokenizer(job)
+        try:
+            found = read_questions(config.path, tokenizer, self._seq_len, config.samples)
+        except InvalidData as error:
+            raise DataError(problems_under(error, key)) from error
+        self.questions = found
+
+    def measure(self, compute: Compute, count: Count, agreement: Agreement) -> dict[str, float]:
+        """accuracy, the fraction of right answers, and accuracy_per_byte. Collective."""
+        found = accuracies(self.questions, self.losses(compute, agreement))
+        return dict(zip(self.columns, found))
+
+    def losses(self, compute: Compute, agreement: Agreement) -> list[list[float]]:
+        """Nats of each choice of each question, the same on every rank. Collective.
+
+        Every rank computes as many batches, filler included. Restores the mode of each module, leaves the weights sharded.
+        Costs a forward of every choice, each as long as a sequence of training, and one exchange.
+        """
+        rows = [choice for question in self.questions for choice in question.choices]
+        size = compute.rows_at_once
+        starts = _starts(len(rows), size, compute.meshes)
+        batches = (batch_of_choices(rows[i : i + size], size, self._seq_len) for i in starts)
+        losses = evaluate_rows(compute, batches, starts.start, agreement.exchange)
+        values = iter(losses)
+        return [[next(values) for _ in question.choices] for question in self.questions]
+
+
+class ExactMatch:
+    """Questions with images that the model answers. ConfigError for prompts without an answer or that are too long."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self.columns = {COLUMN: COLUMN}
+        self._config = own = config.eval.exact_match
+        self.prompts = prompts_of(config, own.source)
+        assert own.path is not None
+        try:
+            self._asked = self.prompts.read(own.path, own.format, own.samples)
+        except (InvalidSample, OSError) as error:
+            raise DataError(problems_under(error, _EXACT_MATCH)) from error
+        room = getattr(config.model, "max_seq_len", None)
+        problems = question_problems(self._asked, own.path, own.max_new_tokens, room)
+        refuse(problem.under(_EXACT_MATCH) for problem in problems)
+
+    def measure(self, compute: Compute, count: Count, agreement: Agreement) -> dict[str, float]:
+        """The fraction of right answers, the same on every rank. Collective; one reader answers each question.
+
+        Draws no random numbers, restores the model's mode and leaves its weights sharded.
+        """
+        own, meshes, model = self._config, compute.meshes, compute.model
+        starts = _starts(len(self._asked), own.rows, meshes)
+        # ranks with fewer batches repeat the last one, so that collectives match
+        last = (len(self._asked) - 1) // own.rows * own.rows
+        batches = [self._asked[i : i + own.rows] for i in (min(i, last) for i in starts)]
+        media = run_on_all_ranks(agreement, lambda: self._media(batches))
+        right, stops = 0, meshes.world_size == 1
+        for start, asked, given in zip(starts, batches, media):
+            found = answer(model, self.prompts, asked, given, own.max_new_tokens, stops=stops)
+            if start <= last and meshes.is_batch_leader:
+                pairs = zip(asked, found)
+                right += sum(is_match(text, p.answer or "", own.normalise) for p, text in pairs)
+        reshard(model)
+        return {COLUMN: float(sum(agreement.exchange(right))) / len(self._asked)}
+
+    def _media(self, batches: list[list[Prompt]]) -> list[dict[str, Tensor]]:
+        try:
+            return [self.prompts.media(batch) for batch in batches]
+        except (InvalidSample, OSError) as error:
+            raise DataError(problems_under(error, _EXACT_MATCH)) from error
+
+
+def prompts_of(config: JobConfig, name: str | None = None) -> Prompts:
+    """Prompts as a source of conversations of the job writes them, by default the first: also one that is prepared or
+    streaming. ConfigError for sources of other kinds."""
+    sources = {n: s for n, s in config.data.sources.items() if s.name in KINDS}
+    if not sources:
+        rule = "must have a source of name 'vlm', whose template and resolution write questions with images"
+        raise invalid("data.sources", "missing", ..., rule, "train with one", kind=ConfigError)
+    source = sources[name] if name is not None else next(iter(sources.values()))
+    options: dict[str, Any] = {k: v for k, v in source.options.items() if k != "format"}
+    with config_errors():
+        prompts = Prompts.of_source(source.path or "", **options)
+    more = ends_of_weights(prompts.tokens.spec, config.init, Path(config.run.dir))
+    prompts.end_ids = tuple(dict.fromkeys((*prompts.end_ids, *more)))
+    return prompts
+
+
+def _starts(rows: int, size: int, meshes: Meshes) -> range:
+    """The first row of each batch of this reader: batches are the same for any number of readers, which take as many each.
+
+    Those from `rows` on are filler: every rank must take part in every gather.
+    """
+    each = -(-rows // (size * meshes.batch_size))
+    first = each * meshes.batch_rank
+    return range(first * size, (first + each) * size, size)
 
 
 def _token_bytes(config: JobConfig) -> numpy.ndarray | None:
@@ -173,14 +301,4 @@ def _token_bytes(config: JobConfig) -> numpy.ndarray | None:
         return None
     if found is None:
         return None
-    lengths = numpy.zeros(max(config.model.vocab_size, len(found)), numpy.int64)
-    lengths[: len(found)] = found
-    return lengths
-
-
-def _exp(loss: float) -> float:
-    """e to the loss; inf beyond what a float holds, never cut."""
-    try:
-        return math.exp(loss)
-    except OverflowError:
-        return math.inf
+    return numpy.pad(found, (0, max(0, config.model.vocab_size - len(found))))

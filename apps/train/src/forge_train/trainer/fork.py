@@ -99,23 +99,19 @@ class Fork:
             run_on_all_ranks(agreement, lambda: self._fill(model, hf))
             return
         # that of rank 0 is read by all: the parent may have saved since another rank looked
-        path = self.source.path
+        path, group = self.source.path, meshes.host_group
         names = [*self.weights.copied, *self.weights.fresh]
         with _source_errors(self.init, path):
             if self.base is not None:
-                load_weights(self.base, model, names=names, group=meshes.host_group)
+                load_weights(self.base, model, names=names, group=group)
             if "optimizer" not in self.init.keep:
-                patterns = self.init.patterns or ("*",)
-                load_weights(path, model, patterns, names=names, group=meshes.host_group)
+                load_weights(path, model, self.init.patterns or ("*",), names=names, group=group)
                 return
-            goes_on = "cursor" in self.init.keep
-            wanted = {name: value for name, value in state.items() if self._takes(name)}
-            load_step(path, wanted, check if goes_on else None, group=meshes.host_group)
-
-    def _takes(self, name: str) -> bool:
-        """Whether an object of the state is loaded: a callback that the parent did not have begins."""
-        rest = (*_CURSOR, *self.saved) if "cursor" in self.init.keep else ()
-        return name in ("model", "optimizer", *rest)
+            # callbacks that the parent did not have begin
+            rest = (*_CURSOR, *self.saved) if "cursor" in self.init.keep else ()
+            taken = ("model", "optimizer", *rest)
+            wanted = {name: value for name, value in state.items() if name in taken}
+            load_step(path, wanted, check if rest else None, group=group)
 
     def _fill(self, model: nn.Module, hf: HFModel) -> None:
         state = model.state_dict()
@@ -138,9 +134,8 @@ class Fork:
                 shutil.copyfile(self.model_toml, run_dir / NAME)
         except OSError as error:
             rule = f"cannot hold the files of {self.source.path} ({error.strerror})"
-            raise invalid(
-                "run.dir", "room", str(run_dir), rule, "make room there", kind=JobError
-            ) from error
+            fix, where = "make room there", str(run_dir)
+            raise invalid("run.dir", "room", where, rule, fix, kind=JobError) from error
 
     def parent(self) -> dict[str, Any]:
         """Where the state is from, and what was taken, as plain data for parent.json."""
@@ -158,8 +153,7 @@ class Fork:
 
     def event(self) -> dict[str, Any]:
         """Fields of the event `fork`: `parent` with numbers of tensors in place of their names."""
-        names = ("copied", "fresh", "unused")
-        fields = self.parent() | {name: len(getattr(self.weights, name)) for name in names}
+        fields = self.parent() | {name: len(names) for name, names in vars(self.weights).items()}
         return {"of_step" if key == "step" else key: value for key, value in fields.items()}
 
     def lines(self) -> list[str]:
@@ -205,17 +199,16 @@ def find_fork(job: ResolvedJob, model: nn.Module, loader: Loader, total_steps: i
     if source.is_hf:
         return _of_hf(init, source, without)
     with _source_errors(init, source.path), SavedTensors(source.path) as saved:
-        objects = saved.keys()
+        objects, there = saved.keys(), saved.below("model")
         refuse(_missing(init, source, objects))
         changed = _changes(job, source)
         averaged = any(name.endswith(_UPDATES_OF_AVERAGE) for name in saved.table.objects)
         refuse([*_other_parts(init, source, changed), *_other_average(job, source, averaged)])
-        base = _base(init, source, "base" in objects, bool(adapters))
-        there = saved.below("model")
-        if base is not None:
+        base, taken = None, without
+        if "base" in objects:
+            base, taken = _base(init, source, bool(adapters)), here
             there |= _below(base, saved.read_object("base")["digest"])
-        taken = without if base is None else here
-        if _begins_from_text(job, changed):
+        if changed.get("model.name") == ["transformer", "vlm"] and not init.patterns:
             weights = _match_text(job, taken, there, changed)
         else:
             weights = _match(init, taken, there, source, changed)
@@ -223,17 +216,16 @@ def find_fork(job: ResolvedJob, model: nn.Module, loader: Loader, total_steps: i
             if source.run is not None:
                 refuse(begin_problems(job, RunDirectory(source.run)))
             loader.load_checks(saved.read_object("loader"))
-            refuse(_length(init, saved.step, total_steps))
-        of_model = _model_toml(job, source)
+            if saved.step is None or saved.step >= total_steps:
+                rule = f"must be above {saved.step}, the step of init.from {init.from_!r}, where a run goes on that keeps the cursor"
+                fix = "train longer, or name an earlier checkpoint"
+                raise invalid("train.steps", "range", total_steps, rule, fix, kind=ConfigError)
+        # the file of an import that the job has its [model] from
+        path = None if source.run is None else source.run / NAME
+        of_model = path if job.origin("model.dim") == f"import {path}" else None
         return Fork(
             init, source, weights, saved.step, saved.digest, objects, changed, of_model, base=base
         )
-
-
-def _model_toml(job: ResolvedJob, source: Source) -> Path | None:
-    """The file of an import that the job has its [model] from."""
-    path = None if source.run is None else source.run / NAME
-    return path if path is not None and job.origin("model.dim") == f"import {path}" else None
 
 
 def _of_hf(init: InitConfig, source: Source, here: Mapping[str, Tensor]) -> Fork:
@@ -247,22 +239,23 @@ def _of_hf(init: InitConfig, source: Source, here: Mapping[str, Tensor]) -> Fork
     return Fork(init, source, weights, hf=hf, ignored=tensors.ignored)
 
 
-def _base(init: InitConfig, source: Source, trained: bool, trains: bool) -> Path | None:
-    """The frozen weights of a parent with adapters, which the run must have as well; None if the parent has none."""
-    if not trained:
-        return None
-    name, key = init.from_, "init.from"
+def _base(init: InitConfig, source: Source, trains: bool) -> Path:
+    """The frozen weights of a parent with adapters, which the run must have as well."""
+    name = init.from_
     if not trains:
         rule = "has adapters, and lora.rank is 0 here"
         fix = "write the model with forge-train export and begin from that folder, or set lora.rank"
-        raise invalid(key, "adapters", name, rule, fix, kind=ConfigError)
+        raise invalid("init.from", "adapters", name, rule, fix, kind=ConfigError)
     if init.patterns:
-        rule = f"take a part of the weights, and {key} {name!r} has adapters, which belong to all"
-        fix = "leave init.patterns out"
-        raise invalid("init.patterns", "adapters", list(init.patterns), rule, fix, kind=ConfigError)
+        rule = (
+            f"take a part of the weights, and init.from {name!r} has adapters, which belong to all"
+        )
+        key, fix = "init.patterns", "leave init.patterns out"
+        raise invalid(key, "adapters", list(init.patterns), rule, fix, kind=ConfigError)
     if source.run is None:
         rule = "has only adapters, and their frozen weights are those of its run"
-        raise invalid(key, "base", name, rule, "name the run, as RUN@STEP", kind=ConfigError)
+        fix = "name the run, as RUN@STEP"
+        raise invalid("init.from", "base", name, rule, fix, kind=ConfigError)
     return RunDirectory(source.run).base
 
 
@@ -286,10 +279,6 @@ def _match(
 
     ConfigError else: with the keys of [model] or [lora] that differ from the parent's, or with tensors where none does.
     """
-    fix = _BOTH
-    if any(name.endswith(".lora_a") for name in there):
-        fix = "begin from a folder that forge-train export wrote of the parent"
-    problems: list[Problem] = []
     try:
         report = match_weights(here, there, init.patterns or ("*",))
     except ValueError as error:
@@ -299,40 +288,35 @@ def _match(
         if init.patterns or not (report.fresh or report.unused):
             return report
         where = "here" if report.fresh else "there"
-        names = report.fresh or report.unused
-        rule, fix = (
-            f"is of another model: {_some(names)} only {where}",
-            f"build the same model, or {fix}",
-        )
+        rule = f"is of another model: {_some(report.fresh or report.unused)} only {where}"
+        fix = _EXPORTED if any(name.endswith(".lora_a") for name in there) else _BOTH
+        fix = f"build the same model, or {fix}"
         problems = [Problem("init.from", "model", init.from_, rule, fix)]
-    fixed = [key for key in changed if is_fixed(key)]
-    keys = [key for key in fixed if key.startswith("model.")]
-    otherwise = "name those that fit in init.patterns"
-    if not keys:  # of adapters all are taken
-        keys = [key for key in fixed if key.startswith("lora.")]
-        otherwise = "begin from a folder that forge-train export wrote of the parent"
-    if keys and not init.patterns:
-        rule = f"was another in {source.run}, and init.from takes all weights"
-        problems = [_changed(key, changed, rule, f"set it back, or {otherwise}") for key in keys]
+    # the keys that differ say more than the tensors; of adapters all are taken
+    for table, otherwise in (
+        ("model.", "name those that fit in init.patterns"),
+        ("lora.", _EXPORTED),
+    ):
+        keys = [key for key in changed if key.startswith(table) and is_fixed(key)]
+        if keys and not init.patterns:
+            rule = f"was another in {source.run}, and init.from takes all weights"
+            raise ConfigError(_changed(keys, changed, rule, f"set it back, or {otherwise}"))
     raise ConfigError(problems)
 
 
 _BOTH = "init.patterns = ['*'] takes the weights that both have"
+_EXPORTED = "begin from a folder that forge-train export wrote of the parent"
 
 
-def _changed(key: str, changed: Mapping[str, list[Any]], rule: str, fix: str) -> Problem:
-    before, now = changed[key]
-    return Problem(key, "changed", now, f"{rule}: {before!r}", fix)
+def _changed(
+    keys: Sequence[str], changed: Mapping[str, list[Any]], rule: str, fix: str
+) -> list[Problem]:
+    values = [(key, *changed[key]) for key in keys]
+    return [Problem(k, "changed", now, f"{rule}: {before!r}", fix) for k, before, now in values]
 
 
 #: Keys of [model] that a text model does not have.
 _OF_IMAGES = {f.name for f in fields(VLMModelConfig)} - {f.name for f in fields(BuiltInModelConfig)}
-
-
-def _begins_from_text(job: ResolvedJob, changed: Mapping[str, list[Any]]) -> bool:
-    """Whether a model with images takes all weights of a text model."""
-    names = changed.get("model.name")
-    return names == ["transformer", "vlm"] and not job.config.init.patterns
 
 
 def _match_text(
@@ -349,10 +333,10 @@ def _match_text(
     init, fusion = job.config.init, job.config.model.fusion.name  # type: ignore[union-attr]
     name = f"init.from {init.from_!r}"
     keys = [k for k in changed if k.startswith("model.") and is_fixed(k) and k != "model.name"]
-    other = [k for k in keys if k.split(".")[1] not in _OF_IMAGES]
+    keys = [k for k in keys if k.split(".")[1] not in _OF_IMAGES]
     rule = f"was another in the text model of {name}"
     fix = "set it back, or name those that fit in init.patterns"
-    problems = [_changed(key, changed, rule, fix) for key in other]
+    problems = _changed(keys, changed, rule, fix)
     if fusion in PARTING:
         rule = f"has parts that begin as copies of the text model's, and {name} makes none"
         fix = "use forge_vlm.warm_start.warm_start on a full model, or init.patterns = ['*'] for fresh ones"
@@ -409,7 +393,7 @@ def _other_parts(
     ]
     rule = f"was another in {source.run}, and init.keep is {list(init.keep)}"
     fix = "set it back, or use init.keep = ['weights']"
-    return [_changed(key, changed, rule, fix) for key in keys]
+    return _changed(keys, changed, rule, fix)
 
 
 def _other_average(job: ResolvedJob, source: Source, averaged: bool) -> list[Problem]:
@@ -427,17 +411,6 @@ def _other_average(job: ResolvedJob, source: Source, averaged: bool) -> list[Pro
     return [Problem(key, "average", decay, rule, f"leave the decay out, {weights} an average")]
 
 
-def _length(init: InitConfig, step: int | None, total_steps: int) -> list[Problem]:
-    if step is not None and step < total_steps:
-        return []
-    rule = f"must be above {step}, the step of init.from {init.from_!r}, where a run goes on that keeps the cursor"
-    return [
-        Problem(
-            "train.steps", "range", total_steps, rule, "train longer, or name an earlier checkpoint"
-        )
-    ]
-
-
 @contextlib.contextmanager
 def _source_errors(init: InitConfig, path: Path) -> Iterator[None]:
     """Turn an exception of forge_ckpt or forge_data about the source into a JobError; nothing is begun afresh."""
@@ -448,18 +421,17 @@ def _source_errors(init: InitConfig, path: Path) -> Iterator[None]:
         also = Problem("init.keep", "data", list(init.keep), rule, fix)
         raise DataError([*problems_at(error, f"init.from {init.from_!r}"), also]) from error
     except (CorruptCheckpoint, OSError, ValueError) as error:
+        kind: type[JobError] = StateError
+        code, fix = "damaged", "name another checkpoint"
         if not os.path.lexists(path):
             rule = f"names {path}, an old checkpoint that was removed while it was read"
+            code, kind = "removed", ConfigError
             fix = "name a newer one, or let the parent keep more (checkpoint.keep_every)"
-            raise invalid(
-                "init.from", "removed", init.from_, rule, fix, kind=ConfigError
-            ) from error
-        if isinstance(error, CorruptCheckpoint):
+        elif isinstance(error, CorruptCheckpoint):
             rule = f"is damaged: {error}"
-            raise invalid(
-                "init.from", "damaged", init.from_, rule, "name another checkpoint", kind=StateError
-            ) from error
-        raise ConfigError(problems_at(error, f"init.from {init.from_!r}")) from error
+        else:
+            raise ConfigError(problems_at(error, f"init.from {init.from_!r}")) from error
+        raise invalid("init.from", code, init.from_, rule, fix, kind=kind) from error
 
 
 def _some(names: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forge_resilience.provenance import describe_environment, git_state
+from forge_resilience.provenance import record_environment, recorded_hosts
 from forge_train._shared.atomic import write_file
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid
@@ -187,18 +187,11 @@ class RunDirectory:
 
         `hosts` are the machines of all ranks. Raises JobError when that cannot be written.
         """
-        git = git_state()
-        patch = git.pop("patch", "")
-        environment = {**describe_environment(_DISTRIBUTIONS), "hosts": list(hosts), "git": git}
         try:
             write_file(self.config, job.to_toml())
-            write_file(self.environment, json.dumps(environment, indent=2) + "\n")
+            record_environment(self.path, _DISTRIBUTIONS, hosts)
             if parent is not None:
                 write_file(self.parent, json.dumps(parent, indent=2) + "\n")
-            if patch:
-                write_file(self.patch, patch)
-            else:
-                self.patch.unlink(missing_ok=True)
         except OSError as error:
             rule = f"has no room ({error.strerror})"
             fix = "make room there or choose another folder"
@@ -206,11 +199,8 @@ class RunDirectory:
 
     def num_ranks(self) -> int | None:
         """Ranks of the last life; None for a new run, or if nothing says it."""
-        try:
-            hosts = json.loads(self.environment.read_text())["hosts"]
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
-        return len(hosts) if isinstance(hosts, list) else None
+        hosts = recorded_hosts(self.path)
+        return None if hosts is None else len(hosts)
 
     def committed(self) -> dict[int, Path]:
         """Step -> folder of the committed checkpoints."""
