@@ -23,7 +23,7 @@ from forge_testing.runs import (
 )
 from forge_train import Callback, ConfigError, Trainer, load_job, read_run
 from forge_train.report.planned import planned
-from forge_train.trainer.course import Course
+from forge_train.trainer.build import Course
 
 pytestmark = pytest.mark.lane("test")
 

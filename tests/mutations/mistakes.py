@@ -582,7 +582,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "the schedule of a run with several batch sizes is one batch too short",
-        f"{_TRAIN}/trainer/course.py",
+        f"{_TRAIN}/trainer/build.py",
         "self.scheduled(total_steps, tokens + own)",
         "self.scheduled(total_steps, tokens)",
     ),

@@ -173,7 +173,7 @@ def test_F126_values_of_somebodys_model_stay():
 
 def test_weights_of_whole_stay_trainable_in_their_dtype():
     model = _model()
-    lora(model, ADAPTERS, whole=("norm.*", "*.k_proj.bias"))
+    lora(model, ADAPTERS, trained=("norm.*", "*.k_proj.bias"))
     whole = {"norm.weight", *(f"layers.{i}.mixer.k_proj.bias" for i in range(2))}
     trained = {n: p.dtype for n, p in model.named_parameters() if p.requires_grad}
     assert trained == dict.fromkeys({*whole, *adapter_names(model)}, torch.float32)
@@ -183,9 +183,9 @@ def test_weights_of_whole_stay_trainable_in_their_dtype():
 def test_weights_of_whole_that_have_an_adapter_or_are_not_there_are_refused():
     name = "layers.0.mixer.q_proj.weight"
     with rejects("lora.whole", name, "excludes"):
-        lora(_model(), ADAPTERS, whole=("*.q_proj.weight",))
+        lora(_model(), ADAPTERS, trained=("*.q_proj.weight",))
     with rejects("lora.whole", "nrom.*", "not_found", where="norm.weight"):
-        lora(_model(), ADAPTERS, whole=("nrom.*",))
+        lora(_model(), ADAPTERS, trained=("nrom.*",))
 
 
 def test_a_tied_weight_is_refused():

@@ -90,6 +90,7 @@ def load_model(
     half = parallel is not None and parallel.precision != "fp32"
     kernels = half or meshes.device.type == "cpu"
     model, config, dtypes = run_on_all_ranks(agreement, lambda: _build(paths, kernels))
+
     frozen = frozen_names(model) if config.lora.rank else set[str]()
     names = tensor_names(model)
     layout = replace(config, parallel=parallel or ParallelConfig(precision="fp32"))
@@ -100,6 +101,7 @@ def load_model(
     if frozen:
         base = FrozenBase(paths.base, model, frozen, names, meshes.host_group)
         state = base.objects()
+
     with (
         store_errors(paths.checkpoints, StateError),
         Store(paths.checkpoints, read_only=True, group=meshes.host_group) as store,
@@ -109,6 +111,7 @@ def load_model(
             rule = f"is not one of {steps}, the checkpoints of {run_dir}"
             raise invalid("step", "unknown", step, rule, "name one of them", kind=StateError)
         loaded = store.load(state, newest=step)
+
     if step is not None and loaded != step:
         rule, fix = f"has a damaged checkpoint in {run_dir}", f"name another of {steps}"
         raise invalid("step", "damaged", step, rule, fix, kind=StateError)

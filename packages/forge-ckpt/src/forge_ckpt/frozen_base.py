@@ -49,10 +49,10 @@ class FrozenBase:
     def objects(self) -> dict[str, Any]:
         """What a checkpoint holds in place of the whole model: the tensors that training changes, and the digest.
 
-        A stage without such a tensor has no part in "model", which would be saved as an empty object.
+        A stage without such a tensor has no "model", which would be saved as an empty object.
         """
         trained = self._model.state_dict().keys() - self._frozen
-        return {"base": self} | ({"model": self._part(trained)} if trained else {})
+        return {"base": self} | ({"model": self._state_of(trained)} if trained else {})
 
     def state_dict(self) -> dict[str, Any]:
         """The digest of the frozen weights."""
@@ -66,7 +66,7 @@ class FrozenBase:
         """Write the weights as they are now, durably."""
         with Store(self._path, group=self._group, keep=Keep(last=1)) as store:
             # a process that ended before its first checkpoint may have left another base
-            store.save(max(store.steps(), default=-1) + 1, {"model": self._part(self._frozen)})
+            store.save(max(store.steps(), default=-1) + 1, {"model": self._state_of(self._frozen)})
         self._digest = self._saved_digest()
 
     def load(self) -> None:
@@ -86,7 +86,7 @@ class FrozenBase:
             fix = "build the model as it was"
             raise invalid("", "model", others[:3], rule, fix, kind=CheckpointMismatch)
 
-    def _part(self, names: Set[str]) -> StageState:
+    def _state_of(self, names: Set[str]) -> StageState:
         return StageState(SomeTensors(self._model, names), self._others)
 
     def _saved_digest(self) -> str:

@@ -141,7 +141,7 @@ def lora(
     model: nn.Module,
     config: LoRAConfig,
     base_dtype: torch.dtype | None = torch.bfloat16,
-    whole: Sequence[str] = (),
+    trained: Sequence[str] = (),
 ) -> list[str]:
     """Freeze `model` and give the linear layers that match an adapter, in place; returns their names.
 
@@ -150,16 +150,16 @@ def lora(
 
     Before a model is sharded (`parallelize`, which keeps frozen parameters in their dtype), on the meta device
     too. Frozen floating-point parameters get `base_dtype`; None keeps theirs. Parameters that match a pattern of
-    `whole` stay as they are, and trainable. Names of the model's parameters
+    `trained` stay as they are, and trainable. Names of the model's parameters
     stay, so its checkpoints load; adapters stand next to their weight (`*.lora_a`, `*.lora_b`).
 
     Raises ValueError, before any change, for a pattern that matches no module or parameter, for a matched module
     that is not a plain `nn.Linear` (an output head that computes a loss, a stack of experts), for a weight
-    with a second name, and for a parameter of `whole` in a layer that gets an adapter.
+    with a second name, and for a parameter of `trained` in a layer that gets an adapter.
     Cost: per layer R (I + O) fp32 parameters; in a forward, 2 R (I + O) FLOPs per token.
     """
     matched = _matched(model, config)
-    kept = _whole_names([name for name, _ in model.named_parameters()], whole)
+    kept = _trained_names([name for name, _ in model.named_parameters()], trained)
     both = sorted(kept & {f"{layer}.{kind}" for layer in matched for kind in ("weight", "bias")})
     if both:
         rule = "is a weight of a layer that has an adapter by lora.patterns"
@@ -175,7 +175,7 @@ def lora(
     return list(matched)
 
 
-def _whole_names(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
+def _trained_names(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
             near = ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))

@@ -49,6 +49,7 @@ def read_questions(
     except (OSError, ValueError) as error:
         rule, fix = f"cannot be read: {error}", "name a file of JSON lines"
         raise invalid("path", "read", where, rule, fix, kind=InvalidData) from error
+
     found: list[Question] = []
     problems: list[Problem] = []
     for number, line in enumerate(lines, 1):
@@ -57,6 +58,7 @@ def read_questions(
         except ValueError as error:
             origin = f"{where}, question {number}"
             problems += [replace(problem, origin=origin) for problem in problems_of(error)]
+
     if not lines:
         problems.append(Problem("path", "empty", where, "has no questions", "name another file"))
     raise_problems("", problems, InvalidData)
@@ -72,18 +74,18 @@ def split_ids(tokenizer: Tokenizer, prompt: str, text: str) -> Choice:
     return ids, len(encode_prompt(tokenizer, prompt.rstrip()))
 
 
-def batch_of_choices(choices: Sequence[Choice], rows: int, seq_len: int) -> Batch:
-    """A choice in each of the first of `rows` sequences, with labels after its prompt; the others are filler."""
-    filler = filler_batch(rows, seq_len)
+def batch_of_choices(choices: Sequence[Choice], batch_size: int, seq_len: int) -> Batch:
+    """A sequence for each choice, with labels after its prompt, then padding sequences."""
+    padding = filler_batch(batch_size, seq_len)
     names = ("tokens", "labels", "document_ids", "positions")
-    tensors = {name: getattr(filler, name).clone() for name in names}
+    tensors = {name: getattr(padding, name).clone() for name in names}
     for i, (ids, begin) in enumerate(choices):
         n = len(ids) - 1
         tensors["tokens"][i, :n] = torch.tensor(ids[:-1])
         tensors["labels"][i, begin - 1 : n] = torch.tensor(ids[begin:])
         tensors["document_ids"][i, :n] = 0
         tensors["positions"][i, :n] = torch.arange(n)
-    return replace(filler, **tensors, label_weight=-1.0)
+    return replace(padding, **tensors, label_weight=-1.0)
 
 
 def accuracies(

@@ -19,14 +19,14 @@ __all__ = ["GuardedLoader", "has_label"]
 _ENOUGH = 64  # labels before they are checked: fewer may be equal at random
 
 
-def has_label(stream: Stream, rows: int) -> bool:
-    """Whether a label of the first `rows` sequences has a weight above 0; also True if they cannot be read.
+def has_label(stream: Stream, count: int) -> bool:
+    """Whether a label of the first `count` sequences has a weight above 0; also True if they cannot be read.
 
     Reads up to the first label, so usually one sequence.
     """
     begin = 0
-    while begin < rows:
-        end = min(rows, 2 * begin + 1)
+    while begin < count:
+        end = min(count, 2 * begin + 1)
         try:
             if batch_of(stream, range(begin, end)).label_weight:
                 return True

@@ -24,6 +24,7 @@ from forge_train.run.rows import Progress
 from forge_train.run.run import Run
 from forge_train.trainer.begin_tokens import begin_problems, is_older
 from forge_train.trainer.build import (
+    Course,
     build_trained,
     freeze_groups,
     run_schedule,
@@ -31,7 +32,6 @@ from forge_train.trainer.build import (
     total_tokens,
 )
 from forge_train.trainer.checkpoints import Check
-from forge_train.trainer.course import Course
 from forge_train.trainer.data import open_data
 from forge_train.trainer.encoder_source import EncoderSource, find_encoder
 from forge_train.trainer.evaluation import Evaluation

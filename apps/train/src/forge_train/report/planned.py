@@ -10,8 +10,13 @@ from forge_core.optim import describe_parameters, multipliers_at
 from forge_train._shared.problems import invalid
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, config_errors
-from forge_train.trainer.build import build_trained, freeze_groups, run_schedule, total_steps
-from forge_train.trainer.course import Course
+from forge_train.trainer.build import (
+    Course,
+    build_trained,
+    freeze_groups,
+    run_schedule,
+    total_steps,
+)
 
 _POINTS = 2000
 _FORMATS = (".png", ".svg", ".pdf")

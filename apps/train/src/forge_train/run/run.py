@@ -22,8 +22,7 @@ from forge_train.config.resolve import ResolvedJob
 from forge_train.config.schema import JobConfig
 from forge_train.run.recorder import Recorder
 from forge_train.run.rows import Columns, MetricRows, Progress, Timer
-from forge_train.trainer.build import run_schedule
-from forge_train.trainer.course import Course
+from forge_train.trainer.build import Course, run_schedule
 from forge_train.trainer.evaluation import Evaluation
 from forge_train.trainer.layout import micro_batches
 from forge_train.trainer.objective import Objective, loss_columns, make_compute

@@ -61,6 +61,7 @@ def shard(
         rule = f"must build the same values on every rank, and ranks {others} differ from rank 0"
         fix = "draw from torch, random or numpy, which are seeded alike before it runs"
         raise invalid("model.name", "mismatch", ..., rule, fix, kind=ConfigError)
+
     records, names = num_experts_by_layer(model) or config.parallel.ep > 1, tensor_names(model)
     with config_errors():
         shard_experts(model, config, meshes)

@@ -6,6 +6,7 @@ import hashlib
 import math
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy
 import torch
@@ -21,13 +22,14 @@ from forge_core.optim import (
     match_groups,
     stage_problems,
 )
+from forge_data.phase_schedule import PhaseSchedule
+from forge_data.phases import PhaseSegment
 from forge_moe import MoE, MoEConfig, SortedExperts
 from forge_train._shared.problems import Problem, invalid, raise_problems
 from forge_train.config.model_builder import model_builder
 from forge_train.config.schema import BuiltInModelConfig, JobConfig, ModelSection
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, config_errors, refuse
-from forge_train.trainer.course import Course
 from forge_vlm import VLM
 
 #: Feed-forwards whose experts are stacks, which `parallel.ep` shards.
@@ -130,6 +132,35 @@ def seed_process(seed: int, rank: int) -> None:
     torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     random.seed(digest)
     numpy.random.seed(numpy.frombuffer(digest, numpy.uint32))
+
+
+class Course(PhaseSchedule):
+    """The phases of a job."""
+
+    def __init__(self, config: JobConfig) -> None:
+        self._config = config
+        super().__init__(config.data, config.train.global_batch)
+
+    def config_of(self, segment: PhaseSegment) -> JobConfig:
+        """The job as it would be if all of it were this segment."""
+        data = replace(self._config.data, seq_len=segment.seq_len, phases={})
+        train = replace(self._config.train, global_batch=self.batch_of(segment))
+        return replace(self._config, data=data, train=train)
+
+    def scheduled(self, step: int, tokens: int) -> int:
+        """The step at which the schedule of the rate stands after step `step`, with `tokens` in all.
+
+        Where phases change the tokens of a step it counts them, in steps of the first segment, rounded up.
+        """
+        if not self.changes_batch:
+            return step
+        first = self.segments[0]
+        return math.ceil(tokens / (self.batch_of(first) * first.seq_len))
+
+    def scheduled_steps(self, total_steps: int) -> int:
+        """The length of the schedule of a run."""
+        _, tokens, own = self.at_step(total_steps)
+        return self.scheduled(total_steps, tokens + own)
 
 
 def total_steps(config: JobConfig, model: nn.Module | None) -> int:

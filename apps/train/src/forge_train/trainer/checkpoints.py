@@ -128,6 +128,7 @@ class Checkpoints:
             rule = f"holds no checkpoint, and {MODEL_OF_IMPORT} next to it is of imported weights"
             fix = "import them again, or remove that file to begin from fresh ones"
             raise invalid("", "not_found", str(self._store.path), rule, fix, kind=StateError)
+
         self._after_load(-1 if step is None else step)
         seconds = time.perf_counter() - started
         self.last_step = self.committed = -1 if step is None else step

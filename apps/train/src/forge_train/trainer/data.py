@@ -39,8 +39,7 @@ from forge_train.config.schema import BuiltInModelConfig, JobConfig
 from forge_train.config.tokenizer import ends_of_weights
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import DataError, config_errors, problems_under, refuse
-from forge_train.trainer.build import total_steps
-from forge_train.trainer.course import Course
+from forge_train.trainer.build import Course, total_steps
 from forge_train.trainer.layout import micro_batches
 from forge_vlm.data import check_labels
 
@@ -61,6 +60,7 @@ def open_data(
     # rows of text have the labels of their packing; a source with images makes its own
     guarded = partial(GuardedLoader, check=check_labels, key=_SOURCES)
     kind = guarded if isinstance(config.model, VLMModelConfig) else Loader
+
     with _data_errors(f"{_SOURCES}.{names[0]}" if len(names) == 1 else _SOURCES):
         loader = kind(
             open_training(data, config.data_seed),
@@ -75,6 +75,7 @@ def open_data(
             worker_restarts=data.worker_restarts,
             accept_change=data.accept_change,
         )
+
         refuse(_end_problems(config, loader.stream, steps))
         refuse(_batch_problems(config, model, loader.filler(0), layout, "[data]"))
     _refuse_without_labels(config, _SOURCES, loader.stream, Course(config).rows_of(steps))

@@ -65,6 +65,7 @@ class Evaluation:
         self.streams = {key.rpartition(".")[2]: stream for key, stream in streams.items()}
         in_nats = config.train.objective is None and config.train.loss in LOSSES.built_in
         lengths = _token_bytes(config) if in_nats else None
+
         self.parts: dict[str, HeldOut | Choices | ExactMatch] = {}
         self._every: dict[str, int] = {}
         for name, stream in self.streams.items():
@@ -72,6 +73,7 @@ class Evaluation:
             sequences = (table.sequences if table else None) or own.sequences
             self.parts[name] = HeldOut(name, stream, sequences, in_nats, lengths)
             self._every[name] = own.interval(table.every_steps if table else None)
+
         for name, choices in own.choices.items():
             self.parts[name] = Choices(name, choices, config)
             self._every[name] = own.interval(choices.every_steps)
@@ -156,6 +158,7 @@ class HeldOut:
                 found["perplexity"] = math.exp(loss)
             except OverflowError:  # beyond the range of a float
                 found["perplexity"] = math.inf
+
         if self._lengths is not None:
             if self._labels_per_byte is None:  # the sequences are the same each time
                 counted = batches if compute.meshes.is_batch_leader else []
@@ -194,6 +197,7 @@ class Choices:
         if isinstance(job.model, VLMModelConfig):
             rule, fix = "has text only, and model.name is 'vlm'", "use eval.exact_match"
             raise invalid(key, "images", ..., rule, fix, kind=DataError)
+
         assert config.path is not None
         tokenizer = run_tokenizer(job)
         try:

@@ -164,6 +164,7 @@ class Fork:
             f"{len(names)} {what}" + (f" ({_some(names)})" if names else "")
             for what, names in (("fresh", found.fresh), ("of the source unused", found.unused))
         ]
+
         lines = [
             f"{kept} of {self.source.path}: {len(found.copied)} tensors taken, {', '.join(rest)}"
         ]
@@ -193,6 +194,7 @@ def find_fork(job: ResolvedJob, model: nn.Module, loader: Loader, total_steps: i
         rule = f"adds rows to a folder of Hugging Face, and {init.from_} is a run"
         fix = "leave it out, or begin from what forge-train export wrote of it"
         raise invalid("init.vocab_size", "source", init.vocab_size, rule, fix, kind=ConfigError)
+
     here = {n: t for n, t in model.state_dict().items() if isinstance(t, Tensor)}
     adapters = adapter_names(model)
     without = {n: t for n, t in here.items() if n not in adapters}
@@ -204,6 +206,7 @@ def find_fork(job: ResolvedJob, model: nn.Module, loader: Loader, total_steps: i
         changed = _changes(job, source)
         averaged = any(name.endswith(_UPDATES_OF_AVERAGE) for name in saved.table.objects)
         refuse([*_other_parts(init, source, changed), *_other_average(job, source, averaged)])
+
         base, taken = None, without
         if "base" in objects:
             base, taken = _base(init, source, bool(adapters)), here
@@ -212,6 +215,7 @@ def find_fork(job: ResolvedJob, model: nn.Module, loader: Loader, total_steps: i
             weights = _match_text(job, taken, there, changed)
         else:
             weights = _match(init, taken, there, source, changed)
+
         if "cursor" in init.keep:
             if source.run is not None:
                 refuse(begin_problems(job, RunDirectory(source.run)))
@@ -252,6 +256,7 @@ def _base(init: InitConfig, source: Source, trains: bool) -> Path:
         )
         key, fix = "init.patterns", "leave init.patterns out"
         raise invalid(key, "adapters", list(init.patterns), rule, fix, kind=ConfigError)
+
     if source.run is None:
         rule = "has only adapters, and their frozen weights are those of its run"
         fix = "name the run, as RUN@STEP"
@@ -337,10 +342,12 @@ def _match_text(
     rule = f"was another in the text model of {name}"
     fix = "set it back, or name those that fit in init.patterns"
     problems = _changed(keys, changed, rule, fix)
+
     if fusion in PARTING:
         rule = f"has parts that begin as copies of the text model's, and {name} makes none"
         fix = "use forge_vlm.warm_start.warm_start on a full model, or init.patterns = ['*'] for fresh ones"
         problems.append(Problem("model.fusion.name", "initial", fusion, rule, fix))
+
     try:
         report = match_weights(here, there, ("*",))
     except ValueError as error:

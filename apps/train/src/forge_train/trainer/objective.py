@@ -150,6 +150,7 @@ def make_compute(
     if (function := _SHARDED.get(train.loss)) is not None:
         ids = ids_of_cut_logits(model)
         sharded = partial(breakdown, partial(function, axis=meshes.tp, vocab_size=ids))
+
     key, name = ("loss", train.loss) if objective is None else ("objective", train.objective)
     return Compute(
         model,
