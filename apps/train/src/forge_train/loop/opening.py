@@ -76,7 +76,7 @@ class Initial:
 
         def fill(state: dict[str, Any], check: Check) -> None:
             if fork is not None:
-                fork.load(state, check, model=run.model, meshes=run.meshes, agreement=run.agreement)
+                fork.load(run, state, check)
             if encoder is not None:
                 encoder.load(run.model, run.agreement)
 

@@ -23,8 +23,6 @@ from forge_ckpt import (
 from forge_ckpt.hf import fill_tensor
 from forge_core.lora import adapter_names
 from forge_data import InvalidData, Loader
-from forge_parallel import Meshes
-from forge_resilience import Agreement
 from forge_train._shared.problems import Problem, invalid
 from forge_train.config.imported import FILES, NAME
 from forge_train.config.init import (
@@ -46,6 +44,7 @@ from forge_train.errors import (
     run_on_all_ranks,
 )
 from forge_train.hf.folder import HFModel, notes_of, read_model
+from forge_train.run.run import Run
 from forge_train.trainer.begin_tokens import begin_problems
 from forge_train.trainer.checkpoints import Check
 from forge_train.trainer.run_directory import RunDirectory, is_fixed
@@ -80,26 +79,18 @@ class Fork:
     ignored: Sequence[str] = ()
     base: Path | None = None
 
-    def load(
-        self,
-        state: Mapping[str, Any],
-        check: Check,
-        *,
-        model: nn.Module,
-        meshes: Meshes,
-        agreement: Agreement,
-    ) -> None:
-        """Fill the part of a run's `state` that is kept; `model` is this rank's part of the model. Collective.
+    def load(self, run: Run, state: Mapping[str, Any], check: Check) -> None:
+        """Fill the part of a run's `state` that is kept. Collective.
 
         Of a checkpoint each rank reads what its own shards touch, and every rank verifies before a tensor of any rank
         changes. Of a folder of Hugging Face, which has no digests, it reads whole tensors, one at a time.
         """
-        hf = self.hf
+        hf, model = self.hf, run.model
         if hf is not None:
-            run_on_all_ranks(agreement, lambda: self._fill(model, hf))
+            run_on_all_ranks(run.agreement, lambda: self._fill(model, hf))
             return
         # that of rank 0 is read by all: the parent may have saved since another rank looked
-        path, group = self.source.path, meshes.host_group
+        path, group = self.source.path, run.meshes.host_group
         names = [*self.weights.copied, *self.weights.fresh]
         with _source_errors(self.init, path):
             if self.base is not None:
@@ -182,7 +173,7 @@ def find_fork(job: ResolvedJob, model: nn.Module, loader: Loader, total_steps: i
     """The fork that a run begins as; None for one that begins fresh, or has begun and goes on where it stands.
 
     `model` is the whole one, on the meta device or not. Reads the manifest of the source and the configuration
-    beside it, takes no lock. Raises ConfigError, DataError (the data is not the parent's) or StateError (the source
+    next to it, takes no lock. Raises ConfigError, DataError (the data is not the parent's) or StateError (the source
     is damaged) before anything is started.
     """
     init, run_dir = job.config.init, Path(job.config.run.dir)
