@@ -577,7 +577,7 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "a fork of another model initializes missing tensors without an error",
         f"{_TRAIN}/trainer/fork.py",
-        "if init.patterns or not (report.fresh or report.unused):",
+        "if init.patterns or not report.difference:",
         "if True:",
     ),
     Mistake(

@@ -151,6 +151,15 @@ def test_a_match_says_before_anything_is_built_what_a_load_would_do(saved):
         match_weights(other.state_dict(), there)
 
 
+def test_a_report_names_the_tensors_that_only_one_has():
+    assert WeightsReport(["a"], [], []).difference == ""
+    assert "b1" in WeightsReport(["a"], ["b1"], ["c1"]).difference
+    assert "c1" in WeightsReport(["a"], [], ["c1"]).difference
+    many = str(WeightsReport(["a"], [f"b{i}" for i in range(9)], ["c1"]))
+    assert "c1" in many
+    assert "b8" not in many
+
+
 def test_a_part_of_a_model_has_the_report_of_the_whole(saved):
     root, wanted = saved
     body, head = nn.Module(), nn.Module()

@@ -24,13 +24,7 @@ from forge_train._shared.problems import invalid
 from forge_train.config.layers import read_layers
 from forge_train.config.resolve import ResolvedJob, resolve
 from forge_train.config.schema import JobConfig
-from forge_train.errors import (
-    ConfigError,
-    StateError,
-    config_errors,
-    refuse,
-    run_on_all_ranks,
-)
+from forge_train.errors import ConfigError, StateError, config_errors, refuse, run_on_all_ranks
 from forge_train.hf.folder import read_model
 from forge_train.trainer.assemble import shard
 from forge_train.trainer.begin_tokens import run_layers

@@ -11,14 +11,7 @@ from torch import Tensor, nn
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.protocols import Path
 
-__all__ = [
-    "InDtypes",
-    "NamedState",
-    "OptionalObject",
-    "SomeTensors",
-    "StageState",
-    "tensor_names",
-]
+__all__ = ["InDtypes", "NamedState", "OptionalObject", "SomeTensors", "StageState", "tensor_names"]
 
 
 class NamedState:

@@ -34,6 +34,23 @@ class WeightsReport:
     fresh: list[str]
     unused: list[str]
 
+    def __str__(self) -> str:
+        rest = (("fresh", self.fresh), ("of the source unused", self.unused))
+        parts = [f"{len(n)} {what}" + (f" ({first_names(n)})" if n else "") for what, n in rest]
+        return f"{len(self.copied)} tensors taken, {', '.join(parts)}"
+
+    @property
+    def difference(self) -> str:
+        """What only one of model and checkpoint has, for a user; "" if both have the same tensors."""
+        if self.fresh:
+            return f"{first_names(self.fresh)} only here"
+        return f"{first_names(self.unused)} only there" if self.unused else ""
+
+
+def first_names(names: Sequence[str]) -> str:
+    """The first three names, for a user."""
+    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
+
 
 def match_weights(
     here: Mapping[str, Tensor], saved: Mapping[str, Tensor], patterns: Sequence[str] = ("*",)

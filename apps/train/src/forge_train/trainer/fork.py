@@ -21,17 +21,12 @@ from forge_ckpt import (
     match_weights,
 )
 from forge_ckpt.hf import fill_tensor
+from forge_ckpt.weights import first_names
 from forge_core.lora import adapter_names
 from forge_data import InvalidData, Loader
 from forge_train._shared.problems import Problem, invalid
 from forge_train.config.imported import FILES, NAME
-from forge_train.config.init import (
-    InitConfig,
-    Source,
-    find_source,
-    has_begun,
-    source_problems,
-)
+from forge_train.config.init import InitConfig, Source, find_source, has_begun, source_problems
 from forge_train.config.resolve import ResolvedJob
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.config.vlm import VLMModelConfig
@@ -149,23 +144,12 @@ class Fork:
 
     def lines(self) -> list[str]:
         """What a person should know of it, without the names of all tensors."""
-        kept = " + ".join(self.init.keep)
-        found = self.weights
-        rest = [
-            f"{len(names)} {what}" + (f" ({_some(names)})" if names else "")
-            for what, names in (("fresh", found.fresh), ("of the source unused", found.unused))
-        ]
-
-        lines = [
-            f"{kept} of {self.source.path}: {len(found.copied)} tensors taken, {', '.join(rest)}"
-        ]
+        lines = [f"{' + '.join(self.init.keep)} of {self.source.path}: {self.weights}"]
         if self.hf is not None:
             lines += notes_of(self.hf, self.ignored)
-        lines += [
-            f"{key} was {before!r} there and is {now!r} here"
-            for key, (before, now) in (self.changed or {}).items()
-            if key.startswith(("model.", "lora."))
-        ]
+        for key, (before, now) in (self.changed or {}).items():
+            if key.startswith(("model.", "lora.")):
+                lines.append(f"{key} was {before!r} there and is {now!r} here")
         return lines
 
 
@@ -281,10 +265,9 @@ def _match(
         found = problems_at(error, f"init.from {init.from_!r}")
         problems = [p.under("init") if p.key == "patterns" else p for p in found]
     else:
-        if init.patterns or not (report.fresh or report.unused):
+        if init.patterns or not report.difference:
             return report
-        where = "here" if report.fresh else "there"
-        rule = f"is of another model: {_some(report.fresh or report.unused)} only {where}"
+        rule = f"is of another model: {report.difference}"
         fix = _EXPORTED if any(name.endswith(".lora_a") for name in there) else _BOTH
         fix = f"build the same model, or {fix}"
         problems = [Problem("init.from", "model", init.from_, rule, fix)]
@@ -345,7 +328,7 @@ def _match_text(
         problems += problems_at(error, name)
     else:
         if report.unused:
-            rule = f"has weights of text that nothing here would use: {_some(report.unused)}"
+            rule = f"has weights of text that nothing here would use: {first_names(report.unused)}"
             fix = f"build the same text model, or {_BOTH}"
             problems.append(Problem("init.from", "unused", init.from_, rule, fix))
     refuse(problems)
@@ -430,7 +413,3 @@ def _source_errors(init: InitConfig, path: Path) -> Iterator[None]:
         else:
             raise ConfigError(problems_at(error, f"init.from {init.from_!r}")) from error
         raise invalid("init.from", code, init.from_, rule, fix, kind=kind) from error
-
-
-def _some(names: Sequence[str]) -> str:
-    return ", ".join(names[:3]) + ", ..." * (len(names) > 3)
