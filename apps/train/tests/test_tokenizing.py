@@ -13,7 +13,6 @@ import torch
 
 from forge_core.generate import _decoded
 from forge_data import SourceConfig
-from forge_data import JsonTokenizer, load_tokenizer
 from forge_data.kinds import ChatConfig, TextConfig
 from forge_testing.chats import CHATML, HEADERS, save_tokenizer, talk, write_talks
 from forge_testing.problems import rejects

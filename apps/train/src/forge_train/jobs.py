@@ -13,7 +13,6 @@ from torch import nn
 from forge_ckpt import Store
 from forge_ckpt.frozen_base import FrozenBase
 from forge_ckpt.stage_state import InDtypes, StageState, tensor_names
-from forge_core import initialise
 from forge_core.lora import frozen_names, lora, merge
 from forge_data import Tokenizer, load_tokenizer
 from forge_data.tokenizer_files import folder_ends
