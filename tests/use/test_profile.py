@@ -70,7 +70,7 @@ def test_a_step_has_six_spans_and_one_for_each_call_of_hooks(
     found = Counter(name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
     step = ("data", "forward_backward", "forward", "backward", "grad_norm", "optimizer")
     # on_start, six times on_step_end, then on_log and on_checkpoint of the last step, and on_end
-    assert found == {**dict.fromkeys(step, 6), "save": 1, "hooks": 6 + 4}
+    assert found == {**dict.fromkeys(step, 6), "load": 1, "save": 1, "hooks": 6 + 4}
 
 
 @pytest.mark.lane("quick")
