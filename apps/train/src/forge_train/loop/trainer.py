@@ -273,36 +273,45 @@ class Trainer:
     # ---- the life of a batch
 
     def train_step(self) -> None:
-        """One optimizer step on one global batch. No device synchronisation here."""
+        """One optimizer step on one global batch. No device synchronization here."""
         run, extensions = self.run, self._extensions
         step = run.progress.step + 1  # steps are counted from 1
         extensions.call("before_batch", step)
+
         start = run.loader.cursor
         run.enter_segment(step)
         with run.phase("data", step):
             batch, fault = run.loader.next_or_filler(self._stage)
-        extensions.call("before_forward", step, batch)
-        tokens = (run.loader.cursor - start) * run.segment.seq_len  # filler is not data
+        tokens = (run.loader.cursor - start) * run.segment.seq_len  # padding sequences are no data
         lr = run.learning_rate(step, run.progress.tokens + tokens, run.segment)
+
+        extensions.call("before_forward", step, batch)
         self._checkpoints.listen()
         with run.phase("forward_backward"):
             with extensions.around("around_backward", step):
                 share = self._forward_backward(batch, fault)
             extensions.call("after_backward", step, batch)
+
+        # one all-reduce gives the norm and the loss of the global batch, on each rank
         with run.phase("grad_norm"):
             grad_norm, sums = global_grad_norm(run.compute.counted, sums=share)
             assert sums is not None
             clip_grads_(run.compute.parameters, grad_norm, run.config.train.max_grad_norm)
+
+        # Numbers of the step before have arrived by now. Its hooks must see its weights.
         if run.rows.is_waiting:
-            self._guard.check(self._checkpoints.last_step)  # before weights change once more
-            run.send_row()  # hooks see the weights of the row's step
-        set_lr(run.optimizer, lr)
+            self._guard.check(self._checkpoints.last_step)
+            run.send_row()
+
+        # `bad` stays on the device: the update is masked, so the host does not wait
         labeled = run.decision.count > 0
         bad = self._guard.policy.judge(sums[0], grad_norm, labeled=labeled)
+        set_lr(run.optimizer, lr)
         with run.phase("optimizer"):
             self._update(bad)
         extensions.call("after_update", step, bad)
         run.optimizer.zero_grad()
+
         run.progress.step += 1
         run.progress.tokens += tokens
         run.rows.meter.count(tokens)
@@ -383,13 +392,17 @@ class Trainer:
             return
         run, step = self.run, self.run.progress.step
         run.rows.count_seconds(run.progress)
+
         with run.phase("save") as pause:
             run.announce(self._checkpoints.settle())
             if self._checkpoints.last_step == step:
                 return
+
+            # rows and verdicts up to this step belong to the checkpoint
             self._guard.check(self._checkpoints.last_step)
             run.send_row()
             self._extensions.call("before_save", step)
+
             loss = self._evaluator.loss_at(step)
             run.recorder.flush()  # what it holds outlives a kill, as the checkpoint does
             share_places(run.loader, run.meshes)
@@ -398,6 +411,7 @@ class Trainer:
                 self._checkpoints.save(step, wait, metrics)
             if wait:
                 run.announce(self._checkpoints.settle())
+
         if step < run.total_steps and run.decision.stop is None:  # `save` says it of the last one
             run.record("pause", cause="save", step=step, seconds=pause.seconds)
 
