@@ -180,7 +180,29 @@ class MetricRows:
         self.count_seconds(progress)
         meter, self.meter = self.meter, Meter()
         seconds, self._counted = self._counted, 0.0
-        row = self._row(meter, seconds, progress, lr, digest)
+        flops = self._flops(progress.tokens)
+        speed = (flops - self._flops(progress.tokens - meter.tokens)) / seconds
+
+        row = {
+            "step": progress.step,
+            "schema": SCHEMA,
+            **dict.fromkeys(("loss", "val_loss", "grad_norm")),
+            "lr": lr,
+            "tokens": progress.tokens,
+            "tokens_per_second": meter.tokens / seconds,
+            "flops": flops,
+            "mfu": None if self._peak is None else speed / (self._peak * self._world_size),
+            "data_wait_seconds": meter.of["wait"],
+            "memory_bytes": _memory_bytes(self._device),
+            "seconds": progress.seconds,
+            "device_hours": progress.device_seconds / 3600,
+            "seconds_left": seconds / meter.steps * (self._total_steps - progress.step),
+            "instances": digest,
+            "skipped_steps": 0,
+            **self._evaluated,
+        }
+        if self._compiled:
+            row["recompiled"] = recompilations()["recompiled"]
         self._waiting = row, HostCopy(numbers)
 
     def update(self, columns: Mapping[str, float]) -> None:
@@ -216,35 +238,6 @@ class MetricRows:
             for name, value in found.items():
                 row[name] = value if isinstance(value, list) else _finite(value)
         return row
-
-    def _row(
-        self, meter: Meter, seconds: float, progress: Progress, lr: float, digest: str
-    ) -> dict[str, Any]:
-        rate = meter.tokens / seconds
-        flops = self._flops(progress.tokens)
-        speed = (flops - self._flops(progress.tokens - meter.tokens)) / seconds
-        peak = None if self._peak is None else self._peak * self._world_size
-        row = {
-            "step": progress.step,
-            "schema": SCHEMA,
-            "loss": None,
-            "val_loss": None,
-            "grad_norm": None,
-            "lr": lr,
-            "tokens": progress.tokens,
-            "tokens_per_second": rate,
-            "flops": flops,
-            "mfu": None if peak is None else speed / peak,
-            "data_wait_seconds": meter.of["wait"],
-            "memory_bytes": _memory_bytes(self._device),
-            "seconds": progress.seconds,
-            "device_hours": progress.device_seconds / 3600,
-            "seconds_left": seconds / meter.steps * (self._total_steps - progress.step),
-            "instances": digest,
-            "skipped_steps": 0,
-        }
-        compiled = {"recompiled": recompilations()["recompiled"]} if self._compiled else {}
-        return row | self._evaluated | compiled
 
 
 def finite(columns: Mapping[str, float]) -> dict[str, float | None]:
