@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import math
@@ -69,12 +68,8 @@ def test_checkpoints_that_cannot_be_exported(
     with rejects("source", str(tmp_path), "not_found", ConfigError):
         exporting._find(tmp_path, None)
 
-    @contextlib.contextmanager
-    def store(path: Path, read_only: bool) -> Any:
-        yield SimpleNamespace(steps=lambda: [2, 4])
-
-    monkeypatch.setattr(exporting, "Store", store)
-    write(step / "manifest.json", {})
+    for number in (2, 4):
+        write(tmp_path / f"checkpoints/step-{number:08d}/manifest.json", {})
     with rejects("--step", 3, "unknown", ConfigError, where="[2, 4]"):
         exporting._find(tmp_path, 3)
     run = RunDirectory(tmp_path)
@@ -88,9 +83,7 @@ def test_checkpoints_that_cannot_be_exported(
         exporting._read_run(run)
     given = exporting._Run(run, BuiltInModelConfig(**TINY), None, LoRASection())
     with rejects("--family", "chameleon", "requires"):
-        exporting._save_model(
-            given, tmp_path, hf_families()["chameleon"], {}, torch.float32, {}, None
-        )
+        exporting._model(given, hf_families()["chameleon"], {}, "fp32", None)
 
 
 def test_models_that_no_family_holds() -> None:

@@ -30,7 +30,7 @@ _CONFIG, _MAP, _TEMPLATE = "tokenizer_config.json", "special_tokens_map.json", "
 _OTHER_TEMPLATE = "chat_template.json"
 _NO_FILE = "no tokenizer is written: tokens are bytes, which transformers has no file for"
 _NO_TEMPLATE = "no chat template is written: the template plain leaves questions out"
-_FILE = "tokenizer.json"
+_FILE, _GENERATION = "tokenizer.json", "generation_config.json"
 #: Parts of the file that decide about ids. The rest is about what goes around a text, and how ids are shown.
 _PARTS = ("model", "normalizer", "pre_tokenizer", "added_tokens")
 _MAX_BYTES = 2**28
@@ -78,7 +78,7 @@ class TokenizerFiles(NamedTuple):
             found = {
                 file.name: read_regular(file, _MAX_BYTES, InvalidData)
                 for file in sorted(path.parent.iterdir())
-                if file.is_file() and any(fnmatchcase(file.name, p) for p in TOKENIZER_FILES)
+                if file.is_file() and _is_file(file.name)
             }
         config = _table(found.get(_CONFIG)) or {"tokenizer_class": "PreTrainedTokenizerFast"}
         end = self.spec.get("eos")
@@ -108,6 +108,25 @@ class TokenizerFiles(NamedTuple):
                     found[f"{name}_token_id"] = token
         return found
 
+    def put(
+        self, hf: dict[str, Any], files: dict[str, bytes], kept: Path, *, with_files: bool
+    ) -> None:
+        """Write `ids` into the keys of a `config.json` and into the generation_config.json among `files`.
+
+        with_files: `files` of the tokenizer replace those that are there.
+        """
+        ids = self.ids(kept)
+        if with_files:
+            for name in [name for name in files if _is_file(name)]:
+                del files[name]
+            files |= self.files()
+        for table in (hf, hf.get("text_config")):
+            if isinstance(table, dict):
+                table |= ids
+        before = _table(files.get(_GENERATION))
+        if {**before, **ids} != before:
+            files[_GENERATION] = as_json({**before, **ids})
+
     def identity(self) -> tuple[Any, ...]:
         """What must be alike in data of one export: ids, end token, template."""
         files = self.files()
@@ -130,7 +149,7 @@ def folder_ends(folder: Path) -> tuple[int, ...]:
 
     Raises InvalidData for something else than an id or a list of them.
     """
-    for path in (folder / "generation_config.json", folder / "config.json"):
+    for path in (folder / _GENERATION, folder / "config.json"):
         table = _read(path) if path.is_file() else {}
         if table is None:
             raise invalid(
@@ -187,6 +206,10 @@ def _read(path: Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return table if isinstance(table, dict) else None
+
+
+def _is_file(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in TOKENIZER_FILES)
 
 
 def _name(config: Mapping[str, Any], key: str) -> Any:

@@ -22,20 +22,11 @@ NAME = "model.toml"
 #: In a run directory: files of the imported folder that an export gives back.
 FILES = "hf"
 #: Keys of [model] that change no output of the trained model: a job may set them as it likes.
-TRAINING_KEYS = frozenset(
-    (
-        *(
-            "init_std",
-            "max_seq_len",
-            "moe.capacity_factor",
-            "moe.drop_policy",
-            "moe.aux_loss_weight",
-        ),
-        *("moe.aux_scope", "moe.sequence_loss_weight", "moe.z_loss_weight", "moe.bias_update_rate"),
-        *("moe.bias_center", "moe.bias_schedule", "moe.backend", "moe.dispatcher"),
-        "moe.dispatch_chunks",
-    )
-)
+_OF_MOE = """
+aux_loss_weight aux_scope backend bias_center bias_schedule bias_update_rate capacity_factor dispatch_chunks dispatcher
+drop_policy sequence_loss_weight z_loss_weight
+"""
+TRAINING_KEYS = frozenset({"init_std", "max_seq_len", *(f"moe.{key}" for key in _OF_MOE.split())})
 DEFAULT_DIR = "runs/default"
 
 
@@ -106,23 +97,16 @@ def training_problems(path: Path) -> list[Problem]:
 
 def table_of(section: BuiltInModelConfig, training: dict[str, Any]) -> dict[str, Any]:
     """The [model] table as plain values without options of training, but the length limit and those given."""
-    plain = dict(flatten(dataclasses.asdict(section)))
-    kept = TRAINING_KEYS - {"max_seq_len", "init_std"}
-    table = {key: value for key, value in plain.items() if key not in kept and value != {}}
-    return {**table, **training}
+    left_out = TRAINING_KEYS - {"max_seq_len", "init_std"}
+    plain = flatten(dataclasses.asdict(section))
+    return {key: value for key, value in plain if key not in left_out and value != {}} | training
 
 
 def training_options(section: BuiltInModelConfig) -> dict[str, Any]:
     """Options of training off their defaults, by key: those that a family of Hugging Face has no key for."""
-    plain, default = (dict(flatten(dataclasses.asdict(s))) for s in (section, _default(section)))
-    kept = TRAINING_KEYS - {"max_seq_len", "init_std"}
-    return {key: plain[key] for key in sorted(kept) if plain[key] != default[key]}
-
-
-def _default(section: BuiltInModelConfig) -> BuiltInModelConfig:
-    modalities = getattr(section, "modalities", None)  # a model with images must name one
-    needed = {} if modalities is None else {"modalities": modalities, "vision": section.vision}  # type: ignore[attr-defined]
-    return type(section)(vocab_size=section.vocab_size, **needed)
+    moe, default = section.moe, type(section.moe)()
+    found = {key: getattr(moe, key) for key in _OF_MOE.split()}
+    return {f"moe.{key}": v for key, v in found.items() if v != getattr(default, key)}
 
 
 def write_table(path: Path, layer: dict[str, Any], comment: str) -> None:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-import tyro
+from tyro.conf import Positional, arg
 
-from forge_ckpt import Store
 from forge_ckpt.hf import (
     HFFamily,
     MergedTensors,
+    merged_config,
     peft_files,
     read_files,
     read_json,
@@ -22,16 +21,11 @@ from forge_ckpt.hf import (
     tensors_beside,
 )
 from forge_data import DataConfig
-from forge_data.tokenizer_files import (
-    TOKENIZER_FILES,
-    TokenizerFiles,
-    as_json,
-    gives_same_ids,
-    tokenizer_in,
-)
-from forge_train._shared.problems import invalid, problems_of
+from forge_data.tokenizer_files import TokenizerFiles, as_json, gives_same_ids, tokenizer_in
+from forge_train._shared.problems import invalid
 from forge_train._shared.toml_files import read_toml
 from forge_train.config.imported import FILES, NAME, training_options
+from forge_train.config.layers import read_layers
 from forge_train.config.lora import LoRASection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.config.structure import structure
@@ -44,8 +38,6 @@ from forge_train.trainer.run_directory import RunDirectory
 from forge_train.trainer.store_errors import store_errors
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_GENERATION = "generation_config.json"
-_STEP = re.compile(r"step-(\d+)")
 #: Buffers of mixtures: a choice of experts needs its bias in fp32, and counts are of training alone.
 #: Modules of multi-token prediction change no logits, and transformers has no place for them.
 _KEEP, _IGNORE = ("*.router.expert_bias",), ("*.lagged_counts", "mtp.*")
@@ -67,39 +59,18 @@ class _Run(NamedTuple):
 
 
 def export_run(
-    source: Annotated[
-        tyro.conf.Positional[Path],
-        tyro.conf.arg(help="folder of a run, or one of its checkpoints (.../step-00000100)"),
-    ],
-    out: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="new folder to write")],
+    source: Annotated[Positional[Path], arg(help="folder of a run, or one of its checkpoints (.../step-00000100)")],
+    out: Annotated[Positional[Path], arg(help="new folder to write")],
     /,
-    step: Annotated[
-        int | None, tyro.conf.arg(help="checkpoint of the run; without it the newest")
-    ] = None,
-    dtype: Annotated[
-        Literal["fp32", "bf16", "fp16"], tyro.conf.arg(help="of the floating-point tensors written")
-    ] = "fp32",
-    family: Annotated[
-        str | None,
-        tyro.conf.arg(
-            help="of transformers; without it that of the import, or the first that fits"
-        ),
-    ] = None,
-    adapter: Annotated[
-        bool,
-        tyro.conf.arg(help="write the adapters of [lora] alone, as a folder that peft loads"),
-    ] = False,
-    check: Annotated[
-        bool,
-        tyro.conf.arg(help="run both models on the same tokens, and print how much logits differ"),
-    ] = False,
+    step: Annotated[int | None, arg(help="checkpoint of the run; without it the newest")] = None,
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"], arg(help="of the floating-point tensors written")] = "fp32",
+    family: Annotated[str | None, arg(help="of transformers; without it that of the import, or the first that fits")] = None,
+    adapter: Annotated[bool, arg(help="write the adapters of [lora] alone, as a folder that peft loads")] = False,
+    check: Annotated[bool, arg(help="run both models on the same tokens, and print how much logits differ")] = False,
     template: Annotated[
-        str | None,
-        tyro.conf.arg(
-            help="source of conversations whose tokenizer and chat template are written; needed where sources differ"
-        ),
+        str | None, arg(help="source of conversations whose tokenizer and chat template are written; needed where sources differ")
     ] = None,
-) -> int:
+) -> int:  # fmt: skip
     """Write a checkpoint as a folder that transformers loads: weights, config.json, tokenizer with the chat template and
     the end tokens of training.
 
@@ -107,44 +78,41 @@ def export_run(
     the weights.
     """
     paths, checkpoint = _find(source, step)
-    run, out_dtype = _read_run(paths), _DTYPES[dtype]
-    lora = run.lora.adapters
+    run, about = _read_run(paths), {"format": 1, "step": int(checkpoint.absolute().name[5:])}
+    section, lora = run.section, run.lora
     if adapter:
         _require_adapters(run, check)
     with store_errors(checkpoint, JobError), config_errors(), contextlib.ExitStack() as opened:
-        found = family_of(run.section, family, run.original.get("model_type"))
-        about = {"format": 1, "step": int(checkpoint.absolute().name[5:])}
+        found = family_of(section, family, run.original.get("model_type"))
         weights: Any = checkpoint
-        if lora is not None:
-            weights = opened.enter_context(MergedTensors(checkpoint, paths.base, lora.scale))
+        if lora.adapters is not None:
+            weights = MergedTensors(checkpoint, paths.base, lora.adapters.scale)
+            opened.enter_context(weights)
         if adapter:
-            note = _save_adapters(run, out, found, weights, out_dtype, about, template)
-            print(
-                f"exported the adapters of {checkpoint} to {out}: {found.name}, rank {run.lora.rank}"
-            )
-            print(f"the base weights were {run.lora.base_dtype} in training: give peft the same")
+            options, note = _adapters(run, found, weights, template)
+            about |= {"base_dtype": lora.base_dtype}  # peft has no key for it
+            lines = [
+                f"exported the adapters of {checkpoint} to {out}: {found.name}, rank {lora.rank}",
+                f"the base weights were {lora.base_dtype} in training: give peft the same",
+            ]
         else:
-            note = _save_model(run, out, found, weights, out_dtype, about, template)
-            print(f"exported {checkpoint} to {out}: {found.name}, {dtype}")
-            if depth := run.section.mtp.num_modules:
-                print(f"left out, as transformers has no place for it: mtp ({depth})")
-        if note:
-            print(note)
+            options, note = _model(run, found, weights, dtype, template)
+            about |= {"model": training_options(section)}
+            lines = [f"exported {checkpoint} to {out}: {found.name}, {dtype}"]
+            if depth := section.mtp.num_modules:
+                lines.append(f"left out, as transformers has no place for it: mtp ({depth})")
+        options["files"][SIDECAR] = as_json(about)
+        save_hf(out, dtype=_DTYPES[dtype], **options)
+    print(*lines, *([note] if note else []), sep="\n")
     if check:
         print(check_folder(out))
     return 0
 
 
-def _save_model(
-    run: _Run,
-    out: Path,
-    family: HFFamily,
-    weights: Any,
-    dtype: torch.dtype,
-    about: dict[str, Any],
-    template: str | None,
-) -> str | None:
-    """Write the folder of a model; returns a note about its tokenizer."""
+def _model(
+    run: _Run, family: HFFamily, weights: Any, dtype: str, template: str | None
+) -> tuple[dict[str, Any], str | None]:
+    """(arguments of save_hf, a note about the tokenizer) for the folder of a model."""
     configs, kept = configs_of(run.section), run.paths.path / FILES
     extra = tensors_beside(kept) if family.beside else None
     if family.beside and extra is None:
@@ -153,36 +121,24 @@ def _save_model(
         fix = "begin the run with forge-train import"
         raise invalid("--family", "requires", family.name, rule, fix)
     hf, files, note = _config_and_files(run, family.name, family.configs_to_hf(configs), template)
-    named = str(dtype).removeprefix("torch.")
+    named = str(_DTYPES[dtype]).removeprefix("torch.")
     files["config.json"] = as_json({**hf, "dtype": named, "torch_dtype": named})
-    files[SIDECAR] = as_json({**about, "model": training_options(run.section)})
-    rows = family.rows_of(configs)
-    save_hf(out, rows, weights, dtype=dtype, keep=_KEEP, ignore=_IGNORE, files=files, extra=extra)
-    return note
+    options = {"maps": family.rows_of(configs), "source": weights, "files": files, "extra": extra}
+    return {**options, "keep": _KEEP, "ignore": _IGNORE}, note
 
 
-def _save_adapters(
-    run: _Run,
-    out: Path,
-    family: HFFamily,
-    weights: MergedTensors,
-    dtype: torch.dtype,
-    about: dict[str, Any],
-    template: str | None,
-) -> str | None:
-    """Write a folder of peft; returns a note about its tokenizer."""
-    lora, modules = run.lora, modules_of(run.section, family.name)
+def _adapters(
+    run: _Run, family: HFFamily, weights: MergedTensors, template: str | None
+) -> tuple[dict[str, Any], str | None]:
+    """(arguments of save_hf, a note about the tokenizer) for a folder of peft."""
+    rows, modules = family.rows_of(configs_of(run.section)), modules_of(run.section, family.name)
     base = _base_folder(run.paths)
     with config_errors("--adapter"):
-        files, rows = peft_files(
-            weights, family.rows_of(configs_of(run.section)), lora.rank, lora.alpha, base, modules
-        )
+        files, maps = peft_files(weights, rows, run.lora.rank, run.lora.alpha, base, modules)
     found, note = _tokenizing(run.data, template)
-    # peft has no key for it
-    files[SIDECAR] = as_json({**about, "base_dtype": lora.base_dtype})
     files |= {} if found is None else found.files()
-    save_hf(out, rows, weights.factors(), dtype=dtype, files=files, stem="adapter_model")
-    return note or (found and found.note)
+    options = {"maps": maps, "source": weights.factors(), "files": files, "stem": "adapter_model"}
+    return options, note or (found and found.note)
 
 
 def _require_adapters(run: _Run, check: bool) -> None:
@@ -202,48 +158,23 @@ def _config_and_files(
     run: _Run, name: str, hf: dict[str, Any], template: str | None
 ) -> tuple[dict[str, Any], dict[str, bytes], str | None]:
     """(keys of config.json, other files, a note) of a run: `hf` over what it began with, and the tokenizer of the data."""
-    original, kept, data = run.original, run.paths.path / FILES, run.data
-    files = read_files(kept, ["*"]) if original else {}
-    same = original if original.get("model_type") == name else {}
-    found, lost = _tokenizing(data, template)
+    original, kept = run.original, run.paths.path / FILES
+    found, lost = _tokenizing(run.data, template)
     other = _has_other_tokenizer(run.paths, found)
+    files = read_files(kept, ["LICENSE*" if other else "*"]) if original else {}
+    same = original if original.get("model_type") == name else {}
     if other:
-        files = {n: content for n, content in files.items() if n.startswith("LICENSE")}
         same = {key: value for key, value in same.items() if not key.endswith("token_id")}
-    # the token that fills up is the tokenizer's, not the model's
-    hf = _merged(same, hf) | {k: v for k, v in same.items() if k == "pad_token_id"}
+    hf = merged_config(same, hf)
     if found is None:
         # conversations that cannot be read may have been written by another template than the folder's
-        talks = data is not None and any(is_talks(source) for source in data.sources.values())
+        talks = run.data is not None and any(map(is_talks, run.data.sources.values()))
         return hf, files, lost if other or talks or not original else None
     if original and not found.talks and tokenizer_in(kept) is None:
         return hf, files, None  # the end token of the weights is that of an unknown tokenizer
-
-    own, ids = found.files(), found.ids(kept)
-    if found.talks or other or not original:
-        old = read_files(kept, TOKENIZER_FILES) if original else {}
-        files = {n: content for n, content in files.items() if n not in old} | own
-    for table in (hf, hf.get("text_config")):
-        if isinstance(table, dict):
-            table |= ids
-    before = json.loads(files.get(_GENERATION, b"{}"))
-    if {**before, **ids} != before:
-        files[_GENERATION] = as_json({**before, **ids})
+    found.put(hf, files, kept, with_files=found.talks or other or not original)
     changed = "the tokenizer written is that of the data, not that of the weights"
     return hf, files, found.note or (changed if other else None)
-
-
-def _merged(original: dict[str, Any], written: dict[str, Any]) -> dict[str, Any]:
-    """`written` over the original, and so its tables of parts (text_config) of the same kind."""
-    parts = {
-        key: {**original[key], **value}
-        for key, value in written.items()
-        if isinstance(value, dict)
-        and isinstance(original.get(key), dict)
-        and "model_type" in value
-        and original[key].get("model_type") == value["model_type"]
-    }
-    return {**original, **written, **parts}
 
 
 def _base_folder(run: RunDirectory) -> str | None:
@@ -261,29 +192,26 @@ def _base_folder(run: RunDirectory) -> str | None:
 def _find(source: Path, step: int | None) -> tuple[RunDirectory, Path]:
     """The run and the checkpoint that `source` and --step name; ConfigError where there is none."""
     at = source.absolute()
-    if _STEP.fullmatch(at.name):
-        if step is not None:
-            rule = f"and the checkpoint {source} are both given"
-            raise invalid("--step", "excludes", step, rule, "leave one out", kind=ConfigError)
-        run, checkpoint = RunDirectory(at.parent.parent), source
-    else:
-        run = RunDirectory(at.parent if at.name == "checkpoints" else source)
-        if not run.has_checkpoints():
-            rule, fix = "has no checkpoint", "name the folder of a run, or a checkpoint in it"
-            raise invalid("source", "not_found", str(source), rule, fix, kind=ConfigError)
-        with (
-            store_errors(run.checkpoints, ConfigError),
-            Store(run.checkpoints, read_only=True) as store,
-        ):
-            steps = store.steps()
-        if step is not None and step not in steps:
-            rule = f"must be one of {steps}, the checkpoints of {source}"
-            raise invalid("--step", "unknown", step, rule, "use one", kind=ConfigError)
-        checkpoint = run.checkpoint(steps[-1] if step is None else step)
-    if not (checkpoint / "manifest.json").is_file():
-        rule, shown = "is not a committed checkpoint", str(checkpoint)
-        raise invalid("source", "damaged", shown, rule, "name another", kind=ConfigError)
-    return run, checkpoint
+    inside = re.fullmatch(r"step-\d+", at.name) is not None
+    run = RunDirectory(
+        at.parent.parent if inside else at.parent if at.name == "checkpoints" else source
+    )
+    steps = run.committed()
+    problem: tuple[Any, ...] | None = None
+    if inside and step is not None:
+        rule = f"and the checkpoint {source} are both given"
+        problem = "--step", "excludes", step, rule, "leave one out"
+    elif inside and not (source / "manifest.json").is_file():
+        problem = "source", "damaged", str(source), "is not a committed checkpoint", "name another"
+    elif not inside and not steps:
+        rule, fix = "has no checkpoint", "name the folder of a run, or a checkpoint in it"
+        problem = "source", "not_found", str(source), rule, fix
+    elif not inside and step is not None and step not in steps:
+        rule = f"must be one of {sorted(steps)}, the checkpoints of {source}"
+        problem = "--step", "unknown", step, rule, "use one"
+    if problem is not None:
+        raise invalid(*problem, kind=ConfigError)
+    return run, source if inside else run.checkpoint(max(steps) if step is None else step)
 
 
 def _read_run(run: RunDirectory) -> _Run:
@@ -291,13 +219,8 @@ def _read_run(run: RunDirectory) -> _Run:
     if path is None:
         rule = f"has no {run.config.name} and no {NAME}, which describe the model"
         raise invalid("source", "model", str(run.path), rule, "restore one", kind=ConfigError)
-    try:
-        values = read_toml(path)
-    except ValueError as error:
-        raise ConfigError(problems_of(error), str(path)) from error
-    built, problems = structure(
-        {key: values[key] for key in ("model", "data", "lora") if key in values}
-    )
+    values = read_layers(path).values
+    built, problems = structure({k: values[k] for k in ("model", "data", "lora") if k in values})
     if own := [problem for problem in problems if problem.key.startswith("model")]:
         raise ConfigError(own, str(path))
     section = built["model"]

@@ -7,8 +7,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
-import tyro
 from torch import nn
+from tyro.conf import Positional, arg
 
 from forge_ckpt.hf import notes_of, store_hf
 from forge_ckpt.hf.compare import BOUND, compare_logits, why_not_compared
@@ -26,30 +26,18 @@ from forge_vlm.families.check_inputs import inputs_of
 
 
 def import_folder(
-    hf_dir: Annotated[
-        tyro.conf.Positional[Path],
-        tyro.conf.arg(help="folder with config.json and safetensors, as save_pretrained writes it"),
-    ],
+    hf_dir: Annotated[Positional[Path], arg(help="folder with config.json and safetensors, as save_pretrained writes it")],
     /,
-    run_dir: Annotated[
-        Path,
-        tyro.conf.arg(name="run.dir", help="folder of a new run: its step 0 are these weights"),
-    ],
+    run_dir: Annotated[Path, arg(name="run.dir", help="folder of a new run: its step 0 are these weights")],
     check: Annotated[
-        bool,
-        tyro.conf.arg(
-            help="compare logits with those of transformers first, where it is installed and memory holds both models"
-        ),
+        bool, arg(help="compare logits with those of transformers first, where it is installed and memory holds both models")
     ] = True,
     vocab_size: Annotated[
         int | None,
-        tyro.conf.arg(
-            name="init.vocab_size",
-            help="rows of embedding and head where tokens were added to the tokenizer; each that the folder lacks is the "
-            "mean of its own",
-        ),
+        arg(name="init.vocab_size", help="rows of embedding and head where tokens were added to the tokenizer; each that the "
+            "folder lacks is the mean of its own"),
     ] = None,
-) -> int:
+) -> int:  # fmt: skip
     """Write the weights of a Hugging Face folder as step 0 of a new run, and its [model] table.
 
     Nothing is written where logits differ from those of transformers.
@@ -70,22 +58,18 @@ def import_folder(
         # without rows that are added
         print(f"not checked: {reason}" if reason else check_folder(hf_dir))
     paths.create(0)
-    about, family = {"model_type": model.family.name}, model.family.name
+    family = model.family.name
     with store_errors(paths.checkpoints, JobError):
-        store_hf(paths.checkpoints, 0, source, about={IMPORTED: about})
+        store_hf(paths.checkpoints, 0, source, about={IMPORTED: {"model_type": family}})
     try:
         model.write(paths.path, kept)
     except OSError as error:
         rule = f"cannot be written ({error.strerror})"
         raise invalid("run.dir", "write", str(run_dir), rule, "make room", kind=JobError) from error
     print(f"imported {len(source.meta)} tensors of {family} into {paths.checkpoints} as step 0")
-    for note in [
-        *notes_of(model, source.ignored),
-        *_tokens_beyond(hf_dir, model.section.vocab_size),
-    ]:
-        print(note)
-    job = f"forge-train run JOB.toml --run.dir {run_dir}"
-    print(f"train: {job}   (its [model] is {paths.path / NAME})")
+    lines = [*notes_of(model, source.ignored), *_tokens_beyond(hf_dir, model.section.vocab_size)]
+    run = f"train: forge-train run JOB.toml --run.dir {run_dir}"
+    print(*lines, f"{run}   (its [model] is {paths.path / NAME})", sep="\n")
     return 0
 
 

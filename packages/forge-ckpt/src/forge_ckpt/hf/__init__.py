@@ -7,6 +7,7 @@ from forge_ckpt.hf.headers import read_json
 from forge_ckpt.hf.load import HFTensors, fill_tensor, load_hf
 from forge_ckpt.hf.model import (
     HFModel,
+    merged_config,
     notes_of,
     read_files,
     read_processor,
@@ -32,6 +33,7 @@ __all__ = [
     "hf_families",
     "hf_name",
     "load_hf",
+    "merged_config",
     "notes_of",
     "peft_files",
     "read_files",

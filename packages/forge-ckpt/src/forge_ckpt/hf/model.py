@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -170,6 +170,23 @@ def read_processor(folder: Path) -> dict[str, Any]:
     path = next((p for name in _PROCESSORS if (p := folder / name).is_file()), None)
     table: dict[str, Any] = {} if path is None else read_json(path)
     found: dict[str, Any] = table.get("image_processor", table)
+    return found
+
+
+def merged_config(original: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """A `config.json`: `written` over the original, and so its tables of parts (text_config) of the same model_type.
+
+    The token that fills up rows stays: it is the tokenizer's.
+    """
+    found = {**original, **written}
+    for key, value in written.items():
+        before = original.get(key)
+        if not isinstance(value, dict) or not isinstance(before, dict):
+            continue
+        if "model_type" in value and before.get("model_type") == value["model_type"]:
+            found[key] = {**before, **value}
+    if "pad_token_id" in original:
+        found["pad_token_id"] = original["pad_token_id"]
     return found
 
 
