@@ -24,8 +24,8 @@ from forge_vlm.vision import (
     build_encoder,
     encoder_differences,
     encoder_tensors,
+    find_encoder,
     pixel_differences,
-    shape_differences,
 )
 from forge_vlm.vision.features import Features
 from forge_vlm.vision.select import select
@@ -129,8 +129,9 @@ def test_folders_of_other_encoders():
         found = ProblemError(encoder_differences(config, {"vision_config": hf}))
         assert_problem(found, f"vision.transformers.{key}", value, "differs")
     here, there = {"w": torch.zeros(2)}, {"front.w": torch.zeros(3)}
-    found = ProblemError(shape_differences({"w": "front.w"}, here, there))
-    assert_problem(found, "front.w", (3,), "shape")
+    with rejects("front.w", (3,), "shape"):
+        find_encoder(config, here, {"vision_config": CLIP}, {}, there)
+    assert find_encoder(config, here, {"vision_config": CLIP}, {}, here) == {"w": "w"}
     config = VisionConfig(mean=(0.5,) * 3, std=(0.5,) * 3)
     assert not pixel_differences(config, {"image_mean": [0.5] * 3})
     found = ProblemError(pixel_differences(config, {"image_mean": [0.1] * 3}))

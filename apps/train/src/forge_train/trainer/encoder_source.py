@@ -12,18 +12,13 @@ from torch import nn
 from forge_ckpt.hf import HFFolder, fill_tensor, read_json, read_processor
 from forge_resilience import Agreement
 from forge_train._shared.paths import user_path
-from forge_train._shared.problems import invalid, problems_of, raise_problems
+from forge_train._shared.problems import invalid, problems_of
 from forge_train.config.init import has_begun
 from forge_train.config.schema import JobConfig
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, config_errors, run_on_all_ranks
 from forge_train.trainer.fork import Fork
-from forge_vlm.vision import (
-    encoder_differences,
-    encoder_tensors,
-    pixel_differences,
-    shape_differences,
-)
+from forge_vlm import vision
 
 _PREFIX = "vision.model."
 
@@ -69,30 +64,31 @@ def find_encoder(config: JobConfig, model: nn.Module, fork: Fork | None) -> Enco
     if config.init.encoder is None or has_begun(Path(config.run.dir)):
         return None
     path, section = user_path(config.init.encoder), config.model
-    key, where = "init.encoder", f"init.encoder {str(path)!r}"
+    key = "init.encoder"
     if not isinstance(section, VLMModelConfig) or section.vision.name != "transformers":
         rule = "is a folder of transformers, and the model has no encoder of model.vision.name 'transformers'"
-        raise invalid(
-            key, "encoder", str(path), rule, "set it, or leave init.encoder out", kind=ConfigError
-        )
+        fix = "set it, or leave init.encoder out"
+        raise invalid(key, "encoder", str(path), rule, fix, kind=ConfigError)
     if fork is not None and any(name.startswith(_PREFIX) for name in fork.weights.copied):
         rule = f"and init.from {config.init.from_!r} both have weights of the encoder"
         fix = "leave one out, or take only the others, with init.patterns = ['*', '!vision.*']"
         raise invalid(key, "excludes", str(path), rule, fix, kind=ConfigError)
-    own = {
-        n.removeprefix(_PREFIX): t for n, t in model.state_dict().items() if n.startswith(_PREFIX)
-    }
+    state = {n: t for n, t in model.state_dict().items() if n.startswith(_PREFIX)}
+    own = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
     with config_errors():
-        folder = HFFolder(path)
-        problems: list[Any] = encoder_differences(section.vision, read_json(path / "config.json"))
-        problems += pixel_differences(section.vision, read_processor(path))
-        raise_problems(where, [p.under("model") for p in problems], ConfigError)
-        try:
-            names = encoder_tensors(own, folder.entries)
-        except ValueError as error:
-            found = [replace(p.under(key), value=str(path)) for p in problems_of(error)]
-            raise ConfigError(found) from error
-        wrong: list[Any] = shape_differences(names, own, folder.meta())
-        raise_problems(where, wrong, ConfigError)
+        there, hf = HFFolder(path).meta(), read_json(path / "config.json")
+        processor = read_processor(path)
+    try:
+        names = vision.find_encoder(section.vision, own, hf, processor, there)
+    except (ValueError, ImportError) as error:
+        found = [_of_job(problem, path) for problem in problems_of(error)]
+        raise ConfigError(found, f"init.encoder {str(path)!r}") from error
     taken = {_PREFIX + name: theirs for name, theirs in names.items()}
-    return EncoderSource(path, taken, len(folder.entries) - len(taken))
+    return EncoderSource(path, taken, len(there) - len(taken))
+
+
+def _of_job(problem: Any, path: Path) -> Any:
+    """A problem of the encoder's config below [model], of the folder as one of init.encoder, of a tensor as it is."""
+    if not problem.key:
+        return replace(problem.under("init.encoder"), value=str(path))
+    return problem if problem.code == "shape" else problem.under("model")

@@ -6,9 +6,9 @@ from forge_vlm.vision.features import Features
 from forge_vlm.vision.folder import (
     encoder_differences,
     encoder_tensors,
+    find_encoder,
     pixel_differences,
     processor_pixels,
-    shape_differences,
 )
 from forge_vlm.vision.packed import PackedViT
 from forge_vlm.vision.patches import cut_patches
@@ -25,7 +25,7 @@ __all__ = [
     "cut_patches",
     "encoder_differences",
     "encoder_tensors",
+    "find_encoder",
     "pixel_differences",
     "processor_pixels",
-    "shape_differences",
 ]

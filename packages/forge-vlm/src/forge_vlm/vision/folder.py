@@ -7,19 +7,47 @@ from typing import Any
 
 from torch import Tensor
 
-from forge_vlm._shared.problems import Problem, invalid
+from forge_vlm._shared.problems import Problem, invalid, raise_problems
 from forge_vlm.vision.config import VisionConfig
 
 __all__ = [
     "encoder_differences",
     "encoder_tensors",
+    "find_encoder",
     "pixel_differences",
     "processor_pixels",
-    "shape_differences",
 ]
 
 #: Keys of vision configs that change nothing that an encoder computes: initial values, and a head that is not used.
 _HARMLESS = ("initializer_factor", "initializer_range", "projection_dim")
+
+
+def find_encoder(
+    config: VisionConfig,
+    own: Mapping[str, Tensor],
+    hf: Mapping[str, Any],
+    processor: Mapping[str, Any],
+    there: Mapping[str, Tensor],
+) -> dict[str, str]:
+    """`encoder_tensors` of a folder that has the encoder of `config` with the same keys, pixels and shapes.
+
+    own, there: the tensors of the encoder and of the folder, of which only shapes are read. hf, processor: its
+    `config.json` and the table of its image processor. ValueError with each difference: of a key (`vision.mean`), of a
+    tensor by its name there, or of none.
+    """
+    raise_problems("", [*encoder_differences(config, hf), *pixel_differences(config, processor)])
+    names = encoder_tensors(own, there)
+    pairs = {
+        theirs: (tuple(there[theirs].shape), tuple(own[n].shape)) for n, theirs in names.items()
+    }
+    fix = "build the model of this folder"
+    wrong = [
+        Problem(theirs, "shape", shape, f"must be {wanted}, as in the model", fix)
+        for theirs, (shape, wanted) in pairs.items()
+        if shape != wanted
+    ]
+    raise_problems("", wrong)
+    return names
 
 
 def encoder_tensors(own: Iterable[str], found: Iterable[str]) -> dict[str, str]:
@@ -42,18 +70,6 @@ def encoder_tensors(own: Iterable[str], found: Iterable[str]) -> dict[str, str]:
         rule = f"lacks {', '.join(front + n for n in lost[:3])} ({len(lost)} of the encoder's {len(names)} tensors)"
         raise invalid("", "incomplete", ..., rule, "name a folder of the same model")
     return {name: front + name for name in names}
-
-
-def shape_differences(
-    names: Mapping[str, str], own: Mapping[str, Tensor], there: Mapping[str, Tensor]
-) -> list[Problem]:
-    """A problem for each tensor of `encoder_tensors` that has another shape in the folder."""
-    fix = "build the model of this folder"
-    return [
-        Problem(theirs, "shape", shape, f"must be {wanted}, as in the model", fix)
-        for name, theirs in names.items()
-        if (shape := tuple(there[theirs].shape)) != (wanted := tuple(own[name].shape))
-    ]
 
 
 def processor_pixels(table: Mapping[str, Any]) -> dict[str, tuple[float, ...]]:
