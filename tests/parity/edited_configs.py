@@ -17,11 +17,12 @@ import torch
 import transformers
 from torch import Tensor
 
+from forge_ckpt.hf import find_family
 from forge_core import initialise
 from forge_core.families import FAMILIES
 from forge_parallel import materialise
 from forge_train import ConfigError
-from forge_train.hf.families import section_from_hf
+from forge_train.hf.families import section_of
 from forge_train.hf.folder import read_model
 from forge_train.trainer.build import build_model
 
@@ -253,7 +254,7 @@ def several(family: str, count: int, draw: Random) -> dict[str, Keys]:
 def rejections(hf: Keys) -> list[Any]:
     """The problems that Forge has with a config.json."""
     try:
-        section_from_hf(hf)
+        section_of(find_family(hf).configs_from_hf(hf))
     except ValueError as error:
         return list(error.problems)  # type: ignore[attr-defined]
     return []

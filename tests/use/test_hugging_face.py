@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor
 
 from forge_ckpt import Store, read_tensors
-from forge_ckpt.hf import HFFolder
+from forge_ckpt.hf import HFFolder, find_family
 from forge_ckpt.hf.compare import BOUND
 from forge_data import Loader
 from forge_data.prepare import prepare
@@ -32,7 +32,7 @@ from forge_testing.runs import fit_on_ranks
 from forge_train import ConfigError, Trainer, load_job, load_trained, read_run
 from forge_train.errors import JobError
 from forge_train.hf.exporting import export_run
-from forge_train.hf.families import section_from_hf
+from forge_train.hf.families import section_of
 from forge_train.hf.folder import read_model
 from forge_train.hf.importing import check_logits, import_folder
 from forge_train.trainer.build import build_model
@@ -697,7 +697,7 @@ WEIRD = (None, True, False, "x", "", -1, 0, 2.5, [], [1], [[1]], ["x"], {}, {"a"
 def test_F98_a_key_of_any_value_is_read_or_refused(kind: str) -> None:
     """Every key of the family, and those of the others, with values that no file should have: a model, or lines."""
     hf = config_of(kind).to_dict()
-    section_from_hf(hf)
+    section_of(find_family(hf).configs_from_hf(hf))
     keys = {key for other in CASES for key in config_of(other).to_dict()}
     inner = [
         f"rope_parameters.{key}"
@@ -709,7 +709,7 @@ def test_F98_a_key_of_any_value_is_read_or_refused(kind: str) -> None:
             changed = {**hf, table: {**hf[table], name: value}} if table else {**hf, key: value}
             found: Any = None
             try:
-                found = section_from_hf(changed)
+                found = section_of(find_family(changed).configs_from_hf(changed))
             except ValueError as error:
                 found = str(error)
             assert found, (key, value)

@@ -8,7 +8,7 @@ from functools import partial
 from operator import attrgetter
 from typing import Any
 
-from forge_ckpt.hf import HFFamily, find_family, fitting_family, hf_families
+from forge_ckpt.hf import HFFamily, fitting_family, hf_families
 from forge_moe.config import MoEOptions
 from forge_moe.families import ExpertLayers
 from forge_train._shared.problems import Problem, ProblemError, invalid, problems_of, show
@@ -21,11 +21,6 @@ from forge_vlm.families import module_name
 
 #: Fields that another parametrization becomes in the standard one.
 _OF_MUP = ("residual_scale", "logits_scale", "attention.scale")
-
-
-def section_from_hf(hf: Mapping[str, Any]) -> BuiltInModelConfig:
-    """[model] of a `config.json` as a dict; ValueError with a line for each key that cannot be held."""
-    return section_of(find_family(hf).configs_from_hf(hf))
 
 
 def section_of(configs: Mapping[str, Any]) -> BuiltInModelConfig:

@@ -1,7 +1,14 @@
 """Families of Hugging Face: the key maps of the installed packages, joined by `model_type`.
 
 A package describes one part of models by an entry point of the group `forge.hf_families`. Its name is the part: "decoder",
-"experts" (of its mixtures) or "vision" (a model with images, decoder included); its object maps `model_type` to a `KeyMap`.
+"experts" (of its mixtures) or "vision" (a model with images, decoder included). Its object is {model_type: map}, and a map
+has three methods, of which the first two raise ValueError with a problem for each key without an equivalent:
+
+    config_from_hf(hf) -> config         the config of the part, from a `config.json` as a dict
+    config_to_hf(config) -> dict         the keys of `config.json`
+    rows_of(config) -> rows              of its tensors
+
+Patterns of tensors in its folders that are no part of the model may stand in its `beside`.
 
     family = find_family(read_json("Qwen3-30B-A3B/config.json"))    # parts: decoder of forge_core, experts of forge_moe
     family = fitting_family({"decoder": TransformerConfig(...)})    # llama
@@ -9,11 +16,11 @@ A package describes one part of models by an entry point of the group `forge.hf_
 Only imports and exports read the group.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from forge_ckpt._shared.problems import (
     Problem,
@@ -30,27 +37,7 @@ _FAR = {"mixer": 4, "experts": 3, "norm": 2, "block": 2, "feed_forward": 2}
 _BY_HAND = "write rows of your own and use forge_ckpt.hf.save_hf"
 
 
-class KeyMap(Protocol):
-    """How Hugging Face describes one part of a model. ValueError with a problem for each key without an equivalent.
-
-    `beside` may hold patterns of tensors in its folders that are no part of the model.
-    """
-
-    def config_from_hf(self, hf: Mapping[str, Any], /) -> Any:
-        """The config of the part, from a `config.json` as a dict."""
-        ...
-
-    def config_to_hf(self, config: Any, /) -> dict[str, Any]:
-        """The keys of `config.json`."""
-        ...
-
-    def rows_of(self, config: Any, /) -> Sequence[Row]:
-        """The rows of its tensors."""
-        ...
-
-
-@dataclass(frozen=True)
-class HFFamily:
+class HFFamily(NamedTuple):
     """All maps of one `model_type`, by part. `configs` are those of a model: {"decoder": ..., "experts": ...}."""
 
     name: str
@@ -67,36 +54,31 @@ class HFFamily:
 
     def configs_to_hf(self, configs: Mapping[str, Any]) -> dict[str, Any]:
         """The keys of `config.json`; ValueError with a problem, as `decoder.norm`, for each option that it cannot hold."""
-        written, misfits = self._write(configs)
+        written: dict[str, Any] = {}
+        rule = "is a part of only one of the model and this family"
+        alone = sorted(self.parts.keys() ^ configs.keys())
+        misfits = [Problem(name, "family", ..., rule) for name in alone]
+        for name in [name for name in self.parts if name in configs]:
+            try:
+                written |= self.parts[name].config_to_hf(configs[name])
+            except ValueError as error:
+                found = problems_of(error)
+                misfits += [Problem(f"{name}.{p.key}", p.code, p.value, p.rule) for p in found]
         raise_problems(self.name, misfits)
         return written
 
     def rows_of(self, configs: Mapping[str, Any]) -> tuple[Row, ...]:
         """The rows of all tensors of a model."""
-        return tuple(
-            row for name, part in self.parts.items() for row in part.rows_of(configs[name])
-        )
+        parts = self.parts.items()
+        return tuple(row for name, part in parts for row in part.rows_of(configs[name]))
 
-    def misfits(self, configs: Mapping[str, Any]) -> list[Problem]:
+    def misfits(self, configs: Mapping[str, Any]) -> tuple[Problem, ...]:
         """A problem, without a fix, for each option of a model that the family cannot hold."""
-        return self._write(configs)[1]
-
-    def _write(self, configs: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-        written: dict[str, Any] = {}
-        misfits = [
-            Problem(
-                name, "family", ..., f"is {'' if name in self.parts else 'no '}part of this family"
-            )
-            for name in sorted(self.parts.keys() ^ configs.keys())
-        ]
-        for name in [name for name in self.parts if name in configs]:
-            try:
-                written |= self.parts[name].config_to_hf(configs[name])
-            except ValueError as error:
-                misfits += [
-                    Problem(f"{name}.{p.key}", p.code, p.value, p.rule) for p in problems_of(error)
-                ]
-        return written, misfits
+        try:
+            self.configs_to_hf(configs)
+        except ValueError as error:
+            return problems_of(error)
+        return ()
 
 
 @cache

@@ -59,16 +59,13 @@ class HFFolder:
                 raise invalid("weight_map", "name", file[:80], rule, AGAIN, where=index)
             found = read_header(self.path / file)
             listed = {name for name, other in table.items() if other == file}
-            lost = {n for n in listed - found.keys() if not self._may_lack(n)}
+            lost = {n for n in listed - found.keys() if not matches(n, self._optional)}
             if wrong := lost | (found.keys() - listed):
                 name = min(wrong)
                 here = "file" if name in found else "index"
                 rule = f"must be in {file} and in the index, and is only in the {here}"
                 raise invalid("weight_map", "mismatch", name[:80], rule, AGAIN, where=index)
             self.entries |= found
-
-    def _may_lack(self, name: str) -> bool:
-        return any(fnmatchcase(name, pattern) for pattern in self._optional)
 
     def meta(self) -> dict[str, Tensor]:
         """Every tensor by name on the meta device: shapes and dtypes."""
@@ -103,3 +100,8 @@ class HFFolder:
             b.seek(other.start)
             sizes = (min(_BLOCK, one.length - done) for done in range(0, one.length, _BLOCK))
             return all(a.read(size) == b.read(size) for size in sizes)
+
+
+def matches(name: str, patterns: Sequence[str]) -> bool:
+    """Whether one of the patterns of fnmatch is that of the name."""
+    return any(fnmatchcase(name, pattern) for pattern in patterns)

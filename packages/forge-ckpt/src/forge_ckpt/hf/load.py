@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from forge_ckpt._shared.problems import Problem, ProblemError, raise_problems
 from forge_ckpt.errors import restated
-from forge_ckpt.hf.folder import HFFolder
+from forge_ckpt.hf.folder import HFFolder, matches
 from forge_ckpt.hf.rows import Row, check_rows
 from forge_ckpt.hf.stream import assemble, to_forge
 from forge_ckpt.wrapped import unwrap
@@ -129,8 +128,3 @@ def fill_tensor(name: str, target: Tensor, whole: Tensor) -> None:
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
             source = source.narrow(dim, start, length)
         unwrap(planner.resolve_tensor(item)).copy_(source)
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether one of the patterns of fnmatch is that of the name."""
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

@@ -60,10 +60,10 @@ FAMILIES = {
 }
 
 
-def find_family(hf: Mapping[str, Any]) -> Family:
+def find_family(hf: Mapping[str, Any], families: Mapping[str, Family] = FAMILIES) -> Family:
     """The family of a `config.json` as a dict, by its model_type; ValueError for one that is not held."""
     name = hf.get("model_type")
-    if isinstance(name, str) and name in FAMILIES:
-        return FAMILIES[name]
-    fix = f"use one of {', '.join(FAMILIES)}"
+    if isinstance(name, str) and name in families:
+        return families[name]
+    fix = f"use one of {', '.join(families)}"
     raise invalid("model_type", "unknown", name, "cannot be held", fix)

@@ -6,8 +6,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import forge_core.families
 from forge_core.families import Family
-from forge_vlm._shared.problems import invalid
 from forge_vlm.families.chameleon import CHAMELEON
 from forge_vlm.families.internvl import INTERNVL
 from forge_vlm.families.llava import LLAVA
@@ -38,8 +38,4 @@ FAMILIES = {
 
 def find_family(hf: Mapping[str, Any]) -> Family:
     """The family of a `config.json` as a dict, by its model_type; ValueError for one that is not held."""
-    name = hf.get("model_type")
-    if isinstance(name, str) and name in FAMILIES:
-        return FAMILIES[name]
-    rule = "is not a vision-language family of this package"
-    raise invalid("model_type", "unknown", name, rule, f"use one of {', '.join(FAMILIES)}")
+    return forge_core.families.find_family(hf, FAMILIES)

@@ -16,12 +16,8 @@ LENGTHS = (17, 64)
 _TILED = ("idefics3", "smolvlm")
 
 
-class Inputs(NamedTuple):
-    """Tokens (2, S), and keywords of Forge's model and of transformers'."""
-
-    tokens: Tensor
-    ours: dict[str, Any]
-    theirs: dict[str, Any]
+#: Tokens (2, S), and keywords of Forge's model and of transformers'.
+Inputs = tuple[Tensor, dict[str, Any], dict[str, Any]]
 
 
 class _Media(NamedTuple):
@@ -46,7 +42,7 @@ def inputs_of(model: Any, config: TransformerConfig, theirs: Any) -> list[Inputs
         return torch.where(torch.isin(tokens, places), text, tokens)
 
     lengths = sorted({min(length, config.max_seq_len) for length in LENGTHS})
-    found = [Inputs(tokens_of(length), {}, {}) for length in lengths]
+    found: list[Inputs] = [(tokens_of(length), {}, {}) for length in lengths]
     if images:
         media = _media_of(model, theirs, {name: m.first_id for name, m in images.items()}, draw)
         longest = media.front + max(sum(n + 1 for _, n in row) for row in media.runs)
@@ -59,7 +55,7 @@ def inputs_of(model: Any, config: TransformerConfig, theirs: Any) -> list[Inputs
             for place, count in runs:
                 row[start : start + count] = place
                 start += count + 1  # a token of text between them
-        found.append(Inputs(tokens, media.ours, media.theirs(tokens)))
+        found.append((tokens, media.ours, media.theirs(tokens)))
     return found
 
 
