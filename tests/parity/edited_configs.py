@@ -18,13 +18,10 @@ import transformers
 from torch import Tensor
 
 from forge_ckpt.hf import find_family
-from forge_core import initialise
 from forge_core.families import FAMILIES
-from forge_parallel import materialise
 from forge_train import ConfigError
 from forge_train.hf.families import section_of
 from forge_train.hf.folder import read_model
-from forge_train.trainer.build import build_model
 
 Keys = dict[str, Any]
 GONE: Any = ...  # of a key that the edited file leaves out
@@ -281,11 +278,8 @@ def outcome(family: str, keys: Keys, folder: Path) -> str:
         return "transformers rejects"
     reference.save_pretrained(folder)
     file.write_text(json.dumps(hf))
-    found = read_model(folder)
-    model = materialise(build_model(found.section, 0), torch.device("cpu")).eval()
-    initialise(model, 0)
     try:
-        found.load(model)
+        model = read_model(folder).build()
     except ConfigError:  # tensors do not fit
         if keys.keys() & _EXPERTS:  # which of both was edited is seen there only
             return "rejected"
