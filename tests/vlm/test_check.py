@@ -14,8 +14,9 @@ from tests.vlm.qwen3_vl_folder import save as save_qwen3_vl
 from forge_ckpt.hf.compare import BOUND
 from forge_testing.problems import ANY, rejects
 from forge_train.errors import JobError
+from forge_train.hf.exporting import export_run
 from forge_train.hf.folder import read_model
-from forge_train.hf.importing import check_logits
+from forge_train.hf.importing import check_logits, import_folder
 
 pytestmark = pytest.mark.lane("test")
 
@@ -103,3 +104,13 @@ def test_F137_a_check_sees_each_part_of_an_encoder(name: str, tmp_path: Path) ->
             check_logits(model, found)
         assert caught.value.problems[0].value > BOUND
         changed.copy_(before)
+
+
+def test_a_model_with_ids_after_its_vocabulary_goes_in_and_out(tmp_path: Path) -> None:
+    """An export of Llama 3.2 Vision raised an error for the id of its images."""
+    save_mllama(tmp_path / "hf")
+    import_folder(tmp_path / "hf", tmp_path / "run", check=False)
+    export_run(tmp_path / "run", tmp_path / "out")
+    before, after = (dict(read_model(tmp_path / name).tensors()) for name in ("hf", "out"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())

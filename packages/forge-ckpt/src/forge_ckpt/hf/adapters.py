@@ -20,7 +20,7 @@ _SNAPSHOT = re.compile(r".*/models--([^/]+)/snapshots/([0-9a-f]{40})/?")
 
 
 class MergedTensors:
-    """The whole weights of a checkpoint with its adapters added, one tensor at a time, as `save_hf` reads them.
+    """The full weights of a checkpoint with its adapters added, one tensor at a time, as `save_hf` reads them.
 
         with MergedTensors(step, base, config.alpha / config.rank) as tensors:
             save_hf("out", rows, tensors)
@@ -41,6 +41,7 @@ class MergedTensors:
         except BaseException:
             self._opened.close()
             raise
+
         saved, self._frozen = self._checkpoint.below("model"), self._base.below("model")
         self._factors = [name for name in saved if name.rpartition(".")[2] in FACTORS]
         self.layers = [n.rpartition(".")[0] for n in self._factors if n.endswith(f".{FACTORS[0]}")]
@@ -82,16 +83,19 @@ def peft_files(
     base: str | None,
     module: Callable[[str], str],
 ) -> tuple[dict[str, bytes], list[Row]]:
-    """(files, rows) of a folder that peft loads onto the base model: what is beside the matrices, and their names.
+    """(files, rows) of a folder that peft loads onto the base model: files next to the matrices, and names of the matrices.
 
-    `base` names that model, if it is known: a folder, of which one in the hub's cache becomes a name and a revision; `module` says what it calls a tensor of the family's files. Raises ValueError for an adapter of a layer whose weight is a part of
-    another tensor in the family.
+    base: the folder of that model, if it is known; one in the hub's cache becomes a name and a revision.
+    module: the name in the model of a tensor of the family's files.
+
+    Raises ValueError for a layer whose weight is a slice of another tensor in the family.
     """
     there = {layer: hf_name(rows, f"{layer}.weight") for layer in sorted(tensors.layers)}
     fused = [layer for layer, name in there.items() if name is None]
     if fused:
         rule = "have no weight of their own in the family: they are parts of fused tensors"
         raise invalid("", "fused", fused[:3], rule, "write the merged model")
+
     targets = {layer: module(str(name)).removesuffix(".weight") for layer, name in there.items()}
     cached = _SNAPSHOT.fullmatch(base or "")
     settings: dict[str, Any] = {
@@ -107,6 +111,7 @@ def peft_files(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
+
     text = json.dumps(settings, indent=2, sort_keys=True) + "\n"
     names: list[Row] = [
         (f"base_model.model.{target}.lora_{letter}.weight", f"{layer}.{factor}", ())

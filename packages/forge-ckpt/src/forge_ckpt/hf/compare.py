@@ -40,13 +40,13 @@ def why_not_compared(tensors: Iterable[Tensor]) -> str | None:
 def _free_memory() -> float:
     """Bytes that the machine has left, or the container may use; no limit where neither is known."""
     free = math.inf
-    for path, line, unit in (
+    for path, line, scale in (
         ("/proc/meminfo", r"MemAvailable:\s+(\d+)", 1024),
         ("/sys/fs/cgroup/memory.max", r"(\d+)", 1),
     ):
         with contextlib.suppress(OSError):
             if found := re.search(line, Path(path).read_text()):
-                free = min(free, int(found[1]) * unit)
+                free = min(free, int(found[1]) * scale)
     return free
 
 
@@ -78,6 +78,7 @@ def compare_logits(
     except (ValueError, OSError, RuntimeError, KeyError) as error:
         rule = f"cannot be loaded by transformers: {error}"
         raise invalid("", "unsupported", str(folder), rule) from error
+
     difference, largest, sizes = 0.0, 1e-30, []
     for tokens, ours, given in inputs(theirs):
         wanted = theirs(tokens, **given).logits
@@ -87,6 +88,7 @@ def compare_logits(
         difference = float(torch.maximum(found, torch.tensor(difference)))
         largest = max(float(wanted[shown].abs().max()), largest)
         sizes.append(f"{' x '.join(map(str, tokens.shape))} tokens{' with images' * bool(ours)}")
+
     relative = difference / largest
     line = (
         f"check: largest difference of logits {difference:.2e}, {relative:.2e} of the largest "

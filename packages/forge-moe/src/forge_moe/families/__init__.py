@@ -33,5 +33,5 @@ FAMILIES = {
     family.name: family
     for family in (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, DEEPSEEK_V3, GLM4_MOE, GPT_OSS)
 }
-#: The mixtures of whole models, for `forge_ckpt.hf`.
+#: All of them as `forge_ckpt.hf` reads them: the mixtures of a model and their layers.
 LAYERS = {name: LayersFamily(block) for name, block in FAMILIES.items()}
