@@ -78,7 +78,8 @@ def export_run(
     the weights.
     """
     paths, checkpoint = _find(source, step)
-    run, about = _read_run(paths), {"format": 1, "step": int(checkpoint.absolute().name[5:])}
+    run = _read_run(paths)
+    about: dict[str, Any] = {"format": 1, "step": int(checkpoint.absolute().name[5:])}
     section, lora = run.section, run.lora
     if adapter:
         _require_adapters(run, check)

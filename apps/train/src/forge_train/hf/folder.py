@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import forge_ckpt.hf
-from forge_ckpt.hf import HFTensors, notes_of, read_json, read_processor
+from forge_ckpt.hf import HFTensors, read_json, read_processor
 from forge_core import initialise
 from forge_data.tokenizer_files import TOKENIZER_FILES
 from forge_parallel import materialise
@@ -25,7 +25,7 @@ from forge_train.hf.families import section_of
 from forge_train.trainer.build import build_model
 from forge_vlm.vision import processor_pixels
 
-__all__ = ["SIDECAR", "HFModel", "notes_of", "read_model"]
+__all__ = ["SIDECAR", "HFModel", "read_model"]
 
 SIDECAR = "forge.json"
 

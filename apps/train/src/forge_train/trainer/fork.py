@@ -20,7 +20,7 @@ from forge_ckpt import (
     load_weights,
     match_weights,
 )
-from forge_ckpt.hf import fill_tensor
+from forge_ckpt.hf import fill_tensor, notes_of
 from forge_ckpt.weights import first_names
 from forge_core.lora import adapter_names
 from forge_data import InvalidData, Loader
@@ -38,7 +38,7 @@ from forge_train.errors import (
     refuse,
     run_on_all_ranks,
 )
-from forge_train.hf.folder import HFModel, notes_of, read_model
+from forge_train.hf.folder import HFModel, read_model
 from forge_train.run.run import Run
 from forge_train.trainer.begin_tokens import begin_problems
 from forge_train.trainer.checkpoints import Check
