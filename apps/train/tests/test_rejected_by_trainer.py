@@ -33,9 +33,8 @@ from forge_train.trainer import (
     objective,
 )
 from forge_train.trainer.begin_tokens import run_layers
-from forge_train.trainer.checkpoints import Checkpoints, base_problems
+from forge_train.trainer.checkpoints import Checkpoints, base_problems, store_errors
 from forge_train.trainer.run_directory import RunDirectory
-from forge_train.trainer.store_errors import store_errors
 
 pytestmark = pytest.mark.lane("test")
 

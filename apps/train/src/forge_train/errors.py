@@ -121,6 +121,12 @@ def problems_under(error: BaseException, table: str) -> list[Problem]:
     return [dataclasses.replace(p.under(table), origin=p.origin or origin) for p in problems_of(error)]  # fmt: skip
 
 
+def problems_at(error: BaseException, origin: object) -> list[Problem]:
+    """The problems of an error, with what gave their values: `origin`, and the file that the error is about."""
+    places = ", ".join(str(place) for place in (origin, getattr(error, "where", "")) if place)
+    return [dataclasses.replace(p, origin=p.origin or places) for p in problems_of(error)]
+
+
 def as_config_error(error: BaseException) -> ConfigError:
     """A ConfigError with the problems of an error, and the file that the error is about."""
     return ConfigError(problems_of(error), getattr(error, "where", ""))

@@ -28,10 +28,9 @@ from forge_train.hf.folder import read_model
 from forge_train.trainer.assemble import shard
 from forge_train.trainer.begin_tokens import run_layers
 from forge_train.trainer.build import build_model
-from forge_train.trainer.checkpoints import base_problems
+from forge_train.trainer.checkpoints import base_problems, store_errors
 from forge_train.trainer.data import run_tokenizer
 from forge_train.trainer.run_directory import RunDirectory
-from forge_train.trainer.store_errors import store_errors
 
 
 def load_job(

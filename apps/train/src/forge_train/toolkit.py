@@ -17,12 +17,11 @@ from forge_train.run.rows import finite
 from forge_train.trainer.assemble import job_compute
 from forge_train.trainer.begin_tokens import begin_texts_as, run_layers
 from forge_train.trainer.build import Course, build_trained
-from forge_train.trainer.checkpoints import IMPORTED
+from forge_train.trainer.checkpoints import IMPORTED, store_errors
 from forge_train.trainer.data import open_held_out, run_tokenizer, tokenizer_of
 from forge_train.trainer.evaluation import Evaluation, prompts_of
 from forge_train.trainer.layout import require_layout
 from forge_train.trainer.run_directory import is_fixed
-from forge_train.trainer.store_errors import store_errors
 
 __all__ = [
     "IMPORTED",

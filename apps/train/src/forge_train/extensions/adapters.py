@@ -15,9 +15,8 @@ from forge_train.config.schema import JobConfig
 from forge_train.errors import StateError
 from forge_train.run.extension import Extension
 from forge_train.run.run import Run
-from forge_train.trainer.checkpoints import base_problems
+from forge_train.trainer.checkpoints import base_problems, store_errors
 from forge_train.trainer.run_directory import RunDirectory
-from forge_train.trainer.store_errors import store_errors
 
 
 class Adapters(Extension):

@@ -34,8 +34,8 @@ from forge_train.hf.families import configs_of, family_of, modules_of
 from forge_train.hf.folder import SIDECAR
 from forge_train.hf.importing import check_folder
 from forge_train.hf.tokenizing import is_talks, tokenizing_of
+from forge_train.trainer.checkpoints import store_errors
 from forge_train.trainer.run_directory import RunDirectory
-from forge_train.trainer.store_errors import store_errors
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Buffers of mixtures: a choice of experts needs its bias in fp32, and counts are of training alone.

@@ -19,9 +19,8 @@ from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, JobError, config_errors
 from forge_train.hf.folder import HFModel, read_model
 from forge_train.trainer.build import build_model
-from forge_train.trainer.checkpoints import IMPORTED
+from forge_train.trainer.checkpoints import IMPORTED, store_errors
 from forge_train.trainer.run_directory import RunDirectory
-from forge_train.trainer.store_errors import store_errors
 from forge_vlm.families.check_inputs import inputs_of
 
 

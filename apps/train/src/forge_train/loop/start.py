@@ -16,9 +16,8 @@ from forge_train.run.extension import Extensions
 from forge_train.run.recorder import Recorder
 from forge_train.run.rows import Progress
 from forge_train.run.run import Run
-from forge_train.trainer.checkpoints import Checkpoints, checkpoint_state
+from forge_train.trainer.checkpoints import Checkpoints, checkpoint_state, store_errors
 from forge_train.trainer.run_directory import RunDirectory
-from forge_train.trainer.store_errors import store_errors
 
 #: Keys, or how they begin, that the learning rate of a step depends on.
 _KEYS_OF_RATES = ("train.steps", "train.tokens", "train.global_batch", "schedule.", "optimizer.lr")

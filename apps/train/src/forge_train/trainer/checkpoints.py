@@ -3,33 +3,63 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from forge_ckpt import RNGState, Store
+from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, RNGState, Store, StoreInUse
 from forge_ckpt.stage_state import InDtypes, NamedState, OptionalObject, StageState, tensor_names
 from forge_core.optim import IdleOptimizer
-from forge_data import Loader
+from forge_data import InvalidData, Loader
 from forge_parallel import Meshes
 from forge_resilience import read_events
 from forge_train._shared.problems import Problem, invalid
 from forge_train._shared.toml_files import read_toml
 from forge_train.config.imported import NAME as MODEL_OF_IMPORT
 from forge_train.config.schema import CheckpointConfig, JobConfig
-from forge_train.errors import ConfigError, JobError, StateError
+from forge_train.errors import ConfigError, DataError, JobError, StateError, problems_at
 from forge_train.run.callback import Callback, state_keys
 from forge_train.run.extension import Extension
 from forge_train.run.run import Run
 from forge_train.trainer.run_directory import RunDirectory
-from forge_train.trainer.store_errors import store_errors
 
 Check = Callable[[int, Mapping[str, Any]], None]
 #: An object of a checkpoint that an import wrote: it has weights, and nothing else of a run's state.
 IMPORTED = "imported"
+#: Errors of a disk that is full.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+@contextlib.contextmanager
+def store_errors(
+    checkpoints: Path, unusable: type[JobError], corrupt: type[JobError] = StateError
+) -> Iterator[None]:
+    """Turn an exception of forge_ckpt into a JobError of one line; `unusable` if disk or values are the cause, but for a
+    disk that is full."""
+    try:
+        yield
+    except StoreInUse as error:
+        folder, rule = str(checkpoints.parent), f"is in use: {error}"
+        raise invalid("run.dir", "in_use", folder, rule, kind=ConfigError) from error
+    except CheckpointMismatch as error:
+        fix = "choose another run.dir, if they are of another job"
+        raise ConfigError([*problems_at(error, checkpoints), fix]) from error
+    except CorruptCheckpoint as error:
+        raise corrupt(problems_at(error, "")) from error
+    except InvalidData as error:  # the checkpoint's data is not the run's
+        raise DataError(problems_at(error, checkpoints)) from error
+    except OSError as error:
+        file = "" if error.filename is None else f" ({error.filename})"
+        kind = JobError if error.errno in _FULL else unusable
+        raise kind([f"{checkpoints}: {error.strerror or error}{file}"]) from error
+    except ValueError as error:
+        kind = JobError if getattr(error.__cause__, "errno", None) in _FULL else unusable
+        raise kind(problems_at(error, checkpoints)) from error
 
 
 def checkpoint_state(run: Run, extensions: Iterable[Extension], names: set[str]) -> dict[str, Any]:

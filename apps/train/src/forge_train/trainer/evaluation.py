@@ -30,13 +30,13 @@ from forge_train.errors import (
     ConfigError,
     DataError,
     config_errors,
+    problems_at,
     problems_under,
     refuse,
     run_on_all_ranks,
 )
 from forge_train.trainer.data import run_tokenizer
 from forge_train.trainer.objective import LOSSES
-from forge_train.trainer.store_errors import problems_at
 from forge_vlm.answers import answer, is_match, question_problems
 from forge_vlm.data import InvalidSample, Prompt, Prompts
 

@@ -35,6 +35,7 @@ from forge_train.errors import (
     DataError,
     JobError,
     StateError,
+    problems_at,
     refuse,
     run_on_all_ranks,
 )
@@ -43,7 +44,6 @@ from forge_train.run.run import Run
 from forge_train.trainer.begin_tokens import begin_problems
 from forge_train.trainer.checkpoints import Check
 from forge_train.trainer.run_directory import RunDirectory, is_fixed
-from forge_train.trainer.store_errors import problems_at
 from forge_vlm.fusion import PARTING
 
 #: The objects of a checkpoint that a run goes on with, beside weights and moments; each callback has one, too.
