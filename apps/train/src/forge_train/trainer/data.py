@@ -162,10 +162,10 @@ def _refuse_without_labels(config: JobConfig, key: str, stream: Stream, rows: in
 
     Streams that are read from front to back are left to the run, and an objective counts for itself.
     """
-    rows = min(rows, len(stream))
-    if config.train.objective is not None or num_shards_of(stream) or not rows:
+    if config.train.objective is not None or num_shards_of(stream):
         return
-    if not has_label(stream, rows):
+    rows = min(rows, len(stream))
+    if rows and not has_label(stream, rows):
         rule = "must have a label: all would be padding, masked or of weight 0"
         fix = "train on answers that fit into data.seq_len, with weights above 0"
         raise invalid(key, "no_labels", f"{rows} sequences", rule, fix, kind=DataError)
