@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_parallel import Meshes, ParallelConfig, make_meshes, parallelize
-from forge_parallel.compute import Compute, evaluate
+from forge_parallel.compute import Compute, evaluate, evaluate_rows
 from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.lane("test")
@@ -103,6 +103,24 @@ def test_F160_an_evaluation_leaves_the_mode_of_each_module_alone() -> None:
     before = [module.training for module in compute.model.modules()]
     evaluate(compute, rows(1).split(2), weight, lambda value: [value])
     assert [module.training for module in compute.model.modules()] == before
+
+
+def test_each_row_has_the_sum_of_its_losses_over_the_ranks_that_share_it() -> None:
+    config = ParallelConfig(device=device().type, precision="fp32")
+    compute = make(make_meshes(config), config)
+    compute.model.train()
+    batch = rows(1)
+
+    def gather(own: list[Any]) -> list[list[Any]]:  # another rank has a part of rows 1 and 2
+        return [own, [1, [1.0, 2.0]]]
+
+    found = evaluate_rows(compute, batch.split(2), 0, gather)
+    weights = batch.weights.double().sum(1).tolist() if batch.weights is not None else []
+    wanted = [by_hand([row]) * w for row, w in zip(batch.split(1), weights, strict=True)]
+    assert found == pytest.approx(
+        [wanted[0], wanted[1] + 1.0, wanted[2] + 2.0, wanted[3]], rel=1e-5
+    )
+    assert compute.model.training
 
 
 def test_F205_no_labels_are_no_loss() -> None:
