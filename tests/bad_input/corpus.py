@@ -41,7 +41,7 @@ class Call(NamedTuple):
 def warm_up() -> None:
     """What a first command line reads, once for all: docstrings of classes, Python's own texts."""
     from forge_data import SourceConfig, open_source
-    from forge_train.config.flags import parse_flags
+    from forge_train.config.structure import structure
 
     with contextlib.suppress(
         ImportError
@@ -49,7 +49,7 @@ def warm_up() -> None:
         importlib.import_module("datasets")
         with tempfile.TemporaryDirectory() as folder:
             conversation("", '{"messages": [{"role": "user", "content": "a"}]}').call(Path(folder))
-    parse_flags({"data": {"sources": {"text": {}}}}, [], "warm", "")
+    structure({"data": {"sources": {"text": {}}}})
     open_source(SourceConfig())
 
 

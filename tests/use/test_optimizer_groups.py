@@ -511,19 +511,17 @@ def test_the_table_of_the_readme_is_one(tmp_path: Path) -> None:
     assert config.train.stages["all"].lr_multipliers == {"tables": 0.1}
 
 
-@pytest.mark.slow
 def test_flags_reach_groups_and_stages(tmp_path: Path) -> None:
-    from forge_train.config.flags import parse_flags
+    from forge_train.config.flags import add_flags
     from forge_train.config.layers import read_layers
 
-    values = read_layers(make_job(tmp_path, PLAN)).values
+    layers = read_layers(make_job(tmp_path, PLAN))
     flags = [
         "--optimizer.groups.head.lr_multiplier",
         "0.25",
         "--train.stages.whole.start_step",
         "5",
     ]
-    assert parse_flags(values, flags, "run", "") == {
-        "optimizer.groups.head.lr_multiplier": 0.25,
-        "train.stages.whole.start_step": 5,
-    }
+    assert add_flags(layers, flags) == []
+    assert layers.at("optimizer.groups.head.lr_multiplier") == 0.25
+    assert layers.at("train.stages.whole.start_step") == 5

@@ -179,7 +179,7 @@ def test_hooks_that_do_not_take_what_they_get_and_other_objects_are_refused(tmp_
 def test_a_flag_reaches_a_table(tmp_path: Path) -> None:
     told = forge_train("explain", write_job(tmp_path, TABLE), "--callbacks.steps.every_steps", "5")
     assert re.search(r"callbacks.steps.every_steps\s+5\s+flag", told.out), told.out + told.err
-    assert "--callbacks.NAME.name" in forge_train("run", "--help", COLUMNS="200").out
+    assert "callbacks.<name>.name" in forge_train("run", "--help", COLUMNS="200").out
 
 
 def digest_of(trainer: Trainer) -> float:

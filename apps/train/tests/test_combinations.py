@@ -327,8 +327,8 @@ def test_arguments_of_a_command(args: list[str], key: str, value: Any, code: str
 def test_a_flag_that_the_parser_rejects_is_printed_as_the_parser_does(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = ["run", str(write_job(tmp_path)), "--train.stepz", "3"]
-    with rejects("--train.stepz", ..., "flag", ConfigError) as caught:
+    args = ["explain", str(write_job(tmp_path)), "--plott", "3"]
+    with rejects("--plott", ..., "flag", ConfigError) as caught:
         run_verb(args)
     printed = capsys.readouterr()
     assert (printed.out, printed.err) == ("", "")

@@ -53,10 +53,9 @@ def test_F79_a_machine_without_gpu_prints_its_first_loss_line(tmp_path: Path) ->
 @pytest.mark.lane("ci")
 def test_F80_help_shows_type_default_and_meaning(tmp_path: Path) -> None:
     shown = forge_train("run", write_job(tmp_path), "--help", COLUMNS="90").out
-    row = shown[shown.index("--train.global_batch INT") :][:200]
+    row = shown[shown.index("  train.global_batch  (int; default 4)") :][:200]
     (item,) = (i for i in dataclasses.fields(TrainConfig) if i.name == "global_batch")
     assert item.metadata["help"][:20] in row
-    assert "(default: 4)" in row, "the file's value is the default"
 
 
 def test_F81_a_bad_configuration_is_found_before_a_process_group(

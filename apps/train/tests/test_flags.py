@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forge_testing.problems import rejects
-from forge_train.config.flags import parse_flags
+from forge_testing.problems import assert_problem, rejects
+from forge_train.command_line import parse_arguments
+from forge_train.config.flags import add_flags
 from forge_train.config.init import find_source
-from forge_train.config.layers import read_layers
+from forge_train.config.layers import Layers, read_layers
 from forge_train.config.schema import RunConfig
+from forge_train.config.structure import structure
 from forge_train.errors import ConfigError
 from forge_train.trainer.run_directory import RunDirectory
 
@@ -22,7 +25,16 @@ FILE = {"data": {"sources": {"text": {"name": "builtin"}}}}
 
 
 def parse(*args: str, values: Any = FILE) -> dict[str, Any]:
-    return parse_flags(values, args, "forge-train run", "")
+    layers = Layers(copy.deepcopy(values))
+    assert add_flags(layers, args) == []
+    assert set(layers.origins.values()) == {"flag"}
+    return {key: layers.at(key) for key in layers.origins}
+
+
+def rejected(*args: str) -> ConfigError:
+    layers = Layers(copy.deepcopy(FILE))
+    add_flags(layers, args)
+    return ConfigError(structure(layers.values)[1])
 
 
 @pytest.mark.parametrize(
@@ -30,9 +42,16 @@ def parse(*args: str, values: Any = FILE) -> dict[str, Any]:
     [
         (["--init.patterns", '["a.*", "!b"]'], {"init.patterns": ["a.*", "!b"]}),
         (['--init.patterns=["a.*"]'], {"init.patterns": ["a.*"]}),
-        (["--init.patterns", "a.*", "!b"], {"init.patterns": ("a.*", "!b")}),
-        (["--init.patterns", "[ab]"], {"init.patterns": ("[ab]",)}),  # of fnmatch
+        (["--init.patterns", "a.*", "!b"], {"init.patterns": ["a.*", "!b"]}),
+        (["--init.patterns", "[ab]"], {"init.patterns": ["[ab]"]}),  # of fnmatch
         (["--init.patterns", "[]"], {"init.patterns": []}),
+        (["--init.patterns"], {"init.patterns": []}),
+        (["--optimizer.betas", "none"], {"optimizer.betas": "none"}),
+        (["--optimizer.betas", "0.9", ".95"], {"optimizer.betas": [0.9, 0.95]}),
+        (
+            ["--data.sources.text.text.ignore_keys", "a", "b"],
+            {"data.sources.text.text.ignore_keys": ["a", "b"]},
+        ),
         (["--optimizer.betas", "[0.9, 0.95]"], {"optimizer.betas": [0.9, 0.95]}),
         (["--slurm.sbatch_options", '["--qos=x"]'], {"slurm.sbatch_options": ["--qos=x"]}),
         (["--sample.prompt", "[1, 2]"], {"sample.prompt": "[1, 2]"}),
@@ -49,11 +68,9 @@ def test_a_list_is_words_or_one_list_of_toml(args: list[str], wanted: dict[str, 
 
 @pytest.mark.parametrize("text", ["[a,b]", "['a', b]"])
 def test_a_list_whose_quotes_the_shell_took_is_no_pattern(text: str) -> None:
-    with rejects("--init.patterns", text, "type", ConfigError):
-        parse("--init.patterns", text)
+    assert_problem(rejected("--init.patterns", text), "init.patterns", text, "type")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("key", "text", "value"),
     [
@@ -67,6 +84,17 @@ def test_a_list_whose_quotes_the_shell_took_is_no_pattern(text: str) -> None:
         ("optimizer.muon.momentum", "0.9", 0.9),
         ("optimizer.ema.decay", "0.9", 0.9),
         ("schedule.wsd.decay_steps", "5", 5),
+        ("train.steps", "007", 7),
+        ("train.steps", "none", "none"),
+        ("train.max_grad_norm", "5.", 5.0),
+        ("parallel.dp_shard", "-1", -1),
+        ("slurm.nodes", "2", 2),
+        ("slurm.nodes", "1-4", "1-4"),
+        ("slurm.time_limit", "01:00:00", "01:00:00"),
+        ("sample.prompt", "5", "5"),
+        ("sample.prompt", '"a"', '"a"'),
+        ("run.dir", "a=b", "a=b"),
+        ("parallel.pp_schedule", "1f1b", "1f1b"),
     ],
 )
 def test_a_flag_needs_no_table_in_the_file(key: str, text: str, value: Any) -> None:
@@ -92,18 +120,44 @@ def test_a_key_of_a_free_table_is_a_flag(key: str, text: str, value: Any) -> Non
 
 
 def test_a_free_table_itself_is_none() -> None:
-    with rejects("--optimizer.options", "1", "table", ConfigError):
-        parse("--optimizer.options", "1")
+    assert_problem(rejected("--optimizer.options", "1"), "optimizer.options", 1, "table")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "flag", ["--callbacks.mine.nam", "--callbacks.0.name", "--callbacks.class.name", "--init.pat"]
+    ("flag", "text", "key", "value", "code"),
+    [
+        ("--callbacks.mine.nam", "a", "callbacks.mine.nam", ..., "unknown_key"),
+        ("--init.pat", '["a"]', "init.pat", ..., "unknown_key"),
+        ("--trian.steps", "3", "trian", ..., "unknown_key"),
+        ("--callbacks.0.name", "a", "callbacks", "0", "name"),
+        ("--callbacks.class.name", "a", "callbacks", "class", "name"),
+        ("--train.global_batch", "none", "train.global_batch", "none", "type"),
+        ("--train.global_batch", "1.9", "train.global_batch", 1.9, "type"),
+        ("--metrics.tensorboard", "True", "metrics.tensorboard", "True", "type"),
+        ("--optimizer.betas", "0.9", "optimizer.betas", [0.9], "length"),
+        ("--optimizer.muon", "3", "optimizer.muon", 3, "table"),
+    ],
 )
-def test_unknown_flags_stay_unknown(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match=r"^2$"):
-        parse(flag, '["a"]')
-    assert flag.rpartition(".")[0] in capsys.readouterr().err
+def test_a_flag_is_rejected_as_the_key_of_a_file(
+    flag: str, text: str, key: str, value: Any, code: str
+) -> None:
+    assert_problem(rejected(flag, text), key, value, code)
+
+
+@pytest.mark.parametrize("args", [["--train.steps"], ["--train.steps", "--run.dir", "a"]])
+def test_a_flag_has_a_value(args: list[str]) -> None:
+    with rejects("train.steps", ..., "missing", ConfigError):
+        parse(*args)
+
+
+def test_the_types_of_keys_follow_a_model_that_a_flag_names() -> None:
+    wanted = {"model.name": "lab:build", "model.args.width": 5}
+    assert parse("--model.name", "lab:build", "--model.args.width", "5") == wanted
+
+
+def test_arguments_of_no_key_are_left() -> None:
+    args = ["--train.steps", "3", "4", "--plot=a.b", "--run.dir=c", "-h"]
+    assert add_flags(Layers(), args) == ["4", "--plot=a.b", "-h"]
 
 
 @dataclass(frozen=True)
@@ -113,8 +167,9 @@ class Own:
 
 def test_F149_paths_of_flags_begin_at_home_and_texts_do_not(monkeypatch) -> None:
     monkeypatch.setenv("HOME", "/home/ada")
-    flags = parse_flags(FILE, ["--output=~/[a]", "--sample.prompt=~/x"], "forge-train run", "", Own)
-    assert flags == {"output": Path("/home/ada/[a]"), "sample.prompt": "~/x"}
+    rest = add_flags(layers := Layers(), ["--output=~/[a]", "--sample.prompt=~/x"])
+    assert parse_arguments(Own, rest, "run", "") == Own(Path("/home/ada/[a]"))
+    assert layers.values == {"sample": {"prompt": "~/x"}}
 
 
 def test_F149_paths_of_keys_begin_at_home(tmp_path, monkeypatch) -> None:

@@ -99,9 +99,3 @@ def test_a_chain_of_files_has_an_end(tmp_path: Path) -> None:
     path = write(tmp_path, **{f"f{i}": f'extends = "f{i + 1}.toml"' for i in range(20)})
     with rejects("extends", ..., "depth", ConfigError, where=path):
         read_layers(path)
-
-
-@pytest.mark.parametrize("name", ["my-text", "class"])
-def test_the_name_of_a_table_can_be_part_of_a_flag(tmp_path: Path, name: str) -> None:
-    with rejects("data.sources", name, "name", ConfigError):
-        read_layers(write(tmp_path, a=f'[data.sources."{name}"]\nname = "builtin"'))

@@ -162,6 +162,8 @@ RULES: list[tuple[str, dict[str, Any], str, Any, str]] = [
     ("callbacks", {"mine": {"name": "a:b", "every_steps": 0}}, "mine.every_steps", 0, "range"),
     ("callbacks", {"mine": {"name": 1}}, "mine.name", 1, "type"),
     ("callbacks", {"mine": {}}, "mine.name", ..., "missing"),
+    ("data", {"sources": {"my-text": {"name": "builtin"}}}, "sources", "my-text", "name"),
+    ("data", {"sources": {"class": {"name": "builtin"}}}, "sources", "class", "name"),
 ]
 
 

@@ -11,7 +11,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import tyro
 from rich.console import Console
@@ -24,7 +24,6 @@ from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid
 from forge_train.command_line import (
     call_verb,
-    flag_errors,
     parse_arguments,
     take_nproc,
     with_new_names,
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from forge_train.config.layers import Layers
     from forge_train.config.resolve import ResolvedJob
 
-Flags = TypeVar("Flags")
 #: Verbs of forge-lab, which mounts them.
 OF_LAB = ("generate", "eval", "extract", "report", "goodput", "replay", "bisect", "sweep", "study")
 #: Verbs that join a process group under a launcher.
@@ -163,6 +161,11 @@ def _supervise(job: ResolvedJob, args: list[str], nproc: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
+class NoFlags:
+    """No flags beside the keys of the configuration."""
+
+
+@dataclasses.dataclass(frozen=True)
 class ExplainFlags:
     """The flags of `explain`, beside the keys of the configuration."""
 
@@ -189,7 +192,7 @@ def explain(args: list[str]) -> int:
 
     nproc, rest = take_nproc(args)
     layers, flags = _layers(rest, "explain", explain.__doc__ or "", ExplainFlags)
-    picture = None if flags["plot"] is None else user_path(flags["plot"])
+    picture = None if flags.plot is None else user_path(flags.plot)
     if picture is not None:
         from forge_train.report.planned import check_picture, draw, planned
 
@@ -211,7 +214,7 @@ def explain(args: list[str]) -> int:
         plan = planned(job.config)
         draw(plan, picture)
         lines.append(f"learning rates and batch over {plan.steps[-1]} steps: {picture}")
-    if flags["parameters"]:
+    if flags.parameters:
         from forge_train.report.planned import parameter_lines
 
         lines += parameter_lines(job.config)
@@ -240,7 +243,7 @@ def plan(args: list[str]) -> int:
     from forge_train.plan import PlanFlags, show_plan
 
     layers, flags = _layers(args, "plan", plan.__doc__ or "", PlanFlags)
-    show_plan(resolve(layers, with_data=False).config, PlanFlags(**flags))
+    show_plan(resolve(layers, with_data=False).config, flags)
     return ExitCode.DONE
 
 
@@ -254,7 +257,7 @@ def slurm(args: list[str]) -> int:
 
     args = with_new_names(args, "slurm", {"--print": "--dry_run"})
     layers, flags = _layers(args, "slurm", slurm.__doc__ or "", SlurmFlags)
-    return run_slurm(layers, SlurmFlags(**flags))
+    return run_slurm(layers, flags)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -333,37 +336,30 @@ def _job(args: list[str], verb: str, description: str) -> ResolvedJob:
 
 
 def _layers(
-    args: list[str], verb: str, description: str, own: type | None = None
-) -> tuple[Layers, dict[str, Any]]:
-    """The file with the flags laid over it, and the flags of the verb: those of the dataclass `own`."""
-    from forge_train.config.layers import NAMED_TABLES, Layers, read_layers
+    args: list[str], verb: str, description: str, own: type = NoFlags
+) -> tuple[Layers, Any]:
+    """The file with the flags laid over it, and the flags of the verb."""
+    from forge_train.config.layers import Layers, read_layers
 
-    config = _positional(args)
-    wants_help = {"-h", "--help"} & set(args)
-    if config is None and not wants_help:
+    config = args[0] if args and not args[0].startswith("-") else None
+    if config is None and not {"-h", "--help"} & set(args):
         rule, fix = "must name a TOML file", f"write forge-train {verb} CONFIG.toml"
         raise invalid("CONFIG", "missing", ..., rule, fix, kind=ConfigError)
     layers = Layers() if config is None else read_layers(config)
-    flags = [arg for arg in args if arg is not config]
-    if not flags and own is None:  # a parser of all keys takes a second
-        return layers, {}
-    # imports torch, which takes seconds: a file that cannot be read is refused before
-    from forge_train.config.flags import parse_flags
+    rest = args if config is None else args[1:]
+    if any("." in arg for arg in rest):
+        # imports torch, which takes seconds: a file that cannot be read is refused before
+        from forge_train.config.flags import add_flags
 
-    for table, (key, value) in NAMED_TABLES.items() if wants_help else ():
-        if layers.at(table) is None:
-            layers.set(f"{table}.NAME.{key}", value, "example")
-    prog = f"forge-train {verb} CONFIG.toml"
-    with flag_errors():
-        parsed = parse_flags(layers.values, flags, prog, description, own)
-    for key in [key for key in parsed if "." in key]:
-        layers.set(key, parsed.pop(key), "flag")
-    return layers, parsed
+        rest = add_flags(layers, rest)
+    try:
+        return layers, parse_arguments(own, rest, f"{verb} CONFIG.toml", description)
+    except SystemExit:  # after help
+        from forge_train.config.describe import print_keys
 
-
-def _positional(args: Sequence[str]) -> str | None:
-    """CONFIG, which comes before the first flag."""
-    return args[0] if args and not args[0].startswith("-") else None
+        print("keys of CONFIG.toml, each also a flag: --KEY VALUE\n")
+        print_keys("", Console(), layers.values)
+        raise
 
 
 def _help() -> int:

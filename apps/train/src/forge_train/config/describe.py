@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,6 +18,7 @@ from forge_data.packing_plan import plan_rows
 from forge_data.phases import phase_segments
 from forge_data.tokenizer import describe_ends
 from forge_train._shared.problems import invalid
+from forge_train._shared.toml_files import flatten
 from forge_train.config.resolve import ResolvedJob
 from forge_train.config.structure import (
     BUILT_IN_MODELS,
@@ -50,16 +51,20 @@ def key_rows() -> Iterator[KeyRow]:
                 yield KeyRow(key, type_name(kind), _default(item), item.metadata.get("help", ""))
 
 
-def print_keys(prefix: str, console: Console) -> int:
-    """Print the keys that begin with `prefix`, for an exit code of 0. ConfigError if there are none."""
+def print_keys(prefix: str, console: Console, values: Mapping[str, Any] | None = None) -> int:
+    """Print the keys that begin with `prefix`, for an exit code of 0; the default of a key in `values` is that value.
+
+    ConfigError if there are none.
+    """
+    given = {key: _show(value) for key, value in flatten(values or {})}
     found = [one for one in key_rows() if one.key.startswith(prefix)]
     if not found:
         fix = "give the beginning of a key, such as model."
         raise invalid("PREFIX", "unknown", prefix, "begins no key", fix, kind=ConfigError)
     for one in found:
-        console.print(
-            f"  {one.key}  ({one.type}; default {one.default})", highlight=False, markup=False
-        )
+        default = given.get(one.key, one.default)
+        about = f"  {one.key}  ({one.type}; default {default})"
+        console.print(about, highlight=False, markup=False)
         console.print(Padding(one.meaning, (0, 0, 0, 6)), highlight=False, markup=False)
     return 0
 

@@ -2,33 +2,19 @@
 
 from __future__ import annotations
 
-import keyword
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from forge_train._shared.paths import user_path
-from forge_train._shared.problems import Problem, invalid, problems_of
+from forge_train._shared.problems import invalid, problems_of
 from forge_train._shared.toml_files import flatten, read_toml
-from forge_train.errors import ConfigError, refuse
+from forge_train.errors import ConfigError
 
 LENGTH_KEYS = ("steps", "tokens", "tokens_per_parameter")
 #: Keys of which a file or flag that sets one unsets the others of earlier layers.
 ONE_OF = (tuple(f"train.{key}" for key in LENGTH_KEYS),)
-#: Tables whose keys are names of the user's choice, and a key of an entry as help shows it.
-NAMED_TABLES: dict[str, tuple[str, Any]] = {
-    "data.sources": ("name", "builtin"),
-    "data.phases": ("start_tokens", 10_000_000),
-    "optimizer.groups": ("patterns", ["*"]),
-    "train.stages": ("start_step", 1),
-    "model.layer_types": ("window", 512),
-    "model.modalities": ("first_id", 32000),
-    "eval.sets": ("sequences", 64),
-    "eval.choices": ("path", "questions.jsonl"),
-    "metrics.sinks": ("name", "tensorboard"),
-    "callbacks": ("name", "my_lab.hooks:Mine"),
-}
 #: Names that have one table of options, which stays when one takes the other's place.
 _ONE_TABLE = {"model.vision.name": ("vit", "packed_vit")}
 _MAX_FILES = 16
@@ -133,20 +119,7 @@ def read_layers(path: str | Path) -> Layers:
     layers, path = Layers(), user_path(path)
     for file, table in reversed(list(_chain(path))):
         layers.add(table, str(file) if file == path else f"base {file}")
-    _check_names(layers)
     return layers
-
-
-def _check_names(layers: Layers) -> None:
-    """ConfigError for names of tables that cannot be part of a flag, `--data.sources.NAME.path`."""
-    rule = "must be letters, digits and underscores"
-    tables = {key: table for key in NAMED_TABLES if isinstance(table := layers.at(key), dict)}
-    refuse(
-        Problem(key, "name", name, rule, "rename it")
-        for key, table in tables.items()
-        for name in table
-        if not name.isidentifier() or keyword.iskeyword(name)
-    )
 
 
 def _chain(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:

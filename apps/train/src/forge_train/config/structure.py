@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import keyword
 import math
 import operator
 import types
@@ -61,15 +62,6 @@ def structure_table(table: Any, kind: Any, name: str) -> tuple[Any, list[Problem
 def _not_a_table(value: Any, key: str) -> Iterator[Problem]:
     if not isinstance(value, dict):
         yield Problem(key, "table", value, "must be a table", f"write [{key}] and its keys")
-
-
-def fits(value: Any, kind: Any) -> bool:
-    """True when a raw value can become a `kind`."""
-    try:
-        _CONVERTER.structure(value, kind)
-    except Exception:
-        return False
-    return True
 
 
 def section_types(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,6 +127,8 @@ def _known_part(table: Any, kind: Any, key: str, problems: list[Problem]) -> Any
         problems += found
         return _DROPPED
     if is_free:
+        if cls is not None:
+            problems += _names_of_tables(table, key)
         hints = dict.fromkeys(table, cls or Any)
     else:
         hints = {key_of(name): kind for name, kind in get_type_hints(cls).items()}
@@ -146,6 +140,14 @@ def _known_part(table: Any, kind: Any, key: str, problems: list[Problem]) -> Any
         if name in hints
     }
     return {name: value for name, value in kept.items() if value is not _DROPPED}
+
+
+def _names_of_tables(table: Mapping[str, Any], key: str) -> Iterator[Problem]:
+    """Problems of names that cannot be part of a flag, `--data.sources.NAME.path`."""
+    rule = "must be letters, digits and underscores"
+    for name in table:
+        if not name.isidentifier() or keyword.iskeyword(name):
+            yield Problem(key, "name", name, rule, "rename it")
 
 
 _DROPPED = object()  # a value that is not the table that it must be
@@ -234,10 +236,11 @@ def _number_or_text(value: Any, kind: Any) -> Any:
 
 
 def _is_optional(kind: Any) -> bool:
-    return _is_union(kind) and type(None) in get_args(kind)
+    return is_union(kind) and type(None) in get_args(kind)
 
 
-def _is_union(kind: Any) -> bool:
+def is_union(kind: Any) -> bool:
+    """True for `X | Y`."""
     return get_origin(kind) in (Union, types.UnionType)
 
 
@@ -257,7 +260,7 @@ def _converter() -> cattrs.Converter:
     converter.register_structure_hook_func(_is(Literal), _literal)
     converter.register_structure_hook_func(_is(tuple), _tuple)
     converter.register_structure_hook_func(
-        lambda k: _is_union(k) and set(get_args(k)) == {int, str}, _number_or_text
+        lambda k: is_union(k) and set(get_args(k)) == {int, str}, _number_or_text
     )
     converter.register_structure_hook_func(_is_optional, _optional)
     as_toml = make_dict_structure_fn(InitConfig, converter, from_=override(rename="from"))
