@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,10 +13,8 @@ from forge_train._shared.toml_files import flatten, read_toml
 from forge_train.errors import ConfigError
 
 LENGTH_KEYS = ("steps", "tokens", "tokens_per_parameter")
-#: Keys of which a file or flag that sets one unsets the others of earlier layers.
-ONE_OF = (tuple(f"train.{key}" for key in LENGTH_KEYS),)
-#: Names that have one table of options, which stays when one takes the other's place.
-_ONE_TABLE = {"model.vision.name": ("vit", "packed_vit")}
+#: Encoders that have one table of options.
+_ONE_TABLE = ("vit", "packed_vit")
 _MAX_FILES = 16
 
 
@@ -33,23 +31,9 @@ class Layers:
             self.set(dotted, value, origin)
 
     def set(self, dotted: str, value: Any, origin: str) -> None:
-        """Set one key, and drop those that exclude it."""
-        for group in ONE_OF:
-            if dotted in group:
-                for other in group:
-                    if self.origins.get(other) != origin:
-                        self._drop(other)
-        if dotted == "model.name" and value != self.values.get("model", {}).get(
-            "name", "transformer"
-        ):
-            # another model has other keys: those that earlier layers gave to the old one are dropped
-            for other in [k for k in self.origins if k.startswith("model.")]:
-                if self.origins[other] != origin:
-                    self._drop(other)
-        before = self.at(dotted)
-        alike = _ONE_TABLE.get(dotted, ())
-        if before not in (None, value) and not (before in alike and value in alike):
-            self._drop_options(dotted, origin)
+        """Set one key, and drop what earlier layers gave to the choice that it replaces."""
+        for other in self._replaced_by(dotted, value):
+            self.drop_table(other, kept=origin)
         *parents, last = dotted.split(".")
         table = self.values
         for parent in parents:
@@ -66,10 +50,11 @@ class Layers:
             found = found.get(part) if isinstance(found, dict) else None
         return found
 
-    def drop_table(self, dotted: str) -> None:
-        """Remove a table with all of its keys, as if no layer had it."""
-        for key in [k for k in self.origins if k.startswith(f"{dotted}.")]:
-            self._drop(key)
+    def drop_table(self, dotted: str, kept: str | None = None) -> None:
+        """Remove a key or table, as if no layer had it, but for keys whose origin is `kept`."""
+        for key in [k for k in self.origins if f"{k}.".startswith(f"{dotted}.")]:
+            if self.origins[key] != kept:
+                self._drop(key)
 
     def replace_old_keys(self) -> None:
         """Turn keys of version 0.1 into those of today."""
@@ -86,17 +71,22 @@ class Layers:
                 if f"resilience.nonfinite.{key}" not in self.origins:  # the new key wins
                     self.set(f"resilience.nonfinite.{key}", value, origin)
 
-    def _drop_options(self, dotted: str, origin: str) -> None:
-        """Drop the options that earlier layers gave to another part: each part has its own.
+    def _replaced_by(self, dotted: str, value: Any) -> Sequence[str]:
+        """Keys and tables that mean nothing once a key has a value: other lengths, and options of another choice.
 
-        Those of `x.name = "wsd"` stand in `x.options` or in `x.wsd`, those of `y` in `y_options`.
+        Those of `x.name = "wsd"` are `x.options` and `x.wsd`, those of a key `y` are `y_options`; a model has all of its
+        section.
         """
         section, _, last = dotted.rpartition(".")
-        named = (f"{section}.options.", f"{section}.{self.at(dotted)}.")
-        tables = named if last == "name" else (f"{dotted}_options.",)
-        for key in [k for k in self.origins if f"{k}.".startswith(tables)]:
-            if self.origins[key] != origin:
-                self._drop(key)
+        if section == "train" and last in LENGTH_KEYS:
+            return [f"train.{key}" for key in LENGTH_KEYS if key != last]
+        before = self.at(dotted)
+        if dotted == "model.name":
+            return [] if value == (before or "transformer") else ["model"]
+        if before in (None, value) or (before in _ONE_TABLE and value in _ONE_TABLE):
+            return []
+        named = last == "name"
+        return [f"{section}.options", f"{section}.{before}"] if named else [f"{dotted}_options"]
 
     def _drop(self, dotted: str) -> str:
         """Remove a key, and tables below a section that it leaves empty; the origin of its value."""
