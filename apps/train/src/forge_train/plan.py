@@ -18,7 +18,8 @@ from forge_parallel import plan as planner
 from forge_parallel.plan import Estimate, Hardware, SearchSpace
 from forge_train._shared.problems import Problem, invalid, problems_of
 from forge_train._shared.toml_files import read_text
-from forge_train.config.resolve import ResolvedJob, optimizer_problems
+from forge_train.config.resolve import ResolvedJob
+from forge_train.config.rules import optimizer_problems
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, config_errors, refuse
 from forge_train.trainer.build import build_trained, freeze_groups

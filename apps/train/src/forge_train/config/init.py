@@ -4,80 +4,75 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from forge_train._shared.fields import Checked, field
 from forge_train._shared.paths import user_path
-from forge_train._shared.problems import Problem, invalid, problems_of, raise_problems
+from forge_train._shared.problems import Problem, invalid, problems_of
 from forge_train.config.imported import NAME
-from forge_train.config.ranges import range_problems
-
-
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
 
 
 @dataclass(frozen=True)
-class InitConfig:
+class InitConfig(Checked):
     """Where a run begins: fresh values, or the state of another run, of which it becomes a fork."""
 
-    seed: int | None = _field(None, "seed of initial weights (default: run.seed)")
-    from_: str | None = _field(
+    seed: int | None = field(None, "seed of initial weights (default: run.seed)", (0, 2**63 - 1))
+    from_: str | None = field(
         None,
         "begin with the state of a run (RUN, its newest checkpoint, or RUN@STEP), of one checkpoint, or of a folder of "
         "Hugging Face; read until this run has a checkpoint of its own",
     )
-    keep: tuple[Literal["weights", "optimizer", "cursor"], ...] = _field(
+    keep: tuple[Literal["weights", "optimizer", "cursor"], ...] = field(
         ("weights",),
         "what is taken: weights alone, with the optimizer's moments, or with the cursor too: step, data, random "
         "numbers, callbacks",
     )
-    patterns: tuple[str, ...] = _field(
+    patterns: tuple[str, ...] = field(
         (), "tensors that are taken, as in fnmatch, '!' excludes; the others begin fresh (default: all)"
     )  # fmt: skip
-    encoder: str | None = _field(
+    encoder: str | None = field(
         None,
         "folder of Hugging Face whose weights the encoder of model.vision.transformers begins with (CLIP, SigLIP, or a model "
         "that has one); read until this run has a checkpoint of its own",
     )
-    other_tokenizer: bool = _field(
+    other_tokenizer: bool = field(
         False,
         "weights of a folder of Hugging Face are trained with data of another tokenizer than the folder's",
     )
-    vocab_size: int | None = _field(
+    vocab_size: int | None = field(
         None,
         "rows of embedding and head where tokens were added to the tokenizer of a folder of Hugging Face in from; each row "
         "that the folder lacks begins as the mean of its own",
+        (1, 2**31),
     )
 
-    def __post_init__(self) -> None:
-        raise_problems("", _problems(self))
-
-
-def _problems(c: InitConfig) -> Iterator[Problem]:
-    yield from range_problems(c, 0, 2**63 - 1, "seed")
-    yield from range_problems(c, 1, 2**31, "vocab_size")
-    if c.vocab_size is not None and c.from_ is None:
-        fix = "give from, or set model.vocab_size"
-        yield Problem("vocab_size", "requires", c.vocab_size, "belongs to no source", fix)
-    keep, patterns = list(c.keep), list(c.patterns)
-    given = [key for key in ("keep", "patterns") if getattr(c, key) != getattr(InitConfig, key)]
-    if c.from_ is None and given:
-        fix = f"give from, or leave {given[0]} out"
-        yield Problem(given[0], "requires", list(getattr(c, given[0])), "belongs to no source", fix)
-    if c.from_ is not None and not c.from_.strip("/ "):
-        fix = "use from = 'runs/trunk@1000', or leave it out"
-        yield Problem("from", "missing", c.from_, "must name a run", fix)
-    if len(set(c.keep)) < len(c.keep) or "weights" not in c.keep:
-        rule = "must hold 'weights', and no word twice"
-        yield Problem("keep", "weights", keep, rule, "use keep = ['weights']")
-    elif "cursor" in c.keep and "optimizer" not in c.keep:
-        rule = "continues at the parent's step without its moments"
-        yield Problem("keep", "moments", keep, rule, "add 'optimizer', or leave 'cursor' out")
-    if c.patterns and "optimizer" in c.keep:
-        rule = f"select some of the weights, and keep {keep} takes the moments of all"
-        yield Problem("patterns", "excludes", patterns, rule, "use keep = ['weights']")
+    def _problems(self) -> Iterator[Problem]:
+        if self.vocab_size is not None and self.from_ is None:
+            fix = "give from, or set model.vocab_size"
+            yield Problem("vocab_size", "requires", self.vocab_size, "belongs to no source", fix)
+        keep, patterns = list(self.keep), list(self.patterns)
+        given = [
+            key for key in ("keep", "patterns") if getattr(self, key) != getattr(InitConfig, key)
+        ]
+        if self.from_ is None and given:
+            fix = f"give from, or leave {given[0]} out"
+            yield Problem(
+                given[0], "requires", list(getattr(self, given[0])), "belongs to no source", fix
+            )
+        if self.from_ is not None and not self.from_.strip("/ "):
+            fix = "use from = 'runs/trunk@1000', or leave it out"
+            yield Problem("from", "missing", self.from_, "must name a run", fix)
+        if len(set(self.keep)) < len(self.keep) or "weights" not in self.keep:
+            rule = "must hold 'weights', and no word twice"
+            yield Problem("keep", "weights", keep, rule, "use keep = ['weights']")
+        elif "cursor" in self.keep and "optimizer" not in self.keep:
+            rule = "continues at the parent's step without its moments"
+            yield Problem("keep", "moments", keep, rule, "add 'optimizer', or leave 'cursor' out")
+        if self.patterns and "optimizer" in self.keep:
+            rule = f"select some of the weights, and keep {keep} takes the moments of all"
+            yield Problem("patterns", "excludes", patterns, rule, "use keep = ['weights']")
 
 
 @dataclass(frozen=True)

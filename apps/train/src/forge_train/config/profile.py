@@ -3,38 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from forge_parallel.profile import window_problems
-from forge_train._shared.problems import Problem, raise_problems
-
-
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+from forge_train._shared.fields import Checked, field
+from forge_train._shared.problems import Problem
 
 
 @dataclass(frozen=True)
-class ProfileConfig:
+class ProfileConfig(Checked):
     """A window of steps under torch.profiler, off by default: a trace and a table in <run.dir>/profile."""
 
-    start_step: int = _field(
-        10, "first step of the window; the profiler warms up in the one before"
-    )
-    num_steps: int = _field(0, "steps of the window; 0: no profile")
-    every_steps: int = _field(0, "steps from the beginning of a window to the next; 0: one window")
-    ranks: tuple[int, ...] = _field((0,), "ranks that profile; each writes files of its own")
-    memory: bool = _field(
+    start_step: int = field(10, "first step of the window; the profiler warms up in the one before")
+    num_steps: int = field(0, "steps of the window; 0: no profile")
+    every_steps: int = field(0, "steps from the beginning of a window to the next; 0: one window")
+    ranks: tuple[int, ...] = field((0,), "ranks that profile; each writes files of its own")
+    memory: bool = field(
         False,
         "record allocations, too: bytes by category in the table, and on CUDA a snapshot with stacks",
     )
 
-    def __post_init__(self) -> None:
-        problems: list[Any] = window_problems(self.start_step, self.num_steps, self.every_steps)
+    def _problems(self) -> Iterator[Any]:
+        yield from window_problems(self.start_step, self.num_steps, self.every_steps)
         if not self.ranks or any(rank < 0 for rank in self.ranks):
             rule = "must hold numbers of ranks"
-            problems.append(Problem("ranks", "range", list(self.ranks), rule, "use [0]"))
-        raise_problems("", problems)
+            yield Problem("ranks", "range", list(self.ranks), rule, "use [0]")
 
 
 def profile_problems(config: ProfileConfig, world_size: int, total_steps: int) -> Iterator[Problem]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import hashlib
-import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +15,9 @@ import tomlkit
 from forge_data import DataConfig, SourceConfig, load_tokenizer, open_header
 from forge_data.protocols import Source
 from forge_data.tokenizer import encode_prompt
-from forge_moe.config import AMONG_TOKENS
-from forge_parallel.legal import ahead_problem
-from forge_resilience.policy import RollbackConfig
 from forge_train._shared.limits import limit_problem
 from forge_train._shared.problems import Problem
 from forge_train._shared.toml_files import flatten
-from forge_train.config.evaluation import evaluation_problems
 from forge_train.config.exact_match import KINDS as NO_SPLITS
 from forge_train.config.imported import (
     DEFAULT_DIR,
@@ -35,21 +30,17 @@ from forge_train.config.imported import (
 )
 from forge_train.config.init import hf_folder, model_of_parent, source_problems
 from forge_train.config.layers import Layers
-from forge_train.config.names import name_problems
+from forge_train.config.rules import rule_problems
 from forge_train.config.schema import JobConfig
 from forge_train.config.structure import key_of, structure
 from forge_train.config.tokenizer import tokenizer_problems
-from forge_train.config.vlm import chosen_by_experts, exact_match_problems
 from forge_train.errors import ConfigError, DataError, problems_under, refuse
-from forge_train.metrics.sinks import sink_problems
 
 #: Keys of a training source that its validation split does not take over.
 _OF_TRAINING = tuple(
     f"huggingface.{key}" for key in ("split", "streaming", "virtual_shards", "shuffle_window")
 )
-_VOCABULARY, _MOMA_ROUTER = "model.vocab_size", "model.fusion.moma.router"
-#: Optimizers that write weights in bf16 with stochastic rounding.
-_ROUNDING = ("adamw", "lion", "muon")
+_VOCABULARY = "model.vocab_size"
 
 
 @dataclass(frozen=True)
@@ -108,7 +99,10 @@ def resolve(
         problems = [p for p in problems if p.key != _VOCABULARY]
     refuse(_with_origin(p, layers) for p in problems)
     job = ResolvedJob(JobConfig(**built), dict(layers.origins))
-    _check_combination(job.config, with_data)
+    refuse(rule_problems(job.config))
+    if with_data:
+        refuse(source_problems(job.config.init.from_, Path(job.config.run.dir)))
+        _check_data(job.config)
     return job
 
 
@@ -191,57 +185,6 @@ def _derive(layers: Layers, data: DataConfig, validation: bool) -> list[Problem]
     return problems
 
 
-def _check_combination(config: JobConfig, with_data: bool) -> None:
-    """The rules that span sections; each section's own dataclass checks the others."""
-    refuse([*name_problems(config), *_section_problems(config), *_generation_problems(config)])
-    if with_data:
-        refuse(source_problems(config.init.from_, Path(config.run.dir)))
-        _check_data(config)
-
-
-def _section_problems(config: JobConfig) -> list[Problem]:
-    """Keys of two sections that contradict each other, and a package that a key needs."""
-    return [
-        *_length_problems(config),
-        *_loss_problems(config),
-        *sink_problems(config.metrics),
-        *optimizer_problems(config),
-        *_evaluation_problems(config),
-        *evaluation_problems(config),
-        *exact_match_problems(config),
-        *_fault_problems(config),
-    ]
-
-
-def _length_problems(config: JobConfig) -> Iterator[Problem]:
-    limit, micro = getattr(config.model, "max_seq_len", None), config.train.micro_batch
-    phases = config.data.phases.items()
-    lengths = {f"data.phases.{name}.seq_len": phase.seq_len for name, phase in phases}
-    for key, length in {"data.seq_len": config.data.seq_len, **lengths}.items():
-        if limit is not None and length is not None and length > limit:
-            rule = f"must be at most model.max_seq_len {limit}"
-            fix = f"use {limit}, or set model.max_seq_len = {length}"
-            yield Problem(key, "above_limit", length, rule, fix)
-    for name, phase in phases:
-        if micro and phase.global_batch is not None and phase.global_batch % micro:
-            key, rule = (
-                f"data.phases.{name}.global_batch",
-                f"must be divisible by train.micro_batch {micro}",
-            )
-            fix = f"use {max(1, phase.global_batch // micro) * micro}"
-            yield Problem(key, "divides", phase.global_batch, rule, fix)
-
-
-def _loss_problems(config: JobConfig) -> Iterator[Problem]:
-    mtp, objective = getattr(config.model, "mtp", None), config.train.objective
-    depths = 0 if mtp is None else mtp.num_modules
-    if depths and objective is not None:
-        rule = f"adds to the loss of logits, and train.objective {objective!r} computes its own"
-        yield Problem("model.mtp.num_modules", "excludes", depths, rule, "use one of them")
-    if wrong := ahead_problem(config.parallel, depths, "model.mtp.num_modules"):
-        yield wrong.under("parallel")  # type: ignore[misc]  # the same class, of another package
-
-
 def schedule_warnings(config: JobConfig) -> list[str]:
     """A warning where the learning rate falls and the optimizer has an average in place of that; usually none."""
     optimizer, schedule = config.optimizer.name, config.schedule.name
@@ -251,71 +194,6 @@ def schedule_warnings(config: JobConfig) -> list[str]:
         f"schedule.name {schedule!r} goes with optimizer.name {optimizer!r}, whose average replaces the decay of the "
         "learning rate; 'constant' with warmup_steps is usual"
     ]
-
-
-def optimizer_problems(config: JobConfig) -> Iterator[Problem]:
-    """Of the optimizer with weights in bf16."""
-    optimizer, param_dtype = config.optimizer.name, config.parallel.param_dtype
-    fp32 = "parallel.param_dtype = 'fp32'"
-    if param_dtype == "bf16" and optimizer not in _ROUNDING:
-        rule = f"must go with an optimizer that rounds updates stochastically, and optimizer.name is {optimizer!r}"
-        fix = f"use {', '.join(_ROUNDING)}, or {fp32}"
-        yield Problem("parallel.param_dtype", "optimizer", param_dtype, rule, fix)
-    if param_dtype == "bf16" and config.lora.rank:
-        rule = (
-            f"must go without adapters, and lora.rank is {config.lora.rank}: frozen weights are stored in "
-            "lora.base_dtype"
-        )
-        yield Problem("parallel.param_dtype", "adapters", param_dtype, rule, f"use {fp32}")
-
-
-def _evaluation_problems(config: JobConfig) -> Iterator[Problem]:
-    """Of held-out data that no step reads, and of what cannot be evaluated."""
-    every, validation = config.eval.every_steps, config.data.validation
-    if every == 0 and validation is not None:
-        rule = "is given but eval.every_steps 0 never reads it"
-        fix = "set eval.every_steps = 100 or remove [data.validation]"
-        yield Problem("data.validation", "never_read", ..., rule, fix)
-    if config.checkpoint.best is not None and validation is None:
-        rule = "needs data.validation, which is not given"
-        fix = "give [data.validation] or leave checkpoint.best out"
-        yield Problem("checkpoint.best", "requires", config.checkpoint.best, rule, fix)
-    if every and chosen_by_experts(config.model):
-        rule = "chooses among later tokens, too, and cannot evaluate"
-        fix = "set eval.every_steps = 0, or router = 'auxiliary_router'"
-        yield Problem(_MOMA_ROUTER, "evaluation", "expert_choice", rule, fix)
-
-
-def _fault_problems(config: JobConfig) -> Iterator[Problem]:
-    resilience, digest = config.resilience, config.checkpoint.digest
-    actions = (resilience.nonfinite.action, resilience.spike.action)
-    if resilience.rollback != RollbackConfig() and "rollback" not in actions:
-        rule = "is set, but no action is 'rollback'"
-        fix = "set resilience.nonfinite.action or resilience.spike.action to 'rollback', or leave it out"
-        yield Problem("resilience.rollback", "requires", ..., rule, fix)
-    if digest == "blake3" and importlib.util.find_spec("blake3") is None:
-        rule = "needs the package blake3, which is not installed"
-        fix = "pip install 'forge-ckpt[fast]' or leave it out"
-        yield Problem("checkpoint.digest", "requires", digest, rule, fix)
-
-
-def _generation_problems(config: JobConfig) -> Iterator[Problem]:
-    """Parts of the model that cannot write the sample at the end of the run."""
-    tokens = config.sample.max_new_tokens
-    if not tokens:
-        return
-    generates = f"cannot generate, and sample.max_new_tokens {tokens} does"
-    fix = "set sample.max_new_tokens = 0"
-    moe = getattr(config.model, "moe", None)
-    if moe and moe.num_experts and moe.router in AMONG_TOKENS:
-        rule = f"chooses among all tokens of a row and {generates}"
-        yield Problem("model.moe.router", "generation", moe.router, rule, fix)
-    if chosen_by_experts(config.model):
-        yield Problem(_MOMA_ROUTER, "generation", "expert_choice", generates, fix)
-    spec = getattr(config.model, "attention", None)
-    if spec and spec.mask != "causal":
-        rule = f"is not computed with a KV cache and {generates}"
-        yield Problem("model.attention.mask", "generation", spec.mask, rule, fix)
 
 
 def _check_data(config: JobConfig) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from forge_core import OptimizerConfig, ScheduleConfig, TransformerConfig
@@ -18,6 +20,7 @@ from forge_resilience.policy import NonfiniteConfig, RollbackConfig, SpikeConfig
 from forge_resilience.replicas import ReplicasConfig
 from forge_resilience.slurm import SlurmConfig
 from forge_resilience.supervise import WatchConfig
+from forge_train._shared.fields import Checked, field, range_problems
 from forge_train._shared.paths import expand_fields
 from forge_train._shared.problems import Problem, raise_problems
 from forge_train.config.evaluation import EvalConfig
@@ -26,43 +29,33 @@ from forge_train.config.init import InitConfig
 from forge_train.config.layers import LENGTH_KEYS
 from forge_train.config.lora import LoRASection
 from forge_train.config.profile import ProfileConfig
-from forge_train.config.ranges import range_problems
 
 if TYPE_CHECKING:
     from forge_ckpt import Keep
 
 
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 MODELS_GROUP = "forge.models"
-_MAX_STEPS = 10**9
-_MAX_TOKENS = 10**16
-_MAX_BATCH = 2**20
+_SEED = (0, 2**63 - 1)
+_FROM_0, _FROM_1 = (0, 10**9), (1, 10**9)  # of steps
+_BATCH = (1, 2**20)
 
 
 @dataclass(frozen=True)
-class RunConfig:
+class RunConfig(Checked):
     """The folder of a run and its seed."""
 
     dir: str = field(
-        default="runs/default",
-        metadata={
-            "help": "folder of this run: config, metrics, events, checkpoints",
-            "path": True,
-        },
+        "runs/default", "folder of this run: config, metrics, events, checkpoints", path=True
     )
-    seed: int = _field(
-        0, "seed of random numbers, and of what has no seed of its own: init.seed, data.seed"
+    seed: int = field(
+        0, "seed of random numbers, and of what has no seed of its own: init.seed, data.seed", _SEED
     )
 
     def __post_init__(self) -> None:
         expand_fields(self)
-        raise_problems("", self._problems())
+        super().__post_init__()
 
     def _problems(self) -> Iterator[Problem]:
-        yield from range_problems(self, 0, 2**63 - 1, "seed")
         if not self.dir.strip():
             fix = "use dir = 'runs/my_run'"
             yield Problem("dir", "missing", self.dir, "must name a folder", fix)
@@ -72,13 +65,11 @@ class RunConfig:
 class BuiltInModelConfig(TransformerConfig):
     """The built-in transformer, dense or with mixtures of experts, as the [model] table of a job."""
 
-    name: str = _field(
+    name: str = field(
         "transformer",
         "'transformer', 'vlm' (with images), an entry point of forge.models, or an import path 'my_lab.model:build'",
     )
-    moe: MoESection = field(
-        default_factory=MoESection, metadata={"help": "which feed-forwards are mixtures of experts"}
-    )
+    moe: MoESection = field(MoESection, "which feed-forwards are mixtures of experts")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -112,89 +103,84 @@ def _mixture_problems(c: BuiltInModelConfig) -> Iterator[Problem]:
 
 
 @dataclass(frozen=True)
-class ImportedModelConfig:
+class ImportedModelConfig(Checked):
     """A model from outside: `build(**args)` returns a module, which is called as
     `model(tokens, positions, document_ids)` on (B, S) integers and returns logits (B, S, V)."""
 
-    name: str = _field("", "import path 'package.module:function' of the model's builder")
-    vocab_size: int = _field(0, "number of token ids the model accepts (default: that of the data)")
-    args: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "keyword arguments of the builder"}
+    name: str = field("", "import path 'package.module:function' of the model's builder")
+    vocab_size: int = field(
+        0, "number of token ids the model accepts (default: that of the data)", (0, 2**31 - 1)
     )
+    args: dict[str, Any] = field(dict, "keyword arguments of the builder")
 
     @property
     def is_built_in(self) -> bool:
         """False: without a table of its own its initial values are those of the builder."""
         return False
 
-    def __post_init__(self) -> None:
+    def _problems(self) -> Iterator[Problem]:
         module, _, attr = self.name.partition(":")
         path = all(part.isidentifier() for part in [*module.split("."), attr])
-        problems = list(range_problems(self, 0, 2**31 - 1, "vocab_size"))
         if not path and not installed(self.name, MODELS_GROUP):
             fix = f"use 'transformer', 'vlm', an entry point of {MODELS_GROUP} or 'package.module:attr'"
-            problems.insert(0, Problem("name", "unknown", self.name, "is not a model", fix))
-        raise_problems("", problems)
+            yield Problem("name", "unknown", self.name, "is not a model", fix)
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Checked):
     """Length of training, size of a step, loss and limits."""
 
-    steps: int | None = _field(None, "length in optimizer steps (one of steps, tokens, "
-                                     "tokens_per_parameter)")  # fmt: skip
-    tokens: int | None = _field(None, "length in tokens, rounded up to whole steps")
-    tokens_per_parameter: float | None = _field(
+    steps: int | None = field(
+        None, "length in optimizer steps (one of steps, tokens, tokens_per_parameter)", _FROM_1
+    )
+    tokens: int | None = field(None, "length in tokens, rounded up to whole steps", (1, 10**16))
+    tokens_per_parameter: float | None = field(
         None,
         "length as a multiple of the number of parameters (20 is compute-optimal by Chinchilla)",
+        (0, 10**6),
+        positive=True,
     )
-    global_batch: int = _field(16, "sequences per optimizer step, whatever the number of processes")
-    micro_batch: int | None = _field(
+    global_batch: int = field(
+        16, "sequences per optimizer step, whatever the number of processes", _BATCH
+    )
+    micro_batch: int | None = field(
         None,
         "sequences per forward pass, a divisor of global_batch (default: the whole share of a process, or the "
         "largest that costs a tenth more at most where shares are not equal)",
+        _BATCH,
     )
-    loss: str = _field(
+    loss: str = field(
         "cross_entropy",
         "loss of logits: cross_entropy, fused_cross_entropy (inside the head, without all logits), an entry point "
         "of forge.losses, or module:attr, called as loss(logits, labels, weights) for the sum over a micro-batch",
     )
-    loss_options: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "further arguments of a loss of your own"}
-    )
+    loss_options: dict[str, Any] = field(dict, "further arguments of a loss of your own")
     cross_entropy: CrossEntropyConfig = field(
-        default_factory=CrossEntropyConfig,
-        metadata={"help": "terms of the gradient beside the cross-entropy of logits"},
+        CrossEntropyConfig, "terms of the gradient beside the cross-entropy of logits"
     )
     fused_cross_entropy: CrossEntropyConfig = field(
-        default_factory=CrossEntropyConfig,
-        metadata={"help": "terms of the gradient beside the cross-entropy inside the head"},
+        CrossEntropyConfig, "terms of the gradient beside the cross-entropy inside the head"
     )
-    objective: str | None = _field(
+    objective: str | None = field(
         None,
         "step of your own in place of the loss of logits: an entry point of forge.objectives, or module:attr, "
         "called as objective(model, batch) for a dict of sums, of which the first is trained",
     )
-    objective_options: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "further arguments of the objective"}
+    objective_options: dict[str, Any] = field(dict, "further arguments of the objective")
+    max_grad_norm: float | None = field(
+        1.0, "clip the global gradient norm to this; none: never", (0, math.inf), positive=True
     )
-    max_grad_norm: float | None = _field(1.0, "clip the global gradient norm to this; none: never")
     stages: dict[str, StageConfig] = field(
-        default_factory=dict,
-        metadata={"help": "steps from which groups learn at other rates, by name"},
+        dict, "steps from which groups learn at other rates, by name"
     )
 
-    def __post_init__(self) -> None:
-        outside = [
-            *range_problems(self, 1, _MAX_STEPS, "steps"),
-            *range_problems(self, 1, _MAX_TOKENS, "tokens"),
-            *range_problems(self, 1, _MAX_BATCH, "global_batch", "micro_batch"),
-        ]
+    def _problems(self) -> Iterator[Problem]:
+        yield from _length_problems(self)
         # divisors are listed only for a batch in range: there may be 10**18 candidates otherwise
-        division = [] if outside else _division_problems(self)
-        objective, clip = _objective_problems(self), _clip_problems(self)
-        loss, length = _loss_problems(self), _length_problems(self)
-        raise_problems("", [*outside, *length, *division, *loss, *objective, *clip])
+        if not any(range_problems(self)):
+            yield from _division_problems(self)
+        yield from _loss_problems(self)
+        yield from _objective_problems(self)
 
 
 def _length_problems(c: TrainConfig) -> Iterator[Problem]:
@@ -203,9 +189,6 @@ def _length_problems(c: TrainConfig) -> Iterator[Problem]:
         given = ", ".join(lengths) or "none"
         rule = f"or another length must be set, one of {', '.join(LENGTH_KEYS)}: set are {given}"
         yield Problem("steps", "one_length", ..., rule, "set train.steps = 400, for example")
-    if c.tokens_per_parameter is not None and not 0 < c.tokens_per_parameter <= 10**6:
-        rule = "must be above 0 and at most 10**6"
-        yield Problem("tokens_per_parameter", "range", c.tokens_per_parameter, rule, "use 20.0")
 
 
 def _division_problems(c: TrainConfig) -> Iterator[Problem]:
@@ -237,51 +220,46 @@ def _objective_problems(c: TrainConfig) -> Iterator[Problem]:
         )
 
 
-def _clip_problems(c: TrainConfig) -> Iterator[Problem]:
-    if c.max_grad_norm is not None and not c.max_grad_norm > 0:
-        yield Problem(
-            "max_grad_norm", "range", c.max_grad_norm, "must be above 0", "use 1.0 or none"
-        )
-
-
 @dataclass(frozen=True)
-class CheckpointConfig:
+class CheckpointConfig(Checked):
     """Steps at which checkpoints are saved; the last step and every stop are saved in any case."""
 
-    every_steps: int = _field(100, "steps between checkpoints; 0: only at the end and at a stop")
-    keep_last: int = _field(
-        3, "newest checkpoints to keep; the newest verified one is never removed"
+    every_steps: int = field(
+        100, "steps between checkpoints; 0: only at the end and at a stop", _FROM_0
     )
-    keep_every: int = _field(0, "keep the checkpoints of multiples of this step, too; 0: none")
-    best: Literal["val_loss"] | None = _field(
+    keep_last: int = field(
+        3, "newest checkpoints to keep; the newest verified one is never removed", _FROM_1
+    )
+    keep_every: int = field(
+        0, "keep the checkpoints of multiples of this step, too; 0: none", _FROM_0
+    )
+    best: Literal["val_loss"] | None = field(
         None, "keep the best checkpoint by this number, of those at steps that are evaluated"
     )
-    milestones: str | None = _field(
+    milestones: str | None = field(
         None, "steps to keep, too: 'powers_of_2' (and step 0), or module:attr, called with a step"
     )
-    wait: bool = _field(
+    wait: bool = field(
         False, "training waits until a checkpoint is on disk; else only until it is copied"
     )
-    staging_gib: float | None = _field(
-        None, "most host memory of a rank for that copy, in GiB (default: what the state needs)"
+    staging_gib: float | None = field(
+        None,
+        "most host memory of a rank for that copy, in GiB (default: what the state needs)",
+        (2**-30, 2**20),
     )
-    max_failed_saves: int = _field(
-        3, "so many saves in a row that the disk refuses end the run; fewer are tried again"
+    max_failed_saves: int = field(
+        3,
+        "so many saves in a row that the disk refuses end the run; fewer are tried again",
+        (1, 1000),
     )
-    digest: Literal["sha256", "blake3"] = _field(
+    digest: Literal["sha256", "blake3"] = field(
         "sha256", "digest of the blocks; blake3 is faster and needs forge-ckpt[fast]"
     )
 
     def __post_init__(self) -> None:
-        raise_problems("", self._problems())
+        super().__post_init__()
         if self.milestones is not None:
             self.keep()
-
-    def _problems(self) -> Iterator[Problem]:
-        yield from range_problems(self, 0, _MAX_STEPS, "every_steps", "keep_every")
-        yield from range_problems(self, 1, _MAX_STEPS, "keep_last")
-        yield from range_problems(self, 1, 1000, "max_failed_saves")
-        yield from range_problems(self, 2**-30, 2**20, "staging_gib")
 
     def keep(self) -> Keep:
         """The rule by which old checkpoints are removed; ValueError for milestones that cannot be imported."""
@@ -297,105 +275,85 @@ class SinkConfig:
     """A sink of rows beside metrics.jsonl."""
 
     name: str = field(
-        metadata={
-            "help": "'tensorboard', 'wandb', 'mlflow', an entry point of forge.sinks, or module:attr, called as "
-            "sink(directory, resume_step, **options)"
-        }
+        MISSING,
+        "'tensorboard', 'wandb', 'mlflow', an entry point of forge.sinks, or module:attr, called as "
+        "sink(directory, resume_step, **options)",
     )
     options: dict[str, Any] = field(
-        default_factory=dict,
-        metadata={
-            "help": "further arguments of the sink. wandb: project, entity, group, tags, name, mode, id; "
-            "mlflow: experiment, tracking_uri, run_name, tags"
-        },
+        dict,
+        "further arguments of the sink. wandb: project, entity, group, tags, name, mode, id; "
+        "mlflow: experiment, tracking_uri, run_name, tags",
     )
 
 
 @dataclass(frozen=True)
-class MetricsConfig:
+class MetricsConfig(Checked):
     """Rows of metrics: the steps between them, and the sinks that get them."""
 
-    every_steps: int = _field(10, "steps between rows in metrics.jsonl and on the console")
-    console: Literal["auto", "live", "plain", "off"] = _field(
+    every_steps: int = field(10, "steps between rows in metrics.jsonl and on the console", _FROM_1)
+    console: Literal["auto", "live", "plain", "off"] = field(
         "auto", "progress on a terminal; auto: live on a terminal, else plain lines"
     )
-    tensorboard: bool = _field(
+    tensorboard: bool = field(
         False, "write TensorBoard files to <run.dir>/tensorboard, as a sink of that name does"
     )
-    gradients_every_steps: int = _field(
+    gradients_every_steps: int = field(
         0,
         "steps between rows with norm, signal and noise of the gradient of each block; 0: none; signal and "
         "noise need two micro-batches a step; without parallel.cp, pp, ep, compile and float8",
+        _FROM_0,
     )
-    source_shares: bool = _field(
+    source_shares: bool = field(
         False, "columns for the share of a step's labels of each source of a mixture"
     )
-    expert_loads: bool = _field(
+    expert_loads: bool = field(
         False,
         "rows have the load of each expert over the mean, a list for each mixture (report draws it)",
     )
-    sinks: dict[str, SinkConfig] = field(
-        default_factory=dict, metadata={"help": "further places where rows go, by name"}
-    )
-
-    def __post_init__(self) -> None:
-        rows = range_problems(self, 1, _MAX_STEPS, "every_steps")
-        gradients = range_problems(self, 0, _MAX_STEPS, "gradients_every_steps")
-        raise_problems("", [*rows, *gradients])
+    sinks: dict[str, SinkConfig] = field(dict, "further places where rows go, by name")
 
 
 @dataclass(frozen=True)
-class CallbackConfig:
+class CallbackConfig(Checked):
     """A hook into the run (a forge_train.Callback)."""
 
     name: str = field(
-        metadata={
-            "help": "an entry point of forge.callbacks, or an import path 'my_lab.hooks:Mine'"
-        }
+        MISSING, "an entry point of forge.callbacks, or an import path 'my_lab.hooks:Mine'"
     )
-    every_steps: int | None = _field(
-        None, "steps between calls of on_step_end (default: the class attribute, 1)"
+    every_steps: int | None = field(
+        None, "steps between calls of on_step_end (default: the class attribute, 1)", _FROM_1
     )
-    options: dict[str, Any] = field(
-        default_factory=dict, metadata={"help": "arguments that the class is made with"}
-    )
-
-    def __post_init__(self) -> None:
-        raise_problems("", range_problems(self, 1, _MAX_STEPS, "every_steps"))
+    options: dict[str, Any] = field(dict, "arguments that the class is made with")
 
 
 @dataclass(frozen=True)
-class SampleConfig:
+class SampleConfig(Checked):
     """The text that the trained model writes at the end of a run (sample.txt)."""
 
-    prompt: str = _field("The ", "text to continue")
-    max_new_tokens: int = _field(200, "tokens to write; 0, or a model cut by tp, cp, pp: none")
-    temperature: float = _field(
-        0.7, "0 takes the most likely token; 1 samples the model's own probabilities"
+    prompt: str = field("The ", "text to continue")
+    max_new_tokens: int = field(
+        200, "tokens to write; 0, or a model cut by tp, cp, pp: none", (0, 10**6)
     )
-
-    def __post_init__(self) -> None:
-        length = range_problems(self, 0, 10**6, "max_new_tokens")
-        raise_problems("", [*length, *range_problems(self, 0, 100, "temperature")])
+    temperature: float = field(
+        0.7, "0 takes the most likely token; 1 samples the model's own probabilities", (0, 100)
+    )
 
 
 @dataclass(frozen=True)
-class ResilienceConfig:
+class ResilienceConfig(Checked):
     """What a run does about faults."""
 
-    nonfinite: NonfiniteConfig = field(default_factory=NonfiniteConfig)
-    replicas: ReplicasConfig = field(default_factory=ReplicasConfig)
-    alerts: AlertsConfig = field(default_factory=AlertsConfig)
-    spike: SpikeConfig = field(default_factory=SpikeConfig)
-    rollback: RollbackConfig = field(default_factory=RollbackConfig)
-    watch: WatchConfig = field(default_factory=WatchConfig)
-    save_limit_seconds: float = _field(
+    nonfinite: NonfiniteConfig = dataclasses.field(default_factory=NonfiniteConfig)
+    replicas: ReplicasConfig = dataclasses.field(default_factory=ReplicasConfig)
+    alerts: AlertsConfig = dataclasses.field(default_factory=AlertsConfig)
+    spike: SpikeConfig = dataclasses.field(default_factory=SpikeConfig)
+    rollback: RollbackConfig = dataclasses.field(default_factory=RollbackConfig)
+    watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
+    save_limit_seconds: float = field(
         300.0,
         "longest time that a save may take: a batch job is told to stop so long, and a minute, before its limit",
+        (0.001, 65_000),
     )
-
-    def __post_init__(self) -> None:
-        raise_problems("", range_problems(self, 0.001, 65_000, "save_limit_seconds"))
 
 
 ModelSection = BuiltInModelConfig | ImportedModelConfig
@@ -422,7 +380,7 @@ class JobConfig:
     resilience: ResilienceConfig
     slurm: SlurmConfig
     health: HealthConfig
-    callbacks: dict[str, CallbackConfig] = field(default_factory=dict)
+    callbacks: dict[str, CallbackConfig] = dataclasses.field(default_factory=dict)
 
     @property
     def init_seed(self) -> int:
