@@ -17,13 +17,14 @@ import urllib.parse
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from forge_resilience._shared.atomic import write_file
+from forge_resilience._shared.fields import Checked, field
 from forge_resilience._shared.jsonl import read_log_from
-from forge_resilience._shared.problems import Problem, raise_problems
+from forge_resilience._shared.problems import Problem
 from forge_resilience.journal import Journal
 
 __all__ = ["FOLLOWED", "Alerts", "AlertsConfig"]
@@ -40,33 +41,26 @@ _WORDS = ("step", "rank", "cause", "signal", "tensor", "error")
 
 
 @dataclass(frozen=True)
-class AlertsConfig:
+class AlertsConfig(Checked):
     """Who is told of which events."""
 
     command: str | None = field(
-        default=None,
-        metadata={
-            "help": "program for each event: it gets a sentence as its last argument and the event as JSON on stdin"
-        },
+        None,
+        "program for each event: it gets a sentence as its last argument and the event as JSON on stdin",
     )
     webhook: str | None = field(
-        default=None,
-        metadata={
-            "help": "URL that gets a POST of {text, event} as JSON; '$NAME' is read from the environment, so that no "
-            "secret is in a file"
-        },
+        None,
+        "URL that gets a POST of {text, event} as JSON; '$NAME' is read from the environment, so that no "
+        "secret is in a file",
     )
     events: tuple[str, ...] = field(
-        default=("stop", "hang", "stall", "spike", "rollback", "no_progress", "mismatch", "health", "fault", "save_failed"),
-        metadata={"help": "names of the events of events.jsonl"},
+        ("stop", "hang", "stall", "spike", "rollback", "no_progress", "mismatch", "health", "fault", "save_failed"),
+        "names of the events of events.jsonl",
     )  # fmt: skip
     timeout_seconds: float = field(
-        default=10.0, metadata={"help": "a command that takes longer is killed, a webhook given up"}
+        10.0, "a command that takes longer is killed, a webhook given up", (0, 600), positive=True
     )
-    attempts: int = field(default=3, metadata={"help": "attempts for each event"})
-
-    def __post_init__(self) -> None:
-        raise_problems("", self._problems())
+    attempts: int = field(3, "attempts for each event", (1, 100))
 
     def _problems(self) -> Iterator[Problem]:
         # No problem shows the command or the webhook, which may contain secrets.
@@ -81,11 +75,6 @@ class AlertsConfig:
         if not self.events or not all(re.fullmatch(r"\w+", name) for name in self.events):
             rule, fix = "must be names of events", "use ['stop', 'hang']"
             yield Problem("events", "format", list(self.events), rule, fix)
-        if not 0 < self.timeout_seconds <= 600:
-            rule = "must be above 0 and at most 600"
-            yield Problem("timeout_seconds", "range", self.timeout_seconds, rule, "use 10")
-        if not 1 <= self.attempts <= 100:
-            yield Problem("attempts", "range", self.attempts, "must be from 1 to 100", "use 3")
 
     @property
     def is_on(self) -> bool:

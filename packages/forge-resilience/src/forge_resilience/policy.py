@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from forge_resilience._shared.problems import Problem, invalid, raise_problems
+from forge_resilience._shared.fields import Checked, field
+from forge_resilience._shared.problems import Problem, invalid
 from forge_resilience.nonfinite import nonfinite
 
 __all__ = ["NonfiniteConfig", "NumericsPolicy", "Outcome", "RollbackConfig", "SpikeConfig"]
@@ -18,32 +19,26 @@ _MOST_PIECES = 1000
 _COUNTERS = ("rollbacks", "in_a_row", "bad_since")
 
 
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
-class NonfiniteConfig:
+class NonfiniteConfig(Checked):
     """Steps whose loss or gradient norm is nan or inf. They never change a weight."""
 
-    action: Literal["stop", "skip", "rollback"] = _field(
+    action: Literal["stop", "skip", "rollback"] = field(
         "stop",
         "stop: the first such step ends the run with code 76; skip: one more than max_in_a_row does; "
         "rollback: one more goes back to a checkpoint and leaves their data out",
     )
-    max_in_a_row: int | None = _field(
+    max_in_a_row: int | None = field(
         None,
         "skip and rollback: steps in a row that are skipped without further consequences (default: 3)",
+        (0, _MAX_STEPS),
     )
 
-    def __post_init__(self) -> None:
-        number = self.max_in_a_row
-        if number is not None and not 0 <= number <= _MAX_STEPS:
-            rule = f"must be from 0 to {_MAX_STEPS}"
-            raise invalid("max_in_a_row", "range", number, rule, "use 3")
-        if number and self.action == "stop":
+    def _problems(self) -> Iterator[Problem]:
+        if self.max_in_a_row and self.action == "stop":
             rule = "must go without action 'stop', which is for the first such step"
-            raise invalid("max_in_a_row", "action", number, rule, "use action 'skip' or 'rollback'")
+            fix = "use action 'skip' or 'rollback'"
+            yield Problem("max_in_a_row", "action", self.max_in_a_row, rule, fix)
 
     @property
     def limit(self) -> int:
@@ -54,55 +49,41 @@ class NonfiniteConfig:
 
 
 @dataclass(frozen=True)
-class SpikeConfig:
+class SpikeConfig(Checked):
     """Steps whose loss or gradient norm is far above those before. They change no weight, either."""
 
-    action: Literal["off", "skip", "stop", "rollback"] = _field(
+    action: Literal["off", "skip", "stop", "rollback"] = field(
         "off",
         "skip: such a step changes nothing; stop: it ends the run with code 76; rollback: the run goes back "
         "to a checkpoint and leaves its data out",
     )
-    sigma: float = _field(
-        6.0, "standard deviations above the mean of the window at which a value is a spike"
+    sigma: float = field(
+        6.0,
+        "standard deviations above the mean of the window at which a value is a spike",
+        (0, 1000),
+        positive=True,
     )
-    window: int = _field(128, "steps of the window; none is judged before it is full")
-    of: Literal["loss", "grad_norm", "both"] = _field("loss", "the number that is judged")
-
-    def __post_init__(self) -> None:
-        raise_problems("", self._problems())
-
-    def _problems(self) -> Iterator[Problem]:
-        if not 0 < self.sigma <= 1000:
-            rule = "must be above 0 and at most 1000"
-            yield Problem("sigma", "range", self.sigma, rule, "use 6.0")
-        if not 2 <= self.window <= _MAX_STEPS:
-            rule = f"must be from 2 to {_MAX_STEPS} steps"
-            yield Problem("window", "range", self.window, rule, "use 128")
+    window: int = field(
+        128, "steps of the window; none is judged before it is full", (2, _MAX_STEPS)
+    )
+    of: Literal["loss", "grad_norm", "both"] = field("loss", "the number that is judged")
 
 
 @dataclass(frozen=True)
-class RollbackConfig:
+class RollbackConfig(Checked):
     """Going back to a checkpoint, for either cause."""
 
-    max_rollbacks: int = _field(2, "rollbacks of a run; the next one ends it with code 76")
-    batches_before: int = _field(
-        0, "batches before the bad ones whose data is left out, too (PaLM left out some 200)"
+    max_rollbacks: int = field(
+        2, "rollbacks of a run; the next one ends it with code 76", (1, _MAX_STEPS)
     )
-    lr_factor: float = _field(1.0, "the learning rate is multiplied by this at each rollback")
-
-    def __post_init__(self) -> None:
-        raise_problems("", self._problems())
-
-    def _problems(self) -> Iterator[Problem]:
-        if not 1 <= self.max_rollbacks <= _MAX_STEPS:
-            rule, fix = f"must be from 1 to {_MAX_STEPS}", "use 2, or another action"
-            yield Problem("max_rollbacks", "range", self.max_rollbacks, rule, fix)
-        if not 0 <= self.batches_before <= _MAX_STEPS:
-            rule = f"must be from 0 to {_MAX_STEPS}"
-            yield Problem("batches_before", "range", self.batches_before, rule, "use 0")
-        if not 0 < self.lr_factor <= 1:
-            rule, fix = "must be above 0 and at most 1", "use 1.0 to keep the learning rate"
-            yield Problem("lr_factor", "range", self.lr_factor, rule, fix)
+    batches_before: int = field(
+        0,
+        "batches before the bad ones whose data is left out, too (PaLM left out some 200)",
+        (0, _MAX_STEPS),
+    )
+    lr_factor: float = field(
+        1.0, "the learning rate is multiplied by this at each rollback", (0, 1), positive=True
+    )
 
 
 @dataclass(frozen=True)

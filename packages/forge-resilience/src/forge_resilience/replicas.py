@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from forge_resilience._shared.problems import invalid
+from forge_resilience._shared.fields import Checked, field
 from forge_resilience.agreement import Agreement
 
 if TYPE_CHECKING:
@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["Mismatch", "ReplicaCheck", "ReplicasConfig", "checksums", "training_tensors"]
 
-_MAX_STEPS = 10**9
 _CHUNK = (
     2**21
 )  # words of 8 bytes that are hashed at once: 16 MiB, and about eight times as much on the way
@@ -28,27 +27,19 @@ _ALONE = ""  # id of the copies of a tensor that no other rank holds
 
 
 @dataclass(frozen=True)
-class ReplicasConfig:
+class ReplicasConfig(Checked):
     """Silent corruption: tensors that must be equal on several ranks, or unchanged between steps, are compared."""
 
     every_steps: int = field(
-        default=0,
-        metadata={
-            "help": "steps between comparisons of all copies of weights, buffers and moments, of which one precedes "
-            "each save, too; 0: never"
-        },
+        0,
+        "steps between comparisons of all copies of weights, buffers and moments, of which one precedes "
+        "each save, too; 0: never",
+        (0, 10**9),
     )
     action: Literal["stop", "warn"] = field(
-        default="stop",
-        metadata={
-            "help": "stop: bits that differ end the run with code 71 before they are saved; warn: they are an event"
-        },
+        "stop",
+        "stop: bits that differ end the run with code 71 before they are saved; warn: they are an event",
     )
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.every_steps <= _MAX_STEPS:
-            rule, fix = f"must be from 0 to {_MAX_STEPS}", "use 100, or 0 for never"
-            raise invalid("every_steps", "range", self.every_steps, rule, fix)
 
 
 @dataclass(frozen=True)

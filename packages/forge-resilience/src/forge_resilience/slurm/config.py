@@ -7,10 +7,11 @@ import re
 import shlex
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
-from forge_resilience._shared.problems import Problem, raise_problems
+from forge_resilience._shared.fields import Checked, field
+from forge_resilience._shared.problems import Problem
 from forge_resilience.slurm.orchestrate import OrchestratorConfig
 
 __all__ = ["JobFacts", "SlurmConfig", "seconds_of"]
@@ -38,14 +39,11 @@ _TIME = re.compile(
 _MAX_LEAD_SECONDS = 65535  # of sbatch --signal
 #: From the signal to the limit beyond the save: Slurm looks at limits once a minute.
 _EARLY_SECONDS = 60
-
-
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+_FROM_0, _FROM_1 = (0, 10**6), (1, 10**6)
 
 
 @dataclass(frozen=True)
-class SlurmConfig:
+class SlurmConfig(Checked):
     """The resources of a job, its surroundings on the nodes, and what follows a stop.
 
     Values of `environment`, `container`, `srun_options` may name variables, `$SCRATCH` or `${SCRATCH}`, which the batch
@@ -53,77 +51,68 @@ class SlurmConfig:
     Usage: `SlurmConfig(nodes=4, gpus_per_node=8, time_limit="12:00:00", partition="gpu")`.
     """
 
-    nodes: int | str = _field(
+    nodes: int | str = field(
         1, "nodes of the job: 4, or a range '3-4' of which Slurm gives what is free"
     )
-    tasks_per_node: int | None = _field(
-        None, "ranks on each node (default: gpus_per_node, or 1 without)"
+    tasks_per_node: int | None = field(
+        None, "ranks on each node (default: gpus_per_node, or 1 without)", _FROM_1
     )
-    gpus_per_node: int = _field(0, "GPUs of each node")
-    gpus_option: str = _field(
+    gpus_per_node: int = field(0, "GPUs of each node", _FROM_0)
+    gpus_option: str = field(
         "--gpus-per-node={gpus}", "how this site asks for GPUs, such as '--gres=gpu:h100:{gpus}'"
     )
-    cpus_per_task: int | None = _field(None, "cores of each rank, also its OMP_NUM_THREADS")
-    memory: str | None = _field(
+    cpus_per_task: int | None = field(None, "cores of each rank, also its OMP_NUM_THREADS", _FROM_1)
+    memory: str | None = field(
         None, "host memory of each node, as sbatch --mem takes it: '200G', or '0' for all"
     )
-    time_limit: int | str | None = _field(
+    time_limit: int | str | None = field(
         None, "limit of one life: minutes or 'D-HH:MM:SS' (default: that of the partition)"
     )
-    partition: str | None = _field(None, "partition of the job (default: that of the site)")
-    account: str | None = _field(None, "account that pays (default: the user's)")
-    qos: str | None = _field(None, "quality of service (default: the user's)")
-    job_name: str | None = _field(None, "name in the queue (default: that of the run's folder)")
-    mail_user: str | None = _field(None, "address that Slurm writes to")
-    mail_type: str | None = _field(None, "events that Slurm writes about, such as 'END,FAIL'")
-    array: str | None = _field(
+    partition: str | None = field(None, "partition of the job (default: that of the site)")
+    account: str | None = field(None, "account that pays (default: the user's)")
+    qos: str | None = field(None, "quality of service (default: the user's)")
+    job_name: str | None = field(None, "name in the queue (default: that of the run's folder)")
+    mail_user: str | None = field(None, "address that Slurm writes to")
+    mail_type: str | None = field(None, "events that Slurm writes about, such as 'END,FAIL'")
+    array: str | None = field(
         None, "elements of a job array, '0-7' or '1-20%4'; '%1' runs one after another"
     )
-    array_run_dirs: bool = _field(
+    array_run_dirs: bool = field(
         False, "each element of the array trains in a folder of its own, <run>/task-<number>"
     )
-    array_arguments: tuple[str, ...] = _field(
+    array_arguments: tuple[str, ...] = field(
         (), "arguments added to the command, in which %a is the element: '--run.seed=%a'"
     )
-    sbatch_options: tuple[str, ...] = _field(
-        (), "further options of sbatch, such as '--exclude=n7'"
-    )
-    srun_options: tuple[str, ...] = _field(
-        (), "further options of srun, such as '--cpu-bind=cores'"
-    )
-    prologue: tuple[str, ...] = _field(
+    sbatch_options: tuple[str, ...] = field((), "further options of sbatch, such as '--exclude=n7'")
+    srun_options: tuple[str, ...] = field((), "further options of srun, such as '--cpu-bind=cores'")
+    prologue: tuple[str, ...] = field(
         (), "shell lines before the ranks start, such as 'module load cuda/12.8'"
     )
-    environment: dict[str, str] = field(
-        default_factory=dict,
-        metadata={"help": "variables of the ranks, set after the script's own"},
-    )
-    container: tuple[str, ...] = _field(
+    environment: dict[str, str] = field(dict, "variables of the ranks, set after the script's own")
+    container: tuple[str, ...] = field(
         (),
         "command before that of each rank, such as ['apptainer', 'exec', '--nv', '$SCRATCH/torch.sif']",
     )
-    cache_dir: str | None = _field(
+    cache_dir: str | None = field(
         None,
         "folder of compiled kernels, kept from life to life (default: slurm/cache in the run's folder)",
     )
-    on_stop: Literal["requeue", "resubmit", "leave"] = _field(
+    on_stop: Literal["requeue", "resubmit", "leave"] = field(
         "requeue",
         "how a stopped job goes on: its own requeue, or a new job after it, where a site forbids requeues; leave: it ends "
         "with code 75, for an orchestrator",
     )
-    max_restarts: int = _field(
-        1000, "lives after the first; a job that stops once more ends with 75"
+    max_restarts: int = field(
+        1000, "lives after the first; a job that stops once more ends with 75", _FROM_0
     )
-    retries: int = _field(
-        0, "times that crashed ranks are started again within one life, in the same nodes"
+    retries: int = field(
+        0, "times that crashed ranks are started again within one life, in the same nodes", _FROM_0
     )
-    orchestrator: OrchestratorConfig = field(
-        default_factory=OrchestratorConfig, metadata={"help": "of --orchestrate"}
-    )
+    orchestrator: OrchestratorConfig = field(OrchestratorConfig, "of --orchestrate")
 
-    def __post_init__(self) -> None:
-        rules = (_number_problems, _text_problems, _option_problems, _array_problems)
-        raise_problems("", (problem for of in rules for problem in of(self)))
+    def _problems(self) -> Iterator[Problem]:
+        for rules in (_number_problems, _text_problems, _option_problems, _array_problems):
+            yield from rules(self)
 
     @property
     def python(self) -> str:
@@ -143,7 +132,7 @@ class SlurmConfig:
 
 
 @dataclass(frozen=True)
-class JobFacts:
+class JobFacts(Checked):
     """The places of a job: absolute paths that every node sees.
 
     run_dir: folder of the run. script: where its batch script is kept, for a resubmission and for people.
@@ -158,13 +147,12 @@ class JobFacts:
     run_dir: str
     script: str
     working_dir: str
-    save_limit_seconds: float = 300.0
+    save_limit_seconds: float = field(
+        300.0, "the longest save", (0, _MAX_LEAD_SECONDS - _EARLY_SECONDS), positive=True
+    )
     checkpoints: str | None = "checkpoints/step-*/manifest.json"
     supervisor: tuple[str, ...] = ()
     broken_nodes: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        raise_problems("", self._problems())
 
     def _problems(self) -> Iterator[Problem]:
         for name in ("run_dir", "script", "working_dir"):
@@ -177,11 +165,6 @@ class JobFacts:
             rule = "must be a pattern below run_dir of letters, digits and ./*?[]-"
             fix = "name a file of each checkpoint, such as 'checkpoint-*/trainer_state.json'"
             yield Problem("checkpoints", "pattern", pattern, rule, fix)
-
-        most = _MAX_LEAD_SECONDS - _EARLY_SECONDS
-        if not 0 < self.save_limit_seconds <= most:
-            rule = f"must be above 0 and at most {most} (sbatch --signal: {_MAX_LEAD_SECONDS})"
-            yield Problem("save_limit_seconds", "range", self.save_limit_seconds, rule, "lower it")
 
     def path_of(self, name: str) -> str:
         """The path of a file next to the script."""
@@ -212,13 +195,6 @@ def _number_problems(c: SlurmConfig) -> Iterator[Problem]:
     if match is None or int(match[1]) < 1 or int(match[2] or match[1]) < int(match[1]):
         rule = "must be a number or a range such as '3-4'"
         yield Problem("nodes", "format", c.nodes, rule, "use nodes = 1")
-
-    for name, least in (("tasks_per_node", 1), ("gpus_per_node", 0), ("cpus_per_task", 1),
-                        ("max_restarts", 0), ("retries", 0)):  # fmt: skip
-        value = getattr(c, name)
-        if value is not None and not least <= value <= 10**6:
-            rule = f"must be from {least} to 10**6"
-            yield Problem(name, "range", value, rule, f"use {least} or more")
 
     limit = c.time_limit
     if (

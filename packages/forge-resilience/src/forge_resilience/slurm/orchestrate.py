@@ -14,13 +14,14 @@ import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from forge_resilience._shared.atomic import write_file
+from forge_resilience._shared.fields import Checked, field
 from forge_resilience._shared.paths import user_path
-from forge_resilience._shared.problems import Problem, invalid, raise_problems
+from forge_resilience._shared.problems import invalid
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.health import broken_nodes
 from forge_resilience.journal import Journal
@@ -38,47 +39,33 @@ _HOUR = 3600.0
 _JOB_IDS = range(2**32 - 2)  # 32 bits, of which the two highest values mean no job
 
 
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
-class OrchestratorConfig:
+class OrchestratorConfig(Checked):
     """When a job is submitted at which size, and when it moves to a larger one.
 
     Raises ValueError with every broken rule. Usage: `OrchestratorConfig(wait_seconds=1800)`.
     """
 
-    wait_seconds: float = _field(
-        600.0, "the largest size that starts within this is taken; else the one that starts first"
+    wait_seconds: float = field(
+        600.0,
+        "the largest size that starts within this is taken; else the one that starts first",
+        (0, 10**7),
     )
-    grow_after_seconds: float = _field(
-        900.0, "nodes that a larger size needs must be free for so long"
+    grow_after_seconds: float = field(
+        900.0, "nodes that a larger size needs must be free for so long", (0, 10**7)
     )
-    max_resizes_per_hour: int = _field(
+    max_resizes_per_hour: int = field(
         2,
         "times per hour that a job is stopped for a larger size, or withdrawn for a smaller one; 0: never",
+        (0, 60),
     )
-    poll_seconds: float = _field(30.0, "seconds between looks at the queue")
-    partition: str | None = _field(
+    poll_seconds: float = field(30.0, "seconds between looks at the queue", (0.1, 3600))
+    partition: str | None = field(
         None, "partition of the small job that orchestrates (default: that of the job)"
     )
-    time_limit: int | str | None = _field(
+    time_limit: int | str | None = field(
         None, "limit of one life of it: minutes or 'D-HH:MM:SS' (default: that of the partition)"
     )
-
-    def __post_init__(self) -> None:
-        problems = (
-            Problem(name, "range", value, f"must be from {least:g} to {most:g}", f"use {usual:g}")
-            for name, least, most, usual in (
-                ("wait_seconds", 0, 10**7, 600),
-                ("grow_after_seconds", 0, 10**7, 900),
-                ("max_resizes_per_hour", 0, 60, 2),
-                ("poll_seconds", 0.1, 3600, 30),
-            )
-            if not least <= (value := getattr(self, name)) <= most
-        )
-        raise_problems("", problems)
 
 
 @dataclass

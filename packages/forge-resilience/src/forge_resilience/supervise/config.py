@@ -4,49 +4,43 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Literal
 
-from forge_resilience._shared.problems import Problem, raise_problems
+from forge_resilience._shared.fields import Checked, field
+from forge_resilience._shared.problems import Problem
 
 __all__ = ["WatchConfig"]
 
 
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
-class WatchConfig:
+class WatchConfig(Checked):
     """Limits of the phases of a rank, in seconds; 0 means none. Raises ValueError with every broken rule.
 
     Usage: `WatchConfig("restart", step_seconds=120, limits={"save": 900})`.
     """
 
-    action: Literal["off", "report", "restart"] = _field(
+    action: Literal["off", "report", "restart"] = field(
         "report",
         "of the process that starts the ranks when one is late: restart kills them and starts them again, as it does "
         "after a crash; report prints where each rank is, and leaves them alone",
     )
-    step_seconds: float = _field(900.0, "limit of a step, and of the wait for its data; 0: none")
-    first_step_seconds: float = _field(
+    step_seconds: float = field(900.0, "limit of a step, and of the wait for its data; 0: none")
+    first_step_seconds: float = field(
         3600.0, "the same for the first step of a process, which may compile for long"
     )
-    start_seconds: float = _field(
+    start_seconds: float = field(
         3600.0, "limit of the start, imports included, and of loading a checkpoint"
     )
-    other_seconds: float = _field(
+    other_seconds: float = field(
         7200.0, "limit of any other phase: evaluate, save, exit, and a save in the background"
     )
-    limits: dict[str, float] = field(
-        default_factory=dict, metadata={"help": "limits of single phases, by name: {save = 900}"}
+    limits: dict[str, float] = field(dict, "limits of single phases, by name: {save = 900}")
+    max_restarts: int = field(
+        10,
+        "restarts of one start of the command; two in a row without progress end it with 70",
+        (0, 10**6),
     )
-    max_restarts: int = _field(
-        10, "restarts of one start of the command; two in a row without progress end it with 70"
-    )
-
-    def __post_init__(self) -> None:
-        raise_problems("", self._problems())
 
     def _problems(self) -> Iterator[Problem]:
         names = ("step_seconds", "first_step_seconds", "start_seconds", "other_seconds")
@@ -62,9 +56,6 @@ class WatchConfig:
         if self.action not in ("off", "report", "restart"):
             rule = "must be off, report or restart"
             yield Problem("action", "unknown", self.action, rule, "use restart")
-        if not 0 <= self.max_restarts <= 10**6:
-            rule = "must be from 0 to 10**6"
-            yield Problem("max_restarts", "range", self.max_restarts, rule, "use 10")
 
     def limit(self, phase: str, first_step: bool = False) -> float:
         """Seconds that a rank may stay in `phase`; infinity without a limit."""
