@@ -1,17 +1,11 @@
-"""Fields and checks of configuration dataclasses."""
+"""Checks of configuration dataclasses."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import field
 from numbers import Integral, Real
 from typing import Any
 
 from forge_core._shared.problems import Problem
-
-
-def setting(default: Any, help: str) -> Any:
-    """A field with a default and the help text that command lines and generated pages show."""
-    return field(default=default, metadata={"help": help})
 
 
 def foreign_keys(

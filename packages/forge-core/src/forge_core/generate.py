@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from forge_core._config import setting
+from forge_core._shared.fields import field
 from forge_core._shared.modes import evaluation_mode
 from forge_core._shared.problems import Problem, invalid, raise_problems
 
@@ -31,16 +31,16 @@ class SamplingConfig:
     SamplingConfig(temperature=0.8, top_p=0.95)
     """
 
-    temperature: float = setting(1.0, "divides the logits; 0 takes the likeliest token")
-    top_k: int | None = setting(None, "draw from the k likeliest tokens only")
-    top_p: float | None = setting(None, "draw from the likeliest tokens that hold this probability")
-    min_p: float | None = setting(
+    temperature: float = field(1.0, "divides the logits; 0 takes the likeliest token")
+    top_k: int | None = field(None, "draw from the k likeliest tokens only")
+    top_p: float | None = field(None, "draw from the likeliest tokens that hold this probability")
+    min_p: float | None = field(
         None, "draw from tokens with at least this share of the likeliest one's probability"
     )
-    repetition_penalty: float = setting(
+    repetition_penalty: float = field(
         1.0, "logits of tokens that the row holds are divided by it, negative ones multiplied"
     )
-    seed: int = setting(0, "each row draws from its own stream of (seed, row)")
+    seed: int = field(0, "each row draws from its own stream of (seed, row)")
 
     def __post_init__(self) -> None:
         raise_problems("sampling", _problems(self))

@@ -10,7 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, cast
 
@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_core._config import is_finite, is_size, setting
+from forge_core._config import is_finite, is_size
+from forge_core._shared.fields import field
 from forge_core._shared.problems import Problem, invalid, raise_problems
 from forge_core.kinds import ParameterKind, parameter_kinds
 from forge_core.model.init import Init
@@ -48,13 +49,11 @@ class LoRAConfig:
     """Which linear layers get an adapter, and its size; a ValueError lists every problem."""
 
     patterns: tuple[str, ...] = field(
-        default=("*.mixer.*_proj", "!*.kv_b_proj"),
-        metadata={
-            "help": "names of linear layers that get an adapter, as in fnmatch; '!' excludes"
-        },
+        ("*.mixer.*_proj", "!*.kv_b_proj"),
+        "names of linear layers that get an adapter, as in fnmatch; '!' excludes",
     )
-    rank: int = setting(8, "rank of the adapters")
-    alpha: float = setting(16.0, "an adapter's output is multiplied by alpha / rank")
+    rank: int = field(8, "rank of the adapters")
+    alpha: float = field(16.0, "an adapter's output is multiplied by alpha / rank")
 
     def __post_init__(self) -> None:
         raise_problems("lora", _problems(self))

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
 from forge_data._problems import path_problems
+from forge_data._shared.fields import field
 from forge_data._shared.problems import Problem, raise_problems
 from forge_data.chat.config import ChatConfig, chat_problems
 from forge_data.kinds import (
@@ -38,10 +39,6 @@ MAX_TOKENS_AT_ONCE = 1 << 28  # of the rows of one rank, 8 GiB as arrays
 _IMPORT_PATH = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class SourceConfig:
     """One source of tokens. Raises ValueError with one line per broken rule.
@@ -49,45 +46,34 @@ class SourceConfig:
     Usage: `SourceConfig(name="tokens", path="tokens/books")`.
     """
 
-    name: str = _field(
+    name: str = field(
         "builtin",
         'where tokens come from: "builtin", "tokens", "text", "huggingface", "chat", "megatron", "nanogpt", "npy", an '
         'entry point of forge.sources, or an import path "module:attr"',
     )
-    path: str | None = _field(
+    path: str | None = field(
         None,
         "tokens: folder written by `forge-data prepare`, or one raw file of token ids; text: a file or a folder; "
         "huggingface: a folder or a name of the hub; chat: a .jsonl (.gz, .zst) or .parquet file, a folder of them, or a saved set; "
         "megatron, nanogpt, npy: a file or a folder",
     )
-    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = _field(
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = field(
         None, "type of the ids in a raw token file; a file with a sidecar knows it"
     )
-    split: Literal["train", "validation"] = _field("train", "which part of the source is read")
-    verify: Literal["touch", "full", "off"] = _field(
+    split: Literal["train", "validation"] = field("train", "which part of the source is read")
+    verify: Literal["touch", "full", "off"] = field(
         "touch",
         "when tokens are compared with their digests: a block when first read, all when opened, never",
     )
-    chat: ChatConfig = field(
-        default_factory=ChatConfig, metadata={"help": "how conversations of name chat become rows"}
-    )
+    chat: ChatConfig = field(ChatConfig, "how conversations of name chat become rows")
 
     options: dict[str, Any] = field(
-        default_factory=dict,
-        metadata={"help": "arguments of a source of your own, by name; built-in ones take none"},
+        dict, "arguments of a source of your own, by name; built-in ones take none"
     )
-    huggingface: HuggingFaceConfig = field(
-        default_factory=HuggingFaceConfig, metadata={"help": "a set of the datasets library"}
-    )
-    text: TextConfig = field(
-        default_factory=TextConfig, metadata={"help": "text that is tokenized when a run begins"}
-    )
-    nanogpt: BorderConfig = field(
-        default_factory=BorderConfig, metadata={"help": "documents of .bin files without an index"}
-    )
-    npy: BorderConfig = field(
-        default_factory=BorderConfig, metadata={"help": "documents of .npy files"}
-    )
+    huggingface: HuggingFaceConfig = field(HuggingFaceConfig, "a set of the datasets library")
+    text: TextConfig = field(TextConfig, "text that is tokenized when a run begins")
+    nanogpt: BorderConfig = field(BorderConfig, "documents of .bin files without an index")
+    npy: BorderConfig = field(BorderConfig, "documents of .npy files")
 
     def __post_init__(self) -> None:
         raise_problems("source", _source_problems(self))
@@ -97,11 +83,11 @@ class SourceConfig:
 class TrainingSourceConfig(SourceConfig):
     """A source that training reads, alone or in a mixture."""
 
-    weight: float | None = _field(
+    weight: float | None = field(
         None,
         "its share of the training instances, relative to the others' (default: its rows; see temperature)",
     )
-    max_epochs: int | None = _field(
+    max_epochs: int | None = field(
         None,
         "times that its rows come at most in training, where a phase with another seq_len begins a new time; then the others take its share (default: no end)",
     )
@@ -117,41 +103,39 @@ class DataConfig:
     Usage: `DataConfig(seq_len=256, sources={"python_docs": SourceConfig()})`.
     """
 
-    seq_len: int = _field(256, "tokens in a row; labels are the same tokens, one later")
-    seed: int | None = _field(None, "seed of the order of training rows (default: that of the run)")
-    num_workers: int = _field(0, "processes that read ahead; 0 reads in the training process")
-    prefetch: int | None = _field(
+    seq_len: int = field(256, "tokens in a row; labels are the same tokens, one later")
+    seed: int | None = field(None, "seed of the order of training rows (default: that of the run)")
+    num_workers: int = field(0, "processes that read ahead; 0 reads in the training process")
+    prefetch: int | None = field(
         None,
         "steps that are read ahead, by the workers (default: 2 each), or without workers by a thread (default: 0)",
     )
-    worker_timeout_seconds: float = _field(
+    worker_timeout_seconds: float = field(
         600.0,
         "a worker that gives nothing for so long is replaced as one that died; 0 waits for ever",
     )
-    worker_restarts: int = _field(
+    worker_restarts: int = field(
         3, "workers that died or hung and are replaced, in one life of a run; the next one ends it"
     )
     sources: dict[str, TrainingSourceConfig] = field(
-        default_factory=dict, metadata={"help": "training text by name, mixed if there are several"}
+        dict, "training text by name, mixed if there are several"
     )
-    accept_change: bool = _field(
+    accept_change: bool = field(
         False,
         "go on at the same row of other data than the checkpoint's, and record what changed; best as a flag of one start",
     )
-    temperature: float = _field(
+    temperature: float = field(
         1.0,
         "weights of sources become weight ** (1 / temperature): above 1 they come nearer to one another",
     )
     phases: dict[str, PhaseConfig] = field(
-        default_factory=dict,
-        metadata={"help": "points from which rows, batches, weights or rates are others, by name"},
+        dict, "points from which rows, batches, weights or rates are others, by name"
     )
     packing: PackingConfig = field(
-        default_factory=PackingConfig,
-        metadata={"help": "how documents are put into rows, in training and validation"},
+        PackingConfig, "how documents are put into rows, in training and validation"
     )
     validation: SourceConfig | None = field(
-        default=None, metadata={"help": "held-out text that the validation loss is measured on"}
+        None, "held-out text that the validation loss is measured on"
     )
 
     def __post_init__(self) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from forge_data._problems import every_problems, path_problems, special_problems
+from forge_data._shared.fields import field
 from forge_data._shared.problems import Problem, raise_problems
 from forge_data._shared.record_keys import option_problems
 from forge_data.chat.config import IGNORED, STRICT, ChatConfig
@@ -24,34 +25,30 @@ BOS_HELP = (
 )
 
 
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class HuggingFaceConfig:
     """How a set of the `datasets` library is read: `HuggingFaceConfig(split="test", text_field="content")`."""
 
-    config_name: str | None = _field(None, "configuration of a set that has several")
-    split: str | None = _field(
+    config_name: str | None = field(None, "configuration of a set that has several")
+    split: str | None = field(
         None, "split as the set calls it, or a slice of one (default: that of the source)"
     )
-    text_field: str = _field("text", "column of the text")
-    tokenizer: str = _field("byte", '"byte", or a JSON file of the tokenizers library')
-    eos: str | None = _field(None, EOS_HELP)
-    bos: str | None = _field(None, BOS_HELP)
-    ignore_keys: list[str] = field(default_factory=list, metadata={"help": IGNORED})
-    strict: bool = _field(False, STRICT)
-    cache: str | None = _field(
+    text_field: str = field("text", "column of the text")
+    tokenizer: str = field("byte", '"byte", or a JSON file of the tokenizers library')
+    eos: str | None = field(None, EOS_HELP)
+    bos: str | None = field(None, BOS_HELP)
+    ignore_keys: list[str] = field(list, IGNORED)
+    strict: bool = field(False, STRICT)
+    cache: str | None = field(
         None, "folder of the tokens (default: $FORGE_CACHE/tokens, below ~/.cache/forge)"
     )
-    streaming: bool = _field(
+    streaming: bool = field(
         False, "read and tokenize while training, front to back, without a cache; for training only"
     )
-    virtual_shards: int = _field(
+    virtual_shards: int = field(
         256, "streaming: parts that are read side by side, at most as many as row groups or files"
     )
-    shuffle_window: int = _field(
+    shuffle_window: int = field(
         256, "streaming: documents of a shard that are shuffled and packed together"
     )
 
@@ -63,20 +60,20 @@ class HuggingFaceConfig:
 class TextConfig:
     """How text is cut into documents and tokenized: `TextConfig(document="line", validation_every=20)`."""
 
-    tokenizer: str = _field("byte", '"byte", or a JSON file of the tokenizers library')
-    eos: str | None = _field(None, EOS_HELP)
-    bos: str | None = _field(None, BOS_HELP)
-    document: Literal["file", "line", "blank_line"] = _field(
+    tokenizer: str = field("byte", '"byte", or a JSON file of the tokenizers library')
+    eos: str | None = field(None, EOS_HELP)
+    bos: str | None = field(None, BOS_HELP)
+    document: Literal["file", "line", "blank_line"] = field(
         "file", "unit of a document in .txt and .md files"
     )
-    text_field: str = _field("text", "key of the text in records")
-    validation_every: int = _field(
+    text_field: str = field("text", "key of the text in records")
+    validation_every: int = field(
         0,
         "every N-th document is of the split validation (default: as folders train/ and validation/ say)",
     )
-    ignore_keys: list[str] = field(default_factory=list, metadata={"help": IGNORED})
-    strict: bool = _field(False, STRICT)
-    cache: str | None = _field(
+    ignore_keys: list[str] = field(list, IGNORED)
+    strict: bool = field(False, STRICT)
+    cache: str | None = field(
         None, "folder of the tokens (default: $FORGE_CACHE/tokens, below ~/.cache/forge)"
     )
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
+from forge_data._shared.fields import field
 from forge_data._shared.problems import Problem, raise_problems
 
 __all__ = ["BestFitConfig", "FirstFitConfig", "PackingConfig"]
@@ -16,7 +17,7 @@ _MAX_WINDOW = 1 << 24
 
 def _window() -> Any:
     help = "documents that are planned at once: more fill rows better, and take memory for the plan"
-    return field(default=1 << 16, metadata={"help": help})
+    return field(1 << 16, help)
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,12 @@ class PackingConfig:
     """How documents are put into rows: `PackingConfig("best_fit")`. Raises ValueError with one line per broken rule."""
 
     name: Literal["concatenate", "first_fit", "best_fit"] = field(
-        default="concatenate",
-        metadata={
-            "help": "concatenate: all documents, cut into rows; first_fit, best_fit: documents stay whole where a row "
-            "holds them, by a plan that is made once and cached"
-        },
+        "concatenate",
+        "concatenate: all documents, cut into rows; first_fit, best_fit: documents stay whole where a row "
+        "holds them, by a plan that is made once and cached",
     )
-    first_fit: FirstFitConfig = field(
-        default_factory=FirstFitConfig, metadata={"help": "settings of first_fit alone"}
-    )
-    best_fit: BestFitConfig = field(
-        default_factory=BestFitConfig, metadata={"help": "settings of best_fit alone"}
-    )
+    first_fit: FirstFitConfig = field(FirstFitConfig, "settings of first_fit alone")
+    best_fit: BestFitConfig = field(BestFitConfig, "settings of best_fit alone")
 
     def __post_init__(self) -> None:
         raise_problems("packing", _packing_problems(self))

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from forge_data._shared.fields import field
 from forge_data._shared.problems import Problem, raise_problems
 
 if TYPE_CHECKING:
@@ -20,10 +21,6 @@ _MAX_SEQ_LEN = 1 << 24  # as of a run
 _MAX_GLOBAL_BATCH = 1 << 20
 
 
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class PhaseConfig:
     """What changes from some row of the data on. Raises ValueError with one line per broken rule.
@@ -31,26 +28,23 @@ class PhaseConfig:
     Usage: `PhaseConfig(start_tokens=9 * 10**9, weights={"books": 1.0}, lr_multiplier=0.1)`.
     """
 
-    start_tokens: int | None = _field(
+    start_tokens: int | None = field(
         None, "tokens of the run before it, rounded up to whole rows; or give start_instance"
     )
     weights: dict[str, float] = field(
-        default_factory=dict,
-        metadata={
-            "help": "source = its weight; one that is not named gives nothing (default: as before)"
-        },
+        dict, "source = its weight; one that is not named gives nothing (default: as before)"
     )
-    lr_multiplier: float = _field(
+    lr_multiplier: float = field(
         1.0, "factor of the learning rate, in place of that of the phase before"
     )
-    seq_len: int | None = _field(
+    seq_len: int | None = field(
         None,
         "tokens in a row (default: as before); another length is a new order, and a new epoch of each source",
     )
-    global_batch: int | None = _field(
+    global_batch: int | None = field(
         None, "rows of a step (default: as before); the schedule of the rate then counts tokens"
     )
-    start_instance: int | None = _field(None, "rows of the run before it")
+    start_instance: int | None = field(None, "rows of the run before it")
 
     def __post_init__(self) -> None:
         raise_problems("phase", _own_problems(self))

@@ -1,9 +1,11 @@
 """Configurations of a router and of a mixture-of-experts layer, validated when made."""
 
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args, get_type_hints
 
+from forge_moe._shared.fields import field
 from forge_moe._shared.problems import Problem, raise_problems
 
 __all__ = ["AMONG_TOKENS", "MoEConfig", "MoEOptions", "RouterConfig"]
@@ -21,10 +23,6 @@ _WITHOUT_EFFECT = {
 }
 
 
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class RouterConfig:
     """Shape and options of a router. Raises ValueError with a line for each problem.
@@ -32,21 +30,21 @@ class RouterConfig:
     RouterConfig(dim=512, num_experts=64, name="sigmoid_topk", top_k=6)
     """
 
-    dim: int = field(metadata={"help": "width of a token"})
-    num_experts: int = field(metadata={"help": "experts to choose from"})
-    name: str = _field("softmax_topk", "registered router, or module:attribute")
-    top_k: int = _field(2, "experts per token")
-    normalize: Literal["after_top_k", "before_top_k"] = _field(
+    dim: int = dataclasses.field(metadata={"help": "width of a token"})
+    num_experts: int = dataclasses.field(metadata={"help": "experts to choose from"})
+    name: str = field("softmax_topk", "registered router, or module:attribute")
+    top_k: int = field(2, "experts per token")
+    normalize: Literal["after_top_k", "before_top_k"] = field(
         "after_top_k", "weights of the chosen experts sum to 1, or keep their value among all"
     )
-    num_groups: int = _field(1, "groups of neighboring experts; 1: no limit")
-    top_groups: int = _field(1, "groups that a token may choose experts from")
-    group_score: Literal["top2_sum", "max"] = _field(
+    num_groups: int = field(1, "groups of neighboring experts; 1: no limit")
+    top_groups: int = field(1, "groups that a token may choose experts from")
+    group_score: Literal["top2_sum", "max"] = field(
         "top2_sum", "score of a group: the sum of its two best experts' scores, or the best one"
     )
-    route_scale: float = _field(1.0, "factor on the weights of the chosen experts")
-    expert_bias: bool = _field(False, "buffer added to the scores for selection only")
-    router_bias: bool = _field(False, "bias in the router's projection (gpt-oss)")
+    route_scale: float = field(1.0, "factor on the weights of the chosen experts")
+    expert_bias: bool = field(False, "buffer added to the scores for selection only")
+    router_bias: bool = field(False, "bias in the router's projection (gpt-oss)")
 
     def __post_init__(self) -> None:
         raise_problems("router", _type_problems(self))
@@ -60,51 +58,49 @@ class MoEOptions:
     Nothing is checked here; MoEConfig checks them together with the shape.
     """
 
-    top_k: int = _field(2, "experts per token")
-    router: str = _field("softmax_topk", "registered router, or module:attribute")
-    normalize: Literal["after_top_k", "before_top_k"] = _field(
+    top_k: int = field(2, "experts per token")
+    router: str = field("softmax_topk", "registered router, or module:attribute")
+    normalize: Literal["after_top_k", "before_top_k"] = field(
         "after_top_k", "weights of the chosen experts sum to 1, or keep their value among all"
     )
-    num_groups: int = _field(1, "groups of neighboring experts; 1: no limit")
-    top_groups: int = _field(1, "groups that a token may choose experts from")
-    group_score: Literal["top2_sum", "max"] = _field(
+    num_groups: int = field(1, "groups of neighboring experts; 1: no limit")
+    top_groups: int = field(1, "groups that a token may choose experts from")
+    group_score: Literal["top2_sum", "max"] = field(
         "top2_sum", "score of a group: the sum of its two best experts' scores, or the best one"
     )
-    route_scale: float = _field(1.0, "factor on the weights of the chosen experts")
-    expert_bias: bool = _field(
+    route_scale: float = field(1.0, "factor on the weights of the chosen experts")
+    expert_bias: bool = field(
         False, "selection bias without balancing; bias_update_rate above 0 adds one too"
     )
-    router_bias: bool = _field(False, "bias in the router's projection (gpt-oss)")
-    activation: Literal["swiglu", "gelu", "clamped_swiglu"] = _field(
+    router_bias: bool = field(False, "bias in the router's projection (gpt-oss)")
+    activation: Literal["swiglu", "gelu", "clamped_swiglu"] = field(
         "swiglu", "kind of expert; clamped_swiglu: that of gpt-oss"
     )
-    swiglu_alpha: float = _field(1.702, "clamped_swiglu: slope of its sigmoid")
-    swiglu_limit: float = _field(7.0, "clamped_swiglu: gate and up are clamped to it")
-    bias: bool = _field(False, "biases in the experts' projections")
-    num_shared_experts: int = _field(0, "experts that see every token")
-    shared_hidden_dim: int | None = _field(
-        None, "width inside one shared expert; empty: hidden_dim"
-    )
-    shared_gate: bool = _field(False, "a sigmoid of the token scales the shared output (Qwen2-MoE)")
-    capacity_factor: float | None = _field(
+    swiglu_alpha: float = field(1.702, "clamped_swiglu: slope of its sigmoid")
+    swiglu_limit: float = field(7.0, "clamped_swiglu: gate and up are clamped to it")
+    bias: bool = field(False, "biases in the experts' projections")
+    num_shared_experts: int = field(0, "experts that see every token")
+    shared_hidden_dim: int | None = field(None, "width inside one shared expert; empty: hidden_dim")
+    shared_gate: bool = field(False, "a sigmoid of the token scales the shared output (Qwen2-MoE)")
+    capacity_factor: float | None = field(
         None, "rows an expert takes at most in training, over its even share; empty: drop nothing"
     )
-    drop_policy: Literal["position", "probability"] = _field(
+    drop_policy: Literal["position", "probability"] = field(
         "position", "tokens that a full expert keeps: earlier ones, or those with larger weights"
     )
-    aux_loss_weight: float = _field(0.0, "weight of the balance loss")
-    aux_scope: Literal["sequence", "micro_batch", "global_batch", "global_batch_lagged"] = _field(
+    aux_loss_weight: float = field(0.0, "weight of the balance loss")
+    aux_scope: Literal["sequence", "micro_batch", "global_batch", "global_batch_lagged"] = field(
         "micro_batch",
         "tokens whose choices the balance loss counts; micro_batch and global_batch depend on micro-batches and ranks",
     )
-    sequence_loss_weight: float = _field(0.0, "weight of DeepSeek-V3's loss per sequence")
-    z_loss_weight: float = _field(0.0, "weight of the squared log-sum-exp of the logits")
-    bias_update_rate: float = _field(0.0, "step of the loss-free bias; 0: no bias")
-    bias_center: bool = _field(False, "keep the mean of the bias at 0")
-    bias_schedule: Literal["constant", "cosine", "linear_warmup"] = _field(
+    sequence_loss_weight: float = field(0.0, "weight of DeepSeek-V3's loss per sequence")
+    z_loss_weight: float = field(0.0, "weight of the squared log-sum-exp of the logits")
+    bias_update_rate: float = field(0.0, "step of the loss-free bias; 0: no bias")
+    bias_center: bool = field(False, "keep the mean of the bias at 0")
+    bias_schedule: Literal["constant", "cosine", "linear_warmup"] = field(
         "constant", "course of bias_update_rate over training"
     )
-    backend: Literal["auto", "grouped_mm", "loop", "batched", "float8"] = _field(
+    backend: Literal["auto", "grouped_mm", "loop", "batched", "float8"] = field(
         "auto", "how the experts' matrix products are computed"
     )
 
@@ -128,10 +124,10 @@ class MoEConfig(MoEOptions):
         MoEConfig(dim=512, hidden_dim=1024, num_experts=8, top_k=2)
     """
 
-    dim: int = field(metadata={"help": "width of a token"})
-    hidden_dim: int = field(metadata={"help": "width inside one expert"})
-    num_experts: int = field(metadata={"help": "routed experts"})
-    aux: Literal["return", "attach", "none"] = field(
+    dim: int = dataclasses.field(metadata={"help": "width of a token"})
+    hidden_dim: int = dataclasses.field(metadata={"help": "width inside one expert"})
+    num_experts: int = dataclasses.field(metadata={"help": "routed experts"})
+    aux: Literal["return", "attach", "none"] = dataclasses.field(
         default="return",
         kw_only=True,
         metadata={"help": "router losses: handed to the caller, or added to the gradient"},

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, get_args, get_type_hints
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, get_args, get_type_hints
 
+from forge_parallel._shared.fields import field
 from forge_parallel._shared.problems import Problem, invalid, raise_problems
 
 __all__ = ["SCHEDULES", "V_SCHEDULES", "Layout", "ParallelConfig"]
@@ -74,10 +75,6 @@ class Layout(NamedTuple):
         ]
 
 
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class ParallelConfig:
     """Device, precision and layout of a run. Raises ValueError with every broken rule.
@@ -85,43 +82,43 @@ class ParallelConfig:
     Usage: `ParallelConfig(dp_shard=8, tp=4)`; the launcher sets the number of ranks.
     """
 
-    device: Literal["auto", "cpu", "cuda"] = _field(
+    device: Literal["auto", "cpu", "cuda"] = field(
         "auto", "where tensors live; auto: the GPU if there is one, else the CPU"
     )
-    precision: Literal["bf16", "fp32"] = _field(
+    precision: Literal["bf16", "fp32"] = field(
         "bf16",
         "dtype of forward and backward; bf16: of weights in param_dtype, summed gradients in reduce_dtype",
     )
-    param_dtype: Literal["fp32", "bf16"] = _field(
+    param_dtype: Literal["fp32", "bf16"] = field(
         "fp32",
         "dtype in which trained weights and their gradients are stored; bf16: no fp32 masters, for an optimizer "
         "that rounds updates stochastically"
     )  # fmt: skip
-    reduce_dtype: Literal["fp32", "bf16"] = _field(
+    reduce_dtype: Literal["fp32", "bf16"] = field(
         "fp32", "dtype in which FSDP2 sums gradients over data ranks; bf16 halves the traffic"
     )
-    layout: Literal["manual", "auto"] = _field(
+    layout: Literal["manual", "auto"] = field(
         "manual", "auto: the planner chooses the axes for the ranks there are, and says why"
     )
-    dp_replicate: int = _field(
+    dp_replicate: int = field(
         1, "copies of the sharded model (HSDP); gradients are summed over them"
     )
-    dp_shard: int = _field(
+    dp_shard: int = field(
         -1, "ranks that share one copy of the model (FSDP2); -1: all that are left"
     )
-    tp: int = _field(1, "ranks that share each matrix (tensor parallelism)")
-    sequence_parallel: bool = _field(
+    tp: int = field(1, "ranks that share each matrix (tensor parallelism)")
+    sequence_parallel: bool = field(
         True, "under tp: cut the stream between sublayers along the sequence, too; false: each tp rank "
               "holds all of it"
     )  # fmt: skip
-    async_tp: bool = _field(
+    async_tp: bool = field(
         False, "under tp on CUDA with compile: overlap its communication with the products"
     )
-    cp: int = _field(1, "ranks that share each sequence (context parallelism)")
-    cp_exchange: Literal["all_gather", "ring"] = _field(
+    cp: int = field(1, "ranks that share each sequence (context parallelism)")
+    cp_exchange: Literal["all_gather", "ring"] = field(
         "all_gather", "how keys and values travel under cp; ring: less memory, more steps"
     )
-    pp: int = _field(1, "ranks that share the depth of the model (pipeline)")
+    pp: int = field(1, "ranks that share the depth of the model (pipeline)")
     pp_schedule: Literal[
         "gpipe",
         "1f1b",
@@ -129,49 +126,47 @@ class ParallelConfig:
         "interleaved_zero_bubble",
         "zbv_zero_bubble",
         "dualpipev",
-    ] = _field("1f1b", "order of the micro-batches in the pipeline")
-    pp_stages_per_rank: int | None = _field(
+    ] = field("1f1b", "order of the micro-batches in the pipeline")
+    pp_stages_per_rank: int | None = field(
         None, "pieces of the model on each pipeline rank (default: 1, or 2 where the schedule has several)"
     )  # fmt: skip
-    ep: int = _field(
+    ep: int = field(
         1, "ranks that share the experts of a mixture; they also read data of their own"
     )
-    gpus_per_node: int | None = _field(
+    gpus_per_node: int | None = field(
         None,
         "ranks with a fast network between them (default: those of a node as the launcher says)",
     )
-    across_nodes: bool = _field(False, "let tp and ep groups span nodes")
-    float8: Literal["none", "tensorwise", "rowwise"] = _field(
+    across_nodes: bool = field(False, "let tp and ep groups span nodes")
+    float8: Literal["none", "tensorwise", "rowwise"] = field(
         "none", "scaling of float8 products in large linear layers (torchao); on a CPU emulated"
     )
-    float8_all_gather: bool = _field(
-        False, "FSDP2 sends weights in float8; tensorwise on CUDA only"
-    )
-    recompute: Literal["none", "full", "selective"] = _field(
+    float8_all_gather: bool = field(False, "FSDP2 sends weights in float8; tensorwise on CUDA only")
+    recompute: Literal["none", "full", "selective"] = field(
         "none",
         "activations computed again in the backward: none, all of a block, or the cheap ones",
     )
-    recompute_every: int = _field(1, "recompute in every k-th block")
-    memory_budget: float | None = _field(
+    recompute_every: int = field(1, "recompute in every k-th block")
+    memory_budget: float | None = field(
         None, "share of the activations that compiled blocks may keep; the compiler chooses which"
     )
-    sdpa: Literal["auto", "flash", "efficient", "cudnn", "math"] = _field(
+    sdpa: Literal["auto", "flash", "efficient", "cudnn", "math"] = field(
         "auto",
         "kernel of torch's attention; auto: the fastest that fits a call; cpu has flash and math; packed rows in 16 "
         "bits on CUDA, soft-caps and sinks have functions of their own",
     )
-    compile: bool = _field(False, "torch.compile each block")
-    reshard_after_forward: bool = _field(
+    compile: bool = field(False, "torch.compile each block")
+    reshard_after_forward: bool = field(
         True, "free gathered weights after the forward and gather them again for the backward; "
               "false: more memory, less traffic"
     )  # fmt: skip
-    cpu_offload: bool = _field(
+    cpu_offload: bool = field(
         False,
         "keep weights, gradients and moments in host memory; the update runs there, and each micro-batch after "
         "the first waits once per parameter",
     )
-    timeout_seconds: float = _field(600.0, "how long a collective may take before the run fails")
-    start_timeout_seconds: float = _field(300.0, "how long ranks wait for each other at the start")
+    timeout_seconds: float = field(600.0, "how long a collective may take before the run fails")
+    start_timeout_seconds: float = field(300.0, "how long ranks wait for each other at the start")
 
     def __post_init__(self) -> None:
         raise_problems("parallel", _problems(self))

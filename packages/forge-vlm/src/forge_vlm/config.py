@@ -5,14 +5,16 @@ A choice by name has a table of its own.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from forge_core import TransformerConfig
 from forge_core.model import MRopeConfig
-from forge_vlm._config import foreign_table, is_size, setting
+from forge_vlm._config import foreign_table, is_size
+from forge_vlm._shared.fields import field
 from forge_vlm._shared.problems import Problem, raise_problems
 from forge_vlm.adapters import AdapterConfig
 from forge_vlm.fusion.config import MixtureOfTransformersConfig, MoMaConfig, fusion_problems
@@ -38,17 +40,16 @@ class FusionConfig:
     (blocks between those of the text read them; Flamingo, Llama 3.2 Vision), mixture_of_transformers (weights of each
     modality around one attention), moma (experts of each modality)."""
 
-    name: str = setting(
+    name: str = field(
         "joint_decoder",
         "how the decoder sees images: joint_decoder, cross_attention, mixture_of_transformers, moma",
     )
     mixture_of_transformers: MixtureOfTransformersConfig = field(
-        default=MixtureOfTransformersConfig(),
-        metadata={"help": "the fusion mixture_of_transformers"},
+        MixtureOfTransformersConfig(), "the fusion mixture_of_transformers"
     )
-    moma: MoMaConfig = field(default=MoMaConfig(), metadata={"help": "the fusion moma"})
+    moma: MoMaConfig = field(MoMaConfig(), "the fusion moma")
     cross_attention: CrossAttentionConfig = field(
-        default=CrossAttentionConfig(), metadata={"help": "the fusion cross_attention"}
+        CrossAttentionConfig(), "the fusion cross_attention"
     )
 
     def __post_init__(self) -> None:
@@ -71,36 +72,31 @@ class VLMConfig(TransformerConfig):
     VLMConfig(vocab_size=256, modalities={"image": ModalityConfig(first_id=255)})
     """
 
-    vision: VisionConfig = field(default=VisionConfig(), metadata={"help": "the encoder"})
-    adapter: AdapterConfig = field(
-        default=AdapterConfig(), metadata={"help": "from the encoder's features to the stream"}
-    )
-    fusion: FusionConfig = field(
-        default=FusionConfig(), metadata={"help": "how the decoder sees images"}
-    )
-    modalities: dict[str, ModalityConfig] = field(
+    vision: VisionConfig = field(VisionConfig(), "the encoder")
+    adapter: AdapterConfig = field(AdapterConfig(), "from the encoder's features to the stream")
+    fusion: FusionConfig = field(FusionConfig(), "how the decoder sees images")
+    modalities: dict[str, ModalityConfig] = dataclasses.field(
         default_factory=dict,
         hash=False,
         metadata={"help": "token ids that stand for images or other media, by name"},
     )
     mrope: MRopeConfig | None = field(  # type: ignore[misc]
-        default=None,
-        metadata={"help": "how positions of three axes turn heads; empty: they have one"},
+        None, "how positions of three axes turn heads; empty: they have one"
     )
-    input_only_ids: int = setting(
+    input_only_ids: int = field(
         0, "ids from vocab_size on that are embedded and never predicted (Llama 3.2 Vision: 8)"
     )
-    images_per_row: int = setting(
+    images_per_row: int = field(
         1, "images of a row, as plans and FLOPs (MFU) count them; rows may have any number"
     )
-    pixels_per_image: int | None = setting(
+    pixels_per_image: int | None = field(
         None,
         "their size as it is counted, where the encoder takes any; empty: 512 * 512, of packed_vit image_size * image_size",
     )
-    positions: Literal["sequential", "text_preserving", "mrope"] = setting(
+    positions: Literal["sequential", "text_preserving", "mrope"] = field(
         "sequential", "positions of an image's tokens: sequential, text_preserving, or mrope"
     )
-    bidirectional: Literal["none", "image", "clip", "document", "prefix_lm"] = setting(
+    bidirectional: Literal["none", "image", "clip", "document", "prefix_lm"] = field(
         "none",
         "which tokens see those behind them too: none; those of an image, of a clip, of all images of a document; or "
         "prefix_lm, all before the first answer",

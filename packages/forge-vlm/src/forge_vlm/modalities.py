@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from forge_vlm._config import is_size, setting
+from forge_vlm._config import is_size
+from forge_vlm._shared.fields import field
 from forge_vlm._shared.problems import Problem, invalid, raise_problems
 
 __all__ = [
@@ -32,9 +33,9 @@ class ModalityConfig:
     ModalityConfig(first_id=4, num_ids=8192, discrete=True)          # images as tokens (Chameleon)
     """
 
-    first_id: int = setting(0, "the token id, or the first of a range of discrete ones")
-    num_ids: int = setting(1, "how many ids; above 1 they are discrete tokens")
-    discrete: bool = setting(
+    first_id: int = field(0, "the token id, or the first of a range of discrete ones")
+    num_ids: int = field(1, "how many ids; above 1 they are discrete tokens")
+    discrete: bool = field(
         False,
         "the ids are tokens of their own, embedded and learnt like text; else features replace them",
     )

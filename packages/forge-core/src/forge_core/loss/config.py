@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from forge_core._config import setting
+from forge_core._shared.fields import field
 from forge_core._shared.problems import Problem, raise_problems
 
 
@@ -17,10 +17,10 @@ class CrossEntropyConfig:
     `cross_entropy(logits, labels, **dataclasses.asdict(CrossEntropyConfig(z_loss=1e-4)))`
     """
 
-    z_loss: float = setting(
+    z_loss: float = field(
         0.0, "coefficient of the squared log-sum-exp of each token's logits (PaLM: 1e-4)"
     )
-    label_smoothing: float = setting(
+    label_smoothing: float = field(
         0.0, "share of the target that is spread evenly over the vocabulary"
     )
 

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from forge_core._config import (
     choice_problems,
     foreign_keys,
     is_finite,
-    setting,
     size_problems,
     switch_problems,
 )
+from forge_core._shared.fields import field
 from forge_core._shared.problems import Problem, raise_problems
 from forge_core.model.layer_types import GLOBAL, LayerType, pattern_problems
 from forge_core.model.mla_config import MLAConfig
@@ -60,28 +61,26 @@ class RopeScaling:
     these 0.1 ln factor + 1. Others: see `inverse_frequencies`.
     """
 
-    factor: float = setting(8.0, "how much the longest wavelengths are stretched")
-    low_freq_factor: float = setting(
-        1.0, "wavelengths over original_max_position / this: stretched"
-    )
-    high_freq_factor: float = setting(4.0, "wavelengths under original_max_position / this: kept")
-    original_max_position: int = setting(8192, "context length before stretching, in tokens")
-    beta_fast: float = setting(32.0, "yarn: pairs that turn more often in that context stay")
-    beta_slow: float = setting(1.0, "yarn: pairs that turn less often in that context are slowed")
-    mscale: float | None = setting(None, "yarn: growth of cosines and sines; with mscale_all_dim")
-    mscale_all_dim: float | None = setting(
+    factor: float = field(8.0, "how much the longest wavelengths are stretched")
+    low_freq_factor: float = field(1.0, "wavelengths over original_max_position / this: stretched")
+    high_freq_factor: float = field(4.0, "wavelengths under original_max_position / this: kept")
+    original_max_position: int = field(8192, "context length before stretching, in tokens")
+    beta_fast: float = field(32.0, "yarn: pairs that turn more often in that context stay")
+    beta_slow: float = field(1.0, "yarn: pairs that turn less often in that context are slowed")
+    mscale: float | None = field(None, "yarn: growth of cosines and sines; with mscale_all_dim")
+    mscale_all_dim: float | None = field(
         None,
         "yarn: growth that mscale is relative to; latent attention multiplies its scores by its square",
     )
-    attention_factor: float | None = setting(
+    attention_factor: float | None = field(
         None, "yarn: factor of cosines and sines; empty: from mscale, or 0.1 ln factor + 1"
     )
-    truncate: bool = setting(True, "yarn: the borders of the blended pairs are whole numbers")
-    name: str = setting(
+    truncate: bool = field(True, "yarn: the borders of the blended pairs are whole numbers")
+    name: str = field(
         "llama3",
         "rule of the wavelengths: llama3, linear, yarn, an entry point of forge.rope_scalings, or module:attr",
     )
-    options: dict[str, Any] = field(
+    options: dict[str, Any] = dataclasses.field(
         default_factory=dict, hash=False, metadata=_options_of("scaling")
     )
 
@@ -155,103 +154,95 @@ class TransformerConfig:
         TransformerConfig(vocab_size=256, dim=128, num_layers=4, num_heads=4)
     """
 
-    vocab_size: int = field(metadata={"help": "number of token ids the model knows"})
-    dim: int = setting(256, "width of the residual stream")
-    num_layers: int = setting(4, "number of blocks")
-    num_heads: int = setting(4, "query heads of each attention")
-    num_kv_heads: int | None = setting(None, "key/value heads; empty: as many as query heads")
-    head_dim: int | None = setting(None, "width of one head; empty: dim / num_heads")
-    hidden_dim: int | None = setting(
+    vocab_size: int = dataclasses.field(metadata={"help": "number of token ids the model knows"})
+    dim: int = field(256, "width of the residual stream")
+    num_layers: int = field(4, "number of blocks")
+    num_heads: int = field(4, "query heads of each attention")
+    num_kv_heads: int | None = field(None, "key/value heads; empty: as many as query heads")
+    head_dim: int | None = field(None, "width of one head; empty: dim / num_heads")
+    hidden_dim: int | None = field(
         None,
         "width inside the feed-forward; empty: 8/3 dim rounded up to 64 (with a gate), 4 dim (without)",
     )
-    norm: str = setting(
+    norm: str = field(
         "rms_norm",
         "normalisation: rms_norm, layer_norm, rms_norm_plus_one (weights around 0, Gemma), an entry point of "
         "forge.norms, or module:attr",
     )
-    norm_eps: float = setting(1e-5, "added to the variance in every norm")
-    feed_forward: str = setting(
+    norm_eps: float = field(1e-5, "added to the variance in every norm")
+    feed_forward: str = field(
         "swiglu",
         "feed-forward: swiglu, geglu, geglu_tanh (Gemma), or ungated gelu, gelu_tanh, relu, relu2, silu; an entry "
         "point of forge.feed_forwards, or module:attr",
     )
-    rope_theta: float = setting(10000.0, "base of the rotary wavelengths")
+    rope_theta: float = field(10000.0, "base of the rotary wavelengths")
     rope_scaling: RopeScaling | None = field(
-        default=None, metadata={"help": "Llama 3.1 stretching of the wavelengths; empty: none"}
+        None, "Llama 3.1 stretching of the wavelengths; empty: none"
     )
-    partial_rotary_factor: float = setting(
+    partial_rotary_factor: float = field(
         1.0, "share of each head's width that rotary embedding turns (GLM-4: 0.5; 0: none)"
     )
-    qk_norm: bool = setting(False, "RMSNorm on queries and keys (Qwen3)")
-    qk_norm_over: Literal["head", "all_heads"] = setting(
+    qk_norm: bool = field(False, "RMSNorm on queries and keys (Qwen3)")
+    qk_norm_over: Literal["head", "all_heads"] = field(
         "head", "what a qk_norm is over: each head, or all heads of a token together (OLMoE)"
     )
-    qkv_bias: bool = setting(False, "bias in the query, key and value projections (Qwen2)")
-    o_bias: bool = setting(False, "bias in the attention's output projection")
-    feed_forward_bias: bool = setting(False, "bias in the feed-forward's projections")
-    tie_embeddings: bool = setting(False, "the output head shares the embedding's weight")
-    init_std: float = setting(
+    qkv_bias: bool = field(False, "bias in the query, key and value projections (Qwen2)")
+    o_bias: bool = field(False, "bias in the attention's output projection")
+    feed_forward_bias: bool = field(False, "bias in the feed-forward's projections")
+    tie_embeddings: bool = field(False, "the output head shares the embedding's weight")
+    init_std: float = field(
         0.02,
         "standard deviation of initial weights; residual outputs are divided by sqrt(2 num_layers)",
     )
-    parametrization: str = setting(
+    parametrization: str = field(
         "standard",
         "how scales and rates change with width and depth: standard (not at all), or mup (so that the best stay "
         "the best)",
     )
-    mup: MuPConfig = field(
-        default=MuPConfig(), metadata={"help": "the small model that mup is relative to"}
-    )
-    mtp: MTPConfig = field(
-        default=MTPConfig(), metadata={"help": "modules that predict tokens further ahead"}
-    )
-    max_seq_len: int = setting(8192, "longest row, cached tokens included")
-    embedding_scale: float = setting(
+    mup: MuPConfig = field(MuPConfig(), "the small model that mup is relative to")
+    mtp: MTPConfig = field(MTPConfig(), "modules that predict tokens further ahead")
+    max_seq_len: int = field(8192, "longest row, cached tokens included")
+    embedding_scale: float = field(
         1.0,
         "factor of the embeddings, rounded to their dtype (Gemma: sqrt(dim); Granite's embedding_multiplier)",
     )
-    residual_scale: float = setting(
+    residual_scale: float = field(
         1.0, "factor of what each sublayer adds to the stream (Granite's residual_multiplier)"
     )
-    logits_scale: float = setting(1.0, "factor of the logits (Granite: 1 / logits_scaling)")
-    logits_softcap: float | None = setting(
+    logits_scale: float = field(1.0, "factor of the logits (Granite: 1 / logits_scaling)")
+    logits_softcap: float | None = field(
         None,
         "logits x become softcap * tanh(x / softcap) (Gemma 2: 30); empty: no cap",
     )
-    mixer: str = setting(
+    mixer: str = field(
         "attention", "token mixer: attention, mla, an entry point of forge.mixers, or module:attr"
     )
-    mla: MLAConfig | None = field(
-        default=None, metadata={"help": "widths of the mixer mla; empty: those of DeepSeek-V3"}
-    )
-    block: str = setting(
+    mla: MLAConfig | None = field(None, "widths of the mixer mla; empty: those of DeepSeek-V3")
+    block: str = field(
         "pre_norm",
         "where norms stand: pre_norm, post_norm (behind each sublayer, OLMo 2), sandwich (both, Gemma), an entry "
         "point of forge.blocks, or module:attr",
     )
-    attention: AttentionSpec = field(
-        default=AttentionSpec(), metadata={"help": "what each attention computes"}
-    )
-    layer_pattern: tuple[str, ...] = setting(
+    attention: AttentionSpec = field(AttentionSpec(), "what each attention computes")
+    layer_pattern: tuple[str, ...] = field(
         (),
         "types of the layers, repeated over them, such as 5 times local and once global; empty: all are global",
     )
-    layer_types: dict[str, LayerType] = field(
+    layer_types: dict[str, LayerType] = dataclasses.field(
         default_factory=dict,
         hash=False,
         metadata={"help": "what layers of a type in layer_pattern have of their own"},
     )
-    mixer_options: dict[str, Any] = field(
+    mixer_options: dict[str, Any] = dataclasses.field(
         default_factory=dict, hash=False, metadata=_options_of("mixer")
     )
-    norm_options: dict[str, Any] = field(
+    norm_options: dict[str, Any] = dataclasses.field(
         default_factory=dict, hash=False, metadata=_options_of("norm")
     )
-    feed_forward_options: dict[str, Any] = field(
+    feed_forward_options: dict[str, Any] = dataclasses.field(
         default_factory=dict, hash=False, metadata=_options_of("feed-forward")
     )
-    block_options: dict[str, Any] = field(
+    block_options: dict[str, Any] = dataclasses.field(
         default_factory=dict, hash=False, metadata=_options_of("block")
     )
 

@@ -9,7 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
-from forge_core._config import is_finite, is_size, setting, switch_problems
+from forge_core._config import is_finite, is_size, switch_problems
+from forge_core._shared.fields import field
 from forge_core._shared.problems import Problem, raise_problems
 
 #: The type of a layer that is as the model's own keys say; it has no table.
@@ -24,14 +25,14 @@ class LayerType:
     LayerType(rope=False)                                       # NoPE (Kazemnejad et al. 2023)
     """
 
-    window: int | None = setting(
+    window: int | None = field(
         None, "tokens that one sees, itself among them; empty: as model.attention.window"
     )
-    rope_theta: float | None = setting(
+    rope_theta: float | None = field(
         None, "base of the rotary wavelengths; empty: as model.rope_theta"
     )
-    rope_scaling: bool = setting(True, "model.rope_scaling holds; false: wavelengths are plain")
-    rope: bool = setting(True, "queries and keys are turned by their positions; false: NoPE")
+    rope_scaling: bool = field(True, "model.rope_scaling holds; false: wavelengths are plain")
+    rope: bool = field(True, "queries and keys are turned by their positions; false: NoPE")
 
     def __post_init__(self) -> None:
         raise_problems("layer_types", _problems(self))

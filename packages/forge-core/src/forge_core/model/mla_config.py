@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from forge_core._config import setting, size_problems, switch_problems
+from forge_core._config import size_problems, switch_problems
+from forge_core._shared.fields import field
 from forge_core._shared.problems import Problem, raise_problems
 
 _SIZES = dict.fromkeys(
@@ -20,14 +21,14 @@ class MLAConfig:
     MLAConfig(q_lora_rank=24, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
     """
 
-    q_lora_rank: int | None = setting(
+    q_lora_rank: int | None = field(
         None, "width of the latent that queries come from; empty: they come from the stream"
     )
-    kv_lora_rank: int = setting(512, "width of the latent that keys and values come from")
-    qk_nope_head_dim: int = setting(128, "dims of a query's and a key's head that do not turn")
-    qk_rope_head_dim: int = setting(64, "dims that turn, which the keys of all heads share")
-    v_head_dim: int = setting(128, "width of a value's head")
-    rope_interleave: bool = setting(
+    kv_lora_rank: int = field(512, "width of the latent that keys and values come from")
+    qk_nope_head_dim: int = field(128, "dims of a query's and a key's head that do not turn")
+    qk_rope_head_dim: int = field(64, "dims that turn, which the keys of all heads share")
+    v_head_dim: int = field(128, "width of a value's head")
+    rope_interleave: bool = field(
         False, "dims turn in pairs of neighbors (DeepSeek's weights), not of halves"
     )
 

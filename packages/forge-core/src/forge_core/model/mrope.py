@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from forge_core._config import choice_problems, is_size, setting
+from forge_core._config import choice_problems, is_size
+from forge_core._shared.fields import field
 from forge_core._shared.problems import Problem, raise_problems
 
 _LAYOUTS = ("chunked", "interleaved")
@@ -29,10 +30,10 @@ class MRopeConfig:
         MRopeConfig((24, 20, 20)).axes[:5]      # (0, 1, 2, 0, 1)
     """
 
-    sections: tuple[int, ...] = setting(
+    sections: tuple[int, ...] = field(
         (24, 20, 20), "pairs of a head's dims for time, row and column: half of the turned width"
     )
-    layout: Literal["chunked", "interleaved"] = setting(
+    layout: Literal["chunked", "interleaved"] = field(
         "interleaved", "how the axes share the pairs: chunked (Qwen2-VL), interleaved (Qwen3-VL)"
     )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from forge_core._config import is_finite, is_size, setting
+from forge_core._config import is_finite, is_size
+from forge_core._shared.fields import field
 from forge_core._shared.problems import Problem, raise_problems
 
 
@@ -13,11 +14,11 @@ from forge_core._shared.problems import Problem, raise_problems
 class MTPConfig:
     """Modules that predict further ahead: `MTPConfig(num_modules=1, weight=0.3)`."""
 
-    num_modules: int = setting(
+    num_modules: int = field(
         0,
         "modules, of which the k-th predicts the token k + 1 ahead; 0: none; not run in evaluation",
     )
-    weight: float = setting(
+    weight: float = field(
         0.3, "of the mean of their losses beside the loss of the next token, with its normaliser"
     )
 

@@ -23,7 +23,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from forge_core._config import choice_problems, setting, size_problems
+from forge_core._config import choice_problems, size_problems
+from forge_core._shared.fields import field
 from forge_core._shared.problems import Problem, raise_problems
 
 
@@ -31,11 +32,11 @@ from forge_core._shared.problems import Problem, raise_problems
 class MuPConfig:
     """The model at which both parametrizations are the same: `MuPConfig(base_dim=256, base_num_layers=4)`."""
 
-    base_dim: int = setting(256, "dim of the small model whose rates and scales are used")
-    base_num_layers: int | None = setting(
+    base_dim: int = field(256, "dim of the small model whose rates and scales are used")
+    base_num_layers: int | None = field(
         None, "its num_layers; empty: depth changes neither rates nor scales"
     )
-    base_head_dim: int | None = setting(
+    base_head_dim: int | None = field(
         None,
         "its width of a head, where heads widen; empty: there are more heads of the same width",
     )

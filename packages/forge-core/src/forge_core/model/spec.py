@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from forge_core._config import is_finite, is_size, setting, switch_problems
+from forge_core._config import is_finite, is_size, switch_problems
+from forge_core._shared.fields import field
 from forge_core._shared.problems import Problem, raise_problems
 from forge_core.registry import Registry
 
@@ -23,18 +24,18 @@ class AttentionSpec:
     An implementation computes a field or refuses it by its name; fields at their defaults need no support.
     """
 
-    scale: float | None = setting(None, "factor of the scores; empty: head_dim ** -0.5")
-    window: int | None = setting(
+    scale: float | None = field(None, "factor of the scores; empty: head_dim ** -0.5")
+    window: int | None = field(
         None, "how many tokens one sees, itself and those before it; empty: all of its document"
     )
-    softcap: float | None = setting(
+    softcap: float | None = field(
         None,
         "scores x become softcap * tanh(x / softcap); holds the scores of a row; empty: no cap",
     )
-    sinks: bool = setting(
+    sinks: bool = field(
         False, "a learned logit per head that takes part of the softmax; holds the scores of a row"
     )
-    mask: str = setting(
+    mask: str = field(
         "causal",
         "who sees whom: causal, or the import path of mask(ctx, queries, keys); holds a row's scores",
     )

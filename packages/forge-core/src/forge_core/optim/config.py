@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
 from forge_core._config import (
@@ -14,8 +15,8 @@ from forge_core._config import (
     foreign_table,
     is_finite,
     is_size,
-    setting,
 )
+from forge_core._shared.fields import field
 from forge_core._shared.problems import Problem, raise_problems
 
 #: Optimizers that keep their state in bf16, rounded stochastically.
@@ -42,16 +43,16 @@ class OptimizerGroupConfig:
     `OptimizerGroupConfig(("*.embedding.*", "lm_head.*"), lr_multiplier=0.1, weight_decay=0.0)`
     """
 
-    patterns: tuple[str, ...] = field(
+    patterns: tuple[str, ...] = dataclasses.field(
         metadata={"help": "full names of parameters, as in fnmatch: 'vision.*', '*.norm.weight'"}
     )
-    lr_multiplier: float = setting(
+    lr_multiplier: float = field(
         1.0, "times optimizer.lr and the schedule; 0 freezes: no gradient, no decay, no change"
     )
-    weight_decay: float | None = setting(
+    weight_decay: float | None = field(
         None, "of all parameters of the group (default: optimizer.weight_decay, of matrices alone)"
     )
-    muon: bool | None = setting(
+    muon: bool | None = field(
         None,
         "whether Muon updates the group's matrices, else AdamW (default: matrices of blocks, no embedding)",
     )
@@ -67,17 +68,17 @@ class MuonConfig:
     betas and eps of the optimizer are those of AdamW, which updates the parameters that are not Muon's.
     """
 
-    momentum: float = setting(0.95, "decay per step of the average of gradients")
-    nesterov: bool = setting(True, "orthogonalise the average one step ahead")
-    ns_steps: int = setting(5, "Newton-Schulz iterations in an update")
-    ns_dtype: Literal["bf16", "fp32"] = setting(
+    momentum: float = field(0.95, "decay per step of the average of gradients")
+    nesterov: bool = field(True, "orthogonalise the average one step ahead")
+    ns_steps: int = field(5, "Newton-Schulz iterations in an update")
+    ns_dtype: Literal["bf16", "fp32"] = field(
         "bf16", "dtype of the Newton-Schulz iterations, and of what ranks exchange for them"
     )
-    adjust: Literal["match_rms_adamw", "original"] = setting(
+    adjust: Literal["match_rms_adamw", "original"] = field(
         "match_rms_adamw",
         "size of an update: of AdamW's size, so its lr fits, or Keller Jordan's, for lr 0.02 or so",
     )
-    adamw_lr_multiplier: float = setting(
+    adamw_lr_multiplier: float = field(
         1.0, "lr of the parameters that are AdamW's, as a part of lr"
     )
 
@@ -89,8 +90,8 @@ class MuonConfig:
 class ScheduleFreeConfig:
     """The average of schedule-free AdamW: `ScheduleFreeConfig(r=0.0, weight_lr_power=2.0)`."""
 
-    r: float = setting(0.0, "step t weighs t ** r in the average; more than 0 favours late steps")
-    weight_lr_power: float = setting(
+    r: float = field(0.0, "step t weighs t ** r in the average; more than 0 favours late steps")
+    weight_lr_power: float = field(
         2.0,
         "and its learning rate to this power, so that a warm-up weighs less; 0: all weigh the same",
     )
@@ -103,7 +104,7 @@ class ScheduleFreeConfig:
 class EMAConfig:
     """An exponential moving average of the weights: `EMAConfig(decay=0.999)`."""
 
-    decay: float | None = setting(
+    decay: float | None = field(
         None,
         "part of the average that stays in each step; the average is evaluated and saved in place of the weights, "
         "which the optimizer's state keeps (default: no average)",
@@ -117,43 +118,39 @@ class EMAConfig:
 class OptimizerConfig:
     """Settings of an optimizer; a ValueError lists every one that cannot be."""
 
-    name: str = setting(
+    name: str = field(
         "adamw",
         "optimizer: adamw, lion, muon, schedule_free_adamw, an entry point of forge.optimizers, or module:attr",
     )
-    lr: float = setting(3e-4, "peak learning rate, which the schedule multiplies")
-    betas: tuple[float, float] | None = setting(
+    lr: float = field(3e-4, "peak learning rate, which the schedule multiplies")
+    betas: tuple[float, float] | None = field(
         None,
         "decay per step of the averages of gradient and squared gradient; lion: of update and momentum; "
         "schedule_free_adamw: part of the average in the training point, and of squares (default: 0.9, 0.95; lion: "
         "0.9, 0.99; schedule_free_adamw: 0.9, 0.999)",
     )
-    eps: float = setting(
+    eps: float = field(
         1e-8, "adamw, muon, schedule_free_adamw: added to the root of the averaged squared gradient"
     )
-    weight_decay: float = setting(
+    weight_decay: float = field(
         0.1, "decoupled weight decay, times lr, of matrices and embeddings, also in stacks"
     )
-    state_dtype: Literal["fp32", "bf16"] = setting(
+    state_dtype: Literal["fp32", "bf16"] = field(
         "fp32",
         "dtype in which the averages of gradients and squares are stored; bf16: computed in fp32 and rounded "
         "stochastically, half the memory",
     )
-    muon: MuonConfig = field(
-        default_factory=MuonConfig, metadata={"help": "settings of Muon alone"}
-    )
+    muon: MuonConfig = field(MuonConfig, "settings of Muon alone")
     schedule_free: ScheduleFreeConfig = field(
-        default_factory=ScheduleFreeConfig, metadata={"help": "the average of schedule_free_adamw"}
+        ScheduleFreeConfig, "the average of schedule_free_adamw"
     )
-    ema: EMAConfig = field(
-        default_factory=EMAConfig, metadata={"help": "an average of the weights, of any optimizer"}
-    )
-    options: dict[str, Any] = field(
+    ema: EMAConfig = field(EMAConfig, "an average of the weights, of any optimizer")
+    options: dict[str, Any] = dataclasses.field(
         default_factory=dict,
         hash=False,
         metadata={"help": "keyword arguments of an optimizer that is not built in"},
     )
-    groups: dict[str, OptimizerGroupConfig] = field(
+    groups: dict[str, OptimizerGroupConfig] = dataclasses.field(
         default_factory=dict,
         hash=False,
         metadata={"help": "parameters with settings of their own, by name"},
@@ -181,14 +178,14 @@ class OptimizerConfig:
 class WSDConfig:
     """The decay at the end of a warmup-stable-decay schedule: `WSDConfig(decay_steps=2000, decay="linear")`."""
 
-    decay_steps: int | None = setting(
+    decay_steps: int | None = field(
         None,
         "last steps of the run, over which the rate falls (default: decay_fraction of the run)",
     )
-    decay_fraction: float = setting(
+    decay_fraction: float = field(
         0.2, "part of the run over which the rate falls, rounded to whole steps, at least one"
     )
-    decay: Literal["cosine", "linear", "sqrt"] = setting(
+    decay: Literal["cosine", "linear", "sqrt"] = field(
         "sqrt", "shape of the fall; sqrt is 1 - sqrt(x), of Haegele et al. 2024"
     )
 
@@ -200,21 +197,19 @@ class WSDConfig:
 class ScheduleConfig:
     """Settings of a learning-rate schedule; a ValueError lists every one that cannot be."""
 
-    name: str = setting(
+    name: str = field(
         "cosine",
         "schedule: cosine, linear, wsd, rex, inverse_sqrt, constant, none, an entry point of forge.schedules, or "
         "module:attr",
     )
-    warmup_steps: int = setting(
+    warmup_steps: int = field(
         0, "steps of linear warm-up; step 1 has 1/warmup_steps of the peak rate"
     )
-    min_lr_ratio: float = setting(
+    min_lr_ratio: float = field(
         0.1, "last learning rate of cosine, linear, wsd and rex, as a part of the peak rate"
     )
-    wsd: WSDConfig = field(
-        default_factory=WSDConfig, metadata={"help": "the decay of warmup-stable-decay"}
-    )
-    options: dict[str, Any] = field(
+    wsd: WSDConfig = field(WSDConfig, "the decay of warmup-stable-decay")
+    options: dict[str, Any] = dataclasses.field(
         default_factory=dict,
         hash=False,
         metadata={"help": "keyword arguments of a schedule that is not built in"},

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -21,12 +22,12 @@ class StageConfig:
     Raises ValueError for a step below 1 and for multipliers that are negative or not finite.
     """
 
-    start_step: int = field(
+    start_step: int = dataclasses.field(
         metadata={
             "help": "first optimizer step of the stage, counted from 1; it lasts until changed"
         }
     )
-    lr_multipliers: dict[str, float] = field(
+    lr_multipliers: dict[str, float] = dataclasses.field(
         metadata={
             "help": "group of optimizer.groups = its lr_multiplier from then on; 0 freezes it, others "
             "keep theirs"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 from forge_data._problems import path_problems
+from forge_data._shared.fields import field
 from forge_data._shared.problems import Problem, raise_problems
 from forge_data._shared.record_keys import option_problems
 
@@ -16,10 +17,6 @@ TRAIN_ON = ("assistant", "last", "all")
 TOO_LONG = ("refuse", "truncate", "skip")
 
 
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class ChatConfig:
     """Options of `name = "chat"`. Raises ValueError with one line per broken rule.
@@ -27,26 +24,26 @@ class ChatConfig:
     Usage: `SourceConfig("chat", "talks.jsonl", chat=ChatConfig(tokenizer="Qwen3-0.6B"))`.
     """
 
-    tokenizer: str | None = _field(
+    tokenizer: str | None = field(
         None, "folder of a tokenizer of transformers, which has tokenizer.json and a chat template"
     )
-    template: str | None = _field(None, "file of a jinja template, in place of the tokenizer's own")
-    messages_field: str = _field("messages", "key of the list of messages in a record")
-    tools_field: str | None = _field(
+    template: str | None = field(None, "file of a jinja template, in place of the tokenizer's own")
+    messages_field: str = field("messages", "key of the list of messages in a record")
+    tools_field: str | None = field(
         None, "key of the list of tools that the template is given (default: no tools)"
     )
-    train_on: Literal["assistant", "last", "all"] = _field(
+    train_on: Literal["assistant", "last", "all"] = field(
         "assistant",
         "what has labels: every message of the assistant, its last one, or all tokens",
     )
-    too_long: Literal["refuse", "truncate", "skip"] = _field(
+    too_long: Literal["refuse", "truncate", "skip"] = field(
         "refuse",
         "what becomes of a conversation of more than seq_len tokens: an error, its first seq_len tokens, or "
         "none of it; both are counted",
     )
-    ignore_keys: list[str] = field(default_factory=list, metadata={"help": IGNORED})
-    strict: bool = _field(False, STRICT)
-    cache: str | None = _field(
+    ignore_keys: list[str] = field(list, IGNORED)
+    strict: bool = field(False, STRICT)
+    cache: str | None = field(
         None, "folder of the tokens (default: $FORGE_CACHE/tokens, below ~/.cache/forge)"
     )
 

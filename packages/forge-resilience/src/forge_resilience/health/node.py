@@ -75,6 +75,7 @@ def loopback(timeout_seconds: float = 5.0) -> Finding:
         rule = "127.0.0.1 must take connections"
         state = WARN if limit_problem(error) else BROKEN
         return Finding(what, state, f"127.0.0.1: {error}", rule, "bring up the interface lo")
+
     if not same:
         return Finding(what, BROKEN, "127.0.0.1 lost a message", "", "bring up the interface lo")
     return Finding(what, OK, "127.0.0.1 answers")

@@ -102,6 +102,7 @@ class NvmlProbe:
             seen.append(int(event.eventData))
         if self._events is None:
             return
+
         bad = sorted(set(seen) & _HARDWARE_XIDS)
         value = (
             f"XID {', '.join(map(str, sorted(set(seen))))}" if seen else "no XID since the start"

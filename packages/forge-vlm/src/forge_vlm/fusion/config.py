@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from forge_core.model import BLOCK_NAMES, GATED, UNGATED
-from forge_vlm._config import is_finite, is_size, setting, size_problems
+from forge_vlm._config import is_finite, is_size, size_problems
+from forge_vlm._shared.fields import field
 from forge_vlm._shared.problems import Problem, invalid, raise_problems
 
 __all__ = [
@@ -36,7 +38,7 @@ class MixtureOfTransformersConfig:
     MixtureOfTransformersConfig(share={"video": "image"})   # two towers: text's, and one for both
     """
 
-    share: dict[str, str] = field(default_factory=dict, hash=False, metadata=_SHARE)
+    share: dict[str, str] = dataclasses.field(default_factory=dict, hash=False, metadata=_SHARE)
 
 
 @dataclass(frozen=True)
@@ -48,37 +50,37 @@ class MoMaConfig:
     predictor of its choice beside it, which then chooses for each token by itself.
     """
 
-    router: Literal["token_choice", "expert_choice", "auxiliary_router"] = setting(
+    router: Literal["token_choice", "expert_choice", "auxiliary_router"] = field(
         "token_choice", "who chooses in a group: token_choice, expert_choice, auxiliary_router"
     )
-    num_experts: int = setting(4, "experts of each group that `experts` does not name")
-    experts: dict[str, int] = field(
+    num_experts: int = field(4, "experts of each group that `experts` does not name")
+    experts: dict[str, int] = dataclasses.field(
         default_factory=dict,
         hash=False,
         metadata={"help": "experts of a modality's group, by its name; text is that of text"},
     )
-    hidden_dim: int | None = setting(
+    hidden_dim: int | None = field(
         None, "width inside an expert; empty: that of the feed-forward that they replace"
     )
-    top_k: int = setting(2, "experts of a token, by token choice")
-    normalize: bool = setting(
+    top_k: int = field(2, "experts of a token, by token choice")
+    normalize: bool = field(
         True, "gates of a token are divided by their sum, so that copies of one expert are it"
     )
-    capacity_factor: float = setting(
+    capacity_factor: float = field(
         1.0,
         "experts of a token on average, where experts choose: each takes this share of n / experts",
     )
-    scope: Literal["sequence", "micro_batch"] = setting(
+    scope: Literal["sequence", "micro_batch"] = field(
         "sequence", "among which tokens an expert chooses: each document's, or the micro-batch's"
     )
-    gumbel_noise: float = setting(
+    gumbel_noise: float = field(
         0.0, "factor of the noise on the gates' logits while experts choose (upcycling: 1)"
     )
-    balance_loss: float = setting(
+    balance_loss: float = field(
         0.01, "coefficient of the load balancing loss of each group, by token choice"
     )
-    auxiliary_dim: int = setting(64, "width inside the auxiliary routers")
-    share: dict[str, str] = field(default_factory=dict, hash=False, metadata=_SHARE)
+    auxiliary_dim: int = field(64, "width inside the auxiliary routers")
+    share: dict[str, str] = dataclasses.field(default_factory=dict, hash=False, metadata=_SHARE)
 
     def __post_init__(self) -> None:
         raise_problems("moma", _moma_problems(self))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
-from forge_vlm._config import foreign_table, setting, size_problems
+from forge_vlm._config import foreign_table, size_problems
+from forge_vlm._shared.fields import field
 from forge_vlm._shared.problems import Problem, raise_problems
 
 __all__ = [
@@ -55,11 +56,11 @@ def _budget_problems(c: BudgetConfig) -> Iterator[Problem]:
 class FixedConfig:
     """A square: padded to one with the mean color (LLaVA-1.5), stretched (SigLIP), or cropped at its centre (CLIP)."""
 
-    size: int = setting(336, "height and width of an image, in pixels")
-    fit: Literal["pad", "stretch", "crop"] = setting(
+    size: int = field(336, "height and width of an image, in pixels")
+    fit: Literal["pad", "stretch", "crop"] = field(
         "pad", "pad the shorter side with the mean color, stretch it, or crop the longer side"
     )
-    filter: Literal["bilinear", "bicubic", "lanczos"] = setting("bicubic", _FILTER_HELP)
+    filter: Literal["bilinear", "bicubic", "lanczos"] = field("bicubic", _FILTER_HELP)
 
     def __post_init__(self) -> None:
         raise_problems("fixed", _table_problems(self, {"size": 2**14}))
@@ -69,12 +70,12 @@ class FixedConfig:
 class TilesConfig:
     """Squares row by row, then the whole image as one of them (Idefics3, SmolVLM); text says row and column of each."""
 
-    tile_size: int = setting(512, "height and width of a tile, in pixels")
-    longest_edge: int = setting(
+    tile_size: int = field(512, "height and width of a tile, in pixels")
+    longest_edge: int = field(
         2048, "the longer side of an image before it is cut, in pixels: smaller ones grow to it"
     )
-    split: bool = setting(True, "cut the image; otherwise it is one square")
-    filter: Literal["bilinear", "bicubic", "lanczos"] = setting("lanczos", _FILTER_HELP)
+    split: bool = field(True, "cut the image; otherwise it is one square")
+    filter: Literal["bilinear", "bicubic", "lanczos"] = field("lanczos", _FILTER_HELP)
 
     def __post_init__(self) -> None:
         sizes = {"tile_size": 2**14, "longest_edge": LONGEST}
@@ -85,10 +86,10 @@ class TilesConfig:
 class AspectTilesConfig:
     """The grid of squares whose aspect is nearest to the image's, and the whole image behind them (InternVL)."""
 
-    tile_size: int = setting(448, "height and width of a tile, in pixels")
-    min_tiles: int = setting(1, "the least number of tiles, the whole image not counted")
-    max_tiles: int = setting(12, "the largest number of tiles, the whole image not counted")
-    filter: Literal["bilinear", "bicubic", "lanczos"] = setting("bicubic", _FILTER_HELP)
+    tile_size: int = field(448, "height and width of a tile, in pixels")
+    min_tiles: int = field(1, "the least number of tiles, the whole image not counted")
+    max_tiles: int = field(12, "the largest number of tiles, the whole image not counted")
+    filter: Literal["bilinear", "bicubic", "lanczos"] = field("bicubic", _FILTER_HELP)
 
     def __post_init__(self) -> None:
         raise_problems("aspect_tiles", _aspect_problems(self))
@@ -98,12 +99,12 @@ class AspectTilesConfig:
 class BudgetConfig:
     """The image's own aspect, in whole windows of patches, with a number of pixels between two bounds (Qwen2-VL)."""
 
-    multiple: int = setting(
+    multiple: int = field(
         32, "sides are multiples of it: the side of a patch times the patches merged"
     )
-    min_pixels: int = setting(65536, "smaller images grow to it")
-    max_pixels: int = setting(1048576, "larger images shrink to it")
-    filter: Literal["bilinear", "bicubic", "lanczos"] = setting("bicubic", _FILTER_HELP)
+    min_pixels: int = field(65536, "smaller images grow to it")
+    max_pixels: int = field(1048576, "larger images shrink to it")
+    filter: Literal["bilinear", "bicubic", "lanczos"] = field("bicubic", _FILTER_HELP)
 
     def __post_init__(self) -> None:
         raise_problems("budget", _budget_problems(self))
@@ -119,16 +120,14 @@ class ResolutionConfig:
     ResolutionConfig("tiles", tiles=TilesConfig(tile_size=384, longest_edge=1536))
     """
 
-    name: Literal["fixed", "tiles", "aspect_tiles", "budget"] = setting(
+    name: Literal["fixed", "tiles", "aspect_tiles", "budget"] = field(
         "fixed",
         "fixed (one square), tiles (Idefics3, SmolVLM), aspect_tiles (InternVL), or budget (own aspect, Qwen2-VL)",
     )
-    fixed: FixedConfig = field(default=FixedConfig(), metadata={"help": "the resolution fixed"})
-    tiles: TilesConfig = field(default=TilesConfig(), metadata={"help": "the resolution tiles"})
-    aspect_tiles: AspectTilesConfig = field(
-        default=AspectTilesConfig(), metadata={"help": "the resolution aspect_tiles"}
-    )
-    budget: BudgetConfig = field(default=BudgetConfig(), metadata={"help": "the resolution budget"})
+    fixed: FixedConfig = field(FixedConfig(), "the resolution fixed")
+    tiles: TilesConfig = field(TilesConfig(), "the resolution tiles")
+    aspect_tiles: AspectTilesConfig = field(AspectTilesConfig(), "the resolution aspect_tiles")
+    budget: BudgetConfig = field(BudgetConfig(), "the resolution budget")
 
     def __post_init__(self) -> None:
         raise_problems("resolution", _problems(self))
