@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 from forge_core import Transformer, TransformerConfig, initialise
 from forge_data import BuiltinCorpus, PackedStream, batch_of, open_training
+from forge_data.describe import planned_rows
 from forge_data.packing import packing_report
 from forge_data.packing_config import PackingConfig
 from forge_data.stored_plan import open_plan
 from forge_testing.runs import make_job
 from forge_train import Trainer, load_job, read_run
-from forge_train.config.describe import planned_rows
 
 pytestmark = pytest.mark.lane("test")
 
@@ -93,7 +93,7 @@ def test_explain_tells_what_a_packing_makes_of_the_documents(
         f"data.sources.text: best_fit, {found['rows']:,} rows of 32 tokens, {padding:.2%} of them padding, "
         f"{found['cut_documents']:,} documents cut"
     )
-    monkeypatch.setattr("forge_train.config.describe._PLANNED_AT_ONCE", 3)
+    monkeypatch.setattr("forge_data.describe._PLANNED_AT_ONCE", 3)
     (said,) = planned_rows(config)
     assert said.endswith(
         f"by `forge-train run` for {BuiltinCorpus('train').num_documents:,} documents"

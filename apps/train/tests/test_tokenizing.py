@@ -13,11 +13,11 @@ import torch
 
 from forge_core.generate import _decoded
 from forge_data import SourceConfig
+from forge_data.describe import ends_of_documents
 from forge_data.kinds import ChatConfig, TextConfig
 from forge_testing.chats import CHATML, HEADERS, save_tokenizer, talk, write_talks
 from forge_testing.problems import rejects
 from forge_train import ConfigError
-from forge_train.config.describe import ends_of_documents
 from forge_train.config.init import InitConfig
 from forge_train.config.lora import LoRASection
 from forge_train.config.schema import BuiltInModelConfig

@@ -21,14 +21,9 @@ from forge_resilience.stop import interruptible, leave_on_signal
 from forge_train import process
 from forge_train._shared.limits import limit_problem
 from forge_train._shared.paths import user_path
-from forge_train._shared.problems import Problem, invalid
-from forge_train.command_line import (
-    call_verb,
-    parse_arguments,
-    take_nproc,
-    with_new_names,
-)
-from forge_train.errors import ConfigError, JobError, of_limit, refuse
+from forge_train._shared.problems import Problem, invalid, problems_of
+from forge_train.command_line import call_verb, parse_arguments, take_nproc, with_new_names
+from forge_train.errors import ConfigError, DataError, JobError, of_limit, refuse
 
 if TYPE_CHECKING:
     from forge_train.config.layers import Layers
@@ -182,12 +177,9 @@ def explain(args: list[str]) -> int:
     number costs; where phases of the data begin; with `--parameters` what each parameter of the model is; and with
     `--plot FILE` a picture of learning rates and batch over the run.
     """
-    from forge_train.config.describe import (
-        ends_of_documents,
-        planned_rows,
-        print_explanation,
-        source_lines,
-    )
+    from forge_data.describe import data_lines
+    from forge_data.errors import InvalidData
+    from forge_train.config.describe import print_explanation
     from forge_train.config.resolve import resolve_to_show, schedule_warnings
 
     nproc, rest = take_nproc(args)
@@ -200,7 +192,10 @@ def explain(args: list[str]) -> int:
     job, missing = resolve_to_show(layers)
     data = job.config.data
     lines = [f"data is not checked: {problem}" for problem in missing]
-    lines += [] if missing else [*source_lines(data), *ends_of_documents(data), *planned_rows(data)]
+    try:
+        lines += [] if missing else data_lines(data)
+    except InvalidData as error:
+        raise DataError(problems_of(error), error.where) from error
     lines += schedule_warnings(job.config)
     if nproc is not None:
         job, of_layout = _on_processes(job, nproc)
