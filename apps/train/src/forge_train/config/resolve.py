@@ -172,16 +172,11 @@ def _derive(layers: Layers, data: DataConfig, validation: bool) -> list[Problem]
     ):
         (name, config), *_ = data.sources.items()
         layers.set("data.validation", {}, f"derived from data.sources.{name}")
-        for item in dataclasses.fields(SourceConfig):
-            value = "validation" if item.name == "split" else getattr(config, item.name)
-            values = (
-                flatten(_plain(value), f"{item.name}.")
-                if dataclasses.is_dataclass(value)
-                else [(item.name, value)]
-            )
-            for key, leaf in values:
-                if leaf is not None and key not in _OF_TRAINING:
-                    layers.set(f"data.validation.{key}", leaf, f"derived from data.sources.{name}")
+        common = [item.name for item in dataclasses.fields(SourceConfig)]
+        for key, value in flatten(_plain(config)):
+            if value is not None and key.split(".")[0] in common and key not in _OF_TRAINING:
+                value = "validation" if key == "split" else value
+                layers.set(f"data.validation.{key}", value, f"derived from data.sources.{name}")
     return problems
 
 

@@ -8,7 +8,7 @@ import keyword
 import math
 import operator
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -49,19 +49,14 @@ def structure(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]
 
 def structure_table(table: Any, kind: Any, name: str) -> tuple[Any, list[Problem]]:
     """One table as its dataclass, or None, and all problems, with dotted keys."""
-    problems = list(_not_a_table(table, name))
-    if problems:
-        return None, problems
+    problems: list[Problem] = []
     table = _known_part(table, kind, name, problems)
+    if table is _DROPPED:
+        return None, problems
     try:
         return _CONVERTER.structure(table, kind), problems
     except Exception as error:
         return None, [*problems, *_explain(error, name)]
-
-
-def _not_a_table(value: Any, key: str) -> Iterator[Problem]:
-    if not isinstance(value, dict):
-        yield Problem(key, "table", value, "must be a table", f"write [{key}] and its keys")
 
 
 def section_types(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,8 +118,9 @@ def _known_part(table: Any, kind: Any, key: str, problems: list[Problem]) -> Any
     is_free = get_origin(kind) is dict
     if (cls is None and not is_free) or (_is_optional(kind) and table in (None, "none")):
         return table
-    if found := list(_not_a_table(table, key)):
-        problems += found
+    if not isinstance(table, dict):
+        fix = f"write [{key}] and its keys"
+        problems.append(Problem(key, "table", table, "must be a table", fix))
         return _DROPPED
     if is_free:
         if cls is not None:
@@ -155,6 +151,8 @@ _DROPPED = object()  # a value that is not the table that it must be
 
 # ---- strict leaves
 
+_ARTICLES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+
 
 def _rejected(value: Any, rule: str, fix: str = "", *, code: str) -> Any:
     """The error of a leaf; `_explain` adds its key."""
@@ -166,10 +164,12 @@ def _of_another_type(value: Any, expected: str) -> Any:
     return _rejected(value, rule, code="type")
 
 
-def _strict(expected: type, accepted: tuple[type, ...]) -> Any:
+def _strict(expected: type) -> Any:
+    accepted = (int, float) if expected is float else expected
+
     def hook(value: Any, _: Any) -> Any:
         if isinstance(value, bool) != (expected is bool) or not isinstance(value, accepted):
-            raise _of_another_type(value, _article(expected.__name__))
+            raise _of_another_type(value, _ARTICLES[expected])
         return _clean_text(str(value)) if expected is str else _finite(value, expected)
 
     return hook
@@ -244,21 +244,12 @@ def is_union(kind: Any) -> bool:
     return get_origin(kind) in (Union, types.UnionType)
 
 
-def _is(origin: Any) -> Callable[[Any], bool]:
-    return lambda kind: get_origin(kind) is origin
-
-
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(detailed_validation=True)
-    for expected, accepted in (
-        (int, (int,)),
-        (float, (int, float)),
-        (bool, (bool,)),
-        (str, (str,)),
-    ):
-        converter.register_structure_hook(expected, _strict(expected, accepted))
-    converter.register_structure_hook_func(_is(Literal), _literal)
-    converter.register_structure_hook_func(_is(tuple), _tuple)
+    for expected in (int, float, bool, str):
+        converter.register_structure_hook(expected, _strict(expected))
+    converter.register_structure_hook_func(lambda k: get_origin(k) is Literal, _literal)
+    converter.register_structure_hook_func(lambda k: get_origin(k) is tuple, _tuple)
     converter.register_structure_hook_func(
         lambda k: is_union(k) and set(get_args(k)) == {int, str}, _number_or_text
     )
@@ -294,7 +285,8 @@ def _explain(error: BaseException, path: str) -> list[Problem]:
 
 def _unknowns(keys: list[str], known: Iterable[str]) -> list[Problem]:
     """A problem for each of the first; a file of something else has thousands."""
-    shown = [_unknown(key, known) for key in keys[:_SHOWN_KEYS]]
+    names = list(known)
+    shown = [_unknown(key, names) for key in keys[:_SHOWN_KEYS]]
     rest = len(keys) - _SHOWN_KEYS
     if rest > 0:
         fix = "is this a file of forge-train?"
@@ -302,14 +294,8 @@ def _unknowns(keys: list[str], known: Iterable[str]) -> list[Problem]:
     return shown
 
 
-def _unknown(key: str, known: Iterable[str]) -> Problem:
-    names = list(known)
+def _unknown(key: str, names: list[str]) -> Problem:
     key = key if len(key) <= _SHOWN_CHARACTERS else key[:_SHOWN_CHARACTERS] + "..."
     near = difflib.get_close_matches(key, names, 1, cutoff=0.5)
     fix = f"did you mean {near[0]}?" if near else f"known are {', '.join(names)}"
     return Problem(key, "unknown_key", ..., "is not a known key", fix)
-
-
-def _article(name: str) -> str:
-    words = {"int": "an integer", "float": "a number", "bool": "true or false", "str": "a string"}
-    return words.get(name, name)
