@@ -35,8 +35,6 @@ def test_defaults_and_metadata_are_those_of_a_field() -> None:
     assert Config("a").table is not Config("a").table
     assert Config.__dataclass_fields__["table"].metadata["path"]
     assert Config("a", 10**9, 5e-324, 5)
-    with pytest.raises(TypeError):
-        Config()
 
 
 @pytest.mark.parametrize(
@@ -52,6 +50,6 @@ def test_a_value_out_of_its_range_is_a_problem(key: str, value: float) -> None:
 
 
 def test_all_problems_are_in_one_error() -> None:
-    with pytest.raises(ValueError) as caught:  # noqa: PT011
+    with rejects("steps", 0, "range") as caught:
         Config("bad", 0)
     assert [problem.key for problem in caught.value.problems] == ["steps", "name"]

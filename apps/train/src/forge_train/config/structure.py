@@ -8,7 +8,7 @@ import keyword
 import math
 import operator
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -244,12 +244,16 @@ def is_union(kind: Any) -> bool:
     return get_origin(kind) in (Union, types.UnionType)
 
 
+def _is(origin: Any) -> Callable[[Any], bool]:
+    return lambda kind: get_origin(kind) is origin
+
+
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(detailed_validation=True)
     for expected in (int, float, bool, str):
         converter.register_structure_hook(expected, _strict(expected))
-    converter.register_structure_hook_func(lambda k: get_origin(k) is Literal, _literal)
-    converter.register_structure_hook_func(lambda k: get_origin(k) is tuple, _tuple)
+    converter.register_structure_hook_func(_is(Literal), _literal)
+    converter.register_structure_hook_func(_is(tuple), _tuple)
     converter.register_structure_hook_func(
         lambda k: is_union(k) and set(get_args(k)) == {int, str}, _number_or_text
     )
