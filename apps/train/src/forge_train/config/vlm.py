@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from forge_train._shared.fields import field
 from forge_train._shared.problems import Problem, raise_problems
 from forge_train.config.schema import BuiltInModelConfig
 from forge_vlm import VLMConfig
@@ -14,7 +15,7 @@ from forge_vlm import VLMConfig
 class VLMModelConfig(VLMConfig, BuiltInModelConfig):
     """All keys of the built-in transformer, mixtures of experts among them, and what images need."""
 
-    name: str = field(default="vlm", metadata={"help": "'vlm'"})
+    name: str = field("vlm", "'vlm'")
 
     def __post_init__(self) -> None:
         super().__post_init__()
