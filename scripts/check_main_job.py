@@ -14,7 +14,7 @@ import numpy as np
 
 from forge_data import SourceConfig, load_tokenizer, open_source
 from forge_train import read_run
-from forge_train.trainer.run_directory import RunDirectory
+from forge_train.build.run_directory import RunDirectory
 
 
 def bigram_entropy(tokens: np.ndarray) -> float:

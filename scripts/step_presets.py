@@ -32,8 +32,8 @@ from forge_parallel import clip_grads_, global_grad_norm, make_meshes, paralleli
 from forge_parallel.axes import vocab_cross_entropy
 from forge_parallel.pipeline import Pipeline, sync_tied_gradients
 from forge_train import load_job
-from forge_train.trainer.assemble import shard_experts
-from forge_train.trainer.build import build_model, freeze_groups
+from forge_train.build.build import build_model, freeze_groups
+from forge_train.loop.assemble import shard_experts
 from forge_vlm import model as places
 
 PRESETS = Path(__file__).parents[1] / "configs" / "presets"

@@ -28,7 +28,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _MODULES = (
     "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor",
     "forge_train.cli", "forge_train.loop.trainer", "forge_train.report.summary", "forge_train.config.flags",
-    "forge_train.config.describe", "forge_core.flops",
+    "forge_train.report.describe", "forge_core.flops",
 )  # fmt: skip
 
 

@@ -41,17 +41,17 @@ from forge_testing.models import Counting
 from forge_testing.probes import wrong_products
 from forge_testing.problems import assert_problem, rejects
 from forge_train import Callback, ConfigError, DataError, Extension, Trainer, load_job, read_run
-from forge_train.config.describe import key_rows
+from forge_train.build.build import feed_forward_factory
+from forge_train.build.run_directory import RunDirectory
 from forge_train.config.evaluation import ChoicesConfig
 from forge_train.config.exact_match import ExactMatchConfig
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.errors import HardwareError, JobError, NumericsError
+from forge_train.loop.assemble import shard_experts
 from forge_train.metrics.console import console_mode
 from forge_train.plan import with_layout
-from forge_train.trainer.assemble import shard_experts
-from forge_train.trainer.build import feed_forward_factory
-from forge_train.trainer.run_directory import RunDirectory
+from forge_train.report.describe import key_rows
 
 pytestmark = pytest.mark.lane("test")
 

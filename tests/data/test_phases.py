@@ -22,8 +22,8 @@ from forge_testing.runs import (
     saved_tensors,
 )
 from forge_train import Callback, ConfigError, Trainer, load_job, read_run
+from forge_train.build.build import Course
 from forge_train.report.planned import planned
-from forge_train.trainer.build import Course
 
 pytestmark = pytest.mark.lane("test")
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from forge_train.cli import OF_LAB, VERBS
-from forge_train.config.describe import key_rows, keys_as_markdown
 from forge_train.metrics.columns import columns_as_markdown
+from forge_train.report.describe import key_rows, keys_as_markdown
 
 pytestmark = pytest.mark.lane("test")
 

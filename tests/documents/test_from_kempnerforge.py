@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forge_core.optim import OPTIMIZERS, SCHEDULES
-from forge_train.config.describe import key_rows
+from forge_train.report.describe import key_rows
 
 pytestmark = pytest.mark.lane("test")
 

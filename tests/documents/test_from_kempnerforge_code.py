@@ -15,8 +15,8 @@ import forge_ckpt.cli
 import forge_data.cli
 import forge_vlm.data.command
 from forge_train import cli
-from forge_train.config.describe import key_rows
 from forge_train.metrics.columns import column_of
+from forge_train.report.describe import key_rows
 
 pytestmark = pytest.mark.lane("test")
 

@@ -26,7 +26,7 @@ from forge_parallel import global_count, make_meshes, parallelize
 from forge_parallel.micro_batches import divide_batch
 from forge_testing.references import once
 from forge_train import load_job
-from forge_train.trainer.objective import make_compute
+from forge_train.build.objective import make_compute
 from forge_vlm import (
     VLM,
     AdapterConfig,

@@ -342,8 +342,8 @@ def _plant(fault: Fault, world: World) -> None:
     from forge_train.extensions.health import Health
     from forge_train.loop.trainer import Trainer
     from forge_train.report import summary
+    from forge_train.run.checkpoints import Checkpoints
     from forge_train.run.extension import Extensions
-    from forge_train.trainer.checkpoints import Checkpoints
 
     done = False
     place = world.place

@@ -169,7 +169,7 @@ def fit(job: Path, overrides: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
 
 def _set_backend(backend: str) -> None:
     """The compiler of blocks, in place of inductor."""
-    from forge_train.trainer import assemble
+    from forge_train.loop import assemble
 
     original = getattr(assemble.parallelize, "original", assemble.parallelize)
 

@@ -22,10 +22,10 @@ from forge_testing.runs import (
     together,
 )
 from forge_train import Callback, ConfigError, Trainer, load_job, load_trained, read_run
+from forge_train.build.build import build_model
+from forge_train.build.layout import layout_problems
+from forge_train.build.run_directory import RunDirectory
 from forge_train.jobs import _build
-from forge_train.trainer.build import build_model
-from forge_train.trainer.layout import layout_problems
-from forge_train.trainer.run_directory import RunDirectory
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 

@@ -23,8 +23,8 @@ import torch
 from forge_ckpt import Store
 from forge_parallel import launch
 from forge_train import load_job
+from forge_train.loop import assemble
 from forge_train.loop.trainer import Trainer
-from forge_train.trainer import assemble
 
 
 def main() -> None:

@@ -13,10 +13,10 @@ from forge_core.model.norm import NORMS
 from forge_core.model.parts import BLOCKS, MIXERS
 from forge_core.optim.build import OPTIMIZERS
 from forge_train import load_job
-from forge_train.config.resolve import ResolvedJob
+from forge_train.build.layout import layout_problems
+from forge_train.build.objective import LOSSES
+from forge_train.build.resolve import ResolvedJob
 from forge_train.config.structure import BUILT_IN_MODELS, dotted_fields, section_types
-from forge_train.trainer.layout import layout_problems
-from forge_train.trainer.objective import LOSSES
 from forge_vlm.adapters.config import NAMES as ADAPTERS
 from forge_vlm.config import FUSIONS
 from forge_vlm.vision.config import NAMES as ENCODERS

@@ -38,9 +38,9 @@ from forge_resilience import NumericsPolicy
 from forge_resilience.sinks import JsonlSink, MlflowSink, TensorBoardSink, WandbSink
 from forge_train import JobConfig
 from forge_train import protocols as train
+from forge_train.build.objective import find_loss
 from forge_train.metrics.console import ConsoleSink
 from forge_train.run.rows import Progress
-from forge_train.trainer.objective import find_loss
 
 
 def of_core(

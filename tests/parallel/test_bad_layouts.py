@@ -11,7 +11,7 @@ import forge_resilience
 from forge_testing import write_job
 from forge_testing.problems import assert_problem
 from forge_train import ConfigError, cli, load_job
-from forge_train.trainer.layout import layout_problems
+from forge_train.build.layout import layout_problems
 
 pytestmark = pytest.mark.lane("test")
 

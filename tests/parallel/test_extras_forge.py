@@ -25,7 +25,7 @@ from forge_testing.parts import Pictured
 from forge_testing.problems import assert_problem
 from forge_testing.runs import make_job
 from forge_train import ConfigError, Trainer, load_job
-from forge_train.trainer.objective import make_compute
+from forge_train.build.objective import make_compute
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 S, D, VOCAB, ROWS = 16, 32, 64, 12

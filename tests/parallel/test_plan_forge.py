@@ -44,12 +44,12 @@ from forge_testing.problems import rejects
 from forge_testing.processes import forge_train
 from forge_testing.runs import make_job
 from forge_train import ConfigError, load_job, plan
+from forge_train.build.build import build_model
 from forge_train.cli import main
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig
+from forge_train.loop.assemble import shard_experts
 from forge_train.plan import PlanFlags, choose_layout, show_plan
-from forge_train.trainer.assemble import shard_experts
-from forge_train.trainer.build import build_model
 
 pytestmark = pytest.mark.lane("test")
 

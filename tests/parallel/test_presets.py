@@ -15,9 +15,9 @@ import pytest
 
 from forge_parallel.plan import estimate_layout
 from forge_train import load_job
+from forge_train.build.build import build_model, freeze_groups
+from forge_train.build.layout import layout_problems
 from forge_train.config.schema import JobConfig
-from forge_train.trainer.build import build_model, freeze_groups
-from forge_train.trainer.layout import layout_problems
 
 pytestmark = pytest.mark.lane("test")
 

@@ -20,8 +20,7 @@ from torch import Tensor
 from forge_ckpt.hf import find_family
 from forge_core.families import FAMILIES
 from forge_train import ConfigError
-from forge_train.hf.families import section_of
-from forge_train.hf.folder import read_model
+from forge_train.build.hf_models import read_model, section_of
 
 Keys = dict[str, Any]
 GONE: Any = ...  # of a key that the edited file leaves out

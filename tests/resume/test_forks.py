@@ -31,7 +31,7 @@ from forge_testing.runs import (
 from forge_train import Callback, ConfigError, StateError, Trainer, load_job, read_run
 from forge_train.hf.exporting import export_run
 from forge_train.hf.importing import import_folder
-from forge_train.trainer.fork import Fork, find_fork
+from forge_train.loop.fork import Fork, find_fork
 
 pytestmark = pytest.mark.lane("test")
 

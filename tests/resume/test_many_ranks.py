@@ -40,7 +40,7 @@ from forge_testing.runs import (
     make_job,
 )
 from forge_train import Callback, ConfigError, Trainer, cli, load_job, load_trained, read_run
-from forge_train.trainer.build import seed_process
+from forge_train.build.build import seed_process
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 

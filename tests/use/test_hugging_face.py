@@ -30,12 +30,11 @@ from forge_testing.problems import ANY, assert_problem, rejects
 from forge_testing.processes import forge_train
 from forge_testing.runs import fit_on_ranks
 from forge_train import ConfigError, Trainer, load_job, load_trained, read_run
+from forge_train.build.build import build_model
+from forge_train.build.hf_models import read_model, section_of
 from forge_train.errors import JobError
 from forge_train.hf.exporting import export_run
-from forge_train.hf.families import section_of
-from forge_train.hf.folder import read_model
 from forge_train.hf.importing import check_logits, import_folder
-from forge_train.trainer.build import build_model
 
 VOCAB = 320
 SHAPE: dict[str, Any] = {

@@ -21,11 +21,11 @@ from forge_core.model import MLAConfig, MTPConfig
 from forge_parallel import end_process_group, materialise
 from forge_testing import write_job
 from forge_train import Trainer, load_job, read_run
+from forge_train.build.build import build_model
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.run import rows
-from forge_train.trainer.build import build_model
 from forge_vlm import AdapterConfig, ModalityConfig, VisionConfig
 from forge_vlm.vision import ViTConfig
 

@@ -18,7 +18,7 @@ from forge_testing.problems import assert_problem
 from forge_testing.runs import fit_alone, fit_on_ranks, make_job
 from forge_testing.vlm_jobs import write_vlm_job
 from forge_train import ConfigError, load_job, read_run
-from forge_train.trainer.layout import layout_problems, model_problems
+from forge_train.build.layout import layout_problems, model_problems
 
 pytestmark = pytest.mark.lane("test")
 

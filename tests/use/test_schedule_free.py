@@ -26,7 +26,7 @@ from forge_testing.runs import (
     together,
 )
 from forge_train import Callback, Trainer, load_job, load_trained, read_run
-from forge_train.config.resolve import schedule_warnings
+from forge_train.build.resolve import schedule_warnings
 
 pytestmark = pytest.mark.lane("test")
 

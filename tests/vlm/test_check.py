@@ -13,9 +13,9 @@ from tests.vlm.qwen3_vl_folder import save as save_qwen3_vl
 
 from forge_ckpt.hf.compare import BOUND
 from forge_testing.problems import ANY, rejects
+from forge_train.build.hf_models import read_model
 from forge_train.errors import JobError
 from forge_train.hf.exporting import export_run
-from forge_train.hf.folder import read_model
 from forge_train.hf.importing import check_logits, import_folder
 
 pytestmark = pytest.mark.lane("test")

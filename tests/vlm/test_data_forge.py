@@ -27,7 +27,7 @@ from forge_testing.runs import (
 )
 from forge_testing.vlm_jobs import flags, write_vlm_job
 from forge_train import ConfigError, load_job, load_trained
-from forge_train.trainer.layout import layout_problems
+from forge_train.build.layout import layout_problems
 from forge_vlm import VLM, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.vision import ViTConfig
 

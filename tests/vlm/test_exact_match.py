@@ -22,9 +22,9 @@ from forge_testing.runs import (
 )
 from forge_testing.vlm_jobs import flags, write_vlm_job
 from forge_train import ConfigError, Trainer, load_job, read_run
+from forge_train.build.evaluation import COLUMN, ExactMatch, prompts_of
+from forge_train.build.layout import layout_problems
 from forge_train.jobs import load_model
-from forge_train.trainer.evaluation import COLUMN, ExactMatch, prompts_of
-from forge_train.trainer.layout import layout_problems
 
 pytestmark = pytest.mark.lane("test")
 
@@ -162,7 +162,7 @@ def test_each_key_changes_what_is_asked(tmp_path: Path, monkeypatch: pytest.Monk
         calls.append((new, [p.tokens.tolist() for p in asked], len(media["images"])))
         return ["Red."] * len(asked)
 
-    monkeypatch.setattr("forge_train.trainer.evaluation.answer", answer)
+    monkeypatch.setattr("forge_train.build.evaluation.answer", answer)
     meshes: Any = SimpleNamespace(batch_size=1, batch_rank=0, world_size=1, is_batch_leader=True)
     llava = {"image": "files/0-0.png", "conversations": [{"from": "human", "value": "what"}, {"from": "gpt", "value": "x"}]}  # fmt: skip
     (tmp_path / "llava.jsonl").write_text(json.dumps(llava))

@@ -21,8 +21,8 @@ from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone
 from forge_testing.vlm_jobs import write_vlm_job
 from forge_train import ConfigError
+from forge_train.build.evaluation import prompts_of
 from forge_train.config.init import InitConfig
-from forge_train.trainer.evaluation import prompts_of
 from forge_vlm import answers
 from forge_vlm.answers import answer_all
 

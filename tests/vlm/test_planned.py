@@ -18,10 +18,10 @@ from forge_parallel.plan import Profile, estimate_layout, trace
 from forge_testing import vlm_jobs
 from forge_testing.problems import rejects
 from forge_train import Trainer, load_job
+from forge_train.build.build import build_model
+from forge_train.build.layout import layout_problems, model_problems
 from forge_train.cli import main
 from forge_train.config.vlm import VLMModelConfig
-from forge_train.trainer.build import build_model
-from forge_train.trainer.layout import layout_problems, model_problems
 from forge_vlm import (
     AdapterConfig,
     CrossAttentionConfig,

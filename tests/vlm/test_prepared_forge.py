@@ -32,8 +32,8 @@ from forge_testing.runs import (
 )
 from forge_testing.vlm_jobs import CLIP, flags, write_vlm_job
 from forge_train import Callback, ConfigError, DataError
+from forge_train.build.evaluation import prompts_of
 from forge_train.config.init import InitConfig
-from forge_train.trainer.evaluation import prompts_of
 from forge_vlm import VLM, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.data import Prompts
 from forge_vlm.data.prepare import prepare as prepare_talks

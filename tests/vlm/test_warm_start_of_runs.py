@@ -13,7 +13,7 @@ from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone, fit_on_ranks, saved_tensors
 from forge_testing.vlm_jobs import write_vlm_job
 from forge_train import ConfigError, Trainer, load_job, read_run
-from forge_train.trainer.fork import find_fork
+from forge_train.loop.fork import find_fork
 
 SIZES = {"dim": 16, "num_layers": 2, "num_heads": 2, "max_seq_len": 16, "init_std": 0.2}
 

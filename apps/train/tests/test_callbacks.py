@@ -26,9 +26,9 @@ from forge_train import (
     load_trained,
     read_run,
 )
+from forge_train.build.resolve import resolve
 from forge_train.cli import run_verb
 from forge_train.config.layers import read_layers
-from forge_train.config.resolve import resolve
 from forge_train.loop import opening
 from forge_train.run.callback import load_callbacks
 from forge_train.run.recorder import Recorder

@@ -22,8 +22,8 @@ from forge_testing import write_job
 from forge_testing.problems import assert_problem, rejects
 from forge_train import ConfigError, DataError, StateError, cli, jobs, load_job, load_model, process
 from forge_train._shared.limits import limit_problem
+from forge_train.build import resolve
 from forge_train.cli import run_verb
-from forge_train.config import resolve
 from forge_train.config.init import InitConfig, find_source, source_problems
 from forge_train.config.profile import ProfileConfig, profile_problems
 from forge_train.config.tokenizer import tokenizer_problems
@@ -201,7 +201,7 @@ def test_a_file_that_cannot_be_read_is_named(
     def fail(table: Any) -> None:
         raise PermissionError(13, "no", "a.bin")
 
-    monkeypatch.setattr("forge_train.config.resolve.open_header", fail)
+    monkeypatch.setattr("forge_train.build.resolve.open_header", fail)
     with rejects("data.sources.text", "a.bin", "not_found", DataError):
         load_job(write_job(tmp_path), {"model.vocab_size": 9})
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from forge_testing.problems import assert_problem, rejects
+from forge_train.build.run_directory import RunDirectory
 from forge_train.command_line import parse_arguments
 from forge_train.config.flags import add_flags
 from forge_train.config.init import find_source
@@ -17,7 +18,6 @@ from forge_train.config.layers import Layers, read_layers
 from forge_train.config.schema import RunConfig
 from forge_train.config.structure import structure
 from forge_train.errors import ConfigError
-from forge_train.trainer.run_directory import RunDirectory
 
 pytestmark = pytest.mark.lane("test")
 

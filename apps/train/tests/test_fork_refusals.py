@@ -13,7 +13,7 @@ from forge_testing.problems import ANY, assert_problem, rejects
 from forge_train import DataError, JobError, Trainer, load_job
 from forge_train.hf.exporting import export_run
 from forge_train.hf.importing import import_folder
-from forge_train.trainer.fork import find_fork
+from forge_train.loop.fork import find_fork
 
 pytestmark = pytest.mark.lane("test")
 

@@ -14,8 +14,8 @@ from forge_core import ScheduleConfig
 from forge_testing import write_job
 from forge_testing.problems import rejects
 from forge_train import Trainer, load_job
+from forge_train.build.build import build_model
 from forge_train.errors import ConfigError
-from forge_train.trainer.build import build_model
 
 pytestmark = pytest.mark.lane("test")
 

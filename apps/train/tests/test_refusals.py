@@ -95,7 +95,7 @@ def test_all_problems_come_in_one_message(tmp_path: Path, warm: WarmProcess) -> 
 
 @pytest.mark.slow
 def test_help_lists_every_key(tmp_path: Path, warm: WarmProcess) -> None:
-    from forge_train.config.describe import key_rows
+    from forge_train.report.describe import key_rows
 
     def shown(*args: str) -> str:
         said = warm.call("forge_train.cli:main", list(args), folder=tmp_path)

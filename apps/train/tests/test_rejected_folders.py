@@ -20,12 +20,14 @@ from forge_parallel import ParallelConfig
 from forge_resilience.sinks import WandbSink
 from forge_testing.problems import rejects
 from forge_train import ConfigError, JobError, plan
+from forge_train.build import hf_models as families
+from forge_train.build import hf_models as folder
+from forge_train.build.run_directory import RunDirectory
 from forge_train.config.experts import MoESection
 from forge_train.config.lora import LoRASection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.config.vlm import VLMModelConfig
-from forge_train.hf import exporting, families, folder, importing
-from forge_train.trainer.run_directory import RunDirectory
+from forge_train.hf import exporting, importing
 from forge_vlm import ModalityConfig
 
 pytestmark = pytest.mark.lane("test")

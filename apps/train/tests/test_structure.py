@@ -9,9 +9,9 @@ import pytest
 
 from forge_testing.problems import ANY, assert_problem
 from forge_train._shared.problems import Problem
-from forge_train.config.describe import key_rows
 from forge_train.config.structure import structure
 from forge_train.errors import ConfigError
+from forge_train.report.describe import key_rows
 
 pytestmark = pytest.mark.lane("test")
 

@@ -16,15 +16,15 @@ from forge_data.kinds import TextConfig
 from forge_data.tokenizer import encode_prompt, prompt_ids
 from forge_testing.problems import rejects
 from forge_train import ConfigError, Trainer, load_job
-from forge_train.config.layers import Layers
-from forge_train.jobs import _build
-from forge_train.trainer.begin_tokens import (
+from forge_train.build.begin_tokens import (
     began_texts_without,
     begin_problems,
     begin_texts_without,
 )
-from forge_train.trainer.data import run_tokenizer
-from forge_train.trainer.run_directory import RunDirectory
+from forge_train.build.data import run_tokenizer
+from forge_train.build.run_directory import RunDirectory
+from forge_train.config.layers import Layers
+from forge_train.jobs import _build
 
 pytestmark = pytest.mark.lane("test")
 

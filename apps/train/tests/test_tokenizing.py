@@ -18,12 +18,12 @@ from forge_data.kinds import ChatConfig, TextConfig
 from forge_testing.chats import CHATML, HEADERS, save_tokenizer, talk, write_talks
 from forge_testing.problems import rejects
 from forge_train import ConfigError
+from forge_train.build.data import run_tokenizer
+from forge_train.build.run_directory import RunDirectory
 from forge_train.config.init import InitConfig
 from forge_train.config.lora import LoRASection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.hf.exporting import _config_and_files, _Run, _tokenizing
-from forge_train.trainer.data import run_tokenizer
-from forge_train.trainer.run_directory import RunDirectory
 from forge_vlm.data import Prompts
 
 Image = pytest.importorskip("PIL.Image")

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 from forge_train._renamed import OF_LAB, moved
 
 if TYPE_CHECKING:
+    from forge_train.build.resolve import ResolvedJob, resolve
+    from forge_train.build.run_directory import RunDirectory
     from forge_train.config.layers import Layers, read_layers
-    from forge_train.config.resolve import ResolvedJob, resolve
     from forge_train.config.schema import JobConfig
     from forge_train.errors import ConfigError, DataError, JobError, StateError
     from forge_train.jobs import load_folder, load_job, load_model, load_trained
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from forge_train.report.read_run import Run, read_run
     from forge_train.run.callback import Callback
     from forge_train.run.extension import Extension
-    from forge_train.trainer.run_directory import RunDirectory
 
 __all__ = [
     "Callback",
@@ -52,7 +52,7 @@ __all__ = [
 #: torch's checkpoint and distributed packages, which take longer to import than the check takes.
 _NAMES = {
     "config.layers": "Layers read_layers",
-    "config.resolve": "ResolvedJob resolve",
+    "build.resolve": "ResolvedJob resolve",
     "config.schema": "JobConfig",
     "errors": "ConfigError DataError JobError StateError",
     "jobs": "load_folder load_job load_model load_trained",
@@ -61,7 +61,7 @@ _NAMES = {
     "report.read_run": "Run read_run",
     "run.callback": "Callback",
     "run.extension": "Extension",
-    "trainer.run_directory": "RunDirectory",
+    "build.run_directory": "RunDirectory",
     "loop.trainer": "RunResult Trainer",
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}

@@ -26,8 +26,8 @@ from forge_train.command_line import call_verb, parse_arguments, take_nproc, wit
 from forge_train.errors import ConfigError, DataError, JobError, of_limit, refuse
 
 if TYPE_CHECKING:
+    from forge_train.build.resolve import ResolvedJob
     from forge_train.config.layers import Layers
-    from forge_train.config.resolve import ResolvedJob
 
 #: Verbs of forge-lab, which mounts them.
 OF_LAB = ("generate", "eval", "extract", "report", "goodput", "replay", "bisect", "sweep", "study")
@@ -130,10 +130,10 @@ def _supervise(job: ResolvedJob, args: list[str], nproc: int) -> int:
     """Run the same command in `nproc` processes; problems of the layout are found here, once."""
     from forge_resilience.alerts import FOLLOWED
     from forge_resilience.supervise import run_guarded, supervise
+    from forge_train.build.data import tokenize
+    from forge_train.build.layout import require_layout
+    from forge_train.build.run_directory import RunDirectory
     from forge_train.run.recorder import alerts
-    from forge_train.trainer.data import tokenize
-    from forge_train.trainer.layout import require_layout
-    from forge_train.trainer.run_directory import RunDirectory
 
     require_layout(job.config, nproc, nproc)
     tokenize(job.config)  # here, where no watch takes a long start for a hang
@@ -179,8 +179,8 @@ def explain(args: list[str]) -> int:
     """
     from forge_data.describe import data_lines
     from forge_data.errors import InvalidData
-    from forge_train.config.describe import print_explanation
-    from forge_train.config.resolve import resolve_to_show, schedule_warnings
+    from forge_train.build.resolve import resolve_to_show, schedule_warnings
+    from forge_train.report.describe import print_explanation
 
     nproc, rest = take_nproc(args)
     layers, flags = _layers(rest, "explain", explain.__doc__ or "", ExplainFlags)
@@ -221,8 +221,8 @@ def explain(args: list[str]) -> int:
 def _on_processes(job: ResolvedJob, nproc: int) -> tuple[ResolvedJob, list[str]]:
     """The job with its layout on `nproc` processes of this machine, and remarks about that layout."""
     from forge_parallel import World
+    from forge_train.build.layout import remarks, require_layout
     from forge_train.plan import with_layout
-    from forge_train.trainer.layout import remarks, require_layout
 
     job, reasons = with_layout(job, World(world_size=nproc, local_world_size=nproc))
     require_layout(job.config, nproc, nproc)
@@ -234,7 +234,7 @@ def plan(args: list[str]) -> int:
 
     The data need not be there.
     """
-    from forge_train.config.resolve import resolve
+    from forge_train.build.resolve import resolve
     from forge_train.plan import PlanFlags, show_plan
 
     layers, flags = _layers(args, "plan", plan.__doc__ or "", PlanFlags)
@@ -297,7 +297,7 @@ def export(args: list[str]) -> int:
 
 def keys(args: list[str]) -> int:
     """Print the keys of a configuration file that begin with PREFIX, or all; each is also a flag of run and explain."""
-    from forge_train.config.describe import print_keys
+    from forge_train.report.describe import print_keys
 
     def show(prefix: Annotated[str, tyro.conf.Positional] = "", /) -> int:
         return print_keys(prefix, Console())
@@ -325,7 +325,7 @@ def _mounted() -> dict[str, EntryPoint]:
 def _job(args: list[str], verb: str, description: str) -> ResolvedJob:
     """The job of `CONFIG [--section.key value ...]`."""
     layers, _ = _layers(args, verb, description)
-    from forge_train.config.resolve import resolve
+    from forge_train.build.resolve import resolve
 
     return resolve(layers)
 
@@ -350,7 +350,7 @@ def _layers(
     try:
         return layers, parse_arguments(own, rest, f"{verb} CONFIG.toml", description)
     except SystemExit:  # after help
-        from forge_train.config.describe import print_keys
+        from forge_train.report.describe import print_keys
 
         print("keys of CONFIG.toml, each also a flag: --KEY VALUE\n")
         print_keys("", Console(), layers.values)

@@ -19,8 +19,8 @@ from forge_resilience import ExitCode, slurm
 from forge_resilience.health import BROKEN, MISSING, OK, WARN, Finding
 from forge_resilience.health.machine import accelerator_count, machine_findings, optional, probe
 from forge_train._shared.problems import Problem, invalid
+from forge_train.build.resolve import ResolvedJob, resolve
 from forge_train.config.layers import Layers, read_layers
-from forge_train.config.resolve import ResolvedJob, resolve
 from forge_train.config.structure import structure
 from forge_train.errors import ConfigError, job_errors, refuse
 from forge_train.slurm import add_site

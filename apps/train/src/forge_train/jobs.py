@@ -20,17 +20,17 @@ from forge_parallel import Meshes, ParallelConfig, store_parameters
 from forge_resilience import Agreement
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import invalid
+from forge_train.build.begin_tokens import run_layers
+from forge_train.build.build import build_model
+from forge_train.build.data import run_tokenizer
+from forge_train.build.hf_models import read_model
+from forge_train.build.resolve import ResolvedJob, resolve
+from forge_train.build.run_directory import RunDirectory
 from forge_train.config.layers import read_layers
-from forge_train.config.resolve import ResolvedJob, resolve
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, StateError, config_errors, refuse, run_on_all_ranks
-from forge_train.hf.folder import read_model
-from forge_train.trainer.assemble import shard
-from forge_train.trainer.begin_tokens import run_layers
-from forge_train.trainer.build import build_model
-from forge_train.trainer.checkpoints import base_problems, store_errors
-from forge_train.trainer.data import run_tokenizer
-from forge_train.trainer.run_directory import RunDirectory
+from forge_train.loop.assemble import shard
+from forge_train.run.checkpoints import base_problems, store_errors
 
 
 def load_job(

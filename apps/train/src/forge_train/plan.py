@@ -18,14 +18,14 @@ from forge_parallel import plan as planner
 from forge_parallel.plan import Estimate, Hardware, SearchSpace
 from forge_train._shared.problems import Problem, invalid, problems_of
 from forge_train._shared.toml_files import read_text
-from forge_train.config.resolve import ResolvedJob
-from forge_train.config.rules import optimizer_problems
+from forge_train.build.build import build_trained, freeze_groups
+from forge_train.build.layout import layout_problems
+from forge_train.build.objective import FUSED
+from forge_train.build.resolve import ResolvedJob
+from forge_train.build.rules import optimizer_problems
+from forge_train.build.run_directory import RunDirectory
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, config_errors, refuse
-from forge_train.trainer.build import build_trained, freeze_groups
-from forge_train.trainer.layout import layout_problems
-from forge_train.trainer.objective import FUSED
-from forge_train.trainer.run_directory import RunDirectory
 
 _BYTES = {"fp32": 4, "bf16": 2}
 _SHOWN = 8

@@ -14,12 +14,12 @@ from forge_resilience.slurm import JobFacts, SlurmConfig
 from forge_train._shared.atomic import write_file
 from forge_train._shared.problems import Problem, invalid
 from forge_train._shared.toml_files import flatten
+from forge_train.build.layout import layout_problems
+from forge_train.build.resolve import ResolvedJob, resolve, resolve_to_show
+from forge_train.build.run_directory import RunDirectory
 from forge_train.config.layers import Layers
-from forge_train.config.resolve import ResolvedJob, resolve, resolve_to_show
 from forge_train.errors import ConfigError, config_errors, job_errors, refuse
 from forge_train.process import note
-from forge_train.trainer.layout import layout_problems
-from forge_train.trainer.run_directory import RunDirectory
 
 __all__ = ["add_site", "check_limits", "job_facts", "refuse_layouts", "submitted", "with_retries"]
 

@@ -9,19 +9,19 @@ forge-lab uses these names; a name that it no longer needs goes.
 
 from __future__ import annotations
 
+from forge_train.build.begin_tokens import begin_texts_as, run_layers
+from forge_train.build.build import Course, build_trained
+from forge_train.build.data import open_held_out, run_tokenizer, tokenizer_of
+from forge_train.build.evaluation import Evaluation, prompts_of
+from forge_train.build.layout import require_layout
+from forge_train.build.run_directory import is_fixed
 from forge_train.config.structure import structure_table
+from forge_train.loop.assemble import job_compute
 from forge_train.loop.guard import skip_windows
 from forge_train.plan import price
 from forge_train.process import init_ranks
+from forge_train.run.checkpoints import IMPORTED, store_errors
 from forge_train.run.rows import finite
-from forge_train.trainer.assemble import job_compute
-from forge_train.trainer.begin_tokens import begin_texts_as, run_layers
-from forge_train.trainer.build import Course, build_trained
-from forge_train.trainer.checkpoints import IMPORTED, store_errors
-from forge_train.trainer.data import open_held_out, run_tokenizer, tokenizer_of
-from forge_train.trainer.evaluation import Evaluation, prompts_of
-from forge_train.trainer.layout import require_layout
-from forge_train.trainer.run_directory import is_fixed
 
 __all__ = [
     "IMPORTED",

@@ -12,13 +12,13 @@ import tomlkit
 from forge_train._shared.hf_keys import training_rates
 from forge_train._shared.problems import Problem, problems_of
 from forge_train._shared.toml_files import flatten, read_toml
+from forge_train.config.init import NAME
 from forge_train.config.layers import Layers
 from forge_train.errors import ConfigError, refuse
 
 if TYPE_CHECKING:
     from forge_train.config.schema import BuiltInModelConfig
 
-NAME = "model.toml"
 #: In a run directory: files of the imported folder that an export gives back.
 FILES = "hf"
 #: Keys of [model] that change no output of the trained model: a job may set them as it likes.

@@ -11,7 +11,9 @@ from typing import Any, Literal
 from forge_train._shared.fields import Checked, field
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid, problems_of
-from forge_train.config.imported import NAME
+
+#: In a run directory: the [model] table that an import left.
+NAME = "model.toml"
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from forge_ckpt.frozen_base import FrozenBase
 from forge_ckpt.stage_state import tensor_names
 from forge_core.lora import adapter_lines, frozen_names
 from forge_train._shared.problems import Problem
+from forge_train.build.run_directory import RunDirectory
 from forge_train.config.schema import JobConfig
 from forge_train.errors import StateError
+from forge_train.run.checkpoints import base_problems, store_errors
 from forge_train.run.extension import Extension
 from forge_train.run.run import Run
-from forge_train.trainer.checkpoints import base_problems, store_errors
-from forge_train.trainer.run_directory import RunDirectory
 
 
 class Adapters(Extension):

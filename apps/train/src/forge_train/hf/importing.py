@@ -14,13 +14,13 @@ from forge_ckpt.hf import notes_of, store_hf
 from forge_ckpt.hf.compare import BOUND, compare_logits, why_not_compared
 from forge_data import load_tokenizer
 from forge_train._shared.problems import invalid
-from forge_train.config.imported import NAME
+from forge_train.build.build import build_model
+from forge_train.build.hf_models import HFModel, read_model
+from forge_train.build.run_directory import RunDirectory
+from forge_train.config.init import NAME
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, JobError, config_errors
-from forge_train.hf.folder import HFModel, read_model
-from forge_train.trainer.build import build_model
-from forge_train.trainer.checkpoints import IMPORTED, store_errors
-from forge_train.trainer.run_directory import RunDirectory
+from forge_train.run.checkpoints import IMPORTED, store_errors
 from forge_vlm.families.check_inputs import inputs_of
 
 

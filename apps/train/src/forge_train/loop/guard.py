@@ -11,8 +11,8 @@ from forge_data import Loader
 from forge_resilience import NumericsPolicy
 from forge_resilience.policy import Outcome
 from forge_train.errors import NumericsError
+from forge_train.run.checkpoints import Checkpoints
 from forge_train.run.run import Run
-from forge_train.trainer.checkpoints import Checkpoints
 
 
 class RollbackRequested(Exception):

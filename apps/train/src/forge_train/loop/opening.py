@@ -14,16 +14,8 @@ from forge_parallel import find_world, reshard, select_device
 from forge_resilience import NumericsPolicy
 from forge_resilience.heartbeat import Heartbeat
 from forge_train._shared.problems import invalid
-from forge_train.config.resolve import ResolvedJob
-from forge_train.errors import ConfigError, config_errors, refuse
-from forge_train.extensions.built_in import extensions_of
-from forge_train.plan import describe_placement, with_layout
-from forge_train.run.callback import hook_problems, load_callbacks, state_keys
-from forge_train.run.extension import Extension, Extensions
-from forge_train.run.rows import Progress
-from forge_train.run.run import Run
-from forge_train.trainer.begin_tokens import begin_problems, is_older
-from forge_train.trainer.build import (
+from forge_train.build.begin_tokens import begin_problems, is_older
+from forge_train.build.build import (
     Course,
     build_trained,
     freeze_groups,
@@ -31,13 +23,21 @@ from forge_train.trainer.build import (
     total_steps,
     total_tokens,
 )
-from forge_train.trainer.checkpoints import Check
-from forge_train.trainer.data import open_data
-from forge_train.trainer.encoder_source import EncoderSource, find_encoder
-from forge_train.trainer.evaluation import Evaluation
-from forge_train.trainer.fork import Fork, find_fork
-from forge_train.trainer.layout import layout_problems, micro_batches, model_problems, remarks
-from forge_train.trainer.run_directory import RunDirectory
+from forge_train.build.data import open_data
+from forge_train.build.evaluation import Evaluation
+from forge_train.build.layout import layout_problems, micro_batches, model_problems, remarks
+from forge_train.build.resolve import ResolvedJob
+from forge_train.build.run_directory import RunDirectory
+from forge_train.errors import ConfigError, config_errors, refuse
+from forge_train.extensions.built_in import extensions_of
+from forge_train.loop.encoder_source import EncoderSource, find_encoder
+from forge_train.loop.fork import Fork, find_fork
+from forge_train.plan import describe_placement, with_layout
+from forge_train.run.callback import hook_problems, load_callbacks, state_keys
+from forge_train.run.checkpoints import Check
+from forge_train.run.extension import Extension, Extensions
+from forge_train.run.rows import Progress
+from forge_train.run.run import Run
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from forge_data.differences import difference_lines
 from forge_data.packing import packing_report
-from forge_train.config.resolve import schedule_warnings
+from forge_train.build.resolve import schedule_warnings
 from forge_train.loop.opening import Initial, Notes
 from forge_train.loop.start import Life, keys_of_rates
 from forge_train.run.run import Run

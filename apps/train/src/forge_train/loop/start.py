@@ -9,15 +9,15 @@ from typing import Any
 
 from forge_ckpt import SaveEvent, Store
 from forge_resilience.goodput import process_start_time
+from forge_train.build.run_directory import RunDirectory
 from forge_train.errors import ConfigError, run_on_all_ranks
 from forge_train.loop.opening import Initial
 from forge_train.metrics.columns import read_rows
+from forge_train.run.checkpoints import Checkpoints, checkpoint_state, store_errors
 from forge_train.run.extension import Extensions
 from forge_train.run.recorder import Recorder
 from forge_train.run.rows import Progress
 from forge_train.run.run import Run
-from forge_train.trainer.checkpoints import Checkpoints, checkpoint_state, store_errors
-from forge_train.trainer.run_directory import RunDirectory
 
 #: Keys, or how they begin, that the learning rate of a step depends on.
 _KEYS_OF_RATES = ("train.steps", "train.tokens", "train.global_batch", "schedule.", "optimizer.lr")

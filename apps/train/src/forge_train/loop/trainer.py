@@ -20,9 +20,11 @@ from forge_data import Batch, Loader
 from forge_parallel import Meshes, clip_grads_, global_grad_norm, make_meshes
 from forge_resilience import Agreement, ExitCode, StopSignal, Vote
 from forge_train._shared.problems import invalid
-from forge_train.config.resolve import ResolvedJob
+from forge_train.build.resolve import ResolvedJob
+from forge_train.build.run_directory import RunDirectory
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, JobError, config_errors, run_on_all_ranks
+from forge_train.loop.assemble import assemble, seed_rank
 from forge_train.loop.evaluator import Evaluator
 from forge_train.loop.guard import Guard, RollbackRequested, raise_without_saves
 from forge_train.loop.opening import open_run
@@ -30,12 +32,10 @@ from forge_train.loop.reporting import report_start
 from forge_train.loop.start import open_checkpoints, open_store, restore
 from forge_train.loop.vote import PendingCount, fault_code
 from forge_train.run.callback import Callback
+from forge_train.run.checkpoints import Checkpoints, share_places
 from forge_train.run.extension import Extension
 from forge_train.run.recorder import alerts
 from forge_train.run.rows import Progress
-from forge_train.trainer.assemble import assemble, seed_rank
-from forge_train.trainer.checkpoints import Checkpoints, share_places
-from forge_train.trainer.run_directory import RunDirectory
 
 #: Attributes that are those of `run` since 0.2.0.
 _MOVED = frozenset({"agreement", "device", "heartbeat"})

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 from forge_core.optim import describe_parameters, multipliers_at
 from forge_train._shared.problems import invalid
-from forge_train.config.schema import JobConfig
-from forge_train.errors import ConfigError, config_errors
-from forge_train.trainer.build import (
+from forge_train.build.build import (
     Course,
     build_trained,
     freeze_groups,
     run_schedule,
     total_steps,
 )
+from forge_train.config.schema import JobConfig
+from forge_train.errors import ConfigError, config_errors
 
 _POINTS = 2000
 _FORMATS = (".png", ".svg", ".pdf")

@@ -10,8 +10,8 @@ from typing import Any
 
 from forge_resilience import read_events
 from forge_train._shared.toml_files import read_toml
+from forge_train.build.run_directory import RunDirectory
 from forge_train.metrics.columns import read_rows
-from forge_train.trainer.run_directory import RunDirectory
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from forge_core.generate import SamplingConfig, generate_text
 from forge_data.tokenizer import prompt_ids
 from forge_resilience import ExitCode
+from forge_train.build.data import run_tokenizer
 from forge_train.loop.start import last_rate
 from forge_train.loop.trainer import RunResult, Trainer
-from forge_train.trainer.data import run_tokenizer
 
 
 def print_summary(trainer: Trainer, result: RunResult, args: Sequence[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from forge_train._shared.problems import Problem, invalid
-from forge_train.config.rules import find_callbacks
+from forge_train.build.rules import find_callbacks
 from forge_train.config.schema import CallbackConfig
 from forge_train.errors import ConfigError, config_errors
 from forge_train.run.extension import Extension

@@ -14,10 +14,10 @@ from forge_resilience import Journal
 from forge_resilience.alerts import FOLLOWED, Alerts, AlertsConfig
 from forge_resilience.background_sink import BackgroundSink, Open, end_all
 from forge_resilience.sinks import JsonlSink
+from forge_train.build.run_directory import RunDirectory
 from forge_train.config.schema import MetricsConfig
 from forge_train.metrics.console import ConsoleSink, console_mode
 from forge_train.metrics.sinks import find_sinks
-from forge_train.trainer.run_directory import RunDirectory
 
 JSONL = "metrics.jsonl"
 # "save" is a checkpoint that a resume can use.

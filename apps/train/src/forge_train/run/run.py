@@ -18,15 +18,15 @@ from forge_parallel.micro_batches import MicroBatches
 from forge_parallel.profile import span
 from forge_resilience import Agreement, Decision
 from forge_resilience.heartbeat import Heartbeat
-from forge_train.config.resolve import ResolvedJob
+from forge_train.build.build import Course, run_schedule
+from forge_train.build.evaluation import Evaluation
+from forge_train.build.layout import micro_batches
+from forge_train.build.objective import Objective, loss_columns, make_compute
+from forge_train.build.resolve import ResolvedJob
+from forge_train.build.run_directory import RunDirectory
 from forge_train.config.schema import JobConfig
 from forge_train.run.recorder import Recorder
 from forge_train.run.rows import Columns, MetricRows, Progress, Timer
-from forge_train.trainer.build import Course, run_schedule
-from forge_train.trainer.evaluation import Evaluation
-from forge_train.trainer.layout import micro_batches
-from forge_train.trainer.objective import Objective, loss_columns, make_compute
-from forge_train.trainer.run_directory import RunDirectory
 
 
 class _Phase(NamedTuple):

@@ -25,9 +25,19 @@ from forge_ckpt.weights import first_names
 from forge_core.lora import adapter_names
 from forge_data import InvalidData, Loader
 from forge_train._shared.problems import Problem, invalid
-from forge_train.config.imported import FILES, NAME
-from forge_train.config.init import InitConfig, Source, find_source, has_begun, source_problems
-from forge_train.config.resolve import ResolvedJob
+from forge_train.build.begin_tokens import begin_problems
+from forge_train.build.hf_models import HFModel, read_model
+from forge_train.build.resolve import ResolvedJob
+from forge_train.build.run_directory import RunDirectory, is_fixed
+from forge_train.config.imported import FILES
+from forge_train.config.init import (
+    NAME,
+    InitConfig,
+    Source,
+    find_source,
+    has_begun,
+    source_problems,
+)
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import (
@@ -39,11 +49,8 @@ from forge_train.errors import (
     refuse,
     run_on_all_ranks,
 )
-from forge_train.hf.folder import HFModel, read_model
+from forge_train.run.checkpoints import Check
 from forge_train.run.run import Run
-from forge_train.trainer.begin_tokens import begin_problems
-from forge_train.trainer.checkpoints import Check
-from forge_train.trainer.run_directory import RunDirectory, is_fixed
 from forge_vlm.fusion import PARTING
 
 #: The objects of a checkpoint that a run goes on with, beside weights and moments; each callback has one, too.

@@ -18,19 +18,18 @@ from forge_data.tokenizer import encode_prompt
 from forge_train._shared.limits import limit_problem
 from forge_train._shared.problems import Problem
 from forge_train._shared.toml_files import flatten
+from forge_train.build.rules import rule_problems
 from forge_train.config.exact_match import KINDS as NO_SPLITS
 from forge_train.config.imported import (
     DEFAULT_DIR,
     FILES,
-    NAME,
     over_import,
     over_table,
     training_problems,
     with_import,
 )
-from forge_train.config.init import hf_folder, model_of_parent, source_problems
+from forge_train.config.init import NAME, hf_folder, model_of_parent, source_problems
 from forge_train.config.layers import Layers
-from forge_train.config.rules import rule_problems
 from forge_train.config.schema import JobConfig
 from forge_train.config.structure import key_of, structure
 from forge_train.config.tokenizer import tokenizer_problems
@@ -144,7 +143,7 @@ def _with_weights(layers: Layers) -> Layers:
     if folder is None:
         return with_import(layers)
     # imported here: it takes a second, and few jobs need it
-    from forge_train.hf.folder import read_model
+    from forge_train.build.hf_models import read_model
 
     size = layers.at("init.vocab_size")
     model = read_model(folder, size if type(size) is int else None)

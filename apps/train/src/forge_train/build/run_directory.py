@@ -15,13 +15,13 @@ from forge_train._shared.atomic import write_file
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid
 from forge_train._shared.toml_files import flatten, read_toml
-from forge_train.config.imported import NAME as IMPORTED_MODEL
+from forge_train.config.init import NAME as IMPORTED_MODEL
 from forge_train.config.init import committed
 from forge_train.config.layers import Layers
 from forge_train.errors import ConfigError, JobError, refuse
 
 if TYPE_CHECKING:  # imports torch, which readers of a run do not need
-    from forge_train.config.resolve import ResolvedJob
+    from forge_train.build.resolve import ResolvedJob
 
 _DISTRIBUTIONS = ("torch", "numpy", "forge-train", "forge-train-core", "forge-parallel", "forge-moe", "forge-data",
                   "forge-ckpt", "forge-resilience")  # fmt: skip

@@ -19,12 +19,12 @@ from forge_parallel.check_model import ranks_with_other_values
 from forge_parallel.compute import Compute
 from forge_resilience import Agreement
 from forge_train._shared.problems import invalid
+from forge_train.build.build import seed_process
+from forge_train.build.layout import micro_batches
+from forge_train.build.objective import find_objective, make_compute
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, config_errors
-from forge_train.trainer.build import seed_process
-from forge_train.trainer.layout import micro_batches
-from forge_train.trainer.objective import find_objective, make_compute
 
 if TYPE_CHECKING:
     from forge_train.run.run import Run

@@ -20,13 +20,13 @@ from forge_parallel import Meshes
 from forge_resilience import read_events
 from forge_train._shared.problems import Problem, invalid
 from forge_train._shared.toml_files import read_toml
-from forge_train.config.imported import NAME as MODEL_OF_IMPORT
+from forge_train.build.run_directory import RunDirectory
+from forge_train.config.init import NAME as MODEL_OF_IMPORT
 from forge_train.config.schema import CheckpointConfig, JobConfig
 from forge_train.errors import ConfigError, DataError, JobError, StateError, problems_at
 from forge_train.run.callback import Callback, state_keys
 from forge_train.run.extension import Extension
 from forge_train.run.run import Run
-from forge_train.trainer.run_directory import RunDirectory
 
 Check = Callable[[int, Mapping[str, Any]], None]
 #: An object of a checkpoint that an import wrote: it has weights, and nothing else of a run's state.

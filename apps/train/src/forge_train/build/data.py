@@ -34,13 +34,13 @@ from forge_data.places import num_shards_of
 from forge_parallel.compute import extra_problems
 from forge_parallel.config import Layout
 from forge_train._shared.problems import Problem, invalid, raise_problems
+from forge_train.build.build import Course, total_steps
+from forge_train.build.layout import micro_batches
 from forge_train.config.evaluation import VALIDATION
 from forge_train.config.schema import BuiltInModelConfig, JobConfig
 from forge_train.config.tokenizer import ends_of_weights
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import DataError, config_errors, problems_under, refuse
-from forge_train.trainer.build import Course, total_steps
-from forge_train.trainer.layout import micro_batches
 from forge_vlm.data import check_labels
 
 _SOURCES = "data.sources"

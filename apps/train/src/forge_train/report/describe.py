@@ -12,7 +12,7 @@ from rich.table import Table
 
 from forge_train._shared.problems import invalid
 from forge_train._shared.toml_files import flatten
-from forge_train.config.resolve import ResolvedJob
+from forge_train.build.resolve import ResolvedJob
 from forge_train.config.structure import (
     BUILT_IN_MODELS,
     dotted_fields,

@@ -17,7 +17,7 @@ from forge_train.config.init import has_begun
 from forge_train.config.schema import JobConfig
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, config_errors, run_on_all_ranks
-from forge_train.trainer.fork import Fork
+from forge_train.loop.fork import Fork
 from forge_vlm import vision
 
 _PREFIX = "vision.model."

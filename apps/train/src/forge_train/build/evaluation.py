@@ -21,6 +21,8 @@ from forge_parallel import Meshes, reshard
 from forge_parallel.compute import Compute, evaluate, evaluate_rows
 from forge_resilience import Agreement
 from forge_train._shared.problems import invalid
+from forge_train.build.data import run_tokenizer
+from forge_train.build.objective import LOSSES
 from forge_train.config.evaluation import VALIDATION, ChoicesConfig
 from forge_train.config.exact_match import KINDS
 from forge_train.config.schema import JobConfig
@@ -35,8 +37,6 @@ from forge_train.errors import (
     refuse,
     run_on_all_ranks,
 )
-from forge_train.trainer.data import run_tokenizer
-from forge_train.trainer.objective import LOSSES
 from forge_vlm.answers import answer, is_match, question_problems
 from forge_vlm.data import InvalidSample, Prompt, Prompts
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from forge_data import SourceConfig, open_header
 from forge_train._shared.problems import Problem, invalid
+from forge_train.build.resolve import ResolvedJob
+from forge_train.build.run_directory import RunDirectory
 from forge_train.config.exact_match import KINDS
 from forge_train.config.layers import Layers, read_layers
-from forge_train.config.resolve import ResolvedJob
 from forge_train.errors import ConfigError, config_errors
-from forge_train.trainer.run_directory import RunDirectory
 from forge_vlm.data.prepared import is_prepared
 
 __all__ = [

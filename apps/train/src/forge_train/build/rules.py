@@ -22,13 +22,13 @@ from forge_moe.routers import find_rule
 from forge_parallel.legal import ahead_problem
 from forge_resilience.policy import RollbackConfig
 from forge_train._shared.problems import Problem, problems_of
+from forge_train.build.objective import find_loss, find_objective
 from forge_train.config.exact_match import KINDS
 from forge_train.config.model_builder import model_builder
 from forge_train.config.schema import BuiltInModelConfig, CallbackConfig, JobConfig
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, problems_under
 from forge_train.metrics.sinks import find_sinks, sink_problems
-from forge_train.trainer.objective import find_loss, find_objective
 from forge_vlm.adapters import check_adapter
 from forge_vlm.vision import check_encoder
 
@@ -211,7 +211,7 @@ def _optimizer_problems(config: JobConfig) -> list[Problem]:
     if found or not optimizer.groups or not ours:
         return list({str(problem): problem for problem in found}.values())
     # imported here: half a second, which other errors do not need
-    from forge_train.trainer.build import build_trained
+    from forge_train.build.build import build_trained
 
     model = build_trained(config)
     return _found_by(check_something_trains, model, optimizer, stages)
@@ -219,7 +219,7 @@ def _optimizer_problems(config: JobConfig) -> list[Problem]:
 
 def _schedule_problems(config: JobConfig) -> list[Problem]:
     # imported here: half a second, which other errors do not need
-    from forge_train.trainer.build import build_trained, run_schedule, total_steps
+    from forge_train.build.build import build_trained, run_schedule, total_steps
 
     by_size = config.train.tokens_per_parameter is not None
     unknown = _found_by(check_schedule, config.schedule)
