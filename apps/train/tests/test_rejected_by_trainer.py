@@ -18,12 +18,12 @@ from forge_testing import write_job
 from forge_testing.problems import assert_problem, rejects
 from forge_train import ConfigError, JobError, StateError, Trainer, load_job
 from forge_train._shared.problems import Problem
-from forge_train.build import build, data, encoder_source, evaluation, layout, objective
+from forge_train.build import build, data, evaluation, layout, objective
 from forge_train.build.begin_tokens import run_layers
 from forge_train.build.run_directory import RunDirectory
 from forge_train.config.init import InitConfig, Source
 from forge_train.config.schema import BuiltInModelConfig
-from forge_train.loop import assemble, fork
+from forge_train.loop import assemble, encoder_source, fork
 from forge_train.metrics import sinks
 from forge_train.run.checkpoints import Checkpoints, base_problems, store_errors
 from forge_train.run.rows import Progress

@@ -20,8 +20,7 @@ from forge_parallel import ParallelConfig
 from forge_resilience.sinks import WandbSink
 from forge_testing.problems import rejects
 from forge_train import ConfigError, JobError, plan
-from forge_train.build import hf_models as families
-from forge_train.build import hf_models as folder
+from forge_train.build import hf_models
 from forge_train.build.run_directory import RunDirectory
 from forge_train.config.experts import MoESection
 from forge_train.config.lora import LoRASection
@@ -90,28 +89,28 @@ def test_checkpoints_that_cannot_be_exported(
 
 def test_models_that_no_family_holds() -> None:
     section = BuiltInModelConfig(**TINY)
-    assert families.family_of(section, None).name == "llama"
+    assert hf_models.family_of(section, None).name == "llama"
     with rejects("--family", "nope", "unknown"):
-        families.family_of(section, "nope")
+        hf_models.family_of(section, "nope")
     with rejects("model.moe.num_experts", 0, "family", where="mixtral"):
-        families.family_of(section, "mixtral")
+        hf_models.family_of(section, "mixtral")
     with rejects("model", ..., "no_family") as caught:
         other = BuiltInModelConfig(**TINY, mixer="forge_testing.parts:RunningMean")
-        families.family_of(other, None)
+        hf_models.family_of(other, None)
     assert len({p.origin for p in caught.value.problems[1:]}) == 1
     places = {"image": ModalityConfig(first_id=3)}
     images = VLMModelConfig(**TINY, modalities=places, moe=MoESection(num_experts=4))
     with rejects("model.moe.num_experts", 4, "images"):
-        families.family_of(images, "llava")
+        hf_models.family_of(images, "llava")
     layers: Any = ExpertLayers(None, (0, 2, 3), 6)  # type: ignore[arg-type]
     with rejects("mlp_only_layers", [0, 2, 3], "pattern"):
-        families._moe_section(layers, 8)
+        hf_models._moe_section(layers, 8)
 
 
 def test_folders_that_cannot_be_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sidecar = write(tmp_path / "forge.json", {"format": 2})
     with rejects("", ..., "version", where=sidecar):
-        folder._sidecar(sidecar)
+        hf_models._sidecar(sidecar)
 
     def full(*_: Any) -> None:
         raise OSError(28, "full")
