@@ -161,7 +161,7 @@ def test_the_caller_names_blocks(kind: str) -> None:
 REFUSED: dict[str, tuple[Any, str, str]] = {
     "no such name": ("layers.*", "layers.*", "not_found"),
     "one inside another": (["body.layers.*", "body.layers.1.up"], "body.layers.1.up", "nested"),
-    "the model and its blocks": (["", "body.layers.*"], "body.layers.0", "nested"),
+    "the model, too": (["", "body.layers.*"], "body.layers.0", "nested"),
     "without parameters": ("body.*", "body.rotary", "forward"),
     "a list without a forward": ("body.layers", "body.layers", "forward"),
     "of-another-model": ([nn.Linear(2, 2)], "Linear", "unregistered"),

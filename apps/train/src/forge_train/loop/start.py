@@ -1,4 +1,4 @@
-"""The start of a life of a run: its state is loaded, its files are opened, and what is new is said."""
+"""The start of a life of a run: its state is loaded, its files are opened, and what the start reports is gathered."""
 
 from __future__ import annotations
 
