@@ -23,7 +23,7 @@ from forge_core import Transformer, TransformerConfig, initialise
 from forge_core.interp import ActivationStore
 from forge_core.model.feed_forward import FeedForward
 from forge_data import Loader, open_training
-from forge_lab.cli import study
+from forge_lab.cli import replay, study
 from forge_lab.study.bisect import bisect_runs, find_interval
 from forge_lab.study.difference import Difference, first_difference
 from forge_lab.study.private_job import find_start, private_job
@@ -291,7 +291,8 @@ def test_refusals(tmp_path: Path) -> None:
         (lambda: replay_step(run, 0), "--step", 0, "range"),
         (lambda: replay_step(tmp_path, 1), "run_dir", str(tmp_path), "not_found"),
         (lambda: replay_step(run, 4, output=run / "x"), "--output", str(run / "x"), "inside"),
-        (lambda: replay_step(run, 4, settings={"model.dim": 8}), "--set", "model.dim", "fixed"),
+        (lambda: replay_step(run, 4, settings={"model.dim": 8}), "--model.dim", ..., "fixed"),
+        (lambda: replay([*replayed[1:], "--model.dim", "8"]), "--model.dim", ..., "fixed"),
         (lambda: study(["bisect", str(run), str(run)]), "run_b", str(run), "duplicate"),
         (lambda: study([*replayed, "--from_step", "3"]), "--from_step", 3, "requires"),
         (lambda: study([*replayed, "--set", "x"]), "--set", "x", "form"),

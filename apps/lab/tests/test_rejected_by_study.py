@@ -101,7 +101,7 @@ def test_steps_of_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     (tmp_path / "model.toml").touch()
     with rejects("--step", 2, "imported", StateError):
         private_job.find_start(tmp_path, 2)
-    with rejects("--set", "run.seed", "fixed", ConfigError):
+    with rejects("--run.seed", ..., "fixed", ConfigError):
         private_job.private_job(tmp_path, 0, tmp_path / "x", {"run.seed": 1})
     with rejects("--set", "parallel.tp", "form", ConfigError):
         private_job.parse_settings(("parallel.tp",))

@@ -106,7 +106,9 @@ def replay(args: list[str]) -> int:
     """Train a step of a run again, exactly, and list the documents that it saw."""
     from forge_lab.study import verbs
 
-    return call_verb(verbs.replay, args, "replay")
+    if "--set" in args:
+        warn_renamed("replay --set KEY=VALUE", "replay --KEY VALUE")
+    return call_verb(verbs.replay, _keys_last(args), "replay")
 
 
 def bisect(args: list[str]) -> int:
@@ -121,6 +123,19 @@ def sweep(args: list[str]) -> int:
     from forge_lab.study.sweep import run_sweep
 
     return call_verb(run_sweep, with_new_names(args, "sweep", {"--plan": "--dry_run"}), "sweep")
+
+
+def _keys_last(args: list[str]) -> list[str]:
+    """Arguments with each `--section.key value` after all others, as a word `section.key=value` of `--set`."""
+    rest, words, left = list[str](), list[str](), list(args)
+    while left:
+        name, equals, value = left.pop(0).partition("=")
+        if not (name.startswith("--") and "." in name):
+            rest.append(name + equals + value)
+            continue
+        value = value if equals or not left else left.pop(0)
+        words.append(f"{name[2:].replace('-', '_')}={value}")
+    return [*rest, "--set", *words] if words else rest
 
 
 def study(args: list[str]) -> int:

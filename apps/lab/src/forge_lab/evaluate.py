@@ -54,6 +54,8 @@ class EvalFlags:
         bool, tyro.conf.arg(name="json", help="print one JSON object instead of a table")
     ] = False
     parallel: Axes = field(default_factory=Axes)
+    nproc: int | None = None
+    """processes on this machine that divide the work (default: one, or those of a launcher)"""
 
     def check(self, nproc: int) -> None:
         """Raise ConfigError for what keeps `nproc` processes from it, before any of them starts."""

@@ -58,6 +58,8 @@ class ExtractFlags:
     shard_mib: Annotated[int, tyro.conf.arg(help="most MiB of a file in a folder")] = 256
     device: Annotated[str, tyro.conf.arg(help="'auto', 'cpu' or 'cuda'")] = "auto"
     parallel: Axes = field(default_factory=Axes)
+    nproc: int | None = None
+    """processes on this machine that divide the work (default: one, or those of a launcher)"""
 
     def check(self, nproc: int) -> None:
         """Raise ConfigError for what keeps `nproc` processes from it, before any of them starts."""

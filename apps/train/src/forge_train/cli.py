@@ -89,6 +89,14 @@ def run_verb(args: list[str]) -> int:
     raise invalid("VERB", "unknown", verb, "is not a verb of forge-train", fix, kind=ConfigError)
 
 
+@dataclasses.dataclass(frozen=True)
+class ProcessFlags:
+    """The flag that `take_nproc` reads, for the help of a verb."""
+
+    nproc: int | None = None
+    """processes on this machine (default: one, or those of a launcher)"""
+
+
 def run(args: list[str]) -> int:
     """Train the job that CONFIG describes, or resume from the newest checkpoint in its run directory.
 
@@ -96,8 +104,10 @@ def run(args: list[str]) -> int:
     process is one rank of the job. With `resilience.watch.action = "restart"` a process that this one
     starts trains, and is started again after a crash or a hang.
     """
+    from forge_train.build.resolve import resolve
+
     nproc, rest = take_nproc(args)
-    job = _job(rest, "run", run.__doc__ or "")
+    job = resolve(_layers(rest, "run", run.__doc__ or "", ProcessFlags)[0])
     supervised = job.config.resilience.watch.action == "restart" and process.may_supervise()
     if supervised or (nproc is not None and nproc > 1):
         return _supervise(job, rest, nproc or 1)
@@ -156,12 +166,7 @@ def _supervise(job: ResolvedJob, args: list[str], nproc: int) -> int:
 
 
 @dataclasses.dataclass(frozen=True)
-class NoFlags:
-    """No flags beside the keys of the configuration."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ExplainFlags:
+class ExplainFlags(ProcessFlags):
     """The flags of `explain`, beside the keys of the configuration."""
 
     plot: str | None = None
@@ -322,17 +327,7 @@ def _mounted() -> dict[str, EntryPoint]:
     return {entry.name: entry for entry in entry_points(group="forge.commands")}
 
 
-def _job(args: list[str], verb: str, description: str) -> ResolvedJob:
-    """The job of `CONFIG [--section.key value ...]`."""
-    layers, _ = _layers(args, verb, description)
-    from forge_train.build.resolve import resolve
-
-    return resolve(layers)
-
-
-def _layers(
-    args: list[str], verb: str, description: str, own: type = NoFlags
-) -> tuple[Layers, Any]:
+def _layers(args: list[str], verb: str, description: str, own: type) -> tuple[Layers, Any]:
     """The file with the flags laid over it, and the flags of the verb."""
     from forge_train.config.layers import Layers, read_layers
 

@@ -93,7 +93,7 @@ def private_job(
     wrong = [key for key in settings or {} if is_fixed(key) or key.startswith(("run.", "init."))]
     rule = f"makes another experiment of {run}"
     fix = "set keys of [parallel], or how often something is done"
-    refuse([Problem("--set", "fixed", key, rule, fix) for key in wrong])
+    refuse([Problem(f"--{key}", "fixed", ..., rule, fix) for key in wrong])
     return resolve(layers)
 
 

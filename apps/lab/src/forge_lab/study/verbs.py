@@ -51,7 +51,7 @@ def replay(
         tyro.conf.arg(help="with the job's own callbacks, which may act outside of the replay"),
     ] = False,
     set: Annotated[
-        tuple[str, ...], tyro.conf.arg(help="KEY=VALUE, say another layout: parallel.tp=1")
+        tuple[str, ...], tyro.conf.arg(help="KEY=VALUE, what --KEY VALUE was before 0.2.0")
     ] = (),
     output: Annotated[
         Path | None,
@@ -73,7 +73,8 @@ def replay(
 ) -> int:
     """Train a step of a run again, exactly, and list the documents that it saw. The run's folder is only read.
 
-    It begins at the newest checkpoint before that step. Nothing is saved, evaluated, or sent to sinks.
+    It begins at the newest checkpoint before that step. Nothing is saved, evaluated, or sent to sinks. `--section.key value`
+    changes a key of the configuration, such as `--parallel.tp 1` for another layout.
     """
     from forge_lab.study.journal import read_journal
     from forge_lab.study.private_job import find_start, parse_settings
@@ -88,12 +89,13 @@ def replay(
     ranks = 1 if many else nproc or read_journal(run_dir).world_size_for(step) or 1
     if debugger and (many or ranks > 1):
         rule = f"needs one process, and there are {ranks if not many else 'several'}"
-        fix = "use --nproc 1 with --set keys of a layout for one"
+        fix = "use --nproc 1 with keys of a layout for one"
         raise invalid("--debugger", "processes", ..., rule, fix, kind=ConfigError)
     if ranks > 1:
         alone = {"anomaly": anomaly, "callbacks": callbacks, "json": json}
         valued = {"step": step, "record": record, "from_step": from_step}
-        flags = _as_flags(alone, valued, {"hook": hook, "set": set})
+        flags = _as_flags(alone, valued, {"hook": hook})
+        flags += [f"--{pair}" for pair in set]
         return _on_ranks(ranks, ["replay", str(run_dir), *flags], output)
     if record is not None:
         return _record(run_dir, step, from_step, callbacks, set, output, record)
