@@ -13,7 +13,7 @@ import torch
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from forge_train import doctor
+from forge_resilience.health import machine
 
 from .page import PAGE, ROOT, ROWS, bound, page, seen, supported
 from .run_suite import Results
@@ -68,7 +68,7 @@ def test_all_places_name_the_same_bounds() -> None:
 def test_doctor_takes_the_versions_within_the_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     for minor in range(5, 30):
         monkeypatch.setattr(torch, "__version__", f"2.{minor}.0+cpu")
-        assert (doctor._torch().state == doctor.OK) == (f"2.{minor}.0" in bound()), minor
+        assert (machine._torch().state == machine.OK) == (f"2.{minor}.0" in bound()), minor
 
 
 def test_lanes_are_within_the_bounds_and_their_names_are_the_oldest_and_newest() -> None:

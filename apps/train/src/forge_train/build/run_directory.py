@@ -15,6 +15,7 @@ from forge_train._shared.atomic import write_file
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid
 from forge_train._shared.toml_files import flatten, read_toml
+from forge_train.config.fixed_keys import is_fixed
 from forge_train.config.init import NAME as IMPORTED_MODEL
 from forge_train.config.init import committed
 from forge_train.config.layers import Layers
@@ -26,33 +27,8 @@ if TYPE_CHECKING:  # imports torch, which readers of a run do not need
 _DISTRIBUTIONS = ("torch", "numpy", "forge-train", "forge-train-core", "forge-parallel", "forge-moe", "forge-data",
                   "forge-ckpt", "forge-resilience")  # fmt: skip
 
-#: Keys whose change makes another experiment; the rest may change between lives of a run.
-FIXED_KEYS = (
-    *("run.seed", "init.seed", "init.from", "init.keep", "init.patterns", "init.encoder"),
-    *("optimizer.name", "optimizer.state_dtype", "parallel.param_dtype", "data.seq_len"),
-)
-#: Of [model] everything is fixed but what shapes no output: the length limit, the initial spread, the
-#: weights of further losses, how products are computed.
-FREE_MODEL_KEYS = (
-    "model.max_seq_len",
-    "model.init_std",
-    "model.mtp.weight",
-    "model.moe.aux_loss_weight",
-    "model.moe.sequence_loss_weight",
-    "model.moe.z_loss_weight",
-    "model.moe.backend",
-    "model.moe.dispatcher",
-    "model.moe.dispatch_chunks",
-)
 #: An average may change its decay within a run, and neither begin nor end.
 _AVERAGE, _OFF = "optimizer.ema.decay", (None, "none")
-
-
-def is_fixed(key: str) -> bool:
-    """Whether a change of a key makes another experiment."""
-    if key.startswith("model."):
-        return key not in FREE_MODEL_KEYS
-    return key in FIXED_KEYS or key.startswith("lora.")
 
 
 def _value(table: Mapping[str, Any], key: str) -> Any:

@@ -1,4 +1,10 @@
-"""The typed, validated description of a whole job; every section is the config of one component."""
+"""The typed, validated description of a whole job; every section is the config of one component.
+
+To add a key, write `field(default, help, (lowest, highest))` in its section: flag, type check, range, `forge-train keys` and
+docs/configuration.md (`python scripts/write_configuration_page.py`) follow from it. A rule between keys of a section is one of
+its `_problems`, a rule between sections one of `build/rules.py`. Keys that are fixed once a run has a checkpoint are listed in
+`fixed_keys.py`, which says when a key is; keys that change the learning rate of a step in `loop/start.py`.
+"""
 
 from __future__ import annotations
 
@@ -249,7 +255,7 @@ class CheckpointConfig(Checked):
     )
     max_failed_saves: int = field(
         3,
-        "so many saves in a row that the disk refuses end the run; fewer are tried again",
+        "so many saves in a row that the disk refuses in the background end the run; fewer are tried again, the first in the next step. A save that training waits for ends it at once",
         (1, 1000),
     )
     digest: Literal["sha256", "blake3"] = field(

@@ -28,7 +28,8 @@ from forge_train._shared.problems import Problem, invalid
 from forge_train.build.begin_tokens import begin_problems
 from forge_train.build.hf_models import HFModel, read_model
 from forge_train.build.resolve import ResolvedJob
-from forge_train.build.run_directory import RunDirectory, is_fixed
+from forge_train.build.run_directory import RunDirectory
+from forge_train.config.fixed_keys import OPTIMIZER_KEYS, is_fixed
 from forge_train.config.imported import FILES
 from forge_train.config.init import (
     NAME,
@@ -360,10 +361,6 @@ def _changes(job: ResolvedJob, source: Source) -> dict[str, list[Any]]:
     return {k: v for k, v in found.items() if k != "run.dir" and not k.startswith("init.")}
 
 
-#: Keys that say what the optimizer's state is.
-_OF_OPTIMIZER = ("optimizer.name", "optimizer.state_dtype", "parallel.param_dtype")
-
-
 def _other_parts(
     init: InitConfig, source: Source, changed: Mapping[str, list[Any]]
 ) -> list[Problem]:
@@ -374,7 +371,7 @@ def _other_parts(
     keys = [
         k
         for k in changed
-        if k in _OF_OPTIMIZER
+        if k in OPTIMIZER_KEYS
         # moments of other multipliers of the output are of gradients of another size
         or k.startswith(("lora.", "model.parametrization", "model.mup."))
         or (goes_on and k.startswith("model.") and is_fixed(k))

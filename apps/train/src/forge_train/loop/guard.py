@@ -24,8 +24,11 @@ class RollbackRequested(Exception):
 
 
 class Guard:
-    """Judges the numbers of steps by the policy of a run, which is part of its checkpoints. The host reads verdicts a step
-    late, with the row of metrics. Collective: every rank calls every method alike."""
+    """Judges the numbers of steps by the policy of a run, which is part of its checkpoints.
+
+    A bad step is masked on the device at once. The host reads verdicts with the next row of metrics, or before a save: it ends
+    the run, or goes back, up to `metrics.every_steps` steps after the bad one. Collective: every rank calls every method.
+    """
 
     def __init__(self, run: Run) -> None:
         self._run = run

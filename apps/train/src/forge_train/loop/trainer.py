@@ -298,7 +298,7 @@ class Trainer:
             assert sums is not None
             clip_grads_(run.compute.parameters, grad_norm, run.config.train.max_grad_norm)
 
-        # Numbers of the step before have arrived by now. Its hooks must see its weights.
+        # The numbers of a row that was begun a step ago are on the host now. Its hooks must see its weights.
         if run.rows.is_waiting:
             self._guard.check(self._checkpoints.last_step)
             run.send_row()

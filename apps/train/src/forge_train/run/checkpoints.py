@@ -120,6 +120,10 @@ class Checkpoints:
     committed: the newest step that this rank knows to be committed. wants_retry: whether a failed save must be
     made good now; the first in a row in the next step, those after it when the next save is due. `tokens(cursor, windows)`
     says how many a run has seen at a cursor. `after_load(step)` is called with the state of a step, -1: the initial one.
+
+    A save in the background that the disk refuses: `listen` learns of it and sets `wants_retry`, the vote of the next step
+    tells the other ranks, and all save after that step. `settle` raises JobError after `max_failed_saves` in a row. A save
+    that is waited for (`checkpoint.wait`, and the last one) raises at once.
     """
 
     def __init__(

@@ -46,7 +46,7 @@ class Extension:
     | on_row | the numbers of a row are on the host; weights are still those of its step | no | no | no |
     | after_update | after the optimizer's step, which is masked where `bad` is 1 | yes | no | buffers |
     | wants_row | after the update | no | no | no |
-    | numbers | after the update of a step that has a row | yes | no | no |
+    | numbers | after the update of a step that has a row; gradients are gone: keep their numbers in `after_backward` | yes | no | no |
     | columns | with the same numbers, on the host, one step later | no | no | no |
     | after_step | between steps | yes | yes | yes |
     | before_save | before the state is saved | yes | yes | no |

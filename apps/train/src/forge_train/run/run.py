@@ -125,7 +125,7 @@ class Run:
                 stack.enter_context(self.rows.meter.timed(phase.meter)) if phase.meter else Timer()
             )
         if phase.after:
-            self.heartbeat.enter(phase.after)
+            self.heartbeat.enter(phase.after, self.progress.step if name == "load" else None)
 
     # ---- numbers of a step
 
@@ -138,8 +138,8 @@ class Run:
     ) -> float:
         """That of step `step` of a segment, with `tokens` in all, before the factors of groups."""
         factor = (schedule or self.schedule)(self.course.scheduled(step, tokens))
-        policy = self.progress.policy.lr_factor
-        return self.config.optimizer.lr * factor * (segment.lr_multiplier * policy)
+        after_rollbacks = self.progress.policy.lr_factor
+        return self.config.optimizer.lr * factor * (segment.lr_multiplier * after_rollbacks)
 
     def next_rate(self, total_steps: int | None = None) -> float:
         """The learning rate of the next step, before the factors of groups; or that in a run of so many steps."""
