@@ -275,7 +275,7 @@ def after_kill(case, ends, root, victim):
         assert aside != os.path.exists(root / "step-00000003"), "in one place"
         return 2
     there = os.path.exists(root / "step-00000003")
-    assert there or RETURNED not in ends, "a rank returned from a save that is not on disk"
+    assert there or RETURNED not in ends, (case, ends)
     committed = list(POINTS).index(case) >= list(POINTS).index("after the rename")
     assert there == committed or POINTS[case][3] != FIRST, (case, there)
     return 3 if there else 2
