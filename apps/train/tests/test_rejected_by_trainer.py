@@ -234,6 +234,17 @@ def test_objectives_and_groups_of_ranks(tmp_path: Path, monkeypatch: pytest.Monk
     found(problems, "metrics.sinks", "mlflow", "duplicate")
 
 
+def test_F222_a_key_that_an_older_run_lacks_may_be_written_with_its_default(tmp_path: Path) -> None:
+    file, paths = write_job(tmp_path), RunDirectory(tmp_path / "run")
+    paths.path.mkdir()
+    text = load_job(file).to_toml()
+    for key, default, other in (("model.norm_eps", 1e-5, 1e-6), ("train.max_grad_norm", 1.0, 2.0)):
+        older = [line for line in text.splitlines() if not line.startswith(key.partition(".")[2])]
+        paths.config.write_text("\n".join(older))
+        for value, changed in ((default, {}), (other, {key: [None, other]})):
+            assert paths.changes(load_job(file, {key: value})) == changed
+
+
 def test_F195_folders_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
     with rejects("run.dir", str(tmp_path / "file"), "write", ConfigError):

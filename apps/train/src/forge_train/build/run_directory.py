@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
@@ -29,6 +30,19 @@ _DISTRIBUTIONS = ("torch", "numpy", "forge-train", "forge-train-core", "forge-pa
 
 #: An average may change its decay within a run, and neither begin nor end.
 _AVERAGE, _OFF = "optimizer.ema.decay", (None, "none")
+
+
+def _is_default(job: ResolvedJob, key: str) -> bool:
+    """Whether a key has the value of its field's default, also where a file says so."""
+    if job.origin(key) == "default":
+        return True
+    owner: Any = job.config
+    *path, name = key.split(".")
+    for part in path:
+        owner = owner.get(part) if isinstance(owner, dict) else getattr(owner, part, None)
+    fields = dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ()
+    field = next((f for f in fields if f.name.removesuffix("_") == name), None)
+    return field is not None and bool(getattr(owner, field.name) == field.default)
 
 
 def _value(table: Mapping[str, Any], key: str) -> Any:
@@ -112,7 +126,7 @@ class RunDirectory:
         before = dict(flatten(layers.values))
         now = dict(flatten(tomllib.loads(job.to_toml())))
         # a key that the last life did not know had the effect of its default
-        known = (k for k in now if k in before or job.origin(k) != "default")
+        known = (k for k in now if k in before or not _is_default(job, k))
         keys = [*known, *(k for k in before if k not in now)]
         found = {
             k: [_value(before, k), _value(now, k)] for k in keys if not _is_table(before, now, k)
