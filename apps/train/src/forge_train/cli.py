@@ -104,10 +104,11 @@ def run(args: list[str]) -> int:
     process is one rank of the job. With `resilience.watch.action = "restart"` a process that this one
     starts trains, and is started again after a crash or a hang.
     """
-    from forge_train.build.resolve import resolve
-
     nproc, rest = take_nproc(args)
-    job = resolve(_layers(rest, "run", run.__doc__ or "", ProcessFlags)[0])
+    layers, _ = _layers(rest, "run", run.__doc__ or "", ProcessFlags)
+    from forge_train.build.resolve import resolve  # imports torch, after a file that cannot be read
+
+    job = resolve(layers)
     supervised = job.config.resilience.watch.action == "restart" and process.may_supervise()
     if supervised or (nproc is not None and nproc > 1):
         return _supervise(job, rest, nproc or 1)
