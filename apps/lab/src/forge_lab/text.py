@@ -7,7 +7,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from itertools import takewhile
 from pathlib import Path
-from typing import Annotated
 
 import torch
 import tyro
@@ -30,57 +29,43 @@ _MAX_PROMPTS = 1 << 28  # bytes of a file of them
 
 
 def stream_text(
-    source: Annotated[
-        tyro.conf.Positional[Path],
-        tyro.conf.arg(help="folder of a run, or of Hugging Face (config.json, tokenizer.json)"),
-    ],
+    source: tyro.conf.Positional[Path],
     /,
-    prompt: Annotated[
-        str, tyro.conf.arg(help="text to continue, or the question about --image")
-    ] = "",
-    image: Annotated[
-        tuple[Path, ...],
-        tyro.conf.arg(help="pictures of a question, before its text, for a model with images"),
-    ] = (),
-    prompts: Annotated[
-        Path | None,
-        tyro.conf.arg(
-            help="file of texts to continue, one a line, or objects with a key prompt (.jsonl); writes an object "
-            "with prompt and text for each; or .jsonl of conversations with pictures (messages, or LLaVA's "
-            "conversations), whose last answer is written anew"
-        ),
-    ] = None,
-    batch_size: Annotated[
-        int, tyro.conf.arg(help="prompts of the file that are continued at once")
-    ] = 8,
-    max_new_tokens: Annotated[
-        int | None,
-        tyro.conf.arg(
-            help=f"tokens to write; left out, {_NEW_TOKENS}, or as many as the model has room for"
-        ),
-    ] = None,
-    temperature: Annotated[float, tyro.conf.arg(help="0: the most likely token each time")] = 0.8,
-    top_k: Annotated[int | None, tyro.conf.arg(help="sample from the k most likely tokens")] = None,
-    top_p: Annotated[
-        float | None,
-        tyro.conf.arg(help="sample from the likeliest tokens of this total probability"),
-    ] = None,
-    min_p: Annotated[
-        float | None,
-        tyro.conf.arg(help="sample from tokens with this share of the likeliest one's probability"),
-    ] = None,
-    repetition_penalty: Annotated[
-        float, tyro.conf.arg(help="above 1: tokens that the text holds are less likely")
-    ] = 1.0,
-    prefill_chunk: Annotated[
-        int | None, tyro.conf.arg(help="tokens of a long prompt that are read at once")
-    ] = None,
-    seed: Annotated[int, tyro.conf.arg(help="the same seed gives the same text")] = 0,
-    device: Annotated[str, tyro.conf.arg(help="auto, cpu or cuda")] = "auto",
+    prompt: str = "",
+    image: tuple[Path, ...] = (),
+    prompts: Path | None = None,
+    batch_size: int = 8,
+    max_new_tokens: int | None = None,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float = 1.0,
+    prefill_chunk: int | None = None,
+    seed: int = 0,
+    device: str = "auto",
 ) -> int:
     """Continue a text, or each of a file, by the newest good checkpoint of a run or a folder of Hugging Face.
 
     A checkpoint may be of any layout of ranks; the model runs whole in this process.
+
+    Args:
+        source: folder of a run, or of Hugging Face (config.json, tokenizer.json)
+        prompt: text to continue, or the question about --image
+        image: pictures of a question, before its text, for a model with images
+        prompts: file of texts to continue, one a line, or objects with a key prompt (.jsonl); writes an object with
+            prompt and text for each; or .jsonl of conversations with pictures (messages, or LLaVA's conversations),
+            whose last answer is written anew
+        batch_size: prompts of the file that are continued at once
+        max_new_tokens: tokens to write; left out, 400, or as many as the model has room for
+        temperature: 0: the most likely token each time
+        top_k: sample from the k most likely tokens
+        top_p: sample from the likeliest tokens of this total probability
+        min_p: sample from tokens with this share of the likeliest one's probability
+        repetition_penalty: above 1: tokens that the text holds are less likely
+        prefill_chunk: tokens of a long prompt that are read at once
+        seed: the same seed gives the same text
+        device: auto, cpu or cuda
     """
     try:
         sampling = SamplingConfig(temperature, top_k, top_p, min_p, repetition_penalty, seed)

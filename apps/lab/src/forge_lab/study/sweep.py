@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import tyro
 
@@ -27,34 +27,28 @@ from forge_train.errors import JobError, refuse
 
 
 def run_sweep(
-    study: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="file of the study")],
+    study: tyro.conf.Positional[Path],
     /,
-    dry_run: Annotated[
-        bool, tyro.conf.arg(help="print the runs and what they need, and train nothing")
-    ] = False,
-    gpu: Annotated[
-        str | None,
-        tyro.conf.arg(
-            help="with --dry_run: price by the planner for this GPU, not by a few measured steps"
-        ),
-    ] = None,
-    jobs: Annotated[int, tyro.conf.arg(help="runs at the same time on this machine")] = 1,
-    slurm: Annotated[
-        bool,
-        tyro.conf.arg(help="write batch scripts with an element for each run, and train nothing"),
-    ] = False,
-    submit: Annotated[bool, tyro.conf.arg(help="with --slurm: submit them")] = False,
-    site: Annotated[
-        str | None, tyro.conf.arg(help="with --slurm: site file, or its name in ~/.config/forge")
-    ] = None,
-    report: Annotated[
-        Path | None,
-        tyro.conf.arg(
-            help="page to write, .md, with a .json and .svg beside it (default: in study.dir)"
-        ),
-    ] = None,
+    dry_run: bool = False,
+    gpu: str | None = None,
+    jobs: int = 1,
+    slurm: bool = False,
+    submit: bool = False,
+    site: str | None = None,
+    report: Path | None = None,
 ) -> int:
-    """Train the runs of a study that are not done, fit a scaling law to them, and write a page about both."""
+    """Train the runs of a study that are not done, fit a scaling law to them, and write a page about both.
+
+    Args:
+        study: file of the study
+        dry_run: print the runs and what they need, and train nothing
+        gpu: with --dry_run: price by the planner for this GPU, not by a few measured steps
+        jobs: runs at the same time on this machine
+        slurm: write batch scripts with an element for each run, and train nothing
+        submit: with --slurm: submit them
+        site: with --slurm: site file, or its name in ~/.config/forge
+        report: page to write, .md, with a .json and .svg beside it (default: in study.dir)
+    """
     refuse(list(_flag_problems(dry_run, gpu, jobs, slurm, submit, site, report)))
     described = read_study(study)
     if dry_run:

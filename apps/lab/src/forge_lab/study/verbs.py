@@ -7,7 +7,7 @@ import json as _json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
@@ -24,57 +24,41 @@ _LISTED = 32  # rows of a step that are printed
 
 
 def replay(
-    run_dir: Annotated[
-        tyro.conf.Positional[Path], tyro.conf.arg(help="folder of a run, finished or not")
-    ],
+    run_dir: tyro.conf.Positional[Path],
     /,
-    step: Annotated[int, tyro.conf.arg(help="the step to train again, counted from 1")],
-    nproc: Annotated[
-        int | None,
-        tyro.conf.arg(help="processes on this machine (default: as many as the run had)"),
-    ] = None,
-    anomaly: Annotated[
-        bool,
-        tyro.conf.arg(help="torch's anomaly mode in that step: names the operation that made nan"),
-    ] = False,
-    debugger: Annotated[
-        bool, tyro.conf.arg(help="stop in pdb before that step (one process)")
-    ] = False,
-    hook: Annotated[
-        tuple[str, ...],
-        tyro.conf.arg(
-            help="module:attr, called with the Trainer before that step; a context manager that it returns is left behind it"
-        ),
-    ] = (),
-    callbacks: Annotated[
-        bool,
-        tyro.conf.arg(help="with the job's own callbacks, which may act outside of the replay"),
-    ] = False,
-    set: Annotated[
-        tuple[str, ...], tyro.conf.arg(help="KEY=VALUE, what --KEY VALUE was before 0.2.0")
-    ] = (),
-    output: Annotated[
-        Path | None,
-        tyro.conf.arg(
-            help="new folder for what the trainer writes (default: a temporary one); all ranks of a launcher need one"
-        ),
-    ] = None,
-    record: Annotated[
-        Path | None,
-        tyro.conf.arg(help="write weights, outputs and gradients of the steps here, for bisect"),
-    ] = None,
-    from_step: Annotated[
-        int | None,
-        tyro.conf.arg(
-            help="with --record: all steps behind this one (default: behind the newest checkpoint before --step)"
-        ),
-    ] = None,
-    json: Annotated[bool, tyro.conf.arg(help="print one JSON object")] = False,
+    step: int,
+    nproc: int | None = None,
+    anomaly: bool = False,
+    debugger: bool = False,
+    hook: tuple[str, ...] = (),
+    callbacks: bool = False,
+    set: tuple[str, ...] = (),
+    output: Path | None = None,
+    record: Path | None = None,
+    from_step: int | None = None,
+    json: bool = False,
 ) -> int:
     """Train a step of a run again, exactly, and list the documents that it saw. The run's folder is only read.
 
     It begins at the newest checkpoint before that step. Nothing is saved, evaluated, or sent to sinks. `--section.key value`
     changes a key of the configuration, such as `--parallel.tp 1` for another layout.
+
+    Args:
+        run_dir: folder of a run, finished or not
+        step: the step to train again, counted from 1
+        nproc: processes on this machine (default: as many as the run had)
+        anomaly: torch's anomaly mode in that step: names the operation that made nan
+        debugger: stop in pdb before that step (one process)
+        hook: module:attr, called with the Trainer before that step; a context manager that it returns is left
+            behind it
+        callbacks: with the job's own callbacks, which may act outside of the replay
+        set: KEY=VALUE, what --KEY VALUE was before 0.2.0
+        output: new folder for what the trainer writes (default: a temporary one); all ranks of a launcher need
+            one
+        record: write weights, outputs and gradients of the steps here, for bisect
+        from_step: with --record: all steps behind this one (default: behind the newest checkpoint before
+            --step)
+        json: print one JSON object
     """
     from forge_lab.study.journal import read_journal
     from forge_lab.study.private_job import find_start, parse_settings
@@ -117,29 +101,26 @@ def replay(
 
 
 def bisect(
-    run_a: Annotated[
-        tyro.conf.Positional[Path], tyro.conf.arg(help="folder of a run, or a record")
-    ],
-    run_b: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="the other one")],
+    run_a: tyro.conf.Positional[Path],
+    run_b: tyro.conf.Positional[Path],
     /,
-    tolerance: Annotated[
-        float | None,
-        tyro.conf.arg(
-            help="relative bound (default: 0, the same bits; 1e-3 for replays in two layouts)"
-        ),
-    ] = None,
-    logged_only: Annotated[
-        bool, tyro.conf.arg(help="compare rows and checkpoints alone, without replays")
-    ] = False,
-    callbacks: Annotated[
-        bool, tyro.conf.arg(help="replay with the jobs' own callbacks, which may act outside")
-    ] = False,
-    json: Annotated[bool, tyro.conf.arg(help="print one JSON object")] = False,
+    tolerance: float | None = None,
+    logged_only: bool = False,
+    callbacks: bool = False,
+    json: bool = False,
 ) -> int:
     """Find the first step and module at which two runs of one model differ, by replays of both. Ends with 1 if they do.
 
     Each run is replayed in its own layout on this machine, from their last common checkpoint. To compare machines or
     versions, record each there with `replay RUN --step N --record DIR`, and give the two records.
+
+    Args:
+        run_a: folder of a run, or a record
+        run_b: the other one
+        tolerance: relative bound (default: 0, the same bits; 1e-3 for replays in two layouts)
+        logged_only: compare rows and checkpoints alone, without replays
+        callbacks: replay with the jobs' own callbacks, which may act outside
+        json: print one JSON object
     """
     from forge_lab.study.bisect import bisect_records, bisect_runs
 
