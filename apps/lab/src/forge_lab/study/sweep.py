@@ -47,7 +47,7 @@ def run_sweep(
         slurm: write batch scripts with an element for each run, and train nothing
         submit: with --slurm: submit them
         site: with --slurm: site file, or its name in ~/.config/forge
-        report: page to write, .md, with a .json and .svg beside it (default: in study.dir)
+        report: page to write, .md, with a .json and .svg next to it (default: in study.dir)
     """
     refuse(list(_flag_problems(dry_run, gpu, jobs, slurm, submit, site, report)))
     described = read_study(study)

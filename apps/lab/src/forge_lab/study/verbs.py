@@ -50,13 +50,13 @@ def replay(
         anomaly: torch's anomaly mode in that step: names the operation that made nan
         debugger: stop in pdb before that step (one process)
         hook: module:attr, called with the Trainer before that step; a context manager that it returns is left
-            behind it
+            after it
         callbacks: with the job's own callbacks, which may act outside of the replay
         set: KEY=VALUE, what --KEY VALUE was before 0.2.0
         output: new folder for what the trainer writes (default: a temporary one); all ranks of a launcher need
             one
         record: write weights, outputs and gradients of the steps here, for bisect
-        from_step: with --record: all steps behind this one (default: behind the newest checkpoint before
+        from_step: with --record: all steps after this one (default: after the newest checkpoint before
             --step)
         json: print one JSON object
     """
@@ -118,7 +118,7 @@ def bisect(
         run_a: folder of a run, or a record
         run_b: the other one
         tolerance: relative bound (default: 0, the same bits; 1e-3 for replays in two layouts)
-        logged_only: compare rows and checkpoints alone, without replays
+        logged_only: compare only rows and checkpoints, without replays
         callbacks: replay with the jobs' own callbacks, which may act outside
         json: print one JSON object
     """

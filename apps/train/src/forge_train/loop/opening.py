@@ -104,7 +104,7 @@ class Opened(NamedTuple):
 
 
 def open_run(given: ResolvedJob, users: Sequence[Extension], until: int | None = None) -> Opened:
-    """A run on this process, one of as many as its launcher started; `users` are extensions beside those of the job.
+    """A run on this process, one of as many as its launcher started; `users` are extensions in addition to those of the job.
 
     Raises JobError. Nothing is started, and nothing is written.
     """
@@ -113,12 +113,14 @@ def open_run(given: ResolvedJob, users: Sequence[Extension], until: int | None =
         world = find_world()
     job, reasons = with_layout(given, world)
     config = job.config
+
     refuse(layout_problems(config, world.world_size, world.local_world_size))
     users = [*users, *load_callbacks(config.callbacks)]
     refuse(hook_problems(users))
     with config_errors("parallel"):
         device = select_device(config.parallel.device)
     layout = config.parallel.axes(world.world_size)
+
     model = build_trained(config)
     refuse(model_problems(model, config, layout))
     # a hook of a user may have run the model, which leaves weights gathered, and changed them since
@@ -130,12 +132,14 @@ def open_run(given: ResolvedJob, users: Sequence[Extension], until: int | None =
         rule = f"must be from 1 to {length}, the steps of the run"
         raise invalid("until", "range", until, rule, kind=ConfigError)
     refuse(extensions.problems(config, world.world_size, length))
+
     freeze_groups(model, config)
     with config_errors("schedule"):
         schedule = run_schedule(config, length)
     folder = RunDirectory(config.run.dir)
     refuse(begin_problems(job, folder))  # before texts are tokenized again
     loader, held_out = open_data(config, model, layout, world.rank)
+
     course, own = Course(config), config.resilience
     policy = NumericsPolicy(own.nonfinite, own.spike, own.rollback)
     run = Run(
@@ -156,6 +160,7 @@ def open_run(given: ResolvedJob, users: Sequence[Extension], until: int | None =
         total_tokens=total_tokens(config, model),
         heartbeat=heartbeat,
     )
+
     loader.on_event = lambda event, **fields: _record_data(run, event, **fields)
     initial = Initial.find(run)
     notes = Notes(

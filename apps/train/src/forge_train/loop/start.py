@@ -85,11 +85,13 @@ def restore(
     elif initial.fork is not None:
         changed = {**changed, **(initial.fork.changed or {})}
     run.count_steps()
+
     if "train.global_batch" in changed:  # bad steps up to here had other instances than it says
         run.progress.policy.forget_bad_steps()
     step, writes = run.progress.step, run.meshes.rank == 0
     fields = life_fields(run.folder, run.progress) if writes else {}
     rates = _rates(run, changed) if writes and step < run.total_steps else []
+
     hosts = run.agreement.exchange(run.folder.host)
     run_on_all_ranks(run.agreement, lambda: initial.record(run, hosts) if writes else None)
     # the row of step 0 is written again

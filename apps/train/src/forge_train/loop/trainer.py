@@ -319,7 +319,7 @@ class Trainer:
             self._begin_row(step, lr, batch, grad_norm, sums if labeled else sums * math.nan)
 
     def _stage(self, batch: Batch) -> Batch:
-        """The batch on the device of this rank, copied beside the step before."""
+        """The batch on the device of this rank, copied while the step before is computed."""
         if self._copies is None:
             return batch
         return batch.staged(self._copies, self.run.compute.host_names(batch))

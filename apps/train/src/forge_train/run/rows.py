@@ -139,7 +139,7 @@ class MetricRows:
 
     flops      from the tokens so far to the operations for them
     columns    functions from further numbers of a row, by their name, to columns; a row need not have all of them
-    evaluated  names of columns that an evaluation fills, beside val_loss
+    evaluated  names of columns that an evaluation fills, in addition to val_loss
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class MetricRows:
         self._flops, self._columns = flops, columns
         self._compiled = config.parallel.compile
         self._evaluated = dict.fromkeys(evaluated)
-        # `peak_flops` knows bf16 alone
+        # `peak_flops` has figures for bf16 only
         bf16 = config.parallel.precision == "bf16"
         self._peak = peak_flops(device, torch.bfloat16) if bf16 else None
         self._waiting: tuple[dict[str, Any], HostCopy] | None = None
