@@ -41,7 +41,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "the gradient of a masked label is kept",
-        f"{_CORE}/loss/token.py",
+        f"{_CORE}/_shared/cross_entropy.py",
         "scale = grads[0] * (valid if weights is None else weights)[:, None]",
         "scale = grads[0] * torch.ones_like(valid)[:, None]",
     ),
@@ -101,7 +101,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "the fused loss keeps the weight gradient of its last block of rows only",
-        f"{_CORE}/loss/fused.py",
+        f"{_CORE}/_shared/cross_entropy.py",
         "total[rows] += a[rows] @ b",
         "total[rows] = a[rows] @ b",
     ),

@@ -14,7 +14,7 @@ from forge_core import (
     fused_cross_entropy,
     initialise,
 )
-from forge_core.loss import fused
+from forge_core._shared import cross_entropy as shared
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -38,7 +38,7 @@ def batch() -> tuple[Tensor, Tensor]:
 def test_loss_and_gradients_are_those_of_the_logits(
     tied: bool, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "_BLOCK", block)
+    monkeypatch.setattr(shared, "_BLOCK_FUSED", block)
     model = Transformer(
         TransformerConfig(V, dim=32, num_layers=2, num_heads=2, tie_embeddings=tied)
     )
@@ -67,7 +67,7 @@ def test_loss_and_gradients_are_those_of_the_logits(
 def test_weights_of_labels_are_those_of_cross_entropy(
     block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "_BLOCK", block)
+    monkeypatch.setattr(shared, "_BLOCK_FUSED", block)
     generator = torch.Generator().manual_seed(1)
     _, labels = batch()
     weights = torch.rand(B, S, generator=generator)
@@ -127,8 +127,8 @@ def test_no_label_gives_a_zero_with_a_graph_and_bf16_works() -> None:
 
 def test_F197_gradients_in_bf16_sum_over_all_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """24 tokens in blocks of 8 rows, and the weight's gradient 5 rows at a time; bound: rounding of bf16."""
-    monkeypatch.setattr(fused, "_ROWS", 8)
-    monkeypatch.setattr(fused, "_BLOCK", 5 * 8)
+    monkeypatch.setattr(shared, "_TOKENS_FUSED", 8)
+    monkeypatch.setattr(shared, "_BLOCK_FUSED", 5 * 8)
     generator = torch.Generator().manual_seed(2)
     _, labels = batch()
     x, weight = (

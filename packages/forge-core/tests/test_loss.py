@@ -54,7 +54,9 @@ def test_blocks_do_not_show(monkeypatch):
     whole = cross_entropy(logits, labels)
     (whole.sum * 0.5).backward()
     expected, logits.grad = logits.grad, None
-    monkeypatch.setattr("forge_core.loss.token._BLOCK_CPU", 3 * 11)  # blocks of 3 rows, then 1
+    monkeypatch.setattr(
+        "forge_core._shared.cross_entropy._BLOCK_CPU", 3 * 11
+    )  # blocks of 3 rows, then 1
     parts = cross_entropy(logits, labels)
     (parts.sum * 0.5).backward()
     assert torch.equal(parts.sum, whole.sum)
@@ -207,7 +209,7 @@ class _LiveBlocks(TorchDispatchMode):
 @pytest.mark.parametrize(("dtype", "blocks"), [(torch.float32, 1), (torch.bfloat16, 2)])
 def test_F118_two_fp32_blocks_at_once(dtype, blocks, monkeypatch):
     """The result of a block and, of 16-bit logits, its cast: never the block before."""
-    monkeypatch.setattr("forge_core.loss.token._BLOCK_CPU", 3 * 512)
+    monkeypatch.setattr("forge_core._shared.cross_entropy._BLOCK_CPU", 3 * 512)
     logits, labels = _example(dtype, shape=(4, 3), vocab=512)
     loss = cross_entropy(logits, labels)
     for run in (lambda: cross_entropy(logits, labels), loss.sum.backward):

@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from forge_core._shared import cross_entropy as shared
 from forge_core.loss import (
     LossBreakdown,
     TokenLoss,
     cross_entropy,
-    fused,
     fused_cross_entropy,
 )
 
@@ -95,10 +95,9 @@ def error(got: Tensor, wanted: Tensor) -> float:
 @pytest.fixture(params=[1, 5 * V, None], ids=["1 row", "5 rows", "all"])
 def blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.param:
-        monkeypatch.setattr(fused, "_BLOCK", 2 * request.param)
-        monkeypatch.setattr(fused, "_ROWS", 1)
-        monkeypatch.setattr(fused, "_BLOCK_CPU", request.param)
-        monkeypatch.setattr("forge_core.loss.token._BLOCK_CPU", request.param)
+        monkeypatch.setattr(shared, "_BLOCK_FUSED", 2 * request.param)
+        monkeypatch.setattr(shared, "_TOKENS_FUSED", 1)
+        monkeypatch.setattr(shared, "_BLOCK_CPU", request.param)
 
 
 @pytest.mark.lane("quick")
@@ -321,8 +320,8 @@ class _Products(TorchDispatchMode):
 def test_three_products_a_block_and_one_without_grad(
     needs: tuple[bool, bool], products: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fused, "_ROWS", 4)
-    monkeypatch.setattr(fused, "_BLOCK", 4 * V)
+    monkeypatch.setattr(shared, "_TOKENS_FUSED", 4)
+    monkeypatch.setattr(shared, "_BLOCK_FUSED", 4 * V)
     x, weight, labels, _ = example()
     x, weight = x.requires_grad_(needs[0]), weight.requires_grad_(needs[1])
     with _Products() as seen:
@@ -365,7 +364,7 @@ def test_products_in_bf16_are_added_to_the_weights_gradient_some_rows_at_a_time(
     x, weight = (torch.randn(n, 64).bfloat16().requires_grad_() for n in (2, 2048))
     found = []
     for block in (2**23, 2**12):
-        monkeypatch.setattr(fused, "_BLOCK", block)
+        monkeypatch.setattr(shared, "_BLOCK_FUSED", block)
         with LiveBytes() as seen:
             total = fused_cross_entropy(x, weight, torch.arange(2)).sum
         found.append((seen.peak, *torch.autograd.grad(total, weight)))

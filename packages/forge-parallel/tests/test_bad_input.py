@@ -17,7 +17,7 @@ from forge_parallel.axes.context import context_parallel
 from forge_parallel.axes.layers import Opaque, ShardedLogits, TPRegion
 from forge_parallel.axes.roles import check_cuts, match_roles
 from forge_parallel.axes.tensor import tensor_parallel
-from forge_parallel.axes.vocab_fused import vocab_fused_cross_entropy
+from forge_parallel.axes.vocab import vocab_fused_cross_entropy
 from forge_parallel.compute import BRANCH_IDS, Compute, extra_problems
 from forge_parallel.config import Layout
 from forge_parallel.legal import ahead_problem

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from forge_parallel.axes import vocab_part
+from forge_parallel._shared import cross_entropy as shared
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import rejects
@@ -43,7 +43,7 @@ def _cut(ids, dtype):
     width = -(-ids // size)
     padded = F.pad(logits, (0, width * size - ids), value=-torch.inf)
     mine = padded[..., rank * width : (rank + 1) * width].clone().requires_grad_()
-    vocab_part._BLOCK_CPU = 2 * width  # several blocks of two rows
+    shared._BLOCK_CPU = 2 * width  # several blocks of two rows
     found = vocab_cross_entropy(mine, labels, axis)
     total, count = found.sum, found.count
     (total * 0.5).backward()

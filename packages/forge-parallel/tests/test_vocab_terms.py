@@ -16,12 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from forge_parallel._shared import cross_entropy as shared
 from forge_parallel.axes import (
     VocabLoss,
     vocab_cross_entropy,
-    vocab_fused,
     vocab_fused_cross_entropy,
-    vocab_part,
 )
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import rejects
@@ -79,7 +78,7 @@ def on_rank(ids: int, terms: dict[str, float], weighted: bool, fused: bool) -> l
     axis = SimpleNamespace(group=dist.group.WORLD, size=size, rank=rank)
     x, weight, labels, weights = data(ids)
     width = -(-ids // size)
-    vocab_part._BLOCK_CPU, vocab_fused._BLOCK, vocab_fused._ROWS = 2 * width, 5 * width, 1
+    shared._BLOCK_CPU, shared._BLOCK_FUSED, shared._TOKENS_FUSED = 2 * width, 5 * width, 1
     mine = weight[rank * width : (rank + 1) * width].clone().requires_grad_()
     x = x.requires_grad_()
     given: dict[str, Any] = {**terms, "weights": weights if weighted else None, "vocab_size": ids}
@@ -232,8 +231,8 @@ class Largest(TorchDispatchMode):
 
 def test_no_tensor_has_the_size_of_all_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     ids, rows = 64, 4
-    monkeypatch.setattr(vocab_fused, "_BLOCK", rows * ids)
-    monkeypatch.setattr(vocab_fused, "_ROWS", 1)
+    monkeypatch.setattr(shared, "_BLOCK_FUSED", rows * ids)
+    monkeypatch.setattr(shared, "_TOKENS_FUSED", 1)
     x, weight, labels, _ = data(ids)
     blocks = -(-labels.numel() // rows)
     for grad, products in ((True, 3), (False, 1)):

@@ -51,14 +51,6 @@ def constant_when_compiled(function: F) -> F:
     return function
 
 
-def graph_is_kept() -> bool:
-    """Whether the backward that runs may come again (`retain_graph`); True where that is not known."""
-    if torch.compiler.is_compiling():
-        return True
-    asked = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # 2.11 to 2.15
-    return asked is None or bool(asked())
-
-
 @cache
 def _varlen_parameters() -> frozenset[str]:
     from torch.nn.attention.varlen import varlen_attn

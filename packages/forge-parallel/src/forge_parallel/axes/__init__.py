@@ -14,9 +14,7 @@ from forge_parallel.axes.tensor import (
     tensor_parallel,
     width_of_cut_logits,
 )
-from forge_parallel.axes.vocab import vocab_cross_entropy
-from forge_parallel.axes.vocab_fused import vocab_fused_cross_entropy
-from forge_parallel.axes.vocab_part import VocabLoss
+from forge_parallel.axes.vocab import VocabLoss, vocab_cross_entropy, vocab_fused_cross_entropy
 
 __all__ = [
     "VocabLoss",

@@ -40,6 +40,10 @@ class NamedGroup(NamedTuple):
             return cls(axis.get_group().group_name, axis.size(), axis.get_local_rank())
         return cls("" if axis.group is None else axis.group.group_name, axis.size, axis.rank)
 
+    def all_gather(self, x: Tensor) -> Tensor:
+        """The tensors of all ranks, (size, ...), without a gradient."""
+        return all_gather(x, self.size, self.name).view(self.size, *x.shape)
+
 
 _Transfer = Callable[[Tensor, NamedGroup, int], Tensor]
 

@@ -1,0 +1,478 @@
+# Copied from scripts/shared/cross_entropy.py; edit that file, then run scripts/copy_shared.py.
+"""Cross-entropy over a full or a sharded vocabulary, from logits or from hidden states and the weight of the head.
+
+Shapes: N tokens (all leading dims flattened), R tokens of one block, D width, V ids of the vocabulary, W ids whose logits
+this rank has (V on one rank). The terms of a token with logits l and label y, where Z = sum_j exp l_j,
+log p_j = l_j - log Z, e is the smoothing and c the coefficient of the z-loss:
+
+    cross-entropy    -log p_y
+    label smoothing  -(1 - e) log p_y - e / V sum_j log p_j                  (Szegedy et al. 2016, section 7)
+    z-loss           c (log Z)^2                                             (Chowdhery et al. 2022, section 5)
+    gradient         (1 + 2 c log Z) p_j - (1 - e) [j = y] - e / V
+
+Both losses walk over blocks of tokens, so that no second (N, W) tensor in fp32 exists. From logits, only these are saved,
+and the backward computes the softmax again: on two CPU cores with N 2048 and V 32000 it took 141 ms for 296 (fp32) and
+106 ms for 375 (bf16), forward and backward together. From hidden states, a block of logits is overwritten by its gradient,
+and both gradients are computed in the forward: three matmuls, as many as with all logits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .problems import invalid
+
+# Elements of one fp32 block: about 4 MB, which fits the cache of a CPU with its logits; on other devices large enough
+# that launching kernels costs nothing next to running them.
+_BLOCK_CPU = 2**20
+_BLOCK_DEVICE = 2**27
+# Of logits made from hidden states (32 MB in fp32), and the fewest tokens: with fewer, adding to the gradient of a large
+# weight costs more than the matmuls (128,000 ids and width 512: 4.3 s with 65 tokens, 3.7 s with 131).
+_BLOCK_FUSED = 2**23
+_TOKENS_FUSED = 128
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """The sum of token losses and its normalizer. Divide by a count of your own for many ranks.
+
+    sum: 0-dim fp32 with a graph. count: 0-dim on the same device, the number of valid labels in int64, or with weights
+    their sum in float64. Without a graph, for logs: cross_entropy, the sum without smoothing and z-loss; z_loss, the
+    term in the sum with its coefficient; token_losses, the part of each label in cross_entropy, in the labels' shape.
+    """
+
+    sum: Tensor
+    count: Tensor
+    cross_entropy: Tensor
+    z_loss: Tensor
+    token_losses: Tensor
+
+    @property
+    def mean(self) -> Tensor:
+        """`sum / count`: the mean over valid labels, and zero (with a graph) if the count is zero."""
+        # clamp(min=1) would rescale small sums of weights
+        count = self.count.masked_fill(self.count == 0, 1)
+        return (self.sum / count).to(self.sum.dtype)
+
+
+class Vocab(NamedTuple):
+    """The coefficients of the terms, and the ids of this rank: rank * width to (rank + 1) * width, below `size` only.
+
+    group: None, or an object with `rank`, `size` and `all_gather(x)`, which returns the tensors of all ranks, (size, ...).
+    """
+
+    size: int
+    width: int
+    z_loss: float
+    label_smoothing: float
+    group: Any = None
+
+    @classmethod
+    def of(
+        cls, width: int, z_loss: float, label_smoothing: float, size: int = 0, group: Any = None
+    ) -> Vocab:
+        """ValueError for a coefficient out of range, and for a `size` that shards of `width` ids do not cover."""
+        if not 0.0 <= z_loss < math.inf:
+            rule = "must be a finite number of at least 0"
+            raise invalid("z_loss", "range", z_loss, rule, "use 1e-4, or 0 for none")
+        if not 0.0 <= label_smoothing < 1.0:
+            rule = "must be at least 0 and below 1"
+            raise invalid(
+                "label_smoothing", "range", label_smoothing, rule, "use 0.1, or 0 for none"
+            )
+        group = None if group is None or group.size == 1 else group
+        ranks = 1 if group is None else group.size
+        size = size or width * ranks
+        if -(-size // ranks) != width:
+            rule = f"must give each of {ranks} ranks {width} ids, the width of its logits"
+            raise invalid(
+                "vocab_size", "shards", size, rule, "give the size of the full vocabulary"
+            )
+        return cls(size, width, z_loss, label_smoothing, group)
+
+    @property
+    def rank(self) -> int:
+        """The number of this rank's shard."""
+        rank: int = 0 if self.group is None else self.group.rank
+        return rank
+
+    @property
+    def num_local(self) -> int:
+        """Ids of this rank that are not padding."""
+        return min(max(self.size - self.rank * self.width, 0), self.width)
+
+    def locate(self, ids: Tensor, valid: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Column (N, 1) of each label, 0 if it is not valid or not here; and whether it is here (N,), None on one rank."""
+        if self.group is None:
+            return ids.where(valid, 0)[:, None], None
+        column = ids - self.rank * self.width
+        here = valid.clone()
+        if self.rank:
+            here &= column >= 0
+        # no upper bound on the last rank: there an id beyond the vocabulary fails in the gather instead of counting 0
+        if self.rank < self.group.size - 1:
+            here &= column < self.width
+        return column.where(here, 0)[:, None], here
+
+    def empty(self, like: Tensor) -> Tensor:
+        """The statistics of each of the tokens of like (N, ...), which `measure` fills: (1 to 3, N)."""
+        rows = 3 if self.label_smoothing else 2 if self.z_loss or self.group is not None else 1
+        return torch.zeros(rows, len(like), dtype=wide_dtype(like), device=like.device)
+
+    def measure(
+        self, logits: Tensor, target: Tensor, out: Tensor, log_p: Tensor | None = None
+    ) -> None:
+        """Write log p_y, log Z and sum_j log p_j, as many as there are rows, into out (1 to 3, R).
+
+        logits and log_p (R, W), target (R, 1). Of a shard: l_y, log Z and sum_j l_j over its ids, for `combine`.
+        """
+        if self.group is not None:
+            wide = logits.to(out.dtype)
+            out[0], out[1] = wide.gather(1, target)[:, 0], wide.logsumexp(dim=-1)
+            if self.label_smoothing:
+                out[2] = wide[:, : self.num_local].sum(-1)
+            return
+
+        if log_p is None:
+            log_p = F.log_softmax(logits, dim=-1, dtype=out.dtype)
+        out[0] = log_p.gather(1, target)[:, 0]
+        if self.z_loss:
+            # from the largest logit: well-conditioned, and two passes fewer than logsumexp
+            top = logits.argmax(-1, keepdim=True)
+            out[1] = (logits.gather(1, top).to(log_p.dtype) - log_p.gather(1, top))[:, 0]
+        if self.label_smoothing:
+            out[2] = log_p.sum(-1)
+
+    def combine(self, found: Tensor, here: Tensor | None) -> Tensor:
+        """The statistics over all ids from those of the shards: one all-gather of (2 or 3, N)."""
+        if self.group is None or here is None:
+            return found
+        found[0] = found[0].where(here, 0.0)
+        shards = self.group.all_gather(found)  # (ranks, 2 or 3, N)
+        log_z = shards[:, 1].logsumexp(dim=0)
+        sums = [shards[:, 0].sum(dim=0) - log_z, log_z]
+        if self.label_smoothing:
+            # the mean first: V log Z would lose the digits of the difference
+            sums.append((shards[:, 2].sum(dim=0) / self.size - log_z) * self.size)
+        return torch.stack(sums)
+
+    def sums(
+        self, found: Tensor, valid: Tensor, weights: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The sum of all terms, 0-dim; (cross-entropy, z-loss), (2,); the cross-entropy of each token, (N,)."""
+
+        def weighted(values: Tensor) -> Tensor:
+            # `where`, not a product: an ignored token may have any logits, also NaN
+            values = values.where(valid, 0.0)
+            return values if weights is None else values * weights
+
+        log_p = weighted(found[0])
+        plain = total = log_p.sum().neg()
+        z_loss = torch.zeros_like(plain)
+        if self.label_smoothing:
+            fraction = self.label_smoothing / self.size
+            total = (1 - self.label_smoothing) * plain - fraction * weighted(found[2]).sum()
+        if self.z_loss:
+            z_loss = self.z_loss * weighted(found[1].square()).sum()
+            total = total + z_loss
+        return total, torch.stack((plain, z_loss)), log_p.neg()
+
+    def probabilities(self, logits: Tensor, found: Tensor) -> Tensor:
+        """softmax(logits) (R, W) as a new tensor in the dtype of the statistics."""
+        if self.group is None:
+            return torch.softmax(logits, dim=-1, dtype=found.dtype)
+        return logits.to(found.dtype, copy=True).sub_(found[1][:, None]).exp_()
+
+    def gradient_(
+        self, p: Tensor, target: Tensor, here: Tensor | None, scale: Tensor, found: Tensor
+    ) -> Tensor:
+        """Overwrite probabilities (R, W) by the gradient of the sum; scale (R, 1) is 0 for ignored tokens."""
+        factor = scale
+        if self.z_loss:
+            # an ignored token may have any log Z, and its factor stays zero
+            factor = scale * (1 + 2 * self.z_loss * found[1][:, None]).where(scale != 0, 1.0)
+        p.mul_(factor)
+        if self.label_smoothing:
+            p[:, : self.num_local].sub_(scale * (self.label_smoothing / self.size))
+        of_label = scale * (self.label_smoothing - 1)
+        return p.scatter_add_(1, target, of_label if here is None else of_label * here[:, None])
+
+
+class Labels(NamedTuple):
+    """Flat labels: ids (N,) int64, valid (N,) bool, weights (N,) or None, and the normalizer, 0-dim."""
+
+    ids: Tensor
+    valid: Tensor
+    weights: Tensor | None
+    normalizer: Tensor
+
+    @classmethod
+    def of(
+        cls,
+        labels: Tensor,
+        weights: Tensor | None,
+        ignore_index: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+    ) -> Labels:
+        """Weights in `dtype`. ValueError for wrong dtypes and shapes, and on a CPU for a label that is not an id."""
+        if labels.is_floating_point() or labels.is_complex() or labels.dtype == torch.bool:
+            rule = "must be token ids"
+            raise invalid("labels", "dtype", labels.dtype, rule, "use torch.int64")
+        ids = labels.reshape(-1).to(torch.int64)
+        valid = ids != ignore_index
+        # on other devices a check would cost a sync, and an index out of range trips an assertion there
+        readable = type(ids) is Tensor and ids.device.type == "cpu"
+        if readable and not torch.compiler.is_compiling():
+            wrong = ids[valid & ((ids < 0) | (ids >= vocab_size))]
+            if wrong.numel():
+                rule = f"must be in [0, {vocab_size}), the vocabulary, or ignore_index"
+                fix = "enlarge the vocabulary or check the tokenizer"
+                raise invalid("labels", "range", int(wrong[0]), rule, fix)
+
+        if weights is None:
+            return cls(ids, valid, None, valid.sum())
+        if not weights.is_floating_point():
+            rule = "must be floating-point numbers"
+            raise invalid("weights", "dtype", weights.dtype, rule, "cast them")
+        if weights.shape != labels.shape:
+            rule = f"must have the shape of labels {tuple(labels.shape)}"
+            raise invalid("weights", "shape", tuple(weights.shape), rule, "give one for each label")
+        flat = weights.reshape(-1).to(dtype).where(valid, 0.0)
+        return cls(ids, valid, flat, flat.double().sum())
+
+
+def loss_of_logits(logits: Tensor, labels: Labels, shape: torch.Size, vocab: Vocab) -> TokenLoss:
+    """The loss of logits (N, W) of floating point; `shape` is the shape of `token_losses`."""
+    if (
+        torch.compiler.is_compiling() and vocab.group is None
+    ):  # operators that the compiler fuses itself
+        found = vocab.empty(logits)
+        log_p = F.log_softmax(logits.to(found.dtype), dim=-1)
+        vocab.measure(logits, vocab.locate(labels.ids, labels.valid)[0], found, log_p)
+        total, parts, each = vocab.sums(found, labels.valid, labels.weights)
+        parts, each = parts.detach(), each.detach()
+    else:
+        total, parts, each = _OfLogits.apply(logits, *labels[:3], vocab)
+    return TokenLoss(total, labels.normalizer, parts[0], parts[1], each.view(shape))
+
+
+class _OfLogits(torch.autograd.Function):
+    """(N, W) logits, and ids, valid and weights of `Labels` -> the results of `Vocab.sums`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        ids: Tensor,
+        valid: Tensor,
+        weights: Tensor | None,
+        vocab: Vocab,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        target, here = vocab.locate(ids, valid)
+        found = vocab.empty(logits)
+        for rows in _row_blocks(logits):
+            vocab.measure(logits[rows], target[rows], found[:, rows])
+        found = vocab.combine(found, here)
+
+        ctx.vocab = vocab
+        ctx.save_for_backward(logits, found, target, here, valid, weights)
+        total, parts, each = vocab.sums(found, valid, weights)
+        ctx.mark_non_differentiable(parts, each)
+        return total, parts, each
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
+        logits, found, target, here, valid, weights = ctx.saved_tensors
+        scale = grads[0] * (valid if weights is None else weights)[:, None]  # (N, 1)
+        grad = torch.empty_like(logits)  # (N, W)
+        for rows in _row_blocks(logits):
+            p = ctx.vocab.probabilities(logits[rows], found[:, rows])
+            local = None if here is None else here[rows]
+            grad[rows] = ctx.vocab.gradient_(p, target[rows], local, scale[rows], found[:, rows])
+            del p  # or it would be alive together with the next block
+        return grad, None, None, None, None
+
+
+class Head(NamedTuple):
+    """Logits of matmuls z: scale * z, or softcap * tanh(scale * z / softcap)."""
+
+    scale: float
+    softcap: float | None
+
+    @classmethod
+    def of(cls, scale: float, softcap: float | None) -> Head:
+        """ValueError for a soft-cap that is not above 0."""
+        if softcap is not None and not softcap > 0:
+            rule = "must be above 0, or None for no cap"
+            raise invalid("softcap", "range", softcap, rule, "use 30, or None for no cap")
+        return cls(scale, softcap)
+
+    def logits(self, product: Tensor, dtype: torch.dtype) -> Tensor:
+        """Logits (R, W) in `dtype`: `product` itself if it has that dtype and nothing is to be done."""
+        if self.scale == 1.0 and self.softcap is None:
+            return product.to(dtype)
+        logits = product.to(dtype, copy=True).mul_(self.scale)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+    def backward_(self, grad: Tensor, logits: Tensor) -> Tensor:
+        """The gradient of the product from the gradient of the logits, in place."""
+        if self.softcap is not None:
+            grad.mul_(1 - (logits / self.softcap).square_())
+        return grad if self.scale == 1.0 else grad.mul_(self.scale)
+
+
+def cast_like_autocast(x: Tensor) -> Tensor:
+    """x in the dtype in which a matmul under the current autocast has it; float64 stays."""
+    kind = x.device.type
+    if not torch.is_autocast_enabled(kind) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+def loss_of_hidden(
+    x: Tensor, weight: Tensor, labels: Labels, shape: torch.Size, vocab: Vocab, head: Head
+) -> TokenLoss:
+    """The loss of hidden states (N, D) and the head's weight (W, D), both as `cast_like_autocast` returns them."""
+    needs = (x.requires_grad, weight.requires_grad) if torch.is_grad_enabled() else (False, False)
+    if any(needs) and x.dtype == torch.float16:
+        reason = "they are rounded to it before the factor of a loss scaler is known"
+        rule = f"must be bf16 or wider where gradients are needed: {reason}"
+        raise invalid("x", "dtype", x.dtype, rule, "use bf16, or the loss of logits")
+    scales = labels.valid.to(wide_dtype(x)) if labels.weights is None else labels.weights
+    with torch.autocast(x.device.type, enabled=False):
+        total, parts, each = _OfHidden.apply(x, weight, *labels[:2], scales, vocab, head, needs)
+    return TokenLoss(total, labels.normalizer, parts[0], parts[1], each.view(shape))
+
+
+class _OfHidden(torch.autograd.Function):
+    """(N, D), (W, D), ids, valid and weights of `Labels` -> the results of `Vocab.sums`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        ids: Tensor,
+        valid: Tensor,
+        scales: Tensor,
+        vocab: Vocab,
+        head: Head,
+        needs: tuple[bool, bool],
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        target, here = vocab.locate(ids, valid)
+        found = vocab.empty(x)
+        grad_x = torch.empty_like(x) if needs[0] else None
+        grad_weight = weight.new_zeros(weight.shape, dtype=found.dtype) if needs[1] else None
+
+        # equal on all ranks, also on one with fewer ids, as each block has its collective
+        for rows in _slices(len(x), max(_TOKENS_FUSED, _BLOCK_FUSED // vocab.width)):
+            block = F.linear(x[rows], weight)  # (R, W)
+            local = None if here is None else here[rows]
+            of_block = target[rows], local, scales[rows, None]
+            found[:, rows] = _overwrite_by_gradient(block, *of_block, vocab, head, any(needs))
+            if grad_x is not None:
+                torch.mm(block, weight, out=grad_x[rows])
+            if grad_weight is not None:
+                _add_matmul(grad_weight, block.mT, x[rows])
+            del block  # or it would be alive together with the next one
+
+        ctx.save_for_backward(grad_x, grad_weight)
+        ctx.dtype = weight.dtype
+        total, parts, each = vocab.sums(found, valid, scales)
+        ctx.mark_non_differentiable(parts, each)
+        return total, parts, each
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        kept = _graph_is_kept()  # a pipeline that splits the backward comes twice
+
+        def scaled(grad: Tensor | None) -> Tensor | None:
+            if grad is None:
+                return None
+            # not with `out` in another dtype, which makes a full product in fp32 first
+            return (grad * grads[0] if kept else grad.mul_(grads[0])).to(ctx.dtype)
+
+        grad_x, grad_weight = ctx.saved_tensors
+        return scaled(grad_x), scaled(grad_weight), None, None, None, None, None, None
+
+
+def _overwrite_by_gradient(
+    block: Tensor,
+    target: Tensor,
+    here: Tensor | None,
+    scales: Tensor,
+    vocab: Vocab,
+    head: Head,
+    needed: bool,
+) -> Tensor:
+    """The statistics of a block of matmuls (R, W); if `needed`, their gradient is written into the block.
+
+    On a CPU a few tokens at a time, whose softmax stays in cache.
+    """
+    found = vocab.empty(block)
+    if vocab.group is None:
+        for rows in _row_blocks(block):
+            logits = head.logits(block[rows], found.dtype)
+            log_p = F.log_softmax(logits, dim=-1)
+            vocab.measure(logits, target[rows], found[:, rows], log_p)
+            if needed:
+                of_label = target[rows], None, scales[rows]
+                grad = vocab.gradient_(log_p.exp_(), *of_label, found[:, rows])
+                block[rows] = head.backward_(grad, logits)
+        return found
+
+    for rows in _row_blocks(block):
+        vocab.measure(head.logits(block[rows], found.dtype), target[rows], found[:, rows])
+    found = vocab.combine(found, here)
+    assert here is not None
+    for rows in _row_blocks(block) if needed else ():
+        logits = head.logits(block[rows], found.dtype)
+        p = vocab.probabilities(logits, found[:, rows])
+        grad = vocab.gradient_(p, target[rows], here[rows], scales[rows], found[:, rows])
+        block[rows] = head.backward_(grad, logits)
+    return found
+
+
+def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """total += a @ b in the dtype of total; a product in another dtype is made some rows at a time."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+        return
+    for rows in _slices(len(total), max(1, _BLOCK_FUSED // total.size(1))):
+        total[rows] += a[rows] @ b
+
+
+def _graph_is_kept() -> bool:
+    """Whether the current backward may run again (`retain_graph`); True if that is not known."""
+    if torch.compiler.is_compiling():
+        return True
+    reads = getattr(torch._C._autograd, "_get_current_graph_task_keep_graph", None)  # 2.11 to 2.15
+    return reads is None or bool(reads())
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of softmax and sums: fp32, or fp64 for fp64."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _row_blocks(logits: Tensor) -> Iterator[slice]:
+    """Slices of tokens whose fp32 logits are one block."""
+    limit = _BLOCK_CPU if logits.device.type == "cpu" else _BLOCK_DEVICE
+    return _slices(len(logits), max(1, limit // max(1, logits.size(1))))
+
+
+def _slices(length: int, size: int) -> Iterator[slice]:
+    return (slice(start, start + size) for start in range(0, length, size))
