@@ -40,12 +40,12 @@ def prepare() -> None:
     torch.set_num_threads(1)
     for name in _MODULES:
         importlib.import_module(name)
-    from forge_train.cli import _job
+    from forge_train import load_job
 
     with tempfile.TemporaryDirectory() as folder:  # what is parsed once is cached for all lives
         job = Path(folder) / "job.toml"
         job.write_text(JOB.format(run_dir=Path(folder) / "run", steps=STEPS, every=EVERY))
-        _job([str(job), "--checkpoint.wait", "true"], "run", "")
+        load_job(job, {"checkpoint.wait": True})
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     gc.collect()
     gc.freeze()

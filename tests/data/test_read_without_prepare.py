@@ -186,8 +186,7 @@ def test_files_of_ids_are_told_what_they_lack(tmp_path: Path) -> None:
     for command in (["run", job], ["explain", job, "--data.packing.name", "best_fit"]):
         done = forge_train(*command, *flags)
         assert (done.code, done.out) == (65, "")
-        assert done.err.startswith("forge-train: data.sources.text.")
-        assert "nanogpt.eos_id 9 " in done.err
+        assert "data.sources.text.nanogpt.eos_id 9 " in done.err
         assert "train.bin" in done.err
     assert not (tmp_path / "run").exists()
 

@@ -161,8 +161,12 @@ def _checkpoints_damaged(world: World) -> None:
 def _nan(world: World) -> None:
     import torch
 
-    with torch.no_grad():
-        next(world.trainer.model.parameters()).fill_(float("nan"))
+    def fill(model: Any, _: Any) -> None:
+        with torch.no_grad():
+            next(model.parameters()).fill_(float("nan"))
+
+    # in the next forward: a writer thread that filled them might do so just before the next save
+    world.trainer.model.register_forward_pre_hook(fill)
 
 
 def _broken_device(world: World) -> None:

@@ -289,9 +289,9 @@ def test_the_plan_prices_runs_and_writes_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_study(tmp_path, base="[optimizers.wild]\nlr = 1e30")  # measured, too
-    assert run_sweep(path, plan=True, gpu="h100") == 0
+    assert run_sweep(path, dry_run=True, gpu="h100") == 0
     by_planner = capsys.readouterr().out
-    assert run_sweep(path, plan=True) == 0
+    assert run_sweep(path, dry_run=True) == 0
     measured = capsys.readouterr().out
     for text, source in (
         (by_planner, "h100"),

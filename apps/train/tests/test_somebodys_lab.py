@@ -190,7 +190,7 @@ def test_what_does_not_fit_is_refused_before_a_run_exists(
         job.write_text(text.replace("every = 2, floor = 0.1", 'floor = "low"'))
         words = [
             *("model.mixer_options.halflife 3.0 ", "'half_life'"),
-            *("schedule.options", "'every'", "schedule.options.floor 'low' "),
+            *("schedule.options.every ", "schedule.options.floor 'low' "),
             *("optimizer.options.momentm 0.8 ", "'momentum'"),
         ]
     else:

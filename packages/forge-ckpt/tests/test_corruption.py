@@ -328,7 +328,7 @@ def _read_and_verify(original, root, names):
                 except CorruptCheckpoint:
                     pass
                 except Exception as error:  # without a manifest, a path is no checkpoint
-                    if type(error) is not ValueError or (root / MANIFEST).is_file():
+                    if not isinstance(error, ValueError) or (root / MANIFEST).is_file():
                         wrong[name] = repr(error)
     return wrong
 

@@ -79,6 +79,8 @@ def rows_of(arrays):
 def obvious_rows(config, stream):
     """Rows 0 .. ROWS - 1, counted one by one: a source's next row whenever it is its turn."""
     found, made = [], phase_segments(config)
+    begun = given = [0] * len(config.sources)
+    read = [range(1)] * len(config.sources)
     turns = [int(s) for i in range(ROWS) for s in stream.arrays(np.array([i]))["source"]]
     edges = [*(s.start for s in made), ROWS]
     for number, (segment, (first, last)) in enumerate(zip(made, pairwise(edges))):
@@ -88,10 +90,12 @@ def obvious_rows(config, stream):
                 open_stream(source, segment.seq_len, seed_of(seed, name), config.packing)
                 for name, source in config.sources.items()
             ]
-            given = [0] * len(own)
+            # F148: an epoch that an earlier length began counts, finished or not
+            begun = [e + -(-count // len(rows)) for e, count, rows in zip(begun, given, read)]
+            given, read = [0] * len(own), own
         left = [
-            source.max_epochs and source.max_epochs * len(rows) - count
-            for source, rows, count in zip(config.sources.values(), own, given)
+            source.max_epochs and max(0, source.max_epochs - e) * len(rows) - count
+            for source, e, rows, count in zip(config.sources.values(), begun, own, given)
         ]
         check_counts(config, segment, turns[first:last], left)
         for turn in turns[first:last]:

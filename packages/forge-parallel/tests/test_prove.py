@@ -160,8 +160,8 @@ def test_what_a_model_does_not_offer_is_refused_with_the_reason() -> None:
     )
     found = {r.cell: r.message for r in results if r.verdict == "refused"}
     assert found.keys() == {"recompute full", "tp", "tp, whole stream", "cp", "pp"}
-    assert "parallel_roles()" in found["tp"]
-    assert "pipeline_parts()" in found["pp"]
+    assert "parallel_roles" in found["tp"]
+    assert "pipeline_parts" in found["pp"]
     assert "positions" in found["cp"]
     assert verdicts(results)["fsdp"] == "green"
 
