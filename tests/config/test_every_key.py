@@ -31,6 +31,7 @@ from forge_parallel import (
     parallelize,
 )
 from forge_parallel.pipeline import Pipeline, stages_of
+from forge_resilience.console import console_mode
 from forge_resilience.heartbeat import Beat
 from forge_resilience.slurm import JobFacts, batch_script, orchestrator_command, small_job
 from forge_resilience.supervise import Watch, supervise
@@ -49,7 +50,6 @@ from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.errors import HardwareError, JobError, NumericsError
 from forge_train.loop.assemble import shard_experts
-from forge_train.metrics.console import console_mode
 from forge_train.plan import with_layout
 from forge_train.report.describe import key_rows
 

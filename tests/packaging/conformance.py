@@ -35,12 +35,12 @@ from forge_moe import protocols as moe
 from forge_moe.dispatch import AllToAllDispatch, HierarchicalDispatch
 from forge_parallel import protocols as parallel
 from forge_resilience import NumericsPolicy
+from forge_resilience.console import ConsoleSink
+from forge_resilience.progress import Progress
 from forge_resilience.sinks import JsonlSink, MlflowSink, TensorBoardSink, WandbSink
 from forge_train import JobConfig
 from forge_train import protocols as train
 from forge_train.build.objective import find_loss
-from forge_train.metrics.console import ConsoleSink
-from forge_train.run.rows import Progress
 
 
 def of_core(

@@ -16,11 +16,11 @@ from torch import nn
 
 from forge_core import cross_entropy, flops_per_token
 from forge_resilience.policy import NonfiniteConfig, NumericsPolicy, SpikeConfig
+from forge_resilience.progress import Progress
 from forge_testing.parts import smoothed
 from forge_testing.problems import rejects
 from forge_testing.runs import Fitted, assert_close, fit_on_ranks, make_job, together
 from forge_train import Callback, ConfigError, Trainer, load_job, read_run
-from forge_train.run.rows import Progress
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 

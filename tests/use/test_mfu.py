@@ -25,7 +25,7 @@ from forge_train.build.build import build_model
 from forge_train.config.experts import MoESection
 from forge_train.config.schema import BuiltInModelConfig
 from forge_train.config.vlm import VLMModelConfig
-from forge_train.run import rows
+from forge_train.run import run
 from forge_vlm import AdapterConfig, ModalityConfig, VisionConfig
 from forge_vlm.vision import ViTConfig
 
@@ -101,7 +101,7 @@ def test_operations_of_a_step_are_those_that_torch_counts(name: str) -> None:
 def test_mfu_of_a_row_is_its_formula(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the peak of an invented device, as a CPU has none that is known."""
     peak = 1e12
-    monkeypatch.setattr(rows, "peak_flops", lambda device, dtype: peak)
+    monkeypatch.setattr(run, "peak_flops", lambda device, dtype: peak)
     keys = {"train.steps": 3, "parallel.precision": "bf16", "metrics.console": "off"}
     trainer = Trainer(load_job(write_job(tmp_path), {**keys, "sample.max_new_tokens": 0}))
     try:

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from forge_resilience import NumericsPolicy
+from forge_resilience.progress import Progress
 from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone, fit_on_ranks, fit_reference, make_job, together
 from forge_train import Callback, ConfigError, Trainer, load_job, read_run
 from forge_train.metrics.columns import column_of
-from forge_train.run.rows import Progress
 
 MOE = "\n[model.moe]\nnum_experts = 4\ntop_k = 2\nz_loss_weight = 1e-3\n"
 KEYS: dict[str, Any] = {

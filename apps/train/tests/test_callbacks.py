@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from forge_resilience.recorder import Recorder
 from forge_testing import forge_train, write_job
 from forge_testing.models import Counting
 from forge_testing.problems import rejects
@@ -31,7 +32,6 @@ from forge_train.cli import run_verb
 from forge_train.config.layers import read_layers
 from forge_train.loop import opening
 from forge_train.run.callback import load_callbacks
-from forge_train.run.recorder import Recorder
 
 STEPS, COUNTING = "forge_testing.parts:Steps", "forge_testing.models:Counting"
 TABLE = f"""

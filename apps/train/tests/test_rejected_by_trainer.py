@@ -14,6 +14,7 @@ from torch import nn
 
 from forge_ckpt import CorruptCheckpoint, StoreInUse
 from forge_parallel import ParallelConfig
+from forge_resilience.progress import Progress
 from forge_testing import write_job
 from forge_testing.problems import assert_problem, rejects
 from forge_train import ConfigError, JobError, StateError, Trainer, load_job
@@ -26,7 +27,6 @@ from forge_train.config.schema import BuiltInModelConfig
 from forge_train.loop import assemble, encoder_source, fork
 from forge_train.metrics import sinks
 from forge_train.run.checkpoints import Checkpoints, base_problems, store_errors
-from forge_train.run.rows import Progress
 
 pytestmark = pytest.mark.lane("test")
 

@@ -11,13 +11,12 @@ from typing import Any
 
 import pytest
 
-from forge_resilience import background_sink
+from forge_resilience import background_sink, recorder
 from forge_testing import write_job
 from forge_testing.problems import rejects
 from forge_testing.runs import fit_on_ranks, make_job
 from forge_train import Callback, ConfigError, Trainer, load_job, read_run
 from forge_train.cli import run_verb
-from forge_train.run import recorder
 
 LINES = "forge_testing.parts:Lines"
 

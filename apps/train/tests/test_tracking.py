@@ -37,7 +37,7 @@ def live(job: Path, steps: int) -> dict[str, list[Any]]:
     flags = ["--train.steps", str(steps), "--schedule.name", "constant"]
     # a busy machine takes longer than 10 s to import both
     code = (
-        "import sys; from forge_train.run import recorder; recorder.END_SECONDS = 120.0\n"
+        "import sys; from forge_resilience import recorder; recorder.END_SECONDS = 120.0\n"
         "from forge_train.cli import main\nmain(sys.argv[1:])"
     )
     command = [sys.executable, "-c", code, "run", job, *flags]

@@ -17,13 +17,13 @@ from forge_lab._shared.problems import invalid
 from forge_lab._shared.toml_files import flatten
 from forge_lab.axes import Axes
 from forge_parallel import Meshes, ParallelConfig, World, find_world, select_device
+from forge_parallel.metric_rows import finite
 from forge_resilience import Agreement, ExitCode
 from forge_train import JobConfig, Layers, RunDirectory, load_model, read_layers, resolve
 from forge_train.errors import ConfigError, config_errors, run_on_all_ranks
 from forge_train.toolkit import (
     Evaluation,
     begin_texts_as,
-    finite,
     init_ranks,
     job_compute,
     open_held_out,

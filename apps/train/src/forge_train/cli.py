@@ -139,19 +139,18 @@ def _check_doubles(args: Sequence[str]) -> None:
 
 def _supervise(job: ResolvedJob, args: list[str], nproc: int) -> int:
     """Run the same command in `nproc` processes; problems of the layout are found here, once."""
-    from forge_resilience.alerts import FOLLOWED
+    from forge_resilience.alerts import FOLLOWED, follow
     from forge_resilience.supervise import run_guarded, supervise
     from forge_train.build.data import tokenize
     from forge_train.build.layout import require_layout
     from forge_train.build.run_directory import RunDirectory
-    from forge_train.run.recorder import alerts
 
     require_layout(job.config, nproc, nproc)
     tokenize(job.config)  # here, where no watch takes a long start for a hang
     command = [sys.executable, "-m", "forge_train", "run", *args]
     environ = {**os.environ, "FORGE_NPROC": str(nproc), FOLLOWED: str(os.getpid())}
     paths = RunDirectory(job.config.run.dir)
-    with alerts(paths, job.config.resilience.alerts):  # outlives ranks that are killed
+    with follow(paths.events, job.config.resilience.alerts):  # outlives ranks that are killed
         return run_guarded(
             lambda guard: supervise(
                 command,

@@ -21,7 +21,6 @@ from forge_train.loop.guard import skip_windows
 from forge_train.plan import price
 from forge_train.process import init_ranks
 from forge_train.run.checkpoints import IMPORTED, store_errors
-from forge_train.run.rows import finite
 
 __all__ = [
     "IMPORTED",
@@ -29,7 +28,6 @@ __all__ = [
     "Evaluation",
     "begin_texts_as",
     "build_trained",
-    "finite",
     "init_ranks",
     "is_fixed",
     "job_compute",

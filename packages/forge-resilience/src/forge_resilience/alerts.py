@@ -27,7 +27,7 @@ from forge_resilience._shared.jsonl import read_log_from
 from forge_resilience._shared.problems import Problem
 from forge_resilience.journal import Journal
 
-__all__ = ["FOLLOWED", "Alerts", "AlertsConfig"]
+__all__ = ["FOLLOWED", "Alerts", "AlertsConfig", "follow"]
 
 FOLLOWED = "FORGE_ALERTS"
 """Variable that a process sets for the ranks that it starts, if it follows the journal for them."""
@@ -257,6 +257,13 @@ class _Follower:
             return f"answered {error.code}"
         except urllib.error.URLError as error:
             return f"cannot be reached: {type(error.reason).__name__}"
+
+
+def follow(
+    journal: Path, config: AlertsConfig, rank: int = 0
+) -> contextlib.AbstractContextManager[object]:
+    """Follow a journal while open: on rank 0, unless the process that started the ranks does."""
+    return contextlib.nullcontext() if rank or FOLLOWED in os.environ else Alerts(journal, config)
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):

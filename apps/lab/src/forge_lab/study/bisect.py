@@ -18,9 +18,10 @@ from forge_lab.study.difference import BOUND, Difference, bound_of, close, first
 from forge_lab.study.journal import read_journal
 from forge_lab.study.record import Record
 from forge_lab.study.replay import logged_rows
+from forge_parallel.metric_rows import finite
 from forge_train import RunDirectory
 from forge_train.errors import ConfigError, StateError, config_errors
-from forge_train.toolkit import finite, store_errors
+from forge_train.toolkit import store_errors
 
 _LOGGED = ("instances", "loss", "grad_norm", "lr")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from forge_train.run.rows import finite
+from forge_parallel.metric_rows import finite
 from forge_train.run.run import Run
 
 

@@ -87,7 +87,7 @@ class Guard:
         skip_windows(run.loader, windows)
         run.count_steps()
         run.optimizer.zero_grad()
-        run.recorder.reopen(run.progress.step, run.total_steps)
+        run.recorder.reopen(run.progress.step)
         run.open_rows()
         run.record(
             "rollback",

@@ -13,6 +13,7 @@ from forge_data import Loader
 from forge_parallel import find_world, reshard, select_device
 from forge_resilience import NumericsPolicy
 from forge_resilience.heartbeat import Heartbeat
+from forge_resilience.progress import Progress
 from forge_train._shared.problems import invalid
 from forge_train.build.begin_tokens import begin_problems, is_older
 from forge_train.build.build import (
@@ -36,7 +37,6 @@ from forge_train.plan import describe_placement, with_layout
 from forge_train.run.callback import hook_problems, load_callbacks, state_keys
 from forge_train.run.checkpoints import Check
 from forge_train.run.extension import Extension, Extensions
-from forge_train.run.rows import Progress
 from forge_train.run.run import Run
 
 

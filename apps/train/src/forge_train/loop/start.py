@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from forge_ckpt import SaveEvent, Store
+from forge_resilience.console import ConsoleSink, console_mode
 from forge_resilience.goodput import process_start_time
+from forge_resilience.progress import Progress
+from forge_resilience.recorder import Recorder
+from forge_resilience.sinks import JsonlSink
 from forge_train.build.run_directory import RunDirectory
 from forge_train.errors import ConfigError, run_on_all_ranks
 from forge_train.loop.opening import Initial
 from forge_train.metrics.columns import read_rows
+from forge_train.metrics.sinks import find_sinks
+from forge_train.protocols import Sink
 from forge_train.run.checkpoints import Checkpoints, checkpoint_state, store_errors
 from forge_train.run.extension import Extensions
-from forge_train.run.recorder import Recorder
-from forge_train.run.rows import Progress
 from forge_train.run.run import Run
 
 #: Keys, or how they begin, that the learning rate of a step depends on.
@@ -96,8 +101,23 @@ def restore(
     run_on_all_ranks(run.agreement, lambda: initial.record(run, hosts) if writes else None)
     # the row of step 0 is written again
     after = -1 if run.config.eval.at_start and step == 0 else step
-    run.recorder = Recorder(run.folder, run.config.metrics, after, run.total_steps, writes)
+    found = _sinks(run) if writes else {}
+    run.recorder = Recorder(run.folder.events if writes else None, found, after)
     return Life(seconds, changed, fields, rates)
+
+
+def _sinks(run: Run) -> dict[str, Callable[[int], Sink]]:
+    """From the loaded step to each sink of a run; metrics.jsonl is the first, for which a save waits."""
+    metrics, folder = run.config.metrics, run.folder
+    found: dict[str, Callable[[int], Sink]] = {
+        folder.metrics.name: partial(JsonlSink, folder.metrics)
+    }
+    mode = console_mode(metrics.console)
+    if mode is not None:
+        found["console"] = lambda step: ConsoleSink(mode, step, run.total_steps)
+    for name, make in find_sinks(metrics).items():
+        found[f"metrics.sinks.{name}"] = partial(make, folder.path)
+    return found
 
 
 def life_fields(paths: RunDirectory, progress: Progress) -> dict[str, Any]:

@@ -19,6 +19,8 @@ from forge_core.optim import set_lr
 from forge_data import Batch, Loader
 from forge_parallel import Meshes, clip_grads_, global_grad_norm, make_meshes
 from forge_resilience import Agreement, ExitCode, StopSignal, Vote
+from forge_resilience.alerts import follow
+from forge_resilience.progress import Progress
 from forge_train._shared.problems import invalid
 from forge_train.build.resolve import ResolvedJob
 from forge_train.build.run_directory import RunDirectory
@@ -34,8 +36,6 @@ from forge_train.loop.vote import PendingCount, fault_code
 from forge_train.run.callback import Callback
 from forge_train.run.checkpoints import Checkpoints, share_places
 from forge_train.run.extension import Extension
-from forge_train.run.recorder import alerts
-from forge_train.run.rows import Progress
 
 #: Attributes that are those of `run` since 0.2.0.
 _MOVED = frozenset({"agreement", "device", "heartbeat"})
@@ -227,7 +227,8 @@ class Trainer:
         """Open what `stack` closes after any error, refuse another experiment's folder, and load the state."""
         run = self.run
         run_on_all_ranks(run.agreement, lambda: run.folder.create(run.meshes.rank))
-        stack.enter_context(alerts(run.folder, run.config.resilience.alerts, run.meshes.rank))
+        alerts = run.config.resilience.alerts
+        stack.enter_context(follow(run.folder.events, alerts, run.meshes.rank))
         store = stack.enter_context(open_store(run))
         self._stop = stop or stack.enter_context(StopSignal(announce=run.meshes.rank == 0))
         changed = run_on_all_ranks(run.agreement, lambda: run.folder.allowed_changes(run.job))

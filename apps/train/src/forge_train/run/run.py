@@ -10,14 +10,18 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import nn
 
+from forge_core.flops import peak_flops
 from forge_data import Batch, Loader
 from forge_data.phases import PhaseSegment
 from forge_parallel import Meshes, reshard
 from forge_parallel.compute import Compute
+from forge_parallel.metric_rows import Columns, MetricRows, Timer
 from forge_parallel.micro_batches import MicroBatches
 from forge_parallel.profile import span
 from forge_resilience import Agreement, Decision
 from forge_resilience.heartbeat import Heartbeat
+from forge_resilience.progress import Progress
+from forge_resilience.recorder import Recorder
 from forge_train.build.build import Course, run_schedule
 from forge_train.build.evaluation import Evaluation
 from forge_train.build.layout import micro_batches
@@ -25,8 +29,7 @@ from forge_train.build.objective import Objective, loss_columns, make_compute
 from forge_train.build.resolve import ResolvedJob
 from forge_train.build.run_directory import RunDirectory
 from forge_train.config.schema import JobConfig
-from forge_train.run.recorder import Recorder
-from forge_train.run.rows import Columns, MetricRows, Progress, Timer
+from forge_train.metrics.columns import SCHEMA
 
 
 class _Phase(NamedTuple):
@@ -218,16 +221,20 @@ class Run:
 
     def open_rows(self) -> None:
         """Begin a row of metrics with no step in it."""
-        own = self.objective
+        own, parallel = self.objective, self.config.parallel
         sums = loss_columns(self.config) if own is None else own.columns
+        # `peak_flops` has figures for bf16 only
+        bf16 = parallel.precision == "bf16"
         self.rows = MetricRows(
-            self.config,
             self.device,
             self.meshes.world_size,
             self.total_steps,
-            lambda tokens: self.course.flops(tokens, self.flops_per_token, self.loader.skipped),
-            {"sums": sums, **self.extensions.columns()},
-            self.evaluation.columns,
+            schema=SCHEMA,
+            flops=lambda t: self.course.flops(t, self.flops_per_token, self.loader.skipped),
+            columns={"sums": sums, **self.extensions.columns()},
+            evaluated=self.evaluation.columns,
+            peak=peak_flops(self.device, torch.bfloat16) if bf16 else None,
+            compiled=parallel.compile,
         )
 
     def send_row(self) -> None:

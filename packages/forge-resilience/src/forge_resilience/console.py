@@ -7,23 +7,25 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Literal
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+__all__ = ["ConsoleSink", "console_mode"]
 
 
 class ConsoleSink:
     """Shows each row; `mode` is `live` (rich progress line) or `plain` (one line per row).
 
-    Live updates go through rich's own refresh thread. Errors (a closed stdout, a broken pipe) are
-    the caller's: BackgroundSink turns them into one warning.
+    A row has the columns of `forge_parallel.metric_rows`. Live updates go through rich's own refresh thread. Errors (a closed stdout, a broken pipe) are
+    the caller's: BackgroundSink turns them into one warning. Needs the package rich.
     """
 
     name = "console"
 
     def __init__(self, mode: Literal["live", "plain"], first_step: int, total_steps: int) -> None:
         self._total_steps = total_steps
-        self._live: Progress | None = None
+        self._live: Any = None
         if mode == "live":
+            from rich.console import Console
+            from rich.progress import BarColumn, Progress, TextColumn
+
             self._live = Progress(
                 TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
                 BarColumn(bar_width=20),
@@ -55,6 +57,8 @@ def console_mode(
 ) -> Literal["live", "plain"] | None:
     """`auto` is live on a terminal that can move its cursor, plain elsewhere; `off` is None."""
     if wanted == "auto":
+        from rich.console import Console
+
         console = Console()
         return "live" if console.is_terminal and not console.is_dumb_terminal else "plain"
     return None if wanted == "off" else wanted
