@@ -534,7 +534,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "a failed save waits for the next interval",
-        f"{_TRAIN}/run/checkpoints.py",
+        f"{_CKPT}/training.py",
         "self.wants_retry = self._failures == 1",
         "self.wants_retry = False",
     ),
@@ -553,8 +553,14 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "a run begins from fresh weights where an import is",
         f"{_TRAIN}/run/checkpoints.py",
-        "if self._store.steps() == [0] and",
-        "if self._store.steps() == [] and",
+        "if self.store.steps() == [0] and",
+        "if self.store.steps() == [] and",
+    ),
+    Mistake(
+        "a checkpoint is loaded whose counters are of another step",
+        f"{_TRAIN}/run/checkpoints.py",
+        'if progress["step"] != step:',
+        'if progress["step"] < 0:',
     ),
     Mistake(
         "a fork that has saved reads its parent again",

@@ -180,7 +180,8 @@ def test_checkpoints_that_contradict_themselves(tmp_path: Path) -> None:
     (tmp_path / "model.toml").touch()
     store = Fake(path=tmp_path / "checkpoints", steps=lambda: [], load=lambda state, check: None)
     loader = Fake(stream=Fake(fingerprint=lambda: "here"))
-    checkpoints = Checkpoints(store, Fake(), {"loader": loader}, lambda cursor, windows: 5)
+    config = Fake(every_steps=0, wait=True, max_failed_saves=3)
+    checkpoints = Checkpoints(store, config, {"loader": loader}, lambda cursor, windows: 5)
     with rejects("", str(store.path), "not_found", StateError):
         checkpoints.load()
     saved = {"progress": {"step": 2, "tokens": 4}, "loader": {"cursor": 1, "fingerprint": "there"}}

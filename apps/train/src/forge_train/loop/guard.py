@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -79,9 +80,11 @@ class Guard:
             run.announce(checkpoints.settle())
             windows = [*run.loader.skipped, _instances_of_steps(run, bad.first - before, bad.last)]
             with run.evaluation_point():
-                seconds = checkpoints.go_back(bad.first - 1, bad.first - 1 - before)
+                began = time.perf_counter()
+                found = checkpoints.go_back(bad.first - 1, bad.first - 1 - before)
+                seconds = time.perf_counter() - began
         run.record_quarantine(checkpoints.damaged[known:])
-        if seconds is None:
+        if not found:
             _refuse_without_checkpoint(bad, run.folder.checkpoints)
         self.policy.rollbacks = rollbacks
         skip_windows(run.loader, windows)

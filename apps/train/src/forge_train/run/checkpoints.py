@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, RNGState, Store, StoreInUse
 from forge_ckpt.stage_state import InDtypes, NamedState, OptionalObject, StageState, tensor_names
+from forge_ckpt.training import TrainingCheckpoints
 from forge_core.optim import IdleOptimizer
 from forge_data import InvalidData, Loader
 from forge_parallel import Meshes
@@ -21,7 +22,6 @@ from forge_resilience import read_events
 from forge_train._shared.problems import Problem, invalid
 from forge_train._shared.toml_files import read_toml
 from forge_train.build.run_directory import RunDirectory
-from forge_train.config.init import NAME as MODEL_OF_IMPORT
 from forge_train.config.schema import CheckpointConfig, JobConfig
 from forge_train.errors import ConfigError, DataError, JobError, StateError, problems_at
 from forge_train.run.callback import Callback, state_keys
@@ -113,17 +113,12 @@ def base_problems(config: JobConfig, run: RunDirectory) -> list[Problem]:
     return [Problem("lora.rank", "base", config.lora.rank, rule, fix)]
 
 
-class Checkpoints:
-    """Loads and saves the state of a run. Collective, but for `listen`: every rank calls every method.
+class Checkpoints(TrainingCheckpoints):
+    """Loads and saves the state of a run, with errors of a job: JobError where the disk refuses a save, as older checkpoints
+    are intact. Collective, but for `listen`: every rank calls every method.
 
-    last_step: the step of the newest checkpoint that was loaded or saved, or is being saved, -1 without one.
-    committed: the newest step that this rank knows to be committed. wants_retry: whether a failed save must be
-    made good now; the first in a row in the next step, those after it when the next save is due. `tokens(cursor, windows)`
-    says how many a run has seen at a cursor. `after_load(step)` is called with the state of a step, -1: the initial one.
-
-    A save in the background that the disk refuses: `listen` learns of it and sets `wants_retry`, the vote of the next step
-    tells the other ranks, and all save after that step. `settle` raises JobError after `max_failed_saves` in a row. A save
-    that is waited for (`checkpoint.wait`, and the last one) raises at once.
+    `tokens(cursor, windows)` is the number of tokens that a run has seen at a cursor. `after_load(step)` is called with the
+    state of a step, -1: the initial one.
     """
 
     def __init__(
@@ -134,13 +129,9 @@ class Checkpoints:
         tokens: Callable[[int, Sequence[Sequence[int]]], int],
         after_load: Callable[[int], None] = lambda step: None,
     ) -> None:
-        self.last_step = -1
-        self.committed = -1
-        self._in_flight: int | None = None  # a save whose end not all ranks know
-        self._failures = 0
-        self.wants_retry = False
-        self._store, self._config = store, config
-        self._state, self._tokens, self._after_load = state, tokens, after_load
+        super().__init__(store, state, self._check_saved, after_load, config.max_failed_saves)
+        self._prepares = config.every_steps > 0 and not config.wait
+        self._tokens = tokens
 
     def load(self, begin: Callable[[dict[str, Any], Check], None] | None = None) -> float:
         """Load the newest checkpoint that verifies, or keep the state as built; the seconds it took.
@@ -149,108 +140,56 @@ class Checkpoints:
         weights; all else stays as built. StateError if there was one; ConfigError if a save without waiting would not fit `checkpoint.staging_gib`.
         """
         started = time.perf_counter()
-        with store_errors(self._store.path, StateError):
-            if self._store.steps() == [0] and self._imported():
-                step = self._store.load({"model": InDtypes.fp32(self._state["model"])})
+        with store_errors(self.store.path, StateError):
+            if self.store.steps() == [0] and self._imported():
+                step = self.store.load({"model": InDtypes.fp32(self.state["model"])})
             else:
-                step = self._store.load(self._state, self._check_saved)
+                step = self.store.load(self.state, self._check_saved)
         if step is None:
-            self._raise_if_lost()
-        if step is None and begin is not None:
-            begin(self._state, self._check_saved)
-        elif step is None and (self._store.path.parent / MODEL_OF_IMPORT).exists():
-            rule = f"holds no checkpoint, and {MODEL_OF_IMPORT} next to it is of imported weights"
-            fix = "import them again, or remove that file to begin from fresh ones"
-            raise invalid("", "not_found", str(self._store.path), rule, fix, kind=StateError)
+            self._begin(begin)
 
-        self._after_load(-1 if step is None else step)
+        self.set_loaded(-1 if step is None else step)
         seconds = time.perf_counter() - started
-        self.last_step = self.committed = -1 if step is None else step
-        if self._config.every_steps and not self._config.wait:
-            with store_errors(self._store.path, ConfigError):
-                self._store.prepare(self._state)
+        if self._prepares:
+            with store_errors(self.store.path, ConfigError):
+                self.store.prepare(self.state)
         return seconds
 
-    def _raise_if_lost(self) -> None:
-        """Raise StateError if the journal has a save: a run that begins again would remove its metrics."""
-        run = RunDirectory(self._store.path.parent)
+    def _begin(self, begin: Callable[[dict[str, Any], Check], None] | None) -> None:
+        """Fill the state of a run without a checkpoint. StateError if it had one, as it would remove its metrics."""
+        run = RunDirectory(self.store.path.parent)
         saved = [e.get("step") for e in read_events(run.events) if e.get("event") == "save"]
         if saved:
             rule = f"holds no checkpoint, and {run.events.name} next to it records a save of step {saved[-1]}"
             fix = f"restore them; to begin anew choose another run.dir, or remove {run.events.name}, too"
-            raise invalid("", "lost", str(self._store.path), rule, fix, kind=StateError)
+            raise invalid("", "lost", str(self.store.path), rule, fix, kind=StateError)
 
-    def go_back(self, latest: int, wanted: int) -> float | None:
-        """Load the newest checkpoint up to step `wanted`, or else the oldest up to `latest`, and remove those behind
-        it; the seconds it took. None if there is no such checkpoint; an import is none. After `settle`."""
-        started = time.perf_counter()
-        with store_errors(self._store.path, StateError):
-            steps = [step for step in self._store.steps() if step <= latest]
-            if steps[:1] == [0] and self._imported():
-                del steps[0]
-            if not steps:
-                return None
-            target = max((step for step in steps if step <= wanted), default=steps[0])
-            # first the load, then the removal: a damaged target must leave what is behind it
-            step = self._store.load(self._state, self._check_saved, newest=target)
-            assert step is not None  # else CorruptCheckpoint
-            self._store.discard_after(step)
-            self._after_load(step)
-        self.last_step = self.committed = step
-        return time.perf_counter() - started
+        if begin is not None:
+            begin(self.state, self._check_saved)
+        elif run.imported.exists():
+            rule = f"holds no checkpoint, and {run.imported.name} next to it is of imported weights"
+            fix = "import them again, or remove that file to begin from fresh ones"
+            raise invalid("", "not_found", str(self.store.path), rule, fix, kind=StateError)
+
+    def go_back(self, latest: int, wanted: int, first: int = 0) -> bool:
+        """As there; an import is no state to go back to."""
+        with store_errors(self.store.path, StateError):
+            imported = 0 in self.store.steps() and self._imported()
+            return super().go_back(latest, wanted, max(first, int(imported)))
 
     def settle(self) -> list[int]:
-        """Wait for the save in flight; [its step] if it is committed and no rank was told before.
+        """As there."""
+        with store_errors(self.store.path, JobError, JobError):
+            return super().settle()
 
-        JobError for the `max_failed_saves`-th in a row that the disk refused; fewer are left to the next save.
-        """
-        failure: JobError | None = None
-        try:
-            with store_errors(self._store.path, JobError, JobError):  # older ones are sound
-                self._store.wait()
-        except JobError as error:
-            failure = error
-        self.listen()
-        many = self._failures >= self._config.max_failed_saves
-        if failure is not None and (many or not isinstance(failure.__cause__, OSError)):
-            raise failure
-        return self.announce(self.committed)
-
-    def save(self, step: int, wait: bool, metrics: Mapping[str, float]) -> None:
-        """Save the state of `step`, after `settle`; without `wait` it may change when this returns.
-
-        JobError where the disk refuses a save that is waited for, or too many others: older checkpoints are intact.
-        """
-        self.wants_retry = False
-        self.last_step = self._in_flight = step
-        with store_errors(self._store.path, JobError, JobError):  # older ones are sound
-            self._store.save(step, self._state, wait, metrics)
-
-    def listen(self) -> None:
-        """Learn what became of saves, on this rank."""
-        for event in self._store.poll():
-            if event.kind == "committed":
-                self.committed, self._failures = event.step, 0
-            elif event.kind == "failed":
-                self._failures = event.failures
-                self.wants_retry = self._failures == 1
-                self.last_step = self.committed
-
-    def announce(self, committed: int) -> list[int]:
-        """[the step in flight], once, if it is the one that all ranks now know to be `committed`."""
-        if self._in_flight is None or self._in_flight != committed:
-            return []
-        self._in_flight = None
-        return [committed]
+    def save(self, step: int, wait: bool, metrics: Mapping[str, float] | None = None) -> None:
+        """As there."""
+        with store_errors(self.store.path, JobError, JobError):
+            super().save(step, wait, metrics)
 
     def _imported(self) -> bool:
         """Whether an import wrote step 0."""
-        return IMPORTED in self._store.inspect(0)["objects"]
-
-    @property
-    def damaged(self) -> list[tuple[int, str]]:
-        """(step, reason) of the checkpoints that `load` found damaged."""
-        return list(self._store.set_aside)
+        return IMPORTED in self.store.inspect(0)["objects"]
 
     def _check_saved(self, step: int, saved: Mapping[str, Any]) -> None:
         """Numbers that a checkpoint holds twice must agree: the step, and the position in the data."""
@@ -262,7 +201,7 @@ class Checkpoints:
         if progress["tokens"] == tokens:
             return
         # not damage, so nothing may be set aside for it
-        if saved["loader"]["fingerprint"] != self._state["loader"].stream.fingerprint():
+        if saved["loader"]["fingerprint"] != self.state["loader"].stream.fingerprint():
             rule = (
                 f"must keep the sequences of phases that have begun: the run has seen {progress['tokens']:,} tokens in "
                 f"{cursor:,} sequences, which are {tokens:,} in these phases"
