@@ -17,7 +17,6 @@ from forge_train.build.layout import require_layout
 from forge_train.config.fixed_keys import is_fixed
 from forge_train.config.structure import structure_table
 from forge_train.loop.assemble import job_compute
-from forge_train.loop.guard import skip_windows
 from forge_train.plan import price
 from forge_train.process import init_ranks
 from forge_train.run.checkpoints import IMPORTED, store_errors
@@ -37,7 +36,6 @@ __all__ = [
     "require_layout",
     "run_layers",
     "run_tokenizer",
-    "skip_windows",
     "store_errors",
     "structure_table",
     "tokenizer_of",

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -156,6 +156,12 @@ class Loader:
             raise invalid("window", "order", (first, last), rule, fix)
         self.close()  # what was read ahead has other instances
         self._ledger = ledger
+
+    def skip_rest(self, windows: Iterable[tuple[int, int]]) -> None:
+        """Leave out what is still to come of windows; the batches contain the instances before, or an earlier skip left them out."""
+        for first, last in windows:
+            if last >= self.next_instance:
+                self.skip(max(first, self.next_instance), last)
 
     def rebatch(
         self, global_batch: int, micro_batch: int, num_micro_batches: int | None = None

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from forge_data.config import DataConfig
 from forge_data.ledger import Ledger
+from forge_data.loader import Loader
 from forge_data.phases import PhaseSegment, phase_segments
 
 
@@ -94,6 +95,17 @@ class PhaseSchedule:
                 return found[max(0, wanted)]
             wanted -= len(found)
         return cursor
+
+    def instances_back(self, loader: Loader, tokens: int, first: int, last: int) -> tuple[int, int]:
+        """The first and last instance of the steps that began `first` to `last` + 1 steps ago, after so many tokens.
+
+        The loader may be a step further.
+        """
+        windows = loader.skipped
+        end = self.cursor(tokens, windows)
+        begin, stop = (self.steps_back(end, n, windows, loader.began) for n in (first, last))
+        ids = loader.ids(begin, stop)
+        return int(ids[0]), int(ids[-1])
 
     def at_step(self, step: int) -> tuple[PhaseSegment, int, int]:
         """Of step `step`, counted from 1, of a run that nothing disturbs: its segment, tokens before it, its tokens."""

@@ -105,6 +105,25 @@ class Outcome:
     last: int = 0
     """The bad steps that the action answers."""
 
+    @property
+    def bad_steps(self) -> str:
+        """The cause of the action and its steps, for a user."""
+        what = "a spike" if self.cause == "spike" else "numbers that are not finite"
+        steps = (
+            f"step {self.last}" if self.first == self.last else f"steps {self.first} to {self.last}"
+        )
+        return f"{what} in {steps}"
+
+    def events(self) -> Iterator[tuple[str, dict[str, int]]]:
+        """Events of a journal, with their fields: `skip` and `spike`."""
+        others = [n for n in self.skipped if n not in (*self.spikes, *self.unlabeled)]
+        if self.unlabeled:
+            yield "skip", {"step": self.unlabeled[-1], "unlabeled": len(self.unlabeled)}
+        if others:
+            yield "skip", {"step": others[-1], "skipped": len(others), "in_a_row": self.in_a_row}
+        if self.spikes:
+            yield "spike", {"step": self.spikes[-1], "spikes": len(self.spikes)}
+
 
 class NumericsPolicy:
     """Judges the numbers of each step on the device; the host reads the verdicts later and learns what follows.
@@ -215,6 +234,17 @@ class NumericsPolicy:
         if verdict == _SPIKE and self.spike.action in ("stop", "rollback"):
             return Outcome(action=self.spike.action, cause="spike", first=first, last=step)
         return Outcome()
+
+    def stop_rule(self, cause: str) -> str:
+        """The setting by which a cause ends the run, for a user."""
+        spike, action = self.spike, self.nonfinite.action
+        if cause == "spike":
+            of = "loss or grad_norm" if spike.of == "both" else spike.of
+            rule = f"{of} was more than {spike.sigma:g} standard deviations above the mean of {spike.window} steps"
+            return f"spike.action {spike.action!r}: {rule}"
+        if self.nonfinite.limit:
+            return f"nonfinite.max_in_a_row allows {self.nonfinite.limit} of them in a row"
+        return f"nonfinite.action {action!r} allows no such step"
 
     def state_dict(self) -> dict[str, Any]:
         """Counters and the window, as JSON; equal on all ranks. One host sync with a spike rule."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -14,7 +14,15 @@ from forge_resilience.agreement import Agreement
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Mismatch", "ReplicaCheck", "ReplicasConfig", "checksums", "training_tensors"]
+__all__ = [
+    "Mismatch",
+    "ReplicaCheck",
+    "ReplicasConfig",
+    "checksums",
+    "mismatch_fields",
+    "mismatch_lines",
+    "training_tensors",
+]
 
 _CHUNK = (
     2**21
@@ -23,6 +31,7 @@ _CHUNK = (
 _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 _LAST_SHIFT = 31
+_MOST_NAMES = 8  # of tensors in an event
 _ALONE = ""  # id of the copies of a tensor that no other rank holds
 
 
@@ -325,6 +334,40 @@ def _odd_ones(held: Mapping[int, Mapping[str, int]]) -> Iterator[Mismatch]:
         known = 2 * count > len(values)
         odd = tuple(rank for rank, value in values.items() if not known or value != usual)
         yield Mismatch(name, "replicas", odd, tuple(values))
+
+
+def mismatch_fields(found: Sequence[Mismatch], hosts: Sequence[str]) -> dict[str, Any]:
+    """Fields of an event of a journal; `hosts` are the nodes of the ranks."""
+    ranks = sorted({rank for m in found for rank in m.ranks})
+    known = all(m.is_known for m in found)
+    return {
+        "rank": ranks[0] if known and len(ranks) == 1 else None,
+        "ranks": ranks,
+        "nodes": sorted({hosts[rank] for rank in ranks}),
+        "is_known": known,
+        "tensor": found[0].tensor,
+        "tensors": [m.tensor for m in found[:_MOST_NAMES]],
+        "num_tensors": len(found),
+    }
+
+
+def mismatch_lines(
+    found: Sequence[Mismatch], hosts: Sequence[str], buffers: Collection[str]
+) -> list[str]:
+    """One sentence for each rank that is named, with its node; `buffers` are names that a forward may write to."""
+    by_ranks: dict[tuple[int, ...], list[Mismatch]] = {}
+    for mismatch in found:
+        by_ranks.setdefault(mismatch.ranks, []).append(mismatch)
+    lines = []
+    for ranks, some in by_ranks.items():
+        nodes = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
+        more = f" (and {len(some) - 1} more tensors)" if len(some) > 1 else ""
+        fix = "so that hardware is at fault: run again without that node"
+        if all(m.tensor in buffers for m in some):
+            fix += ", or, if the model's forward writes to it, register that buffer with persistent=False"
+        rule = "copies must be equal bit by bit and memory must keep its values"
+        lines.append(f"{some[0]}{more} on {nodes}; {rule}, {fix}")
+    return lines
 
 
 def _names(ranks: Sequence[int]) -> str:

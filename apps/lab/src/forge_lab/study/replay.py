@@ -22,7 +22,6 @@ from forge_parallel import StartError, launch
 from forge_resilience import ExitCode, StopSignal
 from forge_train import Callback, ResolvedJob, RunDirectory, Trainer, read_rows
 from forge_train.errors import ConfigError, JobError, StateError
-from forge_train.toolkit import skip_windows
 
 #: Numbers of a row that a replay has to give again.
 COMPARED = ("loss", "grad_norm", "lr", "instances")
@@ -49,7 +48,7 @@ class Replay(Callback):
         """Leave out the data that a rollback of the run left out, and count it."""
         back = self._rollbacks.get(step - 1)
         if back is not None:
-            skip_windows(self.trainer.loader, back["skipped_instances"])
+            self.trainer.loader.skip_rest(back["skipped_instances"])
             self.trainer.progress.policy.rollbacks = back["rollbacks"]
 
     def before_forward(self, step: int, batch: Batch) -> None:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 
 from torch import nn
 
-from forge_resilience.health import BROKEN, HealthCheck, RankFinding
+from forge_resilience.health import BROKEN, HealthCheck
+from forge_resilience.health.check import MOST_FINDINGS
 from forge_train.config.schema import JobConfig
 from forge_train.errors import HardwareError
 from forge_train.run.extension import Extension
 from forge_train.run.run import Run
-
-_MOST_FINDINGS = 32
 
 
 class Health(Extension):
@@ -43,24 +41,10 @@ class Health(Extension):
         found = self._check.run()
         if not found:
             return
-        nodes = self._check.nodes_at_fault(found)
+        lost = round(time.perf_counter() - began, 4)
+        fields = self._check.event_fields(found)
+        self._run.recorder.record("health", step=step, **fields, seconds_lost=lost)
         broken = [f for f in found if f.finding.state == BROKEN]
-        self._run.recorder.record(
-            "health",
-            step=step,
-            state="broken" if broken else "warn",
-            cause=str((broken or found)[0]),
-            rank=broken[0].rank if len(broken) == 1 else None,
-            ranks=sorted({f.rank for f in broken}),
-            nodes=nodes,
-            is_known=bool(nodes),
-            findings=[str(f) for f in found[:_MOST_FINDINGS]],
-            num_findings=len(found),
-            seconds_lost=round(time.perf_counter() - began, 4),
-        )
         if broken and self._config.action == "stop":
-            raise HardwareError(_problems(step, broken))
-
-
-def _problems(step: int, broken: Sequence[RankFinding]) -> list[str]:
-    return [f"step {step}: {found}; or set health.action = 'warn'" for found in broken[:_MOST_FINDINGS]]  # fmt: skip
+            fix = "or set health.action = 'warn'"
+            raise HardwareError([f"step {step}: {f}; {fix}" for f in broken[:MOST_FINDINGS]])

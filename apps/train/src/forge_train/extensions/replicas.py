@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -11,13 +10,16 @@ from torch import nn
 from forge_data import Batch
 from forge_parallel import reshard
 from forge_resilience.provenance import node_name
-from forge_resilience.replicas import Mismatch, ReplicaCheck, training_tensors
+from forge_resilience.replicas import (
+    ReplicaCheck,
+    mismatch_fields,
+    mismatch_lines,
+    training_tensors,
+)
 from forge_train.config.schema import JobConfig
 from forge_train.errors import HardwareError
 from forge_train.run.extension import Extension
 from forge_train.run.run import Run
-
-_MOST_NAMES = 8
 
 
 class Replicas(Extension):
@@ -70,48 +72,14 @@ class Replicas(Extension):
             return
         hosts: list[str] = self._run.agreement.exchange(node_name())
         for kind in dict.fromkeys(m.kind for m in found):
-            self._tell(step, [m for m in found if m.kind == kind], hosts)
+            fields = mismatch_fields([m for m in found if m.kind == kind], hosts)
+            self._run.recorder.record("mismatch", step=step, kind=kind, **fields)
         if self._config.action == "stop":
             buffers = {name for name, _ in self._run.model.named_buffers()}
-            raise HardwareError(_problems(step, found, hosts, buffers))
-
-    def _tell(self, step: int, found: Sequence[Mismatch], hosts: Sequence[str]) -> None:
-        ranks = sorted({rank for m in found for rank in m.ranks})
-        known = all(m.is_known for m in found)
-        self._run.recorder.record(
-            "mismatch",
-            step=step,
-            kind=found[0].kind,
-            rank=ranks[0] if known and len(ranks) == 1 else None,
-            ranks=ranks,
-            nodes=sorted({hosts[rank] for rank in ranks}),
-            is_known=known,
-            tensor=found[0].tensor,
-            tensors=[m.tensor for m in found[:_MOST_NAMES]],
-            num_tensors=len(found),
-        )
+            saved = "This step was not saved, and what was saved with resilience.replicas on had been compared"
+            lines = mismatch_lines(found, hosts, buffers)
+            raise HardwareError([f"step {step}: {line}. {saved}" for line in lines])
 
     def _tensors(self) -> dict[str, Any]:
         reshard(self._run.model)  # an evaluation leaves copies of weights gathered
         return training_tensors(self._run.model, self._run.optimizer)
-
-
-def _problems(
-    step: int, found: Sequence[Mismatch], hosts: Sequence[str], buffers: Collection[str]
-) -> list[str]:
-    """One sentence for each rank that is named, with its node."""
-    by_ranks: dict[tuple[int, ...], list[Mismatch]] = {}
-    for mismatch in found:
-        by_ranks.setdefault(mismatch.ranks, []).append(mismatch)
-    problems = []
-    for ranks, some in by_ranks.items():
-        nodes = ", ".join(dict.fromkeys(hosts[rank] for rank in ranks))
-        more = f" (and {len(some) - 1} more tensors)" if len(some) > 1 else ""
-        fix = "so that hardware is at fault: run again without that node"
-        if all(m.tensor in buffers for m in some):
-            fix += ", or, if the model's forward writes to it, register that buffer with persistent=False"
-        problems.append(
-            f"step {step}: {some[0]}{more} on {nodes}; copies must be equal bit by bit and memory must keep its "
-            f"values, {fix}. This step was not saved, and what was saved with resilience.replicas on had been compared"
-        )
-    return problems

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import NoReturn
 
 from torch import Tensor
 
-from forge_data import Loader
 from forge_resilience import NumericsPolicy
 from forge_resilience.policy import Outcome
 from forge_train.errors import NumericsError
@@ -53,18 +51,15 @@ class Guard:
         read = self.take().tolist() if verdicts is None else verdicts
         found = self.policy.decide(read, run.progress.step)
         run.progress.skipped_since_row += len(found.skipped)
-        others = [n for n in found.skipped if n not in (*found.spikes, *found.unlabeled)]
-        if found.unlabeled:
-            run.record("skip", step=found.unlabeled[-1], unlabeled=len(found.unlabeled))
-        if others:
-            run.record("skip", step=others[-1], skipped=len(others), in_a_row=found.in_a_row)
-        if found.spikes:
-            run.record("spike", step=found.spikes[-1], spikes=len(found.spikes))
+        for event, fields in found.events():
+            run.record(event, **fields)
         if found.action == "rollback":
             raise RollbackRequested(found)
         if found.action == "stop":
             run.send_row()
-            _stop(found, self.policy, last_saved)
+            rule = f"{found.bad_steps}: resilience.{self.policy.stop_rule(found.cause)}"
+            fix = "lower optimizer.lr or train.max_grad_norm and run again, or use another action"
+            raise NumericsError([f"{rule}; {_intact(last_saved)}: {fix}"])
 
     def go_back(self, checkpoints: Checkpoints, bad: Outcome) -> None:
         """Load a checkpoint from before the bad steps, and leave their data out of the stream.
@@ -72,22 +67,28 @@ class Guard:
         A kill on the way loses nothing: the next life comes to the same steps, and goes back again.
         """
         run = self._run
-        self._refuse_more_rollbacks(bad, checkpoints.last_step)
+        self._check_limit(bad, checkpoints.last_step)
         at, rollbacks = run.progress.step, self.policy.rollbacks + 1
+        ago = at - bad.first + 1
         before = run.config.resilience.rollback.batches_before
         known = len(checkpoints.damaged)
         with run.phase("load"):
             run.announce(checkpoints.settle())
-            windows = [*run.loader.skipped, _instances_of_steps(run, bad.first - before, bad.last)]
+            left_out = run.course.instances_back(
+                run.loader, run.progress.tokens, ago + before, at - bad.last
+            )
+            windows = [*run.loader.skipped, left_out]
             with run.evaluation_point():
                 began = time.perf_counter()
                 found = checkpoints.go_back(bad.first - 1, bad.first - 1 - before)
                 seconds = time.perf_counter() - began
         run.record_quarantine(checkpoints.damaged[known:])
         if not found:
-            _refuse_without_checkpoint(bad, run.folder.checkpoints)
+            rule = f"holds no state of a run of step {bad.first - 1} or before to go back to"
+            fix = "save more often (checkpoint.every_steps), or keep more checkpoints (checkpoint.keep_last)"
+            raise NumericsError([f"{bad.bad_steps}, and {run.folder.checkpoints} {rule}; {fix}"])
         self.policy.rollbacks = rollbacks
-        skip_windows(run.loader, windows)
+        run.loader.skip_rest(windows)
         run.count_steps()
         run.optimizer.zero_grad()
         run.recorder.reopen(run.progress.step)
@@ -104,71 +105,21 @@ class Guard:
             seconds=round(seconds, 4),
         )
 
-    def _refuse_more_rollbacks(self, found: Outcome, last_saved: int) -> None:
+    def _check_limit(self, bad: Outcome, last_saved: int) -> None:
         """Raise NumericsError if the run went back as often as it may."""
         limit = self.policy.rollback.max_rollbacks
         if self.policy.rollbacks >= limit:
-            raise NumericsError(
-                [f"{_bad_steps(found)} after {limit} rollbacks (resilience.rollback.max_rollbacks {limit}); "
-                 f"{_intact(last_saved)}: lower optimizer.lr or resilience.rollback.lr_factor and run again"]
-            )  # fmt: skip
+            rule = f"after {limit} rollbacks (resilience.rollback.max_rollbacks {limit})"
+            fix = "lower optimizer.lr or resilience.rollback.lr_factor and run again"
+            raise NumericsError([f"{bad.bad_steps} {rule}; {_intact(last_saved)}: {fix}"])
 
 
-def skip_windows(loader: Loader, windows: Sequence[tuple[int, int]]) -> None:
-    """Leave these instances out from the cursor on; what is before it is in the ledger already."""
-    for first, last in windows:
-        following = int(loader.ids(loader.cursor, loader.cursor + 1)[0])
-        if last >= following:
-            loader.skip(max(first, following), last)
-
-
-def _instances_of_steps(run: Run, first: int, last: int) -> tuple[int, int]:
-    """The first and last instance of steps `first` to `last`, up to the last one that is counted."""
-    loader, course, step = run.loader, run.course, run.progress.step
-    windows = loader.skipped
-    end = course.cursor(run.progress.tokens, windows)  # the loader may be a step ahead
-    start = course.steps_back(end, step - first + 1, windows, loader.began)
-    ids = loader.ids(start, course.steps_back(end, step - last, windows, loader.began))
-    return int(ids[0]), int(ids[-1])
-
-
-def _refuse_without_checkpoint(found: Outcome, store: object) -> NoReturn:
-    """There is nothing to go back to."""
-    raise NumericsError(
-        [f"{_bad_steps(found)}, and {store} holds no state of a run of step {found.first - 1} or before to go back "
-         "to; save more often (checkpoint.every_steps), or keep more checkpoints (checkpoint.keep_last)"]
-    )  # fmt: skip
-
-
-def raise_without_saves(found: Outcome) -> NoReturn:
+def raise_without_saves(bad: Outcome) -> NoReturn:
     """There is nothing to go back to, as the run saves nothing."""
     raise NumericsError(
-        [f"{_bad_steps(found)} ({found.cause}), and a run that saves nothing cannot go back; of a replay, the run's journal "
-         f"has no such rollback: look at step {found.first} itself"]
+        [f"{bad.bad_steps}, and a run that saves nothing cannot go back; of a replay, the run's journal "
+         f"has no such rollback: look at step {bad.first} itself"]
     )  # fmt: skip
-
-
-def _stop(found: Outcome, policy: NumericsPolicy, last_saved: int) -> NoReturn:
-    if found.cause == "spike":
-        spike = policy.spike
-        of = "loss or grad_norm" if spike.of == "both" else spike.of
-        rule = (f"{of} was more than {spike.sigma:g} standard deviations above the mean of {spike.window} steps "
-                "(resilience.spike.action 'stop')")  # fmt: skip
-        fix = "lower optimizer.lr, or use action 'skip' or 'rollback'"
-    else:
-        action, limit = policy.nonfinite.action, policy.nonfinite.limit
-        rule = f"resilience.nonfinite.action {action!r} allows no such step"
-        if limit:
-            rule = f"resilience.nonfinite.max_in_a_row allows {limit} of them in a row"
-        fix = "lower optimizer.lr or train.max_grad_norm and run again"
-    raise NumericsError([f"{_bad_steps(found)}: {rule}; {_intact(last_saved)}: {fix}"])
-
-
-def _bad_steps(found: Outcome) -> str:
-    what = "a spike" if found.cause == "spike" else "numbers that are not finite"
-    if found.first == found.last:
-        return f"{what} in step {found.last}"
-    return f"{what} in steps {found.first} to {found.last}"
 
 
 def _intact(last_saved: int) -> str:

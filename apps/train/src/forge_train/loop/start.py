@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,7 +16,7 @@ from forge_resilience.sinks import JsonlSink
 from forge_train.build.run_directory import RunDirectory
 from forge_train.errors import ConfigError, run_on_all_ranks
 from forge_train.loop.opening import Initial
-from forge_train.metrics.columns import read_rows
+from forge_train.metrics.columns import last_row
 from forge_train.metrics.sinks import find_sinks
 from forge_train.protocols import Sink
 from forge_train.run.checkpoints import Checkpoints, checkpoint_state, store_errors
@@ -127,12 +126,9 @@ def life_fields(paths: RunDirectory, progress: Progress) -> dict[str, Any]:
     To be called before metrics.jsonl is cut to the loaded step. Times are seconds since 1970.
     """
     fields: dict[str, Any] = {"began": round(process_start_time(), 3)}
-    try:
-        written = paths.metrics.stat().st_mtime
-        last = next(iter(deque(read_rows(paths.metrics), maxlen=1)), None)
-    except OSError:  # the first life
-        return fields
+    last = last_row(paths.metrics)
     if last is not None:
+        written = paths.metrics.stat().st_mtime
         fields["reached"] = {"step": last["step"], "time": round(written, 3)}
         fields["steps_lost"] = max(0, last["step"] - progress.step)
         seconds = (last.get("seconds") or 0.0) - progress.seconds
@@ -153,11 +149,5 @@ def keys_of_rates(changed: Mapping[str, Any]) -> list[str]:
 
 def last_rate(paths: RunDirectory, step: int) -> tuple[int, float] | None:
     """(step, learning rate) of the last row up to a step; None without one."""
-    found = None
-    try:
-        for row in read_rows(paths.metrics):
-            if row["step"] <= step and row.get("lr") is not None:
-                found = row["step"], float(row["lr"])
-    except OSError:
-        return None
-    return found
+    row = last_row(paths.metrics, step, "lr")
+    return None if row is None else (row["step"], float(row["lr"]))

@@ -95,7 +95,6 @@ class Trainer:
         self._save_requested = False
         self._copies: torch.cuda.Stream | None = None
         self._masks_update = False
-        self._tensor_names: set[str] = set()
         self._checkpoints: Checkpoints
 
     # ---- what the run has, by the names of 0.1
@@ -213,15 +212,16 @@ class Trainer:
             raise invalid("meshes", "mismatch", meshes.batch_size, rule, fix, kind=ConfigError)
         run.meshes, run.agreement = meshes, Agreement(meshes.host_group)
 
-    def _build(self) -> None:
-        """Shard and initialize the model, and build what trains it. Collective."""
+    def _build(self) -> set[str]:
+        """Shard and initialize the model, and build what trains it; the names of the whole model's tensors. Collective."""
         run = self.run
-        self._tensor_names = tensor_names(run.model)
+        names = tensor_names(run.model)
         assemble(run)
         self._masks_update = "skip" in inspect.signature(run.optimizer.step).parameters
         if run.device.type == "cuda":  # copies overlap with the step before
             self._copies = torch.cuda.Stream(run.device)
         seed_rank(run.config.run.seed, run.meshes)
+        return names
 
     def _open(self, stack: contextlib.ExitStack, stop: StopSignal | None) -> None:
         """Open what `stack` closes after any error, refuse another experiment's folder, and load the state."""
@@ -232,10 +232,10 @@ class Trainer:
         store = stack.enter_context(open_store(run))
         self._stop = stop or stack.enter_context(StopSignal(announce=run.meshes.rank == 0))
         changed = run_on_all_ranks(run.agreement, lambda: run.folder.allowed_changes(run.job))
-        self._build()
+        names = self._build()
         stack.enter_context(self._extensions.around("around_run", run))
         with run.evaluation_point():  # which names of an optimizer's state belong to
-            self._checkpoints = open_checkpoints(run, self._extensions, store, self._tensor_names)
+            self._checkpoints = open_checkpoints(run, self._extensions, store, names)
         life = restore(run, self._checkpoints, self._initial, changed)
         stack.callback(run.recorder.close)
         report_start(run, life, self._initial, self._notes, self._checkpoints.damaged)

@@ -28,6 +28,8 @@ from forge_resilience.health.node import (
 from forge_resilience.health.nvml import NvmlProbe
 from forge_resilience.provenance import node_name
 
+MOST_FINDINGS = 32  # in an event
+
 
 @dataclass(frozen=True)
 class RankFinding:
@@ -99,6 +101,21 @@ class HealthCheck:
         nodes = list(dict.fromkeys(f.node for f in found if f.finding.state == BROKEN and f.node))
         several = len(set(self._nodes.values()))
         return nodes if several == 1 or 2 * len(nodes) <= several else []
+
+    def event_fields(self, found: Sequence[RankFinding]) -> dict[str, Any]:
+        """Fields of an event of a journal: what is broken, else what is to be warned of, and the nodes at fault."""
+        nodes = self.nodes_at_fault(found)
+        broken = [f for f in found if f.finding.state == BROKEN]
+        return {
+            "state": "broken" if broken else "warn",
+            "cause": str((broken or found)[0]),
+            "rank": broken[0].rank if len(broken) == 1 else None,
+            "ranks": sorted({f.rank for f in broken}),
+            "nodes": nodes,
+            "is_known": bool(nodes),
+            "findings": [str(f) for f in found[:MOST_FINDINGS]],
+            "num_findings": len(found),
+        }
 
     def _local(self) -> list[Finding]:
         nvml = self._nvml
