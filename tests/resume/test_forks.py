@@ -478,7 +478,7 @@ def fork_of_another_step(job: Path, other: Path, settings: dict[str, Any]) -> An
         assert found is not None
         return replace(found, source=replace(found.source, path=other)) if rank else found
 
-    with mock.patch("forge_train.loop.opening.find_fork", find):
+    with mock.patch("forge_train.loop.initial.find_fork", find):
         trainer = Trainer(load_job(job, {**QUIET, **settings}))
     trainer.fit()
     return trainer.progress.tokens, full(trainer)

@@ -245,7 +245,7 @@ def test_F181_sinks_are_closed_after_an_error_of_the_start(
     closed: list[Recorder] = []
     close = Recorder.close
     monkeypatch.setattr(Recorder, "close", lambda self: (closed.append(self), close(self)))
-    monkeypatch.setattr("forge_train.loop.reporting.packing_report", lambda _: 1 / 0)
+    monkeypatch.setattr("forge_train.loop.start.packing_report", lambda _: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         Trainer(load_job(write_job(tmp_path))).fit()
     assert len(closed) == 1

@@ -24,7 +24,7 @@ from forge_train.build.begin_tokens import run_layers
 from forge_train.build.run_directory import RunDirectory
 from forge_train.config.init import InitConfig, Source
 from forge_train.config.schema import BuiltInModelConfig
-from forge_train.loop import assemble, encoder_source, fork
+from forge_train.loop import assemble, fork, initial
 from forge_train.metrics import sinks
 from forge_train.run.checkpoints import Checkpoints, base_problems, store_errors
 
@@ -114,12 +114,12 @@ def test_encoders_of_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     init = Fake(encoder=str(tmp_path), from_="runs/a")
     config = Fake(init=init, run=Fake(dir=tmp_path / "run"), model=None)
     with rejects("init.encoder", str(tmp_path), "encoder", ConfigError):
-        encoder_source.find_encoder(config, nn.Module(), None)
-    monkeypatch.setattr(encoder_source, "VLMModelConfig", SimpleNamespace)
+        initial.find_encoder(config, nn.Module(), None)
+    monkeypatch.setattr(initial, "VLMModelConfig", SimpleNamespace)
     config.model = Fake(vision=Fake(name="transformers"))
     taken = Fake(weights=Fake(copied=["vision.model.w"]))
     with rejects("init.encoder", str(tmp_path), "excludes", ConfigError):
-        encoder_source.find_encoder(config, nn.Module(), taken)
+        initial.find_encoder(config, nn.Module(), taken)
 
 
 def test_forks_of_adapters_and_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,8 +180,13 @@ def test_checkpoints_that_contradict_themselves(tmp_path: Path) -> None:
     (tmp_path / "model.toml").touch()
     store = Fake(path=tmp_path / "checkpoints", steps=lambda: [], load=lambda state, check: None)
     loader = Fake(stream=Fake(fingerprint=lambda: "here"))
-    config = Fake(every_steps=0, wait=True, max_failed_saves=3)
-    checkpoints = Checkpoints(store, config, {"loader": loader}, lambda cursor, windows: 5)
+    run = Fake(
+        config=Fake(checkpoint=Fake(max_failed_saves=3)),
+        folder=RunDirectory(tmp_path),
+        course=Fake(tokens=lambda cursor, windows: 5),
+        loader=loader,
+    )
+    checkpoints = Checkpoints(run, store, {})
     with rejects("", str(store.path), "not_found", StateError):
         checkpoints.load()
     saved = {"progress": {"step": 2, "tokens": 4}, "loader": {"cursor": 1, "fingerprint": "there"}}

@@ -14,7 +14,7 @@ class TrainingCheckpoints:
         checkpoints = TrainingCheckpoints(store, {"model": model, "optimizer": optimizer})
         for step in range(1, 1001):
             checkpoints.listen()
-            committed, retry = agree(checkpoints.committed, checkpoints.wants_retry)   # min and any over the ranks
+            committed, retry = agree(checkpoints.committed, checkpoints.wants_retry)   # max and any over the ranks
             train(step)
             for saved in checkpoints.announce(committed):
                 print(f"step {saved} can be loaded")

@@ -15,6 +15,7 @@ from typing import Any
 from forge_resilience._shared.problems import invalid
 
 _INT64 = range(-(2**63), 2**63)
+_TINY, _LARGEST = 2.0**-126, (2 - 2.0**-23) * 2.0**127  # normal numbers of fp32
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,17 @@ class Decision:
         for vote in self.votes:  # not sum(), which rounds otherwise from Python 3.12 on
             total += vote.count
         return total
+
+    @property
+    def data_problem(self) -> str:
+        """Why nothing can be trained on what was read, for a user; "" if it can."""
+        if self.mismatched_ranks:
+            rule = f"ranks {self.mismatched_ranks} read another global batch than rank 0"
+            return f"{rule}; data and configuration must be the same on all nodes: compare them"
+        if self.count and not _TINY <= abs(self.count) <= _LARGEST:
+            rule = f"must be 0 or between {_TINY:.1e} and {_LARGEST:.1e}, as fp32 gradients are divided by it"
+            return f"the labels of the global batch weigh {self.count:g}, which {rule}; scale the weights"
+        return ""
 
     @property
     def counts(self) -> tuple[int, ...]:

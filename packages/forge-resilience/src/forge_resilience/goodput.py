@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 from forge_resilience._proc import process_start
 from forge_resilience._shared.problems import invalid
+from forge_resilience.sinks import last_row
 
 __all__ = [
     "CAUSES",
@@ -26,6 +28,7 @@ __all__ = [
     "daly_interval",
     "ettr",
     "goodput",
+    "life_fields",
     "mean_time_bounds",
     "process_start_time",
     "read_ledger",
@@ -407,6 +410,23 @@ def _solve(falling: Callable[[float], float], value: float, guess: int) -> float
         middle = (low + high) / 2
         low, high = (middle, high) if falling(middle) > value else (low, middle)
     return (low + high) / 2
+
+
+def life_fields(
+    metrics: Path, step: int, seconds: float, schema: int | None = None
+) -> dict[str, Any]:
+    """Fields of `start` and `resume` that tell the lives of a run apart, of one that goes on from `step` with `seconds`.
+
+    `began` of this process; after an earlier life `reached`, the step and time of its last row of metrics, and `steps_lost`
+    and `seconds_lost`, the training between the loaded checkpoint and that row. To be called before the file is cut to the
+    loaded step. Times are seconds since 1970.
+    """
+    fields: dict[str, Any] = {"began": round(process_start_time(), 3)}
+    if (last := last_row(metrics, schema=schema)) is not None:
+        fields["reached"] = {"step": last["step"], "time": round(metrics.stat().st_mtime, 3)}
+        fields["steps_lost"] = max(0, last["step"] - step)
+        fields["seconds_lost"] = round(max(0.0, (last.get("seconds") or 0.0) - seconds), 4)
+    return fields
 
 
 def process_start_time() -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import secrets
@@ -26,7 +27,15 @@ from forge_resilience._shared.toml_files import flatten, read_toml
 from forge_resilience.background_sink import Row
 from forge_resilience.journal import read_json_lines
 
-__all__ = ["JsonlSink", "MlflowSink", "TensorBoardSink", "WandbSink", "read_rows", "scalars"]
+__all__ = [
+    "JsonlSink",
+    "MlflowSink",
+    "TensorBoardSink",
+    "WandbSink",
+    "last_row",
+    "read_rows",
+    "scalars",
+]
 
 #: Seconds that wandb may upload at the end of a process; what is left is on the disk, for `wandb sync`.
 _FINISH_SECONDS = 10.0
@@ -102,6 +111,21 @@ def read_rows(path: str | os.PathLike[str], schema: int | None = None) -> Iterat
             f"{path}: {later} rows have the schema {newest}, and this version reads up to {schema}: columns may mean "
             "other things; read them with a newer version"
         )
+
+
+def last_row(
+    path: str | os.PathLike[str],
+    step: float = math.inf,
+    column: str = "step",
+    schema: int | None = None,
+) -> dict[str, Any] | None:
+    """The last row up to a step with a value in `column`; None without one, and where the file cannot be read."""
+    found = None
+    with contextlib.suppress(OSError):
+        for row in read_rows(path, schema):
+            if row["step"] <= step and row.get(column) is not None:
+                found = row
+    return found
 
 
 def _warn(message: str) -> None:

@@ -20,7 +20,7 @@ from forge_ckpt import (
     load_weights,
     match_weights,
 )
-from forge_ckpt.hf import fill_tensor, notes_of
+from forge_ckpt.hf import fill_part, notes_of
 from forge_ckpt.weights import first_names
 from forge_core.lora import adapter_names
 from forge_data import InvalidData, Loader
@@ -108,12 +108,8 @@ class Fork:
             load_step(path, wanted, check if rest else None, group=group)
 
     def _fill(self, model: nn.Module, hf: HFModel) -> None:
-        state = model.state_dict()
         with _source_errors(self.init, self.source.path):
-            tensors = hf.tensors()
-            for name in self.weights.copied:
-                if name in state:
-                    fill_tensor(name, state[name], tensors.read(name))
+            fill_part(model, hf.tensors().read, {name: name for name in self.weights.copied})
 
     def write(self, run_dir: Path) -> None:
         """Write the files that came with weights from Hugging Face, so that an export gives them back: those of the

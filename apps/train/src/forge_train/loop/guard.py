@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from typing import NoReturn
 
-from torch import Tensor
-
 from forge_resilience import NumericsPolicy
 from forge_resilience.policy import Outcome
 from forge_train.errors import NumericsError
@@ -37,18 +35,13 @@ class Guard:
         """What was judged so far."""
         return self._run.progress.policy
 
-    def take(self) -> Tensor:
-        """Verdicts since the last look, as a tensor on the device; no sync."""
-        taken: Tensor = self.policy.take()
-        return taken
-
     def check(self, last_saved: int) -> None:
         """Record bad steps; raise NumericsError or RollbackRequested where the policy says so.
 
         Up to the step of the row that waits, whose verdicts are on the host; without one up to the last step (a sync).
         """
         run, verdicts = self._run, self._run.rows.verdicts()
-        read = self.take().tolist() if verdicts is None else verdicts
+        read = self.policy.take().tolist() if verdicts is None else verdicts
         found = self.policy.decide(read, run.progress.step)
         run.progress.skipped_since_row += len(found.skipped)
         for event, fields in found.events():

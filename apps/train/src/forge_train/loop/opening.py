@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from forge_core import flops_per_token
@@ -31,67 +30,13 @@ from forge_train.build.resolve import ResolvedJob
 from forge_train.build.run_directory import RunDirectory
 from forge_train.errors import ConfigError, config_errors, refuse
 from forge_train.extensions.built_in import extensions_of
-from forge_train.loop.encoder_source import EncoderSource, find_encoder
-from forge_train.loop.fork import Fork, find_fork
+from forge_train.loop.fork import Fork
+from forge_train.loop.initial import Initial
+from forge_train.loop.start import Notes
 from forge_train.plan import describe_placement, with_layout
 from forge_train.run.callback import hook_problems, load_callbacks, state_keys
-from forge_train.run.checkpoints import Check
 from forge_train.run.extension import Extension, Extensions
 from forge_train.run.run import Run
-
-
-@dataclass(frozen=True)
-class Notes:
-    """What the start of a run says about its job: lines for a person and fields of the event."""
-
-    reasons: list[str]
-    placement: list[str]
-    sources: list[str]
-    data: list[str]
-    optimizer: list[str]
-
-    def fields(self, world_size: int) -> dict[str, list[str]]:
-        """Fields of the event `start` or `resume`."""
-        of_ranks = {"layout": self.placement, "reasons": self.reasons} if world_size > 1 else {}
-        others = {"sources": self.sources, "data": self.data, "optimizer": self.optimizer}
-        return of_ranks | {name: lines for name, lines in others.items() if lines}
-
-
-@dataclass
-class Initial:
-    """What the weights of a run without a checkpoint are from: [init], and the folder of its encoder."""
-
-    fork: Fork | None
-    encoder: EncoderSource | None
-
-    @classmethod
-    def find(cls, run: Run) -> Initial:
-        """ConfigError for a source that does not fit the job; nothing of it is loaded."""
-        fork = find_fork(run.job, run.model, run.loader, run.total_steps)
-        return cls(fork, find_encoder(run.config, run.model, fork))
-
-    def begin(self, run: Run) -> Callable[[dict[str, Any], Check], None] | None:
-        """What fills the state of a run, collectively; None where all of it stays as built."""
-        fork, encoder = self.fork, self.encoder
-
-        def fill(state: dict[str, Any], check: Check) -> None:
-            if fork is not None:
-                fork.load(run, state, check)
-            if encoder is not None:
-                encoder.load(run.model, run.agreement)
-
-        return None if fork is None and encoder is None else fill
-
-    def drop(self) -> None:
-        """The run had a checkpoint."""
-        self.fork = self.encoder = None
-
-    def record(self, run: Run, hosts: Sequence[str]) -> None:
-        """Write into the run directory how this life of the run was made, and, of a fork, what from."""
-        if self.fork is not None:
-            self.fork.write(run.folder.path)
-        parent = None if self.fork is None else self.fork.parent()
-        run.folder.record(run.job, hosts, parent)
 
 
 class Opened(NamedTuple):
@@ -163,13 +108,13 @@ def open_run(given: ResolvedJob, users: Sequence[Extension], until: int | None =
 
     loader.on_event = lambda event, **fields: _record_data(run, event, **fields)
     initial = Initial.find(run)
-    notes = Notes(
-        [*reasons, *remarks(config, layout)],
-        describe_placement(config.parallel, world, model),
-        sources=list(getattr(loader.stream, "source_lines", ())),
-        data=_data_notes(loader, held_out),
-        optimizer=_changes_of_older_run(run, initial.fork),
-    )
+    notes = {
+        "layout": describe_placement(config.parallel, world, model),
+        "reasons": [*reasons, *remarks(config, layout)],
+        "sources": list(getattr(loader.stream, "source_lines", ())),
+        "data": _data_notes(loader, held_out),
+        "optimizer": _changes_of_older_run(run, initial.fork),
+    }
     return Opened(run, extensions, initial, notes)
 
 

@@ -1,30 +1,33 @@
-"""The start of a life of a run: its state is loaded, its files are opened, and what the start reports is gathered."""
+"""The start of a life of a run: its state is loaded, its files are opened, and a person and the journal learn how it begins."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from forge_ckpt import SaveEvent, Store
+from forge_data.differences import difference_lines
+from forge_data.packing import packing_report
 from forge_resilience.console import ConsoleSink, console_mode
-from forge_resilience.goodput import process_start_time
-from forge_resilience.progress import Progress
+from forge_resilience.goodput import life_fields
 from forge_resilience.recorder import Recorder
-from forge_resilience.sinks import JsonlSink
+from forge_resilience.sinks import JsonlSink, last_row
+from forge_train.build.resolve import schedule_warnings
 from forge_train.build.run_directory import RunDirectory
 from forge_train.errors import ConfigError, run_on_all_ranks
-from forge_train.loop.opening import Initial
-from forge_train.metrics.columns import last_row
+from forge_train.loop.initial import Initial
+from forge_train.metrics.columns import SCHEMA
 from forge_train.metrics.sinks import find_sinks
 from forge_train.protocols import Sink
-from forge_train.run.checkpoints import Checkpoints, checkpoint_state, store_errors
-from forge_train.run.extension import Extensions
+from forge_train.run.checkpoints import Checkpoints, store_errors
 from forge_train.run.run import Run
 
 #: Keys, or how they begin, that the learning rate of a step depends on.
 _KEYS_OF_RATES = ("train.steps", "train.tokens", "train.global_batch", "schedule.", "optimizer.lr")
+#: What the start reports of a job, by topic: `reasons` and `layout` of several ranks, `sources`, `data` and `optimizer`.
+Notes = Mapping[str, Sequence[str]]
 
 
 @dataclass(frozen=True)
@@ -64,20 +67,6 @@ def open_store(run: Run) -> Store:
         )
 
 
-def open_checkpoints(
-    run: Run, extensions: Extensions, store: Store, tensor_names: set[str]
-) -> Checkpoints:
-    """What is saved of a run; `tensor_names` are those of all stages."""
-    state = checkpoint_state(run, extensions, tensor_names)
-    return Checkpoints(
-        store,
-        run.config.checkpoint,
-        extensions.checkpoint_objects(state),
-        run.course.tokens,
-        lambda step: extensions.call("after_load", step),
-    )
-
-
 def restore(
     run: Run, checkpoints: Checkpoints, initial: Initial, changed: Mapping[str, list[Any]]
 ) -> Life:
@@ -93,7 +82,8 @@ def restore(
     if "train.global_batch" in changed:  # bad steps up to here had other instances than it says
         run.progress.policy.forget_bad_steps()
     step, writes = run.progress.step, run.meshes.rank == 0
-    fields = life_fields(run.folder, run.progress) if writes else {}
+    done = run.progress.seconds
+    fields = life_fields(run.folder.metrics, step, done, SCHEMA) if writes else {}
     rates = _rates(run, changed) if writes and step < run.total_steps else []
 
     hosts = run.agreement.exchange(run.folder.host)
@@ -119,35 +109,72 @@ def _sinks(run: Run) -> dict[str, Callable[[int], Sink]]:
     return found
 
 
-def life_fields(paths: RunDirectory, progress: Progress) -> dict[str, Any]:
-    """`began` of this process; after an earlier life `reached`, the step and time of its last row, and `steps_lost`
-    and `seconds_lost`, the training between the loaded checkpoint and that row.
-
-    To be called before metrics.jsonl is cut to the loaded step. Times are seconds since 1970.
-    """
-    fields: dict[str, Any] = {"began": round(process_start_time(), 3)}
-    last = last_row(paths.metrics)
-    if last is not None:
-        written = paths.metrics.stat().st_mtime
-        fields["reached"] = {"step": last["step"], "time": round(written, 3)}
-        fields["steps_lost"] = max(0, last["step"] - progress.step)
-        seconds = (last.get("seconds") or 0.0) - progress.seconds
-        fields["seconds_lost"] = round(max(0.0, seconds), 4)
-    return fields
-
-
 def _rates(run: Run, changed: Mapping[str, Any]) -> list[tuple[int, float]]:
     step = run.progress.step
-    last = last_rate(run.folder, step) if keys_of_rates(changed) else None
+    last = last_rate(run.folder, step) if _keys_of_rates(changed) else None
     return [last, (step + 1, run.next_rate())] if last else []
 
 
-def keys_of_rates(changed: Mapping[str, Any]) -> list[str]:
+def _keys_of_rates(changed: Mapping[str, Any]) -> list[str]:
     """The keys among changed ones that give the same step another learning rate."""
     return [key for key in changed if key.startswith(_KEYS_OF_RATES)]
 
 
 def last_rate(paths: RunDirectory, step: int) -> tuple[int, float] | None:
     """(step, learning rate) of the last row up to a step; None without one."""
-    row = last_row(paths.metrics, step, "lr")
+    row = last_row(paths.metrics, step, "lr", SCHEMA)
     return None if row is None else (row["step"], float(row["lr"]))
+
+
+def report_start(
+    run: Run, life: Life, initial: Initial, notes: Notes, damaged: Sequence[tuple[int, str]]
+) -> None:
+    """Say on the terminal and in the journal how this life begins; `damaged` are (step, reason) of checkpoints."""
+    run.record_quarantine(damaged)
+    for line in _lines(run, life, initial, notes):
+        run.report(line)
+
+    step, fork, ranks = run.progress.step, initial.fork, run.meshes.world_size
+    event = {
+        "step": step,
+        "total_steps": run.total_steps,
+        "device": str(run.device),
+        "world_size": ranks,
+        **life.fields,
+        **{k: v for k, v in notes.items() if (ranks > 1 if k in ("layout", "reasons") else v)},
+    }
+    if run.loader.changed:
+        event["data_changed"] = run.loader.changed
+    if packing := packing_report(run.loader.stream):
+        event["packing"] = packing
+
+    if initial.encoder is not None:
+        run.record("encoder", step=step, **initial.encoder.event())
+    if fork is not None:
+        run.record("fork", step=step, **fork.event())
+        run.record("start", **event, seconds=life.seconds)
+    elif step:
+        changes = {"changed": life.changed, "learning_rates": life.rates}
+        run.record("resume", **event, seconds=life.seconds, **changes)
+    else:
+        run.record("start", **event)
+
+
+def _lines(run: Run, life: Life, initial: Initial, notes: Notes) -> list[str]:
+    step, fork = run.progress.step, initial.fork
+    lines = [f"layout: {line}" for line in [*notes["reasons"], *notes["layout"]]]
+    lines += [f"schedule: {line}" for line in schedule_warnings(run.config)]
+    lines += [f"data: {line}" for line in [*notes["sources"], *notes["data"]]]
+    lines += [f"data: {line}, accepted" for line in difference_lines(run.loader.changed)]
+
+    if step and fork is None:
+        lines.append(f"resume: from step {step} of {run.total_steps}")
+        changed = life.changed.items()
+        lines += [f"resume: {key} was {was!r} and is {now!r}" for key, (was, now) in changed]
+    if life.rates:
+        before, after = (f"{rate:.4g} in step {at}" for at, rate in life.rates)
+        keys = ", ".join(_keys_of_rates(life.changed))
+        lines.append(f"resume: the learning rate was {before} and is {after} ({keys} changed)")
+    lines += [f"init: {line}" for line in ([] if fork is None else fork.lines())]
+    lines += [f"optimizer: {line}" for line in notes["optimizer"]]
+    return lines if initial.encoder is None else [*lines, f"init: {initial.encoder.line()}"]

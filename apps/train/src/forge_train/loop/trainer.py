@@ -30,11 +30,10 @@ from forge_train.loop.assemble import assemble, seed_rank
 from forge_train.loop.evaluator import Evaluator
 from forge_train.loop.guard import Guard, RollbackRequested, raise_without_saves
 from forge_train.loop.opening import open_run
-from forge_train.loop.reporting import report_start
-from forge_train.loop.start import open_checkpoints, open_store, restore
+from forge_train.loop.start import open_store, report_start, restore
 from forge_train.loop.vote import PendingCount, fault_code
 from forge_train.run.callback import Callback
-from forge_train.run.checkpoints import Checkpoints, share_places
+from forge_train.run.checkpoints import Checkpoints, checkpoint_state, share_places
 from forge_train.run.extension import Extension
 
 #: Attributes that are those of `run` since 0.2.0.
@@ -235,7 +234,8 @@ class Trainer:
         names = self._build()
         stack.enter_context(self._extensions.around("around_run", run))
         with run.evaluation_point():  # which names of an optimizer's state belong to
-            self._checkpoints = open_checkpoints(run, self._extensions, store, names)
+            state = checkpoint_state(run, self._extensions, names)
+        self._checkpoints = Checkpoints(run, store, state)
         life = restore(run, self._checkpoints, self._initial, changed)
         stack.callback(run.recorder.close)
         report_start(run, life, self._initial, self._notes, self._checkpoints.damaged)
@@ -381,7 +381,7 @@ class Trainer:
         numbers = {
             "loss": sums[0],
             "grad_norm": grad_norm,
-            "verdicts": self._guard.take(),
+            "verdicts": self._guard.policy.take(),
             "sums": sums[1:],
             **self._extensions.numbers(step),
         }

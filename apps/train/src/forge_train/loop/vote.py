@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
-
 import forge_data
 from forge_resilience import Decision, ExitCode, Vote
 from forge_train._shared.limits import limit_problem
 from forge_train._shared.problems import problems_of
 from forge_train.errors import DataError, Report, raise_reported, received, report_of
 from forge_train.run.run import Run
-
-_FP32 = torch.finfo(torch.float32)
 
 
 def fault_code(fault: Exception | None) -> int:
@@ -65,17 +61,8 @@ class PendingCount:
         step = self._run.progress.step + 1
         if decision.faults:
             self._raise_faults(decision)
-        if decision.mismatched_ranks:
-            raise DataError(
-                [f"step {step}: ranks {decision.mismatched_ranks} read another global batch than rank 0; "
-                 "data and configuration must be the same on all nodes: compare them"]
-            )  # fmt: skip
-        if decision.count and not _FP32.tiny <= abs(decision.count) <= _FP32.max:
-            raise DataError(
-                [f"step {step}: the labels of the global batch weigh {decision.count:g}, which must be 0 or "
-                 f"between {_FP32.tiny:.1e} and {_FP32.max:.1e}, as fp32 gradients are divided by it; scale the "
-                 "weights"]
-            )  # fmt: skip
+        if problem := decision.data_problem:
+            raise DataError([f"step {step}: {problem}"])
 
     def _raise_faults(self, decision: Decision) -> None:
         """Record the faults of all ranks and raise them; every rank sends its own, if it has one."""

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,16 +85,6 @@ def columns_as_markdown() -> str:
 def read_rows(path: str | Path) -> Iterator[dict[str, Any]]:
     """`forge_resilience.sinks.read_rows`, with a line on stderr for rows of a later schema."""
     return sinks.read_rows(path, SCHEMA)
-
-
-def last_row(path: Path, step: float = math.inf, column: str = "step") -> dict[str, Any] | None:
-    """The last row up to a step with a value in `column`; None without one, and without a file."""
-    found = None
-    with contextlib.suppress(OSError):
-        for row in read_rows(path):
-            if row["step"] <= step and row.get(column) is not None:
-                found = row
-    return found
 
 
 @functools.cache

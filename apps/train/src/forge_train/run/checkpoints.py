@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,10 @@ from forge_resilience import read_events
 from forge_train._shared.problems import Problem, invalid
 from forge_train._shared.toml_files import read_toml
 from forge_train.build.run_directory import RunDirectory
-from forge_train.config.schema import CheckpointConfig, JobConfig
+from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, DataError, JobError, StateError, problems_at
 from forge_train.run.callback import Callback, state_keys
-from forge_train.run.extension import Extension
+from forge_train.run.extension import Extensions
 from forge_train.run.run import Run
 
 Check = Callable[[int, Mapping[str, Any]], None]
@@ -62,7 +62,7 @@ def store_errors(
         raise kind(problems_at(error, checkpoints)) from error
 
 
-def checkpoint_state(run: Run, extensions: Iterable[Extension], names: set[str]) -> dict[str, Any]:
+def checkpoint_state(run: Run, extensions: Extensions, names: set[str]) -> dict[str, Any]:
     """The objects of a checkpoint, by name; `names` are the tensors of the whole model, of which this rank has some."""
     others = names - tensor_names(run.model)
 
@@ -80,7 +80,7 @@ def checkpoint_state(run: Run, extensions: Iterable[Extension], names: set[str])
         del state["optimizer"]
     for key, extension in state_keys(extensions).items():
         state[key] = extension if isinstance(extension, Callback) else OptionalObject(extension)
-    return state
+    return extensions.checkpoint_objects(state)
 
 
 def share_places(loader: Loader, meshes: Meshes) -> None:
@@ -117,21 +117,16 @@ class Checkpoints(TrainingCheckpoints):
     """Loads and saves the state of a run, with errors of a job: JobError where the disk refuses a save, as older checkpoints
     are intact. Collective, but for `listen`: every rank calls every method.
 
-    `tokens(cursor, windows)` is the number of tokens that a run has seen at a cursor. `after_load(step)` is called with the
-    state of a step, -1: the initial one.
+    state: the objects of a checkpoint. Extensions hear of each load; of step -1 where the state is the initial one.
     """
 
-    def __init__(
-        self,
-        store: Store,
-        config: CheckpointConfig,
-        state: dict[str, Any],
-        tokens: Callable[[int, Sequence[Sequence[int]]], int],
-        after_load: Callable[[int], None] = lambda step: None,
-    ) -> None:
-        super().__init__(store, state, self._check_saved, after_load, config.max_failed_saves)
-        self._prepares = config.every_steps > 0 and not config.wait
-        self._tokens = tokens
+    def __init__(self, run: Run, store: Store, state: dict[str, Any]) -> None:
+        limit = run.config.checkpoint.max_failed_saves
+        super().__init__(store, state, self._check_saved, self._tell, limit)
+        self._run = run
+
+    def _tell(self, step: int) -> None:
+        self._run.extensions.call("after_load", step)
 
     def load(self, begin: Callable[[dict[str, Any], Check], None] | None = None) -> float:
         """Load the newest checkpoint that verifies, or keep the state as built; the seconds it took.
@@ -150,14 +145,15 @@ class Checkpoints(TrainingCheckpoints):
 
         self.set_loaded(-1 if step is None else step)
         seconds = time.perf_counter() - started
-        if self._prepares:
+        config = self._run.config.checkpoint
+        if config.every_steps and not config.wait:
             with store_errors(self.store.path, ConfigError):
                 self.store.prepare(self.state)
         return seconds
 
     def _begin(self, begin: Callable[[dict[str, Any], Check], None] | None) -> None:
         """Fill the state of a run without a checkpoint. StateError if it had one, as it would remove its metrics."""
-        run = RunDirectory(self.store.path.parent)
+        run = self._run.folder
         saved = [e.get("step") for e in read_events(run.events) if e.get("event") == "save"]
         if saved:
             rule = f"holds no checkpoint, and {run.events.name} next to it records a save of step {saved[-1]}"
@@ -197,11 +193,11 @@ class Checkpoints(TrainingCheckpoints):
         if progress["step"] != step:
             rule = f"must be {step}, the step of the checkpoint"
             raise invalid("progress.step", "mismatch", progress["step"], rule)
-        tokens = self._tokens(cursor, saved["loader"].get("skipped", ()))
+        tokens = self._run.course.tokens(cursor, saved["loader"].get("skipped", ()))
         if progress["tokens"] == tokens:
             return
         # not damage, so nothing may be set aside for it
-        if saved["loader"]["fingerprint"] != self.state["loader"].stream.fingerprint():
+        if saved["loader"]["fingerprint"] != self._run.loader.stream.fingerprint():
             rule = (
                 f"must keep the sequences of phases that have begun: the run has seen {progress['tokens']:,} tokens in "
                 f"{cursor:,} sequences, which are {tokens:,} in these phases"

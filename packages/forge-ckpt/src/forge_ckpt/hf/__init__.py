@@ -4,7 +4,7 @@ from forge_ckpt.hf.adapters import MergedTensors, peft_files
 from forge_ckpt.hf.families import HFFamily, find_family, fitting_family, hf_families
 from forge_ckpt.hf.folder import HFFolder
 from forge_ckpt.hf.headers import read_json
-from forge_ckpt.hf.load import HFTensors, fill_tensor, load_hf
+from forge_ckpt.hf.load import HFTensors, fill_part, fill_tensor, load_hf
 from forge_ckpt.hf.model import (
     HFModel,
     merged_config,
@@ -27,6 +27,7 @@ __all__ = [
     "Op",
     "Row",
     "check_rows",
+    "fill_part",
     "fill_tensor",
     "find_family",
     "fitting_family",

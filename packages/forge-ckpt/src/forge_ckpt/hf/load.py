@@ -1,7 +1,7 @@
 """Weights of a Hugging Face folder under Forge's names, tensor by tensor, without ever holding the model."""
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -113,6 +113,17 @@ def load_hf(
     for name in source.meta.keys() & state.keys():
         fill_tensor(name, state[name], source.read(name))
     return state
+
+
+def fill_part(model: nn.Module, read: Callable[[str], Tensor], names: Mapping[str, str]) -> None:
+    """Fill those tensors that this rank's part of a model has; ``names`` are {tensor of the model: argument of ``read``}.
+
+    Each rank reads whole tensors, one at a time, without communication.
+    """
+    state = model.state_dict()
+    for name, theirs in names.items():
+        if name in state:  # a stage of a pipeline has some
+            fill_tensor(name, state[name], read(theirs))
 
 
 @torch.no_grad()

@@ -1,15 +1,15 @@
-"""`init.encoder`: the vision encoder of a run begins with the weights of a folder of Hugging Face."""
+"""What a run without a checkpoint begins with: the state of another run, and a folder of Hugging Face for its encoder."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from forge_ckpt.hf import HFFolder, fill_tensor, read_json, read_processor
+from forge_ckpt.hf import HFFolder, fill_part, read_json, read_processor
 from forge_resilience import Agreement
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import invalid, problems_of
@@ -17,7 +17,9 @@ from forge_train.config.init import has_begun
 from forge_train.config.schema import JobConfig
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, config_errors, run_on_all_ranks
-from forge_train.loop.fork import Fork
+from forge_train.loop.fork import Fork, find_fork
+from forge_train.run.checkpoints import Check
+from forge_train.run.run import Run
 from forge_vlm import vision
 
 _PREFIX = "vision.model."
@@ -34,13 +36,7 @@ class EncoderSource:
 
     def load(self, model: nn.Module, agreement: Agreement) -> None:
         """Fill the encoder of this rank's part of the model; each rank reads whole tensors, one at a time. Collective."""
-        run_on_all_ranks(agreement, lambda: self._fill(model))
-
-    def _fill(self, model: nn.Module) -> None:
-        state, folder = model.state_dict(), HFFolder(self.path)
-        for name, theirs in self.names.items():
-            if name in state:  # a later stage of a pipeline has no encoder
-                fill_tensor(name, state[name], folder.read(theirs))
+        run_on_all_ranks(agreement, lambda: fill_part(model, HFFolder(self.path).read, self.names))
 
     def line(self) -> str:
         """What a person should know of it."""
@@ -92,3 +88,40 @@ def _of_job(problem: Any, path: Path) -> Any:
     if not problem.key:
         return replace(problem.under("init.encoder"), value=str(path))
     return problem if problem.code == "shape" else problem.under("model")
+
+
+@dataclass
+class Initial:
+    """What the weights of a run without a checkpoint are from: [init], and the folder of its encoder."""
+
+    fork: Fork | None
+    encoder: EncoderSource | None
+
+    @classmethod
+    def find(cls, run: Run) -> Initial:
+        """ConfigError for a source that does not fit the job; nothing of it is loaded."""
+        fork = find_fork(run.job, run.model, run.loader, run.total_steps)
+        return cls(fork, find_encoder(run.config, run.model, fork))
+
+    def begin(self, run: Run) -> Callable[[dict[str, Any], Check], None] | None:
+        """What fills the state of a run, collectively; None where all of it stays as built."""
+        fork, encoder = self.fork, self.encoder
+
+        def fill(state: dict[str, Any], check: Check) -> None:
+            if fork is not None:
+                fork.load(run, state, check)
+            if encoder is not None:
+                encoder.load(run.model, run.agreement)
+
+        return None if fork is None and encoder is None else fill
+
+    def drop(self) -> None:
+        """The run had a checkpoint."""
+        self.fork = self.encoder = None
+
+    def record(self, run: Run, hosts: Sequence[str]) -> None:
+        """Write into the run directory how this life of the run was made, and, of a fork, what from."""
+        if self.fork is not None:
+            self.fork.write(run.folder.path)
+        parent = None if self.fork is None else self.fork.parent()
+        run.folder.record(run.job, hosts, parent)
