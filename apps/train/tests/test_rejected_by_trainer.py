@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -122,7 +121,7 @@ def test_encoders_of_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         initial.find_encoder(config, nn.Module(), taken)
 
 
-def test_forks_of_adapters_and_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_forks_of_adapters_and_text(tmp_path: Path) -> None:
     run = InitConfig(from_="runs/a")
     with rejects("init.from", "runs/a", "adapters", ConfigError):
         fork._base(run, Fake(run=tmp_path), trains=False)
@@ -132,13 +131,6 @@ def test_forks_of_adapters_and_text(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with rejects("init.from", "runs/a", "base", ConfigError):
         fork._base(run, Fake(run=None), trains=True)
 
-    @contextlib.contextmanager
-    def saved(path: Path) -> Any:
-        yield Fake(digest="other")
-
-    monkeypatch.setattr(fork, "SavedTensors", saved)
-    with rejects("", "runs/a/base", "digest"):
-        fork._below(Path("runs/a/base"), "one")
     job = Fake(config=Fake(init=run, model=Fake(fusion=Fake(name="moma"))))
     here, there = {"w": torch.zeros(2)}, {"w": torch.zeros(2), "other": torch.zeros(2)}
     with rejects("model.fusion.name", "moma", "initial", ConfigError) as caught:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from forge_ckpt import CheckpointMismatch, Store
-from forge_ckpt.frozen_base import FrozenBase
+from forge_ckpt.frozen_base import FrozenBase, frozen_weights
 from forge_ckpt.stage_state import InDtypes, NamedState, StageState, tensor_names
 from forge_testing.problems import ANY, rejects
 
@@ -159,6 +159,9 @@ def test_a_frozen_base_is_saved_once_and_read_back_next_to_checkpoints(tmp_path:
     again.load()
     assert all(torch.equal(t, wanted[n]) for n, t in other.state_dict().items())
 
+    assert frozen_weights(tmp_path / "base", base.state_dict()["digest"]).keys() == frozen
+    with rejects("", str(tmp_path / "base"), "digest"):
+        frozen_weights(tmp_path / "base", "other")
     again.load_state_dict({"digest": "other"})
     with rejects("digest", ANY, "mismatch"):
         again.load()

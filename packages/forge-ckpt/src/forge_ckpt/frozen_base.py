@@ -5,7 +5,7 @@ from collections.abc import Set
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
@@ -17,7 +17,7 @@ from forge_ckpt.stage_state import SomeTensors, StageState, tensor_names
 from forge_ckpt.store import Store
 from forge_ckpt.weights import load_weights
 
-__all__ = ["FrozenBase"]
+__all__ = ["FrozenBase", "frozen_weights"]
 
 
 class FrozenBase:
@@ -97,3 +97,12 @@ class FrozenBase:
                 return saved.digest
 
         return str(RankGroup(self._group).run_on_rank_0(read))
+
+
+def frozen_weights(path: str | os.PathLike[str], digest: str) -> dict[str, Tensor]:
+    """The tensors of a base by name, on the meta device. Raises ValueError unless it has the digest that a checkpoint holds."""
+    with SavedTensors(path) as saved:
+        if saved.digest != digest:
+            rule = "must be the base that its adapters were trained with"
+            raise invalid("", "digest", str(path), rule, "restore it")
+        return saved.below("model")

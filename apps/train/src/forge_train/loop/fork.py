@@ -20,6 +20,7 @@ from forge_ckpt import (
     load_weights,
     match_weights,
 )
+from forge_ckpt.frozen_base import frozen_weights
 from forge_ckpt.hf import fill_part, notes_of
 from forge_ckpt.weights import first_names
 from forge_core.lora import adapter_names
@@ -189,7 +190,7 @@ def find_fork(job: ResolvedJob, model: nn.Module, loader: Loader, total_steps: i
         base, taken = None, without
         if "base" in objects:
             base, taken = _base(init, source, bool(adapters)), here
-            there |= _below(base, saved.read_object("base")["digest"])
+            there |= frozen_weights(base, saved.read_object("base")["digest"])
         if changed.get("model.name") == ["transformer", "vlm"] and not init.patterns:
             weights = _match_text(job, taken, there, changed)
         else:
@@ -241,15 +242,6 @@ def _base(init: InitConfig, source: Source, trains: bool) -> Path:
         fix = "name the run, as RUN@STEP"
         raise invalid("init.from", "base", name, rule, fix, kind=ConfigError)
     return RunDirectory(source.run).base
-
-
-def _below(base: Path, digest: str) -> dict[str, Tensor]:
-    """The weights of a base; ValueError unless it has this digest."""
-    with SavedTensors(base) as saved:
-        if saved.digest != digest:
-            rule = "must be the base that its adapters were trained with"
-            raise invalid("", "digest", str(base), rule, "restore it")
-        return saved.below("model")
 
 
 def _match(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from forge_core import flops_per_token
 from forge_core.optim.older import changes_of_older_run
@@ -39,17 +39,10 @@ from forge_train.run.extension import Extension, Extensions
 from forge_train.run.run import Run
 
 
-class Opened(NamedTuple):
-    """A run on this process, and what its start needs."""
-
-    run: Run
-    extensions: Extensions
-    initial: Initial
-    notes: Notes
-
-
-def open_run(given: ResolvedJob, users: Sequence[Extension], until: int | None = None) -> Opened:
-    """A run on this process, one of as many as its launcher started; `users` are extensions in addition to those of the job.
+def open_run(
+    given: ResolvedJob, users: Sequence[Extension], until: int | None = None
+) -> tuple[Run, Extensions, Initial, Notes]:
+    """A run on this process, and what its start needs, one of as many as its launcher started; `users` are extensions in addition to those of the job.
 
     Raises JobError. Nothing is started, and nothing is written.
     """
@@ -115,7 +108,7 @@ def open_run(given: ResolvedJob, users: Sequence[Extension], until: int | None =
         "data": _data_notes(loader, held_out),
         "optimizer": _changes_of_older_run(run, initial.fork),
     }
-    return Opened(run, extensions, initial, notes)
+    return run, extensions, initial, notes
 
 
 def _data_notes(loader: Loader, held_out: Mapping[str, Any]) -> list[str]:

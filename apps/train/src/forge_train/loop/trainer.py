@@ -83,8 +83,7 @@ class Trainer:
         evaluates: bool = True,
     ) -> None:
         opened = open_run(job, [*extensions, *callbacks], until)
-        self.run, self._extensions = opened.run, opened.extensions
-        self._initial, self._notes = opened.initial, opened.notes
+        self.run, self._extensions, self._initial, self._notes = opened
         for extension in self._extensions:
             if isinstance(extension, Callback):
                 extension.trainer = self
