@@ -15,8 +15,6 @@ import torch
 from torch import nn
 
 from forge_core import cross_entropy, flops_per_token
-from forge_resilience.policy import NonfiniteConfig, NumericsPolicy, SpikeConfig
-from forge_resilience.progress import Progress
 from forge_testing.parts import smoothed
 from forge_testing.problems import rejects
 from forge_testing.runs import Fitted, assert_close, fit_on_ranks, make_job, together
@@ -355,20 +353,6 @@ def test_each_rollback_lowers_the_learning_rate(tmp_path: Path) -> None:
     mine, plain = rows(job)["lr"], rows(whole)["lr"]
     assert mine[:6] == plain[:6]
     assert mine[6:] == [0.5 * lr for lr in plain[6:]]
-
-
-def test_a_checkpoint_without_verdicts_undoes_those_behind_it() -> None:
-    """Version 0.1 saved none; what was judged since is of steps that a rollback undid."""
-    policy = NumericsPolicy(
-        NonfiniteConfig("rollback", max_in_a_row=1), SpikeConfig("skip", window=2)
-    )
-    for loss in (1.0, 2.0, math.inf, math.inf):
-        policy.judge(torch.tensor(loss), torch.tensor(1.0))
-    policy.decide(policy.take().tolist(), 4)
-    assert policy.state_dict()["in_a_row"] == 2
-    Progress(policy).load_state_dict({"step": 2, "tokens": 8, "seconds": 1.0})
-    new = {"rollbacks": 0, "in_a_row": 0, "bad_since": 0, "window": [[], []]}
-    assert policy.state_dict() == new
 
 
 class StopAt7(Callback):

@@ -11,8 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forge_resilience import NumericsPolicy
-from forge_resilience.progress import Progress
 from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone, fit_on_ranks, fit_reference, make_job, together
 from forge_train import Callback, ConfigError, Trainer, load_job, read_run
@@ -168,16 +166,3 @@ def test_device_hours_count_the_ranks_of_each_life(tmp_path: Path) -> None:
     ranks = [3600 * hour / second for hour, second in zip(hours, spent)]
     assert [ranks[0], ranks[1], ranks[3]] == pytest.approx([1, 1, 2], rel=1e-9)
     assert 1 < ranks[2] <= 2 + 1e-9  # row 2 is begun before the end of the first life
-
-
-@pytest.mark.lane("test")
-def test_a_checkpoint_without_device_seconds_counts_the_ranks_of_now() -> None:
-    state = Progress(NumericsPolicy(), 1, step=3, tokens=9, seconds=5.0).state_dict()
-    del state["device_seconds"]
-    progress = Progress(NumericsPolicy(), 4)
-    progress.load_checks(state)
-    progress.load_state_dict(state)
-    assert progress.device_seconds == 20.0
-    endless = state | {"device_seconds": math.inf}
-    with rejects("progress", endless, "damaged"):
-        progress.load_checks(endless)

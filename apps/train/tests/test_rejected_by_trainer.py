@@ -13,7 +13,6 @@ from torch import nn
 
 from forge_ckpt import CorruptCheckpoint, StoreInUse
 from forge_parallel import ParallelConfig
-from forge_resilience.progress import Progress
 from forge_testing import write_job
 from forge_testing.problems import assert_problem, rejects
 from forge_train import ConfigError, JobError, StateError, Trainer, load_job
@@ -189,8 +188,6 @@ def test_checkpoints_that_contradict_themselves(tmp_path: Path) -> None:
     saved["loader"]["fingerprint"] = "here"
     with rejects("progress.tokens", 4, "mismatch"):
         checkpoints._check_saved(2, saved)
-    with rejects("progress", {"step": -1}, "damaged"):
-        Progress(Fake()).load_checks({"step": -1})
     in_use = rejects("run.dir", str(tmp_path), "in_use", ConfigError)
     with in_use, store_errors(store.path, StateError):
         raise StoreInUse("by process 7")

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from forge_data import BuiltinCorpus, Loader, PackedStream
+from forge_data.config import DataConfig
 from forge_data.ledger import Ledger
+from forge_data.phase_schedule import PhaseSchedule
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -117,3 +119,15 @@ def test_a_state_whose_window_was_edited_does_not_end_its_digest_chain(stream):
     next(loader)
     with rejects("cursor", 4, "mismatch"):
         Loader(stream, 4).load_state_dict({**loader.state_dict(), "skipped": [[2, 7]]})
+
+
+def test_only_what_is_still_to_come_of_a_window_is_skipped(stream):
+    loader = Loader(stream, global_batch=4)
+    ids(loader, 2)
+    loader.skip_rest([(0, 3), (6, 9), (12, 12)])
+    assert loader.skipped == [(8, 9), (12, 12)]
+    assert ids(loader, 1) == [10, 11, 13, 14]
+    schedule = PhaseSchedule(DataConfig(), 4)
+    tokens = schedule.segments[0].seq_len * 12  # of the three steps
+    assert schedule.instances_back(loader, tokens, 2, 0) == (4, 14)
+    assert schedule.instances_back(loader, tokens, 2, 1) == (4, 7)

@@ -154,3 +154,11 @@ def test_counts_are_float64_added_in_the_order_of_ranks() -> None:
 
 def test_F112_a_count_may_be_a_tensor() -> None:
     assert Vote(count=torch.tensor(5)) == Vote(count=5)  # type: ignore[arg-type]
+
+
+def test_what_nothing_can_be_trained_on_is_told() -> None:
+    same = Vote(digest=1, count=2.0)
+    assert Decision((same, same)).data_problem == Decision((Vote(),)).data_problem == ""
+    assert "[1]" in Decision((same, Vote(digest=2, count=2.0))).data_problem
+    for count in (1e-39, -4e38):
+        assert Decision((Vote(count=count),)).data_problem

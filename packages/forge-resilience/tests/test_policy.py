@@ -258,3 +258,18 @@ def test_F205_a_step_without_labels_ends_a_run_of_bad_steps() -> None:
     outcome = policy.decide(policy.take().tolist(), 5)
     assert (outcome.action, outcome.first, outcome.last) == ("rollback", 3, 4)
     assert (outcome.skipped, outcome.unlabeled) == ((1, 2, 3, 4), (2,))
+
+
+def test_an_outcome_has_its_events_and_the_setting_that_ends_a_run() -> None:
+    policy = NumericsPolicy(NonfiniteConfig("skip", max_in_a_row=1), SpikeConfig("stop", window=2))
+    found = Outcome((3, 4, 5, 6), (6,), (3,), 2, "stop", "nonfinite", 4, 5)
+    assert found.bad_steps.endswith("steps 4 to 5")
+    skips = ("skip", {"step": 5, "skipped": 2, "in_a_row": 2})
+    assert list(found.events()) == [
+        ("skip", {"step": 3, "unlabeled": 1}),
+        skips,
+        ("spike", {"step": 6, "spikes": 1}),
+    ]
+    assert policy.stop_rule("nonfinite").startswith("nonfinite.max_in_a_row")
+    assert policy.stop_rule("spike").startswith("spike.action 'stop'")
+    assert NumericsPolicy().stop_rule("nonfinite").startswith("nonfinite.action 'stop'")

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from forge_ckpt.store import Check, Store
+from forge_ckpt.read.load import Check
+from forge_ckpt.store import Store
 
 __all__ = ["TrainingCheckpoints"]
 
