@@ -557,7 +557,7 @@ MISTAKES: tuple[Mistake, ...] = (
         "if self.store.steps() == [] and",
     ),
     Mistake(
-        "a checkpoint is loaded whose counters are of another step",
+        "counters of another step are loaded",
         f"{_TRAIN}/run/checkpoints.py",
         'if progress["step"] != step:',
         'if progress["step"] < 0:',

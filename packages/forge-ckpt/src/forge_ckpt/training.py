@@ -68,7 +68,7 @@ class TrainingCheckpoints:
         return True
 
     def settle(self) -> list[int]:
-        """Wait for the save in flight; [its step] if it is committed and no rank was told before.
+        """Wait for the save in flight; [its step] if it is committed and no rank knew it before.
 
         OSError for the ``max_failures``-th in a row that the disk refused; fewer are left to the next save.
         """

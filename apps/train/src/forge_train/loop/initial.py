@@ -44,11 +44,8 @@ class EncoderSource:
 
     def event(self) -> dict[str, Any]:
         """Fields of the event `encoder`."""
-        return {
-            "folder": str(self.path.absolute()),
-            "copied": len(self.names),
-            "unused": self.unused,
-        }
+        folder = str(self.path.absolute())
+        return {"folder": folder, "copied": len(self.names), "unused": self.unused}
 
 
 def find_encoder(config: JobConfig, model: nn.Module, fork: Fork | None) -> EncoderSource | None:

@@ -211,7 +211,7 @@ class Trainer:
         run.meshes, run.agreement = meshes, Agreement(meshes.host_group)
 
     def _build(self) -> set[str]:
-        """Shard and initialize the model, and build what trains it; the names of the whole model's tensors. Collective."""
+        """Shard and initialize the model, and build what trains it; the names of all tensors of the model. Collective."""
         run = self.run
         names = tensor_names(run.model)
         assemble(run)

@@ -223,8 +223,6 @@ class Run:
         """Begin a row of metrics with no step in it."""
         own, parallel = self.objective, self.config.parallel
         sums = loss_columns(self.config) if own is None else own.columns
-        # `peak_flops` has figures for bf16 only
-        bf16 = parallel.precision == "bf16"
         self.rows = MetricRows(
             self.device,
             self.meshes.world_size,
@@ -233,7 +231,8 @@ class Run:
             flops=lambda t: self.course.flops(t, self.flops_per_token, self.loader.skipped),
             columns={"sums": sums, **self.extensions.columns()},
             evaluated=self.evaluation.columns,
-            peak=peak_flops(self.device, torch.bfloat16) if bf16 else None,
+            # there are figures for bf16 only
+            peak=peak_flops(self.device, torch.bfloat16) if parallel.precision == "bf16" else None,
             compiled=parallel.compile,
         )
 

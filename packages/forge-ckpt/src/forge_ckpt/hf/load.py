@@ -110,15 +110,14 @@ def load_hf(
     rule, fix = "is on the meta device", "materialize it (to_empty) before loading"
     meta = [Problem(n, "meta", ..., rule, fix) for n, tensor in wanted.items() if tensor.is_meta]
     raise_problems(str(path), [*source.problems(wanted), *meta][:8])
-    for name in source.meta.keys() & state.keys():
-        fill_tensor(name, state[name], source.read(name))
+    fill_part(model, source.read, {name: name for name in source.meta})
     return state
 
 
 def fill_part(model: nn.Module, read: Callable[[str], Tensor], names: Mapping[str, str]) -> None:
     """Fill those tensors that this rank's part of a model has; ``names`` are {tensor of the model: argument of ``read``}.
 
-    Each rank reads whole tensors, one at a time, without communication.
+    Each rank reads full tensors, one at a time, without communication.
     """
     state = model.state_dict()
     for name, theirs in names.items():
