@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from forge_data import BuiltinCorpus, Loader, PackedStream
-from forge_data.config import DataConfig
+from forge_data.config import DataConfig, TrainingSourceConfig
 from forge_data.ledger import Ledger
 from forge_data.phase_schedule import PhaseSchedule
 from forge_testing.problems import rejects
@@ -127,7 +127,8 @@ def test_only_what_is_still_to_come_of_a_window_is_skipped(stream):
     loader.skip_rest([(0, 3), (6, 9), (12, 12)])
     assert loader.skipped == [(8, 9), (12, 12)]
     assert ids(loader, 1) == [10, 11, 13, 14]
-    schedule = PhaseSchedule(DataConfig(), 4)
-    tokens = schedule.segments[0].seq_len * 12  # of the three steps
+    data = DataConfig(64, sources={"text": TrainingSourceConfig()})
+    schedule = PhaseSchedule(data, 4)
+    tokens = 64 * 12  # of the three steps
     assert schedule.instances_back(loader, tokens, 2, 0) == (4, 14)
     assert schedule.instances_back(loader, tokens, 2, 1) == (4, 7)
