@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from forge_data import Batch, PhaseConfig
-from forge_data.ledger import Ledger
+from forge_data import Batch
 from forge_testing import forge_train, kill_after_step, start
 from forge_testing.problems import rejects
 from forge_testing.runs import (
@@ -22,7 +19,6 @@ from forge_testing.runs import (
     saved_tensors,
 )
 from forge_train import Callback, ConfigError, Trainer, load_job, read_run
-from forge_train.build.build import Course
 from forge_train.report.planned import planned
 
 pytestmark = pytest.mark.lane("test")
@@ -52,77 +48,6 @@ def job_in(folder: Path) -> Path:
 
 def under(keys: dict[str, Any]) -> dict[str, Any]:
     return {key.replace(".", "__"): value for key, value in keys.items()}
-
-
-def course_of(draw: random.Random, config: Any) -> Course:
-    """Four phases, of which some have other rows or batches."""
-    phases = {}
-    for i, begin in enumerate(sorted(draw.sample(range(1, 300), 4))):
-        keys: dict[str, Any] = {"start_instance": begin, "lr_multiplier": 0.5 + i}
-        if draw.random() < 0.6:
-            keys["seq_len"] = draw.choice([8, 16, 32])
-        if draw.random() < 0.6:
-            keys["global_batch"] = draw.choice([4, 12, 36])
-        phases[f"p{i}"] = PhaseConfig(**keys)
-    return Course(replace(config, data=replace(config.data, phases=phases)))
-
-
-@pytest.mark.lane("quick")
-@pytest.mark.parametrize("seed", range(20))
-def test_F207_steps_tokens_rows_and_flops_are_those_of_a_walk(tmp_path: Path, seed: int) -> None:
-    draw = random.Random(seed)
-    course = course_of(draw, load_job(job_in(tmp_path), QUIET).config)
-    windows = [[40, 55], [150, 151]] if draw.random() < 0.5 else []
-    ledger, cursor, tokens, cursors, reached, flops = Ledger(windows), 0, 0, [0], [0], [0]
-    per_token = [100 + s.seq_len for s in course.segments]
-    borders = [b.start for a, b in pairwise(course.segments) if a.seq_len != b.seq_len]
-    for step in range(1, 60):
-        first = int(ledger.ids([cursor])[0])
-        segment = [s for s in course.segments if s.start <= first][-1]
-        assert course.at(first) == segment
-        ids = ledger.ids(range(cursor, cursor + course.batch_of(segment)))
-        rows = min([len(ids), *(int((ids < b).sum()) for b in borders if b > first)])
-        own = rows * segment.seq_len
-        if not windows:
-            assert course.at_step(step) == (segment, tokens, own)
-            assert course.steps_of(tokens + 1) == course.steps_of(tokens + own) == step
-            assert course.rows_of(step) == cursor + rows
-            of_first = course.batch_of(course.segments[0]) * course.segments[0].seq_len
-            length = -(-(tokens + own) // of_first) if course.changes_batch else step
-            assert course.scheduled_steps(step) == length
-        cursor, tokens = cursor + rows, tokens + own
-        cursors.append(cursor)
-        flops.append(flops[-1] + own * per_token[course.segments.index(segment)])
-        reached.append(tokens)
-        assert course.tokens(cursor, windows) == tokens
-        assert course.cursor(tokens, windows) == cursor
-        back = draw.randint(0, step)
-        assert course.steps_back(cursor, back, windows) == cursors[step - back]
-        # F207: from any step on, with what is left out
-        assert course.flops(tokens, per_token, windows) == flops[-1]
-        left = tokens - reached[step - back]
-        if back:
-            assert course.steps_of(left, cursors[step - back], windows) == back
-            assert course.steps_of(left - own + 1, cursors[step - back], windows) == back
-
-
-@pytest.mark.lane("quick")
-@pytest.mark.parametrize("seed", range(20))
-def test_steps_back_count_from_where_another_global_batch_began(tmp_path: Path, seed: int) -> None:
-    """A rollback must leave out the rows of the bad step, and of no other."""
-    draw = random.Random(seed)
-    course = course_of(draw, load_job(job_in(tmp_path), QUIET).config)
-    begin = cursor = draw.randint(1, 99)  # a step of another batch ended there
-    cursors, borders = (
-        [begin],
-        [b.start for a, b in pairwise(course.segments) if a.seq_len != b.seq_len],
-    )
-    for step in range(1, 40):
-        rows = course.batch_of(course.at(cursor))
-        cursor += min([rows, *(border - cursor for border in borders if border > cursor)])
-        cursors.append(cursor)
-        back = draw.randint(0, step)
-        assert course.steps_back(cursor, back, begin=begin) == cursors[step - back]
 
 
 class Seen(Callback):

@@ -588,7 +588,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "the schedule of a run with several batch sizes is one batch too short",
-        f"{_TRAIN}/build/build.py",
+        f"{_DATA}/phase_schedule.py",
         "self.scheduled(total_steps, tokens + own)",
         "self.scheduled(total_steps, tokens)",
     ),

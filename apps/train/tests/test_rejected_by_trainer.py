@@ -16,7 +16,6 @@ from forge_parallel import ParallelConfig
 from forge_testing import write_job
 from forge_testing.problems import assert_problem, rejects
 from forge_train import ConfigError, JobError, StateError, Trainer, load_job
-from forge_train._shared.problems import Problem
 from forge_train.build import build, data, evaluation, layout, objective
 from forge_train.build.begin_tokens import run_layers
 from forge_train.build.run_directory import RunDirectory
@@ -79,28 +78,12 @@ def test_models_that_are_not_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None
     found(problems, "metrics.gradients_every_steps", 2, "experts")
 
 
-def test_data_that_is_not_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_that_are_not_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = Fake(positions=torch.zeros(1, 3, 4))
     config = Fake(model=BuiltInModelConfig(**TINY))
     monkeypatch.setattr(data, "extra_problems", lambda *_: [])
     problems = data._batch_problems(config, nn.Module(), batch, Fake(), "[data]")
     found(problems, "model.mrope", ..., "missing")
-    source = Fake(path="runs/a", row_problems=lambda length: [Problem("", "short", length, "")])
-    monkeypatch.setattr(data, "open_source", lambda table: source)
-    config = load_job(write_job(tmp_path)).config
-    problems = list(data._unfit("data.sources.a", source, config))
-    found(problems, "data.sources.a", config.data.seq_len, "short")
-    problems = data._end_problems(config, Fake(end=1), 4)
-    found(problems, "data.sources", ..., "length")
-    monkeypatch.setattr(data, "open_header", lambda table: Fake(tokenizer=None))
-    with rejects("source", "runs/a", "tokenizer"):
-        data.tokenizer_of(source)
-    two = Fake(train=Fake(global_batch=8), data=Fake(sources={"a": 1, "b": 2}))
-    problems = data._group_problems(two, Fake(group=4), "data.sources.a")
-    found(problems, "data.sources.a.group", 4, "sources")
-    one = Fake(train=Fake(global_batch=8), data=Fake(sources={"a": 1}))
-    problems = data._group_problems(one, Fake(group=4), "data.sources.a")
-    found(problems, "data.sources.a.group", 4, "mismatch")
 
 
 def test_questions_with_images() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 import sys
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ from forge_data import (
     phases,
 )
 from forge_data.ledger import Ledger
+from forge_data.phase_schedule import PhaseSchedule
 from forge_data.phased_stream import PhasedStream
 from forge_data.phases import phase_segments
 from forge_testing.problems import rejects
@@ -250,3 +253,75 @@ def test_names_of_before_are_read_with_a_warning(name: str) -> None:
     with pytest.warns(DeprecationWarning, match="[pP]hase"):
         old = getattr(phases, name)
     assert old is {"Stretch": phases.PhaseSegment, "stretches": phases.phase_segments}[name]
+
+
+def course_of(draw: random.Random) -> PhaseSchedule:
+    """Four phases, of which some have other rows or batches."""
+    phases = {}
+    for i, begin in enumerate(sorted(draw.sample(range(1, 300), 4))):
+        keys: dict[str, Any] = {"start_instance": begin, "lr_multiplier": 0.5 + i}
+        if draw.random() < 0.6:
+            keys["seq_len"] = draw.choice([8, 16, 32])
+        if draw.random() < 0.6:
+            keys["global_batch"] = draw.choice([4, 12, 36])
+        phases[f"p{i}"] = PhaseConfig(**keys)
+    sources = {"a": TrainingSourceConfig()}
+    return PhaseSchedule(DataConfig(seq_len=16, sources=sources, phases=phases), 12)
+
+
+@pytest.mark.lane("quick")
+@pytest.mark.parametrize("seed", range(20))
+def test_F207_steps_tokens_rows_and_flops_are_those_of_a_walk(seed: int) -> None:
+    draw = random.Random(seed)
+    course = course_of(draw)
+    windows = [[40, 55], [150, 151]] if draw.random() < 0.5 else []
+    ledger, cursor, tokens, cursors, reached, flops = Ledger(windows), 0, 0, [0], [0], [0]
+    per_token = [100 + s.seq_len for s in course.segments]
+    borders = [b.start for a, b in pairwise(course.segments) if a.seq_len != b.seq_len]
+    for step in range(1, 60):
+        first = int(ledger.ids([cursor])[0])
+        segment = [s for s in course.segments if s.start <= first][-1]
+        assert course.at(first) == segment
+        ids = ledger.ids(range(cursor, cursor + course.batch_of(segment)))
+        rows = min([len(ids), *(int((ids < b).sum()) for b in borders if b > first)])
+        own = rows * segment.seq_len
+        if not windows:
+            assert course.at_step(step) == (segment, tokens, own)
+            assert course.steps_of(tokens + 1) == course.steps_of(tokens + own) == step
+            assert course.rows_of(step) == cursor + rows
+            of_first = course.batch_of(course.segments[0]) * course.segments[0].seq_len
+            length = -(-(tokens + own) // of_first) if course.changes_batch else step
+            assert course.scheduled_steps(step) == length
+        cursor, tokens = cursor + rows, tokens + own
+        cursors.append(cursor)
+        flops.append(flops[-1] + own * per_token[course.segments.index(segment)])
+        reached.append(tokens)
+        assert course.tokens(cursor, windows) == tokens
+        assert course.cursor(tokens, windows) == cursor
+        back = draw.randint(0, step)
+        assert course.steps_back(cursor, back, windows) == cursors[step - back]
+        # F207: from any step on, with what is left out
+        assert course.flops(tokens, per_token, windows) == flops[-1]
+        left = tokens - reached[step - back]
+        if back:
+            assert course.steps_of(left, cursors[step - back], windows) == back
+            assert course.steps_of(left - own + 1, cursors[step - back], windows) == back
+
+
+@pytest.mark.lane("quick")
+@pytest.mark.parametrize("seed", range(20))
+def test_steps_back_count_from_where_another_global_batch_began(seed: int) -> None:
+    """A rollback must leave out the rows of the bad step, and of no other."""
+    draw = random.Random(seed)
+    course = course_of(draw)
+    begin = cursor = draw.randint(1, 99)  # a step of another batch ended there
+    cursors, borders = (
+        [begin],
+        [b.start for a, b in pairwise(course.segments) if a.seq_len != b.seq_len],
+    )
+    for step in range(1, 40):
+        rows = course.batch_of(course.at(cursor))
+        cursor += min([rows, *(border - cursor for border in borders if border > cursor)])
+        cursors.append(cursor)
+        back = draw.randint(0, step)
+        assert course.steps_back(cursor, back, begin=begin) == cursors[step - back]

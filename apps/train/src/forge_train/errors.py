@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from forge_resilience import Agreement, ExitCode
-from forge_train._shared.limits import limit_problem
+from forge_train._shared.limits import limit_problem, problems_under
 from forge_train._shared.problems import Problem, Shown, WithProblems, problems_of, show
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "as_config_error",
     "config_errors",
     "job_errors",
+    "problems_under",
     "refuse",
     "run_on_all_ranks",
 ]
@@ -103,22 +104,6 @@ def refuse(problems: Iterable[Any]) -> None:
     """Raise a ConfigError if there are problems, of whichever package, or texts."""
     if found := list(problems):
         raise ConfigError(found)
-
-
-def problems_under(error: BaseException, table: str) -> list[Problem]:
-    """The problems of an error with their keys below a table; a file that its text names is their origin.
-
-    Raises the error itself if a limit of memory or descriptors caused it.
-    """
-    if limit_problem(error):
-        raise error
-    where = str(getattr(error, "where", ""))
-    origin = "" if where.isidentifier() else where  # the name of a component, or a file
-    if not getattr(error, "problems", ()):
-        return [
-            Problem(table, "error", ..., f"cannot be used: {p.rule}") for p in problems_of(error)
-        ]
-    return [dataclasses.replace(p.under(table), origin=p.origin or origin) for p in problems_of(error)]  # fmt: skip
 
 
 def problems_at(error: BaseException, origin: object) -> list[Problem]:

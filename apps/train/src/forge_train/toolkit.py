@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from forge_train.build.begin_tokens import begin_texts_as, run_layers
 from forge_train.build.build import Course, build_trained
-from forge_train.build.data import open_held_out, run_tokenizer, tokenizer_of
+from forge_train.build.data import open_held_out, run_tokenizer
 from forge_train.build.evaluation import Evaluation, prompts_of
 from forge_train.build.layout import require_layout
 from forge_train.config.fixed_keys import is_fixed
@@ -38,5 +38,4 @@ __all__ = [
     "run_tokenizer",
     "store_errors",
     "structure_table",
-    "tokenizer_of",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
@@ -77,6 +77,10 @@ class SourceConfig:
 
     def __post_init__(self) -> None:
         raise_problems("source", _source_problems(self))
+
+    def as_source(self) -> SourceConfig:
+        """The same data, without the fields that a subclass adds."""
+        return SourceConfig(**{f.name: getattr(self, f.name) for f in fields(SourceConfig)})
 
 
 @dataclass(frozen=True)

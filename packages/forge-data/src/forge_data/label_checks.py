@@ -7,14 +7,15 @@ from typing import Any
 
 import numpy as np
 
-from forge_data._shared.problems import problems_of
+from forge_data._shared.problems import Problem, problems_of
 from forge_data.batch import IGNORE, Batch
 from forge_data.collate import batch_of
 from forge_data.errors import InvalidData
 from forge_data.loader import Loader
+from forge_data.places import num_shards_of
 from forge_data.protocols import Stream
 
-__all__ = ["GuardedLoader", "has_label"]
+__all__ = ["GuardedLoader", "has_label", "label_problem"]
 
 _ENOUGH = 64  # labels before they are checked: fewer may be equal at random
 
@@ -34,6 +35,19 @@ def has_label(stream: Stream, count: int) -> bool:
             return True
         begin = end
     return False
+
+
+def label_problem(key: str, stream: Stream, rows: int) -> Problem | None:
+    """Why the loss of the first rows of a stream would be a mean over nothing: none has a label. None otherwise.
+
+    Streams that are read from front to back (`num_shards`) are not looked at. Cost as `has_label`.
+    """
+    rows = 0 if num_shards_of(stream) else min(rows, len(stream))
+    if not rows or has_label(stream, rows):
+        return None
+    rule = "must have a label: all would be padding, masked or of weight 0"
+    fix = "train on answers that fit into data.seq_len, with weights above 0"
+    return Problem(key, "no_labels", f"{rows} sequences", rule, fix)
 
 
 class GuardedLoader(Loader):

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from itertools import pairwise, zip_longest
 from typing import NamedTuple
 
+from forge_data._shared.problems import Problem
 from forge_data.config import DataConfig
 from forge_data.ledger import Ledger
 from forge_data.loader import Loader
 from forge_data.phases import PhaseSegment, phase_segments
+from forge_data.protocols import Stream
 
 
 class Point(NamedTuple):
@@ -135,6 +137,34 @@ class PhaseSchedule:
                 return max(1, steps + min(wanted, here))
             steps, tokens, cursor = steps + here, tokens - seen, end
         raise AssertionError("the last segment has no end")
+
+    def scheduled(self, step: int, tokens: int) -> int:
+        """The step at which the schedule of the rate stands after step `step`, with `tokens` in all.
+
+        Where phases change the tokens of a step it counts them, in steps of the first segment, rounded up.
+        """
+        if not self.changes_batch:
+            return step
+        first = self.segments[0]
+        return math.ceil(tokens / (self.batch_of(first) * first.seq_len))
+
+    def scheduled_steps(self, total_steps: int) -> int:
+        """The length of the schedule of a run."""
+        _, tokens, own = self.at_step(total_steps)
+        return self.scheduled(total_steps, tokens + own)
+
+    def end_problem(self, stream: Stream, steps: int, key: str = "sources") -> Problem | None:
+        """Why a stream that ends (`stream.end`) is too short for so many steps; None if it is not."""
+        end = getattr(stream, "end", None)
+        if end is None or self.rows_of(steps) <= end:
+            return None
+        last = bisect_right(range(1, steps + 1), end, key=self.rows_of)  # full steps before the end
+        rule = (
+            f"with max_epochs end after {end} sequences, in step {last + 1}, and the run has {steps} steps with "
+            f"{self.rows_of(steps)} sequences"
+        )
+        fix = "raise one or leave one out" + (f", or train {last} steps" if last else "")
+        return Problem(key, "length", ..., rule, fix)
 
     def rows_of(self, steps: int) -> int:
         """Rows of the first `steps` steps."""

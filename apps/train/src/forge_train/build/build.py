@@ -147,21 +147,6 @@ class Course(PhaseSchedule):
         train = replace(self._config.train, global_batch=self.batch_of(segment))
         return replace(self._config, data=data, train=train)
 
-    def scheduled(self, step: int, tokens: int) -> int:
-        """The step at which the schedule of the rate stands after step `step`, with `tokens` in all.
-
-        Where phases change the tokens of a step it counts them, in steps of the first segment, rounded up.
-        """
-        if not self.changes_batch:
-            return step
-        first = self.segments[0]
-        return math.ceil(tokens / (self.batch_of(first) * first.seq_len))
-
-    def scheduled_steps(self, total_steps: int) -> int:
-        """The length of the schedule of a run."""
-        _, tokens, own = self.at_step(total_steps)
-        return self.scheduled(total_steps, tokens + own)
-
 
 def total_steps(config: JobConfig, model: nn.Module | None) -> int:
     """Length of the run in optimizer steps; a length in tokens is rounded up. `model` may be None unless the

@@ -7,15 +7,16 @@ import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import tomlkit
 
-from forge_data import DataConfig, SourceConfig, load_tokenizer, open_header
+from forge_data import DataConfig, load_tokenizer
 from forge_data.protocols import Source
+from forge_data.run_checks import open_table, token_id_problems
 from forge_data.tokenizer import encode_prompt
-from forge_train._shared.limits import limit_problem
 from forge_train._shared.problems import Problem
 from forge_train._shared.toml_files import flatten
 from forge_train.build.rules import rule_problems
@@ -33,7 +34,7 @@ from forge_train.config.layers import Layers
 from forge_train.config.schema import JobConfig
 from forge_train.config.structure import key_of, structure
 from forge_train.config.tokenizer import tokenizer_problems
-from forge_train.errors import ConfigError, DataError, problems_under, refuse
+from forge_train.errors import ConfigError, DataError, refuse
 
 #: Keys of a training source that its validation split does not take over.
 _OF_TRAINING = tuple(
@@ -154,7 +155,7 @@ def _derive(layers: Layers, data: DataConfig, validation: bool) -> list[Problem]
     """Derive keys from the data: the vocabulary size, and the validation split."""
     problems: list[Problem] = []
     for name, config in data.sources.items():
-        source = _open(f"data.sources.{name}", config, problems)
+        source = open_table(f"data.sources.{name}", config, problems)
         if source is None:
             continue
         model = layers.values.setdefault("model", {})
@@ -171,9 +172,8 @@ def _derive(layers: Layers, data: DataConfig, validation: bool) -> list[Problem]
     ):
         (name, config), *_ = data.sources.items()
         layers.set("data.validation", {}, f"derived from data.sources.{name}")
-        common = [item.name for item in dataclasses.fields(SourceConfig)]
-        for key, value in flatten(_plain(config)):
-            if value is not None and key.split(".")[0] in common and key not in _OF_TRAINING:
+        for key, value in flatten(_plain(config.as_source())):
+            if value is not None and key not in _OF_TRAINING:
                 value = "validation" if key == "split" else value
                 layers.set(f"data.validation.{key}", value, f"derived from data.sources.{name}")
     return problems
@@ -197,81 +197,43 @@ def _check_data(config: JobConfig) -> None:
     validation = config.data.validation
     for name, table in config.data.sources.items():
         key = f"data.sources.{name}"
-        source = _open(key, table, problems)
-        if source is not None:
-            problems += _vocabulary_problems(key, source, config)
-            problems += _tokenizer_problems(key, source, config)
-            problems += _sample_problems(key, source, config)
-            if source.tokenizer is not None:
-                tokenizers[key] = load_tokenizer(source.tokenizer).fingerprint
-        same = all(
-            getattr(table, f.name) == getattr(validation, f.name, None)
-            for f in dataclasses.fields(SourceConfig)
-        )
-        if source is not None and same:
+        if (source := open_table(key, table, problems)) is None:
+            continue
+        problems += _id_problems(key, source, config)
+        problems += _sample_problems(key, source, config)
+        if source.tokenizer is not None:
+            tokenizers[key] = load_tokenizer(source.tokenizer).fingerprint
+        if table.as_source() == validation:
             rule, fix = f"is the same data as {key}", "use split = 'validation' or another path"
             problems.append(Problem("data.validation", "same_data", ..., rule, fix))
+
     (first, wanted), *others = tokenizers.items() or [("", "")]
     rule, fix = f"must have the tokenizer of {first}, or ids mean two things", "prepare one again"
     problems += [
         Problem(key, "tokenizer", ..., rule, fix) for key, found in others if found != wanted
     ]
+
     held_out = {f"eval.sets.{name}": table for name, table in config.eval.sets.items()}
     for key, own in {"data.validation": validation, **held_out}.items():
         fix = "set eval.every_steps = 0" if own is validation else ""
-        source = None if own is None else _open(key, own, problems, fix)
-        if source is not None:
-            problems += _vocabulary_problems(key, source, config)
-            problems += _tokenizer_problems(key, source, config)
-            problems += _held_out_problems(key, source, first, wanted)
+        source = None if own is None else open_table(key, own, problems, fix)
+        if source is None:
+            continue
+        problems += _id_problems(key, source, config)
+        spec = source.tokenizer if wanted and own is not validation else None
+        if spec is not None and load_tokenizer(spec).fingerprint != wanted:
+            rule = f"must have the tokenizer of {first}, or the model reads other text"
+            problems.append(Problem(key, "tokenizer_of_set", ..., rule, "prepare it with that one"))
     if problems:
         raise DataError(problems)
 
 
-def _held_out_problems(key: str, source: Source, first: str, wanted: str) -> list[Problem]:
-    """Why ids of held-out rows mean other text than those of `first`, whose tokenizer has the fingerprint `wanted`."""
-    if not key.startswith("eval.sets.") or not wanted or source.tokenizer is None:
-        return []
-    if load_tokenizer(source.tokenizer).fingerprint == wanted:
-        return []
-    rule = f"must have the tokenizer of {first}, or the model reads other text"
-    return [Problem(key, "tokenizer_of_set", ..., rule, "prepare it with that one")]
-
-
-def _open(key: str, table: SourceConfig, problems: list[Problem], fix: str = "") -> Any:
-    """The source of a table; None if it cannot be opened, with the problems added to the list.
-
-    `fix` is another one than those that the source names.
-    """
-    try:
-        return open_header(table)
-    except (ValueError, OSError) as error:
-        found = _of_source(error, key)
-        either = [(p, "; or ".join(text for text in (p.fix, fix) if text)) for p in found]
-        problems += [dataclasses.replace(p, fix=text) for p, text in either]
-        return None
-
-
-def _of_source(error: ValueError | OSError, key: str) -> list[Problem]:
-    if not isinstance(error, OSError) or not error.strerror or limit_problem(error):
-        return problems_under(error, key)
-    rule, fix = f"cannot be read: {error.strerror}", "name an existing path"
-    return [Problem(key, "not_found", error.filename or ..., rule, fix)]
-
-
-def _vocabulary_problems(key: str, source: Source, config: JobConfig) -> list[Problem]:
-    vocab_size, beyond = config.model.vocab_size, getattr(config.model, "input_only_ids", 0)
-    try:
-        highest = source.max_token_id  # files without a sidecar are read for it
-    except (ValueError, OSError) as error:
-        return _of_source(error, key)
-    if highest < vocab_size + beyond:
-        return []
-    and_more = f" and model.input_only_ids {beyond}" if beyond else ""
-    rule = f"is its highest token id and must be below model.vocab_size {vocab_size}{and_more}"
-    size = max(highest + 1, source.vocab_size or 0)
-    fix = f"{_more_rows(config, size)} or prepare the data with the model's tokenizer"
-    return [Problem(key, "token_id", highest, rule, fix)]
+def _id_problems(key: str, source: Source, config: JobConfig) -> list[Problem]:
+    """Why ids of a source are none of the model's, or mean other text than to its weights."""
+    model, beyond = config.model, getattr(config.model, "input_only_ids", 0)
+    more_rows = partial(_more_rows, config)
+    found = token_id_problems(key, source, model.vocab_size, beyond, more_rows)
+    return found + tokenizer_problems(key, source.tokenizer, config.init, Path(config.run.dir))
 
 
 def _more_rows(config: JobConfig, size: int) -> str:
@@ -282,10 +244,6 @@ def _more_rows(config: JobConfig, size: int) -> str:
     if model_of_parent(*names) is not None or (Path(config.run.dir) / NAME).is_file():
         return f"import the folder into another run.dir with --init.vocab_size {size}, which adds rows,"
     return f"set model.vocab_size = {size}"
-
-
-def _tokenizer_problems(key: str, source: Source, config: JobConfig) -> list[Problem]:
-    return tokenizer_problems(key, source.tokenizer, config.init, Path(config.run.dir))
 
 
 def _sample_problems(key: str, source: Source, config: JobConfig) -> Iterator[Problem]:

@@ -19,7 +19,7 @@ from forge_data.packing_config import PackingConfig
 from forge_data.phased_stream import PhasedStream
 from forge_data.phases import PhaseSegment, phase_segments
 from forge_data.places import num_shards_of
-from forge_data.protocols import Stream
+from forge_data.protocols import Stream, Tokenizer
 from forge_data.raw_kinds import RAW_KINDS
 from forge_data.sources.builtin import BuiltinCorpus
 from forge_data.sources.id_shards import IdShards
@@ -28,6 +28,7 @@ from forge_data.sources.nanogpt import open_nanogpt
 from forge_data.sources.npy import open_npy
 from forge_data.sources.token_files import TokenFiles
 from forge_data.stored_plan import open_plan
+from forge_data.tokenizer import load_tokenizer
 
 #: Kinds that are imported when a config names them: some need an extra.
 _MODULES = {
@@ -90,6 +91,32 @@ def open_header(config: SourceConfig, *, check: bool = False) -> Any:
     if check and hasattr(module, "check_source"):
         module.check_source(config)
     return header
+
+
+def tokenizer_of(config: SourceConfig) -> Tokenizer:
+    """The tokenizer that made the tokens of a source. Raises ValueError for one without a tokenizer."""
+    spec = open_header(config).tokenizer
+    if spec is None:
+        rule, fix = "has no tokenizer", "prepare it with forge-data"
+        raise invalid("source", "tokenizer", config.path, rule, fix)
+    return load_tokenizer(spec)
+
+
+def training_tokenizer(configs: Iterable[SourceConfig]) -> Tokenizer:
+    """The tokenizer of the first source. Raises as `tokenizer_of`.
+
+    Its `end_ids` are also those of the answers of other sources with the same tokenizer.
+    """
+    first, *others = configs
+    tokenizer = tokenizer_of(first)
+    for config in others:
+        if config.name == "chat":
+            from forge_data.chat.template import ChatTemplate
+
+            other = load_tokenizer(ChatTemplate(config.chat).spec())
+            if other.fingerprint == tokenizer.fingerprint:
+                tokenizer.end_ids = tuple(dict.fromkeys((*tokenizer.end_ids, *other.end_ids)))
+    return tokenizer
 
 
 def _open_raw(config: SourceConfig) -> IdShards:

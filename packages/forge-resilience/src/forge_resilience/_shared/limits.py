@@ -6,11 +6,12 @@ problem = limit_problem(error)      # RLIMIT_NOFILE 12 is used up (Too many open
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import resource
 
-from .problems import Problem
+from .problems import Problem, problems_of
 
 _LIMITS = {
     errno.EMFILE: ("RLIMIT_NOFILE", resource.RLIMIT_NOFILE, "raise it (ulimit -n)"),
@@ -38,3 +39,19 @@ def limit_problem(error: BaseException | None) -> Problem | None:
             return Problem(key, "limit", known, f"is used up ({os.strerror(number)})", fix)
         error = error.__cause__ or error.__context__
     return None
+
+
+def problems_under(error: BaseException, table: str) -> list[Problem]:
+    """The problems of an error with their keys below a table; a file that its text names is their origin.
+
+    Raises the error itself if a limit of memory or descriptors caused it.
+    """
+    if limit_problem(error):
+        raise error
+    where = str(getattr(error, "where", ""))
+    origin = "" if where.isidentifier() else where  # the name of a component, or a file
+    if not getattr(error, "problems", ()):
+        return [
+            Problem(table, "error", ..., f"cannot be used: {p.rule}") for p in problems_of(error)
+        ]
+    return [dataclasses.replace(p.under(table), origin=p.origin or origin) for p in problems_of(error)]  # fmt: skip

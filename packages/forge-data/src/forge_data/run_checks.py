@@ -1,0 +1,110 @@
+"""Checks of the sources of a run: they can be opened and tokenized, and have the ids and the rows that it needs.
+
+Problems have the keys of the tables that the sources are from, such as "data.sources.books".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from forge_data._shared.limits import limit_problem, problems_under
+from forge_data._shared.problems import Problem, raise_problems
+from forge_data.config import SourceConfig
+from forge_data.errors import InvalidData
+from forge_data.kinds import CACHED
+from forge_data.phased_stream import parts_of
+from forge_data.protocols import Source, Stream
+from forge_data.sources.open import open_header, open_source
+
+
+def open_table(
+    key: str, table: SourceConfig, problems: list[Problem], fix: str = "", *, check: bool = False
+) -> Any:
+    """The source of a table as `open_header` opens it; None if it cannot be opened, with the problems added to the list.
+
+    `fix` is another one than those that the source names.
+    """
+    try:
+        return open_header(table, check=check)
+    except (ValueError, OSError) as error:
+        either = [(p, (p.fix, fix)) for p in _problems_of_source(error, key)]
+        problems += [replace(p, fix="; or ".join(filter(None, fixes))) for p, fixes in either]
+        return None
+
+
+def token_id_problems(
+    key: str,
+    source: Source,
+    vocab_size: int,
+    input_only_ids: int = 0,
+    more_rows: Callable[[int], str] = "set model.vocab_size = {}".format,
+) -> list[Problem]:
+    """The problem of a source with ids that a model has no row for. `input_only_ids` follow the vocabulary.
+
+    `more_rows(size)` says how the model gets rows for so many tokens. May read the tokens of files without a sidecar.
+    """
+    try:
+        highest = source.max_token_id
+    except (ValueError, OSError) as error:
+        return _problems_of_source(error, key)
+    if highest < vocab_size + input_only_ids:
+        return []
+    and_more = f" and model.input_only_ids {input_only_ids}" if input_only_ids else ""
+    rule = f"is its highest token id and must be below model.vocab_size {vocab_size}{and_more}"
+    size = max(highest + 1, source.vocab_size or 0)
+    fix = f"{more_rows(size)} or prepare the data with the model's tokenizer"
+    return [Problem(key, "token_id", highest, rule, fix)]
+
+
+def tokenize_sources(
+    tables: Mapping[str, tuple[SourceConfig, Collection[int]]], fixes: Mapping[str, str] = {}
+) -> None:
+    """Tokenize the sources that are not in a cache yet; InvalidData with the problems of all of them.
+
+    `tables` are {key: (source, lengths of the rows that are read of it)}, `fixes` by key as of `open_table`. Everything
+    that shows without reading text is looked at before the first source is tokenized, which may take hours.
+    """
+    cached = {key: pair for key, pair in tables.items() if pair[0].name in CACHED}
+    missing: list[Problem] = []
+    for key, (table, _) in cached.items():
+        open_table(key, table, missing, fixes.get(key, ""), check=True)
+    raise_problems("", missing, InvalidData)
+    unfit = [p for key, pair in cached.items() for p in _row_problems(key, *pair)]
+    raise_problems("", unfit, InvalidData)
+
+
+def _row_problems(key: str, table: SourceConfig, lengths: Collection[int]) -> list[Problem]:
+    """What is wrong with a source's text, or with its rows."""
+    try:
+        check = getattr(open_source(table), "row_problems", lambda length: ())
+    except (ValueError, OSError) as error:
+        return problems_under(error, key)
+    return [problem.under(key) for length in sorted(lengths) for problem in check(length)]
+
+
+def _problems_of_source(error: ValueError | OSError, key: str) -> list[Problem]:
+    if not isinstance(error, OSError) or not error.strerror or limit_problem(error):
+        return problems_under(error, key)
+    rule, fix = f"cannot be read: {error.strerror}", "name an existing path"
+    return [Problem(key, "not_found", error.filename or ..., rule, fix)]
+
+
+def streams_by_source(stream: Stream, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    """(name of a source, its stream) of the stream that training reads, for each length of rows. `names` as configured."""
+    for part in parts_of(stream):
+        yield from zip(names, getattr(part.stream, "streams", (part.stream,)))
+
+
+def group_problems(
+    stream: Stream, where: str, global_batch: int, num_sources: int = 1
+) -> Iterator[Problem]:
+    """Why a stream whose batches are drawn together (`stream.group`) does not fit a run with other batches."""
+    group = getattr(stream, "group", None)
+    if group is not None and num_sources > 1:
+        rule = f"draws batches of one source, and there are {num_sources}"
+        yield Problem(f"{where}.group", "sources", group, rule, "remove it")
+    elif group not in (None, global_batch):
+        rule = f"must be train.global_batch {global_batch}"
+        yield Problem(f"{where}.group", "mismatch", group, rule, f"use {global_batch}")
