@@ -592,6 +592,12 @@ MISTAKES: tuple[Mistake, ...] = (
         "self.scheduled(total_steps, tokens + own)",
         "self.scheduled(total_steps, tokens)",
     ),
+    Mistake(
+        "a held-out set of another tokenizer is evaluated",
+        f"{_TRAIN}/build/resolve.py",
+        "load_tokenizer(spec).fingerprint != wanted",
+        'load_tokenizer(spec).fingerprint == ""',
+    ),
     # apps/lab
     Mistake(
         "a replay begins one checkpoint too late",

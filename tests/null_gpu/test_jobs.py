@@ -9,12 +9,12 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from tests.null_gpu.jobs import JOBS, write_data
 
+from forge_core.loss.named import LOSSES
 from forge_core.model.norm import NORMS
 from forge_core.model.parts import BLOCKS, MIXERS
 from forge_core.optim.build import OPTIMIZERS
 from forge_train import load_job
 from forge_train.build.layout import layout_problems
-from forge_train.build.objective import LOSSES
 from forge_train.build.resolve import ResolvedJob
 from forge_train.config.structure import BUILT_IN_MODELS, dotted_fields, section_types
 from forge_vlm.adapters.config import NAMES as ADAPTERS

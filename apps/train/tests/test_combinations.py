@@ -198,10 +198,10 @@ def test_validation_is_not_training_data(tmp_path: Path) -> None:
 def test_a_file_that_cannot_be_read_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(table: Any) -> None:
+    def fail(table: Any, **_: Any) -> None:
         raise PermissionError(13, "no", "a.bin")
 
-    monkeypatch.setattr("forge_train.build.resolve.open_header", fail)
+    monkeypatch.setattr("forge_data.run_checks.open_header", fail)
     with rejects("data.sources.text", "a.bin", "not_found", DataError):
         load_job(write_job(tmp_path), {"model.vocab_size": 9})
 
@@ -356,10 +356,10 @@ def test_ranks_that_cannot_meet_are_an_error_of_the_job(monkeypatch: pytest.Monk
 def test_F165_a_limit_of_open_files_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(table: Any) -> None:
+    def full(table: Any, **_: Any) -> None:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(resolve, "open_header", full)
+    monkeypatch.setattr("forge_data.run_checks.open_header", full)
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     with pytest.raises(OSError, match=f"Errno {errno.EMFILE}") as caught:  # no fault of the data
         load_job(write_job(tmp_path))

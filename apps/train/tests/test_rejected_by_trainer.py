@@ -16,8 +16,9 @@ from forge_parallel import ParallelConfig
 from forge_testing import write_job
 from forge_testing.problems import assert_problem, rejects
 from forge_train import ConfigError, JobError, StateError, Trainer, load_job
-from forge_train.build import build, data, evaluation, layout, objective
+from forge_train.build import build, data, evaluation, layout
 from forge_train.build.begin_tokens import run_layers
+from forge_train.build.objective import find_objective
 from forge_train.build.run_directory import RunDirectory
 from forge_train.config.init import InitConfig, Source
 from forge_train.config.schema import BuiltInModelConfig
@@ -39,6 +40,10 @@ def found(problems: Iterable[Any], key: str, value: Any, code: str) -> None:
 
 def full(*_: Any, **__: Any) -> None:
     raise OSError(28, "full")
+
+
+def no_sums(model: nn.Module, batch: Any) -> torch.Tensor:
+    return torch.zeros(2)
 
 
 def test_adapters_of_weights_that_are_not_there() -> None:
@@ -199,10 +204,9 @@ def test_layouts_of_pipelines_and_probes(tmp_path: Path) -> None:
 
 
 def test_objectives_and_groups_of_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = objective.Objective.__new__(objective.Objective)
-    own._function, own._name, own._options = (lambda model, batch: torch.zeros(2)), "a:b", {}
-    with rejects("train.objective", "a:b", "type", ConfigError):
-        own(nn.Module(), None)  # type: ignore[arg-type]
+    own = find_objective(Fake(objective=f"{__name__}:no_sums", objective_options={}))
+    with rejects("train.objective", f"{__name__}:no_sums", "type", ConfigError):
+        own(nn.Module(), None)  # type: ignore[misc]
     with rejects("meshes", 2, "mismatch", ConfigError):
         Trainer(load_job(write_job(tmp_path))).prepare(Fake(batch_size=2))
     wanted = Fake(tensorboard=False, sinks={n: Fake(name="mlflow") for n in "ab"})

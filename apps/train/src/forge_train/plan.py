@@ -10,6 +10,7 @@ import tomlkit
 import torch
 from torch import nn
 
+from forge_core.loss.named import FUSED
 from forge_core.optim import hidden_matrices
 from forge_core.optim.config import HALF_STATE
 from forge_moe.hooks import num_experts_by_layer
@@ -20,7 +21,6 @@ from forge_train._shared.problems import Problem, invalid, problems_of
 from forge_train._shared.toml_files import read_text
 from forge_train.build.build import build_trained, freeze_groups
 from forge_train.build.layout import layout_problems
-from forge_train.build.objective import FUSED
 from forge_train.build.resolve import ResolvedJob
 from forge_train.build.rules import optimizer_problems
 from forge_train.build.run_directory import RunDirectory

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
 
@@ -70,7 +71,8 @@ class Compute:
     token losses, or `num_sums` of them (k,), of which the first is trained and evaluated. `sharded_loss` is the same
     for logits (B, S, V / tp) of which each tp rank has a part. With `in_head` the model is called with `then=`, and
     `loss(x (B, S, D), weight (V, D), labels, weights)` runs inside of its head, or `sharded_loss` with the weight's
-    rows (V / tp, D); both get the keywords that the head gives (`softcap`). `objective(model, part)` replaces them:
+    rows (V / tp, D); both get the keywords that the head gives (`softcap`). `objective(model, part)` replaces them, with
+    a micro-batch on the device, of sequences that are split over cp:
     0-dim sums over a micro-batch, the first of which is trained; it calls the model itself, so it goes without pp.
 
     With `ahead` K the model predicts K tokens beyond the next one, too (multi-token prediction): in training it gets
@@ -252,11 +254,23 @@ class Compute:
     def _sums(self, part: BatchLike) -> Sequence[Tensor]:
         """0-dim sums over a micro-batch, the one that is trained first."""
         if self._objective is not None:
-            return self._objective(self.model, part)
+            return self._objective(self.model, self._local_part(part))
         given = self._local(part, training=torch.is_grad_enabled())
         more = {"then": partial(self._then, labels=given.targets)} if self._then else {}
         output = self.model(given.tokens, **given.keywords, **given.extras, **more)
         return self._token_loss(output, given.targets).reshape(-1).unbind()
+
+    def _local_part(self, batch: BatchLike) -> Any:
+        """This rank's part of each sequence, on its device, with the weight of all labels."""
+        here: Any = batch.to(self.meshes.device, stay=self._host_inputs)
+        if self.meshes.cp.size == 1:
+            return here
+        names = ("tokens", "labels", "positions", "document_ids", "weights")
+        whole = {n: x for n in names if (x := getattr(here, n)) is not None}
+        parts: dict[str, Any] = {
+            n: cut_sequence(x, self.meshes.cp, dim=-1) for n, x in whole.items()
+        }
+        return replace(here, **parts, label_weight=here.label_weight)
 
     def _through_stages(self, batch: BatchLike, normaliser: float) -> Tensor:
         given = self._local(batch, training=True)

@@ -12,24 +12,17 @@ import numpy
 import torch
 from torch import nn
 
-from forge_core import Transformer, build_schedule, parameter_count
+from forge_core import Transformer, build_schedule, optim, parameter_count
 from forge_core.lora import lora
 from forge_core.model import build_feed_forward, check_init_tables
-from forge_core.optim import (
-    check_parameters,
-    check_something_trains,
-    freeze_never_trained,
-    match_groups,
-    stage_problems,
-)
 from forge_data.phase_schedule import PhaseSchedule
 from forge_data.phases import PhaseSegment
 from forge_moe import MoE, MoEConfig, SortedExperts
-from forge_train._shared.problems import Problem, invalid, raise_problems
+from forge_train._shared.problems import invalid
 from forge_train.config.model_builder import model_builder
 from forge_train.config.schema import BuiltInModelConfig, JobConfig, ModelSection
 from forge_train.config.vlm import VLMModelConfig
-from forge_train.errors import ConfigError, config_errors, refuse
+from forge_train.errors import ConfigError, config_errors
 from forge_vlm import VLM
 
 #: Feed-forwards whose experts are stacks, which `parallel.ep` shards.
@@ -63,19 +56,8 @@ def build_trained(config: JobConfig) -> nn.Module:
         base_dtype = torch.bfloat16 if config.lora.base_dtype == "bf16" else None
         with config_errors():
             lora(model, config.lora.adapters, base_dtype, config.lora.whole)
-            _check_groups_of_adapters(model, config)
+            optim.check_groups_train(model, config.optimizer.groups)
     return model
-
-
-def _check_groups_of_adapters(model: nn.Module, config: JobConfig) -> None:
-    """ValueError for a group without an adapter: its rate would change nothing."""
-    trained = {name for name, p in model.named_parameters() if p.requires_grad}
-    owners = match_groups(model, config.optimizer.groups)
-    idle = set(config.optimizer.groups) - {owners.get(name) for name in trained}
-    rule = f"match weights that lora.rank {config.lora.rank} freezes, and no adapter"
-    fix = "use a pattern as '*.lora_b', or remove the group"
-    keys = [f"optimizer.groups.{group}.patterns" for group in sorted(idle)]
-    raise_problems("", [Problem(key, "frozen", ..., rule, fix) for key in keys])
 
 
 def _build_transformer(section: BuiltInModelConfig) -> Transformer:
@@ -175,12 +157,6 @@ def freeze_groups(model: nn.Module, config: JobConfig) -> None:
     """Check optimizer, groups and stages on the whole model, and freeze the groups that the run never trains.
 
     ConfigError for what does not fit."""
+    length = total_steps(config, model)
     with config_errors():
-        check_parameters(model, config.optimizer)
-    if not config.optimizer.groups:
-        return
-    stages = config.train.stages
-    refuse(stage_problems(config.optimizer, stages, total_steps(config, model)))
-    with config_errors():
-        check_something_trains(model, config.optimizer, stages)
-    freeze_never_trained(model, config.optimizer, stages)
+        optim.freeze_groups(model, config.optimizer, config.train.stages, length)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 from torch import Tensor
 
+from forge_core.loss.named import LOSSES
 from forge_data import Batch, InvalidData, Stream, batch_of
 from forge_data.choices import accuracies, batch_of_choices, read_questions
 from forge_data.token_bytes import byte_lengths, label_bytes
@@ -22,7 +23,6 @@ from forge_parallel.compute import Compute, evaluate, evaluate_rows
 from forge_resilience import Agreement
 from forge_train._shared.problems import invalid
 from forge_train.build.data import run_tokenizer
-from forge_train.build.objective import LOSSES
 from forge_train.config.evaluation import VALIDATION, ChoicesConfig
 from forge_train.config.exact_match import KINDS
 from forge_train.config.schema import JobConfig

@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from forge_core.loss.named import FUSED
 from forge_core.optim import saves_by_name
 from forge_moe.hooks import num_experts_by_layer, whole_batch_options
 from forge_moe.sorted_experts import sorted_experts_by_name
@@ -19,7 +20,6 @@ from forge_parallel.legal import Facts, ShardedDim, problems
 from forge_parallel.micro_batches import MicroBatches, divide_batch
 from forge_train._shared.problems import Problem, problems_of
 from forge_train.build.build import EXPERT_ACTIVATIONS, Course
-from forge_train.build.objective import FUSED
 from forge_train.config.schema import BuiltInModelConfig, JobConfig
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import refuse

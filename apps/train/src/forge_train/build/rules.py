@@ -4,18 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from typing import Any
 
-from torch import nn
-
+from forge_core import optim
 from forge_core.model import check_parts
-from forge_core.optim import (
-    check_optimizer,
-    check_schedule,
-    check_something_trains,
-    stage_problems,
-)
 from forge_core.registry import Registry
 from forge_moe.config import AMONG_TOKENS
 from forge_moe.routers import find_rule
@@ -198,23 +190,16 @@ def _model_problems(config: JobConfig) -> list[Problem]:
 def _optimizer_problems(config: JobConfig) -> list[Problem]:
     """Of the optimizer, its groups and the stages; patterns are tried on models of ours, built without values."""
     optimizer, stages = config.optimizer, config.train.stages
-    # a block with a matrix without values: an optimizer checks some options only with parameters
-    stand_in = nn.Sequential(nn.Linear(1, 1, device="meta"))
-    alone = [{name: replace(own, patterns=("*",))} for name, own in optimizer.groups.items()]
-    found: list[Any] = [
-        problem
-        for groups in alone or [{}]
-        for problem in _found_by(check_optimizer, stand_in, replace(optimizer, groups=groups))
-    ]
-    found += stage_problems(optimizer, stages, config.train.steps)
+    found: list[Any] = optim.optimizer_problems(optimizer)
+    found += optim.stage_problems(optimizer, stages, config.train.steps)
     ours = config.model.is_built_in and not _model_problems(config)
     if found or not optimizer.groups or not ours:
-        return list({str(problem): problem for problem in found}.values())
+        return found
     # imported here: half a second, which other errors do not need
     from forge_train.build.build import build_trained
 
     model = build_trained(config)
-    return _found_by(check_something_trains, model, optimizer, stages)
+    return _found_by(optim.check_something_trains, model, optimizer, stages)
 
 
 def _schedule_problems(config: JobConfig) -> list[Problem]:
@@ -222,7 +207,7 @@ def _schedule_problems(config: JobConfig) -> list[Problem]:
     from forge_train.build.build import build_trained, run_schedule, total_steps
 
     by_size = config.train.tokens_per_parameter is not None
-    unknown = _found_by(check_schedule, config.schedule)
+    unknown = _found_by(optim.check_schedule, config.schedule)
     parts = by_size and bool(_model_problems(config))
     if unknown or parts or (by_size and not config.model.is_built_in):
         return unknown

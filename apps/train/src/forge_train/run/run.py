@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from forge_core.flops import peak_flops
+from forge_core.loss.named import Objective
 from forge_data import Batch, Loader
 from forge_data.phases import PhaseSegment
 from forge_parallel import Meshes, reshard
@@ -25,7 +26,7 @@ from forge_resilience.recorder import Recorder
 from forge_train.build.build import Course, run_schedule
 from forge_train.build.evaluation import Evaluation
 from forge_train.build.layout import micro_batches
-from forge_train.build.objective import Objective, loss_columns, make_compute
+from forge_train.build.objective import loss_columns, make_compute
 from forge_train.build.resolve import ResolvedJob
 from forge_train.build.run_directory import RunDirectory
 from forge_train.config.schema import JobConfig

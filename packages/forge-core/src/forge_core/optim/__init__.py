@@ -8,6 +8,8 @@ from forge_core.optim.build import (
     check_parameters,
     describe_parameters,
     find_optimizer,
+    freeze_groups,
+    optimizer_problems,
     saves_by_name,
 )
 from forge_core.optim.config import (
@@ -21,6 +23,7 @@ from forge_core.optim.config import (
 )
 from forge_core.optim.ema import EMA
 from forge_core.optim.groups import (
+    check_groups_train,
     groups_of_part,
     match_groups,
     parameter_groups,
@@ -63,12 +66,14 @@ __all__ = [
     "WSDConfig",
     "build_optimizer",
     "build_schedule",
+    "check_groups_train",
     "check_optimizer",
     "check_parameters",
     "check_schedule",
     "check_something_trains",
     "describe_parameters",
     "find_optimizer",
+    "freeze_groups",
     "freeze_never_trained",
     "groups_of_part",
     "hidden_matrices",
@@ -76,6 +81,7 @@ __all__ = [
     "match_groups",
     "multipliers_at",
     "never_trained",
+    "optimizer_problems",
     "parameter_groups",
     "saves_by_name",
     "set_lr",

@@ -5,12 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from forge_core._shared.problems import Problem, invalid, raise_problems
+from forge_core._shared.problems import Problem, invalid, problems_of, raise_problems
 from forge_core.kinds import parameter_kinds
 from forge_core.optim.adamw import build_adamw
 from forge_core.optim.base import NamedOptimizer, set_rounding_seed
@@ -20,6 +22,12 @@ from forge_core.optim.groups import lr_scales, match_groups, parameter_groups, t
 from forge_core.optim.lion import build_lion
 from forge_core.optim.muon import build_muon, hidden_matrices
 from forge_core.optim.schedule_free import build_schedule_free_adamw
+from forge_core.optim.stages import (
+    StageConfig,
+    check_something_trains,
+    freeze_never_trained,
+    stage_problems,
+)
 from forge_core.registry import Registry
 
 _LAYER = re.compile(r"(?<![^.])\d+(?=\.)")  # its number in a name
@@ -86,6 +94,20 @@ def check_optimizer(model: nn.Module, config: OptimizerConfig) -> None:
         OPTIMIZERS.check(built, config.name, config.options)
 
 
+def optimizer_problems(config: OptimizerConfig) -> list[Problem]:
+    """The problems of a name and its options without a model, for each of the groups."""
+    # a block with a matrix without values: an optimizer checks some options only with parameters
+    stand_in = nn.Sequential(nn.Linear(1, 1, device="meta"))
+    alone = [{name: replace(own, patterns=("*",))} for name, own in config.groups.items()]
+    found: dict[str, Problem] = {}
+    for groups in alone or [{}]:
+        try:
+            check_optimizer(stand_in, replace(config, groups=groups))
+        except (ValueError, ImportError) as error:
+            found |= {str(problem): problem for problem in problems_of(error)}
+    return list(found.values())
+
+
 def check_parameters(model: nn.Module, config: OptimizerConfig) -> None:
     """Raise the ValueErrors of `build_optimizer` about names and shapes: groups, factors of rates, Muon's matrices.
 
@@ -100,6 +122,23 @@ def check_parameters(model: nn.Module, config: OptimizerConfig) -> None:
 def find_optimizer(name: str) -> Any:
     """The builder that `optimizer.name` names; ValueError with the key for an unknown name."""
     return OPTIMIZERS.find(name)
+
+
+def freeze_groups(
+    model: nn.Module,
+    config: OptimizerConfig,
+    stages: Mapping[str, StageConfig],
+    total_steps: int | None = None,
+) -> None:
+    """Check names, groups and stages on the whole model, and freeze the groups that no stage trains.
+
+    Raises ValueError as `check_parameters` and `check_something_trains`, and for `stage_problems`.
+    """
+    check_parameters(model, config)
+    if config.groups:
+        raise_problems("", stage_problems(config, stages, total_steps))
+        check_something_trains(model, config, stages)
+        freeze_never_trained(model, config, stages)
 
 
 def saves_by_name(name: str) -> bool:

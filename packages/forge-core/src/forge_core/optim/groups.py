@@ -58,6 +58,15 @@ def match_groups(model: nn.Module, groups: Mapping[str, OptimizerGroupConfig]) -
     return found
 
 
+def check_groups_train(model: nn.Module, groups: Mapping[str, OptimizerGroupConfig]) -> None:
+    """ValueError for a group of frozen parameters, as of a model with adapters: its rate would change nothing."""
+    owners = match_groups(model, groups)
+    idle = set(groups) - {owners.get(n) for n, p in model.named_parameters() if p.requires_grad}
+    rule, fix = "match frozen weights only", "use a pattern as '*.lora_b', or remove the group"
+    keys = [f"optimizer.groups.{group}.patterns" for group in sorted(idle)]
+    raise_problems("", [Problem(key, "frozen", ..., rule, fix) for key in keys])
+
+
 def groups_of_part(part: nn.Module, config: OptimizerConfig) -> dict[str, OptimizerGroupConfig]:
     """The groups and patterns that match a part of a model, which has the names of the whole model.
 

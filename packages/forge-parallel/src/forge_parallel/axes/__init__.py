@@ -16,7 +16,14 @@ from forge_parallel.axes.tensor import (
 )
 from forge_parallel.axes.vocab import VocabLoss, vocab_cross_entropy, vocab_fused_cross_entropy
 
+#: Losses where each tp rank has a part of the logits, or of the head's weight, by the names of their unsharded forms.
+VOCAB_LOSSES = {
+    "cross_entropy": vocab_cross_entropy,
+    "fused_cross_entropy": vocab_fused_cross_entropy,
+}
+
 __all__ = [
+    "VOCAB_LOSSES",
     "VocabLoss",
     "accumulate",
     "apply_fsdp",
