@@ -24,6 +24,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from forge_ckpt.rng import seed_process
 from forge_parallel import Meshes, end_process_group
 from forge_testing import RankError, forge_train, run_on_ranks, start, wait_for_step
 from forge_testing.faults import flip_bit, rank_pids, signal_at_random, signal_rank
@@ -40,7 +41,6 @@ from forge_testing.runs import (
     make_job,
 )
 from forge_train import Callback, ConfigError, Trainer, cli, load_job, load_trained, read_run
-from forge_train.build.build import seed_process
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 

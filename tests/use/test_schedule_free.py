@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from forge_core import Transformer, TransformerConfig, initialise
-from forge_core.optim import SCHEDULES, ScheduleConfig, build_schedule
+from forge_core.optim import SCHEDULES, ScheduleConfig, build_schedule, schedule_warnings
 from forge_data import Loader, PackedStream, SourceConfig, open_source
 from forge_testing import write_job
 from forge_testing.decay import groups_by_decay
@@ -26,7 +26,6 @@ from forge_testing.runs import (
     together,
 )
 from forge_train import Callback, Trainer, load_job, load_trained, read_run
-from forge_train.build.resolve import schedule_warnings
 
 pytestmark = pytest.mark.lane("test")
 
@@ -222,8 +221,10 @@ def test_F198_each_schedule_is_accepted_and_one_that_falls_is_said(
 ) -> None:
     own = {"optimizer.name": "schedule_free_adamw", "schedule.name": name}
     job = load_job(write_job(tmp_path), own)
-    assert len(schedule_warnings(job.config)) == (name not in ("constant", "none"))
-    assert schedule_warnings(load_job(write_job(tmp_path), {"schedule.name": name}).config) == []
+    found = schedule_warnings(job.config.optimizer, job.config.schedule)
+    assert len(found) == (name not in ("constant", "none"))
+    other = load_job(write_job(tmp_path), {"schedule.name": name}).config
+    assert schedule_warnings(other.optimizer, other.schedule) == []
 
 
 def test_F198_a_run_with_a_schedule_that_falls_says_so_once(

@@ -182,9 +182,10 @@ def explain(args: list[str]) -> int:
     number costs; where phases of the data begin; with `--parameters` what each parameter of the model is; and with
     `--plot FILE` a picture of learning rates and batch over the run.
     """
+    from forge_core.optim import schedule_warnings
     from forge_data.describe import data_lines
     from forge_data.errors import InvalidData
-    from forge_train.build.resolve import resolve_to_show, schedule_warnings
+    from forge_train.build.resolve import resolve_to_show
     from forge_train.report.describe import print_explanation
 
     nproc, rest = take_nproc(args)
@@ -201,7 +202,7 @@ def explain(args: list[str]) -> int:
         lines += [] if missing else data_lines(data)
     except InvalidData as error:
         raise DataError(problems_of(error), error.where) from error
-    lines += schedule_warnings(job.config)
+    lines += schedule_warnings(job.config.optimizer, job.config.schedule)
     if nproc is not None:
         job, of_layout = _on_processes(job, nproc)
         lines += of_layout

@@ -19,6 +19,7 @@ __all__ = [
     "StateError",
     "as_config_error",
     "config_errors",
+    "data_errors",
     "job_errors",
     "problems_under",
     "refuse",
@@ -129,6 +130,15 @@ def config_errors(table: str = "") -> Iterator[None]:
         if table:
             raise ConfigError(problems_under(error, table)) from error
         raise as_config_error(error) from error
+
+
+@contextlib.contextmanager
+def data_errors(table: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise exceptions of these kinds as a DataError, with the keys of their problems below `table`."""
+    try:
+        yield
+    except kinds as error:
+        raise DataError(problems_under(error, table)) from error
 
 
 @contextlib.contextmanager

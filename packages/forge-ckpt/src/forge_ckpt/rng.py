@@ -100,6 +100,15 @@ class RNGState:
         return rank // self._alike, size // self._alike
 
 
+def seed_process(seed: int, stream: int) -> None:
+    """Begin this process's generators, torch's, Python's and numpy's if it is imported: a function of (seed, stream)."""
+    digest = hashlib.sha256(f"{seed}:{stream}".encode()).digest()
+    torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+    random.seed(digest)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(numpy.frombuffer(digest, numpy.uint32))
+
+
 def _alone() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 

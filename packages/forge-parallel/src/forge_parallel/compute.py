@@ -6,7 +6,7 @@ Shapes: B rows, S tokens of a row, D width of the stream, V vocabulary.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple, cast
@@ -423,22 +423,32 @@ def evaluate(
     return sum(loss for loss, _ in shares) / weight if weight else math.nan
 
 
+def reader_batches(num_rows: int, batch_size: int, meshes: Meshes) -> list[range]:
+    """The rows of each batch of this reader: batches are the same for any number of readers, which take as many each.
+
+    Rows from `num_rows` on are filler: every rank must take part in every gather.
+    """
+    each = -(-num_rows // (batch_size * meshes.batch_size))
+    first = each * meshes.batch_rank
+    return [range(i * batch_size, (i + 1) * batch_size) for i in range(first, first + each)]
+
+
 def evaluate_rows(
     compute: Compute,
-    parts: Iterable[BatchLike],
-    first: int,
+    num_rows: int,
+    batch_of: Callable[[range], BatchLike],
     gather: Callable[[list[Any]], list[list[Any]]],
 ) -> list[float]:
-    """Sums of token losses in nats of each row of the parts of all ranks, without gradients, in order.
+    """Sums of token losses in nats of each row, without gradients; of filler after the first `num_rows`.
 
-    `first` is the number of this rank's first row; ranks that share rows have the same. Otherwise as `evaluate`, and
-    each row costs a call of the loss.
+    `batch_of` makes the batch of some rows. Otherwise as `evaluate`, and each row costs a call of the loss.
     """
+    parts = reader_batches(num_rows, compute.rows_at_once, compute.meshes)
     with evaluation_mode(compute.model):
-        own = [compute.row_losses(part) for part in parts]
+        own = [compute.row_losses(batch_of(rows)) for rows in parts]
     reshard(compute.model)
     found: dict[int, float] = {}
-    for start, losses in gather([first, torch.cat(own).double().tolist()]):
+    for start, losses in gather([parts[0].start, torch.cat(own).double().tolist()]):
         for row, loss in enumerate(losses, start):  # ranks of one row have a part each
             found[row] = found.get(row, 0.0) + loss
     return [found[row] for row in sorted(found)]

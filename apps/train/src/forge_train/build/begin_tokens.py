@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from forge_data import SourceConfig, open_header
-from forge_train._shared.problems import Problem, invalid
+from forge_train._shared.problems import Problem
 from forge_train.build.resolve import ResolvedJob
 from forge_train.build.run_directory import RunDirectory
 from forge_train.config.exact_match import KINDS
@@ -15,25 +15,13 @@ from forge_train.config.layers import Layers, read_layers
 from forge_train.errors import ConfigError, config_errors
 from forge_vlm.data.prepared import is_prepared
 
-__all__ = [
-    "began_texts_without",
-    "begin_problems",
-    "begin_texts_as",
-    "begin_texts_without",
-    "is_older",
-    "run_layers",
-]
-
 #: The table with the key `bos`, by the kind of a source that is tokenized when a run begins.
 _TABLES = {"text": "text", "huggingface": "huggingface", **dict.fromkeys(KINDS, "options")}
 
 
 def run_layers(run: RunDirectory) -> Layers:
     """config.toml of a run, with `bos = ""` for what was tokenized before there was that key."""
-    layers = read_layers(run.config)
-    if not layers.values:
-        rule, fix = "describes the run, and is empty", "restore it"
-        raise invalid("", "damaged", str(run.config), rule, fix, kind=ConfigError)
+    layers = run.layers()
     begin_texts_as(layers, layers)
     return layers
 

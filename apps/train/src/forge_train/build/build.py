@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import random
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy
 import torch
 from torch import nn
 
+from forge_ckpt.rng import seed_process
 from forge_core import Transformer, build_schedule, optim, parameter_count
 from forge_core.lora import lora
 from forge_core.model import build_feed_forward, check_init_tables
@@ -106,14 +104,6 @@ def _group_expert_factory(config: VLMModelConfig) -> Callable[[str, int], nn.Mod
         )
 
     return make
-
-
-def seed_process(seed: int, rank: int) -> None:
-    """Begin this process's random streams, torch's, Python's and numpy's: a function of (seed, rank)."""
-    digest = hashlib.sha256(f"{seed}:{rank}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    random.seed(digest)
-    numpy.random.seed(numpy.frombuffer(digest, numpy.uint32))
 
 
 class Course(PhaseSchedule):

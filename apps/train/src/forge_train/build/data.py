@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from forge_train.config.evaluation import VALIDATION
 from forge_train.config.schema import BuiltInModelConfig, JobConfig
 from forge_train.config.tokenizer import ends_of_weights
 from forge_train.config.vlm import VLMModelConfig
-from forge_train.errors import DataError, config_errors, problems_under, refuse
+from forge_train.errors import DataError, config_errors, data_errors, refuse
 from forge_vlm.data import check_labels
 
 _SOURCES = "data.sources"
@@ -53,7 +52,8 @@ def open_data(
     guarded = partial(GuardedLoader, check=check_labels, key=_SOURCES)
     kind = guarded if isinstance(config.model, VLMModelConfig) else Loader
 
-    with _data_errors(f"{_SOURCES}.{names[0]}" if len(names) == 1 else _SOURCES):
+    table = f"{_SOURCES}.{names[0]}" if len(names) == 1 else _SOURCES
+    with config_errors(), data_errors(table, InvalidData):
         loader = kind(
             open_training(data, config.data_seed),
             division.global_batch,
@@ -80,7 +80,7 @@ def open_held_out(config: JobConfig, model: nn.Module, layout: Layout) -> dict[s
     """The rows that a run evaluates, by the keys of their tables, in an order that does not depend on its seed."""
     streams = {}
     for key, table in held_out(config).items():
-        with _data_errors(key):
+        with config_errors(), data_errors(key, InvalidData):
             stream = open_stream(table, config.data.seq_len, packing=config.data.packing)
             sample = Loader(stream, 1).filler(0)
         refuse(_batch_problems(config, model, sample, layout, f"[{key}]"))
@@ -111,16 +111,6 @@ def tokenize(config: JobConfig) -> None:
         tokenize_sources(tables, {_VALIDATION: "set eval.every_steps = 0"})
     except InvalidData as error:
         raise DataError(error.problems) from error
-
-
-@contextmanager
-def _data_errors(key: str) -> Iterator[None]:
-    """`config_errors`, and what is wrong with the data of `key` as a DataError."""
-    with config_errors():
-        try:
-            yield
-        except InvalidData as error:
-            raise DataError(problems_under(error, key)) from error
 
 
 def _require_labels(config: JobConfig, key: str, stream: Stream, rows: int) -> None:

@@ -18,8 +18,8 @@ from forge_core.loss.named import LOSSES
 from forge_data import Batch, InvalidData, Stream, batch_of
 from forge_data.choices import accuracies, batch_of_choices, read_questions
 from forge_data.token_bytes import byte_lengths, label_bytes
-from forge_parallel import Meshes, reshard
-from forge_parallel.compute import Compute, evaluate, evaluate_rows
+from forge_parallel import reshard
+from forge_parallel.compute import Compute, evaluate, evaluate_rows, reader_batches
 from forge_resilience import Agreement
 from forge_train._shared.problems import invalid
 from forge_train.build.data import run_tokenizer
@@ -32,8 +32,8 @@ from forge_train.errors import (
     ConfigError,
     DataError,
     config_errors,
+    data_errors,
     problems_at,
-    problems_under,
     refuse,
     run_on_all_ranks,
 )
@@ -171,15 +171,15 @@ class HeldOut:
         return found
 
     def _read(self, compute: Compute) -> list[Batch]:
-        size = compute.rows_at_once
+        parts = reader_batches(self._rows, compute.rows_at_once, compute.meshes)
         try:
-            return [self._batch(i, size) for i in _starts(self._rows, size, compute.meshes)]
+            return [self._batch(rows) for rows in parts]
         except (InvalidData, OSError, ValueError) as error:
             raise DataError(problems_at(error, f"{self._name} data")) from error
 
-    def _batch(self, start: int, size: int) -> Batch:
-        batch = batch_of(self._stream, range(start, min(start + size, self._rows)))
-        missing = size - len(batch)
+    def _batch(self, rows: range) -> Batch:
+        batch = batch_of(self._stream, rows[: max(0, self._rows - rows.start)])
+        missing = len(rows) - len(batch)
         return batch.with_filler(missing) if missing else batch
 
 
@@ -200,11 +200,8 @@ class Choices:
 
         assert config.path is not None
         tokenizer = run_tokenizer(job)
-        try:
-            found = read_questions(config.path, tokenizer, self._seq_len, config.samples)
-        except InvalidData as error:
-            raise DataError(problems_under(error, key)) from error
-        self.questions = found
+        with data_errors(key, InvalidData):
+            self.questions = read_questions(config.path, tokenizer, self._seq_len, config.samples)
 
     def measure(self, compute: Compute, count: Count, agreement: Agreement) -> dict[str, float]:
         """accuracy, the fraction of right answers, and accuracy_per_byte. Collective."""
@@ -218,12 +215,12 @@ class Choices:
         Costs a forward of every choice, each as long as a sequence of training, and one exchange.
         """
         rows = [choice for question in self.questions for choice in question.choices]
-        size = compute.rows_at_once
-        starts = _starts(len(rows), size, compute.meshes)
-        batches = (batch_of_choices(rows[i : i + size], size, self._seq_len) for i in starts)
-        losses = evaluate_rows(compute, batches, starts.start, agreement.exchange)
-        values = iter(losses)
-        return [[next(values) for _ in question.choices] for question in self.questions]
+
+        def batch(part: range) -> Batch:
+            return batch_of_choices(rows[part.start : part.stop], len(part), self._seq_len)
+
+        losses = iter(evaluate_rows(compute, len(rows), batch, agreement.exchange))
+        return [[next(losses) for _ in question.choices] for question in self.questions]
 
 
 class ExactMatch:
@@ -234,10 +231,8 @@ class ExactMatch:
         self._config = own = config.eval.exact_match
         self.prompts = prompts_of(config, own.source)
         assert own.path is not None
-        try:
+        with data_errors(_EXACT_MATCH, InvalidSample, OSError):
             self._asked = self.prompts.read(own.path, own.format, own.samples)
-        except (InvalidSample, OSError) as error:
-            raise DataError(problems_under(error, _EXACT_MATCH)) from error
         room = getattr(config.model, "max_seq_len", None)
         problems = question_problems(self._asked, own.path, own.max_new_tokens, room)
         refuse(problem.under(_EXACT_MATCH) for problem in problems)
@@ -248,25 +243,23 @@ class ExactMatch:
         Draws no random numbers, restores the model's mode and leaves its weights sharded.
         """
         own, meshes, model = self._config, compute.meshes, compute.model
-        starts = _starts(len(self._asked), own.rows, meshes)
+        parts = reader_batches(len(self._asked), own.rows, meshes)
         # ranks with fewer batches repeat the last one, so that collectives match
         last = (len(self._asked) - 1) // own.rows * own.rows
-        batches = [self._asked[i : i + own.rows] for i in (min(i, last) for i in starts)]
+        batches = [self._asked[i : i + own.rows] for i in (min(part.start, last) for part in parts)]
         media = run_on_all_ranks(agreement, lambda: self._media(batches))
         right, stops = 0, meshes.world_size == 1
-        for start, asked, given in zip(starts, batches, media):
+        for part, asked, given in zip(parts, batches, media):
             found = answer(model, self.prompts, asked, given, own.max_new_tokens, stops=stops)
-            if start <= last and meshes.is_batch_leader:
+            if part.start <= last and meshes.is_batch_leader:
                 pairs = zip(asked, found)
                 right += sum(is_match(text, p.answer or "", own.normalise) for p, text in pairs)
         reshard(model)
         return {COLUMN: float(sum(agreement.exchange(right))) / len(self._asked)}
 
     def _media(self, batches: list[list[Prompt]]) -> list[dict[str, Tensor]]:
-        try:
+        with data_errors(_EXACT_MATCH, InvalidSample, OSError):
             return [self.prompts.media(batch) for batch in batches]
-        except (InvalidSample, OSError) as error:
-            raise DataError(problems_under(error, _EXACT_MATCH)) from error
 
 
 def prompts_of(config: JobConfig, name: str | None = None) -> Prompts:
@@ -285,16 +278,6 @@ def prompts_of(config: JobConfig, name: str | None = None) -> Prompts:
     return prompts
 
 
-def _starts(rows: int, size: int, meshes: Meshes) -> range:
-    """The first row of each batch of this reader: batches are the same for any number of readers, which take as many each.
-
-    Those from `rows` on are filler: every rank must take part in every gather.
-    """
-    each = -(-rows // (size * meshes.batch_size))
-    first = each * meshes.batch_rank
-    return range(first * size, (first + each) * size, size)
-
-
 def _token_bytes(config: JobConfig) -> numpy.ndarray | None:
     """Bytes of each id, (vocab_size,); None where ids are not those of a tokenizer that keeps text."""
     if isinstance(config.model, VLMModelConfig):
@@ -303,6 +286,8 @@ def _token_bytes(config: JobConfig) -> numpy.ndarray | None:
         found = byte_lengths(run_tokenizer(config))
     except ValueError:  # ids without a tokenizer
         return None
-    if found is None:
-        return None
-    return numpy.pad(found, (0, max(0, config.model.vocab_size - len(found))))
+    return (
+        None
+        if found is None
+        else numpy.pad(found, (0, max(0, config.model.vocab_size - len(found))))
+    )

@@ -128,13 +128,8 @@ def modules_of(section: BuiltInModelConfig, family: str) -> Callable[[str], str]
 
 def _moe_section(experts: ExpertLayers, dense_hidden_dim: int) -> MoESection:
     """[model.moe] of the mixtures of a model; ValueError for layers that no step from a first one gives."""
-    moe, layers, count = experts
-    first = layers[0] if layers else count
-    step = layers[1] - first if len(layers) > 1 else count
-    if not layers or layers != tuple(range(first, count, step)):
-        rule = "are the layers with mixtures, and must be every n-th from a first one on"
-        fix = "use a model whose mlp_only_layers leave such a pattern"
-        raise invalid("mlp_only_layers", "pattern", list(layers), rule, fix)
+    first, step = experts.first_and_step()
+    moe = experts.config
     return MoESection(
         num_experts=moe.num_experts,
         first_dense_layers=first,

@@ -179,17 +179,6 @@ def _derive(layers: Layers, data: DataConfig, validation: bool) -> list[Problem]
     return problems
 
 
-def schedule_warnings(config: JobConfig) -> list[str]:
-    """A warning where the learning rate falls and the optimizer has an average in place of that; usually none."""
-    optimizer, schedule = config.optimizer.name, config.schedule.name
-    if optimizer != "schedule_free_adamw" or schedule in ("constant", "none"):
-        return []
-    return [
-        f"schedule.name {schedule!r} goes with optimizer.name {optimizer!r}, whose average replaces the decay of the "
-        "learning rate; 'constant' with warmup_steps is usual"
-    ]
-
-
 def _check_data(config: JobConfig) -> None:
     """Vocabulary, tokenizer and splits, from the sources' headers; DataError with all problems."""
     problems: list[Problem] = []

@@ -19,7 +19,7 @@ from forge_train._shared.toml_files import flatten, read_toml
 from forge_train.config.fixed_keys import is_fixed
 from forge_train.config.init import NAME as IMPORTED_MODEL
 from forge_train.config.init import committed
-from forge_train.config.layers import Layers
+from forge_train.config.layers import Layers, read_layers
 from forge_train.errors import ConfigError, JobError, refuse
 
 if TYPE_CHECKING:  # imports torch, which readers of a run do not need
@@ -108,17 +108,22 @@ class RunDirectory:
                 "run.dir", "write", str(self.path), rule, fix, kind=ConfigError
             ) from error
 
+    def layers(self) -> Layers:
+        """The values of config.toml; ConfigError if it cannot be read, or is empty."""
+        layers = read_layers(self.config)
+        if not layers.values:
+            rule, fix = "describes the run, and is empty", "restore it"
+            raise invalid("", "damaged", str(self.config), rule, fix, kind=ConfigError)
+        return layers
+
     def changes(self, job: ResolvedJob) -> dict[str, list[Any]]:
         """Key -> [value of the last life, value now]; empty for a new run. ConfigError if config.toml cannot be
         read: only it tells whether the checkpoints are of this experiment."""
         if not self.config.exists():
             return {}
         try:
-            layers = Layers()
-            layers.add(read_toml(self.config), "before")
-            if not layers.values:
-                raise ValueError("it is empty")
-        except ValueError as error:
+            layers = self.layers()
+        except ConfigError as error:
             fix = "restore it, remove it to go on unchecked, or choose another run.dir"
             rule = f"describes this run and cannot be read: {error}"
             raise invalid("", "damaged", str(self.config), rule, fix, kind=ConfigError) from error

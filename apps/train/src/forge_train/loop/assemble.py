@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from forge_ckpt.rng import seed_process
 from forge_ckpt.stage_state import tensor_names
 from forge_core import build_optimizer, initialise
 from forge_core.optim import IdleOptimizer, groups_of_part, trains_nothing
@@ -19,7 +20,6 @@ from forge_parallel.check_model import ranks_with_other_values
 from forge_parallel.compute import Compute
 from forge_resilience import Agreement
 from forge_train._shared.problems import invalid
-from forge_train.build.build import seed_process
 from forge_train.build.layout import micro_batches
 from forge_train.build.objective import find_objective, make_compute
 from forge_train.config.experts import MoESection

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 from forge_ckpt import SaveEvent, Store
+from forge_core.optim import schedule_warnings
 from forge_data.differences import difference_lines
 from forge_data.packing import packing_report
 from forge_resilience.console import ConsoleSink, console_mode
 from forge_resilience.goodput import life_fields
 from forge_resilience.recorder import Recorder
 from forge_resilience.sinks import JsonlSink, last_row
-from forge_train.build.resolve import schedule_warnings
 from forge_train.build.run_directory import RunDirectory
 from forge_train.errors import ConfigError, run_on_all_ranks
 from forge_train.loop.initial import Initial
@@ -163,7 +163,8 @@ def report_start(
 def _lines(run: Run, life: Life, initial: Initial, notes: Notes) -> list[str]:
     step, fork = run.progress.step, initial.fork
     lines = [f"layout: {line}" for line in [*notes["reasons"], *notes["layout"]]]
-    lines += [f"schedule: {line}" for line in schedule_warnings(run.config)]
+    found = schedule_warnings(run.config.optimizer, run.config.schedule)
+    lines += [f"schedule: {line}" for line in found]
     lines += [f"data: {line}" for line in [*notes["sources"], *notes["data"]]]
     lines += [f"data: {line}, accepted" for line in difference_lines(run.loader.changed)]
 

@@ -11,6 +11,7 @@ from forge_core.optim.build import (
     freeze_groups,
     optimizer_problems,
     saves_by_name,
+    schedule_warnings,
 )
 from forge_core.optim.config import (
     EMAConfig,
@@ -84,6 +85,7 @@ __all__ = [
     "optimizer_problems",
     "parameter_groups",
     "saves_by_name",
+    "schedule_warnings",
     "set_lr",
     "set_multipliers",
     "stage_problems",

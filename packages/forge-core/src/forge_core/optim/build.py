@@ -16,7 +16,7 @@ from forge_core._shared.problems import Problem, invalid, problems_of, raise_pro
 from forge_core.kinds import parameter_kinds
 from forge_core.optim.adamw import build_adamw
 from forge_core.optim.base import NamedOptimizer, set_rounding_seed
-from forge_core.optim.config import OptimizerConfig
+from forge_core.optim.config import OptimizerConfig, ScheduleConfig
 from forge_core.optim.ema import EMA, unnamed
 from forge_core.optim.groups import lr_scales, match_groups, parameter_groups, take_part
 from forge_core.optim.lion import build_lion
@@ -106,6 +106,16 @@ def optimizer_problems(config: OptimizerConfig) -> list[Problem]:
         except (ValueError, ImportError) as error:
             found |= {str(problem): problem for problem in problems_of(error)}
     return list(found.values())
+
+
+def schedule_warnings(optimizer: OptimizerConfig, schedule: ScheduleConfig) -> list[str]:
+    """A warning where the learning rate falls and the optimizer has an average in place of that; usually none."""
+    if optimizer.name != "schedule_free_adamw" or schedule.name in ("constant", "none"):
+        return []
+    return [
+        f"schedule.name {schedule.name!r} goes with optimizer.name {optimizer.name!r}, whose average replaces the decay of "
+        "the learning rate; 'constant' with warmup_steps is usual"
+    ]
 
 
 def check_parameters(model: nn.Module, config: OptimizerConfig) -> None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from forge_moe._shared.problems import Problem, problems_of, raise_problems
+from forge_moe._shared.problems import Problem, invalid, problems_of, raise_problems
 from forge_moe.config import MoEConfig
 from forge_moe.families import keys
 
@@ -54,6 +54,17 @@ class ExpertLayers(NamedTuple):
     config: MoEConfig
     layers: tuple[int, ...]
     num_layers: int
+
+    def first_and_step(self) -> tuple[int, int]:
+        """(first layer, step) of layers that are every n-th from a first one on; ValueError for others."""
+        layers, count = self.layers, self.num_layers
+        first = layers[0] if layers else count
+        step = layers[1] - first if len(layers) > 1 else count
+        if not layers or layers != tuple(range(first, count, step)):
+            rule = "are the layers with mixtures, and must be every n-th from a first one on"
+            fix = "use a model whose mlp_only_layers leave such a pattern"
+            raise invalid("mlp_only_layers", "pattern", list(layers), rule, fix)
+        return first, step
 
 
 class LayersFamily(NamedTuple):
