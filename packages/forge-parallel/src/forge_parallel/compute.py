@@ -266,10 +266,8 @@ class Compute:
         if self.meshes.cp.size == 1:
             return here
         names = ("tokens", "labels", "positions", "document_ids", "weights")
-        whole = {n: x for n in names if (x := getattr(here, n)) is not None}
-        parts: dict[str, Any] = {
-            n: cut_sequence(x, self.meshes.cp, dim=-1) for n, x in whole.items()
-        }
+        given = {n: x for n in names if (x := getattr(here, n)) is not None}
+        parts = {n: cut_sequence(x, self.meshes.cp, dim=-1) for n, x in given.items()}
         return replace(here, **parts, label_weight=here.label_weight)
 
     def _through_stages(self, batch: BatchLike, normaliser: float) -> Tensor:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from forge_data import SourceConfig, open_header
+from forge_data import open_header
 from forge_train._shared.problems import Problem
+from forge_train.build.data import held_out
 from forge_train.build.resolve import ResolvedJob
 from forge_train.build.run_directory import RunDirectory
 from forge_train.config.exact_match import KINDS
@@ -40,12 +42,9 @@ def began_texts_without(layers: Layers) -> bool:
 
 def is_older(run: RunDirectory) -> bool:
     """Whether a version without `bos` wrote the checkpoints of a run, as far as its config.toml tells."""
-    if not run.has_checkpoints() or not run.config.exists():
-        return False
-    try:
-        return began_texts_without(read_layers(run.config))
-    except ConfigError:
-        return False  # `RunDirectory.changes` reports it
+    with contextlib.suppress(ConfigError):  # `RunDirectory.changes` reports it
+        return run.has_checkpoints() and began_texts_without(read_layers(run.config))
+    return False
 
 
 def begin_texts_without(layers: Layers) -> None:
@@ -63,11 +62,10 @@ def begin_problems(job: ResolvedJob, run: RunDirectory) -> list[Problem]:
     config = job.config
     if config.data.accept_change or not is_older(run):
         return []
-    sources: dict[str, SourceConfig] = {f"data.sources.{n}": s for n, s in config.data.sources.items()}  # fmt: skip
-    sources |= {f"eval.sets.{name}": source for name, source in config.eval.sets.items()}
-    derived = job.origin("data.validation.name").startswith("derived")  # follows its source
-    if config.data.validation is not None and not derived:
-        sources["data.validation"] = config.data.validation
+    sources = {f"data.sources.{name}": source for name, source in config.data.sources.items()}
+    sources |= held_out(config)
+    if job.origin("data.validation.name").startswith("derived"):  # follows its source
+        sources.pop("data.validation", None)
     problems = []
     for key, source in sources.items():
         bos = _open_key(asdict(source))

@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy
 from torch import Tensor
@@ -39,8 +38,6 @@ from forge_train.errors import (
 )
 from forge_vlm.answers import answer, is_match, question_problems
 from forge_vlm.data import InvalidSample, Prompt, Prompts
-
-__all__ = ["Evaluation", "prompts_of"]
 
 #: Name and column of the questions that the model answers.
 COLUMN = "eval/exact_match"
@@ -270,9 +267,8 @@ def prompts_of(config: JobConfig, name: str | None = None) -> Prompts:
         rule = "must have a source of name 'vlm', whose template and resolution write questions with images"
         raise invalid("data.sources", "missing", ..., rule, "train with one", kind=ConfigError)
     source = sources[name] if name is not None else next(iter(sources.values()))
-    options: dict[str, Any] = {k: v for k, v in source.options.items() if k != "format"}
     with config_errors():
-        prompts = Prompts.of_source(source.path or "", **options)
+        prompts = Prompts.of_source(source.path or "", **source.options)
     more = ends_of_weights(prompts.tokens.spec, config.init, Path(config.run.dir))
     prompts.end_ids = tuple(dict.fromkeys((*prompts.end_ids, *more)))
     return prompts

@@ -139,8 +139,6 @@ def _moe_section(experts: ExpertLayers, dense_hidden_dim: int) -> MoESection:
     )
 
 
-__all__ = ["SIDECAR", "HFModel", "read_model"]
-
 SIDECAR = "forge.json"
 
 

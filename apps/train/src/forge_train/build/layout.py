@@ -122,9 +122,7 @@ def _images(config: JobConfig, layout: Layout) -> Iterator[Any]:
 
 def _answers(config: JobConfig, layout: Layout) -> Iterator[Problem]:
     """Axes on which no rank can write answers by itself."""
-    cut = [
-        f"parallel.{axis} {n}" for axis in ("tp", "cp", "pp") if (n := getattr(layout, axis)) > 1
-    ]
+    cut = [f"parallel.{axis}" for axis in _above_1(layout, "tp", "cp", "pp")]
     if cut and config.eval.exact_match.path is not None:
         rule = f"generates, and with {', '.join(cut)} no rank can run the model by itself"
         fix = "use data ranks (dp_shard, dp_replicate) or ep, or run forge-train generate on its checkpoints"
@@ -180,12 +178,17 @@ def _phases(config: JobConfig, layout: Layout) -> Iterator[Any]:
 def _gradients(config: JobConfig, layout: Layout) -> Iterator[Problem]:
     """Layouts in which no rank has a micro-batch's gradient of a parameter."""
     every, parallel = config.metrics.gradients_every_steps, config.parallel
-    wrong = {f"{axis} {n}": n > 1 for axis in ("cp", "pp", "ep") if (n := getattr(layout, axis))}
-    wrong |= {"compile true": parallel.compile, f"float8 {parallel.float8!r}": parallel.float8 != "none"}  # fmt: skip
-    for what in (key for key, bad in wrong.items() if every and bad):
+    wrong = _above_1(layout, "cp", "pp", "ep") + ["compile true"] * parallel.compile
+    wrong += [f"float8 {parallel.float8!r}"] * (parallel.float8 != "none")
+    for what in wrong if every else ():
         rule = f"measures gradients of micro-batches, which no rank has with parallel.{what}"
         fix = f"set metrics.gradients_every_steps = 0, or leave parallel.{what.split()[0]} out"
         yield Problem("metrics.gradients_every_steps", "layout", every, rule, fix)
+
+
+def _above_1(layout: Layout, *axes: str) -> list[str]:
+    """These axes with more than one rank, and their sizes."""
+    return [f"{axis} {n}" for axis in axes if (n := getattr(layout, axis)) > 1]
 
 
 def _facts(config: JobConfig, layout: Layout) -> Facts:

@@ -97,8 +97,9 @@ def resolve(
         problems = [_vocabulary_of(p, data) for p in problems]
     elif _VOCABULARY not in layers.origins:
         problems = [p for p in problems if p.key != _VOCABULARY]
-    refuse(_with_origin(p, layers) for p in problems)
-    job = ResolvedJob(JobConfig(**built), dict(layers.origins))
+    origins = layers.origins
+    refuse(dataclasses.replace(p, origin=p.origin or origins.get(p.key, "")) for p in problems)
+    job = ResolvedJob(JobConfig(**built), dict(origins))
     refuse(rule_problems(job.config))
     if with_data:
         refuse(source_problems(job.config.init.from_, Path(job.config.run.dir)))
@@ -248,11 +249,6 @@ def _sample_problems(key: str, source: Source, config: JobConfig) -> Iterator[Pr
             rule = f"after a prompt of {length} tokens must stay within model.max_seq_len {limit}"
             fix = f"use {max(limit - length, 0)} or fewer"
             yield Problem(argument, "above_limit", tokens, rule, fix)
-
-
-def _with_origin(problem: Problem, layers: Layers) -> Problem:
-    origin = problem.origin or layers.origins.get(problem.key, "")
-    return dataclasses.replace(problem, origin=origin)
 
 
 def _plain(value: Any) -> Any:

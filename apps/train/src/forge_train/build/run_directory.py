@@ -156,11 +156,8 @@ class RunDirectory:
         """`changes`; ConfigError if one would make the run another experiment. Before the first checkpoint
         there is nothing to protect."""
         changes = self.changes(job)
-        if self.has_checkpoints():
-            self._refuse_other_experiment(changes)
-        return changes
-
-    def _refuse_other_experiment(self, changes: Mapping[str, list[Any]]) -> None:
+        if not self.has_checkpoints():
+            return changes
         rule, fix = "must stay as it was", "set it back or choose another run.dir"
         origin = f"run {self.path}"
         problems = [
@@ -174,6 +171,7 @@ class RunDirectory:
             fix = f"set it back, or fork with init.from = {str(self.path)!r} and another run.dir"
             problems.append(Problem(_AVERAGE, "average", now or "none", rule, fix, origin))
         refuse(problems)
+        return changes
 
     def record(
         self, job: ResolvedJob, hosts: Sequence[str], parent: Mapping[str, Any] | None = None

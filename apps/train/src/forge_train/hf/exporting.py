@@ -20,8 +20,9 @@ from forge_ckpt.hf import (
     save_hf,
     tensors_beside,
 )
-from forge_data import DataConfig, SourceConfig, load_tokenizer, open_header
+from forge_data import DataConfig, SourceConfig, load_tokenizer
 from forge_data.chat.template import ChatTemplate
+from forge_data.sources.open import tokenizer_of
 from forge_data.tokenizer_files import TokenizerFiles, as_json, gives_same_ids, tokenizer_in
 from forge_train._shared.problems import invalid
 from forge_train._shared.toml_files import read_toml
@@ -56,8 +57,7 @@ def tokenizing_of(data: DataConfig, chosen: str | None) -> TokenizerFiles:
         rule = f"must be a source of conversations: {', '.join(talks) or 'the run has none'}"
         raise invalid("--template", "unknown", chosen, rule, "name one", kind=ConfigError)
     if not talks:
-        header = open_header(next(iter(data.sources.values())))
-        return TokenizerFiles(load_tokenizer(header.tokenizer or {}))
+        return TokenizerFiles(tokenizer_of(next(iter(data.sources.values()))))
     found = {name: _of_talks(talks[name]) for name in ([chosen] if chosen else talks)}
     first, *others = found.values()
     if any(other.identity() != first.identity() for other in others):
@@ -73,8 +73,7 @@ def _of_talks(source: SourceConfig) -> TokenizerFiles:
     if source.name == "chat":
         chat = ChatTemplate(source.chat)
         return TokenizerFiles(load_tokenizer(chat.spec()), chat.template, True)
-    options = {key: value for key, value in source.options.items() if key != "format"}
-    prompts = Prompts.of_source(source.path or "", **options)
+    prompts = Prompts.of_source(source.path or "", **source.options)
     return TokenizerFiles(load_tokenizer(prompts.tokens.spec or {}), prompts.jinja(), True)
 
 
@@ -239,20 +238,19 @@ def _find(source: Path, step: int | None) -> tuple[RunDirectory, Path]:
         at.parent.parent if inside else at.parent if at.name == "checkpoints" else source
     )
     steps = run.committed()
-    problem: tuple[Any, ...] | None = None
-    if inside and step is not None:
-        rule = f"and the checkpoint {source} are both given"
-        problem = "--step", "excludes", step, rule, "leave one out"
-    elif inside and not (source / "manifest.json").is_file():
-        problem = "source", "damaged", str(source), "is not a committed checkpoint", "name another"
-    elif not inside and not steps:
-        rule, fix = "has no checkpoint", "name the folder of a run, or a checkpoint in it"
-        problem = "source", "not_found", str(source), rule, fix
-    elif not inside and step is not None and step not in steps:
-        rule = f"must be one of {sorted(steps)}, the checkpoints of {source}"
-        problem = "--step", "unknown", step, rule, "use one"
-    if problem is not None:
-        raise invalid(*problem, kind=ConfigError)
+    with config_errors():
+        if inside and step is not None:
+            rule = f"and the checkpoint {source} are both given"
+            raise invalid("--step", "excludes", step, rule, "leave one out")
+        if inside and not (source / "manifest.json").is_file():
+            rule = "is not a committed checkpoint"
+            raise invalid("source", "damaged", str(source), rule, "name another")
+        if not inside and not steps:
+            rule, fix = "has no checkpoint", "name the folder of a run, or a checkpoint in it"
+            raise invalid("source", "not_found", str(source), rule, fix)
+        if not inside and step is not None and step not in steps:
+            rule = f"must be one of {sorted(steps)}, the checkpoints of {source}"
+            raise invalid("--step", "unknown", step, rule, "use one")
     return run, source if inside else run.checkpoint(max(steps) if step is None else step)
 
 

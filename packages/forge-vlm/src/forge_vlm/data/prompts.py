@@ -31,7 +31,8 @@ from forge_vlm.resolution import Layout
 
 __all__ = ["Prompt", "Prompts"]
 
-_STREAMING = ("streaming", "virtual_shards", "shuffle_window")  # options of `open_source` alone
+#: Options of a source that say how its files are read.
+_OF_FILES = ("format", "streaming", "virtual_shards", "shuffle_window")
 _ANSWER = "answer"  # stands where the model goes on, for templates that ask for a text
 
 
@@ -71,10 +72,10 @@ class Prompts:
     def of_source(cls, path: str | Path, **options: Any) -> Prompts:
         """What `open_source` of a path and its options makes of a conversation, up to its last answer.
 
-        A prepared folder has its own options; those of streaming mean nothing here. Raises ValueError also for a tokenizer
+        A prepared folder has its own options; the format of files and streaming mean nothing here. Raises ValueError also for a tokenizer
         or chat template that is no longer the one of the folder.
         """
-        given = {key: value for key, value in options.items() if key not in _STREAMING}
+        given = {key: value for key, value in options.items() if key not in _OF_FILES}
         if not is_prepared(path):
             return cls(**given)
         given, digests = prepared_options(path, given)
