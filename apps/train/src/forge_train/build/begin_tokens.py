@@ -9,7 +9,7 @@ from typing import Any
 
 from forge_data import open_header
 from forge_train._shared.problems import Problem
-from forge_train.build.data import held_out
+from forge_train.build.data import sources_by_key
 from forge_train.build.resolve import ResolvedJob
 from forge_train.build.run_directory import RunDirectory
 from forge_train.config.exact_match import KINDS
@@ -62,8 +62,7 @@ def begin_problems(job: ResolvedJob, run: RunDirectory) -> list[Problem]:
     config = job.config
     if config.data.accept_change or not is_older(run):
         return []
-    sources = {f"data.sources.{name}": source for name, source in config.data.sources.items()}
-    sources |= held_out(config)
+    sources = sources_by_key(config)
     if job.origin("data.validation.name").startswith("derived"):  # follows its source
         sources.pop("data.validation", None)
     problems = []

@@ -99,18 +99,24 @@ def held_out(config: JobConfig) -> dict[str, SourceConfig]:
     return found | {f"eval.sets.{name}": own.as_source() for name, own in config.eval.sets.items()}
 
 
+def sources_by_key(config: JobConfig) -> dict[str, SourceConfig]:
+    """The sources that a run trains on and evaluates, by the keys of their tables."""
+    trained = {f"{_SOURCES}.{name}": source for name, source in config.data.sources.items()}
+    return {**trained, **held_out(config)}
+
+
 def tokenize(config: JobConfig) -> None:
     """Tokenize what the run reads and is not in a cache yet: long before ranks wait for one another.
 
     DataError with all problems, also of sources that have no rows of data.seq_len or of the length of a phase.
     """
     lengths, usual = {s.seq_len for s in Course(config).segments}, {config.data.seq_len}
-    tables = {f"{_SOURCES}.{name}": (s, lengths) for name, s in config.data.sources.items()}
-    tables |= {key: (source, usual) for key, source in held_out(config).items()}
-    try:
+    tables = {
+        key: (source, lengths if key.startswith(_SOURCES) else usual)
+        for key, source in sources_by_key(config).items()
+    }
+    with data_errors("", InvalidData):
         tokenize_sources(tables, {_VALIDATION: "set eval.every_steps = 0"})
-    except InvalidData as error:
-        raise DataError(error.problems) from error
 
 
 def _require_labels(config: JobConfig, key: str, stream: Stream, rows: int) -> None:

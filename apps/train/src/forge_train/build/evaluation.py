@@ -187,9 +187,7 @@ class Choices:
         key, self._seq_len = f"eval.choices.{name}", job.data.seq_len
         self.columns = {m: f"eval/{name}/{m}" for m in ("accuracy", "accuracy_per_byte")}
         if job.train.objective is not None:
-            rule = (
-                f"needs losses of sequences, which train.objective {job.train.objective!r} has not"
-            )
+            rule = f"needs losses of sequences; train.objective {job.train.objective!r} has none"
             raise invalid(key, "objective", ..., rule, "train with a loss", kind=DataError)
         if isinstance(job.model, VLMModelConfig):
             rule, fix = "has text only, and model.name is 'vlm'", "use eval.exact_match"
@@ -282,8 +280,6 @@ def _token_bytes(config: JobConfig) -> numpy.ndarray | None:
         found = byte_lengths(run_tokenizer(config))
     except ValueError:  # ids without a tokenizer
         return None
-    return (
-        None
-        if found is None
-        else numpy.pad(found, (0, max(0, config.model.vocab_size - len(found))))
-    )
+    if found is None:
+        return None
+    return numpy.pad(found, (0, max(0, config.model.vocab_size - len(found))))

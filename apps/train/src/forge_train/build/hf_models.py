@@ -64,9 +64,8 @@ def configs_of(section: BuiltInModelConfig) -> dict[str, Any]:
     bias = moe.expert_bias or moe.bias_update_rate > 0
     moe = dataclasses.replace(moe, **{**defaults, "expert_bias": bias})
     plain = dataclasses.replace(section, moe=moe).as_standard()
-    configs: dict[str, Any] = {
-        "vision" if isinstance(section, VLMModelConfig) else "decoder": plain
-    }
+    part = "vision" if isinstance(section, VLMModelConfig) else "decoder"
+    configs: dict[str, Any] = {part: plain}
     if moe.num_experts:
         config = moe.layer_config(plain.dim, plain.resolved_hidden_dim)
         configs["experts"] = ExpertLayers(config, tuple(plain.moe_layers), plain.num_layers)
@@ -106,11 +105,8 @@ def _own(section: BuiltInModelConfig, problem: Any) -> Problem:
     elif section.parametrization == "mup" and f"{table}{name}" in _OF_MUP:
         read = attrgetter(name)
         if read(section) != read(section.as_standard()):
-            key, value, rule = (
-                "model.parametrization",
-                "mup",
-                f"gives {name} {show(value)}, which {rule}",
-            )
+            rule = f"gives {name} {show(value)}, which {rule}"
+            key, value = "model.parametrization", "mup"
     elif moe and name == "expert_bias" and not section.moe.expert_bias:
         rule = f"gives {name} {show(value)}, which {rule}"
         key, value = "model.moe.bias_update_rate", section.moe.bias_update_rate
@@ -200,9 +196,8 @@ class HFModel(forge_ckpt.hf.HFModel):
         self.keep_beside(run_dir / FILES)
         for name, content in files.items():
             (run_dir / FILES / name).write_bytes(content)
-        write_table(
-            run_dir / NAME, self.layer(), "The model of the imported weights; jobs here get it"
-        )
+        comment = "The model of the imported weights; jobs here get it"
+        write_table(run_dir / NAME, self.layer(), comment)
 
 
 read_model = HFModel

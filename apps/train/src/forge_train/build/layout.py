@@ -153,10 +153,7 @@ def _objective_of_parts(config: JobConfig, layout: Layout) -> Problem:
 def _optimizer(config: JobConfig, layout: Layout) -> Iterator[Problem]:
     name, pp = config.optimizer.name, config.parallel.pp
     if pp > 1 and not saves_by_name(name):
-        rule = (
-            f"must go with an optimizer whose state its stages share by parameter name, and {name!r} from outside is "
-            "not a class with named_state() and load_named_state()"
-        )
+        rule = f"must go with a class of optimizers with named_state() and load_named_state(), and {name!r} is not one"
         fix = "give it both, or use 'adamw' or pp = 1"
         yield Problem("parallel.pp", "optimizer", pp, rule, fix)
 

@@ -59,10 +59,8 @@ def _length_problems(config: JobConfig) -> Iterator[Problem]:
             yield Problem(key, "above_limit", length, rule, fix)
     for name, phase in phases:
         if micro and phase.global_batch is not None and phase.global_batch % micro:
-            key, rule = (
-                f"data.phases.{name}.global_batch",
-                f"must be divisible by train.micro_batch {micro}",
-            )
+            key = f"data.phases.{name}.global_batch"
+            rule = f"must be divisible by train.micro_batch {micro}"
             fix = f"use {max(1, phase.global_batch // micro) * micro}"
             yield Problem(key, "divides", phase.global_batch, rule, fix)
 
@@ -86,10 +84,7 @@ def optimizer_problems(config: JobConfig) -> Iterator[Problem]:
         fix = f"use {', '.join(_ROUNDING)}, or {fp32}"
         yield Problem("parallel.param_dtype", "optimizer", param_dtype, rule, fix)
     if param_dtype == "bf16" and config.lora.rank:
-        rule = (
-            f"must go without adapters, and lora.rank is {config.lora.rank}: frozen weights are stored in "
-            "lora.base_dtype"
-        )
+        rule = f"must go without lora.rank {config.lora.rank}: frozen weights are stored in lora.base_dtype"
         yield Problem("parallel.param_dtype", "adapters", param_dtype, rule, f"use {fp32}")
 
 
@@ -133,9 +128,7 @@ def _exact_match_problems(config: JobConfig) -> Iterator[Problem]:
         yield Problem(path, "never_read", asked.path, rule, f"{fix}, {remove}")
     known = [name for name, source in config.data.sources.items() if source.name in KINDS]
     if asked.source is not None and asked.source not in known:
-        rule = (
-            f"must be one of [data.sources] with name 'vlm', which are {', '.join(known) or 'none'}"
-        )
+        rule = f"must be a source of name 'vlm', which are {', '.join(known) or 'none'}"
         yield Problem("eval.exact_match.source", "unknown", asked.source, rule, "correct it")
     elif not known:
         rule = "needs a source of name 'vlm', whose template and resolution prompts have"

@@ -62,9 +62,7 @@ def tokenizing_of(data: DataConfig, chosen: str | None) -> TokenizerFiles:
     first, *others = found.values()
     if any(other.identity() != first.identity() for other in others):
         rule = "is not given, and these sources write conversations differently"
-        fix = (
-            f"name the source whose template the export shall have: --template {next(iter(found))}"
-        )
+        fix = f"name the source whose template is exported: --template {next(iter(found))}"
         raise invalid("--template", "several", [*found], rule, fix, kind=ConfigError)
     return first
 
