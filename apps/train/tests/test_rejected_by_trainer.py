@@ -46,14 +46,6 @@ def no_sums(model: nn.Module, batch: Any) -> torch.Tensor:
     return torch.zeros(2)
 
 
-def test_adapters_of_weights_that_are_not_there() -> None:
-    frozen = nn.Linear(2, 2).requires_grad_(False)
-    groups = {"all": Fake(patterns=("weight",))}
-    config = Fake(optimizer=Fake(groups=groups), lora=Fake(rank=2))
-    with rejects("optimizer.groups.all.patterns", ..., "frozen"):
-        build._check_groups_of_adapters(frozen, config)
-
-
 def test_models_that_are_not_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(build, "model_builder", lambda section: lambda: 3)
     with rejects("model.name", "a:b", "type", ConfigError):

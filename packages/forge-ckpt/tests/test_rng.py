@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from forge_ckpt import RNGState, Store
+from forge_ckpt.rng import seed_process
 from forge_testing import run_on_ranks
 
 pytestmark = pytest.mark.lane("test")
@@ -158,3 +159,12 @@ def test_new_streams_depend_on_each_generator_that_was_saved(changed):
         RNGState().load_state_dict(saved)
         drawn.append(draw())
     assert all(first != second for first, second in zip(*drawn, strict=True))
+
+
+def test_a_process_is_seeded_by_seed_and_stream():
+    drawn = []
+    for seed, stream in ((1, 0), (1, 1), (2, 0), (1, 0)):
+        seed_process(seed, stream)
+        drawn.append(draw())
+    assert drawn[0] == drawn[3]
+    assert len({str(values) for values in drawn}) == 3

@@ -22,13 +22,16 @@ from forge_core.optim import (
     StageConfig,
     Stages,
     build_optimizer,
+    check_groups_train,
     check_optimizer,
     check_something_trains,
+    freeze_groups,
     freeze_never_trained,
     groups_of_part,
     match_groups,
     multipliers_at,
     never_trained,
+    optimizer_problems,
     parameter_groups,
     set_lr,
     set_multipliers,
@@ -287,6 +290,32 @@ def test_what_is_never_trained_gets_no_state() -> None:
     freeze_never_trained(model, config, stages)
     optimizer = build_optimizer(model, config)
     assert set(optimizer.named_state()) == {"table.weight", "body.1.weight", "body.1.bias"}
+
+
+def test_groups_are_checked_before_they_are_frozen() -> None:
+    config = OptimizerConfig(groups={"all": group("*")})
+    stages = {"s": StageConfig(3, {"other": 1.0})}
+    with rejects("train.stages.s.lr_multipliers", "other", "unknown"):
+        freeze_groups(Net(), config, stages)
+    with rejects("train.stages.s.start_step", 3, "above_steps"):
+        freeze_groups(Net(), config, {"s": StageConfig(3, {"all": 1.0})}, 2)
+    freeze_groups(Net(), OptimizerConfig(), stages, 2)  # nothing to freeze without groups
+
+
+def test_a_group_of_frozen_weights_is_refused() -> None:
+    groups = {"all": group("*"), "none": group("none")}
+    with rejects("optimizer.groups.none.patterns", "none", "not_found"):
+        check_groups_train(Net(), groups)
+    with rejects("optimizer.groups.all.patterns", ..., "frozen"):
+        check_groups_train(Net().requires_grad_(False), {"all": group("*")})
+
+
+def test_options_are_checked_without_a_model_once_for_all_groups() -> None:
+    groups = {"a": group("a"), "b": group("b")}
+    assert optimizer_problems(OptimizerConfig(groups=groups)) == []
+    wrong = OptimizerConfig(name="torch.optim:SGD", options={"momentun": 0.9}, groups=groups)
+    (problem,) = optimizer_problems(wrong)
+    assert problem.key == "optimizer.options.momentun"
 
 
 def test_a_step_that_trains_nothing_is_refused() -> None:

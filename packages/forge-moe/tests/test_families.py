@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from forge_moe.families import (
     OLMOE,
     QWEN2_MOE,
     QWEN3_MOE,
+    ExpertLayers,
 )
 from forge_testing.problems import assert_problem, rejects
 
@@ -193,3 +195,11 @@ def test_the_mixtures_of_a_model_have_their_layers():
     with rejects("bias", True, "fixed") as caught:
         LAYERS["mixtral"].config_to_hf(biased)
     assert_problem(caught.value, "layers", [1, 2], "unsupported")
+
+
+def test_layers_with_mixtures_have_a_first_one_and_a_step() -> None:
+    config: Any = None
+    for layers, found in (((0, 1, 2), (0, 1)), ((1, 3, 5), (1, 2)), ((4,), (4, 6))):
+        assert ExpertLayers(config, layers, 6).first_and_step() == found
+    with rejects("mlp_only_layers", [0, 2, 3], "pattern"):
+        ExpertLayers(config, (0, 2, 3), 6).first_and_step()

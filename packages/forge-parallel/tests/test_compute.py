@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_parallel import Meshes, ParallelConfig, make_meshes, parallelize
-from forge_parallel.compute import Compute, evaluate, evaluate_rows
+from forge_parallel.compute import Compute, evaluate, evaluate_rows, reader_batches
 from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.lane("test")
@@ -105,6 +106,17 @@ def test_F160_an_evaluation_leaves_the_mode_of_each_module_alone() -> None:
     assert [module.training for module in compute.model.modules()] == before
 
 
+@pytest.mark.parametrize("readers", [1, 2, 3])
+def test_batches_are_the_same_for_any_number_of_readers(readers: int) -> None:
+    each: list[list[range]] = []
+    for rank in range(readers):
+        meshes: Any = SimpleNamespace(batch_size=readers, batch_rank=rank)
+        each.append(reader_batches(10, 4, meshes))
+    assert len({len(batches) for batches in each}) == 1  # filler where there are no more rows
+    found = [batch for batches in each for batch in batches]
+    assert found[:3] == [range(0, 4), range(4, 8), range(8, 12)]
+
+
 def test_each_row_has_the_sum_of_its_losses_over_the_ranks_that_share_it() -> None:
     config = ParallelConfig(device=device().type, precision="fp32")
     compute = make(make_meshes(config), config)
@@ -114,7 +126,8 @@ def test_each_row_has_the_sum_of_its_losses_over_the_ranks_that_share_it() -> No
     def gather(own: list[Any]) -> list[list[Any]]:  # another rank has a part of rows 1 and 2
         return [own, [1, [1.0, 2.0]]]
 
-    found = evaluate_rows(compute, 4, lambda part: batch[part.start : part.stop], gather)
+    parts = batch.split(2)
+    found = evaluate_rows(compute, ROWS, lambda part: parts[part.start // 2], gather)
     weights = batch.weights.double().sum(1).tolist() if batch.weights is not None else []
     wanted = [by_hand([row]) * w for row, w in zip(batch.split(1), weights, strict=True)]
     assert found == pytest.approx(
