@@ -20,7 +20,7 @@ from forge_data.sources.open import open_header, open_source
 
 
 def open_table(
-    key: str, table: SourceConfig, problems: list[Problem], fix: str = "", *, check: bool = False
+    key: str, table: SourceConfig, problems: list[Any], fix: str = "", *, check: bool = False
 ) -> Any:
     """The source of a table as `open_header` opens it; None if it cannot be opened, with the problems added to the list.
 

@@ -24,7 +24,7 @@ from forge_data.run_checks import group_problems, streams_by_source, tokenize_so
 from forge_data.sources.open import training_tokenizer
 from forge_parallel.compute import extra_problems
 from forge_parallel.config import Layout
-from forge_train._shared.problems import Problem, raise_problems
+from forge_train._shared.problems import Problem
 from forge_train.build.build import Course, total_steps
 from forge_train.build.layout import micro_batches
 from forge_train.config.evaluation import VALIDATION
@@ -121,8 +121,9 @@ def tokenize(config: JobConfig) -> None:
 
 def _require_labels(config: JobConfig, key: str, stream: Stream, rows: int) -> None:
     """Raise DataError if none of the first rows has a label; an objective counts for itself."""
-    if config.train.objective is None:
-        raise_problems("", filter(None, [label_problem(key, stream, rows)]), DataError)
+    problem = None if config.train.objective else label_problem(key, stream, rows)
+    if problem is not None:
+        raise DataError([problem])
 
 
 def _batch_problems(

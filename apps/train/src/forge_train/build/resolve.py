@@ -222,7 +222,7 @@ def _id_problems(key: str, source: Source, config: JobConfig) -> list[Problem]:
     """Why ids of a source are none of the model's, or mean other text than to its weights."""
     model, beyond = config.model, getattr(config.model, "input_only_ids", 0)
     more_rows = partial(_more_rows, config)
-    found = token_id_problems(key, source, model.vocab_size, beyond, more_rows)
+    found: list[Any] = token_id_problems(key, source, model.vocab_size, beyond, more_rows)
     return found + tokenizer_problems(key, source.tokenizer, config.init, Path(config.run.dir))
 
 

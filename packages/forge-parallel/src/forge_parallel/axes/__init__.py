@@ -1,5 +1,8 @@
 """One file for each way of sharding a model over ranks."""
 
+from collections.abc import Callable
+from typing import Any
+
 from forge_parallel.axes.context import (
     arguments_with_positions,
     context_parallel,
@@ -17,7 +20,7 @@ from forge_parallel.axes.tensor import (
 from forge_parallel.axes.vocab import VocabLoss, vocab_cross_entropy, vocab_fused_cross_entropy
 
 #: Losses where each tp rank has a part of the logits, or of the head's weight, by the names of their unsharded forms.
-VOCAB_LOSSES = {
+VOCAB_LOSSES: dict[str, Callable[..., Any]] = {
     "cross_entropy": vocab_cross_entropy,
     "fused_cross_entropy": vocab_fused_cross_entropy,
 }
