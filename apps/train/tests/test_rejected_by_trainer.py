@@ -238,8 +238,10 @@ def test_F195_folders_of_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             with rejects("", str(paths.config), "damaged", ConfigError):
                 look()
     changes = {"run.seed": [0, 1], "optimizer.ema.decay": ["none", 0.9]}
+    monkeypatch.setattr(paths, "changes", lambda job: changes)
+    monkeypatch.setattr(paths, "has_checkpoints", lambda: True)
     with rejects("run.seed", 1, "fixed", ConfigError) as caught:
-        paths._refuse_other_experiment(changes)
+        paths.allowed_changes(job)
     assert_problem(caught.value, "optimizer.ema.decay", 0.9, "average")
     paths.config.unlink()
     paths.config.mkdir()

@@ -193,7 +193,7 @@ def test_F142_conversations_with_images_of_before_go_on_without_the_first_token(
     def found(**more: str) -> list[str]:
         source = TrainingSourceConfig("vlm", file, options={**options, **more})
         data = SimpleNamespace(accept_change=False, sources={"talks": source}, validation=None)
-        config = SimpleNamespace(data=data, eval=SimpleNamespace(sets={}))
+        config = SimpleNamespace(data=data, eval=SimpleNamespace(every_steps=1, sets={}))
         job: Any = SimpleNamespace(config=config, origin=lambda key: "default")
         return [problem.key for problem in begin_problems(job, run)]
 

@@ -393,7 +393,7 @@ def test_a_breakdown_has_the_gradient_of_the_loss_and_the_loss_of_each_group() -
         total = sum(means[name] * weighing[name] for name in groups)
         assert total == pytest.approx(float(whole.cross_entropy), rel=1e-5)
         assert sum(weighing[name] for name in groups) == pytest.approx(float(whole.count), rel=1e-5)
-    columns = breakdown.columns([*values, 7.0], mtp=True, shares=True)
+    columns = breakdown.columns([*values, 7.0], mtp=True, fractions=True)
     assert columns.keys() == {
         *(f"loss.{name}" for name in (*means, "mtp")),
         *(f"share.{name}" for name in ("source.web", "source.code")),

@@ -16,6 +16,7 @@ from forge_data.sources import open as opening
 from forge_testing.problems import assert_problem, rejects
 
 Fake: Any = SimpleNamespace
+FIX = "set other"
 
 
 def found(problems: Any, key: str, value: Any, code: str) -> None:
@@ -38,10 +39,10 @@ def test_all_sources_are_looked_at_before_the_first_is_tokenized(
     monkeypatch.setattr(checks, "open_source", lambda table: pytest.fail("tokenized"))
     tables = {"a": (SourceConfig("text", path="missing"), {16}), "b": (SourceConfig(), {16})}
     with pytest.raises(InvalidData) as caught:
-        checks.tokenize_sources(tables, {"a": "leave it out"})
+        checks.tokenize_sources(tables, {"a": FIX})
     (problem,) = caught.value.problems
     assert problem.key == "a"
-    assert problem.fix.endswith("leave it out")
+    assert problem.fix.endswith(FIX)
 
 
 def test_ids_without_a_row_in_the_model() -> None:

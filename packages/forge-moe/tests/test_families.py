@@ -199,7 +199,7 @@ def test_the_mixtures_of_a_model_have_their_layers():
 
 def test_layers_with_mixtures_have_a_first_one_and_a_step() -> None:
     config: Any = None
-    for layers, found in (((0, 1, 2), (0, 1)), ((1, 3, 5), (1, 2)), ((4,), (4, 6))):
+    for layers, found in (((0, 1, 2, 3, 4, 5), (0, 1)), ((1, 3, 5), (1, 2)), ((4,), (4, 6))):
         assert ExpertLayers(config, layers, 6).first_and_step() == found
     with rejects("mlp_only_layers", [0, 2, 3], "pattern"):
         ExpertLayers(config, (0, 2, 3), 6).first_and_step()

@@ -37,17 +37,17 @@ def has_label(stream: Stream, count: int) -> bool:
     return False
 
 
-def label_problem(key: str, stream: Stream, rows: int) -> Problem | None:
-    """Why the loss of the first rows of a stream would be a mean over nothing: none has a label. None otherwise.
+def label_problem(key: str, stream: Stream, count: int) -> Problem | None:
+    """Why the loss of the first sequences of a stream would be a mean over nothing: none has a label. None otherwise.
 
     Streams that are read from front to back (`num_shards`) are not looked at. Cost as `has_label`.
     """
-    rows = 0 if num_shards_of(stream) else min(rows, len(stream))
-    if not rows or has_label(stream, rows):
+    count = 0 if num_shards_of(stream) else min(count, len(stream))
+    if not count or has_label(stream, count):
         return None
     rule = "must have a label: all would be padding, masked or of weight 0"
     fix = "train on answers that fit into data.seq_len, with weights above 0"
-    return Problem(key, "no_labels", f"{rows} sequences", rule, fix)
+    return Problem(key, "no_labels", f"{count} sequences", rule, fix)
 
 
 class GuardedLoader(Loader):

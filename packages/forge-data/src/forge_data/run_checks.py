@@ -1,4 +1,4 @@
-"""Checks of the sources of a run: they can be opened and tokenized, and have the ids and the rows that it needs.
+"""Checks of the sources of a run: they can be opened and tokenized, and have the ids and the lengths that it needs.
 
 Problems have the keys of the tables that the sources are from, such as "data.sources.books".
 """
@@ -39,11 +39,11 @@ def token_id_problems(
     source: Source,
     vocab_size: int,
     input_only_ids: int = 0,
-    more_rows: Callable[[int], str] = "set model.vocab_size = {}".format,
+    more_ids: Callable[[int], str] = "set model.vocab_size = {}".format,
 ) -> list[Problem]:
-    """The problem of a source with ids that a model has no row for. `input_only_ids` follow the vocabulary.
+    """The problem of a source with ids that a model does not have. `input_only_ids` follow the vocabulary.
 
-    `more_rows(size)` says how the model gets rows for so many tokens. May read the tokens of files without a sidecar.
+    `more_ids(size)` says how the model gets so many ids. May read the tokens of files without a sidecar.
     """
     try:
         highest = source.max_token_id
@@ -54,7 +54,7 @@ def token_id_problems(
     and_more = f" and model.input_only_ids {input_only_ids}" if input_only_ids else ""
     rule = f"is its highest token id and must be below model.vocab_size {vocab_size}{and_more}"
     size = max(highest + 1, source.vocab_size or 0)
-    fix = f"{more_rows(size)} or prepare the data with the model's tokenizer"
+    fix = f"{more_ids(size)} or prepare the data with the model's tokenizer"
     return [Problem(key, "token_id", highest, rule, fix)]
 
 
@@ -63,7 +63,7 @@ def tokenize_sources(
 ) -> None:
     """Tokenize the sources that are not in a cache yet; InvalidData with the problems of all of them.
 
-    `tables` are {key: (source, lengths of the rows that are read of it)}, `fixes` by key as of `open_table`. Everything
+    `tables` are {key: (source, lengths of sequences that are read of it)}, `fixes` by key as of `open_table`. Everything
     that shows without reading text is looked at before the first source is tokenized, which may take hours.
     """
     cached = {key: pair for key, pair in tables.items() if pair[0].name in CACHED}
@@ -71,12 +71,12 @@ def tokenize_sources(
     for key, (table, _) in cached.items():
         open_table(key, table, missing, fixes.get(key, ""), check=True)
     raise_problems("", missing, InvalidData)
-    unfit = [p for key, pair in cached.items() for p in _row_problems(key, *pair)]
+    unfit = [p for key, pair in cached.items() for p in _length_problems(key, *pair)]
     raise_problems("", unfit, InvalidData)
 
 
-def _row_problems(key: str, table: SourceConfig, lengths: Collection[int]) -> list[Problem]:
-    """What is wrong with a source's text, or with its rows."""
+def _length_problems(key: str, table: SourceConfig, lengths: Collection[int]) -> list[Problem]:
+    """What is wrong with a source's text, or with sequences of these lengths."""
     try:
         check = getattr(open_source(table), "row_problems", lambda length: ())
     except (ValueError, OSError) as error:
@@ -92,7 +92,7 @@ def _problems_of_source(error: ValueError | OSError, key: str) -> list[Problem]:
 
 
 def streams_by_source(stream: Stream, names: Sequence[str]) -> Iterator[tuple[str, Any]]:
-    """(name of a source, its stream) of the stream that training reads, for each length of rows. `names` as configured."""
+    """(name of a source, its stream) of the stream that training reads, for each length of sequences. `names` as configured."""
     for part in parts_of(stream):
         yield from zip(names, getattr(part.stream, "streams", (part.stream,)))
 

@@ -254,21 +254,21 @@ class Compute:
     def _sums(self, part: BatchLike) -> Sequence[Tensor]:
         """0-dim sums over a micro-batch, the one that is trained first."""
         if self._objective is not None:
-            return self._objective(self.model, self._local_part(part))
+            return self._objective(self.model, self._local_batch(part))
         given = self._local(part, training=torch.is_grad_enabled())
         more = {"then": partial(self._then, labels=given.targets)} if self._then else {}
         output = self.model(given.tokens, **given.keywords, **given.extras, **more)
         return self._token_loss(output, given.targets).reshape(-1).unbind()
 
-    def _local_part(self, batch: BatchLike) -> Any:
+    def _local_batch(self, batch: BatchLike) -> Any:
         """This rank's part of each sequence, on its device, with the weight of all labels."""
         here: Any = batch.to(self.meshes.device, stay=self._host_inputs)
         if self.meshes.cp.size == 1:
             return here
         names = ("tokens", "labels", "positions", "document_ids", "weights")
         given = {n: x for n in names if (x := getattr(here, n)) is not None}
-        parts = {n: cut_sequence(x, self.meshes.cp, dim=-1) for n, x in given.items()}
-        return replace(here, **parts, label_weight=here.label_weight)
+        local = {n: cut_sequence(x, self.meshes.cp, dim=-1) for n, x in given.items()}
+        return replace(here, **local, label_weight=here.label_weight)
 
     def _through_stages(self, batch: BatchLike, normaliser: float) -> Tensor:
         given = self._local(batch, training=True)
@@ -422,9 +422,9 @@ def evaluate(
 
 
 def reader_batches(num_rows: int, batch_size: int, meshes: Meshes) -> list[range]:
-    """The rows of each batch of this reader: batches are the same for any number of readers, which take as many each.
+    """The sequences of each batch of this reader: batches are the same for any number of readers, which take as many each.
 
-    Rows from `num_rows` on are filler: every rank must take part in every gather.
+    Those from `num_rows` on are padding: every rank must take part in every gather.
     """
     each = -(-num_rows // (batch_size * meshes.batch_size))
     first = each * meshes.batch_rank
@@ -437,16 +437,16 @@ def evaluate_rows(
     batch_of: Callable[[range], BatchLike],
     gather: Callable[[list[Any]], list[list[Any]]],
 ) -> list[float]:
-    """Sums of token losses in nats of each row, without gradients; of filler after the first `num_rows`.
+    """Sums of token losses in nats of each row, without gradients; of padding after the first `num_rows`.
 
-    `batch_of` makes the batch of some rows. Otherwise as `evaluate`, and each row costs a call of the loss.
+    `batch_of` makes the batch of some of them. Otherwise as `evaluate`, and each row costs a call of the loss.
     """
-    parts = reader_batches(num_rows, compute.rows_at_once, compute.meshes)
+    batches = reader_batches(num_rows, compute.rows_at_once, compute.meshes)
     with evaluation_mode(compute.model):
-        own = [compute.row_losses(batch_of(rows)) for rows in parts]
+        own = [compute.row_losses(batch_of(numbers)) for numbers in batches]
     reshard(compute.model)
     found: dict[int, float] = {}
-    for start, losses in gather([parts[0].start, torch.cat(own).double().tolist()]):
+    for start, losses in gather([batches[0].start, torch.cat(own).double().tolist()]):
         for row, loss in enumerate(losses, start):  # ranks of one row have a part each
             found[row] = found.get(row, 0.0) + loss
     return [found[row] for row in sorted(found)]

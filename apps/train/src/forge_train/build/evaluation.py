@@ -168,9 +168,9 @@ class HeldOut:
         return found
 
     def _read(self, compute: Compute) -> list[Batch]:
-        parts = reader_batches(self._rows, compute.rows_at_once, compute.meshes)
+        batches = reader_batches(self._rows, compute.rows_at_once, compute.meshes)
         try:
-            return [self._batch(rows) for rows in parts]
+            return [self._batch(rows) for rows in batches]
         except (InvalidData, OSError, ValueError) as error:
             raise DataError(problems_at(error, f"{self._name} data")) from error
 
@@ -211,8 +211,9 @@ class Choices:
         """
         rows = [choice for question in self.questions for choice in question.choices]
 
-        def batch(part: range) -> Batch:
-            return batch_of_choices(rows[part.start : part.stop], len(part), self._seq_len)
+        def batch(numbers: range) -> Batch:
+            chosen = rows[numbers.start : numbers.stop]
+            return batch_of_choices(chosen, len(numbers), self._seq_len)
 
         losses = iter(evaluate_rows(compute, len(rows), batch, agreement.exchange))
         return [[next(losses) for _ in question.choices] for question in self.questions]
@@ -238,15 +239,15 @@ class ExactMatch:
         Draws no random numbers, restores the model's mode and leaves its weights sharded.
         """
         own, meshes, model = self._config, compute.meshes, compute.model
-        parts = reader_batches(len(self._asked), own.rows, meshes)
+        starts = [batch.start for batch in reader_batches(len(self._asked), own.rows, meshes)]
         # ranks with fewer batches repeat the last one, so that collectives match
         last = (len(self._asked) - 1) // own.rows * own.rows
-        batches = [self._asked[i : i + own.rows] for i in (min(part.start, last) for part in parts)]
+        batches = [self._asked[i : i + own.rows] for i in (min(i, last) for i in starts)]
         media = run_on_all_ranks(agreement, lambda: self._media(batches))
         right, stops = 0, meshes.world_size == 1
-        for part, asked, given in zip(parts, batches, media):
+        for start, asked, given in zip(starts, batches, media):
             found = answer(model, self.prompts, asked, given, own.max_new_tokens, stops=stops)
-            if part.start <= last and meshes.is_batch_leader:
+            if start <= last and meshes.is_batch_leader:
                 pairs = zip(asked, found)
                 right += sum(is_match(text, p.answer or "", own.normalise) for p, text in pairs)
         reshard(model)

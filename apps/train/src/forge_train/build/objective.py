@@ -59,7 +59,7 @@ def loss_columns(config: JobConfig) -> Callable[[Sequence[float]], dict[str, flo
     return partial(
         loss_breakdown(config).columns,
         mtp=mtp is not None and mtp.num_modules > 0,
-        shares=config.metrics.source_shares,
+        fractions=config.metrics.source_shares,
     )
 
 

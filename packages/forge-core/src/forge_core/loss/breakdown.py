@@ -86,18 +86,18 @@ class LossBreakdown:
         return found | dict(zip(self.groups, means))
 
     def columns(
-        self, others: Sequence[float], *, mtp: bool = False, shares: bool = False
+        self, others: Sequence[float], *, mtp: bool = False, fractions: bool = False
     ) -> dict[str, float]:
         """Columns of metrics: `means` as `loss.<name>`.
 
-        mtp: a last sum is the mean of tokens of MTP, `loss.mtp`. shares: also `share.source.<name>`, the fraction of
+        mtp: a last sum is the mean of tokens of MTP, `loss.mtp`. fractions: also `share.source.<name>`, the fraction of
         the labels of a source, of sums that are over the weight of all labels.
         """
         found = self.means(others)
         if mtp:
             found["mtp"] = others[self.num_sums - 1]
         columns = {f"loss.{name}": value for name, value in found.items()}
-        weights = self.weights(others) if shares else {}
+        weights = self.weights(others) if fractions else {}
         return columns | {f"share.{n}": w for n, w in weights.items() if n.startswith("source.")}
 
     def weights(self, others: Sequence[float]) -> dict[str, float]:

@@ -98,9 +98,9 @@ def optimizer_problems(config: OptimizerConfig) -> list[Problem]:
     """The problems of a name and its options without a model, for each of the groups."""
     # a block with a matrix without values: an optimizer checks some options only with parameters
     stand_in = nn.Sequential(nn.Linear(1, 1, device="meta"))
-    alone = [{name: replace(own, patterns=("*",))} for name, own in config.groups.items()]
+    single = [{name: replace(own, patterns=("*",))} for name, own in config.groups.items()]
     found: dict[str, Problem] = {}
-    for groups in alone or [{}]:
+    for groups in single or [{}]:
         try:
             check_optimizer(stand_in, replace(config, groups=groups))
         except (ValueError, ImportError) as error:
@@ -140,7 +140,7 @@ def freeze_groups(
     stages: Mapping[str, StageConfig],
     total_steps: int | None = None,
 ) -> None:
-    """Check names, groups and stages on the whole model, and freeze the groups that no stage trains.
+    """Check names, groups and stages on the full model, and freeze the groups that no stage trains.
 
     Raises ValueError as `check_parameters` and `check_something_trains`, and for `stage_problems`.
     """

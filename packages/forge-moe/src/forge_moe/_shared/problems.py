@@ -48,7 +48,7 @@ class Problem:
 
     def under(self, table: str) -> Problem:
         """The problem with the key of a table: `lr` under `optimizer` is `optimizer.lr`."""
-        return dataclasses.replace(self, key=".".join(filter(None, (table, self.key))))
+        return dataclasses.replace(self, key=f"{table}.{self.key}".strip("."))
 
 
 class WithProblems(Exception):
