@@ -48,7 +48,9 @@ class Problem:
 
     def under(self, table: str) -> Problem:
         """The problem with the key of a table: `lr` under `optimizer` is `optimizer.lr`."""
-        return dataclasses.replace(self, key=f"{table}.{self.key}".strip("."))
+        return dataclasses.replace(
+            self, key=f"{table}.{self.key}".lstrip(".") if self.key else table
+        )
 
 
 class WithProblems(Exception):
