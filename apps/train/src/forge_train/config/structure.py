@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import functools
 import keyword
 import math
-import operator
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-import cattrs
-from cattrs.errors import ClassValidationError, IterableValidationError
-from cattrs.gen import make_dict_structure_fn, override
-
 from forge_train._shared.problems import Problem, invalid
-from forge_train.config.init import InitConfig
 from forge_train.config.schema import BuiltInModelConfig, ImportedModelConfig, JobConfig
 from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import problems_under
@@ -50,13 +43,8 @@ def structure(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]
 def structure_table(table: Any, kind: Any, name: str) -> tuple[Any, list[Problem]]:
     """One table as its dataclass, or None, and all problems, with dotted keys."""
     problems: list[Problem] = []
-    table = _known_part(table, kind, name, problems)
-    if table is _DROPPED:
-        return None, problems
-    try:
-        return _CONVERTER.structure(table, kind), problems
-    except Exception as error:
-        return None, [*problems, *_explain(error, name)]
+    built = _structure(table, kind, name, problems)
+    return (None if built in (_FAILED, _DROPPED) else built), problems
 
 
 def section_types(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -87,10 +75,15 @@ def key_of(field: str) -> str:
     return field.removesuffix("_")
 
 
+def is_union(kind: Any) -> bool:
+    """True for `X | Y`."""
+    return get_origin(kind) in (Union, types.UnionType)
+
+
 def type_name(kind: Any) -> str:
     """A type as the command line shows it: `int or none`, `'a' or 'b'`, `list of str`."""
     origin, args = get_origin(kind), get_args(kind)
-    if origin in (Union, types.UnionType):
+    if is_union(kind):
         return " or ".join(type_name(a) for a in args)
     if origin is Literal:
         return " or ".join(f"'{a}'" for a in args)
@@ -109,33 +102,75 @@ def inner_dataclass(kind: Any) -> type | None:
     return next((c for c in candidates if isinstance(c, type) and is_dataclass(c)), None)
 
 
-def _known_part(table: Any, kind: Any, key: str, problems: list[Problem]) -> Any:
-    """The table `key` without the keys that its `kind` does not have, each of which becomes a problem.
+# ---- tables
 
-    The rest is checked as if they were not there, so that a misspelt key hides no other problem.
+_FAILED = object()  # a value with a problem: what holds it cannot be built
+_DROPPED = (
+    object()
+)  # a value that is not the table that it must be: what holds it is built as if it were not there
+
+
+def _structure(value: Any, kind: Any, key: str, problems: list[Problem]) -> Any:
+    """A value as its type, or _FAILED or _DROPPED and its problems.
+
+    Unknown keys do not keep a table from being built, so that a misspelt one hides no other problem.
     """
-    cls: Any = inner_dataclass(kind)
-    is_free = get_origin(kind) is dict
-    if (cls is None and not is_free) or (_is_optional(kind) and table in (None, "none")):
-        return table
-    if not isinstance(table, dict):
+    kinds = get_args(kind) if is_union(kind) else (kind,)
+    if type(None) in kinds and (value is None or value == "none"):  # TOML has no null
+        return None
+    table = next((k for k in kinds if is_dataclass(k) or get_origin(k) is dict), None)
+    if table is None:
+        try:
+            return _leaf(value, [k for k in kinds if k is not type(None)])
+        except ValueError as error:
+            problems += problems_under(error, key)
+            return _FAILED
+    if not isinstance(value, dict):
         fix = f"write [{key}] and its keys"
-        problems.append(Problem(key, "table", table, "must be a table", fix))
+        problems.append(Problem(key, "table", value, "must be a table", fix))
         return _DROPPED
-    if is_free:
-        if cls is not None:
-            problems += _names_of_tables(table, key)
-        hints = dict.fromkeys(table, cls or Any)
+    build = _structure_dict if get_origin(table) is dict else _structure_fields
+    return build(value, table, key, problems)
+
+
+def _structure_dict(table: dict[str, Any], kind: Any, key: str, problems: list[Problem]) -> Any:
+    """A table whose keys are free."""
+    inner = get_args(kind)[1]
+    if is_dataclass(inner):
+        problems += _names_of_tables(table, key)
     else:
-        hints = {key_of(name): kind for name, kind in get_type_hints(cls).items()}
-    siblings = [f"{key}.{name}" for name in hints]
-    problems += _unknowns([f"{key}.{name}" for name in table if name not in hints], siblings)
-    kept = {
-        name: _known_part(value, hints[name], f"{key}.{name}", problems)
-        for name, value in table.items()
-        if name in hints
-    }
-    return {name: value for name, value in kept.items() if value is not _DROPPED}
+        for name in table:
+            _structure(name, str, f"{key}.{name}", problems)
+    found = {n: _structure(v, inner, f"{key}.{n}", problems) for n, v in table.items()}
+    if _FAILED in found.values():
+        return _FAILED
+    return {name: value for name, value in found.items() if value is not _DROPPED}
+
+
+def _structure_fields(table: dict[str, Any], kind: Any, key: str, problems: list[Problem]) -> Any:
+    """A table as a dataclass."""
+    known, hints = {key_of(item.name): item for item in fields(kind)}, get_type_hints(kind)
+    unknown = [f"{key}.{name}" for name in table if name not in known]
+    problems += _unknowns(unknown, [f"{key}.{name}" for name in known])
+
+    found = {}
+    for name, item in known.items():
+        value = _DROPPED
+        if name in table:
+            value = _structure(table[name], hints[item.name], f"{key}.{name}", problems)
+        if value is _DROPPED and item.default is item.default_factory is MISSING:
+            rule, fix = "is missing and has no default", "give it a value"
+            problems.append(Problem(f"{key}.{name}", "missing", ..., rule, fix))
+            value = _FAILED
+        if value is not _DROPPED:
+            found[item.name] = value
+    if _FAILED in found.values():
+        return _FAILED
+    try:
+        return kind(**found)
+    except Exception as error:
+        problems += problems_under(error, key)
+        return _FAILED
 
 
 def _names_of_tables(table: Mapping[str, Any], key: str) -> Iterator[Problem]:
@@ -146,43 +181,42 @@ def _names_of_tables(table: Mapping[str, Any], key: str) -> Iterator[Problem]:
             yield Problem(key, "name", name, rule, "rename it")
 
 
-_DROPPED = object()  # a value that is not the table that it must be
-
-
 # ---- strict leaves
 
 _ARTICLES = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
 
 
-def _rejected(value: Any, rule: str, fix: str = "", *, code: str) -> Any:
-    """The error of a leaf; `_explain` adds its key."""
-    return invalid("", code, value, rule, fix)
+def _leaf(value: Any, kinds: Sequence[Any]) -> Any:
+    """A value as one of the types, of which several are numbers and text. ValueError with one problem, without its key."""
+    if kinds == [Any]:
+        return value
+    kind = next((k for k in kinds if isinstance(k, type) and isinstance(value, k)), kinds[0])
+    origin, args = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        return _choice(value, kind)
+    if origin in (tuple, list):
+        if not isinstance(value, list | tuple):
+            raise _of_another_type(value, f"a {type_name(kind)}")
+        if origin is tuple and args[-1] is not Ellipsis and len(value) != len(args):
+            raise invalid("", "length", value, f"must be a {type_name(kind)}")
+        return origin(_leaf(item, args[:1]) for item in value)
+    accepted = (int, float) if kind is float else kind
+    if isinstance(value, bool) != (kind is bool) or not isinstance(value, accepted):
+        raise _of_another_type(value, " or ".join(_ARTICLES[k] for k in kinds))
+    return _clean_text(value) if kind is str else _finite(value, kind)
 
 
 def _of_another_type(value: Any, expected: str) -> Any:
     rule = f"is of type {type(value).__name__} and must be {expected}"
-    return _rejected(value, rule, code="type")
-
-
-def _strict(expected: type) -> Any:
-    accepted = (int, float) if expected is float else expected
-
-    def hook(value: Any, _: Any) -> Any:
-        if isinstance(value, bool) != (expected is bool) or not isinstance(value, accepted):
-            raise _of_another_type(value, _ARTICLES[expected])
-        return _clean_text(str(value)) if expected is str else _finite(value, expected)
-
-    return hook
+    return invalid("", "type", value, rule)
 
 
 def _finite(value: Any, kind: type) -> Any:
     """A number that 64 bits hold; nan and inf would come back as a loss, hours later."""
     if isinstance(value, int) and value.bit_length() >= 64:
-        raise _rejected(
-            value, "must be a number that 64 bits hold", "use fewer zeros", code="range"
-        )
+        raise invalid("", "range", value, "must be a number that 64 bits hold", "use fewer zeros")
     if not math.isfinite(value):
-        raise _rejected(value, "must be a finite number", code="finite")
+        raise invalid("", "finite", value, "must be a finite number")
     return kind(value)
 
 
@@ -193,98 +227,23 @@ def _clean_text(text: str) -> str:
     except UnicodeEncodeError:  # bytes of a command line that are no UTF-8
         good = False
     if not good:
-        raise _rejected(text, "must be UTF-8 text without NUL", "write it again", code="not_utf8")
-    return text
+        raise invalid("", "not_utf8", text, "must be UTF-8 text without NUL", "write it again")
+    return str(text)
 
 
-def _literal(value: Any, kind: Any) -> Any:
+def _choice(value: Any, kind: Any) -> Any:
     for choice in get_args(kind):
         if value == choice and type(value) is type(choice):
             return value
     written = value[:_SHOWN_CHARACTERS] if isinstance(value, str) else ""
     near = difflib.get_close_matches(written, [str(c) for c in get_args(kind)], 1)
     fix = f"did you mean '{near[0]}'?" if near else ""
-    raise _rejected(value, f"must be {type_name(kind)}", fix, code="unknown")
-
-
-def _tuple(value: Any, kind: Any) -> Any:
-    args = get_args(kind)
-    if not isinstance(value, list | tuple):
-        raise _of_another_type(value, f"a {type_name(kind)}")
-    if args[-1] is Ellipsis:
-        return tuple(_CONVERTER.structure(v, args[0]) for v in value)
-    if len(value) != len(args):
-        raise _rejected(value, f"must be a {type_name(kind)}", code="length")
-    return tuple(_CONVERTER.structure(v, a) for v, a in zip(value, args))
-
-
-def _optional(value: Any, kind: Any) -> Any:
-    if value is None or value == "none":  # TOML has no null
-        return None
-    return _CONVERTER.structure(value, without_none(kind))
-
-
-def without_none(kind: Any) -> Any:
-    """`X` of `X | None`, which may be a union itself."""
-    return functools.reduce(operator.or_, [a for a in get_args(kind) if a is not type(None)])
-
-
-def _number_or_text(value: Any, kind: Any) -> Any:
-    if isinstance(value, bool) or not isinstance(value, int | str):
-        raise _of_another_type(value, type_name(kind))
-    return _CONVERTER.structure(value, str if isinstance(value, str) else int)
-
-
-def _is_optional(kind: Any) -> bool:
-    return is_union(kind) and type(None) in get_args(kind)
-
-
-def is_union(kind: Any) -> bool:
-    """True for `X | Y`."""
-    return get_origin(kind) in (Union, types.UnionType)
-
-
-def _is(origin: Any) -> Callable[[Any], bool]:
-    return lambda kind: get_origin(kind) is origin
-
-
-def _converter() -> cattrs.Converter:
-    converter = cattrs.Converter(detailed_validation=True)
-    for expected in (int, float, bool, str):
-        converter.register_structure_hook(expected, _strict(expected))
-    converter.register_structure_hook_func(_is(Literal), _literal)
-    converter.register_structure_hook_func(_is(tuple), _tuple)
-    converter.register_structure_hook_func(
-        lambda k: is_union(k) and set(get_args(k)) == {int, str}, _number_or_text
-    )
-    converter.register_structure_hook_func(_is_optional, _optional)
-    as_toml = make_dict_structure_fn(InitConfig, converter, from_=override(rename="from"))
-    converter.register_structure_hook(InitConfig, as_toml)
-    return converter
-
-
-_CONVERTER = _converter()
-_SHOWN_KEYS, _SHOWN_CHARACTERS = 20, 200
+    raise invalid("", "unknown", value, f"must be {type_name(kind)}", fix)
 
 
 # ---- problems
 
-
-def _explain(error: BaseException, path: str) -> list[Problem]:
-    """The problems of cattrs' nested groups, with dotted keys."""
-    if isinstance(error, ClassValidationError | IterableValidationError):
-        with_notes, without = error.group_exceptions()
-        problems = []
-        for inner, note in with_notes:
-            name = getattr(note, "name", getattr(note, "index", "?"))
-            problems.extend(_explain(inner, f"{path}.{key_of(str(name))}"))
-        for inner in without:
-            problems.extend(_explain(inner, path))
-        return problems
-    if isinstance(error, KeyError):  # a key without default
-        key = path if path.endswith(f".{error.args[0]}") else f"{path}.{error.args[0]}"
-        return [Problem(key, "missing", ..., "is missing and has no default", "give it a value")]
-    return problems_under(error, path)
+_SHOWN_KEYS, _SHOWN_CHARACTERS = 20, 200
 
 
 def _unknowns(keys: list[str], known: Iterable[str]) -> list[Problem]:
