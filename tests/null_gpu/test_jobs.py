@@ -102,7 +102,7 @@ def _choices() -> Iterator[tuple[str, tuple[Any, ...]]]:
         if section not in SECTIONS:
             continue
         for model in BUILT_IN_MODELS.values() if section == "model" else [table]:
-            for key, kind, _ in dotted_fields(model, section):
+            for key, kind, *_ in dotted_fields(model, section):
                 kinds = [kind, *get_args(kind)]
                 literal = [k for k in kinds if get_origin(k) is Literal]
                 if "<name>" not in key and (literal or kind is bool):

@@ -21,7 +21,8 @@ class Config(Checked):
     name: str = field(MISSING, "a name")
     steps: int | None = field(None, "steps", (1, 10**9))
     clip: float = field(1.0, "limit", (0, math.inf), positive=True)
-    from_: int = field(0, "a word of Python", (0, 5))
+    from_: int = field(0, between=(0, 5))
+    """a word of Python"""
     table: dict[str, Any] = field(dict, "a table", path=True)
 
     def _problems(self) -> Iterator[Problem]:

@@ -21,14 +21,10 @@ _STEPS, _ROWS = (0, 10**9), (1, 2**20)
 class EvalSetConfig(SourceConfig, Checked):
     """Held-out rows beside [data.validation]: the keys of a source, and how many of its rows are read when."""
 
-    sequences: int | None = field(
-        None, "rows per evaluation, always the first ones (default: eval.sequences)", _ROWS
-    )
-    every_steps: int | None = field(
-        None,
-        "steps between its evaluations; 0: at the last step alone (default: eval.every_steps)",
-        _STEPS,
-    )
+    sequences: int | None = field(None, between=_ROWS)
+    """rows per evaluation, always the first ones (default: eval.sequences)"""
+    every_steps: int | None = field(None, between=_STEPS)
+    """steps between its evaluations; 0: at the last step alone (default: eval.every_steps)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -39,16 +35,12 @@ class EvalSetConfig(SourceConfig, Checked):
 class ChoicesConfig(Checked):
     """Questions with several answers, the likeliest of which is the model's: {"prompt", "choices", "answer"} a line."""
 
-    path: str | None = field(
-        None,
-        "JSON lines: a prompt, its choices (texts that follow it), and the number of the right one, from 0",
-    )
-    samples: int = field(64, "questions per evaluation, always the first ones of the file", _ROWS)
-    every_steps: int | None = field(
-        None,
-        "steps between its evaluations; 0: at the last step alone (default: eval.every_steps)",
-        _STEPS,
-    )
+    path: str | None = None
+    """JSON lines: a prompt, its choices (texts that follow it), and the number of the right one, from 0"""
+    samples: int = field(64, between=_ROWS)
+    """questions per evaluation, always the first ones of the file"""
+    every_steps: int | None = field(None, between=_STEPS)
+    """steps between its evaluations; 0: at the last step alone (default: eval.every_steps)"""
 
     def _problems(self) -> Iterator[Problem]:
         if not self.path:
@@ -59,20 +51,18 @@ class ChoicesConfig(Checked):
 class EvalConfig(Checked):
     """Evaluations of a run: the loss of held-out rows, and answers to questions."""
 
-    every_steps: int = field(
-        100, "steps between evaluations; one more follows the last step; 0: never", _STEPS
-    )
-    at_start: bool = field(False, "evaluate the model before its first step, too, as step 0")
-    sequences: int = field(
-        64, "sequences of data.validation per evaluation, always the same ones", _ROWS
-    )
-    sets: dict[str, EvalSetConfig] = field(dict, "further held-out rows, by name: eval/NAME/loss")
-    choices: dict[str, ChoicesConfig] = field(
-        dict, "questions with several answers, by name: eval/NAME/accuracy"
-    )
-    exact_match: ExactMatchConfig = field(
-        ExactMatchConfig, "questions that the model answers at each evaluation: eval/exact_match"
-    )
+    every_steps: int = field(100, between=_STEPS)
+    """steps between evaluations; one more follows the last step; 0: never"""
+    at_start: bool = False
+    """evaluate the model before its first step, too, as step 0"""
+    sequences: int = field(64, between=_ROWS)
+    """sequences of data.validation per evaluation, always the same ones"""
+    sets: dict[str, EvalSetConfig] = field(dict)
+    """further held-out rows, by name: eval/NAME/loss"""
+    choices: dict[str, ChoicesConfig] = field(dict)
+    """questions with several answers, by name: eval/NAME/accuracy"""
+    exact_match: ExactMatchConfig = field(ExactMatchConfig)
+    """questions that the model answers at each evaluation: eval/exact_match"""
 
     def _problems(self) -> Iterator[Problem]:
         for name in sorted({*self.sets} & {*self.choices}):

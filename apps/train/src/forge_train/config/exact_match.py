@@ -17,25 +17,22 @@ _COUNT = (1, 2**20)
 class ExactMatchConfig(Checked):
     """The share of questions whose greedily generated answer is that of the file."""
 
-    path: str | None = field(
-        None, "questions with pictures and their answers; none: no such evaluation"
-    )
-    format: Literal["chat", "llava", "coco", "folder", "parquet", "dataset", "webdataset"] = field(
-        "chat", "format of the file, as of a source of conversations with pictures"
-    )
-    source: str | None = field(
-        None,
-        "source of [data.sources] whose template, tokenizer and resolution prompts are written with (default: the "
-        "first of name vlm)",
-    )
-    samples: int = field(64, "questions per evaluation, always the first ones of the file", _COUNT)
-    max_new_tokens: int = field(8, "longest answer, its end token counted, in tokens", _COUNT)
-    rows: int = field(8, "questions that are answered at once", _COUNT)
-    normalise: Literal["none", "strip", "words"] = field(
-        "strip",
-        "of both answers before they are compared: nothing, white space at the ends, or also case, punctuation and "
-        "runs of white space",
-    )
+    path: str | None = None
+    """questions with pictures and their answers; none: no such evaluation"""
+    format: Literal["chat", "llava", "coco", "folder", "parquet", "dataset", "webdataset"] = "chat"
+    """format of the file, as of a source of conversations with pictures"""
+    source: str | None = None
+    """source of [data.sources] whose template, tokenizer and resolution prompts are written with (default: the
+    first of name vlm)"""
+    samples: int = field(64, between=_COUNT)
+    """questions per evaluation, always the first ones of the file"""
+    max_new_tokens: int = field(8, between=_COUNT)
+    """longest answer, its end token counted, in tokens"""
+    rows: int = field(8, between=_COUNT)
+    """questions that are answered at once"""
+    normalise: Literal["none", "strip", "words"] = "strip"
+    """of both answers before they are compared: nothing, white space at the ends, or also case, punctuation and
+    runs of white space"""
 
     def _problems(self) -> Iterator[Problem]:
         rule, fix = "is set without path, which names the questions", "give path, or remove it"

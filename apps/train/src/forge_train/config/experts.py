@@ -22,22 +22,18 @@ class MoESection(MoEOptions, Checked):
     Widths come from the model, and router losses always join the gradient.
     """
 
-    num_experts: int = field(0, "experts of a mixture; 0: every feed-forward is dense", _FROM_0)
-    every_n_layers: int = field(1, "every n-th layer is a mixture, the others are dense", _FROM_1)
-    first_dense_layers: int = field(0, "layers at the bottom that stay dense", _FROM_0)
-    width_multiplier: float = field(
-        1.0,
-        "width inside an expert, as a multiple of the dense hidden width",
-        (0, 2**20),
-        positive=True,
-    )
-    dispatcher: Literal["all_to_all", "hierarchical"] = field(
-        "all_to_all",
-        "how tokens travel with parallel.ep above 1: straight to their rank, or once to its node",
-    )
-    dispatch_chunks: int = field(
-        1, "parts of a micro-batch's tokens, so that one travels while another is computed", _FROM_1
-    )
+    num_experts: int = field(0, between=_FROM_0)
+    """experts of a mixture; 0: every feed-forward is dense"""
+    every_n_layers: int = field(1, between=_FROM_1)
+    """every n-th layer is a mixture, the others are dense"""
+    first_dense_layers: int = field(0, between=_FROM_0)
+    """layers at the bottom that stay dense"""
+    width_multiplier: float = field(1.0, between=(0, 2**20), positive=True)
+    """width inside an expert, as a multiple of the dense hidden width"""
+    dispatcher: Literal["all_to_all", "hierarchical"] = "all_to_all"
+    """how tokens travel with parallel.ep above 1: straight to their rank, or once to its node"""
+    dispatch_chunks: int = field(1, between=_FROM_1)
+    """parts of a micro-batch's tokens, so that one travels while another is computed"""
 
     def _problems(self) -> Iterator[Problem]:
         if self.num_experts >= 1:

@@ -20,35 +20,24 @@ NAME = "model.toml"
 class InitConfig(Checked):
     """Where a run begins: fresh values, or the state of another run, of which it becomes a fork."""
 
-    seed: int | None = field(None, "seed of initial weights (default: run.seed)", (0, 2**63 - 1))
-    from_: str | None = field(
-        None,
-        "begin with the state of a run (RUN, its newest checkpoint, or RUN@STEP), of one checkpoint, or of a folder of "
-        "Hugging Face; read until this run has a checkpoint of its own",
-    )
-    keep: tuple[Literal["weights", "optimizer", "cursor"], ...] = field(
-        ("weights",),
-        "what is taken: weights alone, with the optimizer's moments, or with the cursor too: step, data, random "
-        "numbers, callbacks",
-    )
-    patterns: tuple[str, ...] = field(
-        (), "tensors that are taken, as in fnmatch, '!' excludes; the others begin fresh (default: all)"
-    )  # fmt: skip
-    encoder: str | None = field(
-        None,
-        "folder of Hugging Face whose weights the encoder of model.vision.transformers begins with (CLIP, SigLIP, or a model "
-        "that has one); read until this run has a checkpoint of its own",
-    )
-    other_tokenizer: bool = field(
-        False,
-        "weights of a folder of Hugging Face are trained with data of another tokenizer than the folder's",
-    )
-    vocab_size: int | None = field(
-        None,
-        "rows of embedding and head where tokens were added to the tokenizer of a folder of Hugging Face in from; each row "
-        "that the folder lacks begins as the mean of its own",
-        (1, 2**31),
-    )
+    seed: int | None = field(None, between=(0, 2**63 - 1))
+    """seed of initial weights (default: run.seed)"""
+    from_: str | None = None
+    """begin with the state of a run (RUN, its newest checkpoint, or RUN@STEP), of one checkpoint, or of a folder of
+    Hugging Face; read until this run has a checkpoint of its own"""
+    keep: tuple[Literal["weights", "optimizer", "cursor"], ...] = ("weights",)
+    """what is taken: weights alone, with the optimizer's moments, or with the cursor too: step, data, random
+    numbers, callbacks"""
+    patterns: tuple[str, ...] = ()
+    """tensors that are taken, as in fnmatch, '!' excludes; the others begin fresh (default: all)"""
+    encoder: str | None = None
+    """folder of Hugging Face whose weights the encoder of model.vision.transformers begins with (CLIP, SigLIP, or a
+    model that has one); read until this run has a checkpoint of its own"""
+    other_tokenizer: bool = False
+    """weights of a folder of Hugging Face are trained with data of another tokenizer than the folder's"""
+    vocab_size: int | None = field(None, between=(1, 2**31))
+    """rows of embedding and head where tokens were added to the tokenizer of a folder of Hugging Face in from; each
+    row that the folder lacks begins as the mean of its own"""
 
     def _problems(self) -> Iterator[Problem]:
         if self.vocab_size is not None and self.from_ is None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from forge_core.lora import LoRAConfig
-from forge_train._shared.fields import Checked, field
+from forge_train._shared.fields import Checked
 from forge_train._shared.problems import Problem, problems_of
 
 
@@ -15,19 +15,17 @@ from forge_train._shared.problems import Problem, problems_of
 class LoRASection(Checked):
     """Adapters of linear layers; with any, all other weights are frozen and saved once."""
 
-    rank: int = field(0, "rank of the adapters; 0: none, all weights are trained")
-    alpha: float = field(LoRAConfig.alpha, "an adapter's output is multiplied by alpha / rank")
-    patterns: tuple[str, ...] = field(
-        LoRAConfig().patterns, "names of linear layers that get an adapter, as in fnmatch"
-    )
-    whole: tuple[str, ...] = field(
-        (),
-        "names of weights that are trained themselves beside the adapters, as in fnmatch: 'adapter.*' of a model with "
-        "images",
-    )
-    base_dtype: Literal["bf16", "fp32"] = field(
-        "bf16", "of the frozen weights, in memory and on disk; fp32 keeps what they were, exactly"
-    )
+    rank: int = 0
+    """rank of the adapters; 0: none, all weights are trained"""
+    alpha: float = LoRAConfig.alpha
+    """an adapter's output is multiplied by alpha / rank"""
+    patterns: tuple[str, ...] = LoRAConfig().patterns
+    """names of linear layers that get an adapter, as in fnmatch"""
+    whole: tuple[str, ...] = ()
+    """names of weights that are trained themselves beside the adapters, as in fnmatch: 'adapter.*' of a model with
+    images"""
+    base_dtype: Literal["bf16", "fp32"] = "bf16"
+    """of the frozen weights, in memory and on disk; fp32 keeps what they were, exactly"""
 
     def _problems(self) -> Iterator[Problem]:
         if self.rank:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge_parallel.profile import window_problems
-from forge_train._shared.fields import Checked, field
+from forge_train._shared.fields import Checked
 from forge_train._shared.problems import Problem
 
 
@@ -15,14 +15,16 @@ from forge_train._shared.problems import Problem
 class ProfileConfig(Checked):
     """A window of steps under torch.profiler, off by default: a trace and a table in <run.dir>/profile."""
 
-    start_step: int = field(10, "first step of the window; the profiler warms up in the one before")
-    num_steps: int = field(0, "steps of the window; 0: no profile")
-    every_steps: int = field(0, "steps from the beginning of a window to the next; 0: one window")
-    ranks: tuple[int, ...] = field((0,), "ranks that profile; each writes files of its own")
-    memory: bool = field(
-        False,
-        "record allocations, too: bytes by category in the table, and on CUDA a snapshot with stacks",
-    )
+    start_step: int = 10
+    """first step of the window; the profiler warms up in the one before"""
+    num_steps: int = 0
+    """steps of the window; 0: no profile"""
+    every_steps: int = 0
+    """steps from the beginning of a window to the next; 0: one window"""
+    ranks: tuple[int, ...] = (0,)
+    """ranks that profile; each writes files of its own"""
+    memory: bool = False
+    """record allocations, too: bytes by category in the table, and on CUDA a snapshot with stacks"""
 
     def _problems(self) -> Iterator[Any]:
         yield from window_problems(self.start_step, self.num_steps, self.every_steps)

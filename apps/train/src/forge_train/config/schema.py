@@ -1,9 +1,9 @@
 """The typed, validated description of a whole job; every section is the config of one component.
 
-To add a key, write `field(default, help, (lowest, highest))` in its section: flag, type check, range, `forge-train keys` and
-docs/configuration.md (`python scripts/write_configuration_page.py`) follow from it. A rule between keys of a section is one of
-its `_problems`, a rule between sections one of `build/rules.py`. Keys that are fixed once a run has a checkpoint are listed in
-`fixed_keys.py`, which says when a key is; keys that change the learning rate of a step in `loop/start.py`.
+To add a key, write `field(default, between=(lowest, highest))` in its section and its help below it: flag, type check, range,
+`forge-train keys` and docs/configuration.md (`python scripts/write_configuration_page.py`) follow from them. A rule between
+keys of a section is one of its `_problems`, a rule between sections one of `build/rules.py`. Keys that are fixed once a run has
+a checkpoint are listed in `fixed_keys.py`; keys that change the learning rate of a step in `loop/start.py`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterator
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from forge_core import OptimizerConfig, ScheduleConfig, TransformerConfig
@@ -50,12 +50,10 @@ _BATCH = (1, 2**20)
 class RunConfig(Checked):
     """The folder of a run and its seed."""
 
-    dir: str = field(
-        "runs/default", "folder of this run: config, metrics, events, checkpoints", path=True
-    )
-    seed: int = field(
-        0, "seed of random numbers, and of what has no seed of its own: init.seed, data.seed", _SEED
-    )
+    dir: str = field("runs/default", path=True)
+    """folder of this run: config, metrics, events, checkpoints"""
+    seed: int = field(0, between=_SEED)
+    """seed of random numbers, and of what has no seed of its own: init.seed, data.seed"""
 
     def __post_init__(self) -> None:
         expand_fields(self)
@@ -71,11 +69,10 @@ class RunConfig(Checked):
 class BuiltInModelConfig(TransformerConfig):
     """The built-in transformer, dense or with mixtures of experts, as the [model] table of a job."""
 
-    name: str = field(
-        "transformer",
-        "'transformer', 'vlm' (with images), an entry point of forge.models, or an import path 'my_lab.model:build'",
-    )
-    moe: MoESection = field(MoESection, "which feed-forwards are mixtures of experts")
+    name: str = "transformer"
+    """'transformer', 'vlm' (with images), an entry point of forge.models, or an import path 'my_lab.model:build'"""
+    moe: MoESection = field(MoESection)
+    """which feed-forwards are mixtures of experts"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -113,11 +110,12 @@ class ImportedModelConfig(Checked):
     """A model from outside: `build(**args)` returns a module, which is called as
     `model(tokens, positions, document_ids)` on (B, S) integers and returns logits (B, S, V)."""
 
-    name: str = field("", "import path 'package.module:function' of the model's builder")
-    vocab_size: int = field(
-        0, "number of token ids the model accepts (default: that of the data)", (0, 2**31 - 1)
-    )
-    args: dict[str, Any] = field(dict, "keyword arguments of the builder")
+    name: str = ""
+    """import path 'package.module:function' of the model's builder"""
+    vocab_size: int = field(0, between=(0, 2**31 - 1))
+    """number of token ids the model accepts (default: that of the data)"""
+    args: dict[str, Any] = field(dict)
+    """keyword arguments of the builder"""
 
     @property
     def is_built_in(self) -> bool:
@@ -136,49 +134,35 @@ class ImportedModelConfig(Checked):
 class TrainConfig(Checked):
     """Length of training, size of a step, loss and limits."""
 
-    steps: int | None = field(
-        None, "length in optimizer steps (one of steps, tokens, tokens_per_parameter)", _FROM_1
-    )
-    tokens: int | None = field(None, "length in tokens, rounded up to whole steps", (1, 10**16))
-    tokens_per_parameter: float | None = field(
-        None,
-        "length as a multiple of the number of parameters (20 is compute-optimal by Chinchilla)",
-        (0, 10**6),
-        positive=True,
-    )
-    global_batch: int = field(
-        16, "sequences per optimizer step, whatever the number of processes", _BATCH
-    )
-    micro_batch: int | None = field(
-        None,
-        "sequences per forward pass, a divisor of global_batch (default: the whole share of a process, or the "
-        "largest that costs a tenth more at most where shares are not equal)",
-        _BATCH,
-    )
-    loss: str = field(
-        "cross_entropy",
-        "loss of logits: cross_entropy, fused_cross_entropy (inside the head, without all logits), an entry point "
-        "of forge.losses, or module:attr, called as loss(logits, labels, weights) for the sum over a micro-batch",
-    )
-    loss_options: dict[str, Any] = field(dict, "further arguments of a loss of your own")
-    cross_entropy: CrossEntropyConfig = field(
-        CrossEntropyConfig, "terms of the gradient beside the cross-entropy of logits"
-    )
-    fused_cross_entropy: CrossEntropyConfig = field(
-        CrossEntropyConfig, "terms of the gradient beside the cross-entropy inside the head"
-    )
-    objective: str | None = field(
-        None,
-        "step of your own in place of the loss of logits: an entry point of forge.objectives, or module:attr, "
-        "called as objective(model, batch) for a dict of sums, of which the first is trained",
-    )
-    objective_options: dict[str, Any] = field(dict, "further arguments of the objective")
-    max_grad_norm: float | None = field(
-        1.0, "clip the global gradient norm to this; none: never", (0, math.inf), positive=True
-    )
-    stages: dict[str, StageConfig] = field(
-        dict, "steps from which groups learn at other rates, by name"
-    )
+    steps: int | None = field(None, between=_FROM_1)
+    """length in optimizer steps (one of steps, tokens, tokens_per_parameter)"""
+    tokens: int | None = field(None, between=(1, 10**16))
+    """length in tokens, rounded up to whole steps"""
+    tokens_per_parameter: float | None = field(None, between=(0, 10**6), positive=True)
+    """length as a multiple of the number of parameters (20 is compute-optimal by Chinchilla)"""
+    global_batch: int = field(16, between=_BATCH)
+    """sequences per optimizer step, whatever the number of processes"""
+    micro_batch: int | None = field(None, between=_BATCH)
+    """sequences per forward pass, a divisor of global_batch (default: the whole share of a process, or the largest
+    that costs a tenth more at most where shares are not equal)"""
+    loss: str = "cross_entropy"
+    """loss of logits: cross_entropy, fused_cross_entropy (inside the head, without all logits), an entry point of
+    forge.losses, or module:attr, called as loss(logits, labels, weights) for the sum over a micro-batch"""
+    loss_options: dict[str, Any] = field(dict)
+    """further arguments of a loss of your own"""
+    cross_entropy: CrossEntropyConfig = field(CrossEntropyConfig)
+    """terms of the gradient beside the cross-entropy of logits"""
+    fused_cross_entropy: CrossEntropyConfig = field(CrossEntropyConfig)
+    """terms of the gradient beside the cross-entropy inside the head"""
+    objective: str | None = None
+    """step of your own in place of the loss of logits: an entry point of forge.objectives, or module:attr, called
+    as objective(model, batch) for a dict of sums, of which the first is trained"""
+    objective_options: dict[str, Any] = field(dict)
+    """further arguments of the objective"""
+    max_grad_norm: float | None = field(1.0, between=(0, math.inf), positive=True)
+    """clip the global gradient norm to this; none: never"""
+    stages: dict[str, StageConfig] = field(dict)
+    """steps from which groups learn at other rates, by name"""
 
     def _problems(self) -> Iterator[Problem]:
         yield from _length_problems(self)
@@ -230,37 +214,25 @@ def _objective_problems(c: TrainConfig) -> Iterator[Problem]:
 class CheckpointConfig(Checked):
     """Steps at which checkpoints are saved; the last step and every stop are saved in any case."""
 
-    every_steps: int = field(
-        100, "steps between checkpoints; 0: only at the end and at a stop", _FROM_0
-    )
-    keep_last: int = field(
-        3, "newest checkpoints to keep; the newest verified one is never removed", _FROM_1
-    )
-    keep_every: int = field(
-        0, "keep the checkpoints of multiples of this step, too; 0: none", _FROM_0
-    )
-    best: Literal["val_loss"] | None = field(
-        None, "keep the best checkpoint by this number, of those at steps that are evaluated"
-    )
-    milestones: str | None = field(
-        None, "steps to keep, too: 'powers_of_2' (and step 0), or module:attr, called with a step"
-    )
-    wait: bool = field(
-        False, "training waits until a checkpoint is on disk; else only until it is copied"
-    )
-    staging_gib: float | None = field(
-        None,
-        "most host memory of a rank for that copy, in GiB (default: what the state needs)",
-        (2**-30, 2**20),
-    )
-    max_failed_saves: int = field(
-        3,
-        "so many saves in a row that the disk refuses in the background end the run; fewer are tried again, the first in the next step. A save that training waits for ends it at once",
-        (1, 1000),
-    )
-    digest: Literal["sha256", "blake3"] = field(
-        "sha256", "digest of the blocks; blake3 is faster and needs forge-ckpt[fast]"
-    )
+    every_steps: int = field(100, between=_FROM_0)
+    """steps between checkpoints; 0: only at the end and at a stop"""
+    keep_last: int = field(3, between=_FROM_1)
+    """newest checkpoints to keep; the newest verified one is never removed"""
+    keep_every: int = field(0, between=_FROM_0)
+    """keep the checkpoints of multiples of this step, too; 0: none"""
+    best: Literal["val_loss"] | None = None
+    """keep the best checkpoint by this number, of those at steps that are evaluated"""
+    milestones: str | None = None
+    """steps to keep, too: 'powers_of_2' (and step 0), or module:attr, called with a step"""
+    wait: bool = False
+    """training waits until a checkpoint is on disk; else only until it is copied"""
+    staging_gib: float | None = field(None, between=(2**-30, 2**20))
+    """most host memory of a rank for that copy, in GiB (default: what the state needs)"""
+    max_failed_saves: int = field(3, between=(1, 1000))
+    """so many saves in a row that the disk refuses in the background end the run; fewer are tried again, the first
+    in the next step. A save that training waits for ends it at once"""
+    digest: Literal["sha256", "blake3"] = "sha256"
+    """digest of the blocks; blake3 is faster and needs forge-ckpt[fast]"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -280,69 +252,57 @@ class CheckpointConfig(Checked):
 class SinkConfig:
     """A sink of rows beside metrics.jsonl."""
 
-    name: str = field(
-        MISSING,
-        "'tensorboard', 'wandb', 'mlflow', an entry point of forge.sinks, or module:attr, called as "
-        "sink(directory, resume_step, **options)",
-    )
-    options: dict[str, Any] = field(
-        dict,
-        "further arguments of the sink. wandb: project, entity, group, tags, name, mode, id; "
-        "mlflow: experiment, tracking_uri, run_name, tags",
-    )
+    name: str
+    """'tensorboard', 'wandb', 'mlflow', an entry point of forge.sinks, or module:attr, called as sink(directory,
+    resume_step, **options)"""
+    options: dict[str, Any] = field(dict)
+    """further arguments of the sink. wandb: project, entity, group, tags, name, mode, id; mlflow: experiment,
+    tracking_uri, run_name, tags"""
 
 
 @dataclass(frozen=True)
 class MetricsConfig(Checked):
     """Rows of metrics: the steps between them, and the sinks that get them."""
 
-    every_steps: int = field(10, "steps between rows in metrics.jsonl and on the console", _FROM_1)
-    console: Literal["auto", "live", "plain", "off"] = field(
-        "auto", "progress on a terminal; auto: live on a terminal, else plain lines"
-    )
-    tensorboard: bool = field(
-        False, "write TensorBoard files to <run.dir>/tensorboard, as a sink of that name does"
-    )
-    gradients_every_steps: int = field(
-        0,
-        "steps between rows with norm, signal and noise of the gradient of each block; 0: none; signal and "
-        "noise need two micro-batches a step; without parallel.cp, pp, ep, compile and float8",
-        _FROM_0,
-    )
-    source_shares: bool = field(
-        False, "columns for the share of a step's labels of each source of a mixture"
-    )
-    expert_loads: bool = field(
-        False,
-        "rows have the load of each expert over the mean, a list for each mixture (report draws it)",
-    )
-    sinks: dict[str, SinkConfig] = field(dict, "further places where rows go, by name")
+    every_steps: int = field(10, between=_FROM_1)
+    """steps between rows in metrics.jsonl and on the console"""
+    console: Literal["auto", "live", "plain", "off"] = "auto"
+    """progress on a terminal; auto: live on a terminal, else plain lines"""
+    tensorboard: bool = False
+    """write TensorBoard files to <run.dir>/tensorboard, as a sink of that name does"""
+    gradients_every_steps: int = field(0, between=_FROM_0)
+    """steps between rows with norm, signal and noise of the gradient of each block; 0: none; signal and noise need
+    two micro-batches a step; without parallel.cp, pp, ep, compile and float8"""
+    source_shares: bool = False
+    """columns for the share of a step's labels of each source of a mixture"""
+    expert_loads: bool = False
+    """rows have the load of each expert over the mean, a list for each mixture (report draws it)"""
+    sinks: dict[str, SinkConfig] = field(dict)
+    """further places where rows go, by name"""
 
 
 @dataclass(frozen=True)
 class CallbackConfig(Checked):
     """A hook into the run (a forge_train.Callback)."""
 
-    name: str = field(
-        MISSING, "an entry point of forge.callbacks, or an import path 'my_lab.hooks:Mine'"
-    )
-    every_steps: int | None = field(
-        None, "steps between calls of on_step_end (default: the class attribute, 1)", _FROM_1
-    )
-    options: dict[str, Any] = field(dict, "arguments that the class is made with")
+    name: str
+    """an entry point of forge.callbacks, or an import path 'my_lab.hooks:Mine'"""
+    every_steps: int | None = field(None, between=_FROM_1)
+    """steps between calls of on_step_end (default: the class attribute, 1)"""
+    options: dict[str, Any] = field(dict)
+    """arguments that the class is made with"""
 
 
 @dataclass(frozen=True)
 class SampleConfig(Checked):
     """The text that the trained model writes at the end of a run (sample.txt)."""
 
-    prompt: str = field("The ", "text to continue")
-    max_new_tokens: int = field(
-        200, "tokens to write; 0, or a model cut by tp, cp, pp: none", (0, 10**6)
-    )
-    temperature: float = field(
-        0.7, "0 takes the most likely token; 1 samples the model's own probabilities", (0, 100)
-    )
+    prompt: str = "The "
+    """text to continue"""
+    max_new_tokens: int = field(200, between=(0, 10**6))
+    """tokens to write; 0, or a model cut by tp, cp, pp: none"""
+    temperature: float = field(0.7, between=(0, 100))
+    """0 takes the most likely token; 1 samples the model's own probabilities"""
 
 
 @dataclass(frozen=True)
@@ -355,11 +315,8 @@ class ResilienceConfig(Checked):
     spike: SpikeConfig = dataclasses.field(default_factory=SpikeConfig)
     rollback: RollbackConfig = dataclasses.field(default_factory=RollbackConfig)
     watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
-    save_limit_seconds: float = field(
-        300.0,
-        "longest time that a save may take: a batch job is told to stop so long, and a minute, before its limit",
-        (0.001, 65_000),
-    )
+    save_limit_seconds: float = field(300.0, between=(0.001, 65_000))
+    """longest time that a save may take: a batch job is told to stop so long, and a minute, before its limit"""
 
 
 ModelSection = BuiltInModelConfig | ImportedModelConfig

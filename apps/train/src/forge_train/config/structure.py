@@ -57,15 +57,15 @@ def section_types(values: Mapping[str, Any]) -> dict[str, Any]:
     return hints
 
 
-def dotted_fields(kind: Any, key: str) -> Iterator[tuple[str, Any, Any]]:
-    """(dotted key, type, dataclass field) of every leaf of a table `key`; `<name>` stands for a table's key."""
+def dotted_fields(kind: Any, key: str) -> Iterator[tuple[str, Any, Any, type]]:
+    """(dotted key, type, dataclass field, its class) of every leaf of a table `key`; `<name>` stands for a table's key."""
     cls: Any = inner_dataclass(kind)
     prefix = f"{key}.<name>." if get_origin(kind) is dict else f"{key}."
     hints = get_type_hints(cls)
     for item in fields(cls):
         key = f"{prefix}{key_of(item.name)}"
         if inner_dataclass(hints[item.name]) is None:
-            yield key, hints[item.name], item
+            yield key, hints[item.name], item, cls
         else:
             yield from dotted_fields(hints[item.name], key)
 

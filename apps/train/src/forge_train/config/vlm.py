@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from forge_train._shared.fields import field
 from forge_train._shared.problems import Problem, raise_problems
 from forge_train.config.schema import BuiltInModelConfig
 from forge_vlm import VLMConfig
@@ -15,7 +14,8 @@ from forge_vlm import VLMConfig
 class VLMModelConfig(VLMConfig, BuiltInModelConfig):
     """All keys of the built-in transformer, mixtures of experts among them, and what images need."""
 
-    name: str = field("vlm", "'vlm'")
+    name: str = "vlm"
+    """'vlm'"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from docstring_parser import parse_from_object
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -34,10 +36,11 @@ def key_rows() -> Iterator[KeyRow]:
     seen = set()
     for section, table in section_types({}).items():
         tables = list(BUILT_IN_MODELS.values()) if section == "model" else [table]
-        for key, kind, item in (row for t in tables for row in dotted_fields(t, section)):
+        for key, kind, item, cls in (row for t in tables for row in dotted_fields(t, section)):
             if key not in seen:
                 seen.add(key)
-                yield KeyRow(key, type_name(kind), _default(item), item.metadata.get("help", ""))
+                help = item.metadata.get("help") or _text_below(item.name, cls)
+                yield KeyRow(key, type_name(kind), _default(item), help)
 
 
 def print_keys(prefix: str, console: Console, values: Mapping[str, Any] | None = None) -> int:
@@ -78,6 +81,13 @@ def keys_as_markdown() -> str:
         cells = [f"`{row.key}`", row.type, f"`{row.default}`" if row.default else "", row.meaning]
         lines.append("| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _text_below(name: str, cls: type) -> str:
+    """The text below a field in the source of the class that declares it."""
+    owner = next(base for base in cls.__mro__ if name in inspect.get_annotations(base))
+    texts = {param.arg_name: param.description or "" for param in parse_from_object(owner).params}
+    return " ".join(texts.get(name, "").split())
 
 
 def _default(item: dataclasses.Field) -> str:

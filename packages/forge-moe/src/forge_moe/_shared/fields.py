@@ -16,10 +16,11 @@ from .problems import Problem, raise_problems
 
 
 def field(
-    default: Any, help: str, between: tuple[float, float] | None = None, **metadata: Any
+    default: Any, help: str = "", between: tuple[float, float] | None = None, **metadata: Any
 ) -> Any:
     """A field of a dataclass; a `default` that can be called makes the value.
 
+    help: what it means, where the text below the field does not say it.
     between: the least and the largest value. The largest is above every real one, so a larger value is a typing error.
     With `positive=True` 0 is not allowed. Other metadata is as given.
     """
