@@ -44,10 +44,8 @@ from forge_testing.problems import assert_problem, rejects
 from forge_train import Callback, ConfigError, DataError, Extension, Trainer, load_job, read_run
 from forge_train.build.build import feed_forward_factory
 from forge_train.build.run_directory import RunDirectory
-from forge_train.config.evaluation import ChoicesConfig
-from forge_train.config.exact_match import ExactMatchConfig
-from forge_train.config.experts import MoESection
-from forge_train.config.schema import BuiltInModelConfig
+from forge_train.config.evaluation import ChoicesConfig, ExactMatchConfig
+from forge_train.config.model import BuiltInModelConfig, MoESection
 from forge_train.errors import HardwareError, JobError, NumericsError
 from forge_train.loop.assemble import shard_experts
 from forge_train.plan import with_layout

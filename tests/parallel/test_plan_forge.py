@@ -46,8 +46,7 @@ from forge_testing.runs import make_job
 from forge_train import ConfigError, load_job, plan
 from forge_train.build.build import build_model
 from forge_train.cli import main
-from forge_train.config.experts import MoESection
-from forge_train.config.schema import BuiltInModelConfig
+from forge_train.config.model import BuiltInModelConfig, MoESection
 from forge_train.loop.assemble import shard_experts
 from forge_train.plan import PlanFlags, choose_layout, show_plan
 

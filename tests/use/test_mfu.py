@@ -22,9 +22,7 @@ from forge_parallel import end_process_group, materialise
 from forge_testing import write_job
 from forge_train import Trainer, load_job, read_run
 from forge_train.build.build import build_model
-from forge_train.config.experts import MoESection
-from forge_train.config.schema import BuiltInModelConfig
-from forge_train.config.vlm import VLMModelConfig
+from forge_train.config.model import BuiltInModelConfig, MoESection, VLMModelConfig
 from forge_train.run import run
 from forge_vlm import AdapterConfig, ModalityConfig, VisionConfig
 from forge_vlm.vision import ViTConfig

@@ -10,8 +10,7 @@ from forge_core import AttentionSpec
 from forge_core.model import MLAConfig, MuPConfig
 from forge_testing.problems import assert_problem, rejects
 from forge_train.build.hf_models import family_of
-from forge_train.config.experts import MoESection
-from forge_train.config.schema import BuiltInModelConfig
+from forge_train.config.model import BuiltInModelConfig, MoESection
 
 pytestmark = pytest.mark.lane("test")
 

@@ -28,7 +28,7 @@ from forge_testing.runs import (
 from forge_testing.vlm_jobs import CLIP, TRANSFORMERS, flags, write_vlm_job
 from forge_train import ConfigError, Trainer, load_job
 from forge_train.build.hf_models import modules_of
-from forge_train.config.vlm import VLMModelConfig
+from forge_train.config.model import VLMModelConfig
 from forge_train.hf.exporting import export_run
 from forge_train.jobs import load_model
 from forge_vlm import ModalityConfig

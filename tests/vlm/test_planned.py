@@ -21,7 +21,7 @@ from forge_train import Trainer, load_job
 from forge_train.build.build import build_model
 from forge_train.build.layout import layout_problems, model_problems
 from forge_train.cli import main
-from forge_train.config.vlm import VLMModelConfig
+from forge_train.config.model import VLMModelConfig
 from forge_vlm import (
     AdapterConfig,
     CrossAttentionConfig,

@@ -21,7 +21,7 @@ from forge_train.build.begin_tokens import run_layers
 from forge_train.build.objective import find_objective
 from forge_train.build.run_directory import RunDirectory
 from forge_train.config.init import InitConfig, Source
-from forge_train.config.schema import BuiltInModelConfig
+from forge_train.config.model import BuiltInModelConfig
 from forge_train.loop import assemble, fork, initial
 from forge_train.metrics import sinks
 from forge_train.run.checkpoints import Checkpoints, base_problems, store_errors

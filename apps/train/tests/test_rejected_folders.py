@@ -21,10 +21,7 @@ from forge_testing.problems import rejects
 from forge_train import ConfigError, JobError, plan
 from forge_train.build import hf_models
 from forge_train.build.run_directory import RunDirectory
-from forge_train.config.experts import MoESection
-from forge_train.config.lora import LoRASection
-from forge_train.config.schema import BuiltInModelConfig
-from forge_train.config.vlm import VLMModelConfig
+from forge_train.config.model import BuiltInModelConfig, LoRASection, MoESection, VLMModelConfig
 from forge_train.hf import exporting, importing
 from forge_vlm import ModalityConfig
 

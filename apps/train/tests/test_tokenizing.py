@@ -21,8 +21,7 @@ from forge_train import ConfigError
 from forge_train.build.data import run_tokenizer
 from forge_train.build.run_directory import RunDirectory
 from forge_train.config.init import InitConfig
-from forge_train.config.lora import LoRASection
-from forge_train.config.schema import BuiltInModelConfig
+from forge_train.config.model import BuiltInModelConfig, LoRASection
 from forge_train.hf.exporting import _config_and_files, _Run, _tokenizing
 from forge_vlm.data import Prompts
 

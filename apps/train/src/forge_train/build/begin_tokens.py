@@ -12,7 +12,7 @@ from forge_train._shared.problems import Problem
 from forge_train.build.data import sources_by_key
 from forge_train.build.resolve import ResolvedJob
 from forge_train.build.run_directory import RunDirectory
-from forge_train.config.exact_match import KINDS
+from forge_train.config.evaluation import KINDS
 from forge_train.config.layers import Layers, read_layers
 from forge_train.errors import ConfigError, config_errors
 from forge_vlm.data.prepared import is_prepared

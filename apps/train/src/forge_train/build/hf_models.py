@@ -29,13 +29,11 @@ from forge_moe.families import ExpertLayers
 from forge_parallel import materialise
 from forge_train._shared.problems import Problem, ProblemError, invalid, problems_of, show
 from forge_train.build.build import build_model
-from forge_train.config.experts import MoESection
 from forge_train.config.imported import FILES, TRAINING_KEYS, table_of, write_table
 from forge_train.config.init import NAME
 from forge_train.config.layers import Layers
-from forge_train.config.schema import BuiltInModelConfig
+from forge_train.config.model import BuiltInModelConfig, MoESection, VLMModelConfig
 from forge_train.config.structure import structure
-from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, config_errors
 from forge_vlm.families import module_name
 from forge_vlm.vision import processor_pixels

@@ -20,8 +20,8 @@ from forge_parallel.legal import Facts, ShardedDim, problems
 from forge_parallel.micro_batches import MicroBatches, divide_batch
 from forge_train._shared.problems import Problem, problems_of
 from forge_train.build.build import EXPERT_ACTIVATIONS, Course
-from forge_train.config.schema import BuiltInModelConfig, JobConfig
-from forge_train.config.vlm import VLMModelConfig
+from forge_train.config.model import BuiltInModelConfig, VLMModelConfig
+from forge_train.config.schema import JobConfig
 from forge_train.errors import refuse
 from forge_vlm.fusion import PARTING, axes_problems
 from forge_vlm.vision.patches import num_layer_features

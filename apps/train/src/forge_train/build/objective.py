@@ -14,8 +14,8 @@ from forge_parallel import Meshes
 from forge_parallel.axes import VOCAB_LOSSES, ids_of_cut_logits
 from forge_parallel.compute import Compute
 from forge_parallel.micro_batches import MicroBatches
+from forge_train.config.model import VLMModelConfig
 from forge_train.config.schema import JobConfig, TrainConfig
-from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError
 from forge_vlm.modalities import learnt_ranges
 

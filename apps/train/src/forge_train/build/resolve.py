@@ -20,7 +20,7 @@ from forge_data.tokenizer import encode_prompt
 from forge_train._shared.problems import Problem
 from forge_train._shared.toml_files import flatten
 from forge_train.build.rules import rule_problems
-from forge_train.config.exact_match import KINDS as NO_SPLITS
+from forge_train.config.evaluation import KINDS as NO_SPLITS
 from forge_train.config.imported import (
     DEFAULT_DIR,
     FILES,

@@ -15,10 +15,9 @@ from forge_parallel.legal import ahead_problem
 from forge_resilience.policy import RollbackConfig
 from forge_train._shared.problems import Problem, problems_of
 from forge_train.build.objective import find_loss, find_objective
-from forge_train.config.exact_match import KINDS
-from forge_train.config.model_builder import model_builder
-from forge_train.config.schema import BuiltInModelConfig, CallbackConfig, JobConfig
-from forge_train.config.vlm import VLMModelConfig
+from forge_train.config.evaluation import KINDS
+from forge_train.config.model import BuiltInModelConfig, VLMModelConfig, model_builder
+from forge_train.config.schema import CallbackConfig, JobConfig
 from forge_train.errors import ConfigError, problems_under
 from forge_train.metrics.sinks import find_sinks, sink_problems
 from forge_vlm.adapters import check_adapter

@@ -17,7 +17,7 @@ from forge_train.config.layers import Layers
 from forge_train.errors import ConfigError, refuse
 
 if TYPE_CHECKING:
-    from forge_train.config.schema import BuiltInModelConfig
+    from forge_train.config.model import BuiltInModelConfig
 
 #: In a run directory: files of the imported folder that an export gives back.
 FILES = "hf"

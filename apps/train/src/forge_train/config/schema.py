@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from forge_core import OptimizerConfig, ScheduleConfig, TransformerConfig
+from forge_core import OptimizerConfig, ScheduleConfig
 from forge_core.loss import CrossEntropyConfig
 from forge_core.optim import StageConfig
-from forge_core.registry import installed
 from forge_data import DataConfig
 from forge_parallel import ParallelConfig
 from forge_resilience.alerts import AlertsConfig
@@ -28,19 +27,17 @@ from forge_resilience.slurm import SlurmConfig
 from forge_resilience.supervise import WatchConfig
 from forge_train._shared.fields import Checked, field, range_problems
 from forge_train._shared.paths import expand_fields
-from forge_train._shared.problems import Problem, raise_problems
+from forge_train._shared.problems import Problem
 from forge_train.config.evaluation import EvalConfig
-from forge_train.config.experts import MoESection
 from forge_train.config.init import InitConfig
 from forge_train.config.layers import LENGTH_KEYS
-from forge_train.config.lora import LoRASection
+from forge_train.config.model import LoRASection, ModelSection
 from forge_train.config.profile import ProfileConfig
 
 if TYPE_CHECKING:
     from forge_ckpt import Keep
 
 
-MODELS_GROUP = "forge.models"
 _SEED = (0, 2**63 - 1)
 _FROM_0, _FROM_1 = (0, 10**9), (1, 10**9)  # of steps
 _BATCH = (1, 2**20)
@@ -63,71 +60,6 @@ class RunConfig(Checked):
         if not self.dir.strip():
             fix = "use dir = 'runs/my_run'"
             yield Problem("dir", "missing", self.dir, "must name a folder", fix)
-
-
-@dataclass(frozen=True)
-class BuiltInModelConfig(TransformerConfig):
-    """The built-in transformer, dense or with mixtures of experts, as the [model] table of a job."""
-
-    name: str = "transformer"
-    """'transformer', 'vlm' (with images), an entry point of forge.models, or an import path 'my_lab.model:build'"""
-    moe: MoESection = field(MoESection)
-    """which feed-forwards are mixtures of experts"""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        raise_problems("", _mixture_problems(self))
-
-    @property
-    def is_built_in(self) -> bool:
-        """True: its initial values are a function of the seed, and a user's parts in it declare theirs."""
-        return True
-
-    @property
-    def moe_layers(self) -> list[int]:
-        """Layers whose feed-forward is a mixture."""
-        return [i for i in range(self.num_layers) if self.moe.is_mixture(i)]
-
-
-def _mixture_problems(c: BuiltInModelConfig) -> Iterator[Problem]:
-    num_experts = c.moe.num_experts
-    if not num_experts:
-        return
-    if not c.moe_layers:
-        rule = f"needs a layer: first_dense_layers {c.moe.first_dense_layers} leaves none of {c.num_layers}"
-        yield Problem("moe.num_experts", "layers", num_experts, rule, "lower first_dense_layers")
-    if c.mtp.num_modules:
-        rule = f"must be 0 with moe.num_experts {num_experts}: its blocks are dense"
-        yield Problem("mtp.num_modules", "excludes", c.mtp.num_modules, rule, "leave one out")
-    if c.parametrization == "mup":
-        rule = "has no rule in parametrization 'mup', which has rules for dense layers"
-        fix = "use 0, or parametrization 'standard'"
-        yield Problem("moe.num_experts", "mup", num_experts, rule, fix)
-
-
-@dataclass(frozen=True)
-class ImportedModelConfig(Checked):
-    """A model from outside: `build(**args)` returns a module, which is called as
-    `model(tokens, positions, document_ids)` on (B, S) integers and returns logits (B, S, V)."""
-
-    name: str = ""
-    """import path 'package.module:function' of the model's builder"""
-    vocab_size: int = field(0, between=(0, 2**31 - 1))
-    """number of token ids the model accepts (default: that of the data)"""
-    args: dict[str, Any] = field(dict)
-    """keyword arguments of the builder"""
-
-    @property
-    def is_built_in(self) -> bool:
-        """False: without a table of its own its initial values are those of the builder."""
-        return False
-
-    def _problems(self) -> Iterator[Problem]:
-        module, _, attr = self.name.partition(":")
-        path = all(part.isidentifier() for part in [*module.split("."), attr])
-        if not path and not installed(self.name, MODELS_GROUP):
-            fix = f"use 'transformer', 'vlm', an entry point of {MODELS_GROUP} or 'package.module:attr'"
-            yield Problem("name", "unknown", self.name, "is not a model", fix)
 
 
 @dataclass(frozen=True)
@@ -317,9 +249,6 @@ class ResilienceConfig(Checked):
     watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
     save_limit_seconds: float = field(300.0, between=(0.001, 65_000))
     """longest time that a save may take: a batch job is told to stop so long, and a minute, before its limit"""
-
-
-ModelSection = BuiltInModelConfig | ImportedModelConfig
 
 
 @dataclass(frozen=True)

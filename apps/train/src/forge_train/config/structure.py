@@ -11,15 +11,9 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from forge_train._shared.problems import Problem, invalid
-from forge_train.config.schema import BuiltInModelConfig, ImportedModelConfig, JobConfig
-from forge_train.config.vlm import VLMModelConfig
+from forge_train.config.model import BUILT_IN_MODELS, ImportedModelConfig
+from forge_train.config.schema import JobConfig
 from forge_train.errors import problems_under
-
-#: The [model] tables of our own models, by name.
-BUILT_IN_MODELS: dict[str, type[BuiltInModelConfig]] = {
-    "transformer": BuiltInModelConfig,
-    "vlm": VLMModelConfig,
-}
 
 
 def structure(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:

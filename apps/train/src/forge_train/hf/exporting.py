@@ -28,12 +28,11 @@ from forge_train._shared.problems import invalid
 from forge_train._shared.toml_files import read_toml
 from forge_train.build.hf_models import SIDECAR, configs_of, family_of, modules_of
 from forge_train.build.run_directory import RunDirectory
-from forge_train.config.exact_match import KINDS
+from forge_train.config.evaluation import KINDS
 from forge_train.config.imported import FILES, training_options
 from forge_train.config.init import NAME
 from forge_train.config.layers import read_layers
-from forge_train.config.lora import LoRASection
-from forge_train.config.schema import BuiltInModelConfig
+from forge_train.config.model import BuiltInModelConfig, LoRASection
 from forge_train.config.structure import structure
 from forge_train.errors import ConfigError, JobError, config_errors
 from forge_train.hf.importing import check_folder

@@ -18,7 +18,7 @@ from forge_train.build.build import build_model
 from forge_train.build.hf_models import HFModel, read_model
 from forge_train.build.run_directory import RunDirectory
 from forge_train.config.init import NAME
-from forge_train.config.vlm import VLMModelConfig
+from forge_train.config.model import VLMModelConfig
 from forge_train.errors import ConfigError, JobError, config_errors
 from forge_train.run.checkpoints import IMPORTED, store_errors
 from forge_vlm.families.check_inputs import inputs_of

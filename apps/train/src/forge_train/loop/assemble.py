@@ -22,7 +22,7 @@ from forge_resilience import Agreement
 from forge_train._shared.problems import invalid
 from forge_train.build.layout import micro_batches
 from forge_train.build.objective import find_objective, make_compute
-from forge_train.config.experts import MoESection
+from forge_train.config.model import MoESection
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, config_errors
 

@@ -40,8 +40,7 @@ from forge_train.config.init import (
     has_begun,
     source_problems,
 )
-from forge_train.config.schema import BuiltInModelConfig
-from forge_train.config.vlm import VLMModelConfig
+from forge_train.config.model import BuiltInModelConfig, VLMModelConfig
 from forge_train.errors import (
     ConfigError,
     DataError,

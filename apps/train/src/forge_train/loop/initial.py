@@ -14,8 +14,8 @@ from forge_resilience import Agreement
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import invalid, problems_of
 from forge_train.config.init import has_begun
+from forge_train.config.model import VLMModelConfig
 from forge_train.config.schema import JobConfig
-from forge_train.config.vlm import VLMModelConfig
 from forge_train.errors import ConfigError, config_errors, run_on_all_ranks
 from forge_train.loop.fork import Fork, find_fork
 from forge_train.run.checkpoints import Check
