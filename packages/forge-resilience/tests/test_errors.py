@@ -6,10 +6,16 @@ import json
 
 import pytest
 
+from forge_resilience import errors
+from forge_resilience._shared.problems import Problem, WithProblems
+from forge_resilience.errors import (
+    JobError,
+    as_config_error,
+    config_errors,
+    raise_reported,
+    report_of,
+)
 from forge_testing.problems import assert_problem, rejects
-from forge_train import errors
-from forge_train._shared.problems import Problem, WithProblems
-from forge_train.errors import JobError, as_config_error, config_errors, raise_reported, report_of
 
 pytestmark = pytest.mark.lane("test")
 
