@@ -224,11 +224,12 @@ def _become(
         os.environ.clear()
         os.environ.update(environ)
         sys.argv[:] = ["forge-train", *args]
-        from forge_train import cli, process
+        from forge_resilience.rank_process import early_stop
+        from forge_train import cli
 
         if plant is not None:  # before anything of the run
             plant(int(environ.get("RANK", "0")))
-        process.early_stop.announce = environ.get("RANK", "0") == "0"
+        early_stop.announce = environ.get("RANK", "0") == "0"
         cli.main(args)
     except SystemExit as stop:
         code = int(stop.code or 0)

@@ -5,6 +5,7 @@ Heavy modules are imported by the verb that needs them: help and refusals come a
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import sys
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import tyro
 from rich.console import Console
 
-from forge_resilience import ExitCode
+from forge_resilience import ExitCode, rank_process
 from forge_resilience.stop import interruptible, leave_on_signal
 from forge_train import process
 from forge_train._shared.limits import limit_problem
@@ -40,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
     args = list(sys.argv[1:] if argv is None else argv)
     is_run = args[:1] == ["run"]
     has_ranks = bool(args) and args[0] in _OF_RANKS
-    process.prepare(is_run)
+    rank_process.prepare(is_run)
+    with contextlib.suppress(OSError):  # a folder that is gone
+        # import paths of a configuration find modules in the working folder, after all that is installed
+        sys.path.append(os.getcwd())
     process.end(int(_dispatch(args)), is_run, has_ranks)
 
 
@@ -109,17 +113,19 @@ def run(args: list[str]) -> int:
     from forge_train.build.resolve import resolve  # imports torch, after a file that cannot be read
 
     job = resolve(layers)
-    supervised = job.config.resilience.watch.action == "restart" and process.may_supervise()
+    supervised = job.config.resilience.watch.action == "restart" and rank_process.may_supervise()
     if supervised or (nproc is not None and nproc > 1):
         return _supervise(job, rest, nproc or 1)
     from forge_train.loop.trainer import Trainer
     from forge_train.report.summary import print_summary
 
     trainer = Trainer(job)
-    met = process.leave_with_launcher()
+    met = rank_process.leave_with_launcher()
     with process.init_ranks(trainer.config.parallel, {"configuration": job.digest()}) as meshes:
         met()
-        result = trainer.fit(meshes, process.early_stop if process.is_rank_of_many() else None)
+        result = trainer.fit(
+            meshes, rank_process.early_stop if rank_process.is_rank_of_many() else None
+        )
         # the run is over: a signal during the sample ends the process with the run's code at once
         leave_on_signal(result.exit_code)
         with interruptible(result.exit_code):

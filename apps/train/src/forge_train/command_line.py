@@ -19,10 +19,10 @@ from typing import Any
 
 import tyro
 
+from forge_resilience.rank_process import is_rank_of_many
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid
 from forge_train.errors import ConfigError
-from forge_train.process import is_rank_of_many
 
 __all__ = [
     "call_verb",

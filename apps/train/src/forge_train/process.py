@@ -1,4 +1,4 @@
-"""Begin and end of a command's process: streams, signals, and the rank that prints an error of many."""
+"""The end of a command's process, and the rank that prints an error of many."""
 
 from __future__ import annotations
 
@@ -7,61 +7,18 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from forge_resilience import ExitCode, StopSignal
-from forge_resilience.heartbeat import Heartbeat
-from forge_resilience.stop import leave_on_signal, leave_with_parent
+from forge_resilience.rank_process import is_rank_of_many
+from forge_resilience.stop import leave_on_signal
 from forge_train._shared.problems import problems_of
-from forge_train._shared.streams import tolerate
 from forge_train.errors import ConfigError, DataError, JobError
 
 if TYPE_CHECKING:
     from forge_parallel import Meshes, ParallelConfig
 
 _LONGEST = 4000  # characters of a sentence: a user's value may have a megabyte
-
-
-def is_rank_of_many() -> bool:
-    """Whether a launcher started several ranks; read from the environment, before anything heavy is imported."""
-    worlds = (os.environ.get(name, "") for name in ("WORLD_SIZE", "SLURM_STEP_NUM_TASKS"))
-    return any(world.isdecimal() and int(world) > 1 for world in worlds)
-
-
-def may_supervise() -> bool:
-    """Whether no launcher or supervisor has started this process: it may start its ranks, and watch them."""
-    return not is_rank_of_many() and "FORGE_LIFE" not in os.environ
-
-
-#: Opened as early as can be in a rank of many, where a stop is for all ranks to agree on.
-early_stop = StopSignal(announce=os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0")
-
-
-_launcher = 0  # pid of the one that started this rank on this machine
-
-
-def leave_with_launcher() -> Callable[[], None]:
-    """`leave_with_parent` for the launcher of this rank, if it has one on this machine."""
-    return leave_with_parent(early_stop, _launcher) if _launcher else lambda: None
-
-
-def prepare(is_run: bool) -> None:
-    """Prepare for streams that fail, odd encodings, and signals that come before the training loop handles them."""
-    tolerate()
-    with contextlib.suppress(OSError):  # a folder that is gone
-        # import paths of a configuration find modules in the working folder, after all that is installed
-        sys.path.append(os.getcwd())
-    if not is_run:
-        return
-    if is_rank_of_many():
-        early_stop.__enter__()
-        global _launcher
-        _launcher = os.getppid() if "FORGE_NPROC" in os.environ else 0
-        Heartbeat.from_environ()  # a rank that hangs while it imports can be asked for its stacks
-    else:  # until the loop has a handler of its own: nothing is lost yet, so the job is requeued
-        # Not by an exception: torch and numpy import from C code, which drops it or keeps a lock.
-        leave_on_signal(ExitCode.REQUEUE, signal.SIGINT)
 
 
 def end(code: int, is_run: bool, has_ranks: bool) -> NoReturn:
