@@ -10,7 +10,6 @@ import pytest
 from forge_testing import Outcome, forge_train, write_job
 from forge_testing.problems import rejects
 from forge_train import ConfigError, DataError, JobError, Trainer, load_job
-from forge_train import slurm as slurm_verb
 from forge_train.cli import run_verb
 
 pytestmark = pytest.mark.lane("test")
@@ -108,7 +107,8 @@ def test_without_sbatch_nothing_is_submitted(tmp_path: Path, nowhere: None) -> N
 def test_a_queued_job_of_the_run_is_named(
     tmp_path: Path, nowhere: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slurm_verb.slurm, "jobs_of", lambda *scripts: [("7", "PENDING")])
+    queued = [("7", "PENDING")]
+    monkeypatch.setattr("forge_resilience.slurm.job_scripts.jobs_of", lambda *scripts: queued)
     with rejects("run.dir", str(tmp_path / "run"), "queued", ConfigError, where="7"):
         run_verb(["slurm", str(write_job(tmp_path)), "--submit"])
     with rejects("run.dir", str(tmp_path / "run"), "queued", ConfigError, where="7"):

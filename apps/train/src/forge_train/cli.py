@@ -260,7 +260,8 @@ def slurm(args: list[str]) -> int:
     The script and the configuration as it is now go into <run.dir>/slurm. What the site is like comes from
     --site, FORGE_SITE or ~/.config/forge/site.toml, which `forge-train doctor --init` writes.
     """
-    from forge_train.slurm import SlurmFlags, run_slurm
+    from forge_resilience.slurm import SlurmFlags
+    from forge_train.slurm import run_slurm
 
     args = with_new_names(args, "slurm", {"--print": "--dry_run"})
     layers, flags = _layers(args, "slurm", slurm.__doc__ or "", SlurmFlags)

@@ -11,17 +11,17 @@ from forge_lab._shared.atomic import write_file
 from forge_lab._shared.problems import Problem
 from forge_lab.study.runs import Study, StudyRun, writing
 from forge_resilience import ExitCode
-from forge_resilience.slurm import SlurmConfig, batch_script, jobs_of, two_jobs
-from forge_train import Layers, ResolvedJob
-from forge_train.errors import config_errors, refuse
-from forge_train.slurm import (
-    add_site,
+from forge_resilience.slurm import (
+    SlurmConfig,
+    batch_script,
     check_limits,
-    job_facts,
-    refuse_layouts,
-    submitted,
+    jobs_of,
+    two_jobs,
     with_retries,
 )
+from forge_train import Layers, ResolvedJob
+from forge_train.errors import config_errors, refuse
+from forge_train.slurm import add_site, job_facts, note, refuse_layouts, submitted
 from forge_train.toolkit import structure_table
 
 
@@ -54,9 +54,10 @@ def _write(study: Study, name: str, runs: list[StudyRun], site: str | None) -> s
     for job in jobs:
         refuse_layouts(job)
     facts = replace(job_facts(jobs[0]), run_dir=str(folder), script=str(folder / "job.sh"))
-    config = with_retries(jobs[0])
+    config = with_retries(jobs[0].config.slurm, jobs[0].config.resilience.watch)
     with config_errors("slurm"):
-        check_limits(config, facts)
+        for warning in check_limits(config, facts):
+            note(warning)
         text = batch_script(config, [config.python, "-m", "forge_train", "run"], facts)
     refuse(two_jobs("study.dir", str(folder), jobs_of(facts.script)))
     with writing(folder):

@@ -5,6 +5,13 @@ Nothing here imports torch or reads a configuration file of Forge's runner.
 
 from forge_resilience.slurm.commands import QueueRefusal
 from forge_resilience.slurm.config import JobFacts, SlurmConfig, seconds_of
+from forge_resilience.slurm.job_scripts import (
+    SlurmFlags,
+    check_limits,
+    make_scripts,
+    queued_jobs,
+    with_retries,
+)
 from forge_resilience.slurm.orchestrate import OrchestratorConfig, chain_name, orchestrate
 from forge_resilience.slurm.queue import clean_environ, jobs_of, replace_process, submit, two_jobs
 from forge_resilience.slurm.script import batch_script, interactive_commands
@@ -26,8 +33,10 @@ __all__ = [
     "OrchestratorConfig",
     "QueueRefusal",
     "SlurmConfig",
+    "SlurmFlags",
     "batch_script",
     "chain_name",
+    "check_limits",
     "clean_environ",
     "controller",
     "find_site",
@@ -36,8 +45,10 @@ __all__ = [
     "job_warnings",
     "jobs_of",
     "limit_problem",
+    "make_scripts",
     "orchestrate",
     "orchestrator_command",
+    "queued_jobs",
     "read_site",
     "replace_process",
     "seconds_of",
@@ -48,4 +59,5 @@ __all__ = [
     "submit",
     "two_jobs",
     "unseen_files",
+    "with_retries",
 ]
