@@ -24,7 +24,6 @@ from forge_train import ConfigError, DataError, StateError, cli, jobs, load_job,
 from forge_train._shared.limits import limit_problem
 from forge_train.cli import run_verb
 from forge_train.config.init import InitConfig, find_source, source_problems
-from forge_train.config.profile import ProfileConfig, profile_problems
 from forge_train.config.tokenizer import tokenizer_problems
 from forge_train.errors import JobError
 
@@ -254,20 +253,6 @@ def test_the_source_of_a_run_is_a_run_a_checkpoint_or_a_folder(tmp_path: Path) -
         assert [p.code for p in source_problems(name, tmp_path / "new")] == [code]
     assert_problem(ConfigError(source_problems(run, Path(run))), "run.dir", run, "parent")
     assert not source_problems("none", Path(run))  # it has begun
-
-
-@pytest.mark.parametrize(
-    ("steps", "total", "key", "value", "code"),
-    [
-        ({"start_step": 4}, 5, "profile.start_step", 4, "window"),
-        ({"ranks": (0, 3)}, 50, "profile.ranks", [3], "world"),
-    ],
-)
-def test_a_window_of_the_profiler_is_within_the_run(
-    steps: Settings, total: int, key: str, value: Any, code: str
-) -> None:
-    problems = profile_problems(ProfileConfig(num_steps=3, **steps), 2, total)
-    assert_problem(ConfigError(problems), key, value, code)
 
 
 def test_the_model_of_a_folder_that_is_not_a_run(

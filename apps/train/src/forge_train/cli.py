@@ -198,7 +198,7 @@ def explain(args: list[str]) -> int:
     layers, flags = _layers(rest, "explain", explain.__doc__ or "", ExplainFlags)
     picture = None if flags.plot is None else user_path(flags.plot)
     if picture is not None:
-        from forge_train.report.planned import check_picture, draw, planned
+        from forge_train.report.planned import check_picture, planned
 
         check_picture(picture)
     job, missing = resolve_to_show(layers)
@@ -218,8 +218,10 @@ def explain(args: list[str]) -> int:
 
         lines += phase_lines(job.config)
     if picture is not None:
+        from forge_core.optim.rates_picture import draw_rates
+
         plan = planned(job.config)
-        draw(plan, picture)
+        draw_rates(*plan, picture)
         lines.append(f"learning rates and batch over {plan.steps[-1]} steps: {picture}")
     if flags.parameters:
         from forge_train.report.planned import parameter_lines

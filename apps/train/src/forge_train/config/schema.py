@@ -19,6 +19,7 @@ from forge_core.loss import CrossEntropyConfig
 from forge_core.optim import StageConfig
 from forge_data import DataConfig
 from forge_parallel import ParallelConfig
+from forge_parallel.profile.config import ProfileConfig
 from forge_resilience.alerts import AlertsConfig
 from forge_resilience.health import HealthConfig
 from forge_resilience.policy import NonfiniteConfig, RollbackConfig, SpikeConfig
@@ -32,7 +33,6 @@ from forge_train.config.evaluation import EvalConfig
 from forge_train.config.init import InitConfig
 from forge_train.config.layers import LENGTH_KEYS
 from forge_train.config.model import LoRASection, ModelSection
-from forge_train.config.profile import ProfileConfig
 
 if TYPE_CHECKING:
     from forge_ckpt import Keep

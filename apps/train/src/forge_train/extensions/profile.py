@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from forge_parallel.profile import ProfileWindow
 from forge_train._shared.problems import Problem
-from forge_train.config.profile import profile_problems
 from forge_train.config.schema import JobConfig
 from forge_train.run.extension import Extension
 from forge_train.run.run import Run
@@ -23,7 +22,8 @@ class Profile(Extension):
         return cls() if config.profile.num_steps else None
 
     def problems(self, config: JobConfig, world_size: int, total_steps: int) -> Iterable[Problem]:
-        return profile_problems(config.profile, world_size, total_steps)
+        found = config.profile.run_problems(world_size, total_steps)
+        return (problem.under("profile") for problem in found)
 
     @contextlib.contextmanager
     def around_run(self, run: Run) -> Iterator[None]:

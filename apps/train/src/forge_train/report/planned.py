@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,7 +77,7 @@ def _steps(config: JobConfig, course: Course, total: int) -> list[int]:
 
 
 def check_picture(path: Path) -> None:
-    """ConfigError where `draw` could not write there, or matplotlib is missing."""
+    """ConfigError where a picture could not be written there, or matplotlib is missing."""
     if path.suffix not in _FORMATS:
         rule, fix = "must end in .png, .svg or .pdf", f"use {path.stem}.png"
         raise invalid("--plot", "name", str(path), rule, fix, kind=ConfigError)
@@ -90,32 +89,6 @@ def check_picture(path: Path) -> None:
     except ImportError as error:
         rule, fix = "needs matplotlib, which is not installed", "pip install 'forge-train[plot]'"
         raise invalid("--plot", "requires", ..., rule, fix, kind=ConfigError) from error
-
-
-def draw(plan: Planned, path: Path) -> None:
-    """Write a picture of the learning rates, and of the batch below them. Needs matplotlib."""
-    import matplotlib
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
-    styles = itertools.cycle(("-", "--", ":", "-."))  # groups of one rate stay visible
-    for (group, rates), style in zip(plan.rates.items(), styles):
-        above.plot(plan.steps, rates, style, label=group)
-    above.set_ylabel("learning rate")
-    above.set_ylim(bottom=0)
-    above.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    if len(plan.rates) > 1:
-        above.legend()
-
-    below.plot(plan.steps, plan.tokens, color="black")
-    below.set_ylabel("tokens per step")
-    below.set_ylim(bottom=0, top=1.2 * max(plan.tokens))
-    below.set_xlabel("step")
-    for axes in (above, below):
-        axes.grid(alpha=0.3)
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "forge"}):
-        figure.savefig(path, dpi=120)
 
 
 def parameter_lines(config: JobConfig) -> list[str]:

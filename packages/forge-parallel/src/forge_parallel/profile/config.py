@@ -1,4 +1,4 @@
-"""The [profile] table: windows of torch.profiler by step."""
+"""The configuration of windows of torch.profiler by step."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from forge_parallel.profile import window_problems
-from forge_train._shared.fields import Checked
-from forge_train._shared.problems import Problem
+from forge_parallel._shared.fields import Checked
+from forge_parallel._shared.problems import Problem
+from forge_parallel.profile.window import window_problems
+
+__all__ = ["ProfileConfig"]
 
 
 @dataclass(frozen=True)
@@ -32,18 +34,17 @@ class ProfileConfig(Checked):
             rule = "must hold numbers of ranks"
             yield Problem("ranks", "range", list(self.ranks), rule, "use [0]")
 
-
-def profile_problems(config: ProfileConfig, world_size: int, total_steps: int) -> Iterator[Problem]:
-    """Why a run of so many ranks and steps never comes to this window."""
-    last = config.start_step + config.num_steps - 1
-    if last > total_steps:
-        rule = (
-            f"begins the window of steps {config.start_step} to {last}, which must be within the run of {total_steps} "
-            "steps"
-        )
-        fix = "lower profile.start_step or profile.num_steps"
-        yield Problem("profile.start_step", "window", config.start_step, rule, fix)
-    missing = [rank for rank in config.ranks if rank >= world_size]
-    if missing:
-        rule = f"must be below the number of ranks, {world_size}"
-        yield Problem("profile.ranks", "world", missing, rule, "use [0]")
+    def run_problems(self, world_size: int, total_steps: int) -> Iterator[Problem]:
+        """Why a run of so many ranks and steps never comes to this window."""
+        last = self.start_step + self.num_steps - 1
+        if last > total_steps:
+            rule = (
+                f"begins the window of steps {self.start_step} to {last}, which must be within the run of {total_steps} "
+                "steps"
+            )
+            fix = "lower start_step or num_steps"
+            yield Problem("start_step", "window", self.start_step, rule, fix)
+        missing = [rank for rank in self.ranks if rank >= world_size]
+        if missing:
+            rule = f"must be below the number of ranks, {world_size}"
+            yield Problem("ranks", "world", missing, rule, "use [0]")
