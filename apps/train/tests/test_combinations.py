@@ -23,8 +23,7 @@ from forge_testing.problems import assert_problem, rejects
 from forge_train import ConfigError, DataError, StateError, cli, jobs, load_job, load_model, process
 from forge_train._shared.limits import limit_problem
 from forge_train.cli import run_verb
-from forge_train.config.init import InitConfig, find_source, source_problems
-from forge_train.config.tokenizer import tokenizer_problems
+from forge_train.config.init import InitConfig, find_source, source_problems, tokenizer_problems
 from forge_train.errors import JobError
 
 pytestmark = pytest.mark.lane("test")

@@ -193,13 +193,17 @@ def explain(args: list[str]) -> int:
     from forge_data.errors import InvalidData
     from forge_train.build.resolve import resolve_to_show
     from forge_train.report.describe import print_explanation
+    from forge_train.report.planned import (
+        check_picture,
+        draw_plan,
+        parameter_lines,
+        phase_lines,
+    )
 
     nproc, rest = take_nproc(args)
     layers, flags = _layers(rest, "explain", explain.__doc__ or "", ExplainFlags)
     picture = None if flags.plot is None else user_path(flags.plot)
     if picture is not None:
-        from forge_train.report.planned import check_picture, planned
-
         check_picture(picture)
     job, missing = resolve_to_show(layers)
     data = job.config.data
@@ -214,18 +218,10 @@ def explain(args: list[str]) -> int:
         lines += of_layout
     print_explanation(job, Console())
     if job.config.data.phases:
-        from forge_train.report.planned import phase_lines
-
         lines += phase_lines(job.config)
     if picture is not None:
-        from forge_core.optim.rates_picture import draw_rates
-
-        plan = planned(job.config)
-        draw_rates(*plan, picture)
-        lines.append(f"learning rates and batch over {plan.steps[-1]} steps: {picture}")
+        lines.append(draw_plan(job.config, picture))
     if flags.parameters:
-        from forge_train.report.planned import parameter_lines
-
         lines += parameter_lines(job.config)
     for line in lines:
         print(line)

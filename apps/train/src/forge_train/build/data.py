@@ -28,9 +28,9 @@ from forge_train._shared.problems import Problem
 from forge_train.build.build import Course, total_steps
 from forge_train.build.layout import micro_batches
 from forge_train.config.evaluation import VALIDATION
+from forge_train.config.init import ends_of_weights
 from forge_train.config.model import BuiltInModelConfig, VLMModelConfig
 from forge_train.config.schema import JobConfig
-from forge_train.config.tokenizer import ends_of_weights
 from forge_train.errors import (
     DataError,
     config_errors,

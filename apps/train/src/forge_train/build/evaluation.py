@@ -23,9 +23,9 @@ from forge_resilience import Agreement
 from forge_train._shared.problems import invalid
 from forge_train.build.data import run_tokenizer
 from forge_train.config.evaluation import KINDS, VALIDATION, ChoicesConfig
+from forge_train.config.init import ends_of_weights
 from forge_train.config.model import VLMModelConfig
 from forge_train.config.schema import JobConfig
-from forge_train.config.tokenizer import ends_of_weights
 from forge_train.errors import (
     ConfigError,
     DataError,

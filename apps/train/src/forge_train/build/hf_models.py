@@ -29,8 +29,8 @@ from forge_moe.families import ExpertLayers
 from forge_parallel import materialise
 from forge_train._shared.problems import Problem, ProblemError, invalid, problems_of, show
 from forge_train.build.build import build_model
-from forge_train.config.imported import FILES, TRAINING_KEYS, table_of, write_table
-from forge_train.config.init import NAME
+from forge_train.config.imported import TRAINING_KEYS, table_of, write_table
+from forge_train.config.init import FILES, NAME
 from forge_train.config.layers import Layers
 from forge_train.config.model import BuiltInModelConfig, MoESection, VLMModelConfig
 from forge_train.config.structure import structure

@@ -23,17 +23,22 @@ from forge_train.build.rules import rule_problems
 from forge_train.config.evaluation import KINDS as NO_SPLITS
 from forge_train.config.imported import (
     DEFAULT_DIR,
-    FILES,
     over_import,
     over_table,
     training_problems,
     with_import,
 )
-from forge_train.config.init import NAME, hf_folder, model_of_parent, source_problems
+from forge_train.config.init import (
+    FILES,
+    NAME,
+    hf_folder,
+    model_of_parent,
+    source_problems,
+    tokenizer_problems,
+)
 from forge_train.config.layers import Layers
 from forge_train.config.schema import JobConfig
 from forge_train.config.structure import key_of, structure
-from forge_train.config.tokenizer import tokenizer_problems
 from forge_train.errors import ConfigError, DataError, refuse
 
 #: Keys of a training source that its validation split does not take over.

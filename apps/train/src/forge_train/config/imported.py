@@ -19,8 +19,6 @@ from forge_train.errors import ConfigError, refuse
 if TYPE_CHECKING:
     from forge_train.config.model import BuiltInModelConfig
 
-#: In a run directory: files of the imported folder that an export gives back.
-FILES = "hf"
 #: Keys of [model] that change no output of the trained model: a job may set them as it likes.
 _OF_MOE = """
 aux_loss_weight aux_scope backend bias_center bias_schedule bias_update_rate capacity_factor dispatch_chunks dispatcher

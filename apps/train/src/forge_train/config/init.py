@@ -1,19 +1,21 @@
-"""[init]: what a run begins from, and the checkpoint or folder that `init.from` names."""
+"""[init]: what a run begins from, the checkpoint or folder that `init.from` names, and the tokenizer of its weights."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from forge_data.tokenizer_files import ends_beside, gives_same_ids, tokenizer_in
 from forge_train._shared.fields import Checked, field
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid, problems_of
+from forge_train.errors import config_errors
 
-#: In a run directory: the [model] table that an import left.
-NAME = "model.toml"
+#: In a run directory: the [model] table that an import left, and files of the imported folder that an export gives back.
+NAME, FILES = "model.toml", "hf"
 
 
 @dataclass(frozen=True)
@@ -114,26 +116,27 @@ def find_source(name: str) -> Source:
     return Source(steps[step], path)
 
 
-def hf_folder(name: Any, run_dir: Any) -> Path | None:
-    """The folder of Hugging Face that a run, which has not begun, begins from; None for anything else."""
-    if not isinstance(name, str) or not isinstance(run_dir, str):
+def _source_of_new(name: Any, run_dir: Any) -> Source | None:
+    """What a run that has not begun begins from; None for a name that `source_problems` rejects."""
+    if not isinstance(name, str) or not isinstance(run_dir, str) or has_begun(user_path(run_dir)):
         return None
     try:
-        source = find_source(name)
-    except ValueError:  # refused where all problems are
+        return find_source(name)
+    except ValueError:
         return None
-    return source.path if source.is_hf and not has_begun(user_path(run_dir)) else None
+
+
+def hf_folder(name: Any, run_dir: Any) -> Path | None:
+    """The folder of Hugging Face that a run, which has not begun, begins from; None for anything else."""
+    source = _source_of_new(name, run_dir)
+    return source.path if source and source.is_hf else None
 
 
 def model_of_parent(name: Any, run_dir: Any) -> Path | None:
     """model.toml of the imported run that a run, which has not begun, begins from; None for anything else."""
-    if not isinstance(name, str) or not isinstance(run_dir, str) or has_begun(user_path(run_dir)):
-        return None
-    try:
-        run = find_source(name).run
-    except ValueError:  # refused where all problems are
-        return None
-    return run / NAME if run is not None and os.path.isfile(run / NAME) else None
+    source = _source_of_new(name, run_dir)
+    table = source.run / NAME if source and source.run else None
+    return table if table and os.path.isfile(table) else None
 
 
 def committed(run_dir: Path) -> dict[int, Path]:
@@ -166,3 +169,40 @@ def source_problems(name: str | None, run_dir: Path) -> Sequence[Problem]:
         rule = f"is the run of init.from {name!r}, and a fork needs a folder of its own"
         return [Problem("run.dir", "parent", str(run_dir), rule, "choose another run.dir")]
     return [] if has_begun(run_dir) else problems
+
+
+def tokenizer_problems(
+    key: str, spec: Mapping[str, Any] | None, init: InitConfig, run_dir: Path
+) -> list[Problem]:
+    """The problem if the data of `key` was made with another tokenizer than the one next to the weights.
+
+    `spec` is that of the data's source. None where data or weights have no tokenizer to compare.
+    """
+    if init.other_tokenizer or spec is None:
+        return []
+    folder = folder_of_weights(init, run_dir)
+    path = None if folder is None else tokenizer_in(folder)
+    if path is None or gives_same_ids(spec, path):
+        return []
+    made = "bytes" if spec["name"] == "byte" else f"{spec.get('path', spec['name'])}"
+    rule = f"is its tokenizer and must be that of the weights, {path}, or ids mean other texts"
+    fix = f"prepare the text with --tokenizer {path}, or train the weights to another one with init.other_tokenizer = true"
+    return [Problem(key, "weights", made, rule, fix)]
+
+
+def folder_of_weights(init: InitConfig, run_dir: Path) -> Path | None:
+    """The files of the folder of Hugging Face that the weights of a run are from; there may be none in it."""
+    if init.from_ is None or has_begun(run_dir):
+        return run_dir / FILES
+    source = find_source(init.from_)
+    return source.path if source.is_hf else source.run and source.run / FILES
+
+
+def ends_of_weights(
+    spec: Mapping[str, Any] | None, init: InitConfig, run_dir: Path
+) -> tuple[int, ...]:
+    """End tokens of the folder that the weights of a run are from, where the data has its tokenizer; ConfigError for a
+    folder whose end tokens are no ids."""
+    folder = folder_of_weights(init, run_dir)
+    with config_errors():
+        return () if spec is None or folder is None else ends_beside(spec, folder)

@@ -29,8 +29,8 @@ from forge_train._shared.toml_files import read_toml
 from forge_train.build.hf_models import SIDECAR, configs_of, family_of, modules_of
 from forge_train.build.run_directory import RunDirectory
 from forge_train.config.evaluation import KINDS
-from forge_train.config.imported import FILES, training_options
-from forge_train.config.init import NAME
+from forge_train.config.imported import training_options
+from forge_train.config.init import FILES, NAME
 from forge_train.config.layers import read_layers
 from forge_train.config.model import BuiltInModelConfig, LoRASection
 from forge_train.config.structure import structure

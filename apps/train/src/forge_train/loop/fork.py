@@ -31,8 +31,8 @@ from forge_train.build.hf_models import HFModel, read_model
 from forge_train.build.resolve import ResolvedJob
 from forge_train.build.run_directory import RunDirectory
 from forge_train.config.fixed_keys import OPTIMIZER_KEYS, is_fixed
-from forge_train.config.imported import FILES
 from forge_train.config.init import (
+    FILES,
     NAME,
     InitConfig,
     Source,

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from forge_core.optim import describe_parameters, multipliers_at
+from forge_core.optim.rates_picture import draw_rates
 from forge_train._shared.problems import invalid
 from forge_train.build.build import (
     Course,
@@ -89,6 +90,13 @@ def check_picture(path: Path) -> None:
     except ImportError as error:
         rule, fix = "needs matplotlib, which is not installed", "pip install 'forge-train[plot]'"
         raise invalid("--plot", "requires", ..., rule, fix, kind=ConfigError) from error
+
+
+def draw_plan(config: JobConfig, path: Path) -> str:
+    """Draw `planned` into a file, and return a line about it."""
+    plan = planned(config)
+    draw_rates(*plan, path)
+    return f"learning rates and batch over {plan.steps[-1]} steps: {path}"
 
 
 def parameter_lines(config: JobConfig) -> list[str]:
