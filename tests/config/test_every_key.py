@@ -22,6 +22,7 @@ from forge_core import Transformer, TransformerConfig, flops_per_token
 from forge_data.prepare import prepare
 from forge_moe import MoE
 from forge_moe.gemm import choose_backend
+from forge_moe.model_section import MoESection
 from forge_parallel import (
     ParallelConfig,
     end_process_group,
@@ -45,7 +46,7 @@ from forge_train import Callback, ConfigError, DataError, Extension, Trainer, lo
 from forge_train.build.build import feed_forward_factory
 from forge_train.build.run_directory import RunDirectory
 from forge_train.config.evaluation import ChoicesConfig, ExactMatchConfig
-from forge_train.config.model import BuiltInModelConfig, MoESection
+from forge_train.config.model import BuiltInModelConfig
 from forge_train.errors import HardwareError, JobError, NumericsError
 from forge_train.loop.assemble import shard_experts
 from forge_train.plan import with_layout

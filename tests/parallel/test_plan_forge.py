@@ -22,6 +22,7 @@ from forge_core import (
 )
 from forge_core.model import LayerType, MLAConfig
 from forge_core.optim import EMAConfig
+from forge_moe.model_section import MoESection
 from forge_parallel import (
     ParallelConfig,
     make_meshes,
@@ -46,7 +47,7 @@ from forge_testing.runs import make_job
 from forge_train import ConfigError, load_job, plan
 from forge_train.build.build import build_model
 from forge_train.cli import main
-from forge_train.config.model import BuiltInModelConfig, MoESection
+from forge_train.config.model import BuiltInModelConfig
 from forge_train.loop.assemble import shard_experts
 from forge_train.plan import PlanFlags, choose_layout, show_plan
 

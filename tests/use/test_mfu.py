@@ -18,11 +18,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from forge_core import initialise
 from forge_core.flops import flops_per_token
 from forge_core.model import MLAConfig, MTPConfig
+from forge_moe.model_section import MoESection
 from forge_parallel import end_process_group, materialise
 from forge_testing import write_job
 from forge_train import Trainer, load_job, read_run
 from forge_train.build.build import build_model
-from forge_train.config.model import BuiltInModelConfig, MoESection, VLMModelConfig
+from forge_train.config.model import BuiltInModelConfig, VLMModelConfig
 from forge_train.run import run
 from forge_vlm import AdapterConfig, ModalityConfig, VisionConfig
 from forge_vlm.vision import ViTConfig

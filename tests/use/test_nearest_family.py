@@ -8,9 +8,10 @@ import pytest
 
 from forge_core import AttentionSpec
 from forge_core.model import MLAConfig, MuPConfig
+from forge_moe.model_section import MoESection
 from forge_testing.problems import assert_problem, rejects
 from forge_train.build.hf_models import family_of
-from forge_train.config.model import BuiltInModelConfig, MoESection
+from forge_train.config.model import BuiltInModelConfig
 
 pytestmark = pytest.mark.lane("test")
 

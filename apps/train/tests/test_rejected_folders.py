@@ -15,13 +15,14 @@ import torch
 from torch import nn
 
 from forge_ckpt.hf import compare, hf_families
+from forge_moe.model_section import MoESection
 from forge_parallel import ParallelConfig
 from forge_resilience.sinks import WandbSink
 from forge_testing.problems import rejects
 from forge_train import ConfigError, JobError, plan
 from forge_train.build import hf_models
 from forge_train.build.run_directory import RunDirectory
-from forge_train.config.model import BuiltInModelConfig, LoRASection, MoESection, VLMModelConfig
+from forge_train.config.model import BuiltInModelConfig, LoRASection, VLMModelConfig
 from forge_train.hf import exporting, importing
 from forge_vlm import ModalityConfig
 

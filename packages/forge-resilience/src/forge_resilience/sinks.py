@@ -16,7 +16,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,7 @@ __all__ = [
     "MlflowSink",
     "TensorBoardSink",
     "WandbSink",
+    "columns_of",
     "last_row",
     "read_rows",
     "scalars",
@@ -319,3 +320,23 @@ def _name(key: str) -> str:
 def _chunks(values: list[Any], size: int) -> Iterator[list[Any]]:
     for start in range(0, len(values), size):
         yield values[start : start + size]
+
+
+def columns_of(
+    rows: Iterable[Mapping[str, Any]], lists: Callable[[list[Any]], Any] = list
+) -> dict[str, list[Any]]:
+    """The values of each name, None in rows that lack it; `lists` makes what is kept of a list in a row.
+
+    Memory: those values; rows, of which each has names of its own, are gone by then.
+    """
+    found = dict[str, list[Any]]()
+    for number, row in enumerate(rows):
+        for name, value in row.items():
+            if name not in found:
+                found[name] = [None] * number
+            found[name].append(lists(value) if isinstance(value, list) else value)
+        if len(row) < len(found):
+            for values in found.values():
+                if len(values) == number:
+                    values.append(None)
+    return found

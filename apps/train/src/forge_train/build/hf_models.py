@@ -26,13 +26,14 @@ from forge_core import initialise
 from forge_data.tokenizer_files import TOKENIZER_FILES
 from forge_moe.config import MoEOptions
 from forge_moe.families import ExpertLayers
+from forge_moe.model_section import MoESection
 from forge_parallel import materialise
 from forge_train._shared.problems import Problem, ProblemError, invalid, problems_of, show
 from forge_train.build.build import build_model
 from forge_train.config.imported import TRAINING_KEYS, table_of, write_table
 from forge_train.config.init import FILES, NAME
 from forge_train.config.layers import Layers
-from forge_train.config.model import BuiltInModelConfig, MoESection, VLMModelConfig
+from forge_train.config.model import BuiltInModelConfig, VLMModelConfig
 from forge_train.config.structure import structure
 from forge_train.errors import ConfigError, config_errors
 from forge_vlm.families import module_name

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import tomlkit
 
+from forge_moe.model_section import TRAINING_OPTIONS
 from forge_train._shared.hf_keys import training_rates
 from forge_train._shared.problems import Problem, problems_of
 from forge_train._shared.toml_files import flatten, read_toml
@@ -20,11 +21,7 @@ if TYPE_CHECKING:
     from forge_train.config.model import BuiltInModelConfig
 
 #: Keys of [model] that change no output of the trained model: a job may set them as it likes.
-_OF_MOE = """
-aux_loss_weight aux_scope backend bias_center bias_schedule bias_update_rate capacity_factor dispatch_chunks dispatcher
-drop_policy sequence_loss_weight z_loss_weight
-"""
-TRAINING_KEYS = frozenset({"init_std", "max_seq_len", *(f"moe.{key}" for key in _OF_MOE.split())})
+TRAINING_KEYS = frozenset({"init_std", "max_seq_len", *(f"moe.{key}" for key in TRAINING_OPTIONS)})
 DEFAULT_DIR = "runs/default"
 
 
@@ -102,9 +99,7 @@ def table_of(section: BuiltInModelConfig, training: dict[str, Any]) -> dict[str,
 
 def training_options(section: BuiltInModelConfig) -> dict[str, Any]:
     """Options of training off their defaults, by key: those that a family of Hugging Face has no key for."""
-    moe, default = section.moe, type(section.moe)()
-    found = {key: getattr(moe, key) for key in _OF_MOE.split()}
-    return {f"moe.{key}": v for key, v in found.items() if v != getattr(default, key)}
+    return {f"moe.{key}": value for key, value in section.moe.training_options().items()}
 
 
 def write_table(path: Path, layer: dict[str, Any], comment: str) -> None:

@@ -15,6 +15,7 @@ from forge_core import build_optimizer, initialise
 from forge_core.optim import IdleOptimizer, groups_of_part, trains_nothing
 from forge_moe import expert_parallelize, recompute_contexts
 from forge_moe.hooks import num_experts_by_layer
+from forge_moe.model_section import MoESection
 from forge_parallel import Meshes, find_world, parallelize
 from forge_parallel.check_model import ranks_with_other_values
 from forge_parallel.compute import Compute
@@ -22,7 +23,6 @@ from forge_resilience import Agreement
 from forge_train._shared.problems import invalid
 from forge_train.build.layout import micro_batches
 from forge_train.build.objective import find_objective, make_compute
-from forge_train.config.model import MoESection
 from forge_train.config.schema import JobConfig
 from forge_train.errors import ConfigError, config_errors
 

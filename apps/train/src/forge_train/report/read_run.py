@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from forge_resilience import read_events
+from forge_resilience.sinks import columns_of
 from forge_train._shared.toml_files import read_toml
 from forge_train.build.run_directory import RunDirectory
 from forge_train.metrics.columns import read_rows
@@ -40,23 +41,6 @@ def read_run(run_dir: str | Path, lists: Callable[[list[Any]], Any] = list) -> R
     if not paths.config.exists():
         raise FileNotFoundError(f"{paths.config} is not there; name the folder of a run")
     config, environment = read_toml(paths.config), json.loads(paths.environment.read_bytes())
-    rows, events = _columns(read_rows(paths.metrics), lists), list(read_events(paths.events))
+    rows, events = columns_of(read_rows(paths.metrics), lists), list(read_events(paths.events))
     parent = json.loads(paths.parent.read_bytes()) if paths.parent.exists() else None
     return Run(config, environment, rows, events, parent)
-
-
-def _columns(
-    rows: Iterable[dict[str, Any]], lists: Callable[[list[Any]], Any]
-) -> dict[str, list[Any]]:
-    """The values of each name. Memory: those values; rows, of which each has names of its own, are gone by then."""
-    found = dict[str, list[Any]]()
-    for number, row in enumerate(rows):
-        for name, value in row.items():
-            if name not in found:
-                found[name] = [None] * number
-            found[name].append(lists(value) if isinstance(value, list) else value)
-        if len(row) < len(found):
-            for values in found.values():
-                if len(values) == number:
-                    values.append(None)
-    return found
