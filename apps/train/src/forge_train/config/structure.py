@@ -98,10 +98,10 @@ def inner_dataclass(kind: Any) -> type | None:
 
 # ---- tables
 
-_FAILED = object()  # a value with a problem: what holds it cannot be built
-_DROPPED = (
-    object()
-)  # a value that is not the table that it must be: what holds it is built as if it were not there
+#: A value with a problem: the table that holds it cannot be built.
+_FAILED = object()
+#: A value that is not the table that it must be: the table that holds it is built without it.
+_DROPPED = object()
 
 
 def _structure(value: Any, kind: Any, key: str, problems: list[Problem]) -> Any:
