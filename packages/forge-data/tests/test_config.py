@@ -1,7 +1,5 @@
 """Configs report all their problems at once."""
 
-import dataclasses
-
 import pytest
 
 import forge_data
@@ -156,11 +154,6 @@ def test_legal_configs():
     assert (config.seq_len, config.num_workers) == (256, 0)
     TrainingSourceConfig(name="tokens", path="x.bin", dtype="uint16")
     TrainingSourceConfig(name="my_lab.data:Source.open", path="anything")
-
-
-def test_every_field_has_a_help():
-    for config in (TrainingSourceConfig, DataConfig):
-        assert all(f.metadata["help"] for f in dataclasses.fields(config))
 
 
 def test_public_names():

@@ -46,34 +46,32 @@ class SourceConfig:
     Usage: `SourceConfig(name="tokens", path="tokens/books")`.
     """
 
-    name: str = field(
-        "builtin",
-        'where tokens come from: "builtin", "tokens", "text", "huggingface", "chat", "megatron", "nanogpt", "npy", an '
-        'entry point of forge.sources, or an import path "module:attr"',
-    )
-    path: str | None = field(
-        None,
-        "tokens: folder written by `forge-data prepare`, or one raw file of token ids; text: a file or a folder; "
-        "huggingface: a folder or a name of the hub; chat: a .jsonl (.gz, .zst) or .parquet file, a folder of them, or a saved set; "
-        "megatron, nanogpt, npy: a file or a folder",
-    )
-    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = field(
-        None, "type of the ids in a raw token file; a file with a sidecar knows it"
-    )
-    split: Literal["train", "validation"] = field("train", "which part of the source is read")
-    verify: Literal["touch", "full", "off"] = field(
-        "touch",
-        "when tokens are compared with their digests: a block when first read, all when opened, never",
-    )
-    chat: ChatConfig = field(ChatConfig, "how conversations of name chat become rows")
+    name: str = "builtin"
+    """where tokens come from: "builtin", "tokens", "text", "huggingface", "chat", "megatron", "nanogpt", "npy", an
+    entry point of forge.sources, or an import path "module:attr" """
+    path: str | None = None
+    """tokens: folder written by `forge-data prepare`, or one raw file of token ids; text: a file or a folder;
+    huggingface: a folder or a name of the hub; chat: a .jsonl (.gz, .zst) or .parquet file, a folder of them, or a
+    saved set; megatron, nanogpt, npy: a file or a folder"""
+    dtype: Literal["uint8", "uint16", "uint32", "int32", "int64"] | None = None
+    """type of the ids in a raw token file; a file with a sidecar knows it"""
+    split: Literal["train", "validation"] = "train"
+    """which part of the source is read"""
+    verify: Literal["touch", "full", "off"] = "touch"
+    """when tokens are compared with their digests: a block when first read, all when opened, never"""
+    chat: ChatConfig = field(ChatConfig)
+    """how conversations of name chat become rows"""
 
-    options: dict[str, Any] = field(
-        dict, "arguments of a source of your own, by name; built-in ones take none"
-    )
-    huggingface: HuggingFaceConfig = field(HuggingFaceConfig, "a set of the datasets library")
-    text: TextConfig = field(TextConfig, "text that is tokenized when a run begins")
-    nanogpt: BorderConfig = field(BorderConfig, "documents of .bin files without an index")
-    npy: BorderConfig = field(BorderConfig, "documents of .npy files")
+    options: dict[str, Any] = field(dict)
+    """arguments of a source of your own, by name; built-in ones take none"""
+    huggingface: HuggingFaceConfig = field(HuggingFaceConfig)
+    """a set of the datasets library"""
+    text: TextConfig = field(TextConfig)
+    """text that is tokenized when a run begins"""
+    nanogpt: BorderConfig = field(BorderConfig)
+    """documents of .bin files without an index"""
+    npy: BorderConfig = field(BorderConfig)
+    """documents of .npy files"""
 
     def __post_init__(self) -> None:
         raise_problems("source", _source_problems(self))
@@ -87,14 +85,11 @@ class SourceConfig:
 class TrainingSourceConfig(SourceConfig):
     """A source that training reads, alone or in a mixture."""
 
-    weight: float | None = field(
-        None,
-        "its share of the training instances, relative to the others' (default: its rows; see temperature)",
-    )
-    max_epochs: int | None = field(
-        None,
-        "times that its rows come at most in training, where a phase with another seq_len begins a new time; then the others take its share (default: no end)",
-    )
+    weight: float | None = None
+    """its share of the training instances, relative to the others' (default: its rows; see temperature)"""
+    max_epochs: int | None = None
+    """times that its rows come at most in training, where a phase with another seq_len begins a new time; then the
+    others take its share (default: no end)"""
 
     def __post_init__(self) -> None:
         raise_problems("source", [*_source_problems(self), *_share_problems(self)])
@@ -107,40 +102,31 @@ class DataConfig:
     Usage: `DataConfig(seq_len=256, sources={"python_docs": SourceConfig()})`.
     """
 
-    seq_len: int = field(256, "tokens in a row; labels are the same tokens, one later")
-    seed: int | None = field(None, "seed of the order of training rows (default: that of the run)")
-    num_workers: int = field(0, "processes that read ahead; 0 reads in the training process")
-    prefetch: int | None = field(
-        None,
-        "steps that are read ahead, by the workers (default: 2 each), or without workers by a thread (default: 0)",
-    )
-    worker_timeout_seconds: float = field(
-        600.0,
-        "a worker that gives nothing for so long is replaced as one that died; 0 waits for ever",
-    )
-    worker_restarts: int = field(
-        3, "workers that died or hung and are replaced, in one life of a run; the next one ends it"
-    )
-    sources: dict[str, TrainingSourceConfig] = field(
-        dict, "training text by name, mixed if there are several"
-    )
-    accept_change: bool = field(
-        False,
-        "go on at the same row of other data than the checkpoint's, and record what changed; best as a flag of one start",
-    )
-    temperature: float = field(
-        1.0,
-        "weights of sources become weight ** (1 / temperature): above 1 they come nearer to one another",
-    )
-    phases: dict[str, PhaseConfig] = field(
-        dict, "points from which rows, batches, weights or rates are others, by name"
-    )
-    packing: PackingConfig = field(
-        PackingConfig, "how documents are put into rows, in training and validation"
-    )
-    validation: SourceConfig | None = field(
-        None, "held-out text that the validation loss is measured on"
-    )
+    seq_len: int = 256
+    """tokens in a row; labels are the same tokens, one later"""
+    seed: int | None = None
+    """seed of the order of training rows (default: that of the run)"""
+    num_workers: int = 0
+    """processes that read ahead; 0 reads in the training process"""
+    prefetch: int | None = None
+    """steps that are read ahead, by the workers (default: 2 each), or without workers by a thread (default: 0)"""
+    worker_timeout_seconds: float = 600.0
+    """a worker that gives nothing for so long is replaced as one that died; 0 waits for ever"""
+    worker_restarts: int = 3
+    """workers that died or hung and are replaced, in one life of a run; the next one ends it"""
+    sources: dict[str, TrainingSourceConfig] = field(dict)
+    """training text by name, mixed if there are several"""
+    accept_change: bool = False
+    """go on at the same row of other data than the checkpoint's, and record what changed; best as a flag of one
+    start"""
+    temperature: float = 1.0
+    """weights of sources become weight ** (1 / temperature): above 1 they come nearer to one another"""
+    phases: dict[str, PhaseConfig] = field(dict)
+    """points from which rows, batches, weights or rates are others, by name"""
+    packing: PackingConfig = field(PackingConfig)
+    """how documents are put into rows, in training and validation"""
+    validation: SourceConfig | None = None
+    """held-out text that the validation loss is measured on"""
 
     def __post_init__(self) -> None:
         raise_problems("data", _data_problems(self))

@@ -29,28 +29,26 @@ BOS_HELP = (
 class HuggingFaceConfig:
     """How a set of the `datasets` library is read: `HuggingFaceConfig(split="test", text_field="content")`."""
 
-    config_name: str | None = field(None, "configuration of a set that has several")
-    split: str | None = field(
-        None, "split as the set calls it, or a slice of one (default: that of the source)"
-    )
-    text_field: str = field("text", "column of the text")
-    tokenizer: str = field("byte", '"byte", or a JSON file of the tokenizers library')
+    config_name: str | None = None
+    """configuration of a set that has several"""
+    split: str | None = None
+    """split as the set calls it, or a slice of one (default: that of the source)"""
+    text_field: str = "text"
+    """column of the text"""
+    tokenizer: str = "byte"
+    """"byte", or a JSON file of the tokenizers library"""
     eos: str | None = field(None, EOS_HELP)
     bos: str | None = field(None, BOS_HELP)
     ignore_keys: list[str] = field(list, IGNORED)
     strict: bool = field(False, STRICT)
-    cache: str | None = field(
-        None, "folder of the tokens (default: $FORGE_CACHE/tokens, below ~/.cache/forge)"
-    )
-    streaming: bool = field(
-        False, "read and tokenize while training, front to back, without a cache; for training only"
-    )
-    virtual_shards: int = field(
-        256, "streaming: parts that are read side by side, at most as many as row groups or files"
-    )
-    shuffle_window: int = field(
-        256, "streaming: documents of a shard that are shuffled and packed together"
-    )
+    cache: str | None = None
+    """folder of the tokens (default: $FORGE_CACHE/tokens, below ~/.cache/forge)"""
+    streaming: bool = False
+    """read and tokenize while training, front to back, without a cache; for training only"""
+    virtual_shards: int = 256
+    """streaming: parts that are read side by side, at most as many as row groups or files"""
+    shuffle_window: int = 256
+    """streaming: documents of a shard that are shuffled and packed together"""
 
     def __post_init__(self) -> None:
         raise_problems("huggingface", _hugging_face_problems(self))
@@ -60,22 +58,20 @@ class HuggingFaceConfig:
 class TextConfig:
     """How text is cut into documents and tokenized: `TextConfig(document="line", validation_every=20)`."""
 
-    tokenizer: str = field("byte", '"byte", or a JSON file of the tokenizers library')
+    tokenizer: str = "byte"
+    """"byte", or a JSON file of the tokenizers library"""
     eos: str | None = field(None, EOS_HELP)
     bos: str | None = field(None, BOS_HELP)
-    document: Literal["file", "line", "blank_line"] = field(
-        "file", "unit of a document in .txt and .md files"
-    )
-    text_field: str = field("text", "key of the text in records")
-    validation_every: int = field(
-        0,
-        "every N-th document is of the split validation (default: as folders train/ and validation/ say)",
-    )
+    document: Literal["file", "line", "blank_line"] = "file"
+    """unit of a document in .txt and .md files"""
+    text_field: str = "text"
+    """key of the text in records"""
+    validation_every: int = 0
+    """every N-th document is of the split validation (default: as folders train/ and validation/ say)"""
     ignore_keys: list[str] = field(list, IGNORED)
     strict: bool = field(False, STRICT)
-    cache: str | None = field(
-        None, "folder of the tokens (default: $FORGE_CACHE/tokens, below ~/.cache/forge)"
-    )
+    cache: str | None = None
+    """folder of the tokens (default: $FORGE_CACHE/tokens, below ~/.cache/forge)"""
 
     def __post_init__(self) -> None:
         raise_problems("text", _text_problems(self))

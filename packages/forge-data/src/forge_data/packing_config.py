@@ -44,13 +44,13 @@ class BestFitConfig:
 class PackingConfig:
     """How documents are put into rows: `PackingConfig("best_fit")`. Raises ValueError with one line per broken rule."""
 
-    name: Literal["concatenate", "first_fit", "best_fit"] = field(
-        "concatenate",
-        "concatenate: all documents, cut into rows; first_fit, best_fit: documents stay whole where a row "
-        "holds them, by a plan that is made once and cached",
-    )
-    first_fit: FirstFitConfig = field(FirstFitConfig, "settings of first_fit alone")
-    best_fit: BestFitConfig = field(BestFitConfig, "settings of best_fit alone")
+    name: Literal["concatenate", "first_fit", "best_fit"] = "concatenate"
+    """concatenate: all documents, cut into rows; first_fit, best_fit: documents stay whole where a row holds them,
+    by a plan that is made once and cached"""
+    first_fit: FirstFitConfig = field(FirstFitConfig)
+    """settings of first_fit alone"""
+    best_fit: BestFitConfig = field(BestFitConfig)
+    """settings of best_fit alone"""
 
     def __post_init__(self) -> None:
         raise_problems("packing", _packing_problems(self))

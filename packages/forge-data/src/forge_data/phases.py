@@ -28,23 +28,18 @@ class PhaseConfig:
     Usage: `PhaseConfig(start_tokens=9 * 10**9, weights={"books": 1.0}, lr_multiplier=0.1)`.
     """
 
-    start_tokens: int | None = field(
-        None, "tokens of the run before it, rounded up to whole rows; or give start_instance"
-    )
-    weights: dict[str, float] = field(
-        dict, "source = its weight; one that is not named gives nothing (default: as before)"
-    )
-    lr_multiplier: float = field(
-        1.0, "factor of the learning rate, in place of that of the phase before"
-    )
-    seq_len: int | None = field(
-        None,
-        "tokens in a row (default: as before); another length is a new order, and a new epoch of each source",
-    )
-    global_batch: int | None = field(
-        None, "rows of a step (default: as before); the schedule of the rate then counts tokens"
-    )
-    start_instance: int | None = field(None, "rows of the run before it")
+    start_tokens: int | None = None
+    """tokens of the run before it, rounded up to whole rows; or give start_instance"""
+    weights: dict[str, float] = field(dict)
+    """source = its weight; one that is not named gives nothing (default: as before)"""
+    lr_multiplier: float = 1.0
+    """factor of the learning rate, in place of that of the phase before"""
+    seq_len: int | None = None
+    """tokens in a row (default: as before); another length is a new order, and a new epoch of each source"""
+    global_batch: int | None = None
+    """rows of a step (default: as before); the schedule of the rate then counts tokens"""
+    start_instance: int | None = None
+    """rows of the run before it"""
 
     def __post_init__(self) -> None:
         raise_problems("phase", _own_problems(self))

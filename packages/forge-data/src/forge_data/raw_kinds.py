@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from forge_data._shared.fields import field
 from forge_data._shared.problems import Problem, raise_problems
 
 __all__ = ["BorderConfig"]
@@ -20,8 +19,10 @@ _LAST_ID = 2**31 - 1
 class BorderConfig:
     """Which id stands between documents; without one all is one document. `BorderConfig(eos_id=50256)`."""
 
-    eos_id: int | None = field(None, "id that ends each document (nanoGPT: 50256)")
-    bos_id: int | None = field(None, "id that begins each document (llm.c, modded-nanogpt: 50256)")
+    eos_id: int | None = None
+    """id that ends each document (nanoGPT: 50256)"""
+    bos_id: int | None = None
+    """id that begins each document (llm.c, modded-nanogpt: 50256)"""
 
     def __post_init__(self) -> None:
         raise_problems("source", self._problems())

@@ -44,23 +44,20 @@ _WORDS = ("step", "rank", "cause", "signal", "tensor", "error")
 class AlertsConfig(Checked):
     """Who is told of which events."""
 
-    command: str | None = field(
-        None,
-        "program for each event: it gets a sentence as its last argument and the event as JSON on stdin",
+    command: str | None = None
+    """program for each event: it gets a sentence as its last argument and the event as JSON on stdin"""
+    webhook: str | None = None
+    """URL that gets a POST of {text, event} as JSON; '$NAME' is read from the environment, so that no secret is in
+    a file"""
+    events: tuple[str, ...] = (
+        *("stop", "hang", "stall", "spike", "rollback", "no_progress", "mismatch", "health"),
+        *("fault", "save_failed"),
     )
-    webhook: str | None = field(
-        None,
-        "URL that gets a POST of {text, event} as JSON; '$NAME' is read from the environment, so that no "
-        "secret is in a file",
-    )
-    events: tuple[str, ...] = field(
-        ("stop", "hang", "stall", "spike", "rollback", "no_progress", "mismatch", "health", "fault", "save_failed"),
-        "names of the events of events.jsonl",
-    )  # fmt: skip
-    timeout_seconds: float = field(
-        10.0, "a command that takes longer is killed, a webhook given up", (0, 600), positive=True
-    )
-    attempts: int = field(3, "attempts for each event", (1, 100))
+    """names of the events of events.jsonl"""
+    timeout_seconds: float = field(10.0, between=(0, 600), positive=True)
+    """a command that takes longer is killed, a webhook given up"""
+    attempts: int = field(3, between=(1, 100))
+    """attempts for each event"""
 
     def _problems(self) -> Iterator[Problem]:
         # No problem shows the command or the webhook, which may contain secrets.

@@ -23,16 +23,11 @@ _COUNTERS = ("rollbacks", "in_a_row", "bad_since")
 class NonfiniteConfig(Checked):
     """Steps whose loss or gradient norm is nan or inf. They never change a weight."""
 
-    action: Literal["stop", "skip", "rollback"] = field(
-        "stop",
-        "stop: the first such step ends the run with code 76; skip: one more than max_in_a_row does; "
-        "rollback: one more goes back to a checkpoint and leaves their data out",
-    )
-    max_in_a_row: int | None = field(
-        None,
-        "skip and rollback: steps in a row that are skipped without further consequences (default: 3)",
-        (0, _MAX_STEPS),
-    )
+    action: Literal["stop", "skip", "rollback"] = "stop"
+    """stop: the first such step ends the run with code 76; skip: one more than max_in_a_row does; rollback: one
+    more goes back to a checkpoint and leaves their data out"""
+    max_in_a_row: int | None = field(None, between=(0, _MAX_STEPS))
+    """skip and rollback: steps in a row that are skipped without further consequences (default: 3)"""
 
     def _problems(self) -> Iterator[Problem]:
         if self.max_in_a_row and self.action == "stop":
@@ -52,38 +47,27 @@ class NonfiniteConfig(Checked):
 class SpikeConfig(Checked):
     """Steps whose loss or gradient norm is far above those before. They change no weight, either."""
 
-    action: Literal["off", "skip", "stop", "rollback"] = field(
-        "off",
-        "skip: such a step changes nothing; stop: it ends the run with code 76; rollback: the run goes back "
-        "to a checkpoint and leaves its data out",
-    )
-    sigma: float = field(
-        6.0,
-        "standard deviations above the mean of the window at which a value is a spike",
-        (0, 1000),
-        positive=True,
-    )
-    window: int = field(
-        128, "steps of the window; none is judged before it is full", (2, _MAX_STEPS)
-    )
-    of: Literal["loss", "grad_norm", "both"] = field("loss", "the number that is judged")
+    action: Literal["off", "skip", "stop", "rollback"] = "off"
+    """skip: such a step changes nothing; stop: it ends the run with code 76; rollback: the run goes back to a
+    checkpoint and leaves its data out"""
+    sigma: float = field(6.0, between=(0, 1000), positive=True)
+    """standard deviations above the mean of the window at which a value is a spike"""
+    window: int = field(128, between=(2, _MAX_STEPS))
+    """steps of the window; none is judged before it is full"""
+    of: Literal["loss", "grad_norm", "both"] = "loss"
+    """the number that is judged"""
 
 
 @dataclass(frozen=True)
 class RollbackConfig(Checked):
     """Going back to a checkpoint, for either cause."""
 
-    max_rollbacks: int = field(
-        2, "rollbacks of a run; the next one ends it with code 76", (1, _MAX_STEPS)
-    )
-    batches_before: int = field(
-        0,
-        "batches before the bad ones whose data is left out, too (PaLM left out some 200)",
-        (0, _MAX_STEPS),
-    )
-    lr_factor: float = field(
-        1.0, "the learning rate is multiplied by this at each rollback", (0, 1), positive=True
-    )
+    max_rollbacks: int = field(2, between=(1, _MAX_STEPS))
+    """rollbacks of a run; the next one ends it with code 76"""
+    batches_before: int = field(0, between=(0, _MAX_STEPS))
+    """batches before the bad ones whose data is left out, too (PaLM left out some 200)"""
+    lr_factor: float = field(1.0, between=(0, 1), positive=True)
+    """the learning rate is multiplied by this at each rollback"""
 
 
 @dataclass(frozen=True)

@@ -39,16 +39,11 @@ _ALONE = ""  # id of the copies of a tensor that no other rank holds
 class ReplicasConfig(Checked):
     """Silent corruption: tensors that must be equal on several ranks, or unchanged between steps, are compared."""
 
-    every_steps: int = field(
-        0,
-        "steps between comparisons of all copies of weights, buffers and moments, of which one precedes "
-        "each save, too; 0: never",
-        (0, 10**9),
-    )
-    action: Literal["stop", "warn"] = field(
-        "stop",
-        "stop: bits that differ end the run with code 71 before they are saved; warn: they are an event",
-    )
+    every_steps: int = field(0, between=(0, 10**9))
+    """steps between comparisons of all copies of weights, buffers and moments, of which one precedes each save,
+    too; 0: never"""
+    action: Literal["stop", "warn"] = "stop"
+    """stop: bits that differ end the run with code 71 before they are saved; warn: they are an event"""
 
 
 @dataclass(frozen=True)

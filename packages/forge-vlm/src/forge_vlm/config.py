@@ -40,17 +40,14 @@ class FusionConfig:
     (blocks between those of the text read them; Flamingo, Llama 3.2 Vision), mixture_of_transformers (weights of each
     modality around one attention), moma (experts of each modality)."""
 
-    name: str = field(
-        "joint_decoder",
-        "how the decoder sees images: joint_decoder, cross_attention, mixture_of_transformers, moma",
-    )
-    mixture_of_transformers: MixtureOfTransformersConfig = field(
-        MixtureOfTransformersConfig(), "the fusion mixture_of_transformers"
-    )
-    moma: MoMaConfig = field(MoMaConfig(), "the fusion moma")
-    cross_attention: CrossAttentionConfig = field(
-        CrossAttentionConfig(), "the fusion cross_attention"
-    )
+    name: str = "joint_decoder"
+    """how the decoder sees images: joint_decoder, cross_attention, mixture_of_transformers, moma"""
+    mixture_of_transformers: MixtureOfTransformersConfig = field(MixtureOfTransformersConfig)
+    """the fusion mixture_of_transformers"""
+    moma: MoMaConfig = field(MoMaConfig)
+    """the fusion moma"""
+    cross_attention: CrossAttentionConfig = field(CrossAttentionConfig)
+    """the fusion cross_attention"""
 
     def __post_init__(self) -> None:
         raise_problems("fusion", _fusion_problems(self))
@@ -72,35 +69,28 @@ class VLMConfig(TransformerConfig):
     VLMConfig(vocab_size=256, modalities={"image": ModalityConfig(first_id=255)})
     """
 
-    vision: VisionConfig = field(VisionConfig(), "the encoder")
-    adapter: AdapterConfig = field(AdapterConfig(), "from the encoder's features to the stream")
-    fusion: FusionConfig = field(FusionConfig(), "how the decoder sees images")
-    modalities: dict[str, ModalityConfig] = dataclasses.field(
-        default_factory=dict,
-        hash=False,
-        metadata={"help": "token ids that stand for images or other media, by name"},
-    )
-    mrope: MRopeConfig | None = field(  # type: ignore[misc]
-        None, "how positions of three axes turn heads; empty: they have one"
-    )
-    input_only_ids: int = field(
-        0, "ids from vocab_size on that are embedded and never predicted (Llama 3.2 Vision: 8)"
-    )
-    images_per_row: int = field(
-        1, "images of a row, as plans and FLOPs (MFU) count them; rows may have any number"
-    )
-    pixels_per_image: int | None = field(
-        None,
-        "their size as it is counted, where the encoder takes any; empty: 512 * 512, of packed_vit image_size * image_size",
-    )
-    positions: Literal["sequential", "text_preserving", "mrope"] = field(
-        "sequential", "positions of an image's tokens: sequential, text_preserving, or mrope"
-    )
-    bidirectional: Literal["none", "image", "clip", "document", "prefix_lm"] = field(
-        "none",
-        "which tokens see those behind them too: none; those of an image, of a clip, of all images of a document; or "
-        "prefix_lm, all before the first answer",
-    )
+    vision: VisionConfig = field(VisionConfig)
+    """the encoder"""
+    adapter: AdapterConfig = field(AdapterConfig)
+    """from the encoder's features to the stream"""
+    fusion: FusionConfig = field(FusionConfig)
+    """how the decoder sees images"""
+    modalities: dict[str, ModalityConfig] = dataclasses.field(default_factory=dict, hash=False)
+    """token ids that stand for images or other media, by name"""
+    mrope: MRopeConfig | None = None  # type: ignore[misc]
+    """how positions of three axes turn heads; empty: they have one"""
+    input_only_ids: int = 0
+    """ids from vocab_size on that are embedded and never predicted (Llama 3.2 Vision: 8)"""
+    images_per_row: int = 1
+    """images of a row, as plans and FLOPs (MFU) count them; rows may have any number"""
+    pixels_per_image: int | None = None
+    """their size as it is counted, where the encoder takes any; empty: 512 * 512, of packed_vit image_size *
+    image_size"""
+    positions: Literal["sequential", "text_preserving", "mrope"] = "sequential"
+    """positions of an image's tokens: sequential, text_preserving, or mrope"""
+    bidirectional: Literal["none", "image", "clip", "document", "prefix_lm"] = "none"
+    """which tokens see those behind them too: none; those of an image, of a clip, of all images of a document; or
+    prefix_lm, all before the first answer"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from forge_vlm._config import is_size
-from forge_vlm._shared.fields import field
 from forge_vlm._shared.problems import Problem, invalid, raise_problems
 
 __all__ = [
@@ -33,12 +32,12 @@ class ModalityConfig:
     ModalityConfig(first_id=4, num_ids=8192, discrete=True)          # images as tokens (Chameleon)
     """
 
-    first_id: int = field(0, "the token id, or the first of a range of discrete ones")
-    num_ids: int = field(1, "how many ids; above 1 they are discrete tokens")
-    discrete: bool = field(
-        False,
-        "the ids are tokens of their own, embedded and learnt like text; else features replace them",
-    )
+    first_id: int = 0
+    """the token id, or the first of a range of discrete ones"""
+    num_ids: int = 1
+    """how many ids; above 1 they are discrete tokens"""
+    discrete: bool = False
+    """the ids are tokens of their own, embedded and learnt like text; else features replace them"""
 
     def __post_init__(self) -> None:
         raise_problems("modality", _problems(self))

@@ -42,30 +42,29 @@ _ALL_KEPT = 10**6
 _KEEP = ["weights", "optimizer", "cursor"]
 
 
-def _field(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True)
 class StudyConfig:
     """The table [study]."""
 
-    dir: str = field(metadata={"help": "folder of the study", "path": True})
-    tokens_per_parameter: tuple[float, ...] = field(
-        metadata={"help": "budgets: tokens of a run as a multiple of its parameters"}
-    )
-    job: str | None = _field(None, "file of the base job, beside this one; [base] lies over it")
-    seeds: tuple[int, ...] = _field((0,), "values of run.seed")
-    parameters: Literal["all", "non_embedding"] = _field(
-        "all", "what N counts, in budgets and in the fit; non_embedding: without embedding and head"
-    )
-    trunk: bool = _field(
-        True,
-        "the budgets of a size are decays of one trunk at a constant rate; else each run is trained from its beginning",
-    )
-    threads: int = _field(1, "threads of each run on this machine")
-    resamples: int = _field(200, "resampled studies behind the intervals of the fit")
-    level: float = _field(0.95, "part of them that an interval holds")
+    dir: str = field(metadata={"path": True})
+    """folder of the study"""
+    tokens_per_parameter: tuple[float, ...]
+    """budgets: tokens of a run as a multiple of its parameters"""
+    job: str | None = None
+    """file of the base job, beside this one; [base] lies over it"""
+    seeds: tuple[int, ...] = (0,)
+    """values of run.seed"""
+    parameters: Literal["all", "non_embedding"] = "all"
+    """what N counts, in budgets and in the fit; non_embedding: without embedding and head"""
+    trunk: bool = True
+    """the budgets of a size are decays of one trunk at a constant rate; else each run is trained from its
+    beginning"""
+    threads: int = 1
+    """threads of each run on this machine"""
+    resamples: int = 200
+    """resampled studies behind the intervals of the fit"""
+    level: float = 0.95
+    """part of them that an interval holds"""
 
     def __post_init__(self) -> None:
         expand_fields(self)

@@ -24,28 +24,23 @@ class ChatConfig:
     Usage: `SourceConfig("chat", "talks.jsonl", chat=ChatConfig(tokenizer="Qwen3-0.6B"))`.
     """
 
-    tokenizer: str | None = field(
-        None, "folder of a tokenizer of transformers, which has tokenizer.json and a chat template"
-    )
-    template: str | None = field(None, "file of a jinja template, in place of the tokenizer's own")
-    messages_field: str = field("messages", "key of the list of messages in a record")
-    tools_field: str | None = field(
-        None, "key of the list of tools that the template is given (default: no tools)"
-    )
-    train_on: Literal["assistant", "last", "all"] = field(
-        "assistant",
-        "what has labels: every message of the assistant, its last one, or all tokens",
-    )
-    too_long: Literal["refuse", "truncate", "skip"] = field(
-        "refuse",
-        "what becomes of a conversation of more than seq_len tokens: an error, its first seq_len tokens, or "
-        "none of it; both are counted",
-    )
+    tokenizer: str | None = None
+    """folder of a tokenizer of transformers, which has tokenizer.json and a chat template"""
+    template: str | None = None
+    """file of a jinja template, in place of the tokenizer's own"""
+    messages_field: str = "messages"
+    """key of the list of messages in a record"""
+    tools_field: str | None = None
+    """key of the list of tools that the template is given (default: no tools)"""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """what has labels: every message of the assistant, its last one, or all tokens"""
+    too_long: Literal["refuse", "truncate", "skip"] = "refuse"
+    """what becomes of a conversation of more than seq_len tokens: an error, its first seq_len tokens, or none of
+    it; both are counted"""
     ignore_keys: list[str] = field(list, IGNORED)
     strict: bool = field(False, STRICT)
-    cache: str | None = field(
-        None, "folder of the tokens (default: $FORGE_CACHE/tokens, below ~/.cache/forge)"
-    )
+    cache: str | None = None
+    """folder of the tokens (default: $FORGE_CACHE/tokens, below ~/.cache/forge)"""
 
     def __post_init__(self) -> None:
         raise_problems("chat", _problems(self))

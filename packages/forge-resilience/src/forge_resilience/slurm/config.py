@@ -51,64 +51,59 @@ class SlurmConfig(Checked):
     Usage: `SlurmConfig(nodes=4, gpus_per_node=8, time_limit="12:00:00", partition="gpu")`.
     """
 
-    nodes: int | str = field(
-        1, "nodes of the job: 4, or a range '3-4' of which Slurm gives what is free"
-    )
-    tasks_per_node: int | None = field(
-        None, "ranks on each node (default: gpus_per_node, or 1 without)", _FROM_1
-    )
-    gpus_per_node: int = field(0, "GPUs of each node", _FROM_0)
-    gpus_option: str = field(
-        "--gpus-per-node={gpus}", "how this site asks for GPUs, such as '--gres=gpu:h100:{gpus}'"
-    )
-    cpus_per_task: int | None = field(None, "cores of each rank, also its OMP_NUM_THREADS", _FROM_1)
-    memory: str | None = field(
-        None, "host memory of each node, as sbatch --mem takes it: '200G', or '0' for all"
-    )
-    time_limit: int | str | None = field(
-        None, "limit of one life: minutes or 'D-HH:MM:SS' (default: that of the partition)"
-    )
-    partition: str | None = field(None, "partition of the job (default: that of the site)")
-    account: str | None = field(None, "account that pays (default: the user's)")
-    qos: str | None = field(None, "quality of service (default: the user's)")
-    job_name: str | None = field(None, "name in the queue (default: that of the run's folder)")
-    mail_user: str | None = field(None, "address that Slurm writes to")
-    mail_type: str | None = field(None, "events that Slurm writes about, such as 'END,FAIL'")
-    array: str | None = field(
-        None, "elements of a job array, '0-7' or '1-20%4'; '%1' runs one after another"
-    )
-    array_run_dirs: bool = field(
-        False, "each element of the array trains in a folder of its own, <run>/task-<number>"
-    )
-    array_arguments: tuple[str, ...] = field(
-        (), "arguments added to the command, in which %a is the element: '--run.seed=%a'"
-    )
-    sbatch_options: tuple[str, ...] = field((), "further options of sbatch, such as '--exclude=n7'")
-    srun_options: tuple[str, ...] = field((), "further options of srun, such as '--cpu-bind=cores'")
-    prologue: tuple[str, ...] = field(
-        (), "shell lines before the ranks start, such as 'module load cuda/12.8'"
-    )
-    environment: dict[str, str] = field(dict, "variables of the ranks, set after the script's own")
-    container: tuple[str, ...] = field(
-        (),
-        "command before that of each rank, such as ['apptainer', 'exec', '--nv', '$SCRATCH/torch.sif']",
-    )
-    cache_dir: str | None = field(
-        None,
-        "folder of compiled kernels, kept from life to life (default: slurm/cache in the run's folder)",
-    )
-    on_stop: Literal["requeue", "resubmit", "leave"] = field(
-        "requeue",
-        "how a stopped job goes on: its own requeue, or a new job after it, where a site forbids requeues; leave: it ends "
-        "with code 75, for an orchestrator",
-    )
-    max_restarts: int = field(
-        1000, "lives after the first; a job that stops once more ends with 75", _FROM_0
-    )
-    retries: int = field(
-        0, "times that crashed ranks are started again within one life, in the same nodes", _FROM_0
-    )
-    orchestrator: OrchestratorConfig = field(OrchestratorConfig, "of --orchestrate")
+    nodes: int | str = 1
+    """nodes of the job: 4, or a range '3-4' of which Slurm gives what is free"""
+    tasks_per_node: int | None = field(None, between=_FROM_1)
+    """ranks on each node (default: gpus_per_node, or 1 without)"""
+    gpus_per_node: int = field(0, between=_FROM_0)
+    """GPUs of each node"""
+    gpus_option: str = "--gpus-per-node={gpus}"
+    """how this site asks for GPUs, such as '--gres=gpu:h100:{gpus}'"""
+    cpus_per_task: int | None = field(None, between=_FROM_1)
+    """cores of each rank, also its OMP_NUM_THREADS"""
+    memory: str | None = None
+    """host memory of each node, as sbatch --mem takes it: '200G', or '0' for all"""
+    time_limit: int | str | None = None
+    """limit of one life: minutes or 'D-HH:MM:SS' (default: that of the partition)"""
+    partition: str | None = None
+    """partition of the job (default: that of the site)"""
+    account: str | None = None
+    """account that pays (default: the user's)"""
+    qos: str | None = None
+    """quality of service (default: the user's)"""
+    job_name: str | None = None
+    """name in the queue (default: that of the run's folder)"""
+    mail_user: str | None = None
+    """address that Slurm writes to"""
+    mail_type: str | None = None
+    """events that Slurm writes about, such as 'END,FAIL'"""
+    array: str | None = None
+    """elements of a job array, '0-7' or '1-20%4'; '%1' runs one after another"""
+    array_run_dirs: bool = False
+    """each element of the array trains in a folder of its own, <run>/task-<number>"""
+    array_arguments: tuple[str, ...] = ()
+    """arguments added to the command, in which %a is the element: '--run.seed=%a'"""
+    sbatch_options: tuple[str, ...] = ()
+    """further options of sbatch, such as '--exclude=n7'"""
+    srun_options: tuple[str, ...] = ()
+    """further options of srun, such as '--cpu-bind=cores'"""
+    prologue: tuple[str, ...] = ()
+    """shell lines before the ranks start, such as 'module load cuda/12.8'"""
+    environment: dict[str, str] = field(dict)
+    """variables of the ranks, set after the script's own"""
+    container: tuple[str, ...] = ()
+    """command before that of each rank, such as ['apptainer', 'exec', '--nv', '$SCRATCH/torch.sif']"""
+    cache_dir: str | None = None
+    """folder of compiled kernels, kept from life to life (default: slurm/cache in the run's folder)"""
+    on_stop: Literal["requeue", "resubmit", "leave"] = "requeue"
+    """how a stopped job goes on: its own requeue, or a new job after it, where a site forbids requeues; leave: it
+    ends with code 75, for an orchestrator"""
+    max_restarts: int = field(1000, between=_FROM_0)
+    """lives after the first; a job that stops once more ends with 75"""
+    retries: int = field(0, between=_FROM_0)
+    """times that crashed ranks are started again within one life, in the same nodes"""
+    orchestrator: OrchestratorConfig = field(OrchestratorConfig)
+    """of --orchestrate"""
 
     def _problems(self) -> Iterator[Problem]:
         for rules in (_number_problems, _text_problems, _option_problems, _array_problems):
@@ -148,8 +143,9 @@ class JobFacts(Checked):
     script: str
     working_dir: str
     save_limit_seconds: float = field(
-        300.0, "the longest save", (0, _MAX_LEAD_SECONDS - _EARLY_SECONDS), positive=True
+        300.0, between=(0, _MAX_LEAD_SECONDS - _EARLY_SECONDS), positive=True
     )
+    """the longest save"""
     checkpoints: str | None = "checkpoints/step-*/manifest.json"
     supervisor: tuple[str, ...] = ()
     broken_nodes: tuple[str, ...] = ()

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from forge_vlm._config import foreign_table, size_problems
-from forge_vlm._shared.fields import field
 from forge_vlm._shared.problems import Problem, raise_problems
 
 __all__ = [
@@ -28,16 +27,20 @@ _SIZES = {"num_heads": 2**10, "num_layers": 2**10, "num_latents": 2**16, "hidden
 class MLPConfig:
     """Two linear layers around an activation (LLaVA-1.5)."""
 
-    hidden_dim: int | None = field(None, "width between the two layers; empty: that of the stream")
-    bias: bool = field(True, "both layers have a bias")
+    hidden_dim: int | None = None
+    """width between the two layers; empty: that of the stream"""
+    bias: bool = True
+    """both layers have a bias"""
 
 
 @dataclass(frozen=True)
 class PixelShuffleConfig:
     """`factor` * `factor` neighbors side by side become one token, then a linear layer (Idefics3)."""
 
-    factor: int = field(2, "rows and columns of tokens that become one")
-    bias: bool = field(False, "the layer has a bias")
+    factor: int = 2
+    """rows and columns of tokens that become one"""
+    bias: bool = False
+    """the layer has a bias"""
 
     def __post_init__(self) -> None:
         raise_problems("pixel_shuffle", size_problems(self, {"factor": 64}))
@@ -47,7 +50,8 @@ class PixelShuffleConfig:
 class PixelShuffleMLPConfig:
     """`factor` * `factor` neighbors side by side become one token, then a norm and two linear layers (InternVL)."""
 
-    factor: int = field(2, "rows and columns of tokens that become one")
+    factor: int = 2
+    """rows and columns of tokens that become one"""
 
     def __post_init__(self) -> None:
         raise_problems("pixel_shuffle_mlp", size_problems(self, {"factor": 64}))
@@ -57,8 +61,10 @@ class PixelShuffleMLPConfig:
 class AveragePoolConfig:
     """`factor` * `factor` neighbors become their mean, then a linear layer."""
 
-    factor: int = field(2, "rows and columns of tokens that become one")
-    bias: bool = field(True, "the layer has a bias")
+    factor: int = 2
+    """rows and columns of tokens that become one"""
+    bias: bool = True
+    """the layer has a bias"""
 
     def __post_init__(self) -> None:
         raise_problems("average_pool", size_problems(self, {"factor": 64}))
@@ -68,8 +74,10 @@ class AveragePoolConfig:
 class AttentionalPoolConfig:
     """The mean of `factor` * `factor` neighbors asks them by attention (Molmo, arXiv 2409.17146)."""
 
-    factor: int = field(2, "rows and columns of tokens that become one")
-    num_heads: int = field(8, "heads of the attention, which share the width of the features")
+    factor: int = 2
+    """rows and columns of tokens that become one"""
+    num_heads: int = 8
+    """heads of the attention, which share the width of the features"""
 
     def __post_init__(self) -> None:
         sizes = {"factor": 64, "num_heads": _SIZES["num_heads"]}
@@ -80,12 +88,14 @@ class AttentionalPoolConfig:
 class ResamplerConfig:
     """Learnt latents ask the tokens of an image by attention (Perceiver; Flamingo, arXiv 2204.14198)."""
 
-    num_latents: int = field(64, "tokens that an image of any size becomes")
-    num_layers: int = field(2, "blocks of attention and feed-forward")
-    num_heads: int = field(8, "heads of each attention, which share the width of the stream")
-    hidden_dim: int | None = field(
-        None, "width inside the feed-forward; empty: 4 times that of the stream"
-    )
+    num_latents: int = 64
+    """tokens that an image of any size becomes"""
+    num_layers: int = 2
+    """blocks of attention and feed-forward"""
+    num_heads: int = 8
+    """heads of each attention, which share the width of the stream"""
+    hidden_dim: int | None = None
+    """width inside the feed-forward; empty: 4 times that of the stream"""
 
     def __post_init__(self) -> None:
         raise_problems("resampler", size_problems(self, _SIZES))
@@ -109,26 +119,23 @@ class AdapterConfig:
     AdapterConfig("attentional_pool", attentional_pool=AttentionalPoolConfig(factor=2, num_heads=4))
     """
 
-    name: str = field(
-        "mlp",
-        "none (the encoder has the stream's width), linear, mlp, pixel_shuffle, pixel_shuffle_mlp, average_pool, "
-        "attentional_pool, resampler, or the import path of an adapter",
-    )
-    mlp: MLPConfig = field(MLPConfig(), "the adapter mlp")
-    pixel_shuffle: PixelShuffleConfig = field(PixelShuffleConfig(), "the adapter pixel_shuffle")
-    pixel_shuffle_mlp: PixelShuffleMLPConfig = field(
-        PixelShuffleMLPConfig(), "the adapter pixel_shuffle_mlp"
-    )
-    average_pool: AveragePoolConfig = field(AveragePoolConfig(), "the adapter average_pool")
-    attentional_pool: AttentionalPoolConfig = field(
-        AttentionalPoolConfig(), "the adapter attentional_pool"
-    )
-    resampler: ResamplerConfig = field(ResamplerConfig(), "the adapter resampler")
-    options: dict[str, Any] = dataclasses.field(
-        default_factory=dict,
-        hash=False,
-        metadata={"help": "keyword arguments of an adapter by import path"},
-    )
+    name: str = "mlp"
+    """none (the encoder has the stream's width), linear, mlp, pixel_shuffle, pixel_shuffle_mlp, average_pool,
+    attentional_pool, resampler, or the import path of an adapter"""
+    mlp: MLPConfig = MLPConfig()
+    """the adapter mlp"""
+    pixel_shuffle: PixelShuffleConfig = PixelShuffleConfig()
+    """the adapter pixel_shuffle"""
+    pixel_shuffle_mlp: PixelShuffleMLPConfig = PixelShuffleMLPConfig()
+    """the adapter pixel_shuffle_mlp"""
+    average_pool: AveragePoolConfig = AveragePoolConfig()
+    """the adapter average_pool"""
+    attentional_pool: AttentionalPoolConfig = AttentionalPoolConfig()
+    """the adapter attentional_pool"""
+    resampler: ResamplerConfig = ResamplerConfig()
+    """the adapter resampler"""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    """keyword arguments of an adapter by import path"""
 
     def __post_init__(self) -> None:
         raise_problems("adapter", _problems(self))

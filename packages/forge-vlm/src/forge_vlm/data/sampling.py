@@ -13,7 +13,6 @@ from typing import Literal
 import numpy as np
 
 from forge_vlm._config import is_finite, is_size
-from forge_vlm._shared.fields import field
 from forge_vlm._shared.problems import Problem, invalid, raise_problems
 
 __all__ = ["Score", "VideoConfig", "at_rate", "best", "score_of", "spread"]
@@ -32,15 +31,16 @@ class VideoConfig:
     those with the highest score, in the order of time.
     """
 
-    sampling: Literal["uniform", "first_last", "top_k"] = field(
-        "uniform", "which candidates are taken: uniform, first_last, top_k"
-    )
-    fps: float = field(2.0, "candidates of a second")
-    max_frames: int = field(16, "frames of a clip, at most")
-    score: str = field(
-        "difference", "of top_k: difference (to the candidate before), or module:attr"
-    )
-    timestamps: bool = field(True, "a text as <3.0 seconds> stands before each frame")
+    sampling: Literal["uniform", "first_last", "top_k"] = "uniform"
+    """which candidates are taken: uniform, first_last, top_k"""
+    fps: float = 2.0
+    """candidates of a second"""
+    max_frames: int = 16
+    """frames of a clip, at most"""
+    score: str = "difference"
+    """of top_k: difference (to the candidate before), or module:attr"""
+    timestamps: bool = True
+    """a text as <3.0 seconds> stands before each frame"""
 
     def __post_init__(self) -> None:
         raise_problems("video", _problems(self))

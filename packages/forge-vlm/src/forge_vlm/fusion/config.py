@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 from forge_core.model import BLOCK_NAMES, GATED, UNGATED
 from forge_vlm._config import is_finite, is_size, size_problems
-from forge_vlm._shared.fields import field
 from forge_vlm._shared.problems import Problem, invalid, raise_problems
 
 __all__ = [
@@ -50,36 +49,28 @@ class MoMaConfig:
     predictor of its choice beside it, which then chooses for each token by itself.
     """
 
-    router: Literal["token_choice", "expert_choice", "auxiliary_router"] = field(
-        "token_choice", "who chooses in a group: token_choice, expert_choice, auxiliary_router"
-    )
-    num_experts: int = field(4, "experts of each group that `experts` does not name")
-    experts: dict[str, int] = dataclasses.field(
-        default_factory=dict,
-        hash=False,
-        metadata={"help": "experts of a modality's group, by its name; text is that of text"},
-    )
-    hidden_dim: int | None = field(
-        None, "width inside an expert; empty: that of the feed-forward that they replace"
-    )
-    top_k: int = field(2, "experts of a token, by token choice")
-    normalize: bool = field(
-        True, "gates of a token are divided by their sum, so that copies of one expert are it"
-    )
-    capacity_factor: float = field(
-        1.0,
-        "experts of a token on average, where experts choose: each takes this share of n / experts",
-    )
-    scope: Literal["sequence", "micro_batch"] = field(
-        "sequence", "among which tokens an expert chooses: each document's, or the micro-batch's"
-    )
-    gumbel_noise: float = field(
-        0.0, "factor of the noise on the gates' logits while experts choose (upcycling: 1)"
-    )
-    balance_loss: float = field(
-        0.01, "coefficient of the load balancing loss of each group, by token choice"
-    )
-    auxiliary_dim: int = field(64, "width inside the auxiliary routers")
+    router: Literal["token_choice", "expert_choice", "auxiliary_router"] = "token_choice"
+    """who chooses in a group: token_choice, expert_choice, auxiliary_router"""
+    num_experts: int = 4
+    """experts of each group that `experts` does not name"""
+    experts: dict[str, int] = dataclasses.field(default_factory=dict, hash=False)
+    """experts of a modality's group, by its name; text is that of text"""
+    hidden_dim: int | None = None
+    """width inside an expert; empty: that of the feed-forward that they replace"""
+    top_k: int = 2
+    """experts of a token, by token choice"""
+    normalize: bool = True
+    """gates of a token are divided by their sum, so that copies of one expert are it"""
+    capacity_factor: float = 1.0
+    """experts of a token on average, where experts choose: each takes this share of n / experts"""
+    scope: Literal["sequence", "micro_batch"] = "sequence"
+    """among which tokens an expert chooses: each document's, or the micro-batch's"""
+    gumbel_noise: float = 0.0
+    """factor of the noise on the gates' logits while experts choose (upcycling: 1)"""
+    balance_loss: float = 0.01
+    """coefficient of the load balancing loss of each group, by token choice"""
+    auxiliary_dim: int = 64
+    """width inside the auxiliary routers"""
     share: dict[str, str] = dataclasses.field(default_factory=dict, hash=False, metadata=_SHARE)
 
     def __post_init__(self) -> None:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from forge_vlm._config import is_size
-from forge_vlm._shared.fields import field
 from forge_vlm._shared.problems import Problem, raise_problems
 
 __all__ = ["CrossAttentionConfig"]
@@ -27,17 +26,14 @@ class CrossAttentionConfig:
     of all 40 of Llama 3.2 Vision 11B stand before its text layers 3, 7, 11, ... of 32.
     """
 
-    every_n_layers: int = field(
-        2, "a block stands before the last of every n text layers; layers overrides it"
-    )
-    layers: tuple[int, ...] = field(
-        (), "text layers with a block before them, from 0; empty: by every_n_layers"
-    )
-    sees: Literal["last", "group", "all"] = field(
-        "group",
-        "images that a token sees: last (the one before it), group (with those side by side with that one), all",
-    )
-    qk_norm: bool = field(False, "RMSNorm on queries and keys of each head (Llama 3.2 Vision)")
+    every_n_layers: int = 2
+    """a block stands before the last of every n text layers; layers overrides it"""
+    layers: tuple[int, ...] = ()
+    """text layers with a block before them, from 0; empty: by every_n_layers"""
+    sees: Literal["last", "group", "all"] = "group"
+    """images that a token sees: last (the one before it), group (with those side by side with that one), all"""
+    qk_norm: bool = False
+    """RMSNorm on queries and keys of each head (Llama 3.2 Vision)"""
 
     def __post_init__(self) -> None:
         raise_problems("cross_attention", _problems(self))

@@ -56,10 +56,10 @@ def _budget_problems(c: BudgetConfig) -> Iterator[Problem]:
 class FixedConfig:
     """A square: padded to one with the mean color (LLaVA-1.5), stretched (SigLIP), or cropped at its centre (CLIP)."""
 
-    size: int = field(336, "height and width of an image, in pixels")
-    fit: Literal["pad", "stretch", "crop"] = field(
-        "pad", "pad the shorter side with the mean color, stretch it, or crop the longer side"
-    )
+    size: int = 336
+    """height and width of an image, in pixels"""
+    fit: Literal["pad", "stretch", "crop"] = "pad"
+    """pad the shorter side with the mean color, stretch it, or crop the longer side"""
     filter: Literal["bilinear", "bicubic", "lanczos"] = field("bicubic", _FILTER_HELP)
 
     def __post_init__(self) -> None:
@@ -70,11 +70,12 @@ class FixedConfig:
 class TilesConfig:
     """Squares row by row, then the whole image as one of them (Idefics3, SmolVLM); text says row and column of each."""
 
-    tile_size: int = field(512, "height and width of a tile, in pixels")
-    longest_edge: int = field(
-        2048, "the longer side of an image before it is cut, in pixels: smaller ones grow to it"
-    )
-    split: bool = field(True, "cut the image; otherwise it is one square")
+    tile_size: int = 512
+    """height and width of a tile, in pixels"""
+    longest_edge: int = 2048
+    """the longer side of an image before it is cut, in pixels: smaller ones grow to it"""
+    split: bool = True
+    """cut the image; otherwise it is one square"""
     filter: Literal["bilinear", "bicubic", "lanczos"] = field("lanczos", _FILTER_HELP)
 
     def __post_init__(self) -> None:
@@ -86,9 +87,12 @@ class TilesConfig:
 class AspectTilesConfig:
     """The grid of squares whose aspect is nearest to the image's, and the whole image behind them (InternVL)."""
 
-    tile_size: int = field(448, "height and width of a tile, in pixels")
-    min_tiles: int = field(1, "the least number of tiles, the whole image not counted")
-    max_tiles: int = field(12, "the largest number of tiles, the whole image not counted")
+    tile_size: int = 448
+    """height and width of a tile, in pixels"""
+    min_tiles: int = 1
+    """the least number of tiles, the whole image not counted"""
+    max_tiles: int = 12
+    """the largest number of tiles, the whole image not counted"""
     filter: Literal["bilinear", "bicubic", "lanczos"] = field("bicubic", _FILTER_HELP)
 
     def __post_init__(self) -> None:
@@ -99,11 +103,12 @@ class AspectTilesConfig:
 class BudgetConfig:
     """The image's own aspect, in whole windows of patches, with a number of pixels between two bounds (Qwen2-VL)."""
 
-    multiple: int = field(
-        32, "sides are multiples of it: the side of a patch times the patches merged"
-    )
-    min_pixels: int = field(65536, "smaller images grow to it")
-    max_pixels: int = field(1048576, "larger images shrink to it")
+    multiple: int = 32
+    """sides are multiples of it: the side of a patch times the patches merged"""
+    min_pixels: int = 65536
+    """smaller images grow to it"""
+    max_pixels: int = 1048576
+    """larger images shrink to it"""
     filter: Literal["bilinear", "bicubic", "lanczos"] = field("bicubic", _FILTER_HELP)
 
     def __post_init__(self) -> None:
@@ -120,14 +125,16 @@ class ResolutionConfig:
     ResolutionConfig("tiles", tiles=TilesConfig(tile_size=384, longest_edge=1536))
     """
 
-    name: Literal["fixed", "tiles", "aspect_tiles", "budget"] = field(
-        "fixed",
-        "fixed (one square), tiles (Idefics3, SmolVLM), aspect_tiles (InternVL), or budget (own aspect, Qwen2-VL)",
-    )
-    fixed: FixedConfig = field(FixedConfig(), "the resolution fixed")
-    tiles: TilesConfig = field(TilesConfig(), "the resolution tiles")
-    aspect_tiles: AspectTilesConfig = field(AspectTilesConfig(), "the resolution aspect_tiles")
-    budget: BudgetConfig = field(BudgetConfig(), "the resolution budget")
+    name: Literal["fixed", "tiles", "aspect_tiles", "budget"] = "fixed"
+    """fixed (one square), tiles (Idefics3, SmolVLM), aspect_tiles (InternVL), or budget (own aspect, Qwen2-VL)"""
+    fixed: FixedConfig = FixedConfig()
+    """the resolution fixed"""
+    tiles: TilesConfig = TilesConfig()
+    """the resolution tiles"""
+    aspect_tiles: AspectTilesConfig = AspectTilesConfig()
+    """the resolution aspect_tiles"""
+    budget: BudgetConfig = BudgetConfig()
+    """the resolution budget"""
 
     def __post_init__(self) -> None:
         raise_problems("resolution", _problems(self))

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from forge_vlm._config import foreign_table, is_finite, size_problems
-from forge_vlm._shared.fields import field
 from forge_vlm._shared.problems import Problem, raise_problems
 
 __all__ = ["PATCH_MODELS", "ViTConfig", "VisionConfig"]
@@ -43,17 +42,21 @@ _TRAINED_ON = {
 class ViTConfig:
     """A plain vision transformer: `ViTConfig(image_size=32, patch_size=8, dim=64)`."""
 
-    image_size: int = field(
-        32,
-        "height and width of an image, in pixels; of packed_vit, which takes any, the one whose patches have positions "
-        "of their own",
-    )
-    patch_size: int = field(8, "height and width of a patch, in pixels")
-    dim: int = field(64, "width of its stream")
-    num_layers: int = field(2, "number of blocks")
-    num_heads: int = field(4, "heads of each attention")
-    hidden_dim: int | None = field(None, "width inside the feed-forward; empty: 4 dim")
-    merge: int = field(1, "rows and columns of patches that become one token of packed_vit")
+    image_size: int = 32
+    """height and width of an image, in pixels; of packed_vit, which takes any, the one whose patches have positions
+    of their own"""
+    patch_size: int = 8
+    """height and width of a patch, in pixels"""
+    dim: int = 64
+    """width of its stream"""
+    num_layers: int = 2
+    """number of blocks"""
+    num_heads: int = 4
+    """heads of each attention"""
+    hidden_dim: int | None = None
+    """width inside the feed-forward; empty: 4 dim"""
+    merge: int = 1
+    """rows and columns of patches that become one token of packed_vit"""
 
     def __post_init__(self) -> None:
         raise_problems("vit", _vit_problems(self))
@@ -86,36 +89,24 @@ class VisionConfig:
     or without it what the encoder gives at its end. "patch" leaves a class token and registers out.
     """
 
-    name: str = field(
-        "vit",
-        "vit, packed_vit (images of any sizes), transformers, the import path of an encoder, or none where images are "
-        "discrete tokens",
-    )
-    vit: ViTConfig = field(ViTConfig(), "sizes of the encoders vit and packed_vit")
-    transformers: dict[str, Any] = dataclasses.field(
-        default_factory=dict,
-        hash=False,
-        metadata={"help": "vision_config of transformers: model_type and its keys"},
-    )
-    options: dict[str, Any] = dataclasses.field(
-        default_factory=dict,
-        hash=False,
-        metadata={"help": "keyword arguments of an encoder by import path"},
-    )
-    select_layer: tuple[int, ...] = field(
-        (), "hidden states that are the features, side by side; empty: the encoder's last"
-    )
-    select_feature: Literal["patch", "cls_patch"] = field(
-        "cls_patch",
-        "patch leaves out a class token and registers in front; cls_patch takes all tokens",
-    )
-    mean: tuple[float, ...] = field(
-        (),
-        "subtracted from each channel of 8-bit images, divided by 255 before; empty: what model_type was trained with",
-    )
-    std: tuple[float, ...] = field(
-        (), "each channel of 8-bit images is divided by; empty: what model_type was trained with"
-    )
+    name: str = "vit"
+    """vit, packed_vit (images of any sizes), transformers, the import path of an encoder, or none where images are
+    discrete tokens"""
+    vit: ViTConfig = ViTConfig()
+    """sizes of the encoders vit and packed_vit"""
+    transformers: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    """vision_config of transformers: model_type and its keys"""
+    options: dict[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+    """keyword arguments of an encoder by import path"""
+    select_layer: tuple[int, ...] = ()
+    """hidden states that are the features, side by side; empty: the encoder's last"""
+    select_feature: Literal["patch", "cls_patch"] = "cls_patch"
+    """patch leaves out a class token and registers in front; cls_patch takes all tokens"""
+    mean: tuple[float, ...] = ()
+    """subtracted from each channel of 8-bit images, divided by 255 before; empty: what model_type was trained
+    with"""
+    std: tuple[float, ...] = ()
+    """each channel of 8-bit images is divided by; empty: what model_type was trained with"""
 
     def __post_init__(self) -> None:
         raise_problems("vision", _vision_problems(self))
