@@ -16,7 +16,8 @@ from forge_core.optim.build import OPTIMIZERS
 from forge_train import load_job
 from forge_train.build.layout import layout_problems
 from forge_train.build.resolve import ResolvedJob
-from forge_train.config.structure import BUILT_IN_MODELS, dotted_fields, section_types
+from forge_train.config.model import BUILT_IN_MODELS
+from forge_train.config.structure import dotted_fields, section_types
 from forge_vlm.adapters.config import NAMES as ADAPTERS
 from forge_vlm.config import FUSIONS
 from forge_vlm.vision.config import NAMES as ENCODERS

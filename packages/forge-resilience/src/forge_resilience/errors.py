@@ -49,6 +49,7 @@ class JobError(WithProblems):
     `shared`: every rank of the job raises it, so one of them prints it. `printed`: the text that a parser made of it.
     """
 
+    problems: tuple[Any, ...]  # of whichever package
     exit_code = ExitCode.ERROR
     shared = False
     printed = ""
@@ -119,7 +120,7 @@ def refuse(problems: Iterable[Any]) -> None:
         raise ConfigError(found)
 
 
-def problems_at(error: BaseException, origin: object) -> list[Problem]:
+def problems_at(error: BaseException, origin: object) -> list[Any]:
     """The problems of an error, with what gave their values: `origin`, and the file that the error is about."""
     places = ", ".join(str(place) for place in (origin, getattr(error, "where", "")) if place)
     return [dataclasses.replace(p, origin=p.origin or places) for p in problems_of(error)]

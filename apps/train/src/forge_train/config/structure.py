@@ -197,7 +197,7 @@ def _leaf(value: Any, kinds: Sequence[Any]) -> Any:
     accepted = (int, float) if kind is float else kind
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, accepted):
         raise _of_another_type(value, " or ".join(_ARTICLES[k] for k in kinds))
-    return _clean_text(value) if kind is str else _finite(value, kind)
+    return _clean_text(str(value)) if kind is str else _finite(value, kind)
 
 
 def _of_another_type(value: Any, expected: str) -> Any:
@@ -222,7 +222,7 @@ def _clean_text(text: str) -> str:
         good = False
     if not good:
         raise invalid("", "not_utf8", text, "must be UTF-8 text without NUL", "write it again")
-    return str(text)
+    return text
 
 
 def _choice(value: Any, kind: Any) -> Any:

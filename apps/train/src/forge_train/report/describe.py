@@ -15,12 +15,8 @@ from rich.table import Table
 from forge_train._shared.problems import invalid
 from forge_train._shared.toml_files import flatten
 from forge_train.build.resolve import ResolvedJob
-from forge_train.config.structure import (
-    BUILT_IN_MODELS,
-    dotted_fields,
-    section_types,
-    type_name,
-)
+from forge_train.config.model import BUILT_IN_MODELS
+from forge_train.config.structure import dotted_fields, section_types, type_name
 from forge_train.errors import ConfigError
 
 

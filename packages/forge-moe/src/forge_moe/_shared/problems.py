@@ -90,9 +90,7 @@ def invalid(
     return kind([Problem(key, code, value, rule, fix)], str(where))
 
 
-def raise_problems(
-    where: str, problems: Iterable[Problem], kind: type[WithProblems] = ProblemError
-) -> None:
+def raise_problems(where: str, problems: Iterable[Problem], kind: type[Any] = ProblemError) -> None:
     """Raise one error for all problems, each line after `where:`; do nothing without any."""
     found = list(problems)
     if found:

@@ -34,7 +34,7 @@ class ProfileConfig(Checked):
             rule = "must hold numbers of ranks"
             yield Problem("ranks", "range", list(self.ranks), rule, "use [0]")
 
-    def run_problems(self, world_size: int, total_steps: int) -> Iterator[Problem]:
+    def run_problems(self, world_size: int, total_steps: int) -> Iterator[Any]:
         """Why a run of so many ranks and steps never comes to this window."""
         last = self.start_step + self.num_steps - 1
         if last > total_steps:
