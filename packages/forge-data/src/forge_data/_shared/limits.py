@@ -10,6 +10,7 @@ import dataclasses
 import errno
 import os
 import resource
+from typing import Any
 
 from .problems import Problem, problems_of
 
@@ -41,7 +42,7 @@ def limit_problem(error: BaseException | None) -> Problem | None:
     return None
 
 
-def problems_under(error: BaseException, table: str) -> list[Problem]:
+def problems_under(error: BaseException, table: str) -> list[Any]:
     """The problems of an error with their keys below a table; a file that its text names is their origin.
 
     Raises the error itself if a limit of memory or descriptors caused it.
