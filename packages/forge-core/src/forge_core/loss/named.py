@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from forge_core._shared.problems import ProblemError, invalid
-from forge_core.loss.fused import fused_cross_entropy
-from forge_core.loss.token import cross_entropy
+from forge_core.loss.token import cross_entropy, fused_cross_entropy
 from forge_core.registry import Registry
 
 #: The built-in loss that the head computes: of the stream (B, S, D) and the head's weight (V, D) in place of logits.
