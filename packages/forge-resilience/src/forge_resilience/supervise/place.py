@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import socket
-import subprocess
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from forge_resilience._shared.problems import invalid
+from forge_resilience._shared.slurm_steps import first_address, step_port
 from forge_resilience.local_workers import RUN_NAME, STORE_FD, local_ranks
 
 __all__ = ["Place", "find_place"]
-
-_PORTS = (20000, 10007)  # the first, and how many: below Linux's ephemeral ports, a prime
 
 
 @dataclass(frozen=True)
@@ -44,13 +41,12 @@ class Place:
             yield self._of_node(environ, self.nproc), None
 
     def _of_node(self, environ: Mapping[str, str], nproc: int) -> list[dict[str, str]]:
-        address = environ.get("MASTER_ADDR") or _address(environ["SLURM_STEP_NODELIST"])
+        address = environ.get("MASTER_ADDR") or first_address(environ["SLURM_STEP_NODELIST"])
         run = [
             environ.get(name, "0")
             for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
         ]
-        job, step, restarts = (int(number) for number in run)
-        port = _PORTS[0] + (7 * job + step + 3 * restarts) % _PORTS[1]
+        port = step_port(*map(int, run))
         shared = dict(environ) | {
             "WORLD_SIZE": str(self.nodes * nproc),
             "LOCAL_WORLD_SIZE": str(nproc),
@@ -88,18 +84,3 @@ def find_place(nproc: int | None, environ: Mapping[str, str] = os.environ) -> Pl
         fix = "use srun --ntasks-per-node=1, or leave nproc out"
         raise invalid("nproc", "step_tasks", nproc, rule, fix)
     return Place(nproc, int(environ["SLURM_PROCID"]), nodes, whole=False)
-
-
-def _address(nodes: str) -> str:
-    """Of the first node, `rack1-n003` of `rack1-n[003-007,9],login`: its name, or what Slurm knows of it."""
-    first = re.match(r"(?:[^,\[\]]|\[[^\[\]]*\])+", nodes.strip())
-    host = re.sub(r"\[(\w+)[^\]]*\]", r"\1", first[0] if first else nodes)
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        try:
-            socket.getaddrinfo(host, None)
-        except OSError:  # node names need not be host names
-            command = ["scontrol", "show", "node", host, "--oneliner"]
-            shown = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-            found = re.search(r"\bNodeAddr=(\S+)", shown.stdout)
-            return found[1] if found else host
-    return host
