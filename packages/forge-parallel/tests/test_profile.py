@@ -21,7 +21,7 @@ from forge_parallel.profile import (
     read_trace,
     span,
 )
-from forge_parallel.profile.intervals import intersect, length, subtract, union
+from forge_parallel.profile.breakdown import intersect, subtract, union
 from forge_parallel.profile.kinds import kind_of_kernel, kind_of_operators
 from forge_parallel.profile.memory import peak_of_trace
 from forge_testing import device, run_on_ranks
@@ -42,7 +42,7 @@ def test_sets_of_instants_are_those_of_a_grid() -> None:
             (subtract(a, b), on_grid[0] - on_grid[1]),
         ):
             assert {t for s, e in found for t in range(int(s), int(e))} == wanted
-            assert length(found) == len(wanted)
+            assert sum(end - start for start, end in found) == len(wanted)
 
 
 # ---- traces by hand, in milliseconds

@@ -34,7 +34,7 @@ from forge_parallel.pipeline import (
     sync_tied_gradients,
     tied_copies,
 )
-from forge_parallel.profile.span import span
+from forge_parallel.profile import span
 from forge_parallel.protocols import BatchLike
 
 __all__ = ["AFTER_EMBEDDING", "Compute", "evaluate", "extra_problems"]

@@ -1,4 +1,4 @@
-"""From a Chrome trace of torch.profiler to seconds by kind of work and by span."""
+"""Spans of a step, and the breakdown of a Chrome trace of torch.profiler: seconds by kind of work and by span."""
 
 from __future__ import annotations
 
@@ -10,117 +10,127 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forge_parallel.profile.intervals import (
-    Interval,
-    Intervals,
-    intersect,
-    length,
-    subtract,
-    union,
-)
+from torch.autograd.profiler import record_function
+
 from forge_parallel.profile.kinds import KINDS, kind_of_kernel, kind_of_operators
-from forge_parallel.profile.span import PREFIX
 
 Event = dict[str, Any]
+Interval = tuple[float, float]
+Intervals = list[Interval]
+"""A set of instants as a sorted list of disjoint (start, end), in microseconds."""
+
+#: Prefix of the names of spans in a trace; without it a table would mix them with torch's own annotations.
+PREFIX = "forge."
+
 _STEP = re.compile(r"^ProfilerStep#\d+$")
 _HOST = {"cpu_op", "user_annotation"}
 _LAUNCHES = {"cuda_runtime", "cuda_driver"}
-_PYTHON = "python"  # the innermost name of a stretch that is in no operator
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+_PYTHON = "python"  # innermost name of a segment outside of all operators
 
 
-class _Host(NamedTuple):
-    """Of the host's threads: stretches with the operators open in them, and the operators around each launch."""
+def span(name: str) -> record_function:
+    """Mark the code inside a `with` block as the part `name` of a step.
 
-    pieces: list[tuple[float, float, tuple[str, ...]]]
-    launches: dict[int, tuple[float, tuple[str, ...]]]
-    """By correlation: the microsecond of the launch, and names from the outermost operator to the innermost."""
+        with span("data"):
+            batch = next(loader)
+
+    A trace shows it as `forge.data`, and `breakdown` gives it a row. Spans may be nested. Cost: two calls into the
+    dispatcher, about 4 microseconds on a CPU core, with and without a profiler.
+    """
+    return record_function(PREFIX + name)
 
 
 def read_trace(path: str | Path) -> list[Event]:
-    """The events of a Chrome trace, `.json` or `.json.gz`."""
+    """Return the events of a Chrome trace, `.json` or `.json.gz`."""
     data = Path(path).read_bytes()
     return json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)["traceEvents"]
 
 
 def step_windows(events: Iterable[Event]) -> Intervals:
-    """The steps of a trace in microseconds, as `profile.step()` marked them."""
-    return sorted(_interval(e) for e in events if _is_span(e) and _STEP.match(e["name"]))
+    """Return the steps of a trace, as `torch.profiler.profile.step()` marked them."""
+    return sorted(_interval(e) for e in events if _is_annotation(e) and _STEP.match(e["name"]))
+
+
+class _Host(NamedTuple):
+    """Segments of the host's threads with the operators open in them, and the operators around each kernel launch."""
+
+    segments: list[tuple[float, float, tuple[str, ...]]]
+    launches: dict[int, tuple[float, tuple[str, ...]]]
+    """By correlation: the microsecond of the launch, and names from the outermost operator to the innermost."""
 
 
 def breakdown(events: Sequence[Event]) -> dict[str, Any]:
-    """Where the seconds of the steps of a trace went.
+    """Return where the seconds of the steps of a trace went.
 
         found = breakdown(read_trace("rank-0.trace.json.gz"))
-        found["kinds"]["gemm"] / found["seconds"]           # the share of matrix products
+        found["kinds"]["gemm"] / found["seconds"]           # fraction of the time in matmuls
 
-    device                 "cuda" where the trace has kernels: it is about the GPU. Else "cpu", about the host's operators
+    device                 "cuda" if the trace has kernels: all times are the GPU's. Else "cpu": those of host operators
     steps, seconds         marked by `torch.profiler.profile.step()`; without marks 1 and the extent of the trace
     kinds                  seconds of `KINDS` and of "idle"; their sum is `seconds`. An instant at which several run
                            counts once, for the first in the order of `KINDS`: "communication" is therefore exposed
-    communication_hidden   seconds of communication under which something else ran
-    spans                  by name (see `span`): `count`; `host_seconds`; `device_seconds`, when a kernel that it launched
-                           ran (of a CPU: its operators and communication); `idle_seconds` of `kinds` meanwhile
+    communication_hidden   seconds of communication under which another kind ran
+    spans                  by name (see `span`): `count`; `host_seconds`; `device_seconds`, in which a kernel launched by
+                           the span ran (on a CPU: its operators and communication); `idle_seconds` of `kinds` in it
 
     "idle" on a GPU is time without a kernel, copy or communication; on a CPU time of Python and of the autograd engine
     between operators. Operators of threads that ran at the same instant count once.
     """
     windows = step_windows(events)
-    host = _walk(events)
+    host = _read_host(events)
     device = [e for e in events if e.get("ph") == "X" and e.get("cat") in _DEVICE]
-    whole = union(windows) or _extent(events)
-    found = _of_device(device, host) if device else _of_host(host)
-    by_kind = {kind: intersect(union(found.get(kind, [])), whole) for kind in KINDS}
+    extent = union(windows) or _extent(events)
+
+    found = defaultdict[str | None, list[Interval]](list)
+    for event in device:
+        _, names = host.launches.get(_correlation(event), (0.0, ()))
+        found[kind_of_kernel(event["name"], names)].append(_interval(event))
+    if not device:
+        for start, end, names in host.segments:
+            found[kind_of_operators(names)].append((start, end))
+
+    # a kind claims the instants that no earlier kind has claimed
+    by_kind = {kind: intersect(union(found[kind]), extent) for kind in KINDS}
     kinds, claimed = dict[str, float](), Intervals()
     for kind, intervals in by_kind.items():
         kinds[kind] = _seconds(subtract(intervals, claimed))
         claimed = union([*claimed, *intervals])
-    idle = subtract(whole, claimed)
+    idle = subtract(extent, claimed)
+    known = [e for e in device if _correlation(e) in host.launches]
+    launched = sorted((host.launches[_correlation(e)][0], _interval(e)) for e in known)
+
     hidden = _seconds(by_kind["communication"]) - kinds["communication"]
     return {
         "device": "cuda" if device else "cpu",
         "steps": len(windows) or 1,
-        "seconds": _seconds(whole),
+        "seconds": _seconds(extent),
         "kinds": {**kinds, "idle": _seconds(idle)},
         "communication_hidden": hidden,
-        "spans": _spans(events, whole, idle, claimed, _launched(device, host)),
+        "spans": _spans(events, extent, idle, claimed, launched),
     }
-
-
-def _of_device(device: Iterable[Event], host: _Host) -> dict[str, list[Interval]]:
-    found = defaultdict[str, list[Interval]](list)
-    for event in device:
-        _, names = host.launches.get(_correlation(event), (0.0, ()))
-        found[kind_of_kernel(event["name"], names)].append(_interval(event))
-    return found
-
-
-def _of_host(host: _Host) -> dict[str, list[Interval]]:
-    found = defaultdict[str, list[Interval]](list)
-    for start, end, names in host.pieces:
-        kind = kind_of_operators(names)
-        if kind is not None:
-            found[kind].append((start, end))
-    return found
 
 
 def _spans(
     events: Sequence[Event],
-    whole: Intervals,
+    extent: Intervals,
     idle: Intervals,
     busy: Intervals,
     launched: list[tuple[float, Interval]],
 ) -> dict[str, dict[str, float]]:
+    """The `spans` of a breakdown. `busy` are all instants that are not `idle`; `launched` the kernels as (time of the
+    launch, interval), in the order of launches."""
     marked = defaultdict[str, list[Interval]](list)
     for event in events:
-        if _is_span(event) and event["name"].startswith(PREFIX):
-            cut = intersect([_interval(event)], whole)
-            if cut:
-                marked[event["name"].removeprefix(PREFIX)] += cut
+        if _is_annotation(event) and event["name"].startswith(PREFIX):
+            inside = intersect([_interval(event)], extent)
+            if inside:
+                marked[event["name"].removeprefix(PREFIX)] += inside
+
     found = {}
     for name, intervals in marked.items():
         on_host = union(intervals)
-        ran = _ran(on_host, launched, whole) if launched else intersect(on_host, busy)
+        ran = _ran(on_host, launched, extent) if launched else intersect(on_host, busy)
         found[name] = {
             "count": len(intervals),
             "host_seconds": _seconds(on_host),
@@ -130,40 +140,37 @@ def _spans(
     return found
 
 
-def _ran(on_host: Intervals, launched: list[tuple[float, Interval]], whole: Intervals) -> Intervals:
-    """When the kernels ran that were launched in `on_host`, on any thread."""
+def _ran(
+    on_host: Intervals, launched: list[tuple[float, Interval]], extent: Intervals
+) -> Intervals:
+    """Instants at which kernels ran that any thread launched in `on_host`."""
     at, found = 0, []
     for moment, interval in launched:
         while at < len(on_host) and on_host[at][1] < moment:
             at += 1
         if at < len(on_host) and on_host[at][0] <= moment:
             found.append(interval)
-    return intersect(union(found), whole)
+    return intersect(union(found), extent)
 
 
-def _launched(device: Iterable[Event], host: _Host) -> list[tuple[float, Interval]]:
-    """Of each kernel whose launch is known that moment and its interval, in the order of launches."""
-    known = (e for e in device if _correlation(e) in host.launches)
-    return sorted((host.launches[_correlation(e)][0], _interval(e)) for e in known)
-
-
-def _walk(events: Iterable[Event]) -> _Host:
+def _read_host(events: Iterable[Event]) -> _Host:
+    """Segments and launches of all threads."""
     threads = defaultdict[Any, list[Event]](list)
     for event in events:
         if event.get("ph") == "X" and event.get("cat") in _HOST | _LAUNCHES:
             threads[event["pid"], event["tid"]].append(event)
     host = _Host([], {})
     for thread in threads.values():
-        host.pieces.extend(_pieces(thread, host.launches))
+        host.segments.extend(_segments(thread, host.launches))
     return host
 
 
-def _pieces(
+def _segments(
     thread: list[Event], launches: dict[int, tuple[float, tuple[str, ...]]]
 ) -> Iterator[tuple[float, float, tuple[str, ...]]]:
-    """Stretches of a thread in which the innermost operator stays the same, with all names that are open.
+    """Segments (start, end, open names) of a thread in which the innermost operator stays the same; fills `launches`.
 
-    Collectives of a worker thread may overlap without being nested: until the last one ends they are one stretch.
+    Collectives of a worker thread may overlap without being nested: until the last one ends they are one segment.
     """
     opened: list[tuple[float, tuple[str, ...]]] = []  # end and names, from the outermost on
     cursor = 0.0
@@ -194,7 +201,7 @@ def _extent(events: Iterable[Event]) -> Intervals:
     return [(min(t[0] for t in timed), max(t[1] for t in timed))] if timed else []
 
 
-def _is_span(event: Event) -> bool:
+def _is_annotation(event: Event) -> bool:
     return event.get("ph") == "X" and event.get("cat") == "user_annotation"
 
 
@@ -206,5 +213,42 @@ def _correlation(event: Event) -> int:
     return int(event.get("args", {}).get("correlation", -1))
 
 
-def _seconds(microseconds: Intervals) -> float:
-    return length(microseconds) / 1e6
+def _seconds(intervals: Intervals) -> float:
+    return sum(end - start for start, end in intervals) / 1e6
+
+
+def union(intervals: Iterable[Interval]) -> Intervals:
+    """Instants in any of `intervals`, which may overlap and come in any order."""
+    found: Intervals = []
+    for start, end in sorted(i for i in intervals if i[1] > i[0]):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return found
+
+
+def intersect(a: Intervals, b: Intervals) -> Intervals:
+    """Instants in both. Cost: the length of the lists."""
+    found: Intervals = []
+    i = j = 0
+    while i < len(a) and j < len(b):
+        start, end = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if start < end:
+            found.append((start, end))
+        if a[i][1] < b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return found
+
+
+def subtract(a: Intervals, b: Intervals) -> Intervals:
+    """Instants in `a` and not in `b`."""
+    if not a:
+        return []
+    # a without b is a within the gaps of b
+    ends = [a[0][0], *(end for _, end in b)]
+    starts = [*(start for start, _ in b), a[-1][1]]
+    gaps = [(end, min(start, a[-1][1])) for end, start in zip(ends, starts)]
+    return intersect(a, [gap for gap in gaps if gap[0] < gap[1]])

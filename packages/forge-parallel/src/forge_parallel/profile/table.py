@@ -1,4 +1,4 @@
-"""The tables of a profile, for a person."""
+"""Tables of a breakdown to read or print."""
 
 from __future__ import annotations
 
@@ -24,25 +24,23 @@ _MEMORY = {
 
 
 def tables(found: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
-    """What `breakdown` found for a person, milliseconds a step: kinds of work, spans, with `memory` bytes by category.
+    """Return the tables of a `breakdown`, each as (head, rows): kinds of work, spans, and `memory` by category.
 
-    Each is its head and its rows, of which the first column has names and the others numbers.
+    Times are milliseconds per step. The first column holds names, the others numbers.
 
-    for head, rows in tables(json.loads(path.read_text())):
-        print(head, rows)
+        for head, rows in tables(json.loads(path.read_text())):
+            print(head, rows)
     """
-    steps, whole = found["steps"], found["seconds"]
-    kinds = [
-        [_LABELS[k], _milliseconds(s, steps), _share(s, whole)] for k, s in found["kinds"].items()
-    ]
-    hidden = found["communication_hidden"]
+    steps, total = found["steps"], found["seconds"]
+    times = {_LABELS[kind]: seconds for kind, seconds in found["kinds"].items()}
+    times["step"] = total
+    times["communication, hidden under these"] = found["communication_hidden"]
     rows = [
-        *kinds,
-        ["step", _milliseconds(whole, steps), _share(whole, whole)],
-        ["communication, hidden under these", _milliseconds(hidden, steps), _share(hidden, whole)],
+        [label, _milliseconds(seconds, steps), f"{seconds / total:.1%}" if total else "-"]
+        for label, seconds in times.items()
     ]
-    parts: list[tuple[list[str], list[list[str]]]]
     parts = [([f"work on {found['device']}", "ms a step", "share"], rows)]
+
     if found["spans"]:
         names = ["host_seconds", "device_seconds", "idle_seconds"]
         spans = [
@@ -57,22 +55,16 @@ def tables(found: Mapping[str, Any]) -> list[tuple[list[str], list[list[str]]]]:
 
 
 def markdown(found: Mapping[str, Any]) -> str:
-    """`tables` in Markdown.
+    """Return the `tables` in Markdown.
 
     print(markdown(breakdown(read_trace(path))))
     """
-    parts = [f"{found['steps']} steps on {found['device']}"]
-    return "\n\n".join([*parts, *(_table(head, rows) for head, rows in tables(found))]) + "\n"
+    text = [f"{found['steps']} steps on {found['device']}"]
+    for head, rows in tables(found):
+        ruler = ["---"] + ["---:"] * (len(head) - 1)
+        text.append("\n".join(f"| {' | '.join(row)} |" for row in [head, ruler, *rows]))
+    return "\n\n".join(text) + "\n"
 
 
 def _milliseconds(seconds: float, steps: int) -> str:
     return f"{seconds / steps * 1e3:.3f}"
-
-
-def _share(seconds: float, whole: float) -> str:
-    return f"{seconds / whole:.1%}" if whole else "-"
-
-
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    ruler = ["---"] + ["---:"] * (len(head) - 1)
-    return "\n".join(f"| {' | '.join(row)} |" for row in [head, ruler, *rows])

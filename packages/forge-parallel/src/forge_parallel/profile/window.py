@@ -1,4 +1,4 @@
-"""Windows of torch.profiler by step, and the files that they leave."""
+"""Windows of torch.profiler by step, and the files that they write."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from forge_parallel.profile.breakdown import breakdown, read_trace
 from forge_parallel.profile.memory import gradient_addresses, memory_by_category, peak_of_trace
 from forge_parallel.profile.table import markdown
 
-_WARM_UP = 1  # the first profiled step pays for the start of the profiler
+_WARM_UP = 1  # the first profiled step bears the start of the profiler, so it is not counted
 
 
 class ProfileWindow:
-    """Profiles `num_steps` steps from `start_step` on, and again every `every_steps` steps.
+    """Profile `num_steps` steps from `start_step` on, and again every `every_steps` steps.
 
         window = ProfileWindow("runs/a/profile", start_step=10, num_steps=3, memory=True)
         for step in range(1, 101):
@@ -38,9 +38,9 @@ class ProfileWindow:
     every_steps   from the first step of a window to that of the next; 0: one window
     memory        also record allocations, and what `measure` finds, in the last step of a window
 
-    The profiler starts a step before the window, which is not counted. A window whose warm-up step was not seen, after
-    a resume in it, is left out, and so is one in which a step raises. Each rank works alone: no communication. The device
-    is synchronised twice per window, and never outside.
+    The profiler starts one step before the window; that step is not counted. A window is left out if its warm-up step
+    was not run here, after a resume in it, or if one of its steps raises. No communication between ranks. The device is
+    synchronized twice per window, and never outside.
 
     Raises ValueError for numbers without meaning; `write` raises OSError.
     """
@@ -60,23 +60,20 @@ class ProfileWindow:
         self._folder, self._rank, self._memory = Path(folder), rank, memory
         self._start, self._num, self._every = start_step, num_steps, every_steps
         self._device = torch.device(device)
+        self._history = memory and self._device.type == "cuda"
         self._first = self._number = 0
         self._profiler: Any = None
-        self._full = False
+        self.is_full = False
+        """Whether a window is complete and not yet written by `write`."""
         self._measured: dict[str, int] = {}
         self._gradients: set[int] = set()
 
-    @property
-    def is_full(self) -> bool:
-        """Whether a window is over that `write` has not written."""
-        return self._full
-
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """The code inside is step `number`."""
+        """Run the code inside the `with` block as step `number`."""
         if self._profiler is None:
             self._begin(number)
-        if self._profiler is None or self._full:
+        if self._profiler is None or self.is_full:
             yield
             return
         self._number = number
@@ -88,17 +85,19 @@ class ProfileWindow:
             raise
 
     def measure(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Count bytes by category, in the last step of a window with `memory`; elsewhere it does nothing."""
+        """Count bytes by category in the last step of a window with `memory`; do nothing elsewhere."""
         if self._memory and self._profiler is not None and self._is_last(self._number):
             self._measured = memory_by_category(model, optimizer, self._device.type)
             self._gradients = gradient_addresses(model)
 
     def write(self) -> dict[str, Any] | None:
-        """Write the files of a window that is over and return its `breakdown`, else None. Costs seconds of the host
-        for a large trace; what is written over comes from a step of the same number."""
-        if not self._full:
+        """Write the files of a complete window and return its `breakdown`; return None without one.
+
+        Costs seconds of the host for a large trace. Overwrites the files of an earlier window at the same step.
+        """
+        if not self.is_full:
             return None
-        profiler, self._profiler, self._full = self._profiler, None, False
+        profiler, self._profiler, self.is_full = self._profiler, None, False
         folder = self._folder / f"step-{self._first}"
         name = folder / f"rank-{self._rank}"
         trace = Path(f"{name}.trace.json.gz")
@@ -107,12 +106,11 @@ class ProfileWindow:
             profiler.export_chrome_trace(str(trace))
             try:
                 events = read_trace(trace)
-            except (
-                ValueError
-            ) as error:  # torch writes it to a temporary file first, and ignores a full disk
-                raise OSError(
-                    f"{trace} is cut off; make room in the folder for temporary files"
-                ) from error
+            except ValueError as error:
+                # torch writes it to a temporary file first, and ignores a full disk
+                message = f"{trace} is incomplete; make room in the folder for temporary files"
+                raise OSError(message) from error
+
             found = {"step": self._first, "rank": self._rank, **breakdown(events)}
             if self._memory:
                 peak = peak_of_trace(events, self._device.type, self._gradients)
@@ -127,32 +125,29 @@ class ProfileWindow:
         return found
 
     def close(self) -> None:
-        """Stop a profiler that runs, without a file."""
+        """Stop a running profiler without writing files."""
         profiler, self._profiler = self._profiler, None
-        if profiler is not None and not self._full:
+        if profiler is not None and not self.is_full:
             profiler.stop()
         if self._history and self._first:
             stop_memory_history(None)
-        self._first, self._full = 0, False
-
-    @property
-    def _history(self) -> bool:
-        return self._memory and self._device.type == "cuda"
+        self._first, self.is_full = 0, False
 
     def _is_last(self, number: int) -> bool:
         return number == self._first + self._num - 1
 
     def _begin(self, number: int) -> None:
-        """Start the profiler if `number` is the step of warm-up before a window."""
+        """Start the profiler if `number` is the warm-up step before a window."""
         first = number + _WARM_UP
-        behind = first - self._start
-        if not self._num or behind < 0 or (behind % self._every if self._every else behind):
+        passed = first - self._start
+        if not self._num or passed < 0 or (passed % self._every if self._every else passed):
             return
         from torch.profiler import ProfilerActivity, profile, schedule
 
         activities = [ProfilerActivity.CPU]
         if self._device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
+
         self._measured, self._gradients = {}, set()
         self._first = first
         self._profiler = profile(
@@ -165,22 +160,20 @@ class ProfileWindow:
         self._profiler.start()
 
     def _end(self, number: int) -> None:
+        """Synchronize where a window begins or ends, and advance or stop the profiler."""
         last = self._is_last(number)
-        if last or number == self._first - 1:  # kernels of a step belong into it
-            self._synchronise()
+        # kernels of a step must end in it
+        if self._device.type == "cuda" and (last or number == self._first - 1):
+            torch.cuda.synchronize(self._device)
         if last:
             self._profiler.stop()
-            self._full = True
+            self.is_full = True
         else:
             self._profiler.step()
 
-    def _synchronise(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-
 
 def window_problems(start_step: int, num_steps: int, every_steps: int) -> list[Problem]:
-    """Why there is no such window."""
+    """Problems of the numbers of a `ProfileWindow`."""
     problems = []
     if start_step <= _WARM_UP:
         rule = f"must be {_WARM_UP + 1} or more, as the profiler warms up in the step before"
