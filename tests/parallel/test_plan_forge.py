@@ -189,8 +189,8 @@ def test_experts_lie_where_the_plan_has_them(options: dict[str, Any]) -> None:
     profile = Profile(build_model(section("moe"), 0), SEQ)
     config = ParallelConfig(device=device().type, **options)
     candidate = Candidate(profile, config, 4, 16, 1, find_hardware("h200"), 4, Storage())
-    parts = candidate.load(0).parts
-    planned = sum(local_numel(row, candidate) for part in parts for row in part.rows)
+    groups = candidate.load(0).groups
+    planned = sum(local_numel(param, candidate) for group in groups for param in group.params)
     assert planned == run_on_ranks(4, _held, options)[0]
 
 

@@ -113,7 +113,7 @@ def test_towers_see_whole_tokens_on_every_rank_of_tp() -> None:
 def test_flops_are_those_of_the_model_and_a_frozen_encoder_costs_a_third(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("forge_parallel.plan.time.LAUNCH", 0.0)
+    monkeypatch.setattr("forge_parallel.plan.time.LAUNCH_SECONDS", 0.0)
     model = build_model(section("joint_decoder"), 0)
     profile = Profile(model, S)
     assert 3 * profile.flops == pytest.approx(flops_per_token(model, S))

@@ -185,8 +185,8 @@ def test_blocks_that_the_model_has_not_registered_are_refused() -> None:
 def test_the_planner_reads_the_same_blocks() -> None:
     profile = Profile(Stranger(blocks(3)), 16)
     assert profile.order == [0, 0, 0]
-    assert [row.name for row in profile.ends(True, False).rows] == ["body.embedding.weight"]
-    assert [row.name for row in profile.ends(False, True).rows] == [
+    assert [param.name for param in profile.ends(True, False).params] == ["body.embedding.weight"]
+    assert [param.name for param in profile.ends(False, True).params] == [
         "body.norm.weight",
         "body.norm.bias",
         "head.weight",

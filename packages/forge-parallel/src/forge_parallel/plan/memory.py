@@ -1,4 +1,4 @@
-"""Bytes on each rank: exact for stored tensors, traced for saved activations, formulas for transient ones."""
+"""Memory of each rank: exact for stored tensors, traced for saved activations, formulas for transient tensors."""
 
 from __future__ import annotations
 
@@ -9,19 +9,22 @@ from typing import NamedTuple
 from forge_parallel.axes.fsdp import cuts_inside
 from forge_parallel.axes.roles import BY_ROWS
 from forge_parallel.plan.candidate import Candidate, Load
-from forge_parallel.plan.profile import Part, Row, local_shape
+from forge_parallel.plan.profile import ParamGroup, ParamInfo, local_shape
 from forge_parallel.stages import splits_backward
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of one rank of a pipeline stage, the first one of its groups, at its fullest moment.
+    """Bytes of one rank of a pipeline stage, the first rank of each of its groups, at its peak.
 
-    weights, gradients, moments: shards. activations: saved for `in_flight` micro-batches. recomputed: activations of
-    one block, and its transient gradients. gathered: unsharded weights of two neighboring blocks and of modules
-    outside blocks, in the compute dtype, with a block's gradients and buffers of collectives. loss: logits, their gradient,
-    its workspace. `peak` is the largest of three moments (the loss, a block's backward, the end of the backward),
-    each with tensors left from the moment before, and workspaces.
+    weights, gradients, moments  shards
+    activations   saved for `in_flight` micro-batches
+    recomputed    activations of one block, and its transient gradients
+    gathered      unsharded weights of two neighboring blocks and of modules outside blocks, in the compute dtype, with
+                  a block's gradients and the buffers of collectives
+    loss          logits, their gradient, its workspace
+    peak          largest of three moments: the loss, a block's backward, the end of the backward, each with tensors
+                  left from the moment before, and workspaces
     """
 
     weights: float
@@ -35,15 +38,20 @@ class Memory:
     in_flight: float
 
 
-#: torch's workspaces for cuBLAS and cuBLASLt, 32 MiB each on Hopper, and as much again for small tensors: ids,
-#: losses, norms, tables of positions.
+# Workspaces of cuBLAS and cuBLASLt, 32 MiB each on Hopper, and as much again for small tensors: ids, losses, norms,
+# tables of positions.
 _LIBRARIES = 2.0**27
 
 
-class PartSize(NamedTuple):
-    """Elements of a part on a rank: `local` shards, those of them that are `trained`, and gathered elements of
-    `dense` parameters and of `experts`, sharded by tp and ep, with FSDP2's padding, of which `learned` have gradients.
-    moments: bytes of the optimizer's state."""
+class GroupSize(NamedTuple):
+    """Elements of a ParamGroup on one rank.
+
+    local    of its shards, of which `trained` belong to trained parameters
+    moments  bytes of the optimizer's state
+    dense    gathered, of dense parameters, with FSDP2's padding
+    experts  gathered, of this rank's experts
+    learned  of `dense` and `experts`, those with gradients
+    """
 
     local: int
     trained: int
@@ -53,77 +61,82 @@ class PartSize(NamedTuple):
     learned: int
 
     @property
-    def whole(self) -> int:
+    def gathered(self) -> int:
+        """Elements after FSDP's all-gather; tp and ep stay sharded."""
         return self.dense + self.experts
 
 
-def part_size(part: Part, candidate: Candidate) -> PartSize:
-    """The size of a part, counted once per shape of the layout."""
+def group_size(group: ParamGroup, candidate: Candidate) -> GroupSize:
+    """Size of a group on a rank, computed once per shape of the layout."""
 
-    def count() -> PartSize:
+    def count() -> GroupSize:
         local = trained = dense = experts = learned = 0
         moments = 0.0
-        for row in part.rows:
-            numel, is_expert = local_numel(row, candidate), row.role == "expert"
+        for param in group.params:
+            numel = local_numel(param, candidate)
+            gathered = numel * _shards(param, candidate)
             local += numel
-            trained += numel * row.trains
-            per_element = candidate.storage.moments if row.moments is None else row.moments
-            moments += numel * row.trains * per_element
-            dense += numel * _shards(row, candidate) * (not is_expert)
-            experts += numel * _shards(row, candidate) * is_expert
-            learned += numel * _shards(row, candidate) * row.trains
-        return PartSize(local, trained, moments, dense, experts, learned)
+            trained += numel * param.trains
+            per_element = candidate.storage.moments if param.moments is None else param.moments
+            moments += numel * param.trains * per_element
+            dense += gathered * (param.role != "expert")
+            experts += gathered * (param.role == "expert")
+            learned += gathered * param.trains
+        return GroupSize(local, trained, moments, dense, experts, learned)
 
-    return candidate.profile.once(
-        ("part_size", id(part), candidate.layout[2:], candidate.storage.moments), count
-    )
-
-
-def local_numel(row: Row, candidate: Candidate) -> int:
-    """Elements of one parameter on the first rank of every axis; FSDP2 rounds a part of dim 0 up, and shards dim 1
-    evenly (`axes.fsdp.cuts_inside`)."""
-    shape, parts = (
-        local_shape(row.shape, row.role, candidate.layout.tp, candidate.layout.ep, row.heads),
-        _shards(row, candidate),
-    )
-    tp = candidate.layout.tp if row.role in BY_ROWS and row.heads == 0 else 1
-    if cuts_inside(shape, parts, row.shape[0] if shape else 1, tp):
-        return prod(shape) // parts
-    return ceil(shape[0] / parts) * prod(shape[1:]) if shape else 1
+    key = ("group_size", id(group), candidate.layout[2:], candidate.storage.moments)
+    return candidate.profile.once(key, count)
 
 
-def _shards(row: Row, candidate: Candidate) -> int:
+def local_numel(param: ParamInfo, candidate: Candidate) -> int:
+    """Elements of a parameter's shard on the first rank of every axis.
+
+    FSDP2 rounds a shard of dim 0 up, and shards dim 1 evenly (`axes.fsdp.cuts_inside`).
+    """
+    d = candidate.layout
+    shape = local_shape(param.shape, param.role, d.tp, d.ep, param.heads)
+    shards = _shards(param, candidate)
+    tp = d.tp if param.role in BY_ROWS and param.heads == 0 else 1
+    if cuts_inside(shape, shards, param.shape[0] if shape else 1, tp):
+        return prod(shape) // shards
+    return ceil(shape[0] / shards) * prod(shape[1:]) if shape else 1
+
+
+def _shards(param: ParamInfo, candidate: Candidate) -> int:
     """Number of FSDP2's shards of a parameter."""
-    return candidate.topology.axes()["efsdp" if row.role == "expert" else "fsdp"][0]
+    return candidate.topology.axes()["efsdp" if param.role == "expert" else "fsdp"][0]
 
 
 def stage_memory(candidate: Candidate, pp_rank: int) -> Memory:
-    """Memory of a rank of pipeline stage(s) `pp_rank`."""
+    """Memory of a pipeline rank."""
     load, s = candidate.load(pp_rank), candidate.storage
-    parts = (
-        [] if candidate.config.cpu_offload else [part_size(part, candidate) for part in load.parts]
-    )
-    trained = sum(part.trained for part in parts)
-    frozen = sum(part.local for part in parts) - trained
+    sizes = [group_size(group, candidate) for group in load.groups]
+    stored = [] if candidate.config.cpu_offload else sizes
+    trained = sum(size.trained for size in stored)
+    frozen = sum(size.local for size in stored) - trained
     weights = trained * s.weights + frozen * (s.weights if s.frozen is None else s.frozen)
-    gradients, moments = trained * s.gradients, sum(part.moments for part in parts)
-    in_flight = micro_batches_in_flight(candidate, pp_rank)
-    passes = _in_flight(candidate, pp_rank)
+    gradients, moments = trained * s.gradients, sum(size.moments for size in stored)
+
+    passes = micro_batches_in_flight(candidate, pp_rank)
+    in_flight = sum(passes) / len(passes)
     activations = candidate.micro_batch * _saved_activations(candidate, load, passes)
     recomputed = candidate.micro_batch * _transient(candidate, load)
     gathered, buffers, ends = _gathered(candidate, load)
     loss = _loss(candidate) if load.last else 0.0
     static = weights + moments + gathered + _LIBRARIES
-    # in the first micro-batch gradients grow while activations shrink
+
+    # gradients `before` the last backward and `after` it; in the first micro-batch they grow while activations shrink
+    reduced = candidate.reduce_bytes if candidate.is_wrapped else 0
     if candidate.layout.pp > 1:
-        # stages keep gradients whole, and reduce them behind the last backward; if no more micro-batches are made
-        # than are in flight, all go forward before one goes back
-        before = _whole_gradients(candidate, load)
+        # torch's stages keep gradients unsharded, and reduce them after the last backward; if no more micro-batches
+        # are run than are in flight, all forwards come before the first backward
+        before = float(sum(size.learned for size in sizes) * reduced)
         after = max(before, gradients)
         before *= candidate.num_micro_batches > in_flight
     else:
-        after = gradients
-        before = gradients + _unreduced(candidate, load)
+        # FSDP2 frees the input of the last reduce-scatter, outside blocks, in the next backward
+        after = float(gradients)
+        before = after + (0 if s.sync_once else sizes[-1].learned * reduced)
         before *= candidate.num_micro_batches > 1
     peak = static + max(
         before + activations + loss,
@@ -134,44 +147,41 @@ def stage_memory(candidate: Candidate, pp_rank: int) -> Memory:
                   gathered + buffers, loss, peak, in_flight)  # fmt: skip
 
 
-def micro_batches_in_flight(candidate: Candidate, pp_rank: int) -> float:
-    """Micro-batches of which a rank keeps activations at once; halves where it has two stages."""
-    counts = _in_flight(candidate, pp_rank)
-    return sum(counts) / len(counts)
+def micro_batches_in_flight(candidate: Candidate, pp_rank: int) -> list[float]:
+    """Micro-batches whose activations a rank keeps at once, for each of its stages in order of depth.
 
-
-def _in_flight(candidate: Candidate, pp_rank: int) -> list[float]:
-    """The same for each of the rank's stages, in the order of depth.
-
-    GPipe keeps all, 1F1B as many as there are ranks from this one on, the interleaved ones their warm-up
-    (torch: 2 (pp - rank - 1) + (stages - 1) pp + 1 passes), in which stages have about equal parts. With zero bubbles it
-    is pp - rank - 1 for the double, and the weights' gradients of `rank` passes wait: pp micro-batches on every rank. In
-    a V the stage of the first half has most of them; a test counts them in torch's tables.
+    GPipe keeps all, 1F1B one for each rank from this one on, the interleaved schedules their warm-up: torch has
+    2 (pp - rank - 1) + (stages - 1) pp + 1 passes, about equally many of each stage. With zero bubbles the first term is
+    pp - rank - 1, and the weight gradients of `rank` passes wait: pp micro-batches on every rank. In a V the stage of the
+    first half keeps more; a test counts both in torch's tables.
     """
     pp, m, name = candidate.layout.pp, candidate.num_micro_batches, candidate.config.pp_schedule
     if pp == 1:
         return [1.0]
-    stages = candidate.config.stages_per_rank
-    warm_up = 2 * (pp - pp_rank - 1) + (stages - 1) * pp + 1
     in_a_v = {
         "zbv_zero_bubble": (2 * pp - pp_rank - 1, pp_rank + 1),
         "dualpipev": (2 * pp - pp_rank, pp_rank + 1),
     }
     if name in in_a_v:
         return [float(min(m, count)) for count in in_a_v[name]]
-    return stages * [float(min(m, {
+
+    stages = candidate.config.stages_per_rank
+    warm_up = 2 * (pp - pp_rank - 1) + (stages - 1) * pp + 1
+    counts = {
         "gpipe": m,
         "1f1b": pp - pp_rank,
         "interleaved_1f1b": warm_up / stages,
         "interleaved_zero_bubble": pp,
-    }[name]))]  # fmt: skip
+    }
+    return stages * [float(min(m, counts[name]))]
 
 
 def _saved_activations(candidate: Candidate, load: Load, in_flight: list[float]) -> float:
-    """Bytes of activations saved on this rank for one row of each micro-batch in flight."""
+    """Bytes of activations saved on this rank, for one sequence of each micro-batch in flight."""
     c, t = candidate.config, candidate.trace
     total = t.shared * sum(in_flight) / len(in_flight)
     total += t.first.saved * load.first * in_flight[0] + t.last.saved * load.last * in_flight[-1]
+
     for count, stage in zip(in_flight, load.stages, strict=True):
         for i, kind in enumerate(stage):
             block = t.kinds[kind]
@@ -179,20 +189,23 @@ def _saved_activations(candidate: Candidate, load: Load, in_flight: list[float])
                 saved = block.inputs + c.memory_budget * (block.compiled - block.inputs)
             else:
                 mode = "none" if i % c.recompute_every else c.recompute
-                saved = block.under(mode, candidate.compiled)
+                saved = block.saved_under(mode, candidate.is_compiled)
             total += count * saved
         if candidate.layout.pp > 1 and stage:
-            total += count * t.kinds[stage[-1]].inputs  # its output waits for its gradient
+            total += count * t.kinds[stage[-1]].inputs  # the stage's output waits for its gradient
     return total
 
 
 def _transient(candidate: Candidate, load: Load) -> float:
-    """Per row: recomputed activations of a block, and two gradients of its largest tensor; where weights' gradients are
-    computed apart, those of all outputs of products of a stage, which they wait with."""
+    """Bytes per sequence in the backward of one block: recomputed activations, and two gradients of its largest tensor.
+
+    A schedule that computes weight gradients apart also keeps the outputs of all matmuls of a stage until then.
+    """
     kinds = [candidate.trace.kinds[k] for k in set(load.kinds)]
-    mode, compiled = candidate.config.recompute, candidate.compiled
+    mode, compiled = candidate.config.recompute, candidate.is_compiled
     again = (
-        max(0, k.under("none", compiled) - k.under(mode, compiled)) + 2 * k.largest for k in kinds
+        max(0, k.saved_under("none", compiled) - k.saved_under(mode, compiled)) + 2 * k.largest
+        for k in kinds
     )
     waits = 0
     if candidate.layout.pp > 1 and splits_backward(candidate.config):
@@ -202,64 +215,47 @@ def _transient(candidate: Candidate, load: Load) -> float:
 
 
 def _gathered(candidate: Candidate, load: Load) -> tuple[float, float, float]:
-    """(gathered weights while blocks run, unsharded gradients and buffers of a block's backward, those of modules
-    outside blocks at the end of the backward)."""
-    if not candidate.wrapped:
+    """Bytes of (gathered weights while blocks run, unsharded gradients and buffers of a block's backward, those of
+    modules outside blocks at the end of the backward)."""
+    if not candidate.is_wrapped:
         return 0.0, 0.0, 0.0
-    s, d = candidate.storage, candidate.layout
-    sharded, several = d.dp_shard * d.cp > 1, candidate.num_micro_batches > 1
-    blocks = [part_size(block, candidate) for block in load.blocks]
-    sizes = sorted((block.whole for block in blocks), reverse=True)
-    largest = max((block.learned for block in blocks), default=0)
-    ends = part_size(load.ends, candidate)
-    behind = part_size(candidate.profile.ends(False, load.last), candidate).learned
-    # torch's pipeline stages keep weights gathered to the last backward
-    # copies of weights that are frozen in 16 bits exist only while they are used, on one rank, too
+    s, d, compute = candidate.storage, candidate.layout, candidate.compute_bytes
+    is_sharded = d.dp_shard * d.cp > 1
+    blocks = [group_size(block, candidate) for block in load.blocks]
+    sizes = sorted((block.gathered for block in blocks), reverse=True)
+    ends = group_size(load.ends, candidate)
+
+    # torch's pipeline stages keep weights gathered until the last backward; copies of weights that are frozen in 16
+    # bits exist only while they are used, on one rank too
     reshards = (candidate.reshards or s.frozen == 2) and d.pp == 1
-    gathered = float((sum(sizes[:2] if reshards else sizes) + ends.whole) * candidate.compute)
-    if several and s.sync_once and sharded and d.pp == 1:
-        gathered += (sum(sizes) + ends.whole) * candidate.compute
+    gathered = float((sum(sizes[:2] if reshards else sizes) + ends.gathered) * compute)
+    if candidate.num_micro_batches > 1 and s.sync_once and is_sharded and d.pp == 1:
+        gathered += (sum(sizes) + ends.gathered) * compute
+
     # gradients, the input of their reduce-scatter, and the output of the next all-gather
-    in_next, out = max(sizes, default=0) * candidate.compute, candidate.compute + candidate.reduce
-    buffers = (in_next + largest * out) * sharded
-    return (
-        gathered,
-        buffers + behind * candidate.compute,
-        ends.learned * out,
-    )
-
-
-def _whole_gradients(candidate: Candidate, load: Load) -> float:
-    """Unsharded gradients of a pipeline rank, in the dtype in which they are reduced."""
-    parts = [*load.blocks, load.ends] if candidate.wrapped else []
-    return float(sum(part_size(part, candidate).learned for part in parts) * candidate.reduce)
-
-
-def _unreduced(candidate: Candidate, load: Load) -> float:
-    """The input of the last reduce-scatter outside blocks: FSDP2 frees it in the next backward."""
-    if not candidate.wrapped or candidate.layout.pp > 1 or candidate.storage.sync_once:
-        return 0.0
-    return float(part_size(load.ends, candidate).learned * candidate.reduce)
+    out = compute + candidate.reduce_bytes
+    learned = max((block.learned for block in blocks), default=0)
+    buffers = (max(sizes, default=0) * compute + learned * out) * is_sharded
+    after_blocks = group_size(candidate.profile.ends(False, load.last), candidate).learned
+    return gathered, buffers + after_blocks * compute, ends.learned * out
 
 
 def _loss(candidate: Candidate) -> float:
-    """Logits of a micro-batch, their gradient, and the blocks in which the loss is computed."""
-    s, logits = candidate.storage, candidate.trace.logits * candidate.micro_batch
+    """Bytes of the loss: logits of a micro-batch, their gradient, and the blocks in which it is computed.
+
+    A fused loss keeps the gradients of the head's input and, in fp32, of its weight for the loss of each predicted
+    token, and the weight's gradient in the dtype of the backward; its blocks of logits are freed by then, and smaller.
+    """
+    s, compute = candidate.storage, candidate.compute_bytes
     if s.fused_loss:
-        return _fused_loss(candidate)
+        # modules of multi-token prediction are among these parameters, and smaller
+        params = candidate.profile.ends(False, True).params
+        weight = max(local_numel(p, candidate) * _shards(p, candidate) for p in params)
+        inputs = max(kind.inputs for kind in candidate.trace.kinds.values()) * candidate.micro_batch
+        return (1 + candidate.profile.ahead) * (inputs + weight * 4) + weight * compute
+
+    logits = candidate.trace.logits * candidate.micro_batch
     if s.whole_logits:
         logits *= candidate.layout.tp
-    beside = candidate.compute if s.loss is None else s.loss
-    return logits * (candidate.compute + beside) + min(s.workspace, logits * 8)
-
-
-def _fused_loss(candidate: Candidate) -> float:
-    """Gradients of the head's input and, in fp32, of its weight, of the loss of each token ahead; beside them that of the
-    weight in the dtype in which the backward hands it on. The blocks of logits are gone by then, and smaller."""
-    rows = candidate.profile.ends(
-        False, True
-    ).rows  # modules for tokens ahead are among them, and smaller
-    weight = max(local_numel(row, candidate) * _shards(row, candidate) for row in rows)
-    stream = max(kind.inputs for kind in candidate.trace.kinds.values()) * candidate.micro_batch
-    losses = 1 + candidate.profile.ahead
-    return losses * (stream + weight * 4) + weight * candidate.compute
+    gradient = compute if s.loss is None else s.loss
+    return logits * (compute + gradient) + min(s.workspace, logits * 8)

@@ -1,4 +1,4 @@
-"""The profile of a model for the planner: its parameters by block, their roles, its FLOPs."""
+"""Profile of a model for the planner: its parameters by block, their roles, its FLOPs."""
 
 from __future__ import annotations
 
@@ -27,37 +27,42 @@ from forge_parallel.structure import Blocks, structure_of
 T = TypeVar("T")
 
 
-class Row(NamedTuple):
-    """One parameter."""
+class ParamInfo(NamedTuple):
+    """One parameter.
+
+    heads    heads of a projection that ranks of tp may share; else 0
+    moments  bytes per element of the optimizer's state; None: `Storage.moments`
+    """
 
     name: str
     shape: tuple[int, ...]
     role: str
     trains: bool
-    heads: int = 0  # of a projection whose heads ranks of tp may share
-    moments: float | None = (
-        None  # bytes per element of the optimizer's state; None: Storage.moments
-    )
+    heads: int = 0
+    moments: float | None = None
 
 
-class Part(NamedTuple):
-    """Parameters that are sharded and gathered together, and their forward FLOPs per token."""
+class ParamGroup(NamedTuple):
+    """Parameters that FSDP shards and gathers together, and their forward FLOPs per token."""
 
-    rows: tuple[Row, ...]
+    params: tuple[ParamInfo, ...]
     flops: float
 
 
 class Profile:
-    """Parameters and FLOPs of `model` in rows of `seq_len` tokens, block by block.
+    """Parameters and FLOPs of `model` in sequences of `seq_len` tokens, block by block.
 
-    `numel` counts each parameter once, `trained` those that are; `flops` are of one token's forward, `head_flops` those
-    behind the blocks, `first_flops` those before (an encoder's), by the model's `first_flops_per_token(seq_len)`, which
-    also says what of their backward is not computed, `first_spared`.
-    `order` gives the kind of each block (see `structure_of`, which gets `blocks`): blocks of equal modules and shapes are of one
-    kind. `samples` holds the names and kinds of the first two of each. `pp_problems` says why there can be no
-    pipeline, `cp_problems` why no cp, if so. Reads shapes only: a model on the meta device will do. `moments` are bytes per
-    element of the optimizer's state, by name, of parameters for which they are not `Storage.moments`. `ahead` is the number
-    of tokens beyond the next one that it predicts in training, as for `Compute`.
+    numel, trained       elements of the parameters, each counted once, and of those that are trained
+    flops                of one token's forward; of them `head_flops` after the blocks, and `first_flops` before them (an
+                         encoder's), by the model's `first_flops_per_token(seq_len)`, which also returns the part of
+                         their backward that is not computed, `first_spared`
+    kinds, order         parameters of each kind of block, and the kind of each block: blocks of equal modules and shapes
+                         are of one kind. `samples` holds names and kinds of the first two blocks of each kind
+    pp_problems          reasons against a pipeline; `cp_problems` against cp
+    ahead                tokens beyond the next one that the model predicts in training, as in `Compute`
+
+    `blocks` is passed to `structure_of`. `moments` are bytes per element of the optimizer's state, by parameter name, if
+    they are not `Storage.moments`. Only shapes are read: the model may be on the meta device.
     """
 
     def __init__(
@@ -70,62 +75,60 @@ class Profile:
     ) -> None:
         self.model, self.seq_len, self._moments = model, seq_len, moments or {}
         self.ahead = ahead
-        self._found: dict[Any, Any] = {}
+        self._known: dict[Any, Any] = {}
         self.structure = structure_of(model, blocks)
-        self.no_roles: tuple[Problem, ...] = ()
+        self._role_problems: tuple[Problem, ...] = ()
         try:
             self.matched = find_roles(model)
         except ValueError as error:
-            self.matched, self.no_roles = find_roles(model, cut=False), problems_of(error)
+            self.matched, self._role_problems = find_roles(model, cut=False), problems_of(error)
         self._find_kinds()
+
         self.pp_problems = part_problems(model, self.structure)
         self.cp_problems = attention_problems(model)
         self.numel = sum(p.numel() for p in model.parameters())
         self.trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        inside = sum(self.kinds[k].flops for k in self.order)
-        self.flops = max(forward_flops(model, seq_len), inside)
-        offer: Any = getattr(model, "first_flops_per_token", None)
-        first: tuple[float, float] = offer(seq_len) if callable(offer) else (0.0, 0.0)
+        of_blocks = sum(self.kinds[k].flops for k in self.order)
+        self.flops = max(forward_flops(model, seq_len), of_blocks)
+        method: Any = getattr(model, "first_flops_per_token", None)
+        first: tuple[float, float] = method(seq_len) if callable(method) else (0.0, 0.0)
         self.first_flops, self.first_spared = first
-        self.head_flops = self.flops - inside - self.first_flops
+        self.head_flops = self.flops - of_blocks - self.first_flops
 
     def _find_kinds(self) -> None:
-        self.kinds, self.order, self.samples = list[Part](), list[int](), dict[str, int]()
+        """Set `kinds`, `order` and `samples`, and the parameters outside of blocks."""
+        self.kinds, self.order, self.samples = list[ParamGroup](), list[int](), dict[str, int]()
         names = {id(module): name for name, module in self.model.named_modules()}
         known: dict[Any, int] = {}
         taken: set[int] = set()
+
         for block in self.structure.modules(self.model):
             name = names[id(block)]
-            rows = self._rows(name, block, taken)
+            params = self._params(name, block, taken)
             modules = tuple((n, type(m), own_dtype(m)) for n, m in block.named_modules())
             flops = forward_flops(block, self.seq_len)  # attention with a window computes less
-            kind = known.setdefault((modules, rows, flops), len(known))
+            kind = known.setdefault((modules, params, flops), len(known))
             if kind == len(self.kinds):
-                self.kinds.append(Part(rows, flops))
+                self.kinds.append(ParamGroup(params, flops))
             self.order.append(kind)
             if self.order.count(kind) <= 2:
                 self.samples[name] = kind
-        self._rest = self._rows("", self.model, taken)
+        self._outside = self._params("", self.model, taken)
 
-    def _rows(self, name: str, module: nn.Module, taken: set[int]) -> tuple[Row, ...]:
-        """Parameters of the module of that name, under names of its own, but those that are `taken`."""
+    def _params(self, name: str, module: nn.Module, taken: set[int]) -> tuple[ParamInfo, ...]:
+        """Parameters of the module `name` under its own names, without those in `taken`, to which they are added."""
         own = {n: p for n, p in module.named_parameters() if id(p) not in taken}
         taken.update(map(id, own.values()))
-        dot = f"{name}." if name else ""
-        return tuple(
-            Row(
-                n,
-                tuple(p.shape),
-                self.role(dot + n),
-                p.requires_grad,
-                self.heads(dot + n),
-                self._moments.get(dot + n),
-            )
-            for n, p in own.items()
-        )
+        found = []
+        for n, p in own.items():
+            full = f"{name}.{n}" if name else n
+            role, heads = self.role(full), self.heads(full)
+            moments = self._moments.get(full)
+            found.append(ParamInfo(n, tuple(p.shape), role, p.requires_grad, heads, moments))
+        return tuple(found)
 
     def role(self, parameter: str) -> str:
-        """The role of a parameter; "opaque" if it has none."""
+        """Role of a parameter; "opaque" if it has none."""
         if self.matched.is_expert(parameter):
             return "expert"
         layer, _, own = parameter.rpartition(".")
@@ -135,110 +138,109 @@ class Profile:
         return role.name
 
     def heads(self, parameter: str) -> int:
-        """Heads of a projection that ranks of tp may share; 0 elsewhere."""
+        """Heads of a projection that ranks of tp may share; else 0."""
         name = parameter.rpartition(".")[0]
         role = self.matched.leaves.get(name)
-        whole: Any = getattr(self.model.get_submodule(name), "weight", None)
-        if role is None or not role.shared or whole is None:
+        weight: Any = getattr(self.model.get_submodule(name), "weight", None)
+        if role is None or not role.shared or weight is None:
             return 0
-        rows = int(whole.size(0))
+        rows = int(weight.size(0))
         return rows // (shared_head(self.model, name, role, rows + 1) or rows)
 
-    def ends(self, first: bool, last: bool) -> Part:
-        """The modules before the blocks, after them, or both; a tied embedding is in either end."""
-        before = tuple(f"{name}." for name in self.structure.first)
-        after = tuple(f"{name}." for name in self.structure.last)
+    def ends(self, first: bool, last: bool) -> ParamGroup:
+        """Parameters of the modules before the blocks, after them, or both; a tied embedding belongs to either end."""
 
-        def belongs(name: str) -> bool:
-            behind = name.startswith(after)
-            return (last and behind) or (first and (name.startswith(before) or not behind))
-
-        def make() -> Part:
-            rows = tuple(row for row in self._rest if belongs(row.name))
-            return Part(rows, self.head_flops * last + self.first_flops * first)
+        def make() -> ParamGroup:
+            before = tuple(f"{name}." for name in self.structure.first)
+            after = tuple(f"{name}." for name in self.structure.last)
+            params = []
+            for param in self._outside:
+                is_after = param.name.startswith(after)
+                is_before = param.name.startswith(before) or not is_after
+                if (last and is_after) or (first and is_before):
+                    params.append(param)
+            return ParamGroup(tuple(params), self.head_flops * last + self.first_flops * first)
 
         return self.once(("ends", first, last), make)
 
     @property
     def num_experts(self) -> int:
         """Experts of the smallest stack; 0 for a dense model."""
-        stacks = {r.shape[0] for part in self.kinds for r in part.rows if r.role == "expert"}
+        stacks = (p.shape[0] for kind in self.kinds for p in kind.params if p.role == "expert")
         return min(stacks, default=0)
 
     def state_bytes(self, moments: float) -> float:
-        """Of the optimizer's state of all trained parameters, with `moments` per element where there is no other number."""
+        """Bytes of the optimizer's state of all trained parameters, by default `moments` per element."""
         trained = ((n, p) for n, p in self.model.named_parameters() if p.requires_grad)
         return sum(p.numel() * self._moments.get(name, moments) for name, p in trained)
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
-        """The value of `make()`, computed by the first caller that gives this key."""
-        if key not in self._found:
-            self._found[key] = make()
-        return self._found[key]
+        """Return `make()`, computed at the first call with this key."""
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
 
     def tp_problems(self, tp: int, shards: int = 1) -> list[Problem]:
-        """Why `tp` ranks, and FSDP2's `shards` of their parts, cannot cut this model; empty if they can."""
+        """Reasons why `tp` ranks, and FSDP2's `shards` of their parameters, cannot shard this model."""
 
         def find() -> list[Problem]:
-            if self.no_roles:
-                return list(self.no_roles)
+            if self._role_problems:
+                return list(self._role_problems)
             return merge_layers(cut_problems(self.model, self.matched, tp, shards))
 
         return [] if tp == 1 else self.once(("tp", tp, shards), find)
 
     def facts(self, tp: int, shards: int) -> Facts:
-        """Facts for the rules about the model on `tp` ranks; nothing about its batch."""
-
-        def find() -> Facts:
-            why = {
-                "tp": self.tp_problems(tp, shards),
-                "cp": self.cp_problems,
-                "pp": self.pp_problems,
-            }
-            return Facts(
-                seq_len=self.seq_len,
-                num_layers=len(self.order),
-                num_blocks=len(self.order),
-                num_experts=self.num_experts,
-                tied=self.structure.tied,
-                first_blocks=self.structure.first_blocks,
-                obstacles=why,
-                model=type(self.model).__name__,
-            )
-
-        return self.once(("facts", tp, shards), find)
+        """Facts of the model for the rules of a layout, without those of its batch."""
+        obstacles = {
+            "tp": self.tp_problems(tp, shards),
+            "cp": self.cp_problems,
+            "pp": self.pp_problems,
+        }
+        return Facts(
+            seq_len=self.seq_len,
+            num_layers=len(self.order),
+            num_blocks=len(self.order),
+            num_experts=self.num_experts,
+            tied=self.structure.tied,
+            first_blocks=self.structure.first_blocks,
+            obstacles=obstacles,
+            model=type(self.model).__name__,
+        )
 
     def stage_ranges(self, stages: int) -> list[range]:
-        """The blocks of each pipeline stage, as `forge_parallel.pipeline.split` cuts them."""
+        """Blocks of each pipeline stage, as `forge_parallel.pipeline.split` partitions them."""
 
-        def cut() -> list[range]:
+        def partition() -> list[range]:
             costs = block_costs(self.model, self.structure, self.seq_len)
             return stage_ranges(costs, stages, self.structure.first_blocks)
 
-        return [range(len(self.order))] if stages == 1 else self.once(("stages", stages), cut)
+        return [range(len(self.order))] if stages == 1 else self.once(("stages", stages), partition)
 
 
 def local_shape(
-    whole: tuple[int, ...], role: str, tp: int, ep: int = 1, heads: int = 0
+    full: tuple[int, ...], role: str, tp: int, ep: int = 1, heads: int = 0
 ) -> tuple[int, ...]:
-    """That of a parameter on the first rank of its tp group, or of its ep group for an expert. Of fewer `heads`
-    than ranks, which share them, each has a whole copy."""
+    """Shape of a parameter on the first rank of its tp group, or of its ep group for an expert.
+
+    If there are fewer `heads` than ranks, ranks share them, and the shape is `full` on each.
+    """
     if 0 < heads < tp:
-        return whole
+        return full
     if role == "expert":
-        return (-(-whole[0] // ep), *whole[1:])
+        return (-(-full[0] // ep), *full[1:])
     if role in BY_ROWS:
-        return (-(-whole[0] // tp), *whole[1:])
-    if role == "rowwise" and len(whole) > 1:
-        return (whole[0], -(-whole[1] // tp))
-    return whole
+        return (-(-full[0] // tp), *full[1:])
+    if role == "rowwise" and len(full) > 1:
+        return (full[0], -(-full[1] // tp))
+    return full
 
 
 def forward_flops(module: nn.Module, seq_len: int) -> float:
-    """FLOPs of one token's forward: a module's own `flops_per_token`, or 2 per weight of each nn.Linear."""
-    offered: Any = getattr(module, "flops_per_token", None)
-    if callable(offered):
-        return float(offered(seq_len))
+    """FLOPs of one token's forward: a module's own `flops_per_token`, else 2 per weight of each nn.Linear."""
+    method: Any = getattr(module, "flops_per_token", None)
+    if callable(method):
+        return float(method(seq_len))
     if isinstance(module, nn.Linear):
         return 2.0 * module.weight.numel()
     return sum(forward_flops(child, seq_len) for child in module.children())

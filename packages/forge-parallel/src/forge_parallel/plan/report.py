@@ -1,4 +1,4 @@
-"""An estimate of a candidate's memory, traffic and time, and its text."""
+"""Estimate of a candidate's memory, traffic and time, and its text."""
 
 from __future__ import annotations
 
@@ -13,39 +13,38 @@ from forge_parallel.config import ParallelConfig
 from forge_parallel.plan.candidate import Candidate, SearchSpace, Storage, describe
 from forge_parallel.plan.memory import Memory, stage_memory
 from forge_parallel.plan.profile import Profile
-from forge_parallel.plan.time import FELT, HIDDEN, Time, step_time
+from forge_parallel.plan.time import HIDDEN, MIN_EXPOSED, Time, Traffic, stage_traffic, step_time
 from forge_parallel.plan.topology import Hardware, find_hardware
-from forge_parallel.plan.traffic import Traffic, stage_traffic
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A candidate with its numbers, which are computed at first use."""
+    """A candidate with its numbers, computed at first use."""
 
     candidate: Candidate
 
     @cached_property
     def memory(self) -> list[Memory]:
-        """Of a rank of each pipeline stage."""
+        """Memory of each pipeline rank."""
         return [stage_memory(self.candidate, rank) for rank in range(self.candidate.layout.pp)]
 
     @cached_property
-    def _sent(self) -> list[list[Traffic]]:
+    def _traffic(self) -> list[list[Traffic]]:
         return [stage_traffic(self.candidate, rank) for rank in range(self.candidate.layout.pp)]
 
     @property
     def traffic(self) -> list[Traffic]:
-        """Of the pipeline rank that sends most."""
-        return max(self._sent, key=lambda rows: sum(row.seconds for row in rows))
+        """Traffic of the pipeline rank that sends longest."""
+        return max(self._traffic, key=lambda rows: sum(row.seconds for row in rows))
 
     @cached_property
     def time(self) -> Time:
-        """Of a step."""
-        return step_time(self.candidate, self.memory, self._sent)
+        """Time of a step."""
+        return step_time(self.candidate, self.memory, self._traffic)
 
     @property
     def checkpoint(self) -> float:
-        """Bytes of a checkpoint: weights and moments, without weights that are saved apart."""
+        """Bytes of a checkpoint: weights and moments, without frozen weights that are saved apart."""
         profile, storage = self.candidate.profile, self.candidate.storage
         saved = profile.numel if storage.frozen is None else profile.trained
         return saved * storage.weights + profile.state_bytes(storage.moments)
@@ -57,11 +56,11 @@ class Estimate:
 
     @property
     def fits(self) -> bool:
-        """Whether that is within the usable part of the GPU's memory."""
+        """Whether the peak is within the usable part of the GPU's memory."""
         return self.peak <= self.candidate.hardware.limit
 
     def to_dict(self) -> dict[str, Any]:
-        """All numbers, as JSON takes them."""
+        """All numbers, for JSON."""
         return {
             "layout": self.candidate.layout._asdict(),
             "micro_batch": self.candidate.micro_batch,
@@ -89,13 +88,13 @@ def estimate_layout(
     gpus_per_node: int = 8,
     storage: Storage | None = None,
 ) -> Estimate:
-    """The estimate of `config` for `model` (which may be on the meta device) on `world_size` GPUs.
+    """Estimate `config` for `model`, which may be on the meta device, on `world_size` GPUs.
 
         plan = estimate_layout(model, ParallelConfig(tp=4), 32, global_batch=64, micro_batch=2, seq_len=4096)
         print(render(plan))
 
-    `micro_batch` is by default that of `divide_batch`: a data rank's whole share if shares are equal. Needs no process
-    group and no GPU; under a second for any size. Raises ValueError, a line for each rule that the layout breaks.
+    `micro_batch` None: that of `divide_batch`, all sequences of a data rank if data ranks have equally many. Needs no
+    process group and no GPU; takes under a second for any size. Raises ValueError with every rule that the layout breaks.
     """
     profile = model if isinstance(model, Profile) else Profile(model, seq_len)
     gpu = find_hardware(hardware) if isinstance(hardware, str) else hardware
@@ -105,7 +104,7 @@ def estimate_layout(
 
 
 def render(estimate: Estimate, others: Sequence[Estimate] = ()) -> str:
-    """Plain text: memory, axes, step, and `others` as a ranked table."""
+    """Return plain text: memory, axes, step, and `others` as a ranked table."""
     parts = [_head(estimate), _memory(estimate), _axes(estimate), _step(estimate)]
     if others:
         rows = [("layout", "GB", "tok/s", "MFU")]
@@ -113,38 +112,35 @@ def render(estimate: Estimate, others: Sequence[Estimate] = ()) -> str:
             fits = "" if c.fits else "  does not fit"
             rows.append((describe(c.candidate), f"{c.peak / 1e9:.1f}",
                          f"{c.time.tokens_per_second:,.0f}", f"{c.time.mfu:.1%}{fits}"))  # fmt: skip
-        parts.append(
-            "alternatives, best first (every further axis must pay for itself)\n" + _table(rows)
-        )
+        title = "alternatives, best first (every further axis must pay for itself)"
+        parts.append(f"{title}\n{_table(rows)}")
     return "\n\n".join(parts) + "\n"
 
 
 def _head(estimate: Estimate) -> str:
+    """Lines on the model, the batch, and whether the layout fits."""
     candidate, p, gpu = estimate.candidate, estimate.candidate.profile, estimate.candidate.hardware
     verdict = "fits" if estimate.fits else "DOES NOT FIT"
-    return "\n".join((
+    lines = [
         f"{p.numel / 1e9:.2f} B parameters on {candidate.world_size} x {gpu.name}, "
         f"{candidate.topology.nodes} nodes of {candidate.gpus_per_node}: {describe(candidate)}",
-        f"{candidate.tokens:,} tokens a step: {candidate.global_batch} rows of {p.seq_len}, "
+        f"{candidate.tokens:,} tokens a step: {candidate.global_batch} sequences of {p.seq_len}, "
         f"{candidate.num_micro_batches} micro-batches of {candidate.micro_batch} on each of "
         f"{candidate.layout.batch_size} data ranks",
         f"{verdict}: {_gb(estimate.peak)} of {_gb(gpu.limit)} GB usable ({_gb(gpu.memory)} in all); "
         f"a checkpoint is {_gb(estimate.checkpoint)} GB",
         *filter(None, [candidate.micro_batches.cost]),
-        *_waits(candidate),
-    ))  # fmt: skip
-
-
-def _waits(candidate: Candidate) -> list[str]:
-    """A line on FSDP2's waits for the device, if gradients are in host memory."""
-    further = candidate.num_micro_batches - 1
-    if not candidate.config.cpu_offload or not further:
-        return []
-    tensors = sum(len(part.rows) for part in candidate.load(0).parts)
-    return [
-        f"cpu_offload waits for the device {tensors * further} times a step: once for each of {tensors} "
-        f"parameters in each of {further} further micro-batches; use a larger micro_batch"
     ]
+
+    # FSDP2 waits for the copy of a gradient that it adds to an earlier one in host memory
+    further = candidate.num_micro_batches - 1
+    if candidate.config.cpu_offload and further:
+        tensors = sum(len(group.params) for group in candidate.load(0).groups)
+        lines.append(
+            f"cpu_offload waits for the device {tensors * further} times a step: once for each of {tensors} "
+            f"parameters in each of {further} further micro-batches; use a larger micro_batch"
+        )
+    return "\n".join(lines)
 
 
 def _memory(estimate: Estimate) -> str:
@@ -168,15 +164,15 @@ def _axes(estimate: Estimate) -> str:
 def _step(estimate: Estimate) -> str:
     candidate, t, gpu = estimate.candidate, estimate.time, estimate.candidate.hardware
     waits = ", ".join(f"{axis} {seconds:.2f}" for axis, seconds in t.exposed.items()) or "nothing"
-    share = gpu.compiled if candidate.config.compile else gpu.eager
+    fraction = gpu.compiled if candidate.config.compile else gpu.eager
     return "\n".join((
         f"step {t.step:.2f} s: products {t.products:.2f}, waiting for {waits}, bubble {t.bubble:.2f}, "
         f"update {t.update:.2f}",
         f"{t.tokens_per_second:,.0f} tokens/s ({t.tokens_per_second / candidate.world_size:,.0f} per GPU), "
         f"MFU {t.mfu:.1%}",
-        f"assumed: products at {share:.1%} of {gpu.peak / 1e12:.0f} TFLOP/s, "
+        f"assumed: products at {fraction:.1%} of {gpu.peak / 1e12:.0f} TFLOP/s, "
         f"{gpu.intra / 1e9:.0f} GB/s inside a node, {gpu.inter / 1e9:.0f} between; "
-        f"tp, cp, ep are waited for; FSDP hides behind {HIDDEN:.0%} of the products, {FELT:.0%} of it is "
+        f"tp, cp, ep are waited for; FSDP hides behind {HIDDEN:.0%} of the products, {MIN_EXPOSED:.0%} of it is "
         "felt in any case; activations as an eager GPU keeps them",
     ))  # fmt: skip
 
@@ -186,7 +182,7 @@ def _gb(number: float) -> str:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> str:
-    """Columns side by side: the first to the left, the last as it is, the others to the right."""
+    """Align columns: the first to the left, the last as it is, the others to the right."""
     first, *others, _ = (max(map(len, column)) for column in zip(*rows))
     return "\n".join(
         "  ".join([row[0].ljust(first), *map(str.rjust, row[1:-1], others), row[-1]]).rstrip()

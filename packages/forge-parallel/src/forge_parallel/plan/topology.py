@@ -1,4 +1,4 @@
-"""The ranks of each node, and the speed of a GPU and its networks.
+"""Placement of ranks on nodes, and the speed of GPUs and their networks.
 
 Bandwidths are bytes per second of one GPU in one direction.
 """
@@ -16,13 +16,13 @@ from forge_parallel.config import Layout
 
 @dataclass(frozen=True)
 class Hardware:
-    """One kind of GPU.
+    """A model of GPU.
 
     peak             dense bf16 FLOP/s of the datasheet
     memory           bytes of the datasheet
     memory_speed     bytes/s of a copy
-    intra, inter     bytes/s of collectives over NVLink, and over the GPU's share of the network
-    compiled, eager  fraction of the peak that the matrix products of a training step reach
+    intra, inter     bytes/s of collectives over NVLink, and over the GPU's part of the network
+    compiled, eager  fraction of the peak that the matmuls of a training step reach
     usable           fraction of the memory that a plan may fill; the rest is for the CUDA context, fragmentation
                      and errors of the estimate
     """
@@ -61,7 +61,7 @@ HARDWARE: dict[str, Hardware] = {
 
 
 def find_hardware(name: str) -> Hardware:
-    """The row of HARDWARE by its name. ValueError for an unknown one."""
+    """Return the row of HARDWARE by its name. Raises ValueError for an unknown one."""
     found = HARDWARE.get(name.lower())
     if found is None:
         raise invalid("gpu", "unknown", name, f"must be one of {', '.join(HARDWARE)}", "use h200")
@@ -69,7 +69,7 @@ def find_hardware(name: str) -> Hardware:
 
 
 def this_gpu() -> Hardware:
-    """The row of this machine's GPU with its own memory; for an unknown kind that of the h100."""
+    """Return the row of this machine's GPU with its real memory; for an unknown model that of the h100."""
     name = torch.cuda.get_device_name().lower()
     known = [kind for kind in sorted(HARDWARE, key=len, reverse=True) if kind in name]
     memory = float(torch.cuda.get_device_properties(0).total_memory)
@@ -93,7 +93,7 @@ class Topology:
         return -(-prod(axes) // self.gpus_per_node)
 
     def axes(self) -> dict[str, tuple[int, int]]:
-        """name -> (ranks of a group, distance between neighbors in it) of the axes that have collectives."""
+        """Return name -> (ranks of a group, distance between neighbors in it) of the axes with collectives."""
         axes = self.layout.axes()
         return {name: axes[name] for name in _COLLECTIVE_AXES}
 
@@ -103,10 +103,10 @@ class Topology:
         return size > 1 and size * step > self.gpus_per_node
 
     def seconds(self, axis: str, whole: float, hardware: Hardware) -> float:
-        """Time of an all-gather or reduce-scatter of `whole` bytes over a group of `axis`.
+        """Seconds of an all-gather or reduce-scatter of `whole` unsharded bytes over a group of `axis`.
 
-        Each of the n members in one node moves (n - 1) / n of the bytes over NVLink. Bytes of other nodes arrive
-        over the network cards of all n. The two overlap.
+        Each of the n members in one node moves (n - 1) / n of the bytes over NVLink. Bytes of other nodes arrive over
+        the network cards of all n. The two overlap.
         """
         size, step = self.axes()[axis]
         members = max(1, min(size, self.gpus_per_node // step))
@@ -115,7 +115,7 @@ class Topology:
         return max(inside, between)
 
     def placement(self, experts: bool = True) -> list[str]:
-        """A line for each axis larger than 1: the ranks of its first group, and whether groups span nodes."""
+        """Return a line for each axis larger than 1: the ranks of its first group, and whether groups span nodes."""
         lines = []
         for name, (size, step) in self.axes().items():
             if size == 1 or (name == "efsdp" and not experts):
