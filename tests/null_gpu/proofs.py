@@ -167,9 +167,9 @@ def _cells(run: str, only: str, where: str) -> Cells:
 def _inside(run: str, only: str, where: str, folder: str) -> int:
     """Prove on `where`; each rank leaves what it counted in `folder`, as does this process the verdicts."""
     module: Any = importlib.import_module("forge_parallel.prove.prove")
-    sides: Any = importlib.import_module("forge_parallel.prove.sides")
-    sides.can_generate = lambda model: False  # a text ends by a number that the device computes
-    for name in ("rank_of_cell", "beside_the_cpu"):
+    values: Any = importlib.import_module("forge_parallel.prove.values")
+    values.can_generate = lambda model: False  # a text ends by a number that the device computes
+    for name in ("rank_of_cell", "compare_with_cpu"):
         setattr(module, name, _counting(getattr(module, name), where, Path(folder)))
     build, precision = RUNS[run]
     results = module.prove(

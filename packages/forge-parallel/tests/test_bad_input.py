@@ -25,7 +25,7 @@ from forge_parallel.meshes import Axis, Meshes
 from forge_parallel.pipeline import Pipeline
 from forge_parallel.plan import Profile, SearchSpace, auto_layout, find_hardware
 from forge_parallel.points import POINTS, WholePoints
-from forge_parallel.prove.sides import Refused, _width_of
+from forge_parallel.prove.ranks import Refused, _width_of
 from forge_parallel.prove.values import Reference
 from forge_testing.problems import assert_problem, rejects
 

@@ -26,9 +26,9 @@ from forge_parallel.prove import ProveError, Result, processes, prove
 from forge_parallel.prove.__main__ import main, run
 from forge_parallel.prove.cells import Cell, layout_name
 from forge_parallel.prove.prove import SAME_IN_ONE_RANK
-from forge_parallel.prove.settings import CPU_BOUND, ONE_RANK, ONE_RANK_BOUND, Facts
-from forge_parallel.prove.sides import beside_the_cpu, one_process
+from forge_parallel.prove.settings import CPU_BOUND, ONE_RANK, ONE_RANK_BOUND, Devices
 from forge_parallel.prove.task import Task
+from forge_parallel.prove.values import compare_with_cpu, one_process
 from forge_testing.problems import assert_problem, rejects
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
@@ -318,18 +318,18 @@ def test_gpus_that_a_process_cannot_have_are_refused(monkeypatch: pytest.MonkeyP
     with rejects("device", "cuda", "build", ProveError):
         prove(Model, device="cuda")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    seen: Facts | None = Facts(2, ("A GPU",), "2.29.7")
+    seen: Devices | None = Devices(2, ("A GPU",), "2.29.7")
 
-    def find() -> Facts:
+    def find() -> Devices:
         if seen is None:
             raise RuntimeError("no driver")
         return seen
 
-    monkeypatch.setattr(sys.modules["forge_parallel.prove.prove"], "find_devices", find)
+    monkeypatch.setattr(sys.modules["forge_parallel.prove.settings"], "find_devices", find)
     with rejects("nproc", 3, "devices", ProveError) as caught:
         prove(Model, device="cuda", nproc=3)
     assert caught.value.problems[0].fix.endswith("nproc 2")
-    seen = Facts(0, (), "")
+    seen = Devices(0, (), "")
     with rejects("nproc", 1, "devices", ProveError) as caught:
         prove(Model, device="cuda")
     assert caught.value.problems[0].fix.endswith("device cpu")
@@ -351,12 +351,12 @@ def test_a_broken_kernel_is_found_beside_the_cpu(monkeypatch: pytest.MonkeyPatch
     """The cell "GPU beside CPU", whose device is the CPU here."""
     task, device = Task(Model, None, None, VOCAB, 16, 0), torch.device("cpu")
     truth = one_process(task, device)
-    (same,) = beside_the_cpu(task, [truth], device)
+    (same,) = compare_with_cpu(task, [truth], device)
     assert same.keys() == {*truth.keys}
     assert not any(same.values())
     gelu = F.gelu
     monkeypatch.setattr(F, "gelu", lambda x: gelu(x) * (1 + 1e-3))  # as TF32 could be
-    (broken,) = beside_the_cpu(task, [truth], device)
+    (broken,) = compare_with_cpu(task, [truth], device)
     assert broken[0, "gradient", "layers.0.up.weight"] > CPU_BOUND
 
 
@@ -475,9 +475,9 @@ def test_after_an_exception_other_ranks_have_a_short_time_left(
 
     monkeypatch.setattr(processes.connections, "wait", at_once)
     pipes = [processes.connections.Pipe() for _ in range(2)]
-    pipes[1][1].send_bytes(pickle.dumps(processes.Outcome("KeyError", "no")))
+    pipes[1][1].send_bytes(pickle.dumps(processes.ExitStatus("KeyError", "no")))
     links = {rank: own for rank, (own, _) in enumerate(pipes)}
-    waiting, raised = processes._gather(links, 600)
+    waiting, raised = processes._collect(links, 600)
     assert (waiting.kind, raised.kind) == ("lost", "KeyError")
     first, second = left
     assert second <= processes._GRACE_SECONDS < 60 < first
@@ -681,7 +681,7 @@ def test_a_layer_with_an_old_weight_is_named() -> None:
 
     (result,) = prove(build, vocab_size=VOCAB, only="fsdp", worlds=[2])
     assert (result.verdict, result.layer) == ("red", "layers.1"), result
-    assert "stream behind layers.1 in step 2 differs first" in result.message
+    assert "stream after layers.1 in step 2 differs first" in result.message
 
 
 @pytest.mark.slow
@@ -696,7 +696,7 @@ def test_a_step_that_is_not_made_is_red_in_bf16(monkeypatch: pytest.MonkeyPatch)
         if dist.is_initialized():
             kept[-3].grad = None
 
-    monkeypatch.setattr(sys.modules["forge_parallel.prove.sides"], "clip_grads_", losing)
+    monkeypatch.setattr(sys.modules["forge_parallel.prove.ranks"], "clip_grads_", losing)
     (result,) = prove(Model, vocab_size=VOCAB, only="fsdp", worlds=[2], precision="bf16")
     assert (result.verdict, result.parameter) == ("red", "layers.1.down.bias"), result
 

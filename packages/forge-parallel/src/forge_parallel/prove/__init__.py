@@ -1,4 +1,4 @@
-"""Does a model of yours train the same numbers in every layout? `python -m forge_parallel.prove my_lab.model:build`."""
+"""Proof that a model trains the same numbers in every layout: `python -m forge_parallel.prove my_lab.model:build`."""
 
 from forge_parallel.prove.prove import Result, prove
 from forge_parallel.prove.settings import ProveError

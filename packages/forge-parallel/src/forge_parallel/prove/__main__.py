@@ -12,7 +12,7 @@ roles.toml:
     "*.up.*" = "colwise"
     "*.q_proj.*" = { role = "colwise", multiple_of = 64 }
 
-Leaves with 0 if every cell is green or refused, 1 if one is red, 2 if it cannot be run.
+Exit code 0 if every cell is green or refused, 1 if one is red, 2 if the proof cannot be run.
 """
 
 from __future__ import annotations
@@ -26,17 +26,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from forge_parallel._shared.problems import invalid
 from forge_parallel.prove.cells import layout_name
 from forge_parallel.prove.prove import Result, prove
-from forge_parallel.prove.settings import PRECISIONS, ProveError
+from forge_parallel.prove.settings import PRECISIONS, prove_error
 
 
 def run(argv: list[str] | None = None) -> list[Result]:
-    """The printed results. Raises ProveError as `prove`, and for flags that cannot be read."""
+    """Prove as the flags say, print each result, and return them. Raises ProveError for invalid flags too."""
     options = vars(_parser().parse_args(argv))
     sys.path.insert(0, os.getcwd())
-    layouts = [_layout(words) for words in options.pop("layout")]
+    layouts = [
+        _pairs(" ".join(words).replace(",", " ").split(), "--layout", "tp=2")
+        for words in options.pop("layout")
+    ]
+
+    # longer names of the caller's layouts widen the first column
     width = max([26, *(len(layout_name(layout)) + 2 for layout in layouts)])
     return prove(
         options.pop("build"),
@@ -46,12 +50,12 @@ def run(argv: list[str] | None = None) -> list[Result]:
         worlds=_worlds(options.pop("world")),
         header=partial(_print_header, width),
         report=partial(_print, width),
-        **options,  # the others are named as in prove
+        **options,  # every other flag has the name of prove's argument
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit code."""
+    """Prove as the flags say, print the counts of verdicts, and return the exit code."""
     try:
         results = run(argv)
     except ValueError as error:
@@ -63,18 +67,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _print_header(width: int, line: str) -> None:
-    print(line)
-    print(
-        f"{'cell':{width}}{'ranks':>5}  {'verdict':8} {'worst error':>11} {'seconds':>8}",
-        flush=True,
-    )
+    head = f"{'cell':{width}}{'ranks':>5}  {'verdict':8} {'worst error':>11} {'seconds':>8}"
+    print(f"{line}\n{head}", flush=True)
 
 
 def _print(width: int, result: Result) -> None:
     worst = f"{result.worst:.1e}" if result.errors else ""
-    print(
-        f"{result.cell:{width}}{result.world:5}  {result.verdict:8} {worst:>11} {result.seconds:8.1f}"
-    )
+    verdict = f"{result.verdict:8} {worst:>11} {result.seconds:8.1f}"
+    print(f"{result.cell:{width}}{result.world:5}  {verdict}")
     for line in [*result.message.splitlines(), *result.trace.splitlines()]:
         print(f"    {line}")
     if result.parameter is not None:
@@ -83,84 +83,64 @@ def _print(width: int, result: Result) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    style = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
-        prog="python -m forge_parallel.prove", description=__doc__, formatter_class=style
+        prog="python -m forge_parallel.prove",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("build", help="module:function that returns the model, a small one")
-    parser.add_argument("--args", nargs="*", default=[], metavar="key=value", help="given to build")
-    parser.add_argument(
-        "--blocks",
-        nargs="*",
-        metavar="pattern",
-        help="names of the blocks, a * between two dots for any",
-    )
-    parser.add_argument(
-        "--media", metavar="module:function", help="of tokens, gives further inputs by name"
-    )
-    parser.add_argument("--roles", type=Path, help="TOML file with a table [roles]")
-    parser.add_argument(
-        "--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU for each rank (cpu)"
-    )
-    parser.add_argument("--nproc", type=int, help="the most ranks of a cell (the GPUs there are)")
-    parser.add_argument(
-        "--precision", choices=PRECISIONS, default="fp32", help="of the layouts (fp32)"
-    )
-    parser.add_argument(
-        "--layout",
-        nargs="+",
-        action="append",
-        default=[],
-        metavar="key=value",
-        help="a layout of your own on nproc ranks instead of the cells: keys of ParallelConfig, micro_batches",
-    )
-    parser.add_argument("--world", help="numbers of ranks (2,4; with --nproc 1 to nproc)")
-    for name, default, says in (
+    add = parser.add_argument
+    add("build", help="module:function that returns the model, a small one")
+    add("--args", nargs="*", default=[], metavar="key=value", help="arguments of build")
+    blocks = "names of the blocks, with * for any name between two dots"
+    add("--blocks", nargs="*", metavar="pattern", help=blocks)
+    media = "function of the tokens that returns further inputs by name"
+    add("--media", metavar="module:function", help=media)
+    add("--roles", type=Path, help="TOML file with a table [roles]")
+
+    device = "cuda: a GPU for each rank (cpu)"
+    add("--device", choices=("cpu", "cuda"), default="cpu", help=device)
+    add("--nproc", type=int, help="the most ranks of a cell (the GPUs there are)")
+    add("--precision", choices=PRECISIONS, default="fp32", help="of the layouts (fp32)")
+
+    layout = "a layout instead of the cells, on nproc ranks: keys of ParallelConfig, micro_batches"
+    add("--layout", nargs="+", action="append", default=[], metavar="key=value", help=layout)
+    add("--world", help="numbers of ranks (2,4; with --nproc 1 to nproc)")
+
+    for name, default, text in (
         ("only", "", "cells whose name contains this"),
         ("vocab_size", 64, "token ids are below it"),
-        ("seq_len", 16, "tokens of a row"),
+        ("seq_len", 16, "tokens of a sequence"),
         ("seed", 0, "of the builder and the tokens"),
     ):
-        parser.add_argument(
-            f"--{name}", type=type(default), default=default, help=f"{says} ({default})"
-        )
-    parser.add_argument("--bound", type=float, help="on every error (those of the precision)")
-    parser.add_argument("--timeout", type=float, help="seconds for a cell (60, on GPUs 300)")
+        add(f"--{name}", type=type(default), default=default, help=f"{text} ({default})")
+    add("--bound", type=float, help="on every error (the bounds of the precision)")
+    add("--timeout", type=float, help="seconds of a cell (60, on GPUs 300)")
     return parser
 
 
 def _worlds(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
     try:
-        return [int(world) for world in text.split(",")]
+        return None if text is None else [int(world) for world in text.split(",")]
     except ValueError as error:
         rule = "must be numbers with commas"
-        raise invalid("--world", "type", text, rule, "write 2,4", kind=ProveError) from error
-
-
-def _layout(words: list[str]) -> dict[str, Any]:
-    return _pairs(" ".join(words).replace(",", " ").split(), "--layout", "tp=2")
+        raise prove_error("--world", "type", text, rule, "write 2,4") from error
 
 
 def _pairs(words: list[str], flag: str, example: str) -> dict[str, Any]:
-    pairs = [_pair(word, flag, example) for word in words]
-    if twice := [key for key, times in Counter(key for key, _ in pairs).items() if times > 1]:
-        rule, fix = "must be given once", "leave out all but one"
-        raise invalid(f"{flag} {twice[0]}", "duplicate", ..., rule, fix, kind=ProveError)
-    return dict(pairs)
-
-
-def _pair(text: str, flag: str, example: str) -> tuple[str, Any]:
-    key, equals, value = text.partition("=")
-    if not (key and equals):
-        raise invalid(
-            flag, "syntax", text, "must be key=value", f"write {example}", kind=ProveError
-        )
-    try:
-        return key, tomllib.loads(f"x = {value}")["x"]
-    except tomllib.TOMLDecodeError:
-        return key, value  # a string without quotes
+    """The words `key=value` as a dictionary, values in the syntax of TOML; a text needs no quotes."""
+    pairs: dict[str, Any] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not (key and equals):
+            raise prove_error(flag, "syntax", word, "must be key=value", f"write {example}")
+        if key in pairs:
+            rule, fix = "must be given once", "leave out all but one"
+            raise prove_error(f"{flag} {key}", "duplicate", ..., rule, fix)
+        try:
+            pairs[key] = tomllib.loads(f"x = {value}")["x"]
+        except tomllib.TOMLDecodeError:
+            pairs[key] = value
+    return pairs
 
 
 def _roles(path: Path | None) -> dict[str, Any] | None:
@@ -170,10 +150,10 @@ def _roles(path: Path | None) -> dict[str, Any] | None:
         table = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         rule = f"must be a TOML file ({error})"
-        raise invalid("--roles", "toml", str(path), rule, "correct it", kind=ProveError) from error
+        raise prove_error("--roles", "toml", str(path), rule, "correct it") from error
     if set(table) != {"roles"} or not isinstance(table["roles"], dict):
         rule, fix = "must hold one table [roles]", "write [roles] first"
-        raise invalid("--roles", "table", str(path), rule, fix, kind=ProveError)
+        raise prove_error("--roles", "table", str(path), rule, fix)
     return table["roles"]
 
 

@@ -1,4 +1,4 @@
-"""The cells of a proof: layouts of a number of ranks, those that every model should have and your own."""
+"""Cells of a proof: the standard layouts of each number of ranks, and layouts of the caller."""
 
 from __future__ import annotations
 
@@ -7,19 +7,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from forge_parallel._shared.problems import invalid, problems_of, raise_problems
+from forge_parallel._shared.problems import problems_of, raise_problems
 from forge_parallel.config import ParallelConfig
 from forge_parallel.legal import Facts, problems
-from forge_parallel.prove.settings import ProveError, Settings
-from forge_parallel.prove.task import ROWS
+from forge_parallel.prove.settings import ProofSettings, ProveError, prove_error
+from forge_parallel.prove.task import GLOBAL_BATCH
 from forge_parallel.stages import next_allowed_count
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A layout on `world` ranks: keys of ParallelConfig, and the micro-batches of a data rank; `swaps`: other
-    weights are evaluated between the steps, and the own ones put back; `branches`: ranks have rows of different ids;
-    `on_host`: no layout, but one process on the device, whose truth is one process on the CPU."""
+    """A layout on `world` ranks: keys of ParallelConfig, and the micro-batches of a data rank.
+
+    swaps     other weights are evaluated between the steps, and the own weights restored
+    branches  ranks have sequences of different ids
+    on_host   no layout: one process on the device, whose reference is one process on the CPU
+    """
 
     name: str
     world: int
@@ -29,23 +32,25 @@ class Cell:
     branches: bool = False
     on_host: bool = False
 
-    def config(self, settings: Settings) -> ParallelConfig:
-        """Its configuration. ValueError for keys that do not go together."""
+    def config(self, settings: ProofSettings) -> ParallelConfig:
+        """Return the configuration. Raises ValueError for keys that contradict each other."""
         runs = "bf16" if settings.precision == "bf16" else "fp32"
         return ParallelConfig(device=settings.device, precision=runs, **self.layout)  # type: ignore[arg-type]
 
-    def rows(self, settings: Settings) -> int:
-        """Of a step: `ROWS`, or as many more as its data ranks and micro-batches divide."""
+    def global_batch(self, settings: ProofSettings) -> int:
+        """Sequences of a step: `GLOBAL_BATCH`, or the next multiple that the data ranks and micro-batches divide."""
         readers = self.config(settings).axes(self.world).batch_size
-        return math.lcm(ROWS, readers * self.micro_batches)
+        return math.lcm(GLOBAL_BATCH, readers * self.micro_batches)
 
-    def rounds_as_one_rank(self, settings: Settings) -> bool:
-        """Whether each rank computes, in bf16, the very products and roundings that one rank would compute with the
-        same micro-batches: what tp, cp and ep cut is rounded elsewhere, and inductor fuses roundings away."""
+    def rounds_as_one_rank(self, settings: ProofSettings) -> bool:
+        """Whether in bf16 each rank computes the same matmuls and roundings as one rank with the same micro-batches.
+
+        tp, cp and ep round other partial results, and inductor fuses roundings away.
+        """
         config = self.config(settings)
         fused = config.compile and settings.compile_backend == "inductor"
-        cut = max(config.tp, config.cp, config.ep) > 1
-        return not (cut or fused or config.reduce_dtype == "bf16")
+        sharded = max(config.tp, config.cp, config.ep) > 1
+        return not (sharded or fused or config.reduce_dtype == "bf16")
 
 
 CELLS = (
@@ -75,7 +80,7 @@ CELLS = (
     Cell("fsdp x tp x pp", 8, {"tp": 2, "pp": 2}, micro_batches=2),
 )
 
-#: Keys that flags give, that have no bound here, or that a proof has no part for.
+#: Keys that are flags of their own, that have no bound here, or that need a part which a proof does not have.
 _NOT_IN_A_LAYOUT = {
     "device": "use --device",
     "precision": "use --precision",
@@ -84,31 +89,67 @@ _NOT_IN_A_LAYOUT = {
     "float8": "leave it out: the layout is proved without",
     "float8_all_gather": "leave it out: the layout is proved without",
 }
+_TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true or false"}
+
+
+def select_cells(
+    layouts: Sequence[Mapping[str, Any]],
+    worlds: Iterable[int] | None,
+    nproc: int | None,
+    only: str,
+    settings: ProofSettings,
+    seq_len: int,
+) -> list[Cell]:
+    """Cells of the caller's `layouts` on `nproc` ranks, then those of `CELLS` with a number of ranks in `worlds` and
+    `only` in their name. Raises ProveError for a layout that breaks a rule, and if no cell is left."""
+    if layouts and nproc is None:
+        rule = "must be given with layouts"
+        raise prove_error("nproc", "missing", ..., rule, "add nproc=4 (--nproc 4)")
+    cells = [_own_cell(layout, nproc or 1, settings, seq_len) for layout in layouts]
+
+    if worlds is None:
+        worlds = () if layouts else (2, 4) if nproc is None else range(1, nproc + 1)
+    counts = [world for world in worlds if nproc is None or world <= nproc]
+    kept = [cell for cell in CELLS if cell.world in counts and only in cell.name]
+    cells += [cell for cell in kept if settings.device == "cuda" or not cell.on_host]
+    if not cells:
+        rule = f"and only {only!r} must leave a cell, and leave none"
+        fix = "use 1, 2, 4 or 8 ranks, and a part of a name in docs/prove.md"
+        raise prove_error("worlds", "empty", counts, rule, fix)
+    return cells
 
 
 def layout_name(layout: Mapping[str, Any]) -> str:
-    """That of its cell."""
+    """Name of the cell of a caller's layout: `tp=2 pp=2`."""
     return " ".join(f"{key}={value}" for key, value in layout.items())
 
 
-def own_cell(layout: Mapping[str, Any], world: int, settings: Settings, seq_len: int) -> Cell:
-    """A layout of the caller's, keys of ParallelConfig and `micro_batches`, as a cell on `world` ranks.
+def _own_cell(layout: Mapping[str, Any], world: int, settings: ProofSettings, seq_len: int) -> Cell:
+    """Validate a caller's layout, keys of ParallelConfig and `micro_batches`, and return its cell.
 
-    Raises ProveError for a key that is none, and with every rule that the layout breaks.
+    Raises ProveError for an unknown key or a value of the wrong type, and with every rule that the layout breaks.
     """
     keys = dict(layout)
     count = keys.pop("micro_batches", None)
     name = layout_name(layout)
     known = {f.name for f in fields(ParallelConfig)}
-    for key in keys:
+    for key, value in keys.items():
         if key in _NOT_IN_A_LAYOUT or key not in known:
             fix = _NOT_IN_A_LAYOUT.get(key, "use tp=2, pp=2, compile=true, micro_batches=4, ...")
-            rule, where = "must be a key of a layout", f"layout {name}"
-            raise invalid(key, "unknown_key", ..., rule, fix, where=where, kind=ProveError)
-        _require_type(name, key, keys[key])
+            rule = "must be a key of a layout"
+            raise prove_error(key, "unknown_key", ..., rule, fix, where=f"layout {name}")
+
+        # a value of another type would be used: any text is true
+        hint = get_type_hints(ParallelConfig)[key]
+        types = get_args(hint) or (hint,)
+        is_right = type(value) in types or (type(value), *types) == (int, float)
+        if get_origin(hint) is not Literal and not is_right:  # ParallelConfig checks a Literal
+            rule = f"must be {_TYPE_NAMES[types[0]]}"
+            raise prove_error(key, "type", value, rule, "correct it", where=f"layout {name}")
     if count is not None and (type(count) is not int or count < 1):
-        where, rule = f"layout {name}", "must be a number from 1 on"
-        raise invalid("micro_batches", "range", count, rule, "use 1", where=where, kind=ProveError)
+        rule = "must be a number from 1 on"
+        raise prove_error("micro_batches", "range", count, rule, "use 1", where=f"layout {name}")
+
     where = f"layout {name} on {world} ranks"
     try:
         config = Cell(name, world, keys).config(settings)
@@ -119,20 +160,3 @@ def own_cell(layout: Mapping[str, Any], world: int, settings: Settings, seq_len:
     facts = Facts(seq_len=seq_len, num_micro_batches=count)
     raise_problems(where, problems(config, axes, facts), ProveError)
     return Cell(name, world, keys, count)
-
-
-def _require_type(name: str, key: str, value: Any) -> None:
-    """ProveError for a word or a number where the configuration has another kind of value: any word is true."""
-    hint = get_type_hints(ParallelConfig)[key]
-    kinds = get_args(hint) or (hint,)  # words of a Literal are checked by the configuration
-    if get_origin(hint) is Literal or type(value) in kinds or (type(value), *kinds) == (int, float):
-        return
-    names = {int: "a whole number", float: "a number", bool: "true or false"}
-    rule, where = f"must be {names[kinds[0]]}", f"layout {name}"
-    raise invalid(key, "type", value, rule, "correct it", where=where, kind=ProveError)
-
-
-def standard_cells(worlds: Iterable[int], only: str, settings: Settings) -> Sequence[Cell]:
-    """Those of `CELLS` with one of these numbers of ranks, whose name contains `only`, on this device."""
-    kept = [cell for cell in CELLS if cell.world in {*worlds} and only in cell.name]
-    return [cell for cell in kept if settings.device == "cuda" or not cell.on_host]

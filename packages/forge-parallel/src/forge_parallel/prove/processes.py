@@ -1,10 +1,12 @@
-"""A function in each of some forked processes of this host, with gloo, on GPUs NCCL beside it.
+"""Run a function in forked processes of this host, with gloo between them, on GPUs also NCCL.
 
-A fork costs a tenth of a second and shares the caller's objects. Five rules make it safe. A child sets torch to one
-thread first: the threads of the caller's pool do not exist in it, and torch would wait for them. It ends with
-`os._exit`. It never collects the caller's garbage: a gloo group there joins threads that do not exist, and hangs or
-dies. The caller clears DTensor's caches, which would return names of groups that have ended. And it must not have used CUDA,
-which does not survive a fork: even the number of GPUs is asked for in a child.
+A fork costs a tenth of a second and shares the caller's objects. Five rules make it safe:
+
+- A child first sets torch to one thread. The caller's thread pool does not exist in it, and torch would wait for it.
+- It ends with `os._exit`.
+- It never collects the caller's garbage: a gloo group there joins threads that do not exist, and hangs or dies.
+- The caller clears DTensor's caches, which would return names of groups that have ended.
+- The caller must not have used CUDA, which does not survive a fork: even the number of GPUs is read in a child.
 """
 
 from __future__ import annotations
@@ -19,7 +21,6 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -29,14 +30,16 @@ import torch.distributed as dist
 from forge_parallel._shared.problems import Problem, Shown, problems_of, show
 from forge_parallel._torch_compat import clear_sharding_caches
 from forge_parallel.prove.settings import make_deterministic
-from forge_parallel.start.interface import choose_interface
+from forge_parallel.start.group import choose_interface, init_backends
 
-_GRACE_SECONDS = 2.0  # for ranks that wait in a collective for one that has ended
+# After a rank has failed, the others wait in a collective for it. A rank that fails by itself does so within this time,
+# so its own error is reported too.
+_GRACE_SECONDS = 2.0
 
 
-class Outcome(NamedTuple):
-    """The end of a rank: "returned" with its value, the name of an exception's class with its text, or "lost". `at` is
-    the time, `trace` the traceback, `problems` those of the exception, with their values as text."""
+class ExitStatus(NamedTuple):
+    """End of a rank: "returned" with its value, the name of an exception's class with its text, or "lost" (killed, or
+    not back in time) with a reason. `at` is the time of an exception; values in `problems` are text."""
 
     kind: str
     value: Any
@@ -44,17 +47,18 @@ class Outcome(NamedTuple):
     trace: str = ""
     problems: tuple[Problem, ...] = ()
 
+    def __str__(self) -> str:
+        return self.value if self.kind == "lost" else f"it raised {self.kind}: {self.value}"
+
 
 def run_on_ranks(
     world: int, function: Callable[[torch.device], Any], timeout: float, device: str = "cpu"
-) -> list[Outcome]:
-    """`function(its device)` in `world` processes with a group (none for one process); outcomes by rank.
+) -> list[ExitStatus]:
+    """Run `function(device)` in `world` forked processes with deterministic settings; exit statuses by rank.
 
-    The device is the CPU, or on "cuda" the GPU with the rank's number, and the group has gloo and NCCL. Settings are
-    deterministic.
-
-    Values are pickled, printed text is lost. A rank that has not returned after `timeout` seconds, or
-    soon after another failed, is killed.
+    The device is the CPU or, for "cuda", the GPU of the rank's number. More than one process get a process group.
+    Results are pickled; what ranks print is lost. A rank is killed if it has not returned after `timeout` seconds, or
+    soon after another one failed.
     """
     clear_sharding_caches()
     with tempfile.TemporaryDirectory(prefix="forge-prove-") as folder:
@@ -64,10 +68,11 @@ def run_on_ranks(
             pids.append(_fork())
             if pids[-1] == 0:
                 where = torch.device(device, rank) if device == "cuda" else torch.device(device)
-                _be_rank(theirs, rank, world, Path(folder), function, where)
-            theirs.close()
+                _run_rank(theirs, rank, world, Path(folder), function, where)
+            theirs.close()  # else the end of a dead rank's pipe would not be seen
+
         try:
-            return _gather(links, timeout)
+            return _collect(links, timeout)
         finally:
             for pid in pids:
                 os.kill(pid, signal.SIGKILL)  # not yet waited for, so the pid is still its own
@@ -75,7 +80,7 @@ def run_on_ranks(
 
 
 def _fork() -> int:
-    """`os.fork`; the garbage collector of the child passes over all that the caller has made."""
+    """`os.fork` with every object of the caller exempt from garbage collection in the child."""
     collects = gc.isenabled()
     gc.disable()  # it could run in the child before `freeze`
     try:
@@ -88,24 +93,25 @@ def _fork() -> int:
             gc.enable()
 
 
-def _gather(links: dict[int, Any], timeout: float) -> list[Outcome]:
-    outcomes: dict[int, Outcome] = {}
+def _collect(links: dict[int, Any], timeout: float) -> list[ExitStatus]:
+    """Wait for the exit statuses that ranks send over `links`; a rank without one is "lost"."""
+    found: dict[int, ExitStatus] = {}
     waiting, deadline = dict(links), time.monotonic() + timeout
     while ready := connections.wait(waiting.values(), max(0.0, deadline - time.monotonic())):
         for rank in [rank for rank, link in waiting.items() if link in ready]:
             try:
-                outcomes[rank] = pickle.loads(waiting.pop(rank).recv_bytes())
+                found[rank] = pickle.loads(waiting.pop(rank).recv_bytes())
             except (EOFError, OSError):
-                outcomes[rank] = Outcome("lost", "its process died")
-            if outcomes[rank].kind != "returned":
+                found[rank] = ExitStatus("lost", "its process died")
+            if found[rank].kind != "returned":
                 deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if not waiting:
             break
-    late = Outcome("lost", f"it did not return within {timeout:g} s")
-    return [outcomes.get(rank, late) for rank in links]
+    late = ExitStatus("lost", f"it did not return within {timeout:g} s")
+    return [found.get(rank, late) for rank in links]
 
 
-def _be_rank(
+def _run_rank(
     link: Any,
     rank: int,
     world: int,
@@ -113,6 +119,7 @@ def _be_rank(
     function: Callable[[torch.device], Any],
     device: torch.device,
 ) -> NoReturn:
+    """Body of a child: set it up, run `function`, send the exit status, and end."""
     try:
         torch.set_num_threads(1)
         devnull = os.open(os.devnull, os.O_WRONLY)
@@ -120,33 +127,25 @@ def _be_rank(
         os.dup2(devnull, 2)
         make_deterministic()
         os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # workers outlive a killed rank
-        on_gpu = device.type == "cuda"
-        if on_gpu:
+
+        if device.type == "cuda":
             torch.cuda.set_device(device)
         if world > 1:
             choose_interface(None)
-            dist.init_process_group(
-                "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-                store=dist.FileStore(str(folder / "store"), world),  # type: ignore[attr-defined]
-                rank=rank,
-                world_size=world,
-                timeout=timedelta(minutes=10),
-                device_id=device if on_gpu else None,
-            )
-        outcome = Outcome("returned", function(device))
+            store = dist.FileStore(str(folder / "store"), world)  # type: ignore[attr-defined]
+            init_backends(store, rank, world, device, 600.0)
+        status = ExitStatus("returned", function(device))
         if world > 1:
             dist.barrier()  # a rank that exits early resets connections from which others still read
     except BaseException as error:
-        kind, text = type(error).__name__, str(error)
-        outcome = Outcome(kind, text, time.monotonic(), traceback.format_exc(), _portable(error))
+        # another process can read the problems whatever their values are
+        problems = tuple(
+            p if p.value is ... else replace(p, value=Shown(show(p.value)))
+            for p in problems_of(error)
+        )
+        kind, trace = type(error).__name__, traceback.format_exc()
+        status = ExitStatus(kind, str(error), time.monotonic(), trace, problems)
     try:
-        link.send_bytes(pickle.dumps(outcome))
+        link.send_bytes(pickle.dumps(status))
     finally:
         os._exit(0)
-
-
-def _portable(error: BaseException) -> tuple[Problem, ...]:
-    """The problems of an error, which another process can read whatever their values are."""
-    return tuple(
-        p if p.value is ... else replace(p, value=Shown(show(p.value))) for p in problems_of(error)
-    )

@@ -1,4 +1,4 @@
-"""The equivalence cells of a model, measured."""
+"""Prove the equivalence cells of a model: train it in each layout and compare it with one process."""
 
 from __future__ import annotations
 
@@ -17,23 +17,14 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from forge_parallel._shared.problems import Problem, invalid
-from forge_parallel.prove.cells import Cell, own_cell, standard_cells
-from forge_parallel.prove.processes import Outcome, run_on_ranks
-from forge_parallel.prove.settings import (
-    ON_CPU,
-    ONE_RANK,
-    Facts,
-    ProveError,
-    Settings,
-    describe,
-    find_devices,
-    make_settings,
-    require_no_cuda,
-)
-from forge_parallel.prove.sides import STEPS, beside_the_cpu, one_process, one_rank, rank_of_cell
+from forge_parallel._shared.problems import Problem
+from forge_parallel.prove import settings as proof_settings
+from forge_parallel.prove.cells import Cell, select_cells
+from forge_parallel.prove.processes import ExitStatus, run_on_ranks
+from forge_parallel.prove.ranks import one_rank, rank_of_cell
+from forge_parallel.prove.settings import ON_CPU, ONE_RANK, Devices, ProveError, prove_error
 from forge_parallel.prove.task import Task
-from forge_parallel.prove.values import Reference, ValueKey
+from forge_parallel.prove.values import STEPS, Reference, ValueKey, compare_with_cpu, one_process
 from forge_parallel.structure import Blocks
 
 SAME_IN_ONE_RANK = "; one rank in bf16 computes the same: it is the precision, not the layout"
@@ -41,12 +32,13 @@ SAME_IN_ONE_RANK = "; one rank in bf16 computes the same: it is the precision, n
 
 @dataclass(frozen=True)
 class Result:
-    """A cell's verdict: "green", "red" or "refused".
+    """A cell's verdict: "green", "red" or "refused" (the layout is not supported for this model).
 
-    `errors` are the worst, max|a - b| / max|b|, by quantity: stream (behind each layer), loss, gradient,
-    norm, weight, text (greedy, of a model of transformers, in fp32); in bf16 also "one rank", all of them beside one
-    rank in bf16. Of a red cell, `message` names the first value that differs, `parameter` and `layer` its module, if
-    any. `trace` is the traceback of a rank that raised, `problems` are those of its error.
+    errors     largest max|a - b| / max|b| by quantity: stream (after each layer), loss, gradient, norm, weight, text
+               (greedy, of a model of transformers, in fp32); in bf16 also "one rank": all quantities against one rank
+    message    of a red cell: the first value that differs, or the error of a rank
+    parameter  and `layer`: the module of that value, if it has one
+    trace      traceback of a rank that raised, with the `problems` of its error
     """
 
     cell: str
@@ -93,71 +85,90 @@ def prove(
             print(result.cell, result.verdict, result.message)
         prove("my_lab.model:build", device="cuda", precision="bf16", layouts=[{"tp": 2, "pp": 2}])
 
-    The model is called with tokens (B, S) of ids below `vocab_size`, and with positions and document_ids of
-    that shape if its forward takes them; it returns logits (B, S, V) or something with `.logits`. Values are
-    made fp32. Two steps of SGD with momentum and clipping on eight rows, which one process computes in one forward:
-    a module that mixes rows is red. Modules of dropout are off; under tp they are refused. `roles` is a table as of
-    `parallel_roles()`, `blocks` as in `parallelize`. `media(tokens)` gives further inputs by name (`extra_inputs`),
-    tensors or other values whose B rows a slice takes, and may put placeholders into the tokens; in the cell "branch by
-    row" the ids of one rank's rows are below vocab_size / 2 and those of the other not, so that it can give the two
-    different media, or one none.
+    The forward is called with tokens (B, S) below `vocab_size`, and with positions and document_ids of that shape if it
+    takes them. It returns logits (B, S, V) or an output with `.logits`. A step has 8 sequences, or as many more as the
+    ranks of a cell need. Two steps of SGD with momentum and clipping are compared. Floats become fp32.
+    One process computes a step in one forward, so a module that mixes sequences is red. Dropout is off; under tp it is
+    not supported.
 
-    Ranks compute on `device`, cpu (gloo) or cuda (GPU by rank, NCCL, compiled by inductor), and so does the one process;
-    on a GPU one more cell compares it with the CPU. `nproc` bounds the ranks of a cell; default: the GPUs, or on cpu
-    what `worlds` says. `worlds` and `only` (part of a name) select cells; default: (2, 4) on cpu without nproc, else
-    all numbers up to nproc; none with `layouts`. Each of these is a cell of its own on `nproc` ranks: keys of
-    ParallelConfig, and micro_batches. A step has as many more rows as its ranks need.
-
-    `precision` fp32, tf32 (GPUs) or bf16 is that of the layouts; the one process computes in fp32. `bound` replaces
-    the bounds of the precision on each quantity (docs/prove.md has them with their reasons). `timeout` is for a cell,
-    in seconds; default 60, on GPUs 300. `header` is called once with a line that names devices, versions, settings
-    and bounds, `report` with each result.
+    build       function or "module:function"; gets `args`
+    roles       table as from `parallel_roles()`
+    blocks      as in `parallelize`
+    media       media(tokens) returns further inputs by name (`extra_inputs`), whose B rows a slice takes, and may write
+                placeholders into the tokens. In the cell "branch by row" the ids of one rank are below vocab_size / 2
+                and those of the other are not, so the two can get different media, or one none
+    device      "cpu" (gloo) or "cuda" (a GPU per rank, NCCL, inductor), also of the one process; on GPUs one more cell
+                compares it with the CPU
+    nproc       most ranks of a cell; default: the GPUs, or on a CPU the largest of `worlds`
+    precision   of the layouts: "fp32", "tf32" (GPUs) or "bf16"; the one process computes in fp32
+    layouts     the caller's own layouts, a cell each on `nproc` ranks: keys of ParallelConfig, and micro_batches
+    worlds      numbers of ranks; default (2, 4) on a CPU without nproc, else 1 to nproc; with `layouts` none
+    only        part of the names of the cells to run
+    bound       in place of the bounds of the precision (docs/prove.md has them with their reasons)
+    timeout     seconds of a cell; default 60, on GPUs 300
+    header      called once with a line of devices, versions, settings and bounds
+    report      called with each result
 
     Ranks are forked: `build` may be a local function, and this process must not have used CUDA. Raises ProveError if a
     proof is impossible: a builder that draws unseeded numbers, a forward that raises or draws in one process, a
-    layout that breaks a rule, more ranks than GPUs. Cost: a second or less a cell for a small model on a CPU.
+    layout that breaks a rule, more ranks than GPUs. Cost: a second or less per cell for a small model on a CPU.
     """
-    _require_alone()
-    settings = make_settings(device, precision, bound)
-    timeout = (300.0 if device == "cuda" else 60.0) if timeout is None else timeout
+    _require_no_group()
+    settings = proof_settings.make_settings(device, precision, bound)
+    on_gpu = device == "cuda"
+    timeout = (300.0 if on_gpu else 60.0) if timeout is None else timeout
     if nproc is not None and nproc < 1:
         fix = "use the number of your GPUs or cores"
-        raise invalid("nproc", "range", nproc, "must be at least 1", fix, kind=ProveError)
+        raise prove_error("nproc", "range", nproc, "must be at least 1", fix)
     _require_sizes(vocab_size, seq_len, seed, timeout)
-    facts = _devices(nproc, timeout) if device == "cuda" else None
-    nproc = facts.count if facts is not None and nproc is None else nproc
-    cells = _cells(layouts, worlds, nproc, only, settings, seq_len)
+    devices = _find_devices(nproc, timeout) if on_gpu else None
+    nproc = devices.count if devices is not None and nproc is None else nproc
+    cells = select_cells(layouts, worlds, nproc, only, settings, seq_len)
+
     made = _import(build) if isinstance(build, str) else build
     given = _import(media) if isinstance(media, str) else media
-    if device == "cuda":
-        require_no_cuda()  # the modules of a lab may have used it
+    if on_gpu:
+        proof_settings.require_no_cuda()  # the imported modules may have used it
     builder = partial(made, **(args or {}))
     task = Task(builder, roles, blocks, vocab_size, seq_len, seed, given, settings=settings)
     if header is not None:
-        header(describe(settings, facts, any(cell.layout.get("compile") for cell in cells)))
-    for module in ("fsdp", "tensor", "pipelining"):  # once here instead of in every rank: a second
+        compiles = any(cell.layout.get("compile") for cell in cells)
+        header(proof_settings.describe_settings(settings, devices, compiles))
+    for module in ("fsdp", "tensor", "pipelining"):  # once here, not in every rank: a second each
         importlib.import_module(f"torch.distributed.{module}")
-    truths = _Truths(task, timeout)
+
+    known = _References(task, timeout)
     results = []
     for cell in cells:
-        results.append(_measure(cell, truths))
+        of_cell, references = known.of(cell)
+        began = time.perf_counter()
+        inputs = [*references.values()]
+        if cell.on_host:
+            function = partial(compare_with_cpu, of_cell, inputs)
+        else:
+            function = partial(rank_of_cell, of_cell, cell, inputs)
+
+        statuses = run_on_ranks(cell.world, function, timeout, device)
+        seconds = time.perf_counter() - began
+        results.append(_judge(cell, statuses, references, settings.bounds, seconds))
         if report is not None:
             report(results[-1])
     return results
 
 
-def _require_alone() -> None:
+def _require_no_group() -> None:
+    """Raise ProveError in a process that has a process group or is one rank of several."""
     if dist.is_initialized():
         rule = "must not exist where prove is called"
-        raise invalid("process group", "running", ..., rule, "end it first", kind=ProveError)
-    if os.environ.get("WORLD_SIZE", "1") != "1":
-        rule, size = "must be 1, as prove starts its own ranks", os.environ["WORLD_SIZE"]
+        raise prove_error("process group", "running", ..., rule, "end it first")
+    if (size := os.environ.get("WORLD_SIZE", "1")) != "1":
+        rule = "must be 1, as prove starts its own ranks"
         fix = "call it without torchrun, with --nproc"
-        raise invalid("WORLD_SIZE", "ranks", size, rule, fix, kind=ProveError)
+        raise prove_error("WORLD_SIZE", "ranks", size, rule, fix)
 
 
 def _require_sizes(vocab_size: int, seq_len: int, seed: int, timeout: float) -> None:
-    """Of tokens, as `Task.batch` draws them, and of what else a mistake would show as one of the model."""
+    """Raise ProveError for a size that `Task.batch` cannot draw, or a time without meaning."""
     for name, value, least, most in (
         ("vocab_size", vocab_size, 2, 2**31),
         ("seq_len", seq_len, 2, 2**31),
@@ -165,75 +176,49 @@ def _require_sizes(vocab_size: int, seq_len: int, seed: int, timeout: float) -> 
     ):
         if not least <= value <= most:
             rule = f"must be at least {least} and at most {most}"
-            raise invalid(name, "range", value, rule, "correct it", kind=ProveError)
+            raise prove_error(name, "range", value, rule, "correct it")
     if not 0 < timeout <= 86400:
         rule = "must be above 0 and at most 86400 seconds"
-        fix = "leave it out for the default"
-        raise invalid("timeout", "range", timeout, rule, fix, kind=ProveError)
+        raise prove_error("timeout", "range", timeout, rule, "leave it out for the default")
 
 
-def _devices(nproc: int | None, timeout: float) -> Facts:
-    """Of this machine, asked for in a child. NCCL refuses two ranks on one device."""
-    (outcome,) = run_on_ranks(1, lambda _: find_devices(), timeout)
-    if outcome.kind != "returned":
-        rule = f"must have a GPU that torch can use, and asking for it, {_describe(outcome)}"
-        fix = f"correct the driver, or use cpu\n{outcome.trace}"
-        raise invalid("device", "requires", "cuda", rule, fix, kind=ProveError)
-    facts: Facts = outcome.value
-    if (nproc or 1) > facts.count:
-        rule = f"must be at most the {facts.count} GPUs that this process sees, as NCCL refuses two ranks on one"
-        fix = f"use {f'nproc {facts.count}' if facts.count else 'device cpu'}"
-        raise invalid("nproc", "devices", nproc or 1, rule, fix, kind=ProveError)
-    return facts
+def _find_devices(nproc: int | None, timeout: float) -> Devices:
+    """GPUs of this machine, read in a child. Raises ProveError if there are fewer than `nproc`: NCCL does not allow two
+    ranks on one device."""
+    (status,) = run_on_ranks(1, lambda _: proof_settings.find_devices(), timeout)
+    if status.kind != "returned":
+        rule = f"must have a GPU that torch can use, and asking for it, {status}"
+        fix = f"correct the driver, or use cpu\n{status.trace}"
+        raise prove_error("device", "requires", "cuda", rule, fix)
+    devices: Devices = status.value
+    if (nproc or 1) > devices.count:
+        rule = f"must be at most the {devices.count} GPUs that this process sees, as NCCL allows one rank per GPU"
+        fix = f"use {f'nproc {devices.count}' if devices.count else 'device cpu'}"
+        raise prove_error("nproc", "devices", nproc or 1, rule, fix)
+    return devices
 
 
-def _cells(
-    layouts: Sequence[Mapping[str, Any]],
-    worlds: Iterable[int] | None,
-    nproc: int | None,
-    only: str,
-    settings: Settings,
-    seq_len: int,
-) -> list[Cell]:
-    if layouts and nproc is None:
-        rule = "must be given with layouts"
-        raise invalid("nproc", "missing", ..., rule, "add nproc=4 (--nproc 4)", kind=ProveError)
-    own = [own_cell(layout, nproc or 1, settings, seq_len) for layout in layouts]
-    if worlds is None:
-        worlds = () if layouts else (2, 4) if nproc is None else range(1, nproc + 1)
-    counts = [world for world in worlds if nproc is None or world <= nproc]
-    cells = [*own, *standard_cells(counts, only, settings)]
-    if not cells:
-        rule = f"and only {only!r} must leave a cell, and leave none"
-        fix = "use 1, 2, 4 or 8 ranks, and a part of a name in docs/prove.md"
-        raise invalid("worlds", "empty", counts, rule, fix, kind=ProveError)
-    return cells
-
-
-class _Truths:
-    """What cells are compared with, each computed once."""
+class _References:
+    """References of the cells, each computed once."""
 
     def __init__(self, task: Task, timeout: float) -> None:
-        self._task, self.timeout = task, timeout
+        self._task, self._timeout = task, timeout
         self._known: dict[Any, Reference] = {}
 
     def of(self, cell: Cell) -> tuple[Task, dict[str, Reference]]:
-        """The task with the batches of this cell, and the truths by name: "" is one process in fp32."""
+        """The task with the batches of this cell, and its references by name: "" is one process in fp32."""
         settings = self._task.settings
-        rows = cell.rows(settings)
-        task = replace(self._task, branches=cell.branches, rows=rows)
+        size = cell.global_batch(settings)
+        task = replace(self._task, branches=cell.branches, global_batch=size)
         if cell.on_host:
             return task, {ON_CPU: self._one_process(task, "cpu")}
         found = {"": self._one_process(task, settings.device)}
+
         if settings.precision == "bf16" and cell.rounds_as_one_rank(settings):
-            alone = Cell(
-                "",
-                1,
-                micro_batches=cell.config(settings).axes(cell.world).batch_size
-                * cell.micro_batches,
-            )
-            run = partial(one_rank, task, alone, found[""])
-            key = cell.branches, rows, alone.micro_batches
+            readers = cell.config(settings).axes(cell.world).batch_size
+            single = Cell("", 1, micro_batches=readers * cell.micro_batches)
+            run = partial(one_rank, task, single, found[""])
+            key = cell.branches, size, single.micro_batches
             found[ONE_RANK] = self._run(key, run, settings.device)
         return task, found
 
@@ -241,29 +226,40 @@ class _Truths:
         known = set(sys.modules)
 
         def run(where: Any) -> tuple[Reference, list[str]]:
-            # of a proof on GPUs this process imports none: some use CUDA, and it could not be forked any more
+            # with GPUs this process imports no module of the child: one that uses CUDA would end all further forks
             fresh = [] if task.settings.device == "cuda" else sys.modules
             return one_process(task, where), [name for name in fresh if name not in known]
 
-        return self._run((task.branches, task.rows, device), run, device)
+        return self._run((task.branches, task.global_batch, device), run, device)
 
     def _run(self, key: Any, run: Callable[..., Any], device: str) -> Reference:
-        if key not in self._known:
-            self._known[key] = _reference(run, self.timeout, device)
-        return self._known[key]
+        """The reference of this key, computed in a child. Imports the modules that the child says it imported."""
+        if key in self._known:
+            return self._known[key]
+        (status,) = run_on_ranks(1, run, self._timeout, device)
+        if status.kind == "ProveError":
+            raise ProveError(status.problems)
+        if status.kind != "returned":
+            if "fork-based multiprocessing" in str(status.value):
+                rule = "must not have run a backward on a CUDA build of torch, as its forks then cannot run any"
+                fix = "prove first, or in a process of its own: python -m forge_parallel.prove"
+                raise prove_error("this process", "backward", ..., rule, fix)
+            rule = f"must train in one process, and there {status}"
+            fix = f"correct build, its args, vocab_size, seq_len or timeout\n{status.trace}"
+            raise prove_error("model", "raised", ..., rule, fix)
 
-
-def _measure(cell: Cell, truths: _Truths) -> Result:
-    task, found = truths.of(cell)
-    began = time.perf_counter()
-    of_rank = partial(beside_the_cpu, task) if cell.on_host else partial(rank_of_cell, task, cell)
-    outcomes = run_on_ranks(
-        cell.world, partial(of_rank, [*found.values()]), truths.timeout, task.settings.device
-    )
-    return _judge(cell, outcomes, found, task.settings.bounds, time.perf_counter() - began)
+        value = status.value
+        reference, modules = (value, ()) if isinstance(value, Reference) else value
+        # here once, not in every rank of every cell: models of transformers took seconds in each
+        for module in modules:
+            with suppress(Exception):  # made by code, not found by name: ranks make it again
+                importlib.import_module(module)
+        self._known[key] = reference
+        return reference
 
 
 def _import(name: str) -> Callable[..., Any]:
+    """The function of "module:function". Raises ProveError, with the traceback if the module itself raised."""
     try:
         found = pkgutil.resolve_name(name)
         if not callable(found):
@@ -272,46 +268,23 @@ def _import(name: str) -> Callable[..., Any]:
     except (ImportError, AttributeError, ValueError) as error:
         rule = f"cannot be imported ({error}), and must be module:function"
         fix = "run where it can be, as my_lab.model:build"
-        raise invalid("import", "not_found", name, rule, fix, kind=ProveError) from error
+        raise prove_error("import", "not_found", name, rule, fix) from error
     except (Exception, SystemExit) as error:  # of the module's own code
         rule = f"must be module:function, and importing it raised {type(error).__name__}: {error}"
         fix = f"correct the module\n{traceback.format_exc()}"
-        raise invalid("import", "raised", name, rule, fix, kind=ProveError) from error
-
-
-def _reference(run: Callable[..., Any], timeout: float, device: str) -> Reference:
-    """The values of one process; this one imports the modules that it says it imported."""
-    (outcome,) = run_on_ranks(1, run, timeout, device)
-    if outcome.kind == "returned":
-        if isinstance(outcome.value, Reference):
-            return outcome.value
-        reference: Reference
-        reference, modules = outcome.value
-        # so that no rank of any cell does: models of transformers took seconds in each
-        for module in modules:
-            with suppress(Exception):  # made up by code, not found by name: ranks make it up again
-                importlib.import_module(module)
-        return reference
-    if outcome.kind == "ProveError":
-        raise ProveError(outcome.problems)
-    if "fork-based multiprocessing" in str(outcome.value):
-        rule = "must not have run a backward on a CUDA build of torch, as its forks then cannot run any"
-        fix = "prove first, or in a process of its own: python -m forge_parallel.prove"
-        raise invalid("this process", "backward", ..., rule, fix, kind=ProveError)
-    rule = f"must train in one process, and there {_describe(outcome)}"
-    fix = f"correct build, its args, vocab_size, seq_len or timeout\n{outcome.trace}"
-    raise invalid("model", "raised", ..., rule, fix, kind=ProveError)
+        raise prove_error("import", "raised", name, rule, fix) from error
 
 
 def _judge(
     cell: Cell,
-    outcomes: list[Outcome],
-    truths: Mapping[str, Reference],
+    statuses: list[ExitStatus],
+    references: Mapping[str, Reference],
     bounds: Mapping[str, float],
     seconds: float,
 ) -> Result:
+    """The verdict of a cell from the errors on each rank. Raises ProveError if a rank did."""
     result = Result(cell.name, cell.world, "green", seconds=seconds)
-    failed = [(o.at, rank, o) for rank, o in enumerate(outcomes) if o.kind != "returned"]
+    failed = [(s.at, rank, s) for rank, s in enumerate(statuses) if s.kind != "returned"]
     if failed:  # the first error is the cause; the others have lost their connection
         _, rank, first = min(failed)
         if first.kind == "ProveError":
@@ -319,44 +292,44 @@ def _judge(
         result = replace(result, problems=first.problems)
         if first.kind == "Refused":
             return replace(result, verdict="refused", message=first.value)
-        message = f"on rank {rank} {_describe(first)}"
-        return replace(result, verdict="red", message=message, trace=first.trace)
+        return replace(result, verdict="red", message=f"on rank {rank} {first}", trace=first.trace)
+
     red: dict[str, Any] = {}
-    began = STEPS  # of the step that is red first
-    for number, (truth, reference) in enumerate(truths.items()):
-        errors = {key: 0.0 for key in reference.keys}  # in the order of their computation
+    red_step = STEPS
+    for number, (name, reference) in enumerate(references.items()):
+        # the largest error of each value over the ranks, in the order of computation
+        errors = {key: 0.0 for key in reference.keys}
         compared = set()
-        for outcome in outcomes:
-            for key, error in outcome.value[number].items():
+        for status in statuses:
+            for key, error in status.value[number].items():
                 errors[key] = max(error, errors[key])
-                quantity = ONE_RANK if truth == ONE_RANK else key[1]
+                quantity = ONE_RANK if name == ONE_RANK else key[1]
                 result.errors[quantity] = max(error, result.errors.get(quantity, 0.0))
                 compared.add(key[2])
-        bound = {key: bounds[truth or key[1]] for key in errors}
+
+        bound = {key: bounds[name or key[1]] for key in errors}
         if out := [key for key, error in errors.items() if error > bound[key]]:
-            red = red or _where(out, errors, bound[out[0]], truth)
-            began = out[0][0]
+            red = red or _first_difference(out, errors, bound[out[0]], name)
+            red_step = out[0][0]
         elif missing := sorted(reference.start.keys() - compared):
             red = red or {"message": f"no rank holds {missing[0]}", "parameter": missing[0]}
-        elif truth == ONE_RANK and began == 0:
+        elif name == ONE_RANK and red_step == 0:
             red["message"] += SAME_IN_ONE_RANK
     return replace(result, verdict="red", **red) if red else result
 
 
-def _describe(outcome: Outcome) -> str:
-    lost = outcome.kind == "lost"
-    return outcome.value if lost else f"it raised {outcome.kind}: {outcome.value}"
-
-
-def _where(
-    red: list[ValueKey], errors: dict[ValueKey, float], bound: float, truth: str
+def _first_difference(
+    red: list[ValueKey], errors: dict[ValueKey, float], bound: float, reference: str
 ) -> dict[str, Any]:
-    """Message, parameter and layer of the first value that is off. The parameter is the one whose gradient
-    is computed first; where the stream is off already, of those in that layer."""
+    """Message, parameter and layer of the first value beyond its bound.
+
+    The parameter is the one whose gradient is computed first; if the stream differs already, the first in that layer.
+    """
     step, quantity, name = red[0]
-    of = f" {'behind' if quantity == 'stream' else 'of'} {name}" if name else ""
-    beside = {ONE_RANK: " from one rank in bf16", ON_CPU: " from the CPU"}.get(truth, "")
-    message = f"{quantity}{of} in step {step + 1} differs first{beside}, by {errors[red[0]]:.1e} (bound {bound:g})"
+    of = f" {'after' if quantity == 'stream' else 'of'} {name}" if name else ""
+    origin = {ONE_RANK: " from one rank in bf16", ON_CPU: " from the CPU"}.get(reference, "")
+    message = f"{quantity}{of} in step {step + 1} differs first{origin}, by {errors[red[0]]:.1e} (bound {bound:g})"
+
     inside = f"{name}." if quantity == "stream" else ""
     parameters = [p for p in red if p[1] in ("gradient", "weight") and p[2].startswith(inside)]
     if not parameters:
@@ -366,6 +339,7 @@ def _where(
         message += f"; then {quantity} of {parameter}, by {errors[parameters[0]]:.1e}"
     others = len({p[2] for p in parameters}) - 1
     message += f"; {others} more parameters" if others else ""
+
     layers = [name for _, quantity, name in errors if quantity == "stream"]
     owner = parameter.rpartition(".")[0]
     layer = next((layer for layer in layers if parameter.startswith(f"{layer}.")), owner)

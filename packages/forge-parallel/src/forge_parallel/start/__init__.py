@@ -1,4 +1,4 @@
-"""Start-up: which rank of how many this process is, and the process group of all of them."""
+"""Start of a job: rank and world size of this process, and the process group of all ranks."""
 
 from forge_parallel.start.group import end_process_group, leave, lost_rank, start_process_group
 from forge_parallel.start.store import StartError

@@ -1,4 +1,4 @@
-"""The process group of a job, started once per process and ended once, and the end of the process."""
+"""Process group of a job: start it once per process, choose gloo's network interface, end the group and the process."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import contextlib
 import os
 import re
 import socket
+import struct
 import sys
 from collections.abc import Mapping
 from datetime import timedelta
@@ -16,14 +17,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from forge_parallel._shared.problems import invalid, problems_of
-from forge_parallel.start.interface import choose_interface, release_interface
+from forge_parallel._shared.problems import problems_of
 from forge_parallel.start.rendezvous import leave_rendezvous, rendezvous
-from forge_parallel.start.store import StartError
+from forge_parallel.start.store import StartError, start_error
 from forge_parallel.start.world import World
 
-_GONE = re.compile(r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError")
-_started: tuple[World, Store, bool] | None = None  # whether the interface was chosen here
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_LOOPBACK_NAMES = ("lo", "lo0")
+_SIOCGIFADDR = 0x8915  # Linux
+_LOST = re.compile(r"Connection (closed|reset) by peer|Broken pipe|ncclRemoteError")
+_started: tuple[World, Store, bool] | None = None  # the last: whether _INTERFACE was set here
 
 
 def start_process_group(
@@ -36,17 +39,20 @@ def start_process_group(
 ) -> None:
     """Start the default process group: gloo on a CPU, gloo and NCCL on a GPU.
 
-    Every rank calls it with the same arguments. Before any backend starts, the ranks check in with
-    host, pid, device, torch version, world size and `facts` (a digest of the configuration, say), all
-    of which but host and pid must agree. `timeout_seconds` bounds each later collective,
-    `start_timeout_seconds` the time in which all ranks must have come. One rank needs no port. May set
-    GLOO_SOCKET_IFNAME until the end of the group (see `choose_interface`).
+        start_process_group(find_world(), "cpu")
+        ...
+        end_process_group()
 
-    Raises StartError, on every rank that came, when a rank did not, when facts differ, when two ranks
-    use one GPU, when the port is taken or the address unreachable, and when a group is running.
-    Cost: a dozen small messages a rank through a TCP store on rank 0 (or in torchrun's agent), which
-    lives as long as rank 0's process.
-    Usage: `start_process_group(find_world(), "cpu"); ...; end_process_group()`.
+    Every rank calls it with the same arguments. Before any backend starts, the ranks check in with host, pid, device,
+    torch version, world size and `facts` (for example a digest of the configuration); all but host and pid must be
+    equal. One rank needs no port. May set GLOO_SOCKET_IFNAME until the end of the group (see `choose_interface`).
+
+    timeout_seconds        of each later collective; long enough for the slowest rank's checkpoint or evaluation
+    start_timeout_seconds  for all ranks to check in; nodes of a large job start minutes apart
+
+    Raises StartError on every present rank if a rank is absent, facts differ, two ranks use one GPU, the port is taken,
+    the address is unreachable, or a group is running. Cost: a dozen small messages per rank through a TCP store on
+    rank 0 (or in torchrun's agent), which exists until rank 0's process ends.
     """
     global _started
     device = torch.device(device)
@@ -55,22 +61,13 @@ def start_process_group(
     if dist.is_initialized():
         rule = f"of {dist.get_world_size()} ranks is running already"
         where = f"rank {world.rank}"
-        raise invalid(
-            "process group", "running", ..., rule, "end it first", where=where, kind=StartError
-        )
+        raise start_error("process group", "running", ..., rule, "end it first", where=where)
+
     chosen = False
     try:
         store, rank_0 = rendezvous(world, device, start_timeout_seconds, facts)
         chosen = choose_interface(rank_0)
-        # gloo beside NCCL: collectives of host tensors (CPU offload, votes) need it on GPUs, too
-        dist.init_process_group(
-            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-            store=store,
-            rank=world.rank,
-            world_size=world.world_size,
-            timeout=timedelta(seconds=timeout_seconds),
-            device_id=device if device.type == "cuda" else None,
-        )
+        init_backends(store, world.rank, world.world_size, device, timeout_seconds)
     except (RuntimeError, ValueError) as error:
         if chosen:
             release_interface()
@@ -79,15 +76,31 @@ def start_process_group(
             where = f"{where}: {error.where}" if error.where else where
             raise StartError(problems_of(error), where, error.shared) from error
         rule = f"came and cannot connect: {str(error).splitlines()[0]}"
-        raise invalid("ranks", "connect", ..., rule, where=where, kind=StartError) from error
+        raise start_error("ranks", "connect", ..., rule, where=where) from error
     _started = world, store, chosen
+
+
+def init_backends(
+    store: Store, rank: int, world_size: int, device: torch.device, timeout_seconds: float
+) -> None:
+    """Start torch's default process group on a store: gloo, and NCCL if `device` is a GPU."""
+    on_gpu = device.type == "cuda"
+    # gloo next to NCCL: collectives of host tensors (CPU offload, votes) need it on GPUs too
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=device if on_gpu else None,
+    )
 
 
 def end_process_group(wait: bool = True) -> None:
     """Destroy the group that `start_process_group` started; do nothing if it did not.
 
-    Rank 0 stays up to 5 s until the others have ended theirs, since it hosts their store; after an
-    error, with `wait` False, nobody waits for anybody.
+    Rank 0 stays up to 5 s until the others have ended theirs, since it hosts their store. With `wait` False, after an
+    error, no rank waits.
     """
     global _started
     if _started is None:
@@ -102,27 +115,28 @@ def end_process_group(wait: bool = True) -> None:
 
 
 def lost_rank(error: BaseException) -> str | None:
-    """The backend's message in `error` if it means that another rank is gone, else None.
+    """Return the backend's message in `error` if it means that another rank is gone, else None.
 
-    A lost connection does not show the cause, which the other rank or its launcher reports. A time-out returns None,
-    since its traceback shows where this rank waits. Usage: `except RuntimeError as error:
-    if lost_rank(error): ...`.
+        except RuntimeError as error:
+            if lost_rank(error): ...
+
+    A lost connection does not show the cause, which the other rank or its launcher reports. A time-out returns None:
+    its traceback shows the collective in which this rank waits.
     """
     text = str(error)
     of_a_group = isinstance(error, dist.DistError) or "gloo" in text
-    found = _GONE.search(text) if isinstance(error, RuntimeError) and of_a_group else None
+    found = _LOST.search(text) if isinstance(error, RuntimeError) and of_a_group else None
     return found and found[0]
 
 
 def leave(code: int) -> NoReturn:
-    """End this process with `code` and skip the interpreter's shutdown.
+    """End this process with `code`, without the interpreter's shutdown: the last line of a rank, `leave(main())`.
 
-    Runs the functions registered with `atexit` (logging and multiprocessing clean up there), flushes
-    stdout and stderr, and ends. Threads that are no daemons are not waited for.
+    Runs the functions registered with `atexit` (logging and multiprocessing clean up there) and flushes stdout and
+    stderr. Does not wait for threads, daemons or not.
 
-    Why not `sys.exit`: a gloo worker thread that still holds a tensor while the interpreter finalises
-    takes the process down with SIGABRT (about 1 in 6 with torch 2.13), and the exit code with it.
-    Usage: the last line of a rank, `leave(main())`.
+    `sys.exit` would not do: a gloo worker thread that still holds a tensor while the interpreter finalizes ends the
+    process with SIGABRT (about 1 in 6 with torch 2.13), and the exit code is lost.
     """
     try:
         with contextlib.suppress(Exception):
@@ -132,3 +146,61 @@ def leave(code: int) -> NoReturn:
                 stream.flush()
     finally:
         os._exit(code)
+
+
+def choose_interface(address: str | None) -> bool:
+    """Set GLOO_SOCKET_IFNAME if gloo's own choice, the address of the host name, is wrong. Return whether it was set.
+
+    A value of the user is kept. `address` None: all ranks are on this host, so loopback works without any host name.
+    Otherwise the ranks are on several hosts and reach rank 0 at `address`. If this host's own name means loopback
+    (Debian's 127.0.1.1) or nothing, gloo would publish an address that leads other hosts to themselves; the interface
+    that leads to `address` is used instead (IPv4, Linux).
+    """
+    if _INTERFACE in os.environ:
+        return False
+    if address is None:
+        name = next((name for _, name in socket.if_nameindex() if name in _LOOPBACK_NAMES), None)
+    else:
+        name = None if _host_name_is_reachable() else _interface_towards(address)
+    if name is not None:
+        os.environ[_INTERFACE] = name
+    return name is not None
+
+
+def release_interface() -> None:
+    """Unset what `choose_interface` set."""
+    os.environ.pop(_INTERFACE, None)
+
+
+def _host_name_is_reachable() -> bool:
+    """Whether this host's name means an address of this host that other hosts may reach."""
+    try:
+        address = socket.gethostbyname(socket.gethostname())
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+            own.bind((address, 0))
+    except OSError:
+        return False
+    return not address.startswith("127.")
+
+
+def _interface_towards(address: str) -> str | None:
+    """Name of the interface through which packets to `address` leave; None if it is loopback."""
+    if not sys.platform.startswith("linux"):
+        return None
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as packet:
+        try:
+            packet.connect((address.removeprefix("::ffff:"), 9))  # sends nothing
+        except OSError:
+            return None
+        local = packet.getsockname()[0]
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(packet, _SIOCGIFADDR, struct.pack("256s", name.encode()))
+            except OSError:  # an interface without an address
+                continue
+            # bytes 20 to 23 of a struct ifreq are the IPv4 address
+            if socket.inet_ntoa(answer[20:24]) == local:
+                return None if name in _LOOPBACK_NAMES else name
+    return None

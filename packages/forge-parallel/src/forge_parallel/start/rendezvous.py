@@ -1,4 +1,8 @@
-"""The rendezvous before a process group: all ranks check in at a store and compare their setup."""
+"""Rendezvous before a process group: all ranks check in at a store, and rank 0 compares their setup.
+
+Keys of the store, below the prefix of a run: `here/R` counts the processes of rank R, `rank/R` holds its description,
+`arrived`, `read` and `gone` count ranks, `trouble` holds a problem found by another rank, `verdict` rank 0's decision.
+"""
 
 from __future__ import annotations
 
@@ -10,36 +14,40 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
-from forge_parallel._shared.problems import Problem, invalid
+from forge_parallel._shared.problems import Problem
 from forge_parallel.start.store import (
     ANSWER_SECONDS,
     StartError,
     agent_hosts,
     open_store,
     run_with_timeout,
+    start_error,
 )
 from forge_parallel.start.world import RUN_NAME, World
 
-_GRACE_SECONDS = 10.0  # rank 0 names missing ranks this long before the others give up
+# Rank 0 stops waiting this long before the others do, so that its verdict, with the absent ranks, reaches them.
+_GRACE_SECONDS = 10.0
+# Rank 0 waits this long for ranks that have yet to read or to leave: a few polls of 0.2 s each.
 _LEAVE_SECONDS = 5.0
 _SILENT = Problem("store", "silent", ..., "stopped answering", "is rank 0's process stopped?")
 _DESCRIPTION = {"host", "pid", "network", "device", "gpu", "facts", "store_host"}
-_DECISION = {"problems", "rank_0", "world_size"}
+_VERDICT = {"problems", "rank_0", "world_size"}
+T = TypeVar("T")
 _attempts: Counter[str] = Counter()  # every rank starts its groups in the same order
 
 
 def rendezvous(
     world: World, device: torch.device, seconds: float, facts: Mapping[str, str]
 ) -> tuple[Store, str | None]:
-    """Wait until all ranks have checked in and compare their descriptions. Raises StartError on all present ranks.
+    """Wait until all ranks have checked in, and compare their descriptions. Raises StartError on all present ranks.
 
-    Returns a store for this process group alone, and the address at which other hosts reach rank 0: None if all
-    ranks are on one host. Messages are JSON.
+    Returns a store for this process group only, and the address at which other hosts reach rank 0: None if all ranks
+    are on one host. Messages are JSON.
     """
     if world.world_size == 1:
         return HashStore(), None
@@ -48,25 +56,27 @@ def rendezvous(
         _attempts[world.where] += 1
         store = PrefixStore(_prefix(world), tcp_store)
         description = {**_description(world, device, facts), "store_host": tcp_store.host}
+
+        # the store stops answering if rank 0 is stopped: later than any verdict, which comes within one grace
+        limit = seconds + 2 * _GRACE_SECONDS
         verdict = run_with_timeout(
-            seconds + 2 * _GRACE_SECONDS,
-            lambda: _check_in(world, store, description, seconds),
-            _SILENT,
+            limit, lambda: _check_in(world, store, description, seconds), _SILENT
         )
     except StartError:
         raise
     except RuntimeError as error:
         rule = f"went away ({str(error).splitlines()[0]}), as rank 0 or its launcher ended"
-        raise invalid("store", "lost", ..., rule, kind=StartError) from error
+        raise start_error("store", "lost", ..., rule) from error
     if verdict["problems"]:
         raise StartError([Problem(**one) for one in verdict["problems"]], shared=True)
     return store, verdict["rank_0"]
 
 
 def _prefix(world: World) -> str:
-    """The key prefix of this run and this start: equal on its ranks, and different for other jobs in the store.
+    """Key prefix of this start of this run: equal on its ranks, and different for other jobs in the store.
 
-    Process groups start one after the other; torchrun's store also holds keys of those before a restart.
+    A process starts its groups one after the other, hence `_attempts`. torchrun's store also holds the keys of groups
+    before a restart.
     """
     environ = os.environ
     names = {
@@ -79,7 +89,7 @@ def _prefix(world: World) -> str:
 
 
 def leave_rendezvous(world: World, store: Store) -> None:
-    """Count this rank as gone; rank 0 waits up to _LEAVE_SECONDS for the others, since it hosts the store."""
+    """Count this rank as gone. Rank 0, which hosts the store, waits up to _LEAVE_SECONDS for the others."""
     deadline = time.monotonic() + _LEAVE_SECONDS
 
     def leave() -> None:
@@ -92,12 +102,14 @@ def leave_rendezvous(world: World, store: Store) -> None:
 
 
 def _description(world: World, device: torch.device, facts: Mapping[str, str]) -> dict[str, Any]:
+    """Host, device and facts of this rank, for the comparison on rank 0."""
     host = socket.gethostname()
     try:  # equal for two processes that reach each other over the loopback interface
         with open("/proc/sys/kernel/random/boot_id") as file:
             network = f"{file.read().strip()}/{os.stat('/proc/self/ns/net').st_ino}"
     except OSError:
         network = host
+
     cuda = device.type == "cuda"
     common = {"torch": torch.__version__, "world size": world.world_size, "device": device.type}
     return {
@@ -123,34 +135,34 @@ def _check_in(
     store.add("arrived", 1)
     if world.rank == 0:
         return _decide(world, store, deadline)
+
+    # rank 0 checks in right after it has opened the store, so a store without it belongs to another job
     if not agent_hosts() and not _wait_until(lambda: store.check(["rank/0"]), soon):
         rule = f"has a store at {world.address}, and rank 0 did not check in there within {soon - began:g} s"
         fix = "another job's store holds the port: choose another MASTER_PORT"
-        raise invalid("MASTER_PORT", "foreign", world.port, rule, fix, kind=StartError)
-    if not _wait_until(
-        lambda: _read(store, "verdict", _DECISION) is not None, deadline + _GRACE_SECONDS
-    ):
+        raise start_error("MASTER_PORT", "foreign", world.port, rule, fix)
+
+    verdict = _wait_until(lambda: _read(store, "verdict", _VERDICT), deadline + _GRACE_SECONDS)
+    if not verdict:
         absent = [rank for rank in range(world.world_size) if not store.check([f"rank/{rank}"])]
         unanswered = Problem("rank", "no_verdict", 0, "gave no answer in time")
         raise StartError([_absence(absent, world) if absent else unanswered])
-    verdict = _read(store, "verdict", _DECISION)
-    assert verdict is not None
     store.add("read", 1)
     # with a larger world size rank 0 did not wait for this rank
     if verdict["world_size"] != world.world_size:
         rule = f"must be that of rank 0, {verdict['world_size']}"
-        raise invalid("WORLD_SIZE", "mismatch", world.world_size, rule, kind=StartError)
+        raise start_error("WORLD_SIZE", "mismatch", world.world_size, rule)
     return verdict
 
 
 def _duplicate_rank(world: World, store: Store, deadline: float) -> Problem:
-    """The process that took this rank before; if it did not describe itself, all ranks are told to end."""
-    if _wait_until(lambda: _read(store, f"rank/{world.rank}", _DESCRIPTION) is not None, deadline):
-        other = _read(store, f"rank/{world.rank}", _DESCRIPTION) or {}
+    """Describe the process that has this rank already. If it left no description, make rank 0 end all ranks."""
+    other = _wait_until(lambda: _read(store, f"rank/{world.rank}", _DESCRIPTION), deadline)
+    if other:
         rule = f"is here already, on host {other['host']} with pid {other['pid']}"
         fix = "two jobs share this address, or two processes were given one RANK"
         return Problem("rank", "duplicate", world.rank, rule, fix)
-    rule = "is here already and did not say who it is"
+    rule = "is here already and left no description"
     fix = f"another process writes to the store at {world.where}: choose another MASTER_PORT"
     trouble = Problem("rank", "undescribed", world.rank, rule, fix)
     store.set("trouble", json.dumps(asdict(trouble)))
@@ -158,23 +170,24 @@ def _duplicate_rank(world: World, store: Store, deadline: float) -> Problem:
 
 
 def _decide(world: World, store: Store, deadline: float) -> dict[str, Any]:
-    """Rank 0: wait for all, compare, tell all. The host of the store leaves last."""
+    """Rank 0: wait for all ranks, compare their descriptions, publish the verdict. The host of the store leaves last."""
     keys = [f"rank/{rank}" for rank in range(world.world_size)]
 
-    def settled() -> bool:
+    def is_settled() -> bool:
         all_came = store.add("arrived", 0) >= world.world_size and store.check(keys)
         return all_came or store.check(["trouble"])
 
-    _wait_until(settled, deadline)
+    _wait_until(is_settled, deadline)
     descriptions = {rank: _read(store, key, _DESCRIPTION) for rank, key in enumerate(keys)}
     present = {rank: found for rank, found in descriptions.items() if found is not None}
     absent = [rank for rank in descriptions if rank not in present]
     causes = [_absence(absent, world)] if absent else []
     if absent and store.check(["trouble"]):
         causes = [Problem(**json.loads(store.get("trouble")))]
-    remote_hosts = [
-        one["store_host"] for one in present.values() if one["network"] != present[0]["network"]
-    ]
+
+    # the address by which a rank on another host reached the store is one that gloo can use
+    network = present[0]["network"]
+    remote_hosts = [one["store_host"] for one in present.values() if one["network"] != network]
     verdict = {
         "problems": [asdict(problem) for problem in causes + mismatches(present)],
         "rank_0": remote_hosts[0] if remote_hosts else None,
@@ -188,7 +201,7 @@ def _decide(world: World, store: Store, deadline: float) -> dict[str, Any]:
 
 
 def _read(store: Store, key: str, names: set[str]) -> dict[str, Any] | None:
-    """The object with keys `names` that a rank wrote under `key`; None without one."""
+    """Return the object with keys `names` that a rank wrote under `key`, or None."""
     if not store.check([key]):
         return None
     try:
@@ -204,19 +217,17 @@ def _absence(absent: list[int], world: World) -> Problem:
 
 
 def mismatches(present: Mapping[int, dict[str, Any]]) -> list[Problem]:
-    """Contradictions between the descriptions of ranks, one for each fact.
+    """Problems of descriptions that differ from rank 0's, one for each fact, and of GPUs that two ranks use.
 
-    Everything is compared with rank 0; of each fact the first rank that differs is named.
+    A problem names the first rank that differs.
     """
     found: list[Problem] = []
-    first = present[0]["facts"]
+    first = present[0]
     for name in sorted({name for one in present.values() for name in one["facts"]}):
+        wanted = first["facts"].get(name)
         for rank, one in present.items():
-            if (value := one["facts"].get(name)) != first.get(name):
-                rule = (
-                    f"of rank {rank} on host {one['host']} must be that of rank 0 on host {present[0]['host']}, "
-                    f"{first.get(name)}"
-                )
+            if (value := one["facts"].get(name)) != wanted:
+                rule = f"of rank {rank} on host {one['host']} must be that of rank 0 on host {first['host']}, {wanted}"
                 found.append(Problem(name, "differs", value, rule))
                 break
 
@@ -230,19 +241,21 @@ def mismatches(present: Mapping[int, dict[str, Any]]) -> list[Problem]:
 
 
 def format_ranks(numbers: list[int]) -> str:
-    """`rank 3`, `format_ranks 2, 3`, and for many `format_ranks 2, 3, 4, 5, 6, 7, 8, 9 and 91 more`."""
+    """Format `rank 3`, `ranks 2, 3`, or at most eight of many: `ranks 2, 3, 4, 5, 6, 7, 8, 9 and 91 more`."""
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
     shown = ", ".join(map(str, numbers[:8]))
     return f"ranks {shown}" + (f" and {len(numbers) - 8} more" if len(numbers) > 8 else "")
 
 
-def _wait_until(true: Callable[[], bool], deadline: float) -> bool:
-    """True once `true()` is; False at the deadline. Waiting inside the store would print a stack."""
+def _wait_until(poll: Callable[[], T], deadline: float) -> T:
+    """Call `poll` until its result is true, and return the last one at the deadline.
+
+    Pauses grow from 2 ms to 0.2 s, so that the ranks of a large job do not flood the store. A wait inside the store
+    would print a stack.
+    """
     pause = 0.002
-    while not true():
-        if time.monotonic() >= deadline:
-            return False
+    while not (found := poll()) and time.monotonic() < deadline:
         time.sleep(pause)
         pause = min(1.5 * pause, 0.2)
-    return True
+    return found
