@@ -308,7 +308,7 @@ def test_places_on_nodes_of_four_and_eight() -> None:
     ],
     ids=str,
 )
-def test_what_does_not_fit_is_said(
+def test_a_model_that_does_not_fit_raises(
     options: dict[str, Any], key: str, value: object, code: str
 ) -> None:
     sizes = {k: options.pop(k, v) for k, v in (("batch", 16), ("micro_batch", 1), ("seq", SEQ))}
@@ -336,7 +336,7 @@ def test_a_part_of_a_layer_must_be_the_multiple_that_its_role_says() -> None:
     assert (problem.key.rpartition(".")[2], problem.code) == ("gate_proj", "divides")
 
 
-def test_tp_leaves_its_node_only_when_told() -> None:
+def test_tp_leaves_its_node_only_if_allowed() -> None:
     with rejects("tp", 16, "node"):
         plan(on_meta(heads=16, kv_heads=16), 16, tp=16)
     plan(on_meta(heads=16, kv_heads=16), 16, batch=1, tp=16, across_nodes=True)
@@ -355,7 +355,7 @@ def test_what_the_caller_refuses_is_not_a_candidate() -> None:
 
 
 @pytest.mark.slow
-def test_a_70b_on_256_gpus_is_searched_quickly_and_told_in_words() -> None:
+def test_a_70b_on_256_gpus_is_searched_quickly_with_reasons() -> None:
     started = time.perf_counter()
     profile = Profile(on_meta(**SIZES_70B), 4096)
     space = SearchSpace(

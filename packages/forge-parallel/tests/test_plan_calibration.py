@@ -1,7 +1,7 @@
 """The planner against a published sweep: who is faster, and how much memory they took.
 
 KempnerForge on nodes of four H200 (NVLink, NDR 400), 5 April 2026: rows of 4096, full checkpointing, compiled
-but for 13B on FSDP alone, weights and moments in bf16, gradients kept whole until the last micro-batch,
+except 13B with FSDP only, weights and moments in bf16, gradients unsharded until the last micro-batch,
 logits gathered under tp, where compilation does not reach through DTensors.
 """
 

@@ -197,7 +197,7 @@ def test_the_peak_of_a_trace_is_split_by_addresses() -> None:
         change(15, 70, 3, 640),  # the peak, 140
         change(16, 900, 9, 9999, kind=1),  # another device
         change(17, -70, 3, 570),
-        change(18, 50, 4, 620),  # a gradient behind the peak
+        change(18, 50, 4, 620),  # a gradient after the peak
     ]
     found = peak_of_trace(trace, "cpu", {1, 4})
     assert found == {
@@ -316,7 +316,7 @@ def test_windows_open_by_step_and_change_no_number(tmp_path: Path) -> None:
 
 def test_a_window_without_its_warm_up_or_with_an_error_is_left_out(tmp_path: Path) -> None:
     window = ProfileWindow(tmp_path, start_step=2, num_steps=2, every_steps=10)
-    for step in (2, 3, 4):  # a resume behind step 1
+    for step in (2, 3, 4):  # a resume after step 1
         with window.step(step):
             pass
         assert window.write() is None

@@ -232,7 +232,7 @@ def test_layouts_that_break_a_rule_are_named_before_any_rank_starts(
 
 
 @pytest.mark.slow
-def test_bf16_is_measured_beside_fp32_and_beside_one_rank() -> None:
+def test_bf16_is_compared_with_fp32_and_with_one_rank() -> None:
     options: dict[str, Any] = {"vocab_size": VOCAB, "worlds": [1, 2], "precision": "bf16"}
     parts = ("accumulation", "tp, whole", "pp", "swapped")
     found = {r.cell: r for part in parts for r in prove(Model, only=part, **options)}
@@ -305,7 +305,7 @@ def test_ranks_are_deterministic_and_the_header_says_how(monkeypatch: pytest.Mon
         ({"layouts": [{"tp": 2}]}, "nproc", ..., "missing"),
     ],
 )
-def test_what_cannot_be_proved_is_said(
+def test_impossible_proofs_raise(
     options: dict[str, Any], key: str, value: object, code: str
 ) -> None:
     with rejects(key, value, code, ProveError):
@@ -347,7 +347,9 @@ def test_gpus_that_a_process_cannot_have_are_refused(monkeypatch: pytest.MonkeyP
         prove(Model)
 
 
-def test_a_broken_kernel_is_found_beside_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_kernel_is_found_by_comparison_with_the_cpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The cell "GPU beside CPU", whose device is the CPU here."""
     task, device = Task(Model, None, None, VOCAB, 16, 0), torch.device("cpu")
     truth = one_process(task, device)
@@ -438,7 +440,7 @@ def test_builders_and_models_that_have_no_truth_are_reported() -> None:
 
 
 @pytest.mark.slow
-def test_a_rank_that_raises_or_hangs_is_red_and_keeps_nobody_waiting() -> None:
+def test_a_rank_that_raises_or_hangs_is_red_and_does_not_block_the_others() -> None:
     class Alone(Model):
         def forward(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
             if dist.is_initialized() and dist.get_rank() == 1:
@@ -539,7 +541,7 @@ def test_a_caller_that_had_a_fake_group_can_prove() -> None:
     assert result.verdict == "green", result
 
 
-def test_a_caller_that_cannot_fork_any_more_is_told_what_to_do() -> None:
+def test_a_caller_that_cannot_fork_any_more_gets_a_fix() -> None:
     """A CUDA build starts a thread for each device at the first backward; this stands in for its error."""
 
     class Forked(Model):
@@ -719,7 +721,7 @@ def test_small_gradients_that_rounding_of_large_ones_reaches_are_green_in_bf16()
 
 @pytest.mark.slow
 @pytest.mark.lane("ci")
-def test_choices_that_rounding_turns_are_said_to_be_of_the_precision() -> None:
+def test_choices_that_rounding_changes_are_due_to_the_precision() -> None:
     """As experts that the router likes equally well."""
 
     class Choosing(Block):
@@ -835,7 +837,7 @@ def test_a_role_that_is_a_number_is_refused_in_its_cell(lab: Path) -> None:
 
 
 @pytest.mark.slow
-def test_blocks_that_nobody_can_tell_are_asked_for_and_may_be_named() -> None:
+def test_ambiguous_blocks_raise_and_may_be_named() -> None:
     class Two(Model):
         """Two lists of equal length, and no methods."""
 

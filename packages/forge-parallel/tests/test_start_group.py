@@ -36,7 +36,7 @@ def free_port() -> int:
 
 
 def plain(world_size: int, port: int, **common: str) -> list[dict[str, str]]:
-    """Environments of `world_size` ranks that somebody started by hand."""
+    """Environments of `world_size` ranks started by hand."""
     shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     return [{"RANK": str(rank), **shared, **common} for rank in range(world_size)]
 
@@ -115,7 +115,7 @@ def serve() -> None:
     import forge_parallel.start  # noqa: F401
 
     for line in sys.stdin:
-        format_ranks = []
+        ranks = []
         for environ in json.loads(line):
             read, write = os.pipe()
             pid = os.fork()
@@ -125,9 +125,9 @@ def serve() -> None:
                 os.write(write, answer)
                 os._exit(0)
             os.close(write)
-            format_ranks.append((pid, read))
+            ranks.append((pid, read))
         answers = []
-        for pid, read in format_ranks:
+        for pid, read in ranks:
             with os.fdopen(read) as file:
                 answers.append(json.loads(file.read() or "null"))
             os.waitpid(pid, 0)
@@ -137,7 +137,7 @@ def serve() -> None:
 # --- the side of the tests ------------------------------------------------------------------------
 
 
-def assert_told(answer: dict, key: str, value: Any, code: str) -> str:
+def assert_start_error(answer: dict, key: str, value: Any, code: str) -> str:
     """Assert the problem of a rank's StartError; returns the text of the error."""
     problems = [Problem(**problem) for problem in answer["problems"]]
     assert_problem(ProblemError(problems), key, value, code)
@@ -169,10 +169,10 @@ class Ranks:
 @pytest.fixture(scope="module")
 def start() -> Iterator[Ranks]:
     """`start(environments)`: fork a rank for each and return what each saw."""
-    format_ranks = Ranks()
-    yield format_ranks
-    format_ranks.process.send_signal(signal.SIGKILL)
-    format_ranks.process.communicate()
+    ranks = Ranks()
+    yield ranks
+    ranks.process.send_signal(signal.SIGKILL)
+    ranks.process.communicate()
 
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
@@ -195,7 +195,7 @@ def test_one_rank_needs_no_port(start):
 
 
 @pytest.mark.slow
-def test_the_users_gloo_interface_is_left_alone(start):
+def test_the_users_gloo_interface_is_kept(start):
     names = {name for _, name in socket.if_nameindex()}
     chosen = "lo" if "lo" in names else "lo0"
     answers = start(plain(2, free_port(), GLOO_SOCKET_IFNAME=chosen))
@@ -214,7 +214,7 @@ def test_a_missing_rank_is_named_by_all_that_came(start):
     answers = start(plain(4, free_port(), TIMEOUT=str(TIMEOUT))[:2])
     for rank, answer in enumerate(answers):
         assert answer["error"].startswith(f"rank {rank} of 4 on host {socket.gethostname()}, ")
-        assert_told(answer, "ranks", [2, 3], "absent")
+        assert_start_error(answer, "ranks", [2, 3], "absent")
         assert answer["seconds"] < 10
         assert answer["shared"]  # F105: one of them may print it
 
@@ -223,7 +223,7 @@ def test_a_missing_rank_is_named_by_all_that_came(start):
 def test_a_missing_rank_0_is_a_refused_connection_to_its_address(start):
     port = free_port()
     (answer,) = start(plain(2, port, TIMEOUT=str(TIMEOUT))[1:])
-    text = assert_told(answer, "MASTER_ADDR", f"127.0.0.1:{port}", "unreachable")
+    text = assert_start_error(answer, "MASTER_ADDR", f"127.0.0.1:{port}", "unreachable")
     assert os.strerror(errno.ECONNREFUSED) in text
     assert TIMEOUT <= answer["seconds"] < 10
 
@@ -233,7 +233,7 @@ def test_an_unknown_host_is_named(start):
     environs = plain(2, free_port(), MASTER_ADDR="nowhere.invalid", TIMEOUT=str(TIMEOUT))
     (answer,) = start(environs[1:])
     port = environs[1]["MASTER_PORT"]
-    assert_told(answer, "MASTER_ADDR", f"nowhere.invalid:{port}", "unknown")
+    assert_start_error(answer, "MASTER_ADDR", f"nowhere.invalid:{port}", "unknown")
 
 
 @pytest.mark.slow
@@ -241,7 +241,7 @@ def test_a_taken_port_is_named_at_once(start):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         (answer,) = start(plain(2, port)[:1])
-    assert os.strerror(errno.EADDRINUSE) in assert_told(answer, "MASTER_PORT", port, "taken")
+    assert os.strerror(errno.EADDRINUSE) in assert_start_error(answer, "MASTER_PORT", port, "taken")
     assert answer["seconds"] < 5
 
 
@@ -251,7 +251,9 @@ def test_F104_a_port_that_answers_nothing_is_not_rank_0s(start):
     environs = plain(2, free_port(), ANSWER="0.5", TIMEOUT="60")
     environs[0]["MUTE"] = "yes"
     answer = start(environs)[1]
-    assert "0.5 s" in assert_told(answer, "MASTER_PORT", int(environs[1]["MASTER_PORT"]), "silent")
+    assert "0.5 s" in assert_start_error(
+        answer, "MASTER_PORT", int(environs[1]["MASTER_PORT"]), "silent"
+    )
 
 
 @pytest.fixture
@@ -268,7 +270,7 @@ def test_F104_a_store_where_rank_0_does_not_check_in_is_not_its_own(start, stran
     """Rank 0 is gone: another job's store held its port."""
     port = strangers_store.port
     (answer,) = start(plain(2, port, ANSWER="0.5", TIMEOUT="60")[1:])
-    assert "0.5 s" in assert_told(answer, "MASTER_PORT", port, "foreign")
+    assert "0.5 s" in assert_start_error(answer, "MASTER_PORT", port, "foreign")
 
 
 TAKEN = {"here/1": "1", "rank/1": "{}", "verdict": '{"error": "", "rank_0": null}'}
@@ -301,7 +303,7 @@ def test_F104_a_rank_whose_place_is_taken_without_a_word_ends_the_start_for_all(
             )  # of ranks by hand: a run without a name
     environs = plain(2, strangers_store.port, ANSWER="0.5", TIMEOUT="60")
     for answer in start([e | {"TORCHELASTIC_USE_AGENT_STORE": "True"} for e in environs]):
-        assert_told(answer, "rank", 1, "undescribed")
+        assert_start_error(answer, "rank", 1, "undescribed")
 
 
 def test_F104_what_no_rank_wrote_is_not_read(start, strangers_store):
@@ -318,7 +320,7 @@ def test_a_master_address_of_another_host_is_found_by_rank_0(start):
     environs = plain(2, free_port(), TIMEOUT=str(TIMEOUT), MASTER_ADDR="0.0.0.1")
     (answer,) = start(environs[:1])
     port = environs[0]["MASTER_PORT"]
-    assert_told(answer, "MASTER_ADDR", f"0.0.0.1:{port}", "unreachable")
+    assert_start_error(answer, "MASTER_ADDR", f"0.0.0.1:{port}", "unreachable")
 
 
 @pytest.mark.parametrize(
@@ -328,23 +330,23 @@ def test_facts_that_differ_are_named_on_every_rank(start, name, key, value):
     environs = plain(3, free_port())
     environs[2][name] = value
     for answer in start(environs):
-        assert socket.gethostname() in assert_told(answer, key, value, "differs")
+        assert socket.gethostname() in assert_start_error(answer, key, value, "differs")
 
 
 def test_a_rank_of_a_larger_world_refuses(start):
     environs = plain(2, free_port())
     environs.append({**environs[1], "RANK": "2", "WORLD_SIZE": "3"})
     *fine, stranger = start(environs)
-    assert_told(stranger, "WORLD_SIZE", 3, "mismatch")
+    assert_start_error(stranger, "WORLD_SIZE", 3, "mismatch")
     assert [answer["sums"] for answer in fine] == [[3.0, 3.0]] * 2
 
 
-def test_two_processes_with_one_rank_are_told(start):
+def test_two_processes_with_one_rank_raise(start):
     environs = plain(2, free_port(), TIMEOUT=str(TIMEOUT))
     environs.append(dict(environs[1]))
-    told = [answer for answer in start(environs) if answer.get("problems")]
-    second = next(a for a in told if [p["code"] for p in a["problems"]] == ["duplicate"])
-    assert_told(second, "rank", 1, "duplicate")
+    raised = [answer for answer in start(environs) if answer.get("problems")]
+    second = next(a for a in raised if [p["code"] for p in a["problems"]] == ["duplicate"])
+    assert_start_error(second, "rank", 1, "duplicate")
 
 
 @pytest.fixture
@@ -400,7 +402,7 @@ def test_a_group_that_runs_already_is_refused():
     assert not dist.is_initialized()
 
 
-def test_a_group_of_somebody_else_is_not_ended():
+def test_a_group_of_another_owner_is_not_ended():
     import torch.distributed as dist
 
     from forge_parallel.start import end_process_group
@@ -432,7 +434,7 @@ leave(0)
 def test_torchrun_workers_form_a_group(tmp_path: Path) -> None:
     torchrun = shutil.which("torchrun", path=Path(sys.executable).parent)
     if torchrun is None:
-        pytest.skip("torchrun is not beside this Python")
+        pytest.skip("torchrun is not next to this Python")
     script = tmp_path / "script.py"
     script.write_text(_UNDER_TORCHRUN)
     done = subprocess.run(

@@ -70,7 +70,7 @@ def without(environ: dict[str, str], *names: str) -> dict[str, str]:
             STEP | {"SLURM_STEP_TASKS_PER_NODE": "4", "SLURM_NODEID": "0", "SLURM_LOCALID": "3"},
             World(3, 4, 3, 4, "127.0.0.1", 25684, "slurm"),
         ),
-        (  # the interactive step of salloc: one task beside the job's four
+        (  # the interactive step of salloc: one task, and the job has four
             STEP
             | {"SLURM_STEP_ID": "4294967290", "SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"},
             World(launcher="slurm"),

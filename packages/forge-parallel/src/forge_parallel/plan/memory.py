@@ -257,5 +257,6 @@ def _loss(candidate: Candidate) -> float:
     logits = candidate.trace.logits * candidate.micro_batch
     if s.whole_logits:
         logits *= candidate.layout.tp
+    # the workspace holds fp32 logits and their fp32 gradient, in blocks
     gradient = compute if s.loss is None else s.loss
     return logits * (compute + gradient) + min(s.workspace, logits * 8)

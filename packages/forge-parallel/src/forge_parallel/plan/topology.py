@@ -44,9 +44,9 @@ class Hardware:
 
 
 #: Peaks, memory and link speeds are those of NVIDIA's datasheets (dense, SXM; NVLink 3: 300 GB/s a direction,
-#: NVLink 4: 450, NVLink 5: 900; HDR: 200 Gb/s = 25 GB/s, NDR: 50). `intra` is 60 % and `inter` 80 % of a link.
-#: These fractions, `compiled` and `eager` were fitted on the h200 to the published sweep in
-#: test_plan_calibration.py; for the other GPUs they are guesses without a measurement.
+#: NVLink 4: 450, NVLink 5: 900; HDR: 200 Gb/s = 25 GB/s, NDR: 50). `intra` is 60 % and `inter` 80 % of a link, and
+#: `memory_speed` about 90 % of the datasheet's. These fractions, `compiled` and `eager` were fitted on the h200 to the
+#: published sweep in test_plan_calibration.py; for the other GPUs they are guesses without a measurement.
 HARDWARE: dict[str, Hardware] = {
     h.name: h
     for h in (
