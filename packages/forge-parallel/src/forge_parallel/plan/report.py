@@ -30,6 +30,7 @@ class Estimate:
 
     @cached_property
     def _traffic(self) -> list[list[Traffic]]:
+        """Traffic of each pipeline rank."""
         return [stage_traffic(self.candidate, rank) for rank in range(self.candidate.layout.pp)]
 
     @property
@@ -144,6 +145,7 @@ def _head(estimate: Estimate) -> str:
 
 
 def _memory(estimate: Estimate) -> str:
+    """Table of memory, a row for each pipeline rank."""
     rows = [("GB per rank", *(f.name.replace("_", " ") for f in fields(Memory)))]
     for rank, memory in enumerate(estimate.memory):
         label = f"pp rank {rank}" if len(estimate.memory) > 1 else "every rank"
@@ -153,6 +155,7 @@ def _memory(estimate: Estimate) -> str:
 
 
 def _axes(estimate: Estimate) -> str:
+    """Placement of the axes, and a table of their traffic."""
     lines = estimate.candidate.topology.placement(estimate.candidate.profile.num_experts > 0)
     rows = [("axis", "GB per step", "seconds", "", "what")]
     for row in estimate.traffic:
@@ -162,6 +165,7 @@ def _axes(estimate: Estimate) -> str:
 
 
 def _step(estimate: Estimate) -> str:
+    """Lines on the time of a step and its assumptions."""
     candidate, t, gpu = estimate.candidate, estimate.time, estimate.candidate.hardware
     waits = ", ".join(f"{axis} {seconds:.2f}" for axis, seconds in t.exposed.items()) or "nothing"
     fraction = gpu.compiled if candidate.config.compile else gpu.eager

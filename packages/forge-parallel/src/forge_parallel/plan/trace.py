@@ -306,12 +306,14 @@ class _Tracer(TorchFunctionMode):
         return saved
 
     def _enter_block(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Hook before a block: begin its trace."""
         self.close()
         tensors = tensors_in((*args, *kwargs.values()))
         self.here = BlockTrace(inputs=sum(map(_bytes, tensors)))
         self._alive += tensors
 
     def _leave_block(self, kind: int, *_: Any) -> None:
+        """Hook after a block of this kind: end its trace."""
         saved, before = self.close(), self._saved_by.get(kind, {})
         # a tensor that two blocks save exists once for all of them
         both = {key: size for key, size in saved.items() if key in before}
@@ -324,6 +326,7 @@ class _Tracer(TorchFunctionMode):
     # ---- collectives
 
     def _gathered(self, axis: str, x: Tensor) -> Tensor:
+        """Return x (B, S, D) after an all-gather of its tokens over an axis."""
         return self._send(axis, x, x.size(-2) * self.sizes[axis])
 
     def _send(self, axis: str, x: Tensor, size: int) -> Tensor:
@@ -334,11 +337,13 @@ class _Tracer(TorchFunctionMode):
         return out
 
     def _gather(self, module: nn.Module, args: Any) -> Any:
+        """Hook before a layer: gather its input over tp, once for siblings with the same input."""
         if self._entering is None or self._entering[0] is not args[0]:  # once for siblings
             self._entering = (args[0], self._gathered("tp", args[0]))
         return (self._entering[1], *args[1:])
 
     def _scatter(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        """Hook after a layer: reduce-scatter its output over tp."""
         return self._send("tp", out, out.size(-2) // self.sizes["tp"])
 
     def _sum(self, module: nn.Module, args: Any, out: Tensor) -> None:
@@ -352,12 +357,15 @@ class _Tracer(TorchFunctionMode):
             self.here.sent["tp"] += _bytes(args[0])
 
     def _shard_input(self, module: nn.Module, args: Any) -> Any:
+        """Hook before a mixture: shard its tokens over tp."""
         return (self._scatter(module, args, args[0]), None)
 
     def _gather_output(self, module: nn.Module, args: Any, out: Tensor) -> Tensor:
+        """Hook after a mixture: gather its tokens over tp."""
         return self._gathered("tp", out)
 
     def _count_routed(self, module: nn.Module, args: Any) -> None:
+        """Hook before experts: count the bytes of their routed tokens."""
         self.here.sent["rows"] += _bytes(args[0])
 
 

@@ -197,6 +197,7 @@ def _segments(
 
 
 def _extent(events: Iterable[Event]) -> Intervals:
+    """Interval from the first event to the last; empty without events."""
     timed = [_interval(e) for e in events if e.get("ph") == "X" and e.get("cat") != "Trace"]
     return [(min(t[0] for t in timed), max(t[1] for t in timed))] if timed else []
 

@@ -119,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _worlds(text: str | None) -> list[int] | None:
+    """Numbers of ranks of `--world`. Raises ProveError for another syntax."""
     try:
         return None if text is None else [int(world) for world in text.split(",")]
     except ValueError as error:
@@ -144,6 +145,7 @@ def _pairs(words: list[str], flag: str, example: str) -> dict[str, Any]:
 
 
 def _roles(path: Path | None) -> dict[str, Any] | None:
+    """Table [roles] of a TOML file. Raises ProveError without one."""
     if path is None:
         return None
     try:

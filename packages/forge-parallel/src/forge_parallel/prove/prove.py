@@ -223,6 +223,7 @@ class _References:
         return task, found
 
     def _one_process(self, task: Task, device: str) -> Reference:
+        """The reference of one process in plain PyTorch."""
         known = set(sys.modules)
 
         def run(where: Any) -> tuple[Reference, list[str]]:

@@ -79,6 +79,7 @@ def one_rank(task: Task, cell: Cell, reference: Reference, device: torch.device)
 
 
 def _subtract(weights: Tensors, start: Tensors) -> Tensors:
+    """Updates since the start, by name."""
     return {name: weight - start[name] for name, weight in weights.items()}
 
 

@@ -212,6 +212,7 @@ def _read(store: Store, key: str, names: set[str]) -> dict[str, Any] | None:
 
 
 def _absence(absent: list[int], world: World) -> Problem:
+    """Problem of ranks that did not check in."""
     rule = f"({format_ranks(absent)} of {world.world_size}) did not come in time"
     return Problem("ranks", "absent", absent, rule)
 

@@ -100,6 +100,7 @@ def run_with_timeout(seconds: float, function: Callable[[], T], late: Problem) -
 def _connect(
     world: World, address: str, listening: socket.socket | None, seconds: float
 ) -> TCPStore:
+    """Connect to the store at an address, and host it on the socket `listening` if there is one."""
     try:
         return TCPStore(
             address,
