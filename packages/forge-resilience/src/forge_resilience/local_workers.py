@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from forge_resilience._shared.launch import LOOPBACK, RUN_NAME, STORE_FD
 from forge_resilience._shared.parents import with_parent
 from forge_resilience._shared.problems import invalid
 from forge_resilience.exit_codes import ExitCode
@@ -26,12 +27,6 @@ __all__ = ["RUN_NAME", "STORE_FD", "Outcome", "local_ranks", "run_local_workers"
 Environ = Mapping[str, str]
 Look = Callable[[Mapping[int, int], Mapping[int, int]], str]
 """Called with the pids of the ranks that run and the exit codes of those that ended; a text ends them all."""
-LOOPBACK = "127.0.0.1"
-# What a launcher and `forge_parallel.start_process_group` agree on, apart from torch's own variables.
-STORE_FD = "FORGE_STORE_FD"
-"""Of rank 0: a descriptor that listens on MASTER_PORT already. Empty for the other ranks."""
-RUN_NAME = "FORGE_RUN_NAME"
-"""A random name of this run, the same for all ranks, under which they exchange what they check."""
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 _GROUP_SECONDS = 0.5  # by which a signal to a process group may reach a rank before this process
 _KILL_SECONDS = 10.0  # from SIGKILL to giving up on a process that hangs in the kernel

@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
+from forge_parallel._shared.launch import RUN_NAME
 from forge_parallel._shared.problems import Problem
 from forge_parallel.start.store import (
     ANSWER_SECONDS,
@@ -28,7 +29,7 @@ from forge_parallel.start.store import (
     run_with_timeout,
     start_error,
 )
-from forge_parallel.start.world import RUN_NAME, World
+from forge_parallel.start.world import World
 
 # Rank 0 stops waiting this long before the others do, so that its verdict, with the absent ranks, reaches them.
 _GRACE_SECONDS = 10.0

@@ -14,8 +14,9 @@ from typing import TypeVar
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from forge_parallel._shared.launch import LOOPBACK, STORE_FD
 from forge_parallel._shared.problems import Problem, WithProblems, invalid
-from forge_parallel.start.world import LOOPBACK, STORE_FD, World, is_loopback
+from forge_parallel.start.world import World, is_loopback
 
 T = TypeVar("T")
 

@@ -8,16 +8,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from forge_parallel._shared.launch import LOOPBACK, first_address, step_port
 from forge_parallel._shared.problems import invalid
-from forge_parallel._shared.slurm_steps import first_address, step_port
 
 Environ = Mapping[str, str]
 Launcher = Literal["none", "torchrun", "slurm", "environment"]
-LOOPBACK = "127.0.0.1"
-STORE_FD = "FORGE_STORE_FD"
-"""Set by a launcher on this host: rank 0 gets the descriptor of a socket that listens on MASTER_PORT, others ""."""
-RUN_NAME = "FORGE_RUN_NAME"
-"""Set by a launcher to a new random name, the same on all ranks; ranks started by hand may have one too."""
 
 _FIX = (
     "start every rank with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, or use torchrun or srun"

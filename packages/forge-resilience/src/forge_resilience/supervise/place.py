@@ -8,9 +8,9 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from forge_resilience._shared.launch import RUN_NAME, STORE_FD, first_address, step_port
 from forge_resilience._shared.problems import invalid
-from forge_resilience._shared.slurm_steps import first_address, step_port
-from forge_resilience.local_workers import RUN_NAME, STORE_FD, local_ranks
+from forge_resilience.local_workers import local_ranks
 
 __all__ = ["Place", "find_place"]
 

@@ -1,5 +1,5 @@
-# Copied from scripts/shared/slurm_steps.py; edit that file, then run scripts/copy_shared.py.
-"""Address and port at which the tasks of a Slurm step meet. Every task computes the same ones.
+# Copied from scripts/shared/launch.py; edit that file, then run scripts/copy_shared.py.
+"""Contract of launchers and ranks: Forge's variables, and the address and port that all tasks of a Slurm step compute.
 
 address = first_address(os.environ["SLURM_STEP_NODELIST"])
 port = step_port(job=1234, step=0, restarts=0)
@@ -13,6 +13,12 @@ import subprocess
 
 from .problems import invalid
 
+LOOPBACK = "127.0.0.1"
+STORE_FD = "FORGE_STORE_FD"
+"""Set by a launcher on this host: rank 0 gets the descriptor of a socket that listens on MASTER_PORT, others ""."""
+RUN_NAME = "FORGE_RUN_NAME"
+"""Set by a launcher to a new random name, the same on all ranks, under which they exchange what they check; ranks started
+by hand may have one too."""
 _PORTS = (20000, 10007)  # the first, and how many: below Linux's ephemeral ports, a prime
 
 

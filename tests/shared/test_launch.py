@@ -1,4 +1,4 @@
-"""The shared topic `slurm_steps`, by the copy of one package; `check` compares the bytes of the others."""
+"""The shared topic `launch`, by the copy of one package; `check` compares the bytes of the others."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_resilience._shared.slurm_steps import first_address, first_host, step_port
+from forge_resilience._shared.launch import first_address, first_host, step_port
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
