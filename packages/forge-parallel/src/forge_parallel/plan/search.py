@@ -93,11 +93,13 @@ def _reasons(best: Estimate, ranked: Sequence[Estimate]) -> list[str]:
 def _layouts(space: SearchSpace) -> Iterator[ParallelConfig]:
     """Yield configurations of all sizes of axes; `SearchSpace.candidate` checks most rules."""
     world, node, p, config = space.world_size, space.gpus_per_node, space.profile, space.config
+    # tp and ep communicate in every layer, so they stay inside a node unless the user allows more
     inside = world if config.across_nodes else min(node, world)
     tps = [n for n in _powers(inside) if not p.tp_problems(n)]
     eps = [n for n in _powers(inside) if p.num_experts and p.num_experts % n == 0] or [1]
     cps = [n for n in _powers(world) if n == 1 or p.seq_len // n >= MIN_CP_TOKENS]
     pps = [n for n in range(1, len(p.order) + 1) if world % n == 0 and not p.pp_problems]
+    # a replica has at least one full node, whose ranks shard it over NVLink
     replicas = [n for n in _powers(max(1, world // node)) if world % n == 0]
     schedules = list(dict.fromkeys((config.pp_schedule, "1f1b", "interleaved_1f1b")))
 

@@ -174,6 +174,7 @@ def _segments(
     """
     opened: list[tuple[float, tuple[str, ...]]] = []  # end and names, from the outermost on
     cursor = 0.0
+    # of events with the same start the longer one is the outer one
     for event in sorted(thread, key=lambda e: (e["ts"], -e["dur"])):
         start, end = _interval(event)
         while opened and opened[-1][0] <= start:

@@ -92,6 +92,7 @@ def _train(
 ) -> None:
     """Run the steps of a rank. `see(run, step, quantity, values)` gets tensors by name; for the stream, a list of the
     micro-batches' tensors by name."""
+    # in the layout only: the reference keeps fp32
     allow_tf32(task.settings.precision == "tf32")
     try:
         run = _LayoutRun(task, cell, reference, device)

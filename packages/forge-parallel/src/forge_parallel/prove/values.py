@@ -73,11 +73,13 @@ def one_process(task: Task, device: torch.device) -> Reference:
         # a layer that uses an old weight shows in the second step; the bounds of 16 bits hold for the first only
         if step == 0 or task.settings.precision == "fp32":
             values[step, "stream"] = {name: parts[0] for name, parts in seen.items()}
+        # a step without labels has loss 0, not nan
         loss = token_loss(output, batch.labels) / max(1, on_host.num_valid)
         loss.backward()
         values[step, "loss"] = {"": loss.detach().cpu()}
         values[step, "gradient"] = gradients(model)
 
+        # torch's own norm: Forge's would have the same mistake on both sides
         norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM)
         values[step, "norm"] = {"": norm.detach().cpu()}
         optimizer.step()

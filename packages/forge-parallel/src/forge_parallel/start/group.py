@@ -66,6 +66,7 @@ def start_process_group(
     chosen = False
     try:
         store, rank_0 = rendezvous(world, device, start_timeout_seconds, facts)
+        # gloo reads the variable when the backend starts
         chosen = choose_interface(rank_0)
         init_backends(store, world.rank, world.world_size, device, timeout_seconds)
     except (RuntimeError, ValueError) as error:
@@ -106,6 +107,7 @@ def end_process_group(wait: bool = True) -> None:
     if _started is None:
         return
     (world, store, chosen), _started = _started, None
+    # the backends use the store until they are destroyed, so rank 0 leaves it afterwards
     if dist.is_initialized():
         dist.destroy_process_group()
     if chosen:

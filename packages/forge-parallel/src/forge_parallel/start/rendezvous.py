@@ -130,6 +130,7 @@ def _check_in(
     began = time.monotonic()
     deadline = began + seconds
     soon = min(deadline, began + ANSWER_SECONDS)
+    # `add` is atomic: of two processes with one rank the second sees 2
     if store.add(f"here/{world.rank}", 1) > 1:
         raise StartError([_duplicate_rank(world, store, soon)])
     store.set(f"rank/{world.rank}", json.dumps(description))
@@ -195,6 +196,7 @@ def _decide(world: World, store: Store, deadline: float) -> dict[str, Any]:
         "world_size": world.world_size,
     }
     store.set("verdict", json.dumps(verdict))
+    # rank 0 ends with an error now, and its store with it: let the others read the verdict first
     if verdict["problems"]:
         others = store.add("arrived", 0) - 1
         _wait_until(lambda: store.add("read", 0) >= others, time.monotonic() + _LEAVE_SECONDS)

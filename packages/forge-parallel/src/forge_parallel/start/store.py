@@ -63,6 +63,7 @@ def open_store(world: World, seconds: float) -> TCPStore:
     listening = (_inherited_socket(world.port) or _listen(world)) if is_host else None
     address = _reachable_address(world, deadline)
 
+    # a store that listens just before the deadline has a second to answer
     left = max(1.0, deadline - time.monotonic())
     left = left if is_early else min(left, ANSWER_SECONDS)
     rule = f"at {world.address} does not answer as a store within {left:g} s"
@@ -95,6 +96,7 @@ def run_with_timeout(seconds: float, function: Callable[[], T], late: Problem) -
     try:
         return future.result(seconds)
     except TimeoutError:
+        # the thread stays in torch; as a daemon it does not keep the process
         raise StartError([late]) from None
 
 
@@ -103,6 +105,7 @@ def _connect(
 ) -> TCPStore:
     """Connect to the store at an address, and host it on the socket `listening` if there is one."""
     try:
+        # not `wait_for_workers`: the check-in waits for the ranks, and names those that are absent
         return TCPStore(
             address,
             world.port,
@@ -173,5 +176,6 @@ def _reachable_address(world: World, deadline: float) -> str:
 
         if time.monotonic() >= stop:
             raise StartError([found], f"after {time.monotonic() - began:.0f} s")
+        # local ranks wait milliseconds for rank 0; the ranks of many nodes must not flood it
         time.sleep(pause)
         pause = min(2 * pause, 0.5)
