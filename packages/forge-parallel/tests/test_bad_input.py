@@ -25,7 +25,7 @@ from forge_parallel.meshes import Axis, Meshes
 from forge_parallel.pipeline import Pipeline
 from forge_parallel.plan import Profile, SearchSpace, auto_layout, find_hardware
 from forge_parallel.points import POINTS, WholePoints
-from forge_parallel.prove.ranks import Refused, _width_of
+from forge_parallel.prove.ranks import UnsupportedLayout, _width_of
 from forge_parallel.prove.values import Reference
 from forge_testing.problems import assert_problem, rejects
 
@@ -185,7 +185,7 @@ def test_a_stage_hands_on_what_the_next_one_waits_for() -> None:
     stage: Any = SimpleNamespace(pipeline_stage=0)
     with rejects("stage", 0, "stream"):
         pipeline._check_stream(stage, None, torch.zeros(1, 2, 5))
-    with rejects("pp", ..., "stream", Refused):
+    with rejects("pp", ..., "stream", UnsupportedLayout):
         _width_of(Reference({}, {(0, "stream"): {}}))
 
 

@@ -291,7 +291,7 @@ def _judge(
         if first.kind == "ProveError":
             raise ProveError(first.problems)
         result = replace(result, problems=first.problems)
-        if first.kind == "Refused":
+        if first.kind == "UnsupportedLayout":
             return replace(result, verdict="refused", message=first.value)
         return replace(result, verdict="red", message=f"on rank {rank} {first}", trace=first.trace)
 

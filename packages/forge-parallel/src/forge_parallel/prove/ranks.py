@@ -28,7 +28,7 @@ from forge_parallel.prove.values import MAX_NORM, SGD, STEPS, Reference, Tensors
 from forge_parallel.sdpa import sdpa_kernel, sdpa_problem
 
 
-class Refused(WithProblems):
+class UnsupportedLayout(WithProblems):
     """forge_parallel does not support this layout of this model."""
 
 
@@ -37,7 +37,7 @@ def rank_of_cell(
 ) -> list[dict[ValueKey, float]]:
     """Train on one rank of a layout and return the errors of its values against each reference.
 
-    Raises Refused for a layout that is not supported for this model.
+    Raises UnsupportedLayout for a layout that is not supported for this model.
     """
     errors: list[dict[ValueKey, float]] = [{} for _ in references]
     start = references[0].start
@@ -99,7 +99,7 @@ def _train(
     except ProveError:
         raise
     except ValueError as broken:
-        raise Refused(problems_of(broken)) from broken
+        raise UnsupportedLayout(problems_of(broken)) from broken
 
     model = run.model
     optimizer = torch.optim.SGD(model.parameters(), **SGD)
@@ -137,14 +137,16 @@ class _LayoutRun:
 
         self.config = config = cell.config(task.settings)
         if wrong := sdpa_problem(config.sdpa, device, config.precision):
-            raise Refused([wrong])
+            raise UnsupportedLayout([wrong])
         if config.cp > 1 and "positions" not in self.names:
             rule = f"must be an argument of the forward of {type(self.model).__name__} to split its sequences"
-            raise invalid("positions", "missing", ..., rule, "add the parameter", kind=Refused)
+            raise invalid(
+                "positions", "missing", ..., rule, "add the parameter", kind=UnsupportedLayout
+            )
         self.meshes = make_meshes(config, device)
         facts = Facts(seq_len=task.seq_len, num_micro_batches=cell.micro_batches)
         layout = config.axes(self.meshes.world_size)
-        raise_problems("", problems(config, layout, facts), Refused)
+        raise_problems("", problems(config, layout, facts), UnsupportedLayout)
 
         self.rank_batch = task.global_batch // self.meshes.batch_size
         self.micro_batch = self.rank_batch // cell.micro_batches
@@ -202,7 +204,7 @@ def _width_of(reference: Reference) -> int:
         return stream.size(-1)
     rule = "must have blocks that hand on one float tensor (B, S, D), and no block does"
     fix = "pipeline_parts() says which are the blocks"
-    raise invalid("pp", "stream", ..., rule, fix, kind=Refused)
+    raise invalid("pp", "stream", ..., rule, fix, kind=UnsupportedLayout)
 
 
 @torch.no_grad()
