@@ -126,22 +126,22 @@ class Candidate:
         return self.global_batch * self.profile.seq_len
 
     @property
-    def compute_bytes(self) -> int:
+    def compute(self) -> int:
         """Bytes per element in forward and backward."""
         return _BYTES[self.config.precision]
 
     @property
-    def reduce_bytes(self) -> int:
+    def reduce(self) -> int:
         """Bytes per element of a gradient in a reduction."""
         return _BYTES[self.config.reduce_dtype if self.config.precision == "bf16" else "fp32"]
 
     @property
-    def is_wrapped(self) -> bool:
+    def wrapped(self) -> bool:
         """Whether FSDP2 wraps the model."""
         return self.world_size > 1 or self.config.precision != "fp32" or self.config.cpu_offload
 
     @property
-    def is_compiled(self) -> bool:
+    def compiled(self) -> bool:
         """Whether blocks are compiled."""
         return self.config.compile and (self.storage.compiled_tp or self.layout.tp == 1)
 

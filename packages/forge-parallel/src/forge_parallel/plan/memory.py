@@ -126,7 +126,7 @@ def stage_memory(candidate: Candidate, pp_rank: int) -> Memory:
     static = weights + moments + gathered + _LIBRARIES
 
     # gradients `before` the last backward and `after` it; in the first micro-batch they grow while activations shrink
-    reduced = candidate.reduce_bytes if candidate.is_wrapped else 0
+    reduced = candidate.reduce if candidate.wrapped else 0
     if candidate.layout.pp > 1:
         # torch's stages keep gradients unsharded, and reduce them after the last backward; if no more micro-batches
         # are run than are in flight, all forwards come before the first backward
@@ -189,7 +189,7 @@ def _saved_activations(candidate: Candidate, load: Load, in_flight: list[float])
                 saved = block.inputs + c.memory_budget * (block.compiled - block.inputs)
             else:
                 mode = "none" if i % c.recompute_every else c.recompute
-                saved = block.saved_under(mode, candidate.is_compiled)
+                saved = block.saved_under(mode, candidate.compiled)
             total += count * saved
         if candidate.layout.pp > 1 and stage:
             total += count * t.kinds[stage[-1]].inputs  # the stage's output waits for its gradient
@@ -202,7 +202,7 @@ def _transient(candidate: Candidate, load: Load) -> float:
     A schedule that computes weight gradients apart also keeps the outputs of all matmuls of a stage until then.
     """
     kinds = [candidate.trace.kinds[k] for k in set(load.kinds)]
-    mode, compiled = candidate.config.recompute, candidate.is_compiled
+    mode, compiled = candidate.config.recompute, candidate.compiled
     again = (
         max(0, k.saved_under("none", compiled) - k.saved_under(mode, compiled)) + 2 * k.largest
         for k in kinds
@@ -217,9 +217,9 @@ def _transient(candidate: Candidate, load: Load) -> float:
 def _gathered(candidate: Candidate, load: Load) -> tuple[float, float, float]:
     """Bytes of (gathered weights while blocks run, unsharded gradients and buffers of a block's backward, those of
     modules outside blocks at the end of the backward)."""
-    if not candidate.is_wrapped:
+    if not candidate.wrapped:
         return 0.0, 0.0, 0.0
-    s, d, compute = candidate.storage, candidate.layout, candidate.compute_bytes
+    s, d, compute = candidate.storage, candidate.layout, candidate.compute
     is_sharded = d.dp_shard * d.cp > 1
     blocks = [group_size(block, candidate) for block in load.blocks]
     sizes = sorted((block.gathered for block in blocks), reverse=True)
@@ -233,7 +233,7 @@ def _gathered(candidate: Candidate, load: Load) -> tuple[float, float, float]:
         gathered += (sum(sizes) + ends.gathered) * compute
 
     # gradients, the input of their reduce-scatter, and the output of the next all-gather
-    out = compute + candidate.reduce_bytes
+    out = compute + candidate.reduce
     learned = max((block.learned for block in blocks), default=0)
     buffers = (max(sizes, default=0) * compute + learned * out) * is_sharded
     after_blocks = group_size(candidate.profile.ends(False, load.last), candidate).learned
@@ -246,7 +246,7 @@ def _loss(candidate: Candidate) -> float:
     A fused loss keeps the gradients of the head's input and, in fp32, of its weight for the loss of each predicted
     token, and the weight's gradient in the dtype of the backward; its blocks of logits are freed by then, and smaller.
     """
-    s, compute = candidate.storage, candidate.compute_bytes
+    s, compute = candidate.storage, candidate.compute
     if s.fused_loss:
         # modules of multi-token prediction are among these parameters, and smaller
         params = candidate.profile.ends(False, True).params

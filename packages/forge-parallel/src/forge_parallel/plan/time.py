@@ -70,7 +70,7 @@ def stage_traffic(candidate: Candidate, pp_rank: int) -> list[Traffic]:
     axes, sizes = candidate.topology.axes(), [group_size(g, candidate) for g in load.groups]
     dense, experts = sum(size.dense for size in sizes), sum(size.experts for size in sizes)
     shards = dense / axes["fsdp"][0] + experts / axes["efsdp"][0]
-    replicas = 2 * candidate.reduce_bytes * shards
+    replicas = 2 * candidate.reduce * shards
 
     # per block and micro-batch FSDP gathers twice and reduces once; tp has 2 all-gathers and 2 reduce-scatters each way
     rows = (  # axis, what, whole bytes, collectives of a forward and backward of all blocks
@@ -140,7 +140,7 @@ def _products(candidate: Candidate, load: Load) -> float:
     # before the blocks a rank of tp computes all tokens, and a rank of cp full sequences
     ends += (3 * p.first_flops - p.first_spared) * load.first * sharing
     hardware = candidate.hardware
-    speed = hardware.peak * (hardware.compiled if candidate.is_compiled else hardware.eager)
+    speed = hardware.peak * (hardware.compiled if candidate.compiled else hardware.eager)
     faster = FLOAT8_SPEEDUP if c.float8 != "none" else 1.0
     least = candidate.num_micro_batches * len(load.kinds) * LAUNCH_SECONDS
     return max(least, tokens * (blocks * (3 + again) / faster + ends) / speed)
@@ -161,16 +161,16 @@ def _slow_experts(candidate: Candidate, kind: int) -> float:
 
 def _weights(candidate: Candidate, load: Load) -> tuple[float, float]:
     """Unsharded bytes of FSDP's gathers and reductions in a step, and those of experts with a mesh of their own."""
-    if not candidate.is_wrapped:
+    if not candidate.wrapped:
         return 0.0, 0.0
     m = candidate.num_micro_batches
     # torch's pipeline stages leave weights gathered and sum gradients at the end
     once = candidate.layout.pp > 1
     gathers = (m if candidate.reshards else 1) if once else m * (2 if candidate.reshards else 1)
     reduces = 1 if once or candidate.storage.sync_once else m
-    wire = 1 if candidate.config.float8_all_gather else candidate.compute_bytes
-    of_block = gathers * wire + reduces * candidate.reduce_bytes
-    of_ends = (1 if once else m) * candidate.compute_bytes + reduces * candidate.reduce_bytes
+    wire = 1 if candidate.config.float8_all_gather else candidate.compute
+    of_block = gathers * wire + reduces * candidate.reduce
+    of_ends = (1 if once else m) * candidate.compute + reduces * candidate.reduce
 
     ends = group_size(load.ends, candidate)
     dense, experts = of_ends * ends.dense, of_ends * ends.experts

@@ -63,17 +63,21 @@ class ProfileWindow:
         self._history = memory and self._device.type == "cuda"
         self._first = self._number = 0
         self._profiler: Any = None
-        self.is_full = False
-        """Whether a window is complete and not yet written by `write`."""
+        self._full = False
         self._measured: dict[str, int] = {}
         self._gradients: set[int] = set()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether a window is complete and not yet written by `write`."""
+        return self._full
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
         """Run the code inside the `with` block as step `number`."""
         if self._profiler is None:
             self._begin(number)
-        if self._profiler is None or self.is_full:
+        if self._profiler is None or self._full:
             yield
             return
         self._number = number
@@ -95,9 +99,9 @@ class ProfileWindow:
 
         Costs seconds of the host for a large trace. Overwrites the files of an earlier window at the same step.
         """
-        if not self.is_full:
+        if not self._full:
             return None
-        profiler, self._profiler, self.is_full = self._profiler, None, False
+        profiler, self._profiler, self._full = self._profiler, None, False
         folder = self._folder / f"step-{self._first}"
         name = folder / f"rank-{self._rank}"
         trace = Path(f"{name}.trace.json.gz")
@@ -127,11 +131,11 @@ class ProfileWindow:
     def close(self) -> None:
         """Stop a running profiler without writing files."""
         profiler, self._profiler = self._profiler, None
-        if profiler is not None and not self.is_full:
+        if profiler is not None and not self._full:
             profiler.stop()
         if self._history and self._first:
             stop_memory_history(None)
-        self._first, self.is_full = 0, False
+        self._first, self._full = 0, False
 
     def _is_last(self, number: int) -> bool:
         return number == self._first + self._num - 1
@@ -167,7 +171,7 @@ class ProfileWindow:
             torch.cuda.synchronize(self._device)
         if last:
             self._profiler.stop()
-            self.is_full = True
+            self._full = True
         else:
             self._profiler.step()
 
