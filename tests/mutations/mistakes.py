@@ -211,7 +211,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "an interval inside a longer one shortens their union",
-        f"{_PARALLEL}/profile/intervals.py",
+        f"{_PARALLEL}/profile/breakdown.py",
         "(found[-1][0], max(found[-1][1], end))",
         "(found[-1][0], end)",
     ),
@@ -223,7 +223,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "a requeued job takes the port of its previous start",
-        f"{_PARALLEL}/start/world.py",
+        f"{_PARALLEL}/_shared/launch.py",
         "(7 * job + step + 3 * restarts) % count",
         "(7 * job + step) % count",
     ),
