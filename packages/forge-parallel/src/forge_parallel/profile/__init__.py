@@ -1,8 +1,7 @@
 """Time and memory of a step: windows of torch.profiler, a breakdown by kind of work, bytes by category."""
 
-from forge_parallel.profile.breakdown import PREFIX, breakdown, read_trace, span
+from forge_parallel.profile.breakdown import PREFIX, breakdown, markdown, read_trace, span, tables
 from forge_parallel.profile.memory import memory_by_category
-from forge_parallel.profile.table import markdown, tables
 from forge_parallel.profile.window import ProfileWindow, window_problems
 
 __all__ = [

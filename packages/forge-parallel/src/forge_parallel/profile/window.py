@@ -13,9 +13,8 @@ from torch import nn
 
 from forge_parallel._shared.problems import Problem, raise_problems
 from forge_parallel._torch_compat import start_memory_history, stop_memory_history
-from forge_parallel.profile.breakdown import breakdown, read_trace
+from forge_parallel.profile.breakdown import breakdown, markdown, read_trace
 from forge_parallel.profile.memory import gradient_addresses, memory_by_category, peak_of_trace
-from forge_parallel.profile.table import markdown
 
 _WARM_UP = 1  # the first profiled step bears the start of the profiler, so it is not counted
 
