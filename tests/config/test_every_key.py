@@ -21,7 +21,7 @@ import forge_data
 from forge_core import Transformer, TransformerConfig, flops_per_token
 from forge_data.prepare import prepare
 from forge_moe import MoE
-from forge_moe.gemm import choose_backend
+from forge_moe.grouped_mm import choose_backend
 from forge_moe.model_section import MoESection
 from forge_parallel import (
     ParallelConfig,

@@ -46,7 +46,7 @@ def test_reference_imports_torch_and_numpy_only(path):
     "line",
     [
         "import forge_core",
-        "from forge_moe.routers import Router",
+        "from forge_moe.router import Router",
         "def f():\n    import transformers.models",
         "from .missing import x",
         "from . import missing",

@@ -114,7 +114,7 @@ MISTAKES: tuple[Mistake, ...] = (
     # forge-moe
     Mistake(
         "capacity 1.1 rounds up by one",
-        f"{_MOE}/capacity.py",
+        f"{_MOE}/router.py",
         " * (1 - 1e-9)",
         "",
     ),
@@ -127,30 +127,30 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "evaluation counts as load of experts",
         f"{_MOE}/layer.py",
-        "self.counters.add(counts, tokens, dropped, entropy.sum(), training=self.training)",
-        "self.counters.add(counts, tokens, dropped, entropy.sum(), training=True)",
+        "self.counters.add(counts, sums, training=self.training)",
+        "self.counters.add(counts, sums, training=True)",
     ),
     Mistake(
         "a skipped step moves the biases of experts",
-        f"{_MOE}/training_step.py",
+        f"{_MOE}/hooks.py",
         "target.copy_(value if skip is None else torch.where(skip > 0, target, value))",
         "target.copy_(value)",
     ),
     Mistake(
         "gradients of a token's experts are summed in 16 bits",
         f"{_MOE}/dispatch/exchange.py",
-        "wide = torch.promote_types(layout.dtype, torch.float32)",
-        "wide = layout.dtype",
+        "wide = torch.promote_types(wire.dtype, torch.float32)",
+        "wide = wire.dtype",
     ),
     Mistake(
         "the counts of a global batch are not reset at the end of a step",
-        f"{_MOE}/balance/counters.py",
+        f"{_MOE}/load_balancing.py",
         "self.step_counts = self.global_step_counts = None",
         "self.step_counts = None",
     ),
     Mistake(
         "equal router scores go to the higher expert id",
-        f"{_MOE}/routers/select.py",
+        f"{_MOE}/router.py",
         "torch.arange(num - 1, -1, -1, device=scores.device)",
         "torch.arange(num, device=scores.device)",
     ),
@@ -162,7 +162,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "a skipped step replaces the lagged counts",
-        f"{_MOE}/training_step.py",
+        f"{_MOE}/hooks.py",
         "_write(layer.lagged_counts, total, skip)",
         "_write(layer.lagged_counts, total, None)",
     ),

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from forge_moe import MoE, MoEConfig, aux_losses, set_aux_scale, update_expert_bias
-from forge_moe.balance.bias import moved_bias, rate_at
+from forge_moe.load_balancing import moved_bias, rate_at
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import rejects
 

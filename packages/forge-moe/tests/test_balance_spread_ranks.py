@@ -19,11 +19,11 @@ from forge_moe import (
     MoE,
     MoEConfig,
     aux_losses,
+    load_balancing,
     recompute_contexts,
     set_aux_scale,
     update_expert_bias,
 )
-from forge_moe.balance import sequence_group
 from forge_testing import device, run_on_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
@@ -184,7 +184,7 @@ def counted():
         return call
 
     with pytest.MonkeyPatch.context() as patch:
-        for module, name in ((dist, "all_reduce"), (sequence_group, "all_gather")):
+        for module, name in ((dist, "all_reduce"), (load_balancing, "all_gather")):
             patch.setattr(module, name, counting(name, getattr(module, name)))
         yield calls
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from forge_moe import MoE, MoEConfig
-from forge_moe.capacity import drop_over_capacity, row_limit
+from forge_moe.router import drop_over_capacity, expert_capacity
 
 pytestmark = pytest.mark.lane("test")
 
@@ -27,12 +27,12 @@ def test_likelier_tokens_stay_and_equal_ones_by_position() -> None:
 
 
 def test_limits() -> None:
-    assert row_limit(10, 2, 4, 1.0) == 5
-    assert row_limit(10, 2, 4, 1.05) == 6
-    assert row_limit(torch.tensor(10), 2, 4, 1.05) == 6
-    assert row_limit(0, 2, 4, 1.0) == 0
+    assert expert_capacity(10, 2, 4, 1.0) == 5
+    assert expert_capacity(10, 2, 4, 1.05) == 6
+    assert expert_capacity(torch.tensor(10), 2, 4, 1.05) == 6
+    assert expert_capacity(0, 2, 4, 1.0) == 0
     for tokens in (1000, torch.tensor(1000)):  # in floats 1000 x (1.1 / 10) is above 110
-        assert row_limit(tokens, 1, 10, 1.1) == 110
+        assert expert_capacity(tokens, 1, 10, 1.1) == 110
 
 
 @pytest.mark.parametrize("policy", ["position", "probability"])

@@ -8,10 +8,8 @@ import torch.distributed as dist
 
 from forge_moe import LocalDispatch
 from forge_moe.dispatch import exchange as exchanges
-from forge_moe.dispatch.all_to_all import AllToAllDispatch
-from forge_moe.dispatch.chunked import even_sizes
-from forge_moe.dispatch.hierarchical import HierarchicalDispatch
-from forge_moe.dispatch.received_rows import ReceivedRows
+from forge_moe.dispatch.all_to_all import AllToAllDispatch, HierarchicalDispatch, even_sizes
+from forge_moe.dispatch.local import Permutation
 from forge_moe.replay import recompute_contexts
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import rejects
@@ -407,7 +405,7 @@ def test_gradients_of_a_token_from_several_ranks_are_summed_in_fp32():
 def test_gradients_of_a_token_from_several_experts_here_are_summed_in_fp32():
     ids, grad = torch.arange(4).unsqueeze(0), torch.tensor([256.0, 1, 1, 1]).unsqueeze(1)
     for permute in (
-        lambda x: ReceivedRows.of(ids, 4, [1, 1, 1, 1]).permute(x),
+        lambda x: Permutation.received(ids, 4, [1, 1, 1, 1]).permute(x),
         lambda x: LocalDispatch(4).dispatch(x, torch.ones(1, 4), ids).rows,
     ):
         x = torch.ones(1, DIM, dtype=torch.bfloat16, requires_grad=True)

@@ -8,10 +8,8 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_moe import Experts, MoE, MoEConfig
-from forge_moe.gemm.activations import ClampedSwiGLU
-from forge_moe.gemm.backends import GROUPED_MM, LOOP
-from forge_moe.gemm.choose import _float8, choose_backend
-from forge_moe.gemm.float8 import to_float8
+from forge_moe.experts import ClampedSwiGLU
+from forge_moe.grouped_mm import GROUPED_MM, LOOP, _float8, choose_backend, to_float8
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -138,7 +136,7 @@ def test_F29_no_padding_rows() -> None:
         multiply=lambda x, w, g: (seen.append(x.size(0)), multiply(x, w, g))[1]
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("forge_moe.gemm.choose.GROUPED_MM", watched)
+        patch.setattr("forge_moe.grouped_mm.GROUPED_MM", watched)
         moe(torch.rand(50, 8, requires_grad=True)).sum().backward()
     assert seen == [100] * 6
 
@@ -156,10 +154,10 @@ def test_the_choice_of_a_backend(monkeypatch) -> None:
         choose_backend("grouped_mm", torch.empty(1, 8, dtype=torch.bfloat16), (8, 12))
     with rejects("backend", "grouped_mm", "dtype"):
         choose_backend("grouped_mm", torch.empty(1, 8, dtype=torch.float64), (8, 16))
-    monkeypatch.setattr("forge_moe.gemm.choose.is_compiling_or_fake", lambda x: True)
+    monkeypatch.setattr("forge_moe.grouped_mm.is_compiling_or_fake", lambda x: True)
     with rejects("backend", "grouped_mm", "compile"):
         choose_backend("grouped_mm", torch.empty(1, 8), (8, 16))
-    monkeypatch.setattr("forge_moe.gemm.choose.grouped_mm", None)
+    monkeypatch.setattr("forge_moe.grouped_mm.grouped_mm", None)
     with rejects("backend", "grouped_mm", "requires"):
         choose_backend("grouped_mm", torch.empty(1, 8), (8, 16))
 

@@ -15,8 +15,7 @@ from forge_moe import (
 )
 from forge_moe.experts import Experts
 from forge_moe.layer import SharedExperts
-from forge_moe.routers import Router
-from forge_moe.routers.rules import SOFTMAX_TOPK
+from forge_moe.router import SOFTMAX_TOPK, Router
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -279,7 +278,7 @@ def test_what_is_refused(settings: dict, key: str, code: str) -> None:
 def test_all_problems_are_listed_at_once() -> None:
     with rejects("dim", 0, "range") as caught:
         MoEConfig(0, 8, 4, top_k=9, aux="now")
-    assert [p.key for p in caught.value.problems] == ["dim", "top_k", "aux"]
+    assert {p.key for p in caught.value.problems} == {"dim", "top_k", "aux"}
 
 
 def test_a_context_that_does_not_fit_is_refused() -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from forge_moe import MoE, MoEConfig, Router, RouterConfig, RoutingRule
-from forge_moe.routers.select import top_k_ids, within_best_groups
+from forge_moe.router import top_k_ids, within_best_groups
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -166,7 +166,7 @@ def test_a_router_of_somebody_else_by_path_and_by_entry_point(monkeypatch) -> No
         def load(self) -> RoutingRule:
             return module.first
 
-    monkeypatch.setattr("forge_moe.routers.registry.entry_points", lambda group: [Point()])
+    monkeypatch.setattr("forge_moe.router.entry_points", lambda group: [Point()])
     assert router(name="first").rule is module.first
     with rejects("router", "fist", "unknown") as caught:
         router(name="fist")

@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 
 from forge_moe import Router, RouterConfig
-from forge_moe.dispatch.all_to_all import AllToAllDispatch
-from forge_moe.dispatch.hierarchical import HierarchicalDispatch
+from forge_moe.dispatch import AllToAllDispatch, HierarchicalDispatch
 from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.lane("test")

@@ -1,17 +1,17 @@
 """Mixture-of-experts routers, dispatch and grouped-GEMM experts for PyTorch."""
 
-from forge_moe.balance.losses import AuxLosses
+from typing import Any
+
+from forge_moe import _renamed
 from forge_moe.config import MoEConfig, RouterConfig
 from forge_moe.dispatch import Dispatched, LocalDispatch
-from forge_moe.experts import Experts
-from forge_moe.full_state import load_full_state
-from forge_moe.grad_norm import expert_grad_norm
+from forge_moe.experts import Experts, SortedExperts
+from forge_moe.hooks import aux_losses, set_aux_scale, update_expert_bias
 from forge_moe.layer import MoE
-from forge_moe.parallel import expert_parallelize
+from forge_moe.load_balancing import AuxLosses
+from forge_moe.parallel import expert_grad_norm, expert_parallelize, load_full_state
 from forge_moe.replay import recompute_contexts
-from forge_moe.routers import Routed, Router, RoutingRule
-from forge_moe.sorted_experts import SortedExperts
-from forge_moe.training_step import aux_losses, set_aux_scale, update_expert_bias
+from forge_moe.router import Router, RoutingResult, RoutingRule
 from forge_moe.upcycle import upcycle
 
 __all__ = [
@@ -21,9 +21,9 @@ __all__ = [
     "LocalDispatch",
     "MoE",
     "MoEConfig",
-    "Routed",
     "Router",
     "RouterConfig",
+    "RoutingResult",
     "RoutingRule",
     "SortedExperts",
     "aux_losses",
@@ -35,3 +35,7 @@ __all__ = [
     "upcycle",
     "update_expert_bias",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    return _renamed.find(__name__, __name__, name)

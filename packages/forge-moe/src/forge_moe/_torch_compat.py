@@ -6,20 +6,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
-
-def _find_grouped_mm() -> Callable[..., Tensor] | None:
-    """`F.grouped_mm` (public in torch 2.13), else `torch._grouped_mm` (from 2.8 on)."""
-    public: Any = getattr(torch.nn.functional, "grouped_mm", None)
-    return public if public is not None else getattr(torch, "_grouped_mm", None)
-
-
-grouped_mm = _find_grouped_mm()
+grouped_mm: Callable[..., Tensor] | None
+grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
+"""`F.grouped_mm` (public in torch 2.13), else `torch._grouped_mm` (from 2.8 on)."""
 
 
 def scaled_grouped_mm(*operands: Any, **options: Any) -> Tensor:
-    """Grouped product of float8 rows and matrices with fp32 scales, CUDA from SM90 on (torch 2.8 to 2.15).
+    """Grouped matmul of float8 rows and matrices with fp32 scales, CUDA from SM90 on (torch 2.8 to 2.15).
 
     Not tested: it needs a GPU with the kernel.
     """
@@ -32,6 +28,12 @@ def all_gather(x: Tensor, group: Any) -> Tensor:
     out = x.new_empty(x.size(0) * dist.get_world_size(group), *x.shape[1:])
     gather(out, x.contiguous(), group=group)
     return out
+
+
+def local_tensor(tensor: Any) -> Tensor:
+    """This rank's part of a DTensor, with autograd; any other tensor itself."""
+    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return local
 
 
 def is_clamped(x: Tensor, limit: float) -> Tensor:

@@ -1,20 +1,29 @@
 """Configurations of a router and of a mixture-of-experts layer, validated when made."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args, get_type_hints
+from typing import Literal, get_args, get_origin, get_type_hints
 
 from forge_moe._shared.fields import field
 from forge_moe._shared.problems import Problem, raise_problems
 
-__all__ = ["AMONG_TOKENS", "MoEConfig", "MoEOptions", "RouterConfig"]
+__all__ = ["AMONG_TOKENS", "MoEConfig", "MoEOptions", "RouterConfig", "RoutingOptions"]
 
-# Far above any model: a typing error is refused before memory is allocated.
-_MAX_WIDTH, _MAX_COUNT = 2**20, 2**16
-_POSITIVE = "must be finite and above 0"
 #: Routers whose choice for a token depends on other tokens.
 AMONG_TOKENS = ("expert_choice", "uniform")
+
+# Least and largest values. The largest are far above any model: a typing error fails before memory is allocated.
+_WIDTH, _COUNT = (1, 2**20), (1, 2**16)
+_RANGES = {
+    **dict.fromkeys(("dim", "hidden_dim", "shared_hidden_dim"), _WIDTH),
+    **dict.fromkeys(("num_experts", "top_k", "num_groups", "top_groups"), _COUNT),
+    "num_shared_experts": (0, 2**16),
+}
+_POSITIVE = ("route_scale", "swiglu_alpha", "swiglu_limit")
+_LOSS_WEIGHTS = ("aux_loss_weight", "sequence_loss_weight", "z_loss_weight")
+_NOT_NEGATIVE = (*_LOSS_WEIGHTS, "bias_update_rate")
 _GROUPS = ("num_groups", "top_groups", "group_score")
 #: Keys that have no effect with a router: a bias of an expert does not change the order of its tokens.
 _WITHOUT_EFFECT = {
@@ -23,43 +32,11 @@ _WITHOUT_EFFECT = {
 }
 
 
-@dataclass(frozen=True)
-class RouterConfig:
-    """Shape and options of a router. Raises ValueError with a line for each problem.
-
-    RouterConfig(dim=512, num_experts=64, name="sigmoid_topk", top_k=6)
-    """
-
-    dim: int = dataclasses.field(metadata={"help": "width of a token"})
-    num_experts: int = dataclasses.field(metadata={"help": "experts to choose from"})
-    name: str = field("softmax_topk", "registered router, or module:attribute")
-    top_k: int = field(2, "experts per token")
-    normalize: Literal["after_top_k", "before_top_k"] = field(
-        "after_top_k", "weights of the chosen experts sum to 1, or keep their value among all"
-    )
-    num_groups: int = field(1, "groups of neighboring experts; 1: no limit")
-    top_groups: int = field(1, "groups that a token may choose experts from")
-    group_score: Literal["top2_sum", "max"] = field(
-        "top2_sum", "score of a group: the sum of its two best experts' scores, or the best one"
-    )
-    route_scale: float = field(1.0, "factor on the weights of the chosen experts")
-    expert_bias: bool = field(False, "buffer added to the scores for selection only")
-    router_bias: bool = field(False, "bias in the router's projection (gpt-oss)")
-
-    def __post_init__(self) -> None:
-        raise_problems("router", _type_problems(self))
-        raise_problems("router", _routing_problems(self, self.name))
-
-
 @dataclass(frozen=True, kw_only=True)
-class MoEOptions:
-    """Options of a mixture-of-experts layer, without its shape: a base class for tables of a configuration.
-
-    Nothing is checked here; MoEConfig checks them together with the shape.
-    """
+class RoutingOptions:
+    """Options of routing, which `RouterConfig` and `MoEOptions` inherit."""
 
     top_k: int = field(2, "experts per token")
-    router: str = field("softmax_topk", "registered router, or module:attribute")
     normalize: Literal["after_top_k", "before_top_k"] = field(
         "after_top_k", "weights of the chosen experts sum to 1, or keep their value among all"
     )
@@ -73,17 +50,43 @@ class MoEOptions:
         False, "selection bias without balancing; bias_update_rate above 0 adds one too"
     )
     router_bias: bool = field(False, "bias in the router's projection (gpt-oss)")
+
+
+@dataclass(frozen=True)
+class RouterConfig(RoutingOptions):
+    """Shape and options of a router. Raises ValueError with a line for each problem.
+
+    RouterConfig(dim=512, num_experts=64, name="sigmoid_topk", top_k=6)
+    """
+
+    dim: int = dataclasses.field(metadata={"help": "width of a token"})
+    num_experts: int = dataclasses.field(metadata={"help": "experts to choose from"})
+    name: str = field("softmax_topk", "registered router, or module:attribute")
+
+    def __post_init__(self) -> None:
+        raise_problems("router", _type_problems(self))
+        raise_problems("router", [*_value_problems(self), *_routing_problems(self, self.name)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEOptions(RoutingOptions):
+    """Options of a mixture-of-experts layer, without its shape: a base class for tables of a configuration.
+
+    Nothing is checked here; MoEConfig checks them together with the shape.
+    """
+
+    router: str = field("softmax_topk", "registered router, or module:attribute")
     activation: Literal["swiglu", "gelu", "clamped_swiglu"] = field(
-        "swiglu", "kind of expert; clamped_swiglu: that of gpt-oss"
+        "swiglu", "activation of the experts; clamped_swiglu is that of gpt-oss"
     )
-    swiglu_alpha: float = field(1.702, "clamped_swiglu: slope of its sigmoid")
+    swiglu_alpha: float = field(1.702, "clamped_swiglu: factor inside its sigmoid")
     swiglu_limit: float = field(7.0, "clamped_swiglu: gate and up are clamped to it")
     bias: bool = field(False, "biases in the experts' projections")
     num_shared_experts: int = field(0, "experts that see every token")
     shared_hidden_dim: int | None = field(None, "width inside one shared expert; empty: hidden_dim")
     shared_gate: bool = field(False, "a sigmoid of the token scales the shared output (Qwen2-MoE)")
     capacity_factor: float | None = field(
-        None, "rows an expert takes at most in training, over its even share; empty: drop nothing"
+        None, "limit on the tokens of an expert in training, over an even load; empty: drop nothing"
     )
     drop_policy: Literal["position", "probability"] = field(
         "position", "tokens that a full expert keeps: earlier ones, or those with larger weights"
@@ -98,15 +101,14 @@ class MoEOptions:
     bias_update_rate: float = field(0.0, "step of the loss-free bias; 0: no bias")
     bias_center: bool = field(False, "keep the mean of the bias at 0")
     bias_schedule: Literal["constant", "cosine", "linear_warmup"] = field(
-        "constant", "course of bias_update_rate over training"
+        "constant", "schedule of bias_update_rate over training"
     )
     backend: Literal["auto", "grouped_mm", "loop", "batched", "float8"] = field(
-        "auto", "how the experts' matrix products are computed"
+        "auto", "how the experts' matmuls are computed"
     )
 
     def whole_batch(self, key: str) -> dict[str, str]:
-        """{option below `key`, with its value: what to use instead} for options that need all tokens of a micro-batch on
-        one rank."""
+        """Return {option below `key`, with its value: replacement} for options that need a full micro-batch on each rank."""
         found = {}
         if self.capacity_factor is not None:
             found[f"{key}.capacity_factor {self.capacity_factor}"] = "no capacity"
@@ -135,21 +137,18 @@ class MoEConfig(MoEOptions):
 
     def __post_init__(self) -> None:
         raise_problems("moe", _type_problems(self))
-        raise_problems("moe", _moe_problems(self))
+        raise_problems("moe", [*_value_problems(self), *_moe_problems(self)])
 
     @property
     def router_config(self) -> RouterConfig:
-        """The keys of the router."""
-        same = {f.name for f in fields(RouterConfig)} - {"name", "expert_bias"}
-        return RouterConfig(
-            name=self.router,
-            expert_bias=self.expert_bias or self.bias_update_rate > 0.0,
-            **{name: getattr(self, name) for name in same},
-        )
+        """Configuration of the layer's router, with a selection bias if `bias_update_rate` needs one."""
+        options = {f.name: getattr(self, f.name) for f in fields(RoutingOptions)}
+        options["expert_bias"] = self.expert_bias or self.bias_update_rate > 0.0
+        return RouterConfig(self.dim, self.num_experts, self.router, **options)
 
     @property
     def resolved_shared_hidden_dim(self) -> int:
-        """Sum of the widths inside the shared experts."""
+        """Width inside all shared experts together."""
         return self.num_shared_experts * (self.shared_hidden_dim or self.hidden_dim)
 
 
@@ -159,7 +158,7 @@ _TYPE_NAMES = {int: "an integer", float: "a number", bool: "true or false", str:
 def _type_problems(config: RouterConfig | MoEConfig) -> Iterator[Problem]:
     """A problem for each field that is not of its annotated type.
 
-    True is not a number and 2.0 not an integer; an integer is a number. `_one_of` checks the Literals.
+    True is not a number and 2.0 not an integer; an integer is a number. `_value_problems` checks the Literals.
     """
     hints = get_type_hints(type(config))
     for name, value in vars(config).items():
@@ -173,33 +172,28 @@ def _type_problems(config: RouterConfig | MoEConfig) -> Iterator[Problem]:
         yield Problem(name, "type", value, rule, fix)
 
 
-def _in_range(config: Any, name: str, minimum: int, maximum: int) -> Iterator[Problem]:
-    value = getattr(config, name)
-    if value is not None and not minimum <= value <= maximum:
-        rule = f"must be {minimum} to {maximum}"
-        yield Problem(name, "range", value, rule, "use a number in that range")
-
-
-def _not_negative(config: Any, name: str) -> Iterator[Problem]:
-    value = getattr(config, name)
-    if not 0.0 <= value < float("inf"):
-        rule = "must be a finite number, 0 or more"
-        yield Problem(name, "range", value, rule, "use 0 to switch it off")
-
-
-def _one_of(config: Any, name: str) -> Iterator[Problem]:
-    """A problem for a field whose value is not in its Literal."""
-    value, choices = getattr(config, name), get_args(get_type_hints(type(config))[name])
-    if value not in choices:
-        yield Problem(name, "unknown", value, "is unknown", f"use one of {', '.join(choices)}")
+def _value_problems(config: RouterConfig | MoEConfig) -> Iterator[Problem]:
+    """A problem for each field that is out of its range, or not a value of its Literal."""
+    for name, annotation in get_type_hints(type(config)).items():
+        value = getattr(config, name)
+        if name in _RANGES and value is not None:
+            low, high = _RANGES[name]
+            if not low <= value <= high:
+                rule = f"must be {low} to {high}"
+                yield Problem(name, "range", value, rule, "use a number in that range")
+        elif name in _POSITIVE and not 0.0 < value < math.inf:
+            fix = f"use {getattr(type(config), name)}"
+            yield Problem(name, "range", value, "must be finite and above 0", fix)
+        elif name in _NOT_NEGATIVE and not 0.0 <= value < math.inf:
+            rule = "must be a finite number, 0 or more"
+            yield Problem(name, "range", value, rule, "use 0 to switch it off")
+        elif get_origin(annotation) is Literal and value not in get_args(annotation):
+            fix = f"use one of {', '.join(get_args(annotation))}"
+            yield Problem(name, "unknown", value, "is unknown", fix)
 
 
 def _routing_problems(c: RouterConfig | MoEConfig, router: str) -> Iterator[Problem]:
-    """Of the keys that router and layer share."""
-    yield from _in_range(c, "dim", 1, _MAX_WIDTH)
-    for name in ("num_experts", "top_k", "num_groups", "top_groups"):
-        yield from _in_range(c, name, 1, _MAX_COUNT)
-
+    """Problems of keys that router and layer share."""
     softmax_or_sigmoid = router in ("softmax_topk", "sigmoid_topk")
     if c.top_k == 1 < c.num_experts and c.normalize == "after_top_k" and softmax_or_sigmoid:
         yield Problem(
@@ -220,25 +214,15 @@ def _routing_problems(c: RouterConfig | MoEConfig, router: str) -> Iterator[Prob
         if value != defaults.get(name):
             yield Problem(name, "foreign", value, rule, "remove it, or use another router")
 
-    yield from _group_problems(c)
-    yield from _one_of(c, "normalize")
-    yield from _one_of(c, "group_score")
-    if not 0.0 < c.route_scale < float("inf"):
-        yield Problem("route_scale", "range", c.route_scale, _POSITIVE, "use 1.0")
-
-
-def _group_problems(c: RouterConfig | MoEConfig) -> Iterator[Problem]:
-    """Of routing limited to groups. Numbers below 1 have a problem of their own, and none here."""
+    # Groups. Numbers below 1 have a problem of their own, and none here.
     divisible = c.num_groups >= 1 and c.num_experts % c.num_groups == 0
     if c.num_groups >= 1 and not divisible:
         rule = f"must be divisible by num_groups {c.num_groups}"
         yield Problem("num_experts", "divides", c.num_experts, rule, "use a divisor of num_experts")
-
     if c.top_groups > c.num_groups >= 1:
         rule = f"must not be above num_groups {c.num_groups}"
         fix = "lower top_groups, or raise num_groups to limit routing"
         yield Problem("top_groups", "above_groups", c.top_groups, rule, fix)
-
     if divisible and c.num_groups >= c.top_groups >= 1:
         reachable = c.num_experts // c.num_groups * c.top_groups
         if reachable < c.top_k <= c.num_experts:
@@ -249,28 +233,20 @@ def _group_problems(c: RouterConfig | MoEConfig) -> Iterator[Problem]:
             yield Problem("top_k", "groups", c.top_k, rule, "raise top_groups or lower top_k")
 
 
-def _activation_problems(c: MoEConfig) -> Iterator[Problem]:
+def _moe_problems(c: MoEConfig) -> Iterator[Problem]:
+    yield from _routing_problems(c, c.router)
+
+    clamped = c.activation == "clamped_swiglu"
     for name in ("swiglu_alpha", "swiglu_limit"):
-        value, default = getattr(c, name), getattr(MoEOptions, name)
-        if not 0.0 < value < float("inf"):
-            yield Problem(name, "range", value, _POSITIVE, f"use {default}")
-        elif c.activation != "clamped_swiglu" and value != default:
+        value = getattr(c, name)
+        if not clamped and 0.0 < value < math.inf and value != getattr(MoEOptions, name):
             rule = f"is a key of activation 'clamped_swiglu', and activation is {c.activation!r}"
             yield Problem(name, "foreign", value, rule, "remove it, or use clamped_swiglu")
-    if c.activation == "clamped_swiglu" and c.num_shared_experts:
+
+    if clamped and c.num_shared_experts:
         rule = "must be 0 with activation 'clamped_swiglu', which shared experts do not compute"
         fix = "use swiglu, or no shared experts"
         yield Problem("num_shared_experts", "activation", c.num_shared_experts, rule, fix)
-
-
-def _moe_problems(c: MoEConfig) -> Iterator[Problem]:
-    yield from _routing_problems(c, c.router)
-    yield from _in_range(c, "hidden_dim", 1, _MAX_WIDTH)
-    yield from _in_range(c, "num_shared_experts", 0, _MAX_COUNT)
-    yield from _in_range(c, "shared_hidden_dim", 1, _MAX_WIDTH)
-
-    yield from _one_of(c, "activation")
-    yield from _activation_problems(c)
     if c.shared_gate and c.num_shared_experts == 0:
         rule = "must go with shared experts, and num_shared_experts is 0"
         fix = "set num_shared_experts = 1, or shared_gate = false"
@@ -279,17 +255,9 @@ def _moe_problems(c: MoEConfig) -> Iterator[Problem]:
     if c.capacity_factor is not None and not 0.0 < c.capacity_factor < 1e6:
         fix = "use 1.25, or leave it empty to drop nothing"
         yield Problem("capacity_factor", "range", c.capacity_factor, "must be above 0", fix)
-
-    for name in ("drop_policy", "aux", "aux_scope"):
-        yield from _one_of(c, name)
-    for name in ("aux_loss_weight", "sequence_loss_weight", "z_loss_weight", "bias_update_rate"):
-        yield from _not_negative(c, name)
-    if c.aux == "none" and (c.aux_loss_weight or c.sequence_loss_weight or c.z_loss_weight):
-        rule = (
-            f"must go without loss weights (aux_loss_weight {c.aux_loss_weight}, sequence_loss_weight "
-            f"{c.sequence_loss_weight}, z_loss_weight {c.z_loss_weight})"
-        )
+    weights = {name: getattr(c, name) for name in _LOSS_WEIGHTS}
+    if c.aux == "none" and any(weights.values()):
+        given = ", ".join(f"{name} {value}" for name, value in weights.items())
+        rule = f"must go without loss weights ({given})"
         fix = "use aux = 'return' or 'attach', or set the weights to 0"
         yield Problem("aux", "weights", c.aux, rule, fix)
-    yield from _one_of(c, "bias_schedule")
-    yield from _one_of(c, "backend")

@@ -1,34 +1,42 @@
-"""Experts: a stack of feed-forwards, each applied to its own rows.
+"""Experts: a stack of feed-forwards, each applied to the tokens that are routed to it.
 
-Shapes: R rows sorted by expert, E experts of this process, D width, F width inside an expert.
+Shapes: R routed tokens (one per token and slot) sorted by expert, E experts of this process, D width, F width inside an
+expert.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from forge_moe._shared.parameter_kinds import ParameterKind
 from forge_moe._shared.problems import invalid
-from forge_moe._torch_compat import autocast_dtype
+from forge_moe._torch_compat import autocast_dtype, is_clamped, local_tensor
 from forge_moe.config import MoEConfig
-from forge_moe.gemm import GroupedFeedForward, Groups, choose_backend
-from forge_moe.gemm.activations import Activation, ClampedSwiGLU, Gelu
+from forge_moe.grouped_mm import GemmBackend, Groups, choose_backend
+from forge_moe.protocols import OverlappingDispatcher
+
+__all__ = ["Experts", "SortedExperts", "sorted_experts_by_name"]
+
+Optional = Tensor | None
 
 
 class Experts(nn.Module):
     """Experts of one activation as 3-D parameters.
 
-        experts(rows, counts)   # rows (R, D) sorted by expert, counts (E,) ints on the device -> (R, D)
+        experts(x, counts)   # x (R, D) sorted by expert, counts (E,) ints on the device -> (R, D)
 
-    `gate_proj` (E, D, F; SwiGLU only), `up_proj` (E, D, F), `down_proj` (E, F, D), with biases `*_bias`
-    (E, F), (E, F), (E, D). Of activation "clamped_swiglu" `gate_up_proj` (E, D, 2 F) has the columns of gate and
-    up in turns, and `gate_up_proj_bias` (E, 2 F). A matrix is stored as the right factor of rows: x @ up_proj[e]. Parameters may
-    be DTensors sharded on dim 0: this process then holds and computes its own E experts.
+    `gate_proj` (E, D, F; SwiGLU only), `up_proj` (E, D, F), `down_proj` (E, F, D), with biases `*_bias` (E, F), (E, F),
+    (E, D). Of activation "clamped_swiglu" `gate_up_proj` (E, D, 2 F) has alternating columns of gate and up, and
+    `gate_up_proj_bias` (E, 2 F). A matrix is stored as the right factor: x @ up_proj[e]. Parameters may be DTensors
+    sharded on dim 0: this process then holds and computes its own E experts.
 
-    Rows beyond counts.sum() are a tail: not computed, zero in the output, without gradient, even if they
-    hold NaN. An expert without rows gets an exact zero gradient, so every parameter always has one. Under
-    autocast rows and matrices are cast to its dtype. No host sync with `grouped_mm`, one otherwise.
+    Rows of x beyond counts.sum() are a tail: not computed, zero in the output, without gradient, even if they hold NaN.
+    An expert without tokens gets an exact zero gradient, so every parameter always has one. Under autocast x and the
+    matrices are cast to its dtype. No host sync with `grouped_mm`, one otherwise.
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -49,6 +57,7 @@ class Experts(nn.Module):
         self.gate_up_proj_bias = stack(bias and fused, 2 * hidden)
         self.up_proj_bias = stack(bias and not fused, hidden)
         self.down_proj_bias = stack(bias, dim)
+
         self.activation: Activation = (
             ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit) if fused else Gelu()
         )
@@ -62,26 +71,32 @@ class Experts(nn.Module):
             else:
                 nn.init.normal_(parameter, std=0.02)
 
-    def forward(self, rows: Tensor, counts: Tensor, *, full: bool = False) -> Tensor:
-        """Rows (R, D) through their experts. `full` promises that counts.sum() is R, which saves two passes."""
-        dtype = autocast_dtype(rows) or rows.dtype
+    def forward(self, x: Tensor, counts: Tensor, *, full: bool = False) -> Tensor:
+        """Apply the experts to x (R, D). `full` promises that counts.sum() is R, which saves two passes."""
+        dtype = autocast_dtype(x) or x.dtype
+
+        def compute_tensor(name: str) -> Optional:
+            parameter = getattr(self, name)
+            return None if parameter is None else local_tensor(parameter).to(dtype)
+
+        x = x.to(dtype)
         up_name = "up_proj" if self.gate_up_proj is None else "gate_up_proj"
         names = ("gate_proj", up_name, "down_proj")
-        weights = [_local(getattr(self, name), dtype) for name in names]
-        biases = [_local(getattr(self, f"{name}_bias"), dtype) for name in names]
+        weights = [compute_tensor(name) for name in names]
+        biases = [compute_tensor(f"{name}_bias") for name in names]
         up = weights[1]
         assert up is not None
         if counts.numel() != up.size(0):
             rule = f"must be ({up.size(0)},): one number of rows per expert here"
             raise invalid("counts", "shape", tuple(counts.shape), rule)
-        rows = rows.to(dtype)
+
         widths = (self.config.dim, self.config.hidden_dim)
-        backend = choose_backend(self.config.backend, rows, widths)
+        backend = choose_backend(self.config.backend, x, widths)
         groups = Groups.of(counts, host_sizes=backend.needs_host_sizes, full=full)
-        return GroupedFeedForward.apply(rows, *weights, *biases, groups, backend, self.activation)
+        return GroupedFeedForward.apply(x, *weights, *biases, groups, backend, self.activation)
 
     def parameter_kinds(self) -> dict[str, ParameterKind]:
-        """What each parameter is, for weight decay and Muon: biases (E, F) are a vector for each expert."""
+        """Kind of each parameter, for weight decay and Muon: biases (E, F) are a vector for each expert."""
         return {
             name: "stacked_bias" if name.endswith("_bias") else "stacked_matrix"
             for name, _ in self.named_parameters()
@@ -102,9 +117,169 @@ class Experts(nn.Module):
         return f"{c.num_experts} x ({c.dim} -> {c.hidden_dim} -> {c.dim}), {c.activation}"
 
 
-def _local(parameter: Any, dtype: torch.dtype) -> Tensor | None:
-    """This process's part of a parameter, in the compute dtype."""
-    if parameter is None:
-        return None
-    local: Tensor = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    return local.to(dtype)
+class SortedExperts(Experts):
+    """`Experts` for a router of your own: x sorted by expert, also where `expert_parallelize` shards the experts.
+
+        experts = SortedExperts(MoEConfig(dim=64, hidden_dim=128, num_experts=4))
+        experts(x, counts)   # x (R, D) sorted by expert, counts (E,) ints on the device, of sum R -> (R, D)
+
+    A module that routes tokens in another way than `MoE` (by modality, say) calls them with the counts of all E experts.
+    Over ranks each routed token is sent to the rank of its expert and back, once for each of its experts; R may differ
+    among ranks and be 0, and all ranks call it equally often. It then costs as much as an `AllToAllDispatch` with one
+    slot per token: one host sync.
+    """
+
+    dispatcher: OverlappingDispatcher | None = None
+
+    def forward(self, x: Tensor, counts: Tensor, *, full: bool = True) -> Tensor:
+        """Apply the experts to x (R, D); the result has the dtype of the experts' matmuls."""
+        if self.dispatcher is None:
+            return super().forward(x, counts, full=full)
+        ids = torch.arange(self.config.num_experts, device=counts.device)
+        ids = ids.repeat_interleave(counts, output_size=len(x))[:, None]  # (R, 1)
+        weights = torch.ones(ids.shape, device=x.device)
+        out, _ = self.dispatcher.run(x, weights, ids, super().forward)
+        return out.to(x.dtype)
+
+
+def sorted_experts_by_name(model: nn.Module) -> dict[str, Any]:
+    """The `SortedExperts` in a model by their names."""
+    return {n: m for n, m in model.named_modules() if isinstance(m, SortedExperts)}
+
+
+class Gelu(NamedTuple):
+    """The exact GELU: (R, F) -> (R, F)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x)
+
+    def backward(self, grad: Tensor, x: Tensor) -> Tensor:
+        """The gradient of x (R, F) from that of the output."""
+        return torch.ops.aten.gelu_backward(grad, x)
+
+
+class ClampedSwiGLU(NamedTuple):
+    """(up + 1) * gate * sigmoid(alpha * gate) with gate at most `limit` and up within it (gpt-oss, 2025).
+
+    (R, 2 F) -> (R, F): columns of gate and up alternate, as one matmul with `gate_up_proj` gives them. A clamped value
+    has no gradient, as in autograd of the installed torch.
+    """
+
+    alpha: float
+    limit: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up = self._clamped(x)
+        return (up + 1) * gate * torch.sigmoid(self.alpha * gate)
+
+    def backward(self, grad: Tensor, x: Tensor) -> Tensor:
+        """The gradient of x (R, 2 F) from that of the output (R, F); holds about six buffers of (R, F)."""
+        gate, up = self._clamped(x)
+        sigmoid = torch.sigmoid(self.alpha * gate)
+        of_swish = sigmoid * (1 + self.alpha * gate * (1 - sigmoid))  # d (gate sigmoid(alpha gate))
+        grad_gate = grad * (up + 1) * of_swish
+        grad_up = grad * gate * sigmoid
+
+        raw_gate, raw_up = x[..., ::2], x[..., 1::2]
+        grad_gate = grad_gate.masked_fill(is_clamped(raw_gate, self.limit), 0.0)
+        grad_up = grad_up.masked_fill(is_clamped(raw_up.abs(), self.limit), 0.0)
+        return torch.stack((grad_gate, grad_up), dim=-1).flatten(-2)  # (R, F, 2) -> (R, 2 F)
+
+    def _clamped(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x[..., ::2].clamp(max=self.limit), x[..., 1::2].clamp(-self.limit, self.limit)
+
+
+Activation = Gelu | ClampedSwiGLU
+
+
+class GroupedFeedForward(Function):
+    """down(silu(gate(x)) * up(x)), or down(activation(up(x))) without a gate, by each row's own expert.
+
+    One function, not a chain of ops, so that (1) the hidden values (R, F) are not saved but recomputed from gate and up,
+    (2) the tail beyond the groups is zeroed exactly twice, in the output and in the gradient of x, (3) gradients reach
+    the kernels contiguous. Saves x, gate and up, R (D + 2 F) values; backward allocates 2 R F more. No second
+    derivatives.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate_w: Optional,
+        up_w: Tensor,
+        down_w: Tensor,
+        gate_b: Optional,
+        up_b: Optional,
+        down_b: Optional,
+        groups: Groups,
+        backend: GemmBackend,
+        activation: Activation,
+    ) -> Tensor:
+        gate = None if gate_w is None else _affine(x, gate_w, gate_b, groups, backend)  # (R, F)
+        up = _affine(x, up_w, up_b, groups, backend)  # (R, F), or (R, 2 F) of the clamped SwiGLU
+        hidden = activation.forward(up) if gate is None else F.silu(gate).mul_(up)  # (R, F)
+        out = _affine(hidden, down_w, down_b, groups, backend)  # (R, D)
+        if not groups.full:
+            # Not in place: selective recomputation keeps the kernel's output and rejects a change of it.
+            out = out.masked_fill(groups.tail(x.size(0)), 0.0)
+
+        ctx.save_for_backward(x, gate, up, gate_w, up_w, down_w, groups.counts, groups.ends)
+        ctx.host_sizes, ctx.full, ctx.backend = groups.host_sizes, groups.full, backend
+        ctx.activation = activation
+        ctx.has_bias = (gate_b is not None, up_b is not None, down_b is not None)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Optional, ...]:
+        x, gate, up, gate_w, up_w, down_w, counts, ends = ctx.saved_tensors
+        groups, backend = Groups(counts, ends, ctx.host_sizes, ctx.full), ctx.backend
+        needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:4]
+        gate_bias, up_bias, down_bias = ctx.has_bias
+
+        # The down projection.
+        grad = grad.contiguous()
+        act = None if gate is None else F.silu(gate)  # (R, F)
+        hidden = ctx.activation.forward(up) if act is None else act * up  # (R, F)
+        grad_down_w = backend.outer(hidden, grad, groups) if needs_down else None
+        grad_down_b = _sum_rows(grad, groups, backend) if down_bias else None
+        del hidden  # at most two buffers of (R, F) at a time
+        grad_hidden = backend.multiply(grad, down_w.transpose(1, 2), groups)  # (R, F)
+
+        # The up projection, or the fused one.
+        backward = ctx.activation.backward
+        grad_up = backward(grad_hidden, up) if act is None else act.mul_(grad_hidden)
+        grad_up_w = backend.outer(x, grad_up, groups) if needs_up else None
+        grad_up_b = _sum_rows(grad_up, groups, backend) if up_bias else None
+        grad_x = backend.multiply(grad_up, up_w.transpose(1, 2), groups) if needs_x else None
+
+        grad_gate_w = grad_gate_b = None
+        if gate is not None:
+            # In place: silu'(gate) times the gradient of silu(gate), in the buffer of grad_hidden.
+            grad_hidden.mul_(up)
+            grad_gate = torch.ops.aten.silu_backward.grad_input(
+                grad_hidden, gate, grad_input=grad_hidden
+            )
+            grad_gate_w = backend.outer(x, grad_gate, groups) if needs_gate else None
+            grad_gate_b = _sum_rows(grad_gate, groups, backend) if gate_bias else None
+            if grad_x is not None:
+                grad_x += backend.multiply(grad_gate, gate_w.transpose(1, 2), groups)
+
+        if grad_x is not None and not groups.full:
+            grad_x.masked_fill_(groups.tail(x.size(0)), 0.0)
+        weights = (grad_gate_w, grad_up_w, grad_down_w)
+        return (grad_x, *weights, grad_gate_b, grad_up_b, grad_down_b, None, None, None)
+
+
+def _affine(x: Tensor, w: Tensor, b: Optional, groups: Groups, backend: GemmBackend) -> Tensor:
+    out = backend.multiply(x, w, groups)
+    if b is None:
+        return out
+    # In place on the gathered biases, not on the output, which selective recomputation may have kept.
+    return b.index_select(0, groups.experts_of_rows(x.size(0))).add_(out)
+
+
+def _sum_rows(rows: Tensor, groups: Groups, backend: GemmBackend) -> Tensor:
+    """Sum of each expert's rows (E, N), by the same kernel: no atomics, so the same bits every time."""
+    ones = rows.new_ones(rows.size(0), 8)  # 8 columns: kernels need rows of 16 bytes
+    return backend.outer(ones, rows, groups)[:, 0]

@@ -1,6 +1,6 @@
-"""The mixture-of-experts layer.
+"""The mixture-of-experts layer: route tokens, dispatch them to experts, combine the outputs.
 
-Shapes: B rows of a batch, S tokens of a row, T = B S tokens, K slots per token, E experts, D width.
+Shapes: B sequences of S tokens, T = B S tokens, K slots per token, E experts, D width.
 """
 
 from typing import Any, cast
@@ -9,33 +9,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_moe import load_balancing, router
 from forge_moe._shared.problems import invalid
 from forge_moe._torch_compat import inside_backward, is_fake
-from forge_moe.balance.attach import AttachLoss
-from forge_moe.balance.counters import RoutingCounters
-from forge_moe.balance.losses import AuxLosses, balance_loss, count_ids, fractions, z_loss
-from forge_moe.balance.scopes import (
-    global_batch_counts,
-    lagged_shares,
-    micro_batch_shares,
-    sequence_shares,
-)
-from forge_moe.balance.sequence_group import SequenceGroup
-from forge_moe.capacity import drop_over_capacity, row_limit
 from forge_moe.config import MoEConfig
-from forge_moe.dispatch import LocalDispatch
+from forge_moe.dispatch.local import LocalDispatch
 from forge_moe.experts import Experts
+from forge_moe.load_balancing import AuxLosses, RoutingCounters, SequenceGroup
 from forge_moe.protocols import Dispatcher, OverlappingDispatcher, TokenContext
 from forge_moe.replay import record_or_replay, replaying
-from forge_moe.routers import Routed, Router
-from forge_moe.routers.router import check_tokens
+from forge_moe.router import Router, RoutingResult, check_tokens
 
 
 class SharedExperts(nn.Module):
-    """Experts that see every token, as one feed-forward whose width is the sum of theirs.
+    """Experts that see every token, as one feed-forward: its width is the sum of their widths.
 
-    That is the same function, as outputs of experts add up. With `gate`, a sigmoid of the token scales
-    the sum (Qwen2-MoE).
+    That is the same function, as outputs of experts add up. With `gate`, a sigmoid of the token scales the sum
+    (Qwen2-MoE).
     """
 
     def __init__(self, config: MoEConfig) -> None:
@@ -48,7 +38,7 @@ class SharedExperts(nn.Module):
         self.gate = nn.Linear(dim, 1, bias=False) if config.shared_gate else None
 
     def reset_parameters(self) -> None:
-        """Draw initial values of its linear layers."""
+        """Draw initial values of the linear layers."""
         for linear in self.children():
             cast(Any, linear).reset_parameters()
 
@@ -62,7 +52,7 @@ class SharedExperts(nn.Module):
         return out if self.gate is None else out * torch.sigmoid(self.gate(x))
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward FLOPs for one token; a layer that counts its own, as one with an adapter, is asked."""
+        """Forward FLOPs for one token, including those of adapters, which count their own."""
         total = 0.0
         for layer in cast(Any, self.children()):
             if hasattr(layer, "flops_per_token"):
@@ -87,17 +77,16 @@ class MoE(nn.Module):
         y = moe(x)                                                # (B, S, D) or (T, D), same shape out
         total = task_loss(y) + aux_losses(moe).total
 
-    `moe.router`, `moe.experts`, `moe.shared` (or None) and `moe.dispatcher` may be replaced. With several
-    processes set `moe.data_group`, the ranks with other rows, for `aux_scope = "global_batch"`; it may hold
-    those of `sequence_group` too, as shares stay the same if all tokens are counted equally often.
+    `moe.router`, `moe.experts`, `moe.shared` (or None) and `moe.dispatcher` may be replaced. With several processes set
+    `moe.data_group`, the ranks with other sequences, for `aux_scope = "global_batch"`; it may include the ranks of
+    `sequence_group`, as fractions stay the same if all tokens are counted equally often.
 
-    Where ranks hold parts of the same rows (context parallelism, tokens split over tensor-parallel ranks), set
-    `moe.sequence_group` to their group, or to a tuple of crossed groups: losses are then each rank's part of
-    the mean over all tokens of the micro-batch, so that values and gradients of these ranks add up to those
-    of one process. It costs the all-reduces of the scope (see `balance.scopes`) and one of the number of
-    tokens, once per forward if ctx is a `CachingContext`, else per layer; only in training forwards with a
-    loss.
-    Every rank holds equally many tokens of each row; documents are then ids within a row.
+    Where ranks hold parts of the same sequences (context parallelism, tokens split over tensor-parallel ranks), set
+    `moe.sequence_group` to their group, or to a tuple of crossed groups: losses are then each rank's part of the mean
+    over all tokens of the micro-batch, so that values and gradients of these ranks add up to those of one process. It
+    costs the all-reduces of the scope (see `load_balancing`) and one of the number of tokens, once per forward if ctx is
+    a `CachingContext`, else per layer; only in training forwards with a loss. Every rank holds equally many tokens of
+    each sequence; documents are then ids within a sequence.
     """
 
     lagged_counts: Tensor | None
@@ -130,35 +119,47 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, ctx: TokenContext | None = None) -> Tensor:
         """x (B, S, D) or (T, D) -> the same shape and dtype.
 
-        `ctx`, if given, may have `valid` (B, S) bool, False on pads, which are neither routed nor counted
-        and get 0 from routed experts, and `document_ids` (B, S), which part a row into sequences.
+        `ctx`, if given, may have `valid` (B, S) bool, False on pads, which are neither routed nor counted and get 0 from
+        routed experts, and `document_ids` (B, S), which split a packed sequence into documents.
         """
         check_tokens(x, self.config.dim)
         tokens = x.reshape(-1, x.size(-1))  # (T, D)
-        valid = _flat(ctx, "valid", x)
+        valid = _valid_tokens(ctx, x)
         if valid is not None:
             tokens = tokens.masked_fill(~valid.unsqueeze(1), 0.0)  # pads may hold NaN
+
+        # Route. The choices are counted once, before the capacity: for the local dispatch, the statistics and the
+        # balance loss.
         rows = self._num_rows(x)
         routed = self.router.route(tokens, valid, rows)
+        counts = load_balancing.count_ids(routed.ids, self.config.num_experts)  # (E,)
         weights, ids = self._apply_capacity(routed, valid)
-        max_slots = self._max_slots(len(tokens), rows)
-        all_routed = valid is None and not self._drops and self.router.rule.routes_all_slots
-        out, shared = self._run_experts(tokens, weights, ids, max_slots, all_routed=all_routed)
+
+        # Dispatch, experts, combine: (T, D) fp32.
+        out, shared = self._run_experts(tokens, weights, ids, counts, valid, rows)
+        if shared is not None:
+            out = out + shared
+
         # A recomputation has gradients: a compiled forward without them need not break its graph to check.
         first = not (replaying() or (torch.is_grad_enabled() and inside_backward()))
         if first:
-            self._count(routed, ids, valid)
+            self._add_statistics(routed, counts, ids, valid)
         if not self.training:
             self.pending_losses = None  # of a training forward whose losses the caller did not take
-        if shared is not None:
-            out = out + shared
-        if self.training and self.config.aux != "none":
-            out = self._with_losses(out, routed, valid, x, ctx, first)
+        elif self.config.aux != "none":
+            losses, num_tokens = self._router_losses(routed, counts, valid, x, ctx)
+            if self.config.aux == "attach":
+                out = self._attach(out, losses, num_tokens)
+            elif first and torch.is_grad_enabled():
+                # Losses without a graph are of no use to the caller.
+                before = self.pending_losses
+                sums = losses if before is None else AuxLosses(*map(torch.add, before, losses))
+                self.pending_losses = sums
         return out.to(x.dtype).view(x.shape)
 
     @property
     def needs_whole_rows(self) -> bool:
-        """Whether the tokens of a row must come in one call, and not one by one with a KV cache."""
+        """Whether the tokens of a sequence must come in one call, and not one by one with a KV cache."""
         return not self.router.rule.causal
 
     @property
@@ -167,147 +168,140 @@ class MoE(nn.Module):
         return self.training and self.config.capacity_factor is not None
 
     def _num_rows(self, x: Tensor) -> int | None:
-        """B of x (B, S, D), None of (T, D); ValueError if the router chooses within rows and they are split."""
+        """B of x (B, S, D), None of (T, D); ValueError if the router chooses within sequences that are split."""
         if self.needs_whole_rows and not self.training and self.sequence_group is not None:
             rule = "chooses within each row in eval, and cannot where rows are split over ranks"
             fix = "evaluate without sequence_group, or train another router"
             raise invalid("router", "split_rows", self.config.router, rule, fix)
         return None if x.dim() == 2 else max(x.shape[:-2].numel(), 1)
 
-    def _max_slots(self, tokens: int, rows: int | None) -> int | None:
-        """Upper bound on the slots that go somewhere, if the rule has one below T times K."""
-        if self.router.rule.max_slots is None:
-            return None
-        parts = 1 if self.training or rows is None else rows
-        return parts * self.router.rule.max_slots(tokens // parts, self.router.config)
-
-    def _apply_capacity(self, routed: Routed, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _apply_capacity(self, routed: RoutingResult, valid: Tensor | None) -> tuple[Tensor, Tensor]:
         """Weights and ids (T, K), with 0 and E for dropped slots; evaluation drops nothing."""
         c = self.config
         if not self._drops:
             return routed.weights, routed.ids
         assert c.capacity_factor is not None
         tokens = routed.ids.size(0) if valid is None else valid.sum()
-        limit = row_limit(tokens, c.top_k, c.num_experts, c.capacity_factor)
-        ids = record_or_replay(
-            self,
-            "ids_within_capacity",
-            lambda: drop_over_capacity(
-                routed.ids, routed.weights, c.num_experts, limit, c.drop_policy
-            ),
-        )
+        limit = router.expert_capacity(tokens, c.top_k, c.num_experts, c.capacity_factor)
+
+        def drop() -> Tensor:
+            given = routed.ids, routed.weights
+            return router.drop_over_capacity(*given, c.num_experts, limit, c.drop_policy)
+
+        ids = record_or_replay(self, "ids_within_capacity", drop)
         return routed.weights.masked_fill(ids == c.num_experts, 0.0), ids
 
     def _run_experts(
-        self, x: Tensor, weights: Tensor, ids: Tensor, max_slots: int | None, *, all_routed: bool
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        counts: Tensor,
+        valid: Tensor | None,
+        rows: int | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Sum of the routed experts (T, D) fp32, and the shared experts' output or None."""
         shared = None if self.shared is None else lambda: cast(nn.Module, self.shared)(x)
         if hasattr(self.dispatcher, "run"):
             dispatcher = cast(OverlappingDispatcher, self.dispatcher)
             return dispatcher.run(x, weights, ids, self.experts, shared)
-        if (
-            type(self.dispatcher) is LocalDispatch
-        ):  # its rows are the slots, so their number is known
-            sent = self.dispatcher.dispatch(x, weights, ids, num_rows=max_slots)
-            out = self.experts(sent.rows, sent.counts, full=all_routed)
-        else:
+
+        if type(self.dispatcher) is not LocalDispatch:
             sent = self.dispatcher.dispatch(x, weights, ids)
             out = self.experts(sent.rows, sent.counts)
+        else:  # its routed tokens are the slots, so their number is known
+            rule, num_rows = self.router.rule, None
+            if rule.max_slots is not None:
+                parts = 1 if self.training or rows is None else rows
+                num_rows = parts * rule.max_slots(len(x) // parts, self.router.config)
+            left = None if self._drops else counts
+            sent = self.dispatcher.dispatch(x, weights, ids, counts=left, num_rows=num_rows)
+            full = valid is None and not self._drops and rule.routes_all_slots
+            out = self.experts(sent.rows, sent.counts, full=full)
         return self.dispatcher.combine(out, sent.meta), None if shared is None else shared()
 
     @torch.no_grad()
-    def _count(self, routed: Routed, ids: Tensor, valid: Tensor | None) -> None:
-        """Count one forward; `ids` are those within capacity."""
-        if routed.ids.is_meta or is_fake(routed.ids):
+    def _add_statistics(
+        self, routed: RoutingResult, counts: Tensor, ids: Tensor, valid: Tensor | None
+    ) -> None:
+        """Add one forward to the counters; `ids` are those within capacity."""
+        if ids.is_meta or is_fake(ids):
             return
-        num = self.config.num_experts
         entropy = torch.special.entr(routed.probabilities).sum(dim=-1)  # (T,)
         if valid is None:
             tokens = torch.full((), entropy.numel(), dtype=torch.int64, device=entropy.device)
         else:
             tokens, entropy = valid.sum(), entropy.masked_fill(~valid, 0.0)
-        counts = count_ids(routed.ids, num)
-        dropped = counts.sum() - (ids != num).sum()
-        self.counters.add(counts, tokens, dropped, entropy.sum(), training=self.training)
+        dropped = counts.sum() - (ids != self.config.num_experts).sum()
+        # fp32 would lose small terms in a sum over many forwards.
+        sums = {"tokens": tokens, "dropped": dropped, "entropy": entropy.sum().double()}
+        self.counters.add(counts, sums, training=self.training)
 
-    def _with_losses(
+    def _router_losses(
         self,
-        out: Tensor,
-        routed: Routed,
+        routed: RoutingResult,
+        counts: Tensor,
         valid: Tensor | None,
         x: Tensor,
         ctx: TokenContext | None,
-        first: bool,
-    ) -> Tensor:
-        """Store the router losses for the caller, or attach them to `out`."""
-        c = self.config
-        zero = routed.logits.new_zeros(())
-        balance = z = sequence = zero
-        group, total = SequenceGroup(self.sequence_group, ctx), None
-        if group.groups and (c.aux_loss_weight or c.sequence_loss_weight or c.z_loss_weight):
-            local = routed.ids
-            total = record_or_replay(
-                self, "num_tokens", lambda: group.num_tokens(valid, len(local), local.device)
-            )
+    ) -> tuple[AuxLosses, Tensor | int]:
+        """Weighted router losses, and the number of tokens that they are means over."""
+        c, group = self.config, SequenceGroup(self.sequence_group, ctx)
+        ids, total = routed.ids, None
+        if c.aux_loss_weight or c.sequence_loss_weight or c.z_loss_weight:
+            if group.groups:
+                total = record_or_replay(self, "num_tokens", lambda: group.num_tokens(ids, valid))
+            elif valid is not None:
+                total = valid.sum()
 
-        def loss(name: str, scope: str) -> Tensor:
-            shares = record_or_replay(
-                self, name, lambda: self._shares(scope, routed.ids, x, ctx, group)
-            )
-            return balance_loss(shares, routed.probabilities, valid, total)
+        def fractions_in(scope: str) -> Tensor:
+            """Fraction of the choices of each expert, (E,) or per token (T, E)."""
+            if scope == "micro_batch":
+                return load_balancing.to_fractions(group.sum(counts))
+            if scope == "global_batch":
+                reduced = load_balancing.global_batch_counts(counts, self.data_group, group)
+                return load_balancing.to_fractions(self.counters.add_global(reduced))
+            if scope == "global_batch_lagged":
+                assert self.lagged_counts is not None
+                return load_balancing.lagged_fractions(self.lagged_counts)
+            documents: Tensor | None = getattr(ctx, "document_ids", None)
+            if x.dim() == 2 and documents is None:
+                rule = "must be (B, S, D), as a loss per sequence needs the sequences"
+                fix = "pass (B, S, D), or ctx.document_ids"
+                raise invalid("x", "dims", tuple(x.shape), rule, fix)
+            shape = x.shape[:-1] if documents is None else documents.shape
+            rows = shape[0] if len(shape) == 2 else 1
+            return load_balancing.sequence_fractions(ids, rows, documents, c.num_experts, group)
 
+        def balance_in(scope: str, name: str) -> Tensor:
+            # Recorded: a recomputation must not reduce again, and the sums of the step have changed by then.
+            fractions = record_or_replay(self, name, lambda: fractions_in(scope))
+            return load_balancing.balance_loss(fractions, routed.probabilities, valid, total)
+
+        balance = z = sequence = routed.logits.new_zeros(())
         if c.aux_loss_weight:
-            balance = c.aux_loss_weight * loss("shares", c.aux_scope)
+            balance = c.aux_loss_weight * balance_in(c.aux_scope, "fractions")
         if c.sequence_loss_weight:
-            sequence = c.sequence_loss_weight * loss("sequence_shares", "sequence")
+            sequence = c.sequence_loss_weight * balance_in("sequence", "sequence_fractions")
         if c.z_loss_weight:
-            z = c.z_loss_weight * z_loss(routed.logits, valid, total)
-        losses = AuxLosses.of(balance, z, sequence)
-        if c.aux == "attach":
-            # The scale may have changed by the time of a recomputation (pipeline schedules).
-            scale = record_or_replay(self, "scale", lambda: self.aux_scale)
-            scale = torch.ones_like(zero) if scale is None else scale
-            attached = losses.total
-            if self.aux_per_token:  # the losses are means over the tokens of the micro-batch
-                tokens: Tensor | int = len(routed.ids) if valid is None else valid.sum()
-                attached = attached * (tokens if total is None else total)
-            return AttachLoss.apply(out, attached, scale) if attached.requires_grad else out
-        if first and torch.is_grad_enabled():  # losses without a graph are of no use to the caller
-            before = self.pending_losses
-            self.pending_losses = (
-                losses if before is None else AuxLosses(*map(torch.add, before, losses))
-            )
-        return out
+            z = c.z_loss_weight * load_balancing.z_loss(routed.logits, valid, total)
+        losses = AuxLosses(balance + z + sequence, balance, z, sequence)
+        return losses, len(ids) if total is None else total
 
-    @torch.no_grad()
-    def _shares(
-        self, scope: str, ids: Tensor, x: Tensor, ctx: TokenContext | None, group: SequenceGroup
-    ) -> Tensor:
-        """Share of each expert, (E,) or per token (T, E), in the scope of the balance loss."""
-        num = self.config.num_experts
-        if scope == "micro_batch":
-            return micro_batch_shares(ids, num, group)
-        if scope == "global_batch":
-            counts = global_batch_counts(ids, num, self.data_group, group)
-            return fractions(self.counters.add_global(counts))
-        if scope == "global_batch_lagged":
-            assert self.lagged_counts is not None
-            return lagged_shares(self.lagged_counts)
-        documents: Tensor | None = getattr(ctx, "document_ids", None)
-        if x.dim() == 2 and documents is None:
-            rule = "must be (B, S, D), as a loss per sequence needs the sequences"
-            raise invalid("x", "dims", tuple(x.shape), rule, "pass (B, S, D), or ctx.document_ids")
-        shape = x.shape[:-1] if documents is None else documents.shape
-        rows = shape[0] if len(shape) == 2 else 1
-        return sequence_shares(ids, rows, documents, num, group)
+    def _attach(self, out: Tensor, losses: AuxLosses, num_tokens: Tensor | int) -> Tensor:
+        # The scale may have changed by the time of a recomputation (pipeline schedules).
+        scale = record_or_replay(self, "scale", lambda: self.aux_scale)
+        scale = torch.ones_like(losses.z) if scale is None else scale
+        # With aux_per_token the scale is a factor on sums; the losses are means over the tokens of the micro-batch.
+        loss = losses.total * num_tokens if self.aux_per_token else losses.total
+        return load_balancing.AttachLoss.apply(out, loss, scale) if loss.requires_grad else out
 
     def statistics(self, *, reset: bool = False) -> dict[str, Tensor]:
-        """Statistics of routing since the last reset, in training and eval, as tensors on the device:
+        """Statistics of routing since the last reset, in training and eval, as tensors on the device.
 
-        `counts` (E,) int64 choices per expert before drops, `tokens` int64 without pads, `dropped` int64
-        slots over capacity, `entropy` fp32, mean over tokens in nats, and `bias` (E,) if there is one.
-        No host sync until the caller reads a value. Recomputation does not count.
+        `counts` (E,) int64 choices per expert before drops, `tokens` int64 without pads, `dropped` int64 slots over
+        capacity, `entropy` fp32, mean over tokens in nats, and `bias` (E,) if there is one. No host sync until the caller
+        reads a value. Recomputation does not count.
         """
         found = self.counters.read()
         if self.router.expert_bias is not None:
@@ -327,17 +321,15 @@ class MoE(nn.Module):
             module: Any = getattr(self, name)
             rows = {} if module is None else module.init_table(std, residual_std)
             table |= {f"{name}.{key}": row for key, row in rows.items()}
-        if self.router.bias is not None:
-            table["router.bias"] = ("constant", 0.0)
-        if self.router.expert_bias is not None:
-            table["router.expert_bias"] = ("constant", 0.0)
-        if self.lagged_counts is not None:
-            table["lagged_counts"] = ("constant", 0.0)
-        return table
+        zeros = {"router.bias": self.router.bias, "router.expert_bias": self.router.expert_bias}
+        zeros["lagged_counts"] = self.lagged_counts
+        return table | {k: ("constant", 0.0) for k, tensor in zeros.items() if tensor is not None}
 
     def parallel_roles(self) -> dict[str, str]:
-        """Role of each parameter under tensor and expert parallelism, by pattern; ranks of both have
-        disjoint tokens here."""
+        """Role of each parameter under tensor and expert parallelism, by pattern.
+
+        Ranks of both have disjoint tokens here, so gradients of replicated parameters are summed.
+        """
         roles = {"router.*": "replicate_sum_grad", "experts.*": "expert"}
         if self.shared is not None:
             if self.shared.gate_proj is not None:
@@ -348,7 +340,7 @@ class MoE(nn.Module):
         return roles
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward FLOPs of the matrix products for one token: router, top_k experts, shared experts."""
+        """Forward FLOPs of the matmuls for one token: router, top_k experts, shared experts."""
         c = self.config
         matrices = 2 if c.activation == "gelu" else 3
         routed = 2.0 * c.dim * (c.num_experts + matrices * c.top_k * c.hidden_dim)
@@ -358,12 +350,12 @@ class MoE(nn.Module):
         return routed + 2.0 * c.dim * inside
 
 
-def _flat(ctx: TokenContext | None, name: str, x: Tensor) -> Tensor | None:
-    """ctx.<name> as (T,) on the device of x, or None; ValueError if it is not one value per token."""
-    found: Tensor | None = getattr(ctx, name, None)
+def _valid_tokens(ctx: TokenContext | None, x: Tensor) -> Tensor | None:
+    """ctx.valid as (T,) on the device of x, or None; ValueError if it is not one value per token."""
+    found: Tensor | None = getattr(ctx, "valid", None)
     if found is None:
         return None
     if found.numel() != x.numel() // x.size(-1):
         rule = f"must have one value for each token of x {tuple(x.shape)}"
-        raise invalid(name, "length", tuple(found.shape), rule)
+        raise invalid("valid", "length", tuple(found.shape), rule)
     return found.to(x.device, non_blocking=True).reshape(-1)

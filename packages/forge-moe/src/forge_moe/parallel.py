@@ -1,27 +1,30 @@
-"""Expert parallelism: shard the experts of a layer, or of all layers of a model, over ranks."""
+"""Expert parallelism: shard experts over ranks, the gradient norm of such a model, and loading full tensors into it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
-from forge_moe._shared.problems import invalid
-from forge_moe.dispatch import AllToAllDispatch, HierarchicalDispatch
-from forge_moe.dispatch.all_to_all import check_divisible
-from forge_moe.experts import Experts
+from forge_moe._shared.problems import Problem, invalid, raise_problems
+from forge_moe._torch_compat import local_tensor
+from forge_moe.dispatch.all_to_all import AllToAllDispatch, HierarchicalDispatch, check_divisible
+from forge_moe.experts import SortedExperts
 from forge_moe.layer import MoE
 from forge_moe.protocols import OverlappingDispatcher
-from forge_moe.sorted_experts import SortedExperts
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 M = TypeVar("M", bound=nn.Module)
+
+__all__ = ["expert_grad_norm", "expert_parallelize", "load_full_state"]
 
 
 def expert_parallelize(
@@ -55,6 +58,8 @@ def expert_parallelize(
     if experts are sharded already, or if the nodes do not divide the ranks.
     """
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
     if not isinstance(mesh, DeviceMesh):
         raise invalid("mesh", "type", mesh, "must be a DeviceMesh of one axis", "pass mesh['ep']")
@@ -64,33 +69,27 @@ def expert_parallelize(
     if mesh.ndim != 1:
         rule = f"must have one axis, and has {mesh.ndim}"
         raise invalid("mesh", "dims", mesh.mesh_dim_names, rule, "pass mesh['ep']")
-    for name, layer in layers.items():
-        _check(name or type(layer).__name__, _experts_of(layer), mesh.size())
+    stacks = {n: m.experts if isinstance(m, MoE) else m for n, m in layers.items()}
+
+    # All is checked before any layer changes: an error leaves the model as it was.
+    for name, experts in stacks.items():
+        where = name or type(layers[name]).__name__
+        check_divisible(experts.config.num_experts, mesh.size(), where)
+        if isinstance(experts, FSDPModule):
+            rule, fix = "are wrapped by FSDP", "call expert_parallelize before it"
+            raise invalid("experts", "wrapped", ..., rule, fix, where=where)
+        if any(isinstance(p, DTensor) for p in experts.parameters()):
+            rule, fix = "are sharded already", "call expert_parallelize once"
+            raise invalid("experts", "sharded", ..., rule, fix, where=where)
+
     make_dispatcher = _dispatcher_factory(mesh.get_group(), dispatcher, ranks_per_node, timeout)
-    for layer in layers.values():
-        layer.dispatcher = make_dispatcher(layer.config.num_experts, chunks=chunks)
-        _shard(_experts_of(layer), mesh)
+    for name, experts in stacks.items():
+        layers[name].dispatcher = make_dispatcher(experts.config.num_experts, chunks=chunks)
+        _shard_experts(experts, mesh)
     return model
 
 
-def _experts_of(layer: MoE | SortedExperts) -> Experts:
-    return layer.experts if isinstance(layer, MoE) else layer
-
-
-def _check(name: str, experts: Experts, ranks: int) -> None:
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
-
-    check_divisible(experts.config.num_experts, ranks, name)
-    if isinstance(experts, FSDPModule):
-        rule, fix = "are wrapped by FSDP", "call expert_parallelize before it"
-        raise invalid("experts", "wrapped", ..., rule, fix, where=name)
-    if any(isinstance(p, DTensor) for p in experts.parameters()):
-        rule, fix = "are sharded already", "call expert_parallelize once"
-        raise invalid("experts", "sharded", ..., rule, fix, where=name)
-
-
-def _shard(experts: nn.Module, mesh: DeviceMesh) -> None:
+def _shard_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
     """Replace each parameter by this rank's shard, as a DTensor over all experts."""
     from torch.distributed.tensor import DTensor, Shard
 
@@ -121,11 +120,8 @@ def _dispatcher_factory(
     _equalize_group_counts(group)
     node, index = divmod(ranks.index(dist.get_rank()), size)
     neighbors = ranks[node * size : (node + 1) * size]
-    between, within = (
-        dist.new_group(members, timeout=timeout, use_local_synchronization=True)
-        for members in (ranks[index::size], neighbors)
-    )
-    return partial(HierarchicalDispatch, between, within)
+    new_group = partial(dist.new_group, timeout=timeout, use_local_synchronization=True)
+    return partial(HierarchicalDispatch, new_group(ranks[index::size]), new_group(neighbors))
 
 
 def _equalize_group_counts(group: dist.ProcessGroup) -> None:
@@ -139,3 +135,112 @@ def _equalize_group_counts(group: dist.ProcessGroup) -> None:
     dist.all_gather_object(counts, count, group=group)
     for _ in range(max(counts) - count):
         dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
+@torch.no_grad()
+def expert_grad_norm(model: nn.Module, mesh: DeviceMesh) -> Tensor:
+    """2-norm of all gradients of `model`, equal to that of one process; 0-dim fp32, the same bits on each rank.
+
+        norm = expert_grad_norm(model, mesh["ep"])      # after the dense gradients were summed over ranks
+        nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm, foreach=False)
+        optimizer.step()
+
+    `mesh` is the one given to `expert_parallelize`. Gradients that are DTensors (experts, FSDP's) are summed over
+    their meshes, and replicated values count once. Plain gradients must be the same on every rank, as after
+    DDP or an all-reduce; local ones give a wrong norm. torch's own
+    `clip_grad_norm_` refuses such a mixture of plain tensors and DTensors.
+
+    Sums are fp64. Costs one all-reduce of a number per axis of each mesh, no host sync. Raises ValueError
+    for a model without experts on `mesh`, and for a gradient that is still a partial sum.
+    """
+    from torch.distributed.tensor import DTensor
+
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    sharded = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
+    axis = getattr(mesh, "mesh_dim_names", None) or ()
+    if not any(set(axis) <= set(p.device_mesh.mesh_dim_names or ()) for p in sharded.values()):
+        fix = "pass the mesh given to expert_parallelize"
+        raise invalid("mesh", "missing", mesh, "has no experts of the model", fix)
+
+    # Squares are summed per mesh first: one all-reduce per mesh axis, not per parameter.
+    squares: dict[DeviceMesh, Tensor] = {}
+    total = torch.zeros((), dtype=torch.float64, device=next(iter(sharded.values())).device)
+    for name, gradient in gradients.items():
+        if not isinstance(gradient, DTensor):
+            total += gradient.double().square().sum()
+            continue
+        if any(placement.is_partial() for placement in gradient.placements):
+            raise invalid(name, "partial", ..., "has a partial sum as gradient", "reduce it before")
+
+        # Each value counts once: divide by the number of ranks that hold it.
+        owner = gradient.device_mesh
+        sizes = zip(owner.shape, gradient.placements, strict=True)
+        replicas = math.prod(size for size, placement in sizes if placement.is_replicate())
+        local = gradient.to_local().double().square().sum() / replicas
+        squares[owner] = squares[owner] + local if owner in squares else local
+
+    for owner, total_of_mesh in squares.items():
+        for dim in range(owner.ndim):
+            dist.all_reduce(total_of_mesh, group=owner.get_group(dim))
+        total += total_of_mesh
+    return total.sqrt().float()
+
+
+@torch.no_grad()
+def load_full_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Copy `state`, full tensors of all experts, into `model`; each rank takes its own shard.
+
+        expert_parallelize(model, mesh["ep"])
+        load_full_state(model, torch.load("model.pt", weights_only=True))
+
+    `state` has a tensor for each name of `model.state_dict()`, of the global shape; values are cast to the
+    model's dtype. No communication: every rank passes, and holds, the full state. Raises ValueError with a
+    line for each name that is missing, unknown or of another shape, before anything is changed; also for
+    parameters on the meta device (`model.to_empty` allocates them), and for those that FSDP has sharded
+    again: load before `fully_shard`.
+    """
+    targets: dict[str, Any] = model.state_dict()
+    names = sorted(targets.keys() | state.keys())
+    problems = [problem for name in names for problem in _state_problems(name, targets, state)]
+    raise_problems("load_full_state", problems)
+    for name, target in targets.items():
+        if isinstance(target, Tensor):
+            local_tensor(target).copy_(_shard_like(state[name], target))
+
+
+def _state_problems(
+    name: str, targets: Mapping[str, Any], state: Mapping[str, Any]
+) -> Iterator[Problem]:
+    """The first rule that the tensor `name` breaks."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    target, value = targets.get(name), state.get(name)
+    if name not in state:
+        yield Problem(name, "missing", ..., "is missing", "save the full model")
+    elif name not in targets:
+        yield Problem(name, "unknown", ..., "is unknown", "leave it out")
+    elif not isinstance(target, Tensor):
+        yield Problem(name, "extra", ..., "is extra state, not a tensor", "use load_state_dict")
+    elif not isinstance(value, Tensor) or isinstance(value, DTensor):
+        kind = type(value).__name__
+        yield Problem(name, "type", kind, "must be a plain tensor", "give the full tensor")
+    elif value.shape != target.shape:
+        rule, fix = f"must be {tuple(target.shape)}", "give all experts of this model"
+        yield Problem(name, "shape", tuple(value.shape), rule, fix)
+    elif target.is_meta:
+        fix = "call model.to_empty(device=...) before"
+        yield Problem(name, "meta", ..., "is on the meta device", fix)
+    # FSDP on a mesh axis of experts' DTensors uses a placement class of its own (strided shards).
+    elif any(type(p) not in (Shard, Replicate) for p in getattr(target, "placements", ())):
+        rule = f"is sharded by {target.placements}"  # type: ignore[attr-defined]
+        yield Problem(name, "fsdp", ..., rule, "load before fully_shard")
+
+
+def _shard_like(full: Tensor, target: Any) -> Tensor:
+    """This rank's shard of a full tensor, by the placements of `target`."""
+    for axis, placement in enumerate(getattr(target, "placements", ())):
+        if placement.is_shard():
+            mesh, dim = target.device_mesh, placement.dim
+            parts, rank = full.chunk(mesh.size(axis), dim), mesh.get_local_rank(axis)
+            full = parts[rank] if rank < len(parts) else full.narrow(dim, 0, 0)
+    return full

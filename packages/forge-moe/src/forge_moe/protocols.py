@@ -3,7 +3,7 @@
 | given as | protocol | built in |
 |---|---|---|
 | `moe.dispatcher` | `Dispatcher`, or `OverlappingDispatcher` | `LocalDispatch`, `AllToAllDispatch`, `HierarchicalDispatch` |
-| fields of a `RoutingRule` (entry points of `forge.routers`) | `Score`, `Choose`, `Weigh` | the rules in `forge_moe.routers` |
+| fields of a `RoutingRule` (entry points of `forge.routers`) | `Score`, `Choose`, `Weigh` | the rules in `forge_moe.router` |
 | `ctx` of `MoE.forward` | `TokenContext`, `CachingContext` | none; for example a SimpleNamespace |
 | `dense` of `upcycle` | `DenseFeedForward` | none; for example a feed-forward of Llama or Qwen |
 

@@ -1,32 +1,26 @@
 """Decisions of a forward, recorded and replayed when the forward is recomputed.
 
-Rounding may differ between a forward and its recomputation (other kernels, other batch shapes), and a
-token near a tie would then visit another expert: shapes, split sizes and gradients would no longer fit.
-Discrete decisions are therefore recorded once and replayed in each recomputation of the block.
+Rounding may differ between a forward and its recomputation (other kernels, other batch shapes), and a token near a tie
+would then go to another expert: shapes, split sizes and gradients would no longer fit. Discrete decisions are therefore
+recorded once and replayed in each recomputation of the block.
 """
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from threading import Lock
-from types import TracebackType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-
-
-class _Log:
-    """Values in the order in which a forward made them, each with its owner and name."""
-
-    def __init__(self) -> None:
-        self.entries: list[tuple[object, str, Any]] = []
+_Record = list[tuple[object, str, Any]]
+"""Values in the order in which a forward made them, each with its owner and name."""
 
 
 class _Context(AbstractContextManager["_Context"]):
-    """Appends to a log, or reads it from the beginning each time it is entered."""
+    """Append to a record, or read it from the beginning each time it is entered."""
 
-    def __init__(self, log: _Log, replays: bool) -> None:
-        self.log = log
+    def __init__(self, record: _Record, replays: bool) -> None:
+        self.record = record
         self.replays = replays
         self.position = 0
         self.tokens: list[Token[tuple[_Context, ...]]] = []
@@ -34,31 +28,25 @@ class _Context(AbstractContextManager["_Context"]):
     def __enter__(self) -> "_Context":
         self.position = 0
         if not self.replays:
-            self.log.entries.clear()
+            self.record.clear()
         self.tokens.append(_active.set((*_active.get(), self)))
         _enter(1)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _active.reset(self.tokens.pop())
         _enter(-1)
 
     def next_value(self, owner: object, name: str) -> Any:
         """The next value; RuntimeError if the forward recorded another owner or name there."""
-        entries = self.log.entries
-        if self.position < len(entries):
-            recorded_owner, recorded_name, value = entries[self.position]
+        if self.position < len(self.record):
+            recorded_owner, recorded_name, value = self.record[self.position]
             if recorded_owner is owner and recorded_name == name:
                 self.position += 1
                 return value
         raise RuntimeError(
             f"recomputation needs {name!r} of {type(owner).__name__} as value {self.position} of "
-            f"{len(entries)} recorded ones, and the forward recorded another there; "
+            f"{len(self.record)} recorded ones, and the forward recorded another there; "
             "checkpoint a function that calls the same layers in the same order each time"
         )
 
@@ -81,19 +69,19 @@ def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextMa
 
         torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=recompute_contexts)
 
-    Routes, counts and split sizes of the forward under `record` are used again under `replay`, bit for
-    bit, however often it is entered (zero-bubble schedules recompute twice). Counters of balance and
-    statistics do not change under `replay`. Checkpoints may be nested. Costs 8 bytes per token and slot.
+    Routes, counts and split sizes of the forward under `record` are used again under `replay`, bit for bit, however
+    often it is entered (zero-bubble schedules recompute twice). Counters of balance and statistics do not change under
+    `replay`. Checkpoints may be nested. Costs 8 bytes per token and slot.
     """
-    log = _Log()
-    return _Context(log, replays=False), _Context(log, replays=True)
+    record: _Record = []
+    return _Context(record, replays=False), _Context(record, replays=True)
 
 
 def record_or_replay(owner: object, name: str, make: Callable[[], T]) -> T:
     """`make()`, or under replay its value in the forward; `make` is then not called.
 
-    `owner`, the calling module, and `name` are compared with the record. The value holds no autograd
-    graph: ids, counts, Python integers, tuples of such.
+    `owner`, the calling module, and `name` are compared with the record. The value holds no autograd graph: ids,
+    counts, Python integers, tuples of such.
     """
     if _entered == 0:
         return make()
@@ -104,9 +92,11 @@ def record_or_replay(owner: object, name: str, make: Callable[[], T]) -> T:
             break
     else:
         value = make()
+
+    # Nested checkpoints: an outer one that records keeps the value that an inner one replays.
     for context in contexts:
         if not context.replays:
-            context.log.entries.append((owner, name, value))
+            context.record.append((owner, name, value))
     return value
 
 

@@ -20,7 +20,7 @@ class LoadSummary(NamedTuple):
     """Balance of `counts` (E,), each field a 0-dim tensor.
 
     max_over_mean: the fullest expert over the mean, 1 when even, E when one takes all.
-    min_over_mean: the emptiest expert over the mean. entropy: of the shares, over log E, so in 0..1 (1 for E = 1).
+    min_over_mean: the emptiest expert over the mean. entropy: of the fractions, over log E, so in 0..1 (1 for E = 1).
     dead: experts without a token, int64. total: sum of the counts, int64.
     Ratios and entropy of all-zero counts are those of even ones.
     """
@@ -38,14 +38,14 @@ def load_summary(counts: Tensor) -> LoadSummary:
     load_summary(moe.statistics()["counts"]).max_over_mean
     """
     num_experts, total = counts.numel(), counts.sum()
-    share = torch.where(total > 0, counts.double() / total.clamp(min=1), 1.0 / num_experts)  # (E,)
-    entropy = -torch.special.xlogy(share, share).sum()
+    even = 1.0 / num_experts
+    fractions = torch.where(total > 0, counts.double() / total.clamp(min=1), even)  # (E,)
+    entropy = -torch.special.xlogy(fractions, fractions).sum()
+    entropy = entropy / math.log(num_experts) if num_experts > 1 else torch.ones_like(entropy)
     return LoadSummary(
-        max_over_mean=(share.max() * num_experts).float(),
-        min_over_mean=(share.min() * num_experts).float(),
-        entropy=(
-            entropy / math.log(num_experts) if num_experts > 1 else torch.ones_like(entropy)
-        ).float(),
+        max_over_mean=(fractions.max() * num_experts).float(),
+        min_over_mean=(fractions.min() * num_experts).float(),
+        entropy=entropy.float(),
         dead=(counts == 0).sum(),
         total=total,
     )

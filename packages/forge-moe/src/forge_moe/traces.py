@@ -8,12 +8,12 @@ A trace is one file (a rank writes its own); integers and floats are little-endi
                      "layers": [{"name": str, "num_experts": int}, ...]}
     records   until the end of the file, each
         uint64 step, uint32 layer (index in "layers"), uint32 T, uint32 K, uint32 CRC-32 of what follows
-        ids        T * K int16, row by row; num_experts means "nowhere" (a pad)
+        ids        T * K int16, token by token; num_experts marks a pad
         weights    T * K fp32, if "weights"
         token ids  T int32, if "token_ids"
 
-Records are in the order of the calls, so the micro-batches of a step follow one another. A file truncated
-by a crash is readable up to the last complete record.
+Records are in the order of the calls, so the micro-batches of a step follow one another. A file truncated by a crash is
+readable up to the last complete record.
 
 Shapes: T tokens, K slots per token.
 """
@@ -24,7 +24,7 @@ import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -52,7 +52,7 @@ class TraceRecord(NamedTuple):
     token_ids: Tensor | None
 
 
-class TraceWriter:
+class TraceWriter(AbstractContextManager["TraceWriter"]):
     """Writes one trace; a context manager.
 
         with TraceWriter("routes.rank0", {"layers.0": 8}) as trace:    # layer -> number of experts
@@ -94,9 +94,8 @@ class TraceWriter:
         given = (weights is not None, token_ids is not None)
         if given != (self.weights, self.token_ids):
             rule = f"must be {self.weights, self.token_ids}, as the trace was opened"
-            raise invalid(
-                "weights, token_ids", "header", given, rule, "give those and no others", where=layer
-            )
+            fix = "give those and no others"
+            raise invalid("weights, token_ids", "header", given, rule, fix, where=layer)
 
         if weights is not None and weights.shape != ids.shape:
             rule = f"must be {tuple(ids.shape)}, as ids"
@@ -117,9 +116,6 @@ class TraceWriter:
     def close(self) -> None:
         """Flush and close; a second call does nothing."""
         self._file.close()
-
-    def __enter__(self) -> "TraceWriter":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()
@@ -209,12 +205,10 @@ def trace_routes(model: nn.Module, writer: TraceWriter, step: Callable[[], int])
     of the layer's call. Recomputation does not write again. Each call syncs with the device, so trace some
     steps rather than all.
     """
-    restore = [_trace_layer(name, layer, writer, step) for name, layer in _layers(model)]
-    try:
+    with ExitStack() as stack:
+        for name, layer in _layers(model):
+            stack.enter_context(_trace_layer(name, layer, writer, step))
         yield
-    finally:
-        for undo in restore:
-            undo()
 
 
 def _layers(model: nn.Module) -> list[tuple[str, Any]]:
@@ -225,10 +219,11 @@ def _layers(model: nn.Module) -> list[tuple[str, Any]]:
     ]
 
 
+@contextmanager
 def _trace_layer(
     name: str, layer: Any, writer: TraceWriter, step: Callable[[], int]
-) -> Callable[[], None]:
-    """Hook one layer: its call for the token ids, its router's `route` for the decision. Returns the undo."""
+) -> Iterator[None]:
+    """Hook one layer: its call for the token ids, its router's `route` for the decision."""
     route, last_call = layer.router.route, {"ctx": None}
 
     def remember(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -242,15 +237,12 @@ def _trace_layer(
             writer.write(step(), name, routed.ids, weights, token_ids)
         return routed
 
-    hook = layer.register_forward_pre_hook(remember, with_kwargs=True)
     before = vars(layer.router).get("route")  # FSDP sets one on the instance too
     layer.router.route = traced  # on the instance, not the class
-
-    def undo() -> None:
-        hook.remove()
-        if before is None:
-            del layer.router.route
-        else:
+    try:
+        with layer.register_forward_pre_hook(remember, with_kwargs=True):
+            yield
+    finally:
+        del layer.router.route
+        if before is not None:
             layer.router.route = before
-
-    return undo

@@ -1,4 +1,4 @@
-"""Upcycling: experts initialised from a dense feed-forward, so that both compute the same function.
+"""Upcycling: experts initialized from a dense feed-forward, so that both compute the same function.
 
 Copies of a whole feed-forward (Komatsuzaki et al. 2023, "Sparse upcycling") or of its slices, for
 finer experts (He et al. 2024, "Upcycling large language models into mixture of experts").
@@ -44,14 +44,20 @@ def upcycle(dense: DenseFeedForward, moe: MoE, *, noise: float = 0.0, seed: int 
     shared = config.resolved_shared_hidden_dim
     num_slices = (weights["up_proj"].size(0) - shared) // config.hidden_dim
     if shared:
-        _fill_shared(moe, {name: _units(name, w, 0, shared) for name, w in weights.items()})
+        module: Any = moe.shared
+        for name, weight in weights.items():
+            getattr(module, name).weight.copy_(_hidden_units(name, weight, 0, shared))
+        if config.shared_gate:  # with weight 0 the gate is sigmoid(0) = 1/2 for every token
+            module.gate.weight.zero_()
+            module.down_proj.weight.mul_(2.0)
+
     # The K weights of a token sum to route_scale over K / G copies, so the weights of a slice sum to
     # route_scale / G: scale its down projection by the inverse.
     scale = num_slices / config.route_scale
     generator = torch.Generator().manual_seed(seed)
     for name, weight in weights.items():
         slices = [
-            _units(name, weight, shared + g * config.hidden_dim, config.hidden_dim)
+            _hidden_units(name, weight, shared + g * config.hidden_dim, config.hidden_dim)
             for g in range(num_slices)
         ]
         stack = torch.stack(slices).repeat(config.num_experts // num_slices, 1, 1)  # (E, out, in)
@@ -64,18 +70,9 @@ def upcycle(dense: DenseFeedForward, moe: MoE, *, noise: float = 0.0, seed: int 
         moe.router.weight.copy_(moe.router.weight[::num_slices].repeat_interleave(num_slices, 0))
 
 
-def _units(name: str, weight: Tensor, start: int, count: int) -> Tensor:
+def _hidden_units(name: str, weight: Tensor, start: int, count: int) -> Tensor:
     """The rows (of gate and up) or columns (of down) of some hidden units of a linear weight."""
     return weight.narrow(1 if name == "down_proj" else 0, start, count)
-
-
-def _fill_shared(moe: MoE, weights: Mapping[str, Tensor]) -> None:
-    shared: Any = moe.shared
-    for name, weight in weights.items():
-        getattr(shared, name).weight.copy_(weight)
-    if moe.config.shared_gate:  # with weight 0 the gate is sigmoid(0) = 1/2 for every token
-        shared.gate.weight.zero_()
-        shared.down_proj.weight.mul_(2.0)
 
 
 def _weights(dense: DenseFeedForward) -> dict[str, Tensor]:
@@ -111,7 +108,14 @@ def _problems(config: MoEConfig, weights: Mapping[str, Tensor]) -> Iterator[Prob
     routed = hidden - config.resolved_shared_hidden_dim
     num_slices = routed // config.hidden_dim
     if num_slices >= 1 and num_slices * config.hidden_dim == routed:
-        yield from _slice_problems(config, num_slices)
+        for name in ("num_experts", "top_k"):
+            if (value := getattr(config, name)) % num_slices:
+                rule = f"must be a multiple of the {num_slices} slices"
+                yield Problem(name, "slices", value, rule, "round it up")
+        if config.num_experts // config.num_groups % num_slices:
+            rule = f"must keep the {num_slices} slices of a copy together"
+            fix = f"use a divisor of {config.num_experts // num_slices}"
+            yield Problem("num_groups", "splits", config.num_groups, rule, fix)
     else:
         rule = f"must divide the {routed} hidden units that shared experts leave of {hidden}"
         fix = f"use {max(routed, 1)} for copies, or a divisor of it"
@@ -122,14 +126,3 @@ def _problems(config: MoEConfig, weights: Mapping[str, Tensor]) -> Iterator[Prob
         rule = f"with normalize {config.normalize!r} must give weights of constant sum"
         fix = "use softmax_topk or sigmoid_topk with after_top_k and top_k 2 or more"
         yield Problem("router", "sum", config.router, rule, fix)
-
-
-def _slice_problems(config: MoEConfig, num_slices: int) -> Iterator[Problem]:
-    for name in ("num_experts", "top_k"):
-        if (value := getattr(config, name)) % num_slices:
-            rule = f"must be a multiple of the {num_slices} slices"
-            yield Problem(name, "slices", value, rule, "round it up")
-    if config.num_experts // config.num_groups % num_slices:
-        rule = f"must keep the {num_slices} slices of a copy together"
-        fix = f"use a divisor of {config.num_experts // num_slices}"
-        yield Problem("num_groups", "splits", config.num_groups, rule, fix)

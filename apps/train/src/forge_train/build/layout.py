@@ -11,8 +11,8 @@ from torch import nn
 
 from forge_core.loss.named import FUSED
 from forge_core.optim import saves_by_name
+from forge_moe.experts import sorted_experts_by_name
 from forge_moe.hooks import num_experts_by_layer, whole_batch_options
-from forge_moe.sorted_experts import sorted_experts_by_name
 from forge_parallel import ParallelConfig, check_model
 from forge_parallel.compute import AFTER_EMBEDDING
 from forge_parallel.config import Layout

@@ -10,7 +10,7 @@ from forge_core import optim
 from forge_core.model import check_parts
 from forge_core.registry import Registry
 from forge_moe.config import AMONG_TOKENS
-from forge_moe.routers import find_rule
+from forge_moe.router import find_rule
 from forge_parallel.legal import ahead_problem
 from forge_resilience.policy import RollbackConfig
 from forge_train._shared.problems import Problem, problems_of

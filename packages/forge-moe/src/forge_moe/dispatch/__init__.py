@@ -1,7 +1,6 @@
 """Dispatchers: they move tokens to experts and the experts' outputs back (`forge_moe.protocols.Dispatcher`)."""
 
-from forge_moe.dispatch.all_to_all import AllToAllDispatch, Splits
-from forge_moe.dispatch.hierarchical import HierarchicalDispatch
+from forge_moe.dispatch.all_to_all import AllToAllDispatch, HierarchicalDispatch, Splits
 from forge_moe.dispatch.local import LocalDispatch
 from forge_moe.protocols import Dispatched
 

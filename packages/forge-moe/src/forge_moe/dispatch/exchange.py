@@ -1,7 +1,7 @@
-"""Exchanges of rows between ranks: the route of each token, the bytes of a row, two differentiable exchanges.
+"""Exchange tokens between ranks: the plan of an all-to-all, its wire format, and two differentiable exchanges.
 
-Shapes: T tokens of this rank, K slots per token, D width, W ranks of the group, P rows per token at most
-(min(K, W)), N rows sent, M rows received.
+Shapes: T tokens of this rank, K slots per token, D width, W ranks of the group, P rows per token at most (min(K, W)), N
+rows sent, M rows received. A row is a token on its way to one rank.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_ALIGNMENT = 16  # bytes; kernels load a row in vectors of this size
 
+class WireFormat(NamedTuple):
+    """A row as bytes: D elements, K weights, K int32 ids, padded to 16 bytes.
 
-class RowLayout(NamedTuple):
-    """One row as bytes: D elements, K weights, K int32 ids, padded to 16 bytes.
-
-    Methods are views of a (rows, num_bytes) uint8 buffer; no copies. One buffer means one collective
-    instead of three. Gradients travel without the ids.
+    Methods are views of a (rows, num_bytes) uint8 buffer; no copies. One buffer means one collective instead of three.
+    Gradients are sent without the ids.
     """
 
     dim: int
@@ -32,7 +30,7 @@ class RowLayout(NamedTuple):
     @property
     def num_bytes(self) -> int:
         ids = 4 * self.slots if self.with_ids else 0
-        return _round_up(self._ids_offset + ids)
+        return _round_up(self._ids_offset + ids, 16)  # kernels load a row in vectors of 16 bytes
 
     def hidden(self, buffer: Tensor) -> Tensor:
         """(rows, D) in `dtype`."""
@@ -55,15 +53,15 @@ class RowLayout(NamedTuple):
         return self._weights_offset + self.slots * self.weight_dtype.itemsize
 
 
-def _round_up(size: int, multiple: int = _ALIGNMENT) -> int:
+def _round_up(size: int, multiple: int) -> int:
     return (size + multiple - 1) // multiple * multiple
 
 
-class Route(NamedTuple):
+class AllToAllPlan(NamedTuple):
     """The rows that this rank sends: one per token and rank, by rank, then by token.
 
-    token_of_row (N,); row_of_slot (T, K), the row that carries a slot, N for nowhere; rows_of_token
-    (T, P), the rows of a token by rank, then N; sent, received (W,), rows per rank.
+    token_of_row (N,); row_of_slot (T, K), the row that carries a slot, N for a dropped slot; rows_of_token (T, P), the
+    rows of a token by rank, then N; sent, received (W,), rows per rank.
     """
 
     group: dist.ProcessGroup
@@ -76,22 +74,24 @@ class Route(NamedTuple):
     @classmethod
     def of(
         cls, rank_of_slot: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]
-    ) -> Route:
-        """The route for rank_of_slot (T, K) in 0..W (W is nowhere). Device work of O(T W), no host sync."""
+    ) -> AllToAllPlan:
+        """The plan for rank_of_slot (T, K) in 0..W, W for dropped slots. Device work of O(T W), no host sync."""
         num_tokens, top_k = rank_of_slot.shape
         ranks, num_rows = len(sent), sum(sent)
         mask = token_rank_mask(rank_of_slot, ranks)  # (T, W)
+
         # Rows are numbered by rank, then by token: a running count over the transposed mask.
         number = mask.t().flatten().cumsum(0).view(ranks, num_tokens).t() - 1
         row = torch.where(mask, number, num_rows)  # (T, W)
+
+        # Pairs of token and rank without a row write to entry N, which is sliced off.
         tokens = torch.arange(num_tokens, device=row.device).unsqueeze(1).expand_as(row)
-        # Pairs of token and rank without a row write to entry N, which is cut off.
         token_of_row = row.new_zeros(num_rows + 1).scatter_(0, row.flatten(), tokens.flatten())
-        nowhere = row.new_full((num_tokens, 1), num_rows)
+        dropped = row.new_full((num_tokens, 1), num_rows)
         return cls(
             group,
             token_of_row[:num_rows],
-            torch.cat((row, nowhere), dim=1).gather(1, rank_of_slot),
+            torch.cat((row, dropped), dim=1).gather(1, rank_of_slot),
             row.topk(min(top_k, ranks), dim=1, largest=False, sorted=True).values,
             sent,
             received,
@@ -100,13 +100,12 @@ class Route(NamedTuple):
 
 def token_rank_mask(rank_of_slot: Tensor, ranks: int) -> Tensor:
     """(T, W) bool: whether a token has a slot on a rank, from rank_of_slot (T, K) in 0..W."""
-    mask = torch.zeros(
-        rank_of_slot.size(0), ranks + 1, dtype=torch.bool, device=rank_of_slot.device
-    )
+    num_tokens, device = rank_of_slot.size(0), rank_of_slot.device
+    mask = torch.zeros(num_tokens, ranks + 1, dtype=torch.bool, device=device)
     return mask.scatter_(1, rank_of_slot, True)[:, :ranks]
 
 
-def rows_with_slot(rank_of_slot: Tensor, ranks: int) -> Tensor:
+def tokens_with_slot(rank_of_slot: Tensor, ranks: int) -> Tensor:
     """(W, K) int64: tokens that have more than j slots on a rank, j < K; column 0 counts the rows."""
     tokens, top_k = rank_of_slot.shape
     slots = rank_of_slot.new_zeros(tokens, ranks + 1)
@@ -137,79 +136,82 @@ class _Transfer:
     outgoing: Tensor  # referenced until the transfer is over, so that its memory is not reused
 
 
+def _start(rows: Tensor, plan: AllToAllPlan, *, reverse: bool) -> _Transfer:
+    """Start to send rows (n, width) as planned, or from their receivers back to their senders."""
+    outgoing, incoming = plan.sent, plan.received
+    if reverse:
+        outgoing, incoming = incoming, outgoing
+    # The zero row is what index N, of a dropped slot, reads.
+    buffer = rows.new_empty(sum(incoming) + 1, rows.size(1))
+    buffer[-1].zero_()
+    work = dist.all_to_all_single(buffer[:-1], rows, incoming, outgoing, plan.group, async_op=True)
+    return _Transfer(buffer, work, rows)
+
+
 def _wait(transfer: _Transfer | None) -> Tensor:
     assert transfer is not None, "an exchange starts before it ends"
     transfer.work.wait()
     return transfer.buffer
 
 
-def _start(rows: Tensor, route: Route, *, reverse: bool) -> _Transfer:
-    """Start to send rows (n, width) along the route, or from its receivers back to its senders."""
-    outgoing, incoming = route.sent, route.received
-    if reverse:
-        outgoing, incoming = incoming, outgoing
-    # The zero row is what index N, "nowhere", reads.
-    buffer = rows.new_empty(sum(incoming) + 1, rows.size(1))
-    buffer[-1].zero_()
-    work = dist.all_to_all_single(buffer[:-1], rows, incoming, outgoing, route.group, async_op=True)
-    return _Transfer(buffer, work, rows)
-
-
-def _sum_rows_of_tokens(rows: Tensor, route: Route, dtype: torch.dtype) -> Tensor:
+def _sum_rows_of_tokens(rows: Tensor, plan: AllToAllPlan, dtype: torch.dtype) -> Tensor:
     """(T, D) in `dtype`: sums of each token's rows of (N + 1, D), lowest rank first."""
-    total = torch.zeros(route.rows_of_token.size(0), rows.size(1), dtype=dtype, device=rows.device)
-    for index in route.rows_of_token.unbind(1):
+    total = torch.zeros(plan.rows_of_token.size(0), rows.size(1), dtype=dtype, device=rows.device)
+    for index in plan.rows_of_token.unbind(1):
         total += rows.index_select(0, index)
     return total
 
 
 @dataclass
-class Exchange:
-    """A started exchange: its route, its transfers, and the tensor that links its ends in the graph."""
+class StartedExchange:
+    """An exchange in transfer: its plan, its transfers, and the tensor that links its ends in the graph."""
 
-    route: Route
-    layout: RowLayout
-    experts_per_rank: int = 0  # of an exchange to the experts
+    plan: AllToAllPlan
+    format: WireFormat
+    experts_per_member: int = 0  # of an exchange to the experts
     sum_dtype: torch.dtype = torch.float32  # of an exchange back
     in_forward: _Transfer | None = None
     in_backward: _Transfer | None = None
     handle: Tensor | None = None
 
     def take_handle(self) -> Tensor:
-        """The empty tensor between the two ends. Taken, not read: the graph behind it refers to this
-        exchange, and a reference cycle would keep all buffers until the garbage collector runs."""
+        """Take the empty tensor between the two ends.
+
+        It is not kept: the graph behind it refers to this exchange, and a reference cycle would keep all buffers until
+        the garbage collector runs.
+        """
         assert self.handle is not None, "an exchange ends once"
         handle, self.handle = self.handle, None
         return handle
 
 
 def start_dispatch(
-    x: Tensor, weights: Tensor, ids: Tensor, route: Route, experts_per_rank: int
-) -> Exchange:
+    x: Tensor, weights: Tensor, ids: Tensor, plan: AllToAllPlan, experts_per_member: int
+) -> StartedExchange:
     """Start to send x (T, D), weights (T, K), ids (T, K) to their ranks; `finish_dispatch` ends it.
 
-    Each rank of the route holds `experts_per_rank` experts and receives local ids. One all-to-all in the
+    Each rank of the plan's group has `experts_per_member` experts and receives their local ids. One all-to-all in the
     forward, one in the backward, of the gradients.
     """
-    layout = RowLayout(x.size(1), ids.size(1), x.dtype, weights.dtype)
-    exchange = Exchange(route, layout, experts_per_rank=experts_per_rank)
+    wire = WireFormat(x.size(1), ids.size(1), x.dtype, weights.dtype)
+    exchange = StartedExchange(plan, wire, experts_per_member=experts_per_member)
     exchange.handle = _StartDispatch.apply(x, weights, ids, exchange)
     return exchange
 
 
-def finish_dispatch(exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
-    """x (M, D), weights (M, K), ids (M, K) int64 in 0..experts_per_rank of the received rows."""
+def finish_dispatch(exchange: StartedExchange) -> tuple[Tensor, Tensor, Tensor]:
+    """x (M, D), weights (M, K), ids (M, K) int64 in 0..experts_per_member of the received rows."""
     return _FinishDispatch.apply(exchange.take_handle(), exchange)
 
 
-def start_combine(sums: Tensor, dispatched: Exchange) -> Exchange:
+def start_combine(sums: Tensor, dispatched: StartedExchange) -> StartedExchange:
     """Start to send sums (M, D) of received rows back to the ranks of their tokens, in the dtype of x."""
-    exchange = Exchange(dispatched.route, dispatched.layout, sum_dtype=sums.dtype)
+    exchange = StartedExchange(dispatched.plan, dispatched.format, sum_dtype=sums.dtype)
     exchange.handle = _StartCombine.apply(sums, exchange)
     return exchange
 
 
-def finish_combine(exchange: Exchange) -> Tensor:
+def finish_combine(exchange: StartedExchange) -> Tensor:
     """(T, D) in the dtype of the sums sent: the sum of each token's rows, lowest rank first."""
     return _FinishCombine.apply(exchange.take_handle(), exchange)
 
@@ -221,63 +223,69 @@ def finish_combine(exchange: Exchange) -> Tensor:
 
 class _StartDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, exchange: Exchange) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, exchange: StartedExchange
+    ) -> Tensor:
         ctx.exchange = exchange
-        route, layout = exchange.route, exchange.layout
-        num_rows = route.token_of_row.size(0)
-        packed = torch.empty(num_rows, layout.num_bytes, dtype=torch.uint8, device=x.device)
-        torch.index_select(x, 0, route.token_of_row, out=layout.hidden(packed))
-        # A row carries all K slots of its token; those that another row carries get weight 0 and the id
-        # `experts_per_rank`, nowhere.
+        plan, wire, local = exchange.plan, exchange.format, exchange.experts_per_member
+        num_rows = plan.token_of_row.size(0)
+        packed = torch.empty(num_rows, wire.num_bytes, dtype=torch.uint8, device=x.device)
+        torch.index_select(x, 0, plan.token_of_row, out=wire.hidden(packed))
+
+        # A row has all K slots of its token; those that another row carries get weight 0 and the id
+        # `experts_per_member`, of a dropped slot.
         row = torch.arange(num_rows, device=x.device).unsqueeze(1)
-        carried = route.row_of_slot.index_select(0, route.token_of_row) == row  # (N, K)
-        of_token = weights.index_select(0, route.token_of_row)
-        layout.weights(packed).copy_(torch.where(carried, of_token, torch.zeros_like(of_token)))
-        local_ids = ids.index_select(0, route.token_of_row) % exchange.experts_per_rank
-        layout.ids(packed).copy_(torch.where(carried, local_ids, exchange.experts_per_rank))
-        exchange.in_forward = _start(packed, route, reverse=False)
+        carried = plan.row_of_slot.index_select(0, plan.token_of_row) == row  # (N, K)
+        of_token = weights.index_select(0, plan.token_of_row)
+        wire.weights(packed).copy_(torch.where(carried, of_token, torch.zeros_like(of_token)))
+        local_ids = ids.index_select(0, plan.token_of_row) % local
+        wire.ids(packed).copy_(torch.where(carried, local_ids, local))
+
+        exchange.in_forward = _start(packed, plan, reverse=False)
         return x.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         exchange = ctx.exchange
         packed = _wait(exchange.in_backward)
-        layout, exchange.in_backward = exchange.layout._replace(with_ids=False), None
+        wire, exchange.in_backward = exchange.format._replace(with_ids=False), None
         # A token's gradients from several ranks are summed in fp32 at least and rounded once.
-        wide = torch.promote_types(layout.dtype, torch.float32)
-        x = _sum_rows_of_tokens(layout.hidden(packed), exchange.route, wide).to(layout.dtype)
-        weights = layout.weights(packed).gather(0, exchange.route.row_of_slot)
+        wide = torch.promote_types(wire.dtype, torch.float32)
+        x = _sum_rows_of_tokens(wire.hidden(packed), exchange.plan, wide).to(wire.dtype)
+        weights = wire.weights(packed).gather(0, exchange.plan.row_of_slot)
         return x, weights, None, None
 
 
 class _FinishDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, handle: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        ctx: Any, handle: Tensor, exchange: StartedExchange
+    ) -> tuple[Tensor, Tensor, Tensor]:
         ctx.exchange = exchange
-        packed, layout = _wait(exchange.in_forward)[:-1], exchange.layout
+        packed, wire = _wait(exchange.in_forward)[:-1], exchange.format
         exchange.in_forward = None
-        ids = layout.ids(packed).long()
+        ids = wire.ids(packed).long()
         ctx.mark_non_differentiable(ids)
-        # Weights are copied: they are saved for the backward, and a view would keep all rows alive.
-        return layout.hidden(packed), layout.weights(packed).contiguous(), ids
+        # Weights are copied: they are saved for the backward, and a view would keep all rows in memory.
+        return wire.hidden(packed), wire.weights(packed).contiguous(), ids
 
     @staticmethod
     def backward(ctx: Any, x: Tensor, weights: Tensor, _: Tensor) -> tuple[Tensor, None]:
         exchange = ctx.exchange
-        layout = exchange.layout._replace(with_ids=False)
-        packed = torch.empty(x.size(0), layout.num_bytes, dtype=torch.uint8, device=x.device)
-        layout.hidden(packed).copy_(x)
-        layout.weights(packed).copy_(weights)
-        exchange.in_backward = _start(packed, exchange.route, reverse=True)
+        wire = exchange.format._replace(with_ids=False)
+        packed = torch.empty(x.size(0), wire.num_bytes, dtype=torch.uint8, device=x.device)
+        wire.hidden(packed).copy_(x)
+        wire.weights(packed).copy_(weights)
+        exchange.in_backward = _start(packed, exchange.plan, reverse=True)
         return x.new_empty(0), None
 
 
 class _StartCombine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sums: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, sums: Tensor, exchange: StartedExchange) -> Tensor:
         ctx.exchange = exchange
-        rows = sums.to(exchange.layout.dtype).contiguous()
-        exchange.in_forward = _start(rows, exchange.route, reverse=True)
+        rows = sums.to(exchange.format.dtype).contiguous()
+        exchange.in_forward = _start(rows, exchange.plan, reverse=True)
         return sums.new_empty(0)
 
     @staticmethod
@@ -288,14 +296,14 @@ class _StartCombine(torch.autograd.Function):
 
 class _FinishCombine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, handle: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx: Any, handle: Tensor, exchange: StartedExchange) -> Tensor:
         ctx.exchange = exchange
         rows, exchange.in_forward = _wait(exchange.in_forward), None
-        return _sum_rows_of_tokens(rows, exchange.route, exchange.sum_dtype)
+        return _sum_rows_of_tokens(rows, exchange.plan, exchange.sum_dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         exchange = ctx.exchange
-        rows = grad.to(exchange.layout.dtype).index_select(0, exchange.route.token_of_row)
-        exchange.in_backward = _start(rows, exchange.route, reverse=False)
+        rows = grad.to(exchange.format.dtype).index_select(0, exchange.plan.token_of_row)
+        exchange.in_backward = _start(rows, exchange.plan, reverse=False)
         return grad.new_empty(0), None

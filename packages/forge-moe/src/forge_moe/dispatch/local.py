@@ -1,7 +1,13 @@
-"""Dispatch within one process: sort the slots by expert, and sum them back.
+"""Permute tokens into the order of their experts, and sum the experts' outputs back.
 
-Shapes: T tokens, K slots per token, R = T K rows, D width, E experts.
+The backward of an index_select adds with atomics, in an order that changes from run to run. Here each direction is
+written as the gather that is the other's gradient, and sums over slots have a fixed order, in fp32: the same bits every
+time.
+
+Shapes: T tokens, K slots per token, R routed tokens (one per token and slot) sorted by expert, D width, E experts.
 """
+
+from __future__ import annotations
 
 from typing import Any, NamedTuple
 
@@ -11,16 +17,89 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from forge_moe.load_balancing import count_ids
 from forge_moe.protocols import Dispatched
 
 
-class LocalMeta(NamedTuple):
-    """slot_of_row (R,): the slot t K + k of each row; row_of_slot (T, K): the row of each slot, R or more
-    for a slot without a row; weights (T, K)."""
+class Permutation(NamedTuple):
+    """The order of R routed tokens by expert, then by token.
+
+    slot_of_row (R,): the slot t K + k of each row of the sorted tensor.
+    row_of_slot (T, K): the row of each slot; R or more for a slot without a row.
+
+    Tokens from other ranks have between 1 and K slots on this rank, most often one or two. `received` orders them by
+    their number of slots, most first, and moves the slots of a token to the front: the tokens with a j-th slot are then
+    the first `tokens_with_slot[j]` ones, so a sum reads R rows rather than T K, and no size is read from the device.
+    line_of_token (T,): the line of a token in that order.
+    """
 
     slot_of_row: Tensor
     row_of_slot: Tensor
-    weights: Tensor
+    line_of_token: Tensor | None = None
+    tokens_with_slot: list[int] | None = None
+
+    @classmethod
+    def local(cls, ids: Tensor, num_rows: int | None = None) -> Permutation:
+        """From ids (T, K) int64 in 0..E, E for dropped slots, which form the tail; `num_rows` leaves out the rest of it."""
+        # A stable sort keeps the slots of an expert in the order of their tokens.
+        slot_of_row = ids.reshape(-1).sort(stable=True).indices  # (T K,)
+        row_of_slot = torch.empty_like(slot_of_row)
+        row_of_slot[slot_of_row] = torch.arange(slot_of_row.numel(), device=ids.device)
+        return cls(slot_of_row[:num_rows], row_of_slot.view(ids.shape))
+
+    @classmethod
+    def received(cls, ids: Tensor, num_experts: int, tokens_with_slot: list[int]) -> Permutation:
+        """From ids (T, K) int64 in 0..E of received tokens, E for slots on other ranks; no tail. No host sync.
+
+        The senders have counted the tokens that have more than j slots here, for j < K.
+        """
+        num_rows = sum(tokens_with_slot)
+        # Slots on other ranks have id E and sort last.
+        slot_of_row = ids.reshape(-1).sort(stable=True).indices[:num_rows]  # (R,)
+        row_of_slot = slot_of_row.new_zeros(ids.numel())
+        row_of_slot[slot_of_row] = torch.arange(num_rows, device=ids.device)
+
+        # Within a token, slots on this rank first and in their order; then tokens with most slots first.
+        here = ids < num_experts
+        slots = here.sort(dim=1, descending=True, stable=True).indices  # (T, K)
+        lines = here.sum(1).argsort(descending=True, stable=True)  # (T,)
+        line_of_token = torch.empty_like(lines)
+        line_of_token[lines] = torch.arange(lines.numel(), device=ids.device)
+        row_of_slot = row_of_slot.view(ids.shape).gather(1, slots).index_select(0, lines)
+        return cls(slot_of_row, row_of_slot, line_of_token, tokens_with_slot)
+
+    def permute(self, x: Tensor) -> Tensor:
+        """Copy each token of x (T, D) to the rows of its slots: (R, D) by expert, then by token."""
+        routed: Tensor = _Permute.apply(x, *self)
+        return routed
+
+    def unpermute(self, routed: Tensor, weights: Tensor) -> Tensor:
+        """Sums over slots of weight times row, of routed (R, D) and weights (T, K): (T, D) fp32 (fp64 for fp64)."""
+        sums: Tensor = _Unpermute.apply(routed, weights, *self)
+        return sums
+
+    def sum(self, routed: Tensor, weights: Tensor | None) -> Tensor:
+        """Rows (R, D), times weights (T, K) if given, summed over the slots of each token in their order: (T, D).
+
+        With weights the result is fp32. Without, it has the dtype of the rows, rounded once from an fp32 sum.
+        """
+        if self.tokens_with_slot is None:
+            return _sum_slots(routed, self.row_of_slot, weights)
+        assert self.line_of_token is not None
+        dtype = torch.promote_types(routed.dtype, torch.float32)
+        total = routed.new_zeros(self.line_of_token.numel(), routed.size(1), dtype=dtype)
+        scale = None if weights is None else weights.reshape(-1).index_select(0, self.slot_of_row)
+
+        for slot, num_tokens in enumerate(self.tokens_with_slot):
+            rows = self.row_of_slot[:num_tokens, slot]
+            outputs = routed.index_select(0, rows).to(dtype)
+            if scale is None:
+                total[:num_tokens] += outputs
+            else:
+                factor = scale.index_select(0, rows).unsqueeze(1).to(dtype)
+                total[:num_tokens].addcmul_(outputs, factor)
+        total = total.index_select(0, self.line_of_token)
+        return total.to(routed.dtype) if weights is None else total
 
 
 class LocalDispatch:
@@ -30,97 +109,99 @@ class LocalDispatch:
         sent = dispatcher.dispatch(x, weights, ids)
         y = dispatcher.combine(experts(sent.rows, sent.counts), sent.meta)     # (T, D) fp32
 
-    Rows of one expert are in the order of their tokens; slots that go nowhere (id E) form the tail. Both
-    directions and both gradients gather by index and sum over slots in a fixed order, in fp32: no atomics,
-    the same bits every time. No host sync, no padding: R is T K.
+    The routed tokens of one expert are in the order of their tokens; dropped slots (id E) form the tail. No host sync, no
+    padding: R is T K.
     """
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts
 
     def dispatch(
-        self, x: Tensor, weights: Tensor, ids: Tensor, *, num_rows: int | None = None
+        self,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        *,
+        counts: Tensor | None = None,
+        num_rows: int | None = None,
     ) -> Dispatched:
-        """Rows of tokens x (T, D) for slots ids (T, K) int64 in 0..E.
+        """Routed tokens of x (T, D) for slots ids (T, K) int64 in 0..E.
 
-        `num_rows`, an upper bound on the slots that go somewhere, cuts the tail: R is then that.
+        `counts`: the ids of each expert (E,), if the caller has counted them. `num_rows`, an upper bound on the slots
+        that are not dropped, shortens the tail: R is then that.
         """
-        # A stable sort keeps the slots of an expert in the order of their tokens.
-        sorted_ids, slot_of_row = ids.reshape(-1).sort(stable=True)  # (T K,)
-        experts = torch.arange(self.num_experts, device=ids.device)
-        ends = torch.searchsorted(sorted_ids, experts, right=True)  # (E,)
-        counts = ends.diff(prepend=ends.new_zeros(1))
-        row_of_slot = torch.empty_like(slot_of_row)
-        row_of_slot[slot_of_row] = torch.arange(slot_of_row.numel(), device=slot_of_row.device)
-        meta = LocalMeta(slot_of_row[:num_rows], row_of_slot.view(ids.shape), weights)
-        return Dispatched(_Permute.apply(x, meta.slot_of_row, meta.row_of_slot), counts, meta)
+        order = Permutation.local(ids, num_rows)
+        counts = count_ids(ids, self.num_experts) if counts is None else counts
+        return Dispatched(order.permute(x), counts, (order, weights))
 
-    def combine(self, rows: Tensor, meta: LocalMeta) -> Tensor:
+    def combine(self, rows: Tensor, meta: tuple[Permutation, Tensor]) -> Tensor:
         """Sum over slots of weight times row: (R, D) -> (T, D) fp32 (fp64 for fp64)."""
-        return _Unpermute.apply(rows, meta.weights, meta.slot_of_row, meta.row_of_slot)
+        order, weights = meta
+        return order.unpermute(rows, weights)
 
 
-# The backward of an index_select adds with atomics, in an order that changes from run to run. Here each
-# direction is written as the gather that is the other's gradient.
+# The fields of a Permutation are arguments of their own, so that activation checkpointing sees the tensors among them.
 
 
 class _Permute(Function):
-    """Copy each token to its rows; backward sums a token's rows in the order of its slots, in fp32."""
+    """Copy each token to its rows; backward sums a token's rows."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, slot_of_row: Tensor, row_of_slot: Tensor) -> Tensor:
-        ctx.save_for_backward(row_of_slot)
-        return x.index_select(0, slot_of_row // row_of_slot.size(1))
+    def forward(ctx: Any, x: Tensor, *fields: Any) -> Tensor:
+        order = Permutation(*fields)
+        ctx.save_for_backward(order.slot_of_row, order.row_of_slot, order.line_of_token)
+        ctx.tokens_with_slot = order.tokens_with_slot
+        return x.index_select(0, order.slot_of_row // order.row_of_slot.size(1))
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        (row_of_slot,) = ctx.saved_tensors
-        return _sum_slots(grad.contiguous(), row_of_slot, None), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        order = Permutation(*ctx.saved_tensors, ctx.tokens_with_slot)
+        return order.sum(grad.contiguous(), None), None, None, None, None
 
 
 class _Unpermute(Function):
-    """Weighted sum of a token's rows, in fp32 and in the order of its slots."""
+    """Weighted sum of a token's rows; backward gathers."""
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, weights: Tensor, slot_of_row: Tensor, row_of_slot: Tensor
-    ) -> Tensor:
-        ctx.save_for_backward(rows, weights, slot_of_row, row_of_slot)
-        return _sum_slots(rows, row_of_slot, weights)
+    def forward(ctx: Any, routed: Tensor, weights: Tensor, *fields: Any) -> Tensor:
+        order = Permutation(*fields)
+        ctx.save_for_backward(routed, weights, order.slot_of_row)
+        return order.sum(routed, weights)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        rows, weights, slot_of_row, row_of_slot = ctx.saved_tensors
-        grad_rows = grad.index_select(0, slot_of_row // row_of_slot.size(1))  # (R, D)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        routed, weights, slot_of_row = ctx.saved_tensors
+        grad_routed = grad.index_select(0, slot_of_row // weights.size(1))  # (R, D)
+
         grad_weights = weights.new_zeros(weights.numel())
         # A slot has one row at most, so the assignment by index has no collisions.
-        grad_weights[slot_of_row] = torch.linalg.vecdot(grad_rows, rows.to(grad_rows.dtype))
-        grad_rows *= weights.reshape(-1)[slot_of_row].unsqueeze(1)
-        return grad_rows.to(rows.dtype), grad_weights.view(weights.shape), None, None
+        products = torch.linalg.vecdot(grad_routed, routed.to(grad_routed.dtype))  # (R,)
+        grad_weights[slot_of_row] = products.to(weights.dtype)
+
+        grad_routed *= weights.reshape(-1).index_select(0, slot_of_row).unsqueeze(1)
+        gradients = grad_routed.to(routed.dtype), grad_weights.view_as(weights)
+        return *gradients, None, None, None, None
 
 
-def _sum_slots(rows: Tensor, row_of_slot: Tensor, weights: Tensor | None) -> Tensor:
-    """Rows (R, D) at row_of_slot (T, K) summed over K in order: (T, D). An index of R or more adds nothing.
-
-    With weights (T, K) fp32 the result is fp32. Without, it has the dtype of the rows, rounded once from an
-    fp32 sum.
-    """
-    dtype = rows.dtype if weights is None else torch.promote_types(rows.dtype, weights.dtype)
-    if rows.size(0) == 0:
-        return rows.new_zeros(row_of_slot.size(0), rows.size(1), dtype=dtype)
-    if rows.size(0) < row_of_slot.numel():
+def _sum_slots(routed: Tensor, row_of_slot: Tensor, weights: Tensor | None) -> Tensor:
+    """Sum rows (R, D) at row_of_slot (T, K) over K in order: (T, D). An index of R or more adds nothing."""
+    dtype = routed.dtype if weights is None else torch.promote_types(routed.dtype, weights.dtype)
+    if routed.size(0) == 0:
+        return routed.new_zeros(row_of_slot.size(0), routed.size(1), dtype=dtype)
+    if routed.size(0) < row_of_slot.numel():
         # Slots without a row read the last one with weight 0: shapes stay static, no host sync.
-        has_row = (row_of_slot < rows.size(0)).to(dtype)
+        has_row = (row_of_slot < routed.size(0)).to(dtype)
         weights = has_row if weights is None else weights * has_row
-        row_of_slot = row_of_slot.clamp(max=rows.size(0) - 1)
-    if weights is None or weights.dtype == rows.dtype:
+        row_of_slot = row_of_slot.clamp(max=routed.size(0) - 1)
+    if weights is None or weights.dtype == routed.dtype:
         # One pass over the rows, where index, multiply and add would make three and hold a copy.
-        return F.embedding_bag(row_of_slot, rows, per_sample_weights=weights, mode="sum")
-    total = rows.new_zeros(row_of_slot.size(0), rows.size(1), dtype=dtype)
+        return F.embedding_bag(row_of_slot, routed, per_sample_weights=weights, mode="sum")
+
+    total = routed.new_zeros(row_of_slot.size(0), routed.size(1), dtype=dtype)
     for slot in range(row_of_slot.size(1)):
         # Not in place: in a compiled forward torch 2.11 would lose the gradient of the rows.
-        part = rows.index_select(0, row_of_slot[:, slot])
-        total = torch.addcmul(total, part, weights[:, slot, None])
+        outputs = routed.index_select(0, row_of_slot[:, slot])
+        total = torch.addcmul(total, outputs, weights[:, slot, None])
     return total

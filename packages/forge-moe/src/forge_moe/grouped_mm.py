@@ -1,0 +1,285 @@
+"""Grouped GEMM: multiply rows that are sorted by expert with the matrices of their experts.
+
+A backend is a pair of functions: `multiply` rows with their expert's matrix, and the `outer` products of two sets of rows
+summed within each expert (the gradient of the matrices). Both leave the tail, rows of no expert, undefined.
+`choose_backend` picks one by device, dtype and widths.
+
+Shapes: R rows sorted by expert, E experts of this process, M and N widths.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from forge_moe._shared.problems import Problem, invalid, raise_problems
+from forge_moe._torch_compat import grouped_mm, is_compiling_or_fake, scaled_grouped_mm
+
+__all__ = ["GemmBackend", "Groups", "choose_backend"]
+
+
+class Groups(NamedTuple):
+    """Numbers of rows of each expert.
+
+    counts (E,) int; ends (E,) int32, the end of each expert's rows; `host_sizes`, the counts on the host, for backends
+    that loop there, else empty; `full`: the groups fill all R rows, there is no tail.
+    """
+
+    counts: Tensor
+    ends: Tensor
+    host_sizes: list[int]
+    full: bool
+
+    @staticmethod
+    def of(counts: Tensor, *, host_sizes: bool, full: bool) -> "Groups":
+        """Groups of `counts`. `host_sizes` costs one host sync on an accelerator."""
+        ends = counts.cumsum(0, dtype=torch.int32)
+        return Groups(counts, ends, counts.tolist() if host_sizes else [], full)
+
+    def tail(self, num_rows: int) -> Tensor:
+        """(R, 1) bool: rows of no expert."""
+        return (torch.arange(num_rows, device=self.ends.device) >= self.ends[-1]).unsqueeze(1)
+
+    def experts_of_rows(self, num_rows: int) -> Tensor:
+        """(R,) int64: the expert of each row; the last one for the tail."""
+        rows = torch.arange(num_rows, device=self.ends.device, dtype=torch.int32)
+        found = torch.searchsorted(self.ends, rows, right=True)
+        return found.clamp_(max=self.ends.numel() - 1)
+
+
+class GemmBackend(NamedTuple):
+    """Two grouped matmuls.
+
+    multiply(x (R, M), w (E, M, N), groups) -> (R, N); outer(x (R, M), g (R, N), groups) -> (E, M, N), 0 for an expert
+    without rows. `needs_host_sizes`: both read `groups.host_sizes`.
+    """
+
+    multiply: Callable[[Tensor, Tensor, Groups], Tensor]
+    outer: Callable[[Tensor, Tensor, Groups], Tensor]
+    needs_host_sizes: bool
+
+
+def choose_backend(name: str, x: Tensor, widths: tuple[int, ...]) -> GemmBackend:
+    """Choose the backend for rows `x` and matrices of these widths.
+
+    "auto" is `grouped_mm` where its kernel runs: bf16 (on CPUs also fp32 and fp16), widths a multiple of 16 bytes, fp32
+    not under torch.compile. Elsewhere it is the loop, which on an accelerator costs one host sync per layer, and under
+    torch.compile and torch.export, as a custom operator, one per matmul. "float8" is torch's scaled kernel on a GPU and
+    an emulation elsewhere. A backend chosen by name is used or raises ValueError; it is never replaced.
+    """
+    obstacle = _obstacle(x, widths)
+    if name == "auto":
+        name = "grouped_mm" if obstacle is None else "loop"
+    elif name == "grouped_mm" and obstacle is not None and not x.is_meta:
+        raise_problems("", [obstacle])
+
+    if name != "grouped_mm" and is_compiling_or_fake(x) and not torch.compiler.is_compiling():
+        return SHAPES_ONLY
+    if name == "float8":
+        return _float8(x, widths)
+    loop = CUSTOM_OPS if torch.compiler.is_compiling() else LOOP
+    return {"grouped_mm": GROUPED_MM, "loop": loop, "batched": BATCHED}[name]
+
+
+def _obstacle(x: Tensor, widths: tuple[int, ...]) -> Problem | None:
+    """The reason why the grouped kernel cannot multiply `x`, or None."""
+    step = 16 // x.element_size()
+    if grouped_mm is None:
+        code, rule = "requires", "needs grouped_mm, which this torch lacks"
+    elif x.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        code, rule = "dtype", f"supports bf16, fp16 and fp32, not {x.dtype}"
+    elif x.dtype != torch.bfloat16 and (x.device.type != "cpu" or is_compiling_or_fake(x)):
+        where = f"on {x.device.type} or under torch.compile"
+        code, rule = "compile", f"supports only bf16 {where}, not {x.dtype}"
+    elif any(width % step for width in widths):
+        needed = f"needs widths that are multiples of {step} in {x.dtype}"
+        code, rule = "widths", f"{needed}, and they are {widths}"
+    else:
+        return None
+    return Problem("backend", code, "grouped_mm", rule, "use backend = 'auto' or 'loop'")
+
+
+def _float8(x: Tensor, widths: tuple[int, ...]) -> GemmBackend:
+    if x.device.type != "cuda":
+        return EMULATED
+    if x.dtype != torch.bfloat16 or any(width % 16 for width in widths):
+        rule = f"needs bf16 rows and widths that are multiples of 16, not {x.dtype} and {widths}"
+        fix = "use precision bf16, or backend = 'auto'"
+        raise invalid("backend", "precision", "float8", rule, fix)
+    if torch.cuda.get_device_capability(x.device) < (9, 0):
+        device = torch.cuda.get_device_name(x.device)
+        rule = f"needs a GPU of capability 9.0 (H100) or later, and this is {device}"
+        raise invalid("backend", "device", "float8", rule, "use backend = 'auto'")
+    return SCALED
+
+
+# ---- one grouped kernel
+
+
+def _grouped_multiply(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
+    assert grouped_mm is not None
+    if x.size(0) == 0:  # the kernel rejects the strides of empty tensors
+        return x.new_empty(0, w.size(2))
+    return grouped_mm(x, w, offs=groups.ends)
+
+
+def _grouped_outer(x: Tensor, g: Tensor, groups: Groups) -> Tensor:
+    assert grouped_mm is not None
+    if x.size(0) == 0:
+        return x.new_zeros(groups.ends.numel(), x.size(1), g.size(1))
+    return grouped_mm(x.T, g, offs=groups.ends)
+
+
+GROUPED_MM = GemmBackend(_grouped_multiply, _grouped_outer, needs_host_sizes=False)
+
+
+# ---- a loop over experts
+
+
+def _loop_multiply(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
+    out = x.new_empty(x.size(0), w.size(2))
+    begin = 0
+    for matrix, size in zip(w.unbind(0), groups.host_sizes):
+        if size:
+            torch.mm(x.narrow(0, begin, size), matrix, out=out.narrow(0, begin, size))
+        begin += size
+    return out
+
+
+def _loop_outer(x: Tensor, g: Tensor, groups: Groups) -> Tensor:
+    out = x.new_empty(len(groups.host_sizes), x.size(1), g.size(1))
+    begin = 0
+    for matrix, size in zip(out.unbind(0), groups.host_sizes):
+        if size:
+            torch.mm(x.narrow(0, begin, size).T, g.narrow(0, begin, size), out=matrix)
+        else:
+            matrix.zero_()
+        begin += size
+    return out
+
+
+LOOP = GemmBackend(_loop_multiply, _loop_outer, needs_host_sizes=True)
+
+
+# The same loop as custom operators, opaque to torch.compile and torch.export: the number of rows of an expert is known
+# when the graph runs, not when it is traced, and a loop over these numbers would break the graph. The operators read
+# them from the device, once per matmul.
+
+
+@torch.library.custom_op("forge_moe::grouped_multiply", mutates_args=())
+def _multiply_op(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
+    return LOOP.multiply(x, w, Groups.of(counts, host_sizes=True, full=False))
+
+
+@_multiply_op.register_fake
+def _(x: Tensor, w: Tensor, counts: Tensor) -> Tensor:
+    return x.new_empty(x.size(0), w.size(2))
+
+
+@torch.library.custom_op("forge_moe::grouped_outer", mutates_args=())
+def _outer_op(x: Tensor, g: Tensor, counts: Tensor) -> Tensor:
+    return LOOP.outer(x, g, Groups.of(counts, host_sizes=True, full=False))
+
+
+@_outer_op.register_fake
+def _(x: Tensor, g: Tensor, counts: Tensor) -> Tensor:
+    return x.new_empty(counts.size(0), x.size(1), g.size(1))
+
+
+CUSTOM_OPS = GemmBackend(
+    lambda x, w, groups: _multiply_op(x, w, groups.counts),
+    lambda x, g, groups: _outer_op(x, g, groups.counts),
+    needs_host_sizes=False,
+)
+
+
+# ---- one padded batch
+
+
+def _padded(x: Tensor, groups: Groups) -> tuple[Tensor, Tensor]:
+    """x as (E, C, M) padded with zeros, C the rows of the fullest expert, and the position of each row (R,)."""
+    num, fullest = len(groups.host_sizes), max(groups.host_sizes, default=0)
+    expert = groups.experts_of_rows(x.size(0))
+    row = torch.arange(x.size(0), device=x.device)
+    begin = groups.ends - groups.counts
+    position = expert * fullest + (row - begin[expert])
+
+    # Rows of the tail all go to one extra row at the end, which is sliced off.
+    position = torch.where(row < groups.ends[-1], position, num * fullest)
+    out = x.new_zeros(num * fullest + 1, x.size(1))
+    out.index_copy_(0, position, x)
+    return out[:-1].view(num, fullest, x.size(1)), position
+
+
+def _batched_multiply(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
+    padded, position = _padded(x, groups)
+    out = torch.bmm(padded, w).flatten(0, 1)  # (E C, N)
+    if out.size(0) == 0:
+        return x.new_zeros(x.size(0), w.size(2))
+    return out.index_select(0, position.clamp_(max=out.size(0) - 1))
+
+
+def _batched_outer(x: Tensor, g: Tensor, groups: Groups) -> Tensor:
+    left, _ = _padded(x, groups)
+    right, _ = _padded(g, groups)
+    return torch.bmm(left.transpose(1, 2), right)
+
+
+BATCHED = GemmBackend(_batched_multiply, _batched_outer, needs_host_sizes=True)
+
+
+# ---- shapes without values
+
+
+def _outer_shapes(x: Tensor, g: Tensor, groups: Groups) -> Tensor:
+    return torch.mm(x.T, g).expand(groups.counts.numel(), -1, -1).contiguous()
+
+
+SHAPES_ONLY = GemmBackend(
+    lambda x, w, groups: torch.mm(x, w[0]), _outer_shapes, needs_host_sizes=False
+)
+"""For tensors without values (meta, fake): the shapes and FLOPs of the others."""
+
+
+# ---- float8
+#
+# Rows and matrices are rounded to e4m3 with one fp32 scale per row and per column. Both operands are rounded along their
+# contraction, so each element of the result has one pair of scales. Forward and the gradient of the rows multiply float8
+# by float8; the gradient of a matrix stays in the input dtype, as in torchao's recipe `rowwise_with_gw_hp`. e4m3 has 3
+# bits of mantissa: elements are rounded by at most 2^-4 of themselves.
+
+_LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+def to_float8(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """x as (float8 e4m3 values, fp32 scales with size 1 in `dim`): x is approximately values times scales."""
+    largest = x.detach().abs().amax(dim=dim, keepdim=True).float()
+    scale = largest.clamp_min(1e-12) / _LARGEST
+    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+
+
+def _scaled_multiply(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
+    values, scale = to_float8(x, dim=1)
+    w_values, w_scale = to_float8(w.transpose(1, 2).contiguous(), dim=2)  # (E, N, M)
+    # The kernel needs the right factor column-major: the transposed view of contiguous (E, N, M).
+    return scaled_grouped_mm(
+        values,
+        w_values.transpose(1, 2),
+        scale.squeeze(1),
+        w_scale.squeeze(2),
+        offs=groups.ends,
+        out_dtype=torch.bfloat16,
+    )
+
+
+def _emulated_multiply(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
+    values, scale = to_float8(x, dim=1)
+    w_values, w_scale = to_float8(w, dim=1)
+    scaled = w_values.float() * w_scale  # exact up to one fp32 rounding
+    return (LOOP.multiply(values.float(), scaled, groups) * scale).to(x.dtype)
+
+
+SCALED = GemmBackend(_scaled_multiply, GROUPED_MM.outer, needs_host_sizes=False)
+EMULATED = GemmBackend(_emulated_multiply, LOOP.outer, needs_host_sizes=True)
+"""The same rounding with fp32 matmuls, for devices without the kernel: a reference, not a speed-up."""
