@@ -1,5 +1,6 @@
 """Private or new torch names in use, each with the versions that have it."""
 
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -74,7 +75,5 @@ def is_compiling_or_fake(x: Tensor) -> bool:
 
 def is_fake(x: Tensor) -> bool:
     """Whether `x` is a FakeTensor; does not import the module of fake tensors."""
-    import sys
-
     module: Any = sys.modules.get("torch._subclasses.fake_tensor")  # private, torch 2.0 to 2.15
     return module is not None and isinstance(x, module.FakeTensor)

@@ -176,6 +176,7 @@ def _value_problems(config: RouterConfig | MoEConfig) -> Iterator[Problem]:
     """A problem for each field that is out of its range, or not a value of its Literal."""
     for name, annotation in get_type_hints(type(config)).items():
         value = getattr(config, name)
+
         if name in _RANGES and value is not None:
             low, high = _RANGES[name]
             if not low <= value <= high:
@@ -184,6 +185,7 @@ def _value_problems(config: RouterConfig | MoEConfig) -> Iterator[Problem]:
         elif name in _POSITIVE and not 0.0 < value < math.inf:
             fix = f"use {getattr(type(config), name)}"
             yield Problem(name, "range", value, "must be finite and above 0", fix)
+        # NaN compares false, so it is out of every range.
         elif name in _NOT_NEGATIVE and not 0.0 <= value < math.inf:
             rule = "must be a finite number, 0 or more"
             yield Problem(name, "range", value, rule, "use 0 to switch it off")
@@ -193,7 +195,7 @@ def _value_problems(config: RouterConfig | MoEConfig) -> Iterator[Problem]:
 
 
 def _routing_problems(c: RouterConfig | MoEConfig, router: str) -> Iterator[Problem]:
-    """Problems of keys that router and layer share."""
+    """Problems of the keys that router and layer have in common."""
     softmax_or_sigmoid = router in ("softmax_topk", "sigmoid_topk")
     if c.top_k == 1 < c.num_experts and c.normalize == "after_top_k" and softmax_or_sigmoid:
         yield Problem(
@@ -223,6 +225,8 @@ def _routing_problems(c: RouterConfig | MoEConfig, router: str) -> Iterator[Prob
         rule = f"must not be above num_groups {c.num_groups}"
         fix = "lower top_groups, or raise num_groups to limit routing"
         yield Problem("top_groups", "above_groups", c.top_groups, rule, fix)
+
+    # All experts of a token come from its top_groups groups.
     if divisible and c.num_groups >= c.top_groups >= 1:
         reachable = c.num_experts // c.num_groups * c.top_groups
         if reachable < c.top_k <= c.num_experts:

@@ -41,16 +41,18 @@ def aux_losses(model: nn.Module) -> AuxLosses:
 
         total = task_loss(model(x)) + aux_losses(model).total
 
-    The layers then drop them, so that none is added twice: a second call without a forward between raises
-    ValueError, and so does a model whose layers attach their losses (adding them would count them twice).
+    The layers then drop them, so that none is added twice: a second call without a forward between raises ValueError, and
+    so does a model whose layers attach their losses (adding them would count them twice).
     """
     layers = [layer for layer in moe_layers(model).values() if layer.config.aux == "return"]
     if not layers:
         rule = "is 'return' in no MoE layer of the model: with 'attach' backward adds the gradient"
         raise invalid("aux", "attached", ..., rule, "leave aux_losses out, or use aux = 'return'")
+
     pending = [layer.pending_losses for layer in layers]
     for layer in layers:
         layer.pending_losses = None
+
     found = [losses for losses in pending if losses is not None]
     if not found:
         fix = "call aux_losses once after each forward in training mode"
@@ -64,10 +66,9 @@ def set_aux_scale(model: nn.Module, scale: Tensor, *, per_token: bool = False) -
 
         set_aux_scale(model, torch.tensor(1 / 4))          # four micro-batches, each loss / 4
 
-    `scale` is a 0-dim tensor, the factor on the caller's mean loss of this micro-batch; backward reads it,
-    without a host sync. With `per_token` it is the factor on the sum of a loss over tokens: 1 / the tokens of the
-    step on all ranks, pads left out, weights micro-batches and ranks by their tokens. Raises ValueError for another
-    shape.
+    `scale` is a 0-dim tensor, the factor on the caller's mean loss of this micro-batch; backward reads it, without a host
+    sync. With `per_token` it is the factor on the sum of a loss over tokens: 1 / the tokens of the step on all ranks,
+    without pads, weights micro-batches and ranks by their tokens. Raises ValueError for another shape.
     """
     if scale.dim() != 0:
         fix = "use torch.tensor(0.25)"
@@ -89,20 +90,20 @@ def update_expert_bias(
         optimizer.step(); update_expert_bias(model, step, total_steps)
 
     Updates the biases of layers with `bias_update_rate` and the lagged counts of layers with `aux_scope =
-    "global_batch_lagged"`, and resets the counts of the step. Counts are those of training forwards since
-    the last call, without pads, without recomputation, before capacity drops.
+    "global_batch_lagged"`, and resets the counts of the step. Counts include the training forwards since the last call,
+    without pads, without recomputation, before capacity drops.
 
-    `groups`: the process group of all data ranks (expert-parallel ranks read different data: they are
-    among them), or several to reduce over in turn. One all-reduce of int64 per group for all layers,
-    no host sync. ValueError if there are several ranks and no group is given.
-    `skip`: 0-dim tensor; 1.0 leaves biases and lagged counts unchanged (a step that is masked), and
-    discards the counts of that step.
+    `groups`: the process group of all data ranks (with the expert-parallel ranks, which read different data), or several
+    to reduce over in turn. One all-reduce of int64 per group for all layers, no host sync. ValueError if there are
+    several ranks and no group is given. `skip`: 0-dim tensor; 1.0 leaves biases and lagged counts unchanged (a masked
+    step), and discards the counts of that step.
     """
     layers = list(moe_layers(model).values())
     if not layers:
         return
     counts = [layer.counters.take_step(layer.router.weight.device) for layer in layers]
     all_counts = sum_over(torch.cat(counts), reduction_groups(groups))
+
     for layer, total in zip(layers, all_counts.split([c.numel() for c in counts])):
         config = layer.config
         bias = layer.router.expert_bias
@@ -119,7 +120,7 @@ def _write(target: Tensor, value: Tensor, skip: Tensor | None) -> None:
 
 
 class MoEHooks:
-    """All MoE layers of a model, for its training loop; without any nothing happens.
+    """The calls of a training loop to all MoE layers of its model; a model without any costs nothing.
 
         hooks = MoEHooks(model)                                  # aux = "attach"
         hooks.set_tokens(tokens_of_step)                         # before the first backward of the step
@@ -128,11 +129,11 @@ class MoEHooks:
         hooks.end_step(step, total_steps, bad)
         row |= hooks.columns(hooks.take().tolist())              # when a row is logged
 
-    stage_group: the ranks that hold the same layers, over which counts are summed, as each routes other tokens;
-    None for one process.
-    row_groups: groups of ranks that hold parts of the same rows (context and tensor parallelism).
-    num_experts: `num_experts_by_layer` of the whole model, if this rank has one stage of it.
-    device: of the statistics; that of the parameters by default.
+    stage_group: the ranks that hold the same layers and route other tokens: counts are summed over them. None for one
+    process.
+    row_groups: groups of ranks that split the same sequences (context and tensor parallelism).
+    num_experts: `num_experts_by_layer` of the full model, if this rank has one pipeline stage of it.
+    device: device of the statistics; by default the device of the parameters.
     """
 
     def __init__(
@@ -151,26 +152,27 @@ class MoEHooks:
         for layer in self._layers.values():
             layer.data_group = stage_group or ()
             layer.sequence_group = tuple(row_groups) or None
-        # nan shows in the gradients of a loop that forgets `set_tokens`
+
         self._carried: Tensor | None = None
+        # nan shows in the gradients of a loop that forgets `set_tokens`.
         self._scale = torch.full((), math.nan, device=self._device)
         set_aux_scale(model, self._scale, per_token=True)
 
     @property
     def routes(self) -> bool:
-        """Whether the whole model has a MoE layer."""
+        """Whether the full model has a MoE layer."""
         return bool(self._num_experts)
 
     def count_tokens(self, document_ids: Tensor) -> tuple[int, ...]:
-        """(tokens of a batch,) without padding, whose sum over batches and ranks `set_tokens` takes; () without a MoE layer."""
+        """(tokens of a batch,) without padding, to sum over batches and ranks for `set_tokens`; () without a MoE layer."""
         return (int((document_ids >= 0).sum()),) if self.routes else ()
 
     def set_tokens(self, tokens: int) -> None:
-        """Set the tokens of the step on all ranks, pads left out: the router losses of each token weigh 1 / tokens.
+        """Set the number of tokens of the step on all ranks, without pads: each token's router losses get weight 1 / tokens.
 
-        To be called in each step, before its first backward; it may come after forwards. No host sync.
+        Call it in each step, before its first backward; it may come after forwards. No host sync.
         """
-        # .data: forwards before this call keep the tensor for their backward, which is to read the new value
+        # .data: forwards before this call keep the tensor for their backward, which must read the new value.
         self._scale.data.fill_(1.0 / max(tokens, 1))
 
     def end_step(self, step: int, total_steps: int, skip: Tensor) -> None:
@@ -183,10 +185,9 @@ class MoEHooks:
             update_expert_bias(self._model, step, total_steps, groups=groups, skip=skip)
 
     def take(self) -> Tensor:
-        """Sums of the statistics since the last call over all ranks, (n,) fp64 on the device; new ones start at 0.
+        """Take the sums of the statistics since the last call over all ranks, (n,) fp64 on the device; new ones start at 0.
 
-        One all-reduce over all ranks of the job; no host sync. The host gives the numbers to `columns` when it
-        has read them.
+        One all-reduce over all ranks of the job; no host sync. `columns` takes the numbers when the host has read them.
         """
         if not self._num_experts:
             return torch.zeros(0, dtype=torch.float64, device=self._device)
@@ -197,30 +198,29 @@ class MoEHooks:
         return sums if carried is None else sums + carried
 
     def state_dict(self) -> list[float]:
-        """The sums since the last `take` over all ranks, for a checkpoint between two rows; empty where there are none.
+        """The sums since the last `take` over all ranks, for a checkpoint between two rows; empty if all are 0.
 
         They stay for the next `take`. An all-reduce as there, and one host sync.
         """
         self._carried = self.take()
         for row in self._by_layer(self._carried):
-            row[1][-1] = 0.0  # the largest bias is no sum over steps
+            row[1][-1] = 0.0  # the largest bias is not a sum over steps
         sums: list[float] = self._carried.tolist()
         return sums if any(sums) else []
 
     def load_state_dict(self, sums: Sequence[float]) -> None:
-        """Go on from the sums of `state_dict`, also of other ranks; those of another model are dropped."""
+        """Continue from the sums of `state_dict`, also of another number of ranks; sums of another model are ignored."""
         self.forget()
-        own = sum(count + 4 for count in self._num_experts.values())
-        if len(sums) == own:
+        if len(sums) == sum(count + 4 for count in self._num_experts.values()):
             carried = torch.tensor(sums, dtype=torch.float64)
             self._carried = carried.to(self._device, non_blocking=True)
 
     def columns(self, sums: Sequence[float]) -> dict[str, float]:
-        """Columns of metrics of the sums that `take` gave, for each layer.
+        """Columns of metrics for each layer, from the sums of `take`.
 
-        `moe.<layer>.max_load`, `min_load`: the fullest and the emptiest expert over the mean; `dead`: experts
-        without a token; `entropy` of the router in nats; `drop_rate`: share of the choices that the capacity
-        dropped; `max_bias`, 0 without biases.
+        `moe.<layer>.max_load`, `min_load`: the fullest and the emptiest expert over the mean; `dead`: experts without a
+        token; `entropy` of the router in nats; `drop_rate`: fraction of the choices that the capacity dropped;
+        `max_bias`, 0 without biases.
         """
         columns: dict[str, float] = {}
         for prefix, row in self._by_layer(sums):
@@ -238,9 +238,9 @@ class MoEHooks:
         return columns
 
     def loads(self, sums: Sequence[float]) -> dict[str, list[float]]:
-        """{`moe.<layer>.load`: tokens of each expert over the mean, E numbers} of the sums that `take` gave.
+        """{`moe.<layer>.load`: tokens of each expert over the mean, E numbers}, from the sums of `take`.
 
-            row |= hooks.loads(sums)      # beside `columns`, for a picture of all experts
+            row |= hooks.loads(sums)      # next to `columns`, for a plot of all experts
 
         Zeros for a layer without tokens.
         """
@@ -252,7 +252,7 @@ class MoEHooks:
         return found
 
     def _by_layer(self, sums: Sequence[float] | Tensor) -> list[tuple[str, Tensor]]:
-        """(prefix of the columns, its part of the sums (E + 4,) fp64) of each layer; views of a tensor."""
+        """(prefix of the columns, sums (E + 4,) fp64) of each layer; views of a tensor."""
         sizes = [count + 4 for count in self._num_experts.values()]
         rows = torch.as_tensor(sums, dtype=torch.float64).split(sizes) if sizes else ()
         numbers = [
@@ -267,8 +267,10 @@ class MoEHooks:
             layer.statistics(reset=True)
 
     def _row(self, name: str, num_experts: int) -> Tensor:
-        """This rank's summands of a layer, (E + 4,) fp64: counts, dropped, tokens, entropy times tokens, largest
-        bias. Zeros for a layer of another stage, so that all ranks reduce the same shape."""
+        """This rank's summands of a layer, (E + 4,) fp64: counts, dropped, tokens, entropy times tokens, largest bias.
+
+        Zeros for a layer of another stage, so that all ranks reduce the same shape.
+        """
         if name not in self._layers:
             return torch.zeros(num_experts + 4, dtype=torch.float64, device=self._device)
         found = self._layers[name].statistics(reset=True)

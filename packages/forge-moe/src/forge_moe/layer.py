@@ -63,11 +63,11 @@ class SharedExperts(nn.Module):
 
     def init_table(self, std: float, residual_std: float) -> dict[str, tuple[str, float]]:
         """Initial distribution of each parameter: (kind, value) by name."""
-        table = {}
-        for name, parameter in self.named_parameters():
-            value = residual_std if name == "down_proj.weight" else std
-            table[name] = ("constant", 0.0) if parameter.dim() == 1 else ("normal", value)
-        return table
+        stds = {"down_proj.weight": residual_std}
+        return {
+            name: ("constant", 0.0) if parameter.dim() == 1 else ("normal", stds.get(name, std))
+            for name, parameter in self.named_parameters()
+        }
 
 
 class MoE(nn.Module):
@@ -212,8 +212,10 @@ class MoE(nn.Module):
         else:  # its routed tokens are the slots, so their number is known
             rule, num_rows = self.router.rule, None
             if rule.max_slots is not None:
-                parts = 1 if self.training or rows is None else rows
-                num_rows = parts * rule.max_slots(len(x) // parts, self.router.config)
+                calls = (
+                    1 if self.training or rows is None else rows
+                )  # of the rule, one per sequence
+                num_rows = calls * rule.max_slots(len(x) // calls, self.router.config)
             left = None if self._drops else counts
             sent = self.dispatcher.dispatch(x, weights, ids, counts=left, num_rows=num_rows)
             full = valid is None and not self._drops and rule.routes_all_slots
@@ -247,7 +249,8 @@ class MoE(nn.Module):
     ) -> tuple[AuxLosses, Tensor | int]:
         """Weighted router losses, and the number of tokens that they are means over."""
         c, group = self.config, SequenceGroup(self.sequence_group, ctx)
-        ids, total = routed.ids, None
+        ids = routed.ids
+        total: Tensor | int = len(ids)
         if c.aux_loss_weight or c.sequence_loss_weight or c.z_loss_weight:
             if group.groups:
                 total = record_or_replay(self, "num_tokens", lambda: group.num_tokens(ids, valid))
@@ -264,6 +267,7 @@ class MoE(nn.Module):
             if scope == "global_batch_lagged":
                 assert self.lagged_counts is not None
                 return load_balancing.lagged_fractions(self.lagged_counts)
+
             documents: Tensor | None = getattr(ctx, "document_ids", None)
             if x.dim() == 2 and documents is None:
                 rule = "must be (B, S, D), as a loss per sequence needs the sequences"
@@ -278,6 +282,7 @@ class MoE(nn.Module):
             fractions = record_or_replay(self, name, lambda: fractions_in(scope))
             return load_balancing.balance_loss(fractions, routed.probabilities, valid, total)
 
+        # Losses without a weight are constants: no graph, no communication.
         balance = z = sequence = routed.logits.new_zeros(())
         if c.aux_loss_weight:
             balance = c.aux_loss_weight * balance_in(c.aux_scope, "fractions")
@@ -285,8 +290,7 @@ class MoE(nn.Module):
             sequence = c.sequence_loss_weight * balance_in("sequence", "sequence_fractions")
         if c.z_loss_weight:
             z = c.z_loss_weight * load_balancing.z_loss(routed.logits, valid, total)
-        losses = AuxLosses(balance + z + sequence, balance, z, sequence)
-        return losses, len(ids) if total is None else total
+        return AuxLosses.of(balance, z, sequence), total
 
     def _attach(self, out: Tensor, losses: AuxLosses, num_tokens: Tensor | int) -> Tensor:
         # The scale may have changed by the time of a recomputation (pipeline schedules).

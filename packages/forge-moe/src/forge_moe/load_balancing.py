@@ -33,18 +33,20 @@ class AuxLosses(NamedTuple):
     z: Tensor
     sequence: Tensor
 
+    @staticmethod
+    def of(balance: Tensor, z: Tensor, sequence: Tensor) -> "AuxLosses":
+        """Losses with their total."""
+        return AuxLosses(balance + z + sequence, balance, z, sequence)
+
 
 def balance_loss(
-    fractions: Tensor,
-    probabilities: Tensor,
-    valid: Tensor | None = None,
-    total: Tensor | None = None,
+    fractions: Tensor, probabilities: Tensor, valid: Tensor | None, total: Tensor | int
 ) -> Tensor:
     """E / T sum_t sum_e f_e P_te: 1 for an even load, up to E when one expert takes all (Switch, eq. 4).
 
     fractions f: (E,), or (T, E) with those of each token's own sequence. probabilities P (T, E). Tokens with valid (T,)
-    False do not count. With `total`, the 0-dim number of tokens on all ranks that hold parts of the same sequences, the
-    result is this rank's part of the mean over those tokens: the ranks' results add up. The loss is linear in P: with
+    False do not count. `total` is the number of tokens, an integer or 0-dim. Where it includes other ranks that split the
+    same sequences, the result is this rank's part of the mean: the ranks' results add up. The loss is linear in P: with
     equal f, the mean over ranks or micro-batches, weighted by tokens, is the loss of all their tokens.
 
     With the fractions of each sequence it is DeepSeek-V3's loss per sequence (eq. 17-20), averaged over sequences by
@@ -54,18 +56,15 @@ def balance_loss(
     return probabilities.size(1) * _mean(per_token, valid, total)
 
 
-def z_loss(logits: Tensor, valid: Tensor | None = None, total: Tensor | None = None) -> Tensor:
+def z_loss(logits: Tensor, valid: Tensor | None, total: Tensor | int) -> Tensor:
     """Mean over tokens of logsumexp(logits (T, E)) squared (ST-MoE, eq. 5); `total` as in `balance_loss`."""
     return _mean(logits.logsumexp(dim=-1).square(), valid, total)
 
 
-def _mean(values: Tensor, valid: Tensor | None, total: Tensor | None) -> Tensor:
-    if valid is None and total is None:
-        return values.sum() / max(values.numel(), 1)
+def _mean(values: Tensor, valid: Tensor | None, total: Tensor | int) -> Tensor:
     if valid is not None:
-        values, total = values.masked_fill(~valid, 0.0), valid.sum() if total is None else total
-    assert total is not None
-    return values.sum() / total.clamp_min(1)
+        values = values.masked_fill(~valid, 0.0)
+    return values.sum() / (max(total, 1) if isinstance(total, int) else total.clamp_min(1))
 
 
 class AttachLoss(Function):
@@ -198,7 +197,7 @@ def _add(total: Tensor | None, value: Tensor) -> Tensor:
 class DocumentSegments(NamedTuple):
     """Segment ids below `num_segments` of the tokens of all ranks (W T,) and of this rank (T,).
 
-    Tokens of documents that have no token on this rank share segment num_segments - 1.
+    Tokens of documents that have no token on this rank get segment num_segments - 1.
     """
 
     all_ranks: Tensor
@@ -210,7 +209,7 @@ class SequenceGroup:
     """The process groups of a layer's `sequence_group`, in a forward with context `ctx`.
 
     Several groups are crossed axes (context and tensor parallel): reduced or gathered over one after the other. Values
-    that all layers of a forward share are computed once if ctx is a `CachingContext`.
+    that are the same in all layers of a forward are computed once if ctx is a `CachingContext`.
     """
 
     def __init__(self, groups: Any, ctx: TokenContext | None) -> None:

@@ -36,7 +36,7 @@ def expert_parallelize(
     ranks_per_node: int | None = None,
     timeout: timedelta | None = None,
 ) -> M:
-    """Shard the experts of every MoE layer in `model` (or of the layer `model`) over `mesh`, and all `SortedExperts`.
+    """Shard the experts of every MoE layer in `model` (or of the layer `model`), and all `SortedExperts`, over `mesh`.
 
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("efsdp", "ep"))
         expert_parallelize(model, mesh["ep"])
@@ -45,17 +45,16 @@ def expert_parallelize(
             layer.experts.set_gradient_divide_factor(1.0)
             layer.experts.set_force_sum_reduction_for_comms(True)
 
-    `mesh` is a DeviceMesh of one axis. Expert parameters become DTensors `Shard(0)` on it: expert e keeps
-    its global index e, so checkpoints, optimizer states and norms see all E experts. Every rank must hold
-    the same values before; no communication; parameters on the meta device stay there. Routers and shared
-    experts stay replicated: their gradients are partial and the caller sums them over data ranks, as for
-    any dense parameter. Expert gradients are complete over `mesh` and must not be reduced over it again.
-    Ranks of `mesh` read different data.
+    `mesh` is a DeviceMesh of one axis; its ranks read different data. Expert parameters become DTensors `Shard(0)` on it:
+    expert e keeps its global index e, so checkpoints, optimizer states and norms see all E experts. Every rank must hold
+    the same values before; no communication; parameters on the meta device stay there. Routers and shared experts stay
+    replicated: their gradients are partial and the caller sums them over data ranks, as for any dense parameter. Expert
+    gradients are complete over `mesh` and must not be reduced over it again.
 
-    "hierarchical" crosses nodes of `ranks_per_node` neighboring ranks once per token and node, and creates
-    two process groups, collectively over the mesh, with `timeout` for their collectives. Returns the same
-    object. Call it before FSDP. Raises ValueError if there is no layer, if E is not divisible by the ranks,
-    if experts are sharded already, or if the nodes do not divide the ranks.
+    "hierarchical" sends a token once to each node of `ranks_per_node` neighboring ranks, and creates two process groups,
+    collectively over the mesh, with `timeout` for their collectives. Returns the same object. Call it before FSDP. Raises
+    ValueError if there is no layer, if E is not divisible by the ranks, if experts are sharded already, or if the nodes
+    do not divide the ranks.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
@@ -111,12 +110,14 @@ def _dispatcher_factory(
     if dispatcher != "hierarchical":
         fix = "use all_to_all or hierarchical"
         raise invalid("dispatcher", "unknown", dispatcher, "is unknown", fix)
+
     ranks = dist.get_process_group_ranks(group)
     size = ranks_per_node or 0
     if not 1 <= size <= len(ranks) or len(ranks) % size:
         rule = f"must divide the {len(ranks)} ranks of the mesh"
         fix = "give the number of neighboring ranks that share a fast network"
         raise invalid("ranks_per_node", "divides", ranks_per_node, rule, fix)
+
     _equalize_group_counts(group)
     node, index = divmod(ranks.index(dist.get_rank()), size)
     neighbors = ranks[node * size : (node + 1) * size]
@@ -125,10 +126,10 @@ def _dispatcher_factory(
 
 
 def _equalize_group_counts(group: dist.ProcessGroup) -> None:
-    """Let all ranks be in as many groups as the others; some join groups of their own.
+    """Create groups of one rank until all ranks of `group` are in equally many groups.
 
-    new_group(use_local_synchronization=True) makes the name of a group from its ranks and from the number of groups
-    that this process is in. Where that differs, ranks wait for each other under two names.
+    new_group(use_local_synchronization=True) makes the name of a group from its ranks and from the number of groups that
+    this process is in. With different numbers, ranks wait for each other under two names: a deadlock.
     """
     count = len(dist.distributed_c10d._world.pg_names)
     counts = [0] * dist.get_world_size(group)
@@ -139,19 +140,19 @@ def _equalize_group_counts(group: dist.ProcessGroup) -> None:
 
 @torch.no_grad()
 def expert_grad_norm(model: nn.Module, mesh: DeviceMesh) -> Tensor:
-    """2-norm of all gradients of `model`, equal to that of one process; 0-dim fp32, the same bits on each rank.
+    """Return the 2-norm of all gradients of `model`, as one process has it; 0-dim fp32, the same bits on each rank.
 
         norm = expert_grad_norm(model, mesh["ep"])      # after the dense gradients were summed over ranks
         nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm, foreach=False)
         optimizer.step()
 
-    `mesh` is the one given to `expert_parallelize`. Gradients that are DTensors (experts, FSDP's) are summed over
-    their meshes, and replicated values count once. Plain gradients must be the same on every rank, as after
-    DDP or an all-reduce; local ones give a wrong norm. torch's own
-    `clip_grad_norm_` refuses such a mixture of plain tensors and DTensors.
+    `mesh` is the one given to `expert_parallelize`. Gradients that are DTensors (experts, FSDP's) are summed over their
+    meshes, and replicated values count once. Plain gradients must be the same on every rank, as after DDP or an
+    all-reduce; local ones give a wrong norm. torch's own `clip_grad_norm_` rejects such a mixture of plain tensors and
+    DTensors. For loops without forge-parallel.
 
-    Sums are fp64. Costs one all-reduce of a number per axis of each mesh, no host sync. Raises ValueError
-    for a model without experts on `mesh`, and for a gradient that is still a partial sum.
+    Sums are fp64. Costs one all-reduce of a number per axis of each mesh, no host sync. Raises ValueError for a model
+    without experts on `mesh`, and for a gradient that is still a partial sum.
     """
     from torch.distributed.tensor import DTensor
 
@@ -193,16 +194,17 @@ def load_full_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         expert_parallelize(model, mesh["ep"])
         load_full_state(model, torch.load("model.pt", weights_only=True))
 
-    `state` has a tensor for each name of `model.state_dict()`, of the global shape; values are cast to the
-    model's dtype. No communication: every rank passes, and holds, the full state. Raises ValueError with a
-    line for each name that is missing, unknown or of another shape, before anything is changed; also for
-    parameters on the meta device (`model.to_empty` allocates them), and for those that FSDP has sharded
-    again: load before `fully_shard`.
+    `state` has a tensor for each name of `model.state_dict()`, of the global shape; values are cast to the model's dtype.
+    No communication: every rank passes, and holds, the full state. Raises ValueError with a line for each name that is
+    missing, unknown or of another shape, before anything is changed; also for parameters on the meta device
+    (`model.to_empty` allocates them), and for those that FSDP has sharded again: load before `fully_shard`. For loops
+    without forge-ckpt.
     """
     targets: dict[str, Any] = model.state_dict()
     names = sorted(targets.keys() | state.keys())
     problems = [problem for name in names for problem in _state_problems(name, targets, state)]
     raise_problems("load_full_state", problems)
+
     for name, target in targets.items():
         if isinstance(target, Tensor):
             local_tensor(target).copy_(_shard_like(state[name], target))
@@ -211,7 +213,7 @@ def load_full_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def _state_problems(
     name: str, targets: Mapping[str, Any], state: Mapping[str, Any]
 ) -> Iterator[Problem]:
-    """The first rule that the tensor `name` breaks."""
+    """A problem for the first rule that the tensor `name` breaks."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     target, value = targets.get(name), state.get(name)
@@ -241,6 +243,6 @@ def _shard_like(full: Tensor, target: Any) -> Tensor:
     for axis, placement in enumerate(getattr(target, "placements", ())):
         if placement.is_shard():
             mesh, dim = target.device_mesh, placement.dim
-            parts, rank = full.chunk(mesh.size(axis), dim), mesh.get_local_rank(axis)
-            full = parts[rank] if rank < len(parts) else full.narrow(dim, 0, 0)
+            shards, rank = full.chunk(mesh.size(axis), dim), mesh.get_local_rank(axis)
+            full = shards[rank] if rank < len(shards) else full.narrow(dim, 0, 0)
     return full

@@ -1,4 +1,4 @@
-"""Protocols of the objects that a user may give to forge_moe in place of its own.
+"""Protocols of the objects that a user may pass to forge_moe.
 
 | given as | protocol | built in |
 |---|---|---|
@@ -7,7 +7,8 @@
 | `ctx` of `MoE.forward` | `TokenContext`, `CachingContext` | none; for example a SimpleNamespace |
 | `dense` of `upcycle` | `DenseFeedForward` | none; for example a feed-forward of Llama or Qwen |
 
-Shapes: B rows, S tokens of a row, T tokens, K slots per token, R rows sorted by expert, E experts, D width.
+Shapes: B sequences of S tokens, T tokens, K slots per token, R routed tokens (one per token and slot) sorted by expert, E
+experts, D width.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ V = TypeVar("V")
 
 
 class Dispatched(NamedTuple):
-    """Rows for the experts of this process.
+    """Routed tokens for the experts of this process.
 
-    rows (R, D) sorted by expert; counts (E,) int64 on the device, the number of rows of each local expert;
-    meta, an object that `combine` of the same dispatcher takes.
+    rows (R, D) sorted by expert; counts (E,) int64 on the device, the number of rows of each local expert; meta, an object
+    that `combine` of the same dispatcher takes.
     """
 
     rows: Tensor
@@ -50,14 +51,14 @@ class Dispatcher(Protocol):
     """Moves tokens to experts and the experts' outputs back."""
 
     def dispatch(self, x: Tensor, weights: Tensor, ids: Tensor) -> Dispatched:
-        """Send x (T, D) with weights (T, K) fp32 to experts ids (T, K) int64 in 0..E-1; E sends a slot nowhere."""
+        """Send x (T, D) with weights (T, K) fp32 to experts ids (T, K) int64 in 0..E-1; a slot of id E is dropped."""
 
     def combine(self, rows: Tensor, meta: Any) -> Tensor:
         """Weighted sums (T, D) fp32 of the experts' outputs rows (R, D)."""
 
 
 class OverlappingDispatcher(Dispatcher, Protocol):
-    """A dispatcher that computes while rows are in transfer: `MoE` calls only its `run`."""
+    """A dispatcher that computes while tokens are in transfer: `MoE` calls only its `run`."""
 
     def run(
         self,
@@ -69,8 +70,8 @@ class OverlappingDispatcher(Dispatcher, Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Dispatch, call `experts(rows, counts, full=...)` and combine: (T, D) fp32, and the result of `overlapped`.
 
-        `full=True` promises that counts.sum() is R. `overlapped()` is called during the first transfer; without
-        it the second result is None.
+        `full=True` promises that counts.sum() is R. `overlapped()` is called during the first transfer; without it the
+        second result is None.
         """
 
 
@@ -87,12 +88,12 @@ class Choose(Protocol):
     def __call__(self, scores: Tensor, config: RouterConfig, valid: Tensor, /) -> Tensor:
         """Scores (T, E), with the expert bias added and without autograd -> ids (T, K) int64 in 0..E-1.
 
-        valid (T,) bool is False on pads. The id E sends a slot nowhere.
+        valid (T,) bool is False on pads. A slot of id E is dropped.
         """
 
 
 class Weigh(Protocol):
-    """Weighs the chosen experts by their scores, to which no expert bias is added."""
+    """Weights the chosen experts by their scores without the expert bias."""
 
     def __call__(
         self, logits: Tensor, scores: Tensor, ids: Tensor, config: RouterConfig, /
@@ -109,7 +110,7 @@ class TokenContext(Protocol):
 
     @property
     def document_ids(self) -> Tensor | None:
-        """(B, S) int, equal and adjacent within a document of a packed row."""
+        """(B, S) int, equal and adjacent within a document of a packed sequence."""
 
     @property
     def token_ids(self) -> Tensor | None:

@@ -53,14 +53,14 @@ class TraceRecord(NamedTuple):
 
 
 class TraceWriter(AbstractContextManager["TraceWriter"]):
-    """Writes one trace; a context manager.
+    """Write one trace; a context manager.
 
         with TraceWriter("routes.rank0", {"layers.0": 8}) as trace:    # layer -> number of experts
             trace.write(step, "layers.0", ids)
 
-    Raises ValueError for more than 32,766 experts or a tensor of another shape, FileExistsError if the
-    file exists. A record of T tokens takes 24 + 2 T K bytes, 4 T K more with weights and
-    4 T more with token ids; writing one from an accelerator waits for it.
+    Raises ValueError for more than 32,766 experts or a tensor of another shape, FileExistsError if the file exists. A
+    record of T tokens takes 24 + 2 T K bytes, 4 T K more with weights and 4 T more with token ids; writing one from an
+    accelerator waits for it.
     """
 
     def __init__(
@@ -108,8 +108,8 @@ class TraceWriter(AbstractContextManager["TraceWriter"]):
             found = (int(on_host.min()), int(on_host.max()))
             raise invalid("ids", "range", found, f"must be in 0..{num_experts}", where=layer)
 
-        parts = ((on_host, torch.int16), (weights, torch.float32), (token_ids, torch.int32))
-        payload = b"".join(_bytes(part, dtype) for part, dtype in parts if part is not None)
+        columns = ((on_host, torch.int16), (weights, torch.float32), (token_ids, torch.int32))
+        payload = b"".join(_bytes(each, dtype) for each, dtype in columns if each is not None)
         head = _HEAD.pack(step, self._layer_indices[layer], *ids.shape, zlib.crc32(payload))
         self._file.write(head + payload)
 
@@ -126,8 +126,8 @@ def read_trace(path: str | os.PathLike[str]) -> Iterator[TraceRecord]:
 
     for record in read_trace("routes.rank0"): print(record.step, record.layer, record.ids)
 
-    Raises ValueError for a file that is no trace, for a damaged record, and, after the last complete
-    record, for a truncated file.
+    Raises ValueError for a file that is no trace, for a damaged record, and, after the last complete record, for a
+    truncated file.
     """
     path = Path(path)
     size = path.stat().st_size
@@ -171,9 +171,9 @@ def _record(
 
     def take(dtype: torch.dtype, *shape: int) -> Tensor:
         nonlocal start
-        part = payload[start : start + torch.Size(shape).numel() * dtype.itemsize]
-        start += len(part)
-        found = torch.frombuffer(bytearray(part), dtype=dtype) if part else torch.empty(0).to(dtype)
+        data = payload[start : start + torch.Size(shape).numel() * dtype.itemsize]
+        start += len(data)
+        found = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0).to(dtype)
         return found.view(shape)
 
     ids = take(torch.int16, *shape).long()
@@ -201,9 +201,8 @@ def trace_routes(model: nn.Module, writer: TraceWriter, step: Callable[[], int])
             with trace_routes(model, trace, step=lambda: current_step):
                 model(tokens)
 
-    Records the choice of the router, before a capacity drops slots; token ids come from the context `ctx`
-    of the layer's call. Recomputation does not write again. Each call syncs with the device, so trace some
-    steps rather than all.
+    Records the choice of the router, before a capacity drops slots; token ids come from the context `ctx` of the layer's
+    call. Recomputation does not write again. Each call syncs with the device, so trace some steps rather than all.
     """
     with ExitStack() as stack:
         for name, layer in _layers(model):

@@ -1,10 +1,10 @@
 """Upcycling: experts initialized from a dense feed-forward, so that both compute the same function.
 
-Copies of a whole feed-forward (Komatsuzaki et al. 2023, "Sparse upcycling") or of its slices, for
+Each expert is a replica of the full feed-forward (Komatsuzaki et al. 2023, "Sparse upcycling") or of a slice of it, for
 finer experts (He et al. 2024, "Upcycling large language models into mixture of experts").
 
-Shapes: D width, F hidden width of the dense layer, H hidden width of an expert, E experts, K slots per
-token, G slices of the dense layer.
+Shapes: D width, F hidden width of the dense layer, H hidden width of an expert, E experts, K slots per token, G slices of
+the dense layer.
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,8 +18,6 @@ from forge_moe.config import MoEConfig
 from forge_moe.layer import MoE
 from forge_moe.protocols import DenseFeedForward
 
-_ROUTERS = ("softmax_topk", "sigmoid_topk")
-
 
 @torch.no_grad()
 def upcycle(dense: DenseFeedForward, moe: MoE, *, noise: float = 0.0, seed: int = 0) -> None:
@@ -27,16 +25,16 @@ def upcycle(dense: DenseFeedForward, moe: MoE, *, noise: float = 0.0, seed: int 
 
         upcycle(feed_forward, MoE(MoEConfig(dim=512, hidden_dim=1024, num_experts=8)))
 
-    `dense` has linear layers `up_proj`, `down_proj` and, for SwiGLU, `gate_proj`, as Forge's, Llama's
-    and Qwen's feed-forwards do. Shared experts take the first hidden units, the rest is split into G
-    slices of the experts' width. Expert e holds slice e mod G, so G = 1 copies and G > 1 splits. The G
-    experts of a copy share one row of the router, so a token chooses all or none; K is a multiple of G.
+    `dense` has linear layers `up_proj`, `down_proj` and, for SwiGLU, `gate_proj`, like the feed-forwards of Forge, Llama
+    and Qwen. Shared experts take the first hidden neurons, the rest is split into G slices of the experts' width. Expert e
+    holds slice e mod G, so G = 1 copies and G > 1 splits. The G experts of a replica have equal rows in the router, so a
+    token chooses all or none; K is a multiple of G.
 
-    `noise` adds normal noise to the routed experts' weights, with that fraction of each tensor's standard
-    deviation and different in each expert, from `seed`; the function then changes by about as much.
+    `noise` adds normal noise to the routed experts' weights, with that fraction of each tensor's standard deviation and
+    different in each expert, from `seed`; the function then changes by about as much.
 
-    Equality holds while the capacity drops no slot. Call it before sharding. Raises ValueError for widths
-    that do not fit, a router whose weights do not sum to a constant, biases on one side.
+    Equality holds while the capacity drops no slot. Call it before sharding. Raises ValueError for widths that do not
+    fit, a router whose weights do not sum to a constant, biases on one side.
     """
     config = moe.config
     weights = _weights(dense)
@@ -51,12 +49,12 @@ def upcycle(dense: DenseFeedForward, moe: MoE, *, noise: float = 0.0, seed: int 
             module.gate.weight.zero_()
             module.down_proj.weight.mul_(2.0)
 
-    # The K weights of a token sum to route_scale over K / G copies, so the weights of a slice sum to
+    # The K weights of a token sum to route_scale over K / G replicas, so the weights of a slice sum to
     # route_scale / G: scale its down projection by the inverse.
     scale = num_slices / config.route_scale
     generator = torch.Generator().manual_seed(seed)
     for name, weight in weights.items():
-        slices = [
+        slices = [  # of the (out, in) weight
             _hidden_units(name, weight, shared + g * config.hidden_dim, config.hidden_dim)
             for g in range(num_slices)
         ]
@@ -71,12 +69,12 @@ def upcycle(dense: DenseFeedForward, moe: MoE, *, noise: float = 0.0, seed: int 
 
 
 def _hidden_units(name: str, weight: Tensor, start: int, count: int) -> Tensor:
-    """The rows (of gate and up) or columns (of down) of some hidden units of a linear weight."""
+    """The rows (of gate and up) or columns (of down) of some hidden neurons of a linear weight."""
     return weight.narrow(1 if name == "down_proj" else 0, start, count)
 
 
 def _weights(dense: DenseFeedForward) -> dict[str, Tensor]:
-    """{"gate_proj": (F, D), "up_proj": (F, D), "down_proj": (D, F)}, without the gate if there is none."""
+    """{"gate_proj": (F, D; SwiGLU only), "up_proj": (F, D), "down_proj": (D, F)}."""
     found: dict[str, Tensor] = {}
     for name in ("gate_proj", "up_proj", "down_proj"):
         linear: Any = getattr(dense, name, None)
@@ -93,7 +91,7 @@ def _weights(dense: DenseFeedForward) -> dict[str, Tensor]:
 
 
 def _problems(config: MoEConfig, weights: Mapping[str, Tensor]) -> Iterator[Problem]:
-    """A problem for each option that would make the experts another function than the dense layer."""
+    """A problem for each option with which the experts would not compute the function of the dense layer."""
     hidden, dim = weights["up_proj"].shape
     activation = "swiglu" if "gate_proj" in weights else "gelu"
     if config.dim != dim:
@@ -105,6 +103,7 @@ def _problems(config: MoEConfig, weights: Mapping[str, Tensor]) -> Iterator[Prob
     if config.bias:
         rule = "must be false, as a bias would be added once per slot"
         yield Problem("bias", "unsupported", True, rule, "build the layer without")
+
     routed = hidden - config.resolved_shared_hidden_dim
     num_slices = routed // config.hidden_dim
     if num_slices >= 1 and num_slices * config.hidden_dim == routed:
@@ -120,9 +119,11 @@ def _problems(config: MoEConfig, weights: Mapping[str, Tensor]) -> Iterator[Prob
         rule = f"must divide the {routed} hidden units that shared experts leave of {hidden}"
         fix = f"use {max(routed, 1)} for copies, or a divisor of it"
         yield Problem("hidden_dim", "divides", config.hidden_dim, rule, fix)
+
+    # A constant sum of a token's weights can be scaled away; any other sum would change the function.
     softmax_of_all = config.router == "softmax_topk" and config.top_k == config.num_experts
     constant_sum = config.normalize == "after_top_k" or softmax_of_all
-    if config.router not in _ROUTERS or not constant_sum:
+    if config.router not in ("softmax_topk", "sigmoid_topk") or not constant_sum:
         rule = f"with normalize {config.normalize!r} must give weights of constant sum"
         fix = "use softmax_topk or sigmoid_topk with after_top_k and top_k 2 or more"
         yield Problem("router", "sum", config.router, rule, fix)

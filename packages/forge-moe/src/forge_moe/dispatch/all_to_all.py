@@ -48,10 +48,6 @@ class ChunkedDispatch:
         plan = AllToAllPlan.of(ids // self.experts_per_member, self.group, sent, received)
         return exchange.start_dispatch(x, weights, ids, plan, self.experts_per_member), rest
 
-    def finish_combine(self, combining: StartedExchange) -> Tensor:
-        """Wait for the sums and add them up: (T, D) fp32."""
-        return exchange.finish_combine(combining)
-
     def dispatch(self, x: Tensor, weights: Tensor, ids: Tensor) -> Dispatched:
         """x (T, D), weights (T, K), ids (T, K) -> rows (R, D) by expert, counts (E,), no tail."""
         (splits,) = self._recorded_splits([ids])
@@ -59,7 +55,7 @@ class ChunkedDispatch:
 
     def combine(self, rows: Tensor, meta: Any) -> Tensor:
         """(T, D) fp32 from the experts' outputs rows (R, D)."""
-        return self.finish_combine(self.start_combine(rows, meta))
+        return exchange.finish_combine(self.start_combine(rows, meta))
 
     def run(
         self,
@@ -109,10 +105,10 @@ class ChunkedDispatch:
             out = experts(sent.rows, sent.counts, full=True)
             combining.append(self.start_combine(out, sent.meta))
 
-        sums = [self.finish_combine(each) for each in combining]
+        sums = [exchange.finish_combine(each) for each in combining]
         return sums[0] if len(sums) == 1 else torch.cat(sums), alongside
 
-    def _recorded_splits(self, ids: Sequence[Tensor]) -> list[Any]:
+    def _recorded_splits(self, ids: Sequence[Tensor]) -> Sequence[tuple[list[int], list[int], Any]]:
         # A recomputation reads the sizes of its forward: no second host sync.
         return record_or_replay(self, "splits", lambda: self.exchange_splits(ids))
 

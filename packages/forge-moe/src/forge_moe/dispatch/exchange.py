@@ -17,7 +17,7 @@ from torch import Tensor
 class WireFormat(NamedTuple):
     """A row as bytes: D elements, K weights, K int32 ids, padded to 16 bytes.
 
-    Methods are views of a (rows, num_bytes) uint8 buffer; no copies. One buffer means one collective instead of three.
+    Methods are views of a (rows, num_bytes) uint8 buffer; no data moves. One buffer means one collective instead of three.
     Gradients are sent without the ids.
     """
 
@@ -124,7 +124,7 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
 def to_host(*counts: Tensor) -> list[list[list[int]]]:
     """Several (C, n) int64 tensors as lists. All in one copy: the only host sync of a dispatch."""
     on_host = torch.cat(counts, 1).cpu()
-    return [part.tolist() for part in on_host.split([each.size(1) for each in counts], 1)]
+    return [each.tolist() for each in on_host.split([count.size(1) for count in counts], 1)]
 
 
 @dataclass
@@ -177,7 +177,7 @@ class StartedExchange:
     def take_handle(self) -> Tensor:
         """Take the empty tensor between the two ends.
 
-        It is not kept: the graph behind it refers to this exchange, and a reference cycle would keep all buffers until
+        It is not kept: its graph refers to this exchange, and a reference cycle would keep all buffers until
         the garbage collector runs.
         """
         assert self.handle is not None, "an exchange ends once"

@@ -156,7 +156,7 @@ class _Permute(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        order = Permutation(*ctx.saved_tensors, ctx.tokens_with_slot)
+        order = Permutation(*ctx.saved_tensors, tokens_with_slot=ctx.tokens_with_slot)
         return order.sum(grad.contiguous(), None), None, None, None, None
 
 
