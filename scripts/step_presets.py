@@ -173,8 +173,8 @@ def _even(dispatch: AllToAllDispatch, ids: Any) -> list[Splits]:
     found = []
     for part in ids:
         rows = part.numel() // dispatch.ranks
-        rows_with_slot = [rows * dispatch.ranks] + [0] * (part.size(1) - 1)
-        found.append(Splits([rows] * dispatch.ranks, [rows] * dispatch.ranks, rows_with_slot))
+        tokens_with_slot = [rows * dispatch.ranks] + [0] * (part.size(1) - 1)
+        found.append(Splits([rows] * dispatch.ranks, [rows] * dispatch.ranks, tokens_with_slot))
     return found
 
 

@@ -53,8 +53,8 @@ def test_micro_batch_scope_and_F23_the_weight_counts_once(router: str) -> None:
     wanted = 0.25 * switch(logits_of(moe, x), sigmoid=router == "sigmoid_topk")
     torch.testing.assert_close(found.total, wanted)
     torch.testing.assert_close(found.balance, wanted)
-    slope = torch.autograd.grad(found.total, moe.router.weight)[0]
-    torch.testing.assert_close(slope, torch.autograd.grad(wanted, moe.router.weight)[0])
+    router_grad = torch.autograd.grad(found.total, moe.router.weight)[0]
+    torch.testing.assert_close(router_grad, torch.autograd.grad(wanted, moe.router.weight)[0])
     with rejects("model", ..., "no_losses"):
         aux_losses(moe)
 
@@ -274,7 +274,7 @@ def balance_on_ranks(scope: str, rows: list[int]) -> dict:
         update_expert_bias(moe, 1, 10)
     return {
         "value": value.item(),
-        "slope": moe.router.weight.grad.tolist(),
+        "router_grad": moe.router.weight.grad.tolist(),
         "bias": moe.router.expert_bias.tolist(),
     }
 
@@ -290,12 +290,12 @@ def test_F20_global_batch_and_bias_see_all_ranks() -> None:
     moe = layer(bias_update_rate=0.1)
     x = all_rows(12)
     wanted = switch(logits_of(moe, x))
-    slope = torch.autograd.grad(wanted, moe.router.weight)[0]
+    router_grad = torch.autograd.grad(wanted, moe.router.weight)[0]
     moe(x)
     update_expert_bias(moe, 0, 10)
     for rank in found:
         torch.testing.assert_close(torch.tensor(rank["value"]), wanted.detach())
-        torch.testing.assert_close(torch.tensor(rank["slope"]), slope)
+        torch.testing.assert_close(torch.tensor(rank["router_grad"]), router_grad)
         torch.testing.assert_close(torch.tensor(rank["bias"]), moe.router.expert_bias)
 
 
@@ -317,10 +317,10 @@ def sequences_on_ranks() -> tuple[float, list]:
 def test_a_sequence_over_two_ranks_is_one_sequence() -> None:
     moe = layer()
     wanted = torch.stack([switch(logits_of(moe, r)) for r in all_rows(12).view(2, 6, D)]).mean()
-    slope = torch.autograd.grad(wanted, moe.router.weight)[0]
+    router_grad = torch.autograd.grad(wanted, moe.router.weight)[0]
     for value, gradient in run_on_ranks(2, sequences_on_ranks):
         torch.testing.assert_close(torch.tensor(value), wanted.detach())
-        torch.testing.assert_close(torch.tensor(gradient), slope)
+        torch.testing.assert_close(torch.tensor(gradient), router_grad)
 
 
 def bias_under_fsdp() -> tuple[list, list, str]:

@@ -159,10 +159,10 @@ def with_data_ranks(all_of_them: bool) -> tuple[float, float]:
     moe(cut_as(2, 1, context)(x.chunk(2)[data]))
     total = aux_losses(moe).total / 2  # two micro-batches of equal size
     total.backward()
-    value, slope = total.detach(), moe.router.weight.grad
+    value, router_grad = total.detach(), moe.router.weight.grad
     dist.all_reduce(value)
-    dist.all_reduce(slope)
-    return error(value, wanted.total.detach()), error(slope, plain.router.weight.grad)
+    dist.all_reduce(router_grad)
+    return error(value, wanted.total.detach()), error(router_grad, plain.router.weight.grad)
 
 
 @pytest.mark.parametrize("all_of_them", [False, True])
@@ -190,7 +190,7 @@ def counted():
 
 
 def recomputed(scope: str) -> tuple:
-    """A checkpointed step beside a plain one: errors, tokens counted, collectives of its backward."""
+    """A checkpointed step next to a plain one: errors, tokens counted, collectives of its backward."""
     cut = cut_as(2, 1, dist.get_rank())
     (x, weight), ids = batches("packed")[0][0], cut(batches("packed")[1])
     answers = []

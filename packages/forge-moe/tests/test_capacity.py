@@ -12,7 +12,7 @@ pytestmark = pytest.mark.lane("test")
 
 IDS = torch.tensor(
     [[0, 1], [1, 0], [0, 2], [3, 0]]
-)  # expert 0 is wanted four times, E = 3: 3 is nowhere
+)  # expert 0 is wanted four times, E = 3: 3 is dropped
 WEIGHTS = torch.tensor([[0.6, 0.4], [0.9, 0.1], [0.7, 0.3], [0.0, 0.7]])
 
 

@@ -11,8 +11,8 @@ from forge_moe import Experts, LocalDispatch, MoE, MoEConfig
 from forge_moe.dispatch.local import Permutation
 from forge_moe.load_balancing import AttachLoss
 
-IDS = torch.tensor([[2, 0], [4, 4], [0, 4], [2, 3], [1, 2]])  # 4 is nowhere
-ROWS_WITH_SLOT = [4, 3]
+IDS = torch.tensor([[2, 0], [4, 4], [0, 4], [2, 3], [1, 2]])  # 4 is dropped
+TOKENS_WITH_SLOT = [4, 3]
 
 
 def there_and_back(x: Tensor, weights: Tensor) -> Tensor:
@@ -28,7 +28,7 @@ def fewer_rows(x: Tensor, weights: Tensor) -> Tensor:
 
 
 def received_rows(x: Tensor, weights: Tensor) -> Tensor:
-    received = Permutation.received(IDS, 4, ROWS_WITH_SLOT)
+    received = Permutation.received(IDS, 4, TOKENS_WITH_SLOT)
     return received.unpermute(received.permute(x) * 2, weights)
 
 

@@ -30,7 +30,7 @@ def make(kind, num_experts, chunks=1):
 
 
 def problem(tokens, num_experts, top_k, dtype=torch.float32, seed=0):
-    """x, weights, ids, matrices and the gradient of y for all ranks together; some slots go nowhere."""
+    """x, weights, ids, matrices and the gradient of y for all ranks together; some slots are dropped."""
     g = torch.Generator().manual_seed(seed)
     total = sum(tokens)
     x = torch.randn(total, DIM, generator=g).to(dtype)
@@ -351,10 +351,10 @@ def events():
         x = torch.randn(6, DIM, device=device(), requires_grad=True)
         ids = torch.rand(6, 4, device=device()).topk(2).indices
         shared = torch.randn(6, DIM, device=device(), requires_grad=True)
-        y, beside = dispatcher.run(
+        y, alongside = dispatcher.run(
             x, torch.rand(6, 2, device=device()), ids, experts, lambda: Mark.apply(shared, "shared")
         )
-        (y + beside).sum().backward()
+        (y + alongside).sum().backward()
     finally:
         dist.all_to_all_single, exchanges._wait = exchange, wait
     return log

@@ -358,7 +358,7 @@ def rows_computed():
 
 def test_F02_ranks_bring_their_own_tokens_and_share_the_work():
     results = run_on_ranks(4, rows_computed)
-    assert sum(rows for rows, _ in results) == results[0][1]  # each token once, by somebody
+    assert sum(rows for rows, _ in results) == results[0][1]  # each token once
     assert all(0 < rows < results[0][1] for rows, _ in results)
 
 

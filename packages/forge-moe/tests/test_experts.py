@@ -181,7 +181,7 @@ def test_widths_that_the_kernel_refuses_take_the_loop() -> None:
 
 
 def test_clamped_values_have_no_gradient_and_their_limit_does() -> None:
-    """As torch.clamp has it, from 2.14 on without a gradient at the limit; in float64, beside the definition."""
+    """As torch.clamp has it, from 2.14 on without a gradient at the limit; in float64, next to the definition."""
     activation = ClampedSwiGLU(1.3, 2.0)
     x = torch.linspace(-3, 3, 26, dtype=torch.float64).roll(7)
     x = torch.cat((x, torch.tensor([2.0, 2.0, -2.0, -2.0, 5.0, -5.0]))).view(4, 8)

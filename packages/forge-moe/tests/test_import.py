@@ -1,11 +1,13 @@
 """Importing forge_moe loads torch, the standard library and itself."""
 
+import importlib
 import subprocess
 import sys
 
 import pytest
 
 import forge_moe
+from forge_moe import _renamed
 
 pytestmark = pytest.mark.lane("test")
 
@@ -35,3 +37,16 @@ def test_public_names_exist_are_few_and_documented() -> None:
     assert len(set(forge_moe.__all__)) == len(forge_moe.__all__)
     for name in forge_moe.__all__:
         assert getattr(forge_moe, name).__doc__, name
+
+
+def test_old_modules_and_names_are_found_with_a_warning() -> None:
+    for old, new in _renamed.MODULES.items():
+        module, found = (importlib.import_module(f"forge_moe.{name}") for name in (old, new))
+        name = next(n for n, value in vars(found).items() if getattr(value, "__module__", "") == found.__name__)  # fmt: skip
+        with pytest.warns(DeprecationWarning, match=f"forge_moe.{new}.{name}"):
+            assert getattr(module, name) is getattr(found, name)
+    with pytest.warns(DeprecationWarning, match="RoutingResult"):
+        assert forge_moe.Routed is forge_moe.RoutingResult
+    for owner in (forge_moe, importlib.import_module("forge_moe.routers")):
+        with pytest.raises(AttributeError):
+            owner.nothing  # noqa: B018

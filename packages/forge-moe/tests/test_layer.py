@@ -114,7 +114,7 @@ def test_the_same_bits_every_time_and_whoever_sits_beside() -> None:
 
 
 def test_local_dispatch_brings_back_what_it_took() -> None:
-    ids = torch.tensor([[2, 0], [4, 4], [0, 4], [2, 3]])  # 4 is nowhere
+    ids = torch.tensor([[2, 0], [4, 4], [0, 4], [2, 3]])  # 4 is dropped
     weights = torch.where(ids < 4, torch.rand(4, 2), 0.0).requires_grad_()
     x = torch.randn(4, 8, requires_grad=True)
     local = LocalDispatch(4)
@@ -126,9 +126,9 @@ def test_local_dispatch_brings_back_what_it_took() -> None:
         y = local.combine(sent.rows, sent.meta)
         total = weights.sum(1, keepdim=True)
         torch.testing.assert_close(y, x * total)
-        slope, by_slot = torch.autograd.grad(y.square().sum(), [x, weights])
+        grad_x, by_slot = torch.autograd.grad(y.square().sum(), [x, weights])
         wanted = torch.autograd.grad((x * total).square().sum(), [x, weights])
-        torch.testing.assert_close(slope, wanted[0])
+        torch.testing.assert_close(grad_x, wanted[0])
         torch.testing.assert_close(by_slot[ids < 4], wanted[1][ids < 4])
 
 

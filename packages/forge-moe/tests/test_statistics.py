@@ -14,7 +14,7 @@ pytestmark = pytest.mark.lane("test")
 
 
 def random_ids(num_tokens: int, num_experts: int, top_k: int) -> torch.Tensor:
-    """Distinct experts per token; about a fifth of the slots are nowhere."""
+    """Distinct experts per token; about a fifth of the slots are dropped."""
     generator = torch.Generator().manual_seed(num_tokens + num_experts)
     scores = torch.rand(num_tokens, num_experts, generator=generator)
     ids = scores.topk(top_k, dim=1).indices

@@ -58,9 +58,8 @@ class Experts(nn.Module):
         self.up_proj_bias = stack(bias and not fused, hidden)
         self.down_proj_bias = stack(bias, dim)
 
-        self.activation: Activation = (
-            ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit) if fused else Gelu()
-        )
+        clamped = ClampedSwiGLU(config.swiglu_alpha, config.swiglu_limit)
+        self.activation: Activation = clamped if fused else Gelu()
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -257,9 +256,8 @@ class GroupedFeedForward(Function):
         if gate is not None:
             # In place: silu'(gate) times the gradient of silu(gate), in the buffer of grad_hidden.
             grad_hidden.mul_(up)
-            grad_gate = torch.ops.aten.silu_backward.grad_input(
-                grad_hidden, gate, grad_input=grad_hidden
-            )
+            silu_backward = torch.ops.aten.silu_backward.grad_input
+            grad_gate = silu_backward(grad_hidden, gate, grad_input=grad_hidden)
             grad_gate_w = backend.outer(x, grad_gate, groups) if needs_gate else None
             grad_gate_b = _sum_rows(grad_gate, groups, backend) if gate_bias else None
             if grad_x is not None:

@@ -137,7 +137,7 @@ class BlockFamily:
 
     def sparse_layers(self, hf: Mapping[str, Any]) -> tuple[int, ...]:
         """The layers that are mixtures, of a `config.json` as a dict."""
-        layers = range(_num_layers(hf))
+        layers = range(_count(hf, "num_hidden_layers", None, 1))
         if self.first_dense is not None:
             return tuple(layers[_count(hf, "first_k_dense_replace", self.first_dense, 0) :])
         if not self.stepped:
@@ -191,10 +191,6 @@ class BlockFamily:
                 yield Problem(key, "unsupported", value, "is not supported", fix)
 
 
-def _num_layers(hf: Mapping[str, Any]) -> int:
-    return _count(hf, "num_hidden_layers", None, 1)
-
-
 def _count(hf: Mapping[str, Any], key: str, default: int | None, minimum: int) -> int:
     value = hf.get(key, default)
     if type(value) is not int or not minimum <= value <= 2**16:
@@ -230,7 +226,7 @@ class LayersFamily(NamedTuple):
     def config_from_hf(self, hf: Mapping[str, Any]) -> ExpertLayers:
         """The mixtures of a `config.json` as a dict."""
         config, layers = self.block.config_from_hf(hf), self.block.sparse_layers(hf)
-        return ExpertLayers(config, layers, _num_layers(hf))
+        return ExpertLayers(config, layers, _count(hf, "num_hidden_layers", None, 1))
 
     def config_to_hf(self, found: ExpertLayers) -> dict[str, Any]:
         """All keys about experts; ValueError with a problem for each option that the family cannot hold."""

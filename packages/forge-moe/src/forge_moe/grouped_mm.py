@@ -261,14 +261,8 @@ def _scaled_multiply(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
     values, scale = to_float8(x, dim=1)
     w_values, w_scale = to_float8(w.transpose(1, 2).contiguous(), dim=2)  # (E, N, M)
     # The kernel needs the right factor column-major: the transposed view of contiguous (E, N, M).
-    return scaled_grouped_mm(
-        values,
-        w_values.transpose(1, 2),
-        scale.squeeze(1),
-        w_scale.squeeze(2),
-        offs=groups.ends,
-        out_dtype=torch.bfloat16,
-    )
+    right, scales = w_values.transpose(1, 2), (scale.squeeze(1), w_scale.squeeze(2))
+    return scaled_grouped_mm(values, right, *scales, offs=groups.ends, out_dtype=torch.bfloat16)
 
 
 def _emulated_multiply(x: Tensor, w: Tensor, groups: Groups) -> Tensor:

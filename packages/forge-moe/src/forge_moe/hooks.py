@@ -255,9 +255,7 @@ class MoEHooks:
         """(prefix of the columns, sums (E + 4,) fp64) of each layer; views of a tensor."""
         sizes = [count + 4 for count in self._num_experts.values()]
         rows = torch.as_tensor(sums, dtype=torch.float64).split(sizes) if sizes else ()
-        numbers = [
-            ".".join(p for p in name.split(".") if p.isdecimal()) for name in self._num_experts
-        ]
+        numbers = [".".join(filter(str.isdecimal, name.split("."))) for name in self._num_experts]
         return [(f"moe.{number}.", row) for number, row in zip(numbers, rows, strict=True)]
 
     def forget(self) -> None:

@@ -211,13 +211,13 @@ class MoE(nn.Module):
             out = self.experts(sent.rows, sent.counts)
         else:  # its routed tokens are the slots, so their number is known
             rule, num_rows = self.router.rule, None
-            if rule.max_slots is not None:
-                calls = (
-                    1 if self.training or rows is None else rows
-                )  # of the rule, one per sequence
+            if (
+                rule.max_slots is not None
+            ):  # the rule is called once in training, for each sequence in eval
+                calls = 1 if self.training or rows is None else rows
                 num_rows = calls * rule.max_slots(len(x) // calls, self.router.config)
-            left = None if self._drops else counts
-            sent = self.dispatcher.dispatch(x, weights, ids, counts=left, num_rows=num_rows)
+            known = None if self._drops else counts
+            sent = self.dispatcher.dispatch(x, weights, ids, counts=known, num_rows=num_rows)
             full = valid is None and not self._drops and rule.routes_all_slots
             out = self.experts(sent.rows, sent.counts, full=full)
         return self.dispatcher.combine(out, sent.meta), None if shared is None else shared()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from forge_moe._shared.problems import invalid
 from forge_moe.dispatch import exchange
-from forge_moe.dispatch.exchange import AllToAllPlan, StartedExchange
+from forge_moe.dispatch.exchange import AllToAllPlan, Transit
 from forge_moe.dispatch.local import Permutation
 from forge_moe.load_balancing import count_ids
 from forge_moe.protocols import Dispatched
@@ -32,8 +32,8 @@ class ChunkedDispatch:
     """
 
     exchange_splits: Callable[[Sequence[Tensor]], Sequence[tuple[list[int], list[int], Any]]]
-    finish_dispatch: Callable[[StartedExchange, Any], Dispatched]
-    start_combine: Callable[[Tensor, Any], StartedExchange]
+    finish_dispatch: Callable[[Transit, Any], Dispatched]
+    start_combine: Callable[[Tensor, Any], Transit]
 
     def __init__(self, group: dist.ProcessGroup, experts_per_member: int, chunks: int) -> None:
         if chunks < 1:
@@ -42,7 +42,7 @@ class ChunkedDispatch:
 
     def start_dispatch(
         self, x: Tensor, weights: Tensor, ids: Tensor, splits: tuple[list[int], list[int], Any]
-    ) -> tuple[StartedExchange, Any]:
+    ) -> tuple[Transit, Any]:
         """Start to send the tokens; other work may follow before `finish_dispatch`."""
         sent, received, rest = splits
         plan = AllToAllPlan.of(ids // self.experts_per_member, self.group, sent, received)
@@ -169,16 +169,14 @@ class AllToAllDispatch(ChunkedDispatch):
         sizes = exchange.to_host(outgoing[..., 0], incoming[..., 0], incoming.sum(1))
         return [Splits(*of_chunk) for of_chunk in zip(*sizes)]
 
-    def finish_dispatch(self, started: StartedExchange, tokens_with_slot: list[int]) -> Dispatched:
+    def finish_dispatch(self, started: Transit, tokens_with_slot: list[int]) -> Dispatched:
         """Wait for the tokens and sort them by expert, then source rank, then token."""
         x, weights, ids = exchange.finish_dispatch(started)
         order = Permutation.received(ids, self.experts_per_member, tokens_with_slot)
         counts = count_ids(ids, self.experts_per_member)
         return Dispatched(order.permute(x), counts, (started, weights, order))
 
-    def start_combine(
-        self, rows: Tensor, meta: tuple[StartedExchange, Tensor, Permutation]
-    ) -> StartedExchange:
+    def start_combine(self, rows: Tensor, meta: tuple[Transit, Tensor, Permutation]) -> Transit:
         """Sum the experts' outputs of each token and start to send the sums back."""
         dispatched, weights, order = meta
         return exchange.start_combine(order.unpermute(rows, weights), dispatched)
@@ -247,13 +245,13 @@ class HierarchicalDispatch(ChunkedDispatch):
         sizes = zip(*exchange.to_host(*between, *within))
         return [NodeSplits(sent, received, Splits(*rest)) for sent, received, *rest in sizes]
 
-    def finish_dispatch(self, started: StartedExchange, within: Splits) -> Dispatched:
+    def finish_dispatch(self, started: Transit, within: Splits) -> Dispatched:
         """Wait for the tokens, send them on within the node, sort them by expert."""
         received = exchange.finish_dispatch(started)
         sent = self.node.finish_dispatch(*self.node.start_dispatch(*received, within))
         return sent._replace(meta=(started, sent.meta))
 
-    def start_combine(self, rows: Tensor, meta: tuple[StartedExchange, Any]) -> StartedExchange:
+    def start_combine(self, rows: Tensor, meta: tuple[Transit, Any]) -> Transit:
         """Sum by rank, then by node, and start to send these sums back."""
         dispatched, within = meta
         return exchange.start_combine(self.node.combine(rows, within), dispatched)

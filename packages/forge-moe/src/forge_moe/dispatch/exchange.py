@@ -88,14 +88,9 @@ class AllToAllPlan(NamedTuple):
         tokens = torch.arange(num_tokens, device=row.device).unsqueeze(1).expand_as(row)
         token_of_row = row.new_zeros(num_rows + 1).scatter_(0, row.flatten(), tokens.flatten())
         dropped = row.new_full((num_tokens, 1), num_rows)
-        return cls(
-            group,
-            token_of_row[:num_rows],
-            torch.cat((row, dropped), dim=1).gather(1, rank_of_slot),
-            row.topk(min(top_k, ranks), dim=1, largest=False, sorted=True).values,
-            sent,
-            received,
-        )
+        row_of_slot = torch.cat((row, dropped), dim=1).gather(1, rank_of_slot)  # (T, K)
+        rows = row.topk(min(top_k, ranks), dim=1, largest=False, sorted=True).values  # (T, P)
+        return cls(group, token_of_row[:num_rows], row_of_slot, rows, sent, received)
 
 
 def token_rank_mask(rank_of_slot: Tensor, ranks: int) -> Tensor:
@@ -163,8 +158,8 @@ def _sum_rows_of_tokens(rows: Tensor, plan: AllToAllPlan, dtype: torch.dtype) ->
 
 
 @dataclass
-class StartedExchange:
-    """An exchange in transfer: its plan, its transfers, and the tensor that links its ends in the graph."""
+class Transit:
+    """An exchange that has started and not finished: its plan, its transfers, and the tensor that links its ends in the graph."""
 
     plan: AllToAllPlan
     format: WireFormat
@@ -187,31 +182,31 @@ class StartedExchange:
 
 def start_dispatch(
     x: Tensor, weights: Tensor, ids: Tensor, plan: AllToAllPlan, experts_per_member: int
-) -> StartedExchange:
+) -> Transit:
     """Start to send x (T, D), weights (T, K), ids (T, K) to their ranks; `finish_dispatch` ends it.
 
     Each rank of the plan's group has `experts_per_member` experts and receives their local ids. One all-to-all in the
     forward, one in the backward, of the gradients.
     """
     wire = WireFormat(x.size(1), ids.size(1), x.dtype, weights.dtype)
-    exchange = StartedExchange(plan, wire, experts_per_member=experts_per_member)
+    exchange = Transit(plan, wire, experts_per_member=experts_per_member)
     exchange.handle = _StartDispatch.apply(x, weights, ids, exchange)
     return exchange
 
 
-def finish_dispatch(exchange: StartedExchange) -> tuple[Tensor, Tensor, Tensor]:
+def finish_dispatch(exchange: Transit) -> tuple[Tensor, Tensor, Tensor]:
     """x (M, D), weights (M, K), ids (M, K) int64 in 0..experts_per_member of the received rows."""
     return _FinishDispatch.apply(exchange.take_handle(), exchange)
 
 
-def start_combine(sums: Tensor, dispatched: StartedExchange) -> StartedExchange:
+def start_combine(sums: Tensor, dispatched: Transit) -> Transit:
     """Start to send sums (M, D) of received rows back to the ranks of their tokens, in the dtype of x."""
-    exchange = StartedExchange(dispatched.plan, dispatched.format, sum_dtype=sums.dtype)
+    exchange = Transit(dispatched.plan, dispatched.format, sum_dtype=sums.dtype)
     exchange.handle = _StartCombine.apply(sums, exchange)
     return exchange
 
 
-def finish_combine(exchange: StartedExchange) -> Tensor:
+def finish_combine(exchange: Transit) -> Tensor:
     """(T, D) in the dtype of the sums sent: the sum of each token's rows, lowest rank first."""
     return _FinishCombine.apply(exchange.take_handle(), exchange)
 
@@ -223,9 +218,7 @@ def finish_combine(exchange: StartedExchange) -> Tensor:
 
 class _StartDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, exchange: StartedExchange
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, exchange: Transit) -> Tensor:
         ctx.exchange = exchange
         plan, wire, local = exchange.plan, exchange.format, exchange.experts_per_member
         num_rows = plan.token_of_row.size(0)
@@ -258,9 +251,7 @@ class _StartDispatch(torch.autograd.Function):
 
 class _FinishDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, handle: Tensor, exchange: StartedExchange
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(ctx: Any, handle: Tensor, exchange: Transit) -> tuple[Tensor, Tensor, Tensor]:
         ctx.exchange = exchange
         packed, wire = _wait(exchange.in_forward)[:-1], exchange.format
         exchange.in_forward = None
@@ -282,7 +273,7 @@ class _FinishDispatch(torch.autograd.Function):
 
 class _StartCombine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, sums: Tensor, exchange: StartedExchange) -> Tensor:
+    def forward(ctx: Any, sums: Tensor, exchange: Transit) -> Tensor:
         ctx.exchange = exchange
         rows = sums.to(exchange.format.dtype).contiguous()
         exchange.in_forward = _start(rows, exchange.plan, reverse=True)
@@ -296,7 +287,7 @@ class _StartCombine(torch.autograd.Function):
 
 class _FinishCombine(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, handle: Tensor, exchange: StartedExchange) -> Tensor:
+    def forward(ctx: Any, handle: Tensor, exchange: Transit) -> Tensor:
         ctx.exchange = exchange
         rows, exchange.in_forward = _wait(exchange.in_forward), None
         return _sum_rows_of_tokens(rows, exchange.plan, exchange.sum_dtype)
