@@ -48,7 +48,7 @@ def find(owner: str, module: str, name: str) -> Any:
 class _OldModules(MetaPathFinder, Loader):
     """Import an old module as one that finds its names in the new one."""
 
-    def find_spec(self, fullname: str, *_: Any) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, *where: Any) -> ModuleSpec | None:
         package, _, name = fullname.partition(".")
         if package != __package__ or name not in MODULES:
             return None
