@@ -156,7 +156,8 @@ class _Permute(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        order = Permutation(*ctx.saved_tensors, tokens_with_slot=ctx.tokens_with_slot)
+        slot_of_row, row_of_slot, line_of_token = ctx.saved_tensors
+        order = Permutation(slot_of_row, row_of_slot, line_of_token, ctx.tokens_with_slot)
         return order.sum(grad.contiguous(), None), None, None, None, None
 
 
