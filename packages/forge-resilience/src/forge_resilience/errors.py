@@ -9,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from forge_resilience._shared.limits import limit_problem, problems_under
 from forge_resilience._shared.problems import Problem, Shown, WithProblems, problems_of, show
-from forge_resilience.agreement import Agreement
 from forge_resilience.exit_codes import ExitCode
+
+if TYPE_CHECKING:  # it imports torch
+    from forge_resilience.agreement import Agreement
 
 __all__ = [
     "ConfigError",

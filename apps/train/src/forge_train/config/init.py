@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from forge_data.tokenizer_files import ends_beside, gives_same_ids, tokenizer_in
 from forge_train._shared.fields import Checked, field
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid, problems_of
@@ -180,6 +179,9 @@ def tokenizer_problems(
     """
     if init.other_tokenizer or spec is None:
         return []
+    # imports torch, which a report of a run does without
+    from forge_data.tokenizer_files import gives_same_ids, tokenizer_in
+
     folder = folder_of_weights(init, run_dir)
     path = None if folder is None else tokenizer_in(folder)
     if path is None or gives_same_ids(spec, path):
@@ -203,6 +205,8 @@ def ends_of_weights(
 ) -> tuple[int, ...]:
     """End tokens of the folder that the weights of a run are from, where the data has its tokenizer; ConfigError for a
     folder whose end tokens are no ids."""
+    from forge_data.tokenizer_files import ends_beside  # imports torch
+
     folder = folder_of_weights(init, run_dir)
     with config_errors():
         return () if spec is None or folder is None else ends_beside(spec, folder)
