@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 
 import forge_parallel
-from forge_core.optim import whole
+from forge_core.optim import full_matrices
 from forge_parallel import Meshes, compute
 from forge_parallel.axes import collectives, fsdp, tensor
 
@@ -102,7 +102,7 @@ def _nothing(_: Any) -> None:
 
 
 def _whole_already(_: Tensor) -> tuple[()]:
-    """Each rank orthogonalises what it holds."""
+    """Each rank orthogonalizes what it holds."""
     return ()
 
 
@@ -142,7 +142,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
     "biases from one rank's counts": (candidate, "update_expert_bias", _bias_of_this_rank),
     "each rank reduces what it used": (fsdp, "reduce_unused_parameters", _nothing),
     "weights gathered after an evaluation": (candidate, "reshard", _nothing),
-    "Muon of shards": (whole, "axes_of", _whole_already),
+    "Muon of shards": (full_matrices, "axes_of", _whole_already),
     "filler that counts": (candidate, "filler", _filler_that_counts),
     "gradients of an encoder not summed": (  # prose: the name of a mistake
         tensor,

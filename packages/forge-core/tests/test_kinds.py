@@ -20,8 +20,8 @@ from forge_core.optim import (
     hidden_matrices,
     parameter_groups,
 )
+from forge_core.optim.build import changes_of_older_run
 from forge_core.optim.groups import lr_scales
-from forge_core.optim.older import changes_of_older_run
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from forge_core.optim import EMAConfig, OptimizerConfig, build_optimizer, local
+from forge_core.optim import EMAConfig, OptimizerConfig, base, build_optimizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from live_bytes import LiveBytes
@@ -55,8 +55,8 @@ def test_what_a_step_makes_is_some_pieces(
     name: str, skips: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain, _ = steps(CONFIGS[name], skips)
-    monkeypatch.setattr(local, "_on_cpu", lambda row: False)
-    monkeypatch.setattr(local, "_LARGE_PIECE", PIECE)
+    monkeypatch.setattr(base, "_on_cpu", lambda row: False)
+    monkeypatch.setattr(base, "_LARGE_PIECE", PIECE)
     cut, peak = steps(CONFIGS[name], skips)
     for one, other in zip(plain, cut, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7)
@@ -66,6 +66,6 @@ def test_what_a_step_makes_is_some_pieces(
 
 def test_a_piece_of_a_gpu_has_many_rows_and_lists_of_columns() -> None:
     rows = [(torch.empty(size, device="meta"),) * 2 for size in (2**23, 2**22, 7, 2**25 + 5, 3)]
-    sizes = [[t.numel() for t in column] for column, _ in local.pieces(rows)]
+    sizes = [[t.numel() for t in column] for column, _ in base.pieces(rows)]
     assert sizes == [[2**23, 2**22, 7], [2**24], [2**24], [5, 3]]
-    assert not list(local.pieces([]))
+    assert not list(base.pieces([]))

@@ -21,10 +21,9 @@ from forge_core.optim import (
     check_optimizer,
     muon,
 )
-from forge_core.optim import newton_schulz as newton_schulz_module
-from forge_core.optim.muon import hidden_matrices
-from forge_core.optim.newton_schulz import orthogonalise
-from forge_core.optim.older import changes_of_older_run
+from forge_core.optim import muon as muon_module
+from forge_core.optim.build import changes_of_older_run
+from forge_core.optim.muon import hidden_matrices, orthogonalize
 from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -170,7 +169,7 @@ def test_bf16_is_torchs_muon(adjust: Any) -> None:
             assert error(parameter.detach() - before[name], moved) <= 1e-2, name
 
 
-def test_it_orthogonalises() -> None:
+def test_it_orthogonalizes() -> None:
     """Singular values of an update are near one, whatever those of the gradient."""
     model = nn.Sequential(nn.Linear(8, 32, bias=False))
     own = MuonConfig(adjust="original", ns_dtype="fp32")
@@ -226,7 +225,7 @@ def test_state_in_the_form_of_torch_and_copies() -> None:
     copied.step()
 
 
-def test_F33_embedding_and_head_are_not_orthogonalised_and_groups_decide_otherwise() -> None:
+def test_F33_embedding_and_head_are_not_orthogonalized_and_groups_decide_otherwise() -> None:
     def muons(**groups: Any) -> set[str]:
         config = OptimizerConfig("muon", groups={n: OptimizerGroupConfig(*g[:1], muon=g[1]) for n, g in groups.items()})  # fmt: skip
         optimizer = build_optimizer(Model(), config)
@@ -328,8 +327,8 @@ def test_the_kernel_of_a_convolution_is_no_stack_of_matrices() -> None:
 def test_products_by_blocks_are_those_of_whole_matrices(
     shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(newton_schulz_module, "_BLOCK", 16)  # and a last block of 8 or 1 rows
-    monkeypatch.setattr(newton_schulz_module, "_BATCH", 2 * shape[0] * shape[1])  # F197: of 3
+    monkeypatch.setattr(muon_module, "_ROWS", 16)  # and a last block of 8 or 1 rows
+    monkeypatch.setattr(muon_module, "_BATCH", 2 * shape[0] * shape[1])  # F197: of 3
     matrices = [torch.randn(shape) for _ in range(3)]
-    for matrix, got in zip(matrices, orthogonalise(matrices, 5, torch.float32), strict=True):
+    for matrix, got in zip(matrices, orthogonalize(matrices, 5, torch.float32), strict=True):
         assert error(got, newton_schulz(matrix.double(), 5)) <= 1e-5

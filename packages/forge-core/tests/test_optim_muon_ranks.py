@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from forge_core.optim import Lion, MuonConfig, OptimizerConfig, build_optimizer
 from forge_core.optim import muon as muon_module
-from forge_core.optim.whole import WholeMatrices, balanced, chunk_sizes
+from forge_core.optim.full_matrices import FullMatrices, balanced, chunk_sizes
 from forge_testing import device, run_on_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
@@ -144,13 +144,13 @@ def train(layout: str, name: str = "muon") -> dict[str, Any]:
     optimizer = build_optimizer(net, config)
     run(net, optimizer, gradients[:1], cut)
     worked: list[tuple[int, ...]] = []
-    original = muon_module.orthogonalise
-    muon_module.orthogonalise = lambda m, **k: worked.extend(tuple(x.shape) for x in m) or original(m, **k)  # fmt: skip
+    original = muon_module.orthogonalize
+    muon_module.orthogonalize = lambda m, **k: worked.extend(tuple(x.shape) for x in m) or original(m, **k)  # fmt: skip
     for parameter, gradient in zip(net.parameters(), gradients[1].values(), strict=True):
         parameter.grad = cut(gradient)
     calls = counted()
     optimizer.step()
-    muon_module.orthogonalise = original
+    muon_module.orthogonalize = original
     calls = list(calls)
     return {"errors": errors(net, twin), "calls": sorted(calls), "worked": worked}
 
@@ -203,7 +203,7 @@ def gathered(layout: str) -> dict[str, Any]:
         seen.extend(any(torch.equal(m, k) for k in known) for m in matrices)
         return [2 * m for m in matrices]
 
-    back = WholeMatrices(parameters, cost=lambda r, c: r * c).work(parts, work)
+    back = FullMatrices(parameters, cost=lambda r, c: r * c).work(parts, work)
     doubled = all(torch.equal(b, 2 * p) for b, p in zip(back, parts, strict=True))
     return {"seen": seen, "doubled": doubled}
 

@@ -19,7 +19,7 @@ from forge_core.optim import (
     parameter_groups,
 )
 from forge_core.optim import ema as ema_module
-from forge_core.optim.rounding import place_of, round_by, widened
+from forge_core.optim.rounding import in_fp32, offset_of, round_by
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -31,8 +31,8 @@ STEP = torch.tensor(3.0)
 def _stored(values, *, name="w", seed=0, step=0.0, first=0):
     """What bf16 holds of fp32 values after they were written."""
     kept = torch.zeros_like(values, dtype=torch.bfloat16)
-    place = place_of(kept, name, seed)
-    for wide, piece in widened([kept], [values], place, torch.tensor(step), first):
+    offset = offset_of(kept, name, seed)
+    for wide, piece in in_fp32([kept], [values], offset, torch.tensor(step), first):
         wide.copy_(piece)
     return kept
 
@@ -145,9 +145,9 @@ def test_nan_and_infinities_pass_whatever_the_chance():
 
 
 def test_fp32_is_written_as_it_is():
-    values, place = torch.randn(5, 3), place_of(torch.zeros(5, 3), "w", 0)
+    values, offset = torch.randn(5, 3), offset_of(torch.zeros(5, 3), "w", 0)
     kept = torch.zeros(5, 3)
-    for wide, piece in widened([kept], [values], place, STEP):
+    for wide, piece in in_fp32([kept], [values], offset, STEP):
         wide.copy_(piece)
     assert torch.equal(kept, values)
 
@@ -159,8 +159,8 @@ def test_pieces_do_not_show(shape, monkeypatch):
     monkeypatch.setattr("forge_core.optim.rounding._PIECE", {"cpu": 4})
     assert torch.equal(_stored(values), whole)
     strided = torch.empty((*shape, 2), dtype=torch.bfloat16)[..., 0]
-    place = place_of(strided, "w", 0)
-    for wide, piece in widened([strided], [values], place, torch.tensor(0.0)):
+    offset = offset_of(strided, "w", 0)
+    for wide, piece in in_fp32([strided], [values], offset, torch.tensor(0.0)):
         wide.copy_(piece)
     assert torch.equal(strided, whole)
 
@@ -417,18 +417,18 @@ def _behind(dtype):
 def test_an_average_in_bf16_follows_the_weights(monkeypatch):
     fp32 = _behind(torch.float32)
     assert _behind(torch.bfloat16) == pytest.approx(fp32, abs=1e-3)
-    widen = ema_module.widened
-    monkeypatch.setattr(ema_module, "widened", _to_nearest(widen, monkeypatch))
+    in_fp32 = ema_module.in_fp32
+    monkeypatch.setattr(ema_module, "in_fp32", _to_nearest(in_fp32, monkeypatch))
     assert _behind(torch.bfloat16) > 2 * fp32
 
 
-def _to_nearest(widen, monkeypatch):
-    """`widened` that rounds to nearest."""
+def _to_nearest(in_fp32, monkeypatch):
+    """`in_fp32` that rounds to nearest."""
 
     def nearest(*arguments):
         with monkeypatch.context() as patch:
             patch.setattr("forge_core.optim.rounding.round_by", _nearest)
-            yield from widen(*arguments)
+            yield from in_fp32(*arguments)
 
     return nearest
 

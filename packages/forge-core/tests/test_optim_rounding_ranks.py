@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.optim import EMAConfig, MuonConfig, OptimizerConfig, build_optimizer
-from forge_core.optim.rounding import place_of, widened
+from forge_core.optim.rounding import in_fp32, offset_of
 from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.distributed
@@ -74,10 +74,12 @@ class Cut:
 
 def _write(parameter: Tensor, values: Tensor) -> Tensor:
     """Store fp32 values in a bf16 parameter of this layout."""
-    from forge_core.optim.local import shard
+    from forge_core._shared.shards import local_tensor
 
-    place = place_of(parameter, "w", 3)
-    for own, piece in widened([shard(parameter)], [shard(values)], place, torch.tensor(7.0)):
+    offset = offset_of(parameter, "w", 3)
+    for own, piece in in_fp32(
+        [local_tensor(parameter)], [local_tensor(values)], offset, torch.tensor(7.0)
+    ):
         own.copy_(piece)
     return parameter
 
@@ -140,7 +142,7 @@ def test_updates_have_the_bits_of_one_process(layout: str, name: str) -> None:
 
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp", "efsdp_ep"])
 def test_updates_of_muon_differ_by_the_products_alone(layout: str) -> None:
-    """An orthogonalised matrix differs in its last bits, which rarely changes how a weight is rounded."""
+    """An orthogonalized matrix differs in its last bits, which rarely changes how a weight is rounded."""
     expected = trained(None, "muon")
     for found in run_on_ranks(LAYOUTS[layout][0], trained, layout, "muon"):
         for at, value in expected.items():

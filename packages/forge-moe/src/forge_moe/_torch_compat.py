@@ -31,12 +31,6 @@ def all_gather(x: Tensor, group: Any) -> Tensor:
     return out
 
 
-def local_tensor(tensor: Any) -> Tensor:
-    """This rank's part of a DTensor, with autograd; any other tensor itself."""
-    local: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return local
-
-
 def is_clamped(x: Tensor, limit: float) -> Tensor:
     """Where `x.clamp(max=limit)` has no gradient: above the limit, and from torch 2.14 on at the limit, too."""
     return x > limit if torch.__version__ < "2.14" else x >= limit

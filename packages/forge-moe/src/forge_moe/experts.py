@@ -14,7 +14,8 @@ from torch.autograd.function import once_differentiable
 
 from forge_moe._shared.parameter_kinds import ParameterKind
 from forge_moe._shared.problems import invalid
-from forge_moe._torch_compat import autocast_dtype, is_clamped, local_tensor
+from forge_moe._shared.shards import local_tensor
+from forge_moe._torch_compat import autocast_dtype, is_clamped
 from forge_moe.config import MoEConfig
 from forge_moe.grouped_mm import GemmBackend, Groups, choose_backend
 from forge_moe.protocols import OverlappingDispatcher

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_moe._shared.problems import Problem, invalid, raise_problems
-from forge_moe._torch_compat import local_tensor
+from forge_moe._shared.shards import local_tensor, shard_like
 from forge_moe.dispatch.all_to_all import AllToAllDispatch, HierarchicalDispatch, check_divisible
 from forge_moe.experts import SortedExperts
 from forge_moe.layer import MoE
@@ -207,7 +207,7 @@ def load_full_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     for name, target in targets.items():
         if isinstance(target, Tensor):
-            local_tensor(target).copy_(_shard_like(state[name], target))
+            local_tensor(target).copy_(shard_like(state[name], target))
 
 
 def _state_problems(
@@ -236,13 +236,3 @@ def _state_problems(
     elif any(type(p) not in (Shard, Replicate) for p in getattr(target, "placements", ())):
         rule = f"is sharded by {target.placements}"  # type: ignore[attr-defined]
         yield Problem(name, "fsdp", ..., rule, "load before fully_shard")
-
-
-def _shard_like(full: Tensor, target: Any) -> Tensor:
-    """This rank's shard of a full tensor, by the placements of `target`."""
-    for axis, placement in enumerate(getattr(target, "placements", ())):
-        if placement.is_shard():
-            mesh, dim = target.device_mesh, placement.dim
-            shards, rank = full.chunk(mesh.size(axis), dim), mesh.get_local_rank(axis)
-            full = shards[rank] if rank < len(shards) else full.narrow(dim, 0, 0)
-    return full

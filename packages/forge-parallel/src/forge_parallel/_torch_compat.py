@@ -33,11 +33,6 @@ def require_attributes(owner: Any, *names: str) -> None:
             )
 
 
-def local_tensor(tensor: Any) -> Tensor:
-    """This rank's part of a DTensor; a plain tensor itself. Does not import DTensor, which takes half a second."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
-
-
 def foreach_norm(tensors: Sequence[Tensor], norm_type: float = 2.0) -> list[Tensor]:
     """Norm of each tensor in fp32, one fused launch per device and dtype."""
     return list(torch._foreach_norm(list(tensors), norm_type, dtype=torch.float32))

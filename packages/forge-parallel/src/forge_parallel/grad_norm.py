@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from forge_parallel._shared.problems import invalid
-from forge_parallel._torch_compat import foreach_mul_, foreach_norm, local_tensor
+from forge_parallel._shared.shards import local_tensor
+from forge_parallel._torch_compat import foreach_mul_, foreach_norm
 
 if TYPE_CHECKING:
     from forge_parallel.meshes import Meshes

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from forge_parallel._torch_compat import local_tensor
+from forge_parallel._shared.shards import local_tensor
 from forge_parallel.grad_norm import local_norm
 from forge_parallel.meshes import Meshes
 from forge_parallel.structure import structure_of

@@ -12,8 +12,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from forge_core._indices import own_indices
 from forge_core._shared.problems import Problem, invalid, raise_problems
+from forge_core._shared.shards import local_tensor, shard_like
 from forge_core.kinds import is_matrix, own_kinds, parameter_kinds
 from forge_core.protocols import DeclaresKinds
 
@@ -127,24 +127,9 @@ def _fill(target: Tensor, how: Init, seed: int, name: str) -> None:
         raise invalid(name, "finite", how.value, rule, fix)
     with torch.no_grad():
         if hasattr(target, "device_mesh"):
-            _local(target).copy_(_shard(full, target))
+            local_tensor(target).copy_(shard_like(full, target))
         else:
             target.copy_(full)
-
-
-def _local(target: Any) -> Tensor:
-    local: Tensor = target.to_local()
-    return local
-
-
-def _shard(full: Tensor, target: Any) -> Tensor:
-    """This rank's piece of `full` (CPU) under the placements of a DTensor; nothing is sent.
-
-    Only the shard is copied to the device. One small host read per sharded dim.
-    """
-    for dim in {p.dim for p in target.placements if hasattr(p, "dim")}:
-        full = full.index_select(dim, own_indices(target, dim).cpu())
-    return full
 
 
 def _named_rows(model: nn.Module, table: dict[str, Init]) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Optimizers with named state, and learning-rate schedules."""
 
 from forge_core.optim.adamw import AdamW
+from forge_core.optim.base import IdleOptimizer, trains_nothing
 from forge_core.optim.build import (
     OPTIMIZERS,
     build_optimizer,
@@ -28,12 +29,11 @@ from forge_core.optim.groups import (
     groups_of_part,
     match_groups,
     parameter_groups,
+    set_lr,
     set_multipliers,
 )
-from forge_core.optim.idle import IdleOptimizer, trains_nothing
 from forge_core.optim.lion import Lion
 from forge_core.optim.muon import Muon, hidden_matrices
-from forge_core.optim.named import set_lr
 from forge_core.optim.schedule import SCHEDULES, build_schedule, check_schedule
 from forge_core.optim.schedule_free import ScheduleFreeAdamW
 from forge_core.optim.stages import (

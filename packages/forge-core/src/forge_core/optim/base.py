@@ -1,4 +1,4 @@
-"""What Forge's optimizers share: named state, groups, a mask; each adds its slots and its update."""
+"""The base of Forge's optimizers: named state, groups, a mask for the update, and pieces of what this rank holds."""
 
 from __future__ import annotations
 
@@ -9,13 +9,24 @@ import torch
 from torch import Tensor, nn
 
 from forge_core._shared.problems import Problem, invalid, raise_problems
-from forge_core.optim.config import OptimizerConfig
-from forge_core.optim.groups import parameter_groups, take_part
-from forge_core.optim.named import named_parameters, set_group_lrs
-from forge_core.optim.rounding import Place, place_of, widened
+from forge_core._shared.shards import local_tensor
+from forge_core.optim.config import DTYPES, OptimizerConfig
+from forge_core.optim.groups import (
+    named_parameters,
+    parameter_groups,
+    register_groups,
+    set_group_lrs,
+)
+from forge_core.optim.rounding import ElementOffset, in_fp32, offset_of
 
 #: A group of `torch.optim.Optimizer.param_groups`.
 Group = Mapping[str, Any]
+#: Key of groups whose optimizer stores something in bf16: the seed of the random bits by which it is rounded.
+_SEED = "rounding_seed"
+#: Elements of a piece on a CPU: 512 KiB in fp32, so that weights, gradients and momentum of one fit a core's cache.
+_PIECE = 2**17
+#: Elsewhere: 64 MiB in fp32. Its kernels run some thousand times as long as they take to start.
+_LARGE_PIECE = 2**24
 
 
 class Slots(NamedTuple):
@@ -26,35 +37,37 @@ class Slots(NamedTuple):
 
 
 class NamedOptimizer(torch.optim.Optimizer):
-    """An optimizer over the trainable parameters of a model, with state by parameter name.
+    """Base of optimizers over the trainable parameters of a model, with state by parameter name.
 
         class Momentum(NamedOptimizer):
             def slots(self, group): return Slots(("momentum",))
             def update(self, group, parameters, skip): ...
 
-    A subclass names its slots, which are made here as zeros (`fresh` may start them otherwise), and
-    updates the parameters of a group that have a gradient. What stands here holds for each of them:
+    A subclass names its slots, which start as zeros (`fresh` may start them otherwise), and updates the parameters of a
+    group that have a gradient. The base does the rest:
 
-    Parameters are the fp32 masters, and state is fp32. A subclass that computes in `widened` pieces, in a group of
-    which `rounds` is true, may say that it `rounds_weights`, then they may be bf16, and that it `rounds_state`, for
-    `config.state_dtype`. Weight decay applies to matrices, embeddings
-    included, not to vectors, norms, biases and stacks of them (`forge_core.kinds`). A tied parameter counts once, under its first name; frozen ones
-    (`requires_grad` False when this is built) are left out. A parameter without a gradient is not
-    touched by `step`. Groups of the configuration have a learning rate and decay of their own (see
-    `parameter_groups`); `set_multipliers` freezes and unfreezes them.
+    - Dtypes. Parameters are the fp32 masters, and state is fp32. A subclass that computes in the pieces of `in_fp32`,
+      in a group for which `is_rounded` is true, sets `rounds_weights`, so that weights may be bf16, and `rounds_state`,
+      so that `config.state_dtype` may be.
+    - Parameters. A tied one counts once, under its first name. Those that are frozen (`requires_grad` False) when this
+      is built are left out. `step` does not touch a parameter without a gradient.
+    - Weight decay applies to matrices, embeddings included, and not to vectors, norms, biases and stacks of them
+      (`forge_core.kinds`).
+    - Groups of the configuration have their own learning rate and decay (see `parameter_groups`); `set_multipliers`
+      freezes and unfreezes them.
 
-    It is a torch optimizer: `state_dict` and `load_state_dict` have torch's form, and torch's
-    schedulers, GradScaler and `torch.distributed.checkpoint` take it. `named_state` and
-    `load_named_state` hold the same by parameter name, which fits any layout of ranks.
+    `state_dict` and `load_state_dict` have torch's form, so torch's schedulers, GradScaler and
+    `torch.distributed.checkpoint` work. `named_state` and `load_named_state` hold the same by parameter name, which fits
+    any layout of ranks.
 
-    `groups` default to `parameter_groups(model, config)`; `defaults` are settings of every group beside
-    lr and weight_decay. Raises: ValueError without a trainable parameter, for parameters and a state_dtype in bf16
-    that it does not round, and for parameters that are still on the meta device.
+    `groups` default to `parameter_groups(model, config)`; `defaults` are settings of every group next to lr and
+    weight_decay. Raises ValueError without a trainable parameter, for parameters and a state_dtype in bf16 that the
+    subclass does not round, and for parameters on the meta device.
     """
 
     rounds_weights = False
     rounds_state = False
-    _places: dict[Tensor, Place] | None = None
+    _offsets: dict[Tensor, ElementOffset] | None = None
 
     def __init__(
         self,
@@ -75,14 +88,17 @@ class NamedOptimizer(torch.optim.Optimizer):
                 rule = "is on the meta device and has no values"
                 fix = "materialize the model first"
                 raise invalid(name, "meta", ..., rule, fix, where="parameter")
+
         settings = {"lr": config.lr, "weight_decay": config.weight_decay, **defaults}
         if half or any(p.dtype != torch.float32 for group in groups for _, p in group["params"]):
             settings |= {"state_dtype": config.state_dtype, _SEED: 0}
         super().__init__(groups, settings)
+
+        # all state now: a checkpoint is complete before the first step, and memory does not grow in it
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state_of(parameter, group)
-        take_part(self, model, config)
+        register_groups(self, model, config)
         set_group_lrs(self, config.lr)
 
     def slots(self, group: Group) -> Slots:
@@ -90,15 +106,15 @@ class NamedOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def update(self, group: Group, parameters: list[Tensor], skip: Tensor | None) -> None:
-        """Update `parameters`, those of the group that have a gradient and at least one, in place.
+        """Update `parameters` in place: those of the group that have a gradient, at least one.
 
         `skip` is None, or a 0-dim tensor on the parameters' device: where it is 1.0, nothing may change.
         """
         raise NotImplementedError
 
     @property
-    def masks(self) -> bool:
-        """Whether `update` reads `skip` on the device; else `step` does, on the host."""
+    def masks_on_device(self) -> bool:
+        """Whether `update` reads `skip` on the device; else `step` reads it on the host."""
         return True
 
     @property
@@ -112,29 +128,31 @@ class NamedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, skip: Tensor | None = None) -> Any:
-        """Update every parameter that has a gradient, in place.
+        """Update every parameter that has a gradient, in place; return the result of `closure`, if any.
 
-        `skip` (0-dim, 1.0 or 0.0) masks the whole update where it is 1: parameters, state, decay and step
-        counts stay as they are, whatever the gradients hold. It is read on the device, so nothing waits;
-        on another device than the parameters', or where `masks` is False, it costs one host sync. Returns
-        what `closure` does, None without one.
+        Where `skip` (0-dim, 1.0 or 0.0) is 1 it masks the whole update: parameters, state, decay and step counts stay as
+        they are, whatever the gradients hold. It is read on the device without a wait; on another device than the
+        parameters', or where `masks_on_device` is False, it costs one host sync.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if skip is not None and not self.masks:
+
+        if skip is not None and not self.masks_on_device:
             if float(skip):
                 return loss
             skip = None
         device = self.param_groups[0]["params"][0].device
         if skip is not None and skip.device != device:
-            skip = skip.to(device)  # torch's own copy would not be waited for
+            skip = skip.to(
+                device
+            )  # torch's fused kernels copy it without a wait, and would read it too early
         self.update_groups(skip)
         return loss
 
     def update_groups(self, skip: Tensor | None) -> None:
-        """`update` of each group that is not frozen."""
+        """Call `update` for each group with the parameters that have a gradient."""
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters:
@@ -153,40 +171,42 @@ class NamedOptimizer(torch.optim.Optimizer):
         made = {
             name: torch.zeros((), dtype=torch.float32, device=parameter.device) for name in numbers
         }
-        dtype = _DTYPES[group.get("state_dtype", "fp32")]
+        dtype = DTYPES[group.get("state_dtype", "fp32")]
         for name in tensors:
             made[name] = torch.zeros_like(
                 parameter, dtype=dtype, memory_format=torch.preserve_format
             )
         return made
 
-    def widened(
+    def in_fp32(
         self,
         parameter: Tensor,
         group: Group,
-        kept: Sequence[Tensor],
+        stored: Sequence[Tensor],
         others: Sequence[Tensor],
         first: int = 0,
     ) -> Iterator[list[Tensor]]:
-        """`rounding.widened` of a parameter's tensors on this rank, at its "step"; `count_step` comes behind."""
-        if self._places is None:
-            self._places = {}
-        if parameter not in self._places:
+        """`rounding.in_fp32` over this rank's parts of a parameter's tensors, at its "step"; call `count_step` after it."""
+        if self._offsets is None:
+            self._offsets = {}
+        if parameter not in self._offsets:
             (name,) = (n for n, p in named_parameters(self).items() if p is parameter)
-            self._places[parameter] = place_of(parameter, name, group[_SEED])
+            self._offsets[parameter] = offset_of(parameter, name, group[_SEED])
         step = self.state_of(parameter, group)["step"]
-        return widened(kept, others, self._places[parameter], step, first)
+        return in_fp32(stored, others, self._offsets[parameter], step, first)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Torch's, which would cast all state to the dtype of the parameter; here each keeps its own."""
+        """Load torch's form of state. Each tensor keeps its dtype, where torch would cast all to that of the parameter."""
         super().load_state_dict(state_dict)
-        for _, (parameter, group) in self._members():
+        for _, (parameter, group) in self._named_members():
             slots = {slot for names in self.slots(group) for slot in names}
             own = self.state.get(parameter)
-            if own and not slots <= own.keys():  # those of another kind of parameter (F146)
+            if own and not slots <= own.keys():  # of a version that took it for another kind (F146)
                 self.state[parameter] = self.fresh(parameter, group)
-        if not rounds(self.param_groups[0]):
+        if not is_rounded(self.param_groups[0]):
             return
+
+        # torch has cast what is stored in bf16 or fp32 to the dtype of the weights: copy it again from the given state
         ids = [i for group in state_dict["param_groups"] for i in group["params"]]
         members = [(p, group) for group in self.param_groups for p in group["params"]]
         for i, (parameter, group) in zip(ids, members):
@@ -200,28 +220,30 @@ class NamedOptimizer(torch.optim.Optimizer):
         """Return `{name: {slot: tensor, ..., number: float}}` for all parameters, such as AdamW's
         `{"exp_avg": tensor, "exp_avg_sq": tensor, "step": 3.0}`.
 
-        The tensors are the optimizer's own, not copies. A parameter that was never updated gets what its
-        first update starts from, so no update is needed beforehand. The learning rate is not part of it:
-        it is a function of the step. One host sync on a GPU where there are numbers.
+        The tensors are the optimizer's own, not copies. It is complete before the first update. The learning rate is not
+        part of it: it is a function of the step. One host sync on a GPU where there are numbers.
         """
         found: dict[str, dict[str, Tensor | float]] = {}
         numbers: list[Tensor] = []
-        for name, (parameter, group) in self._members():
+        for name, (parameter, group) in self._named_members():
             own = self.state_of(parameter, group)
             found[name] = {slot: own[slot] for slot in self.slots(group).tensors}
             numbers += [own[slot] for slot in self.slots(group).numbers]
-        values = iter(_values(numbers))
-        for name, (_, group) in self._members():
+
+        # all numbers in one host sync
+        first = numbers[0].device if numbers else None
+        values = iter(torch.stack([n.to(first) for n in numbers]).tolist() if numbers else [])
+        for name, (_, group) in self._named_members():
             found[name].update((slot, next(values)) for slot in self.slots(group).numbers)
         return found
 
     def load_named_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """Take over a named state of the same parameters; the next step is as if never interrupted.
+        """Copy in a named state of the same parameters; the next step is as if never interrupted.
 
-        Values are copied. Raises ValueError, before anything is changed, listing every parameter or slot
-        that is missing, extra, of another shape, or a plain tensor where this one holds a DTensor.
+        Raises ValueError, before anything is changed, listing every parameter or slot that is missing, extra, of another
+        shape, or a plain tensor where this optimizer holds a DTensor.
         """
-        members = dict(self._members())
+        members = dict(self._named_members())
         missing = (name for name in members if name not in state)
         problems = [Problem(n, "missing", ..., "is missing; the model has it") for n in missing]
         problems += [
@@ -231,8 +253,9 @@ class NamedOptimizer(torch.optim.Optimizer):
         ]
         for name in (name for name in members if name in state):
             parameter, group = members[name]
-            problems += _differences(name, parameter, self.slots(group), state[name])
+            problems += _state_problems(name, parameter, self.slots(group), state[name])
         raise_problems("optimizer state", problems)
+
         for name, (parameter, group) in members.items():
             own = self.state_of(parameter, group)
             with torch.no_grad():
@@ -241,28 +264,23 @@ class NamedOptimizer(torch.optim.Optimizer):
                 for slot in self.slots(group).numbers:
                     own[slot].fill_(float(state[name][slot]))
 
-    def _members(self) -> Iterator[tuple[str, tuple[nn.Parameter, Group]]]:
+    def _named_members(self) -> Iterator[tuple[str, tuple[nn.Parameter, Group]]]:
         """Each parameter with its group, by name."""
         group_of = {p: group for group in self.param_groups for p in group["params"]}
         for name, parameter in named_parameters(self).items():
             yield name, (parameter, group_of[parameter])
 
 
-#: Key of groups whose optimizer stores something in bf16: the seed of the chance.
-_SEED = "rounding_seed"
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-
-
-def rounds(group: Group) -> bool:
-    """Whether weights or state are stored in bf16, so that updates go through `widened`."""
+def is_rounded(group: Group) -> bool:
+    """Whether weights or state of a group are stored in bf16, so that updates go through `in_fp32`."""
     return _SEED in group
 
 
 def set_rounding_seed(optimizer: NamedOptimizer, seed: int) -> None:
-    """Of all chance from the next step on; without effect where everything is fp32."""
-    optimizer._places = None
+    """Set the seed of all random bits from the next step on; without effect where everything is fp32."""
+    optimizer._offsets = None
     for group in optimizer.param_groups:
-        if rounds(group):
+        if is_rounded(group):
             group[_SEED] = seed
 
 
@@ -271,34 +289,89 @@ def count_step(state: Mapping[str, Tensor], skip: Tensor | None) -> None:
     state["step"].add_(1 if skip is None else skip == 0)
 
 
-def _values(numbers: list[Tensor]) -> list[float]:
-    """Of 0-dim tensors, with one host sync."""
-    if not numbers:
-        return []
-    found: list[float] = torch.stack([n.to(numbers[0].device) for n in numbers]).tolist()
-    return found
-
-
-def _differences(
+def _state_problems(
     name: str, parameter: Tensor, slots: Slots, state: Mapping[str, Any]
 ) -> Iterator[Problem]:
+    """Problems of the state of one parameter: slots, and shape and layout of its tensors."""
     known = (*slots.tensors, *slots.numbers)
     for slot in (slot for slot in known if slot not in state):
         yield Problem(f"{name}.{slot}", "missing", ..., "is missing")
     for slot in (slot for slot in state if slot not in known):
         yield Problem(f"{name}.{slot}", "extra", ..., "is extra")
+
     for slot in (slot for slot in slots.tensors if slot in state):
-        yield from _unlike(f"{name}.{slot}", parameter, state[slot])
+        key, value, kind = f"{name}.{slot}", state[slot], type(state[slot]).__name__
+        if not isinstance(value, Tensor):
+            yield Problem(key, "type", value, f"is of type {kind} and must be a tensor")
+        elif value.shape != parameter.shape:
+            rule = f"must have the shape of the parameter {tuple(parameter.shape)}"
+            yield Problem(key, "shape", tuple(value.shape), rule)
+        # the attribute and not the type: a process without ranks does not import torch.distributed.tensor
+        elif hasattr(value, "placements") != hasattr(parameter, "placements"):
+            rule = f"is of type {kind} and must be distributed like the parameter"
+            yield Problem(key, "placements", ..., rule, "load into the tensors of named_state()")
 
 
-def _unlike(name: str, parameter: Tensor, value: object) -> Iterator[Problem]:
-    kind = type(value).__name__
-    if not isinstance(value, Tensor):
-        yield Problem(name, "type", value, f"is of type {kind} and must be a tensor")
-    elif value.shape != parameter.shape:
-        rule = f"must have the shape of the parameter {tuple(parameter.shape)}"
-        yield Problem(name, "shape", tuple(value.shape), rule)
-    # Duck-typed, so that torch.distributed.tensor is not imported by those who do not use it.
-    elif hasattr(value, "placements") != hasattr(parameter, "placements"):
-        rule = f"is of type {kind} and must be distributed like the parameter"
-        yield Problem(name, "placements", ..., rule, "load into the tensors of named_state()")
+def local_gradient(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter's gradient; communicates if that has other placements than the parameter."""
+    gradient: Any = parameter.grad
+    placements = getattr(parameter, "placements", None)
+    if placements is not None and gradient.placements != placements:
+        gradient = gradient.redistribute(placements=placements)
+    return local_tensor(gradient)
+
+
+def pieces(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[list[Tensor], ...]]:
+    """Yield columns of `rows` (tensors of one shape each) for functions over lists, such as `torch._foreach_*`.
+
+    On a CPU each function is a pass over memory, so a piece is one row, a core's cache of it at most: an update of five
+    passes then costs about as much as one. On a GPU, where each function is one kernel, a piece is as many rows as have
+    `_LARGE_PIECE` elements, and longer rows are split: temporary tensors are small, however large the model.
+    """
+    found: list[tuple[Tensor, ...]] = []
+    count = 0
+    for views in (views for row in rows for views in _split(row)):
+        if found and (_on_cpu(views) or count + views[0].numel() > _LARGE_PIECE):
+            yield tuple(map(list, zip(*found)))
+            found, count = [], 0
+        found.append(views)
+        count += views[0].numel()
+    if found:
+        yield tuple(map(list, zip(*found)))
+
+
+def _split(row: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+    """Views of a row's tensors of a piece's elements at most; along dim 0 where one is not contiguous."""
+    limit = _PIECE if _on_cpu(row) else _LARGE_PIECE
+    if row[0].numel() <= limit:
+        yield row
+    elif all(tensor.is_contiguous() for tensor in row):
+        yield from zip(*(tensor.view(-1).split(limit) for tensor in row))
+    else:
+        count = max(1, limit * len(row[0]) // row[0].numel())
+        yield from zip(*(tensor.split(count) for tensor in row))
+
+
+def _on_cpu(row: tuple[Tensor, ...]) -> bool:
+    return row[0].device.type == "cpu"
+
+
+class IdleOptimizer:
+    """The optimizer of a model whose parameters are all frozen, such as a pipeline stage. It has no state."""
+
+    def __init__(self) -> None:
+        self.param_groups: list[dict[str, Any]] = []
+
+    def step(self, *, skip: Tensor | None = None) -> None:
+        """Do nothing."""
+
+    def zero_grad(self) -> None:
+        """Do nothing."""
+
+    def set_lr(self, lr: float) -> None:
+        """Do nothing."""
+
+
+def trains_nothing(model: nn.Module) -> bool:
+    """Whether all parameters of `model` are frozen."""
+    return not any(parameter.requires_grad for parameter in model.parameters())

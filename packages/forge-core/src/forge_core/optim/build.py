@@ -1,26 +1,31 @@
-"""Optimizers by name."""
+"""Optimizers by name, and what they do to each parameter of a model."""
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from forge_core._shared.problems import Problem, invalid, problems_of, raise_problems
-from forge_core.kinds import parameter_kinds
+from forge_core._shared.names import without_layer_number
+from forge_core._shared.problems import (
+    Problem,
+    invalid,
+    problems_of,
+    raise_problems,
+)
+from forge_core.kinds import parameter_kinds, stacked_vectors
 from forge_core.optim.adamw import build_adamw
 from forge_core.optim.base import NamedOptimizer, set_rounding_seed
 from forge_core.optim.config import OptimizerConfig, ScheduleConfig
 from forge_core.optim.ema import EMA, unnamed
-from forge_core.optim.groups import lr_scales, match_groups, parameter_groups, take_part
+from forge_core.optim.groups import lr_scales, match_groups, parameter_groups, register_groups
 from forge_core.optim.lion import build_lion
-from forge_core.optim.muon import build_muon, hidden_matrices
+from forge_core.optim.muon import build_muon, hidden_matrices, in_block
 from forge_core.optim.schedule_free import build_schedule_free_adamw
 from forge_core.optim.stages import (
     StageConfig,
@@ -30,8 +35,7 @@ from forge_core.optim.stages import (
 )
 from forge_core.registry import Registry
 
-_LAYER = re.compile(r"(?<![^.])\d+(?=\.)")  # its number in a name
-#: Without them an object cannot be an optimizer; a torch optimizer needs no `set_lr`.
+#: Methods of every optimizer; a torch optimizer needs no `set_lr`.
 _METHODS = ("step", "zero_grad", "set_lr", "state_dict", "load_state_dict")
 
 
@@ -42,50 +46,52 @@ def build_optimizer(
 
     `optimizer = build_optimizer(model, OptimizerConfig(lr=1e-3))`
 
-    A name is one of Forge, or leads to one of these:
+    A name is one of Forge's, an entry point of forge.optimizers, or an import path, of
 
-    - a class of torch optimizers (`torch.optim:SGD`): built over groups in which matrices decay and other
-      parameters do not (`forge_core.kinds`), with those of lr, betas, eps and weight_decay that it takes, and the options;
-    - a callable `builder(model, config, **config.options)` that returns a torch optimizer, or an object with
-      `step()`, `zero_grad()`, `set_lr(lr)`, `state_dict()` and `load_state_dict(state)`.
+    - a class of torch optimizers (`torch.optim:SGD`): built over groups in which matrices decay and other parameters do
+      not (`forge_core.kinds`), with its options, and with lr, betas, eps and weight_decay as far as it takes them;
+    - a callable `builder(model, config, **config.options)` that returns a torch optimizer, or an object with `step()`,
+      `zero_grad()`, `set_lr(lr)`, `state_dict()` and `load_state_dict(state)`.
 
-    A `step(skip=...)` that masks an update (see `NamedOptimizer.step`) saves the runner a host sync per step. State
-    by parameter name, `named_state()` and `load_named_state(state)` complete before the first step, is
-    what a checkpoint holds where both are offered; it fits any layout of ranks.
+    A `step(skip=...)` that masks an update (see `NamedOptimizer.step`) saves the runner a host sync per step. Where an
+    optimizer defines `named_state()` and `load_named_state(state)`, state by parameter name that is complete before the
+    first step, a checkpoint holds that; it fits any layout of ranks.
 
-    Weights that are bf16, and state with `config.state_dtype`, are rounded stochastically by adamw, lion and muon (state
-    by schedule_free_adamw, too): by random bits that are a function of `seed`, name, step and element (see `rounding`).
+    adamw, lion and muon round bf16 weights stochastically, and state with `config.state_dtype`, as schedule_free_adamw
+    does: by random bits that are a function of `seed`, name, step and element (see `rounding`).
 
-    Raises: ValueError for an unknown name, for a setting that a torch class does not take, for groups that
-        do not fit the model or that a builder's optimizer does not show, and what the optimizer refuses.
+    Raises ValueError for an unknown name, a setting that a torch class does not take, groups that do not fit the model or
+    that the `param_groups` of a builder's optimizer do not show, and for what the optimizer itself checks.
     """
     config = OptimizerConfig() if config is None else config
     built = find_optimizer(config.name)
     lr_scales(model, config)
+
     settings: tuple[str, ...] = ()
     if _is_torch_class(built):
-        optimizer: Any = _over_groups(built, model, config)
+        optimizer: Any = _build_torch_optimizer(built, model, config)
         settings = (*(key for key in _settings(config) if key != "lr"), *config.options)
     else:
         OPTIMIZERS.check(built, config.name, config.options)
         optimizer = built(model, config, **config.options)
         _check_methods(optimizer, config.name, f"built a {type(optimizer).__name__}, which ")
-    if isinstance(optimizer, NamedOptimizer):  # which took part as it was made
+
+    if isinstance(optimizer, NamedOptimizer):  # it registered its groups when it was built
         set_rounding_seed(optimizer, seed)
     else:
-        take_part(optimizer, model, config, settings)
+        register_groups(optimizer, model, config, settings)
     return optimizer if config.ema.decay is None else EMA(optimizer, config.ema, seed=seed)
 
 
 def check_optimizer(model: nn.Module, config: OptimizerConfig) -> None:
-    """Raise the ValueErrors that `build_optimizer` would, as far as they show without a value.
+    """Raise the ValueErrors of `build_optimizer`, as far as they need no values of parameters.
 
-    `model` may be on the meta device; torch classes are tried on it, builders are only looked at.
+    `model` may be on the meta device; torch classes are built on it, builders are not called.
     """
     built = find_optimizer(config.name)
     check_parameters(model, config)
     if _is_torch_class(built):
-        _over_groups(built, model, config)
+        _build_torch_optimizer(built, model, config)
         if config.ema.decay is not None:
             raise unnamed(config.ema, config.name)
     else:
@@ -119,9 +125,9 @@ def schedule_warnings(optimizer: OptimizerConfig, schedule: ScheduleConfig) -> l
 
 
 def check_parameters(model: nn.Module, config: OptimizerConfig) -> None:
-    """Raise the ValueErrors of `build_optimizer` about names and shapes: groups, factors of rates, Muon's matrices.
+    """Raise the ValueErrors of `build_optimizer` about names and shapes: groups, factors of learning rates, Muon's matrices.
 
-    `model` is the whole one, of any dtype, on the meta device or not.
+    `model` is the unsharded one, of any dtype, on the meta device or not.
     """
     match_groups(model, config.groups)
     lr_scales(model, config)
@@ -130,7 +136,7 @@ def check_parameters(model: nn.Module, config: OptimizerConfig) -> None:
 
 
 def find_optimizer(name: str) -> Any:
-    """The builder that `optimizer.name` names; ValueError with the key for an unknown name."""
+    """Return the builder or class for `optimizer.name`; ValueError for an unknown name."""
     return OPTIMIZERS.find(name)
 
 
@@ -154,7 +160,7 @@ def freeze_groups(
 def saves_by_name(name: str) -> bool:
     """Whether the optimizer of a name has state by parameter name, as far as its class shows.
 
-    True for a name that leads nowhere, which `check_optimizer` reports; False for a function, which shows nothing.
+    True for an unknown name, which `check_optimizer` reports; False for a function, which shows no class.
     """
     if name in OPTIMIZERS.built_in:
         return True
@@ -167,9 +173,9 @@ def saves_by_name(name: str) -> bool:
 
 
 def describe_parameters(model: nn.Module, config: OptimizerConfig) -> list[str]:
-    """A table of text: kind, weight decay and optimizer of each parameter.
+    """Return a table of text, in lines: kind, weight decay and optimizer of each parameter.
 
-    One line for parameters whose names differ in numbers of layers only. Raises ValueError as `build_optimizer`.
+    Parameters whose names differ only in the number of a layer share a line. Raises ValueError as `build_optimizer`.
     """
     kinds = parameter_kinds(model)
     hidden = hidden_matrices(model, config) if config.name == "muon" else ()
@@ -183,7 +189,7 @@ def describe_parameters(model: nn.Module, config: OptimizerConfig) -> list[str]:
         if name in decays:
             decay, by = f"{decays[name]:g}", "muon" if name in hidden else others
         shape = " x ".join(map(str, parameter.shape)) or "1"
-        counts[_LAYER.sub("*", name), shape, kinds[name], decay, by] += 1
+        counts[without_layer_number(name), shape, kinds[name], decay, by] += 1
 
     head = ("parameter", "number", "shape", "kind", "weight decay", "trained by")
     table = [head, *((name, str(number), *rest) for (name, *rest), number in counts.items())]
@@ -191,23 +197,71 @@ def describe_parameters(model: nn.Module, config: OptimizerConfig) -> list[str]:
     return ["  ".join(f"{cell:<{w}}" for cell, w in zip(line, widths)).rstrip() for line in table]
 
 
+def changes_of_older_run(model: nn.Module, config: OptimizerConfig) -> list[str]:
+    """Return lines for a user: parameters whose decay, optimizer or learning rate differs from that of an earlier version.
+
+    They are trainable norms, biases and vectors in stacks, which were taken for matrices (F146), and matrices of
+    cross-attention blocks (F218). `model` is the unsharded model. Empty where nothing changed.
+    Usage: `changes_of_older_run(model, OptimizerConfig("muon"))`.
+    """
+    owners, shapes = match_groups(model, config.groups), dict(model.named_parameters())
+    own = {n: config.groups.get(owners.get(n, "")) for n in sorted(stacked_vectors(model))}
+
+    # stacks of vectors without a decay of their group, and those that Muon took for matrices
+    decayed = [n for n, group in own.items() if group is None or group.weight_decay is None]
+    orthogonalized = [
+        name
+        for name, group in own.items()
+        if shapes[name].ndim in (2, 3) and not name.endswith("bias")
+        if (in_block(name) if group is None or group.muon is None else group.muon)
+    ]
+    scales = lr_scales(model, config)
+
+    lines = []
+    if decayed and config.weight_decay:
+        decay = f"weight_decay = {config.weight_decay:g}"
+        keep = f"an [optimizer.groups] table with these patterns and {decay} keeps it"
+        lines.append(f"{_patterns(decayed)} had {decay}, and now do not decay: {keep}")
+    if orthogonalized and config.name == "muon":
+        lines.append(f"{_patterns(orthogonalized)} were trained by Muon, and now are by AdamW with new moments")  # fmt: skip
+
+    # matrices of cross-attention blocks, unless a group chooses their optimizer
+    crossed = [
+        name
+        for name in shapes
+        if ".cross_" in name
+        and getattr(config.groups.get(owners.get(name, "")), "muon", None) is None
+    ]
+    if config.name == "muon" and crossed and (new := hidden_matrices(model, config) & {*crossed}):
+        lines.append(f"{_patterns(sorted(new))} were trained by AdamW, and now are by Muon with new moments")  # fmt: skip
+    if scaled := [n for n in own if n in scales and len(set(scales.values())) > 1]:
+        lines.append(f"{_patterns(scaled)} had the learning rate of matrices of this width, and now have that of vectors")  # fmt: skip
+    return lines
+
+
+def _patterns(names: Iterable[str]) -> str:
+    """The names, with one pattern for all layers."""
+    return ", ".join(dict.fromkeys(map(without_layer_number, names)))
+
+
 def _is_torch_class(built: Any) -> bool:
-    """Whether it is called with parameters, and not with (model, config)."""
+    """Whether `built` is called with parameters, and not with (model, config)."""
     torch_class = isinstance(built, type) and issubclass(built, torch.optim.Optimizer)
     return torch_class and "params" in inspect.signature(built).parameters
 
 
-def _over_groups(
+def _build_torch_optimizer(
     kind: type[torch.optim.Optimizer], model: nn.Module, config: OptimizerConfig
 ) -> torch.optim.Optimizer:
+    """Build a class of torch optimizers over `parameter_groups`, with the settings that its signature takes."""
     taken = inspect.signature(kind).parameters
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         rule = "needs a closure that runs the model again, and a step has none"
-        raise invalid(
-            "optimizer.name", "closure", config.name, rule, "use an optimizer with step()"
-        )
+        fix = "use an optimizer with step()"
+        raise invalid("optimizer.name", "closure", config.name, rule, fix)
 
+    # a setting that the class does not take is an error unless it is at its default
     settings, defaults = _settings(config), _settings(OptimizerConfig(config.name))
     given = {key: value for key, value in settings.items() if _takes(taken.get(key), value)}
     ignored = {k: v for k, v in settings.items() if k not in given and v != defaults[k]}
@@ -218,18 +272,19 @@ def _over_groups(
             if group.weight_decay is not None
         }
     rule = f"cannot be given: {config.name} takes none like it"
-    odd = (
-        Problem(f"optimizer.{k}", "unsupported", v, rule, "leave it out")
-        for k, v in ignored.items()
+    raise_problems(
+        "",
+        (
+            Problem(f"optimizer.{key}", "unsupported", value, rule, "leave it out")
+            for key, value in ignored.items()
+        ),
     )
-    raise_problems("", odd)
-
     OPTIMIZERS._replace(arguments=("params",)).check(kind, config.name, config.options, given)
+
     groups = parameter_groups(model, config)
     if "weight_decay" not in given:
         for group in groups:
             del group["weight_decay"]
-
     try:
         return kind(groups, **given, **config.options)
     except TypeError as error:
@@ -241,24 +296,25 @@ def _over_groups(
 
 
 def _settings(config: OptimizerConfig) -> dict[str, Any]:
-    """What a torch class may be called with."""
+    """The settings that a torch class may take, by its name of them."""
     names = ("lr", "eps", "weight_decay", "state_dtype")
     return {"betas": config.resolved_betas, **{name: getattr(config, name) for name in names}}
 
 
 def _takes(parameter: inspect.Parameter | None, value: Any) -> bool:
-    """Whether a class takes a setting: Adafactor's eps, for one, is a pair and another thing, and Adan has three
-    betas."""
-    if parameter is None:
-        return False
-    return _length(parameter.default) == _length(value)
+    """Whether a class takes a setting under this name: its default has as many numbers.
 
+    Adafactor's eps is a pair with another meaning, and Adan has three betas.
+    """
 
-def _length(value: Any) -> int | None:
-    return len(value) if isinstance(value, tuple) else None
+    def length(value: Any) -> int | None:
+        return len(value) if isinstance(value, tuple) else None
+
+    return parameter is not None and length(parameter.default) == length(value)
 
 
 def _check_methods(optimizer: Any, name: str, built: str = "") -> None:
+    """ValueError for a class or an object that lacks a method of optimizers."""
     needed = [name for name in _METHODS if not callable(getattr(optimizer, name, None))]
     kind = optimizer if isinstance(optimizer, type) else type(optimizer)
     if issubclass(kind, torch.optim.Optimizer) and "set_lr" in needed:

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
+import torch
+
 from forge_core._config import (
     choice_problems,
     foreign,
@@ -21,18 +23,19 @@ from forge_core._shared.problems import Problem, raise_problems
 
 #: Optimizers that keep their state in bf16, rounded stochastically.
 HALF_STATE = ("adamw", "lion", "muon", "schedule_free_adamw")
-#: Averages of gradients and squares that an optimizer keeps; others count as AdamW, as Muon does for what it does not train.
+#: Averages of gradients and squares that an optimizer keeps; others, and the rest of Muon's parameters, count as AdamW.
 _AVERAGES = {"lion": 1, "schedule_free_adamw": 1, "sgd": 1}
-_BYTES = {"fp32": 4.0, "bf16": 2.0}
+#: Dtypes by the names that configurations use.
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 _BETAS = {
     "adamw": (0.9, 0.95),
     "lion": (0.9, 0.99),
     "muon": (0.9, 0.95),
     "schedule_free_adamw": (0.9, 0.999),
 }
-#: Keys of [optimizer] that not all built-in optimizers read; parts from outside are asked as they are built.
+#: Keys of [optimizer] that not all built-in optimizers read; optimizers from other packages are checked when built.
 _READERS = {"eps": ("adamw", "muon", "schedule_free_adamw")}
-#: Tables of [optimizer] that one optimizer alone reads.
+#: Tables of [optimizer] that only one optimizer reads.
 _TABLES = {"muon": "muon", "schedule_free": "schedule_free_adamw"}
 
 
@@ -171,7 +174,7 @@ class OptimizerConfig:
         """
         averages = 1 if matrix else _AVERAGES.get(self.name, 2)
         further = 2 * (self.name == "schedule_free_adamw") + (self.ema.decay is not None)
-        return averages * _BYTES[self.state_dtype] + further * weight
+        return averages * DTYPES[self.state_dtype].itemsize + further * weight
 
 
 @dataclass(frozen=True)

@@ -1,41 +1,85 @@
-"""Groups of parameters by patterns of their names: who belongs to which, and freezing them."""
+"""Parameters of a model and of any torch optimizer by name, their groups, learning rates, and freezing them."""
 
 from __future__ import annotations
 
-import difflib
-import re
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from forge_core._shared.names import match_names, nearest_names
 from forge_core._shared.problems import Problem, invalid, raise_problems
 from forge_core.kinds import ParameterKind, is_matrix, parameter_kinds, stacked_vectors
 from forge_core.optim.config import OptimizerConfig, OptimizerGroupConfig
-from forge_core.optim.named import set_group_lrs, trainable
+
+
+def trainable_parameters(model: nn.Module, *, rounds: bool = False) -> dict[str, nn.Parameter]:
+    """Return the parameters to train by name; a tied one counts once, under its first name.
+
+    Raises ValueError if there is none, and for one that is neither fp32 nor, for an optimizer that `rounds` its updates
+    stochastically, bf16.
+    """
+    allowed = (torch.float32, *([torch.bfloat16] if rounds else []))
+    parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    if not parameters:
+        rule = "is set for every parameter, so there is none to train"
+        raise invalid("requires_grad", "frozen", False, rule, "leave it True on some")
+    for name, parameter in parameters.items():
+        if parameter.dtype not in allowed:
+            rule = "must be fp32, as a plain update in another dtype loses small steps"
+            fix = "keep the model in fp32 and let the forward compute in bf16, or train weights in bf16 with adamw, lion or muon, which round updates stochastically"
+            raise invalid(name, "dtype", parameter.dtype, rule, fix, where="parameter")
+    return parameters
+
+
+def named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
+    """Return the parameters of an optimizer by name; its groups need torch's `param_names`."""
+    groups = optimizer.param_groups
+    return {n: p for group in groups for n, p in zip(group["param_names"], group["params"])}
+
+
+def set_lr(optimizer: Any, lr: float) -> None:
+    """Set the learning rate of the next step, in each group.
+
+    A group with an "lr_multiplier" or an "lr_scale" (timm's name) gets `lr` times both. An optimizer that defines a
+    method `set_lr` gets `lr` through that.
+    """
+    own = getattr(optimizer, "set_lr", None)
+    if own is not None:
+        own(lr)
+    else:
+        set_group_lrs(optimizer, lr)
+
+
+def set_group_lrs(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the rates of a torch optimizer's groups as `set_lr`; a rate that is a tensor is filled."""
+    for group in optimizer.param_groups:
+        rate = lr * group.get("lr_multiplier", 1.0) * group.get("lr_scale", 1.0)
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
 
 
 def match_groups(model: nn.Module, groups: Mapping[str, OptimizerGroupConfig]) -> dict[str, str]:
-    """{parameter name: group} of every parameter that a group's patterns match.
+    """Return {parameter name: group} of every parameter that a group's patterns match.
 
         match_groups(model, {"head": OptimizerGroupConfig(("lm_head.*",))}) == {"lm_head.weight": "head"}
 
-    A tied parameter has several names: a pattern of one of them is about all. Raises one ValueError that
+    A tied parameter has several names; a pattern that matches one of them counts for all. Raises one ValueError that
     lists every parameter that two groups match, and every pattern that matches nothing.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
+
     found: dict[str, str] = {}
     problems: list[Problem] = []
     for aliases in names.values():
-        owners = [
-            group for group, config in groups.items() if any(_fits(n, config) for n in aliases)
-        ]
+        owners = [group for group, own in groups.items() if match_names(own.patterns, aliases)]
         if len(owners) > 1:
             listed = " and ".join(f"optimizer.groups.{owner}" for owner in owners)
             rule = f"must be in one group at most, and patterns of {listed} match it"
@@ -45,15 +89,12 @@ def match_groups(model: nn.Module, groups: Mapping[str, OptimizerGroupConfig]) -
 
     known = [name for aliases in names.values() for name in aliases]
     for group, config in groups.items():
-        for pattern in config.patterns:
-            if not any(fnmatchcase(name, pattern) for name in known):
-                key, near = (
-                    f"optimizer.groups.{group}.patterns",
-                    ", ".join(_nearest(pattern, known)),
-                )
-                rule = "must match a parameter of the model, and matches none"
-                fix = f"the nearest names are {near or 'none: it has no parameter'}"
-                problems.append(Problem(key, "not_found", pattern, rule, fix))
+        for pattern in (p for p in config.patterns if not match_names([p], known)):
+            key = f"optimizer.groups.{group}.patterns"
+            rule = "must match a parameter of the model, and matches none"
+            near = nearest_names(pattern, known) or "none: it has no parameter"
+            fix = f"the nearest names are {near}"
+            problems.append(Problem(key, "not_found", pattern, rule, fix))
     raise_problems("", problems)
     return found
 
@@ -68,34 +109,34 @@ def check_groups_train(model: nn.Module, groups: Mapping[str, OptimizerGroupConf
 
 
 def groups_of_part(part: nn.Module, config: OptimizerConfig) -> dict[str, OptimizerGroupConfig]:
-    """The groups and patterns that match a part of a model, which has the names of the whole model.
+    """Return the groups and patterns that match a submodule whose parameters have the names of the full model.
 
-    `build_optimizer(stage, replace(config, groups=groups_of_part(stage, config)))` on a rank of a pipeline,
-    after `match_groups` on the whole model, which refuses patterns that match nothing anywhere.
+    `build_optimizer(stage, replace(config, groups=groups_of_part(stage, config)))` on a rank of a pipeline, after
+    `match_groups` on the full model, which raises for patterns that match nothing anywhere.
     """
     names = [name for name, _ in part.named_parameters(remove_duplicate=False)]
     found = {}
     for group, own in config.groups.items():
-        patterns = tuple(p for p in own.patterns if any(fnmatchcase(n, p) for n in names))
+        patterns = tuple(p for p in own.patterns if match_names([p], names))
         if patterns:
             found[group] = replace(own, patterns=patterns)
     return found
 
 
-#: Their update of an element is of the size of the rate, whatever the gradient's: `lr_scales` are made for these.
+#: Optimizers whose update of an element is of the size of the rate, whatever the gradient's: the rule of `lr_scales`.
 _SIZED_BY_RATE = ("adamw", "lion", "schedule_free_adamw")
 
 
 def lr_scales(model: nn.Module, config: OptimizerConfig) -> Mapping[str, float]:
-    """{parameter: factor of its rate} that a model's parametrization asks for (`model.lr_scales()`), if any.
+    """Return {parameter: factor of its learning rate} of a model's parametrization (`model.lr_scales()`), if it has one.
 
-    Raises ValueError for an optimizer that they are not made for.
+    Raises ValueError for an optimizer to whose update the rule does not apply.
     """
     scales: dict[str, float] = {}
     for prefix, module in model.named_modules():  # the model itself, or one inside of a wrapper
         if hasattr(type(module), "lr_scales"):
-            offered: Mapping[str, float] = module.lr_scales()
-            scales |= {f"{prefix}.{n}" if prefix else n: scale for n, scale in offered.items()}
+            own: Mapping[str, float] = module.lr_scales()
+            scales |= {f"{prefix}.{n}" if prefix else n: scale for n, scale in own.items()}
     if scales and config.name not in _SIZED_BY_RATE:
         rule = "has no rule for learning rates that scale with the model's width (parametrization 'mup')"
         fix = f"use {' or '.join(_SIZED_BY_RATE)}, or parametrization 'standard'"
@@ -106,21 +147,22 @@ def lr_scales(model: nn.Module, config: OptimizerConfig) -> Mapping[str, float]:
 def parameter_groups(
     model: nn.Module, config: OptimizerConfig, *, rounds: bool = False
 ) -> list[dict[str, Any]]:
-    """Torch's parameter groups over the trainable parameters, with names, for any torch optimizer.
+    """Return torch's parameter groups over the trainable parameters, with names, for any torch optimizer.
 
         optimizer = torch.optim.SGD(parameter_groups(model, config), lr=config.lr)
 
-    Without a group of the configuration matrices and embeddings decay by `config.weight_decay`, and vectors, norms,
-    biases and stacks of them do not (see `forge_core.kinds`). A group of its own becomes one of torch's, or two where it names no decay;
-    they have the keys "group", its name, and "lr_multiplier". Where the model scales rates (`lr_scales`) there is
-    one for each factor, with the key "lr_scale". Raises ValueError as `match_groups` and `lr_scales`, for
-    a model without a trainable parameter, and for parameters that are not fp32, nor bf16 for an optimizer that
-    `rounds` its updates stochastically.
+    Without groups in the configuration, matrices and embeddings decay by `config.weight_decay`, and vectors, norms,
+    biases and stacks of them do not (see `forge_core.kinds`). A group of the configuration becomes one of torch's, or
+    two if it sets no decay, with the keys "group" (its name) and "lr_multiplier". If the model scales learning rates
+    (`lr_scales`), there is one for each factor, with the key "lr_scale".
+
+    Raises ValueError as `match_groups`, `lr_scales` and `trainable_parameters`.
     """
-    parameters, scales = trainable(model, rounds=rounds), lr_scales(model, config)
+    parameters, scales = trainable_parameters(model, rounds=rounds), lr_scales(model, config)
     owners, kinds = match_groups(model, config.groups), parameter_kinds(model)
     others = {n: p for n, p in parameters.items() if n not in owners}
     found = _by_decay(others, kinds, config.weight_decay)
+
     for group, own in config.groups.items():
         members = {n: p for n, p in parameters.items() if owners.get(n) == group}
         if own.weight_decay is None:
@@ -129,22 +171,23 @@ def parameter_groups(
             rows = [{"params": list(members.items()), "weight_decay": own.weight_decay}]
         marks = {"group": group, "lr_multiplier": own.lr_multiplier}
         found += [{**row, **marks} for row in rows]
+
     if scales:
-        found = [part for row in found for part in _by_scale(row, scales)]
+        found = [group for row in found for group in _by_scale(row, scales)]
     return [group for group in found if group["params"]]
 
 
 def set_multipliers(optimizer: Any, multipliers: Mapping[str, float]) -> None:
-    """Give groups other learning rates from the next step on; 0 freezes a group, more than 0 trains it.
+    """Set the factors of groups' learning rates from the next step on; 0 freezes a group, more than 0 trains it.
 
         set_multipliers(optimizer, {"vision": 0.0, "head": 1.0})    # between steps; then set_lr
         set_multipliers(optimizer, {"vision": 0.1})                 # later: train it too
 
-    Frozen parameters get `requires_grad` False and lose their gradient, so nothing is computed, sent, counted
-    in the norm or decayed, and their state stays as it is. Trained again they go on with the moments and the
-    step count that they had: zeros and 0 if they never were trained, so AdamW corrects the bias of their
-    first steps as at the start of a run. Groups that are not named here, or not in this optimizer (on a rank
-    of a pipeline), are left alone. Under FSDP2 call `forge_parallel.follow_requires_grad(model)` next.
+    Frozen parameters get `requires_grad` False and lose their gradient, so nothing is computed, sent, counted in the
+    norm or decayed, and their state stays as it is. Trained again, they continue with their moments and step count; if
+    they never were trained these are 0, so AdamW corrects the bias of their first steps as at the start of a run. Groups
+    that are not named here, or not in this optimizer (on a rank of a pipeline), do not change. Under FSDP2 call
+    `forge_parallel.follow_requires_grad(model)` next.
     """
     for group in optimizer.param_groups:
         multiplier = multipliers.get(group.get("group"))
@@ -157,13 +200,13 @@ def set_multipliers(optimizer: Any, multipliers: Mapping[str, float]) -> None:
                 parameter.grad = None
 
 
-def take_part(
+def register_groups(
     optimizer: Any, model: nn.Module, config: OptimizerConfig, settings: Collection[str] = ()
 ) -> None:
-    """Start the groups of an optimizer that was just built; ValueError if it does not keep them apart.
+    """Apply the groups of `config` to an optimizer that was just built; ValueError if its `param_groups` mix them.
 
-    A torch optimizer that loads torch's form of state goes on with the groups and factors of `config`, not with those
-    of the state, and so with its `settings`: keys of `param_groups`.
+    Also register a hook: a torch optimizer that loads torch's form of state keeps the groups and factors of `config`,
+    and its `settings` (keys of `param_groups`), where torch would take those of the state.
     """
     owners = match_groups(model, config.groups)
     if owners:
@@ -171,8 +214,8 @@ def take_part(
         set_multipliers(optimizer, {name: own.lr_multiplier for name, own in config.groups.items()})
     if isinstance(optimizer, torch.optim.Optimizer):
         moved = stacked_vectors(model)
-        kept = partial(_keep_settings, keys=frozenset(settings), moved=moved)
-        optimizer.register_load_state_dict_pre_hook(kept)
+        keep = partial(_keep_settings, keys=frozenset(settings), moved=moved)
+        optimizer.register_load_state_dict_pre_hook(keep)
         if owners:
             set_group_lrs(optimizer, config.lr)
 
@@ -195,7 +238,7 @@ def _check_groups(
         raise invalid(f"optimizer.groups.{owners[lost[0]]}", "param_groups", ..., rule, fix)
 
 
-#: Keys by which a row of `param_groups` is a group of the configuration, has a factor of its rate, or is rounded.
+#: Keys of `param_groups` for groups of the configuration, factors of learning rates, and stochastic rounding.
 _MARKS = ("group", "lr_multiplier", "lr_scale", "state_dtype", "rounding_seed")
 
 
@@ -205,13 +248,13 @@ def _keep_settings(
     keys: Collection[str],
     moved: Collection[str],
 ) -> dict[str, Any]:
-    """A state to load with the marks and settings of this optimizer: torch would take the saved ones.
+    """Return the state to load with the `_MARKS` and settings of this optimizer, where torch would take the saved ones.
 
-    Parameters `moved` were in other groups in a version before.
+    Parameters `moved` were in other groups in an earlier version.
     """
     saved = _regrouped(state["param_groups"], optimizer.param_groups, moved)
     if len(saved) != len(optimizer.param_groups):
-        return state  # torch refuses it
+        return state  # torch raises ValueError
     rows = []
     for old, mine in zip(saved, optimizer.param_groups):
         unmarked = {key: value for key, value in old.items() if key not in _MARKS}
@@ -219,14 +262,14 @@ def _keep_settings(
     return {**state, "param_groups": rows}
 
 
-#: Keys of a group that say what its parameters are.
+#: Keys of a group that depend on its parameters.
 _OF_MEMBERS = ("params", "param_names", "weight_decay", "muon")
 
 
 def _regrouped(
     saved: list[dict[str, Any]], groups: list[dict[str, Any]], moved: Collection[str]
 ) -> list[dict[str, Any]]:
-    """Saved groups with the members of `groups`, by name, if only the parameters `moved` are in others (F146)."""
+    """Saved groups, with the members of `groups` by name where only the parameters `moved` changed their group (F146)."""
     ids = {n: i for row in saved for n, i in zip(row.get("param_names") or (), row["params"])}
     partitions = [
         [
@@ -236,6 +279,7 @@ def _regrouped(
         ]
         for rows in (saved, groups)
     ]
+
     if not moved or not ids.keys() >= {*moved} or partitions[0] != partitions[1]:
         return saved  # torch compares them
     shared = {k: v for k, v in saved[0].items() if all(k in row and row[k] == v for row in saved)}
@@ -248,7 +292,7 @@ def _by_decay(
     kinds: Mapping[str, ParameterKind],
     weight_decay: float,
 ) -> list[dict[str, Any]]:
-    """Matrices decay; vectors, norms, biases and stacks of them do not."""
+    """Two groups: matrices, which decay, and vectors, norms, biases and stacks of them, which do not."""
     decayed = [(name, p) for name, p in parameters.items() if is_matrix(kinds[name])]
     plain = [(name, p) for name, p in parameters.items() if not is_matrix(kinds[name])]
     return [
@@ -258,20 +302,8 @@ def _by_decay(
 
 
 def _by_scale(row: Mapping[str, Any], scales: Mapping[str, float]) -> list[dict[str, Any]]:
-    """A group in parts whose rates have one factor each."""
-    parts: dict[float, list[tuple[str, nn.Parameter]]] = {}
+    """Split a group by the factor of the learning rate."""
+    of_scale: dict[float, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in row["params"]:
-        parts.setdefault(scales.get(name, 1.0), []).append((name, parameter))
-    return [{**row, "params": members, "lr_scale": scale} for scale, members in parts.items()]
-
-
-def _fits(name: str, group: OptimizerGroupConfig) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in group.patterns)
-
-
-def _nearest(pattern: str, names: list[str]) -> list[str]:
-    """Names like a pattern, one of each kind of layer."""
-    kinds: dict[str, str] = {}
-    for name in names:
-        kinds.setdefault(re.sub(r"\.\d+(?=\.)", ".*", name), name)
-    return [kinds[kind] for kind in difflib.get_close_matches(pattern, kinds, n=3, cutoff=0.0)]
+        of_scale.setdefault(scales.get(name, 1.0), []).append((name, parameter))
+    return [{**row, "params": members, "lr_scale": scale} for scale, members in of_scale.items()]

@@ -7,13 +7,21 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor, nn
 
-from forge_core.optim.base import Group, NamedOptimizer, Slots, count_step, rounds
+from forge_core._shared.shards import local_tensor
+from forge_core.optim.base import (
+    Group,
+    NamedOptimizer,
+    Slots,
+    count_step,
+    is_rounded,
+    local_gradient,
+    pieces,
+)
 from forge_core.optim.config import OptimizerConfig
-from forge_core.optim.local import gradient_shard, pieces, shard
 
 
 class Lion(NamedOptimizer):
-    """EvoLved Sign Momentum (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms").
+    """EvoLved Sign Momentum (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2).
 
     `optimizer = Lion(model, OptimizerConfig("lion", lr=1e-4, weight_decay=1.0))`
 
@@ -21,61 +29,63 @@ class Lion(NamedOptimizer):
 
         p <- p - lr (sign(b1 m + (1 - b1) g) + weight_decay p);   m <- b2 m + (1 - b2) g
 
-    An update has the same size in every element, so rates are about a tenth of AdamW's, and
-    weight_decay ten times its. There is no eps. Groups, named state, the mask and what is refused: see
-    `NamedOptimizer`.
+    An update has the same size in every element, so learning rates are about a tenth of AdamW's, and weight_decay ten
+    times its value. There is no eps. Groups, named state, the mask and errors: see `NamedOptimizer`.
 
-    Cost: 4 bytes of momentum per trainable parameter (2 in bf16), made here; no communication, as every shard is
-    updated by itself; no host sync in `step`, and beyond that on a GPU 192 MiB at most within it.
+    Cost: 4 bytes of momentum per trainable parameter (2 in bf16), allocated here; no communication, as every shard is
+    updated by itself; no host sync in `step`, and within it 192 MiB of temporary tensors at most on a GPU.
     """
+
+    rounds_state = rounds_weights = True
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
         super().__init__(model, config, betas=config.resolved_betas)
 
-    rounds_state = rounds_weights = True
-
     def slots(self, group: Group) -> Slots:
-        return Slots(("exp_avg",), ("step",) if rounds(group) else ())
+        return Slots(("exp_avg",), ("step",) if is_rounded(group) else ())
 
     def update(self, group: Group, parameters: list[Tensor], skip: Tensor | None) -> None:
-        own = [
-            (shard(p), gradient_shard(p), shard(self.state_of(p, group)["exp_avg"]))
-            for p in parameters
-        ]
         beta1, beta2 = group["betas"]
         lr, decay = group["lr"], 1 - group["lr"] * group["weight_decay"]
-        if (
-            skip is not None
-        ):  # a rate and a factor of 0 and 1 where nothing may change, read on the device
+        if skip is not None:
+            # a rate of 0 and a factor of 1 where nothing may change: the host does not wait for the mask
             masked = skip != 0
             rate, decay = torch.where(masked, 0.0, -lr), torch.where(masked, 1.0, decay)
-        columns = self._widened(parameters, group) if rounds(group) else pieces(own)
-        for weights, gradients, momenta in columns:
+
+        for weights, gradients, momenta in self._columns(parameters, group):
             if skip is not None:  # the momentum, mixed with itself, stays as it is
                 gradients = [torch.where(masked, m, g) for m, g in zip(momenta, gradients)]
             signs = torch._foreach_lerp(momenta, gradients, 1 - beta1)
             torch._foreach_sign_(signs)
             torch._foreach_mul_(weights, decay)
+
             if skip is None:
                 torch._foreach_add_(weights, signs, alpha=-lr)
             else:
                 for weight, sign in zip(weights, signs):
                     weight.addcmul_(sign, rate)
             torch._foreach_lerp_(momenta, gradients, 1 - beta2)
-        for parameter in parameters if rounds(group) else ():
+
+        for parameter in parameters if is_rounded(group) else ():
             count_step(self.state_of(parameter, group), skip)
 
-    def _widened(
+    def _columns(
         self, parameters: list[Tensor], group: Group
-    ) -> Iterator[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
-        """Columns as of `pieces`, where something is stored in bf16."""
-        for parameter in parameters:
-            kept = [shard(parameter), shard(self.state_of(parameter, group)["exp_avg"])]
-            gradients = [gradient_shard(parameter)]
-            for weight, momentum, gradient in self.widened(parameter, group, kept, gradients):
+    ) -> Iterator[tuple[list[Tensor], ...]]:
+        """Pieces of (weights, gradients, momenta); of those that are stored in bf16, in fp32."""
+        rows = [
+            (local_tensor(p), local_gradient(p), local_tensor(self.state_of(p, group)["exp_avg"]))
+            for p in parameters
+        ]
+        if not is_rounded(group):
+            yield from pieces(rows)
+            return
+        for parameter, (weights, gradients, momenta) in zip(parameters, rows):
+            stored = [weights, momenta]
+            for weight, momentum, gradient in self.in_fp32(parameter, group, stored, [gradients]):
                 yield [weight], [gradient.float()], [momentum]
 
 
 def build_lion(model: nn.Module, config: OptimizerConfig) -> Lion:
-    """The builder behind the name `lion`."""
+    """Build Lion, for the name `lion`."""
     return Lion(model, config)

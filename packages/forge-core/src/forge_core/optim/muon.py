@@ -1,4 +1,7 @@
-"""Muon: momentum of a hidden matrix, orthogonalised as a whole however it is sharded; AdamW for the rest."""
+"""Muon: the momentum of a hidden matrix, orthogonalized in full however it is sharded; AdamW for the rest.
+
+Shapes: R rows and C columns of a matrix, E matrices of a stack, B matrices of one batch, sides m <= n.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from forge_core._shared.problems import invalid
+from forge_core._shared.shards import local_tensor
 from forge_core.kinds import is_matrix, parameter_kinds, stacked_vectors
 from forge_core.optim.adamw import AdamW
-from forge_core.optim.base import Group, Slots, count_step, rounds
-from forge_core.optim.config import OptimizerConfig
+from forge_core.optim.base import Group, Slots, count_step, is_rounded, local_gradient
+from forge_core.optim.config import DTYPES, OptimizerConfig
+from forge_core.optim.full_matrices import FullMatrices
 from forge_core.optim.groups import match_groups, parameter_groups
-from forge_core.optim.local import gradient_shard, shard
-from forge_core.optim.newton_schulz import flops, orthogonalise
-from forge_core.optim.whole import WholeMatrices
 
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-#: A block of a list of layers: a part of a name that is a number, or a cross-attention block before one.
+#: A member of a list of layers in a parameter's name: a number, or a cross-attention block before one.
 _BLOCK = re.compile(r"(^|\.)(cross_)?\d+\.")
+#: Coefficients of Keller Jordan's iteration, chosen for the steepest rise at zero: singular values end in about 0.7 to 1.2.
+_A, _B, _C = 3.4445, -4.7750, 2.0315
+_EPS = 1e-7
+#: Elements of a batch at most, if a matrix has fewer: bounds the temporary tensors of an iteration to 3 x 64 MiB in bf16.
+_BATCH = 2**25
+#: Rows of a block of a symmetric matmul on a CPU.
+_ROWS = 128
 
 
 class Muon(AdamW):
@@ -31,35 +39,35 @@ class Muon(AdamW):
 
     `optimizer = Muon(model, OptimizerConfig("muon", lr=1e-3, muon=MuonConfig(momentum=0.95)))`
 
-    With gradient G, momentum B and mu, as in torch.optim.Muon (Keller's B is 1 / (1 - mu) times this one, a
-    factor that the orthogonalisation drops):
+    With gradient G, momentum B and mu, as in torch.optim.Muon (Keller's B is 1 / (1 - mu) times this one, a factor that
+    the orthogonalization drops):
 
-        B <- mu B + (1 - mu) G;   O = orthogonalise(nesterov ? mu B + (1 - mu) G : B)
+        B <- mu B + (1 - mu) G;   O = orthogonalize(nesterov ? mu B + (1 - mu) G : B)
         W <- W - lr weight_decay W - lr s O
 
-    s depends on the matrix (out, in): "match_rms_adamw" 0.2 sqrt(max(out, in)) (Liu et al. 2025), with which
-    rates and decay of AdamW fit; "original" sqrt(max(1, out / in)). Each matrix of a stack of experts
-    (E, in, out) is one of its own. Which parameters these are: `hidden_matrices`. All others are AdamW's,
-    with the config's betas and eps, and `adamw_lr_multiplier` times the rate. Groups, named state, the
-    mask and what is refused: see `NamedOptimizer`.
+    s depends on the matrix (out, in): "match_rms_adamw" 0.2 sqrt(max(out, in)) (Liu et al. 2025, equation 4), for the
+    learning rates and decay of AdamW; "original" sqrt(max(1, out / in)). Each matrix of a stack of experts (E, in, out)
+    counts for itself. `hidden_matrices` chooses the parameters. AdamW updates all others, with the config's betas and
+    eps, and `adamw_lr_multiplier` times the learning rate. Groups, named state, the mask and errors: see `NamedOptimizer`.
 
-    A sharded matrix is gathered in `ns_dtype` on one of the ranks that share it, orthogonalised there and sent
-    back (`WholeMatrices`), so the update is that of the whole matrix on any layout. A parameter without a
-    gradient on this rank is not touched here, and counts as zero for the others.
+    A sharded matrix is gathered in `ns_dtype` on one of its ranks, orthogonalized there and sent back (`FullMatrices`),
+    so the update is that of the full matrix in any layout. A parameter without a gradient on this rank does not change
+    here, and counts as zero for the others.
 
-    Cost: 4 bytes of momentum for a parameter of Muon, 8 of moments for the others (in bf16 half), made here. A step of one
-    process does not communicate. On ranks it does two all-to-alls for each axis of a mesh that cuts matrices and an
-    all-gather for each that copies them, for all matrices of a mesh together. No host sync.
+    Cost: 4 bytes of momentum for a parameter of Muon, 8 of moments for the others (in bf16 half), allocated here. A step
+    of one process does not communicate. On several ranks it does two all-to-alls for each mesh axis that shards matrices
+    and an all-gather for each that replicates them, for all matrices of a mesh together. No host sync.
     """
 
-    _whole: tuple[list[Tensor], WholeMatrices] | None = None
+    _full: tuple[list[Tensor], FullMatrices] | None = None
     _stacked_vectors: frozenset[str] = frozenset()
     _crossed: frozenset[str] = frozenset()
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
         names, self._stacked_vectors = hidden_matrices(model, config), stacked_vectors(model)
         self._crossed = frozenset(name for name in names if ".cross_" in name)
-        # in groups, as copies of an optimizer keep these and no attributes
+
+        # settings are kept in the groups: a copy of an optimizer has those, and no attributes
         settings = asdict(config.muon)
         scale = {"lr_scale": settings.pop("adamw_lr_multiplier")}
         groups = []
@@ -73,13 +81,13 @@ class Muon(AdamW):
     def slots(self, group: Group) -> Slots:
         if not group["muon"]:
             return super().slots(group)
-        return Slots(("momentum_buffer",), ("step",) if rounds(group) else ())
+        return Slots(("momentum_buffer",), ("step",) if is_rounded(group) else ())
 
     def outdated_slots(self, name: str, saved: Collection[str]) -> set[str]:
-        """Saved slots of a parameter that a version before gave to the other optimizer: a stack of vectors, which it took
-        for a matrix (F146), or a matrix of a cross-attention block (F218).
+        """Saved slots of a parameter that the other optimizer trained in an earlier version: a stack of vectors, then
+        taken for a matrix (F146), or a matrix of a cross-attention block (F218).
 
-        Its moments start anew; `load_named_state` and a checkpoint leave these slots out.
+        Its moments start from zero; `load_named_state` and a checkpoint leave these slots out.
         """
         to_adamw = name in self._stacked_vectors and "momentum_buffer" in saved
         to_muon = name in self._crossed and "exp_avg" in saved
@@ -87,67 +95,73 @@ class Muon(AdamW):
         return slots.intersection(saved) if to_adamw or to_muon else set()
 
     def load_named_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
-        """As `NamedOptimizer.load_named_state`; a parameter with `outdated_slots` starts anew."""
+        """As `NamedOptimizer.load_named_state`; a parameter with `outdated_slots` starts from zero."""
         found = dict(state)
-        for name, (parameter, group) in self._members():
+        for name, (parameter, group) in self._named_members():
             if self.outdated_slots(name, state.get(name, ())):
                 found[name] = self.fresh(parameter, group)
         super().load_named_state(found)
 
     def update_groups(self, skip: Tensor | None) -> None:
         rows = [(p, g) for g in self.param_groups if g["muon"] for p in g["params"]]
-        # known from the layout and not from gradients, which ranks may have differently
-        rows = [(p, g) for p, g in rows if p.requires_grad and _takes_part(p)]
+        rows = [(p, g) for p, g in rows if p.requires_grad and _updates_this_step(p)]
         if rows:
             self._update_hidden(rows, skip)
+
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters and not group["muon"]:
                 self.update(group, parameters, skip)
 
     def _update_hidden(self, rows: Sequence[tuple[Tensor, Group]], skip: Tensor | None) -> None:
+        """Update the matrices of `rows`, in the same order on all ranks."""
         settings = rows[0][1]  # the same in all groups
-        dtype = _DTYPES[settings["ns_dtype"]]
+        dtype = DTYPES[settings["ns_dtype"]]
+
+        # gather, orthogonalize and scatter all matrices at once
         parts = [self._direction(p, group, skip).to(_device(p), dtype) for p, group in rows]
-        work = partial(orthogonalise, steps=settings["ns_steps"], dtype=dtype)
-        updates = self._matrices([p for p, _ in rows]).work(parts, work)
+        work = partial(orthogonalize, steps=settings["ns_steps"], dtype=dtype)
+        updates = self._full_matrices([p for p, _ in rows]).work(parts, work)
+
         for (parameter, group), update in zip(rows, updates):
-            if parameter.grad is not None and rounds(group):
-                weights = [shard(parameter)]
-                for piece, part in self.widened(parameter, group, weights, [update], first=1):
+            if parameter.grad is not None and is_rounded(group):
+                weights = [local_tensor(parameter)]
+                # first=1: the momentum was rounded by the bits of number 0 in this step
+                for piece, part in self.in_fp32(parameter, group, weights, [update], first=1):
                     _apply(piece, parameter, group, part, skip)
                 count_step(self.state_of(parameter, group), skip)
             elif parameter.grad is not None:
-                _apply(shard(parameter), parameter, group, update, skip)
+                _apply(local_tensor(parameter), parameter, group, update, skip)
 
-    def _matrices(self, parameters: list[Tensor]) -> WholeMatrices:
-        """Of parameters, which change with the groups that are frozen."""
-        known = self._whole
+    def _full_matrices(self, parameters: list[Tensor]) -> FullMatrices:
+        """The plan of communication for `parameters`, which change when groups are frozen."""
+        known = self._full
         if known is None or list(map(id, known[0])) != list(map(id, parameters)):
-            self._whole = known = (parameters, WholeMatrices(parameters, cost=flops))
+            self._full = known = (parameters, FullMatrices(parameters, cost=flops))
         return known[1]
 
     def _direction(self, parameter: Tensor, group: Group, skip: Tensor | None) -> Tensor:
-        """This rank's part of what is orthogonalised; moves the momentum."""
-        momentum = shard(self.state_of(parameter, group)["momentum_buffer"])
+        """Move the momentum; return this rank's part of the matrix to orthogonalize."""
+        momentum = local_tensor(self.state_of(parameter, group)["momentum_buffer"])
         if parameter.grad is None:
             return torch.zeros_like(momentum)
-        gradient = gradient_shard(parameter)
-        if not rounds(group):
+        gradient = local_gradient(parameter)
+        if not is_rounded(group):
             return _move(momentum, gradient, group, skip)
-        found = torch.empty_like(momentum, dtype=_DTYPES[group["ns_dtype"]])
-        for own, part, result in self.widened(parameter, group, [momentum], [gradient, found]):
+
+        found = torch.empty_like(momentum, dtype=DTYPES[group["ns_dtype"]])
+        for own, part, result in self.in_fp32(parameter, group, [momentum], [gradient, found]):
             result.copy_(_move(own, part.float(), group, skip))
         return found
 
 
 def hidden_matrices(model: nn.Module, config: OptimizerConfig) -> set[str]:
-    """Names of the parameters that Muon updates.
+    """Return the names of the parameters that Muon updates.
 
-    Matrices (R, C) and stacks of matrices (E, R, C), by `parameter_kinds`, below a block, which is a member of a list
-    of modules: a part of the name is a number, or `cross_` and a number (forge_vlm's cross-attention blocks). So embedding
-    and head of a model, which stand outside of its blocks, vectors, norms, biases and convolutions are AdamW's. `muon` of a group that a parameter is
-    in decides otherwise about its matrices, embeddings included. Raises ValueError if there is no matrix for it, trained or not.
+    They are matrices (R, C) and stacks of matrices (E, R, C), by `parameter_kinds`, below a member of a list of modules:
+    a part of the name is a number, or `cross_` and a number (forge_vlm's cross-attention blocks). AdamW updates the
+    embedding and head of a model, which are outside of its blocks, vectors, norms, biases and convolutions. `muon` of a
+    group overrides this for its matrices, embeddings included. Raises ValueError if there is no matrix, frozen or not.
     """
     owners, kinds = match_groups(model, config.groups), parameter_kinds(model)
     found, matrices = set(), False
@@ -159,6 +173,7 @@ def hidden_matrices(model: nn.Module, config: OptimizerConfig) -> set[str]:
             matrices |= hidden or chosen is not None
             if hidden if chosen is None else chosen:
                 found.add(name)
+
     if not matrices:
         rule = "must have a matrix below a block (layers.0.weight), and the model has none"
         fix = "name some in a group: [optimizer.groups.hidden] with patterns and muon = true, or use adamw"
@@ -167,17 +182,17 @@ def hidden_matrices(model: nn.Module, config: OptimizerConfig) -> set[str]:
 
 
 def in_block(name: str) -> bool:
-    """Whether a parameter is below a block: a member of a list of modules, or a cross-attention block before one."""
+    """Whether a parameter is below a member of a list of modules, or a cross-attention block before one."""
     return _BLOCK.search(name) is not None
 
 
-def _takes_part(parameter: Tensor) -> bool:
-    """A DTensor always, as other ranks may have a gradient; a plain tensor with one."""
+def _updates_this_step(parameter: Tensor) -> bool:
+    """Sharded parameters always: another rank may hold a gradient. A plain tensor if it has a gradient."""
     return hasattr(parameter, "placements") or parameter.grad is not None
 
 
 def _device(parameter: Tensor) -> torch.device:
-    """Where to compute: with a DTensor that is offloaded, the device of its mesh."""
+    """Device to compute on: that of the mesh for a DTensor, whose shard may be offloaded to the CPU."""
     mesh: Any = getattr(parameter, "device_mesh", None)
     return parameter.device if mesh is None else torch.device(mesh.device_type)
 
@@ -185,7 +200,7 @@ def _device(parameter: Tensor) -> torch.device:
 def _move(
     momentum: Tensor, gradient: Tensor, group: Mapping[str, Any], skip: Tensor | None
 ) -> Tensor:
-    """The momentum's step, in place; what is orthogonalised."""
+    """Move the momentum in place; return the matrix to orthogonalize."""
     if skip is not None:  # then the momentum, mixed with itself, stays as it is
         gradient = torch.where(skip != 0, momentum, gradient)
     momentum.lerp_(gradient, 1 - group["momentum"])
@@ -199,8 +214,7 @@ def _apply(
     update: Tensor,
     skip: Tensor | None,
 ) -> None:
-    """Decay of a parameter's `weights`, and the update times its rate, in place; factors of 1 and 0 where `skip`
-    is 1."""
+    """Decay `weights` of a parameter and add the scaled update, in place; by factors of 1 and 0 where `skip` is 1."""
     lr = group["lr"]
     decay: Any = 1 - lr * group["weight_decay"]
     rate: Any = -lr * scale(parameter, group["adjust"])
@@ -210,13 +224,82 @@ def _apply(
 
 
 def scale(parameter: Tensor, adjust: str) -> float:
-    """Factor of the rate for a matrix (out, in), or for those of a stack (E, in, out)."""
+    """Factor of the learning rate for a matrix (out, in), or for the matrices of a stack (E, in, out)."""
     out, into = parameter.shape[-2:] if parameter.ndim == 2 else parameter.shape[:-3:-1]
     if adjust == "original":
         return max(1.0, out / into) ** 0.5
     return 0.2 * max(out, into) ** 0.5
 
 
+def orthogonalize(matrices: list[Tensor], steps: int, dtype: torch.dtype) -> list[Tensor]:
+    """Return about U V^T of each matrix U S V^T, by Newton-Schulz: singular values become nearly 1, directions stay.
+
+        orthogonalize([torch.randn(64, 256)], steps=5, dtype=torch.float32)
+
+    Keller Jordan, "Muon: An optimizer for hidden layers in neural networks" (2024). Any shapes (R, C); results have the
+    same shapes and `dtype`, in which all of it is computed. A zero matrix stays zero. Matrices of one shape, or its
+    transpose, share batched matmuls: 3 of them per step and shape.
+
+    Cost: 2 m^2 (2 n + m) FLOPs per step; memory of four times a batch.
+    """
+    batches: dict[tuple[int, int], list[int]] = {}
+    for i, matrix in enumerate(matrices):
+        batches.setdefault((min(matrix.shape), max(matrix.shape)), []).append(i)
+
+    found: dict[int, Tensor] = {}
+    for (m, n), members in batches.items():
+        size = max(1, _BATCH // max(1, m * n))
+        for first in range(0, len(members), size):
+            some = members[first : first + size]
+            wide = torch.stack([_wide(matrices[i]).to(dtype) for i in some])  # (B, m, n)
+            for i, result in zip(some, _iterate(wide, steps).unbind()):
+                found[i] = result if matrices[i].shape == result.shape else result.mT
+    return [found[i] for i in range(len(matrices))]
+
+
+def flops(rows: int, columns: int) -> int:
+    """FLOPs of one step of the iteration for a matrix of this shape."""
+    m, n = min(rows, columns), max(rows, columns)
+    return 2 * m * m * (2 * n + m)
+
+
+def _wide(matrix: Tensor) -> Tensor:
+    return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
+
+
+def _iterate(x: Tensor, steps: int) -> Tensor:
+    """(B, m, n), over their Frobenius norms, through `steps` of X <- a X + b (X X^T) X + c (X X^T)^2 X."""
+    x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_EPS)
+    for _ in range(steps):
+        gram = _symmetric(x, x.mT)  # (B, m, m)
+        factor = _symmetric(gram, gram, gram)  # b gram + c gram^2
+        x = torch.baddbmm(x, factor, x, beta=_A)
+    return x
+
+
+def _symmetric(a: Tensor, b: Tensor, gram: Tensor | None = None) -> Tensor:
+    """a @ b, or with a Gram matrix b gram + c a @ b of the iteration; (B, m, m), known to be symmetric.
+
+    A CPU spends all its time in matmuls, so there only the blocks on and below the diagonal are computed, and mirrored:
+    from half (many blocks) to all (one) of the FLOPs.
+    """
+    if a.device.type != "cpu" or a.size(1) <= _ROWS:
+        return a @ b if gram is None else torch.baddbmm(gram, a, b, beta=_B, alpha=_C)
+    out = a.new_empty(len(a), a.size(1), a.size(1))
+    for i, square in enumerate(out):  # one by one: batches of strided blocks would be copied
+        for start in range(0, len(square), _ROWS):
+            rows, end = slice(start, start + _ROWS), start + _ROWS
+            left, right = a[i, rows], b[i, :, :end]
+            if gram is None:
+                block = left @ right
+            else:
+                block = torch.addmm(gram[i, rows, :end], left, right, beta=_B, alpha=_C)
+
+            square[rows, :end] = block
+            square[:start, rows] = block[:, :start].mT
+    return out
+
+
 def build_muon(model: nn.Module, config: OptimizerConfig) -> Muon:
-    """The builder behind the name `muon`."""
+    """Build Muon, for the name `muon`."""
     return Muon(model, config)

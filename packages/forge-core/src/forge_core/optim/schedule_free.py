@@ -1,50 +1,61 @@
-"""Schedule-free AdamW: gradients at one point, an average at another, and no decay of the rate to plan."""
+"""Schedule-free AdamW: gradients at one point, an average at another, and no decay of the learning rate to plan."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from forge_core.optim.base import Group, NamedOptimizer, Slots, rounds
+from forge_core._shared.shards import local_tensor
+from forge_core.optim.base import (
+    Group,
+    NamedOptimizer,
+    Slots,
+    is_rounded,
+    local_gradient,
+    pieces,
+)
 from forge_core.optim.config import OptimizerConfig
-from forge_core.optim.local import gradient_shard, pieces, shard
 
 _NUMBERS = ("step", "lr_max", "weight_sum")
 _TINY = 1e-38
 
 
 class ScheduleFreeAdamW(NamedOptimizer):
-    """ "The Road Less Scheduled" (Defazio et al. 2024), with Adam's denominator and decoupled decay at y.
+    """ "The Road Less Scheduled" (Defazio et al. 2024, algorithm 1), with Adam's denominator and decoupled decay at y.
 
         optimizer = ScheduleFreeAdamW(model, OptimizerConfig("schedule_free_adamw", lr=2.5e-3))
         loss.backward(); optimizer.step()                     # the model's weights are y
         optimizer.eval(); evaluate(model); optimizer.train()  # they are x, the average, in between
 
-    With gradient g at y, betas (b1, b2), rate lr and the share c of this step in the average:
+    With gradient g at y, betas (b1, b2), learning rate lr and the fraction c of this step in the average:
 
         v <- b2 v + (1 - b2) g^2;   z <- z - lr (g / (sqrt(v / (1 - b2^t)) + eps) + weight_decay y)
         x <- (1 - c) x + c z;       y <- (1 - b1) z + b1 x
 
-    c is this step's weight t^r (greatest lr so far)^weight_lr_power over the sum of all: nearly 1 / t. The rate
-    warms up and then usually stays constant; any other is used as it is set, as in the authors' package. Both points begin at the weights as they are at the first update.
+    c is the weight of this step, t^r (greatest lr so far)^weight_lr_power, over the sum of all weights: nearly 1 / t.
+    The learning rate usually warms up and then stays constant; any other is used as it is set, as in the authors'
+    package. x and z start at the weights as they are at the first update.
 
-    Between `eval()` and `train()` the weights are x, the model to evaluate, to save and to give away. What
-    is written into them then is the new x, so a checkpoint is loaded there: `named_state()` (z, v and numbers, not
-    x) and `load_named_state()` want it, and `step` refuses it. y always comes from x and z by the same
-    operations, so a look at x changes no bits, and weights and named state are enough to go on with the same
-    ones. Torch's form of state has x, too. Under FSDP2 call `forge_parallel.reshard(model)` before either call.
+    Between `eval()` and `train()` the weights are x: to evaluate, to save, and to distribute. Weights that are written
+    there are the new x, so load a checkpoint there. `named_state()` (z, v and numbers, not x) and `load_named_state()`
+    raise RuntimeError elsewhere, and `step` raises there. y is always computed from x and z by the same operations, so
+    `eval()` and `train()` change no bits, and weights and named state are enough to continue with the same bits. Torch's
+    form of state has x, too. Under FSDP2 call `forge_parallel.reshard(model)` before either call.
 
-    Cost: 12 bytes of state per trainable parameter, of which named state has 8 (10 and 6 with the squares in bf16); no communication, no host
-    sync. `weight_sum` is in units of the greatest weight, so that fp32 counts every step of a long run.
+    Cost: 12 bytes of state per trainable parameter, of which named state has 8 (10 and 6 with the squares in bf16); no
+    communication, no host sync. `weight_sum` is in units of the greatest weight, so that fp32 counts every step of a
+    long run.
     """
+
+    rounds_state = True
 
     def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
         own = config.schedule_free
-        self._begun: set[Tensor] = set()
+        self._started: set[Tensor] = set()
         super().__init__(
             model,
             config,
@@ -56,11 +67,9 @@ class ScheduleFreeAdamW(NamedOptimizer):
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Torch calls it for a copy and behind `load_state_dict`: the points may be others."""
+        """Torch calls it for a copy and in `load_state_dict`: x and z may be other tensors."""
         super().__setstate__(state)
-        self._begun = set()
-
-    rounds_state = True
+        self._started = set()
 
     def slots(self, group: Group) -> Slots:
         return Slots(("z", "exp_avg_sq"), _NUMBERS)
@@ -71,151 +80,147 @@ class ScheduleFreeAdamW(NamedOptimizer):
 
     @torch.no_grad()
     def eval(self) -> None:
-        """Put x, the average, into the weights, if they are not there."""
+        """Put x, the average, into the weights, if it is not there."""
         for group in self.param_groups:
             for parameter in group["params"] if group["train_mode"] else ():
                 state = self.state_of(parameter, group)
-                self._begin(parameter, state)
-                shard(parameter).copy_(shard(state["x"]))
+                self._start(parameter, state)
+                local_tensor(parameter).copy_(local_tensor(state["x"]))
             group["train_mode"] = False
 
     @torch.no_grad()
     def train(self) -> None:
-        """Take the weights as x, and put y into them, if they are not there."""
+        """Take the weights as x, and put y into them, if it is not there."""
         for group in self.param_groups:
             for parameter in group["params"] if not group["train_mode"] else ():
                 state = self.state_of(parameter, group)
-                shard(state["x"]).copy_(shard(parameter))
-                self._begun.discard(parameter)  # x may be another run's first
-                self._begin(parameter, state)
-                rows = (shard(parameter), shard(state["x"]), shard(state["z"]))
-                for columns in pieces([rows]):
+                local_tensor(state["x"]).copy_(local_tensor(parameter))
+                self._started.discard(parameter)  # x may be the first of a fork of another run
+                self._start(parameter, state)
+
+                row = tuple(map(local_tensor, (parameter, state["x"], state["z"])))
+                for columns in pieces([row]):
                     for y, x, z in zip(*columns):
                         y.copy_(_training_point(x, z, group["betas"][0]))
             group["train_mode"] = True
 
     def named_state(self) -> dict[str, dict[str, Tensor | float]]:
         """As `NamedOptimizer.named_state`; RuntimeError unless the weights are x."""
-        self._refuse(True, "named state belongs to the average", "eval")
+        self._require_mode(False, "named state belongs to the average", "eval")
         return super().named_state()
 
     def load_named_state(self, state: Mapping[str, Mapping[str, Any]]) -> None:
         """As `NamedOptimizer.load_named_state`; RuntimeError unless the weights are x."""
-        self._refuse(True, "named state belongs to the average", "eval")
+        self._require_mode(False, "named state belongs to the average", "eval")
         super().load_named_state(state)
 
     def update_groups(self, skip: Tensor | None) -> None:
-        self._refuse(False, "a step needs gradients of the training point", "train")
+        self._require_mode(True, "a step needs gradients of the training point", "train")
         super().update_groups(skip)
 
     def update(self, group: Group, parameters: list[Tensor], skip: Tensor | None) -> None:
         states = [self.state_of(parameter, group) for parameter in parameters]
         for parameter, state in zip(parameters, states):
-            self._begin(parameter, state)
-        numbers = zip(*_count(group, states, skip))
-        if rounds(group):
-            self._update_widened(group, parameters, states, numbers, skip)
-            return
-        for parameter, state, of_step in zip(parameters, states, numbers):
-            tensors = (state[name] for name in ("x", "z", "exp_avg_sq"))
-            row = (shard(parameter), gradient_shard(parameter), *map(shard, tensors))
-            for columns in pieces([row]):
-                for piece in zip(*columns):
-                    _update(group, piece, of_step, skip)
+            self._start(parameter, state)
 
-    def _update_widened(
-        self,
-        group: Group,
-        parameters: list[Tensor],
-        states: list[dict[str, Tensor]],
-        numbers: Iterable[tuple[Tensor, ...]],
-        skip: Tensor | None,
-    ) -> None:
-        """As `update`, where the average of squares is in bf16; the points are not."""
-        for parameter, state, of_step in zip(parameters, states, numbers):
-            points = (
-                shard(parameter),
-                gradient_shard(parameter),
-                shard(state["x"]),
-                shard(state["z"]),
-            )
-            squares = [shard(state["exp_avg_sq"])]
-            for square, *others in self.widened(parameter, group, squares, points):
-                _update(group, (*others, square), of_step, skip)
+        for parameter, state, numbers in zip(parameters, states, zip(*_count(group, states, skip))):
+            y, x, z = map(local_tensor, (parameter, state["x"], state["z"]))
+            gradient, squares = local_gradient(parameter), local_tensor(state["exp_avg_sq"])
+            if is_rounded(group):  # the squares are in bf16, the points never
+                others = (y, gradient, x, z)
+                for square, *piece in self.in_fp32(parameter, group, [squares], others):
+                    _update(group, (*piece, square), numbers, skip)
+            else:
+                for columns in pieces([(y, gradient, x, z, squares)]):
+                    for row in zip(*columns):
+                        _update(group, row, numbers, skip)
 
-    def _begin(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
-        """Until its first update both points are the weights, which may have changed since this was built."""
-        if parameter in self._begun:
+    def _start(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
+        """Copy the weights to x and z before the first update: they may have changed since this was built."""
+        if parameter in self._started:
             return
-        self._begun.add(parameter)
-        weights, untouched = shard(parameter), state["step"] == 0
+        self._started.add(parameter)
+        weights, untouched = local_tensor(parameter), state["step"] == 0
         for name in ("x", "z"):
-            point = shard(state[name])
+            point = local_tensor(state[name])
             point.copy_(torch.where(untouched, weights, point))
 
-    def _refuse(self, train_mode: bool, what: str, call: str) -> None:
-        if any(group["train_mode"] == train_mode for group in self.param_groups):
-            text = f"{what}, and the weights are the other point; call optimizer.{call}() first"
+    def _require_mode(self, train_mode: bool, reason: str, call: str) -> None:
+        """RuntimeError unless the weights are y (`train_mode`) or x."""
+        if any(group["train_mode"] != train_mode for group in self.param_groups):
+            text = f"{reason}, and the weights are the other point; call optimizer.{call}() first"
             raise RuntimeError(text)
 
 
 def _count(
     group: Group, states: list[dict[str, Tensor]], skip: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Count a step of each parameter; (rate, share in the average, bias correction), each (N,) fp32.
+    """Count a step of each of N parameters; return (learning rate, fraction c, bias correction), each (N,) fp32.
 
-    Where it is skipped the counts stay, and rate and share are 0. Nothing is divided by zero: the correction is
-    that of step 1 or later, and the sum holds this step's weight.
+    Where the step is skipped the counts stay, and rate and fraction are 0. No division by zero: the correction is at
+    least that of step 1, and the sum contains the weight of this step.
     """
     old = {name: torch.stack([state[name] for state in states]) for name in _NUMBERS}  # (N,)
     step = old["step"] + 1
+
+    # c = weight / total, both in units of highest ** weight_lr_power: the sum so far moves to the new unit
     highest = old["lr_max"].clamp_min(group["lr"])
-    weight = step ** group["r"]  # in units of highest ** weight_lr_power
+    weight = step ** group["r"]
     scale = (old["lr_max"] / highest.clamp_min(_TINY)) ** group["weight_lr_power"]
     total = old["weight_sum"] * scale + weight
+
+    # 1 - b2^t: expm1 keeps its digits where b2^t is nearly 1
     correction = -torch.expm1(step * math.log(max(group["betas"][1], _TINY)))
-    rate, share = torch.full_like(step, group["lr"]), weight / total
+    rate, fraction = torch.full_like(step, group["lr"]), weight / total
+
     new = {"step": step, "lr_max": highest, "weight_sum": total}
     if skip is not None:
         new = {name: torch.where(skip != 0, old[name], value) for name, value in new.items()}
-        rate, share = (torch.where(skip != 0, 0.0, value) for value in (rate, share))
+        rate, fraction = (torch.where(skip != 0, 0.0, value) for value in (rate, fraction))
     for name, values in new.items():
         torch._foreach_copy_([state[name] for state in states], list(values.unbind()))
-    return rate, share, correction
+    return rate, fraction, correction
 
 
 def _update(
-    group: Group, piece: tuple[Tensor, ...], of_step: tuple[Tensor, ...], skip: Tensor | None
+    group: Group, piece: tuple[Tensor, ...], numbers: tuple[Tensor, ...], skip: Tensor | None
 ) -> None:
-    """One update in place of a piece (y, gradient, x, z, v), with (rate, share, correction) of the step."""
-    (y, gradient, x, z, square), (rate, share, correction) = piece, of_step
+    """Update a piece (y, gradient, x, z, v) in place, with the numbers (rate, fraction, correction) of the step."""
+    (y, gradient, x, z, square), (rate, fraction, correction) = piece, numbers
     beta1, beta2 = group["betas"]
-    squared, part = gradient * gradient, 1 - beta2
+
+    # v <- b2 v + (1 - b2) g^2
+    squared, weight = gradient * gradient, 1 - beta2
     if skip is not None:
-        squared, part = _zeroed(squared, skip), torch.where(skip != 0, 0.0, part)
-    square.lerp_(squared, part)
+        squared, weight = _zeroed(squared, skip), torch.where(skip != 0, 0.0, weight)
+    square.lerp_(squared, weight)
+
+    # z <- z - lr (g / (sqrt(v / correction) + eps) + weight_decay y)
     direction = gradient / ((square / correction).sqrt_().add_(group["eps"]))
     direction.add_(y, alpha=group["weight_decay"])
-    if skip is not None:  # a rate of 0 would not undo what is not finite
+    if skip is not None:  # a rate of 0 does not cancel infinities and NaN
         direction = _zeroed(direction, skip)
     z.sub_(direction.mul_(rate))
-    x.lerp_(z, share)
+
+    x.lerp_(z, fraction)
     y.copy_(_training_point(x, z, beta1))
 
 
 def _zeroed(values: Tensor, skip: Tensor) -> Tensor:
-    """fp32 values, in their own memory, or zeros where `skip` is 1, whatever they hold. Their bits and all or
-    no bits: on a CPU a fifth of the time of `torch.where` with one condition for all."""
+    """fp32 values, in place, or zeros where `skip` is 1, whatever they hold.
+
+    A bitwise and with all ones or zeros: on a CPU a fifth of the time of `torch.where` with one condition for all.
+    """
     values.view(torch.int32).bitwise_and_((skip == 0).to(torch.int32).neg())
     return values
 
 
 def _training_point(x: Tensor, z: Tensor, beta1: float) -> Tensor:
-    """y of x and z. Each operation rounds once, which a fused one does in some elements and layouts only: so y
-    can be made again, with the same bits."""
+    """y = (1 - b1) z + b1 x. Each operation rounds once, where a fused one does so in some elements and layouts only:
+    so y can be computed again, with the same bits."""
     return (z - x).mul_(1 - beta1).add_(x)
 
 
 def build_schedule_free_adamw(model: nn.Module, config: OptimizerConfig) -> ScheduleFreeAdamW:
-    """The builder behind the name `schedule_free_adamw`."""
+    """Build ScheduleFreeAdamW, for the name `schedule_free_adamw`."""
     return ScheduleFreeAdamW(model, config)

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from forge_parallel._shared.problems import invalid, raise_problems
-from forge_parallel._torch_compat import local_tensor, reduce_unused_parameters, refresh_grad_dtypes
+from forge_parallel._shared.shards import local_tensor
+from forge_parallel._torch_compat import reduce_unused_parameters, refresh_grad_dtypes
 from forge_parallel.legal import ShardedDim, offsets_are_right, uneven_vocab, width_of
 from forge_parallel.order import mark
 from forge_parallel.structure import Structure, further_units, stages_of, structure_of
