@@ -4,13 +4,13 @@ import difflib
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import create_default_local_load_plan
 
+from forge_ckpt._shared.names import match_names
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import Problem, invalid, raise_problems
 from forge_ckpt.errors import mismatch
@@ -141,12 +141,14 @@ def _names_below(table: Manifest, key: str) -> dict[str, str]:
 
 def _match(here: Collection[str], saved: _Shapes, patterns: Sequence[str]) -> WeightsReport:
     both = [name for name in here if name in saved]
-    # what is excluded may be in one of them alone
-    idle = [p for p in patterns if not p.startswith("!") and not _any(both, p)]
-    idle += [p for p in patterns if p.startswith("!") and not _any({*here, *saved}, p[1:])]
+    # an excluded name may be in one of them only
+    idle = [p for p in patterns if not p.startswith("!") and not match_names([p], both)]
+    excluding = [p for p in patterns if p.startswith("!")]
+    idle += [p for p in excluding if not match_names([p[1:]], {*here, *saved})]
     if idle and both:
         raise_problems("", (_idle(pattern, both) for pattern in idle))
-    copied = [name for name in both if _matches(name, patterns)]
+    chosen = patterns if len(excluding) < len(patterns) else [*patterns, "*"]
+    copied = match_names(chosen, both)
     if not copied:
         like = next(iter(saved), "none at all")
         rule = "match no tensor of the model that is saved"
@@ -158,16 +160,6 @@ def _match(here: Collection[str], saved: _Shapes, patterns: Sequence[str]) -> We
         [name for name in here if name not in taken],
         [name for name in saved if name not in taken],
     )
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    excluded = any(fnmatchcase(name, p[1:]) for p in patterns if p.startswith("!"))
-    chosen = [p for p in patterns if not p.startswith("!")] or ["*"]
-    return not excluded and any(fnmatchcase(name, p) for p in chosen)
-
-
-def _any(names: Collection[str], pattern: str) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names)
 
 
 def _idle(pattern: str, names: Sequence[str]) -> Problem:

@@ -5,13 +5,10 @@ Shapes: I inputs and O outputs of a layer, R rank of its adapter.
 
 from __future__ import annotations
 
-import difflib
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any, cast
 
 import torch
@@ -20,6 +17,7 @@ from torch import Tensor, nn
 
 from forge_core._config import is_finite, is_size
 from forge_core._shared.fields import field
+from forge_core._shared.names import match_names, matches, nearest_names, without_layer_number
 from forge_core._shared.problems import Problem, invalid, raise_problems
 from forge_core.kinds import ParameterKind, parameter_kinds
 from forge_core.model.init import Init
@@ -39,8 +37,6 @@ __all__ = [
 
 #: Names of an adapter's parameters in its layer: (R, I) and (O, R).
 FACTORS = ("lora_a", "lora_b")
-#: The number of a layer in the name of a parameter.
-_LAYER = re.compile(r"(?<![^.])\d+(?=\.)")
 _MAX_RANK = 2**16
 
 
@@ -60,7 +56,7 @@ class LoRAConfig:
 
     @property
     def scale(self) -> float:
-        """Factor of the product of an adapter's matrices."""
+        """Factor of an adapter's output."""
         return self.alpha / self.rank
 
 
@@ -80,9 +76,9 @@ def _problems(c: LoRAConfig) -> Iterator[Problem]:
 class LoRALinear(nn.Module):
     """A linear layer with an adapter: weight x + bias + scale * lora_b (lora_a x); (..., I) -> (..., O).
 
-    `weight` and `bias` are the given layer's parameters under their old names; `lora_a` (R, I) begins normal
-    with the variance 1 / 3I and `lora_b` (O, R) at zero, so the layer begins as it was. It is no `nn.Linear`:
-    what replaces linear layers by kind (float8) would lose the adapter, and leaves this one alone.
+    Hu et al. 2021, equation 3. `weight` and `bias` are the given layer's parameters under their old names; `lora_a` (R, I)
+    starts normal with the variance 1 / 3I and `lora_b` (O, R) at zero, so the output starts as it was. It is not an
+    `nn.Linear`: code that replaces linear layers by type (float8) would lose the adapter.
     """
 
     def __init__(self, linear: nn.Linear, config: LoRAConfig) -> None:
@@ -90,6 +86,7 @@ class LoRALinear(nn.Module):
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.rank, self.scale = config.rank, config.scale
         self.weight, self.bias = linear.weight, linear.bias
+
         device = linear.weight.device
         self.lora_a = nn.Parameter(torch.empty(config.rank, self.in_features, device=device))
         self.lora_b = nn.Parameter(torch.empty(self.out_features, config.rank, device=device))
@@ -112,19 +109,19 @@ class LoRALinear(nn.Module):
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
-            # a frozen base in 16 bits without FSDP2, which would have cast it
+            # a frozen base in bf16 without FSDP2, which would have cast it
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
         low = F.linear(x.to(self.lora_a.dtype), self.lora_a)  # (..., R)
         out = F.linear(x, weight, bias)  # (..., O)
         return out + (F.linear(low, self.lora_b) * self.scale).to(out.dtype)
 
     def parameter_kinds(self) -> dict[str, ParameterKind]:
-        """What its parameters are: those of a linear layer, which begin as there, and the adapter's."""
+        """Kinds of its parameters, see `forge_core.kinds`."""
         bias: dict[str, ParameterKind] = {} if self.bias is None else {"bias": "bias"}
         return {"weight": "matrix", **bias, "lora_a": "matrix", "lora_b": "matrix"}
 
     def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
-        """How the adapter begins."""
+        """Initial values of the adapter."""
         return {"lora_a": Init("normal", self._std), "lora_b": Init("constant", 0.0)}
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -142,27 +139,34 @@ def lora(
     base_dtype: torch.dtype | None = torch.bfloat16,
     trained: Sequence[str] = (),
 ) -> list[str]:
-    """Freeze `model` and give the linear layers that match an adapter, in place; returns their names.
+    """Freeze `model` and add adapters to the linear layers that match, in place; return their names.
 
         lora(model, LoRAConfig(("*.q_proj", "*.v_proj"), rank=8, alpha=16))
-        optimizer = AdamW(model, OptimizerConfig(lr=2e-4))            # trains the adapters alone
+        optimizer = AdamW(model, OptimizerConfig(lr=2e-4))            # trains only the adapters
 
-    Before a model is sharded (`parallelize`, which keeps frozen parameters in their dtype), on the meta device
-    too. Frozen floating-point parameters get `base_dtype`; None keeps theirs. Parameters that match a pattern of
-    `trained` stay as they are, and trainable. Names of the model's parameters
-    stay, so its checkpoints load; adapters stand next to their weight (`*.lora_a`, `*.lora_b`).
+    Call it before the model is sharded (`parallelize` keeps frozen parameters in their dtype); the meta device is fine.
+    Frozen floating-point parameters are cast to `base_dtype`; None keeps their dtype. Parameters that match a pattern of
+    `trained` do not change, and stay trainable. Names of parameters stay, so checkpoints of the model load; adapters are
+    next to their weight (`*.lora_a`, `*.lora_b`).
 
-    Raises ValueError, before any change, for a pattern that matches no module or parameter, for a matched module
-    that is not a plain `nn.Linear` (an output head that computes a loss, a stack of experts), for a weight
-    with a second name, and for a parameter of `trained` in a layer that gets an adapter.
+    Raises ValueError, before any change, for a pattern that matches no module or parameter, for a matched module that is
+    not a plain `nn.Linear` (an output head that computes a loss, a stack of experts), for a weight with a second name, and
+    for a parameter of `trained` in a layer that gets an adapter.
+
     Cost: per layer R (I + O) fp32 parameters; in a forward, 2 R (I + O) FLOPs per token.
     """
     matched = _matched(model, config)
-    kept = _trained_names([name for name, _ in model.named_parameters()], trained)
-    both = sorted(kept & {f"{layer}.{kind}" for layer in matched for kind in ("weight", "bias")})
-    if both:
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in trained:
+        if not match_names([pattern], names):
+            fix = f"the nearest names are {nearest_names(pattern, names)}"
+            raise invalid("lora.whole", "not_found", pattern, "must match a weight", fix)
+    kept = set(match_names(trained, names))
+    of_adapted = {f"{layer}.{kind}" for layer in matched for kind in ("weight", "bias")}
+    if both := sorted(of_adapted & kept):
         rule = "is a weight of a layer that has an adapter by lora.patterns"
         raise invalid("lora.whole", "excludes", both[0], rule, "leave it out of one of them")
+
     for name, parameter in model.named_parameters():
         if name in kept:
             continue
@@ -174,23 +178,15 @@ def lora(
     return list(matched)
 
 
-def _trained_names(names: Sequence[str], patterns: Sequence[str]) -> set[str]:
-    for pattern in patterns:
-        if not any(fnmatchcase(name, pattern) for name in names):
-            near = ", ".join(difflib.get_close_matches(pattern, names, n=3, cutoff=0.0))
-            fix = f"the nearest names are {near}"
-            raise invalid("lora.whole", "not_found", pattern, "must match a weight", fix)
-    return {name for name in names if any(fnmatchcase(name, p) for p in patterns)}
-
-
 def adapter_lines(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """For a user: the layers that have adapters, counted by name, and the matrices that `patterns` match in vain."""
+    """Return lines for a user: layers with adapters, counted by name, and stacks that `patterns` match, which get none."""
     layers = {name: m for name, m in model.named_modules() if isinstance(m, LoRALinear)}
     found = Counter(name.rpartition(".")[2] for name in layers)
     kinds = ", ".join(f"{number} {kind}" for kind, number in found.items())
     ranks = ", ".join(str(rank) for rank in sorted({m.rank for m in layers.values()}))
     lines = [f"{len(layers)} linear layers have an adapter of rank {ranks}: {kinds}"]
-    left = Counter(_LAYER.sub("*", name) for name in without_adapter(model, patterns))
+
+    left = Counter(map(without_layer_number, without_adapter(model, patterns)))
     if left:
         shown = ", ".join(f"{number} {name}" for name, number in left.items())
         lines.append(f"lora.patterns match stacks of matrices, which get no adapter: {shown}")
@@ -198,28 +194,21 @@ def adapter_lines(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def without_adapter(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Names of matrices that `patterns` match and that are no linear layer's: stacks of experts get no adapter."""
+    """Return the names of matrices outside of linear layers that `patterns` match: stacks of experts get no adapter."""
     linear = {m.weight for m in model.modules() if isinstance(m, nn.Linear | LoRALinear)}
     kinds = parameter_kinds(model)
     return [
         name
         for name, parameter in model.named_parameters()
         if kinds[name] in ("matrix", "stacked_matrix") and parameter not in linear
-        if name.rpartition(".")[2] not in FACTORS and _chosen(name, patterns)
+        if name.rpartition(".")[2] not in FACTORS and matches(name, patterns)
     ]
 
 
-def _chosen(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern matches a name, and none with '!' excludes it."""
-    if any(fnmatchcase(name, pattern[1:]) for pattern in patterns if pattern.startswith("!")):
-        return False
-    return any(fnmatchcase(name, pattern) for pattern in patterns if not pattern.startswith("!"))
-
-
 def merge(model: nn.Module) -> None:
-    """Add every adapter to its weight, in place: plain linear layers, all parameters trainable again.
+    """Add every adapter to its weight, in place; leave plain linear layers, with all parameters trainable.
 
-    The model is whole (not sharded). The sum is made in fp32 and rounded to the weight's dtype.
+    The model must not be sharded. The sum is computed in fp32 and rounded to the weight's dtype.
     """
     if isinstance(model, LoRALinear):
         rule = "is an adapted layer, and merge replaces layers inside of a model"
@@ -231,17 +220,17 @@ def merge(model: nn.Module) -> None:
 
 
 def merged_weight(weight: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """weight (O, I) + scale * b (O, R) @ a (R, I), computed in fp32, in the dtype of `weight`."""
+    """Return weight (O, I) + scale * b (O, R) @ a (R, I), computed in fp32, in the dtype of `weight`."""
     return (weight.float() + scale * (b.float() @ a.float())).to(weight.dtype)
 
 
 def adapter_names(model: nn.Module) -> list[str]:
-    """Names of the adapters' parameters: all that a checkpoint of a fine-tuning needs beside its base."""
+    """Return the names of the adapters' parameters: all that a checkpoint of a fine-tuning needs next to its base."""
     return [name for name, _ in model.named_parameters() if name.rpartition(".")[2] in FACTORS]
 
 
 def frozen_names(model: nn.Module) -> set[str]:
-    """Names of the parameters that do not require gradients, every name of a tied one."""
+    """Return the names of the parameters that do not require gradients, every name of a tied one."""
     named = model.named_parameters(remove_duplicate=False)
     return {name for name, parameter in named if not parameter.requires_grad}
 
@@ -255,6 +244,7 @@ def _merged(module: LoRALinear) -> nn.Linear:
 
 
 def _matched(model: nn.Module, config: LoRAConfig) -> dict[str, nn.Linear]:
+    """The linear layers that get an adapter, by name; ValueError with the problems of all patterns."""
     modules = {name: module for name, module in model.named_modules() if name}
     names: dict[Any, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -265,16 +255,16 @@ def _matched(model: nn.Module, config: LoRAConfig) -> dict[str, nn.Linear]:
     key = "lora.patterns"
     excluding = [pattern for pattern in config.patterns if pattern.startswith("!")]
     for pattern in (p for p in config.patterns if not p.startswith("!")):
-        fits = [name for name in modules if _chosen(name, [pattern, *excluding])]
+        fits = match_names([pattern, *excluding], modules)
         if not fits and (stacks := without_adapter(model, [pattern, *excluding])):
             rule = f"must match a linear layer, and matches only {stacks[0]}, which can have no adapter"
             fix = "remove it: experts in stacks stay frozen"
             problems.append(Problem(key, "stack", pattern, rule, fix))
         elif not fits:
             linear = [name for name, module in modules.items() if type(module) is nn.Linear]
-            near = ", ".join(difflib.get_close_matches(pattern, linear, n=3, cutoff=0.0))
             rule = "must match a linear layer, and matches no module"
-            fix = f"the nearest names are {near or 'none: the model has no linear layer'}"
+            near = nearest_names(pattern, linear) or "none: the model has no linear layer"
+            fix = f"the nearest names are {near}"
             problems.append(Problem(key, "not_found", pattern, rule, fix))
 
         others = [name for name in fits if type(modules[name]) is not nn.Linear]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from forge_vlm._shared.names import matches
 from forge_vlm._shared.problems import Problem, raise_problems
 
 __all__ = ["WarmStart", "warm_start"]
@@ -56,7 +56,7 @@ def warm_start(
     found: dict[str, tuple[str, Tensor]] = {}
     used, problems = set(), []
     for name, target in targets.items():
-        if _matches(name, keep):
+        if matches(name, keep):
             continue
         source = next((s for s in (name, *sources.get(name, ())) if s in weights), None)
         if source is None:
@@ -67,9 +67,9 @@ def warm_start(
             problems.append(_misfit(name, target, source, weights[source]))
         else:
             found[name] = (source, value)
-    unused = tuple(n for n in weights if n not in used and not _matches(n, keep))
+    unused = tuple(n for n in weights if n not in used and not matches(n, keep))
     problems += _placement_problems(targets)
-    lost = [name for name in unused if not _matches(name, allow_unused)]
+    lost = [name for name in unused if not matches(name, allow_unused)]
     if lost:
         rule = "are used by no part of the model"
         fix = "correct its config, or name them in allow_unused"
@@ -138,7 +138,3 @@ def _placement_problems(targets: Mapping[str, Tensor]) -> Iterator[Problem]:
             rule = f"is {where}, and weights are copied into full tensors on a device"
             yield Problem(name, "placement", ..., rule, "copy before, or build it plainly")
             return
-
-
-def _matches(name: str, patterns: Sequence[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for pattern in patterns)

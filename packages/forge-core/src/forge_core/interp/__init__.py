@@ -1,8 +1,7 @@
-"""A model seen from outside: what it computes inside, read and changed. `forge_core.interp.points` has the names."""
+"""Read, change and compare activations of a model. `forge_core.interp.points` has the names of the hook points."""
 
-from forge_core.interp.attention import attention_weights
+from forge_core.interp.attention import attention_weights, draw_attention
 from forge_core.interp.intervene import intervene
-from forge_core.interp.pictures import draw_attention
 from forge_core.interp.points import points_of
 from forge_core.interp.probe import LinearProbe, fit_classifier, fit_ridge, logit_lens
 from forge_core.interp.similarity import MinibatchCKA, debiased_linear_cka, linear_cka, svcca

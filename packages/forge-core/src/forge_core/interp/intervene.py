@@ -1,19 +1,26 @@
-"""A model with other values inside: patching, ablation, steering."""
+"""Change activations of a model: patching, ablation, steering."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from forge_core._shared.names import matches
 from forge_core._shared.problems import invalid
-from forge_core.interp.points import Place, Whole, chosen, in_rows, rows_of, visited
+from forge_core.interp.points import (
+    HookPoint,
+    Whole,
+    batch_first,
+    batch_size,
+    select_points,
+    visited,
+)
 
-#: Of a value and the name of its point, the value in its place: same shape, dtype and device.
+#: From a value and the name of its hook point to the new value: same shape, dtype and device.
 Change = Callable[[Tensor, str], Tensor]
 
 
@@ -21,33 +28,34 @@ Change = Callable[[Tensor, str], Tensor]
 def intervene(
     model: nn.Module, changes: Mapping[str, Change], *, whole: Whole | None = None
 ) -> Iterator[None]:
-    """Inside of it calls of `model` compute with changed values.
+    """Calls of `model` inside this context compute with changed values.
 
         with intervene(model, {"layers.2.head_out": lambda x, name: x * keep}):   # keep (H, 1): ablated heads
             logits = model(tokens)
 
-    The keys are patterns of points (see `forge_core.interp.points`), and gradients go through. Where a point matches
-    several patterns, their changes follow one another. A change may write in place and return its argument. That of
-    `attn_scores` or `attn_weights` computes attention from its definition, with all (B, H, S, S) weights.
+    The keys are patterns of hook points (see `forge_core.interp.points`). Gradients pass through changes. If a hook point
+    matches several patterns, their changes follow one another. A change may write in place and return its argument.
+    A change of `attn_scores` or `attn_weights` computes attention from its definition, with all (B, H, S, S) weights.
 
-    The values are those of this process: parts of rows or heads where ranks share them. With `whole`
-    (`forge_parallel.points.WholePoints`) a change gets whole values on each of these ranks, must return the same on all
-    of them, and has no gradient; each rank goes on with its part. Ranks of a pipeline call the changes of their own
+    The values are those of this process: shards where ranks share sequences or heads. With `whole`
+    (`forge_parallel.points.WholePoints`) a change gets full values on each of these ranks, must return the same on all of
+    them, and has no gradient; each rank continues with its shard. Ranks of a pipeline call the changes of their own
     blocks. A recomputed forward (activation checkpointing) calls a change again. Cost: that of the changes, and with
-    `whole` one gather of the value for each axis that shares it.
+    `whole` one gather of the value for each axis that shards it.
 
-    Raises ValueError for a pattern without a point, a value of other shape, dtype or device, a point in compiled code,
-    with `whole` in a call with gradients, and at the end for a point that no call has reached.
+    Raises ValueError for a pattern without a hook point, a value of other shape, dtype or device, a hook point in
+    compiled code, with `whole` in a call with gradients, and at the end for a hook point that no call has reached.
     """
-    _, places = chosen(model, changes, whole)
-    change = _Changes(changes, places, whole)
+    _, hook_points = select_points(model, changes, whole)
+    change = _Changes(changes, hook_points, whole)
     begin = model.register_forward_pre_hook(change.begin, with_kwargs=True, prepend=True)
     try:
-        with visited(places, change):
+        with visited(hook_points, change):
             yield
     finally:
         begin.remove()
-    missing = [name for name in places if name not in change.reached]
+
+    missing = [name for name in hook_points if name not in change.reached]
     if missing:
         rule = "must be reached by a call inside intervene, and was not"
         fix = "call the model there, in whole rows without a cache for attn_scores and attn_weights"
@@ -55,17 +63,19 @@ def intervene(
 
 
 class _Changes:
+    """The visitor that applies changes to the values of hook points."""
+
     changes = True
 
     def __init__(
-        self, changes: Mapping[str, Change], places: dict[str, Place], whole: Whole | None
+        self, changes: Mapping[str, Change], hook_points: dict[str, HookPoint], whole: Whole | None
     ) -> None:
-        self._changes, self._places, self._whole = dict(changes), places, whole
+        self._changes, self._hook_points, self._whole = dict(changes), hook_points, whole
         self.reached: set[str] = set()
-        self._rows = 0
+        self._batch = 0
 
     def begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._rows = rows_of(module, args, kwargs)
+        self._batch = batch_size(module, args, kwargs)
 
     def reserve(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
         pass
@@ -77,31 +87,33 @@ class _Changes:
         if value.requires_grad:
             rule = "is spread over ranks, and its change has no gradient"
             raise invalid(name, "gradient", ..., rule, "call the model under torch.no_grad()")
-        place, by_row = self._places[name], in_rows(value, self._rows)
-        joined = self._whole.join(place, by_row)
-        changed = self._changed(name, joined)
-        if changed is joined:
+
+        hook_point, value_of_batch = self._hook_points[name], batch_first(value, self._batch)
+        full = self._whole.join(hook_point, value_of_batch)
+        changed = self._changed(name, full)
+        if changed is full:
             return value
-        if joined.shape != by_row.shape:  # or the value was whole already
-            changed = self._whole.cut(place, changed)
+        if full.shape != value_of_batch.shape:  # else no rank holds only a shard
+            changed = self._whole.cut(hook_point, changed)
         return changed.reshape(value.shape)
 
     def _changed(self, name: str, value: Tensor) -> Tensor:
         for pattern, change in self._changes.items():
-            if fnmatchcase(name, pattern):
+            if matches(name, [pattern]):
                 before = _version(value)
                 new = _same_kind(name, value, change(value, name))
-                # whoever compares by `is` sees a change in place, too
+                # another object after a change in place: callers compare by `is`
                 value = new.view_as(new) if new is value and _version(value) != before else new
         return value
 
 
 def _version(value: Tensor) -> object:
-    """Equal to the one before while nothing is written in place; never equal where torch does not count that."""
+    """A number that changes with each write in place; in inference mode, where torch does not count them, never equal."""
     return object() if value.is_inference() else value._version
 
 
 def _same_kind(name: str, old: Tensor, new: Tensor) -> Tensor:
+    """`new`; ValueError unless it has the shape, dtype and device of `old`."""
     for what in ("shape", "dtype", "device"):
         wanted, found = getattr(old, what), getattr(new, what, None)
         if wanted != found:

@@ -1,4 +1,4 @@
-"""What a stream says already: by the model's own head, and by linear readers of it.
+"""Logit lens and linear probes of the residual stream.
 
 Shapes: N samples (tokens), P features, C classes, Q targets, V vocabulary.
 """
@@ -13,21 +13,21 @@ from forge_core._shared.problems import invalid
 
 
 def logit_lens(model: nn.Module, stream: Tensor) -> Tensor:
-    """Logits (B, S, V) of a stream (B, S, M) of any depth, as if the model ended there (nostalgebraist 2020).
+    """Return logits (B, S, V) of a residual stream (B, S, M) of any depth, by the model's final norm and head.
 
-    Final norm and head of `Transformer`; those of the last `resid_post` are the model's own. ValueError for a model
-    without `head`.
+    nostalgebraist 2020, "interpreting GPT: the logit lens". For the last `resid_post` they are the model's own logits.
+    ValueError for a model without `head`.
     """
-    offer: Any = getattr(model, "head", None)
-    if not callable(offer):
+    head: Any = getattr(model, "head", None)
+    if not callable(head):
         rule = f"of type {type(model).__name__} must have a method head(stream)"
         raise invalid("model", "missing", ..., rule, "give a Transformer")
-    logits: Tensor = offer(stream)
+    logits: Tensor = head(stream)
     return logits
 
 
 class LinearProbe(NamedTuple):
-    """x (..., P) -> x weight + bias (..., C or Q), in float64."""
+    """Linear probe: x (..., P) -> x weight + bias (..., C or Q), in float64."""
 
     weight: Tensor
     bias: Tensor
@@ -37,12 +37,12 @@ class LinearProbe(NamedTuple):
         return x.double() @ self.weight + self.bias
 
     def accuracy(self, x: Tensor, labels: Tensor) -> float:
-        """Share of x (N, P) whose largest logit is that of its label (N,). Judge on other documents than were fitted."""
+        """Return the fraction of x (N, P) with the largest logit at its label (N,). Use other documents than for the fit."""
         return float((self(x).argmax(-1) == labels).double().mean())
 
 
 def fit_ridge(x: Tensor, y: Tensor, l2: float = 1.0) -> LinearProbe:
-    """Linear prediction of y (N, Q) from x (N, P): least squares plus `l2` times the squared weights, bias free.
+    """Fit a linear prediction of y (N, Q) from x (N, P): least squares plus `l2` times the squared weights without the bias.
 
     Exact, in float64. Memory P * P; with l2 0 x must have full rank.
     """
@@ -56,11 +56,11 @@ def fit_ridge(x: Tensor, y: Tensor, l2: float = 1.0) -> LinearProbe:
 
 
 def fit_classifier(x: Tensor, labels: Tensor, l2: float = 1.0, steps: int = 500) -> LinearProbe:
-    """Logistic regression of labels (N,), integers from 0, on x (N, P): the sum of cross-entropies plus l2 / 2 times the
-    squared weights, bias free.
+    """Fit a logistic regression of labels (N,), integers from 0, on x (N, P).
 
-    L-BFGS in float64 from 0: deterministic. Features are scaled to variance 1 for it, and `l2` is that of scaled ones.
-    Raises ValueError where it has not converged after `steps`.
+    Minimizes the sum of cross-entropies plus l2 / 2 times the squared weights without the bias, by L-BFGS in float64 from
+    0: deterministic. Features are scaled to variance 1, and `l2` applies to the scaled ones. Raises ValueError if it has
+    not converged after `steps`.
     """
     _check(x, labels, l2)
     if labels.is_floating_point() or labels.dim() != 1:
@@ -69,10 +69,13 @@ def fit_classifier(x: Tensor, labels: Tensor, l2: float = 1.0, steps: int = 500)
     if labels.min() < 0:
         fix = "leave out samples without a label"
         raise invalid("labels", "range", int(labels.min()), "must be 0 or more", fix)
+
+    # L-BFGS converges slowly where features have different scales
     x, labels = x.detach().double(), labels.long()
     mean, spread = x.mean(0), x.std(0, correction=0)
     spread = torch.where(spread > 0, spread, 1.0)
-    scaled = (x - mean) / spread
+    scaled = (x - mean) / spread  # (N, P)
+
     classes = int(labels.max()) + 1
     weight = torch.zeros(x.size(1), classes, dtype=x.dtype, device=x.device, requires_grad=True)
     bias = torch.zeros(classes, dtype=x.dtype, device=x.device, requires_grad=True)
@@ -86,6 +89,7 @@ def fit_classifier(x: Tensor, labels: Tensor, l2: float = 1.0, steps: int = 500)
         total.backward()
         return total
 
+    # the last call gives the gradient at the result
     with torch.enable_grad():
         search.step(loss)
         loss()
@@ -93,11 +97,14 @@ def fit_classifier(x: Tensor, labels: Tensor, l2: float = 1.0, steps: int = 500)
     if float(weight.grad.abs().max()) > 1e-5:
         rule, fix = "are too few: the classifier has not converged", f"raise l2 {l2}, or steps"
         raise invalid("steps", "converged", steps, rule, fix)
+
+    # back to features as they were given
     found = weight.detach() / spread[:, None]
     return LinearProbe(found, bias.detach() - mean @ found)
 
 
 def _check(x: Tensor, y: Tensor, l2: float) -> None:
+    """ValueError for samples that no probe can be fitted to."""
     if x.dim() != 2 or len(x) != len(y):
         rule = f"must be (samples, features) with the samples of y {tuple(y.shape)}"
         raise invalid("x", "shape", tuple(x.shape), rule, "flatten rows and tokens of both")

@@ -1,4 +1,4 @@
-"""What a model computes inside, kept in memory or on the disk."""
+"""Activations of a model, kept in memory or on disk."""
 
 from __future__ import annotations
 
@@ -12,29 +12,36 @@ import torch
 from torch import Tensor, nn
 
 from forge_core._shared.problems import invalid
-from forge_core.interp.points import Place, Whole, chosen, in_rows, rows_of, visited
+from forge_core.interp.points import (
+    HookPoint,
+    Whole,
+    batch_first,
+    batch_size,
+    select_points,
+    visited,
+)
 
 
 class ActivationStore:
-    """Values of points, of every call of a model inside of `watch`.
+    """Values of hook points in every call of a model inside of `watch`.
 
         store = ActivationStore(["layers.*.resid_post"], max_bytes=10**9)
         with store.watch(model):
             for tokens in batches:
                 model(tokens)
-        store["layers.0.resid_post"]      # (rows, S, M) on the CPU, without graph
+        store["layers.0.resid_post"]      # (sequences, S, M) on the CPU, without graph
 
-    `points` are patterns (see `forge_core.interp.points`). Of the rows, counted over all calls, each `every`-th is
-    kept. `dtype` of floating values; by default their own. With `folder`, an empty or new directory, values lie in
-    files there, one for a point and a call, and memory holds one value at a time: read them by `chunks`.
+    `points` are patterns (see `forge_core.interp.points`). Of the sequences, counted over all calls, each `every`-th is
+    kept. `dtype` of floating values; by default their own. With `folder`, an empty or new directory, values are files
+    there, one for each hook point and call, and memory holds one value at a time: read them by `chunks`.
 
-    A value is refused before it would exceed `max_bytes`: scores of 8,192 tokens are 256 MB a head. The model computes
-    the same as without, but for scores and weights of attention, which are computed beside it.
+    A value that would exceed `max_bytes` raises ValueError before it is kept: scores of 8,192 tokens are 256 MB a head.
+    The model computes the same as without; scores and weights of attention are computed next to it.
 
-    The values are those of this process: parts of rows or heads where ranks share them. With `whole`
-    (`forge_parallel.points.WholePoints`) each of these ranks keeps whole values, which costs one gather of a value for
-    each axis that shares it; at the end of `watch` ranks of a pipeline send one another the values of their blocks. All
-    of these ranks then watch the same points, each with a folder of its own.
+    The values are those of this process: shards where ranks share sequences or heads. With `whole`
+    (`forge_parallel.points.WholePoints`) each of these ranks keeps full values, which costs one gather of a value for each
+    axis that shards it; at the end of `watch` the stages of a pipeline exchange the values of their blocks. All of these
+    ranks then watch the same hook points, each with its own folder.
     """
 
     changes = False
@@ -51,27 +58,27 @@ class ActivationStore:
         whole: Whole | None = None,
     ) -> None:
         if every < 1:
-            raise invalid("every", "range", every, "must be 1 or more", "use 1 to keep all rows")
+            raise invalid("every", "range", every, "must be 1 or more", "use 1 to keep all")
         self.points = (points,) if isinstance(points, str) else tuple(points)
         self.every, self.dtype, self.device = every, dtype, torch.device(device)
         self.max_bytes, self.whole = max_bytes, whole
         self.folder = None if folder is None else _empty_folder(Path(folder))
-        #: Rows of all calls so far, kept or not, and bytes of what is kept.
+        #: Sequences of all calls so far, kept or not, and bytes of those kept.
         self.rows = self.nbytes = 0
         self._kept: dict[str, list[Tensor]] = {}
-        self._places: dict[str, Place] = {}  # of the model that is watched
-        self._pending: dict[str, Tensor] = {}
+        self._hook_points: dict[str, HookPoint] = {}  # of the model that is watched
+        self._pending: dict[str, Tensor] = {}  # of the call that runs
         self._pending_bytes = 0
         self._files: list[Path] = []  # of pending values
-        self._batch: int | None = None  # rows of the call that runs
+        self._batch: int | None = None  # sequences of the call that runs
 
     @property
     def names(self) -> list[str]:
-        """The points that are kept, in the order of `points_of`."""
+        """The hook points that are kept, in the order of `points_of`."""
         return list(self._kept)
 
     def __getitem__(self, name: str) -> Tensor:
-        """All rows of a point. ValueError where calls had rows of different lengths: read `chunks` then."""
+        """All values of a hook point. ValueError if sequences of calls had different lengths: read `chunks` then."""
         found = self.chunks(name)
         if not found:
             fix = f"call the model inside of watch, every={self.every}"
@@ -83,28 +90,32 @@ class ActivationStore:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def chunks(self, name: str) -> list[Tensor]:
-        """The values of a point, one for each call that kept rows; mapped files where there is a folder."""
+        """The values of a hook point, one for each call that kept some; memory-mapped files if there is a folder."""
         if name not in self._kept:
             raise KeyError(
-                f"{name!r} is none of the points kept: {', '.join(self._kept) or 'none yet'}"
+                f"{name!r} is not kept; the hook points are {', '.join(self._kept) or 'none yet'}"
             )
         return list(self._kept[name])
 
     @contextmanager
     def watch(self, model: nn.Module) -> Iterator[ActivationStore]:
-        """Keep what calls of `model` compute inside of the block.
+        """Keep the values of calls of `model` inside this context.
 
-        ValueError for a pattern without a point and a point in compiled code, and in a call for a point that it has not
-        reached or reached twice.
+        ValueError for a pattern without a hook point, a hook point in compiled code, and one that a call did not reach or
+        reached twice.
         """
-        names, self._places = chosen(model, self.points, self.whole)
+        names, self._hook_points = select_points(model, self.points, self.whole)
         for name in names:
             self._kept.setdefault(name, [])
+
+        # the model's hooks first and last: the batch is known before any visit, and a call counts when all are done
         before, bytes_before = {name: len(self._kept[name]) for name in names}, self.nbytes
-        begin = model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+        begin = model.register_forward_pre_hook(
+            self._on_forward_begin, with_kwargs=True, prepend=True
+        )
         try:
-            with visited(self._places, self):
-                end = model.register_forward_hook(lambda *_: self._end())
+            with visited(self._hook_points, self):
+                end = model.register_forward_hook(lambda *_: self._on_forward_end())
                 try:
                     yield self
                 finally:
@@ -112,9 +123,10 @@ class ActivationStore:
         finally:
             begin.remove()
             self._drop()
+
         if self.whole is not None:
             left = None if self.max_bytes is None else self.max_bytes - bytes_before
-            found = {name: self._kept[name][before[name] :] for name in self._places}
+            found = {name: self._kept[name][before[name] :] for name in self._hook_points}
             for name, value in self.whole.exchange(found, left):
                 self._kept[name].append(self._put(name, value.to(self.device)))
                 self.nbytes += value.nbytes
@@ -125,9 +137,10 @@ class ActivationStore:
         if self._batch is None or self.max_bytes is None:
             return
         kept = len(range(*self._slice(shape[0]).indices(shape[0])))
-        self._refuse_over(name, (kept, *shape[1:]), dtype)
+        self._check_bytes(name, (kept, *shape[1:]), dtype)
 
-    def _refuse_over(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def _check_bytes(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        """ValueError if a value would exceed `max_bytes`."""
         if self.max_bytes is None:
             return
         size = math.prod(shape) * self._dtype(dtype).itemsize
@@ -138,29 +151,31 @@ class ActivationStore:
             raise invalid("max_bytes", "full", self.max_bytes, rule, fix)
 
     def visit(self, name: str, value: Tensor) -> Tensor:
-        """Keep rows of `value`, which stays as it is."""
+        """Keep sequences of `value`; return it unchanged."""
         if self._batch is None:
-            return value  # a recomputation in the backward, or a call of a part
+            return value  # a recomputation in the backward, or a call of a submodule
         if name in self._pending:
             rule = "was reached twice in one call, so that its rows are not those of the tokens"
             raise invalid(name, "twice", ..., rule, "watch a call that runs each block once")
-        found = in_rows(value.detach(), self._batch)[self._slice(self._batch)]
+
+        found = batch_first(value.detach(), self._batch)[self._slice(self._batch)]
         if self.whole is not None and len(found):
-            found = self.whole.join(self._places[name], found)
-        self._refuse_over(name, found.shape, found.dtype)
+            found = self.whole.join(self._hook_points[name], found)
+        self._check_bytes(name, found.shape, found.dtype)
         found = found.to(self.device, self._dtype(value.dtype), copy=True)
         self._pending_bytes += found.nbytes
         self._pending[name] = self._put(name, found)
         return value
 
-    def _slice(self, rows: int) -> slice:
-        return slice(-self.rows % self.every, rows, self.every)
+    def _slice(self, batch: int) -> slice:
+        """The sequences of a call to keep."""
+        return slice(-self.rows % self.every, batch, self.every)
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
     def _put(self, name: str, value: Tensor) -> Tensor:
-        """`value`, or the file of it."""
+        """Return `value`, or a memory-mapped file of it."""
         if self.folder is None or not value.numel():
             return value
         path = self.folder / f"{name}.{len(self._kept[name]):06d}.bin"
@@ -170,23 +185,26 @@ class ActivationStore:
             rule = f"holds a file of another store, {path.name}"
             fix = "give each a folder of its own"
             raise invalid("folder", "exists", str(self.folder), rule, fix) from None
+
         self._files.append(path)
         options: Any = {"shared": True, "size": value.numel(), "dtype": value.dtype}
         torch.from_file(str(path), **options).copy_(value.flatten())
         return torch.from_file(str(path), **options).view(value.shape)
 
-    def _begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._drop()  # of a call that failed
-        self._batch = rows_of(module, args, kwargs)
+    def _on_forward_begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._drop()  # the values of a call that failed
+        self._batch = batch_size(module, args, kwargs)
 
-    def _end(self) -> None:
-        missing = [name for name in self._places if name not in self._pending]
+    def _on_forward_end(self) -> None:
+        """Keep the pending values; ValueError if the call did not reach a hook point."""
+        missing = [name for name in self._hook_points if name not in self._pending]
         if missing:
             self._drop()
             rule = "must be reached by each call that is watched, and was not"
             fix = "name the points that are, and call the model in whole rows without a cache for attn_scores and attn_weights"
             raise invalid(missing[0], "not_reached", ..., rule, fix)
-        for name in self._places:
+
+        for name in self._hook_points:
             value = self._pending[name]
             if len(value):
                 self._kept[name].append(value)
@@ -197,6 +215,7 @@ class ActivationStore:
         self._drop()
 
     def _drop(self) -> None:
+        """Forget the pending values, and remove their files."""
         for path in self._files:
             path.unlink()
         self._files = []
