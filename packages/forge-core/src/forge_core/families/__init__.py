@@ -7,13 +7,27 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge_core._shared.problems import invalid
-from forge_core.families.dense import LLAMA, MISTRAL, QWEN2, QWEN3, Family
+from forge_core.families.dense import (
+    GRANITE,
+    LLAMA,
+    MISTRAL,
+    OLMO2,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    SMOLLM3,
+)
+from forge_core.families.family import Family
 from forge_core.families.gemma import GEMMA3
-from forge_core.families.gpt_oss import GPT_OSS
-from forge_core.families.latent import DEEPSEEK_V3
-from forge_core.families.mixtures import GLM4_MOE, MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
-from forge_core.families.phi import PHI3
-from forge_core.families.variants import GRANITE, OLMO2, SMOLLM3
+from forge_core.families.mixtures import (
+    DEEPSEEK_V3,
+    GLM4_MOE,
+    GPT_OSS,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 
 __all__ = [
     "DEEPSEEK_V3",
@@ -61,7 +75,7 @@ FAMILIES = {
 
 
 def find_family(hf: Mapping[str, Any], families: Mapping[str, Family] = FAMILIES) -> Family:
-    """The family of a `config.json` as a dict, by its model_type; ValueError for one that is not held."""
+    """Return the family of a `config.json` as a dict, by its model_type; ValueError for an unknown one."""
     name = hf.get("model_type")
     if isinstance(name, str) and name in families:
         return families[name]

@@ -1,16 +1,16 @@
-"""Gemma 3 (text): norms on both sides with weights around 0, local layers with a rotary base of their own."""
+"""Gemma 3 (text): norms before and after sublayers with weights around 0, local layers with their own rotary base."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from forge_core._shared.problems import Problem, problems_of, raise_problems
-from forge_core.families.dense import OUTSIDE_LAYERS, QK_NORMS, Family, layer_rows, sublayers
-from forge_core.families.keys import read_common, write_common
+from forge_core.families.family import OUTSIDE_LAYERS, QK_NORMS, Family, layer_rows, sublayers
+from forge_core.families.keys import Spelling, given_values
 from forge_core.families.layers import (
     FULL,
     SLIDING,
-    Kind,
-    kinds_of,
+    LayerSpec,
+    layer_specs,
     local_options,
     names_of,
 )
@@ -20,20 +20,29 @@ from forge_core.model.spec import AttentionSpec
 
 _NAME = "gemma3_text"
 _ACTIVATIONS = {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu", "silu": "swiglu"}
-_DEFAULTS = {
-    **{"head_dim": 256, "tie_word_embeddings": True, "rope_theta": 1e6},
-}
-_READS = (
-    *("attention_bias", "attn_logit_softcapping", "cache_implementation", "hidden_activation"),
-    *("final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq", "sliding_window"),
-    *("sliding_window_pattern", "_sliding_window_pattern", "use_bidirectional_attention"),
+_SPELLING = Spelling(
+    _NAME,
+    "Gemma3ForCausalLM",
+    fixed={"block": "sandwich", "norm": "rms_norm_plus_one", "qk_norm": True},
+    switches={"attention_bias": ("qkv_bias", "o_bias")},
+    defaults={
+        "head_dim": 256,
+        "num_key_value_heads": 4,
+        "tie_word_embeddings": True,
+        "rope_theta": 1e6,
+    },
+    reads=(
+        *("attn_logit_softcapping", "cache_implementation", "final_logit_softcapping"),
+        *("hidden_activation", "query_pre_attn_scalar", "rope_local_base_freq", "sliding_window"),
+        *("sliding_window_pattern", "_sliding_window_pattern", "use_bidirectional_attention"),
+    ),
+    sliding=True,
 )
 _NOT_READ = "is not read by transformers 5 in this family"
-_FIXED: dict[str, Any] = {"block": "sandwich", "norm": "rms_norm_plus_one", "qk_norm": True}
 
 
 def _gemma3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
-    given = {**_DEFAULTS, **{key: value for key, value in hf.items() if value is not None}}
+    given = {**_SPELLING.defaults, **given_values(hf)}
     rule = "is not supported"
     problems = [
         Problem(key, "unsupported", given[key], rule, "use a model without it")
@@ -44,6 +53,7 @@ def _gemma3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         fix = f"use {', '.join(_ACTIVATIONS)}"
         problems.append(Problem("hidden_activation", "unknown", activation, rule, fix))
+
     # transformers writes it next to the layer_types that it made, and does not read it
     every, written = given.get("sliding_window_pattern", 6), given.get("_sliding_window_pattern")
     if not given.get("layer_types") and written not in (None, every):
@@ -71,31 +81,24 @@ def _gemma3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
             **layers,
         }
 
-    bias = bool(given.get("attention_bias", False))
-    return read_common(
+    return _SPELLING.read(
         given,
-        _NAME,
-        _READS,
-        after=own,
-        sliding=True,
+        own,
         feed_forward=_ACTIVATIONS[activation],
         logits_softcap=given.get("final_logit_softcapping"),
-        qkv_bias=bias,
-        o_bias=bias,
-        **_FIXED,
     )
 
 
 def _rope_of_layers(given: dict[str, Any], problems: list[Problem]) -> tuple[dict[str, Any], float]:
-    """The keys with the rotary table of global layers only, as in other families, and the base of local layers.
+    """Return the keys with only the rotary table of global layers, as in other families, and the base of local layers.
 
     transformers 4 has `rope_scaling` and `rope_local_base_freq`, 5 a table for each type of layer, which it updates with
-    `rope_scaling`. A flat `rope_parameters`, and a `type` in `rope_scaling`, it passes over.
+    `rope_scaling`. It ignores a flat `rope_parameters`, and a `type` in `rope_scaling`.
     """
     local = given.get("rope_local_base_freq", 1e4)
     tables, scaling = given.get("rope_parameters", {}), given.get("rope_scaling", {})
     if not isinstance(tables, Mapping) or not isinstance(scaling, Mapping):
-        return given, local  # wrong types, which `read_common` rejects
+        return given, local  # of wrong types, which `Spelling.read` reports
 
     near, far = (tables.get(kind) or {} for kind in (SLIDING, FULL))
     nested = (
@@ -113,6 +116,7 @@ def _rope_of_layers(given: dict[str, Any], problems: list[Problem]) -> tuple[dic
     for name in sorted(near.keys() - {"rope_type", "type", "rope_theta"}):
         key = f"rope_parameters.{SLIDING}.{name}"
         problems.append(Problem(key, "unknown_key", near[name], "is unknown", "remove it"))
+
     where = "rope_scaling" if scaling else "rope_parameters"
     table = {**far, **scaling}
     if table.get("truncate", True) is False:  # it looks for the key next to the tables of layers
@@ -122,17 +126,17 @@ def _rope_of_layers(given: dict[str, Any], problems: list[Problem]) -> tuple[dic
 
 
 def _gemma3_to_hf(config: TransformerConfig) -> dict[str, Any]:
-    kinds = kinds_of(config)
-    near = {kind for kind in kinds if kind.window is not None}
-    far = {kind for kind in kinds if kind.window is None}
+    specs = layer_specs(config)
+    near = {spec for spec in specs if spec.window is not None}
+    far = {spec for spec in specs if spec.window is None}
     problems: list[Problem] = []
-    whole = Kind(None, config.rope_theta, True, True)
-    if len(near) > 1 or not far <= {whole} or not all(kind.rope for kind in near):
-        here = f"and here are {sorted(set(map(str, kinds)))}"
+    full = LayerSpec(None, config.rope_theta, True, True)
+    if len(near) > 1 or not far <= {full} or not all(spec.rope for spec in near):
+        here = f"and here are {sorted(set(map(str, specs)))}"
         rule = f"must be one with a window and one without, both with rope, {here}"
         problems.append(Problem("layer_types", "kinds", ..., rule, "choose another family"))
 
-    if config.rope_scaling is not None and any(kind.scaled for kind in near):
+    if config.rope_scaling is not None and any(spec.scaled for spec in near):
         rule, fix = "of layers with a window must be off", "set it in their layer_types"
         problems.append(Problem("rope_scaling", "window", ..., rule, fix))
 
@@ -145,41 +149,38 @@ def _gemma3_to_hf(config: TransformerConfig) -> dict[str, Any]:
         problems.append(Problem("attention.scale", "family", scale, rule, "choose another"))
 
     activations = {ours: theirs for theirs, ours in _ACTIVATIONS.items()}
-    fixed = {
-        **_FIXED,
-        "feed_forward": config.feed_forward if config.feed_forward in activations else "geglu_tanh",
-        "o_bias": config.qkv_bias,
-        "feed_forward_bias": False,
-        "embedding_scale": config.dim**0.5,
-        "logits_softcap": config.logits_softcap,
-        "layer_pattern": config.layer_pattern,
-    }
-
+    known = config.feed_forward in activations
     try:
-        hf = write_common(config, _NAME, "Gemma3ForCausalLM", fixed, ("scale", "window"))
+        hf = _SPELLING.write(
+            config,
+            ("scale", "window"),
+            feed_forward=config.feed_forward if known else "geglu_tanh",
+            embedding_scale=config.dim**0.5,
+            logits_softcap=config.logits_softcap,
+            layer_pattern=config.layer_pattern,
+        )
     except ValueError as error:
         problems += problems_of(error)
     raise_problems(_NAME, problems)
 
     del hf["hidden_act"]
-    window = next((kind.window for kind in near), None)
-    local = next((kind.rope_theta for kind in near), 1e4)
+    window = next((spec.window for spec in near), None)
+    local = next((spec.rope_theta for spec in near), 1e4)
     plain = {"rope_type": "default", "rope_theta": local}
     return {
         **hf,
         "hidden_activation": activations[config.feed_forward],
-        "attention_bias": config.qkv_bias,
         "query_pre_attn_scalar": scalar,
         "final_logit_softcapping": config.logits_softcap,
         "sliding_window": 4096 if window is None else window,
-        "layer_types": [FULL if kind.window is None else SLIDING for kind in kinds],
+        "layer_types": [FULL if spec.window is None else SLIDING for spec in specs],
         "rope_local_base_freq": local,
         "rope_parameters": {FULL: hf["rope_parameters"], SLIDING: plain},
     }
 
 
 def _scalar(config: TransformerConfig) -> float:
-    """What the scale of the scores is the inverse square root of."""
+    """The number whose inverse square root is the scale of the scores."""
     scale = config.attention.scale
     return float(config.resolved_head_dim) if scale is None else scale**-2
 

@@ -1,7 +1,7 @@
-"""Keys of a Hugging Face `config.json` that the families share."""
+"""Keys of a Hugging Face `config.json` that the families share, and how each family spells its own."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from forge_core._config import is_finite, is_size
 from forge_core._shared.hf_keys import HARMLESS, TRAINING, is_rate
@@ -77,62 +77,148 @@ _READ = {
     *TABLES,
 }
 
-# Of transformers' classes, where a file leaves the key out; null, and of other families, is as many as query heads.
-_KV_HEADS = {
-    **{"mistral": 8, "qwen2": 32, "qwen3": 32, "mixtral": 8, "qwen2_moe": 16, "qwen3_moe": 4},
-    **{"glm4_moe": 8, "deepseek_v3": 128, "gpt_oss": 8, "smollm3": 4, "gemma3_text": 4},
-}
 # Switches of other models that files of these families carry, off.
 _OFF = ("rope_interleaved", "use_mrope")
+#: Fields that are False in a family unless it says otherwise.
+_PLAIN = dict.fromkeys(("qk_norm", "qkv_bias", "o_bias", "feed_forward_bias"), False)
 
 
-def read_common(
-    hf: Mapping[str, Any],
-    model_type: str,
-    reads: tuple[str, ...] = (),
-    *,
-    partial_rotary: bool = False,
-    sliding: bool = False,
-    after: Callable[[], dict[str, Any]] = dict,
-    **options: Any,
-) -> TransformerConfig:
-    """TransformerConfig of a `config.json` as a dict; `options` are the family's own fields.
+class Spelling(NamedTuple):
+    """The keys and values by which a family writes a TransformerConfig; reads and writes the keys that all share."""
 
-    Rotary keys are read in the form of transformers 4 (`rope_theta`, `rope_scaling`) and of 5
-    (`rope_parameters`). `reads` are keys that the family reads itself; `partial_rotary`: its heads may turn in
-    part; `sliding`: it reads windows of layers itself; `after` gives options once all values are known to be
-    sound. Raises ValueError with one line for each key that is missing, holds no sound number, asks for something that Forge's transformer cannot
-    do, or is unknown: it may change what the model computes.
-    """
-    rule, fix = "is missing", "give a complete config.json"
-    lost = [key for key in _REQUIRED if key not in hf]
-    problems = [Problem(key, "missing", ..., rule, fix) for key in lost]
-    wrong = _wrong_kinds(hf)
-    problems += wrong + _unknown(hf, reads)
-    latent = options.get("mixer") == "mla"
-    if not wrong:
-        problems += _unsupported(hf, model_type, sliding)
-        problems += rope_problems(hf, partial_rotary, latent)
-    raise_problems(model_type, problems)
-    rope = rope_table(hf)
-    return TransformerConfig(
-        vocab_size=hf["vocab_size"],
-        dim=hf["hidden_size"],
-        num_layers=hf["num_hidden_layers"],
-        num_heads=hf["num_attention_heads"],
-        num_kv_heads=hf.get("num_key_value_heads", _KV_HEADS.get(model_type)),
-        head_dim=_head_dim(hf),
-        hidden_dim=hf["intermediate_size"],
-        norm_eps=hf.get("rms_norm_eps", 1e-6),
-        rope_theta=float(rope["rope_theta"]),
-        rope_scaling=read_scaling(rope, latent),
-        partial_rotary_factor=float(rope["partial_rotary_factor"]),
-        tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
-        init_std=hf.get("initializer_range", 0.02),
-        max_seq_len=hf["max_position_embeddings"],
-        **options,
-        **after(),
-    )
+    model_type: str
+    #: Name of the class in transformers.
+    architecture: str
+    #: Fields of TransformerConfig with one value in the family; `_PLAIN` has others.
+    fixed: Mapping[str, Any] = {}
+    #: Switches of the file, and the fields that each sets.
+    switches: Mapping[str, tuple[str, ...]] = {}
+    #: Values of transformers for keys that a file leaves out.
+    defaults: Mapping[str, Any] = {}
+    #: Further keys that the family reads itself.
+    reads: tuple[str, ...] = ()
+    #: Whether heads may rotate only a part of their dims, and whether the family reads windows of layers itself.
+    partial_rotary: bool = False
+    sliding: bool = False
+
+    def read(
+        self,
+        hf: Mapping[str, Any],
+        after: Callable[[], dict[str, Any]] = dict,
+        **options: Any,
+    ) -> TransformerConfig:
+        """Return the TransformerConfig of a `config.json` as a dict; `options` are fields that the family reads itself.
+
+        Rotary keys are read in the form of transformers 4 (`rope_theta`, `rope_scaling`) and of 5 (`rope_parameters`).
+        `after` returns further options once all values are known to be sound. Raises ValueError with one line for each
+        key that is missing, holds no sound number, sets an option that Forge's transformer does not have, or is unknown:
+        an unknown key may change what the model computes.
+        """
+        hf = {**self.defaults, **hf}
+        problems = [
+            Problem(key, "missing", ..., "is missing", "give a complete config.json")
+            for key in _REQUIRED
+            if key not in hf
+        ]
+        wrong = _wrong_kinds(hf)
+        problems += wrong + _unknown(hf, (*self.reads, *self.switches))
+        latent = self.fixed.get("mixer") == "mla"
+        if not wrong:
+            problems += _unsupported(hf, self.model_type, self.sliding)
+            problems += rope_problems(hf, self.partial_rotary, latent)
+        raise_problems(self.model_type, problems)
+
+        rope = rope_table(hf)
+        switched = {
+            field: bool(hf.get(key, False))
+            for key, fields in self.switches.items()
+            for field in fields
+        }
+        own = {**self.fixed, **switched, **options, **after()}
+        return TransformerConfig(
+            vocab_size=hf["vocab_size"],
+            dim=hf["hidden_size"],
+            num_layers=hf["num_hidden_layers"],
+            num_heads=hf["num_attention_heads"],
+            num_kv_heads=hf.get("num_key_value_heads"),
+            head_dim=_head_dim(hf),
+            hidden_dim=hf["intermediate_size"],
+            norm_eps=hf.get("rms_norm_eps", 1e-6),
+            rope_theta=float(rope["rope_theta"]),
+            rope_scaling=read_scaling(rope, latent),
+            partial_rotary_factor=float(rope["partial_rotary_factor"]),
+            tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
+            init_std=hf.get("initializer_range", 0.02),
+            max_seq_len=hf["max_position_embeddings"],
+            **own,
+        )
+
+    def write(
+        self, config: TransformerConfig, spec: tuple[str, ...] = (), **options: Any
+    ) -> dict[str, Any]:
+        """Return the keys of `config.json` that families share, and the family's switches.
+
+        Rotary keys are written in the forms of transformers 4 and 5. `spec` are the fields of AttentionSpec that the
+        family writes itself, `options` fields of the config and the values that it requires of them. Raises ValueError
+        with a line for each field whose value the family cannot express.
+        """
+        switched = {
+            field: getattr(config, fields[0])
+            for fields in self.switches.values()
+            for field in fields
+        }
+        expected = {
+            **{"mixer": "attention", "block": "pre_norm", "norm": "rms_norm"},
+            **{"feed_forward": "swiglu", "qk_norm_over": "head", "layer_pattern": ()},
+            **{"partial_rotary_factor": 1.0, "embedding_scale": 1.0, "residual_scale": 1.0},
+            **{"logits_scale": 1.0, "logits_softcap": None},
+            **_PLAIN,
+            **self.fixed,
+            **switched,
+            **options,
+        }
+
+        problems = [
+            Problem(name, "family", own, f"must be {value!r} in this family", _ANOTHER)
+            for name, value in expected.items()
+            if (own := getattr(config, name)) != value
+        ]
+        problems += [
+            Problem(f"attention.{name}", "no_key", value, "has no key in this family", _ANOTHER)
+            for name, value in config.attention.beyond(spec).items()
+        ]
+        if config.rope_scaling is not None and config.rope_scaling.name not in ROPE_NAMES:
+            name, rule = config.rope_scaling.name, f"must be {_NAMES} in this family"
+            problems.append(Problem("rope_scaling.name", "unknown", name, rule, "choose one"))
+        raise_problems(self.model_type, problems)
+
+        scaling = scaling_to_hf(config.rope_scaling)
+        rope = {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})}
+        return {
+            "architectures": [self.architecture],
+            "model_type": self.model_type,
+            "vocab_size": config.vocab_size,
+            "hidden_size": config.dim,
+            "intermediate_size": config.resolved_hidden_dim,
+            "num_hidden_layers": config.num_layers,
+            "num_attention_heads": config.num_heads,
+            "num_key_value_heads": config.resolved_num_kv_heads,
+            "head_dim": config.resolved_head_dim,
+            "hidden_act": "silu",
+            "max_position_embeddings": config.max_seq_len,
+            "initializer_range": config.init_std,
+            "rms_norm_eps": config.norm_eps,
+            "tie_word_embeddings": config.tie_embeddings,
+            "rope_theta": config.rope_theta,
+            "rope_scaling": scaling,
+            "rope_parameters": rope,
+            **{key: getattr(config, fields[0]) for key, fields in self.switches.items()},
+        }
+
+
+def given_values(hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a file that are not null, for families in which null stands for the default."""
+    return {key: value for key, value in hf.items() if value is not None}
 
 
 def _head_dim(hf: Mapping[str, Any]) -> int | None:
@@ -140,69 +226,6 @@ def _head_dim(hf: Mapping[str, Any]) -> int | None:
     given: int | None = hf.get("head_dim")
     usual = given is not None and given * hf["num_attention_heads"] == hf["hidden_size"]
     return None if usual else given
-
-
-def write_common(
-    config: TransformerConfig,
-    model_type: str,
-    architecture: str,
-    fixed: Mapping[str, Any],
-    spec: tuple[str, ...] = (),
-) -> dict[str, Any]:
-    """The shared part of `config.json`, rotary keys in the forms of transformers 4 and 5.
-
-    `fixed` are the values of fields that the family requires, `spec` the fields of AttentionSpec that it
-    writes itself. Raises ValueError with a line for each field whose value the family cannot express.
-    """
-    expected = {
-        **{"mixer": "attention", "block": "pre_norm", "norm": "rms_norm", "feed_forward": "swiglu"},
-        **{"partial_rotary_factor": 1.0, "qk_norm_over": "head", "layer_pattern": ()},
-        **{
-            "embedding_scale": 1.0,
-            "residual_scale": 1.0,
-            "logits_scale": 1.0,
-            "logits_softcap": None,
-        },
-        **fixed,
-    }
-
-    problems = [
-        Problem(name, "family", own, f"must be {value!r} in this family", _ANOTHER)
-        for name, value in expected.items()
-        if (own := getattr(config, name)) != value
-    ]
-    problems += [
-        Problem(f"attention.{name}", "no_key", value, "has no key in this family", _ANOTHER)
-        for name, value in config.attention.beyond(spec).items()
-    ]
-
-    if config.rope_scaling is not None and config.rope_scaling.name not in ROPE_NAMES:
-        name, rule = config.rope_scaling.name, f"must be {_NAMES} in this family"
-        problems.append(Problem("rope_scaling.name", "unknown", name, rule, "choose one"))
-    raise_problems(model_type, problems)
-    scaling = scaling_to_hf(config.rope_scaling)
-    return {
-        "architectures": [architecture],
-        "model_type": model_type,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.dim,
-        "intermediate_size": config.resolved_hidden_dim,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.resolved_num_kv_heads,
-        "head_dim": config.resolved_head_dim,
-        "hidden_act": "silu",
-        "max_position_embeddings": config.max_seq_len,
-        "initializer_range": config.init_std,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": scaling,
-        "rope_parameters": {
-            "rope_theta": config.rope_theta,
-            **(scaling or {"rope_type": "default"}),
-        },
-    }
 
 
 def _wrong_kinds(hf: Mapping[str, Any]) -> list[Problem]:

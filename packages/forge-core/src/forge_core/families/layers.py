@@ -11,8 +11,8 @@ SLIDING, FULL = "sliding_attention", "full_attention"
 LOCAL = "local"
 
 
-class Kind(NamedTuple):
-    """What the attention of one layer has: a window, a base, plain wavelengths, and whether it turns at all."""
+class LayerSpec(NamedTuple):
+    """Attention of one layer: its window, rotary base, whether its wavelengths are scaled, and whether it has RoPE."""
 
     window: int | None
     rope_theta: float
@@ -20,24 +20,24 @@ class Kind(NamedTuple):
     rope: bool
 
 
-def kinds_of(config: TransformerConfig) -> list[Kind]:
-    """What each layer of a config has, whatever its types are called."""
+def layer_specs(config: TransformerConfig) -> list[LayerSpec]:
+    """Return the spec of each layer of a config, whatever the names of its types."""
     found = []
     for layer in range(config.num_layers):
         own = config.of_layer(layer)
         rope = own.partial_rotary_factor > 0.0
         scaled = rope and own.rope_scaling == config.rope_scaling
-        found.append(Kind(own.attention.window, own.rope_theta, scaled, rope))
+        found.append(LayerSpec(own.attention.window, own.rope_theta, scaled, rope))
     return found
 
 
-def windows_of(kinds: Sequence[Kind]) -> set[int]:
-    """The windows that occur."""
-    return {kind.window for kind in kinds if kind.window is not None}
+def windows_of(specs: Sequence[LayerSpec]) -> set[int]:
+    """Return the different windows of layers."""
+    return {spec.window for spec in specs if spec.window is not None}
 
 
 def repeated(names: Sequence[str]) -> tuple[str, ...]:
-    """The shortest pattern that gives these names, repeated; () where all are global."""
+    """Return the shortest pattern that repeats to these names; () if all are global."""
     pattern = next(
         tuple(names[:size])
         for size in range(1, len(names) + 1)
@@ -47,7 +47,7 @@ def repeated(names: Sequence[str]) -> tuple[str, ...]:
 
 
 def pattern_options(names: Sequence[str], types: Mapping[str, LayerType]) -> dict[str, Any]:
-    """`layer_pattern` and `layer_types` of a config, with the types that occur."""
+    """Return `layer_pattern` and `layer_types` of a config, with the types that occur."""
     pattern = repeated(names)
     return {
         "layer_pattern": pattern,
@@ -56,7 +56,7 @@ def pattern_options(names: Sequence[str], types: Mapping[str, LayerType]) -> dic
 
 
 def names_of(hf: Mapping[str, Any], model_type: str, default: Sequence[str]) -> list[str]:
-    """The type of each layer in our words; ValueError for another number of them, or another kind."""
+    """Return Forge's type of each layer; ValueError for another number of layers, or an unknown type."""
     given = list(hf.get("layer_types") or default)
     words = {FULL: GLOBAL, SLIDING: LOCAL}
     count = hf["num_hidden_layers"]
@@ -70,7 +70,7 @@ def names_of(hf: Mapping[str, Any], model_type: str, default: Sequence[str]) -> 
 def needed_window(
     hf: Mapping[str, Any], model_type: str, names: Sequence[str], window: int | None
 ) -> int | None:
-    """`window`; ValueError without one for `names` that have local layers, where transformers raises as well."""
+    """Return `window`; ValueError if it is None and there are local layers, as in transformers."""
     if window is None and LOCAL in names:
         rule = f"is null or off, and layer_types has {SLIDING}"
         fix = "set it, and use_sliding_window = true where the family reads that"
@@ -82,7 +82,7 @@ def needed_window(
 def local_options(
     hf: Mapping[str, Any], model_type: str, names: Sequence[str], window: int | None, **own: Any
 ) -> dict[str, Any]:
-    """`pattern_options` whose local layers have `window` and fields of their `own`."""
+    """Return `pattern_options` whose local layers have `window` and the fields `own`."""
     if LOCAL not in names:
         return {}
     window = needed_window(hf, model_type, names, window)
@@ -90,15 +90,15 @@ def local_options(
 
 
 def sliding_to_hf(config: TransformerConfig, model_type: str) -> dict[str, Any]:
-    """`layer_types` and `sliding_window`; ValueError for layers that differ in more than one window."""
-    kinds = kinds_of(config)
-    windows = windows_of(kinds)
-    whole = Kind(None, config.rope_theta, True, True)
-    if len(windows) > 1 or {kind._replace(window=None) for kind in kinds} != {whole}:
-        here = f"and here are {sorted(set(map(str, kinds)))}"
+    """Return `layer_types` and `sliding_window`; ValueError for layers that differ in more than one window."""
+    specs = layer_specs(config)
+    windows = windows_of(specs)
+    full = LayerSpec(None, config.rope_theta, True, True)
+    if len(windows) > 1 or {spec._replace(window=None) for spec in specs} != {full}:
+        here = f"and here are {sorted(set(map(str, specs)))}"
         rule, fix = f"may differ only in one window in this family, {here}", "choose another family"
         raise invalid("layer_types", "family", ..., rule, fix, where=model_type)
     return {
-        "layer_types": [FULL if kind.window is None else SLIDING for kind in kinds],
+        "layer_types": [FULL if spec.window is None else SLIDING for spec in specs],
         "sliding_window": max(windows) if windows else None,
     }

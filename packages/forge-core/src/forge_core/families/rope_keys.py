@@ -16,7 +16,7 @@ ROPE_KEYS = {
     *("rope_type", "type", "rope_theta", "partial_rotary_factor"),
     *(ROPE_SIZE, *ROPE_NUMBERS, "truncate"),
 }
-#: Keys without which a scaling is refused.
+#: Keys that a scaling needs.
 _NEEDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", ROPE_SIZE),
@@ -25,7 +25,7 @@ _NEEDS = {
 
 
 def table_entries(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """Entries of the rotary tables, by dotted name."""
+    """Return the entries of the rotary tables, by dotted name."""
     return {
         f"{where}.{key}": value
         for where in TABLES
@@ -35,9 +35,9 @@ def table_entries(hf: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_table(hf: Mapping[str, Any]) -> dict[str, Any]:
-    """The rotary keys in one flat table, with `rope_type`, `rope_theta` and `partial_rotary_factor`.
+    """Return the rotary keys in one flat table, with `rope_type`, `rope_theta` and `partial_rotary_factor`.
 
-    As transformers, it takes the first table that is not empty, and from outside of it what that table leaves out.
+    As in transformers, it is the first table that is not empty, with the keys outside of it as defaults.
     """
     return _flat(hf, next((hf[where] for where in TABLES if hf.get(where)), {}))
 
@@ -51,7 +51,7 @@ def _flat(hf: Mapping[str, Any], table: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rope_problems(hf: Mapping[str, Any], partial_rotary: bool, latent: bool) -> list[Problem]:
-    """What Forge's rotary embedding does not have, and two tables that disagree."""
+    """Return the problems of rotary keys: options that Forge does not have, and two tables that disagree."""
     problems, rope = _conflict(hf), rope_table(hf)
     kind, partial = rope["rope_type"], rope["partial_rotary_factor"]
     if kind not in ("default", *ROPE_NAMES):
@@ -70,7 +70,7 @@ def rope_problems(hf: Mapping[str, Any], partial_rotary: bool, latent: bool) -> 
 
 
 def _conflict(hf: Mapping[str, Any]) -> list[Problem]:
-    """Two tables that disagree. A scaling next to a table without one, of the same base, is how model cards add it."""
+    """The problem of two tables that disagree; model cards may add a scaling next to a plain table of the same base."""
     if not all(hf.get(where) for where in TABLES):
         return []
     read, other = (_flat(hf, hf[where]) for where in TABLES)
@@ -83,6 +83,7 @@ def _conflict(hf: Mapping[str, Any]) -> list[Problem]:
 
 
 def read_scaling(rope: Mapping[str, Any], latent: bool) -> RopeScaling | None:
+    """Return the scaling of a table of `rope_table`, if it has one."""
     if rope["rope_type"] == "default":
         return None
     if rope["rope_type"] == "linear":
@@ -98,8 +99,11 @@ def read_scaling(rope: Mapping[str, Any], latent: bool) -> RopeScaling | None:
 
 
 def _yarn(rope: Mapping[str, Any], latent: bool) -> RopeScaling:
-    """With the keys that transformers reads: a 0 counts as absent, and mscale counts with mscale_all_dim alone and without
-    attention_factor. Scores of `latent` attention grow by mscale_all_dim in any case."""
+    """Return a YaRN scaling with the keys that transformers reads.
+
+    A 0 counts as absent. mscale counts only with mscale_all_dim and without attention_factor. Scores of `latent` attention
+    grow by mscale_all_dim in any case.
+    """
     read = {key: rope[key] for key in _YARN if rope.get(key) is not None}
     given = {key: value for key, value in read.items() if value or key == "attention_factor"}
     if "attention_factor" in given or "mscale_all_dim" not in given:
@@ -116,6 +120,7 @@ def _yarn(rope: Mapping[str, Any], latent: bool) -> RopeScaling:
 
 
 def scaling_to_hf(scaling: RopeScaling | None) -> dict[str, Any] | None:
+    """Return the rotary table of a scaling, without its base."""
     if scaling is None:
         return None
     if scaling.name == "linear":
