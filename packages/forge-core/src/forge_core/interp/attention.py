@@ -30,7 +30,7 @@ def attention_weights(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     less with sinks, and to 0 if a token sees no image. The output of the model does not change.
 
     Covers modules with an `attend` that defines `weights(q, k, ctx, *sinks)`, in calls without a cache, and modules that
-    define `attention_weights(x, ctx, cache)`. Raises ValueError if there is none, or if ranks share the tokens of a
+    define `attention_weights(x, ctx, cache)`. Raises ValueError for a model without any, or if ranks share the tokens of a
     sequence, so that none has all keys. Cost: each layer computes and keeps its weights next to the attention.
     """
     found: dict[str, Tensor] = {}

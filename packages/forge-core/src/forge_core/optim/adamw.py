@@ -17,7 +17,6 @@ from forge_core.optim.base import (
     local_gradient,
 )
 from forge_core.optim.config import OptimizerConfig
-from forge_core.optim.groups import parameter_groups
 
 _FUSED_ON = ("cpu", "cuda")
 _SLOTS = Slots(("exp_avg", "exp_avg_sq"), ("step",))
@@ -48,9 +47,8 @@ class AdamW(NamedOptimizer):
         config: OptimizerConfig,
         groups: list[dict[str, Any]] | None = None,
     ) -> None:
-        if groups is None:
-            groups = parameter_groups(model, config, rounds=True)
-        fused = all(p.device.type in _FUSED_ON for group in groups for _, p in group["params"])
+        trainable = (p for p in model.parameters() if p.requires_grad)
+        fused = all(parameter.device.type in _FUSED_ON for parameter in trainable)
         super().__init__(
             model, config, groups, betas=config.resolved_betas, eps=config.eps, fused=fused
         )
@@ -116,8 +114,3 @@ def _update(
         eps=group["eps"],
         maximize=False,
     )
-
-
-def build_adamw(model: nn.Module, config: OptimizerConfig) -> AdamW:
-    """Build AdamW, for the name `adamw`."""
-    return AdamW(model, config)

@@ -19,14 +19,14 @@ from forge_core._shared.problems import (
     raise_problems,
 )
 from forge_core.kinds import parameter_kinds, stacked_vectors
-from forge_core.optim.adamw import build_adamw
+from forge_core.optim.adamw import AdamW
 from forge_core.optim.base import NamedOptimizer, set_rounding_seed
 from forge_core.optim.config import OptimizerConfig, ScheduleConfig
 from forge_core.optim.ema import EMA, unnamed
 from forge_core.optim.groups import lr_scales, match_groups, parameter_groups, register_groups
-from forge_core.optim.lion import build_lion
-from forge_core.optim.muon import build_muon, hidden_matrices, in_block
-from forge_core.optim.schedule_free import build_schedule_free_adamw
+from forge_core.optim.lion import Lion
+from forge_core.optim.muon import Muon, hidden_matrices, in_block
+from forge_core.optim.schedule_free import ScheduleFreeAdamW
 from forge_core.optim.stages import (
     StageConfig,
     check_something_trains,
@@ -330,9 +330,9 @@ OPTIMIZERS = Registry(
     "forge.optimizers",
     ("model", "config"),
     {
-        "adamw": build_adamw,
-        "lion": build_lion,
-        "muon": build_muon,
-        "schedule_free_adamw": build_schedule_free_adamw,
+        "adamw": AdamW,
+        "lion": Lion,
+        "muon": Muon,
+        "schedule_free_adamw": ScheduleFreeAdamW,
     },
 )

@@ -66,7 +66,7 @@ class OptimizerGroupConfig:
 
 @dataclass(frozen=True)
 class MuonConfig:
-    """Settings of Muon beside lr and weight_decay: `MuonConfig(momentum=0.9, adjust="original")`.
+    """Settings of Muon next to lr and weight_decay: `MuonConfig(momentum=0.9, adjust="original")`.
 
     betas and eps of the optimizer are those of AdamW, which updates the parameters that are not Muon's.
     """

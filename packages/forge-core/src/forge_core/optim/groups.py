@@ -19,13 +19,13 @@ from forge_core.optim.config import OptimizerConfig, OptimizerGroupConfig
 def trainable_parameters(model: nn.Module, *, rounds: bool = False) -> dict[str, nn.Parameter]:
     """Return the parameters to train by name; a tied one counts once, under its first name.
 
-    Raises ValueError if there is none, and for one that is neither fp32 nor, for an optimizer that `rounds` its updates
+    Raises ValueError without any, and for one that is neither fp32 nor, for an optimizer that `rounds` its updates
     stochastically, bf16.
     """
     allowed = (torch.float32, *([torch.bfloat16] if rounds else []))
     parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
     if not parameters:
-        rule = "is set for every parameter, so there is none to train"
+        rule = "is set for every parameter, and an optimizer needs one to train"
         raise invalid("requires_grad", "frozen", False, rule, "leave it True on some")
     for name, parameter in parameters.items():
         if parameter.dtype not in allowed:

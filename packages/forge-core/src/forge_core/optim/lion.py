@@ -84,8 +84,3 @@ class Lion(NamedOptimizer):
             stored = [weights, momenta]
             for weight, momentum, gradient in self.in_fp32(parameter, group, stored, [gradients]):
                 yield [weight], [gradient.float()], [momentum]
-
-
-def build_lion(model: nn.Module, config: OptimizerConfig) -> Lion:
-    """Build Lion, for the name `lion`."""
-    return Lion(model, config)

@@ -298,8 +298,3 @@ def _symmetric(a: Tensor, b: Tensor, gram: Tensor | None = None) -> Tensor:
             square[rows, :end] = block
             square[:start, rows] = block[:, :start].mT
     return out
-
-
-def build_muon(model: nn.Module, config: OptimizerConfig) -> Muon:
-    """Build Muon, for the name `muon`."""
-    return Muon(model, config)

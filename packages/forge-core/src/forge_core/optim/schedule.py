@@ -1,6 +1,6 @@
-"""Learning-rate schedules: functions from a step, counted from one, to a factor of the peak rate.
+"""Learning-rate schedules: functions from a step, counted from one, to a factor of the peak learning rate.
 
-All depend on nothing but the step and the length of the run, so a run that resumes needs no state of them.
+They depend only on the step and the length of the run, so a run that resumes needs no state of them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from forge_core.optim.config import ScheduleConfig
 from forge_core.registry import Registry
 
 Schedule = Callable[[int], float]
-#: From 1 to 0, as a function of the part of the decay that is done, from 0 to 1.
+#: A decay from 1 to 0, as a function of its progress x from 0 to 1.
 Shape = Callable[[float], float]
 
 
@@ -22,13 +22,13 @@ def build_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
 
     `factor = build_schedule(ScheduleConfig(warmup_steps=100), 1000); optimizer.set_lr(3e-4 * factor(1))`
 
-    Steps count from one. Warm-up is linear: step 1 has `1 / warmup_steps`, never zero, and step
-    `warmup_steps` exactly 1. `cosine`, `linear`, `wsd` and `rex` then fall to exactly `min_lr_ratio` at
-    `total_steps` and stay there; `inverse_sqrt` falls for ever, `constant` stays at 1, and `none` is 1
-    without a warm-up. A schedule from elsewhere is called as `builder(config, total_steps, **config.options)`.
+    Steps count from one. Warm-up is linear: step 1 has `1 / warmup_steps`, never zero, and step `warmup_steps` exactly 1.
+    `cosine`, `linear`, `wsd` and `rex` then fall to exactly `min_lr_ratio` at `total_steps` and stay there;
+    `inverse_sqrt` falls without end, `constant` stays at 1, and `none` is 1 without a warm-up. An entry point or an
+    import path is called as `builder(config, total_steps, **config.options)`.
 
-    Raises: ValueError for an unknown name or option, `total_steps < 1`, a warm-up as long as the run, or a
-        warm-up and a decay that overlap; the function it returns raises it for a step below one.
+    Raises ValueError for an unknown name or option, `total_steps < 1`, a warm-up as long as the run, or a warm-up and a
+    decay that overlap; the returned function raises it for a step below one.
     """
     if total_steps < 1:
         fix = "train for one step or more"
@@ -44,12 +44,12 @@ def build_schedule(config: ScheduleConfig, total_steps: int) -> Schedule:
 
 
 def check_schedule(config: ScheduleConfig) -> None:
-    """ValueError where the name leads nowhere, or the part does not take its options; nothing is called."""
+    """Raise ValueError for an unknown name, or options that the schedule does not take; nothing is called."""
     SCHEDULES.checked(config.name, config.options)
 
 
 def cosine(config: ScheduleConfig, total_steps: int) -> Schedule:
-    """Warm-up, then half a cosine from 1 to `min_lr_ratio` (Loshchilov and Hutter 2016, no restarts)."""
+    """Warm-up, then half a cosine from 1 to `min_lr_ratio` (Loshchilov and Hutter 2016, equation 5, no restarts)."""
     return _falling(config, config.warmup_steps, total_steps, _half_cosine)
 
 
@@ -61,8 +61,8 @@ def linear(config: ScheduleConfig, total_steps: int) -> Schedule:
 def wsd(config: ScheduleConfig, total_steps: int) -> Schedule:
     """Warm-up, 1, and a fall to `min_lr_ratio` over the last steps (MiniCPM, Hu et al. 2024).
 
-    The shape `sqrt` is 1 - sqrt(x) (Haegele et al. 2024), as good as a cosine there with a fifth of the run. A
-    longer run has the same rates up to the fall of the shorter one, so it can start from a checkpoint before it.
+    The shape `sqrt` is 1 - sqrt(x) (Haegele et al. 2024), as good as a cosine there with a decay of a fifth of the run. A
+    longer run has the same learning rates until the shorter one decays, so it can start from a checkpoint before that.
     """
     own = config.wsd
     steps = own.decay_steps or max(1, round(own.decay_fraction * total_steps))
@@ -75,9 +75,9 @@ def wsd(config: ScheduleConfig, total_steps: int) -> Schedule:
 
 
 def rex(config: ScheduleConfig, total_steps: int) -> Schedule:
-    """Warm-up, then (1 - x) / (1/2 + (1 - x) / 2) of the way from `min_lr_ratio` to 1 (Chen et al. 2021).
+    """Warm-up, then (1 - x) / (1/2 + (1 - x) / 2) of the range from `min_lr_ratio` to 1 (Chen et al. 2021).
 
-    The paper's schedule ends at zero: that is `min_lr_ratio = 0`.
+    The paper's schedule ends at zero: `min_lr_ratio = 0`.
     """
     return _falling(config, config.warmup_steps, total_steps, _reflected_exponential)
 
@@ -94,7 +94,7 @@ def constant(config: ScheduleConfig, total_steps: int) -> Schedule:
 
 
 def _falling(config: ScheduleConfig, start: int, end: int, shape: Shape) -> Schedule:
-    """Warm-up, 1 up to step `start`, then to the floor at step `end`, exactly."""
+    """Warm-up, 1 up to step `start`, then a decay to exactly `min_lr_ratio` at step `end`."""
     floor = config.min_lr_ratio
 
     def fall(step: int) -> float:
@@ -105,6 +105,8 @@ def _falling(config: ScheduleConfig, start: int, end: int, shape: Shape) -> Sche
 
 
 def _warmed(warmup_steps: int, after: Schedule) -> Schedule:
+    """A linear warm-up, then `after`."""
+
     def factor(step: int) -> float:
         if step < 1:
             rule = "must be at least 1: steps count from one"

@@ -219,8 +219,3 @@ def _training_point(x: Tensor, z: Tensor, beta1: float) -> Tensor:
     """y = (1 - b1) z + b1 x. Each operation rounds once, where a fused one does so in some elements and layouts only:
     so y can be computed again, with the same bits."""
     return (z - x).mul_(1 - beta1).add_(x)
-
-
-def build_schedule_free_adamw(model: nn.Module, config: OptimizerConfig) -> ScheduleFreeAdamW:
-    """Build ScheduleFreeAdamW, for the name `schedule_free_adamw`."""
-    return ScheduleFreeAdamW(model, config)

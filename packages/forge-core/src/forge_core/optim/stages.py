@@ -1,4 +1,4 @@
-"""Stages of a run: from a step on, groups of parameters get other learning rates, or are frozen."""
+"""Stages of a run: from a step on, groups of parameters have other learning rates, or are frozen."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ class StageConfig:
 def multipliers_at(
     config: OptimizerConfig, stages: Mapping[str, StageConfig], step: int
 ) -> dict[str, float]:
-    """{group: multiplier} of a step, counted from one.
+    """Return {group: multiplier} of a step, counted from one.
 
-    A group begins with its own `lr_multiplier` and keeps what the latest stage that names it gave it.
+    A group starts with its own `lr_multiplier`, and keeps the one of the latest stage that names it.
     """
     found = {name: group.lr_multiplier for name, group in config.groups.items()}
     for stage in in_order(stages).values():
@@ -67,14 +67,14 @@ def multipliers_at(
 
 
 def in_order(stages: Mapping[str, StageConfig]) -> dict[str, StageConfig]:
-    """Stages by name, the earliest first."""
+    """Return stages by name, the earliest first."""
     return dict(sorted(stages.items(), key=lambda item: item[1].start_step))
 
 
 def stage_problems(
     config: OptimizerConfig, stages: Mapping[str, StageConfig], total_steps: int | None = None
 ) -> list[Problem]:
-    """Problems of stages that contradict the groups, each other or a run's length."""
+    """Return the problems of stages that contradict the groups, each other or the length of a run."""
     problems: list[Problem] = []
     ordered = in_order(stages)
     for before, after in zip(ordered, list(ordered)[1:]):
@@ -90,6 +90,7 @@ def stage_problems(
         for group in (g for g in stage.lr_multipliers if g not in config.groups):
             fix = f"correct it, or add [optimizer.groups.{group}]"
             problems.append(Problem(f"{key}.lr_multipliers", "unknown", group, rule, fix))
+
         start = stage.start_step
         if total_steps is not None and start > total_steps:
             rule = f"must be at most {total_steps}, the steps of the run, or the stage is never reached"
@@ -99,18 +100,18 @@ def stage_problems(
 
 
 def never_trained(config: OptimizerConfig, stages: Mapping[str, StageConfig]) -> list[str]:
-    """Groups that are frozen from the first step to the last."""
+    """Return the groups that are frozen from the first step to the last."""
     steps = [1, *(stage.start_step for stage in stages.values())]
     found = [multipliers_at(config, stages, step) for step in steps]
-    return [name for name in config.groups if not any(row[name] for row in found)]
+    return [name for name in config.groups if not any(now[name] for now in found)]
 
 
 def check_something_trains(
     model: nn.Module, config: OptimizerConfig, stages: Mapping[str, StageConfig]
 ) -> None:
-    """Raise ValueError, naming the stage, if a step would have no parameter to train.
+    """Raise ValueError, with the key of the stage, if a step would have no parameter to train.
 
-    `model` may be on the meta device. Raises what `match_groups` does, too.
+    `model` may be on the meta device. Also raises as `match_groups`.
     """
     owners = match_groups(model, config.groups)
     trainable = {owners.get(name) for name, p in model.named_parameters() if p.requires_grad}
@@ -128,9 +129,9 @@ def check_something_trains(
 def freeze_never_trained(
     model: nn.Module, config: OptimizerConfig, stages: Mapping[str, StageConfig]
 ) -> None:
-    """Set `requires_grad` False where it will never be needed: no optimizer state is made for these.
+    """Set `requires_grad` False for parameters that no stage trains: they get no optimizer state.
 
-    Before the model is sharded and the optimizer built.
+    Call it before the model is sharded and the optimizer built.
     """
     frozen = set(never_trained(config, stages))
     owners = match_groups(model, config.groups) if frozen else {}
@@ -140,7 +141,7 @@ def freeze_never_trained(
 
 
 class Stages:
-    """The stage of each step: a function of the configuration and the step, so a run can resume in the middle of one.
+    """Applies the stage of each step: a function of the configuration and the step, so a run can resume within one.
 
     stages = Stages(config, {"thaw": StageConfig(1001, {"vision": 0.1})}, optimizer)
     stages.enter(step)                                 # before the forward
@@ -153,10 +154,10 @@ class Stages:
         self._multipliers: dict[str, float] = {}
 
     def enter(self, step: int) -> tuple[str | None, dict[str, float]] | None:
-        """Freeze, thaw and scale the groups as `step`, counted from 1, needs them.
+        """Set the multipliers of groups for `step`, counted from 1; 0 freezes a group.
 
-        Returns (name of the stage or None before the first, multipliers by group) if they changed, also at the
-        first call; else None. Under FSDP2 call `forge_parallel.follow_requires_grad(model)` after a change.
+        Returns (name of the stage or None before the first, multipliers by group) if they changed, also at the first
+        call; else None. Under FSDP2 call `forge_parallel.follow_requires_grad(model)` after a change.
         """
         wanted = multipliers_at(self._config, self._stages, step)
         if wanted == self._multipliers:
