@@ -69,6 +69,8 @@ def _gemma3_from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
         names = names_of(
             given, _NAME, [FULL if (i + 1) % every == 0 else SLIDING for i in range(count)]
         )
+
+        # layers with a window have their own base, and no scaling
         rope = rope_table(given)
         layers = local_options(
             *(hf, _NAME, names, hf.get("sliding_window", 4096)),

@@ -135,6 +135,7 @@ class Spelling(NamedTuple):
             for field in fields
         }
         own = {**self.fixed, **switched, **options, **after()}
+
         return TransformerConfig(
             vocab_size=hf["vocab_size"],
             dim=hf["hidden_size"],

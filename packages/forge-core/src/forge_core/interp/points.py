@@ -204,6 +204,7 @@ def _require_eager(model: nn.Module, hook_points: dict[str, HookPoint]) -> None:
         or getattr(module, "compiled", None) is not None
         or hasattr(module, "_orig_mod")
     }
+
     for name, hook_point in hook_points.items():
         steps = hook_point.path.split(".") if hook_point.path else []
         around = ["", *(".".join(steps[: i + 1]) for i in range(len(steps)))]

@@ -261,7 +261,7 @@ def _build_torch_optimizer(
         fix = "use an optimizer with step()"
         raise invalid("optimizer.name", "closure", config.name, rule, fix)
 
-    # a setting that the class does not take is an error unless it is at its default
+    # a setting that the class does not take is an error, unless it is at its default: a file holds all keys
     settings, defaults = _settings(config), _settings(OptimizerConfig(config.name))
     given = {key: value for key, value in settings.items() if _takes(taken.get(key), value)}
     ignored = {k: v for k, v in settings.items() if k not in given and v != defaults[k]}
@@ -271,14 +271,13 @@ def _build_torch_optimizer(
             for name, group in config.groups.items()
             if group.weight_decay is not None
         }
+
     rule = f"cannot be given: {config.name} takes none like it"
-    raise_problems(
-        "",
-        (
-            Problem(f"optimizer.{key}", "unsupported", value, rule, "leave it out")
-            for key, value in ignored.items()
-        ),
-    )
+    problems = [
+        Problem(f"optimizer.{key}", "unsupported", value, rule, "leave it out")
+        for key, value in ignored.items()
+    ]
+    raise_problems("", problems)
     OPTIMIZERS._replace(arguments=("params",)).check(kind, config.name, config.options, given)
 
     groups = parameter_groups(model, config)

@@ -52,7 +52,9 @@ class EMA:
             raise unnamed(config, type(optimizer).__name__)
         assert config.decay is not None
         self.optimizer: Any = optimizer
+        self._takes_skip = "skip" in inspect.signature(optimizer.step).parameters
         self.decay = config.decay
+
         self._parameters = named_parameters(optimizer)
         self._others = {n: p.detach().clone() for n, p in self._parameters.items()}
         self._updates = torch.zeros((), device=next(iter(self._parameters.values())).device)
@@ -62,7 +64,6 @@ class EMA:
             for n, p in self._parameters.items()
             if p.dtype == torch.bfloat16
         }
-        self._takes_skip = "skip" in inspect.signature(optimizer.step).parameters
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not yet set, while an EMA is built or copied
