@@ -48,7 +48,7 @@ def intervene(
     """
     _, hook_points = select_points(model, changes, whole)
     change = _Changes(changes, hook_points, whole)
-    begin = model.register_forward_pre_hook(change.begin, with_kwargs=True, prepend=True)
+    begin = model.register_forward_pre_hook(change.on_forward_begin, with_kwargs=True, prepend=True)
     try:
         with visited(hook_points, change):
             yield
@@ -58,7 +58,7 @@ def intervene(
     missing = [name for name in hook_points if name not in change.reached]
     if missing:
         rule = "must be reached by a call inside intervene, and was not"
-        fix = "call the model there, in whole rows without a cache for attn_scores and attn_weights"
+        fix = "call the model there, on full sequences without a cache for attn_scores and attn_weights"
         raise invalid(missing[0], "not_reached", ..., rule, fix)
 
 
@@ -74,7 +74,7 @@ class _Changes:
         self.reached: set[str] = set()
         self._batch = 0
 
-    def begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def on_forward_begin(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._batch = batch_size(module, args, kwargs)
 
     def reserve(self, name: str, shape: torch.Size, dtype: torch.dtype) -> None:

@@ -107,7 +107,7 @@ def _check(x: Tensor, y: Tensor, l2: float) -> None:
     """ValueError for samples that no probe can be fitted to."""
     if x.dim() != 2 or len(x) != len(y):
         rule = f"must be (samples, features) with the samples of y {tuple(y.shape)}"
-        raise invalid("x", "shape", tuple(x.shape), rule, "flatten rows and tokens of both")
+        raise invalid("x", "shape", tuple(x.shape), rule, "flatten sequences and tokens of both")
     if not len(x):
         raise invalid("x", "empty", tuple(x.shape), "must have samples", "read more tokens")
     for name, values in (("x", x), ("y", y)):

@@ -84,7 +84,7 @@ def _checked(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """x and y in float64; ValueError unless they have the same number of samples."""
     for name, value in (("x", x), ("y", y)):
         if value.dim() != 2 or not value.numel():
-            rule, fix = "must be (samples, features) of one or more", "flatten rows and tokens"
+            rule, fix = "must be (samples, features) of one or more", "flatten sequences and tokens"
             raise invalid(name, "shape", tuple(value.shape), rule, fix)
     if len(x) != len(y):
         rule = f"samples must be of the tokens of y, which has {len(y)}"

@@ -82,10 +82,10 @@ class ActivationStore:
         found = self.chunks(name)
         if not found:
             fix = f"call the model inside of watch, every={self.every}"
-            raise invalid(name, "empty", ..., "has no rows yet", fix)
+            raise invalid(name, "empty", ..., "has no values yet", fix)
         shapes = {tuple(value.shape[1:]) for value in found}
         if len(shapes) > 1:
-            rule = f"has rows of shapes {sorted(shapes)}, which are not one tensor"
+            rule = f"has values of shapes {sorted(shapes)}, which are not one tensor"
             raise invalid(name, "shape", ..., rule, f"read chunks({name!r})")
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -147,7 +147,7 @@ class ActivationStore:
         total = self.nbytes + self._pending_bytes + size
         if total > self.max_bytes:
             rule = f"must be {total} or more for {name} {tuple(shape)}"
-            fix = f"raise it, keep fewer points, or fewer rows (every={self.every})"
+            fix = f"raise it, keep fewer points, or fewer sequences (every={self.every})"
             raise invalid("max_bytes", "full", self.max_bytes, rule, fix)
 
     def visit(self, name: str, value: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ class ActivationStore:
         if self._batch is None:
             return value  # a recomputation in the backward, or a call of a submodule
         if name in self._pending:
-            rule = "was reached twice in one call, so that its rows are not those of the tokens"
+            rule = "was reached twice in one call, so that its values are not those of the tokens"
             raise invalid(name, "twice", ..., rule, "watch a call that runs each block once")
 
         found = batch_first(value.detach(), self._batch)[self._slice(self._batch)]
@@ -201,7 +201,7 @@ class ActivationStore:
         if missing:
             self._drop()
             rule = "must be reached by each call that is watched, and was not"
-            fix = "name the points that are, and call the model in whole rows without a cache for attn_scores and attn_weights"
+            fix = "name the points that are, and call the model on full sequences without a cache for attn_scores and attn_weights"
             raise invalid(missing[0], "not_reached", ..., rule, fix)
 
         for name in self._hook_points:

@@ -321,16 +321,18 @@ def local_gradient(parameter: Tensor) -> Tensor:
     return local_tensor(gradient)
 
 
-def pieces(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[list[Tensor], ...]]:
-    """Yield columns of `rows` (tensors of one shape each) for functions over lists, such as `torch._foreach_*`.
+def pieces(tuples: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[list[Tensor], ...]]:
+    """Yield lists of tensors for functions over lists, such as `torch._foreach_*`, from tuples of tensors of one shape.
 
-    On a CPU each function is a pass over memory, so a piece is one row, a core's cache of it at most: an update of five
-    passes then costs about as much as one. On a GPU, where each function is one kernel, a piece is as many rows as have
-    `_LARGE_PIECE` elements, and longer rows are split: temporary tensors are small, however large the model.
+        for weights, gradients in pieces([(p, p.grad) for p in parameters]): ...
+
+    On a CPU each function is a pass over memory, so a piece is of one tuple and fits a core's cache: an update of five
+    passes then costs about as much as one. On a GPU, where each function is one kernel, a piece is as many tuples as have
+    `_LARGE_PIECE` elements, and longer ones are split: temporary tensors are small, however large the model.
     """
     found: list[tuple[Tensor, ...]] = []
     count = 0
-    for views in (views for row in rows for views in _split(row)):
+    for views in (views for tensors in tuples for views in _split(tensors)):
         if found and (_on_cpu(views) or count + views[0].numel() > _LARGE_PIECE):
             yield tuple(map(list, zip(*found)))
             found, count = [], 0
@@ -340,20 +342,20 @@ def pieces(rows: Sequence[tuple[Tensor, ...]]) -> Iterator[tuple[list[Tensor], .
         yield tuple(map(list, zip(*found)))
 
 
-def _split(row: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
-    """Views of a row's tensors of a piece's elements at most; along dim 0 where one is not contiguous."""
-    limit = _PIECE if _on_cpu(row) else _LARGE_PIECE
-    if row[0].numel() <= limit:
-        yield row
-    elif all(tensor.is_contiguous() for tensor in row):
-        yield from zip(*(tensor.view(-1).split(limit) for tensor in row))
+def _split(tensors: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+    """Views of tensors with the elements of a piece at most; along dim 0 if one is not contiguous."""
+    limit = _PIECE if _on_cpu(tensors) else _LARGE_PIECE
+    if tensors[0].numel() <= limit:
+        yield tensors
+    elif all(tensor.is_contiguous() for tensor in tensors):
+        yield from zip(*(tensor.view(-1).split(limit) for tensor in tensors))
     else:
-        count = max(1, limit * len(row[0]) // row[0].numel())
-        yield from zip(*(tensor.split(count) for tensor in row))
+        count = max(1, limit * len(tensors[0]) // tensors[0].numel())
+        yield from zip(*(tensor.split(count) for tensor in tensors))
 
 
-def _on_cpu(row: tuple[Tensor, ...]) -> bool:
-    return row[0].device.type == "cpu"
+def _on_cpu(tensors: tuple[Tensor, ...]) -> bool:
+    return tensors[0].device.type == "cpu"
 
 
 class IdleOptimizer:

@@ -123,7 +123,7 @@ def groups_of_part(part: nn.Module, config: OptimizerConfig) -> dict[str, Optimi
     return found
 
 
-#: Optimizers whose update of an element is of the size of the rate, whatever the gradient's: the rule of `lr_scales`.
+#: Optimizers whose update of an element is of the size of the learning rate, whatever the gradient: the rule of `lr_scales`.
 _SIZED_BY_RATE = ("adamw", "lion", "schedule_free_adamw")
 
 
@@ -166,14 +166,14 @@ def parameter_groups(
     for group, own in config.groups.items():
         members = {n: p for n, p in parameters.items() if owners.get(n) == group}
         if own.weight_decay is None:
-            rows = _by_decay(members, kinds, config.weight_decay)
+            entries = _by_decay(members, kinds, config.weight_decay)
         else:
-            rows = [{"params": list(members.items()), "weight_decay": own.weight_decay}]
+            entries = [{"params": list(members.items()), "weight_decay": own.weight_decay}]
         marks = {"group": group, "lr_multiplier": own.lr_multiplier}
-        found += [{**row, **marks} for row in rows]
+        found += [{**entry, **marks} for entry in entries]
 
     if scales:
-        found = [group for row in found for group in _by_scale(row, scales)]
+        found = [group for own in found for group in _by_scale(own, scales)]
     return [group for group in found if group["params"]]
 
 
@@ -223,9 +223,9 @@ def register_groups(
 def _check_groups(
     optimizer: Any, model: nn.Module, built_by: str, owners: Mapping[str, str]
 ) -> None:
-    """ValueError if a parameter is not in a row of `param_groups` that has the name of its group."""
-    rows = [row for row in getattr(optimizer, "param_groups", ()) if isinstance(row, dict)]
-    group_of = {p: row.get("group") for row in rows for p in row["params"]}
+    """ValueError if a parameter is not in an entry of `param_groups` that has the name of its group."""
+    entries = [e for e in getattr(optimizer, "param_groups", ()) if isinstance(e, dict)]
+    group_of = {p: entry.get("group") for entry in entries for p in entry["params"]}
     lost = [
         name
         for name, p in model.named_parameters()
@@ -255,11 +255,11 @@ def _keep_settings(
     saved = _regrouped(state["param_groups"], optimizer.param_groups, moved)
     if len(saved) != len(optimizer.param_groups):
         return state  # torch raises ValueError
-    rows = []
+    kept = []
     for old, mine in zip(saved, optimizer.param_groups):
         unmarked = {key: value for key, value in old.items() if key not in _MARKS}
-        rows.append({**unmarked, **{key: mine[key] for key in (*_MARKS, *keys) if key in mine}})
-    return {**state, "param_groups": rows}
+        kept.append({**unmarked, **{key: mine[key] for key in (*_MARKS, *keys) if key in mine}})
+    return {**state, "param_groups": kept}
 
 
 #: Keys of a group that depend on its parameters.
@@ -270,19 +270,20 @@ def _regrouped(
     saved: list[dict[str, Any]], groups: list[dict[str, Any]], moved: Collection[str]
 ) -> list[dict[str, Any]]:
     """Saved groups, with the members of `groups` by name where only the parameters `moved` changed their group (F146)."""
-    ids = {n: i for row in saved for n, i in zip(row.get("param_names") or (), row["params"])}
-    partitions = [
+    ids = {n: i for g in saved for n, i in zip(g.get("param_names") or (), g["params"])}
+    unmoved = [
         [
             left
-            for row in rows
-            if (left := [n for n in row.get("param_names") or () if n not in moved])
+            for group in either
+            if (left := [n for n in group.get("param_names") or () if n not in moved])
         ]
-        for rows in (saved, groups)
+        for either in (saved, groups)
     ]
-
-    if not moved or not ids.keys() >= {*moved} or partitions[0] != partitions[1]:
+    if not moved or not ids.keys() >= {*moved} or unmoved[0] != unmoved[1]:
         return saved  # torch compares them
-    shared = {k: v for k, v in saved[0].items() if all(k in row and row[k] == v for row in saved)}
+
+    # settings that all saved groups share also hold for the groups of today
+    shared = {k: v for k, v in saved[0].items() if all(k in g and g[k] == v for g in saved)}
     kept = {k: v for k, v in shared.items() if k not in _OF_MEMBERS}
     return [{**g, **kept, "params": [ids[n] for n in g["param_names"]]} for g in groups]
 
@@ -301,9 +302,9 @@ def _by_decay(
     ]
 
 
-def _by_scale(row: Mapping[str, Any], scales: Mapping[str, float]) -> list[dict[str, Any]]:
+def _by_scale(group: Mapping[str, Any], scales: Mapping[str, float]) -> list[dict[str, Any]]:
     """Split a group by the factor of the learning rate."""
     of_scale: dict[float, list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in row["params"]:
+    for name, parameter in group["params"]:
         of_scale.setdefault(scales.get(name, 1.0), []).append((name, parameter))
-    return [{**row, "params": members, "lr_scale": scale} for scale, members in of_scale.items()]
+    return [{**group, "params": members, "lr_scale": scale} for scale, members in of_scale.items()]

@@ -73,14 +73,14 @@ class Lion(NamedOptimizer):
         self, parameters: list[Tensor], group: Group
     ) -> Iterator[tuple[list[Tensor], ...]]:
         """Pieces of (weights, gradients, momenta); of those that are stored in bf16, in fp32."""
-        rows = [
+        tensors = [
             (local_tensor(p), local_gradient(p), local_tensor(self.state_of(p, group)["exp_avg"]))
             for p in parameters
         ]
         if not is_rounded(group):
-            yield from pieces(rows)
+            yield from pieces(tensors)
             return
-        for parameter, (weights, gradients, momenta) in zip(parameters, rows):
+        for parameter, (weights, gradients, momenta) in zip(parameters, tensors):
             stored = [weights, momenta]
             for weight, momentum, gradient in self.in_fp32(parameter, group, stored, [gradients]):
                 yield [weight], [gradient.float()], [momentum]

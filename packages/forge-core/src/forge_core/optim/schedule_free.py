@@ -98,9 +98,9 @@ class ScheduleFreeAdamW(NamedOptimizer):
                 self._started.discard(parameter)  # x may be the first of a fork of another run
                 self._start(parameter, state)
 
-                row = tuple(map(local_tensor, (parameter, state["x"], state["z"])))
-                for columns in pieces([row]):
-                    for y, x, z in zip(*columns):
+                points = tuple(map(local_tensor, (parameter, state["x"], state["z"])))
+                for lists in pieces([points]):
+                    for y, x, z in zip(*lists):
                         y.copy_(_training_point(x, z, group["betas"][0]))
             group["train_mode"] = True
 
@@ -128,12 +128,12 @@ class ScheduleFreeAdamW(NamedOptimizer):
             gradient, squares = local_gradient(parameter), local_tensor(state["exp_avg_sq"])
             if is_rounded(group):  # the squares are in bf16, the points never
                 others = (y, gradient, x, z)
-                for square, *piece in self.in_fp32(parameter, group, [squares], others):
-                    _update(group, (*piece, square), numbers, skip)
+                for square, *points in self.in_fp32(parameter, group, [squares], others):
+                    _update(group, (*points, square), numbers, skip)
             else:
-                for columns in pieces([(y, gradient, x, z, squares)]):
-                    for row in zip(*columns):
-                        _update(group, row, numbers, skip)
+                for lists in pieces([(y, gradient, x, z, squares)]):
+                    for piece in zip(*lists):
+                        _update(group, piece, numbers, skip)
 
     def _start(self, parameter: Tensor, state: dict[str, Tensor]) -> None:
         """Copy the weights to x and z before the first update: they may have changed since this was built."""
