@@ -18,7 +18,7 @@ from .problems import Problem, raise_problems
 def field(
     default: Any, help: str = "", between: tuple[float, float] | None = None, **metadata: Any
 ) -> Any:
-    """A field of a dataclass; a `default` that can be called makes the value.
+    """A field of a dataclass; a `default` that can be called makes the value. A `dict` does not count for the hash.
 
     help: what it means, where the text below the field does not say it.
     between: the least and the largest value. The largest is above every real one, so a larger value is a typing error.
@@ -26,7 +26,8 @@ def field(
     """
     metadata |= {"help": help, "between": between}
     if callable(default):
-        return dataclasses.field(default_factory=default, metadata=metadata)
+        hashed = False if default is dict else None
+        return dataclasses.field(default_factory=default, hash=hashed, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
 
 

@@ -148,15 +148,9 @@ class OptimizerConfig:
         ScheduleFreeConfig, "the average of schedule_free_adamw"
     )
     ema: EMAConfig = field(EMAConfig, "an average of the weights, of any optimizer")
-    options: dict[str, Any] = dataclasses.field(
-        default_factory=dict,
-        hash=False,
-        metadata={"help": "keyword arguments of an optimizer that is not built in"},
-    )
-    groups: dict[str, OptimizerGroupConfig] = dataclasses.field(
-        default_factory=dict,
-        hash=False,
-        metadata={"help": "parameters with settings of their own, by name"},
+    options: dict[str, Any] = field(dict, "keyword arguments of an optimizer that is not built in")
+    groups: dict[str, OptimizerGroupConfig] = field(
+        dict, "parameters with settings of their own, by name"
     )
 
     def __post_init__(self) -> None:
@@ -212,11 +206,7 @@ class ScheduleConfig:
         0.1, "last learning rate of cosine, linear, wsd and rex, as a part of the peak rate"
     )
     wsd: WSDConfig = field(WSDConfig, "the decay of warmup-stable-decay")
-    options: dict[str, Any] = dataclasses.field(
-        default_factory=dict,
-        hash=False,
-        metadata={"help": "keyword arguments of a schedule that is not built in"},
-    )
+    options: dict[str, Any] = field(dict, "keyword arguments of a schedule that is not built in")
 
     def __post_init__(self) -> None:
         raise_problems("schedule", _schedule_problems(self))

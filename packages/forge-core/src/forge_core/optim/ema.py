@@ -19,7 +19,8 @@ from forge_core.optim.rounding import in_fp32, offset_of
 #: Slots of named state next to those of the optimizer: the weights that are trained, and the number of updates so far.
 _TRAINED, _UPDATES = "trained", "ema_updates"
 _WHERE = "state of an average"
-#: Warm-up of the decay, t / (t + 9) after t updates: an early average forgets the initial weights.
+#: Warm-up of the decay, t / (t + 9) after t updates: an early average forgets the initial weights. TensorFlow's
+#: ExponentialMovingAverage has the same, as (1 + n) / (10 + n).
 _WARM_UP = 9.0
 
 
