@@ -103,6 +103,7 @@ class LoRALinear(nn.Module):
 
     @property
     def _std(self) -> float:
+        # the variance of peft's kaiming_uniform_(a=sqrt(5)), uniform in +-1 / sqrt(I)
         return 1.0 / math.sqrt(3.0 * self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -111,6 +112,8 @@ class LoRALinear(nn.Module):
         if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             # a frozen base in bf16 without FSDP2, which would have cast it
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
+
+        # the adapter in fp32, unless autocast chooses a dtype: its sum is rounded once
         low = F.linear(x.to(self.lora_a.dtype), self.lora_a)  # (..., R)
         out = F.linear(x, weight, bias)  # (..., O)
         return out + (F.linear(low, self.lora_b) * self.scale).to(out.dtype)
@@ -167,6 +170,7 @@ def lora(
         rule = "is a weight of a layer that has an adapter by lora.patterns"
         raise invalid("lora.whole", "excludes", both[0], rule, "leave it out of one of them")
 
+    # from here on the model changes: all problems are known
     for name, parameter in model.named_parameters():
         if name in kept:
             continue

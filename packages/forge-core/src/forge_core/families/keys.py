@@ -19,14 +19,15 @@ from forge_core.families.rope_keys import (
 )
 from forge_core.model.config import ROPE_NAMES, TransformerConfig
 
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "max_position_embeddings",
-)
+#: Keys without a default, and the fields of TransformerConfig with the same value.
+_REQUIRED = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "max_position_embeddings": "max_seq_len",
+}
 _OPTIONAL_SIZES = ("num_key_value_heads", "head_dim")
 _LATENT_SIZES = (
     *("q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"),
@@ -137,20 +138,15 @@ class Spelling(NamedTuple):
         own = {**self.fixed, **switched, **options, **after()}
 
         return TransformerConfig(
-            vocab_size=hf["vocab_size"],
-            dim=hf["hidden_size"],
-            num_layers=hf["num_hidden_layers"],
-            num_heads=hf["num_attention_heads"],
+            **{field: hf[key] for key, field in _REQUIRED.items()},
             num_kv_heads=hf.get("num_key_value_heads"),
             head_dim=_head_dim(hf),
-            hidden_dim=hf["intermediate_size"],
             norm_eps=hf.get("rms_norm_eps", 1e-6),
             rope_theta=float(rope["rope_theta"]),
             rope_scaling=read_scaling(rope, latent),
             partial_rotary_factor=float(rope["partial_rotary_factor"]),
             tie_embeddings=bool(hf.get("tie_word_embeddings", False)),
             init_std=hf.get("initializer_range", 0.02),
-            max_seq_len=hf["max_position_embeddings"],
             **own,
         )
 
@@ -198,15 +194,11 @@ class Spelling(NamedTuple):
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,
-            "vocab_size": config.vocab_size,
-            "hidden_size": config.dim,
+            **{key: getattr(config, field) for key, field in _REQUIRED.items()},
             "intermediate_size": config.resolved_hidden_dim,
-            "num_hidden_layers": config.num_layers,
-            "num_attention_heads": config.num_heads,
             "num_key_value_heads": config.resolved_num_kv_heads,
             "head_dim": config.resolved_head_dim,
             "hidden_act": "silu",
-            "max_position_embeddings": config.max_seq_len,
             "initializer_range": config.init_std,
             "rms_norm_eps": config.norm_eps,
             "tie_word_embeddings": config.tie_embeddings,

@@ -89,6 +89,7 @@ class NamedOptimizer(torch.optim.Optimizer):
                 fix = "materialize the model first"
                 raise invalid(name, "meta", ..., rule, fix, where="parameter")
 
+        # only groups that round have these keys: state saved in fp32 keeps its form
         settings = {"lr": config.lr, "weight_decay": config.weight_decay, **defaults}
         if half or any(p.dtype != torch.float32 for group in groups for _, p in group["params"]):
             settings |= {"state_dtype": config.state_dtype, _SEED: 0}

@@ -155,6 +155,7 @@ def _sharded_matrices(mesh: Any, parameters: Sequence[Tensor], cost: Cost) -> li
         number = local.shape[0] if local.ndim == 3 else 1
         found += [ShardedMatrix(axes, tuple(shapes), tuple(sizes), ())] * number
 
+    # every rank computes the same owners, so none are sent
     ranks_of = [mesh.size(axis.mesh_dim) for axis in found[0].axes] if found else []
     owners = balanced([cost(*matrix.shapes[-1]) for matrix in found], math.prod(ranks_of))
     return [
@@ -209,6 +210,8 @@ class _MatrixExchange:
         self._held = [list(range(len(matrices)))]
         for level, own in enumerate(self._coordinate):
             self._held.append([m for m in self._held[-1] if matrices[m].owner[level] == own])
+
+    # A level is the number of axes that are undone: `gather` goes up from the shards, `scatter` back down.
 
     def gather(self, shards: list[Tensor]) -> list[Tensor]:
         """Shards of all matrices -> the full matrices that this rank owns."""

@@ -208,6 +208,7 @@ def register_groups(
     Also register a hook: a torch optimizer that loads torch's form of state keeps the groups and factors of `config`,
     and its `settings` (keys of `param_groups`), where torch would take those of the state.
     """
+    # an optimizer of another package may have its own groups: freezing and multipliers need these
     owners = match_groups(model, config.groups)
     if owners:
         _check_groups(optimizer, model, config.name, owners)

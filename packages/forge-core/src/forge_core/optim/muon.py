@@ -27,7 +27,7 @@ from forge_core.optim.groups import match_groups, parameter_groups
 _BLOCK = re.compile(r"(^|\.)(cross_)?\d+\.")
 #: Coefficients of Keller Jordan's iteration, chosen for the steepest rise at zero: singular values end in about 0.7 to 1.2.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
-_EPS = 1e-7
+_EPS = 1e-7  # a zero matrix stays zero
 #: Elements of a batch at most, if a matrix has fewer: bounds the temporary tensors of an iteration to 3 x 64 MiB in bf16.
 _BATCH = 2**25
 #: Rows of a block of a symmetric matmul on a CPU.
@@ -136,6 +136,7 @@ class Muon(AdamW):
     def _full_matrices(self, parameters: list[Tensor]) -> FullMatrices:
         """The plan of communication for `parameters`, which change when groups are frozen."""
         known = self._full
+        # compared by identity: tensors of one shape may be placed differently
         if known is None or list(map(id, known[0])) != list(map(id, parameters)):
             self._full = known = (parameters, FullMatrices(parameters, cost=flops))
         return known[1]
@@ -269,6 +270,7 @@ def _wide(matrix: Tensor) -> Tensor:
 
 def _iterate(x: Tensor, steps: int) -> Tensor:
     """(B, m, n), over their Frobenius norms, through `steps` of X <- a X + b (X X^T) X + c (X X^T)^2 X."""
+    # singular values must be in [0, 1] for the iteration to converge: the Frobenius norm bounds the largest
     x = x / torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).clamp(min=_EPS)
     for _ in range(steps):
         gram = _symmetric(x, x.mT)  # (B, m, m)
