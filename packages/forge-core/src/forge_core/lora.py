@@ -113,7 +113,7 @@ class LoRALinear(nn.Module):
             # a frozen base in bf16 without FSDP2, which would have cast it
             weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
 
-        # the adapter in fp32, unless autocast chooses a dtype: its sum is rounded once
+        # the adapter computes in its own dtype, fp32, unless autocast casts both
         low = F.linear(x.to(self.lora_a.dtype), self.lora_a)  # (..., R)
         out = F.linear(x, weight, bias)  # (..., O)
         return out + (F.linear(low, self.lora_b) * self.scale).to(out.dtype)
