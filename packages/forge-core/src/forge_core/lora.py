@@ -98,6 +98,7 @@ class LoRALinear(nn.Module):
         self._reset_adapter()
 
     def _reset_adapter(self) -> None:
+        """Draw `lora_a`, and set `lora_b` to 0."""
         nn.init.normal_(self.lora_a, std=self._std)
         nn.init.zeros_(self.lora_b)
 
@@ -240,6 +241,7 @@ def frozen_names(model: nn.Module) -> set[str]:
 
 
 def _merged(module: LoRALinear) -> nn.Linear:
+    """A plain linear layer with the adapter in its weight."""
     linear = nn.Linear(module.in_features, module.out_features, bias=False, device="meta")
     with torch.no_grad():
         weight = merged_weight(module.weight, module.lora_a, module.lora_b, module.scale)
@@ -291,5 +293,6 @@ def _matched(model: nn.Module, config: LoRAConfig) -> dict[str, nn.Linear]:
 
 
 def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Set a submodule by its dotted name."""
     parent, _, own = name.rpartition(".")
     setattr(model.get_submodule(parent), own, module)

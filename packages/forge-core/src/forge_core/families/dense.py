@@ -102,6 +102,7 @@ _QWEN3 = Spelling(
 
 
 def _qwen_from_hf(spelling: Spelling, hf: Mapping[str, Any]) -> TransformerConfig:
+    """Read Qwen2 or Qwen3, with the windows of its layers."""
     model_type = spelling.model_type
 
     def windows() -> dict[str, Any]:
@@ -121,6 +122,7 @@ def _qwen_from_hf(spelling: Spelling, hf: Mapping[str, Any]) -> TransformerConfi
 
 
 def _qwen_to_hf(spelling: Spelling, config: TransformerConfig) -> dict[str, Any]:
+    """Write Qwen2 or Qwen3, with the windows of its layers."""
     windows = sliding_to_hf(config, spelling.model_type)
     hf = spelling.write(config, ("window",), layer_pattern=config.layer_pattern)
     if windows["sliding_window"] is None:

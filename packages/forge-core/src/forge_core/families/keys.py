@@ -234,6 +234,7 @@ def _wrong_kinds(hf: Mapping[str, Any]) -> list[Problem]:
 
 
 def _unknown(hf: Mapping[str, Any], reads: tuple[str, ...]) -> list[Problem]:
+    """Keys that the family does not read and that are not known to be harmless."""
     known = _READ | HARMLESS | TRAINING | set(reads) | {key for key in _OFF if hf.get(key) is False}
     given = {key: value for key, value in hf.items() if key not in known}
     rope = table_entries(hf).items()

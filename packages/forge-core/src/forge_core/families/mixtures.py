@@ -98,6 +98,8 @@ _QWEN3_MOE = Spelling(
 
 
 def _qwen_family(rows: tuple[Any, ...], spelling: Spelling) -> Family:
+    """A Qwen mixture of experts, which has no window."""
+
     def from_hf(hf: Mapping[str, Any]) -> TransformerConfig:
         off = () if hf.get("use_sliding_window") else ("sliding_window", "max_window_layers")
         return spelling.read({key: value for key, value in hf.items() if key not in off})

@@ -98,6 +98,7 @@ class _Changes:
         return changed.reshape(value.shape)
 
     def _changed(self, name: str, value: Tensor) -> Tensor:
+        """Apply the changes of all patterns that match, in their order."""
         for pattern, change in self._changes.items():
             if matches(name, [pattern]):
                 before = _version(value)

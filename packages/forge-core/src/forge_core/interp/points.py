@@ -190,6 +190,7 @@ def _own(path: str, module: Any) -> Iterator[HookPoint]:
 
 
 def _dotted(path: str, point: str) -> str:
+    """The name of a hook point of the module at `path`."""
     return f"{path}.{point}" if path else point
 
 
@@ -274,6 +275,7 @@ class _Watched:
         return copy.deepcopy(self.plain, memo)
 
     def _visit(self, point: str, value: Tensor) -> Tensor:
+        """Pass a value to the visitors of a hook point, one after another."""
         for at, name, visitor in self.visits:
             if at == point:
                 value = visitor.visit(name, value)

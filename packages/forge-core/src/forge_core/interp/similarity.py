@@ -93,6 +93,7 @@ def _checked(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _centered(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """x and y in float64 around their means."""
     x, y = (_without_mean(z) for z in _checked(x, y))
     return x, y
 

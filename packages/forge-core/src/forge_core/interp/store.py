@@ -172,6 +172,7 @@ class ActivationStore:
         return slice(-self.rows % self.every, batch, self.every)
 
     def _dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a value of `dtype` is kept."""
         return self.dtype if self.dtype is not None and dtype.is_floating_point else dtype
 
     def _put(self, name: str, value: Tensor) -> Tensor:
@@ -223,6 +224,7 @@ class ActivationStore:
 
 
 def _empty_folder(folder: Path) -> Path:
+    """Create `folder`; ValueError if it holds files."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         rule = "holds files, and must be empty or new"

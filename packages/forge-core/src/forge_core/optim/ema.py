@@ -122,7 +122,7 @@ class EMA:
     def _swap(self) -> None:
         """Exchange the model's weights and those kept here; before the first update both are the model's."""
         fresh = self._updates == 0
-        for others, weights in pieces([self._row(name) for name in self._parameters]):
+        for others, weights in pieces([self._tensors_of(name) for name in self._parameters]):
             for other, weight in zip(others, weights):
                 kept = torch.where(fresh, weight, other)
                 other.copy_(weight)
@@ -130,13 +130,14 @@ class EMA:
 
     def _fp32_columns(self) -> Iterator[tuple[list[Tensor], ...]]:
         """Pieces of averages and weights; of those in bf16, in fp32: their averages are rounded as they are stored."""
-        yield from pieces([self._row(n) for n in self._parameters if n not in self._offsets])
+        yield from pieces([self._tensors_of(n) for n in self._parameters if n not in self._offsets])
         for name, offset in self._offsets.items():
-            average, weight = self._row(name)
+            average, weight = self._tensors_of(name)
             for own, piece in in_fp32([average], [weight], offset, self._updates):
                 yield [own], [piece.float()]
 
-    def _row(self, name: str) -> tuple[Tensor, Tensor]:
+    def _tensors_of(self, name: str) -> tuple[Tensor, Tensor]:
+        """This rank's part of the weights kept here and of the model's."""
         return local_tensor(self._others[name]), local_tensor(self._parameters[name].detach())
 
     def named_state(self) -> dict[str, dict[str, Tensor | float]]:
@@ -213,6 +214,7 @@ class EMA:
         raise_problems(_WHERE, problems)
 
     def _require_eval_mode(self) -> None:
+        """RuntimeError unless the weights are the average."""
         if not self._evaluating:
             raise RuntimeError(
                 "named state belongs to the average, and the weights are the trained ones; call optimizer.eval() first"
@@ -220,6 +222,7 @@ class EMA:
 
 
 def _shape(value: Any) -> Any:
+    """The shape of a tensor, or the type of another value, for messages."""
     return tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
 
 

@@ -278,6 +278,7 @@ class _MatrixExchange:
         return [m for m in self._held[level] if self._matrices[m].owner[level] == rank]
 
     def _dim(self, matrix: int, level: int) -> int:
+        """The dim along which an axis shards a matrix."""
         dim = self._matrices[matrix].axes[level].dim
         assert dim is not None
         return dim

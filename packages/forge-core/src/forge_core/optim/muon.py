@@ -103,6 +103,7 @@ class Muon(AdamW):
         super().load_named_state(found)
 
     def update_groups(self, skip: Tensor | None) -> None:
+        """Update all matrices at once, then the groups of AdamW."""
         rows = [(p, g) for g in self.param_groups if g["muon"] for p in g["params"]]
         rows = [(p, g) for p, g in rows if p.requires_grad and _updates_this_step(p)]
         if rows:
@@ -265,6 +266,7 @@ def flops(rows: int, columns: int) -> int:
 
 
 def _wide(matrix: Tensor) -> Tensor:
+    """The matrix, or its transpose, with no more rows than columns."""
     return matrix if matrix.shape[0] <= matrix.shape[1] else matrix.mT
 
 

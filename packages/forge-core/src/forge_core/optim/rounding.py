@@ -115,6 +115,7 @@ def _is_half(tensor: Tensor) -> bool:
 
 
 def _matrix(tensor: Tensor) -> Tensor:
+    """A vector or a number as one column."""
     return tensor.view(-1, 1) if tensor.ndim < 2 else tensor
 
 

@@ -115,6 +115,7 @@ class ScheduleFreeAdamW(NamedOptimizer):
         super().load_named_state(state)
 
     def update_groups(self, skip: Tensor | None) -> None:
+        """Update all groups; RuntimeError unless the weights are y."""
         self._require_mode(True, "a step needs gradients of the training point", "train")
         super().update_groups(skip)
 
