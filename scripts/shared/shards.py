@@ -1,4 +1,4 @@
-"""This rank's part of a DTensor. A plain tensor is its own part. No function here communicates."""
+"""This rank's shard of a DTensor. A plain tensor is its own shard. No function here communicates."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from torch import Tensor
 
 
 def local_tensor(tensor: Any) -> Tensor:
-    """Return this rank's part of a DTensor, which shares its memory; a plain tensor itself.
+    """Return this rank's shard of a DTensor, a view of its memory; a plain tensor itself.
 
     Does not import DTensor, which takes half a second.
     """
-    part: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
-    return part
+    shard: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return shard
 
 
 def local_indices(tensor: Any, dim: int) -> Tensor:
-    """Return (n,) int64: the indices along `dim` of the full tensor that this rank's part has, on its device."""
+    """Return (n,) int64: the indices along `dim` of the full tensor that this rank's shard has, on its device."""
     if not hasattr(tensor, "device_mesh"):
         return torch.arange(tensor.size(dim), device=tensor.device)
     from torch.distributed.tensor import Replicate, distribute_tensor
@@ -32,7 +32,7 @@ def local_indices(tensor: Any, dim: int) -> Tensor:
 
 
 def shard_like(full: Tensor, target: Any) -> Tensor:
-    """Return the part of `full` that this rank has of `target`; all of it where `target` is a plain tensor.
+    """Return the shard of `full` that this rank has of `target`; all of it if `target` is a plain tensor.
 
     Cost: one host read per sharded dim if `target` is on a GPU and `full` is not.
     """

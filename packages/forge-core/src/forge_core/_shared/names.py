@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
-#: The number of a layer: a part of a name, also after "cross_", as in layers.cross_3.up.weight.
+#: The number of a layer: between the dots of a name, also after "cross_", as in layers.cross_3.up.weight.
 _LAYER = re.compile(r"(?:(?<![^.])|(?<=\.cross_))\d+(?=\.)")
 
 

@@ -16,7 +16,7 @@ from forge_core.interp.points import (
     Whole,
     batch_first,
     batch_size,
-    select_points,
+    select_hooks,
     visited,
 )
 
@@ -46,16 +46,16 @@ def intervene(
     Raises ValueError for a pattern without a hook point, a value of other shape, dtype or device, a hook point in
     compiled code, with `whole` in a call with gradients, and at the end for a hook point that no call has reached.
     """
-    _, hook_points = select_points(model, changes, whole)
-    change = _Changes(changes, hook_points, whole)
+    _, hooks = select_hooks(model, changes, whole)
+    change = _Changes(changes, hooks, whole)
     begin = model.register_forward_pre_hook(change.on_forward_begin, with_kwargs=True, prepend=True)
     try:
-        with visited(hook_points, change):
+        with visited(hooks, change):
             yield
     finally:
         begin.remove()
 
-    missing = [name for name in hook_points if name not in change.reached]
+    missing = [name for name in hooks if name not in change.reached]
     if missing:
         rule = "must be reached by a call inside intervene, and was not"
         fix = "call the model there, on full sequences without a cache for attn_scores and attn_weights"
@@ -68,9 +68,9 @@ class _Changes:
     changes = True
 
     def __init__(
-        self, changes: Mapping[str, Change], hook_points: dict[str, HookPoint], whole: Whole | None
+        self, changes: Mapping[str, Change], hooks: dict[str, HookPoint], whole: Whole | None
     ) -> None:
-        self._changes, self._hook_points, self._whole = dict(changes), hook_points, whole
+        self._changes, self._hooks, self._whole = dict(changes), hooks, whole
         self.reached: set[str] = set()
         self._batch = 0
 
@@ -88,13 +88,13 @@ class _Changes:
             rule = "is spread over ranks, and its change has no gradient"
             raise invalid(name, "gradient", ..., rule, "call the model under torch.no_grad()")
 
-        hook_point, value_of_batch = self._hook_points[name], batch_first(value, self._batch)
-        full = self._whole.join(hook_point, value_of_batch)
+        hook, value_of_batch = self._hooks[name], batch_first(value, self._batch)
+        full = self._whole.join(hook, value_of_batch)
         changed = self._changed(name, full)
         if changed is full:
             return value
         if full.shape != value_of_batch.shape:  # else no rank holds only a shard
-            changed = self._whole.cut(hook_point, changed)
+            changed = self._whole.cut(hook, changed)
         return changed.reshape(value.shape)
 
     def _changed(self, name: str, value: Tensor) -> Tensor:

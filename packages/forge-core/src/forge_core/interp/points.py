@@ -118,7 +118,7 @@ def points_of(model: nn.Module) -> dict[str, HookPoint]:
     return found
 
 
-def select_points(
+def select_hooks(
     model: nn.Module, patterns: Iterable[str], whole: Whole | None = None
 ) -> tuple[list[str], dict[str, HookPoint]]:
     """Return the names that match a pattern on any rank, and the hook points of this rank's pipeline stage among them.
@@ -128,31 +128,29 @@ def select_points(
     ValueError for a pattern that matches nothing, a hook point inside compiled code, and one that `whole` does not know.
     """
     here = points_of(model)
-    points = list(here) if whole is None else whole.names(list(here))
+    known = list(here) if whole is None else whole.names(list(here))
     found = set[str]()
     for pattern in patterns:
-        names = match_names([pattern], points)
+        names = match_names([pattern], known)
         if not names:
-            rule = f"must match one of the {len(points)} points of {type(model).__name__}"
-            raise invalid(
-                pattern, "not_found", ..., rule, f"near: {nearest_names(pattern, points)}"
-            )
+            rule = f"must match one of the {len(known)} hook points of {type(model).__name__}"
+            raise invalid(pattern, "not_found", ..., rule, f"near: {nearest_names(pattern, known)}")
         found |= {*(name for name in names if not name.startswith(_MTP))} or {*names}
 
-    selected = {name: hook_point for name, hook_point in here.items() if name in found}
+    selected = {name: hook for name, hook in here.items() if name in found}
     _require_eager(model, selected)
     if whole is not None:
-        for name, hook_point in selected.items():
-            whole.check(name, hook_point)
-    return [name for name in points if name in found], selected
+        for name, hook in selected.items():
+            whole.check(name, hook)
+    return [name for name in known if name in found], selected
 
 
 @contextmanager
-def visited(hook_points: dict[str, HookPoint], visitor: Visitor) -> Iterator[None]:
+def visited(hooks: dict[str, HookPoint], visitor: Visitor) -> Iterator[None]:
     """Pass the values of hook points to a visitor, after earlier visitors; undone exactly at the end."""
     with ExitStack() as stack:
-        for name, hook_point in hook_points.items():
-            stack.callback(_attach(hook_point, name, visitor))
+        for name, hook in hooks.items():
+            stack.callback(_attach(hook, name, visitor))
         yield
 
 
@@ -194,7 +192,7 @@ def _dotted(path: str, point: str) -> str:
     return f"{path}.{point}" if path else point
 
 
-def _require_eager(model: nn.Module, hook_points: dict[str, HookPoint]) -> None:
+def _require_eager(model: nn.Module, hooks: dict[str, HookPoint]) -> None:
     """ValueError for a hook point inside compiled code."""
     # nn.Module.compile, compile_blocks of forge-parallel, torch.compile(module)
     modules = dict(model.named_modules())
@@ -206,8 +204,8 @@ def _require_eager(model: nn.Module, hook_points: dict[str, HookPoint]) -> None:
         or hasattr(module, "_orig_mod")
     }
 
-    for name, hook_point in hook_points.items():
-        steps = hook_point.path.split(".") if hook_point.path else []
+    for name, hook in hooks.items():
+        steps = hook.path.split(".") if hook.path else []
         around = ["", *(".".join(steps[: i + 1]) for i in range(len(steps)))]
         within = next((path for path in around if path in compiled), None)
         if within is not None:
@@ -216,17 +214,17 @@ def _require_eager(model: nn.Module, hook_points: dict[str, HookPoint]) -> None:
             raise invalid(name, "compiled", ..., rule, fix)
 
 
-def _attach(hook_point: HookPoint, name: str, visitor: Visitor) -> Callable[[], None]:
+def _attach(hook: HookPoint, name: str, visitor: Visitor) -> Callable[[], None]:
     """Attach a visitor to a hook point; return the function that removes it."""
-    module: Any = hook_point.module
-    if hook_point.kind == "input":
+    module: Any = hook.module
+    if hook.kind == "input":
 
         def before(_: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
             return (visitor.visit(name, args[0]), *args[1:])
 
         remove: Callable[[], None] = module.register_forward_pre_hook(before).remove
         return remove
-    if hook_point.kind == "output":
+    if hook.kind == "output":
 
         def after(_: Any, __: Any, out: Tensor) -> Tensor:
             return visitor.visit(name, out)
@@ -234,8 +232,8 @@ def _attach(hook_point: HookPoint, name: str, visitor: Visitor) -> Callable[[], 
         remove = module.register_forward_hook(after).remove
         return remove
 
-    visit = (hook_point.point, name, visitor)
-    if hook_point.kind == "attend":
+    visit = (hook.point, name, visitor)
+    if hook.kind == "attend":
         return _watch(module, "attend", _WatchedAttention, visit)
     return _watch(module, "point", _WatchedPoint, visit)
 

@@ -17,7 +17,7 @@ from forge_core.interp.points import (
     Whole,
     batch_first,
     batch_size,
-    select_points,
+    select_hooks,
     visited,
 )
 
@@ -66,7 +66,7 @@ class ActivationStore:
         #: Sequences of all calls so far, kept or not, and bytes of those kept.
         self.rows = self.nbytes = 0
         self._kept: dict[str, list[Tensor]] = {}
-        self._hook_points: dict[str, HookPoint] = {}  # of the model that is watched
+        self._hooks: dict[str, HookPoint] = {}  # of the model that is watched
         self._pending: dict[str, Tensor] = {}  # of the call that runs
         self._pending_bytes = 0
         self._files: list[Path] = []  # of pending values
@@ -93,7 +93,7 @@ class ActivationStore:
         """The values of a hook point, one for each call that kept some; memory-mapped files if there is a folder."""
         if name not in self._kept:
             raise KeyError(
-                f"{name!r} is not kept; the hook points are {', '.join(self._kept) or 'none yet'}"
+                f"{name!r} is not kept; those kept are {', '.join(self._kept) or 'none yet'}"
             )
         return list(self._kept[name])
 
@@ -104,7 +104,7 @@ class ActivationStore:
         ValueError for a pattern without a hook point, a hook point in compiled code, and one that a call did not reach or
         reached twice.
         """
-        names, self._hook_points = select_points(model, self.points, self.whole)
+        names, self._hooks = select_hooks(model, self.points, self.whole)
         for name in names:
             self._kept.setdefault(name, [])
 
@@ -114,7 +114,7 @@ class ActivationStore:
             self._on_forward_begin, with_kwargs=True, prepend=True
         )
         try:
-            with visited(self._hook_points, self):
+            with visited(self._hooks, self):
                 end = model.register_forward_hook(lambda *_: self._on_forward_end())
                 try:
                     yield self
@@ -126,7 +126,7 @@ class ActivationStore:
 
         if self.whole is not None:
             left = None if self.max_bytes is None else self.max_bytes - bytes_before
-            found = {name: self._kept[name][before[name] :] for name in self._hook_points}
+            found = {name: self._kept[name][before[name] :] for name in self._hooks}
             for name, value in self.whole.exchange(found, left):
                 self._kept[name].append(self._put(name, value.to(self.device)))
                 self.nbytes += value.nbytes
@@ -147,7 +147,7 @@ class ActivationStore:
         total = self.nbytes + self._pending_bytes + size
         if total > self.max_bytes:
             rule = f"must be {total} or more for {name} {tuple(shape)}"
-            fix = f"raise it, keep fewer points, or fewer sequences (every={self.every})"
+            fix = f"raise it, keep fewer of them, or fewer sequences (every={self.every})"
             raise invalid("max_bytes", "full", self.max_bytes, rule, fix)
 
     def visit(self, name: str, value: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ class ActivationStore:
 
         found = batch_first(value.detach(), self._batch)[self._slice(self._batch)]
         if self.whole is not None and len(found):
-            found = self.whole.join(self._hook_points[name], found)
+            found = self.whole.join(self._hooks[name], found)
         self._check_bytes(name, found.shape, found.dtype)
         found = found.to(self.device, self._dtype(value.dtype), copy=True)
         self._pending_bytes += found.nbytes
@@ -198,14 +198,14 @@ class ActivationStore:
 
     def _on_forward_end(self) -> None:
         """Keep the pending values; ValueError if the call did not reach a hook point."""
-        missing = [name for name in self._hook_points if name not in self._pending]
+        missing = [name for name in self._hooks if name not in self._pending]
         if missing:
             self._drop()
             rule = "must be reached by each call that is watched, and was not"
-            fix = "name the points that are, and call the model on full sequences without a cache for attn_scores and attn_weights"
+            fix = "name those that are, and call the model on full sequences without a cache for attn_scores and attn_weights"
             raise invalid(missing[0], "not_reached", ..., rule, fix)
 
-        for name in self._hook_points:
+        for name in self._hooks:
             value = self._pending[name]
             if len(value):
                 self._kept[name].append(value)

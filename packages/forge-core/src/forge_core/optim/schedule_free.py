@@ -75,8 +75,8 @@ class ScheduleFreeAdamW(NamedOptimizer):
         return Slots(("z", "exp_avg_sq"), _NUMBERS)
 
     def fresh(self, parameter: Tensor, group: Group) -> dict[str, Tensor]:
-        points = {name: parameter.detach().clone() for name in ("x", "z")}
-        return {**super().fresh(parameter, group), **points}
+        weights = {name: parameter.detach().clone() for name in ("x", "z")}
+        return {**super().fresh(parameter, group), **weights}
 
     @torch.no_grad()
     def eval(self) -> None:
@@ -98,8 +98,8 @@ class ScheduleFreeAdamW(NamedOptimizer):
                 self._started.discard(parameter)  # x may be the first of a fork of another run
                 self._start(parameter, state)
 
-                points = tuple(map(local_tensor, (parameter, state["x"], state["z"])))
-                for lists in pieces([points]):
+                tensors = tuple(map(local_tensor, (parameter, state["x"], state["z"])))
+                for lists in pieces([tensors]):
                     for y, x, z in zip(*lists):
                         y.copy_(_training_point(x, z, group["betas"][0]))
             group["train_mode"] = True
@@ -127,10 +127,10 @@ class ScheduleFreeAdamW(NamedOptimizer):
         for parameter, state, numbers in zip(parameters, states, zip(*_count(group, states, skip))):
             y, x, z = map(local_tensor, (parameter, state["x"], state["z"]))
             gradient, squares = local_gradient(parameter), local_tensor(state["exp_avg_sq"])
-            if is_rounded(group):  # the squares are in bf16, the points never
+            if is_rounded(group):  # the squares are in bf16; y, x and z never
                 others = (y, gradient, x, z)
-                for square, *points in self.in_fp32(parameter, group, [squares], others):
-                    _update(group, (*points, square), numbers, skip)
+                for square, *piece in self.in_fp32(parameter, group, [squares], others):
+                    _update(group, (*piece, square), numbers, skip)
             else:
                 for lists in pieces([(y, gradient, x, z, squares)]):
                     for piece in zip(*lists):
@@ -143,8 +143,8 @@ class ScheduleFreeAdamW(NamedOptimizer):
         self._started.add(parameter)
         weights, untouched = local_tensor(parameter), state["step"] == 0
         for name in ("x", "z"):
-            point = local_tensor(state[name])
-            point.copy_(torch.where(untouched, weights, point))
+            other = local_tensor(state[name])
+            other.copy_(torch.where(untouched, weights, other))
 
     def _require_mode(self, train_mode: bool, reason: str, call: str) -> None:
         """RuntimeError unless the weights are y (`train_mode`) or x."""
