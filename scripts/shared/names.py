@@ -23,13 +23,13 @@ def match_names(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
     return [name for name in names if matches(name, patterns)]
 
 
-def nearest_names(pattern: str, names: Iterable[str]) -> str:
-    """Return three names like a pattern that matches none, one of each kind of layer, or "" without any."""
+def nearest_names(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return three names like a pattern that matches none, one of each kind of layer."""
     of_kind: dict[str, str] = {}
     for name in names:
         of_kind.setdefault(without_layer_number(name), name)
     near = difflib.get_close_matches(pattern, of_kind, n=3, cutoff=0.0)
-    return ", ".join(of_kind[kind] for kind in near)
+    return [of_kind[kind] for kind in near]
 
 
 def without_layer_number(name: str) -> str:

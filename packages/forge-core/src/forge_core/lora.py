@@ -163,7 +163,7 @@ def lora(
     names = [name for name, _ in model.named_parameters()]
     for pattern in trained:
         if not match_names([pattern], names):
-            fix = f"the nearest names are {nearest_names(pattern, names)}"
+            fix = f"the nearest names are {', '.join(nearest_names(pattern, names))}"
             raise invalid("lora.whole", "not_found", pattern, "must match a weight", fix)
     kept = set(match_names(trained, names))
     of_adapted = {f"{layer}.{kind}" for layer in matched for kind in ("weight", "bias")}
@@ -269,8 +269,8 @@ def _matched(model: nn.Module, config: LoRAConfig) -> dict[str, nn.Linear]:
         elif not fits:
             linear = [name for name, module in modules.items() if type(module) is nn.Linear]
             rule = "must match a linear layer, and matches no module"
-            near = nearest_names(pattern, linear) or "none: the model has no linear layer"
-            fix = f"the nearest names are {near}"
+            near = ", ".join(nearest_names(pattern, linear))
+            fix = f"the nearest names are {near or 'none: the model has no linear layer'}"
             problems.append(Problem(key, "not_found", pattern, rule, fix))
 
         others = [name for name in fits if type(modules[name]) is not nn.Linear]

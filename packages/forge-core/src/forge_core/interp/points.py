@@ -134,7 +134,8 @@ def select_hooks(
         names = match_names([pattern], known)
         if not names:
             rule = f"must match one of the {len(known)} hook points of {type(model).__name__}"
-            raise invalid(pattern, "not_found", ..., rule, f"near: {nearest_names(pattern, known)}")
+            fix = f"near: {', '.join(nearest_names(pattern, known))}"
+            raise invalid(pattern, "not_found", ..., rule, fix)
         found |= {*(name for name in names if not name.startswith(_MTP))} or {*names}
 
     selected = {name: hook for name, hook in here.items() if name in found}

@@ -92,7 +92,7 @@ def match_groups(model: nn.Module, groups: Mapping[str, OptimizerGroupConfig]) -
         for pattern in (p for p in config.patterns if not match_names([p], known)):
             key = f"optimizer.groups.{group}.patterns"
             rule = "must match a parameter of the model, and matches none"
-            near = nearest_names(pattern, known) or "none: it has no parameter"
+            near = ", ".join(nearest_names(pattern, known)) or "none: it has no parameter"
             fix = f"the nearest names are {near}"
             problems.append(Problem(key, "not_found", pattern, rule, fix))
     raise_problems("", problems)
