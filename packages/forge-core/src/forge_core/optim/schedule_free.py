@@ -129,8 +129,8 @@ class ScheduleFreeAdamW(NamedOptimizer):
             gradient, squares = local_gradient(parameter), local_tensor(state["exp_avg_sq"])
             if is_rounded(group):  # the squares are in bf16; y, x and z never
                 others = (y, gradient, x, z)
-                for square, *piece in self.in_fp32(parameter, group, [squares], others):
-                    _update(group, (*piece, square), numbers, skip)
+                for square, *rest in self.in_fp32(parameter, group, [squares], others):
+                    _update(group, (*rest, square), numbers, skip)
             else:
                 for lists in pieces([(y, gradient, x, z, squares)]):
                     for piece in zip(*lists):
