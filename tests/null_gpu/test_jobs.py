@@ -10,8 +10,8 @@ import pytest
 from tests.null_gpu.jobs import JOBS, write_data
 
 from forge_core.loss.named import LOSSES
+from forge_core.model.block import BLOCKS, MIXERS
 from forge_core.model.norm import NORMS
-from forge_core.model.parts import BLOCKS, MIXERS
 from forge_core.optim.build import OPTIMIZERS
 from forge_train import load_job
 from forge_train.build.layout import layout_problems

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from forge_core.families import DEEPSEEK_V3, FAMILIES, GEMMA3, GLM4_MOE, GPT_OSS
-from forge_core.model.rope import inverse_frequencies
-from forge_core.model.yarn import attention_factor, score_factor
+from forge_core.model.rope import attention_factor, inverse_frequencies, score_factor
 from forge_testing.problems import assert_problem, rejects
 
 transformers = pytest.importorskip("transformers")

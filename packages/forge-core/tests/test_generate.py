@@ -20,12 +20,12 @@ from forge_core import (
     TransformerConfig,
     generate,
     generate_stream,
-    initialise,
+    initialize,
 )
 from forge_core.generate import (
     _Draws,
     _ids_in,
-    _penalise,
+    _penalize,
     candidates,
     generate_text,
     sample,
@@ -42,7 +42,7 @@ PROMPTS = [[5, 1, 7, 30], [9], [3, 3, 8, 1, 2, 6, 4]]
 def small(**options: object) -> Transformer:
     shape = {"vocab_size": 40, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     model = Transformer(TransformerConfig(**{**shape, "max_seq_len": 64, **options}))
-    initialise(model, 3, std=0.3)
+    initialize(model, 3, std=0.3)
     return model
 
 
@@ -254,8 +254,8 @@ def test_weights_of_tokens_are_those_of_transformers() -> None:
         for step in steps:
             scores = step(prompt, scores)
         sampling = SamplingConfig(temperature, top_k, top_p, min_p, penalty)
-        penalised = _penalise(logits, _ids_in(prompt, None, logits), penalty)
-        weights, ids = candidates(penalised, sampling)
+        penalized = _penalize(logits, _ids_in(prompt, None, logits), penalty)
+        weights, ids = candidates(penalized, sampling)
         each = weights.diff(dim=-1, prepend=torch.zeros(4, 1)) / weights[:, -1:]
         found = torch.zeros(4, 31).scatter(1, ids, each)
         assert (found - scores.softmax(-1)).abs().max() < 1e-6

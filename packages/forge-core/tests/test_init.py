@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from forge_core import Init, Transformer, TransformerConfig, initialise
+from forge_core import Init, Transformer, TransformerConfig, initialize
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -31,14 +31,14 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 @pytest.mark.parametrize("options", [{}, {"tie_embeddings": True}, {"norm": "layer_norm"}])
 def test_F01_every_parameter_is_initialised_from_poisoned_storage(options: dict) -> None:
     plain = build(**options)
-    initialise(plain, 7)
+    initialize(plain, 7)
     with torch.device("meta"):
         model = build(**options)
     model.to_empty(device="cpu")
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(float("nan"))
-    initialise(model, 7)
+    initialize(model, 7)
     assert same(plain, model)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
     assert torch.equal(model(tokens), plain(tokens))
@@ -48,9 +48,9 @@ def test_F01_every_parameter_is_initialised_from_poisoned_storage(options: dict)
 
 def test_constructor_initialises_with_seed_zero() -> None:
     model, other = build(), build()
-    initialise(other, 0)
+    initialize(other, 0)
     assert same(model, other)
-    initialise(other, 1)
+    initialize(other, 1)
     assert not same(model, other)
 
 
@@ -78,7 +78,7 @@ def test_a_parameter_depends_on_its_name_alone() -> None:
         deep.layers["0"].mixer.q_proj.weight, deep.layers["1"].mixer.q_proj.weight
     )
     low = build(num_layers=2).to(torch.bfloat16)
-    initialise(low, 0)
+    initialize(low, 0)
     assert torch.equal(low.lm_head.weight, shallow.lm_head.weight.bfloat16())
 
 
@@ -94,7 +94,7 @@ def test_strangers_bring_a_table_of_plain_data() -> None:
             return {"experts": ("normal", residual_std), "bias": ("constant", 0.5)}
 
     model = nn.Sequential(Stranger(), nn.LayerNorm(8))
-    initialise(model, 0, std=0.5, residual_std=0.1)
+    initialize(model, 0, std=0.5, residual_std=0.1)
     stranger = model[0]
     assert stranger.experts.std().item() == pytest.approx(0.1, rel=0.2)
     assert (stranger.bias == 0.5).all()
@@ -107,22 +107,22 @@ def test_refusals_name_the_parameter() -> None:
     model.block = nn.Module()
     model.block.scale = nn.Parameter(torch.ones(2))
     with rejects("block.scale", ..., "missing"):
-        initialise(model, 0)
-    initialise(model, 0, strict=False)
+        initialize(model, 0)
+    initialize(model, 0, strict=False)
     assert (model.block.scale == 1).all()
     model.block.init_table = lambda std, residual_std: {"sclae": Init("constant", 1.0)}
     with rejects("block.sclae", ..., "not_found"):
-        initialise(model, 0)
+        initialize(model, 0)
     model.block.init_table = lambda std, residual_std: {"scale": ("uniform", 1.0)}
     with rejects("block.scale", "uniform", "unknown"):
-        initialise(model, 0)
+        initialize(model, 0)
     model.block.init_table = lambda std, residual_std: {"scale": ("normal", math.inf)}
     with rejects("block.scale", math.inf, "finite"):
-        initialise(model, 0)
+        initialize(model, 0)
     with torch.device("meta"):
         meta = build()
     with rejects("embedding.weight", ..., "meta"):
-        initialise(meta, 0)
+        initialize(meta, 0)
 
 
 def test_a_part_of_a_model_is_filled_as_the_whole_is() -> None:
@@ -131,16 +131,16 @@ def test_a_part_of_a_model_is_filled_as_the_whole_is() -> None:
     whole = nn.ModuleDict(parts)
     rows = {f"{name}.weight": ("normal", 0.5) for name in parts}
     whole.init_table = lambda std, residual_std: rows
-    initialise(whole, 0)
+    initialize(whole, 0)
     wanted = whole.behind.weight.clone()
     names = {name for name, _ in whole.named_parameters()}
     del whole["before"]
     with rejects("before.weight", ..., "not_found"):
-        initialise(whole, 0)
-    initialise(whole, 0, whole=names)
+        initialize(whole, 0)
+    initialize(whole, 0, whole=names)
     assert torch.equal(whole.behind.weight, wanted)
     with rejects("before.weight", ..., "not_found"):
-        initialise(whole, 0, whole=names - {"before.weight"})
+        initialize(whole, 0, whole=names - {"before.weight"})
 
 
 SHARDS = """
@@ -150,11 +150,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from forge_core import Transformer, TransformerConfig, initialise
+from forge_core import Transformer, TransformerConfig, initialize
 
 config = TransformerConfig(vocab_size=30, dim=16, num_layers=2, num_heads=2, num_kv_heads=1)
 plain = Transformer(config)
-initialise(plain, 5)
+initialize(plain, 5)
 want = dict(plain.named_parameters())
 rank = int(sys.argv[1])
 dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)  # sends nothing
@@ -174,7 +174,7 @@ def spy(full, *args, **kwargs):  # F122: indices of a dim go to the device, no w
     cut.append((full.dtype, full.numel()))
     return real(full, *args, **kwargs)
 dtensor.distribute_tensor = spy
-initialise(model, 5)
+initialize(model, 5)
 dtensor.distribute_tensor = real
 assert set(cut) == {(torch.int64, n) for n in (8, 16, 30, 64)}, set(cut)
 dp = mesh["dp"].get_local_rank()
@@ -198,7 +198,7 @@ class Plain(Holder):
         self.weight = torch.nn.Parameter(torch.empty(6, 8))
 
 whole = Plain()
-initialise(whole, 5)
+initialize(whole, 5)
 tp = mesh["tp"].get_local_rank()
 for placements, cut in {
     (Shard(0), Shard(1)): lambda w: w.chunk(2, 0)[dp].chunk(2, 1)[tp],
@@ -206,7 +206,7 @@ for placements, cut in {
     (Shard(0), Shard(0)): lambda w: w.chunk(2, 0)[dp].chunk(2, 0)[tp],
 }.items():
     held = Holder(placements)
-    initialise(held, 5)
+    initialize(held, 5)
     assert torch.equal(held.weight.to_local(), cut(whole.weight)), placements
 
 both = Plain()  # tensor parallel first, FSDP after: a strided shard
@@ -214,7 +214,7 @@ both.weight = torch.nn.Parameter(
     distribute_tensor(torch.empty(6, 8), mesh["tp"], [Shard(0)], src_data_rank=None)
 )
 fully_shard(both, mesh=mesh["dp"])
-initialise(both, 5)
+initialize(both, 5)
 want = whole.weight.chunk(2, 0)[tp].chunk(2, 0)[dp]
 assert torch.equal(both.weight.to_local(), want), both.weight.placements
 print("equal")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forge_core import Transformer, TransformerConfig, cross_entropy, generate, initialise
+from forge_core import Transformer, TransformerConfig, cross_entropy, generate, initialize
 from forge_core.lora import (
     LoRAConfig,
     LoRALinear,
@@ -34,7 +34,7 @@ ADAPTERS = LoRAConfig(("*.q_proj", "*.v_proj", "*.down_proj"), rank=3, alpha=5.0
 
 def _model():
     model = Transformer(CONFIG)
-    initialise(model, 1)
+    initialize(model, 1)
     return model
 
 
@@ -104,7 +104,7 @@ def test_a_base_in_bf16_computes_in_the_dtype_of_the_stream():
 def test_it_trains_the_adapters_and_generates():
     model = _model()
     lora(model, ADAPTERS, base_dtype=None)
-    initialise(model, 1)
+    initialize(model, 1)
     frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
     optimizer = AdamW(model, OptimizerConfig(lr=3e-2, weight_decay=0.0))
     tokens, losses = _tokens(4), []
@@ -123,7 +123,7 @@ def test_initial_values_are_a_function_of_seed_and_name():
     models = [_model() for _ in range(2)]
     for model in models:
         lora(model, ADAPTERS, base_dtype=None)
-        initialise(model, 3)
+        initialize(model, 3)
     one, two = (m.state_dict() for m in models)
     assert all(torch.equal(one[name], two[name]) for name in one)
     a = one["layers.0.mixer.q_proj.lora_a"]
@@ -166,7 +166,7 @@ def test_F126_values_of_somebodys_model_stay():
     model = nn.Sequential(nn.Linear(3, 3), nn.Embedding(3, 3), nn.LayerNorm(3))
     lora(model, LoRAConfig(("0",)), base_dtype=None)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    initialise(model, 5, strict=False, by_kind=False)
+    initialize(model, 5, strict=False, by_kind=False)
     changed = {n for n, value in model.state_dict().items() if not torch.equal(value, before[n])}
     assert changed == {"0.lora_a"}  # in the adapter's init_table
 

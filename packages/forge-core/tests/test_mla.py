@@ -19,7 +19,7 @@ from forge_core import (
     TransformerConfig,
     flops_per_token,
     generate,
-    initialise,
+    initialize,
 )
 from forge_core.lora import LoRAConfig, lora
 from forge_core.model import LatentAttention, MLAConfig
@@ -171,7 +171,7 @@ def test_forward_and_gradients_equal_the_definition(case: str, rows: str) -> Non
 
 def model_of(case: str) -> Transformer:
     model = Transformer(config_of(case)).eval()
-    initialise(model, seed=3, std=0.4, residual_std=0.4)
+    initialize(model, seed=3, std=0.4, residual_std=0.4)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -202,14 +202,14 @@ def test_decoding_never_makes_keys_of_heads(monkeypatch: pytest.MonkeyPatch) -> 
     model = model_of("latent queries")
     cache, calls = model.new_cache(4), []
     monkeypatch.setattr(
-        LatentAttention, "_whole_rows", lambda *_: calls.append(1) or torch.zeros(1, 1, H, 6)
+        LatentAttention, "_expanded", lambda *_: calls.append(1) or torch.zeros(1, 1, H, 6)
     )
     model(torch.tensor([[1]]), cache=cache)
     assert len(calls) == 2  # of the empty cache
     cache = model.new_cache(4)
     monkeypatch.undo()
     model(torch.tensor([[1, 2]]), cache=cache)
-    monkeypatch.setattr(LatentAttention, "_whole_rows", None)
+    monkeypatch.setattr(LatentAttention, "_expanded", None)
     model(torch.tensor([[3]]), cache=cache)
 
 
@@ -234,7 +234,7 @@ def test_generation_of_ragged_prompts_is_that_of_each_alone() -> None:
 
 
 def test_an_explicit_mask_is_computed_and_not_decoded() -> None:
-    spec = AttentionSpec(mask="forge_core.model.spec:causal_mask")
+    spec = AttentionSpec(mask="forge_core.model.attention_ops:causal_mask")
     layer = LatentAttention(dataclasses.replace(config_of("latent queries"), attention=spec))
     layer.load_state_dict(layer_of("latent queries").state_dict())
     x = torch.randn(B, S, M, generator=torch.Generator().manual_seed(1))

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from forge_core import RMSNorm, Transformer, TransformerConfig, cross_entropy
 from forge_core._torch_compat import not_compiled
-from forge_core.model.documents import SegmentPlan, within_segments
+from forge_core.model.attention_ops import SegmentPlan, attend_documents
 from forge_core.model.rope import inverse_frequencies, rope_tables, rotate
 
 pytestmark = pytest.mark.lane("test")
@@ -68,7 +68,7 @@ def _lost(x: Tensor) -> Tensor:
 
 
 def _within_documents(x: Tensor) -> Tensor:
-    return within_segments(x, x * 0.5, x + 1, _PLAN)
+    return attend_documents(x, x * 0.5, x + 1, _PLAN)
 
 
 _NORM = RMSNorm(8)

@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forge_core import Attention, KVCache, TokenContext, Transformer, TransformerConfig, initialise
+from forge_core import Attention, KVCache, TokenContext, Transformer, TransformerConfig, initialize
+from forge_core.model.attention_ops import SegmentPlan, attend_documents, attend_sequences, sdpa
 from forge_core.model.context import default_positions
-from forge_core.model.documents import SegmentPlan, within_segments
 from forge_core.model.kv_cache import LayerCache
-from forge_core.model.rows import attend_rows, sdpa
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -50,7 +49,7 @@ def test_segments_equal_dense_mask_in_float64(name: str) -> None:
     torch.manual_seed(0)
     rows = ROWS[name]
     parts = [torch.randn(2, 12, heads, 8, requires_grad=True) for heads in (4, 2, 2)]
-    out = within_segments(*parts, SegmentPlan.of(ids_of(rows)))
+    out = attend_documents(*parts, SegmentPlan.of(ids_of(rows)))
     upstream = torch.randn_like(out)
     out.backward(upstream)
     wide = [p.detach().double().requires_grad_() for p in parts]
@@ -67,7 +66,7 @@ def test_segments_equal_dense_mask_in_float64(name: str) -> None:
 def small(**options: object) -> Transformer:
     shape = {"vocab_size": 40, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     model = Transformer(TransformerConfig(**{**shape, "max_seq_len": 64, **options}))
-    initialise(model, 3, std=0.2)
+    initialize(model, 3, std=0.2)
     return model
 
 
@@ -228,7 +227,7 @@ def test_F117_fp32_on_cuda_repeats_shared_heads(
     monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
     monkeypatch.setattr(Tensor, "is_cuda", device == "cuda", raising=False)
     q, k, v = (torch.randn(2, 6, n, 8).to(dtype) for n in (4, 2, 2))
-    assert attend_rows(q, k, v).shape == q.shape
+    assert attend_sequences(q, k, v).shape == q.shape
     cache = LayerCache(max_length=12)
     for tokens in (slice(0, 3), slice(3, 4), slice(4, 6)):  # prompt, one token, several
         out = cache.attend(q[:, tokens], k[:, tokens], v[:, tokens], TokenContext())
@@ -266,11 +265,11 @@ def test_the_efficient_kernel_alone_gets_repeated_heads(monkeypatch: pytest.Monk
     assert given == [2, 2, 2, 4]
 
 
-def test_F122_borders_go_to_a_device_once() -> None:
+def test_F122_cu_seqlens_go_to_a_device_once() -> None:
     plan = SegmentPlan.of_lengths([[3, 1], [2, 2]])
-    borders = plan.borders(torch.device("cpu"))
+    borders = plan.cu_seqlens(torch.device("cpu"))
     assert borders.tolist() == [0, 3, 4, 6, 8]
-    assert plan.borders(torch.device("cpu")) is borders
+    assert plan.cu_seqlens(torch.device("cpu")) is borders
 
 
 def test_plan_is_made_once_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from forge_core import FeedForward, RMSNorm, RopeScaling, TransformerConfig
 from forge_core.model import Attention
-from forge_core.model.rope import inverse_frequencies, rope_tables, rotate
-from forge_core.model.yarn import attention_factor
+from forge_core.model.rope import attention_factor, inverse_frequencies, rope_tables, rotate
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")

@@ -9,8 +9,8 @@ import torch.nn.attention.varlen as torch_varlen
 from torch import Tensor
 
 from forge_core import _torch_compat
-from forge_core.model import SegmentPlan, attend_segments, documents
-from forge_core.model.documents import within_segments
+from forge_core.model import SegmentPlan, attend_segments, attention_ops
+from forge_core.model.attention_ops import attend_documents
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -104,9 +104,9 @@ def test_varlen_gets_the_widths_that_flash_attention_has(
     """Rows of one document go to another function: with other widths a run died at its first packed row."""
     calls = []
     monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
-    monkeypatch.setattr(documents, "varlen", lambda q, *_, **__: calls.append(q.shape) or q)
+    monkeypatch.setattr(attention_ops, "varlen", lambda q, *_, **__: calls.append(q.shape) or q)
     q = torch.randn(1, 5, 2, width).to(torch.bfloat16)
     plan = SegmentPlan.of_lengths([[2, 3]])
-    for attend in (attend_segments, within_segments):
+    for attend in (attend_segments, attend_documents):
         assert attend(q, q, q, plan).shape == q.shape
     assert calls == [(5, 2, width)] * (2 * by_varlen)

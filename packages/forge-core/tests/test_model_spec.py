@@ -18,7 +18,7 @@ from forge_core import (
     TokenContext,
     Transformer,
     TransformerConfig,
-    initialise,
+    initialize,
 )
 from forge_core.model.attention import LocalAttention
 from forge_core.model.kv_cache import LayerCache
@@ -129,7 +129,7 @@ def test_forward_and_gradients_equal_the_definition(name: str, rows: str) -> Non
 def model_of(spec: AttentionSpec) -> Transformer:
     shape = {"vocab_size": 40, "dim": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     model = Transformer(TransformerConfig(**shape, max_seq_len=64, attention=spec))
-    initialise(model, 3, std=0.3)
+    initialize(model, 3, std=0.3)
     return model
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forge_core import Transformer, TransformerConfig, generate, initialise
+from forge_core import Transformer, TransformerConfig, generate, initialize
 from forge_core.model import MTPConfig, MuPConfig
 from forge_testing.problems import rejects
 
@@ -21,7 +21,7 @@ K, S, IGNORED = 2, 12, -100
 def _model(**options: Any) -> Transformer:
     shape = {"vocab_size": 31, "dim": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
     model = Transformer(TransformerConfig(**shape, mtp=MTPConfig(K), **options))
-    initialise(model, 1, std=0.2)
+    initialize(model, 1, std=0.2)
     return model.double()
 
 

@@ -15,8 +15,7 @@ from forge_core import OptimizerConfig, Transformer, TransformerConfig, build_op
 from forge_core.families import GRANITE, LLAMA
 from forge_core.loss import cross_entropy
 from forge_core.model import Attention, AttentionSpec, MTPConfig, MuPConfig, build_feed_forward
-from forge_core.model.block import Block, PostNormBlock, SandwichBlock
-from forge_core.model.parts import build_block, build_mixer
+from forge_core.model.block import Block, PostNormBlock, SandwichBlock, build_block, build_mixer
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")

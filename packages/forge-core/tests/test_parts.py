@@ -17,7 +17,7 @@ from forge_core import (
     TransformerConfig,
     build_optimizer,
     build_schedule,
-    initialise,
+    initialize,
 )
 from forge_core.model import Block, FeedForward, check_init_tables, check_parts
 from forge_core.model.rope import inverse_frequencies
@@ -225,7 +225,7 @@ def test_what_cannot_begin_on_the_meta_device_is_named() -> None:
                 check_init_tables(model)
             assert [p.key for p in caught.value.problems][1] == "layers.1.mixer.decay"
     check_init_tables(model)
-    initialise(model.to_empty(device="cpu"), 0)
+    initialize(model.to_empty(device="cpu"), 0)
     assert model.blocks()[1].mixer.decay.tolist() == [2.0, 2.0]
 
 

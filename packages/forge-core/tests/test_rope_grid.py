@@ -12,8 +12,7 @@ import torch
 
 from forge_core.families import FAMILIES
 from forge_core.model import Attention, TokenContext
-from forge_core.model.rope import inverse_frequencies, rotate
-from forge_core.model.yarn import attention_factor, score_factor
+from forge_core.model.rope import attention_factor, inverse_frequencies, rotate, score_factor
 from forge_testing.problems import rejects
 
 transformers = pytest.importorskip("transformers")

@@ -1,25 +1,47 @@
 """Checks of configuration dataclasses."""
 
+import dataclasses
 import math
 from collections.abc import Collection, Iterator, Mapping
 from numbers import Integral, Real
 from typing import Any
 
 from forge_core._shared.problems import Problem
+from forge_core.registry import Registry, installed
+
+
+def table_field(help: str) -> Any:
+    """A field whose default is an empty dict; it stays out of the hash, as dicts have none."""
+    return dataclasses.field(default_factory=dict, hash=False, metadata={"help": help})
+
+
+def options_field(part: str) -> Any:
+    """The options table of a part."""
+    return table_field(f"keyword arguments of a {part} that is not built in")
+
+
+def name_problems(config: object, key: str, registry: Registry) -> Iterator[Problem]:
+    """The problem of a name that is not built in, not an entry point of the registry and no import path."""
+    name, group = getattr(config, key), registry.group
+    known = isinstance(name, str) and name and (name in registry.built_in or ":" in name)
+    if not known and not (isinstance(name, str) and name and installed(name, group)):
+        names = " or ".join(map(repr, registry.built_in))
+        fix = f"use {names}, an entry point of {group}, or module:attr"
+        yield Problem(key, "unknown", name, "is unknown", fix)
 
 
 def foreign_keys(
     config: Any, readers: Mapping[str, tuple[str, ...]], names: Collection[str]
 ) -> Iterator[Problem]:
-    """Problems of keys off their defaults that the built-in part of `config.name` does not read.
+    """Problems of keys off their defaults that the built-in `config.name` does not read.
 
-    readers: the names that read each key; a part that is not among the built-in `names` may read all.
+    readers: the names that read each key; a name that is not among the built-in `names` may read all.
     """
-    for key, whose in readers.items() if config.name in names else ():
+    for key, read_by in readers.items() if config.name in names else ():
         value = getattr(config, key)
         # a default stands in every configuration that was ever written, so it passes under any name
-        if config.name not in whose and value != getattr(type(config), key):
-            yield foreign(config.name, key, value, whose)
+        if config.name not in read_by and value != getattr(type(config), key):
+            yield foreign(config.name, key, value, read_by)
 
 
 def foreign(name: str, key: str, value: Any, whose: tuple[str, ...]) -> Problem:
@@ -46,14 +68,28 @@ def is_size(value: object, most: int) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool) and 1 <= int(value) <= most
 
 
+def _values(config: object, names: Collection[str]) -> Iterator[tuple[str, Any]]:
+    """Fields by name, without those that are None by default and None now."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None or getattr(type(config), name, 0) is not None:
+            yield name, value
+
+
 def size_problems(config: object, sizes: dict[str, int]) -> Iterator[Problem]:
     """Problems of fields that are not integers from 1 to a maximum; None is allowed where it is the default."""
-    for name, most in sizes.items():
-        value = getattr(config, name)
-        optional = getattr(type(config), name, 0) is None
-        if not is_size(value, most) and not (optional and value is None):
-            rule = f"must be a whole number, at least 1 and at most {most}"
+    for name, value in _values(config, sizes):
+        if not is_size(value, sizes[name]):
+            rule = f"must be a whole number, at least 1 and at most {sizes[name]}"
             yield Problem(name, "range", value, rule, "give one in that range")
+
+
+def number_problems(config: object, low: int, fixes: Mapping[str, str]) -> Iterator[Problem]:
+    """Problems of fields that are not finite numbers above `low`; None is allowed where it is the default."""
+    for name, value in _values(config, fixes):
+        if not (is_finite(value) and value > low):
+            rule = f"must be a finite number above {low}"
+            yield Problem(name, "range", value, rule, fixes[name])
 
 
 def switch_problems(config: object, *names: str) -> Iterator[Problem]:

@@ -1,6 +1,6 @@
 """Counting: parameters, floating-point operations per token, and the peak of a device.
 
-Model FLOPs utilisation is `tokens_per_second * flops_per_token(model, seq_len) / peak_flops(device)`.
+Model FLOPs utilization is `tokens_per_second * flops_per_token(model, seq_len) / peak_flops(device)`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from forge_core.kinds import own_kinds
 __all__ = ["flops_per_token", "parameter_count", "peak_flops", "spared_flops"]
 
 # Dense bf16 peak in FLOP/s without sparsity, from the vendors' datasheets. The first key found in the
-# device's name counts, so the special form of a card stands before its general one.
+# device's name counts, so the special form of a card comes before its general one.
 _BF16_PEAKS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500e12),
     ("B200", 2250e12),
@@ -39,22 +39,22 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def flops_per_token(model: nn.Module, seq_len: int) -> float:
-    """Floating-point operations of one training step per token: three times the forward's.
+    """FLOPs of one training step per token: three times the forward's.
 
     `tokens_per_second * flops_per_token(model, 2048)`
 
-    A multiplication and an addition are two operations. A module that offers
-    `flops_per_token(seq_len)` (its forward, everything inside it included) is counted by that; elsewhere each `nn.Linear` counts `2 * weight.numel()` and everything else nothing. The
-    backward counts as twice the forward, without the gradients of frozen matrices (2 per weight); those of frozen
-    stacks of experts, and of a frozen beginning, are counted, so that the figure is an upper bound there. A module may
-    say by `spared_flops_per_token(seq_len)` what of its backward is not computed.
+    A multiplication and an addition are two operations. A module with a method `flops_per_token(seq_len)` (of its
+    forward, everything inside included) is counted by that. Elsewhere each `nn.Linear` counts `2 * weight.numel()` and
+    everything else nothing: a lower bound, without attention.
 
-    A dense decoder offers 2 per weight of its matrices, the output head included even where it is tied,
+    The backward counts as twice the forward, less 2 per weight for the gradients of frozen matrices. The gradients of
+    frozen stacks of experts, and of the activations of frozen first layers, are counted: an upper bound there. A module
+    with a method `spared_flops_per_token(seq_len)` reports the operations of its backward that are not computed.
+
+    A dense decoder counts 2 per weight of its matrices, the output head included even where it is tied,
     plus attention's `2 * num_heads * head_dim * seq_len` per layer: scores and weighted sum cost
     `4 * num_heads * head_dim * seq_len`, and a causal mask needs half. Never counted: the embedding
     lookup, norms, softmax, padding, and a second forward under recomputation.
-
-    For a plain model without the method attention is not counted, so the figure is a lower bound.
     """
     if seq_len < 1:
         fix = "give the tokens per sequence"
@@ -63,7 +63,7 @@ def flops_per_token(model: nn.Module, seq_len: int) -> float:
 
 
 def linear_flops(*layers: Any) -> float:
-    """Forward FLOPs of linear layers for one token. A layer that counts its own, as one with an adapter, is asked; None counts 0."""
+    """Forward FLOPs of linear layers for one token, by their own method if they have one (LoRA); None counts 0."""
     total = 0.0
     for layer in layers:
         if hasattr(layer, "flops_per_token"):
@@ -74,34 +74,34 @@ def linear_flops(*layers: Any) -> float:
 
 
 def spared_flops(module: nn.Module, seq_len: int) -> float:
-    """Operations per token that the backward of `module` does not do, as matrices are frozen: 2 per weight.
+    """FLOPs per token that the backward of `module` does not compute because matrices are frozen: 2 per weight.
 
-    A module that offers `spared_flops_per_token(seq_len)` is counted by that; elsewhere each frozen matrix counts once
-    that is multiplied, not looked up.
+    A module with a method `spared_flops_per_token(seq_len)` is counted by that; elsewhere each frozen matrix counts
+    once that is multiplied, not looked up.
     """
-    return _spared(module, seq_len, set())
+    seen: set[nn.Parameter] = set()  # a tied one counts once
 
+    def spared(module: nn.Module) -> float:
+        method = getattr(module, "spared_flops_per_token", None)
+        if callable(method):
+            return float(method(seq_len))
+        kinds = own_kinds(module)
+        own = {p for n, p in module.named_parameters(recurse=False) if kinds[n] == "matrix"}
+        frozen = {p for p in own - seen if not p.requires_grad}
+        seen.update(frozen)
+        return 2.0 * sum(p.numel() for p in frozen) + sum(map(spared, module.children()))
 
-def _spared(module: nn.Module, seq_len: int, seen: set[nn.Parameter]) -> float:
-    offered = getattr(module, "spared_flops_per_token", None)
-    if callable(offered):
-        return float(offered(seq_len))
-    kinds = own_kinds(module)
-    own = {p for n, p in module.named_parameters(recurse=False) if kinds[n] == "matrix"}
-    frozen = {p for p in own - seen if not p.requires_grad}
-    seen |= frozen
-    inside = sum(_spared(child, seq_len, seen) for child in module.children())
-    return 2.0 * sum(p.numel() for p in frozen) + inside
+    return spared(module)
 
 
 def forward_flops(module: nn.Module, seq_len: int) -> float:
-    """Forward FLOPs of a module for one token: those that it counts itself, else those of its linear layers.
+    """Forward FLOPs of a module for one token: by its method `flops_per_token`, else of its linear layers.
 
-    Warns of a module with matrices of its own that does not count them.
+    Warns of a module with matrices of its own and no such method.
     """
-    offered = getattr(module, "flops_per_token", None)
-    if callable(offered):
-        return float(offered(seq_len))
+    method = getattr(module, "flops_per_token", None)
+    if callable(method):
+        return float(method(seq_len))
     if isinstance(module, nn.Linear):
         return 2.0 * module.weight.numel()
     if {"matrix", "stacked_matrix"} & {*own_kinds(module).values()}:
@@ -113,9 +113,9 @@ def forward_flops(module: nn.Module, seq_len: int) -> float:
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float | None:
-    """Dense peak of `device` in FLOP/s by its vendor's datasheet, or None where none is known.
+    """Return the dense peak of `device` in FLOP/s by its vendor's datasheet, or None if it is not in the table.
 
-    Known are the bf16 and fp16 peaks of common data-center GPUs at their full power; a CPU has none.
+    The table has the bf16 and fp16 peaks of common data-center GPUs at their full power; a CPU has none.
     """
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None

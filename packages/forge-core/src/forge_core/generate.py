@@ -1,6 +1,6 @@
 """Text generation: one prefill, then one token at a time from the KV cache.
 
-Shapes: B rows, S prompt tokens (the longest of the batch), N new tokens, V vocabulary.
+Shapes: B sequences, S prompt tokens (the longest of the batch), N new tokens, V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class SamplingConfig:
     top_k: int | None = field(None, "draw from the k likeliest tokens only")
     top_p: float | None = field(None, "draw from the likeliest tokens that hold this probability")
     min_p: float | None = field(
-        None, "draw from tokens with at least this share of the likeliest one's probability"
+        None, "draw from tokens with at least this fraction of the likeliest one's probability"
     )
     repetition_penalty: float = field(
-        1.0, "logits of tokens that the row holds are divided by it, negative ones multiplied"
+        1.0, "logits of tokens that the sequence holds are divided by it, negative ones multiplied"
     )
-    seed: int = field(0, "each row draws from its own stream of (seed, row)")
+    seed: int = field(0, "each sequence draws from its own stream of (seed, its number)")
 
     def __post_init__(self) -> None:
         raise_problems("sampling", _problems(self))
@@ -72,18 +72,14 @@ def generate(
     first_row: int = 0,
     extras: Mapping[str, Any] | None = None,
 ) -> Tensor:
-    """New tokens (B, N) int64 after prompts; N is below `max_new_tokens` if every row met an `eos_id`.
+    """Generate tokens (B, N) int64 after prompts; N is below `max_new_tokens` if every sequence met an `eos_id`.
 
         generate(model, [[1, 2, 3], [4]], 20, SamplingConfig(temperature=0.0))
 
-    The rest is as in `generate_stream`, whose columns these are.
+    The columns are those of `generate_stream`, and so are the arguments.
     """
-    columns = list(
-        generate_stream(
-            model, tokens, max_new_tokens, sampling, eos_id, prefill_chunk, first_row, extras
-        )
-    )
-    return torch.stack(columns, dim=1)
+    rest = (sampling, eos_id, prefill_chunk, first_row, extras)
+    return torch.stack(list(generate_stream(model, tokens, max_new_tokens, *rest)), dim=1)
 
 
 def generate_stream(
@@ -96,50 +92,51 @@ def generate_stream(
     first_row: int = 0,
     extras: Mapping[str, Any] | None = None,
 ) -> Iterator[Tensor]:
-    """The new tokens of all rows, (B,) int64, one step at a time.
+    """Yield the new tokens of all sequences, (B,) int64, one step at a time.
 
     tokens: (B, S) int64 or a sequence of prompts of any lengths; they go to the model's device.
-    Rows are independent: a row's tokens do not depend on the others nor on their number. A row that
-    produced `eos_id`, or one of several, repeats it; all rows there, the stream ends. `eos_id=None` never stops,
-    and 0 is an id like any other. Rows draw as rows `first_row`, `first_row + 1`, ... of a larger batch would.
+    eos_id: one id or several. A sequence that produced one repeats it; when all have, the stream ends. None never
+    stops, and 0 is an id like any other.
+    prefill_chunk: prompt tokens per forward; the activations of a long prompt are then those of a chunk.
+    first_row: sequences draw as number `first_row`, `first_row + 1`, ... of a larger batch would.
+    extras: further keywords of the model's forward (images) for the prompts, which are then fed in one call.
 
-    `model` is called `model(tokens, document_ids=..., cache=..., last_only=True)` in eval mode,
-    which is undone when the stream ends or is closed. Cost: a forward of S tokens, or S / `prefill_chunk`
-    of so many (activations of a long prompt are then those of a chunk), then one token a
-    step, and a host sync a step if `eos_id` is given; a repetition penalty holds (B, V) booleans.
-    `extras` are further keywords of the model's forward (images) for the prompts, which are then fed in one call.
+    Sequences are independent: the tokens of one do not depend on the others nor on their number. `model` is called
+    `model(tokens, document_ids=..., cache=..., last_only=True)` in eval mode, which is undone when the stream ends or
+    is closed.
 
     Raises ValueError before anything runs: an empty prompt, max_new_tokens or prefill_chunk below 1, prompt and
     new tokens longer than `model.config.max_seq_len`.
+    Cost: the prompts once, then one token a step, and a host sync a step if `eos_id` is given; a repetition penalty
+    holds (B, V) booleans.
     """
     device = next(model.parameters()).device
-    rows, document_ids = _pad_left(tokens, device)
-    size = rows.size(1)
+    prompts, document_ids = _pad_left(tokens, device)
+    size = prompts.size(1)
     longest: int | None = getattr(getattr(model, "config", None), "max_seq_len", None)
-    if max_new_tokens < 1:
-        rule, fix = "must be at least 1", "ask for one or more"
-        raise invalid("max_new_tokens", "range", max_new_tokens, rule, fix)
-    if prefill_chunk is not None and prefill_chunk < 1:
-        rule, fix = "must be at least 1", "use 2048, or leave it out"
-        raise invalid("prefill_chunk", "range", prefill_chunk, rule, fix)
+    for name, count, fix in (
+        ("max_new_tokens", max_new_tokens, "ask for one or more"),
+        ("prefill_chunk", prefill_chunk, "use 2048, or leave it out"),
+    ):
+        if count is not None and count < 1:
+            raise invalid(name, "range", count, "must be at least 1", fix)
 
     if longest is not None and size >= longest:
         rule = f"has a prompt of {size} tokens, which fills max_seq_len {longest}"
-        raise invalid("tokens", "length", tuple(rows.shape), rule, "shorten it")
+        raise invalid("tokens", "length", tuple(prompts.shape), rule, "shorten it")
     if longest is not None and size + max_new_tokens > longest:
         rule = f"and a prompt of {size} tokens are longer than max_seq_len {longest}"
         fix = f"ask for {longest - size} or fewer, or shorten the prompt"
         raise invalid("max_new_tokens", "length", max_new_tokens, rule, fix)
     if extras and prefill_chunk is not None:
-        rule = f"must be left out with extras {', '.join(extras)}, which belong to whole prompts"
+        rule = f"must be left out with extras {', '.join(extras)}, which belong to full prompts"
         raise invalid("prefill_chunk", "excludes", prefill_chunk, rule)
 
-    chunk = size if prefill_chunk is None else prefill_chunk
-    draws = _Draws(sampling.seed, rows.size(0), device, first_row)
-    given = extras or {}
     ids = [eos_id] if isinstance(eos_id, int) else [] if eos_id is None else list(eos_id)
     ends = torch.tensor(ids).to(device, non_blocking=True) if ids else None
-    return _steps(model, rows, document_ids, max_new_tokens, sampling, ends, chunk, draws, given)
+    draws = _Draws(sampling.seed, prompts.size(0), device, first_row)
+    chunk, given = prefill_chunk or size, extras or {}
+    return _steps(model, prompts, document_ids, max_new_tokens, sampling, ends, chunk, draws, given)
 
 
 def generate_text(
@@ -150,10 +147,10 @@ def generate_text(
     sampling: SamplingConfig = SamplingConfig(),
     prefill_chunk: int | None = None,
 ) -> Iterator[str]:
-    """The text after a prompt of token ids, piece by piece, up to an end token or `max_new_tokens`.
+    """Yield the text after a prompt of token ids as it grows, up to an end token or `max_new_tokens`.
 
     `tokenizer` has `decode(ids)`, `end_ids` and `vocab_size`; ids beyond that are U+FFFD. Raises as `generate_stream`,
-    before the first piece. Cost: one host sync a token.
+    before the first text. Cost: one host sync a token.
     """
     # without `eos_id`, for which `generate_stream` would read each token a second time
     stream = generate_stream(model, [ids], max_new_tokens, sampling, prefill_chunk=prefill_chunk)
@@ -188,12 +185,13 @@ def _steps(
     draws: _Draws,
     extras: Mapping[str, Any],
 ) -> Iterator[Tensor]:
+    """Run the model `max_new_tokens` times; tokens (B, S) are the prompts, then the last tokens (B, 1)."""
     finished = torch.zeros(tokens.size(0), dtype=torch.bool, device=tokens.device)
     cache = seen = None
     with evaluation_mode(model):
         for _ in range(max_new_tokens):
             # Not across a yield: it would leak into the caller's code. And no inference mode: there
-            # `reshape` reaches tensor subclasses whole, and torchao's rowwise float8 refuses it.
+            # `reshape` reaches tensor subclasses undecomposed, and torchao's rowwise float8 raises.
             with torch.no_grad():
                 if cache is None:
                     cache = model.new_cache(tokens.size(1) + max_new_tokens)  # type: ignore[operator]
@@ -202,13 +200,14 @@ def _steps(
                         seen = _ids_in(tokens, document_ids, logits)
                 else:
                     logits = model(tokens, cache=cache, last_only=True)[:, -1]  # (B, V)
+
                 if seen is not None:
-                    logits = _penalise(logits, seen, sampling.repetition_penalty)
+                    logits = _penalize(logits, seen, sampling.repetition_penalty)
                 chosen = sample(logits, sampling, draws)
                 if seen is not None:
                     seen.scatter_(1, chosen.unsqueeze(1), True)
                 if ends is not None:
-                    # the token before, which in the first step belongs to the prompt: then no row is finished
+                    # the previous token; in the first step it is of the prompt, and no sequence is finished then
                     chosen = torch.where(finished, tokens[:, -1], chosen)
                     finished = finished | (chosen.unsqueeze(1) == ends).any(1)
                 tokens = chosen.unsqueeze(1)  # (B, 1)
@@ -225,17 +224,16 @@ def _prefill(
     chunk: int,
     extras: Mapping[str, Any],
 ) -> Tensor:
-    """Feed the prompts (B, S) to the cache, `chunk` tokens at a time; logits behind the last (B, V)."""
+    """Feed the prompts (B, S) to the cache, `chunk` tokens at a time; return the logits after the last (B, V)."""
     for start in range(0, tokens.size(1), chunk):
-        part = slice(start, start + chunk)
-        ids = None if document_ids is None else document_ids[:, part]
-        logits = model(tokens[:, part], document_ids=ids, cache=cache, last_only=True, **extras)
-    last: Tensor = logits[:, -1]
-    return last
+        new = slice(start, start + chunk)
+        ids = None if document_ids is None else document_ids[:, new]
+        logits = model(tokens[:, new], document_ids=ids, cache=cache, last_only=True, **extras)
+    return logits[:, -1]
 
 
 def _ids_in(tokens: Tensor, document_ids: Tensor | None, logits: Tensor) -> Tensor:
-    """Which ids each prompt holds, padding apart: (B, V) bool."""
+    """Ids in each prompt, without padding: (B, V) bool."""
     seen = torch.zeros_like(logits, dtype=torch.bool)
     if document_ids is None:
         return seen.scatter_(1, tokens, True)
@@ -244,37 +242,37 @@ def _ids_in(tokens: Tensor, document_ids: Tensor | None, logits: Tensor) -> Tens
     return counts.scatter_add_(1, tokens, held) > 0
 
 
-def _penalise(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make ids that a row holds less likely (Keskar et al. 2019): (B, V), like logits."""
+def _penalize(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Make ids that a sequence holds less likely (Keskar et al. 2019): (B, V), like logits."""
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 class _Draws:
-    """Uniform numbers of each row from its own generator of (seed, row), in chunks: one copy in 256 steps."""
+    """Uniform numbers of each sequence from its own generator of (seed, number), one copy to the device in 256 steps."""
 
     _CHUNK = 256
 
-    def __init__(self, seed: int, rows: int, device: torch.device, first_row: int = 0) -> None:
+    def __init__(self, seed: int, batch: int, device: torch.device, first_row: int = 0) -> None:
         self.device = device
         self.generators = []
-        for row in range(first_row, first_row + rows):
-            digest = hashlib.sha256(f"{seed}:{row}".encode()).digest()
+        for number in range(first_row, first_row + batch):
+            digest = hashlib.sha256(f"{seed}:{number}".encode()).digest()
             generator = torch.Generator("cpu")
             self.generators.append(generator.manual_seed(int.from_bytes(digest[:8], "big") >> 1))
         self.used = self._CHUNK
         self.chunk = torch.empty(0)
 
     def next(self) -> Tensor:
-        """The next number of every row, (B, 1) in [0, 1)."""
+        """Return the next number of every sequence, (B, 1) in [0, 1)."""
         if self.used == self._CHUNK:
-            rows = [torch.rand(self._CHUNK, generator=g, device="cpu") for g in self.generators]
-            self.chunk, self.used = torch.stack(rows).to(self.device), 0
+            drawn = [torch.rand(self._CHUNK, generator=g, device="cpu") for g in self.generators]
+            self.chunk, self.used = torch.stack(drawn).to(self.device), 0
         self.used += 1
         return self.chunk[:, self.used - 1 : self.used]
 
 
 def sample(logits: Tensor, sampling: SamplingConfig, draws: _Draws) -> Tensor:
-    """One token id per row of logits (B, V) -> (B,) int64."""
+    """Draw one token id for each row of logits (B, V) -> (B,) int64."""
     if sampling.temperature == 0.0:
         return logits.argmax(dim=-1)
     cumulative, ids = candidates(logits, sampling)
@@ -288,7 +286,7 @@ def sample(logits: Tensor, sampling: SamplingConfig, draws: _Draws) -> Tensor:
 def candidates(logits: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor]:
     """Cumulative weights of the tokens to draw from, the likeliest first, and their ids: (B, V or top_k) each.
 
-    A token that is left out adds nothing to the sum; the last entry is the whole, which need not be 1.
+    A token that is left out adds nothing to the sum; the last entry is the total, which need not be 1.
     """
     values, ids = (logits.float() / sampling.temperature).sort(descending=True, stable=True)
     if sampling.top_k is not None:
@@ -308,21 +306,22 @@ def candidates(logits: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor
 def _pad_left(tokens: Prompts, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """Prompts as (B, S) with padding on the left, and document ids: -1 on padding, 0 on the prompt.
 
-    The ids stay on the CPU (no sync to read them) and are None when no row is padded.
+    The ids stay on the CPU (no sync to read them) and are None without padding.
     """
     if isinstance(tokens, Tensor):
         if tokens.dim() != 2:
-            fix = "add a dim for one row"
+            fix = "add a dim for one sequence"
             raise invalid("tokens", "shape", tuple(tokens.shape), "must be (B, S)", fix)
         prompts = list(tokens)
     else:
         prompts = [torch.as_tensor(prompt, dtype=torch.int64) for prompt in tokens]
     if not prompts or min(prompt.numel() for prompt in prompts) == 0:
         raise invalid("tokens", "empty", ..., "must not be empty", "begin a prompt with one token")
+
     longest = max(prompt.numel() for prompt in prompts)
-    rows = torch.zeros(len(prompts), longest, dtype=torch.int64, device=device)
+    padded = torch.zeros(len(prompts), longest, dtype=torch.int64, device=device)
     ids = torch.full((len(prompts), longest), -1, device="cpu")
-    for row, prompt in enumerate(prompts):
-        rows[row, longest - prompt.numel() :] = prompt.to(device, non_blocking=True)
-        ids[row, longest - prompt.numel() :] = 0
-    return rows, (None if bool((ids == 0).all()) else ids)
+    for number, prompt in enumerate(prompts):
+        padded[number, longest - prompt.numel() :] = prompt.to(device, non_blocking=True)
+        ids[number, longest - prompt.numel() :] = 0
+    return padded, (None if bool((ids == 0).all()) else ids)

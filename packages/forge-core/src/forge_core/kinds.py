@@ -1,4 +1,4 @@
-"""What each parameter of a model is: a matrix, a vector, the weight of a norm, a bias, an embedding, or a stack of them.
+"""Kind of each parameter of a model: a matrix, a vector, the weight of a norm, a bias, an embedding, or a stack of them.
 
 Weight decay, Muon, learning rates of a parametrization, initial values and FLOPs of frozen parameters depend on it.
 """
@@ -23,9 +23,9 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase
 def parameter_kinds(model: nn.Module) -> dict[str, ParameterKind]:
     """Return {parameter name: kind} of all parameters; a tied one counts once, under its first name.
 
-    A module may declare those that it holds itself, by `parameter_kinds() -> {name: kind}`. Others have the kind of their
-    module (embedding, norm, convolution), or that of their own name (`bias` at its end) and number of dims. Raises
-    ValueError that lists each declared name that does not exist, unknown kind, and kind that does not fit the dims.
+    A module may declare the parameters that it holds itself, by `parameter_kinds() -> {name: kind}`. Others have the kind
+    of their module (embedding, norm, convolution), or of their name (`bias` at its end) and number of dims. Raises
+    ValueError for each declared name that does not exist, unknown kind, and kind that does not fit the dims.
     """
     problems: list[Problem] = []
     found: dict[nn.Parameter, tuple[str, ParameterKind]] = {}
@@ -43,24 +43,22 @@ def parameter_kinds(model: nn.Module) -> dict[str, ParameterKind]:
 
 
 def own_kinds(module: nn.Module) -> dict[str, ParameterKind]:
-    """{name: kind} of the parameters that a module holds itself."""
+    """Return {name: kind} of the parameters that a module holds itself."""
     declared = _declared(module)
     own = module.named_parameters(recurse=False)
     return {n: declared[n] if n in declared else _default(module, n, p) for n, p in own}
 
 
 def is_matrix(kind: ParameterKind) -> bool:
-    """Whether it is a weight that is multiplied or looked up, which decays; vectors, norms, biases and stacks of them are not."""
+    """Whether it is a weight of a matmul or a lookup, which decays; vectors, norms, biases and stacks of them do not."""
     return kind.removeprefix("stacked_") in ("matrix", "embedding", "tensor")
 
 
 def stacked_vectors(model: nn.Module) -> frozenset[str]:
-    """Names of the trainable vectors, norms and biases of two dims or more, which versions before decayed (F146)."""
+    """Names of the trainable vectors, norms and biases of two dims or more, which decayed in older versions (F146)."""
     kinds = parameter_kinds(model)
-    rows = model.named_parameters()
-    return frozenset(
-        n for n, p in rows if p.requires_grad and p.ndim > 1 and not is_matrix(kinds[n])
-    )
+    stacked = [n for n, p in model.named_parameters() if p.requires_grad and p.ndim > 1]
+    return frozenset(name for name in stacked if not is_matrix(kinds[name]))
 
 
 def _declared(module: nn.Module) -> Mapping[str, ParameterKind]:

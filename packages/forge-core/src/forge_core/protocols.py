@@ -1,6 +1,6 @@
-"""Methods and attributes that your own parts may offer to forge_core; there is nothing to subclass.
+"""Methods and attributes of your own modules and optimizers that forge_core calls; there is nothing to subclass.
 
-Methods marked optional are looked up by name (`getattr`), so a wrapper that forwards attributes offers them too.
+Optional methods are looked up by name (`getattr`), so a wrapper that forwards attributes has them too.
 """
 
 from __future__ import annotations
@@ -53,16 +53,19 @@ class DeclaresInit(Protocol):
     """Optional for any module: initial values of the parameters and buffers below it."""
 
     def init_table(self, std: float, residual_std: float) -> Mapping[str, tuple[str, float]]:
-        """{local name: (kind, value)}, see `Init`; an outer module's row wins over an inner one's."""
+        """{local name: (kind, value)}, see `Init`; an outer module wins over an inner one."""
         ...
 
 
 @runtime_checkable
 class DeclaresKinds(Protocol):
-    """Optional for any module: what the parameters are that it holds itself; see `forge_core.kinds`."""
+    """Optional for any module: kinds of the parameters that it holds itself; see `forge_core.kinds`."""
 
     def parameter_kinds(self) -> Mapping[str, ParameterKind]:
-        """{name: "matrix", "vector", "norm", "bias", "embedding", "tensor" or "stacked_" and one of the first five}; others have the kind of their module, or of their name and dims."""
+        """{name: "matrix", "vector", "norm", "bias", "embedding", "tensor" or "stacked_" and one of the first five}.
+
+        Other parameters have the kind of their module, or of their name and dims.
+        """
         ...
 
 
@@ -70,7 +73,10 @@ class DeclaresRoles(Protocol):
     """Optional for any module: how tensor parallelism may shard it."""
 
     def parallel_roles(self) -> Mapping[str, Any]:
-        """{pattern of local names: role, or {"role": role, "multiple_of": width}}; without it the module is "opaque": replicated, on whole tokens."""
+        """{pattern of local names: role, or {"role": role, "multiple_of": width}}; roles are in `Transformer`.
+
+        A module without the method is "opaque": replicated, and given all tokens.
+        """
         ...
 
 
@@ -78,15 +84,15 @@ class CountsFlops(Protocol):
     """Optional for any module: its floating-point operations, where they are not those of linear layers."""
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Operations of one forward for one token in rows of `seq_len`, everything inside included."""
+        """FLOPs of one forward for one token in sequences of `seq_len`, everything inside included."""
         ...
 
 
 class ScalesRates(Protocol):
-    """Optional for a model: learning rates of its parametrization, on top of those of groups."""
+    """Optional for a model: factors of learning rates by its parametrization, times the factors of groups."""
 
     def lr_scales(self) -> Mapping[str, float]:
-        """{parameter name: factor}, for optimizers whose update is of the size of the rate; others are refused."""
+        """{parameter name: factor}, for optimizers whose update has the size of the learning rate; others raise."""
         ...
 
 
@@ -99,10 +105,10 @@ class PreparesContext(Protocol):
 
 
 class ShowsAttention(Protocol):
-    """Optional for a module: its weights for `forge_core.interp`, where it is no `attend` of an `Attention`."""
+    """Optional for a module: its attention probabilities for `forge_core.interp`, if it is no `attend` of `Attention`."""
 
     def attention_weights(self, x: Tensor, ctx: TokenContext, cache: Any = None) -> Tensor:
-        """(B, H, S, T) what each token takes of each of T others; called behind forward, with its arguments."""
+        """Probabilities (B, H, S, T); called after forward, with its arguments."""
         ...
 
 
@@ -143,17 +149,17 @@ class NamedStateOptimizer(OptimizerLike, Protocol):
 
 
 class AveragingOptimizer(OptimizerLike, Protocol):
-    """Optional: weights that are trained at one point, and evaluated and saved at another, such as an average.
+    """Optional: the optimizer trains one set of weights, and evaluates and saves another, such as an average.
 
-    Named state then belongs to the second point: it is read and loaded between `eval()` and `train()`.
+    Named state belongs to the second set: it is read and loaded between `eval()` and `train()`.
     """
 
     def eval(self) -> None:
-        """Put the weights to evaluate and to save into the parameters; nothing if they are there."""
+        """Put the weights to evaluate and to save into the parameters; do nothing if they are there."""
         ...
 
     def train(self) -> None:
-        """Put the weights to train into the parameters; those that were in them are the ones to evaluate now."""
+        """Put the weights to train into the parameters, and keep the others to evaluate."""
         ...
 
 
@@ -161,5 +167,5 @@ class ScheduleLike(Protocol):
     """A learning-rate schedule, as `build_schedule` returns it."""
 
     def __call__(self, step: int, /) -> float:
-        """Factor of the peak learning rate in `step`, counted from 1."""
+        """Return the factor of the peak learning rate in `step`, counted from 1."""
         ...

@@ -19,9 +19,9 @@ __all__ = ["Registry", "installed", "options_table"]
 class Registry(NamedTuple):
     """Parts of one kind.
 
-    key: the setting that holds a name, for messages; group: of entry points, such as `forge.optimizers`;
-    arguments: what a part is called with, before its options; built_in: the parts of this package, which take
-    options as all others with `built_in_options`, else none: theirs are keys of their section.
+    key: the setting that holds a name, for messages. group: of entry points, such as `forge.optimizers`. arguments:
+    arguments of a part, before its options. built_in: the parts of this package. With `built_in_options` they take
+    options, too; else their settings are keys of their section.
     """
 
     key: str
@@ -31,10 +31,10 @@ class Registry(NamedTuple):
     built_in_options: bool = False
 
     def find(self, name: str) -> Any:
-        """The part that `name` names: a built-in name, an entry point, or an import path `module:attr`.
+        """Return the part of a name: a built-in name, an entry point, or an import path `module:attr`.
 
         Entry points are read only for a name that is not built in. Raises ValueError for an unknown name
-        (with the nearest known one) and for a path that leads nowhere.
+        (with the nearest known one) and for a path that cannot be imported.
         """
         if name in self.built_in:
             return self.built_in[name]
@@ -53,7 +53,7 @@ class Registry(NamedTuple):
     def bound(
         self, tables: Mapping[str, tuple[str, Mapping[str, Any]]]
     ) -> dict[str, Callable[..., Any]]:
-        """The parts of several tables, {table: (name, options)}, each with its options bound.
+        """Return the parts of several tables, {table: (name, options)}, each with its options bound.
 
         The table's name replaces `<name>` in the key. ValueError with all problems of all tables.
         """
@@ -69,7 +69,7 @@ class Registry(NamedTuple):
         return found
 
     def checked(self, name: str, options: Mapping[str, Any]) -> Any:
-        """The part that `name` names, not called; ValueError with all problems unless it takes `options`."""
+        """Return the part of a name without calling it; ValueError with all problems unless it takes `options`."""
         part = self.find(name)
         self.check(part, name, options)
         return part
@@ -77,9 +77,9 @@ class Registry(NamedTuple):
     def check(
         self, part: Any, name: str, options: Mapping[str, Any], given: Collection[str] = ()
     ) -> None:
-        """Compare options with the signature of the part that `name` names; ValueError with all problems.
+        """Compare options with the signature of the part; ValueError with all problems.
 
-        `given` are keywords that the part is called with beside its options.
+        given: keywords of the call next to the options.
         """
         raise_problems("", self._problems(part, name, options, given))
 
@@ -91,18 +91,50 @@ class Registry(NamedTuple):
             section = self.key.rpartition(".")[0]
             rule = f"cannot be given: {name!r} is built in and takes no options"
             fix = f"use the keys of [{section}], or name a part of your own"
-            given_here = options.items()
-            return [Problem(f"{table}.{k}", "built_in", v, rule, fix) for k, v in given_here]
+            return [Problem(f"{table}.{k}", "built_in", v, rule, fix) for k, v in options.items()]
+
         call = f"{name}({', '.join((*self.arguments, '**options'))})"
         if not callable(part):
             rule = f"is of type {type(part).__name__} and must be callable as {call}"
             return [Problem(self.key, "type", name, rule, "name a function or a class")]
-        return _unlike_signature(self, part, name, options, table, call, given)
+        count = len(self.arguments)
+        parameters = list(inspect.signature(part).parameters.values())
+        kinds = [p.kind for p in parameters]
+        positional = [
+            p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+        ]
+        if len(positional) < count and inspect.Parameter.VAR_POSITIONAL not in kinds:
+            rule = f"takes {len(positional)} arguments by position and is called as {call}"
+            return [Problem(self.key, "positional", name, rule, "give it those")]
+
+        reserved = {*(p.name for p in positional[:count]), *given}
+        keywords = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        taken = {p.name: p for p in parameters if p.kind in keywords and p.name not in reserved}
+        any_key = inspect.Parameter.VAR_KEYWORD in kinds
+
+        # options that it does not take, then options that it needs, then values of another type
+        rule = f"is not an option of {name!r}"
+        problems = [
+            Problem(f"{table}.{key}", "unknown_key", value, rule, _nearest(key, list(taken)))
+            for key, value in options.items()
+            if key not in taken and (key in reserved or not any_key)
+        ]
+        rule = f"is missing, and {name!r} has no default for it"
+        problems += [
+            Problem(f"{table}.{key}", "missing", ..., rule, f"give it in [{table}]")
+            for key, p in taken.items()
+            if p.default is p.empty and key not in options
+        ]
+        hints = _hints(part)
+        for key in taken:
+            if key in options and not _fits(options[key], hints.get(key)):
+                rule = f"must be of type {_type_name(hints[key])}, as {name!r} annotates it"
+                problems.append(Problem(f"{table}.{key}", "type", options[key], rule, "correct it"))
+        return problems
 
 
 def options_table(key: str) -> str:
-    """Where the options of the part named by `key` stand: beside `x.name` in `x.options`, beside `y` in
-    `y_options`."""
+    """Return the key of the options of a part: `x.options` for a part named by `x.name`, `y_options` for `y`."""
     section, _, last = key.rpartition(".")
     return f"{section}.options" if last == "name" else f"{key}_options"
 
@@ -112,52 +144,8 @@ def installed(name: str, group: str) -> bool:
     return any(entry.name == name for entry in entry_points(group=group))
 
 
-def _unlike_signature(
-    registry: Registry,
-    part: Callable[..., Any],
-    name: str,
-    options: Mapping[str, Any],
-    table: str,
-    call: str,
-    given: Collection[str],
-) -> list[Problem]:
-    places = len(registry.arguments)
-    parameters = list(inspect.signature(part).parameters.values())
-    kinds = [p.kind for p in parameters]
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    if len(positional) < places and inspect.Parameter.VAR_POSITIONAL not in kinds:
-        rule = f"takes {len(positional)} arguments by position and is called as {call}"
-        return [Problem(registry.key, "positional", name, rule, "give it those")]
-    first = {p.name for p in positional[:places]}
-    taken = {
-        p.name: p
-        for p in parameters
-        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.name not in {*first, *given}
-    }
-
-    # options that it does not take, then options that it needs, then values of another type
-    rule, names = f"is not an option of {name!r}", list(taken)
-    problems = [
-        Problem(f"{table}.{key}", "unknown_key", value, rule, _taken(key, names))
-        for key, value in options.items()
-        if key not in taken
-        and (inspect.Parameter.VAR_KEYWORD not in kinds or key in {*first, *given})
-    ]
-    rule = f"is missing, and {name!r} has no default for it"
-    problems += [
-        Problem(f"{table}.{key}", "missing", ..., rule, f"give it in [{table}]")
-        for key, p in taken.items()
-        if p.default is p.empty and key not in options
-    ]
-    hints = _hints(part)
-    for key in taken:
-        if key in options and not _fits(options[key], hints.get(key)):
-            rule = f"must be of type {_called(hints[key])}, as {name!r} annotates it"
-            problems.append(Problem(f"{table}.{key}", "type", options[key], rule, "correct it"))
-    return problems
-
-
-def _taken(key: str, names: list[str]) -> str:
+def _nearest(key: str, names: list[str]) -> str:
+    """The fix for an unknown option: the nearest one, or all."""
     near = difflib.get_close_matches(key, names, n=1)
     if near:
         return f"did you mean {near[0]!r}?"
@@ -165,31 +153,31 @@ def _taken(key: str, names: list[str]) -> str:
 
 
 def _hints(part: Any) -> dict[str, Any]:
-    """Its annotations, or none where they cannot be read."""
+    """Annotations of a part, or none if they cannot be read."""
     try:
         return get_type_hints(part.__init__ if isinstance(part, type) else part)  # type: ignore[misc]
-    except Exception:  # annotations may name what exists for type checkers alone
+    except Exception:  # annotations may name what exists for type checkers only
         return {}
 
 
-def _called(hint: Any) -> str:
-    """An annotation as a person writes it."""
+def _type_name(hint: Any) -> str:
+    """An annotation as it is written in source."""
     if isinstance(hint, type) and not get_args(hint):
         return hint.__name__
     return str(hint).replace("typing.", "")
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a plain type, or a list, table or choice of them; other annotations are not looked at."""
-    origin, parts = get_origin(hint), get_args(hint)
+    """Whether a value is of a plain type, or a list, table or choice of them; True for other annotations."""
+    origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, UnionType):
-        return any(_fits(value, part) for part in parts if part is not type(None))
+        return any(_fits(value, arg) for arg in args if arg is not type(None))
     if origin is Literal:
-        return value in parts
+        return value in args
     if origin is list:
-        return isinstance(value, list | tuple) and all(_fits(item, parts[0]) for item in value)
+        return isinstance(value, list | tuple) and all(_fits(item, args[0]) for item in value)
     if origin is dict:
-        return isinstance(value, dict) and all(_fits(item, parts[1]) for item in value.values())
+        return isinstance(value, dict) and all(_fits(item, args[1]) for item in value.values())
     if hint not in (bool, int, float, str):
         return True
     if isinstance(value, bool) or hint is bool:

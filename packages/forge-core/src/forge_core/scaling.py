@@ -8,7 +8,7 @@
 The estimator is approach 3 of Hoffmann et al. 2022: the Huber loss of log L, least over a grid of starts. Besiroglu et al. 2024
 found that their search had stopped early and that their intervals were too narrow. Here the objective is a sum, not a mean, in
 float64, and each search goes on until its steps are rounding noise. It is a damped Gauss-Newton search with the weights of
-Huber's loss, as that runs all starts and all resamples as one batch of 5 x 5 systems, which L-BFGS cannot.
+Huber's loss: it runs all starts and all resamples as one batch of 5 x 5 systems, which L-BFGS cannot.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ __all__ = ["NUM_CONSTANTS", "ScalingFit", "bootstrap", "fit_scaling", "interval"
 
 #: E, A, alpha, B, beta.
 NUM_CONSTANTS = 5
-_LEAST_TERM = (
-    1e-6  # of a loss: a term that changes by less over all runs says nothing about its exponent
-)
+_LEAST_TERM = 1e-6  # of a loss: the exponent of a term that changes less over all runs is unknown
 _POSITIVE = "must be finite and above 0"
 _LEVELS = 3  # distinct N, and distinct D: E, A and alpha are not known from fewer
 _BEST_STARTS = 24
@@ -48,18 +46,18 @@ class ScalingFit:
     objective: float
 
     def loss(self, parameters: float, tokens: float) -> float:
-        """The loss of a model of N parameters after D tokens."""
+        """Return the loss of a model of N parameters after D tokens."""
         return self.E + self.A / parameters**self.alpha + self.B / tokens**self.beta
 
     def optimum(self, flops: float, flops_per_parameter: float = 6.0) -> tuple[float, float]:
-        """(N, D) of the lowest loss among those of `flops = flops_per_parameter * N * D`."""
-        given = {
-            "flops": (flops, "use 1e18"),
-            "flops_per_parameter": (flops_per_parameter, "use 6.0"),
-        }
-        for name, (value, fix) in given.items():
+        """Return the (N, D) of the lowest loss with `flops = flops_per_parameter * N * D`."""
+        for name, value, fix in (
+            ("flops", flops, "use 1e18"),
+            ("flops_per_parameter", flops_per_parameter, "use 6.0"),
+        ):
             if not 0 < value < math.inf:
                 raise invalid(name, "range", value, _POSITIVE, fix)
+
         product, total = flops / flops_per_parameter, self.alpha + self.beta
         # d/dN of A N^-alpha + B (product / N)^-beta is zero there
         scale = (self.alpha * self.A / (self.beta * self.B)) ** (1.0 / total)
@@ -74,17 +72,16 @@ def fit_scaling(
     *,
     delta: float = 1e-3,
 ) -> ScalingFit:
-    """The constants that fit runs of N parameters, D tokens and a final loss each; `delta` is Huber's, of log L.
+    """Fit the constants to runs of N parameters, D tokens and a final loss each; `delta` is Huber's, of log L.
 
     Raises ValueError for fewer runs than constants + 1, fewer than three distinct N or D, an N and a D that are powers of each
-    other (the tokens per parameter of all runs are the same, say), values that are not above 0, and losses that do not fall with
+    other (for example the same tokens per parameter in all runs), values that are not above 0, and losses that do not fall with
     N or with D.
     Cost: below a second; 972 starts are compared and the best 24 followed.
     """
     points = _points(parameters, tokens, losses, delta)
-    theta, objective = _search(
-        points, torch.ones(1, points.shape[1]), _starts(points, delta), delta
-    )
+    once = torch.ones(1, points.shape[1])
+    theta, objective = _search(points, once, _starts(points, delta), delta)
     fit = _fits(theta, objective)[0]
     raise_problems("", _flat_terms(fit, points))
     return fit
@@ -99,14 +96,15 @@ def bootstrap(
     seed: int = 0,
     delta: float = 1e-3,
 ) -> list[ScalingFit]:
-    """Fits of runs that are drawn from these with replacement; the same for the same `seed`.
+    """Fit runs that are drawn from these with replacement; the same for the same `seed`.
 
-    A draw that could not be fitted (see `fit_scaling`) is drawn again. Each begins from the best starts of all runs, and
-    from their fit. Cost: some seconds for 200.
+    A draw that cannot be fitted (see `fit_scaling`) is drawn again. Each search begins from the fit of all runs and
+    from their best starts. Cost: some seconds for 200.
     """
     if resamples < 1:
         raise invalid("resamples", "range", resamples, "must be at least 1", "use 200")
     points = _points(parameters, tokens, losses, delta)
+
     generator = torch.Generator().manual_seed(seed)
     number, counts = points.shape[1], list[Tensor]()
     while len(counts) < resamples:
@@ -114,6 +112,7 @@ def bootstrap(
         count = torch.bincount(drawn, minlength=number).double()
         if not _problems(points[:, count > 0]):
             counts.append(count)
+
     starts = _starts(points, delta)
     best, _ = _search(points, torch.ones(1, number), starts, delta)
     starts = torch.cat([best, starts[:8]])
@@ -121,7 +120,7 @@ def bootstrap(
 
 
 def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
-    """The central interval that holds `level` of the values, as of a bootstrap."""
+    """Return the central interval that holds a fraction `level` of the values, as of a bootstrap."""
     if not values:
         raise invalid("values", "missing", ..., "must be one or more")
     if not 0 < level < 1:
@@ -166,12 +165,10 @@ def _problems(points: Tensor) -> list[Problem]:
         for name, row in (("parameters", points[0]), ("tokens", points[1]))
         if (levels := len(row.unique())) < _LEVELS
     ]
-
     if not problems and abs(float(torch.corrcoef(points[:2])[0, 1])) > 1 - 1e-9:
         rule = "of each run follow from its parameters, so that their terms cannot be separated"
-        problems.append(
-            Problem("tokens", "dependent", ..., rule, "train each size on several budgets")
-        )
+        fix = "train each size on several budgets"
+        problems.append(Problem("tokens", "dependent", ..., rule, fix))
     return problems
 
 
@@ -190,7 +187,7 @@ def _flat_terms(fit: ScalingFit, points: Tensor) -> Iterator[Problem]:
 
 
 def _starts(points: Tensor, delta: float) -> Tensor:
-    """The best of a grid of starts for all runs: (S, 5)."""
+    """Return the best of a grid of starts for all runs: (S, 5)."""
     log_n, log_d, log_l = points
     middle, least = float(log_l.mean()), float(log_l.min())
     exponents = (0.1, 0.2, 0.35, 0.5, 0.8, 1.2)
@@ -214,7 +211,7 @@ def _starts(points: Tensor, delta: float) -> Tensor:
 
 
 def _residuals(points: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
-    """log of the fit minus log L of each run (W, S, R), and its derivatives (W, S, R, 5); theta is (W, S, 5)."""
+    """log of the fit minus log L of each run (W, S, R), and its gradient (W, S, R, 5); theta is (W, S, 5)."""
     log_n, log_d, log_l = points
     a, b, e, alpha, beta = (column[..., None] for column in theta.unbind(-1))
     alpha, beta = alpha.exp(), beta.exp()
@@ -223,8 +220,8 @@ def _residuals(points: Tensor, theta: Tensor) -> tuple[Tensor, Tensor]:
     )
     fitted = terms.logsumexp(0)
     of_a, of_b, of_e = (terms - fitted).exp()
-    slopes = torch.stack([of_a, of_b, of_e, -of_a * alpha * log_n, -of_b * beta * log_d], -1)
-    return fitted - log_l, slopes
+    grads = torch.stack([of_a, of_b, of_e, -of_a * alpha * log_n, -of_b * beta * log_d], -1)
+    return fitted - log_l, grads
 
 
 def _huber(residual: Tensor, delta: float) -> Tensor:
@@ -233,34 +230,40 @@ def _huber(residual: Tensor, delta: float) -> Tensor:
 
 
 def _search(points: Tensor, weights: Tensor, starts: Tensor, delta: float) -> tuple[Tensor, Tensor]:
-    """The best theta (W, 5) and objective (W,) of runs weighted by each row of `weights` (W, R), over all starts (S, 5)."""
+    """Return the best theta (W, 5) and objective (W,) over all starts (S, 5), of runs weighted by the rows of (W, R)."""
     weights = weights.double()[:, None, :]  # (W, 1, R)
     theta = starts.expand(len(weights), *starts.shape).clone()  # (W, S, 5)
     damping = torch.full(theta.shape[:2], 1e-2, dtype=torch.float64)
-    residual, slopes = _residuals(points, theta)
-    value = (weights * _huber(residual, delta)).sum(-1)
+    residual, grads = _residuals(points, theta)
+    value = (weights * _huber(residual, delta)).sum(-1)  # (W, S)
     identity = torch.eye(NUM_CONSTANTS, dtype=torch.float64)
+
     for _ in range(_ITERATIONS):
         # Huber's loss is a square whose weight falls with the residual
         weight = weights * (delta / residual.abs().clamp(min=delta))
-        curvature = torch.einsum("wsr,wsri,wsrj->wsij", weight, slopes, slopes)
-        gradient = torch.einsum("wsr,wsr,wsri->wsi", weight, residual, slopes)
+        curvature = torch.einsum("wsr,wsri,wsrj->wsij", weight, grads, grads)
+        gradient = torch.einsum("wsr,wsr,wsri->wsi", weight, residual, grads)
+
+        # the floor keeps the system regular where a constant has no effect
         size = curvature.diagonal(dim1=-2, dim2=-1)
         floor = 1e-12 * size.amax(-1, keepdim=True) + 1e-300
         damped = curvature + (damping[..., None] * (size + floor))[..., None] * identity
         step = torch.linalg.solve(damped, gradient[..., None])[..., 0].clamp(-2.0, 2.0)
+
+        # a step is taken only where it lowers the objective (Levenberg-Marquardt)
         moved = theta - step
-        new_residual, new_slopes = _residuals(points, moved)
+        new_residual, new_grads = _residuals(points, moved)
         new_value = (weights * _huber(new_residual, delta)).sum(-1)
         better = new_value < value
         theta = torch.where(better[..., None], moved, theta)
         residual = torch.where(better[..., None], new_residual, residual)
-        slopes = torch.where(better[..., None, None], new_slopes, slopes)
-        settled = step.abs().amax(-1) < 1e-12
+        grads = torch.where(better[..., None, None], new_grads, grads)
         value = torch.where(better, new_value, value)
         damping = torch.where(better, damping / 3, damping * 4).clamp(1e-12, 1e12)
+        settled = step.abs().amax(-1) < 1e-12
         if bool((settled | (damping >= 1e12)).all()):
             break
+
     best = value.argmin(-1)
     rows = torch.arange(len(best))
     return theta[rows, best], value[rows, best]

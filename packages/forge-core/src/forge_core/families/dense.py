@@ -28,9 +28,8 @@ from forge_core.families.layers import (
     sliding_to_hf,
     windows_of,
 )
-from forge_core.model.config import TransformerConfig
-from forge_core.model.layer_types import GLOBAL, LayerType
-from forge_core.model.spec import AttentionSpec
+from forge_core.model.attention_ops import AttentionSpec
+from forge_core.model.config import GLOBAL, LayerType, TransformerConfig
 
 _BIAS = {"attention_bias": ("qkv_bias", "o_bias")}
 _BIASES = {**_BIAS, "mlp_bias": ("feed_forward_bias",)}

@@ -15,8 +15,8 @@ from forge_core.families.layers import (
     names_of,
 )
 from forge_core.families.rope_keys import rope_table
+from forge_core.model.attention_ops import AttentionSpec
 from forge_core.model.config import TransformerConfig
-from forge_core.model.spec import AttentionSpec
 
 _NAME = "gemma3_text"
 _ACTIVATIONS = {"gelu_pytorch_tanh": "geglu_tanh", "gelu": "geglu", "silu": "swiglu"}

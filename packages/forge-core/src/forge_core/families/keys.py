@@ -17,7 +17,8 @@ from forge_core.families.rope_keys import (
     scaling_to_hf,
     table_entries,
 )
-from forge_core.model.config import ROPE_NAMES, TransformerConfig
+from forge_core.model.config import TransformerConfig
+from forge_core.model.rope import ROPE_NAMES
 
 #: Keys without a default, and the fields of TransformerConfig with the same value.
 _REQUIRED = {

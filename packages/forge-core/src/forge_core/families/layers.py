@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from forge_core._shared.problems import invalid
-from forge_core.model.config import TransformerConfig
-from forge_core.model.layer_types import GLOBAL, LayerType
+from forge_core.model.config import GLOBAL, LayerType, TransformerConfig
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 LOCAL = "local"

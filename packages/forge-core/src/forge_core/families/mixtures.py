@@ -21,9 +21,9 @@ from forge_core.families.family import (
 )
 from forge_core.families.keys import Spelling, given_values
 from forge_core.families.layers import FULL, SLIDING, local_options, names_of, sliding_to_hf
+from forge_core.model.attention_ops import AttentionSpec
 from forge_core.model.config import TransformerConfig
-from forge_core.model.mla_config import MLAConfig
-from forge_core.model.spec import AttentionSpec
+from forge_core.model.mla import MLAConfig
 
 # Keys of experts: forge-moe reads each, or raises an error.
 _EXPERT_KEYS = tuple(

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from forge_core._shared.problems import Problem, show
-from forge_core.model.config import ROPE_NAMES, RopeScaling
+from forge_core.model.rope import ROPE_NAMES, RopeScaling
 
 #: The tables, in the order in which transformers looks for one that is not empty.
 TABLES = ("rope_scaling", "rope_parameters")

@@ -1,44 +1,60 @@
 """Grouped-query attention with rotary positions, packed documents and a KV cache.
 
-Shapes: B rows, S tokens, M width of the residual stream, H query heads, K key/value heads, D width
-of a head.
+Shapes: B sequences, S tokens, M width of the residual stream, H query heads, K key/value heads, D width of a head.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_core._shared.problems import invalid
 from forge_core._torch_compat import not_compiled
 from forge_core.flops import linear_flops
-from forge_core.model.config import RopeScaling, TransformerConfig
+from forge_core.model.attention_ops import (
+    MASKS,
+    AttentionSpec,
+    attend_documents,
+    attend_sequences,
+    attention_scores,
+    attention_weights,
+    causal_mask,
+    document_starts,
+    mix_values,
+    reference_attention,
+)
 from forge_core.model.context import TokenContext, default_positions
-from forge_core.model.documents import within_segments
 from forge_core.model.init import Init, linear_rows
 from forge_core.model.kv_cache import LayerCache
-from forge_core.model.mrope import MRopeConfig
 from forge_core.model.norm import build_head_norm
 from forge_core.model.points import WithPoints
-from forge_core.model.rope import inverse_frequencies, rope_tables, rotate
-from forge_core.model.rows import attend_rows, attend_scores, scaled_products, softmax_scores
-from forge_core.model.spec import MASKS, AttentionSpec, causal_mask
-from forge_core.model.yarn import attention_factor
+from forge_core.model.rope import (
+    MRopeConfig,
+    RopeScaling,
+    attention_factor,
+    inverse_frequencies,
+    rope_tables,
+    rotate,
+)
+
+if TYPE_CHECKING:
+    from forge_core.model.config import TransformerConfig
 
 Tables = tuple[Tensor, Tensor]
 Attend = Callable[..., Tensor]
 
 
 class LocalAttention:
-    """Attention of whole rows in this process; computes every field of its spec.
+    """Attention of unsharded sequences in this process; computes every field of its spec.
 
-    Each token sees its row so far, or its document so far where ctx.document_ids part the row. A mask of
-    its own holds (B, H, S, S) scores and is given whole rows of ctx. A `ctx.mask` takes the place of all that.
+    Each token sees its sequence so far, or its document so far where ctx.document_ids split the sequence. A mask of
+    its own holds (B, H, S, S) scores and is given the full sequences of ctx. A `ctx.mask` takes the place of all that.
     """
 
-    #: Of how many ranks each has a part of a row's tokens.
+    #: Of how many ranks each has a part of a sequence's tokens.
     ranks_of_row = 1
     #: Whether it computes the mask of a context.
     takes_mask = True
@@ -54,65 +70,62 @@ class LocalAttention:
         if ctx.mask is not None:
             return ctx.mask.attend(q, k, v, self.spec, sinks)
         if self._mask is not None:
-            mask = self._visible(self._mask, ctx, q.size(1), q.device).unsqueeze(1)
+            mask = self._visible(self._mask, ctx, q.size(1), q.device)
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, S, D)
-            return attend_scores(q, k, v, mask, self.spec, sinks).transpose(1, 2)
+            return reference_attention(q, k, v, mask, self.spec, sinks).transpose(1, 2)
         if ctx.document_ids is None:
-            return attend_rows(q, k, v, self.spec, sinks)
-        return _within_documents(q, k, v, ctx, self.spec, sinks)
+            return attend_sequences(q, k, v, self.spec, sinks)
+        return _attend_documents_of(ctx, q, k, v, self.spec, sinks)
 
     def weights(
         self, q: Tensor, k: Tensor, ctx: TokenContext, sinks: Tensor | None = None
     ) -> Tensor:
-        """What each token takes of each value, (B, H, S, S) fp32 at least; arguments as of the call, without values."""
+        """Attention probabilities (B, H, S, S), fp32 at least; arguments are those of the call, without values."""
         return self.softmax(self.scores(q, k), ctx, sinks)
 
     def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """Scaled products q k, before soft-cap and mask: (B, H, S, S) fp32 at least."""
-        return scaled_products(q.transpose(1, 2), k.transpose(1, 2), self.spec)
+        """Scaled scores q k, before soft-cap and mask: (B, H, S, S) fp32 at least."""
+        return attention_scores(q.transpose(1, 2), k.transpose(1, 2), self.spec)
 
     def softmax(self, scores: Tensor, ctx: TokenContext, sinks: Tensor | None = None) -> Tensor:
-        """The weights of `scores`: soft-cap, mask and sinks of the spec. ValueError for a `ctx.mask`."""
+        """Attention probabilities of `scores`: soft-cap, mask and sinks of the spec. ValueError for a `ctx.mask`."""
         if ctx.mask is not None:
             rule = f"is a {type(ctx.mask).__name__}, and weights with a mask of the call are not computed"
             fix = "read q, k and head_out, or call the model without it"
             raise invalid("mask", "weights", ..., rule, fix)
-        size, device = scores.size(-1), scores.device
-        mask = self._visible(self._mask or causal_mask, ctx, size, device).unsqueeze(1)
-        return softmax_scores(scores, mask, self.spec, sinks)
+        mask = self._visible(self._mask or causal_mask, ctx, scores.size(-1), scores.device)
+        return attention_weights(scores, mask, self.spec, sinks)
 
     def mix(self, weights: Tensor, v: Tensor) -> Tensor:
         """The output (B, S, H, D) of `weights` (B, H, S, S) and values v (B, S, K, D), in the dtype of v."""
-        values = v.to(weights.dtype).repeat_interleave(weights.size(1) // v.size(2), dim=2)
-        return torch.einsum("bhst,bthd->bshd", weights, values).to(v.dtype)
+        return mix_values(weights, v.transpose(1, 2)).transpose(1, 2)
 
     def _visible(
         self, mask: Callable[..., Tensor], ctx: TokenContext, size: int, device: torch.device
     ) -> Tensor:
-        """(B or 1, S, S) bool: what the mask lets through within documents and the window, and itself."""
+        """(B or 1, 1, S, S) bool: `mask` within documents and the window, and each token itself."""
 
         def make() -> Tensor:
             index = torch.arange(size, device=device)
-            behind = index[:, None] - index
+            distance = index[:, None] - index
             seen = mask(ctx, index, index)
             if self.spec.window is not None:
-                seen = seen & (behind < self.spec.window)
+                seen = seen & (distance < self.spec.window)
             if ctx.document_ids is not None:
                 ids = ctx.document_ids.to(device, non_blocking=True)
-                number = F.pad((ids[:, 1:] != ids[:, :-1]).cumsum(1), (1, 0))  # (B, S)
+                number = document_starts(ids).cumsum(1)  # (B, S)
                 seen = seen & (number[:, :, None] == number[:, None, :])
-            return seen | (behind == 0)  # or a row that sees nothing would be nan
+            # the diagonal, or the softmax of a token that sees nothing would be nan
+            return (seen | (distance == 0)).unsqueeze(1)
 
         return ctx.once(("mask", self.spec.mask, self.spec.window, device), make)
 
 
 @not_compiled  # torch 2.11 would compile again for each plan that it sees
-def _within_documents(
-    q: Tensor, k: Tensor, v: Tensor, ctx: TokenContext, spec: AttentionSpec, sinks: Tensor | None
-) -> Tensor:
+def _attend_documents_of(ctx: TokenContext, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
     plan = ctx.segments()
     assert plan is not None
-    return within_segments(q, k, v, plan, spec, sinks)
+    return attend_documents(q, k, v, plan, *rest)
 
 
 class RotaryMixer(WithPoints):
@@ -128,7 +141,7 @@ class RotaryMixer(WithPoints):
     def prepare(
         self, ctx: TokenContext, x: Tensor, cache: LayerCache | None = None
     ) -> Tables | None:
-        """Rotary tables for x (B, S, M), None where nothing turns, and what `attend` needs, once per context
+        """Compute rotary tables for x (B, S, M), None without rotated dims, and what `attend` needs, once per context
         for all layers.
 
         Transformer calls it before its first block, so that compiled blocks only read. ValueError where a
@@ -141,11 +154,12 @@ class RotaryMixer(WithPoints):
                 raise invalid("mask", "unsupported", ..., rule, fix)
             ctx.mask.prepare(self.spec, x)
 
-        offer: Any = getattr(self.attend, "prepare", None)
-        if offer is None or cache is not None:
+        prepare_attend: Any = getattr(self.attend, "prepare", None)
+        if prepare_attend is None or cache is not None:
             ctx.segments()
         else:
-            offer(ctx, x)
+            prepare_attend(ctx, x)
+
         if self.rotary_dim == 0:
             return None
         return ctx.once(
@@ -158,7 +172,7 @@ class RotaryMixer(WithPoints):
         if positions is None:
             past, first = (0, None) if cache is None else cache.first(ctx, *x.shape[:2])
             positions = default_positions(x.size(1), ctx.document_ids, x.device, past, first)
-        if positions.dim() == 3:  # (B, 3, S); without `mrope` the model's context refuses them
+        if positions.dim() == 3:  # (B, 3, S); without `mrope` the model's `context` raises
             assert self.mrope is not None
             positions = self.mrope.by_pair(positions)
         frequencies = inverse_frequencies(
@@ -170,20 +184,18 @@ class RotaryMixer(WithPoints):
 class Attention(RotaryMixer):
     """Causal self-attention of a decoder block.
 
-        Attention(config)(x)                  # (B, S, M) -> (B, S, M), rows are single documents
+        Attention(config)(x)                  # (B, S, M) -> (B, S, M), each sequence is a single document
         Attention(config)(x, ctx, cache)      # packed documents, positions, a LayerCache
 
-    `spec` says what is computed between the projections (default: `config.attention`). Of a config with a
-    layer_pattern it wants that of one layer, `config.of_layer(layer)`.
+    `spec` is what is computed between the projections (default: `config.attention`). A config with a layer_pattern
+    must be that of one layer, `config.of_layer(layer)`. The number of heads is read off the projections' outputs, so
+    heads may be sharded over ranks.
 
-    Number of heads is read off the projections' outputs, so heads may be sharded over ranks.
-
-    `attend(q, k, v, ctx)` is the attention between the projections where there is no cache, and may
-    be replaced by another callable of the same shapes (tokens of a row spread over ranks, a kernel
-    of your own). What it must know about tokens it finds in ctx; where it offers `prepare(ctx, x)`,
-    that runs before the first block, outside compiled code. It is no part of the state. With sinks it is
-    given them, (H,), as a fifth argument. Where it says what it computes by an attribute `spec`, who replaces
-    it (context parallelism) refuses what that cannot compute.
+    `attend(q, k, v, ctx)` computes the attention between the projections where there is no cache. It is no part of the
+    state, and may be replaced by another callable of the same shapes (tokens of a sequence sharded over ranks, a kernel
+    of your own). It finds all about tokens in ctx. If it has `prepare(ctx, x)`, that runs before the first block,
+    outside compiled code. With sinks they are a fifth argument, (H,). If it has a `spec`, code that replaces it
+    (context parallelism) raises for a spec that it does not compute.
     """
 
     attend: Attend
@@ -199,12 +211,14 @@ class Attention(RotaryMixer):
         self.head_dim, self.rotary_dim = config.resolved_head_dim, config.rotary_dim
         self.rope_theta, self.rope_scaling = config.rope_theta, config.rope_scaling
         self.mrope = config.mrope
+
         heads, kv_heads = config.num_heads, config.resolved_num_kv_heads
         width, kv_width = heads * self.head_dim, kv_heads * self.head_dim
         self.q_proj = nn.Linear(config.dim, width, bias=config.qkv_bias)
         self.k_proj = nn.Linear(config.dim, kv_width, bias=config.qkv_bias)
         self.v_proj = nn.Linear(config.dim, kv_width, bias=config.qkv_bias)
         self.o_proj = nn.Linear(width, config.dim, bias=config.o_bias)
+
         self.norms_heads = config.qk_norm_over == "head"
         widths = (self.head_dim, self.head_dim) if self.norms_heads else (width, kv_width)
         self.q_norm = build_head_norm(config, widths[0]) if config.qk_norm else None
@@ -213,7 +227,7 @@ class Attention(RotaryMixer):
         self.attend = LocalAttention(self.spec)
 
     def reset_parameters(self) -> None:
-        """Set the initial values of the sinks, also after `to_empty`; its layers have theirs."""
+        """Set the initial values of the sinks, also after `to_empty`; its layers set their own."""
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
 
@@ -222,11 +236,10 @@ class Attention(RotaryMixer):
     ) -> Tensor:
         ctx = TokenContext() if ctx is None else ctx
         out = self.between(x, *self.project(x), ctx, cache)
-        projected: Tensor = self.o_proj(out)  # (B, S, M)
-        return projected
+        return self.o_proj(out)  # (B, S, M)
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (..., H, D), keys and values (..., K, D) of x (..., M), normed and not turned yet."""
+        """Project x (..., M) to normed queries (..., H, D), keys and values (..., K, D), not rotated yet."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         if self.q_norm is not None and self.k_norm is not None and not self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
@@ -246,7 +259,7 @@ class Attention(RotaryMixer):
         ctx: TokenContext,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """What is between the projections: q (B, S, H, D), k and v (B, S, K, D) of x (B, S, M) -> (B, S, H * D)."""
+        """Rotate and attend: q (B, S, H, D), k and v (B, S, K, D) of x (B, S, M) -> (B, S, H * D)."""
         tables = self.prepare(ctx, x, cache)
         if tables is not None:
             q, k = rotate(q, tables), rotate(k, tables)
@@ -259,7 +272,7 @@ class Attention(RotaryMixer):
         return self.point("head_out", out).flatten(-2)
 
     def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
-        """How each parameter of its own begins, by its name in this module; norms have theirs."""
+        """Initial values by local name; norms set their own."""
         return {
             **linear_rows("q_proj", self.q_proj, std),
             **linear_rows("k_proj", self.k_proj, std),
@@ -285,17 +298,16 @@ class Attention(RotaryMixer):
         }
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward FLOPs for one token in rows of `seq_len`: projections, scores and values.
+        """Forward FLOPs for one token in sequences of `seq_len`: projections, scores and values.
 
         A token sees seq_len / 2 tokens on average (causal), so scores and values take
-        2 * 2 * H * D * seq_len / 2; less with a window. Packed documents need less; their row length is the
-        bound.
+        2 * 2 * H * D * seq_len / 2; less with a window. Packed documents need less than this.
         """
         projections = linear_flops(self.q_proj, self.k_proj, self.v_proj, self.o_proj)
         return projections + 2.0 * self.q_proj.out_features * tokens_seen(seq_len, self.spec.window)
 
 
 def tokens_seen(seq_len: int, window: int | None) -> float:
-    """Twice the tokens that one sees on average in a causal row."""
+    """Twice the number of tokens that one sees on average in a causal sequence."""
     reach = min(window or seq_len, seq_len)
     return reach * (2 * seq_len - reach) / seq_len

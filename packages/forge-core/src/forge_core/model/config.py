@@ -4,132 +4,95 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, Self
 
 from forge_core._config import (
     choice_problems,
-    foreign_keys,
     is_finite,
+    is_size,
+    name_problems,
+    number_problems,
+    options_field,
     size_problems,
     switch_problems,
+    table_field,
 )
 from forge_core._shared.fields import field
 from forge_core._shared.problems import Problem, raise_problems
-from forge_core.model.layer_types import GLOBAL, LayerType, pattern_problems
-from forge_core.model.mla_config import MLAConfig
-from forge_core.model.mrope import MRopeConfig
-from forge_core.model.mtp_config import MTPConfig
+from forge_core.model.attention_ops import AttentionSpec
+from forge_core.model.block import BLOCKS, MIXERS
+from forge_core.model.feed_forward import FEED_FORWARDS, UNGATED
+from forge_core.model.mla import MLAConfig
+from forge_core.model.mtp import MTPConfig
 from forge_core.model.mup import MuPConfig, Scales
 from forge_core.model.mup import problems as mup_problems
-from forge_core.model.spec import AttentionSpec
-from forge_core.registry import installed
+from forge_core.model.norm import NORMS
+from forge_core.model.rope import MRopeConfig, RopeScaling
 
-#: Names of the built-in parts; the tables of the parts have the same.
-GATED = ("swiglu", "geglu", "geglu_tanh")
-UNGATED = ("gelu", "gelu_tanh", "relu", "relu2", "silu")
-NORM_NAMES = ("rms_norm", "layer_norm", "rms_norm_plus_one")
-BLOCK_NAMES = ("pre_norm", "post_norm", "sandwich")
-
-
-def _options_of(part: str) -> dict[str, str]:
-    """Metadata of an options table; such fields stay out of the hash, as dicts have none."""
-    return {"help": f"keyword arguments of a {part} that is not built in"}
-
-
-def _name_problems(
-    config: object, key: str, group: str, built_in: tuple[str, ...]
-) -> Iterator[Problem]:
-    """The problem of a name that is not built in, not an entry point of `group` and no import path."""
-    name = getattr(config, key)
-    known = isinstance(name, str) and name and (name in built_in or ":" in name)
-    if not known and not (isinstance(name, str) and name and installed(name, group)):
-        fix = f"use {' or '.join(map(repr, built_in))}, an entry point of {group}, or module:attr"
-        yield Problem(key, "unknown", name, "is unknown", fix)
+#: The type of a layer with the keys of the model itself; it has no table.
+GLOBAL = "global"
 
 
 @dataclass(frozen=True)
-class RopeScaling:
-    """Stretching of the rotary wavelengths, by a name of Hugging Face's `rope_type`.
+class LayerType:
+    """Keys of the attention of some layers; a field at its default is as in the model.
 
-    "llama3": wavelengths above `original_max_position / low_freq_factor` are multiplied by `factor`, those
-    below `original_max_position / high_freq_factor` stay, and the ones between are blended. "linear"
-    (Chen et al. 2023): all are multiplied by `factor`. "yarn" (Peng et al. 2023): pairs that turn fewer than
-    `beta_slow` times within `original_max_position` are slowed down by `factor`, those that turn more than
-    `beta_fast` times stay, and the ones between are blended; cosines and sines grow by the attention factor,
-    which is `attention_factor`, or (0.1 mscale ln factor + 1) / (0.1 mscale_all_dim ln factor + 1), or without
-    these 0.1 ln factor + 1. Others: see `inverse_frequencies`.
+    Gemma 3 has five local layers for a global one, gpt-oss one for one, SmolLM3 no rotary positions in each fourth.
+
+    LayerType(window=512, rope_theta=1e4, rope_scaling=False)   # local layers of Gemma 3
+    LayerType(rope=False)                                       # NoPE (Kazemnejad et al. 2023)
     """
 
-    factor: float = field(8.0, "how much the longest wavelengths are stretched")
-    low_freq_factor: float = field(1.0, "wavelengths over original_max_position / this: stretched")
-    high_freq_factor: float = field(4.0, "wavelengths under original_max_position / this: kept")
-    original_max_position: int = field(8192, "context length before stretching, in tokens")
-    beta_fast: float = field(32.0, "yarn: pairs that turn more often in that context stay")
-    beta_slow: float = field(1.0, "yarn: pairs that turn less often in that context are slowed")
-    mscale: float | None = field(None, "yarn: growth of cosines and sines; with mscale_all_dim")
-    mscale_all_dim: float | None = field(
-        None,
-        "yarn: growth that mscale is relative to; latent attention multiplies its scores by its square",
+    window: int | None = field(
+        None, "tokens that one sees, itself among them; empty: as model.attention.window"
     )
-    attention_factor: float | None = field(
-        None, "yarn: factor of cosines and sines; empty: from mscale, or 0.1 ln factor + 1"
+    rope_theta: float | None = field(
+        None, "base of the rotary wavelengths; empty: as model.rope_theta"
     )
-    truncate: bool = field(True, "yarn: the borders of the blended pairs are whole numbers")
-    name: str = field(
-        "llama3",
-        "rule of the wavelengths: llama3, linear, yarn, an entry point of forge.rope_scalings, or module:attr",
-    )
-    options: dict[str, Any] = dataclasses.field(
-        default_factory=dict, hash=False, metadata=_options_of("scaling")
-    )
+    rope_scaling: bool = field(True, "model.rope_scaling holds; false: wavelengths are plain")
+    rope: bool = field(True, "queries and keys are rotated by their positions; false: NoPE")
 
     def __post_init__(self) -> None:
-        raise_problems("rope_scaling", _rope_scaling_problems(self))
+        raise_problems("layer_types", _layer_type_problems(self))
 
 
-#: Keys of RopeScaling by the built-in names that read them.
-_ROPE_KEYS = {
-    **dict.fromkeys(("low_freq_factor", "high_freq_factor"), ("llama3",)),
-    "original_max_position": ("llama3", "yarn"),
-    **dict.fromkeys(("beta_fast", "beta_slow", "truncate"), ("yarn",)),
-    **dict.fromkeys(("mscale", "mscale_all_dim", "attention_factor"), ("yarn",)),
-}
-ROPE_NAMES = ("llama3", "linear", "yarn")
+def _layer_type_problems(c: LayerType) -> Iterator[Problem]:
+    if all(getattr(c, f.name) == f.default for f in fields(c)):
+        fix = f"give it a key, or put {GLOBAL!r} into layer_pattern"
+        yield Problem("", "missing", ..., f"a type without any key is {GLOBAL!r}", fix)
+    if c.window is not None and not is_size(c.window, 2**31):
+        rule = "must be a whole number, at least 1"
+        yield Problem("window", "range", c.window, rule, "use 512, or leave it out")
+    yield from number_problems(c, 1, {"rope_theta": "use 10000, or leave it out"})
+    yield from switch_problems(c, "rope_scaling", "rope")
+    if c.rope is False and (c.rope_theta is not None or c.rope_scaling is False):
+        rule = "must go without rope_theta and rope_scaling, which nothing reads then"
+        yield Problem("rope", "excludes", c.rope, rule, "remove them")
 
 
-def _rope_scaling_problems(c: RopeScaling) -> Iterator[Problem]:
-    if not (is_finite(c.factor) and c.factor >= 1.0):
-        rule, fix = "must be a finite number, at least 1", "use 1 for no scaling, 8 for Llama 3.1"
-        yield Problem("factor", "range", c.factor, rule, fix)
-    low, high = c.low_freq_factor, c.high_freq_factor
-    if not (is_finite(low) and is_finite(high) and 0.0 < low < high):
-        rule = f"must be positive and below high_freq_factor {high}"
-        yield Problem("low_freq_factor", "range", low, rule, "use 1 and 4")
-    yield from size_problems(c, {"original_max_position": 2**31})
-    yield from _name_problems(c, "name", "forge.rope_scalings", ROPE_NAMES)
-    yield from _yarn_problems(c)
-    yield from foreign_keys(c, _ROPE_KEYS, ROPE_NAMES)
+def _pattern_problems(
+    pattern: tuple[str, ...], types: dict[str, LayerType], num_layers: Any
+) -> Iterator[Problem]:
+    """Problems of a layer_pattern: names without a table, tables without a layer, its length."""
+    if not (isinstance(pattern, tuple) and all(isinstance(name, str) for name in pattern)):
+        fix = f"use ('local', {GLOBAL!r})"
+        yield Problem("layer_pattern", "type", pattern, "must be a tuple of names", fix)
+        return
 
+    if GLOBAL in types:
+        rule = "must not be there: such layers are as the model's keys set them"
+        yield Problem(f"layer_types.{GLOBAL}", "reserved", ..., rule, "use another name")
+    for name in sorted({name for name in pattern if name != GLOBAL and name not in types}):
+        rule, fix = f"must be {GLOBAL!r} or have a table", f"write [model.layer_types.{name}]"
+        yield Problem("layer_pattern", "unknown", name, rule, fix)
+    for name in sorted(types.keys() - {*pattern, GLOBAL}):
+        fix = f"put {name!r} into layer_pattern, or remove it"
+        yield Problem(f"layer_types.{name}", "unused", ..., "is the type of no layer", fix)
 
-def _yarn_problems(c: RopeScaling) -> Iterator[Problem]:
-    fast, slow = c.beta_fast, c.beta_slow
-    if not (is_finite(fast) and is_finite(slow) and 0.0 < slow <= fast):
-        rule = f"must be positive and at most beta_fast {fast}"
-        yield Problem("beta_slow", "range", slow, rule, "use 1 and 32")
-    for key in ("mscale", "mscale_all_dim", "attention_factor"):
-        value = getattr(c, key)
-        if value is not None and not (is_finite(value) and value > 0.0):
-            fix = "use 1, or leave it out"
-            yield Problem(key, "range", value, "must be a finite number above 0", fix)
-    yield from switch_problems(c, "truncate")
-
-    if c.mscale is not None and c.mscale_all_dim is None:
-        fix = "give that, or attention_factor"
-        yield Problem("mscale", "requires", c.mscale, "must go with mscale_all_dim", fix)
-    if c.mscale is not None and c.attention_factor is not None:
-        value, rule = c.attention_factor, f"takes the place of mscale {c.mscale}"
-        yield Problem("attention_factor", "excludes", value, rule, "give one of them")
+    if isinstance(num_layers, int) and len(pattern) > num_layers:
+        rule = f"has {len(pattern)} types and must not be longer than num_layers {num_layers}"
+        yield Problem("layer_pattern", "length", pattern, rule, "shorten it")
 
 
 #: Maxima far above any model that was trained, low enough that every check is instant.
@@ -154,7 +117,9 @@ class TransformerConfig:
         TransformerConfig(vocab_size=256, dim=128, num_layers=4, num_heads=4)
     """
 
-    vocab_size: int = dataclasses.field(metadata={"help": "number of token ids the model knows"})
+    vocab_size: int = dataclasses.field(
+        metadata={"help": "size of the vocabulary: number of token ids"}
+    )
     dim: int = field(256, "width of the residual stream")
     num_layers: int = field(4, "number of blocks")
     num_heads: int = field(4, "query heads of each attention")
@@ -166,7 +131,7 @@ class TransformerConfig:
     )
     norm: str = field(
         "rms_norm",
-        "normalisation: rms_norm, layer_norm, rms_norm_plus_one (weights around 0, Gemma), an entry point of "
+        "normalization: rms_norm, layer_norm, rms_norm_plus_one (weights around 0, Gemma), an entry point of "
         "forge.norms, or module:attr",
     )
     norm_eps: float = field(1e-5, "added to the variance in every norm")
@@ -177,10 +142,10 @@ class TransformerConfig:
     )
     rope_theta: float = field(10000.0, "base of the rotary wavelengths")
     rope_scaling: RopeScaling | None = field(
-        None, "Llama 3.1 stretching of the wavelengths; empty: none"
+        None, "scaling of the wavelengths for longer contexts; empty: none"
     )
     partial_rotary_factor: float = field(
-        1.0, "share of each head's width that rotary embedding turns (GLM-4: 0.5; 0: none)"
+        1.0, "fraction of each head's width that rotary embedding rotates (GLM-4: 0.5; 0: none)"
     )
     qk_norm: bool = field(False, "RMSNorm on queries and keys (Qwen3)")
     qk_norm_over: Literal["head", "all_heads"] = field(
@@ -196,18 +161,18 @@ class TransformerConfig:
     )
     parametrization: str = field(
         "standard",
-        "how scales and rates change with width and depth: standard (not at all), or mup (so that the best stay "
-        "the best)",
+        "how scales and learning rates change with width and depth: standard (not at all), or mup (optimal learning "
+        "rates transfer from a small model)",
     )
     mup: MuPConfig = field(MuPConfig(), "the small model that mup is relative to")
-    mtp: MTPConfig = field(MTPConfig(), "modules that predict tokens further ahead")
-    max_seq_len: int = field(8192, "longest row, cached tokens included")
+    mtp: MTPConfig = field(MTPConfig(), "modules of multi-token prediction")
+    max_seq_len: int = field(8192, "longest sequence, cached tokens included")
     embedding_scale: float = field(
         1.0,
         "factor of the embeddings, rounded to their dtype (Gemma: sqrt(dim); Granite's embedding_multiplier)",
     )
     residual_scale: float = field(
-        1.0, "factor of what each sublayer adds to the stream (Granite's residual_multiplier)"
+        1.0, "factor of the output of each sublayer (Granite's residual_multiplier)"
     )
     logits_scale: float = field(1.0, "factor of the logits (Granite: 1 / logits_scaling)")
     logits_softcap: float | None = field(
@@ -220,7 +185,7 @@ class TransformerConfig:
     mla: MLAConfig | None = field(None, "widths of the mixer mla; empty: those of DeepSeek-V3")
     block: str = field(
         "pre_norm",
-        "where norms stand: pre_norm, post_norm (behind each sublayer, OLMo 2), sandwich (both, Gemma), an entry "
+        "where the norms are: pre_norm, post_norm (after each sublayer, OLMo 2), sandwich (both, Gemma), an entry "
         "point of forge.blocks, or module:attr",
     )
     attention: AttentionSpec = field(AttentionSpec(), "what each attention computes")
@@ -228,23 +193,11 @@ class TransformerConfig:
         (),
         "types of the layers, repeated over them, such as 5 times local and once global; empty: all are global",
     )
-    layer_types: dict[str, LayerType] = dataclasses.field(
-        default_factory=dict,
-        hash=False,
-        metadata={"help": "what layers of a type in layer_pattern have of their own"},
-    )
-    mixer_options: dict[str, Any] = dataclasses.field(
-        default_factory=dict, hash=False, metadata=_options_of("mixer")
-    )
-    norm_options: dict[str, Any] = dataclasses.field(
-        default_factory=dict, hash=False, metadata=_options_of("norm")
-    )
-    feed_forward_options: dict[str, Any] = dataclasses.field(
-        default_factory=dict, hash=False, metadata=_options_of("feed-forward")
-    )
-    block_options: dict[str, Any] = dataclasses.field(
-        default_factory=dict, hash=False, metadata=_options_of("block")
-    )
+    layer_types: dict[str, LayerType] = table_field("keys of layers of a type in layer_pattern")
+    mixer_options: dict[str, Any] = options_field("mixer")
+    norm_options: dict[str, Any] = options_field("norm")
+    feed_forward_options: dict[str, Any] = options_field("feed-forward")
+    block_options: dict[str, Any] = options_field("block")
 
     #: Positions of several axes, a field of configs of models that have them.
     mrope: ClassVar[MRopeConfig | None] = None
@@ -253,16 +206,15 @@ class TransformerConfig:
         raise_problems("model", _transformer_problems(self))
 
     def of_layer(self, layer: int) -> Self:
-        """The configuration as a mixer of this layer, counted from 0, reads it: that of its type, without a
-        pattern."""
+        """Return the configuration of this layer, counted from 0, for a mixer: that of its type, without a pattern."""
         pattern = self.layer_pattern
         name = pattern[layer % len(pattern)] if pattern else GLOBAL
-        whole = replace(self, layer_pattern=(), layer_types={}) if pattern else self
+        plain = replace(self, layer_pattern=(), layer_types={}) if pattern else self
         if name == GLOBAL:
-            return whole
+            return plain
         own, spec, theta = self.layer_types[name], self.attention, self.rope_theta
         return replace(
-            whole,
+            plain,
             attention=spec if own.window is None else replace(spec, window=own.window),
             rope_theta=theta if own.rope_theta is None else own.rope_theta,
             rope_scaling=self.rope_scaling if own.rope_scaling and own.rope else None,
@@ -276,7 +228,7 @@ class TransformerConfig:
 
     @property
     def rotary_dim(self) -> int:
-        """Width of the part of each head that rotary embedding turns."""
+        """Rotated width of each head."""
         return int(self.resolved_head_dim * self.partial_rotary_factor)
 
     @property
@@ -318,7 +270,7 @@ class TransformerConfig:
         return self.hidden_std / (2 * self.num_layers / self.scales.depth) ** 0.5
 
     def as_standard(self) -> Self:
-        """The same function of the same weights in the standard parametrization, as a family of others has it."""
+        """Return the configuration of the same function of the same weights in the standard parametrization."""
         if self.parametrization == "standard":
             return self
         scales, spec = self.scales, self.attention
@@ -337,50 +289,41 @@ class TransformerConfig:
 def _transformer_problems(c: TransformerConfig) -> Iterator[Problem]:
     sizes = list(size_problems(c, _SIZES))
     yield from sizes or (_latent_problems(c) if c.mixer == "mla" else _shape_problems(c))
-    yield from _name_problems(c, "mixer", "forge.mixers", ("attention", "mla"))
+    yield from name_problems(c, "mixer", MIXERS)
     if c.mla is not None and c.mixer != "mla":
         rule = f"is the table of mixer 'mla', and mixer is {c.mixer!r}"
         yield Problem("mla", "foreign", ..., rule, "remove it, or use mla")
-    yield from _name_problems(c, "norm", "forge.norms", NORM_NAMES)
-    yield from _name_problems(c, "feed_forward", "forge.feed_forwards", (*GATED, *UNGATED))
-    yield from _name_problems(c, "block", "forge.blocks", BLOCK_NAMES)
+    yield from name_problems(c, "norm", NORMS)
+    yield from name_problems(c, "feed_forward", FEED_FORWARDS)
+    yield from name_problems(c, "block", BLOCKS)
 
     if not (is_finite(c.norm_eps) and 0.0 < c.norm_eps < 1.0):
         yield Problem("norm_eps", "range", c.norm_eps, "must be between 0 and 1", "use 1e-5")
-    if not (is_finite(c.rope_theta) and c.rope_theta > 1.0):
-        rule, fix = "must be a finite number above 1", "use 10000, or 500000 for long contexts"
-        yield Problem("rope_theta", "range", c.rope_theta, rule, fix)
+    yield from number_problems(c, 1, {"rope_theta": "use 10000, or 500000 for long contexts"})
 
-    scaling = c.rope_scaling
-    alone = scaling is not None and scaling.mscale is None and scaling.name == "yarn"
-    if c.mixer == "attention" and scaling is not None and alone and scaling.mscale_all_dim:
+    scaling = c.rope_scaling if c.mixer == "attention" else None
+    if scaling is not None and (scaling.name, scaling.mscale) == ("yarn", None):
         value, rule = scaling.mscale_all_dim, "without mscale is read only by latent attention"
-        fix = "give mscale, or remove it"
-        yield Problem("rope_scaling.mscale_all_dim", "requires", value, rule, fix)
+        if value:
+            fix = "give mscale, or remove it"
+            yield Problem("rope_scaling.mscale_all_dim", "requires", value, rule, fix)
 
     yield from choice_problems(c, "qk_norm_over", ("head", "all_heads"))
     if c.qk_norm_over == "all_heads" and not c.qk_norm:
         rule = "must go with qk_norm, which is off"
         yield Problem("qk_norm_over", "requires", c.qk_norm_over, rule, "set qk_norm = true")
 
-    for key in ("embedding_scale", "residual_scale", "logits_scale", "logits_softcap"):
-        value = getattr(c, key)
-        if not (is_finite(value) and value > 0.0) and not (
-            key == "logits_softcap" and value is None
-        ):
-            fix = f"use {getattr(TransformerConfig, key) or 30.0}"
-            yield Problem(key, "range", value, "must be a finite number above 0", fix)
-
-    yield from pattern_problems(c.layer_pattern, c.layer_types, c.num_layers)
+    factors = dict.fromkeys(("embedding_scale", "residual_scale", "logits_scale"), "use 1.0")
+    yield from number_problems(c, 0, {**factors, "logits_softcap": "use 30.0"})
+    yield from _pattern_problems(c.layer_pattern, c.layer_types, c.num_layers)
     yield from mup_problems(c)
     if not (is_finite(c.init_std) and c.init_std >= 0.0):
-        yield Problem(
-            "init_std", "range", c.init_std, "must be a finite number, 0 or more", "use 0.02"
-        )
+        rule = "must be a finite number, 0 or more"
+        yield Problem("init_std", "range", c.init_std, rule, "use 0.02")
 
 
 def _shape_problems(c: TransformerConfig) -> Iterator[Problem]:
-    """Problems of several sizes, each of which is sound by itself."""
+    """Problems of sizes that do not fit each other."""
     uneven = c.head_dim is None and c.dim % c.num_heads != 0
     if uneven:
         rule = f"must be divisible by num_heads {c.num_heads}"
@@ -397,14 +340,12 @@ def _shape_problems(c: TransformerConfig) -> Iterator[Problem]:
 
 
 _UNREAD = "must go without rope_scaling, which nothing reads then"
-_NOTHING_TURNS = Problem("partial_rotary_factor", "excludes", 0.0, _UNREAD, "remove it")
-#: Fields that latent attention does not read, and the values at which they say nothing.
-_NOT_LATENT = {"head_dim": None, "qk_norm": False}
+_NOTHING_ROTATES = Problem("partial_rotary_factor", "excludes", 0.0, _UNREAD, "remove it")
 
 
 def _latent_problems(c: TransformerConfig) -> Iterator[Problem]:
-    for name, nothing in _NOT_LATENT.items():
-        if getattr(c, name) != nothing:
+    for name in ("head_dim", "qk_norm"):
+        if getattr(c, name) != getattr(TransformerConfig, name):
             rule = "is not read by mixer 'mla', whose widths are in its own table"
             yield Problem(name, "mixer", getattr(c, name), rule, "remove it")
     if c.resolved_num_kv_heads != c.num_heads:
@@ -416,7 +357,7 @@ def _latent_problems(c: TransformerConfig) -> Iterator[Problem]:
         rule = "must be 1, or 0 for no rotation, with mixer 'mla'"
         yield Problem("partial_rotary_factor", "mixer", factor, rule, "use mla.qk_rope_head_dim")
     elif factor == 0.0 and c.rope_scaling is not None:
-        yield _NOTHING_TURNS
+        yield _NOTHING_ROTATES
     if c.attention.sinks:
         rule, fix = "is not computed by mixer 'mla'", "use sinks = false, or attention"
         yield Problem("attention.sinks", "mixer", c.attention.sinks, rule, fix)
@@ -427,7 +368,7 @@ def _rotary_problems(c: TransformerConfig) -> Iterator[Problem]:
     if not (is_finite(factor) and 0.0 <= factor <= 1.0):
         yield Problem(key, "range", factor, "must be from 0 to 1", "use 1, or 0.5 (GLM-4)")
     elif factor == 0.0 and c.rope_scaling is not None:
-        yield _NOTHING_TURNS
+        yield _NOTHING_ROTATES
     elif c.rotary_dim % 2 or (c.rotary_dim == 0 and factor > 0.0):
         head_dim, dims = c.resolved_head_dim, c.rotary_dim
         rule = f"of the head width {head_dim} must be an even number of dims, and it is {dims}"

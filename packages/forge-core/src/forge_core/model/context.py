@@ -1,6 +1,6 @@
 """Tensors about the tokens of a batch, for token mixers and feed-forwards.
 
-Shapes: B rows, S tokens of a row.
+Shapes: B sequences, S tokens of a sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,8 +10,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from forge_core.model.documents import SegmentPlan
-from forge_core.model.spec import AttentionSpec
+from forge_core.model.attention_ops import AttentionSpec, SegmentPlan, document_starts
 
 T = TypeVar("T")
 
@@ -20,7 +19,7 @@ class _Derived:
     """A mapping that is no pytree, so FSDP2 neither copies nor casts its content.
 
     FSDP2 rebuilds dataclass arguments of each wrapped block with `dataclasses.replace` and casts the
-    tensors inside, also those in dicts. It passes on an object of an unknown class: the blocks still
+    tensors inside, also in dicts. It passes on an object of an unknown class: the blocks still
     share it, and rotary tables stay fp32.
     """
 
@@ -30,11 +29,13 @@ class _Derived:
 
 
 class TokenMask(Protocol):
-    """Who sees whom in the rows of a batch; made once per forward, and no dataclass, so that FSDP2 passes it on."""
+    """Mask of a batch (who sees whom); made once per forward, and no dataclass, so that FSDP2 passes it on."""
 
     def prepare(self, spec: AttentionSpec, x: Tensor) -> None:
-        """Make what `attend` reads for a spec and the device of x, before the first block; ValueError for a spec that it
-        does not compute."""
+        """Compute what `attend` reads for a spec and the device of x, before the first block.
+
+        ValueError for a spec that it does not compute.
+        """
         ...
 
     def attend(
@@ -48,13 +49,13 @@ class TokenMask(Protocol):
 class TokenContext:
     """Plain tensors about a batch of tokens, all optional; one object serves all blocks of a forward.
 
-    token_ids (B, S) int64; valid (B, S) bool, False on padding; document_ids (B, S) int, equal and
-    adjacent = one document (negative: padding); modality_ids (B, S) int: 0 text, -1 padding, others by the
-    model's modalities; positions (B or 1, S) int64, or (B, 3, S) with `mrope`; media what cross-attention reads, of any
-    structure; mask a `TokenMask` in place of causal attention inside of documents.
+    token_ids: (B, S) int64. valid: (B, S) bool, False on padding. document_ids: (B, S) int, equal and adjacent = one
+    document, negative = padding. modality_ids: (B, S) int, 0 text, -1 padding, others by the model's modalities.
+    positions: (B or 1, S) int64, or (B, 3, S) with `mrope`. media: input of cross-attention, of any structure. mask: a
+    `TokenMask` in place of causal attention inside of documents.
 
-    What blocks derive from these (rotary tables, segment plans) is computed at the first request
-    and stored with the context, so it costs once per forward and not once per layer.
+    Values that blocks derive from these (rotary tables, segment plans) are computed at the first request
+    and stored with the context, so they cost once per forward and not once per layer.
     """
 
     token_ids: Tensor | None = None
@@ -75,17 +76,16 @@ class TokenContext:
             object.__setattr__(self, "_derived", _Derived(current))
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
-        """The value of `make()`, computed by the first caller that gives this key."""
+        """Return the value of `make()`, computed by the first caller that gives this key."""
         values = self._derived.values
         if key not in values:
             values[key] = make()
-        value: T = values[key]
-        return value
+        return values[key]
 
     def segments(self) -> SegmentPlan | None:
-        """Where documents begin and end, known to the host; None without document_ids.
+        """Return the lengths of documents on the host; None without document_ids.
 
-        Costs one device-to-host copy per forward when document_ids lie on an accelerator; keep
+        Costs one device-to-host copy per forward if document_ids are on an accelerator; keep
         them on the CPU to save it.
         """
         ids = self.document_ids
@@ -95,14 +95,14 @@ class TokenContext:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """What is inside of the containers that FSDP2 rebuilds: dataclasses, dicts, lists and tuples."""
+    """Flatten the containers that FSDP2 rebuilds: dataclasses, dicts, lists and tuples."""
     if is_dataclass(value):
         value = [getattr(value, f.name) for f in fields(value)]
     elif isinstance(value, dict):
         value = [*value, *value.values()]
     if not isinstance(value, list | tuple):
         return [value]
-    return [leaf for part in value for leaf in _leaves(part)]
+    return [leaf for item in value for leaf in _leaves(item)]
 
 
 def default_positions(
@@ -112,12 +112,14 @@ def default_positions(
     past: int = 0,
     first: Sequence[int] | None = None,
 ) -> Tensor:
-    """Positions (B or 1, S) int64 that count from 0 in each document; no host sync.
+    """Return positions (B or 1, S) int64 that count from 0 in each document; no host sync.
 
-    `past` tokens lie in a cache; `first` holds, per row, where the document of the first new token
-    began (`past` for a new one).
+    past: tokens in a cache. first: per sequence, the index at which the document of the first new token began
+    (`past` for a new one).
     """
-    index = torch.arange(past, past + size, device=device).unsqueeze(0)  # (1, S)
+    index = torch.arange(past, past + size, device=device).unsqueeze(
+        0
+    )  # (1, S), from the start of the cache
     if document_ids is None and not any(first or ()):
         return index
     # from the host without a wait, unlike torch.tensor(..., device=device)
@@ -126,6 +128,7 @@ def default_positions(
     if document_ids is None:
         return index - begin
     ids = document_ids.to(device, non_blocking=True)
-    borders = torch.where(ids[:, 1:] != ids[:, :-1], index[:, 1:], 0)  # (B, S - 1)
-    begins = torch.cat((begin.expand(ids.size(0), 1), borders), dim=1).cummax(dim=1).values
+    # a document begins at the newest start so far; the first token's may be in the cache
+    later = torch.where(document_starts(ids), index, 0)[:, 1:]  # (B, S - 1), 0 inside of a document
+    begins = torch.cat((begin.expand(ids.size(0), 1), later), dim=1).cummax(dim=1).values
     return index - begins

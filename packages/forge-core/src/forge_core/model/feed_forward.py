@@ -1,24 +1,28 @@
 """Dense feed-forwards by name: an activation, with a gate or without.
 
-Shapes: B rows, S tokens, D width of the residual stream, F width inside.
+Shapes: B sequences, S tokens, D width of the residual stream, F width inside.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_core.flops import linear_flops
-from forge_core.model.config import GATED, UNGATED, TransformerConfig
 from forge_core.model.context import TokenContext
 from forge_core.model.init import Init, linear_rows
 from forge_core.model.points import WithPoints
 from forge_core.registry import Registry
 
+if TYPE_CHECKING:
+    from forge_core.model.config import TransformerConfig
 
-class Kind(NamedTuple):
+
+class FeedForwardSpec(NamedTuple):
     """An activation, and whether its output is multiplied by a second projection of x."""
 
     activation: Callable[[Tensor], Tensor]
@@ -31,25 +35,23 @@ def _squared_relu(x: Tensor) -> Tensor:
 
 _tanh_gelu = partial(F.gelu, approximate="tanh")
 #: By name. GELU is exact, or the tanh approximation (Hendrycks & Gimpel 2016); gated ones are of Shazeer 2020,
-#: squared ReLU of So et al. 2021. `config` has the names too, as it may not import torch's functions.
-KINDS = {
-    "swiglu": Kind(F.silu, True),
-    "geglu": Kind(F.gelu, True),
-    "geglu_tanh": Kind(_tanh_gelu, True),
-    "gelu": Kind(F.gelu, False),
-    "gelu_tanh": Kind(_tanh_gelu, False),
-    "relu": Kind(F.relu, False),
-    "relu2": Kind(_squared_relu, False),
-    "silu": Kind(F.silu, False),
+#: squared ReLU of So et al. 2021.
+SPECS = {
+    "swiglu": FeedForwardSpec(F.silu, True),
+    "geglu": FeedForwardSpec(F.gelu, True),
+    "geglu_tanh": FeedForwardSpec(_tanh_gelu, True),
+    "gelu": FeedForwardSpec(F.gelu, False),
+    "gelu_tanh": FeedForwardSpec(_tanh_gelu, False),
+    "relu": FeedForwardSpec(F.relu, False),
+    "relu2": FeedForwardSpec(_squared_relu, False),
+    "silu": FeedForwardSpec(F.silu, False),
 }
-_in_one = {(n, k.gated) for n, k in KINDS.items()} ^ {(n, n in GATED) for n in (*GATED, *UNGATED)}
-assert not _in_one, (
-    f"{_in_one}: (name, gated) must be in KINDS and in GATED or UNGATED of config.py"
-)
+GATED = tuple(name for name, spec in SPECS.items() if spec.gated)
+UNGATED = tuple(name for name, spec in SPECS.items() if not spec.gated)
 
 
 class FeedForward(WithPoints):
-    """down(f(gate(x)) * up(x)), or without a gate down(f(up(x))), with the f of a `kind`.
+    """down(f(gate(x)) * up(x)), or without a gate down(f(up(x))), with the activation f of a `kind`.
 
         FeedForward(dim=256, hidden_dim=704)(x)   # SwiGLU: (B, S, D) -> (B, S, D)
 
@@ -68,7 +70,7 @@ class FeedForward(WithPoints):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        self.activation, gated = KINDS[kind or ("swiglu" if gated else "gelu")]
+        self.activation, gated = SPECS[kind or ("swiglu" if gated else "gelu")]
         self.gate_proj = nn.Linear(dim, hidden_dim, bias=bias) if gated else None
         self.up_proj = nn.Linear(dim, hidden_dim, bias=bias)
         self.down_proj = nn.Linear(hidden_dim, dim, bias=bias)
@@ -78,11 +80,10 @@ class FeedForward(WithPoints):
             hidden = self.activation(self.up_proj(x))  # (B, S, F)
         else:
             hidden = self.activation(self.gate_proj(x)) * self.up_proj(x)  # (B, S, F)
-        down: Tensor = self.down_proj(self.point("mlp_hidden", hidden))  # (B, S, D)
-        return down
+        return self.down_proj(self.point("mlp_hidden", hidden))  # (B, S, D)
 
     def init_table(self, std: float, residual_std: float) -> dict[str, Init]:
-        """How each parameter begins, by its name in this module."""
+        """Initial values by local name; the output projection writes into the residual stream."""
         return {
             **(linear_rows("gate_proj", self.gate_proj, std) if self.gate_proj else {}),
             **linear_rows("up_proj", self.up_proj, std),
@@ -95,7 +96,7 @@ class FeedForward(WithPoints):
         return {**gate, "up_proj.*": "colwise", "down_proj.*": "rowwise"}
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward FLOPs of the matrix products for one token."""
+        """Forward FLOPs of the matmuls for one token."""
         return linear_flops(self.gate_proj, self.up_proj, self.down_proj)
 
 
@@ -108,12 +109,11 @@ FEED_FORWARDS = Registry(
     "model.feed_forward",
     "forge.feed_forwards",
     ("config", "layer"),
-    {name: partial(_dense, kind=name) for name in KINDS},
+    {name: partial(_dense, kind=name) for name in SPECS},
 )
 
 
 def build_feed_forward(config: TransformerConfig, layer: int) -> nn.Module:
-    """The feed-forward of a layer, counted from 0, that a config names."""
+    """Build the feed-forward of a layer, counted from 0, that a config names."""
     builder = FEED_FORWARDS.find(config.feed_forward)
-    feed_forward: nn.Module = builder(config.as_standard(), layer, **config.feed_forward_options)
-    return feed_forward
+    return builder(config.as_standard(), layer, **config.feed_forward_options)

@@ -1,34 +1,28 @@
-"""Keys and values of past tokens, and which of them a new token may see.
+"""KV cache for incremental decoding: keys and values of past tokens, and who of the new tokens may see them.
 
-Shapes: B rows, S new tokens, T cached and new tokens, K key/value heads, H query heads,
-D width of a head.
+Shapes: B sequences, S new tokens, T cached and new tokens, K key/value heads, H query heads, D width of a head.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from __future__ import annotations
 
 import torch
 from torch import Tensor
 
 from forge_core._shared.problems import invalid
+from forge_core.model.attention_ops import (
+    PLAIN,
+    AttentionSpec,
+    SegmentPlan,
+    attend_documents,
+    attend_masked,
+    document_lengths,
+    visible,
+)
 from forge_core.model.context import TokenContext
-from forge_core.model.documents import SegmentPlan, cut, within_segments
-from forge_core.model.rows import PLAIN, attend_masked, visible
-from forge_core.model.spec import AttentionSpec
-
-
-@dataclass(frozen=True)
-class Span:
-    """New tokens [start, stop) of some rows that see the tokens from `first` on, causally."""
-
-    rows: tuple[int, ...]
-    start: int
-    stop: int
-    first: int
 
 
 class History:
-    """Per row: where its newest document began, and that document's id. Host integers only."""
+    """Per sequence: where its newest document began, and that document's id. Host integers only."""
 
     def __init__(self) -> None:
         self.length = 0
@@ -36,53 +30,44 @@ class History:
         self.last_id: list[int] = []
 
     def peek(self, document_ids: Tensor | None, batch: int, size: int) -> list[list[int]]:
-        """For each row the first visible index of each segment among the new tokens, in order.
+        """For each sequence the first visible index of each segment among the new tokens, in order.
 
-        The first entry is below `length` where the row's newest document continues.
+        The first entry is below `length` if the sequence's newest document continues.
         """
         return [starts for starts, _ in self._extend(document_ids, batch, size)]
 
     def _extend(
         self, document_ids: Tensor | None, batch: int, size: int
     ) -> list[tuple[list[int], int]]:
-        if document_ids is None:  # each row continues its newest document
+        if document_ids is None:  # each sequence continues its newest document
             last = self.last_id or [0] * batch
             ids, lengths = [[i, i] for i in last], [[size]] * batch
         else:
             host = document_ids.cpu()
-            ids, lengths = host[:, [0, -1]].tolist(), cut(host)
-        rows = []
-        for row in range(batch):
+            ids, lengths = host[:, [0, -1]].tolist(), document_lengths(host)
+
+        found = []
+        for sequence in range(batch):
             starts = [self.length]
-            for length in lengths[row][:-1]:
+            for length in lengths[sequence][:-1]:
                 starts.append(starts[-1] + length)
-            if self.length and ids[row][0] == self.last_id[row]:
-                starts[0] = self.first[row]
-            rows.append((starts, ids[row][1]))
-        return rows
+            if self.length and ids[sequence][0] == self.last_id[sequence]:
+                starts[0] = self.first[sequence]
+            found.append((starts, ids[sequence][1]))
+        return found
 
     def advance(self, document_ids: Tensor | None, batch: int, size: int) -> None:
-        """Take note of `size` new tokens in each of `batch` rows."""
-        rows = self._extend(document_ids, batch, size)
-        self.first = [starts[-1] for starts, _ in rows]
-        self.last_id = [last for _, last in rows]
+        """Record `size` new tokens in each of `batch` sequences."""
+        found = self._extend(document_ids, batch, size)
+        self.first = [starts[-1] for starts, _ in found]
+        self.last_id = [last for _, last in found]
         self.length += size
 
 
-def _spans(starts: Sequence[Sequence[int]], past: int, size: int) -> list[Span]:
-    """Spans of the new tokens, grouped by rows with the same cuts."""
-    rows: dict[tuple[int, int, int], list[int]] = {}
-    for row, firsts in enumerate(starts):
-        begins = [0, *(first - past for first in firsts[1:])]
-        for first, start, stop in zip(firsts, begins, [*begins[1:], size]):
-            rows.setdefault((start, stop, first), []).append(row)
-    return [Span(tuple(members), *key) for key, members in rows.items()]
-
-
 class LayerCache:
-    """One layer's keys and values: one allocation at the first write, sized for `max_length` tokens.
+    """Keys and values of one layer: one allocation at the first write, sized for `max_length` tokens.
 
-    Dtype, device, rows and heads are those of the first write, so the cache fits autocast, sharded
+    Dtype, device, batch and heads are taken from the first write, so the cache fits autocast, sharded
     heads and any mixer whose state is two tensors (B, heads, S, width).
     """
 
@@ -95,20 +80,23 @@ class LayerCache:
         self._owns_history = history is None
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k and v (B, S, K, D); returns views of all so far, (B, K, T, D). Where v is k, one is stored.
+        """Store k and v (B, S, K, D) and return views of all so far, (B, K, T, D). If v is k (MLA), store it once.
 
-        Raises ValueError when the cache is full or the rows are not those of the first write.
+        Raises ValueError when the cache is full or the batch is not that of the first write.
         """
         size, total = k.size(1), self.length + k.size(1)
         if total > self.max_length:
             rule = f"of the KV cache must be at least {total}, the tokens to store"
             raise invalid("max_length", "full", self.max_length, rule, "make it longer")
+
         if self.keys is None or self.values is None:
             self.keys = self._empty(k)
             self.values = self.keys if v is k else self._empty(v)
         if k.size(0) != self.keys.size(0):
-            rule = f"must have the {self.keys.size(0)} rows of the KV cache"
+            rule = f"must have the {self.keys.size(0)} sequences of the KV cache"
             raise invalid("k", "batch", tuple(k.shape), rule, "use a new cache for another batch")
+
+        # a cache has no gradient: generation is without grad, and a graph would grow with each token
         self.keys[:, :, self.length : total] = k.detach().transpose(1, 2)
         if v is not k:
             self.values[:, :, self.length : total] = v.detach().transpose(1, 2)
@@ -119,7 +107,7 @@ class LayerCache:
         return t.new_empty(t.size(0), t.size(2), self.max_length, t.size(3))
 
     def first(self, ctx: TokenContext, batch: int, size: int) -> tuple[int, list[int]]:
-        """Tokens stored so far, and where each row's first new token's document began."""
+        """Return the number of stored tokens, and where the document of each sequence's first new token began."""
         return self.length, [starts[0] for starts in self._starts(ctx, batch, size)]
 
     def _starts(self, ctx: TokenContext, batch: int, size: int) -> list[list[int]]:
@@ -139,10 +127,11 @@ class LayerCache:
     ) -> Tensor:
         """Store k, v (B, S, K, D) and attend q (B, S, H, D) to the tokens that each may see -> like q.
 
-        `stored`, of an empty cache, is kept in place of k and v, which only these tokens see: later calls give
-        theirs in its form. Keys outside of a window stay stored. A `ctx.mask` is that of the first tokens. ValueError for a mask of its own: a token cannot see later ones.
+        stored: of an empty cache, cached in place of k and v (latents of MLA); later calls then give k and v in its
+        form. Keys outside of a window stay stored. A `ctx.mask` applies to the first tokens. Raises ValueError for a
+        spec with a mask of its own: a token cannot see later ones.
         """
-        refuse_mask(spec)
+        require_causal(spec)
         batch, size = q.shape[:2]
         past = self.length
         keys, values = self.append(*(stored or (k, v)))
@@ -150,27 +139,25 @@ class LayerCache:
             out = ctx.mask.attend(q, k, v, spec, sinks)
         elif past == 0:
             plan = ctx.segments() or SegmentPlan.of_lengths([[size]] * batch)
-            out = within_segments(q, k, v, plan, spec, sinks)
+            out = attend_documents(q, k, v, plan, spec, sinks)
         else:
             starts = self._starts(ctx, batch, size)
             query = q.transpose(1, 2)  # (B, H, S, D)
-            attend = _one_token if size == 1 else _many_tokens
-            seen = attend(query, keys, values, starts, past, ctx, spec, sinks)
-            out = seen.transpose(1, 2)
+            out = _attend_past(query, keys, values, starts, past, ctx, spec, sinks).transpose(1, 2)
         if self._owns_history:
             self.history.advance(ctx.document_ids, batch, size)
         return out
 
 
-def refuse_mask(spec: AttentionSpec) -> None:
-    """ValueError for an attention that a cache cannot compute."""
+def require_causal(spec: AttentionSpec) -> None:
+    """Raise ValueError for an attention that a cache cannot compute."""
     if spec.mask != "causal":
         rule = "is not computed with a KV cache, where a token sees only earlier ones"
-        fix = "score whole rows without a cache, or use 'causal'"
+        fix = "score full sequences without a cache, or use 'causal'"
         raise invalid("attention.mask", "unsupported", spec.mask, rule, fix)
 
 
-def _one_token(
+def _attend_past(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -180,66 +167,57 @@ def _one_token(
     spec: AttentionSpec,
     sinks: Tensor | None,
 ) -> Tensor:
-    """One new token per row: q (B, H, 1, D), k and v (B, K, T, D) -> (B, H, 1, D)."""
-    oldest = 0 if spec.window is None else past + 1 - spec.window
-    first = [max(row[0], oldest) for row in starts]
-    low = min(first)
-    mask = None
-    if max(first) != low:  # (B, 1, 1, T): one row of keys for one query, nothing quadratic
+    """New tokens after `past` cached ones: q (B, H, S, D), k and v (B, K, T, D) -> (B, H, S, D).
 
-        def reached() -> Tensor:
-            begin = torch.tensor(first).to(q.device, non_blocking=True)
+    One call for one token per sequence; else one for all sequences whose tokens [start, stop) see those from `first` on.
+    """
+    if q.size(2) == 1:
+        oldest = 0 if spec.window is None else past + 1 - spec.window
+        reach = [max(firsts[0], oldest) for firsts in starts]
+        low = min(reach)
+
+        def reached() -> Tensor:  # (B, 1, 1, T): a query sees one row of keys, nothing quadratic
+            begin = torch.tensor(reach).to(q.device, non_blocking=True)
             return torch.arange(low, past + 1, device=q.device) >= begin[:, None, None, None]
 
-        mask = ctx.once(("one token", q.device, spec.window), reached)
-    return attend_masked(q, k[:, :, low:], v[:, :, low:], mask, spec, sinks)
+        equal = max(reach) == low
+        mask = None if equal else ctx.once(("one token", q.device, spec.window), reached)
+        return attend_masked(q, k[:, :, low:], v[:, :, low:], mask, spec, sinks)
 
+    groups: dict[tuple[int, int, int], list[int]] = {}
+    for sequence, firsts in enumerate(starts):
+        begins = [past, *firsts[1:]]
+        for first, start, stop in zip(firsts, begins, [*begins[1:], past + q.size(2)]):
+            groups.setdefault((start, stop, first), []).append(sequence)
 
-def _many_tokens(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    starts: list[list[int]],
-    past: int,
-    ctx: TokenContext,
-    spec: AttentionSpec,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Several new tokens after cached ones, a call per distinct span: shapes as `_one_token`."""
     out = torch.empty_like(q)
-    for span in _spans(starts, past, q.size(2)):
-        if len(span.rows) == q.size(0):
-            rows: slice | Tensor = slice(None)
-        else:  # as an index a list is copied with a wait
-            rows = torch.tensor(span.rows).to(q.device, non_blocking=True)
-        start, stop = past + span.start, past + span.stop
-        first = span.first if spec.window is None else max(span.first, start + 1 - spec.window)
-        q_index = torch.arange(start, stop, device=q.device)
-        k_index = torch.arange(first, stop, device=q.device)
-        out[rows, :, span.start : span.stop] = attend_masked(
-            q[rows][:, :, span.start : span.stop],
-            k[rows][:, :, first:stop],
-            v[rows][:, :, first:stop],
-            visible(q_index, k_index, spec.window),  # (new, visible)
-            spec,
-            sinks,
-        )
+    for (start, stop, first), members in groups.items():
+        batch: slice | Tensor = slice(None)
+        if len(members) < q.size(0):  # as an index a list is copied with a wait
+            batch = torch.tensor(members).to(q.device, non_blocking=True)
+        low = first if spec.window is None else max(first, start + 1 - spec.window)
+        new = slice(start - past, stop - past)
+        index = torch.arange(low, stop, device=q.device)
+        mask = visible(index[start - low :], index, spec.window)  # (new, visible)
+        keys, values = (t[batch][:, :, low:stop] for t in (k, v))
+        seen = attend_masked(q[batch][:, :, new], keys, values, mask, spec, sinks)
+        out[batch, :, new] = seen
     return out
 
 
 class KVCache:
-    """Past keys and values of a model, for rows that grow by the same number of tokens per call.
+    """Past keys and values of a model, for sequences that grow by the same number of tokens per call.
 
         cache = KVCache(max_length=1024); logits = model(prompt, cache=cache)
 
-    Memory: 2 * layers * B * max_length * K * D elements (of latent attention, layers * B * max_length times the
-    width of a latent and the turned dims), allocated layer by layer at the first call in the dtype and on the
+    Memory: 2 * layers * B * max_length * K * D elements (latent attention: layers * B * max_length times the
+    width of a latent and the rotated dims), allocated layer by layer at the first call in the dtype and on the
     device of the keys.
     """
 
     def __init__(self, max_length: int) -> None:
         if max_length < 1:
-            fix = "give the longest row"
+            fix = "give the longest sequence"
             raise invalid("max_length", "range", max_length, "must be at least 1", fix)
         self.max_length = max_length
         self.history = History()
@@ -247,11 +225,11 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """Tokens stored so far, per row."""
+        """Number of stored tokens per sequence."""
         return self.history.length
 
     def layer(self, key: str) -> LayerCache:
-        """The part of one layer, made at the first request."""
+        """Return the cache of one layer, created at the first request."""
         if key not in self.layers:
             self.layers[key] = LayerCache(self.max_length, self.history)
         return self.layers[key]

@@ -1,4 +1,4 @@
-"""Maximal-update parametrization: rates and scales found in a small model hold in a wider and deeper one.
+"""Maximal-update parametrization (muP): optimal learning rates and scales transfer from a small model to a larger one.
 
 Of a model m times as wide as the base and k times as deep, against the same keys at the base, with Adam:
 
@@ -8,10 +8,10 @@ Of a model m times as wide as the base and k times as deep, against the same key
     embedding                                 1
     head                                      1                  logits / m
     projection of MTP         1 / sqrt(m)     1 / m
-    what a sublayer adds                                         / sqrt(k), and no part of its initial std
+    output of a sublayer                                         / sqrt(k), and not in its initial std
     scores, if heads widen                                       by 1 / D, not 1 / sqrt(D)
 
-The block of a module for tokens ahead (MTP) is as any other block; its norms are as the one before the head.
+The block of an MTP module is like any other block; its norms are like the one before the head.
 
 Widths: Yang et al. 2022 (Tensor Programs V, table 8); depths: Yang et al. 2023 (Tensor Programs VI). Every width of
 a block has to grow with dim: number of heads or width of a head, and hidden_dim.
@@ -30,11 +30,11 @@ from forge_core._shared.problems import Problem, raise_problems
 
 @dataclass(frozen=True)
 class MuPConfig:
-    """The model at which both parametrizations are the same: `MuPConfig(base_dim=256, base_num_layers=4)`."""
+    """Base model, where both parametrizations are the same: `MuPConfig(base_dim=256, base_num_layers=4)`."""
 
-    base_dim: int = field(256, "dim of the small model whose rates and scales are used")
+    base_dim: int = field(256, "dim of the small model whose learning rates and scales are used")
     base_num_layers: int | None = field(
-        None, "its num_layers; empty: depth changes neither rates nor scales"
+        None, "its num_layers; empty: depth changes neither learning rates nor scales"
     )
     base_head_dim: int | None = field(
         None,
@@ -48,33 +48,33 @@ class MuPConfig:
 
 @dataclass(frozen=True)
 class Scales:
-    """Factors of one model against the same keys at its base; all 1 in the standard parametrization."""
+    """Factors of a model relative to its base with the same keys; all 1 in the standard parametrization."""
 
     width: float = 1.0  # m
     depth: float = 1.0  # k
 
     @property
     def std(self) -> float:
-        """Of the initial values of a block's matrices."""
+        """Factor of the initial std of a block's matrices."""
         return self.width**-0.5
 
     @property
     def branch(self) -> float:
-        """Of what a sublayer adds to the stream."""
+        """Factor of the output of a sublayer."""
         return self.depth**-0.5
 
     @property
     def logits(self) -> float:
-        """Of the logits."""
+        """Factor of the logits."""
         return 1.0 / self.width
 
     def lr(self, *, matrix: bool) -> float:
-        """Of the rate of a block's matrix (or stack of matrices), or of its vectors."""
+        """Factor of the learning rate of a block's matrix (or stack of matrices), or of its vectors."""
         return self.branch / (self.width if matrix else 1.0)
 
 
 def problems(config: Any) -> Iterator[Problem]:
-    """Problems of [model.mup] and the keys that it goes with."""
+    """Problems of [model.mup] and of keys that do not fit it."""
     yield from choice_problems(config, "parametrization", ("standard", "mup"))
     if config.parametrization == "standard" and config.mup != MuPConfig():
         rule = "is the table of parametrization 'mup', and parametrization is 'standard'"
@@ -85,7 +85,6 @@ def problems(config: Any) -> Iterator[Problem]:
         rule = "has no rule in parametrization 'mup', which is defined for attention"
         yield Problem("mixer", "parametrization", config.mixer, rule, "use that, or 'standard'")
     elif config.mup.base_head_dim is not None and config.attention.scale is not None:
-        base = config.mup.base_head_dim
-        rule = f"takes the place of the scale of mup.base_head_dim {base}"
+        rule = f"takes the place of the scale of mup.base_head_dim {config.mup.base_head_dim}"
         scale = config.attention.scale
         yield Problem("attention.scale", "excludes", scale, rule, "give one of them")

@@ -1,9 +1,12 @@
-"""RMSNorm, with weights around 1 or around 0, and LayerNorm.
+"""Norms by name: RMSNorm with weights around 1 or around 0, and LayerNorm.
 
 Shapes: D width of the last dim, ... any leading dims.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -11,12 +14,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from forge_core.kinds import ParameterKind
-from forge_core.model.config import TransformerConfig
 from forge_core.registry import Registry
 
+if TYPE_CHECKING:
+    from forge_core.model.config import TransformerConfig
 
-def _normalised(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(..., D) -> the norm in the dtype of x, and 1 / rms (..., 1) in fp32."""
+
+def _normalized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """x / rms(x) * weight (..., D) in the dtype of x, and 1 / rms (..., 1) in fp32."""
     wide = x if x.dtype == torch.float64 else x.float()
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()  # (..., 1)
@@ -32,7 +37,7 @@ class _CpuRMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:  # type: ignore[no-untyped-def]
-        out, scale = _normalised(x, weight, eps)
+        out, scale = _normalized(x, weight, eps)
         ctx.save_for_backward(x, weight, scale)
         return out
 
@@ -42,7 +47,7 @@ class _CpuRMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         unit = x * scale  # (..., D)
         grad = grad.to(unit.dtype)
-        product = grad * unit
+        product = grad * unit  # (..., D)
         grad_x = grad_weight = None
         if ctx.needs_input_grad[1]:
             grad_weight = product.flatten(0, -2).sum(0).to(weight.dtype)
@@ -57,9 +62,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / rms(x) * weight (D,) of x (..., D), in fp32; result in the dtype of x."""
     if x.device.type == "cpu" and type(x) is Tensor and not torch.compiler.is_compiling():
         if not torch.is_grad_enabled():  # decoding: an autograd function's own cost counts there
-            return _normalised(x, weight, eps)[0]
-        out: Tensor = _CpuRMSNorm.apply(x, weight, eps)
-        return out
+            return _normalized(x, weight, eps)[0]
+        return _CpuRMSNorm.apply(x, weight, eps)
     return F.rms_norm(x, weight.shape, weight, eps).to(x.dtype)
 
 
@@ -68,8 +72,8 @@ class RMSNorm(nn.Module):
 
         RMSNorm(dim, eps=1e-5)(x)   # (..., D) -> (..., D)
 
-    `mean_over_ranks(sums)` is set where ranks hold parts of the last dim: the mean of squares of all parts (..., 1),
-    from the sums (..., 1) of this one.
+    `mean_over_ranks(sums)` is set where the last dim is sharded over ranks: it returns the mean of squares (..., 1) over
+    all ranks, from this rank's sums (..., 1).
     """
 
     mean_over_ranks: Callable[[Tensor], Tensor] | None = None
@@ -95,7 +99,7 @@ class RMSNorm(nn.Module):
         return (wide * (mean + self.eps).rsqrt() * weight).to(x.dtype)
 
     def parameter_kinds(self) -> dict[str, ParameterKind]:
-        """What its parameter is; see `forge_core.kinds`."""
+        """Kind of its parameter; see `forge_core.kinds`."""
         return {"weight": "norm"}
 
     def extra_repr(self) -> str:
@@ -103,7 +107,7 @@ class RMSNorm(nn.Module):
 
 
 class PlusOneRMSNorm(RMSNorm):
-    """x / rms(x) * (1 + weight): weights begin at 0, and near 0 they are finer in 16 bits (Gemma).
+    """x / rms(x) * (1 + weight): weights begin at 0, where 16 bits are finer (Gemma).
 
     PlusOneRMSNorm(dim, eps=1e-6)(x)   # (..., D) -> (..., D)
     """
@@ -117,7 +121,7 @@ class PlusOneRMSNorm(RMSNorm):
         return self._norm(x, weight)
 
     def init_table(self, std: float, residual_std: float) -> dict[str, tuple[str, float]]:
-        """How the weight begins; see `Init`."""
+        """Initial value of the weight; see `Init`."""
         return {"weight": ("constant", 0.0)}
 
 
@@ -130,12 +134,11 @@ NORMS = Registry(
 
 
 def build_norm(config: TransformerConfig) -> nn.Module:
-    """The norm over the last dim that a config names."""
-    norm: nn.Module = NORMS.find(config.norm)(config.dim, config.norm_eps, **config.norm_options)
-    return norm
+    """Build the norm over the last dim that a config names."""
+    return NORMS.find(config.norm)(config.dim, config.norm_eps, **config.norm_options)
 
 
 def build_head_norm(config: TransformerConfig, width: int) -> RMSNorm:
-    """The norm of queries or keys over `width`: RMSNorm, with weights around 0 where the others have them."""
+    """Build the norm of queries or keys over `width`: RMSNorm, with weights around 0 if the config's norm has them."""
     kind = PlusOneRMSNorm if config.norm == "rms_norm_plus_one" else RMSNorm
     return kind(width, config.norm_eps)

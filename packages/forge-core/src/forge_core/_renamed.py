@@ -1,0 +1,77 @@
+"""Module paths and names of 0.1, for one version: they go in 0.3.0."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+#: Module of 0.1 -> module of today.
+MODULES = {
+    f"forge_core.{old}": f"forge_core.{new}"
+    for old, new in {
+        "loss.config": "loss.token",
+        "loss.terms": "loss.token",
+        "model.documents": "model.attention_ops",
+        "model.head": "model.transformer",
+        "model.layer_types": "model.config",
+        "model.mla_config": "model.mla",
+        "model.mrope": "model.rope",
+        "model.mtp_config": "model.mtp",
+        "model.parts": "model.block",
+        "model.rows": "model.attention_ops",
+        "model.spec": "model.attention_ops",
+        "model.yarn": "model.rope",
+    }.items()
+}
+#: Module -> {name of 0.1: name of today}.
+NAMES = {
+    "forge_core": {"initialise": "initialize"},  # language: old name
+    "forge_core.model": {"initialise": "initialize"},  # language: old name
+    "forge_core.model.attention_ops": {
+        "attend_rows": "attend_sequences",
+        "attend_scores": "reference_attention",
+        "cut": "document_lengths",
+        "scaled_products": "attention_scores",
+        "softmax_scores": "attention_weights",
+        "within_segments": "attend_documents",
+    },
+    "forge_core.model.init": {"initialise": "initialize"},  # language: old name
+    "forge_core.model.mtp": {"NextTokenModule": "MTPModule"},
+}
+
+
+class OldModules:
+    """Import finder and loader: a module path of 0.1 is the module of today, with a DeprecationWarning."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, OldModules) if name in MODULES else None  # type: ignore[arg-type]
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> None:
+        return None
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        new = MODULES[module.__name__]
+        warnings.warn(f"{module.__name__} is {new} now", DeprecationWarning, stacklevel=2)
+        # the import system returns what is here afterwards
+        sys.modules[module.__name__] = importlib.import_module(new)
+
+
+def renamed(owner: str) -> Callable[[str], Any]:
+    """Return a module's `__getattr__` that reads its old names, with a DeprecationWarning."""
+
+    def read(name: str) -> Any:
+        new = NAMES[owner].get(name)
+        if new is None:
+            raise AttributeError(f"module {owner!r} has no attribute {name!r}")
+        warnings.warn(f"{owner}.{name} is {owner}.{new} now", DeprecationWarning, stacklevel=2)
+        return getattr(sys.modules[owner], new)
+
+    return read
