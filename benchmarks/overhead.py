@@ -53,7 +53,7 @@ def arguments(given: list[str] | None = None) -> argparse.Namespace:
 
 def forge_step(args: argparse.Namespace, meshes: Any, tokens: Tensor, labels: Tensor) -> Step:
     """The life of a batch as the runner lives it."""
-    from forge_core import OptimizerConfig, build_optimizer, cross_entropy, initialise
+    from forge_core import OptimizerConfig, build_optimizer, cross_entropy, initialize
     from forge_parallel import (
         ParallelConfig,
         accumulate,
@@ -65,7 +65,7 @@ def forge_step(args: argparse.Namespace, meshes: Any, tokens: Tensor, labels: Te
 
     config = ParallelConfig(device=args.device, precision=args.precision)
     model = parallelize(_on_meta(args), config, meshes)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     parameters = list(model.parameters())
     optimizer = build_optimizer(model, OptimizerConfig(lr=LR))
     agreement = Agreement(meshes.host_group)
@@ -93,7 +93,7 @@ def hand_written_step(args: argparse.Namespace, mesh: Any, tokens: Tensor, label
     """What somebody would write who has torch, this model and its loss."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    from forge_core import cross_entropy, initialise
+    from forge_core import cross_entropy, initialize
 
     dtype = torch.bfloat16 if args.precision == "bf16" else torch.float32
     model = _on_meta(args)
@@ -102,7 +102,7 @@ def hand_written_step(args: argparse.Namespace, mesh: Any, tokens: Tensor, label
         policy = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=root)
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=not root)
     model.to_empty(device=tokens.device)
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.1},

@@ -53,7 +53,7 @@ def train(args: argparse.Namespace, kind: str, width: int, lr: float, seed: int)
         build_optimizer,
         build_schedule,
         cross_entropy,
-        initialise,
+        initialize,
     )
     from forge_core.model import MuPConfig
     from forge_data import Loader, SourceConfig, open_stream
@@ -72,7 +72,7 @@ def train(args: argparse.Namespace, kind: str, width: int, lr: float, seed: int)
         **options,
     )
     model = Transformer(config)
-    initialise(model, seed)
+    initialize(model, seed)
     loader = Loader(open_stream(SourceConfig("builtin"), args.seq, seed=seed), args.batch)
     optimizer = build_optimizer(model, OptimizerConfig(lr=lr))
     schedule = build_schedule(ScheduleConfig(warmup_steps=args.steps // 10), args.steps)

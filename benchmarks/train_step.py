@@ -54,7 +54,7 @@ def forge_step(args: argparse.Namespace, tokens: torch.Tensor) -> tuple[Step, An
         TransformerConfig,
         build_optimizer,
         cross_entropy,
-        initialise,
+        initialize,
     )
     from forge_parallel import ParallelConfig, clip_grad_norm_, parallelize
 
@@ -73,7 +73,7 @@ def forge_step(args: argparse.Namespace, tokens: torch.Tensor) -> tuple[Step, An
         for block in model.blocks():
             block.compile()
     parallelize(model, ParallelConfig(device=tokens.device.type, precision=args.precision))
-    initialise(model, seed=0)
+    initialize(model, seed=0)
     optimizer = build_optimizer(model, OptimizerConfig(lr=1e-4))
 
     def step() -> torch.Tensor:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from forge_ckpt import Store
-from forge_core import initialise
+from forge_core import initialize
 from forge_core.interp import ActivationStore, debiased_linear_cka, linear_cka, logit_lens, svcca
 from forge_lab import extract_run
 from forge_train import Trainer, load_job, load_model, load_trained
@@ -90,7 +90,7 @@ for step in steps:
             torch.from_numpy(file[n]).long() for n in ("tokens", "positions", "document_ids")
         )
 fresh = copy.deepcopy(model)
-initialise(fresh, load_model(run)[1].init_seed)
+initialize(fresh, load_model(run)[1].init_seed)
 store = ActivationStore(points)
 with torch.no_grad(), store.watch(fresh):
     fresh(tokens, positions=positions, document_ids=documents)

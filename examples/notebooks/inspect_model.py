@@ -16,7 +16,7 @@ from pathlib import Path
 import matplotlib.pyplot as plt
 import torch
 
-from forge_core import flops_per_token, initialise, parameter_count
+from forge_core import flops_per_token, initialize, parameter_count
 from forge_core.interp import ActivationStore, points_of
 from forge_train import Trainer, load_job, load_model
 
@@ -57,13 +57,13 @@ print(model)
 # %% [markdown]
 # ## Parameters by part
 #
-# Layers of one kind are one line. `initialise` draws each parameter from the seed and its own name, so
+# Layers of one kind are one line. `initialize` draws each parameter from the seed and its own name, so
 # the weights at step 0 can be made again from the configuration alone: the last two columns compare
 # their standard deviation with that of the checkpoint.
 
 # %%
 fresh = copy.deepcopy(model)
-initialise(fresh, config.init_seed)
+initialize(fresh, config.init_seed)
 first, now = dict(fresh.named_parameters()), dict(model.named_parameters())
 
 
@@ -189,7 +189,7 @@ for key, origin in given:
 
 # %%
 again = copy.deepcopy(fresh)
-initialise(again, config.init_seed)
+initialize(again, config.init_seed)
 assert all(torch.equal(a, b) for a, b in zip(again.parameters(), fresh.parameters()))
 assert sum(numbers.values()) == total
 assert torch.equal(store["logits"], model(tokens).detach())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from forge_core import Transformer, TransformerConfig, initialise
+from forge_core import Transformer, TransformerConfig, initialize
 from forge_data import BuiltinCorpus, PackedStream, batch_of, open_training
 from forge_data.describe import planned_rows
 from forge_data.packing import packing_report
@@ -41,7 +41,7 @@ def test_F47_a_packed_row_gives_the_loss_and_gradients_of_its_documents_apart(
     plan = None if policy == "concatenate" else open_plan(source, 48, packing)
     batch = batch_of(PackedStream(source, 48, seed=1, plan=plan), range(4))
     model = Transformer(TransformerConfig(vocab_size=256, dim=32, num_layers=2, num_heads=2))
-    initialise(model, 0)
+    initialize(model, 0)
     model.double()
 
     def gradients(loss: torch.Tensor) -> dict[str, torch.Tensor]:

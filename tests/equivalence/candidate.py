@@ -32,7 +32,7 @@ from forge_core import (
     build_optimizer,
     cross_entropy,
     fused_cross_entropy,
-    initialise,
+    initialize,
 )
 from forge_moe import expert_parallelize, recompute_contexts, set_aux_scale, update_expert_bias
 from forge_parallel import (
@@ -127,7 +127,7 @@ class Side:
             ahead_weight=AHEAD_WEIGHT,
         )
         self.counted = self.compute.counted
-        initialise(self.model, _seed(cell, self.meshes), **STD)
+        initialize(self.model, _seed(cell, self.meshes), **STD)
         self._join_mixtures()
 
     def _join_mixtures(self) -> None:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_core import initialise
+from forge_core import initialize
 from forge_core.model import MRopeConfig
 from forge_data import Loader, Ragged
 from forge_parallel import global_count, make_meshes, parallelize
@@ -198,7 +198,7 @@ def build(kind: str = "plain") -> VLM:
             **options,
         )
     )
-    initialise(model, 0, std=0.1, residual_std=0.1)
+    initialize(model, 0, std=0.1, residual_std=0.1)
     for name, parameter in model.named_parameters():
         if name.endswith("_gate"):
             nn.init.constant_(parameter, 0.5)

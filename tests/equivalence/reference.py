@@ -32,7 +32,7 @@ from training import (
     weights,
 )
 
-from forge_core import initialise
+from forge_core import initialize
 from forge_moe import Router, aux_losses, update_expert_bias
 from forge_testing import device
 
@@ -59,7 +59,7 @@ def reference(cell: Cell) -> Run:
 def _train(cell: Cell) -> tuple[Run, float]:
     """The run, and the smallest margin between the last expert chosen and the first that was not."""
     model = build_model(cell, aux="return", base_dtype=None)
-    initialise(model, cell.seed, **STD)
+    initialize(model, cell.seed, **STD)
     if FEATURES[cell.feature].lora:  # the values of a base in bf16, in fp32
         for parameter in (p for p in model.parameters() if not p.requires_grad):
             parameter.data = parameter.data.bfloat16().float()

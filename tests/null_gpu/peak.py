@@ -81,7 +81,7 @@ def _start(job: dict[str, Any], rank: int, port: int, folder: Path) -> int:
 
 def _train(job: dict[str, Any], folder: Path) -> dict[str, int]:
     """The allocator's peaks of this rank."""
-    assemble.initialise = _nothing  # type: ignore[assignment]
+    assemble.initialize = _nothing  # type: ignore[assignment]
     if not job["saves"]:
         Store.prepare = _nothing  # type: ignore[assignment, method-assign]
     flags = {**job["flags"], "run.dir": str(folder / "run"), "health.at_start": False}

@@ -18,7 +18,7 @@ from forge_core import (
     TransformerConfig,
     cross_entropy,
     fused_cross_entropy,
-    initialise,
+    initialize,
 )
 from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.axes import vocab_cross_entropy
@@ -41,7 +41,7 @@ def errors(layout: dict[str, int], tied: bool) -> dict[str, float]:
     plain = Transformer(
         TransformerConfig(V, dim=32, num_layers=2, num_heads=4, tie_embeddings=tied)
     )
-    initialise(plain.to(device()), 1, std=0.2)
+    initialize(plain.to(device()), 1, std=0.2)
     tokens = torch.randint(0, V, (B, S + 1), generator=torch.Generator().manual_seed(0)).to(
         device()
     )

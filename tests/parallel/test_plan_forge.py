@@ -18,7 +18,7 @@ from forge_core import (
     RopeScaling,
     build_optimizer,
     flops_per_token,
-    initialise,
+    initialize,
 )
 from forge_core.model import LayerType, MLAConfig
 from forge_core.optim import EMAConfig
@@ -108,7 +108,7 @@ def test_activations_are_what_a_real_forward_keeps(name: str, dtype: torch.dtype
     found = trace(profile, dtype=dtype, rows=2)
     blocks = sum(found.kinds[k].saved for k in profile.order)
     model = materialise(build_model(section(name), 0), torch.device("cpu"))
-    initialise(model, 0)
+    initialize(model, 0)
     for module in model.modules():
         if getattr(module, "compute_dtype", None) is None:  # a router stays in fp32
             for p in module.parameters(recurse=False):

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forge_core import Transformer, initialise
+from forge_core import Transformer, initialize
 from forge_data import Loader, open_stream
 from forge_testing import forge_train
 from forge_testing.runs import Fitted, assert_close, fit_alone, make_job
@@ -60,7 +60,7 @@ def test_the_first_row_is_that_of_a_step_by_hand(folder: Path) -> None:
     config = load_job(folder / "alone/job.toml", with_terms("cross_entropy")).config
     with torch.device("meta"):
         model = Transformer(config.model)
-    initialise(model.to_empty(device="cpu"), config.run.seed)
+    initialize(model.to_empty(device="cpu"), config.run.seed)
     (source,) = config.data.sources.values()
     stream = open_stream(source, config.data.seq_len, config.run.seed)
     batch = next(Loader(stream, config.train.global_batch))

@@ -15,7 +15,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from forge_core import initialise
+from forge_core import initialize
 from forge_core.flops import flops_per_token
 from forge_core.model import MLAConfig, MTPConfig
 from forge_moe.model_section import MoESection
@@ -65,7 +65,7 @@ def build(case: Case) -> torch.nn.Module:
     else:
         config = BuiltInModelConfig(**{**SIZES, **case.options})
     model = materialise(build_model(config, 0), torch.device("cpu"))
-    initialise(model, 0)
+    initialize(model, 0)
     return model.train()
 
 

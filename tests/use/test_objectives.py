@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_core import Transformer, initialise
+from forge_core import Transformer, initialize
 from forge_data import Batch, Loader, open_stream
 from forge_testing import forge_train
 from forge_testing.problems import assert_problem
@@ -81,7 +81,7 @@ def first_step(job: Path, name: str) -> tuple[float, float]:
     config = load_job(job).config
     with torch.device("meta"):
         model = Transformer(config.model)
-    initialise(model.to_empty(device="cpu"), config.run.seed)
+    initialize(model.to_empty(device="cpu"), config.run.seed)
     (source,) = config.data.sources.values()
     batch = next(Loader(open_stream(source, config.data.seq_len, config.run.seed), ROWS))
     function, given = globals()[name], OBJECTIVES[name]["train.objective_options"]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forge_core import Transformer, TransformerConfig, initialise
+from forge_core import Transformer, TransformerConfig, initialize
 from forge_data import Loader, PackedStream, SourceConfig, open_source
 from forge_testing.problems import rejects
 from forge_testing.runs import assert_close, fit_alone, fit_on_ranks, fit_reference, make_job
@@ -69,7 +69,7 @@ def decay_of(name: str, parameter: torch.Tensor) -> float:
 def plain_loop(micro: int = 12) -> tuple[nn.Module, dict[str, dict[str, Any]], list[float]]:
     """AdamW, clipping and freezing parameter by parameter, with none of the runner or its optimizer."""
     model = Transformer(TransformerConfig(257, dim=16, num_layers=2, num_heads=2))
-    initialise(model, 0)
+    initialize(model, 0)
     loader = Loader(PackedStream(open_source(SourceConfig()), 32, seed=0), 12, 0, 1)
     state = {
         name: {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p), "step": 0}

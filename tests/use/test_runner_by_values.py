@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from forge_core import Transformer, TransformerConfig, initialise
+from forge_core import Transformer, TransformerConfig, initialize
 from forge_data import Loader, PackedStream, SourceConfig, open_source
 from forge_moe import MoE, MoEConfig, aux_losses, update_expert_bias
 from forge_testing import write_job
@@ -59,7 +59,7 @@ def plain_loop(with_experts: bool) -> tuple[nn.Module, list[dict[str, float]]]:
     config = TransformerConfig(257, dim=16, num_layers=2, num_heads=2)
     experts = MoEConfig(dim=16, hidden_dim=64, **EXPERTS) if with_experts else None
     model = Transformer(config, feed_forward=None if experts is None else lambda _: MoE(experts))
-    initialise(model, 5)
+    initialize(model, 5)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     rest = [p for p in model.parameters() if p.ndim < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]

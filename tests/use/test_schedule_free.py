@@ -12,8 +12,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forge_core import Transformer, TransformerConfig, initialise
-from forge_core.optim import SCHEDULES, ScheduleConfig, build_schedule, schedule_warnings
+from forge_core import Transformer, TransformerConfig, initialize
+from forge_core.optim import (
+    SCHEDULES,
+    ScheduleConfig,
+    build_schedule,
+    schedule_warnings,
+)
 from forge_data import Loader, PackedStream, SourceConfig, open_source
 from forge_testing import write_job
 from forge_testing.decay import groups_by_decay
@@ -42,7 +47,7 @@ def plain_loop() -> tuple[Transformer, Any, list[float]]:
     """The authors' optimizer, torch's loss and clipping, and none of the runner."""
     schedulefree = pytest.importorskip("schedulefree")
     model = Transformer(TransformerConfig(257, dim=16, num_layers=1, num_heads=2))
-    initialise(model, 0)
+    initialize(model, 0)
     loader = Loader(PackedStream(open_source(SourceConfig()), 32, seed=0), 12, 0, 1)
     groups = groups_by_decay(model.named_parameters(), DECAY)
     optimizer = schedulefree.AdamWScheduleFree(groups, lr=PEAK, eps=EPS, warmup_steps=WARMUP)

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import torch
 
-from forge_core import Transformer, TransformerConfig, initialise
+from forge_core import Transformer, TransformerConfig, initialize
 from forge_core.interp import ActivationStore
 from forge_core.model.feed_forward import FeedForward
 from forge_data import Loader, open_training
@@ -428,7 +428,7 @@ def with_wrong_role(vocab_size: int, wrong: bool = True) -> Transformer:
     if wrong:
         roles["layers.1.mixer.q_norm.*"] = "sequence"
         model.parallel_roles = lambda: roles  # type: ignore[method-assign]
-    initialise(model, 0)
+    initialize(model, 0)
     return model
 
 

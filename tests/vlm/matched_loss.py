@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forge_core import OptimizerConfig, build_optimizer, cross_entropy, initialise
+from forge_core import OptimizerConfig, build_optimizer, cross_entropy, initialize
 from forge_vlm import VLM, FusionConfig, ModalityConfig, SequencePlan, VisionConfig, VLMConfig
 from forge_vlm.fusion import MoMaConfig
 from forge_vlm.loss import modality_losses
@@ -80,7 +80,7 @@ def curve(name: str, seed: int, steps: int) -> dict[str, Any]:
         fusion=MODELS[name],
     )
     model, (train, held) = VLM(config), corpus()
-    initialise(model, seed)
+    initialize(model, seed)
     optimizer: Any = build_optimizer(model, OptimizerConfig(lr=3e-3, weight_decay=0.1))
     order = torch.Generator().manual_seed(seed)
     found: dict[str, list[float]] = {m: [] for m in LEARNT}

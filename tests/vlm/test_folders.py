@@ -12,7 +12,7 @@ import torch
 
 from forge_ckpt import load_hf
 from forge_ckpt.hf import save_hf
-from forge_core import initialise
+from forge_core import initialize
 from forge_vlm import VLM
 from forge_vlm.families import QWEN3_VL
 
@@ -60,7 +60,7 @@ def test_the_example_of_the_readme_runs(
 def test_a_saved_folder_opens_and_comes_back(theirs: Any, tmp_path: Path) -> None:
     config: Any = QWEN3_VL.config_from_hf(json.loads(theirs.config.to_json_string()))
     model, rows = VLM(config), QWEN3_VL.rows_of(config)
-    initialise(model, seed=3)
+    initialize(model, seed=3)
     files = {"config.json": json.dumps(QWEN3_VL.config_to_hf(config)).encode()}
     save_hf(tmp_path / "out", rows, model.state_dict(), files=files, max_shard_bytes=20000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge_core import initialise
+from forge_core import initialize
 from forge_data import Ragged
 from forge_parallel.prove import prove
 from forge_vlm import VLM, FusionConfig, ModalityConfig, VisionConfig, VLMConfig
@@ -34,7 +34,7 @@ def build(fusion: str, encoder: str = "vit") -> VLM:
         fusion=FUSIONS[fusion],
     )
     model = VLM(config)
-    initialise(model, 0)
+    initialize(model, 0)
     for name, gate in model.named_parameters():
         if name.endswith("_gate"):
             torch.nn.init.constant_(gate, 0.5)

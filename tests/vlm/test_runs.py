@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from forge_core import initialise
+from forge_core import initialize
 from forge_data import Loader
 from forge_testing.pictures import Squares
 from forge_testing.problems import ANY, rejects
@@ -70,7 +70,7 @@ def test_initial_values_are_a_function_of_the_seed(tmp_path: Path, encoder: dict
         trainer.prepare()
         states.append(dict(trainer.model.state_dict()))
     plain = VLM(trainer.config.model)
-    initialise(plain, 2)
+    initialize(plain, 2)
     assert_same_bits(states[0], states[1])
     assert_same_bits(states[2], dict(plain.state_dict()))
     moved = [n for n in states[0] if not torch.equal(states[0][n], states[2][n])]

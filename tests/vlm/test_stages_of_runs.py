@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from forge_core import initialise
+from forge_core import initialize
 from forge_testing.problems import rejects
 from forge_testing.processes import start
 from forge_testing.runs import (
@@ -121,7 +121,7 @@ def test_F77_a_stage_at_the_first_step_holds(tmp_path: Path) -> None:
     fit_alone(job, **keys)
     config = load_job(job, keys).config
     start = VLM(config.model)
-    initialise(start, 2)
+    initialize(start, 2)
     first, second = (saved_tensors(tmp_path / "run", step) for step in (1, 2))
     names = [name for name, _ in start.named_parameters()]
     changed = {n for n in names if not torch.equal(start.get_parameter(n), first[f"model.{n}"])}

@@ -47,7 +47,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from forge_core import cross_entropy, initialise
+from forge_core import cross_entropy, initialize
 from forge_vlm import VLM, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.data import Conversations
 from forge_vlm.resolution import BudgetConfig, ResolutionConfig, build_resolution
@@ -275,7 +275,7 @@ def patches_row(args: argparse.Namespace, clock: Callable[[], float]) -> dict[st
     vision = VisionConfig("packed_vit", vit=vit)
     models = {"packed": PackedViT(vision), "other": Padded(vision)}
     for model in models.values():
-        initialise(model, 0, std=0.1, residual_std=0.1)
+        initialize(model, 0, std=0.1, residual_std=0.1)
         model.to(args.device)
     parts = {n: patch_parts(args, n) for n in ("packed", "padded", "longest", "by_length")}
     steps: dict[str, Callable[[], Any]] = {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from forge_core import SamplingConfig, Transformer, generate, initialise
+from forge_core import SamplingConfig, Transformer, generate, initialize
 from forge_core.model import AttentionSpec
 from forge_testing.problems import rejects
 from forge_vlm import (
@@ -34,7 +34,7 @@ def build(name, fusion=None, **options):
             bidirectional=name,
         )
     )
-    initialise(model, 0, std=0.3, residual_std=0.3)
+    initialize(model, 0, std=0.3, residual_std=0.3)
     return model.eval()
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from forge_core import initialise
+from forge_core import initialize
 from forge_core.model import MRopeConfig
 from forge_testing.problems import rejects
 from forge_vlm import (
@@ -45,7 +45,7 @@ def build(fusion="joint_decoder", **options):
             **options,
         )
     )
-    initialise(model, 0, std=0.2, residual_std=0.2)
+    initialize(model, 0, std=0.2, residual_std=0.2)
     for name, parameter in model.named_parameters():
         if name.endswith("_gate"):
             torch.nn.init.constant_(parameter, 0.5)
@@ -170,7 +170,7 @@ def test_trees_of_other_decoders(options):
             modalities={"image": ModalityConfig(IMAGE)},
         )
     )
-    initialise(model, 0, std=0.2, residual_std=0.2)
+    initialize(model, 0, std=0.2, residual_std=0.2)
     assert Tree(4).difference(model) < 1e-5
 
 

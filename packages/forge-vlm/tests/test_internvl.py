@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_core import cross_entropy, initialise
+from forge_core import cross_entropy, initialize
 from forge_vlm import VLM, VisionConfig
 from forge_vlm.families import INTERNVL
 from forge_vlm.vision import build_encoder
@@ -165,7 +165,7 @@ def test_what_blocks_add_begins_as_in_transformers(keys):
     sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4)
     own = {**sizes, **keys, **({"intermediate_size": 48} if "layerscale_value" not in keys else {})}
     encoder = build_encoder(VisionConfig("transformers", transformers=own))
-    initialise(encoder, 0)
+    initialize(encoder, 0)
     theirs = dict(encoder.model.named_parameters())
     fresh = dict(transformers.AutoModel.from_config(encoder.model.config).named_parameters())
     scales = [n for n in theirs if ".lambda" in n or "layer_scale" in n]

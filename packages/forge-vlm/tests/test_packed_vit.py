@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from forge_core import SamplingConfig, generate, initialise
+from forge_core import SamplingConfig, generate, initialize
 from forge_testing.problems import rejects
 from forge_vlm import VLM, AdapterConfig, FusionConfig, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.vision import PackedViT, ViTConfig, build_encoder, cut_patches
@@ -24,7 +24,7 @@ GRIDS = [(2, 6), (4, 4), (8, 2), (2, 6), (10, 8), (2, 2)]
 def encoder(merge=1, **options):
     vision = VisionConfig("packed_vit", vit=replace(VIT, merge=merge), **options)
     model = build_encoder(vision)
-    initialise(model, 0, std=0.3, residual_std=0.3)
+    initialize(model, 0, std=0.3, residual_std=0.3)
     return model
 
 
@@ -170,7 +170,7 @@ def test_a_dummy_is_one_token():
 
 def test_initial_values_are_those_of_the_vit_and_blocks_are_its_blocks():
     packed, plain = encoder(), build_encoder(VisionConfig(vit=VIT))
-    initialise(plain, 0, std=0.3, residual_std=0.3)
+    initialize(plain, 0, std=0.3, residual_std=0.3)
     for name, value in plain.state_dict().items():
         assert torch.equal(packed.state_dict()[name], value), name
     assert packed.blocks() == list(packed.layers)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forge_core import SamplingConfig, Transformer, generate, initialise
+from forge_core import SamplingConfig, Transformer, generate, initialize
 from forge_vlm import VLM, AdapterConfig, VisionConfig
 from forge_vlm.vision import build_encoder, cut_patches
 from forge_vlm.vision.patches import PATCH_MODELS
@@ -118,7 +118,7 @@ def test_weights_begin_alike_on_the_meta_device(models):
     with torch.device("meta"):
         made = VLM(models[1].config)
     made.to_empty(device="cpu")
-    initialise(made, seed=0)
+    initialize(made, seed=0)
     for model in (plain, made):
         names = dict([*model.named_parameters(), *model.named_buffers()])
         assert all(torch.equal(names[n], b) for n, b in plain.named_buffers())

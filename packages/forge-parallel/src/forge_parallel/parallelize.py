@@ -42,7 +42,7 @@ def parallelize(
 
         with launch(config) as meshes:
             model = parallelize(model_on_meta, config, meshes)
-            initialise(model, seed=0)             # storage of a meta model is not initialised yet
+            initialize(model, seed=0)             # storage of a meta model is not initialised yet
 
     One process in fp32 is not wrapped; any other layout or precision uses FSDP2, and its mixed precision in bf16.
     A model with values must have the same values on all ranks: each rank keeps its shard, nothing is sent. Trained

@@ -12,7 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from forge_core import KVCache, Transformer, initialise
+from forge_core import KVCache, Transformer, initialize
 from forge_core.flops import spared_flops
 from forge_vlm._shared.problems import invalid
 from forge_vlm.adapters import build_adapter
@@ -75,7 +75,7 @@ class VLM(Transformer):
             self.adapter = build_adapter(config.adapter, self.vision.width, config.dim)
         self._count_image_tokens()
         if not self.embedding.weight.is_meta:
-            initialise(self, seed=0, strict=False)  # again, with the parts that came behind
+            initialize(self, seed=0, strict=False)  # again, with the parts that came behind
 
     def forward(
         self,

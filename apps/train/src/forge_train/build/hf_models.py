@@ -22,7 +22,7 @@ from forge_ckpt.hf import (
     read_json,
     read_processor,
 )
-from forge_core import initialise
+from forge_core import initialize
 from forge_data.tokenizer_files import TOKENIZER_FILES
 from forge_moe.config import MoEOptions
 from forge_moe.families import ExpertLayers
@@ -171,7 +171,7 @@ class HFModel(forge_ckpt.hf.HFModel):
     def build(self, device: torch.device | str = "cpu") -> nn.Module:
         """The model in eval mode with the weights in fp32; ConfigError for tensors that do not fit."""
         model = materialise(build_model(self.section, 0), torch.device(device))
-        initialise(model, 0)  # buffers that the folder need not hold
+        initialize(model, 0)  # buffers that the folder need not hold
         with config_errors():
             self.load(model)
         return model.eval()

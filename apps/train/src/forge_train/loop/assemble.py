@@ -11,7 +11,7 @@ from torch import nn
 
 from forge_ckpt.rng import seed_process
 from forge_ckpt.stage_state import tensor_names
-from forge_core import build_optimizer, initialise
+from forge_core import build_optimizer, initialize
 from forge_core.optim import IdleOptimizer, groups_of_part, trains_nothing
 from forge_moe import expert_parallelize, recompute_contexts
 from forge_moe.hooks import num_experts_by_layer
@@ -74,7 +74,7 @@ def shard(
             report=report,
         )
         # an imported model keeps the values of its builder where it declares no table of its own
-        initialise(model, config.init_seed, strict=built_in, by_kind=built_in, whole=names)
+        initialize(model, config.init_seed, strict=built_in, by_kind=built_in, whole=names)
     return model
 
 
