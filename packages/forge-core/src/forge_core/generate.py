@@ -43,10 +43,10 @@ class SamplingConfig:
     seed: int = field(0, "each sequence draws from its own stream of (seed, its number)")
 
     def __post_init__(self) -> None:
-        raise_problems("sampling", _problems(self))
+        raise_problems("sampling", _sampling_problems(self))
 
 
-def _problems(c: SamplingConfig) -> Iterator[Problem]:
+def _sampling_problems(c: SamplingConfig) -> Iterator[Problem]:
     if not 0.0 <= c.temperature < float("inf"):
         rule = "must be a finite number, 0 or more"
         yield Problem("temperature", "range", c.temperature, rule, "use 1, or 0 for greedy")
@@ -136,7 +136,9 @@ def generate_stream(
     ends = torch.tensor(ids).to(device, non_blocking=True) if ids else None
     draws = _Draws(sampling.seed, prompts.size(0), device, first_row)
     chunk, given = prefill_chunk or size, extras or {}
-    return _steps(model, prompts, document_ids, max_new_tokens, sampling, ends, chunk, draws, given)
+    return _decode(
+        model, prompts, document_ids, max_new_tokens, sampling, ends, chunk, draws, given
+    )
 
 
 def generate_text(
@@ -158,6 +160,7 @@ def generate_text(
 
 
 def _decoded(stream: Iterator[Tensor], tokenizer: Any) -> Iterator[str]:
+    """Yield each completed text of a stream of tokens (1,)."""
     shown, new = tokenizer.decode([]), []
     for step in stream:
         token = int(step[0])
@@ -174,7 +177,7 @@ def _decoded(stream: Iterator[Tensor], tokenizer: Any) -> Iterator[str]:
         shown = text
 
 
-def _steps(
+def _decode(
     model: nn.Module,
     tokens: Tensor,
     document_ids: Tensor | None,

@@ -23,8 +23,8 @@ _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase
 def parameter_kinds(model: nn.Module) -> dict[str, ParameterKind]:
     """Return {parameter name: kind} of all parameters; a tied one counts once, under its first name.
 
-    A module may declare the parameters that it holds itself, by `parameter_kinds() -> {name: kind}`. Others have the kind
-    of their module (embedding, norm, convolution), or of their name (`bias` at its end) and number of dims. Raises
+    A module may declare the kinds of the parameters that it holds itself, by `parameter_kinds() -> {name: kind}`. Without
+    that the module decides (embedding, norm, convolution), or the name (`bias` at its end) and the number of dims. Raises
     ValueError for each declared name that does not exist, unknown kind, and kind that does not fit the dims.
     """
     problems: list[Problem] = []
@@ -33,7 +33,7 @@ def parameter_kinds(model: nn.Module) -> dict[str, ParameterKind]:
         dot = f"{prefix}." if prefix else ""
         own = dict(module.named_parameters(recurse=False))
         for name, declared in _declared(module).items():
-            problems += _problems(dot + name, declared, own.get(name))
+            problems += _kind_problems(dot + name, declared, own.get(name))
         for name, kind in own_kinds(module).items():
             first, before = found.get(own[name], (dot + name, kind))
             # a head that is tied to an embedding is one, whichever is named first
@@ -65,7 +65,7 @@ def _declared(module: nn.Module) -> Mapping[str, ParameterKind]:
     return module.parameter_kinds() if isinstance(module, DeclaresKinds) else {}
 
 
-def _problems(name: str, kind: Any, parameter: Tensor | None) -> Iterator[Problem]:
+def _kind_problems(name: str, kind: Any, parameter: Tensor | None) -> Iterator[Problem]:
     if kind not in get_args(ParameterKind):
         rule = "is declared by parameter_kinds and is no kind of parameter"
         yield Problem(name, "unknown", kind, rule, f"use {', '.join(get_args(ParameterKind))}")

@@ -64,7 +64,7 @@ class DeclaresKinds(Protocol):
     def parameter_kinds(self) -> Mapping[str, ParameterKind]:
         """{name: "matrix", "vector", "norm", "bias", "embedding", "tensor" or "stacked_" and one of the first five}.
 
-        Other parameters have the kind of their module, or of their name and dims.
+        A parameter that is not in it has a kind by its module, or by its name and dims.
         """
         ...
 

@@ -20,8 +20,8 @@ class Registry(NamedTuple):
     """Parts of one kind.
 
     key: the setting that holds a name, for messages. group: of entry points, such as `forge.optimizers`. arguments:
-    arguments of a part, before its options. built_in: the parts of this package. With `built_in_options` they take
-    options, too; else their settings are keys of their section.
+    arguments of a part, before its options. built_in: the parts of this package. built_in_options: whether they take
+    options; else their settings are keys of a section.
     """
 
     key: str
@@ -81,11 +81,12 @@ class Registry(NamedTuple):
 
         given: keywords of the call next to the options.
         """
-        raise_problems("", self._problems(part, name, options, given))
+        raise_problems("", self._option_problems(part, name, options, given))
 
-    def _problems(
+    def _option_problems(
         self, part: Any, name: str, options: Mapping[str, Any], given: Collection[str]
     ) -> list[Problem]:
+        """Problems of options that do not fit the signature of a part."""
         table = options_table(self.key)
         if name in self.built_in and not self.built_in_options:
             section = self.key.rpartition(".")[0]
@@ -97,6 +98,7 @@ class Registry(NamedTuple):
         if not callable(part):
             rule = f"is of type {type(part).__name__} and must be callable as {call}"
             return [Problem(self.key, "type", name, rule, "name a function or a class")]
+
         count = len(self.arguments)
         parameters = list(inspect.signature(part).parameters.values())
         kinds = [p.kind for p in parameters]
@@ -125,6 +127,7 @@ class Registry(NamedTuple):
             for key, p in taken.items()
             if p.default is p.empty and key not in options
         ]
+
         hints = _hints(part)
         for key in taken:
             if key in options and not _fits(options[key], hints.get(key)):

@@ -82,7 +82,7 @@ def fit_scaling(
     points = _points(parameters, tokens, losses, delta)
     once = torch.ones(1, points.shape[1])
     theta, objective = _search(points, once, _starts(points, delta), delta)
-    fit = _fits(theta, objective)[0]
+    fit = _to_fits(theta, objective)[0]
     raise_problems("", _flat_terms(fit, points))
     return fit
 
@@ -110,13 +110,13 @@ def bootstrap(
     while len(counts) < resamples:
         drawn = torch.randint(number, (number,), generator=generator)
         count = torch.bincount(drawn, minlength=number).double()
-        if not _problems(points[:, count > 0]):
+        if not _data_problems(points[:, count > 0]):
             counts.append(count)
 
     starts = _starts(points, delta)
     best, _ = _search(points, torch.ones(1, number), starts, delta)
     starts = torch.cat([best, starts[:8]])
-    return _fits(*_search(points, torch.stack(counts), starts, delta))
+    return _to_fits(*_search(points, torch.stack(counts), starts, delta))
 
 
 def interval(values: Sequence[float], level: float = 0.95) -> tuple[float, float]:
@@ -147,24 +147,25 @@ def _points(
         if not bool(((row > 0) & row.isfinite()).all()):
             raise invalid(name, "range", ..., _POSITIVE, "leave out runs that diverged")
     points = rows.log()
-    raise_problems("", _problems(points))
+    raise_problems("", _data_problems(points))
     return points
 
 
-def _problems(points: Tensor) -> list[Problem]:
+def _data_problems(points: Tensor) -> list[Problem]:
+    """Problems of runs that determine no exponents."""
     number = points.shape[1]
     if number <= NUM_CONSTANTS:
         rule = f"is the number of runs, too few for {NUM_CONSTANTS} constants and their uncertainty"
         return [Problem("parameters", "count", number, rule, f"train {NUM_CONSTANTS + 1} or more")]
-    rule, fix = (
-        "is the number of distinct values, too few for its exponent",
-        f"train {_LEVELS} or more",
-    )
+
+    rule = "is the number of distinct values, too few for its exponent"
+    fix = f"train {_LEVELS} or more"
     problems = [
         Problem(name, "levels", levels, rule, fix)
         for name, row in (("parameters", points[0]), ("tokens", points[1]))
         if (levels := len(row.unique())) < _LEVELS
     ]
+    # N and D on one line in logarithms: any exponent of one can be moved to the other
     if not problems and abs(float(torch.corrcoef(points[:2])[0, 1])) > 1 - 1e-9:
         rule = "of each run follow from its parameters, so that their terms cannot be separated"
         fix = "train each size on several budgets"
@@ -204,6 +205,7 @@ def _starts(points: Tensor, delta: float) -> Tensor:
             exponents, exponents, terms[::2], terms[::2], (-1.5, -0.5, -0.1)
         )
     ]
+
     starts = torch.tensor(grid, dtype=torch.float64)
     residual, _ = _residuals(points, starts[None])
     order = _huber(residual, delta).sum(-1)[0].argsort(stable=True)
@@ -269,9 +271,7 @@ def _search(points: Tensor, weights: Tensor, starts: Tensor, delta: float) -> tu
     return theta[rows, best], value[rows, best]
 
 
-def _fits(theta: Tensor, objective: Tensor) -> list[ScalingFit]:
-    found = []
-    for row, value in zip(theta.exp().tolist(), objective.tolist()):
-        a, b, e, alpha, beta = row
-        found.append(ScalingFit(E=e, A=a, alpha=alpha, B=b, beta=beta, objective=value))
-    return found
+def _to_fits(theta: Tensor, objective: Tensor) -> list[ScalingFit]:
+    """One fit for each row of theta (W, 5), which is in logarithms."""
+    rows = zip(theta.exp().tolist(), objective.tolist())
+    return [ScalingFit(e, a, alpha, b, beta, value) for (a, b, e, alpha, beta), value in rows]

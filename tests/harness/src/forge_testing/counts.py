@@ -24,7 +24,7 @@ HOST_READERS = (
     "forge_data.loader",  # rows come as numpy arrays
     "forge_data.packing",
     "forge_resilience.agreement",  # votes are exchanged between hosts
-    "forge_core.model.attention_ops",  # cuts rows at documents; on an accelerator one copy, as documented
+    "document_lengths",  # forge_core splits sequences at documents; on an accelerator one copy, as documented
     "documents",  # context parallelism plans by ids that lie on the host
     "forge_data.batch",  # counts a batch's labels as it makes it
     "forge_parallel.host_copy",  # what was copied a step before

@@ -164,10 +164,11 @@ class RotaryMixer(WithPoints):
             return None
         return ctx.once(
             ("rope", self.rotary_dim, self.rope_theta, self.rope_scaling, self.mrope, x.device),
-            lambda: self._tables(ctx, x, cache),
+            lambda: self._rope_tables(ctx, x, cache),
         )
 
-    def _tables(self, ctx: TokenContext, x: Tensor, cache: LayerCache | None) -> Tables:
+    def _rope_tables(self, ctx: TokenContext, x: Tensor, cache: LayerCache | None) -> Tables:
+        """Cosines and sines (B or 1, S, 1, D / 2) fp32 of the positions of a context."""
         positions = ctx.positions
         if positions is None:
             past, first = (0, None) if cache is None else cache.first(ctx, *x.shape[:2])

@@ -72,7 +72,7 @@ class AttentionSpec:
         return self.softcap is not None or self.sinks or self.mask != "causal"
 
     def beyond(self, computed: tuple[str, ...]) -> dict[str, Any]:
-        """Fields off their defaults that are not among those computed, with their values."""
+        """Return {name: value} of fields with other values than their defaults, without the fields `computed`."""
         values = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in computed}
         return {name: value for name, value in values.items() if value != getattr(PLAIN, name)}
 

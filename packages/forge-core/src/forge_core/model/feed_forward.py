@@ -100,7 +100,7 @@ class FeedForward(WithPoints):
         return linear_flops(self.gate_proj, self.up_proj, self.down_proj)
 
 
-def _dense(config: TransformerConfig, layer: int, *, kind: str) -> FeedForward:
+def _build_dense(config: TransformerConfig, layer: int, *, kind: str) -> FeedForward:
     hidden, bias = config.resolved_hidden_dim, config.feed_forward_bias
     return FeedForward(config.dim, hidden, kind=kind, bias=bias)
 
@@ -109,7 +109,7 @@ FEED_FORWARDS = Registry(
     "model.feed_forward",
     "forge.feed_forwards",
     ("config", "layer"),
-    {name: partial(_dense, kind=name) for name in SPECS},
+    {name: partial(_build_dense, kind=name) for name in SPECS},
 )
 
 

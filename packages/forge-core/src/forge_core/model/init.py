@@ -66,20 +66,20 @@ def initialize(
         std = getattr(config, "hidden_std", getattr(config, "init_std", 0.02))
     if residual_std is None:
         residual_std = getattr(config, "residual_std", std)
-    table = _table(model, std, residual_std, whole, by_kind=by_kind)
+    table = _initial_values(model, std, residual_std, whole, by_kind=by_kind)
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in table}
     targets = {**dict(model.named_parameters()), **buffers}
 
-    problems = [_missing(name) for name in targets if name not in table and strict]
+    problems = [_missing_problem(name) for name in targets if name not in table and strict]
     rule, fix = "is still on the meta device", "call model.to_empty(device=...) first"
     meta = [name for name, target in targets.items() if target.is_meta]
     raise_problems("", problems + [Problem(name, "meta", ..., rule, fix) for name in meta])
     for name, target in targets.items():
         if name in table:
-            _fill(target, Init(*table[name]), seed, name)
+            _fill_parameter(target, Init(*table[name]), seed, name)
 
 
-def _missing(name: str) -> Problem:
+def _missing_problem(name: str) -> Problem:
     rule, fix = "is in no init_table of a module", "add a row (kind, value) for it"
     return Problem(name, "missing", ..., rule, fix)
 
@@ -100,13 +100,13 @@ def check_init_tables(model: nn.Module) -> None:
 
     A tensor that was built on the meta device has no other initial value. Nothing is drawn.
     """
-    table = _table(model, 0.02, 0.02)
+    table = _initial_values(model, 0.02, 0.02)
     lost = [name for name, b in model.named_buffers() if b.is_meta]
     nameless = (n for n in (*dict(model.named_parameters()), *lost) if n not in table)
-    raise_problems("", map(_missing, nameless))
+    raise_problems("", map(_missing_problem, nameless))
 
 
-def _fill(target: Any, how: Init, seed: int, name: str) -> None:
+def _fill_parameter(target: Any, how: Init, seed: int, name: str) -> None:
     """Write the initial value of one named parameter (plain or DTensor) in place."""
     if how.kind == "values":
         with torch.no_grad():
@@ -133,13 +133,14 @@ def _fill(target: Any, how: Init, seed: int, name: str) -> None:
         local_tensor(target).copy_(shard_like(full, target))
 
 
-def _table(
+def _initial_values(
     model: nn.Module,
     std: float,
     residual_std: float,
     whole: Collection[str] = (),
     by_kind: bool = True,
 ) -> dict[str, Init]:
+    """{name: initial value} of all tables of a model's modules, and by kind of what no table has."""
     parameter_kinds(model)  # raises where a declared one does not fit
     table: dict[str, Init] = {}
     for prefix, module in model.named_modules():  # outer modules come first, and win
@@ -150,12 +151,12 @@ def _table(
             known = {*dict(module.named_parameters()), *dict(module.named_buffers())}
             for unknown in {dot + name for name in set(own) - known}.difference(whole):
                 raise invalid(unknown, "not_found", ..., "is in an init_table, and does not exist")
-        for name, how in {**(_of_kinds(module, std) if by_kind else {}), **own}.items():
+        for name, how in {**(_values_by_kind(module, std) if by_kind else {}), **own}.items():
             table.setdefault(dot + name, how)
     return table
 
 
-def _of_kinds(module: nn.Module, std: float) -> dict[str, Init]:
+def _values_by_kind(module: nn.Module, std: float) -> dict[str, Init]:
     """Initial values by kind, in a module that declares kinds, and in torch's linear layers, embeddings and norms."""
     declares = isinstance(module, DeclaresKinds)
     if not declares and not isinstance(module, _KNOWN):

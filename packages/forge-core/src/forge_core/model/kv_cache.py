@@ -39,6 +39,7 @@ class History:
     def _extend(
         self, document_ids: Tensor | None, batch: int, size: int
     ) -> list[tuple[list[int], int]]:
+        """For each sequence: `peek`'s list, and the id of the last new token."""
         if document_ids is None:  # each sequence continues its newest document
             last = self.last_id or [0] * batch
             ids, lengths = [[i, i] for i in last], [[size]] * batch
@@ -90,8 +91,8 @@ class LayerCache:
             raise invalid("max_length", "full", self.max_length, rule, "make it longer")
 
         if self.keys is None or self.values is None:
-            self.keys = self._empty(k)
-            self.values = self.keys if v is k else self._empty(v)
+            self.keys = self._allocate(k)
+            self.values = self.keys if v is k else self._allocate(v)
         if k.size(0) != self.keys.size(0):
             rule = f"must have the {self.keys.size(0)} sequences of the KV cache"
             raise invalid("k", "batch", tuple(k.shape), rule, "use a new cache for another batch")
@@ -103,7 +104,7 @@ class LayerCache:
         self.length += size
         return self.keys[:, :, :total], self.values[:, :, :total]
 
-    def _empty(self, t: Tensor) -> Tensor:
+    def _allocate(self, t: Tensor) -> Tensor:
         return t.new_empty(t.size(0), t.size(2), self.max_length, t.size(3))
 
     def first(self, ctx: TokenContext, batch: int, size: int) -> tuple[int, list[int]]:
@@ -135,6 +136,7 @@ class LayerCache:
         batch, size = q.shape[:2]
         past = self.length
         keys, values = self.append(*(stored or (k, v)))
+
         if past == 0 and ctx.mask is not None:
             out = ctx.mask.attend(q, k, v, spec, sinks)
         elif past == 0:
@@ -169,7 +171,7 @@ def _attend_past(
 ) -> Tensor:
     """New tokens after `past` cached ones: q (B, H, S, D), k and v (B, K, T, D) -> (B, H, S, D).
 
-    One call for one token per sequence; else one for all sequences whose tokens [start, stop) see those from `first` on.
+    One call for one token per sequence; else one call for each distinct range of keys.
     """
     if q.size(2) == 1:
         oldest = 0 if spec.window is None else past + 1 - spec.window
@@ -184,6 +186,7 @@ def _attend_past(
         mask = None if equal else ctx.once(("one token", q.device, spec.window), reached)
         return attend_masked(q, k[:, :, low:], v[:, :, low:], mask, spec, sinks)
 
+    # sequences by (start, stop, first): new tokens [start, stop) that see the keys from `first` on
     groups: dict[tuple[int, int, int], list[int]] = {}
     for sequence, firsts in enumerate(starts):
         begins = [past, *firsts[1:]]

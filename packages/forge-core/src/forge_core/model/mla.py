@@ -51,7 +51,7 @@ class MLAConfig:
     )
 
     def __post_init__(self) -> None:
-        raise_problems("mla", _problems(self))
+        raise_problems("mla", _width_problems(self))
 
     @property
     def qk_head_dim(self) -> int:
@@ -59,7 +59,7 @@ class MLAConfig:
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
 
-def _problems(c: MLAConfig) -> Iterator[Problem]:
+def _width_problems(c: MLAConfig) -> Iterator[Problem]:
     widths = ["q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"]
     sizes = list(size_problems(c, dict.fromkeys(widths, 2**16)))
     yield from sizes
@@ -132,6 +132,7 @@ class LatentAttention(RotaryMixer):
         )
         q = queries.unflatten(-1, (-1, c.qk_head_dim))  # (B, S, H, N + R)
         q_plain, q_rotated = q.split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
+
         latent, k_rotated = self.kv_a_proj(x).split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
         latent = self.kv_a_norm(latent)  # (B, S, L)
         k_rotated = self.k_rope(k_rotated).unsqueeze(2)  # (B, S, 1, R)
@@ -179,7 +180,7 @@ class LatentAttention(RotaryMixer):
         if cache is None:
             out = self.attend(q, k, v, ctx)
         else:
-            stored = _stored(latent, k_rotated)
+            stored = _cache_entry(latent, k_rotated)
             out = cache.attend(q, k, v, ctx, self.spec, stored=(stored, stored))
         return out[..., : c.v_head_dim]
 
@@ -201,7 +202,7 @@ class LatentAttention(RotaryMixer):
         per_head = weight.unflatten(0, (-1, c.qk_nope_head_dim + c.v_head_dim))  # (H, N + V, L)
         keys, values = per_head.split((c.qk_nope_head_dim, c.v_head_dim), dim=1)
         q = torch.cat((torch.einsum("bshn,hnl->bshl", q_plain, keys), q_rotated), dim=-1)
-        stored = _stored(latent, k_rotated)
+        stored = _cache_entry(latent, k_rotated)
         out = cache.attend(q, stored, stored, ctx, self.spec)  # (B, S, H, L + R)
         return torch.einsum("bshl,hvl->bshv", out[..., : c.kv_lora_rank], values)
 
@@ -247,6 +248,6 @@ class LatentAttention(RotaryMixer):
         )
 
 
-def _stored(latent: Tensor, k_rotated: Tensor) -> Tensor:
+def _cache_entry(latent: Tensor, k_rotated: Tensor) -> Tensor:
     """Content of a cache: latent (B, S, L) and rotated dims (B, S, 1, R) -> (B, S, 1, L + R)."""
     return torch.cat((latent.unsqueeze(2), k_rotated), dim=-1)

@@ -40,10 +40,10 @@ class MTPConfig:
     )
 
     def __post_init__(self) -> None:
-        raise_problems("mtp", _problems(self))
+        raise_problems("mtp", _mtp_problems(self))
 
 
-def _problems(c: MTPConfig) -> Iterator[Problem]:
+def _mtp_problems(c: MTPConfig) -> Iterator[Problem]:
     if c.num_modules != 0 and not is_size(c.num_modules, 64):
         rule = "must be a whole number from 0 to 64"
         yield Problem("num_modules", "range", c.num_modules, rule, "use 1")

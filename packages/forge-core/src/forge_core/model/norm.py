@@ -89,12 +89,13 @@ class RMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self._norm(x, self.weight)
+        return self._normalize(x, self.weight)
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+    def _normalize(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.mean_over_ranks is None:
             return rms_norm(x, weight, self.eps)
         wide = x if x.dtype == torch.float64 else x.float()
+        # squares are summed here and averaged over ranks: the last dim is sharded
         mean = self.mean_over_ranks(wide.square().sum(-1, keepdim=True))  # (..., 1)
         return (wide * (mean + self.eps).rsqrt() * weight).to(x.dtype)
 
@@ -118,7 +119,7 @@ class PlusOneRMSNorm(RMSNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         weight = 1.0 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
-        return self._norm(x, weight)
+        return self._normalize(x, weight)
 
     def init_table(self, std: float, residual_std: float) -> dict[str, tuple[str, float]]:
         """Initial value of the weight; see `Init`."""

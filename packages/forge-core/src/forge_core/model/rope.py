@@ -180,6 +180,7 @@ def inverse_frequencies(
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
+    """Stretch long wavelengths, keep short ones, blend between (Llama 3.1): (D / 2,) -> (D / 2,)."""
     wavelength = 2 * math.pi / plain
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     # kept by 1, stretched by 0
@@ -190,10 +191,12 @@ def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _linear(plain: Tensor, scaling: RopeScaling) -> Tensor:
+    """Stretch all wavelengths (position interpolation): (D / 2,) -> (D / 2,)."""
     return plain / scaling.factor
 
 
 def _yarn(plain: Tensor, scaling: RopeScaling) -> Tensor:
+    """Slow down pairs that rotate rarely, keep fast ones, blend between (YaRN): (D / 2,) -> (D / 2,)."""
     pairs = plain.numel()
     if pairs == 1:  # it rotates once in 2 pi tokens, which no context is shorter than
         return plain
@@ -235,18 +238,19 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.mscale is None or scaling.mscale_all_dim is None:
-        return _growth(scaling.factor, 1.0)
-    return _growth(scaling.factor, scaling.mscale) / _growth(scaling.factor, scaling.mscale_all_dim)
+        return _mscale(scaling.factor, 1.0)
+    return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
 
 
 def score_factor(scaling: RopeScaling | None) -> float:
     """Factor of all scores of latent attention, of rotated dims or not (DeepSeek-V2)."""
     if scaling is None or scaling.name != "yarn" or scaling.mscale_all_dim is None:
         return 1.0
-    return _growth(scaling.factor, scaling.mscale_all_dim) ** 2
+    return _mscale(scaling.factor, scaling.mscale_all_dim) ** 2
 
 
-def _growth(factor: float, mscale: float) -> float:
+def _mscale(factor: float, mscale: float) -> float:
+    """YaRN's growth of attention scores with the length of the context, by a fit of the paper (equation 22)."""
     return 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -297,6 +301,7 @@ class _Rotate(torch.autograd.Function):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    """Rotate x (B, S, H, D) forward (1.0) or backward (-1.0)."""
     first, second = x.to(cos.dtype).chunk(2, dim=-1)  # (B, S, H, D / 2)
     rotated = (
         torch.addcmul(first * cos, second, sin, value=-direction),

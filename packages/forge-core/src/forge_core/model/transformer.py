@@ -197,9 +197,10 @@ class Transformer(nn.Module):
 
         `then` as in `forward`: its x is multiplied by `logits_scale` already, and a soft-cap is its keyword `softcap`.
         """
-        return x if self.norm is None else self._project(self.norm(x), then)
+        return x if self.norm is None else self._apply_head(self.norm(x), then)
 
-    def _project(self, x: Tensor, then: Then | None) -> Tensor:
+    def _apply_head(self, x: Tensor, then: Then | None) -> Tensor:
+        """Call the head with the arguments that it takes: a subclass may have one without `then`."""
         weights = (self.embedding.weight,) if isinstance(self.lm_head, TiedHead) else ()
         given = {} if then is None else {"then": then}
         return self.lm_head(x, *weights, **given)
@@ -219,7 +220,7 @@ class Transformer(nn.Module):
             module.prepare(ctx, x)
             x = module(x, self.embed(tokens), ctx)
             streams.append(module.norm(x))
-        return self._project(torch.cat(streams), then)
+        return self._apply_head(torch.cat(streams), then)
 
     def context(
         self,
