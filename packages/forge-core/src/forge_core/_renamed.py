@@ -28,7 +28,7 @@ MODULES = {
         "model.yarn": "model.rope",
     }.items()
 }
-#: Module -> {name of 0.1: name of today}.
+#: Module -> {name of 0.1: name of today, there or in another module}.
 NAMES = {
     "forge_core": {"initialise": "initialize"},  # language: old name
     "forge_core.model": {"initialise": "initialize"},  # language: old name
@@ -40,8 +40,15 @@ NAMES = {
         "softmax_scores": "attention_weights",
         "within_segments": "attend_documents",
     },
+    "forge_core.model.config": {
+        "BLOCK_NAMES": "forge_core.model:BLOCK_NAMES",
+        "GATED": "forge_core.model.feed_forward:GATED",
+        "ROPE_NAMES": "forge_core.model.rope:ROPE_NAMES",
+    },
+    "forge_core.model.feed_forward": {"KINDS": "SPECS", "Kind": "FeedForwardSpec"},
     "forge_core.model.init": {"initialise": "initialize"},  # language: old name
     "forge_core.model.mtp": {"NextTokenModule": "MTPModule"},
+    "forge_core.model.transformer": {"Finish": "LogitsTransform"},
 }
 
 
@@ -71,7 +78,10 @@ def renamed(owner: str) -> Callable[[str], Any]:
         new = NAMES[owner].get(name)
         if new is None:
             raise AttributeError(f"module {owner!r} has no attribute {name!r}")
-        warnings.warn(f"{owner}.{name} is {owner}.{new} now", DeprecationWarning, stacklevel=2)
-        return getattr(sys.modules[owner], new)
+        module, _, attribute = f"{owner}:{new}".rpartition(":")
+        module = module.rpartition(":")[2]
+        text = f"{owner}.{name} is {module}.{attribute} now"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(module), attribute)
 
     return read

@@ -18,6 +18,7 @@ from forge_core._config import (
     switch_problems,
     table_field,
 )
+from forge_core._renamed import renamed
 from forge_core._shared.fields import field
 from forge_core._shared.problems import Problem, raise_problems
 from forge_core.model.attention_ops import AttentionSpec
@@ -373,3 +374,6 @@ def _rotary_problems(c: TransformerConfig) -> Iterator[Problem]:
         head_dim, dims = c.resolved_head_dim, c.rotary_dim
         rule = f"of the head width {head_dim} must be an even number of dims, and it is {dims}"
         yield Problem(key, "even", factor, rule, "use 1 or 0.5")
+
+
+__getattr__ = renamed(__name__)

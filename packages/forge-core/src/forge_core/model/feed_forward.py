@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_core._renamed import renamed
 from forge_core.flops import linear_flops
 from forge_core.model.context import TokenContext
 from forge_core.model.init import Init, linear_rows
@@ -117,3 +118,6 @@ def build_feed_forward(config: TransformerConfig, layer: int) -> nn.Module:
     """Build the feed-forward of a layer, counted from 0, that a config names."""
     builder = FEED_FORWARDS.find(config.feed_forward)
     return builder(config.as_standard(), layer, **config.feed_forward_options)
+
+
+__getattr__ = renamed(__name__)

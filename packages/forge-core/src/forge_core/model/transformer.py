@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_core._renamed import renamed
 from forge_core._shared.problems import invalid
 from forge_core.flops import forward_flops
 from forge_core.kinds import is_matrix, parameter_kinds
@@ -31,8 +32,8 @@ Factory = Callable[[int], nn.Module]
 Then = Callable[..., Tensor]
 
 
-class Finish(NamedTuple):
-    """Logits z become softcap * tanh(scale z / softcap), or scale z. A soft-cap keeps one more (B, S, V)."""
+class LogitsTransform(NamedTuple):
+    """Turn logits z into softcap * tanh(scale z / softcap), or scale z. A soft-cap keeps one more (B, S, V)."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -41,7 +42,7 @@ class Finish(NamedTuple):
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def within(self, then: Then, x: Tensor, weight: Tensor) -> Tensor:
+    def call(self, then: Then, x: Tensor, weight: Tensor) -> Tensor:
         """Call a loss that computes the logits itself, with the scale in x and a soft-cap as keyword."""
         given = {} if self.softcap is None else {"softcap": self.softcap}
         return then(x if self.scale == 1.0 else x * self.scale, weight, **given)
@@ -52,12 +53,12 @@ class Head(nn.Linear):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config.dim, config.vocab_size, bias=False)
-        self.finish = Finish(config.logits_scale, config.logits_softcap)
+        self.transform = LogitsTransform(config.logits_scale, config.logits_softcap)
 
     def forward(self, x: Tensor, then: Then | None = None) -> Tensor:
         if then is not None:
-            return self.finish.within(then, x, self.weight)
-        return self.finish(super().forward(x))
+            return self.transform.call(then, x, self.weight)
+        return self.transform(super().forward(x))
 
 
 class TiedHead(nn.Module):
@@ -65,12 +66,12 @@ class TiedHead(nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.finish = Finish(config.logits_scale, config.logits_softcap)
+        self.transform = LogitsTransform(config.logits_scale, config.logits_softcap)
 
     def forward(self, x: Tensor, weight: Tensor, then: Then | None = None) -> Tensor:
         if then is not None:
-            return self.finish.within(then, x, weight)
-        return self.finish(F.linear(x, weight))
+            return self.transform.call(then, x, weight)
+        return self.transform(F.linear(x, weight))
 
 
 class Transformer(nn.Module):
@@ -385,3 +386,6 @@ def _not_padding(document_ids: Tensor | None, device: torch.device) -> Tensor | 
     if valid.device.type == "cpu" and bool(valid.all()):
         return None
     return valid.to(device, non_blocking=True)
+
+
+__getattr__ = renamed(__name__)
