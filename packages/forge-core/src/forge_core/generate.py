@@ -136,7 +136,7 @@ def generate_stream(
     ends = torch.tensor(ids).to(device, non_blocking=True) if ids else None
     draws = _Draws(sampling.seed, prompts.size(0), device, first_row)
     chunk, given = prefill_chunk or size, extras or {}
-    return _decode(
+    return _generate_steps(
         model, prompts, document_ids, max_new_tokens, sampling, ends, chunk, draws, given
     )
 
@@ -177,7 +177,7 @@ def _decoded(stream: Iterator[Tensor], tokenizer: Any) -> Iterator[str]:
         shown = text
 
 
-def _decode(
+def _generate_steps(
     model: nn.Module,
     tokens: Tensor,
     document_ids: Tensor | None,
@@ -268,6 +268,7 @@ class _Draws:
     def next(self) -> Tensor:
         """Return the next number of every sequence, (B, 1) in [0, 1)."""
         if self.used == self._CHUNK:
+            # on the CPU, so that every device generates the same tokens
             drawn = [torch.rand(self._CHUNK, generator=g, device="cpu") for g in self.generators]
             self.chunk, self.used = torch.stack(drawn).to(self.device), 0
         self.used += 1
@@ -291,6 +292,7 @@ def candidates(logits: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor
 
     A token that is left out adds nothing to the sum; the last entry is the total, which need not be 1.
     """
+    # stable: equal logits keep the order of ids, on every device
     values, ids = (logits.float() / sampling.temperature).sort(descending=True, stable=True)
     if sampling.top_k is not None:
         values, ids = values[:, : sampling.top_k], ids[:, : sampling.top_k]
@@ -302,6 +304,7 @@ def candidates(logits: Tensor, sampling: SamplingConfig) -> tuple[Tensor, Tensor
         kept = kept * (before < sampling.top_p)
     if sampling.min_p is not None:
         kept = kept * (probabilities >= sampling.min_p * probabilities[:, :1])
+    # the likeliest token stays, whatever top_p and min_p are
     kept[:, 0] = probabilities[:, 0]
     return kept.cumsum(dim=-1), ids
 
@@ -321,6 +324,7 @@ def _pad_left(tokens: Prompts, device: torch.device) -> tuple[Tensor, Tensor | N
     if not prompts or min(prompt.numel() for prompt in prompts) == 0:
         raise invalid("tokens", "empty", ..., "must not be empty", "begin a prompt with one token")
 
+    # on the left, so that the last column holds the last token of every prompt
     longest = max(prompt.numel() for prompt in prompts)
     padded = torch.zeros(len(prompts), longest, dtype=torch.int64, device=device)
     ids = torch.full((len(prompts), longest), -1, device="cpu")

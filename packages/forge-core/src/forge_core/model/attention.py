@@ -162,6 +162,7 @@ class RotaryMixer(WithPoints):
 
         if self.rotary_dim == 0:
             return None
+        # by the settings, not by the layer: layers of one type share a table
         return ctx.once(
             ("rope", self.rotary_dim, self.rope_theta, self.rope_scaling, self.mrope, x.device),
             lambda: self._rope_tables(ctx, x, cache),
@@ -242,6 +243,7 @@ class Attention(RotaryMixer):
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x (..., M) to normed queries (..., H, D), keys and values (..., K, D), not rotated yet."""
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        # over all heads of a token (OLMoE), or below over each head (Qwen3)
         if self.q_norm is not None and self.k_norm is not None and not self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         q = q.unflatten(-1, (-1, self.head_dim))  # (..., H, D)

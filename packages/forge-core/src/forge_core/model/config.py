@@ -249,6 +249,7 @@ class TransformerConfig:
             return self.hidden_dim
         if self.feed_forward in UNGATED:
             return 4 * self.dim
+        # three matrices of 8/3 dim have the parameters of two of 4 dim (Shazeer 2020)
         return -(-8 * self.dim // (3 * 64)) * 64
 
     @property

@@ -70,6 +70,7 @@ def initialize(
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in table}
     targets = {**dict(model.named_parameters()), **buffers}
 
+    # all problems before the first value is written
     problems = [_missing_problem(name) for name in targets if name not in table and strict]
     rule, fix = "is still on the meta device", "call model.to_empty(device=...) first"
     meta = [name for name, target in targets.items() if target.is_meta]

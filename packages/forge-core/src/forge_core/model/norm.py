@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 def _normalized(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """x / rms(x) * weight (..., D) in the dtype of x, and 1 / rms (..., 1) in fp32."""
     wide = x if x.dtype == torch.float64 else x.float()
+    # one pass without a tensor of squares
     norm = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
     scale = norm.square_().div_(x.size(-1)).add_(eps).rsqrt_()  # (..., 1)
     return (wide * scale).mul_(weight).to(x.dtype), scale
@@ -118,6 +119,7 @@ class PlusOneRMSNorm(RMSNorm):
         nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
+        # in fp32: next to 1 a bf16 weight below 2^-8 would vanish
         weight = 1.0 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))
         return self._normalize(x, weight)
 

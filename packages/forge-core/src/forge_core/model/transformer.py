@@ -182,7 +182,7 @@ class Transformer(nn.Module):
 
         if next_tokens is not None and self.norm is not None:
             return self._with_mtp(x, next_tokens, ctx, then)
-        x = x[:, -1:] if last_only else x
+        x = x[:, -1:] if last_only else x  # before the head, whose logits are the largest tensor
         # a subclass with its own head may not take a loss
         return self.head(x) if then is None else self.head(x, then)
 
