@@ -98,7 +98,7 @@ class LocalAttention:
 
     def mix(self, weights: Tensor, v: Tensor) -> Tensor:
         """The output (B, S, H, D) of `weights` (B, H, S, S) and values v (B, S, K, D), in the dtype of v."""
-        return mix_values(weights, v.transpose(1, 2)).transpose(1, 2)
+        return mix_values(weights, v.transpose(1, 2)).transpose(1, 2).to(v.dtype)
 
     def _visible(
         self, mask: Callable[..., Tensor], ctx: TokenContext, size: int, device: torch.device

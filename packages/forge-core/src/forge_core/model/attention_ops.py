@@ -265,6 +265,7 @@ def attend_documents(
     return out.unflatten(0, batch)
 
 
+@not_compiled  # as above
 def attend_segments(q: Tensor, k: Tensor, v: Tensor, plan: SegmentPlan) -> Tensor:
     """Full attention inside the segments of a plan: q (B, S, H, D), k, v (B, S, K, D) -> like q.
 
@@ -301,7 +302,8 @@ def reference_attention(
 
     q (B, H, S, D), k and v (B, K, T, D), mask (..., S, T) bool or None, sinks (H,) -> like q.
     """
-    return mix_values(attention_weights(attention_scores(q, k, spec), mask, spec, sinks), v)
+    weights = attention_weights(attention_scores(q, k, spec), mask, spec, sinks)
+    return mix_values(weights, v).to(q.dtype)
 
 
 def attention_scores(q: Tensor, k: Tensor, spec: AttentionSpec) -> Tensor:
@@ -330,9 +332,9 @@ def attention_weights(
 
 
 def mix_values(weights: Tensor, v: Tensor) -> Tensor:
-    """Weighted sums (B, H, S, D) of values v (B, K, T, D) by weights (B, H, S, T), in the dtype of v."""
+    """Weighted sums (B, H, S, D) of values v (B, K, T, D) by weights (B, H, S, T), in the dtype of the weights."""
     values = v.to(weights.dtype).repeat_interleave(weights.size(1) // v.size(1), dim=1)
-    return (weights @ values).to(v.dtype)
+    return weights @ values
 
 
 # ---- backends
