@@ -57,16 +57,20 @@ class Registry(NamedTuple):
 
         The table's name replaces `<name>` in the key. ValueError with all problems of all tables.
         """
-        found: dict[str, Callable[..., Any]] = {}
         problems: list[Problem] = []
         for table, (name, options) in tables.items():
             registry = self._replace(key=self.key.replace("<name>", table))
-            try:
-                found[table] = partial(registry.checked(name, options), **options)
-            except ValueError as error:
-                problems += problems_of(error)
+            problems += registry.problems(name, options)
         raise_problems("", problems)
-        return found
+        return {t: partial(self.find(name), **options) for t, (name, options) in tables.items()}
+
+    def problems(self, name: str, options: Mapping[str, Any]) -> tuple[Problem, ...]:
+        """Return the problems of a name and its options, as `checked` raises them."""
+        try:
+            self.checked(name, options)
+        except ValueError as error:
+            return problems_of(error)
+        return ()
 
     def checked(self, name: str, options: Mapping[str, Any]) -> Any:
         """Return the part of a name without calling it; ValueError with all problems unless it takes `options`."""

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor, nn
 
-from forge_core._shared.problems import Problem, problems_of, raise_problems
+from forge_core._shared.problems import raise_problems
 from forge_core.flops import forward_flops
 from forge_core.model.attention import Attention
 from forge_core.model.attention_ops import MASKS
@@ -190,11 +190,4 @@ def check_parts(config: TransformerConfig) -> None:
         named.append((MASKS, config.attention.mask, {}))
     if config.rope_scaling is not None:
         named.append((ROPE_SCALINGS, config.rope_scaling.name, config.rope_scaling.options))
-
-    problems: list[Problem] = []
-    for registry, name, options in named:
-        try:
-            registry.checked(name, options)
-        except ValueError as error:
-            problems += problems_of(error)
-    raise_problems("", problems)
+    raise_problems("", (p for parts, name, opts in named for p in parts.problems(name, opts)))

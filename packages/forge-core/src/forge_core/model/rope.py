@@ -180,7 +180,7 @@ def inverse_frequencies(
 
 
 def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Stretch long wavelengths, keep short ones, blend between (Llama 3.1): (D / 2,) -> (D / 2,)."""
+    """Multiply long wavelengths by `factor`, keep short ones, blend between (Llama 3.1): (D / 2,) -> (D / 2,)."""
     wavelength = 2 * math.pi / plain
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     # kept by 1, stretched by 0
@@ -191,7 +191,7 @@ def _llama3(plain: Tensor, scaling: RopeScaling) -> Tensor:
 
 
 def _linear(plain: Tensor, scaling: RopeScaling) -> Tensor:
-    """Stretch all wavelengths (position interpolation): (D / 2,) -> (D / 2,)."""
+    """Multiply all wavelengths by `factor` (position interpolation): (D / 2,) -> (D / 2,)."""
     return plain / scaling.factor
 
 
