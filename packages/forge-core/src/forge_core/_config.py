@@ -16,7 +16,7 @@ def table_field(help: str) -> Any:
 
 
 def options_field(part: str) -> Any:
-    """The options table of a part."""
+    """The field of the options of a part."""
     return table_field(f"keyword arguments of a {part} that is not built in")
 
 
@@ -33,7 +33,7 @@ def name_problems(config: object, key: str, registry: Registry) -> Iterator[Prob
 def foreign_keys(
     config: Any, readers: Mapping[str, tuple[str, ...]], names: Collection[str]
 ) -> Iterator[Problem]:
-    """Problems of keys off their defaults that the built-in `config.name` does not read.
+    """Problems of options that the built-in part `config.name` does not read: other values than the defaults.
 
     readers: the names that read each key; a name that is not among the built-in `names` may read all.
     """
@@ -45,13 +45,13 @@ def foreign_keys(
 
 
 def foreign(name: str, key: str, value: Any, whose: tuple[str, ...]) -> Problem:
-    """The problem of a key that only the names `whose` read, where `name` is set."""
+    """The problem of an option that only the parts `whose` read, where the part is `name`."""
     rule = f"is a key of name {' and '.join(map(repr, whose))}, and name is {name!r}"
     return Problem(key, "foreign", value, rule, f"remove it, or use {whose[0]}")
 
 
 def foreign_table(config: Any, table: str, name: str) -> Iterator[Problem]:
-    """Problems of keys off their defaults of the `table` that belongs to `name`, under another `config.name`."""
+    """Problems of options in a `table` that only the part `name` reads, where `config.name` is another one."""
     own = getattr(config, table)
     for key, value in vars(own).items():
         if config.name != name and value != getattr(type(own), key):

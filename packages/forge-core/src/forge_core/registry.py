@@ -17,7 +17,7 @@ __all__ = ["Registry", "installed", "options_table"]
 
 
 class Registry(NamedTuple):
-    """Parts of one kind.
+    """Table of parts by name: built in, entry points of other packages, and import paths.
 
     key: the setting that holds a name, for messages. group: of entry points, such as `forge.optimizers`. arguments:
     arguments of a part, before its options. built_in: the parts of this package. built_in_options: whether they take

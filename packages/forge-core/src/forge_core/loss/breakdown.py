@@ -106,7 +106,7 @@ class LossBreakdown:
         return dict(zip(self.groups, others[first:]))
 
     def _masks(self, labels: Tensor, sources: Tensor | None) -> list[Tensor]:
-        """(B, S) bool of each group."""
+        """Masks (B, S) bool of the labels of each group."""
         found = [sources == number for number in range(len(self.sources)) if sources is not None]
         if not self.ranges:
             return found

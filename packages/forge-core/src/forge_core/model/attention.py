@@ -66,7 +66,7 @@ class LocalAttention:
     def __call__(
         self, q: Tensor, k: Tensor, v: Tensor, ctx: TokenContext, sinks: Tensor | None = None
     ) -> Tensor:
-        """q (B, S, H, D), k and v (B, S, K, D), sinks (H,) -> like q."""
+        """Attend within ctx: q (B, S, H, D), k and v (B, S, K, D), sinks (H,) -> like q."""
         if ctx.mask is not None:
             return ctx.mask.attend(q, k, v, self.spec, sinks)
         if self._mask is not None:
@@ -141,8 +141,9 @@ class RotaryMixer(WithPoints):
     def prepare(
         self, ctx: TokenContext, x: Tensor, cache: LayerCache | None = None
     ) -> Tables | None:
-        """Compute rotary tables for x (B, S, M), None without rotated dims, and what `attend` needs, once per context
-        for all layers.
+        """Compute rotary tables for x (B, S, M), None without rotated dims, and the inputs of `attend`.
+
+        Both are computed once per context for all layers alike.
 
         Transformer calls it before its first block, so that compiled blocks only read. ValueError where a
         `ctx.mask` meets an `attend` of other code.

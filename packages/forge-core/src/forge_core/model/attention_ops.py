@@ -364,7 +364,7 @@ def _a_kernel_shares_heads() -> bool:
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
-    """Chunks of W queries, each with its own W keys and those of the chunk before: shapes as `sdpa`.
+    """Windowed attention in chunks of W queries, each with its own W keys and those before: shapes as `sdpa`.
 
     Keys and values are copied once more.
     """
@@ -395,7 +395,7 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None)
 def _by_length(
     q: Tensor, k: Tensor, v: Tensor, plan: SegmentPlan, attend: Callable[..., Tensor]
 ) -> Tensor:
-    """One call of `attend` for all segments of a length, (N, L, H or K, D) each: q (B S, H, D) -> like q."""
+    """Attend with one call for all segments of each length, (N, L, H or K, D): q (B S, H, D) -> like q."""
     # segments of one length become neighbors: one call per length, not one per segment
     if plan.order is not None:
         order, inverse = plan.permutation(q.device)
@@ -409,7 +409,7 @@ def _by_length(
 
 
 class _Reorder(torch.autograd.Function):
-    """x in a given order of its first dim; the backward gathers by the inverse order, so it needs no scatter."""
+    """Reorder the first dim of x; the backward gathers by the inverse order, so it needs no scatter."""
 
     @staticmethod
     def forward(ctx, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:  # type: ignore[no-untyped-def]

@@ -41,7 +41,7 @@ class TokenMask(Protocol):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None
     ) -> Tensor:
-        """q (B, S, H, D), k and v (B, S, K, D) -> like q."""
+        """Attend under this mask: q (B, S, H, D), k and v (B, S, K, D), sinks (H,) -> like q."""
         ...
 
 
@@ -83,7 +83,7 @@ class TokenContext:
         return values[key]
 
     def segments(self) -> SegmentPlan | None:
-        """Return the lengths of documents on the host; None without document_ids.
+        """Return the plan of the documents, whose lengths are on the host; None without document_ids.
 
         Costs one device-to-host copy per forward if document_ids are on an accelerator; keep
         them on the CPU to save it.

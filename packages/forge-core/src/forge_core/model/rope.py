@@ -283,7 +283,7 @@ def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """The gradient of a rotation is the inverse rotation: x is not saved, its halves are not copied.
+    """Rotation whose gradient is the inverse rotation: x is not saved, its halves are not copied.
 
     Tables that hold a factor scale both.
     """
