@@ -14,8 +14,7 @@ from typing import Any
 MODULES = {
     f"forge_core.{old}": f"forge_core.{new}"
     for old, new in {
-        "loss.config": "loss.token",
-        "loss.terms": "loss.token",
+        "loss.fused": "loss.token",
         "model.documents": "model.attention_ops",
         "model.head": "model.transformer",
         "model.layer_types": "model.config",

@@ -125,7 +125,8 @@ class RunDirectory:
             layers = self.layers()
         except ConfigError as error:
             fix = "restore it, remove it to go on unchecked, or choose another run.dir"
-            rule = f"describes this run and cannot be read: {error}"
+            reason = str(error).removeprefix(f"{self.config}: ")
+            rule = f"describes this run and cannot be read: {reason}"
             raise invalid("", "damaged", str(self.config), rule, fix, kind=ConfigError) from error
         layers.replace_old_keys()
         before = dict(flatten(layers.values))
