@@ -1216,7 +1216,7 @@ def arranged(options: dict[str, Any]) -> Any:
     found: dict[str, Any] = {n: str(p.placements) for n, p in model.named_parameters()}
     attend = model.blocks()[0].mixer.attend
     found |= {"exchange": type(getattr(attend, "exchange", attend)).__name__}
-    found |= {"cut": [m.tp.tokens_cut for m in model.modules() if hasattr(m, "tp")]}
+    found |= {"cut": [m.tp.tokens_sharded for m in model.modules() if hasattr(m, "tp")]}
     found |= {
         f"class of {n}": [c.__name__ for c in type(m).__mro__] for n, m in model.named_modules()
     }

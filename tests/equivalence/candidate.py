@@ -45,7 +45,11 @@ from forge_parallel import (
     parallelize,
     reshard,
 )
-from forge_parallel.axes import ids_of_cut_logits, vocab_cross_entropy, vocab_fused_cross_entropy
+from forge_parallel.axes import (
+    sharded_logits_vocab_size,
+    vocab_cross_entropy,
+    vocab_fused_cross_entropy,
+)
 from forge_parallel.compute import Compute
 from forge_resilience import nonfinite
 from forge_testing import device
@@ -120,11 +124,11 @@ class Side:
             seq_len=SEQ,
             loss=functools.partial(_fused if fused else _cross_entropy, terms),
             sharded_loss=functools.partial(
-                _sharded, fused, terms, ids_of_cut_logits(self.model), self.meshes
+                _sharded, fused, terms, sharded_logits_vocab_size(self.model), self.meshes
             ),
             in_head=fused,
-            ahead=FEATURES[cell.feature].ahead,
-            ahead_weight=AHEAD_WEIGHT,
+            mtp_depths=FEATURES[cell.feature].ahead,
+            mtp_weight=AHEAD_WEIGHT,
         )
         self.counted = self.compute.counted
         initialize(self.model, _seed(cell, self.meshes), **STD)
@@ -175,7 +179,7 @@ class Side:
         own = [parameter.detach().clone() for parameter in parameters]
         for parameter in parameters:
             parameter.mul_(2.0)
-        for part in together(self.mine(step)).split(self.compute.rows_at_once):
+        for part in together(self.mine(step)).split(self.compute.sequences_at_once):
             self.compute.losses(part)
         reshard(self.model)
         for parameter, value in zip(parameters, own, strict=True):
@@ -268,7 +272,7 @@ class _Update:
     def evaluate(self, side: Side, step: list[list[MicroBatch]]) -> None:
         """An evaluation between two steps, which leaves weights gathered."""
         self.switch(side.model, "eval")
-        for part in together(side.mine(step)).split(side.compute.rows_at_once):
+        for part in together(side.mine(step)).split(side.compute.sequences_at_once):
             side.compute.losses(part)
         routes(side.model)  # which it counted, too
         self.switch(side.model, "train")

@@ -10,7 +10,7 @@ from typing import Any
 from forge_core import AttentionSpec, RopeScaling
 from forge_core.model import LayerType, MLAConfig
 from forge_parallel import ParallelConfig
-from forge_parallel.micro_batches import divide_batch
+from forge_parallel.compute import divide_batch
 
 # Worst of the quantities against the same cell on one rank.
 ONE_RANK_BF16 = "one rank bf16"

@@ -23,7 +23,7 @@ from forge_core import initialize
 from forge_core.model import MRopeConfig
 from forge_data import Loader, Ragged
 from forge_parallel import global_count, make_meshes, parallelize
-from forge_parallel.micro_batches import divide_batch
+from forge_parallel.compute import divide_batch
 from forge_testing.references import once
 from forge_train import load_job
 from forge_train.build.objective import make_compute

@@ -83,7 +83,7 @@ def _twice(x: Tensor, ranks: collectives.NamedGroup, dim: int) -> Tensor:
     return _reduced(_reduced(x, ranks, dim), ranks, dim)
 
 
-_reduced = collectives._sum
+_reduced = collectives._all_reduce
 
 
 def _tied_twice(model: Any, meshes: Meshes) -> None:
@@ -136,7 +136,7 @@ MUTATIONS: dict[str, tuple[Any, str, Any]] = {
         _norm_without_last_stage,
     ),
     "experts' gradients not summed": (fsdp, "sum_gradients", _keep_expert_gradients),
-    "a sum over tp made twice": (collectives, "_sum", _twice),
+    "a sum over tp made twice": (collectives, "_all_reduce", _twice),
     "gradients of head norms not summed": (tensor, "_SUMMED", (Replicate(),)),
     "tied ends synchronised twice": (compute, "sync_tied_gradients", _tied_twice),
     "biases from one rank's counts": (candidate, "update_expert_bias", _bias_of_this_rank),

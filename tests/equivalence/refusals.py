@@ -16,8 +16,8 @@ from forge_core.model import FeedForward
 from forge_data import filler_batch
 from forge_moe import MoE, MoEConfig, expert_parallelize
 from forge_parallel import ParallelConfig, make_meshes, parallelize
-from forge_parallel.axes import cut_sequence
-from forge_parallel.compute import extra_problems
+from forge_parallel.axes import shard_sequence
+from forge_parallel.check_model import extra_problems
 from forge_parallel.pipeline import Pipeline
 from forge_testing import run_on_ranks
 from forge_vlm import VLM, FusionConfig, ModalityConfig, VLMConfig
@@ -114,7 +114,7 @@ def _prepare(asked: Refusal) -> None:
     if config.pp > 1:
         sizes = {"num_micro_batches": asked.micro_batches, "micro_batch": ROWS}
         Pipeline(model, config, meshes, seq_len=asked.seq_len, dim=_MODEL["dim"], **sizes)
-    cut_sequence(torch.zeros(ROWS, asked.seq_len), meshes.cp)
+    shard_sequence(torch.zeros(ROWS, asked.seq_len), meshes.cp)
 
 
 def _take_pictures(model: VLM, config: ParallelConfig) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from forge_data import Loader
 from forge_parallel import ParallelConfig, make_meshes, parallelize
-from forge_parallel.compute import extra_problems
+from forge_parallel.check_model import extra_problems
 from forge_parallel.pipeline import parts_of
 from forge_testing import RankError, run_on_ranks
 from forge_testing.problems import rejects

@@ -164,7 +164,7 @@ def _widths(rng: random.Random, job: Job, layouts: list[dict[str, Any]]) -> dict
         head_dim, dim, odd = 8, heads * 8, False
     hidden = tp * (rng.choice((11, 13, 17, 19)) if odd else 16)
 
-    # ids of uneven parts of tp are right on disk only for few shards (legal.uneven_vocab), so these divide
+    # ids of uneven parts of tp are right on disk only for few shards (rules.uneven_vocab), so these divide
     even = math.lcm(
         *(size_of(x, "tp") * size_of(x, "dp_shard") * size_of(x, "cp") for x in layouts)
     )

@@ -205,9 +205,9 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "a global batch that does not divide evenly gets one micro-batch too few",
-        f"{_PARALLEL}/micro_batches.py",
-        "shared = -(-global_batch // (size * readers))",
-        "shared = global_batch // (size * readers)",
+        f"{_PARALLEL}/compute.py",
+        "count = -(-global_batch // (size * readers))",
+        "count = global_batch // (size * readers)",
     ),
     Mistake(
         "an interval inside a longer one shortens their union",
@@ -229,7 +229,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "of the cuts with equal highest cost the first is taken and not the most even one",
-        f"{_PARALLEL}/pipeline/cut.py",
+        f"{_PARALLEL}/pipeline/split.py",
         "lambda so_far, own: so_far + own**2",
         "lambda so_far, own: so_far + own",
     ),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from forge_core import Transformer, TransformerConfig
 from forge_core.model import default_positions
-from forge_parallel.axes import context_parallel, cut_sequence, join_sequence
+from forge_parallel.axes import context_parallel, gather_sequence, shard_sequence
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import rejects
 
@@ -65,13 +65,13 @@ def packed_and_not(exchange: str) -> tuple[float, float, float]:
     plain = build()
     model = context_parallel(copy.deepcopy(plain), axis, exchange)
     tokens, positions, ids = (
-        cut_sequence(whole[name], axis) for name in ("tokens", "positions", "document_ids")
+        shard_sequence(whole[name], axis) for name in ("tokens", "positions", "document_ids")
     )
-    on = cut_sequence(torch.arange(S, device=device()).expand(B, S), axis)
+    on = shard_sequence(torch.arange(S, device=device()).expand(B, S), axis)
     with torch.no_grad():
         wanted = plain(whole["tokens"], whole["positions"], whole["document_ids"])
         calls = ((tokens, positions, ids), (tokens, positions), (tokens, on, ids))
-        found = (error(join_sequence(model(*call), axis), wanted) for call in calls)
+        found = (error(gather_sequence(model(*call), axis), wanted) for call in calls)
         return tuple(found)
 
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from forge_core import TransformerConfig
 from forge_data import Batch, Loader, Ragged
 from forge_parallel import make_meshes, parallelize
-from forge_parallel.compute import extra_problems
-from forge_parallel.micro_batches import divide_batch
+from forge_parallel.check_model import extra_problems
+from forge_parallel.compute import divide_batch
 from forge_testing.parts import Pictured
 from forge_testing.problems import assert_problem
 from forge_testing.runs import make_job
@@ -127,7 +127,7 @@ def test_gradients_and_evaluation_are_those_of_rows(tmp_path: Path, micro_batch:
     for name, parameter in model.named_parameters():
         error = (parameter.grad - gradients[name]).abs().max()
         assert error <= 1e-5 * gradients[name].abs().max(), name
-    losses = sum(float(compute.losses(part)) for part in batch.split(compute.rows_at_once))
+    losses = sum(float(compute.losses(part)) for part in batch.split(compute.sequences_at_once))
     assert losses / batch.label_weight == pytest.approx(wanted, rel=1e-5)
 
 

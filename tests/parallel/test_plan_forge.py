@@ -26,7 +26,7 @@ from forge_moe.model_section import MoESection
 from forge_parallel import (
     ParallelConfig,
     make_meshes,
-    materialise,
+    materialize,
     parallelize,
     store_parameters,
 )
@@ -107,7 +107,7 @@ def test_activations_are_what_a_real_forward_keeps(name: str, dtype: torch.dtype
     profile = Profile(build_model(section(name), 0), SEQ)
     found = trace(profile, dtype=dtype, rows=2)
     blocks = sum(found.kinds[k].saved for k in profile.order)
-    model = materialise(build_model(section(name), 0), torch.device("cpu"))
+    model = materialize(build_model(section(name), 0), torch.device("cpu"))
     initialize(model, 0)
     for module in model.modules():
         if getattr(module, "compute_dtype", None) is None:  # a router stays in fp32

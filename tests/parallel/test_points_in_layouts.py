@@ -18,7 +18,7 @@ from forge_data import Batch
 from forge_moe import MoE, MoEConfig
 from forge_parallel import Meshes, ParallelConfig, make_meshes, parallelize
 from forge_parallel.compute import Compute
-from forge_parallel.points import WholePoints
+from forge_parallel.points import UnshardedPoints
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import assert_problem
 
@@ -99,7 +99,7 @@ class Rank:
         self.meshes: Meshes = make_meshes(config)
         self.model, self.alone = build(kind), build(kind)
         parallelize(self.model, config, self.meshes, seq_len=SEQ)
-        self.whole = WholePoints(self.model, config, self.meshes)
+        self.whole = UnshardedPoints(self.model, config, self.meshes)
         parts = 2 if config.pp > 1 else 1  # micro-batches
         self.compute = Compute(
             self.model, config, self.meshes, micro_batch=ROWS // parts, num_micro_batches=parts,
@@ -263,11 +263,11 @@ def of_ones_own() -> list[Any]:
     parallelize(model, config, meshes, seq_len=SEQ)
     batch = replace(batch, tokens=batch.tokens % 64)
     found: list[Any] = []
-    known = WholePoints(model, config, meshes, {"mine": "width"})
+    known = UnshardedPoints(model, config, meshes, {"mine": "width"})
     with ActivationStore("*.mine", whole=known).watch(model) as store:
         call(model, batch)
     found.append(off(store["layers.0.mine"], alone_store(alone, batch)["layers.0.mine"]))
-    whole = WholePoints(model, config, meshes)
+    whole = UnshardedPoints(model, config, meshes)
     for refused in (
         lambda: ActivationStore("*.mine", whole=whole).watch(model).__enter__(),
         lambda: _with_gradients(model, batch, whole),
@@ -280,13 +280,13 @@ def of_ones_own() -> list[Any]:
     two = nn.Module()
     two.__dict__["pipeline_stages"] = [nn.Module(), nn.Module()]
     try:
-        WholePoints(two, interleaved, meshes)
+        UnshardedPoints(two, interleaved, meshes)
     except ValueError as error:
         found.append(error)
     return found
 
 
-def _with_gradients(model: nn.Module, batch: Batch, whole: WholePoints) -> None:
+def _with_gradients(model: nn.Module, batch: Batch, whole: UnshardedPoints) -> None:
     with intervene(model, {"layers.0.resid_post": lambda x, _: x * 2}, whole=whole):
         model(batch.tokens, batch.positions, batch.document_ids)
 
@@ -318,7 +318,7 @@ def change_of_whole_logits() -> dict[str, float]:
     model.__class__, batch = Gathered, batch_of(0, ROWS, True)
     alone = call(model, batch)
     parallelize(model, config, meshes, seq_len=SEQ)
-    whole, found = WholePoints(model, config, meshes), {}
+    whole, found = UnshardedPoints(model, config, meshes), {}
     store = ActivationStore("logits", whole=whole)
     with intervene(model, {"logits": lambda x, _: x.neg_()}, whole=whole), store.watch(model):
         found["changed"] = off(call(model, batch), -alone)

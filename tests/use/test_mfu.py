@@ -19,7 +19,7 @@ from forge_core import initialize
 from forge_core.flops import flops_per_token
 from forge_core.model import MLAConfig, MTPConfig
 from forge_moe.model_section import MoESection
-from forge_parallel import end_process_group, materialise
+from forge_parallel import end_process_group, materialize
 from forge_testing import write_job
 from forge_train import Trainer, load_job, read_run
 from forge_train.build.build import build_model
@@ -64,7 +64,7 @@ def build(case: Case) -> torch.nn.Module:
         config: Any = VLMModelConfig(**{**SIZES, **case.options}, modalities=places)
     else:
         config = BuiltInModelConfig(**{**SIZES, **case.options})
-    model = materialise(build_model(config, 0), torch.device("cpu"))
+    model = materialize(build_model(config, 0), torch.device("cpu"))
     initialize(model, 0)
     return model.train()
 

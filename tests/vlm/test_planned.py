@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from forge_core import flops_per_token, initialize
-from forge_parallel import ParallelConfig, materialise
+from forge_parallel import ParallelConfig, materialize
 from forge_parallel.plan import Profile, estimate_layout, trace
 from forge_testing import vlm_jobs
 from forge_testing.problems import rejects
@@ -72,7 +72,7 @@ def test_activations_are_what_a_real_forward_keeps(fusion: str, frozen: bool) ->
     built = build_model(config, 0)
     built.get_submodule("vision").requires_grad_(not frozen)
     found = trace(Profile(built, S), dtype=torch.float32, rows=2)
-    model = materialise(built, torch.device("cpu"))
+    model = materialize(built, torch.device("cpu"))
     initialize(model, 0)
     model.train()
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}

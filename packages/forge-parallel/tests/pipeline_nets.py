@@ -15,7 +15,7 @@ from forge_parallel import (
     clip_grads_,
     global_grad_norm,
     make_meshes,
-    materialise,
+    materialize,
 )
 from forge_parallel.axes.fsdp import apply_fsdp
 from forge_parallel.compile import compile_blocks
@@ -180,7 +180,7 @@ def prepare(
         if compiled:
             compile_blocks(stage, "aot_eager")
         apply_fsdp(stage, mesh, compute_dtype=dtype, reshard_after_forward=not keep)
-    materialise(model, meshes.device)
+    materialize(model, meshes.device)
     if meta:
         fill(model, values)
     mine = rows // meshes.batch_size
@@ -260,7 +260,7 @@ def evaluate_first(options: dict[str, Any], rows: int) -> dict[str, Any]:
 
 
 def fill(model: nn.Module, values: dict[str, Tensor]) -> None:
-    """Give a materialised model its values by name."""
+    """Give a materialized model its values by name."""
     from torch.distributed.tensor import distribute_tensor
 
     with torch.no_grad():

@@ -15,18 +15,19 @@ from forge_parallel._shared.problems import Problem, ProblemError
 from forge_parallel.axes.collectives import NamedGroup
 from forge_parallel.axes.context import context_parallel
 from forge_parallel.axes.layers import Opaque, ShardedLogits, TPRegion
-from forge_parallel.axes.roles import check_cuts, match_roles
+from forge_parallel.axes.roles import match_roles
 from forge_parallel.axes.tensor import tensor_parallel
 from forge_parallel.axes.vocab import vocab_fused_cross_entropy
-from forge_parallel.compute import BRANCH_IDS, Compute, extra_problems
+from forge_parallel.check_model import BRANCH_IDS, check_shards, extra_problems
+from forge_parallel.compute import Compute
 from forge_parallel.config import Layout
-from forge_parallel.legal import ahead_problem
 from forge_parallel.meshes import Axis, Meshes
 from forge_parallel.pipeline import Pipeline
 from forge_parallel.plan import Profile, SearchSpace, auto_layout, find_hardware
-from forge_parallel.points import POINTS, WholePoints
+from forge_parallel.points import POINTS, UnshardedPoints
 from forge_parallel.prove.ranks import UnsupportedLayout, _width_of
 from forge_parallel.prove.values import Reference
+from forge_parallel.rules import mtp_problem
 from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -106,10 +107,10 @@ def test_values_of_tensor_and_context_parallelism() -> None:
     model.config = SimpleNamespace(final_logit_softcapping=1.0)  # type: ignore[assignment]
     matched = match_roles(model, {"head.*": "sharded_logits"})
     with rejects("head", 5, "softcap"):
-        check_cuts(model, matched, 2)
+        check_shards(model, matched, 2)
     model["head"].weight.device_mesh = None  # as a DTensor has one
     with rejects("head.weight", ..., "sharded"):
-        check_cuts(model, matched, 2)
+        check_shards(model, matched, 2)
     model = nn.ModuleDict({"head": nn.Identity()})
     with rejects("head", ..., "weight"):
         tensor_parallel(model, ALONE, matched=match_roles(model, {"head": "sharded_logits"}))
@@ -143,7 +144,7 @@ def compute(model: nn.Module, **options: Any) -> Compute:
 def test_losses_that_a_layout_does_not_have() -> None:
     model = nn.Linear(2, 2)
     with rejects("objective", ..., "excludes"):
-        compute(model, objective=lambda model, part: ()).row_losses(None)  # type: ignore[arg-type]
+        compute(model, objective=lambda model, part: ()).sequence_losses(None)  # type: ignore[arg-type]
     model.tp_width = 1
     with rejects("parallel.tp", 2, "logits"):
         compute(model)
@@ -172,7 +173,7 @@ def test_extras_that_a_model_cannot_get(
 def test_numbers_of_norms_schedules_and_hardware() -> None:
     with rejects("norm_type", 3.0, "unknown"):
         clip_grad_norm_([], 1.0, norm_type=3.0)
-    found = ahead_problem(ParallelConfig(pp=2, pp_schedule="dualpipev"), 1)
+    found = mtp_problem(ParallelConfig(pp=2, pp_schedule="dualpipev"), 1)
     assert found is not None
     assert_problem(ProblemError([found]), "pp_schedule", "dualpipev", "ahead")
     with rejects("gpu", "h900", "unknown"):
@@ -211,7 +212,7 @@ def test_a_plan_without_a_layout_or_memory() -> None:
     ],
 )
 def test_hook_points_of_which_ranks_have_parts(point: str, path: str, code: str) -> None:
-    whole = object.__new__(WholePoints)
+    whole = object.__new__(UnshardedPoints)
     whole.meshes, whole.tp = Meshes(CPU, tp=Axis(size=2)), NamedGroup("", 2, 0)
     whole.kinds, whole._opaque, whole._ids = POINTS, ["layers.0"], None
     place = SimpleNamespace(point=point, path=path, kind="output", module=nn.Module())
@@ -224,8 +225,8 @@ def test_several_stages_and_too_many_bytes_of_hook_points() -> None:
     model = nn.Module()
     model.__dict__["pipeline_stages"] = [nn.Module(), nn.Module()]
     with rejects("pp_schedule", "interleaved_1f1b", "stages"):
-        WholePoints(model, config, Meshes(CPU))
-    whole: Any = object.__new__(WholePoints)
+        UnshardedPoints(model, config, Meshes(CPU))
+    whole: Any = object.__new__(UnshardedPoints)
     whole.meshes, whole._of_stages = Meshes(CPU, pp=Axis(size=2)), lambda value: [value]
     with rejects("max_bytes", 7, "range"):
         next(whole.exchange({"q": [torch.zeros(2)]}, 7))

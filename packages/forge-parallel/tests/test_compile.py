@@ -14,10 +14,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from forge_parallel.axes import collectives
-from forge_parallel.axes.blockwise import blockwise_attention
+from forge_parallel.axes.blockwise import Tile, Tiling, blockwise_attention
 from forge_parallel.axes.fsdp import apply_fsdp
 from forge_parallel.axes.tensor import tensor_parallel
-from forge_parallel.axes.tiles import Tile, Tiling
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.compile import compile_blocks, recompilations
 from forge_parallel.recompute import recompute
@@ -302,8 +301,8 @@ def across_ranks() -> dict[str, float]:
         "reduce": lambda x: collectives.reduce(x, ranks),
         "gather": lambda x: collectives.gather(x, ranks, 1),
         "scatter": lambda x: collectives.scatter(x, ranks, 1),
-        "cut": lambda x: collectives.cut(x, ranks, 1),
-        "join": lambda x: collectives.join(x, ranks, 1),
+        "cut": lambda x: collectives.split(x, ranks, 1),
+        "join": lambda x: collectives.gather_replicated(x, ranks, 1),
         "vocab": lambda x: vocab_cross_entropy(x, labels, mesh).sum,
     }
     return {name: worst([gradient(compiled(f))], [gradient(f)]) for name, f in functions.items()}

@@ -14,7 +14,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forge_parallel import Meshes, ParallelConfig, make_meshes, parallelize
-from forge_parallel.compute import Compute, evaluate, evaluate_rows, reader_batches
+from forge_parallel.compute import (
+    Compute,
+    evaluate,
+    evaluate_sequences,
+    reader_batches,
+)
 from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.lane("test")
@@ -127,7 +132,7 @@ def test_each_row_has_the_sum_of_its_losses_over_the_ranks_that_share_it() -> No
         return [own, [1, [1.0, 2.0]]]
 
     parts = batch.split(2)
-    found = evaluate_rows(compute, ROWS, lambda part: parts[part.start // 2], gather)
+    found = evaluate_sequences(compute, ROWS, lambda part: parts[part.start // 2], gather)
     weights = batch.weights.double().sum(1).tolist() if batch.weights is not None else []
     wanted = [by_hand([row]) * w for row, w in zip(batch.split(1), weights, strict=True)]
     assert found == pytest.approx(

@@ -17,15 +17,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from forge_parallel.axes import context, key_exchange
+from forge_parallel.axes import blockwise, context
+from forge_parallel.axes.blockwise import chunks_of
 from forge_parallel.axes.context import (
-    Place,
+    SequenceShard,
     context_parallel,
-    cut_sequence,
-    join_sequence,
+    gather_sequence,
     packed_tiling,
+    shard_sequence,
 )
-from forge_parallel.axes.key_exchange import chunks_of
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import rejects
 
@@ -154,13 +154,13 @@ def attention_errors(
         whole = [t.double().requires_grad_() for t in (q, k, v)]
         wanted = dense(*whole, ids, window)
         (wanted * weight.double()).sum().backward()
-        parts = [cut_sequence(t.detach(), axis).requires_grad_() for t in (q, k, v)]
-        local = None if ids is None else cut_sequence(ids, axis)
+        parts = [shard_sequence(t.detach(), axis).requires_grad_() for t in (q, k, v)]
+        local = None if ids is None else shard_sequence(ids, axis)
         out = module.attend(*parts, Context(document_ids=local))
-        (out * cut_sequence(weight, axis)).sum().backward()
+        (out * shard_sequence(weight, axis)).sum().backward()
         assert out.dtype == parts[1].grad.dtype == dtype
         pairs = [(out, wanted), *((a.grad, b.grad) for a, b in zip(parts, whole))]
-        found[name] = max(error(a, cut_sequence(b, axis)) for a, b in pairs)
+        found[name] = max(error(a, shard_sequence(b, axis)) for a, b in pairs)
     return found
 
 
@@ -197,7 +197,7 @@ def test_a_window_over_ranks_equals_a_dense_mask(world: int, exchange: str, wind
             assert max(found.values()) < 1e-5, found
 
 
-def seen_pairs(place: Place, lengths: list[list[int]] | None) -> tuple[Tensor, int]:
+def seen_pairs(place: SequenceShard, lengths: list[list[int]] | None) -> tuple[Tensor, int]:
     """How often each query (B, S) of whole rows meets each key in the tiles of a rank, and the pairs they compute."""
     rows = [[S]] * B if lengths is None else lengths
     borders = [[0, *accumulate(row)] for row in rows]
@@ -216,9 +216,9 @@ def seen_pairs(place: Place, lengths: list[list[int]] | None) -> tuple[Tensor, i
                 block = block.triu() if t.backwards else block.tril()
             where = at[place.rank][t.query : t.query + t.queries][:, None]
             into = where, keys[t.key : t.key + t.keys]
-            for row in range(B) if t.row is None else [t.row]:
+            for row in range(B) if t.sequence is None else [t.sequence]:
                 count[row][into] += block
-            computed += int(block.sum()) * (B if t.row is None else 1)
+            computed += int(block.sum()) * (B if t.sequence is None else 1)
     return count, computed
 
 
@@ -231,7 +231,7 @@ def test_tiles_of_a_window_hold_each_pair_once_and_no_other(name: str, exchange:
     if ids is not None:
         seen = seen & (ids.unsqueeze(2) == ids.unsqueeze(1))
     for size, window in itertools.product((1, 2, 4), range(1, S + 2)):
-        places = [Place(S // size, rank, size, exchange, window) for rank in range(size)]
+        places = [SequenceShard(S // size, rank, size, exchange, window) for rank in range(size)]
         lengths = ROWS[name] if ids is not None else None
         found = [seen_pairs(place, lengths) for place in places]
         wanted = seen.triu(1 - window).long()
@@ -249,10 +249,10 @@ def model_errors(exchange: str) -> dict[str, dict[str, float]]:
         wanted = plain(x, positions, ids)
         (wanted * weight).sum().backward()
         model = context_parallel(model, axis, exchange)
-        cut = [None if t is None else cut_sequence(t, axis) for t in (x, positions, ids)]
+        cut = [None if t is None else shard_sequence(t, axis) for t in (x, positions, ids)]
         out = model(*cut)
-        (out * cut_sequence(weight, axis)).sum().backward()
-        errors = {"out": error(join_sequence(out, axis), wanted)}
+        (out * shard_sequence(weight, axis)).sum().backward()
+        errors = {"out": error(gather_sequence(out, axis), wanted)}
         for (key, a), b in zip(model.named_parameters(), plain.parameters()):
             dist.all_reduce(a.grad)
             errors[key] = error(a.grad, b.grad)
@@ -276,8 +276,8 @@ def whole_rows_of_ids(exchange: str) -> list[tuple[bool, dict[str, int]]]:
     """Whether ids of whole rows give what cut ones give, and what the forward sent and read."""
     axis, found = axis_of_all(), []
     torch.manual_seed(2)
-    model, x = context_parallel(built(), axis, exchange), cut_sequence(drawn(B, S, M), axis)
-    positions = cut_sequence(places()[None], axis)
+    model, x = context_parallel(built(), axis, exchange), shard_sequence(drawn(B, S, M), axis)
+    positions = shard_sequence(places()[None], axis)
     for name in ROWS:
         ids = ids_of(name)
         if ids is None:
@@ -290,7 +290,9 @@ def whole_rows_of_ids(exchange: str) -> list[tuple[bool, dict[str, int]]]:
                     place, call, lambda *a, o=original, c=call, n=calls: (n.update([c]), o(*a))[1]
                 )
             out = model(x, positions, document_ids=ids)
-        found.append((torch.equal(out, model(x, positions, cut_sequence(ids, axis))), dict(calls)))
+        found.append(
+            (torch.equal(out, model(x, positions, shard_sequence(ids, axis))), dict(calls))
+        )
     return found
 
 
@@ -306,10 +308,10 @@ def with_and_without_ids(exchange: str) -> tuple[float, float]:
     torch.manual_seed(2)
     model, x, positions = built(), drawn(B, S, M), places().expand(B, S)
     wanted = model(x, positions, ids)
-    cut = [cut_sequence(t, axis) for t in (x, positions, ids)]
+    cut = [shard_sequence(t, axis) for t in (x, positions, ids)]
     model = context_parallel(model, axis, exchange)
     found = (model(*cut[: 3 - without], *[None] * without) for without in (0, 1))
-    return tuple(error(join_sequence(out, axis), wanted) for out in found)
+    return tuple(error(gather_sequence(out, axis), wanted) for out in found)
 
 
 @pytest.mark.parametrize("exchange", ["all_gather", "ring"])
@@ -335,14 +337,14 @@ def collectives(exchange: str, packed: bool, recompute: bool) -> list[dict[str, 
     if recompute:
         for layer in model.layers:
             layer.forward = checkpointed(layer.forward)
-    x = cut_sequence(drawn(B, S, M), axis).requires_grad_()
-    local = None if ids is None else cut_sequence(ids, axis)
-    positions = cut_sequence(places()[None], axis)
+    x = shard_sequence(drawn(B, S, M), axis).requires_grad_()
+    local = None if ids is None else shard_sequence(ids, axis)
+    positions = shard_sequence(places()[None], axis)
     with pytest.MonkeyPatch.context() as patch:
         for module, name in (
             (context, "start_all_gather"),
-            (key_exchange, "start_all_gather"),
-            (key_exchange, "start_reduce_scatter"),
+            (blockwise, "start_all_gather"),
+            (blockwise, "start_reduce_scatter"),
             (dist, "batch_isend_irecv"),
         ):
             patch.setattr(module, name, counted(name, getattr(module, name)))
@@ -389,9 +391,9 @@ def cut_and_joined() -> list[bool]:
         (-1, torch.arange(64).view(2, 32)),
         (0, torch.rand(16, 2, 3)),
     ):
-        part = cut_sequence(x, axis, dim)
+        part = shard_sequence(x, axis, dim)
         found += [part.size(dim) == x.size(dim) // axis.size]
-        found += [torch.equal(join_sequence(part, axis, dim), x)]
+        found += [torch.equal(gather_sequence(part, axis, dim), x)]
     return found
 
 
@@ -399,18 +401,20 @@ def test_join_is_the_inverse_of_cut_and_chunks_are_balanced() -> None:
     for found in run_on_ranks(4, cut_and_joined):
         assert all(found)
     x = torch.arange(16)[None]
-    cut = [cut_sequence(x, SimpleNamespace(rank=r, size=4, group=None)).tolist() for r in range(4)]
+    cut = [
+        shard_sequence(x, SimpleNamespace(rank=r, size=4, group=None)).tolist() for r in range(4)
+    ]
     assert cut == [[[0, 1, 14, 15]], [[2, 3, 12, 13]], [[4, 5, 10, 11]], [[6, 7, 8, 9]]]
     alone = SimpleNamespace(rank=0, size=1, group=None)
-    assert cut_sequence(x, alone) is x
-    assert torch.equal(join_sequence(x, alone), x)
+    assert shard_sequence(x, alone) is x
+    assert torch.equal(gather_sequence(x, alone), x)
 
 
 def test_what_cannot_work_is_refused() -> None:
     axis = SimpleNamespace(rank=0, size=2, group=None)
     for size, near in ((30, ["28", "32"]), (3, ["4"])):
         with rejects("seq_len", size, "divides") as caught:
-            cut_sequence(torch.zeros(1, size), axis)
+            shard_sequence(torch.zeros(1, size), axis)
         assert re.findall(r"\d+", caught.value.problems[0].fix) == near
     with rejects("attend", ..., "missing"):
         context_parallel(nn.Sequential(nn.Linear(2, 2)), axis)

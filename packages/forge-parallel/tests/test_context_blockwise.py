@@ -9,10 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from forge_parallel.axes import attention_kernels, blockwise
-from forge_parallel.axes.blockwise import blockwise_attention
-from forge_parallel.axes.context import Place, documents, packed_tiling
-from forge_parallel.axes.tiles import Tile, Tiling
+from forge_parallel.axes import blockwise
+from forge_parallel.axes.blockwise import Tile, Tiling, blockwise_attention
+from forge_parallel.axes.context import SequenceShard, documents, packed_tiling
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -56,7 +55,7 @@ def random_plan(seed: int, everywhere: bool) -> list[Tile]:
 def seen_by(tiles: list[Tile], keys: int) -> Tensor:
     seen = torch.zeros(B, S, keys, dtype=torch.bool)
     for p in tiles:
-        rows = slice(None) if p.row is None else p.row
+        rows = slice(None) if p.sequence is None else p.sequence
         block = torch.ones(p.queries, p.keys, dtype=torch.bool)
         part = (rows, slice(p.query, p.query + p.queries), slice(p.key, p.key + p.keys))
         if p.causal:
@@ -130,11 +129,13 @@ def test_all_kernels_take_all_groups_of_a_plan(monkeypatch: pytest.MonkeyPatch) 
         folded = (t.unflatten(1, (k.size(1), -1)).sum(2) for t in dk)
         return torch.einsum("hqk,khd->qhd", slope, many[0]), *folded
 
-    monkeypatch.setattr(attention_kernels, "flash_varlen", forward)
-    monkeypatch.setattr(attention_kernels, "flash_varlen_backward", backward)
-    monkeypatch.setattr(blockwise, "kernel_for", lambda q: attention_kernels._FLASH_VARLEN)
+    monkeypatch.setattr(blockwise, "flash_varlen", forward)
+    monkeypatch.setattr(blockwise, "flash_varlen_backward", backward)
+    monkeypatch.setattr(blockwise, "_kernel_for", lambda q: blockwise._FLASH_VARLEN)
     ids = torch.tensor([[0] * 3 + [1] * 6 + [2] * 7, [0] * 5 + [1] * 5 + [-1] * 6])
-    own = packed_tiling(documents(ids), Place(S, 0, 1, "ring"))  # one rank: no key of another
+    own = packed_tiling(
+        documents(ids), SequenceShard(S, 0, 1, "ring")
+    )  # one rank: no key of another
     for tiles in (own.parts[0], random_plan(1, False), random_plan(3, True)):
         torch.manual_seed(0)
         q, weight = torch.randn(2, B, S, H, D)
@@ -146,7 +147,7 @@ def test_all_kernels_take_all_groups_of_a_plan(monkeypatch: pytest.MonkeyPatch) 
         wanted = with_gradients(dense, seen, q, k, v, weight=weight)
         for a, b in zip(got, wanted):
             assert error(a, b) < 1e-5
-        everywhere = tiles[0].row is None
+        everywhere = tiles[0].sequence is None
         assert len(calls) == (
             len(tiles) if everywhere else len({(p.causal, p.backwards) for p in tiles})
         )

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from forge_parallel.further_ahead import further_ahead
+from forge_parallel.compute import mtp_targets
 
 pytestmark = pytest.mark.lane("test")
 
@@ -25,20 +25,20 @@ def test_each_depth_equals_a_loop(packed: bool, weighted: bool) -> None:
     batch = SimpleNamespace(
         tokens=tokens, labels=labels, weights=weights, document_ids=ids if packed else None
     )
-    found = further_ahead(batch, K)
-    assert found.tokens.shape == (B, K, S)
-    assert len(found.targets) == 2 * K
+    inputs, targets = mtp_targets(batch, K)
+    assert inputs.shape == (B, K, S)
+    assert len(targets) == 2 * K
     for row in range(B):
         for depth in range(1, K + 1):
-            of_depth = found.targets[2 * depth - 2 : 2 * depth]
+            of_depth = targets[2 * depth - 2 : 2 * depth]
             for place in range(S):
                 later = place + depth
                 inside = later < S
                 token = tokens[row, later] if inside else 0
-                assert found.tokens[row, depth - 1, place] == token
+                assert inputs[row, depth - 1, place] == token
                 passed = ids[row, place : later + 1] if packed and inside else ids[row, :1]
                 same = inside and (passed == passed[0]).all()  # an id may come again
                 assert of_depth[0][row, place] == (labels[row, later] if same else -100)
                 if weighted and same:
                     assert of_depth[1][row, place] == weights[row, later]
-    assert weighted or found.targets[1::2] == (None,) * K
+    assert weighted or targets[1::2] == (None,) * K

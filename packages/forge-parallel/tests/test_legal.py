@@ -15,18 +15,18 @@ from torch import nn
 
 from forge_parallel import ParallelConfig
 from forge_parallel._shared.problems import Problem, ProblemError
-from forge_parallel.axes.context import cut_sequence
-from forge_parallel.legal import (
-    Facts,
+from forge_parallel.axes.context import shard_sequence
+from forge_parallel.meshes import Axis, Meshes
+from forge_parallel.pipeline import Pipeline
+from forge_parallel.plan import estimate_layout
+from forge_parallel.rules import (
+    ModelFacts,
     ShardedDim,
     problems,
     uneven_sequence,
     uneven_vocab,
     uneven_width,
 )
-from forge_parallel.meshes import Axis, Meshes
-from forge_parallel.pipeline import Pipeline
-from forge_parallel.plan import estimate_layout
 from forge_testing.problems import assert_problem, rejects
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -35,27 +35,27 @@ from plan_models import Llama
 pytestmark = pytest.mark.lane("test")
 
 NAMES = {"seq_len": "data.seq_len", "tp": "parallel.tp", "ep": "parallel.ep"}
-KINDS: dict[str, tuple[dict[str, Any], int, Facts, tuple[str, Any, str]]] = {
-    "rows": ({"cp": 2}, 2, Facts(seq_len=14), ("seq_len", 14, "divides")),
+KINDS: dict[str, tuple[dict[str, Any], int, ModelFacts, tuple[str, Any, str]]] = {
+    "rows": ({"cp": 2}, 2, ModelFacts(seq_len=14), ("seq_len", 14, "divides")),
     "rows-of-a-mixture": (
-        {"tp": 2, "sequence_parallel": False}, 2, Facts(seq_len=7, num_experts=4), ("seq_len", 7, "divides")),
-    "names-of-the-caller": ({"tp": 2}, 2, Facts(seq_len=7, names=NAMES), ("data.seq_len", 7, "divides")),
-    "float8": ({"float8": "rowwise"}, 1, Facts(seq_len=24, micro_batch=1), ("float8", "rowwise", "tokens")),
-    "experts": ({"ep": 2}, 2, Facts(num_experts=3), ("ep", 2, "divides")),
-    "widths": ({"tp": 4}, 4, Facts(widths=[ShardedDim("num_heads", 6)]), ("num_heads", 6, "divides")),
-    "no-id-for-a-rank": ({"tp": 4}, 4, Facts(vocab=[ShardedDim("vocab", 5)]), ("vocab", 5, "empty")),
+        {"tp": 2, "sequence_parallel": False}, 2, ModelFacts(seq_len=7, num_experts=4), ("seq_len", 7, "divides")),
+    "names-of-the-caller": ({"tp": 2}, 2, ModelFacts(seq_len=7, names=NAMES), ("data.seq_len", 7, "divides")),
+    "float8": ({"float8": "rowwise"}, 1, ModelFacts(seq_len=24, micro_batch=1), ("float8", "rowwise", "tokens")),
+    "experts": ({"ep": 2}, 2, ModelFacts(num_experts=3), ("ep", 2, "divides")),
+    "widths": ({"tp": 4}, 4, ModelFacts(widths=[ShardedDim("num_heads", 6)]), ("num_heads", 6, "divides")),
+    "no-id-for-a-rank": ({"tp": 4}, 4, ModelFacts(vocab=[ShardedDim("vocab", 5)]), ("vocab", 5, "empty")),
     "shards that torch misplaces": (
-        {"tp": 2}, 16, Facts(vocab=[ShardedDim("vocab", 257, width=36)]), ("vocab", 257, "shards")),
+        {"tp": 2}, 16, ModelFacts(vocab=[ShardedDim("vocab", 257, width=36)]), ("vocab", 257, "shards")),
     "what-decides-over-a-micro-batch": (
-        {"cp": 2}, 2, Facts(whole_batch={"capacity 1.25": "no capacity"}), ("capacity", 1.25, "whole_batch")),
+        {"cp": 2}, 2, ModelFacts(whole_batch={"capacity 1.25": "no capacity"}), ("capacity", 1.25, "whole_batch")),
     "tied ends": (
-        {"pp": 2, "pp_schedule": "dualpipev"}, 2, Facts(tied=["embedding"]), ("pp_schedule", "dualpipev", "tied")),
-    "layers": ({"pp": 2}, 2, Facts(num_layers=1), ("num_layers", 1, "stages")),
-    "micro-batches": ({"pp": 2}, 2, Facts(num_micro_batches=1), ("num_micro_batches", 1, "pp")),
+        {"pp": 2, "pp_schedule": "dualpipev"}, 2, ModelFacts(tied=["embedding"]), ("pp_schedule", "dualpipev", "tied")),
+    "layers": ({"pp": 2}, 2, ModelFacts(num_layers=1), ("num_layers", 1, "stages")),
+    "micro-batches": ({"pp": 2}, 2, ModelFacts(num_micro_batches=1), ("num_micro_batches", 1, "pp")),
     "what-the-model-lacks": (
-        {"cp": 2}, 2, Facts(obstacles={"cp": [Problem("attend", "missing", ..., "is missing")]}),
+        {"cp": 2}, 2, ModelFacts(obstacles={"cp": [Problem("attend", "missing", ..., "is missing")]}),
         ("attend", ..., "missing")),
-    "blocks": ({"recompute": "full"}, 2, Facts(num_blocks=0, model="Net"), ("recompute", "full", "blocks")),
+    "blocks": ({"recompute": "full"}, 2, ModelFacts(num_blocks=0, model="Net"), ("recompute", "full", "blocks")),
 }  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def test_each_rule_finds_one_problem_and_none_in_unknown_facts(kind: str) -> Non
     layout = config.axes(world)
     (problem,) = problems(config, layout, facts)
     assert_problem(ProblemError([problem]), *wanted)
-    assert problems(config, layout, Facts()) == []
+    assert problems(config, layout, ModelFacts()) == []
     alone = ParallelConfig(device="cpu", precision="fp32")
     assert problems(alone, alone.axes(world), replace(facts, num_blocks=None)) == []
 
@@ -111,7 +111,7 @@ def test_a_tensor_a_pipeline_and_a_plan_say_the_same_of_rows() -> None:
     with torch.device("meta"):
         model = Llama()
     asked = (
-        lambda: cut_sequence(torch.zeros(1, 14), meshes.cp),
+        lambda: shard_sequence(torch.zeros(1, 14), meshes.cp),
         lambda: Pipeline(nn.Linear(1, 1), config, meshes, seq_len=14, **sizes),
         lambda: estimate_layout(model, config, 8, global_batch=16, micro_batch=1, seq_len=14),
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forge_parallel import ParallelConfig
-from forge_parallel.micro_batches import divide_batch
+from forge_parallel.compute import divide_batch
 from forge_parallel.pipeline import schedule_problems
 from forge_testing.problems import rejects
 

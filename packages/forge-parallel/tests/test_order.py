@@ -13,8 +13,8 @@ from torch import nn
 from forge_parallel.axes.local import add_mixin
 from forge_parallel.compile import compile_blocks
 from forge_parallel.float8 import convert_float8
-from forge_parallel.order import STEPS, OrderError, mark
 from forge_parallel.recompute import recompute
+from forge_parallel.structure import STEPS, OrderError, mark
 
 pytestmark = pytest.mark.lane("test")
 

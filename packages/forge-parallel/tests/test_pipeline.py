@@ -23,7 +23,6 @@ from pipeline_nets import S, net
 
 from forge_parallel import ParallelConfig, _torch_compat
 from forge_parallel.meshes import Axis
-from forge_parallel.order import OrderError, mark
 from forge_parallel.pipeline import (
     block_costs,
     keeps_gathered,
@@ -37,9 +36,9 @@ from forge_parallel.pipeline import (
     stages_on,
     stream_dim,
 )
-from forge_parallel.pipeline.cut import EMBEDDING_SHARE
 from forge_parallel.pipeline.pipeline import make_schedule
-from forge_parallel.pipeline.split import follow_mode
+from forge_parallel.pipeline.split import EMBEDDING_COST, follow_mode
+from forge_parallel.structure import OrderError, mark
 
 pytestmark = pytest.mark.lane("test")
 
@@ -100,7 +99,7 @@ def test_costs_are_counted_and_the_ends_weighed_in() -> None:
     table = 2.0 * sum(p.numel() for m in (model.embedding, model.place) for p in m.parameters())
     head = 2.0 * sum(p.numel() for m in (model.norm, model.head) for p in m.parameters())
     assert block_costs(model, parts_of(model), S) == [
-        inside + EMBEDDING_SHARE * table,
+        inside + EMBEDDING_COST * table,
         inside,
         inside + head,
     ]

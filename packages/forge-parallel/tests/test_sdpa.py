@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_parallel import ParallelConfig, launch
 from forge_parallel._shared.problems import ProblemError
-from forge_parallel.sdpa import sdpa_problem
+from forge_parallel.rules import sdpa_problem
 from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")

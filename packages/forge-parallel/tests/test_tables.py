@@ -13,7 +13,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel.axes.fsdp import apply_fsdp
 from forge_parallel.axes.tensor import tensor_parallel
-from forge_parallel.legal import offsets_are_right
+from forge_parallel.rules import offsets_are_right
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import assert_problem
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from forge_parallel import ParallelConfig, make_meshes, parallelize
-from forge_parallel.axes.hf_plan import roles_of_plan
+from forge_parallel.axes.roles import roles_of_plan
 from forge_parallel.axes.tensor import tensor_parallel
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_testing import device, run_on_ranks

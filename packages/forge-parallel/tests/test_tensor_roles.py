@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from forge_parallel.axes.roles import Role, check_cuts, find_roles, match_roles
+from forge_parallel.axes.roles import Role, find_roles, match_roles
+from forge_parallel.check_model import check_shards
 from forge_testing.problems import rejects
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -41,9 +42,9 @@ def test_modules_of_every_kind_are_found():
 def test_a_row_may_ask_for_multiples():
     for value in ({"role": "colwise", "multiple_of": 2}, Role("colwise", 2), ("colwise", 2)):
         matched = match_roles(Small(), {"up.*": value, "down.*": "rowwise"})
-        check_cuts(Small(), matched, 3)
+        check_shards(Small(), matched, 3)
         with rejects("up", 6, "divides"):
-            check_cuts(Small(), matched, 2)
+            check_shards(Small(), matched, 2)
 
 
 REFUSED = [
@@ -104,7 +105,7 @@ def test_regions_that_cross_are_refused():
 def test_what_cannot_be_cut_is_named(module, role, key, value, code):
     model = nn.ModuleDict({"part": module})
     with rejects(key, value, code):
-        check_cuts(model, match_roles(model, {"part.*": role}), 4)
+        check_shards(model, match_roles(model, {"part.*": role}), 4)
 
 
 @pytest.mark.slow
@@ -124,19 +125,19 @@ def test_one_parameter_cannot_have_two_layouts():
 
     model = Tied()
     good = match_roles(model, {"embedding.*": "vocab", "head.*": "sharded_logits"})
-    check_cuts(model, good, 2)
+    check_shards(model, good, 2)
     for other in ("opaque", "rowwise"):
         with rejects("embedding.weight", ..., "tied"):
-            check_cuts(model, match_roles(model, {"embedding.*": "vocab", "head.*": other}), 2)
+            check_shards(model, match_roles(model, {"embedding.*": "vocab", "head.*": other}), 2)
 
 
 def test_a_role_has_one_name_however_it_is_written():
     for value in ("expert", Role("expert"), {"role": "expert"}, ("expert",)):
-        found = find_roles(Small(), {"up.*": value}, cut=False)
+        found = find_roles(Small(), {"up.*": value}, sharded=False)
         assert set(found.parameters.values()) == {"expert"}
         assert all(name.startswith("up.") for name in found.expert_parameters)
-    assert find_roles(Small(), cut=False).parameters == {}
+    assert find_roles(Small(), sharded=False).parameters == {}
     with rejects("roles", ..., "missing", where="Small"):
         find_roles(Small())
     with rejects("up.*", "sideways", "unknown"):
-        find_roles(Small(), {"up.*": "sideways"}, cut=False)
+        find_roles(Small(), {"up.*": "sideways"}, sharded=False)

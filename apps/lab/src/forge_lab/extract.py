@@ -24,7 +24,7 @@ from forge_lab.axes import Axes
 from forge_lab.evaluate import checked_job, world_of
 from forge_parallel import Meshes, ParallelConfig, World, find_world
 from forge_parallel.compute import Compute
-from forge_parallel.points import WholePoints
+from forge_parallel.points import UnshardedPoints
 from forge_resilience import Agreement, ExitCode
 from forge_train import JobConfig, load_model
 from forge_train.errors import ConfigError, DataError, config_errors, refuse, run_on_all_ranks
@@ -172,7 +172,7 @@ def _write(asked: ExtractFlags, job: JobConfig, meshes: Meshes) -> tuple[int, in
     stream = run_on_all_ranks(agreement, lambda: _stream(asked, job, model, meshes))
     with config_errors():
         compute = job_compute(model, job, meshes)
-        whole = WholePoints(model, job.parallel, meshes)
+        whole = UnshardedPoints(model, job.parallel, meshes)
         with ActivationStore(asked.points, whole=whole).watch(model):
             pass  # each pattern has its points
     count = min(asked.rows, len(stream))
@@ -180,14 +180,14 @@ def _write(asked: ExtractFlags, job: JobConfig, meshes: Meshes) -> tuple[int, in
         request = _request(asked, job, meshes, at, count)
         run_on_all_ranks(agreement, lambda: parts.open(request) if meshes.rank == 0 else None)
         done = run_on_all_ranks(agreement, parts.starts)  # before any rank writes another
-        starts, readers = range(0, count, compute.rows_at_once), meshes.batch_size
+        starts, readers = range(0, count, compute.sequences_at_once), meshes.batch_size
         for first in range(0, len(starts), readers):
             missing = [start for start in starts[first : first + readers] if start not in done]
             if not missing:
                 continue
             # collectives pair up: a rank without a part of its own computes another one's, too
             start = missing[min(meshes.batch_rank, len(missing) - 1)]
-            batch = _batch(stream, start, min(start + compute.rows_at_once, count), compute)
+            batch = _batch(stream, start, min(start + compute.sequences_at_once, count), compute)
             values = _values(compute, batch, asked, whole)
             values = {name: value[: count - start] for name, value in values.items()}
             writes = meshes.is_batch_leader and meshes.batch_rank < len(missing)
@@ -249,12 +249,12 @@ def _stream(asked: ExtractFlags, job: JobConfig, model: nn.Module, meshes: Meshe
 
 def _batch(stream: Stream, start: int, stop: int, compute: Compute) -> Batch:
     """Rows [start, stop), and the first of them again up to the number that is computed at once."""
-    filler = compute.rows_at_once - (stop - start)
+    filler = compute.sequences_at_once - (stop - start)
     return batch_of(stream, [*range(start, stop), *[start] * filler])
 
 
 def _values(
-    compute: Compute, batch: Batch, asked: ExtractFlags, whole: WholePoints
+    compute: Compute, batch: Batch, asked: ExtractFlags, whole: UnshardedPoints
 ) -> dict[str, numpy.ndarray]:
     """What a part holds, by name."""
     store = ActivationStore(asked.points, dtype=torch.float32, whole=whole)

@@ -35,7 +35,7 @@ from forge_lab._shared.paths import user_path
 from forge_lab._shared.problems import invalid
 from forge_lab.evaluate import checked_job
 from forge_parallel import Meshes, ParallelConfig, find_world, make_meshes, parallelize
-from forge_parallel.axes import ids_of_cut_logits, width_of_cut_logits
+from forge_parallel.axes import sharded_logits_vocab_size, sharded_logits_width
 from forge_resilience import Agreement
 from forge_train import RunDirectory, load_folder, load_model
 from forge_train.errors import ConfigError, config_errors
@@ -238,11 +238,11 @@ class Forge(TemplateLM):  # type: ignore[misc, unused-ignore]
     def _whole(self, logits: Tensor) -> Tensor:
         """Logits (N, V) of which each tp rank may have a part (N, V / tp)."""
         tp = self._meshes.tp
-        if tp.size == 1 or logits.size(-1) != width_of_cut_logits(self._model):
+        if tp.size == 1 or logits.size(-1) != sharded_logits_width(self._model):
             return logits
         parts = [torch.empty_like(logits) for _ in range(tp.size)]
         dist.all_gather(parts, logits.contiguous(), group=tp.group)
-        return torch.cat(parts, -1)[:, : ids_of_cut_logits(self._model)]  # without padding
+        return torch.cat(parts, -1)[:, : sharded_logits_vocab_size(self._model)]  # without padding
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False

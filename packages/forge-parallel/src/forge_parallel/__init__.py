@@ -1,5 +1,8 @@
 """Devices, precision and layouts over many ranks for PyTorch models."""
 
+from functools import partial
+
+from forge_parallel._renamed import renamed
 from forge_parallel.axes.fsdp import accumulate, apply_fsdp, follow_requires_grad, reshard
 from forge_parallel.config import ParallelConfig
 from forge_parallel.grad_norm import (
@@ -9,7 +12,7 @@ from forge_parallel.grad_norm import (
     global_grad_norm,
 )
 from forge_parallel.meshes import Axis, Meshes, launch, make_meshes, select_device
-from forge_parallel.parallelize import materialise, parallelize, store_parameters
+from forge_parallel.parallelize import materialize, parallelize, store_parameters
 from forge_parallel.start import (
     StartError,
     World,
@@ -37,10 +40,12 @@ __all__ = [
     "launch",
     "leave",
     "make_meshes",
-    "materialise",
+    "materialize",
     "parallelize",
     "reshard",
     "select_device",
     "start_process_group",
     "store_parameters",
 ]
+
+__getattr__ = partial(renamed, __name__)

@@ -1,4 +1,24 @@
-"""The private torch names in use, each with the torch versions that need it; without a note, 2.11 to 2.15."""
+"""The private torch names in use, and why: one table, checked by tests/test_torch_names.py.
+
+A name without a version is needed from 2.11 to 2.15, the versions that are supported. Delete what an older version
+needs when its support ends.
+
+    name                                          versions   why no public name does it
+    torch._foreach_norm, _foreach_mul_            all        one launch for all gradients; optimizers of torch use them
+    distributed_c10d._set_pg_timeout              to 2.13    public as set_timeout from 2.14 on
+    DTensor._op_dispatcher, _clear_DTensor_...    all        DTensor caches results by meshes of ended process groups
+    FSDPModule._get_fsdp_state and its groups     all        gradients of parameters that only some ranks used
+    torch.ops._c10d_functional                    all        collectives that torch.compile and fake groups trace
+    config._micro_pipeline_tp, enable_symm_mem    all        async tp; never run on a GPU
+    torch._C._current_graph_task_id               all        whether a forward runs inside of a backward
+    _python_dispatch.TorchDispatchMode            all        documented, but in a private module
+    _SetExcludeDispatchKeyGuard                   all        an alias below autograd that keeps the version counter
+    PipelineStage methods                         see below  bugs of stages, fixed in 2.12 and 2.15
+    aten flash kernels                            all        their log-sum-exp; the CUDA ones have never run
+    _torchdynamo_disable, eval_frame              to 2.11    exempts a function without an import of the compiler
+    _dynamo.lookup_backend, config, counters      all        options of one graph; counts of compilations
+    cuda.memory._record_memory_history            all        documented as experimental; never run: needs a GPU
+"""
 
 from __future__ import annotations
 
@@ -15,7 +35,7 @@ from torch import Tensor
 from torch.utils import _python_dispatch
 
 F = TypeVar("F", bound=Callable[..., Any])
-Borders = tuple[Tensor, Tensor, int, int]
+Boundaries = tuple[Tensor, Tensor, int, int]
 """Cumulative lengths of queries and of keys, int32 on the device, and the longest of each."""
 
 
@@ -71,7 +91,7 @@ def reduce_unused_parameters(meshes: Mapping[Any, Any]) -> None:
     parameters would add gradients of one to those of another. Here an unused parameter of a gathered unit gets
     zeros, and a parameter that no rank used since the last update has no gradient, as in one process. torch 2.13's
     `set_reduce_scatter_unused_params` only adds zeros (an optimizer would decay such parameters), and supports one
-    dtype. A unit that the last micro-batch leaves out is reduced as well, and with it HSDP's sum over copies.
+    dtype. A unit that the last micro-batch leaves out is reduced as well, and with it HSDP's sum over replicas.
 
     Cost: one all-reduce of a byte per parameter and axis at the end of the step's last backward; the host reads the
     result on ranks with unused parameters.
@@ -85,7 +105,7 @@ def reduce_unused_parameters(meshes: Mapping[Any, Any]) -> None:
     }
     for group in groups:
         group.post_backward = functools.partial(_reduce_all, group, group.post_backward, used)
-    # any unit may be the root of a backward: that whose output the loss reaches first
+    # any unit may be the root of a backward: the one whose output the loss reaches first
     for module in meshes:
         state = module._get_fsdp_state()
         # from torch 2.15 on; a pipeline calls it after the last backward, not within
@@ -127,26 +147,26 @@ def _fill(parameters: list[Any]) -> None:
     """Give zeros to parameters without a gradient."""
     for parameter in parameters:
         if not _has_gradient(parameter):
-            whole = parameter._unsharded_param
-            whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype)
+            full = parameter._unsharded_param
+            full.grad = torch.zeros_like(full, dtype=full.grad_dtype)
 
 
 def _fill_apart(parameters: list[Any]) -> None:
-    """`_fill` where FSDP2 has sums apart and packs one dtype (before torch 2.15)."""
+    """`_fill` before torch 2.15, where FSDP2 sums in `unsharded_accumulated_grad` and packs one dtype."""
     waiting = [p.unsharded_accumulated_grad for p in parameters]
     dtype = next((gradient.dtype for gradient in waiting if gradient is not None), None)
     for parameter in parameters:
         if not _has_gradient(parameter):
             zeros = torch.zeros_like(parameter._unsharded_param, dtype=dtype)
             parameter.unsharded_accumulated_grad = zeros
-        # The order matters: the cast alone would overwrite the accumulated sum.
+        # The order matters: without the sum first, the cast would overwrite the accumulated gradient.
         elif dtype is not None:
             parameter.accumulate_unsharded_grad_if_needed()
             parameter.to_accumulated_grad_if_needed()
 
 
 def _sums_apart(parameter: Any) -> bool:
-    """Whether FSDP2 sums gradients of micro-batches beside the parameter, as before torch 2.15.
+    """Whether FSDP2 sums gradients of micro-batches in `unsharded_accumulated_grad`, as before torch 2.15.
 
     From 2.15 on they are summed in `.grad`, whose `grad_dtype` is that of sums.
     """
@@ -210,26 +230,26 @@ def all_reduce(x: Tensor, group_name: str) -> Tensor:
 
 
 def start_all_gather(x: Tensor, size: int, group_name: str) -> Callable[[], Tensor]:
-    """Parts of all ranks one after another on dim 0, once the returned function is called."""
+    """Start an all-gather; the returned function waits and gives the shards of all ranks, concatenated on dim 0."""
     ops = torch.ops._c10d_functional
     pending = ops.all_gather_into_tensor(x.contiguous(), size, group_name)
     return lambda: ops.wait_tensor(pending)
 
 
 def all_gather(x: Tensor, size: int, group_name: str) -> Tensor:
-    """`start_all_gather`, waited for."""
+    """The shards of all ranks, concatenated on dim 0."""
     return start_all_gather(x, size, group_name)()
 
 
 def start_reduce_scatter(x: Tensor, size: int, group_name: str) -> Callable[[], Tensor]:
-    """The sum over ranks, of which each keeps its part of dim 0, once the returned function is called."""
+    """Start a reduce-scatter; the returned function waits and gives this rank's shard, on dim 0, of the sum over ranks."""
     ops = torch.ops._c10d_functional
     pending = ops.reduce_scatter_tensor(x.contiguous(), "sum", size, group_name)
     return lambda: ops.wait_tensor(pending)
 
 
 def reduce_scatter(x: Tensor, size: int, group_name: str) -> Tensor:
-    """`start_reduce_scatter`, waited for."""
+    """This rank's shard, on dim 0, of the sum over ranks."""
     return start_reduce_scatter(x, size, group_name)()
 
 
@@ -237,7 +257,7 @@ def function_output(x: Tensor) -> Tensor:
     """`x`, to be returned by the forward of a custom autograd function whose last operator may return its input.
 
     `to` the same dtype, `contiguous` and `wait_tensor` may do so. Dynamo of torch 2.11 then lists the tensor as an
-    output twice and loses the gradient of the first: it is silently zero. So there a compiled forward copies.
+    output twice and loses the gradient of the first: it is silently zero. So there a compiled forward clones.
     """
     return x.clone() if _LOSES_GRADIENTS and torch.compiler.is_compiling() else x
 
@@ -245,12 +265,12 @@ def function_output(x: Tensor) -> Tensor:
 _LOSES_GRADIENTS = torch.__version__ < "2.12"
 
 #: Whether torch can split the backward of any graph into gradients of inputs and of weights. Before 2.13 it raises
-#: at some custom functions, and adds the gradient of a weight twice that is below two of its cut points.
+#: at some custom functions, and adds the gradient of a weight twice that is below two points where it splits the graph.
 SPLITS_ANY_BACKWARD = torch.__version__ >= "2.13"
 
 
 def overlap_matmuls(group_name: Any) -> None:
-    """Let inductor split matmuls to overlap them with collectives of a group (async tp); unrun on a GPU.
+    """Let inductor split matmuls to overlap them with collectives of a group (async tp). Never run on a GPU.
 
     Inductor's pass skips groups without symmetric memory. torch 2.13 deprecates the call that enables it as
     unnecessary, but its pass still checks for it.
@@ -369,13 +389,13 @@ def flash_cpu_backward(
 
 
 def flash_varlen(
-    q: Tensor, k: Tensor, v: Tensor, borders: Borders, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Boundaries, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """Attention (T, H, D) of concatenated sequences, and its log-sum-exp (H, T): CUDA, 16 bits.
 
-    k and v may have fewer heads. The call is that of torch 2.13's own varlen_attn; not run by us.
+    k and v may have fewer heads. The call is that of torch 2.13's own varlen_attn. Never run: it needs a GPU.
     """
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *borders, 0.0, causal, False)
+    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *boundaries, 0.0, causal, False)
     return out, lse
 
 
@@ -386,13 +406,13 @@ def flash_varlen_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    borders: Borders,
+    boundaries: Boundaries,
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `flash_varlen` for any out and lse that hold these keys. Not run by us."""
+    """Gradients of `flash_varlen` for any out and lse that hold these keys. Never run: it needs a GPU."""
     seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is 0
     return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse, *borders, 0.0, causal, seed, q.new_empty(0)
+        grad, q, k, v, out, lse, *boundaries, 0.0, causal, seed, q.new_empty(0)
     )
 
 
@@ -426,7 +446,7 @@ def disable_compile(function: F) -> F:
 def compiler(backend: str, memory_budget: float | None) -> Callable[..., Any]:
     """A backend for torch.compile with options of its own.
 
-    torch reads them while it partitions a graph into forward and backward, so they apply to its graphs alone.
+    torch reads them while it partitions a graph into forward and backward, so they apply only to its graphs.
     Cached, as torch reuses a graph only for the same backend object.
     """
     from torch._dynamo import lookup_backend
@@ -466,7 +486,7 @@ def raise_recompile_limit(number: int) -> None:
 
 
 def start_memory_history() -> None:
-    """Record allocations of the CUDA allocator with their stacks, from now on. Not run by us: it needs a GPU."""
+    """Record allocations of the CUDA allocator with their stacks, from now on. Never run: it needs a GPU."""
     require_attributes(torch.cuda.memory, "_record_memory_history", "_dump_snapshot")
     torch.cuda.memory._record_memory_history(max_entries=200_000)
 

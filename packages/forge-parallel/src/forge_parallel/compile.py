@@ -15,9 +15,8 @@ from torch import nn
 
 from forge_parallel._shared.problems import invalid
 from forge_parallel._torch_compat import compiler, count_compilations, raise_recompile_limit
-from forge_parallel.order import mark
 from forge_parallel.recompute import TrainingForward, is_selective
-from forge_parallel.structure import Structure, structure_of
+from forge_parallel.structure import Structure, mark, structure_of
 
 __all__ = ["compile_blocks", "recompilations"]
 
@@ -29,17 +28,17 @@ def compile_blocks(
     memory_budget: float | None = None,
     structure: Structure | None = None,
 ) -> nn.Module:
-    """Compile every block of `structure` (default: `structure_of(model)`; the model itself where there is none).
+    """Compile every block of `structure` (default: `structure_of(model)`; without blocks the model itself).
 
         compile_blocks(model)
         ... some steps ...
         print(recompilations())                          # {"graphs": 1, "recompiled": 0}
 
-    A block that holds experts is not compiled, only its other parts are (norms, attention): routes have
+    Of a block that holds experts only the other modules are compiled (norms, attention): routes have
     data-dependent shapes. Names of parameters stay. Shapes are static, a graph for each. Without grad a block runs
     uncompiled: evaluation and generation use other shapes than training, and each would be compiled.
 
-    The compiler itself decides which activations are recomputed in a backward. `memory_budget` is the share that it
+    The compiler itself decides which activations are recomputed in a backward. `memory_budget` is the fraction that it
     may save of those that it would save for speed; it recomputes the cheapest of the rest (0.7 saves about as much
     as selective recomputation, near 0 as little as full).
     Backends: "inductor"; "aot_eager" for tests.
@@ -60,20 +59,19 @@ def compile_blocks(
 
     mark(model, "compile")
     graphs = compiler(backend, memory_budget)
-    ready: dict[
-        Any, Callable[..., Any]
-    ] = {}  # by function: blocks of one class share compiled code
-    parts: list[Any] = [part for block in blocks for part in compiled_parts(block)]
+    # by function: blocks of one class have one compiled code
+    ready: dict[Any, Callable[..., Any]] = {}
+    modules: list[Any] = [module for block in blocks for module in compiled_parts(block)]
     # one code object (the mixin's) may need a graph for each block
-    raise_recompile_limit(max(64, len(parts) + 8))
-    for part in parts:
-        if not isinstance(part, TrainingForward):
-            add_mixin(part, TrainingForward)
+    raise_recompile_limit(max(64, len(modules) + 8))
+    for module in modules:
+        if not isinstance(module, TrainingForward):
+            add_mixin(module, TrainingForward)
         # the plain function below the mixin: one code object for all blocks of a class, and no hooks in the graph
-        forward = super(TrainingForward, part).forward.__func__
+        forward = super(TrainingForward, module).forward.__func__
         if forward not in ready:
             ready[forward] = torch.compile(forward, backend=graphs, dynamic=False)
-        part.compiled = ready[forward]
+        module.compiled = ready[forward]
     return model
 
 
@@ -93,7 +91,7 @@ def holds_experts(module: nn.Module) -> bool:
 
 
 def compiled_parts(module: nn.Module) -> Iterator[nn.Module]:
-    """The module itself, or where it holds experts its largest parts without: what `compile_blocks` compiles of a block."""
+    """The modules that `compile_blocks` compiles of a block: itself, or the largest ones without experts."""
     if not holds_experts(module):
         yield module
         return

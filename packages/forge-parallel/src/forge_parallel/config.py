@@ -1,4 +1,4 @@
-"""Device, precision and layout of a job: `ParallelConfig`, and `Layout`, its axes on a number of ranks."""
+"""Device, precision and layout of a job: `ParallelConfig`; `Layout`, its axes on a number of ranks; pipeline stages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple, get_args, get_type_hints
 from forge_parallel._shared.fields import field
 from forge_parallel._shared.problems import Problem, invalid, raise_problems
 
-__all__ = ["SCHEDULES", "V_SCHEDULES", "Layout", "ParallelConfig"]
+__all__ = ["DEVICES", "SCHEDULES", "V_SCHEDULES", "Layout", "ParallelConfig"]
 
 DEVICES = ("auto", "cpu", "cuda")
 #: Stages per rank of each schedule; the interleaved ones may have more.
@@ -23,7 +23,8 @@ SCHEDULES = {
 }
 #: Schedules whose first and last stage are on the same rank.
 V_SCHEDULES = ("zbv_zero_bubble", "dualpipev")
-_AXES = ("dp_replicate", "tp", "cp", "pp", "ep")
+#: Schedules that compute gradients of inputs and of weights apart.
+_IN_HALVES = ("interleaved_zero_bubble", "zbv_zero_bubble", "dualpipev")
 
 
 class Layout(NamedTuple):
@@ -44,8 +45,8 @@ class Layout(NamedTuple):
     def axes(self) -> dict[str, tuple[int, int]]:
         """name -> (ranks of a group, distance between neighbors in it), of every way to group the ranks.
 
-        Ranks are numbered row by row over (pp, dp_replicate, dp_shard, cp, tp). batch is dp_replicate x dp_shard;
-        fsdp, dp_shard x cp, shards dense parameters; efsdp and ep divide the same ranks (of one copy of a stage)
+        Ranks are numbered in row-major order over (pp, dp_replicate, dp_shard, cp, tp). batch is dp_replicate x dp_shard;
+        fsdp, dp_shard x cp, shards dense parameters; efsdp and ep divide the same ranks (of one replica of a stage)
         for experts, ep innermost; the ranks of a stage hold the same layers.
         """
         copy = self.dp_shard * self.cp * self.tp
@@ -177,7 +178,7 @@ class ParallelConfig:
         return self.pp_stages_per_rank or SCHEDULES[self.pp_schedule]
 
     def axes(self, world_size: int, ranks_per_node: int | None = None) -> Layout:
-        """The axes on `world_size` ranks. ValueError unless they multiply to it, `ep` divides the ranks it
+        """The axes on `world_size` ranks. Raises ValueError unless they multiply to it, `ep` divides the ranks it
         borrows, and tp and ep stay inside a node of `ranks_per_node` (or `gpus_per_node`)."""
         fixed, shard = self.dp_replicate * self.tp * self.cp * self.pp, self.dp_shard
         ranks = f"{world_size} ranks of the job"
@@ -210,7 +211,7 @@ class ParallelConfig:
         return " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
 
     def _check_nodes(self, world_size: int, per_node: int | None) -> None:
-        """tp and ep groups of neighboring ranks must not straddle a node's border."""
+        """tp and ep groups of neighboring ranks must stay inside a node."""
         if per_node is None or per_node >= world_size or self.across_nodes:
             return
         for name, size in (("tp", self.tp), ("ep", self.ep)):
@@ -269,9 +270,12 @@ def _problems(c: ParallelConfig) -> Iterator[Problem]:
 
 
 def _axes_problems(c: ParallelConfig) -> Iterator[Problem]:
-    if c.layout == "auto" and (c.dp_shard != -1 or any(getattr(c, axis) != 1 for axis in _AXES)):
+    if c.layout == "auto" and (
+        c.dp_shard != -1
+        or any(getattr(c, axis) != 1 for axis in ("dp_replicate", "tp", "cp", "pp", "ep"))
+    ):
         rule = (
-            f"must be left to choose, and an axis is set (dp_replicate {c.dp_replicate}, dp_shard {c.dp_shard}, "
+            f"chooses the axes, and one is set (dp_replicate {c.dp_replicate}, dp_shard {c.dp_shard}, "
             f"tp {c.tp}, cp {c.cp}, pp {c.pp}, ep {c.ep})"
         )
         fix = "remove the axes, or use layout = 'manual'"
@@ -299,7 +303,9 @@ def _axes_problems(c: ParallelConfig) -> Iterator[Problem]:
             yield Problem("pp_stages_per_rank", "schedule", stages, rule, fix)
 
     if c.cpu_offload and max(c.tp, c.cp, c.pp, c.ep) > 1:
-        rule = f"must go with data parallelism alone, and tp is {c.tp}, cp {c.cp}, pp {c.pp}, ep {c.ep}"
+        rule = (
+            f"must go with only data parallelism, and tp is {c.tp}, cp {c.cp}, pp {c.pp}, ep {c.ep}"
+        )
         fix = "set them to 1, or cpu_offload = false"
         yield Problem("cpu_offload", "excludes", c.cpu_offload, rule, fix)
 
@@ -325,7 +331,7 @@ def _precision_problems(c: ParallelConfig) -> Iterator[Problem]:
 def _recompute_problems(c: ParallelConfig) -> Iterator[Problem]:
     if c.recompute_every > 1 and c.recompute == "none":
         fix = "use recompute = 'full', or leave recompute_every out"
-        rule = "must go with a mode, and recompute is none"
+        rule = f"must go with recompute full or selective, not {c.recompute}"
         yield Problem("recompute_every", "requires", c.recompute_every, rule, fix)
 
     if c.compile and c.recompute == "selective":
@@ -344,5 +350,60 @@ def _recompute_problems(c: ParallelConfig) -> Iterator[Problem]:
         yield Problem("memory_budget", "range", budget, rule, fix)
 
 
-def _divisors(n: int) -> str:
-    return ", ".join(str(d) for d in range(1, n + 1) if n % d == 0)
+def splits_backward(config: ParallelConfig) -> bool:
+    """Whether gradients of inputs and of weights are computed at different times, to fill the bubble with the latter."""
+    return config.pp > 1 and config.pp_schedule in _IN_HALVES
+
+
+def keeps_gathered(config: ParallelConfig) -> bool:
+    """Whether FSDP2 must not reshard after the forward: `fully_shard(..., reshard_after_forward=False)`.
+
+    A schedule that splits the backward reads the module's parameters before FSDP2's hooks have gathered them again.
+    It gets the shards, which are not in the graph, and gradients are silently missing or wrong (seen in
+    torch 2.11 to 2.13; later ones were not checked). Cost: a rank holds the gathered weights of its stages in compute precision throughout the step.
+    """
+    return splits_backward(config)
+
+
+def num_stages(config: ParallelConfig) -> int:
+    """Stages of the full pipeline."""
+    return config.pp * config.stages_per_rank
+
+
+def rank_of(config: ParallelConfig, stage: int) -> int:
+    """The pp rank of a stage: stage modulo pp, or down and up again in a V."""
+    if config.pp_schedule in V_SCHEDULES:
+        return min(stage, 2 * config.pp - 1 - stage)
+    return stage % config.pp
+
+
+def stages_on(config: ParallelConfig, rank: int) -> list[int]:
+    """The stages of a pp rank, in order of depth."""
+    return [stage for stage in range(num_stages(config)) if rank_of(config, stage) == rank]
+
+
+def forward_starts(config: ParallelConfig, count: int) -> list[int]:
+    """The tick of each stage's first of `count` forwards without a backward; the others follow at once."""
+    # a V comes back over the same ranks, the last one first
+    turn = count + config.pp - 1 if config.pp_schedule in V_SCHEDULES else max(count, config.pp)
+    return [stage // config.pp * turn + stage % config.pp for stage in range(num_stages(config))]
+
+
+def next_allowed_count(config: ParallelConfig, num_micro_batches: int) -> int:
+    """The least number of micro-batches, from `num_micro_batches` on, that the schedule can run."""
+    count, pp = max(1, num_micro_batches), config.pp
+    if pp == 1:
+        return count
+    if config.pp_schedule == "1f1b":
+        return max(count, pp)
+    if config.pp_schedule == "dualpipev":
+        return max(count, num_stages(config))
+    if config.pp_schedule.startswith("interleaved"):
+        while count % max(1, count // pp):
+            count += 1
+    return count
+
+
+def _divisors(number: int) -> str:
+    """The divisors of `number`, for messages."""
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)

@@ -19,7 +19,7 @@ from torch import nn
 
 from forge_parallel._shared.problems import invalid
 from forge_parallel.axes.roles import Matched, find_roles
-from forge_parallel.order import mark
+from forge_parallel.structure import mark
 
 RECIPES = ("tensorwise", "rowwise")
 #: Reasons of a Float8Row.
@@ -27,13 +27,8 @@ TOO_SMALL, SHARED = "too small to gain", "kept: its weight is shared"
 OWN_DTYPE = "kept: computes in a dtype of its own"
 #: Output heads, routers and gates: few FLOPs, and sensitive.
 KEEP = ("*lm_head", "output", "score", "*router*", "*.gate", "*.shared_expert_gate")
-# dim of the weight that tp cuts
-_CUT = {
-    "colwise": 0,
-    "sharded_logits": 0,
-    "gather_output": 0,
-    "rowwise": 1,
-}
+# dim of the weight that tp shards
+_SHARDED_DIM = {"colwise": 0, "sharded_logits": 0, "gather_output": 0, "rowwise": 1}
 
 
 class Float8Row(NamedTuple):
@@ -68,15 +63,15 @@ def convert_float8(
         print(float8_table(convert_float8(model, "rowwise", tp=8)))
 
     "tensorwise" scales each tensor by one number, "rowwise" each row and column by its own (more exact,
-    gains on larger layers only). Weights, gradients and optimizer state keep their dtype: a product's
-    operands are rounded as it is computed. Works on the meta device, before tensor parallelism and FSDP2.
+    gains on larger layers only). Weights, gradients and optimizer state keep their dtype: operands of a
+    matmul are rounded as it is computed. Works on the meta device, before tensor parallelism and FSDP2.
 
     Not converted, each with its reason in the returned rows: layers whose N or K on a rank is no multiple of
     `divisible_by` (the kernels need 16) or too small to gain, names that match a pattern of `keep`, roles other
     than colwise, rowwise and opaque (head, gate), modules with a `compute_dtype`, shared weights. `tp` and `roles`
     (default: `model.parallel_roles()`) determine the size
     on a rank. Too small is, by torchao's measurements on H100 (the source is `_auto_filter_for_recipe`
-    in torchao.float8; casts cost more than the product saves): tensorwise N <= 1024 with K <= 4096;
+    in torchao.float8; casts cost more than the matmul saves): tensorwise N <= 1024 with K <= 4096;
     rowwise N <= 2048, or K <= 1024, or N <= 4096 with K <= 2048. `min_dim` replaces that rule.
 
     `emulate` rounds the operands and multiplies in the compute dtype, a reference and no speed-up; by
@@ -84,14 +79,15 @@ def convert_float8(
     the tokens of a micro-batch on a rank to be a multiple of 16, which the caller must ensure.
     `all_gather` lets FSDP2 gather the weights in float8 (half the bytes; tensorwise, CUDA, no tp).
 
-    Raises ValueError for an unknown recipe or a combination that is refused, ImportError without torchao.
+    Raises ValueError for an unknown recipe or a combination that is not supported, ImportError without torchao.
     """
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     _check(model, recipe, all_gather, target, tp)
     torchao = _torchao()
     if matched is None:
-        matched = find_roles(model, roles, cut=tp > 1)
+        matched = find_roles(model, roles, sharded=tp > 1)
     mark(model, "float8")
+
     gains = _gains(recipe, min_dim)
     holders = Counter(id(p) for m in model.modules() for p in m._parameters.values())
     rows = []
@@ -101,6 +97,8 @@ def convert_float8(
         role = matched.parameters.get(f"{name}.weight")
         shape = _local_shape(linear, role, tp)
         odd = [size for size in shape if size % divisible_by]
+
+        # the first reason counts
         reason = _reason_to_keep(model, name, role, keep)
         if not reason and holders[id(linear.weight)] > 1:
             reason = SHARED
@@ -109,6 +107,7 @@ def convert_float8(
         if not reason and not gains(*shape):
             reason = TOO_SMALL
         rows.append(Float8Row(name, shape, reason))
+
     chosen = {row.name for row in rows if row.converted}
     config = replace(
         torchao.Float8LinearConfig.from_recipe_name(recipe),
@@ -122,7 +121,7 @@ def convert_float8(
 
 
 def float8_table(rows: Iterable[Float8Row]) -> str:
-    """The rows as text for a log, layers of a depth that fared alike in one line with their number."""
+    """The rows as text for a log, one line for layers of all depths with the same result, with their number."""
     alike = Counter(
         (re.sub(r"\b\d+\b", "*", row.name), row.shape, row.reason or "converted") for row in rows
     )
@@ -144,12 +143,16 @@ def _check(model: nn.Module, recipe: str, all_gather: bool, device: torch.device
         raise invalid("model", "type", "Linear", rule, "put it into a module")
     if not all_gather:
         return
+
     backend = dist.get_backend() if dist.is_initialized() else "nccl"
     if device.type != "cuda" or "nccl" not in backend:
-        rule = f"must have CUDA and nccl, and this is {device.type} with {backend}: gloo does not know float8"
+        rule = (
+            f"must have CUDA and nccl, and this is {device.type} with {backend}: gloo has no float8"
+        )
         raise invalid("float8_all_gather", "device", True, rule, "use float8_all_gather = false")
+
     if recipe != "tensorwise":
-        rule = f"must go with tensorwise, and float8 is {recipe}: ranks that hold parts of a row cannot scale it"
+        rule = f"must go with tensorwise, and float8 is {recipe}: ranks with shards of a row cannot scale it"
         fix = "use tensorwise, or float8_all_gather = false"
         raise invalid("float8_all_gather", "recipe", True, rule, fix)
     if tp > 1:
@@ -202,6 +205,6 @@ def _reason_to_keep(model: nn.Module, name: str, role: str | None, keep: Sequenc
 def _local_shape(linear: nn.Linear, role: str | None, tp: int) -> tuple[int, int]:
     """(N, K) on one of `tp` ranks."""
     shape = [linear.out_features, linear.in_features]
-    if role in _CUT:
-        shape[_CUT[role]] = -(-shape[_CUT[role]] // tp)
+    if role in _SHARDED_DIM:
+        shape[_SHARDED_DIM[role]] = -(-shape[_SHARDED_DIM[role]] // tp)
     return shape[0], shape[1]

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 def global_count(num_valid: float, meshes: Meshes) -> Tensor:
-    """Labels of the whole global batch, or the sum of their weights; 1 where that is zero: 0-dim fp32 on the
+    """Labels of the global batch, or the sum of their weights; 1 where that is zero: 0-dim fp32 on the
     device, equal on all ranks.
 
-    `num_valid` counts the rows that this rank reads, over all micro-batches and before cp cuts them; of the
-    ranks that read the same rows only one is added (`meshes.is_batch_leader`). A sum of token losses divided
+    `num_valid` counts labels of the sequences that this rank reads, over all micro-batches and before cp shards them; of
+    the ranks that read the same sequences only one is added (`meshes.is_batch_leader`). A sum of token losses divided
     by it gives the gradient of one mean over the step, however labels are distributed over ranks and
     micro-batches. Cost: one all-reduce of one float64, no host sync.
     Usage: `loss = loss_sum / global_count(n, meshes)`.
@@ -34,9 +34,8 @@ def global_count(num_valid: float, meshes: Meshes) -> Tensor:
         count = count.pin_memory().to(meshes.device, non_blocking=True)
     if meshes.world_size > 1:
         dist.all_reduce(count)
-    return count.masked_fill(
-        count == 0, 1
-    ).float()  # clamp(min=1) would rescale small sums of weights
+    # not clamp(min=1), which would rescale small sums of weights
+    return count.masked_fill(count == 0, 1).float()
 
 
 @torch.no_grad()
@@ -70,8 +69,8 @@ def global_grad_norm(
 
     The norm is a 0-dim fp32 tensor. Gradients are DTensors on any meshes, or plain tensors that every
     rank of `group` (default: the default process group) holds alike; what several ranks hold counts
-    once. A parameter without a gradient does not count. `sums` (n,) rides along: a rank's share of
-    the loss, say, comes back as that of the global batch.
+    once. A parameter without a gradient does not count. `sums` (n,) travels in the same collective: a rank's
+    summand of the loss, say, is returned as the loss of the global batch.
 
     Local norms are taken in fp32, combined in fp64. No host sync. Cost: one pass over the gradients
     and one all-reduce of 1 + n numbers over `group`; with `norm_type` inf and `sums` two of them; on
@@ -85,7 +84,8 @@ def global_grad_norm(
     local = local_norm(gradients, norm_type, device, group)
     extra = torch.zeros(0, device=device) if sums is None else sums.detach().to(device)
     many = dist.is_initialized() and dist.get_world_size(group) > 1
-    # two branches, as a maximum and the sums cannot share a reduction
+
+    # a maximum and the sums cannot be in one reduction
     if norm_type == math.inf:
         both = extra.double()
         if many:
@@ -97,6 +97,7 @@ def global_grad_norm(
             if sums is not None:
                 dist.all_reduce(both, group=group)
         return local.float(), None if sums is None else both.to(extra.dtype)
+    # squares of the norm and `sums` in one all-reduce of fp64
     both = torch.cat([local.reshape(1), extra.double()])
     if many:
         dist.all_reduce(both, group=group)
@@ -114,7 +115,7 @@ def clip_grads_(parameters: Iterable[Tensor], norm: Tensor, max_norm: float | No
     _require_positive(max_norm)
     if max_norm is None or not math.isfinite(max_norm):
         return
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)  # 1e-6 as in torch.nn.utils.clip_grad_norm_
     by_device: dict[torch.device, list[Tensor]] = {}
     for gradient in (p.grad for p in parameters if p.grad is not None):
         local = local_tensor(gradient)
@@ -127,37 +128,37 @@ def clip_grads_(parameters: Iterable[Tensor], norm: Tensor, max_norm: float | No
 def local_norm(
     gradients: list[Tensor], norm_type: float, device: torch.device, group: Any = None
 ) -> Tensor:
-    """This rank's part, fp64: sum of squares over what counts once, or the largest absolute value."""
+    """This rank's summand of the squared norm, fp64, where a gradient of n ranks counts 1 / n; or the maximum norm."""
     by_kind: dict[tuple[torch.device, int], list[Tensor]] = {}
     for gradient in gradients:
         local = local_tensor(gradient)
         if local.numel():
-            by_kind.setdefault((local.device, _copies(gradient, group)), []).append(local)
+            by_kind.setdefault((local.device, _replicas(gradient, group)), []).append(local)
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for (_, copies), tensors in by_kind.items():
+    for (_, replicas), tensors in by_kind.items():
         # a norm per tensor in one fused launch, then the norms together
         norms = torch.stack(foreach_norm(tensors, norm_type)).double()
-        part = norms.square().sum() / copies if norm_type == 2.0 else norms.max()
-        part = part.to(device, non_blocking=True)
-        total = total + part if norm_type == 2.0 else torch.maximum(total, part)
+        more = norms.square().sum() / replicas if norm_type == 2.0 else norms.max()
+        more = more.to(device, non_blocking=True)
+        total = total + more if norm_type == 2.0 else torch.maximum(total, more)
     return total
 
 
-def _copies(gradient: Tensor, group: Any) -> int:
-    """How many ranks of the group hold the same numbers."""
+def _replicas(gradient: Tensor, group: Any) -> int:
+    """Number of ranks of the group that hold the same gradient."""
     # duck-typed: importing torch.distributed.tensor costs half a second that fp32 runs do not need
     mesh = getattr(gradient, "device_mesh", None)
     if mesh is None:
         return dist.get_world_size(group) if dist.is_initialized() else 1
-    copies = 1
+    replicas = 1
     for dim, placement in enumerate(gradient.placements):  # type: ignore[attr-defined]
         if placement.is_partial():
             placements = tuple(gradient.placements)  # type: ignore[attr-defined]
             rule = "are those of a sum that was never made"
             fix = "reduce the gradient over its mesh first"
             raise invalid("placements", "partial", placements, rule, fix)
-        copies *= mesh.size(dim) if placement.is_replicate() else 1
-    return copies
+        replicas *= mesh.size(dim) if placement.is_replicate() else 1
+    return replicas
 
 
 def _device_of(gradients: list[Tensor], sums: Tensor | None, group: Any) -> torch.device:

@@ -10,7 +10,7 @@ noise of variance S / n_i, so
 Two unbiased estimates follow: the signal |g|^2, and the noise S / N of the step's gradient. With n_i = N / M they are
 those of McCandlish et al. 2018 (arXiv 1812.06162, appendix A.1) for the batches N / M and N. Their ratio is the
 gradient's signal-to-noise ratio, and N over it the simple noise scale S / |g|^2, the batch in labels at which signal
-and noise are equal. Ratios of single steps scatter: average `signal` and `norm`^2 over rows first.
+and noise are equal. Ratios of single steps scatter: average `signal` and `norm`^2 over steps first.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ from forge_parallel.structure import structure_of
 
 __all__ = ["GradientStatistics"]
 
-#: Parameters beside the blocks.
+#: Parameters outside of the blocks.
 REST = "rest"
 
 
 class GradientStatistics:
-    """Gradients of the blocks of a parallelized model, numbered from 0, and of the `rest` beside them.
+    """Gradients of the blocks of a parallelized model, numbered from 0, and of the `rest` of the model.
 
         statistics = GradientStatistics(model, meshes)
         with statistics.watch():                                        # on every rank
-            share = compute.gradients(batch, lambda: count)
+            local = compute.gradients(batch, lambda: count)
         numbers = statistics.take([n for each micro-batch])             # before clipping and zero_grad
-        row |= statistics.columns(numbers.tolist())                     # when the row is read
+        row |= statistics.columns(numbers.tolist())                     # when the metrics are written
 
     The same numbers in each layout of data, sharding and tensor parallelism, as micro-batches are those of one process.
     They see the gradients of parameters that a module's own forward reads. Not for pipelines, context and expert
@@ -90,18 +90,18 @@ class GradientStatistics:
     def take(self, labels: Sequence[float]) -> Tensor:
         """Sums over all ranks, fp64 on the device, of the step that was watched: the gradients are in the parameters.
 
-        `labels` are those of each of this rank's micro-batches, 0 on a rank whose rows another one counts.
+        `labels` are those of each of this rank's micro-batches, 0 on a rank whose sequences another one counts.
         """
         device = self._meshes.device
         gradients: dict[str, list[Tensor]] = {part: [] for part in self.parts}
         for name, parameter in self._model.named_parameters():
             if parameter.grad is not None:
                 gradients[self._part_of(name)].append(parameter.grad)
-        whole = [local_norm(of_part, 2.0, device) for of_part in gradients.values()]
+        step = [local_norm(of_part, 2.0, device) for of_part in gradients.values()]
         counts = torch.tensor([sum(labels), sum(n * n for n in labels)], dtype=torch.float64)
         if device.type == "cuda":  # a copy from pageable memory would wait for the device
             counts = counts.pin_memory().to(device, non_blocking=True)
-        sums = torch.cat([torch.stack([*whole, *self._squares.values()]), counts])
+        sums = torch.cat([torch.stack([*step, *self._squares.values()]), counts])
         if self._meshes.world_size > 1:
             dist.all_reduce(sums)
         return sums
@@ -111,29 +111,31 @@ class GradientStatistics:
         for a step of one micro-batch, and the ratios also where an estimate is not positive."""
         found: dict[str, float] = {}
         num, (labels, squares) = len(self.parts), sums[-2:]
-        alone = squares / labels**2 if labels else 1.0  # 1 for a single micro-batch
-        for part, whole, small in zip(self.parts, sums[:num], sums[num : 2 * num], strict=True):
-            signal = (whole - small) / (1 - alone) if alone < 1 else math.nan
-            noise = whole - signal
+        # sum of (n_i / N)^2 of the module's docstring; 1 for a single micro-batch
+        fraction = squares / labels**2 if labels else 1.0
+        for part, large, small in zip(self.parts, sums[:num], sums[num : 2 * num], strict=True):
+            signal = (large - small) / (1 - fraction) if fraction < 1 else math.nan
+            noise = large - signal
             snr = signal / noise if signal > 0 and noise > 0 else math.nan
-            values = {"norm": math.sqrt(whole) if whole >= 0 else math.nan, "signal": signal}
+            values = {"norm": math.sqrt(large) if large >= 0 else math.nan, "signal": signal}
             values |= {"snr": snr, "noise_scale": labels / snr}
             found |= {f"gradient.{part}.{name}": value for name, value in values.items()}
         return found
 
     def _add(self, part: str, gradient: Tensor) -> None:
-        """Add a micro-batch's gradient of a parameter, of which tp ranks may hold parts, copies or partial sums."""
-        copies, given = 1, gradient
+        """Add a micro-batch's gradient of a parameter, of which tp ranks may hold shards, replicas or partial sums."""
+        replicas, given = 1, gradient
         if hasattr(gradient, "device_mesh"):
             from torch.distributed.tensor import DTensor, Replicate
 
             assert isinstance(given, DTensor)
             placed = [Replicate() if p.is_partial() else p for p in given.placements]
             given = given.redistribute(placements=placed)
-            copies = math.prod(given.device_mesh.size(d) for d, p in enumerate(placed) if p.is_replicate())  # fmt: skip
+            mesh = given.device_mesh
+            replicas = math.prod(mesh.size(d) for d, p in enumerate(placed) if p.is_replicate())
         norm = torch.linalg.vector_norm(local_tensor(given.detach()), dtype=torch.float32)
         device = self._meshes.device
-        self._squares[part] = self._squares[part] + norm.double().square().to(device) / copies
+        self._squares[part] = self._squares[part] + norm.double().square().to(device) / replicas
 
     def _part_of(self, name: str) -> str:
         """The part that a module or parameter of this name belongs to."""

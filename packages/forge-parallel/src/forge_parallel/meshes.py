@@ -15,13 +15,13 @@ import torch.distributed as dist
 from forge_parallel._shared.problems import invalid, raise_problems
 from forge_parallel._torch_compat import set_timeout
 from forge_parallel.config import DEVICES, Layout, ParallelConfig
-from forge_parallel.sdpa import sdpa_kernel, sdpa_problem
+from forge_parallel.rules import sdpa_problem
 from forge_parallel.start import end_process_group, find_world, start_process_group
 
 
 @dataclass(frozen=True)
 class Axis:
-    """This rank's group along one axis; without one it is alone."""
+    """This rank's group along one mesh axis; without a group it is the only rank."""
 
     rank: int = 0
     size: int = 1
@@ -30,21 +30,21 @@ class Axis:
 
 @dataclass(frozen=True)
 class Meshes:
-    """One world, and the views of it that the parts of a step need.
+    """The ranks of a job, arranged for each use of them in a step.
 
-    Ranks are numbered row by row over (pp, dp_replicate, dp_shard, cp, tp): tp neighbors are next to each
-    other, so that they share a node where nodes allow.
+    Ranks are numbered in row-major order over (pp, dp_replicate, dp_shard, cp, tp): tp neighbors are next to each
+    other, so that they are on one node where nodes allow.
 
     dense  storage of dense parameters: a DeviceMesh whose axes are, as far as they are larger than 1, `pp`,
-           `dp_replicate`, then always `dp_shard` (dp_shard x cp: context ranks hold other tokens of the same
-           weights, so they share them like data ranks), and `tp` where there is one. None where nothing is
+           `dp_replicate`, then always `dp_shard` (dp_shard x cp: context ranks see other tokens with the same
+           weights, so they shard them like data ranks), and `tp` where there is one. None where nothing is
            wrapped: one process in fp32.
     sparse  storage of experts, over the same ranks: (`pp`,) (`dp_replicate`,) `efsdp`, and `ep` if above 1;
            efsdp = dp_shard x cp x tp / ep. None without tp and ep: experts are then sharded like dense parameters.
-    pp, cp, tp  this rank's group along the axis: the ranks that share its pipeline, its sequences, its matrices.
+    pp, cp, tp  this rank's group along the axis: the ranks of its pipeline, of its sequences, of its matrices.
     stage  the ranks that hold the same layers: all of a job without pp.
     batch  data loading: this process reads columns `batch_rank` of `batch_size`. Ranks of one pp, cp, tp
-           group read the same; `is_batch_leader` is true on one of them, which counts the rows.
+           group read the same; `is_batch_leader` is true on one of them, which counts the labels.
     host_group  gloo over all ranks, for tensors and objects on the host (votes, checkpoints); None for one rank.
     """
 
@@ -67,7 +67,7 @@ class Meshes:
         return self.pp.rank == self.cp.rank == self.tp.rank == 0
 
     def fsdp(self, mesh: Any) -> Any:
-        """The axes of `dense` or `sparse` over which FSDP2 keeps copies and shards."""
+        """The axes of `dense` or `sparse` over which FSDP2 keeps replicas and shards."""
         names = ("dp_replicate", "dp_shard", "efsdp")
         return mesh[tuple(name for name in mesh.mesh_dim_names if name in names)]
 
@@ -113,20 +113,25 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
         raise invalid("layout", "auto", config.layout, rule, fix, where="parallel")
     world = os.environ.get("WORLD_SIZE", "1")
     if not dist.is_initialized() and world != "1":
-        rule = "is set and this process stands alone: each would train by itself"
+        rule = "is set and there is no process group: each process would train by itself"
         fix = "use `with launch(config) as meshes`, or torch.distributed.init_process_group"
         raise invalid("WORLD_SIZE", "group", world, rule, fix)
+
     device = select_device(config.device) if device is None else device
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     layout = config.axes(world_size)
     if world_size == 1 and config.precision == "fp32" and not config.cpu_offload:
         return Meshes(device)
     if not dist.is_initialized():
-        start_process_group(_ALONE, device)
+        start_process_group(_ONE_PROCESS, device)
+
     rank = dist.get_rank()
     dense_axes = {"dp_shard": layout.dp_shard * layout.cp, "tp": layout.tp}
+    # the same ranks, arranged for experts, which tp ranks shard like data ranks
     expert_axes = {"efsdp": layout.dp_shard * layout.cp * layout.tp // layout.ep, "ep": layout.ep}
     dense = _mesh(config, device, layout, dense_axes)
+    has_sparse = max(layout.ep, layout.tp) > 1
+
     meshes = Meshes(
         device=device,
         rank=rank,
@@ -134,9 +139,7 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
         batch_rank=layout.coordinates(rank)["batch"],
         batch_size=layout.batch_size,
         dense=dense,
-        sparse=_mesh(config, device, layout, expert_axes)
-        if max(layout.ep, layout.tp) > 1
-        else None,
+        sparse=_mesh(config, device, layout, expert_axes) if has_sparse else None,
         pp=_axis_of(dense, "pp"),
         tp=_axis_of(dense, "tp"),
         cp=_axis_group(config, layout, "cp"),
@@ -151,7 +154,7 @@ def with_one_rank(config: ParallelConfig, meshes: Meshes) -> Meshes:
     """`meshes` of one unwrapped process with a dense mesh of its one rank, for a model that needs FSDP2 on one rank.
     Starts a group of one rank if there is none, as `make_meshes` does."""
     if not dist.is_initialized():
-        start_process_group(_ALONE, meshes.device)
+        start_process_group(_ONE_PROCESS, meshes.device)
     return replace(meshes, dense=_mesh(config, meshes.device, config.axes(1), {"dp_shard": 1}))
 
 
@@ -206,6 +209,7 @@ def _warm_up(meshes: Meshes) -> None:
         mesh = getattr(meshes, view)
         if mesh is not None:
             groups |= {name: mesh.get_group(name) for name in mesh.mesh_dim_names}
+
     for name, group in groups.items():
         if group is None or dist.get_world_size(group) == 1:
             continue
@@ -217,6 +221,34 @@ def _warm_up(meshes: Meshes) -> None:
                 f"rank {meshes.rank}: the first collective over axis {name} of ranks "
                 f"{dist.get_process_group_ranks(group)} failed: {error}"
             ) from error
+
+
+@contextmanager
+def sdpa_kernel(name: str) -> Iterator[None]:
+    """Let torch's attention take only this kernel: flash, efficient, cudnn or math; "auto" leaves it to choose.
+
+    The setting is the process's, as `torch.nn.attention.sdpa_kernel`'s is, and is put back at the end. A call that
+    the kernel cannot compute (a window has a mask, which CUDA's flash has not) raises torch's "No viable backend".
+    """
+    if name == "auto":
+        yield
+        return
+    cuda = torch.backends.cuda
+    switches = {
+        "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+        "efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+        "cudnn": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+        "math": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+    }
+    before = {kind: enabled() for kind, (enabled, _) in switches.items()}
+
+    try:
+        for kind, (_, enable) in switches.items():
+            enable(kind == name)
+        yield
+    finally:
+        for kind, (_, enable) in switches.items():
+            enable(before[kind])
 
 
 @contextmanager
@@ -235,6 +267,7 @@ def launch(config: ParallelConfig, facts: Mapping[str, str] | None = None) -> It
     device = select_device(config.device)
     if wrong := sdpa_problem(config.sdpa, device, config.precision):
         raise_problems("parallel", [wrong])
+
     if world.world_size > 1:
         start_process_group(
             world,
@@ -252,4 +285,4 @@ def launch(config: ParallelConfig, facts: Mapping[str, str] | None = None) -> It
     end_process_group()
 
 
-_ALONE = find_world({})
+_ONE_PROCESS = find_world({})

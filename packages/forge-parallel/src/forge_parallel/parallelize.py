@@ -18,9 +18,8 @@ from forge_parallel.axes.fsdp import (
 )
 from forge_parallel.axes.roles import Matched, find_roles
 from forge_parallel.check_model import check_model, report_blocks
-from forge_parallel.config import ParallelConfig
+from forge_parallel.config import ParallelConfig, keeps_gathered
 from forge_parallel.meshes import Meshes, make_meshes, with_one_rank
-from forge_parallel.stages import keeps_gathered
 from forge_parallel.structure import Blocks, Structure, structure_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -42,20 +41,20 @@ def parallelize(
 
         with launch(config) as meshes:
             model = parallelize(model_on_meta, config, meshes)
-            initialize(model, seed=0)             # storage of a meta model is not initialised yet
+            initialize(model, seed=0)             # storage of a meta model has arbitrary content
 
     One process in fp32 is not wrapped; any other layout or precision uses FSDP2, and its mixed precision in bf16.
     A model with values must have the same values on all ranks: each rank keeps its shard, nothing is sent. Trained
     parameters in 16 bits become fp32 masters; with `param_dtype` bf16 all parameters are stored in it, but those of
     modules with a `compute_dtype` of their own. Frozen ones keep their dtype in fp32: FSDP2, here also in one process in fp32,
-    casts them to the dtype of the forward, unit by unit. Shard experts first (`forge_moe.expert_parallelize`).
+    casts them to the dtype of the forward, module by module. Shard experts first (`forge_moe.expert_parallelize`).
 
     meshes              default: those of the running process group, or of one process
     blocks              wrapped, recomputed and compiled one by one: a pattern of names ("encoder.layer.*"), or a list
                         of names, patterns and modules. Default: `model.blocks()`, else the longest list of like
                         modules, which is reported (see `structure_of`)
     roles               the table that tp needs. Default: `model.parallel_roles()`, or a Hugging Face model's own plan
-    seq_len             tokens of a row, for the cost of attention when pp splits the depth. pp needs
+    seq_len             tokens of a sequence, for the cost of attention when pp splits the depth. pp needs
                         `model.pipeline_parts()`: a pipeline rank keeps its stages, and `Pipeline` runs them
     recompute_contexts  makes the contexts that record decisions of a forward and replay them in its recomputation
                         (forge_moe has one for routes)
@@ -66,28 +65,49 @@ def parallelize(
     Raises ValueError, before any change, for a model that the layout would compute wrongly: experts that are not
     sharded over ep, a parameter in several blocks, recomputation without blocks, ambiguous blocks.
 
-    Cost: memory as `materialise`; one collective to make the mesh if `meshes` is not given.
+    Cost: memory as `materialize`; one collective to make the mesh if `meshes` is not given.
     """
     config = ParallelConfig() if config is None else config
     meshes = make_meshes(config) if meshes is None else meshes
+    # FSDP2 casts frozen parameters in 16 bits to the dtype of the forward, on one rank in fp32, too
     if meshes.dense is None and any(is_frozen_half(p) for p in model.parameters()):
         meshes = with_one_rank(config, meshes)
-    # blocks are searched only for a step that needs them: the search refuses ambiguous ones
+
+    # blocks are searched only for a step that needs them: the search raises ValueError for ambiguous ones
     by_block = meshes.dense is not None or config.recompute != "none" or config.compile
     structure = structure_of(model, blocks) if by_block or blocks is not None else Structure()
-    matched = find_roles(model, roles, cut=meshes.tp.size > 1)
+    matched = find_roles(model, roles, sharded=meshes.tp.size > 1)
     check_model(model, config, meshes, structure, matched)
     report_blocks(model, config, meshes, structure, report)
+
     store_parameters(model, config.param_dtype)
     if config.param_dtype == "fp32":  # else updates are made for 16 bits
         model.__dict__[FROZEN_HALF] = [n for n, p in model.named_parameters() if is_frozen_half(p)]
+
     if config.float8 != "none":  # replaces modules, so before stages share them and classes change
-        _convert_float8(model, config, meshes, matched, report)
-    for stage in _stages(model, config, meshes, structure, seq_len):
+        from forge_parallel.float8 import convert_float8, float8_table
+
+        linears = convert_float8(
+            model,
+            config.float8,
+            all_gather=config.float8_all_gather,
+            device=meshes.device,
+            tp=meshes.tp.size,
+            matched=matched,
+        )
+        if report is not None:
+            report(float8_table(linears))
+
+    stages = [model]  # the modules that become FSDP roots
+    if meshes.pp.size > 1:
+        from forge_parallel.pipeline import split
+
+        stages = split(model, config, meshes, seq_len=seq_len, structure=structure)
+    for stage in stages:
         roles_here = matched.within(stage)
         _adapt(stage, config, meshes, structure, roles_here, recompute_contexts, compile_backend)
     parameter_device = torch.device("cpu") if config.cpu_offload else meshes.device
-    return materialise(model, meshes.device, parameter_device)
+    return materialize(model, meshes.device, parameter_device)
 
 
 def store_parameters(model: nn.Module, param_dtype: str) -> None:
@@ -110,45 +130,9 @@ def store_parameters(model: nn.Module, param_dtype: str) -> None:
             parameter.data = parameter.data.to(wanted)
             continue
         # an expert, sharded before: setting `.data` of a DTensor does not replace its local tensor
-        whole = nn.Parameter(parameter.detach().to(wanted), requires_grad=parameter.requires_grad)
-        whole.__dict__.update(parameter.__dict__)
-        torch.utils.swap_tensors(parameter, whole)
-
-
-def _stages(
-    model: nn.Module,
-    config: ParallelConfig,
-    meshes: Meshes,
-    structure: Structure,
-    seq_len: int,
-) -> list[nn.Module]:
-    """The modules that become FSDP roots: the model itself, or this rank's stages of it."""
-    if meshes.pp.size == 1:
-        return [model]
-    from forge_parallel.pipeline import split
-
-    return split(model, config, meshes, seq_len=seq_len, structure=structure)
-
-
-def _convert_float8(
-    model: nn.Module,
-    config: ParallelConfig,
-    meshes: Meshes,
-    matched: Matched,
-    report: Callable[[str], None] | None,
-) -> None:
-    from forge_parallel.float8 import convert_float8, float8_table
-
-    rows = convert_float8(
-        model,
-        config.float8,
-        all_gather=config.float8_all_gather,
-        device=meshes.device,
-        tp=meshes.tp.size,
-        matched=matched,
-    )
-    if report is not None:
-        report(float8_table(rows))
+        cast = nn.Parameter(parameter.detach().to(wanted), requires_grad=parameter.requires_grad)
+        cast.__dict__.update(parameter.__dict__)
+        torch.utils.swap_tensors(parameter, cast)
 
 
 def _adapt(
@@ -160,8 +144,8 @@ def _adapt(
     contexts: Callable[[], tuple[Any, Any]] | None,
     compile_backend: str,
 ) -> None:
-    """The steps in their order, each with its reason. Each works in place and keeps all names."""
-    if meshes.tp.size > 1:  # before FSDP2, which shards the local parts
+    """Do the steps of `parallelize` on a model or stage in their order, each with its reason; all keep parameter names."""
+    if meshes.tp.size > 1:  # before FSDP2, which shards the local shards again
         from forge_parallel.axes.tensor import tensor_parallel
 
         tensor_parallel(
@@ -171,22 +155,31 @@ def _adapt(
             matched=matched,
             async_tp=config.async_tp,
         )
+
     if meshes.cp.size > 1:  # before compile, which would trace the replaced attention
         from forge_parallel.axes.context import context_parallel
 
         context_parallel(model, meshes.cp, exchange=config.cp_exchange)
+
     if config.recompute != "none":  # before compile, which then runs inside of it
         from forge_parallel.recompute import recompute
 
         blocks = structure.modules(model)
         recompute(blocks, config.recompute, every=config.recompute_every, contexts=contexts)
+
     if config.compile:  # before FSDP: its hooks stay outside of the compiled code
         from forge_parallel.compile import compile_blocks
 
         compile_blocks(
             model, compile_backend, memory_budget=config.memory_budget, structure=structure
         )
-    if meshes.dense is not None:  # before materialising: each rank allocates its shard alone
+
+    if meshes.dense is not None:  # before allocation: each rank allocates only its shard
+        experts: list[nn.Module] = []
+        if meshes.sparse is not None:  # else experts are sharded like dense parameters
+            owners = dict.fromkeys(n.rpartition(".")[0] for n in matched.expert_parameters)
+            experts = [model.get_submodule(owner) for owner in owners]
+
         apply_fsdp(
             model,
             meshes.fsdp(meshes.dense),
@@ -195,21 +188,13 @@ def _adapt(
             reshard_after_forward=config.reshard_after_forward and not keeps_gathered(config),
             cpu_offload=config.cpu_offload,
             sparse=None if meshes.sparse is None else meshes.fsdp(meshes.sparse),
-            experts=_expert_modules(model, meshes, matched),
+            experts=experts,
             structure=structure,
         )
         keep_on_host(model)
 
 
-def _expert_modules(model: nn.Module, meshes: Meshes, matched: Matched) -> list[nn.Module]:
-    """Modules whose parameters have the role `expert`; none unless experts have a mesh of their own."""
-    if meshes.sparse is None:
-        return []
-    owners = dict.fromkeys(name.rpartition(".")[0] for name in matched.expert_parameters)
-    return [model.get_submodule(owner) for owner in owners]
-
-
-def materialise(
+def materialize(
     model: nn.Module, device: torch.device, parameter_device: torch.device | None = None
 ) -> nn.Module:
     """Move to `device`; tensors on the meta device get storage there, with arbitrary content.
@@ -226,18 +211,13 @@ def materialise(
 
     # Leaving the meta device makes a new Parameter for each name, which would untie shared ones.
     meta = any(t.is_meta for t in [*model.parameters(), *model.buffers()])
-    shared = _names_of_shared_parameters(model) if meta else []
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False) if meta else ():
+        names.setdefault(parameter, []).append(name)
+
     model._apply(move)
-    for first, *others in shared:
+    for first, *others in names.values():
         for name in others:
             owner, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(owner), attribute, model.get_parameter(first))
     return model
-
-
-def _names_of_shared_parameters(model: nn.Module) -> list[list[str]]:
-    """The names of each parameter that has several."""
-    names: dict[nn.Parameter, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(parameter, []).append(name)
-    return [group for group in names.values() if len(group) > 1]

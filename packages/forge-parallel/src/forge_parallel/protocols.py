@@ -1,4 +1,4 @@
-"""Methods and attributes that a model may offer to forge_parallel; there is nothing to subclass.
+"""Methods and attributes that a model may define for forge_parallel; there is nothing to subclass.
 
 All are optional for data parallelism. Another axis that needs a missing one raises an error with its name.
 """
@@ -26,13 +26,14 @@ __all__ = [
     "SharesDerived",
     "TakesExtras",
     "TakesMasks",
+    "TakesOptionalInputs",
 ]
 
 T = TypeVar("T")
 
 
 class DeclaresBlocks(Protocol):
-    """Units of sharding, recomputation and compilation; else the longest list of like modules."""
+    """Modules that are sharded, recomputed and compiled one by one; else the longest list of like modules."""
 
     def blocks(self) -> Sequence[nn.Module]:
         """The blocks in order of depth."""
@@ -40,7 +41,8 @@ class DeclaresBlocks(Protocol):
 
 
 class DeclaresUnits(Protocol):
-    """Optional: units of sharding alone, besides the blocks; else they are gathered with the root, for the whole step."""
+    """Optional: modules besides the blocks that are only sharded by themselves; else they are gathered with the root, for
+    the full step."""
 
     def sharding_units(self) -> Sequence[nn.Module]:
         """Modules that all ranks call equally often (blocks of an encoder); of a stage, those that it has."""
@@ -70,7 +72,7 @@ class Attend(Protocol):
     """Needed by `cp`: an attribute `attend` of every attention module, which `context_parallel` replaces.
 
     It declares plain causal attention: `is_causal = True`, or `spec`, a dataclass whose fields
-    (but `scale`) have their defaults.
+    (except `scale` and `window`) have their defaults.
     """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, ctx: Any) -> Tensor:
@@ -79,7 +81,7 @@ class Attend(Protocol):
 
 
 class SharesDerived(Protocol):
-    """Optional for the context that attention gets: values that all layers share."""
+    """Optional for the context that attention gets: a cache of values for all layers."""
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """The value of `make()`, computed by the first caller with this key in a forward."""
@@ -90,7 +92,7 @@ class CountsFlops(Protocol):
     """Used to divide the depth over stages and to plan; else every linear layer counts by its weight."""
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Operations of one forward for one token in rows of `seq_len`, everything inside included."""
+        """Operations of one forward for one token in sequences of `seq_len`, everything inside included."""
         ...
 
 
@@ -106,7 +108,7 @@ class ReadsOnHost(Protocol):
 class TakesExtras(Protocol):
     """Keywords of forward that are no tokens (patches, frames); the stage that declares them gets them.
 
-    `after_embedding` among them is a function to call on the stream (B, S, D) where `cp` cuts it.
+    `after_embedding` among them is a function to call on the stream (B, S, D) where `cp` shards it.
     """
 
     @property
@@ -116,8 +118,8 @@ class TakesExtras(Protocol):
 
 
 class TakesMasks(Protocol):
-    """Keywords of forward, (B, S) ids of whole rows, by which tokens see each other; every stage of a pipeline gets those
-    that a batch has, and `cp` is refused with any. One that must be there is among the `extra_inputs` too."""
+    """Keywords of forward, (B, S) ids of full sequences, by which tokens see each other; every stage of a pipeline gets
+    those that a batch has, and `cp` raises ValueError with any. One that must be there is among the `extra_inputs` too."""
 
     @property
     def mask_inputs(self) -> Sequence[str]:
@@ -138,21 +140,22 @@ class ReadsTokenIds(Protocol):
     """A model whose blocks read the ids of tokens: every stage of a pipeline gets them, as keyword `token_ids`."""
 
     reads_token_ids: bool
-    """True where they do; the ids (B, S) are this rank's part of each row under `cp`."""
+    """True where they do; the ids (B, S) are this rank's shard of each sequence under `cp`."""
 
 
 class PlacesByToken(Protocol):
     """Needed under `tp` with sequence parallelism by a model that puts tensors of its own at some tokens of its stream,
-    behind the embedding, which gives each rank its part of the tokens."""
+    after the embedding, which gives each rank its shard of the tokens."""
 
     token_part: Callable[[Tensor], Tensor] | None
-    """None; set to what makes this rank's part of a tensor (B, S, ...)."""
+    """None; set to the function that returns this rank's shard of a tensor (B, S, ...)."""
 
 
 class BatchLike(Protocol):
-    """Rows that a data rank reads, for `Compute` (forge_data's `Batch`): rows first and tokens last in all tensors.
+    """Sequences that a data rank reads, for `Compute` (forge_data's `Batch`): dim 0 is that of sequences, the last one of
+    tokens.
 
-    Labels are shifted already and -100 where there is none; weights multiply the losses of labels. Further
+    Labels are shifted already and -100 if a token has no label; weights multiply the losses of labels. Further
     fields (positions, document_ids) are given to the model by name.
     """
 
@@ -173,11 +176,11 @@ class BatchLike(Protocol):
 
     @property
     def extras(self) -> Mapping[str, Any]:
-        """Further inputs by name, with B rows each."""
+        """Further inputs by name, of B sequences each."""
         ...
 
     def split(self, micro_batch: int, /) -> Sequence[BatchLike]:
-        """Parts of `micro_batch` rows, in order."""
+        """Batches of `micro_batch` sequences, in order."""
         ...
 
     def to(self, device: torch.device, stay: Sequence[str] = ()) -> BatchLike:
@@ -186,7 +189,7 @@ class BatchLike(Protocol):
 
 
 class ComputesIn(Protocol):
-    """A module that computes in a dtype of its own under mixed precision (a router in fp32): its own unit."""
+    """A module that computes in a dtype of its own under mixed precision (a router in fp32): FSDP2 wraps it by itself."""
 
     compute_dtype: torch.dtype
     forward_methods: Sequence[str]

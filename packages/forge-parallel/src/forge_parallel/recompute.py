@@ -1,7 +1,7 @@
 """Recomputation: a block saves its inputs and computes other activations again in its backward.
 
 "full" saves nothing inside a block and costs one more forward of it. "selective" also saves the outputs of expensive
-operators (matrix products, attention, sums over ranks), so that only norms, activations, rotations, casts and
+operators (matmuls, attention, sums over ranks), so that only norms, activations, rotations, casts and
 gathers run twice. "full" in every k-th block is between the two.
 """
 
@@ -25,7 +25,7 @@ from forge_parallel._torch_compat import (
     mutated_arguments,
     storage_id,
 )
-from forge_parallel.order import mark
+from forge_parallel.structure import mark
 
 __all__ = ["is_recomputing", "recompute", "selective_contexts"]
 
@@ -40,9 +40,9 @@ def is_recomputing() -> bool:
 
 # Names and not operators: some exist only in some versions and builds of torch, or after an import.
 _SAVED_OPERATORS = {
-    # products, the float8 and the grouped ones with them: all the FLOPs of a block but attention's
+    # matmuls, the float8 and the grouped ones with them: all the FLOPs of a block but attention's
     "aten": "mm addmm bmm baddbmm _scaled_mm _grouped_mm _scaled_grouped_mm "
-    # attention: as many FLOPs in long rows; its log-sum-exp is an output, too
+    # attention: as many FLOPs in long sequences; its log-sum-exp is an output, too
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
     "_scaled_dot_product_fused_attention_overrideable",
@@ -72,8 +72,8 @@ def recompute(
         recompute(model.blocks(), "selective")
         recompute(model.blocks(), "full", every=2, contexts=forge_moe.recompute_contexts)
 
-    "full" keeps a block's inputs alone and costs one more forward of it. "selective" also keeps the
-    outputs of matrix products, attention and functional collectives other than gathers, and recomputes the
+    "full" keeps only a block's inputs and costs one more forward of it. "selective" also keeps the
+    outputs of matmuls, attention and functional collectives other than gathers, and recomputes the
     rest. Gradients are the same bits as without. `contexts` makes a (record, replay) pair for each forward:
     decisions that the recomputation must not make again, such as routes of experts. A backward in two halves
     (zero-bubble schedules) recomputes twice, which is supported. Random numbers are drawn as in the forward;
@@ -110,9 +110,7 @@ class TrainingForward:
     """
 
     recompute_contexts: Sequence[Callable[[], Pair]] | None = None  # None: not a checkpoint
-    compiled: Callable[..., Any] | None = (
-        None  # a function of the block, so that copies call it, too
-    )
+    compiled: Callable[..., Any] | None = None  # takes the block, so that deep copies call it, too
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         run = super().forward  # type: ignore[misc]
@@ -135,7 +133,7 @@ class TrainingForward:
     def _without_cache(self, name: str, value: Any) -> Any:
         """The value of a keyword, None for an empty cache of keys, as transformers makes in every forward.
 
-        A recomputation would append its keys a second time, and torch.compile would specialise on the layer index
+        A recomputation would append its keys a second time, and torch.compile would specialize on the layer index
         that the cache reads. A cache with keys (of a learned prefix) stays, but cannot be recomputed.
         """
         if name not in _CACHES or not hasattr(value, "get_seq_length"):
@@ -205,9 +203,9 @@ class _SaveOutputs(DispatchMode):
 
 
 class _ReplayOutputs(DispatchMode):
-    """Runs it again with those instead of the operators, as often as it is entered.
+    """Runs the forward again with the saved outputs instead of the operators, as often as it is entered.
 
-    torch's own selective checkpoint gives each tensor once, which a backward in two halves does not bear.
+    torch's own selective checkpoint gives each tensor once; a backward in two halves needs it twice.
     """
 
     def __init__(self, record: _SaveOutputs) -> None:

@@ -18,7 +18,12 @@ from forge_data import Batch, InvalidData, Stream, batch_of
 from forge_data.choices import accuracies, batch_of_choices, read_questions
 from forge_data.token_bytes import byte_lengths, label_bytes
 from forge_parallel import reshard
-from forge_parallel.compute import Compute, evaluate, evaluate_rows, reader_batches
+from forge_parallel.compute import (
+    Compute,
+    evaluate,
+    evaluate_sequences,
+    reader_batches,
+)
 from forge_resilience import Agreement
 from forge_train._shared.problems import invalid
 from forge_train.build.data import run_tokenizer
@@ -167,7 +172,7 @@ class HeldOut:
         return found
 
     def _read(self, compute: Compute) -> list[Batch]:
-        batches = reader_batches(self._rows, compute.rows_at_once, compute.meshes)
+        batches = reader_batches(self._rows, compute.sequences_at_once, compute.meshes)
         try:
             return [self._batch(rows) for rows in batches]
         except (InvalidData, OSError, ValueError) as error:
@@ -214,7 +219,7 @@ class Choices:
             chosen = rows[numbers.start : numbers.stop]
             return batch_of_choices(chosen, len(numbers), self._seq_len)
 
-        losses = iter(evaluate_rows(compute, len(rows), batch, agreement.exchange))
+        losses = iter(evaluate_sequences(compute, len(rows), batch, agreement.exchange))
         return [[next(losses) for _ in question.choices] for question in self.questions]
 
 

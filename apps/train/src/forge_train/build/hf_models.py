@@ -27,7 +27,7 @@ from forge_data.tokenizer_files import TOKENIZER_FILES
 from forge_moe.config import MoEOptions
 from forge_moe.families import ExpertLayers
 from forge_moe.model_section import MoESection
-from forge_parallel import materialise
+from forge_parallel import materialize
 from forge_train._shared.problems import Problem, ProblemError, invalid, problems_of, show
 from forge_train.build.build import build_model
 from forge_train.config.imported import TRAINING_KEYS, table_of, write_table
@@ -170,7 +170,7 @@ class HFModel(forge_ckpt.hf.HFModel):
 
     def build(self, device: torch.device | str = "cpu") -> nn.Module:
         """The model in eval mode with the weights in fp32; ConfigError for tensors that do not fit."""
-        model = materialise(build_model(self.section, 0), torch.device(device))
+        model = materialize(build_model(self.section, 0), torch.device(device))
         initialize(model, 0)  # buffers that the folder need not hold
         with config_errors():
             self.load(model)

@@ -14,10 +14,9 @@ from forge_core.optim import saves_by_name
 from forge_moe.experts import sorted_experts_by_name
 from forge_moe.hooks import num_experts_by_layer, whole_batch_options
 from forge_parallel import ParallelConfig, check_model
-from forge_parallel.compute import AFTER_EMBEDDING
+from forge_parallel.compute import AFTER_EMBEDDING, MicroBatches, divide_batch
 from forge_parallel.config import Layout
-from forge_parallel.legal import Facts, ShardedDim, problems
-from forge_parallel.micro_batches import MicroBatches, divide_batch
+from forge_parallel.rules import ModelFacts, ShardedDim, problems
 from forge_train._shared.problems import Problem, problems_of
 from forge_train.build.build import EXPERT_ACTIVATIONS, Course
 from forge_train.config.model import BuiltInModelConfig, VLMModelConfig
@@ -188,10 +187,10 @@ def _above_1(layout: Layout, *axes: str) -> list[str]:
     return [f"{axis} {n}" for axis in axes if (n := getattr(layout, axis)) > 1]
 
 
-def _facts(config: JobConfig, layout: Layout) -> Facts:
+def _facts(config: JobConfig, layout: Layout) -> ModelFacts:
     """Facts about model and batch from the configuration; an imported model has its own once it is built."""
     parts, model = micro_batches(config, layout), config.model
-    known = Facts(
+    known = ModelFacts(
         seq_len=config.data.seq_len,
         micro_batch=parts.size,
         num_micro_batches=parts.count,

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 from forge_core.loss import LossBreakdown
 from forge_core.loss.named import FUSED, LOSSES, Objective
 from forge_parallel import Meshes
-from forge_parallel.axes import VOCAB_LOSSES, ids_of_cut_logits
-from forge_parallel.compute import Compute
-from forge_parallel.micro_batches import MicroBatches
+from forge_parallel.axes import VOCAB_LOSSES, sharded_logits_vocab_size
+from forge_parallel.compute import Compute, MicroBatches
 from forge_train.config.model import VLMModelConfig
 from forge_train.config.schema import JobConfig, TrainConfig
 from forge_train.errors import ConfigError
@@ -82,7 +81,7 @@ def make_compute(
     mtp = getattr(config.model, "mtp", None)  # an imported model has none
     sharded = None
     if (function := VOCAB_LOSSES.get(train.loss)) is not None:
-        ids = ids_of_cut_logits(model)
+        ids = sharded_logits_vocab_size(model)
         sharded = partial(breakdown, partial(function, axis=meshes.tp, vocab_size=ids))
 
     key, name = ("loss", train.loss) if objective is None else ("objective", train.objective)
@@ -97,8 +96,8 @@ def make_compute(
         sharded_loss=sharded,
         num_sums=breakdown.num_sums,
         by_source=bool(breakdown.sources),
-        ahead=0 if mtp is None else mtp.num_modules,
-        ahead_weight=0.0 if mtp is None else mtp.weight,
+        mtp_depths=0 if mtp is None else mtp.num_modules,
+        mtp_weight=0.0 if mtp is None else mtp.weight,
         in_head=train.loss == FUSED,
         objective=objective,
         called=f"train.{key} {name!r}",

@@ -11,7 +11,7 @@ from forge_core.model import check_parts
 from forge_core.registry import Registry
 from forge_moe.config import AMONG_TOKENS
 from forge_moe.router import find_rule
-from forge_parallel.legal import ahead_problem
+from forge_parallel.rules import mtp_problem
 from forge_resilience.policy import RollbackConfig
 from forge_train._shared.problems import Problem, problems_of
 from forge_train.build.objective import find_loss, find_objective
@@ -70,7 +70,7 @@ def _loss_problems(config: JobConfig) -> Iterator[Problem]:
     if depths and objective is not None:
         rule = f"adds to the loss of logits, and train.objective {objective!r} computes its own"
         yield Problem("model.mtp.num_modules", "excludes", depths, rule, "use one of them")
-    if wrong := ahead_problem(config.parallel, depths, "model.mtp.num_modules"):
+    if wrong := mtp_problem(config.parallel, depths, "model.mtp.num_modules"):
         yield wrong.under("parallel")  # type: ignore[misc]  # the same class, of another package
 
 

@@ -15,9 +15,8 @@ from forge_core.loss.named import Objective
 from forge_data import Batch, Loader
 from forge_data.phases import PhaseSegment
 from forge_parallel import Meshes, reshard
-from forge_parallel.compute import Compute
+from forge_parallel.compute import Compute, MicroBatches
 from forge_parallel.metric_rows import Columns, MetricRows, Timer
-from forge_parallel.micro_batches import MicroBatches
 from forge_parallel.profile import span
 from forge_resilience import Agreement, Decision
 from forge_resilience.heartbeat import Heartbeat

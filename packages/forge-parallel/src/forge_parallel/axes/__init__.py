@@ -1,21 +1,23 @@
 """One file for each way of sharding a model over ranks."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+from forge_parallel._renamed import renamed
 from forge_parallel.axes.context import (
     arguments_with_positions,
     context_parallel,
-    cut_sequence,
-    join_sequence,
+    gather_sequence,
+    shard_sequence,
 )
 from forge_parallel.axes.fsdp import accumulate, apply_fsdp, follow_requires_grad, reshard
 from forge_parallel.axes.roles import find_roles
 from forge_parallel.axes.tensor import (
     gather_vocab,
-    ids_of_cut_logits,
+    sharded_logits_vocab_size,
+    sharded_logits_width,
     tensor_parallel,
-    width_of_cut_logits,
 )
 from forge_parallel.axes.vocab import VocabLoss, vocab_cross_entropy, vocab_fused_cross_entropy
 
@@ -32,15 +34,17 @@ __all__ = [
     "apply_fsdp",
     "arguments_with_positions",
     "context_parallel",
-    "cut_sequence",
     "find_roles",
     "follow_requires_grad",
+    "gather_sequence",
     "gather_vocab",
-    "ids_of_cut_logits",
-    "join_sequence",
     "reshard",
+    "shard_sequence",
+    "sharded_logits_vocab_size",
+    "sharded_logits_width",
     "tensor_parallel",
     "vocab_cross_entropy",
     "vocab_fused_cross_entropy",
-    "width_of_cut_logits",
 ]
+
+__getattr__ = partial(renamed, __name__)

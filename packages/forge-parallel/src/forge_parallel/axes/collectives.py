@@ -1,6 +1,6 @@
 """Collectives over one mesh axis as functions of a tensor, each with its own gradient.
 
-Shapes: (..., tokens, width); `dim` is the dim that is cut or joined, n the ranks of the axis.
+Shapes: (..., tokens, width); `dim` is the dim that is sharded or gathered.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from forge_parallel._torch_compat import (
     function_output,
     reduce_scatter,
 )
-from forge_parallel.legal import uneven_sequence
+from forge_parallel.rules import uneven_sequence
 
 
 class NamedGroup(NamedTuple):
-    """A group by its name, which compiled graphs can hold, with this process's place in it."""
+    """A process group by its name, which compiled graphs can hold, with its size and this process's rank in it."""
 
     name: str
     size: int
@@ -49,35 +49,34 @@ _Transfer = Callable[[Tensor, NamedGroup, int], Tensor]
 
 
 def copy(x: Tensor, group: NamedGroup) -> Tensor:
-    """x as it is; its gradient is the sum over ranks: one all-reduce in backward."""
-    return _collective(x, group, 0, _same, _sum)
+    """x itself; all-reduce of its gradient in backward."""
+    return _collective(x, group, 0, _identity, _all_reduce)
 
 
 def reduce(x: Tensor, group: NamedGroup) -> Tensor:
-    """The sum of x over ranks, one all-reduce; the gradient, equal on all of them, passes."""
-    return _collective(x, group, 0, _sum, _same)
+    """The sum of x over ranks: all-reduce; the gradient, equal on all ranks, is passed on."""
+    return _collective(x, group, 0, _all_reduce, _identity)
 
 
 def gather(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
-    """Parts joined along dim, an all-gather; the gradients that ranks have of all tokens are summed
-    and cut again, a reduce-scatter."""
-    return _collective(x, group, dim, _join, _sum_cut)
+    """Concatenate the shards of all ranks along dim: all-gather; reduce-scatter of the gradients in backward."""
+    return _collective(x, group, dim, _all_gather, _reduce_scatter)
 
 
 def scatter(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
-    """The sum of x over ranks, of which each keeps a part: reduce-scatter, all-gather in backward."""
-    return _collective(x, group, dim, _sum_cut, _join)
+    """This rank's shard of the sum of x over ranks: reduce-scatter, all-gather in backward."""
+    return _collective(x, group, dim, _reduce_scatter, _all_gather)
 
 
-def cut(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
-    """This rank's part of an x that all hold: sends nothing; all-gather in backward."""
-    return _collective(x, group, dim, _cut, _join)
+def split(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
+    """This rank's shard of a replicated x: sends nothing; all-gather in backward."""
+    return _collective(x, group, dim, _split, _all_gather)
 
 
-def join(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
-    """Parts joined along dim by an all-gather, for use that is equal on all ranks: its gradient is
-    too, and each takes its part of it, sending nothing."""
-    return _collective(x, group, dim, _join, _cut)
+def gather_replicated(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
+    """Concatenate the shards of all ranks along dim: all-gather. For use that is equal on all ranks: the gradient is
+    replicated, too, and backward takes this rank's shard of it, sending nothing."""
+    return _collective(x, group, dim, _all_gather, _split)
 
 
 def token_dim(x: Tensor) -> int:
@@ -95,7 +94,7 @@ def _collective(
 
 
 class _Collective(torch.autograd.Function):
-    """One way forward, another backward."""
+    """One transfer in forward, another in backward."""
 
     @staticmethod
     def forward(
@@ -110,38 +109,38 @@ class _Collective(torch.autograd.Function):
         return ctx.back(grad, ctx.group, ctx.dim), None, None, None, None
 
 
-def _same(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
+def _identity(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
     return x.view_as(x)
 
 
-def _sum(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
+def _all_reduce(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
     return all_reduce(x, group.name)
 
 
-def _join(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
-    whole = all_gather(x, group.size, group.name)  # parts one after another on dim 0
+def _all_gather(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
+    full = all_gather(x, group.size, group.name)  # shards one after another on dim 0
     if dim == 0:
-        return whole
+        return full
     if x.shape[:dim].numel() == 1 and not torch.compiler.is_compiling():
-        # a view: with one row, parts on dim 0 are in order
-        return whole.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
-    return torch.cat(whole.chunk(group.size), dim)  # the form that async tp looks for
+        # a view: with one sequence, shards on dim 0 are in order
+        return full.view(*x.shape[:dim], -1, *x.shape[dim + 1 :])
+    return torch.cat(full.chunk(group.size), dim)  # the form that async tp looks for
 
 
-def _sum_cut(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
-    _check_cut(x.shape, dim, group.size)
+def _reduce_scatter(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
+    _check_divides(x.shape, dim, group.size)
     if dim and (x.shape[:dim].numel() > 1 or torch.compiler.is_compiling()):
         return reduce_scatter(torch.cat(x.chunk(group.size, dim)), group.size, group.name)
-    part = (*x.shape[:dim], x.size(dim) // group.size, *x.shape[dim + 1 :])
-    return reduce_scatter(x.flatten(0, dim), group.size, group.name).view(part)
+    shape = (*x.shape[:dim], x.size(dim) // group.size, *x.shape[dim + 1 :])
+    return reduce_scatter(x.flatten(0, dim), group.size, group.name).view(shape)
 
 
-def _cut(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
-    _check_cut(x.shape, dim, group.size)
+def _split(x: Tensor, group: NamedGroup, dim: int) -> Tensor:
+    _check_divides(x.shape, dim, group.size)
     return x.chunk(group.size, dim)[group.rank].contiguous()
 
 
-def _check_cut(shape: torch.Size, dim: int, size: int) -> None:
+def _check_divides(shape: torch.Size, dim: int, size: int) -> None:
     """ValueError unless the tokens of (..., tokens, width) divide over the ranks."""
     if shape[dim] % size:  # compiled code traces no more than this line
         wrong = uneven_sequence(shape[dim], tp=size, names={"seq_len": f"dim {dim}"})

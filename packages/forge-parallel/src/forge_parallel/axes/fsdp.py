@@ -14,9 +14,19 @@ from torch import nn
 from forge_parallel._shared.problems import invalid, raise_problems
 from forge_parallel._shared.shards import local_tensor
 from forge_parallel._torch_compat import reduce_unused_parameters, refresh_grad_dtypes
-from forge_parallel.legal import ShardedDim, offsets_are_right, uneven_vocab, width_of
-from forge_parallel.order import mark
-from forge_parallel.structure import Structure, further_units, stages_of, structure_of
+from forge_parallel.rules import (
+    ShardedDim,
+    offsets_are_right,
+    uneven_vocab,
+    width_of,
+)
+from forge_parallel.structure import (
+    Structure,
+    further_units,
+    mark,
+    stages_of,
+    structure_of,
+)
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -44,18 +54,18 @@ def apply_fsdp(
 ) -> nn.Module:
     """Wrap every block of `structure` (default: `structure_of(model)`) and the root with FSDP2; same object.
 
-    A mesh with one axis shards over it; with two the first holds copies, the second shards.
+    A mesh with one axis shards over it; with two the first holds replicas, the second shards.
     `compute_dtype` is that of forward and backward, `reduce_dtype` that in which gradients are
     summed; parameters, gradients and optimizer state keep theirs. Nothing is divided: losses are
     sums over the step's labels, divided once by the caller.
 
-    Modules that `model.sharding_units()` names are units too: parts beside the blocks whose weights the root need not
-    hold all the time, such as the blocks of an encoder.
+    Modules that `model.sharding_units()` names are units too: modules outside of the blocks whose weights the root need
+    not hold all the time, such as the blocks of an encoder.
 
     Embedding and head of a model of transformers are units of their own from `OWN_UNIT` elements on a tp rank on,
     unless their weight has a second name (tied), which is gathered with the root.
 
-    A table of ids that tp cuts into uneven parts is sharded by its width where torch would misplace shards of ids
+    A table of ids that tp shards unevenly is sharded by its width where torch would misplace shards of ids
     (`shard_of`): its all-gather and its reduce-scatter cost a copy more.
 
     The root, and such a head, is never resharded after its forward, as its backward follows at once. On one rank
@@ -73,7 +83,7 @@ def apply_fsdp(
 
     Ranks may use different parameters of a unit (a block, or the root without its blocks): gradients are
     those of one process, None if no rank used the parameter. A call of a unit is a collective, so all ranks must
-    call it or none: a rank without input for a unit calls it on a dummy row and adds its output times zero.
+    call it or none: a rank without input for a unit calls it on a dummy sequence and adds its output times zero.
 
     A forward without grad leaves the root gathered until the next backward (on one rank, every module):
     call `reshard(model)` before weights are changed by anything but an optimizer's step after a backward.
@@ -86,9 +96,16 @@ def apply_fsdp(
     it is needed. `cpu_offload` copies both over the bus instead of keeping them on the device.
     """
     # imported late: half a second that an fp32 run of one process does not need
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+    from torch.distributed.fsdp import (
+        CPUOffloadPolicy,
+        MixedPrecisionPolicy,
+        OffloadPolicy,
+        fully_shard,
+        register_fsdp_forward_method,
+    )
 
     mark(model, "fsdp")
+
     blocks = (structure_of(model) if structure is None else structure).modules(model)
     known = set(experts)
     expert_modules = [m for m in model.modules() if m in known or _is_expert(m)]
@@ -101,22 +118,37 @@ def apply_fsdp(
     if sparse is not None:
         units |= dict.fromkeys(expert_modules, sparse)
     owned = _owned_parameters(units)
+
     offload = OffloadPolicy()
     if cpu_offload:
         offload = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     for module, unit_mesh in units.items():
+        # backward of head and root follows their forward at once
         reshards = reshard_after_forward and module not in (head, model)
-        # nothing to free but the copies of parameters that have no master
+        # on one rank there is nothing to free but casts of parameters that have no fp32 master
         if unit_mesh.size() == 1:
             reshards = reshard_after_forward and any(map(is_frozen_half, owned[module]))
         policy = MixedPrecisionPolicy(
             param_dtype=own_dtype(module) or compute_dtype,
             reduce_dtype=reduce_dtype,
-            cast_forward_inputs=module is model,
+            cast_forward_inputs=module is model,  # a block may take fp32 tables (RoPE)
         )
-        _wrap(module, unit_mesh, policy, offload, reshards)
+        fully_shard(
+            module,
+            mesh=unit_mesh,
+            mp_policy=policy,
+            offload_policy=offload,
+            shard_placement_fn=partial(shard_of, shards=unit_mesh.size(unit_mesh.ndim - 1)),
+            reshard_after_forward=reshards,
+        )
+        sum_gradients(module)
+        for name in getattr(module, "forward_methods", ()):
+            register_fsdp_forward_method(module, name)
+
     reduce_unused_parameters(units)
-    if expert_modules:
+    if (
+        expert_modules
+    ):  # the host waits in each layer for split sizes, so FSDP2's own prefetch comes too late
         _prefetch(blocks)
     return model
 
@@ -131,28 +163,11 @@ def _owned_parameters(units: Iterable[nn.Module]) -> dict[nn.Module, set[nn.Para
     return owned
 
 
-def _wrap(module: nn.Module, mesh: DeviceMesh, policy: Any, offload: Any, reshards: bool) -> None:
-    """One FSDP2 unit that sums gradients."""
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
-    fully_shard(
-        module,
-        mesh=mesh,
-        mp_policy=policy,
-        offload_policy=offload,
-        shard_placement_fn=partial(shard_of, shards=mesh.size(mesh.ndim - 1)),
-        reshard_after_forward=reshards,
-    )
-    sum_gradients(module)
-    for name in getattr(module, "forward_methods", ()):
-        register_fsdp_forward_method(module, name)
-
-
 def _large_end(model: nn.Module, side: str) -> nn.Module | None:
-    """The embedding ("input") or head ("output") that a model offers, as models of transformers do; None if it is
+    """The embedding ("input") or head ("output") that a model returns, as models of transformers do; None if it is
     small, or tied: another module reads a weight with a second name, for which the root must gather it."""
-    offer: Any = getattr(model, f"get_{side}_embeddings", None)
-    end: nn.Module | None = offer() if callable(offer) else None
+    get: Any = getattr(model, f"get_{side}_embeddings", None)
+    end: nn.Module | None = get() if callable(get) else None
     if end is None or sum(local_tensor(p).numel() for p in end.parameters()) < OWN_UNIT:
         return None
     names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
@@ -160,17 +175,17 @@ def _large_end(model: nn.Module, side: str) -> nn.Module | None:
 
 
 def shard_of(parameter: Any, shards: int) -> Any:
-    """Where FSDP2 cuts a parameter: by rows (None), or on dim 1 where `cuts_inside`.
+    """The dim on which FSDP2 shards a parameter: dim 0 (None), or dim 1 where `shards_dim_1`.
 
-    Raises ValueError for rows sharded unevenly by tp, if torch would compute wrong offsets of their shards and they
-    cannot be cut on dim 1: a bias, or a width that `shards` does not divide.
+    Raises ValueError for a dim 0 that tp shards unevenly, if torch would compute wrong offsets of its shards and dim 1
+    cannot be sharded: a bias, or a width that `shards` does not divide.
     """
     from torch.distributed.tensor import Shard
 
     shape, rows, tp = tuple(local_tensor(parameter).shape), 1, 1
     if hasattr(parameter, "device_mesh") and parameter.placements[0] == Shard(0):
         rows, tp = parameter.size(0), parameter.device_mesh.size()
-    if cuts_inside(shape, shards, rows, tp):
+    if shards_dim_1(shape, shards, rows, tp):
         return Shard(1)
     if not offsets_are_right(rows, tp, shards):
         what = f"ids of a parameter {tuple(parameter.shape)}"
@@ -181,11 +196,11 @@ def shard_of(parameter: Any, shards: int) -> Any:
     return None
 
 
-def cuts_inside(shape: tuple[int, ...], shards: int, rows: int = 1, tp: int = 1) -> bool:
-    """Whether FSDP2 cuts on dim 1 what has `shape` on a rank: part of `rows` over `tp` ranks.
+def shards_dim_1(shape: tuple[int, ...], shards: int, rows: int = 1, tp: int = 1) -> bool:
+    """Whether FSDP2 shards dim 1 of a parameter with `shape` on a rank: a tp shard of `rows` on dim 0.
 
-    True for stacks of fewer experts than `shards` (sharded by rows, some ranks would hold nothing and others
-    several times their share), and if torch would compute wrong offsets for shards of rows, as of 50257 ids over
+    True for stacks of fewer experts than `shards` (on dim 0, some ranks would hold nothing and others
+    several times the mean), and if torch would compute wrong offsets for shards of dim 0, as of 50257 ids over
     tp 2 and 4 shards. Dim 1 must be divisible by `shards`.
     """
     few = len(shape) == 3 and shape[0] < shards
@@ -200,8 +215,8 @@ def _prefetch(blocks: list[nn.Module]) -> None:
     """
     from torch.distributed.fsdp import FSDPModule
 
-    parts: list[list[Any]] = [[m for m in b.modules() if isinstance(m, FSDPModule)] for b in blocks]
-    for before, after in pairwise(parts):
+    units: list[list[Any]] = [[m for m in b.modules() if isinstance(m, FSDPModule)] for b in blocks]
+    for before, after in pairwise(units):
         before[0].set_modules_to_forward_prefetch(after)
         after[0].set_modules_to_backward_prefetch(before[::-1])
 
@@ -213,8 +228,13 @@ def is_frozen_half(parameter: nn.Parameter) -> bool:
 
 def _is_expert(module: nn.Module) -> bool:
     """Whether its own parameters are sharded over `ep` already."""
-    meshes = (getattr(p, "device_mesh", None) for p in module.parameters(recurse=False))
-    return any(mesh is not None and "ep" in (mesh.mesh_dim_names or ()) for mesh in meshes)
+    return any(is_sharded_over("ep", p) for p in module.parameters(recurse=False))
+
+
+def is_sharded_over(axis: str, parameter: nn.Parameter) -> bool:
+    """Whether a parameter is a DTensor of a mesh with this axis."""
+    mesh = getattr(parameter, "device_mesh", None)
+    return mesh is not None and axis in (mesh.mesh_dim_names or ())
 
 
 def own_dtype(module: nn.Module) -> torch.dtype | None:
@@ -227,14 +247,14 @@ def sum_gradients(module: Any) -> None:
     """Let a wrapped module sum its gradients over ranks and divide by nothing.
 
     Losses are divided once by the labels of the global batch, so FSDP2's mean over ranks would be wrong. Both
-    calls are needed: a divide factor alone selects PREMUL_SUM, which gloo does not support.
+    calls are needed: only a divide factor selects PREMUL_SUM, which gloo does not support.
     """
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)
 
 
 def reshard(model: nn.Module) -> None:
-    """Let the next forward gather its weights anew; a plain model is left alone.
+    """Let the next forward gather its weights anew; a plain model is not changed.
 
         with torch.no_grad():
             swap_in(ema)                # through model.parameters()
@@ -243,7 +263,7 @@ def reshard(model: nn.Module) -> None:
             swap_out(ema)
 
     A forward without grad leaves weights gathered: those of the root, and on one rank or without
-    `reshard_after_forward` those of all units. These copies do not follow changes of the parameters.
+    `reshard_after_forward` those of all units. These gathered weights do not follow changes of the parameters.
     Cost: none now; the next forward gathers (on one rank: casts) them once more.
     """
     for module in _units(model):
@@ -286,7 +306,7 @@ def accumulate(model: Any, last: bool) -> None:
     """Declare before a micro-batch's forward whether it is the last of the step; no effect on a plain model.
 
     Gradients are reduce-scattered after every micro-batch, so that no rank holds more than its shard of them;
-    only HSDP's all-reduce over copies waits for the last one.
+    only HSDP's all-reduce over replicas waits for the last one.
     """
     if hasattr(model, "set_is_last_backward"):
         model.set_is_last_backward(last)

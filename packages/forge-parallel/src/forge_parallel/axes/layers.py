@@ -1,7 +1,7 @@
 """Forwards of modules under tensor parallelism: mixins for `add_mixin`, each around the module's own forward.
 
-Shapes: B rows, S tokens of a row, T tokens in a flat list, D width of the residual stream, n ranks of tp.
-`tokens_cut`: a rank has S/n tokens of the residual stream (sequence parallelism).
+Shapes: B sequences, S tokens of a sequence, T tokens in a flat list, D width of the residual stream, n ranks of tp.
+`tokens_sharded`: a rank has S/n tokens of the residual stream (sequence parallelism).
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from forge_parallel._shared.problems import invalid
 from forge_parallel.axes.collectives import (
     NamedGroup,
     copy,
-    cut,
     gather,
-    join,
+    gather_replicated,
     reduce,
     scatter,
+    split,
     token_dim,
 )
-from forge_parallel.axes.local import local_part
+from forge_parallel.axes.local import local_value
 
 
 class SharedInputs:
-    """A cache of one gathered tensor, which sibling layers (q, k, v) share: one all-gather for all of them.
+    """A cache of one gathered tensor for sibling layers (q, k, v): one all-gather for all of them.
 
     `open`: the parent of the siblings runs; otherwise layers gather for themselves.
     """
@@ -60,7 +60,7 @@ class TPRegion:
     """Collectives at the entry to and the exit from a sharded layer. inputs: the cache of its siblings, if any."""
 
     group: NamedGroup
-    tokens_cut: bool
+    tokens_sharded: bool
     inputs: SharedInputs | None = None
 
     def enter(self, x: Tensor) -> Tensor:
@@ -69,16 +69,18 @@ class TPRegion:
         return shared.get(x, self._enter) if shared is not None and shared.open else self._enter(x)
 
     def _enter(self, x: Tensor) -> Tensor:
-        return gather(x, self.group, token_dim(x)) if self.tokens_cut else copy(x, self.group)
+        return gather(x, self.group, token_dim(x)) if self.tokens_sharded else copy(x, self.group)
 
     def exit(self, x: Tensor) -> Tensor:
-        """The sum over ranks, with `tokens_cut` for this rank's tokens only."""
-        return scatter(x, self.group, token_dim(x)) if self.tokens_cut else reduce(x, self.group)
+        """The sum over ranks, with `tokens_sharded` for this rank's tokens only."""
+        return (
+            scatter(x, self.group, token_dim(x)) if self.tokens_sharded else reduce(x, self.group)
+        )
 
 
 class Colwise(nn.Module):
     """Takes all tokens, returns this rank's outputs. Of a sharded weight among its arguments (a tied head) it uses the
-    local part."""
+    local shard."""
 
     tp: TPRegion
 
@@ -89,10 +91,10 @@ class Colwise(nn.Module):
         return out
 
 
-class SharedRows(nn.Module):
-    """Fewer heads than ranks: each rank has all weights and uses the rows of one head, as other ranks do.
+class SharedHeadRows(nn.Module):
+    """Parameters with fewer heads than ranks: replicated, and in forward each rank sees the rows of one head.
 
-    Gradients of the weights are partial sums.
+    Several ranks see the same head. Gradients of the parameters are partial sums.
     """
 
     tp_rows: slice
@@ -111,28 +113,28 @@ class SharedRows(nn.Module):
         return self._rows("lora_b")
 
     def _rows(self, name: str) -> Any:
-        whole = local_part(self, name, (Partial(),))
-        return whole if whole is None or not self.in_forward else whole[self.tp_rows]
+        full = local_value(self, name, (Partial(),))
+        return full if full is None or not self.in_forward else full[self.tp_rows]
 
 
-class SharedHeads(SharedRows, Colwise):
-    """A layer that computes one head, as other ranks do."""
+class SharedHeads(SharedHeadRows, Colwise):
+    """A column-wise layer that computes one head, as other ranks do."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MeanOverRanks:
-    """The mean of squares of `width` numbers, of which each rank has some; `copies` ranks have the same ones.
+    """The mean of squares of `width` numbers that are sharded over ranks; `replicas` ranks have the same ones.
 
     One all-reduce of (..., 1) forward, and one backward: the loss of each rank depends on the sums of all.
     """
 
     group: NamedGroup
     width: int
-    copies: int = 1
+    replicas: int = 1
 
     def __call__(self, sums: Tensor) -> Tensor:
         total = copy(reduce(sums, self.group), self.group)
-        return total / (self.width * self.copies)
+        return total / (self.width * self.replicas)
 
 
 class ShardedLogits(Colwise):
@@ -158,16 +160,16 @@ class ShardedLogits(Colwise):
 class GatheredLogits(ShardedLogits):
     """A rank's logits in training, for `vocab_cross_entropy`; otherwise those of all ids, by one all-gather."""
 
-    tp_ids: int  # ids of the whole vocabulary
-    tp_whole = False  # set while the model computes a loss of its own, which needs all logits
+    tp_ids: int  # ids of the full vocabulary
+    tp_gathers = False  # set while the model computes a loss of its own, which needs all logits
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         logits = super().forward(*args, **kwargs)
         if kwargs.get("then") is not None:
             return logits
-        if self.training and torch.is_grad_enabled() and not self.tp_whole:
+        if self.training and torch.is_grad_enabled() and not self.tp_gathers:
             return logits
-        return join(logits, self.tp.group, logits.dim() - 1)[..., : self.tp_ids]
+        return gather_replicated(logits, self.tp.group, logits.dim() - 1)[..., : self.tp_ids]
 
 
 class Rowwise(nn.Module):
@@ -181,7 +183,7 @@ class Rowwise(nn.Module):
     def bias(self) -> Tensor | None:
         if self.tp_summing:
             return None
-        return local_part(self, "bias", (Partial(),) if self.tp.tokens_cut else None)
+        return local_value(self, "bias", (Partial(),) if self.tp.tokens_sharded else None)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         if self._parameters.get("bias") is None:
@@ -233,9 +235,9 @@ class Opaque(nn.Module):
     tp: TPRegion
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        whole = _join_streams((*args, *kwargs.values()), self.tp.group)
-        args = tuple(whole.get(id(a), a) for a in args)
-        kwargs = {key: whole.get(id(a), a) for key, a in kwargs.items()}
+        full = _gather_streams((*args, *kwargs.values()), self.tp.group)
+        args = tuple(full.get(id(a), a) for a in args)
+        kwargs = {key: full.get(id(a), a) for key, a in kwargs.items()}
         out = super().forward(*args, **kwargs)
         outs = [out] if isinstance(out, Tensor) else list(out)
         stream = next((i for i, value in enumerate(outs) if _is_stream(value)), None)
@@ -243,25 +245,25 @@ class Opaque(nn.Module):
             raise invalid(
                 "opaque", "output", ..., "module must return the stream as a float tensor"
             )
-        outs[stream] = cut(outs[stream], self.tp.group, token_dim(outs[stream]))
+        outs[stream] = split(outs[stream], self.tp.group, token_dim(outs[stream]))
         return outs[0] if isinstance(out, Tensor) else tuple(outs)
 
 
-class Routed(nn.Module):
-    """The parent of experts: gives each rank disjoint tokens, and the same part of the contexts."""
+class DisjointTokens(nn.Module):
+    """The parent of experts: gives each rank disjoint tokens, and the shard of the contexts for them."""
 
     tp: TPRegion
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         region, dim = self.tp, token_dim(x)
         # of all ranks: contexts have them all, in both cases
-        tokens = x.size(dim) * (region.group.size if region.tokens_cut else 1)
-        args = tuple(_cut_context(a, region.group, tokens) for a in args)
-        kwargs = {k: _cut_context(a, region.group, tokens) for k, a in kwargs.items()}
-        if region.tokens_cut:
+        tokens = x.size(dim) * (region.group.size if region.tokens_sharded else 1)
+        args = tuple(_shard_context(a, region.group, tokens) for a in args)
+        kwargs = {k: _shard_context(a, region.group, tokens) for k, a in kwargs.items()}
+        if region.tokens_sharded:
             return super().forward(x, *args, **kwargs)
-        out = super().forward(cut(x, region.group, dim), *args, **kwargs)
-        return join(out, region.group, dim)
+        out = super().forward(split(x, region.group, dim), *args, **kwargs)
+        return gather_replicated(out, region.group, dim)
 
 
 class Root(nn.Module):
@@ -271,14 +273,14 @@ class Root(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         for head in self.tp_heads:
-            head.tp_whole = kwargs.get("labels") is not None
+            head.tp_gathers = kwargs.get("labels") is not None
         try:
             return super().forward(*args, **kwargs)
         except RuntimeError as error:
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             rule = (
-                "that tp cuts must be used by its own module's forward, and other code uses it (the line is above), where "
+                "that tp shards must be used by its own module's forward, and other code uses it (the line is above), where "
                 "nothing would be exchanged between ranks"
             )
             fix = f"call the module there, or give it the role opaque: {error}"
@@ -299,18 +301,18 @@ def _is_stream(value: Any) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
 
 
-def _join_streams(values: tuple[Any, ...], group: NamedGroup) -> dict[int, Tensor]:
-    """{id: whole tokens} of the first float tensor and of those of its shape (queries, keys, values)."""
+def _gather_streams(values: tuple[Any, ...], group: NamedGroup) -> dict[int, Tensor]:
+    """{id: all tokens} of the first float tensor and of those of its shape (queries, keys, values)."""
     floats = [value for value in values if _is_stream(value)]
     if not floats:
         raise invalid("opaque", "input", ..., "module must take the stream as a float tensor")
     first, dim = floats[0], token_dim(floats[0])
     streams = {id(x): x for x in floats if x.shape == first.shape}
-    return {key: join(x, group, dim) for key, x in streams.items()}
+    return {key: gather_replicated(x, group, dim) for key, x in streams.items()}
 
 
-def _cut_context(value: Any, group: NamedGroup, tokens: int) -> Any:
-    """A copy of a dataclass with its (B or 1, S) tensors cut along S; any other value unchanged.
+def _shard_context(value: Any, group: NamedGroup, tokens: int) -> Any:
+    """A copy of a dataclass with its (B or 1, S) tensors sharded along S; any other value unchanged.
 
     A context with `once` caches the copy for all layers of a forward.
     """

@@ -26,24 +26,24 @@ def add_mixin(module: nn.Module, mixin: type) -> None:
         add_mixin(linear, Twice)
 
     `super()` in the mixin is the old class, and its forward shows the old one's signature. Modules of
-    one class share the subclass.
+    one class get the same subclass.
     """
-    cls: Any = type(module)  # Any: mypy takes a class for an instance here
+    cls: Any = type(module)  # Any: mypy takes the class for a module here
     module.__class__ = _mixed_class(mixin, cls)
 
 
 def use_local(
     module: nn.Module, name: str, grad_placements: tuple[Placement, ...] | None = None
 ) -> None:
-    """Let the code of `module` see its own rank's part of a DTensor parameter, in place.
+    """Let the code of `module` see this rank's shard of a DTensor parameter, in place.
 
         use_local(norm, "weight", (Partial(),))     # gradients of the ranks add up
         use_local(linear, "weight")                 # the gradient has the placements of the parameter
 
     `module.weight` is then `parameter.to_local(grad_placements=...)`, while `named_parameters`, the
     state dict and optimizers see the DTensor. A sharded parameter is local only while the module's own forward
-    runs: other code, which skips the communication around that forward, gets the DTensor, and torch refuses to
-    mix it with plain tensors. A replicated one is always local. Under FSDP2 this holds inside its forward, where a
+    runs: other code, which skips the communication around that forward, gets the DTensor, and torch raises if it
+    is mixed with plain tensors. A replicated one is always local. Under FSDP2 this holds inside its forward, where a
     parameter is a DTensor of one mesh axis; a DTensor of several axes (FSDP2's sharded state) and a plain tensor
     are returned unchanged. Raises ValueError for a name that is no parameter of the module.
     """
@@ -70,10 +70,10 @@ class OwnForward(nn.Module):
             self.in_forward = outer
 
 
-def local_part(
+def local_value(
     module: nn.Module, name: str, grad_placements: tuple[Placement, ...] | None
 ) -> Tensor | None:
-    """The value of a parameter under `use_local`; None if there is none."""
+    """The value of a parameter under `use_local`; None if the module has no such parameter."""
     parameter = module._parameters.get(name)
     if not isinstance(parameter, DTensor) or parameter.device_mesh.ndim > 1:
         return parameter
@@ -104,5 +104,5 @@ def _with_signature(function: Any, other: Any) -> Any:
 
 @functools.cache
 def _with_local(cls: type, name: str, grad_placements: tuple[Placement, ...] | None) -> type:
-    part = property(lambda module: local_part(module, name, grad_placements))
-    return type(cls.__name__, (cls,), {name: part, "__module__": cls.__module__})
+    value = property(lambda module: local_value(module, name, grad_placements))
+    return type(cls.__name__, (cls,), {name: value, "__module__": cls.__module__})

@@ -1,15 +1,15 @@
-"""Match a table {pattern of parameter names: role} to a model, and check that it can be sharded over tp.
+"""Match a table {pattern of parameter names: role} to a model, or make one from a Hugging Face model's plan.
 
 colwise             a linear layer sharded by outputs
 rowwise             a linear layer sharded by inputs
-shared_heads        colwise by heads; more ranks than heads hold a whole copy, and each computes one head
-sharded_logits      a colwise layer whose outputs are logits; each rank keeps its part
+shared_heads        colwise by heads; more ranks than heads replicate it, and each computes one head
+sharded_logits      a colwise layer whose outputs are logits; each rank keeps its shard
 gather_output       the same, but outputs are gathered except in training
 vocab               an embedding sharded by ids
-sequence            a norm that may see a part of the tokens
-by_heads            parameters with a number for each head, or output, of a colwise layer beside them
-norm_over_heads     an RMS norm over all outputs of a colwise layer, which has `mean_over_ranks` (see `_wrong_kind`)
-replicate_sum_grad  a copy on each rank, which sees other heads or tokens; gradients are summed
+sequence            a norm that may see a shard of the tokens
+by_heads            parameters with a number for each head, or output, of a colwise layer next to them
+norm_over_heads     an RMS norm over all outputs of a colwise layer, which has `mean_over_ranks` (see check_model.py)
+replicate_sum_grad  a replica on each rank, which sees other heads or tokens; gradients are summed
 enter               a module without parameters, whose output the heads of all ranks read: all tokens
 opaque              a module that must see all tokens
 expert              a stack of experts; its parent sees disjoint tokens
@@ -20,16 +20,15 @@ are sharded as its role needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from forge_parallel._problems import merge_layers
 from forge_parallel._shared.problems import Problem, invalid, raise_problems
-from forge_parallel.axes.hf_plan import has_plan, roles_of_plan
-from forge_parallel.legal import ShardedDim, uneven_vocab, uneven_width, width_of
 
 ROLES = (
     "colwise",
@@ -48,21 +47,21 @@ ROLES = (
 )
 HEADS = ("sharded_logits", "gather_output")
 BY_ROWS = ("colwise", "vocab", "by_heads", "norm_over_heads", *HEADS)
-_LINEAR = ("colwise", "rowwise", *HEADS)
+LINEAR = ("colwise", "rowwise", *HEADS)
 #: Parameters of a linear layer: its own, and those of an adapter.
 LOW_RANK = ("lora_a", "lora_b")
-_OF_LINEAR = {"weight", "bias", *LOW_RANK}
+OF_LINEAR = {"weight", "bias", *LOW_RANK}
 _WITHOUT_PARAMETERS = (*HEADS, "sequence", "replicate_sum_grad", "enter", "opaque")
 
 
-def cut_factor(role: str) -> str:
-    """The matrix of an adapter that is cut in a layer of this role; of the other each rank has all."""
+def sharded_factor(role: str) -> str:
+    """The matrix of an adapter that is sharded in a layer of this role; the other is replicated."""
     return "lora_b" if role in BY_ROWS else "lora_a"
 
 
 class Role(NamedTuple):
-    """A role. Each rank's part of the sharded dim must be a multiple of `multiple_of` (width of a head). With `shared`
-    there may be more ranks than heads, and several ranks share one."""
+    """A role. The sharded dim on a rank must be a multiple of `multiple_of` (width of a head). With `shared`
+    there may be more ranks than heads, and several ranks replicate one."""
 
     name: str
     multiple_of: int = 1
@@ -84,9 +83,9 @@ class Matched(NamedTuple):
         """Names of the parameters with the role `expert`."""
         return [name for name, role in self.parameters.items() if role == "expert"]
 
-    def within(self, part: nn.Module) -> Matched:
-        """The entries of modules and parameters in `part`, a stage of the model."""
-        names = {name for name, _ in part.named_modules(remove_duplicate=False)}
+    def within(self, stage: nn.Module) -> Matched:
+        """The entries of modules and parameters in a stage of the model."""
+        names = {name for name, _ in stage.named_modules(remove_duplicate=False)}
         opaque, experts, routed = (tuple(n for n in some if n in names) for some in self[1:4])
         leaves = {name: role for name, role in self.leaves.items() if name in names}
         parameters = {n: r for n, r in self.parameters.items() if n.rpartition(".")[0] in names}
@@ -102,14 +101,14 @@ class Matched(NamedTuple):
 
 
 def find_roles(
-    model: nn.Module, roles: Mapping[str, Any] | None = None, *, cut: bool = True
+    model: nn.Module, roles: Mapping[str, Any] | None = None, *, sharded: bool = True
 ) -> Matched:
     """The roles of `model` by the table `roles` or its own (`table_of`). Match once and pass the result on.
 
-    Raises ValueError as `match_roles`, and for a model without a table. With `cut` False (no tp) the model's own
+    Raises ValueError as `match_roles`, and for a model without a table. With `sharded` False (no tp) the model's own
     table may be incomplete, missing, or in another form.
     """
-    if not cut:
+    if not sharded:
         try:
             return _resolve(*_match(model, table_of(model, roles))[:2])[0]
         except ValueError:
@@ -149,6 +148,7 @@ def _match(
     found: dict[str, str] = {}  # name: pattern
     problems: list[Problem] = []
     used: set[str] = set()
+
     for name, _ in model.named_parameters(remove_duplicate=False):
         fits = [pattern for pattern in patterns if fnmatchcase(name, pattern)]
         fits += [name] * (name in rows)
@@ -162,6 +162,8 @@ def _match(
         else:
             fix = f"add one with a role of {', '.join(ROLES)}"
             problems.append(Problem(name, "no_row", ..., "must have a role, and has none", fix))
+
+    # patterns that match no parameter may name modules without parameters
     bare = [n for n, m in model.named_modules() if n and not any(True for _ in m.parameters())]
     for pattern in [pattern for pattern in rows if pattern not in used]:
         named = [name for name in bare if fnmatchcase(name, pattern)]
@@ -184,105 +186,6 @@ def table_of(model: Any, roles: Mapping[str, Any] | None = None) -> Mapping[str,
         table: Mapping[str, Any] = model.parallel_roles()
         return table
     return roles_of_plan(model) if has_plan(model) else {}
-
-
-def check_cuts(model: nn.Module, matched: Matched, size: int) -> None:
-    """One ValueError with all `cut_problems`."""
-    raise_problems("", merge_layers(cut_problems(model, matched, size)))
-
-
-def cut_problems(model: nn.Module, matched: Matched, size: int, shards: int = 1) -> list[Problem]:
-    """Every linear layer and embedding that cannot be sharded over `size` ranks, and every dropout.
-
-    Outputs (colwise) and inputs (rowwise) must be divisible, below a module with `head_dim` into whole heads; so
-    fewer heads than ranks are refused unless the role shares them. A vocabulary may be uneven, but no rank empty,
-    and its width must be divisible by FSDP2's `shards` if torch would compute wrong offsets for shards of ids
-    (`legal.uneven_vocab`).
-    """
-    problems = [
-        Problem(name, "sharded", ..., "is a DTensor already", "shard a model once, before FSDP")
-        for name, parameter in model.named_parameters()
-        if hasattr(parameter, "device_mesh") and not matched.is_expert(name)
-    ]
-    problems += _tied_apart(model, matched) + dropout_problems(model)
-    for name, role in matched.leaves.items():
-        module: Any = model.get_submodule(name)
-        if not any(True for _ in module.parameters(recurse=False)):
-            continue
-        if wrong := _wrong_kind(name, module, role.name):
-            problems.append(wrong)
-        elif role.name in ("colwise", "rowwise"):
-            whole = module.weight.size(0 if role.name == "colwise" else 1)
-            unit = _unit(model, name, role, whole)
-            if wrong := uneven_width(_sharded_dim(name, role, whole, unit), size):
-                problems.append(wrong)
-        elif role.name in ("by_heads", "norm_over_heads"):
-            for parameter, vector in module.named_parameters(recurse=False):
-                whole = vector.size(0)
-                unit = _unit(model, name, role, whole) if role.name == "norm_over_heads" else 1
-                if wrong := uneven_width(
-                    _sharded_dim(f"{name}.{parameter}", role, whole, unit), size
-                ):
-                    problems.append(wrong)
-        elif role.name in ("vocab", *HEADS):
-            whole = module.weight.size(0)
-            for parameter, table in module.named_parameters(recurse=False):
-                if parameter == "lora_a":  # a whole copy on each rank
-                    continue
-                here = name if parameter == "weight" else f"{name}.{parameter}"
-                dim = ShardedDim(here, whole, width=width_of(table.shape), what="ids")
-                if wrong := uneven_vocab(dim, size, shards):
-                    problems.append(wrong)
-                    break
-            cap = getattr(getattr(model, "config", None), "final_logit_softcapping", None)
-            if role.name in HEADS and whole % size and cap is not None:
-                rule = (
-                    f"ids must be divisible by tp {size} under final_logit_softcapping {cap}, which would make logits of "
-                    "the ids that fill up the last rank"
-                )
-                problems.append(Problem(name, "softcap", whole, rule, "pad the vocabulary"))
-    return problems
-
-
-def dropout_problems(model: nn.Module) -> list[Problem]:
-    """Modules with dropout: tp ranks have the same seed and would drop the same positions of different heads."""
-    found: dict[str, Any] = {}
-    for name, module in model.named_modules():
-        dot = f"{name}." if name else ""
-        found |= {
-            f"{dot}{k}": v for k, v in vars(module).items() if "dropout" in k or k.endswith("pdrop")
-        }
-        if isinstance(module, nn.modules.dropout._DropoutNd):
-            found[f"{dot}p"] = module.p
-    # in a function that reads the model's config
-    if not any(_drops(value) for value in found.values()):
-        config = getattr(model, "config", None)
-        names = ("attention_dropout", "attn_pdrop")
-        found = {f"config.{name}": getattr(config, name, None) for name in names}
-    rule = "must be 0 under tp, whose ranks would drop the same of different heads and tokens"
-    fix = "set this dropout to 0, or use tp = 1"
-    return [Problem(n, "dropout", value, rule, fix) for n, value in found.items() if _drops(value)]
-
-
-def _drops(value: Any) -> bool:
-    return isinstance(value, float) and value > 0.0
-
-
-def _tied_apart(model: nn.Module, matched: Matched) -> list[Problem]:
-    """Parameters with several names whose roles need different placements."""
-    roles: dict[nn.Parameter, dict[str, str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        role = matched.leaves.get(name.rpartition(".")[0])
-        kind = "opaque" if role is None else role.name
-        roles.setdefault(parameter, {})[name] = "by rows" if kind in BY_ROWS else kind
-    problems = []
-    for first, *others in (list(names.items()) for names in roles.values()):
-        if len({first[1], *(kind for _, kind in others)}) > 1:
-            names, kinds = zip(first, *others, strict=True)
-            rule = f"and {' and '.join(names[1:])} are one parameter and must be sharded alike, not {' and '.join(kinds)}"
-            fix = "give an embedding 'vocab' and its head 'sharded_logits'"
-            problems.append(Problem(first[0], "tied", ..., rule, fix))
-    return problems
 
 
 def _role(pattern: str, value: Any) -> Role:
@@ -323,6 +226,8 @@ def _resolve(found: Mapping[str, str], rows: Mapping[str, Role]) -> tuple[Matche
         elif leaves.setdefault(owner, role) != role:
             rule = f"must have one role for its parameters, and has {leaves[owner].name!r} and {role.name!r}"
             problems.append(Problem(owner, "roles", ..., rule, "name the module in one row"))
+
+    # of nested opaque regions only the outermost counts
     opaque = {r: None for r in opaque if not any(r != o and _within(r, o) for o in opaque)}
     routed = dict.fromkeys(name.rpartition(".")[0] for name in experts)
     for region in opaque:
@@ -336,6 +241,7 @@ def _resolve(found: Mapping[str, str], rows: Mapping[str, Role]) -> tuple[Matche
         elif any(_within(region, r) for r in routed):
             rule = "is opaque and must not stand among experts, where ranks have different tokens"
             problems.append(Problem(region, "experts", ..., rule, "use replicate_sum_grad"))
+
     parameters = {n: rows[p].name for n, p in found.items() if not n.endswith(".")}
     return Matched(leaves, tuple(opaque), tuple(experts), tuple(routed), parameters), problems
 
@@ -350,60 +256,109 @@ def _named(parameter: str, pattern: str) -> str:
     return ".".join(parts) if pattern != "*" else ""
 
 
-def _wrong_kind(name: str, module: Any, role: str) -> Problem | None:
-    """Why a module cannot have its role, or None."""
-    names = {name for name, _ in module.named_parameters(recurse=False)}
-    shape = tuple(getattr(module.weight, "shape", ())) if "weight" in names else ()
-    found = f"and it is {_say(module)}"
-    if role in _LINEAR:
-        want = (getattr(module, "out_features", None), getattr(module, "in_features", None))
-        if shape != want or not names <= _OF_LINEAR:
-            rule = f"must be the role of a linear layer, weight (out, in), {found}"
-            return Problem(name, "linear", role, rule)
-    if role == "norm_over_heads" and (len(shape) != 1 or not hasattr(module, "mean_over_ranks")):
-        rule = (
-            "must be the role of an RMS norm with a weight (D,) that takes the mean of squares from "
-            f"`mean_over_ranks(sums)` where that is set, {found}"
-        )
-        return Problem(name, "norm", role, rule)
-    if role == "enter":
-        rule = f"must be the role of a module without parameters, {found}"
-        return Problem(name, "enter", role, rule)
-    if role == "vocab":
-        if not isinstance(module, nn.Embedding):
-            return Problem(name, "embedding", role, f"must be the role of an nn.Embedding, {found}")
-        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            rule = "must be an embedding's role without max_norm, scale_grad_by_freq and sparse"
-            return Problem(name, "options", role, rule, "unset it")
-    return None
-
-
-def _say(module: nn.Module) -> str:
-    shapes = ", ".join(f"{n} {tuple(p.shape)}" for n, p in module.named_parameters(recurse=False))
-    return f"{type(module).__name__} ({shapes})"
-
-
-def _unit(model: nn.Module, name: str, role: Role, whole: int) -> int:
-    """A rank's part must be a multiple of this: the row's multiple_of, or the parent's head_dim."""
+def unit_of(model: nn.Module, name: str, role: Role, size: int) -> int:
+    """The size on a rank must be a multiple of this: the role's multiple_of, or the parent's head_dim."""
     if role.multiple_of > 1:
         return role.multiple_of
     head: Any = getattr(model.get_submodule(name.rpartition(".")[0]), "head_dim", None)
-    return head if isinstance(head, int) and head > 0 and whole % head == 0 else 1
+    return head if isinstance(head, int) and head > 0 and size % head == 0 else 1
 
 
 def shared_head(model: nn.Module, name: str, role: Role, size: int) -> int:
     """Rows of the one head that a rank computes if `size` ranks share fewer heads; otherwise 0."""
     if not role.shared or (weight := getattr(model.get_submodule(name), "weight", None)) is None:
         return 0
-    unit = _unit(model, name, role, int(weight.size(0)))
+    unit = unit_of(model, name, role, int(weight.size(0)))
     return unit if unit > 1 and int(weight.size(0)) // unit < size else 0
-
-
-def _sharded_dim(name: str, role: Role, whole: int, unit: int) -> ShardedDim:
-    what = "inputs" if role.name == "rowwise" else "outputs"
-    what = what if unit == 1 else f"{what} ({whole // unit} heads of {unit})"
-    return ShardedDim(name, whole, unit, role.shared and unit > 1, what=what)
 
 
 def _within(name: str, region: str) -> bool:
     return region in ("", name) or name.startswith(f"{region}.")
+
+
+#: transformers' styles that are one of the roles; others raise ValueError.
+STYLES = {
+    "colwise": "colwise",
+    "rowwise": "rowwise",
+    "colwise_gather_output": "gather_output",
+    "colwise_rep": "gather_output",
+    "embedding_rowwise": "vocab",
+    "replicated_with_grad_allreduce": "replicate_sum_grad",
+}
+
+
+def has_plan(model: Any) -> bool:
+    """Whether a model has a tensor-parallel plan (transformers 4.51 to 5.23)."""
+    return bool(
+        getattr(model, "_tp_plan", None)
+        or getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    )
+
+
+def roles_of_plan(model: nn.Module) -> dict[str, str]:
+    """{name of a parameter: role} of `model`, from its config's `base_model_tp_plan` and its `_tp_plan`.
+
+        tensor_parallel(model, mesh, roles=roles_of_plan(model))    # its default for such a model
+
+    Embeddings without a row are sharded by ids, other modules without one are replicated. A replicated module is
+    right on the full residual stream only, so one next to colwise layers (a norm of heads) raises ValueError, as do
+    unknown styles.
+    """
+    plan = _tp_plan_of(model)
+    found: dict[str, str] = {}
+    colwise_parents = set()
+    problems: list[Problem] = []
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        owner = name.rpartition(".")[0]
+        styles = {s for p, s in plan.items() if fnmatchcase(owner, p) or fnmatchcase(name, p)}
+        unknown = styles - set(STYLES)
+        if unknown or len(styles) > 1:
+            listed = ", ".join(sorted(styles))
+            rule = f"must be a tp style: one of {', '.join(STYLES)}"
+            problems.append(Problem(owner, "style", listed, rule, "pass roles for this model"))
+
+        elif styles:
+            found[name] = STYLES[styles.pop()]
+            if found[name] == "colwise":
+                colwise_parents.add(owner.rpartition(".")[0])
+
+    # modules without a style: replicated is wrong next to layers whose heads are sharded
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        owner = name.rpartition(".")[0]
+        if name in found or any(problem.key == owner for problem in problems):
+            continue
+        if owner.rpartition(".")[0] in colwise_parents:
+            rule = "has no tp style and must have one next to colwise layers, where ranks have different heads"
+            problems.append(Problem(owner, "missing", ..., rule, "pass roles for this model"))
+        module = model.get_submodule(owner)
+        ids = isinstance(module, nn.Embedding) and _looks_up_ids(model, module)
+        found[name] = "vocab" if ids else "opaque"
+    raise_problems("", merge_layers(dict.fromkeys(problems)))
+    return found
+
+
+def _looks_up_ids(model: Any, embedding: nn.Embedding) -> bool:
+    """Whether it is the table of ids, not of positions."""
+    get = getattr(model, "get_input_embeddings", None)
+    return get is not None and get() is embedding
+
+
+def _tp_plan_of(model: Any) -> dict[str, str]:
+    """{pattern of module names: style}, with the names of this model: those of the config are relative to its base model."""
+    config_rows = getattr(model.config, "base_model_tp_plan", None) or {}
+    prefix = getattr(model, "base_model_prefix", "")
+    dot = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+    rows = {dot + pattern: style for pattern, style in config_rows.items()}
+    own = getattr(model, "_tp_plan", None) or {}
+    return rows | {pattern: style for pattern, style in own.items() if pattern not in rows}
+
+
+def merge_layers(problems: Iterable[Problem]) -> list[Problem]:
+    """One problem for those that differ only in the number of the layer: the first of them, with a count."""
+    alike: dict[str, list[Problem]] = {}
+    for problem in problems:
+        alike.setdefault(re.sub(r"\.\d+(?=\.)", ".*", str(problem)), []).append(problem)
+    return [
+        replace(first, fix=f"{first.fix} (and {len(others)} more like it)") if others else first
+        for first, *others in alike.values()
+    ]

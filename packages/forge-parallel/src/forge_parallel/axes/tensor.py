@@ -1,15 +1,15 @@
 """Tensor and sequence parallelism from a table of roles.
 
-Shapes: B rows, S tokens of a row, T tokens in a list, D width of the residual stream, n ranks of tp.
+Shapes: B sequences, S tokens of a sequence, T tokens in a list, D width of the residual stream, n ranks of tp.
 
-Every rank computes its part of each linear layer and sees, between layers, the whole residual stream
+Every rank computes a shard of each linear layer and sees, between layers, the full residual stream
 (B, S, D), or with sequence parallelism its S/n tokens of it. Collectives of one gated attention and
-feed-forward pair, forward and backward, as counted in the tests (q/k/v and gate/up share theirs):
+feed-forward pair, forward and backward, as counted in the tests (one for q, k, v and one for gate, up):
 
     without sequence parallelism   2 all-reduces                         2 all-reduces
     with it                        2 all-gathers, 2 reduce-scatters      2 all-gathers, 2 reduce-scatters
 
-each of the bytes of (B, S, D). Gradients of copies that saw other heads or tokens (QK-norms, norms
+each of the bytes of (B, S, D). Gradients of replicas that saw other heads or tokens (QK-norms, norms
 under sequence parallelism, routers) are declared as sums over tp, which FSDP2 carries out.
 """
 
@@ -22,38 +22,24 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from forge_parallel._renamed import renamed
 from forge_parallel._shared.problems import invalid
 from forge_parallel._torch_compat import overlap_matmuls
-from forge_parallel.axes.collectives import NamedGroup, join
-from forge_parallel.axes.hf_plan import has_plan
-from forge_parallel.axes.layers import (
-    Colwise,
-    GatheredLogits,
-    MeanOverRanks,
-    Opaque,
-    Root,
-    Routed,
-    Rowwise,
-    ShardedLogits,
-    SharedHeads,
-    SharedInputs,
-    SharedRows,
-    Siblings,
-    TPRegion,
-    VocabEmbedding,
-)
+from forge_parallel.axes import layers
+from forge_parallel.axes.collectives import NamedGroup, gather_replicated
 from forge_parallel.axes.local import add_mixin, use_local
 from forge_parallel.axes.roles import (
     BY_ROWS,
     HEADS,
     LOW_RANK,
     Matched,
-    check_cuts,
-    cut_factor,
     find_roles,
+    has_plan,
+    sharded_factor,
     shared_head,
 )
-from forge_parallel.order import mark
+from forge_parallel.check_model import check_shards
+from forge_parallel.structure import mark
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -70,7 +56,7 @@ def tensor_parallel(
     matched: Matched | None = None,
     async_tp: bool = False,
 ) -> M:
-    """Cut `model` over the ranks of `mesh` (one axis), in place; returns the same object.
+    """Shard `model` over the ranks of `mesh` (one axis), in place; returns the same object.
 
         tensor_parallel(model, meshes.dense["tp"])          # then FSDP2 over the other axes
         found = vocab_cross_entropy(model(tokens), labels, meshes.tp)
@@ -83,9 +69,9 @@ def tensor_parallel(
     logits stay sharded: (B, S, ceil(V/n)), padded with -inf for an uneven vocabulary. Logits of a head with the role
     `gather_output` (a Hugging Face model's) are gathered, (B, S, V) on every rank by one all-gather, in evaluation,
     without grad (`generate`), and if the model is called with `labels`, for its own loss. `matched` is the result
-    of `find_roles` if the caller has it and has checked it (`check_cuts`).
+    of `find_roles` if the caller has it and has checked it (`check_shards`).
 
-    `sequence_parallel` cuts the stream between layers along S, which must be divisible by n; by default
+    `sequence_parallel` shards the stream between layers along S, which must be divisible by n; by default
     on, except for Hugging Face's models, which read lengths off the stream. Parents of experts are
     given disjoint tokens either way. `async_tp` lets inductor overlap matmuls and collectives.
 
@@ -100,8 +86,9 @@ def tensor_parallel(
         sequence_parallel = not foreign
     if matched is None:
         matched = find_roles(model, roles)
-        check_cuts(model, matched, group.size)
+        check_shards(model, matched, group.size)
     ids = _ids_of_heads(model, matched)
+
     if foreign and sequence_parallel:
         rule = f"must be off for a model of Hugging Face ({type(model).__name__} reads lengths off the stream)"
         fix = "use sequence_parallel = false"
@@ -109,19 +96,21 @@ def tensor_parallel(
     if async_tp and (mesh.device_type != "cuda" or not sequence_parallel):
         rule = f"must have CUDA and sequence parallelism; device is {mesh.device_type}, sequence_parallel {sequence_parallel}"
         raise invalid("async_tp", "requires", async_tp, rule, "use async_tp = false")
+
     mark(model, "tensor")
     if async_tp:
         overlap_matmuls(group.name)
     _shard_model(model, mesh, sequence_parallel, matched, ids)
+
     heads = (model.get_submodule(n) for n, r in matched.leaves.items() if r.name == "gather_output")
     model.tp_heads = tuple(heads)  # type: ignore[assignment]
-    add_mixin(model, Root)
+    add_mixin(model, layers.Root)
     if sequence_parallel and hasattr(model, "token_part"):
-        model.token_part = partial(_token_part, group=group)  # type: ignore[assignment]
+        model.token_part = partial(_local_tokens, group=group)  # type: ignore[assignment]
     return model
 
 
-def _token_part(x: Tensor, group: NamedGroup) -> Tensor:
+def _local_tokens(x: Tensor, group: NamedGroup) -> Tensor:
     """This rank's tokens of x (B, S, ...), as the embedding gives them under sequence parallelism."""
     return x.chunk(group.size, 1)[group.rank]
 
@@ -131,30 +120,30 @@ def gather_vocab(logits: Tensor, axis: Any, vocab_size: int | None = None) -> Te
 
     Code that uses them must be equal on all ranks. `vocab_size` removes the padding of an uneven vocabulary.
     """
-    whole = join(logits, NamedGroup.of(axis), logits.dim() - 1)
-    return whole if vocab_size is None else whole[..., :vocab_size]
+    full = gather_replicated(logits, NamedGroup.of(axis), logits.dim() - 1)
+    return full if vocab_size is None else full[..., :vocab_size]
 
 
-def width_of_cut_logits(model: nn.Module) -> int | None:
+def sharded_logits_width(model: nn.Module) -> int | None:
     """Width of a rank's logits if a head of the model, or of this rank's stages, is sharded, else None."""
     widths = (vars(module).get("tp_width") for module in model.modules())
     return next((width for width in widths if width is not None), None)
 
 
-def ids_of_cut_logits(model: nn.Module) -> int | None:
-    """Ids of the whole vocabulary if a head of the model, or of this rank's stages, is sharded, else None."""
+def sharded_logits_vocab_size(model: nn.Module) -> int | None:
+    """Ids of the full vocabulary if a head of the model, or of this rank's stages, is sharded, else None."""
     found = (vars(module).get("tp_ids") for module in model.modules())
     return next((ids for ids in found if ids is not None), None)
 
 
 _SUMMED: tuple[Placement, ...] = (Partial(),)
 _MIXINS: dict[str, type] = {
-    "colwise": Colwise,
-    "enter": Colwise,
-    "rowwise": Rowwise,
-    "sharded_logits": ShardedLogits,
-    "gather_output": GatheredLogits,
-    "vocab": VocabEmbedding,
+    "colwise": layers.Colwise,
+    "enter": layers.Colwise,
+    "rowwise": layers.Rowwise,
+    "sharded_logits": layers.ShardedLogits,
+    "gather_output": layers.GatheredLogits,
+    "vocab": layers.VocabEmbedding,
 }
 
 
@@ -171,36 +160,42 @@ def _shard_model(
     module: Any
     for module, name in _unique_modules(model, matched.leaves).items():
         role = matched.leaves[name]
-        tokens_cut = sequence_parallel or matched.is_routed(name)
-        module.tp = TPRegion(group, tokens_cut, shared_inputs.get(name))
-        # more ranks than heads: a whole copy of the weights, of which the rank computes one head
+        tokens_sharded = sequence_parallel or matched.is_routed(name)
+        module.tp = layers.TPRegion(group, tokens_sharded, shared_inputs.get(name))
+
+        # more ranks than heads: replicated weights, of which the rank computes one head
         head = shared_head(model, name, role, group.size)
-        _shard_parameters(
-            module, "replicate_sum_grad" if head else role.name, tokens_cut, mesh, sharded
-        )
+        placed_as = "replicate_sum_grad" if head else role.name
+        _shard_parameters(module, placed_as, tokens_sharded, mesh, sharded)
         if role.name == "norm_over_heads":
-            copies = group.size * head // module.weight.size(0) if head else 1
-            module.mean_over_ranks = MeanOverRanks(group, module.weight.size(0), copies)
+            replicas = group.size * head // module.weight.size(0) if head else 1
+            module.mean_over_ranks = layers.MeanOverRanks(group, module.weight.size(0), replicas)
         if head:
+            # neighboring ranks have the same head: head number rank * heads // ranks
             first = group.rank * (module.weight.size(0) // head) // group.size * head
             module.tp_rows = slice(first, first + head)
-            add_mixin(module, SharedHeads if role.name == "colwise" else SharedRows)
+            add_mixin(
+                module, layers.SharedHeads if role.name == "colwise" else layers.SharedHeadRows
+            )
             continue
+
         if role.name == "vocab":
             _set_local_ids(module, group)
         elif role.name in HEADS:
             module.tp_ids, module.tp_width = ids[name], -(-ids[name] // group.size)
         if role.name in _MIXINS:
             add_mixin(module, _MIXINS[role.name])
+
     for module in _unique_modules(model, matched.opaque):
         for below in module.modules():
             _shard_parameters(below, "opaque", False, mesh, sharded)
         if sequence_parallel:
-            module.tp = TPRegion(group, True)
-            add_mixin(module, Opaque)
+            module.tp = layers.TPRegion(group, True)
+            add_mixin(module, layers.Opaque)
+
     for module in _unique_modules(model, matched.routed):
-        module.tp = TPRegion(group, sequence_parallel)
-        add_mixin(module, Routed)
+        module.tp = layers.TPRegion(group, sequence_parallel)
+        add_mixin(module, layers.DisjointTokens)
 
 
 def _unique_modules(model: nn.Module, names: Iterable[str]) -> dict[nn.Module, str]:
@@ -214,45 +209,46 @@ def _unique_modules(model: nn.Module, names: Iterable[str]) -> dict[nn.Module, s
 def _shard_parameters(
     module: nn.Module,
     role: str,
-    tokens_cut: bool,
+    tokens_sharded: bool,
     mesh: DeviceMesh,
     sharded: dict[nn.Parameter, nn.Parameter],
 ) -> None:
     """Replace a module's own parameters by DTensors of this rank's slices, and declare the placements of their
     gradients over tp."""
-    for name, whole in list(module._parameters.items()):
-        if whole is None:
+    for name, full in list(module._parameters.items()):
+        if full is None:
             continue
-        placement, summed = _placement(role, name, tokens_cut)
-        if whole not in sharded:
-            local = whole.detach()
+        placement, summed = _placement(role, name, tokens_sharded)
+        if full not in sharded:
+            local = full.detach()
             if isinstance(placement, Shard):
-                parts = local.chunk(mesh.size(), placement.dim)
-                # a view would keep the whole
-                local = parts[mesh.get_local_rank()].clone().contiguous()
-            # shape and stride are explicit, as DTensor would infer wrong ones from uneven parts
-            part = DTensor.from_local(
-                local, mesh, [placement], run_check=False, shape=whole.shape, stride=whole.stride()
+                shards = local.chunk(mesh.size(), placement.dim)
+                # a view would keep the memory of the full parameter
+                local = shards[mesh.get_local_rank()].clone().contiguous()
+            # shape and stride are explicit, as DTensor would infer wrong ones from uneven shards
+            shard = DTensor.from_local(
+                local, mesh, [placement], run_check=False, shape=full.shape, stride=full.stride()
             )
-            sharded[whole] = nn.Parameter(part, requires_grad=whole.requires_grad)
-        module.register_parameter(name, sharded[whole])
+            sharded[full] = nn.Parameter(shard, requires_grad=full.requires_grad)
+        module.register_parameter(name, sharded[full])
         use_local(module, name, _SUMMED if summed else None)
 
 
-def _placement(role: str, name: str, tokens_cut: bool) -> tuple[Placement, bool]:
+def _placement(role: str, name: str, tokens_sharded: bool) -> tuple[Placement, bool]:
     """The placement of a parameter over tp, and whether gradients of its ranks are partial sums."""
     if name in LOW_RANK and role in (*BY_ROWS, "rowwise"):
-        # the factor on the sharded side is cut; the other sees a part of the outputs, or of the inputs
-        cut = cut_factor(role)
-        return (Shard(0 if role in BY_ROWS else 1), False) if name == cut else (Replicate(), True)
+        # the factor on the sharded side is sharded; the other sees only this rank's outputs, or inputs
+        if name == sharded_factor(role):
+            return Shard(0 if role in BY_ROWS else 1), False
+        return Replicate(), True
     if role in BY_ROWS:
         return Shard(0), False
     if role == "rowwise" and name == "weight":
         return Shard(1), False
-    return Replicate(), role == "replicate_sum_grad" or (role != "opaque" and tokens_cut)
+    return Replicate(), role == "replicate_sum_grad" or (role != "opaque" and tokens_sharded)
 
 
-def _shared_inputs(model: nn.Module, matched: Matched) -> dict[str, SharedInputs]:
+def _shared_inputs(model: nn.Module, matched: Matched) -> dict[str, layers.SharedInputs]:
     """One `SharedInputs` for the colwise layers of each parent that has several; the parents are swapped."""
     children: dict[str, list[str]] = {}
     for name in _unique_modules(model, matched.leaves).values():
@@ -261,13 +257,13 @@ def _shared_inputs(model: nn.Module, matched: Matched) -> dict[str, SharedInputs
             while parent and type(model.get_submodule(parent)).forward is nn.Module.forward:
                 parent = parent.rpartition(".")[0]  # a list or a dict of modules
             children.setdefault(parent, []).append(name)
-    found: dict[str, SharedInputs] = {}
+    found: dict[str, layers.SharedInputs] = {}
     for parent, names in children.items():
         if len(names) > 1:
             module: Any = model.get_submodule(parent)
-            module.tp_inputs = SharedInputs()
+            module.tp_inputs = layers.SharedInputs()
             found |= dict.fromkeys(names, module.tp_inputs)
-            add_mixin(module, Siblings)
+            add_mixin(module, layers.Siblings)
     return found
 
 
@@ -297,3 +293,6 @@ def _set_local_ids(embedding: Any, group: NamedGroup) -> None:
     padding = embedding.padding_idx
     if padding is not None:
         embedding.padding_idx = padding - begin if begin <= padding < end else None
+
+
+__getattr__ = partial(renamed, __name__)

@@ -1,19 +1,16 @@
 """Pipeline parallelism: the depth of a model in stages, on `torch.distributed.pipelining`."""
 
-from forge_parallel.legal import schedule_problems
-from forge_parallel.pipeline.cut import block_costs, stage_ranges
-from forge_parallel.pipeline.parts import parts_of, stream_dim
+from forge_parallel.config import keeps_gathered, num_stages, rank_of, splits_backward, stages_on
 from forge_parallel.pipeline.pipeline import Pipeline
-from forge_parallel.pipeline.split import split
-from forge_parallel.pipeline.tied import sync_tied_gradients, tied_copies
-from forge_parallel.stages import (
-    keeps_gathered,
-    num_stages,
-    rank_of,
-    splits_backward,
-    stages_on,
+from forge_parallel.pipeline.split import (
+    block_costs,
+    split,
+    stage_ranges,
+    sync_tied_gradients,
+    tied_copies,
 )
-from forge_parallel.structure import stages_of
+from forge_parallel.rules import schedule_problems
+from forge_parallel.structure import parts_of, stages_of, stream_dim
 
 __all__ = [
     "Pipeline",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -10,21 +11,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forge_parallel._renamed import renamed_arguments
 from forge_parallel._shared.problems import invalid, raise_problems
 from forge_parallel._torch_compat import pipeline_stage
 from forge_parallel.axes.context import arguments_with_positions
 from forge_parallel.axes.fsdp import reshard
-from forge_parallel.config import ParallelConfig
-from forge_parallel.legal import schedule_problems, uneven_sequence
-from forge_parallel.meshes import Meshes
-from forge_parallel.pipeline.split import follow_mode
-from forge_parallel.stages import (
+from forge_parallel.config import (
+    ParallelConfig,
     forward_starts,
     num_stages,
     rank_of,
     splits_backward,
     stages_on,
 )
+from forge_parallel.meshes import Meshes
+from forge_parallel.pipeline.split import follow_mode
+from forge_parallel.rules import schedule_problems, uneven_sequence
 from forge_parallel.structure import stages_of
 
 Loss = Callable[[Tensor, Any], Tensor]
@@ -36,20 +38,21 @@ class Pipeline:
         pipeline = Pipeline(model, config, meshes, num_micro_batches=8, micro_batch=2, seq_len=2048, dim=512)
         loss = pipeline.step(tokens, labels, lambda logits, y: cross_entropy(logits, y).sum / global_valid)
 
-    `micro_batch` rows of `seq_len` tokens (before any cut by cp) make a micro-batch, `dim` is the width of
+    `micro_batch` sequences of `seq_len` tokens (before cp shards them) make a micro-batch, `dim` is the width of
     the stream between stages; their shapes are fixed, so nothing is run to find them out: the first step
     has as many forwards as any other. `dtype` of the stream: by default that of the compute precision.
-    `whole_tokens`: the first stage takes whole rows of tokens under cp, and cuts the stream itself.
+    `full_tokens`: the first stage takes full sequences of tokens under cp, and shards the stream itself.
 
-    torch's schedule carries row numbers in place of keywords and targets; a stage and the loss look up the values of
-    a micro-batch by them, so values need not be tensors that dim 0 splits.
+    torch's schedule carries sequence numbers in place of keywords and targets; a stage and the loss look up the values
+    of a micro-batch by them, so values need not be tensors that dim 0 splits.
 
     Evaluation does not use torch's `schedule.eval()`: it runs as many micro-batches as training, holds the logits
     of all of them until the end, and torch 2.13 sets up its stages again at each switch from and to training.
 
-    Raises ValueError with the problems of `schedule_problems`, and for rows that cp or tp cannot divide.
+    Raises ValueError with the problems of `schedule_problems`, and for sequences that cp or tp cannot divide.
     """
 
+    @renamed_arguments(whole_tokens="full_tokens")
     def __init__(
         self,
         model: nn.Module,
@@ -61,27 +64,31 @@ class Pipeline:
         seq_len: int,
         dim: int,
         dtype: torch.dtype | None = None,
-        whole_tokens: bool = False,
+        full_tokens: bool = False,
     ) -> None:
         self.model, self.config, self.meshes = model, config, meshes
         self.num_micro_batches, self.micro_batch = num_micro_batches, micro_batch
         problems = schedule_problems(config, num_micro_batches, num_stages(config))
-        cut = config.tp if config.sequence_parallel else 1
-        if wrong := uneven_sequence(seq_len, config.cp, cut):
+        token_ranks = config.tp if config.sequence_parallel else 1
+        if wrong := uneven_sequence(seq_len, config.cp, token_ranks):
             problems.append(wrong)
         raise_problems("", problems)
-        self.length, self.cut = seq_len // config.cp, cut
-        self.tokens_length = seq_len if whole_tokens else self.length
+
+        self.length, self.token_ranks = seq_len // config.cp, token_ranks
+        self.tokens_length = seq_len if full_tokens else self.length
         if dtype is None:
             dtype = torch.bfloat16 if config.precision == "bf16" else torch.float32
-        shape = (micro_batch, self.length // cut, dim)  # (B, S, D)
+        shape = (micro_batch, self.length // token_ranks, dim)  # (B, S, D)
         self._stream = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
+
+        # of the running step; see `_given`
         self._loss: Loss | None = None
         self._losses: list[Tensor] = []
         self._then: Callable[..., Tensor] | None = None
         self._targets: Any = None
         self._inputs: Mapping[str, Any] = {}
         self._extras: Mapping[str, Any] = {}
+
         self.stages = dict(zip(stages_on(config, meshes.pp.rank), stages_of(model), strict=True))
         self.has_last = num_stages(config) - 1 in self.stages
         self._schedule = self._make_schedule()
@@ -94,7 +101,7 @@ class Pipeline:
                 module.register_forward_hook(self._check_stream)
             # before FSDP2's pre-forward hook, which moves and casts the arguments
             module.register_forward_pre_hook(
-                self._arguments_of_rows, with_kwargs=True, prepend=True
+                self._look_up_arguments, with_kwargs=True, prepend=True
             )
             stage = pipeline_stage(
                 module,
@@ -108,25 +115,25 @@ class Pipeline:
             stages.append(stage)
         return make_schedule(self.config, stages, self.num_micro_batches, self._loss_of)
 
-    def _loss_of(self, output: Tensor, rows: Tensor) -> Tensor:
+    def _loss_of(self, output: Tensor, numbers: Tensor) -> Tensor:
         assert self._loss is not None
-        sums = self._loss(output, _take(self._targets, _slice(rows)))
+        sums = self._loss(output, _take(self._targets, _slice(numbers)))
         self._losses.append(sums.detach())
         # a view could not be detached in place, as schedules that halve the backward do
         return sums if sums.dim() == 0 else sums[0].clone()
 
-    def _arguments_of_rows(
+    def _look_up_arguments(
         self, module: nn.Module, args: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Replace the row numbers of a micro-batch by the keywords of its rows."""
-        rows = _slice(kwargs.pop("rows"))
+        """Replace the sequence numbers of a micro-batch by the keywords of its sequences."""
+        at = _slice(kwargs.pop("rows"))
         may = [n for k in ("mask_inputs", "optional_inputs") for n in getattr(module, k, ())]
         given = [n for n in may if n in self._extras]
         names = dict.fromkeys((*getattr(module, "extra_inputs", ()), *given))
         extras = {name: self._extras[name] for name in names}
-        found = {name: _take(value, rows) for name, value in {**self._inputs, **extras}.items()}
+        found = {name: _take(value, at) for name, value in {**self._inputs, **extras}.items()}
         if self._then is not None and module is self.stages.get(num_stages(self.config) - 1):
-            found["then"] = partial(self._then, labels=_take(self._targets, rows))
+            found["then"] = partial(self._then, labels=_take(self._targets, at))
         return args, {**kwargs, **found}
 
     def step(
@@ -141,35 +148,40 @@ class Pipeline:
         """Forward and backward of all micro-batches; gradients are added to `.grad`, summed and unscaled.
 
         tokens, labels (num_micro_batches x micro_batch, S): the same on all ranks of a pipeline, this rank's
-        part of the rows under cp. `loss_fn(output, labels)` of one micro-batch gives a 0-dim tensor that
+        shard of the sequences under cp. `loss_fn(output, labels)` of one micro-batch gives a 0-dim tensor that
         adds up to the loss of the step: a sum of token losses by the valid labels of the global batch; or several
         (k,), of which the first is trained.
         `labels` may be a tuple of such tensors (or None), of which the loss gets the same tuple.
-        Keyword tensors (positions, document_ids) have as many rows or 1, on any device, and reach every
-        stage. `extras`, tensors or ragged values with rows that a slice takes, reach the stages that name
+        Keyword tensors (positions, document_ids) have as many sequences or 1, on any device, and reach every
+        stage. `extras`, tensors or ragged values that a slice of sequences indexes, reach the stages that name
         them in `extra_inputs`, a callable among them as it is. `then(x, weight, labels=...)`, which the last
         stage's forward takes as `then(x, weight)`, gives the output that `loss_fn` gets. Returns this rank's sum of
-        losses, 0-dim or (k,): 0-dim and 0 where the last stage is not.
+        losses, 0-dim or (k,): 0-dim and 0 without the last stage.
 
-        Cost: an activation and its gradient per micro-batch and border of stages. FSDP2 gathers weights as
+        Cost: an activation and its gradient per micro-batch and stage boundary. FSDP2 gathers weights as
         its modules say, keeps unsharded gradients until the last micro-batch, then reduces them once.
         """
-        follow_mode(self.model)
-        self._inputs = self._keywords(tokens, labels, self.num_micro_batches, kwargs)
-        self._targets, self._extras, self._loss, self._then = labels, extras or {}, loss_fn, then
-        rows = torch.arange(len(tokens))  # torch's schedule splits these numbers with the tokens
+        numbers = torch.arange(len(tokens))  # torch's schedule splits these with the tokens
         first = (tokens,) if 0 in self.stages else ()
-        last: dict[str, Any] = {"target": rows} if self.has_last else {}
-        try:
-            self._schedule.step(*first, return_outputs=False, **last, rows=rows)
+        last: dict[str, Any] = {"target": numbers} if self.has_last else {}
+        with self._given(tokens, labels, self.num_micro_batches, extras, then, kwargs):
+            self._loss = loss_fn
+            self._schedule.step(*first, return_outputs=False, **last, rows=numbers)
             return self._total(self._losses)
-        finally:
-            self._clear()
 
-    def _clear(self) -> None:
-        """Release the tensors of a step, which may be large."""
-        self._targets, self._inputs, self._extras, self._loss = None, {}, {}, None
-        self._then, self._losses = None, []
+    @contextmanager
+    def _given(
+        self, tokens: Tensor, labels: Any, count: int, extras: Any, then: Any, kwargs: Any
+    ) -> Iterator[None]:
+        """Hold the arguments of a step of `count` micro-batches, and release them afterwards: they may be large."""
+        follow_mode(self.model)
+        self._inputs = self._keywords(tokens, labels, count, kwargs)
+        self._targets, self._extras, self._then = labels, extras or {}, then
+        try:
+            yield
+        finally:
+            self._targets, self._inputs, self._extras, self._loss = None, {}, {}, None
+            self._then, self._losses = None, []
 
     @torch.no_grad()
     def evaluate(
@@ -181,51 +193,49 @@ class Pipeline:
         then: Callable[..., Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """The same sum of losses by forwards alone, for every schedule; training and eval modes are not changed.
+        """The same sum of losses by forwards only, for every schedule; training and eval modes are not changed.
 
-        Arguments as in `step`, with any multiple of micro_batch rows. Weights are sharded again afterwards. Cost: an
-        activation per micro-batch and border of stages; the pipe fills and empties once per stage of a rank.
+        Arguments as in `step`, with any multiple of micro_batch sequences. Weights are sharded again afterwards. Cost: an
+        activation per micro-batch and stage boundary; the pipe fills and empties once per stage of a rank.
         """
-        follow_mode(self.model)
         count = max(1, tokens.size(0) // self.micro_batch)
-        self._inputs = self._keywords(tokens, labels, count, kwargs)
-        self._targets, self._extras, self._then = labels, extras or {}, then
-        parts = torch.arange(len(tokens)).split(self.micro_batch)
-        try:
+        numbers = torch.arange(len(tokens)).split(self.micro_batch)
+        with self._given(tokens, labels, count, extras, then, kwargs):
             losses = [
-                loss_fn(output, _take(labels, _slice(parts[i])))
-                for i, output in self._forward(tokens, parts)
+                loss_fn(output, _take(labels, _slice(numbers[i])))
+                for i, output in self._forward(tokens, numbers)
             ]
-        finally:
-            self._clear()
         reshard(self.model)
         return self._total(losses)
 
-    def _forward(self, tokens: Tensor, parts: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
-        """Send every micro-batch, rows `parts[i]`, through all stages: (i, output) behind the last one.
+    def _forward(self, tokens: Tensor, numbers: Sequence[Tensor]) -> Iterator[tuple[int, Tensor]]:
+        """Send every micro-batch i, sequences `numbers[i]`, through all stages: (i, output) after the last one.
 
         All ranks count the same ticks: at each a rank runs at most one stage on one micro-batch and sends the
         result on. A rank runs one of its stages on all micro-batches before the next, so that it waits only while
         the pipeline fills. Memory: the outputs of one stage for all micro-batches.
         """
-        stages, count = self.stages, len(parts)
+        stages, count = self.stages, len(numbers)
         stream = torch.empty_like(self._stream, device=self.meshes.device, requires_grad=False)
         received: dict[tuple[int, int], Tensor] = {}
         starts = forward_starts(self.config, count)
+
         for tick in range(starts[-1] + count):
             ops = []
             for stage, module in stages.items():
                 i = tick - starts[stage]
                 if not 0 <= i < count:
                     continue
-                given = received.pop((stage, i)) if stage else tokens[_slice(parts[i])]
-                output = module(given, rows=parts[i])
+                given = received.pop((stage, i)) if stage else tokens[_slice(numbers[i])]
+                output = module(given, rows=numbers[i])
                 if stage == len(starts) - 1:
                     yield i, output
                 elif stage + 1 in stages:
                     received[stage + 1, i] = output
                 else:
                     ops.append(self._p2p(dist.isend, output.contiguous(), stage + 1))
+
+            # buffers for outputs of the same tick on other ranks
             for stage in stages:
                 i = tick - starts[stage - 1]
                 if stage > 0 and stage - 1 not in stages and 0 <= i < count:
@@ -242,33 +252,34 @@ class Pipeline:
         self, tokens: Tensor, labels: Any, count: int, kwargs: dict[str, Any]
     ) -> dict[str, Any]:
         """Keywords as (B, S). Shapes are checked, as a later stage receives buffers of fixed shape."""
-        rows = count * self.micro_batch
-        wanted = {"tokens": (tokens, (rows, self.tokens_length))}
+        batch = count * self.micro_batch
+        wanted = {"tokens": (tokens, (batch, self.tokens_length))}
         targets = labels if isinstance(labels, tuple) else (labels,)
         names = ["labels", *(f"labels[{i}]" for i in range(1, len(targets)))]
-        wanted |= {n: (target, (rows, self.length)) for n, target in zip(names, targets)}
+        wanted |= {n: (target, (batch, self.length)) for n, target in zip(names, targets)}
         for name, (tensor, shape) in wanted.items():
             if tensor is not None and tensor.shape != shape:
-                rule = f"must be {shape}: {count} micro-batches of {self.micro_batch} rows"
+                rule = f"must be {shape}: {count} micro-batches of {self.micro_batch} sequences"
                 fix = "give all rows of the step, cut by cp alone"
                 raise invalid(name, "shape", tuple(tensor.shape), rule, fix)
+
         given = {name: value for name, value in kwargs.items() if value is not None}
-        # a stage that sees a part of each row needs the positions of its tokens
-        if self.cut > 1 and not given and arguments_with_positions(self.model):
+        # a stage that sees a shard of each sequence needs the positions of its tokens
+        if self.token_ranks > 1 and not given and arguments_with_positions(self.model):
             given["positions"] = torch.arange(self.length, device=tokens.device).unsqueeze(0)
         for name, value in given.items():
-            if not isinstance(value, Tensor) or value.dim() == 0 or len(value) not in (1, rows):
+            if not isinstance(value, Tensor) or value.dim() == 0 or len(value) not in (1, batch):
                 what = tuple(value.shape) if isinstance(value, Tensor) else value
-                rule = f"must be a tensor with {rows} rows or 1, to be split into micro-batches"
+                rule = f"must be a tensor of {batch} sequences or 1, to be split into micro-batches"
                 raise invalid(
                     name, "rows", what, rule, "let loss_fn close over what is not per row"
                 )
-        return {n: v.expand(rows, *v.shape[1:]) for n, v in given.items()}
+        return {n: v.expand(batch, *v.shape[1:]) for n, v in given.items()}
 
     def _check_stream(self, module: nn.Module, _: Any, output: Any) -> Any:
         """Compare a stage's output with the next one's buffer: another shape or dtype would be read as wrong bytes.
 
-        Schedules that halve the backward detach the output in place, which torch refuses for a view: they get a copy.
+        Schedules that halve the backward detach the output in place, at which torch raises for a view: they get a copy.
         """
         wanted, got = _kind(self._stream), _kind(output)
         if got != wanted:
@@ -289,7 +300,7 @@ def make_schedule(
     num_micro_batches: int,
     loss_fn: Callable[[Tensor, Tensor], Tensor],
 ) -> Any:
-    """torch's schedule over this rank's PipelineStages; gradients are summed, never scaled (F05)."""
+    """torch's schedule over this rank's PipelineStages; gradients are summed, never scaled."""
     from torch.distributed.pipelining.schedules import get_schedule_class
 
     kind = get_schedule_class(config.pp_schedule.replace("_", ""))  # "interleaved1f1b"
@@ -297,20 +308,20 @@ def make_schedule(
     return kind(one_or_all, num_micro_batches, loss_fn=loss_fn, scale_grads=False)
 
 
-def _slice(rows: Tensor) -> slice:
-    """The slice of the step's rows for a part of `arange(rows)`.
+def _slice(numbers: Tensor) -> slice:
+    """The slice of the step's sequences that a chunk of `arange(batch)` stands for.
 
-    A part is a view, so its storage offset equals its first number: reading the value would wait for the device.
+    A chunk is a view, so its storage offset equals its first number: reading the value would wait for the device.
     """
-    first = int(rows.storage_offset())
-    return slice(first, first + len(rows))
+    first = int(numbers.storage_offset())
+    return slice(first, first + len(numbers))
 
 
-def _take(value: Any, rows: slice) -> Any:
-    """Some rows of a tensor, of ragged values, or of each in a tuple; None and a callable as they are."""
+def _take(value: Any, at: slice) -> Any:
+    """Some sequences of a tensor, of ragged values, or of each in a tuple; None and a callable as they are."""
     if isinstance(value, tuple):
-        return tuple(_take(each, rows) for each in value)
-    return value if value is None or callable(value) else value[rows]
+        return tuple(_take(each, at) for each in value)
+    return value if value is None or callable(value) else value[at]
 
 
 def _kind(value: Any) -> str:

@@ -10,13 +10,17 @@ from typing import Any, NamedTuple
 import torch
 
 from forge_parallel._shared.problems import raise_problems
-from forge_parallel.config import Layout, ParallelConfig
-from forge_parallel.legal import problems
-from forge_parallel.micro_batches import MicroBatches, divide_batch
+from forge_parallel.compute import MicroBatches, divide_batch
+from forge_parallel.config import (
+    Layout,
+    ParallelConfig,
+    splits_backward,
+    stages_on,
+)
 from forge_parallel.plan.profile import ParamGroup, Profile
 from forge_parallel.plan.topology import Hardware, Topology
 from forge_parallel.plan.trace import Trace, trace
-from forge_parallel.stages import splits_backward, stages_on
+from forge_parallel.rules import problems
 
 MODES = ("none", "selective", "full")
 _BYTES = {"bf16": 2, "fp32": 4}

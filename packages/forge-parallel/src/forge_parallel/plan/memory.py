@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from math import ceil, prod
 from typing import NamedTuple
 
-from forge_parallel.axes.fsdp import cuts_inside
+from forge_parallel.axes.fsdp import shards_dim_1
 from forge_parallel.axes.roles import BY_ROWS
+from forge_parallel.config import splits_backward
 from forge_parallel.plan.candidate import Candidate, Load
 from forge_parallel.plan.profile import ParamGroup, ParamInfo, local_shape
-from forge_parallel.stages import splits_backward
 
 
 @dataclass(frozen=True)
@@ -91,13 +91,13 @@ def group_size(group: ParamGroup, candidate: Candidate) -> GroupSize:
 def local_numel(param: ParamInfo, candidate: Candidate) -> int:
     """Elements of a parameter's shard on the first rank of every axis.
 
-    FSDP2 rounds a shard of dim 0 up, and shards dim 1 evenly (`axes.fsdp.cuts_inside`).
+    FSDP2 rounds a shard of dim 0 up, and shards dim 1 evenly (`axes.fsdp.shards_dim_1`).
     """
     d = candidate.layout
     shape = local_shape(param.shape, param.role, d.tp, d.ep, param.heads)
     shards = _shards(param, candidate)
     tp = d.tp if param.role in BY_ROWS and param.heads == 0 else 1
-    if cuts_inside(shape, shards, param.shape[0] if shape else 1, tp):
+    if shards_dim_1(shape, shards, param.shape[0] if shape else 1, tp):
         return prod(shape) // shards
     return ceil(shape[0] / shards) * prod(shape[1:]) if shape else 1
 

@@ -7,21 +7,19 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 
-from forge_parallel._problems import merge_layers
 from forge_parallel._shared.problems import Problem, problems_of
-from forge_parallel.axes.context import attention_problems
 from forge_parallel.axes.fsdp import own_dtype
 from forge_parallel.axes.roles import (
     BY_ROWS,
     LOW_RANK,
-    cut_factor,
-    cut_problems,
     find_roles,
+    merge_layers,
+    sharded_factor,
     shared_head,
 )
-from forge_parallel.legal import Facts
-from forge_parallel.pipeline.cut import block_costs, stage_ranges
-from forge_parallel.pipeline.parts import part_problems
+from forge_parallel.check_model import attention_problems, part_problems, shard_problems
+from forge_parallel.pipeline.split import block_costs, stage_ranges
+from forge_parallel.rules import ModelFacts
 from forge_parallel.structure import Blocks, structure_of
 
 T = TypeVar("T")
@@ -81,7 +79,7 @@ class Profile:
         try:
             self.matched = find_roles(model)
         except ValueError as error:
-            self.matched, self._role_problems = find_roles(model, cut=False), problems_of(error)
+            self.matched, self._role_problems = find_roles(model, sharded=False), problems_of(error)
         self._find_kinds()
 
         self.pp_problems = part_problems(model, self.structure)
@@ -133,7 +131,7 @@ class Profile:
             return "expert"
         layer, _, own = parameter.rpartition(".")
         role = self.matched.leaves.get(layer)
-        if role is None or (own in LOW_RANK and own != cut_factor(role.name)):
+        if role is None or (own in LOW_RANK and own != sharded_factor(role.name)):
             return "opaque"
         return role.name
 
@@ -186,18 +184,18 @@ class Profile:
         def find() -> list[Problem]:
             if self._role_problems:
                 return list(self._role_problems)
-            return merge_layers(cut_problems(self.model, self.matched, tp, shards))
+            return merge_layers(shard_problems(self.model, self.matched, tp, shards))
 
         return [] if tp == 1 else self.once(("tp", tp, shards), find)
 
-    def facts(self, tp: int, shards: int) -> Facts:
-        """Facts of the model for the rules of a layout, without those of its batch."""
+    def facts(self, tp: int, shards: int) -> ModelFacts:
+        """ModelFacts of the model for the rules of a layout, without those of its batch."""
         obstacles = {
             "tp": self.tp_problems(tp, shards),
             "cp": self.cp_problems,
             "pp": self.pp_problems,
         }
-        return Facts(
+        return ModelFacts(
             seq_len=self.seq_len,
             num_layers=len(self.order),
             num_blocks=len(self.order),

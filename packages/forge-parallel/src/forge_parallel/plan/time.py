@@ -13,10 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import comb, prod
 
+from forge_parallel.config import splits_backward
 from forge_parallel.plan.candidate import Candidate, Load
 from forge_parallel.plan.memory import Memory, group_size
 from forge_parallel.plan.trace import BlockTrace
-from forge_parallel.stages import splits_backward
 
 #: Fraction of the time of matmuls that hides FSDP's collectives, and the fraction of these that is exposed in any case.
 #: Chosen, as the fractions in topology.py, on the published sweep in test_plan_calibration.py.

@@ -8,11 +8,10 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from forge_parallel._shared.problems import problems_of, raise_problems
-from forge_parallel.config import ParallelConfig
-from forge_parallel.legal import Facts, problems
+from forge_parallel.config import ParallelConfig, next_allowed_count
 from forge_parallel.prove.settings import ProofSettings, ProveError, prove_error
 from forge_parallel.prove.task import GLOBAL_BATCH
-from forge_parallel.stages import next_allowed_count
+from forge_parallel.rules import ModelFacts, problems
 
 
 @dataclass(frozen=True)
@@ -157,6 +156,6 @@ def _own_cell(layout: Mapping[str, Any], world: int, settings: ProofSettings, se
     except (ValueError, TypeError) as error:
         raise ProveError(problems_of(error), where) from error
     count = next_allowed_count(config, 1) if count is None else count
-    facts = Facts(seq_len=seq_len, num_micro_batches=count)
+    facts = ModelFacts(seq_len=seq_len, num_micro_batches=count)
     raise_problems(where, problems(config, axes, facts), ProveError)
     return Cell(name, world, keys, count)

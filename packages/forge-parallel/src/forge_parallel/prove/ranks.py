@@ -12,20 +12,19 @@ import torch
 from torch import Tensor, nn
 
 from forge_parallel._shared.problems import WithProblems, invalid, problems_of, raise_problems
-from forge_parallel.axes.context import cut_sequence
+from forge_parallel.axes.context import shard_sequence
 from forge_parallel.axes.fsdp import reshard
 from forge_parallel.axes.vocab import vocab_cross_entropy
 from forge_parallel.compute import Compute
 from forge_parallel.grad_norm import clip_grads_, global_count, global_grad_norm
-from forge_parallel.legal import Facts, problems
-from forge_parallel.meshes import make_meshes
+from forge_parallel.meshes import make_meshes, sdpa_kernel
 from forge_parallel.parallelize import parallelize
 from forge_parallel.prove import values
 from forge_parallel.prove.cells import Cell
 from forge_parallel.prove.settings import ProveError, allow_tf32
 from forge_parallel.prove.task import Batch, Task, keywords_of
 from forge_parallel.prove.values import MAX_NORM, SGD, STEPS, Reference, Tensors, ValueKey
-from forge_parallel.sdpa import sdpa_kernel, sdpa_problem
+from forge_parallel.rules import ModelFacts, problems, sdpa_problem
 
 
 class UnsupportedLayout(WithProblems):
@@ -144,7 +143,7 @@ class _LayoutRun:
                 "positions", "missing", ..., rule, "add the parameter", kind=UnsupportedLayout
             )
         self.meshes = make_meshes(config, device)
-        facts = Facts(seq_len=task.seq_len, num_micro_batches=cell.micro_batches)
+        facts = ModelFacts(seq_len=task.seq_len, num_micro_batches=cell.micro_batches)
         layout = config.axes(self.meshes.world_size)
         raise_problems("", problems(config, layout, facts), UnsupportedLayout)
 
@@ -189,7 +188,7 @@ class _LayoutRun:
     def stream_error(self, parts: list[Tensor], full: Tensor) -> float:
         """Largest error of a layer's outputs, one per micro-batch; 0 if their shapes do not show the sharded dim."""
         tp, worst = self.meshes.tp, 0.0
-        wanted = cut_sequence(self._rank_part(full), self.meshes.cp).split(self.micro_batch)
+        wanted = shard_sequence(self._rank_part(full), self.meshes.cp).split(self.micro_batch)
         for part, right in zip(parts, wanted):
             if part.size(1) * tp.size == right.size(1):
                 right = right.chunk(tp.size, 1)[tp.rank]  # (B, S / tp, D): sequence parallel

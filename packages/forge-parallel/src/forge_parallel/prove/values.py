@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from forge_parallel._shared.problems import problems_of
 from forge_parallel._torch_compat import in_backward
-from forge_parallel.axes.hf_plan import has_plan
+from forge_parallel.axes.roles import has_plan
 from forge_parallel.prove.settings import ProveError, prove_error
 from forge_parallel.prove.task import IGNORED, Task, keywords_of, layers_of
 from forge_parallel.structure import Structure, structure_of

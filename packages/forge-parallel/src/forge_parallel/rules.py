@@ -1,7 +1,7 @@
-"""Rules that a configuration, a layout and a model must satisfy together; a broken rule is a Problem with key,
-value, rule and fix.
+"""Rules for a configuration, a layout and the facts of a model; a broken rule is a Problem with key, code, value and
+fix. `check_model` finds the facts of a module.
 
-    broken = problems(config, config.axes(8), Facts(seq_len=2048, num_layers=12, num_experts=0))
+    broken = problems(config, config.axes(8), ModelFacts(seq_len=2048, num_layers=12, num_experts=0))
 
 The runner calls `problems` before any process starts, the planner for each layout, `parallelize` and `prove` with
 the model; each passes the facts that it has. Code that checks a single tensor or argument calls the function of one
@@ -18,13 +18,19 @@ import torch
 
 from forge_parallel import _torch_compat
 from forge_parallel._shared.problems import Problem, Shown
-from forge_parallel.config import V_SCHEDULES, Layout, ParallelConfig
-from forge_parallel.stages import next_allowed_count, num_stages, splits_backward
+from forge_parallel.config import (
+    V_SCHEDULES,
+    Layout,
+    ParallelConfig,
+    next_allowed_count,
+    num_stages,
+    splits_backward,
+)
 
 __all__ = [
-    "Facts",
+    "ModelFacts",
     "ShardedDim",
-    "ahead_problem",
+    "mtp_problem",
     "problems",
     "schedule_problems",
     "tied_on_one_rank",
@@ -42,7 +48,7 @@ class ShardedDim(NamedTuple):
     """Its name, as that of a module or an option."""
     size: int
     unit: int = 1
-    """The part of a rank must be a multiple of it: head_dim, for example."""
+    """The size on a rank must be a multiple of it: head_dim, for example."""
     shared: bool = False
     """Several ranks may have the same unit, if there are more ranks than units."""
     width: int = 1
@@ -52,11 +58,11 @@ class ShardedDim(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Facts:
-    """Facts about a model and its batch. Rules about unknown ones (None, or empty) are skipped.
+class ModelFacts:
+    """ModelFacts about a model and its batch. Rules about unknown ones (None, or empty) are skipped.
 
-    seq_len            tokens of a row, over all ranks
-    micro_batch        rows of a micro-batch
+    seq_len            tokens of a sequence, over all ranks
+    micro_batch        sequences of a micro-batch
     num_micro_batches  micro-batches of a data rank in a step
     num_layers         blocks that a pipeline distributes over stages
     num_blocks         blocks that recomputation can use
@@ -89,7 +95,7 @@ class Facts:
         return self.names.get(key, key)
 
 
-def problems(config: ParallelConfig, layout: Layout, facts: Facts) -> list[Problem]:
+def problems(config: ParallelConfig, layout: Layout, facts: ModelFacts) -> list[Problem]:
     """Every broken rule. Needs no process group and costs microseconds.
 
     `layout` is `config.axes(world_size)`, which itself raises unless the axes fit the ranks.
@@ -98,8 +104,8 @@ def problems(config: ParallelConfig, layout: Layout, facts: Facts) -> list[Probl
     return [problem for rule in rules for problem in rule(config, layout, facts)]
 
 
-def _sequence(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[Problem]:
-    """A mixture of experts cuts its tokens over tp, with and without sequence_parallel."""
+def _sequence(config: ParallelConfig, layout: Layout, facts: ModelFacts) -> Iterator[Problem]:
+    """A mixture of experts shards its tokens over tp, with and without sequence_parallel."""
     sharded = config.sequence_parallel or bool(facts.num_experts)
     if facts.seq_len is not None:
         tp = layout.tp if sharded else 1
@@ -107,12 +113,12 @@ def _sequence(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[
             yield wrong
 
 
-def _float8(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[Problem]:
-    """Float8 kernels sum weight gradients over tokens in pieces of 16; the emulation on the CPU does not."""
+def _float8(config: ParallelConfig, layout: Layout, facts: ModelFacts) -> Iterator[Problem]:
+    """Float8 kernels sum weight gradients over 16 tokens at a time; the emulation on the CPU does not."""
     micro, length = facts.micro_batch, facts.seq_len
     if config.float8 == "none" or config.device == "cpu" or micro is None or length is None:
         return
-    # under tp, shared experts compute a rank's part of the tokens, other layers all of them
+    # under tp, shared experts see only the tokens of this rank, other layers all of them
     ranks = layout.cp * (layout.tp if facts.num_experts else 1)
     tokens = micro * length // ranks
     if tokens % 16:
@@ -124,7 +130,7 @@ def _float8(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[Pr
         yield Problem(facts.name("float8"), "tokens", config.float8, rule, fix)
 
 
-def _experts(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[Problem]:
+def _experts(config: ParallelConfig, layout: Layout, facts: ModelFacts) -> Iterator[Problem]:
     ep, experts = layout.ep, facts.num_experts
     if ep > 1 and experts is not None and (not experts or experts % ep):
         fix = f"use ep = 1, or {max(ep, experts // ep * ep)} experts"
@@ -132,20 +138,20 @@ def _experts(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[P
         yield Problem(facts.name("ep"), "divides", ep, rule, fix)
 
 
-def _context(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[Problem]:
+def _context(config: ParallelConfig, layout: Layout, facts: ModelFacts) -> Iterator[Problem]:
     if layout.cp > 1:
         yield from facts.obstacles.get("cp", ())
     if layout.cp * layout.tp == 1:
         return
     for feature, other in facts.whole_batch.items():
         key, _, value = feature.partition(" ")
-        axes = f"{facts.name('cp')} and {facts.name('tp')} above 1, which cut them"
-        rule = f"decides over the tokens of a whole micro-batch and must go without {axes}"
+        axes = f"{facts.name('cp')} and {facts.name('tp')} above 1, which shard them"
+        rule = f"decides over all tokens of a micro-batch and must go without {axes}"
         fix = f"use data, expert or pipeline ranks, or {other}"
         yield Problem(key, "whole_batch", Shown(value), rule, fix)
 
 
-def _tensor(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[Problem]:
+def _tensor(config: ParallelConfig, layout: Layout, facts: ModelFacts) -> Iterator[Problem]:
     tp = layout.tp
     if tp == 1:
         return
@@ -158,7 +164,7 @@ def _tensor(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[Pr
             yield wrong
 
 
-def _pipeline(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[Problem]:
+def _pipeline(config: ParallelConfig, layout: Layout, facts: ModelFacts) -> Iterator[Problem]:
     if layout.pp == 1:
         return
     if found := facts.obstacles.get("pp", ()):
@@ -171,9 +177,9 @@ def _pipeline(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[
     )
 
 
-def _recompute(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator[Problem]:
+def _recompute(config: ParallelConfig, layout: Layout, facts: ModelFacts) -> Iterator[Problem]:
     if config.recompute != "none" and facts.num_blocks == 0:
-        rule = f"must have blocks to keep the inputs of, and {facts.model} offers none"
+        rule = f"must have blocks to keep the inputs of, and {facts.model} defines none"
         fix = "give it blocks(), name them with blocks=, or use recompute = 'none'"
         yield Problem(facts.name("recompute"), "blocks", config.recompute, rule, fix)
 
@@ -181,25 +187,25 @@ def _recompute(config: ParallelConfig, layout: Layout, facts: Facts) -> Iterator
 def uneven_sequence(
     seq_len: int, cp: int = 1, tp: int = 1, names: Mapping[str, str] = {}
 ) -> Problem | None:
-    """Why rows of `seq_len` tokens cannot be divided, or None.
+    """A Problem if sequences of `seq_len` tokens cannot be sharded over cp and tp, else None.
 
     Ring attention needs 2 cp equal chunks, two for each cp rank; tp divides the tokens of a cp rank.
     """
     # the least common multiple of 2 cp and cp tp
-    pieces = tp if cp == 1 else cp * (tp if tp % 2 == 0 else 2 * tp)
-    if seq_len % pieces == 0:
+    multiple = tp if cp == 1 else cp * (tp if tp % 2 == 0 else 2 * tp)
+    if seq_len % multiple == 0:
         return None
-    fits = seq_len // pieces * pieces
-    near = f"{fits} or {fits + pieces}" if fits else f"{pieces}"
+    fits = seq_len // multiple * multiple
+    near = f"{fits} or {fits + multiple}" if fits else f"{multiple}"
     axes = (
         f"{names.get(axis, axis)} {size}" for axis, size in (("cp", cp), ("tp", tp)) if size > 1
     )
-    rule = f"must be divisible by {pieces} with {' and '.join(axes)}"
+    rule = f"must be divisible by {multiple} with {' and '.join(axes)}"
     return Problem(names.get("seq_len", "seq_len"), "divides", seq_len, rule, f"use {near}")
 
 
 def uneven_width(dim: ShardedDim, tp: int, names: Mapping[str, str] = {}) -> Problem | None:
-    """Why `tp` ranks cannot have equal parts of whole units, or None."""
+    """A Problem if `tp` ranks cannot have equally many units of a dim, else None."""
     units, rest = divmod(dim.size, dim.unit)
     if not rest and (units % tp == 0 or (dim.shared and tp % units == 0)):
         return None
@@ -213,10 +219,10 @@ def uneven_width(dim: ShardedDim, tp: int, names: Mapping[str, str] = {}) -> Pro
 def uneven_vocab(
     dim: ShardedDim, tp: int, shards: int = 1, names: Mapping[str, str] = {}
 ) -> Problem | None:
-    """Why a table (V, D), V = dim.size and D = dim.width, cannot be sharded by ids over `tp` ranks and then over
-    `shards` ranks of FSDP2, or None.
+    """A Problem if a table (V, D), V = dim.size and D = dim.width, cannot be sharded by ids over `tp` ranks and then
+    over `shards` ranks of FSDP2, else None.
 
-    The tp ranks may have uneven parts, but none an empty one. FSDP2 shards a part by ids, or, if torch would compute
+    The tp ranks may have unevenly many ids, but at least one. FSDP2 shards by ids again, or, if torch would compute
     wrong offsets for such shards, by D (`axes.fsdp.shard_of`), which `shards` must then divide.
     """
     name = names.get("tp", "tp")
@@ -233,15 +239,15 @@ def uneven_vocab(
     return Problem(dim.key, "shards", dim.size, rule.lstrip(), fix)
 
 
-def offsets_are_right(rows: int, tp: int, shards: int) -> bool:
-    """Whether torch's DTensor (2.11 to 2.13) computes right offsets for `rows` sharded over tp and then over FSDP2's
-    shards.
+def offsets_are_right(size: int, tp: int, shards: int) -> bool:
+    """Whether torch's DTensor computes right offsets for a dim sharded over tp and then over FSDP2's shards.
 
-    If parts of tp, and so their shards, have different sizes it computes wrong ones, also for checkpoints.
+    If the sizes on tp ranks, and so their shards, differ it computes wrong ones, also for checkpoints: seen in torch
+    2.11 to 2.13; later ones were not checked.
     """
-    whole = -(-rows // tp)
-    parts = {max(0, min(whole, rows - rank * whole)) for rank in range(tp)}
-    return shards < 3 or len({-(-part // shards) for part in parts}) == 1
+    largest = -(-size // tp)
+    on_ranks = {max(0, min(largest, size - rank * largest)) for rank in range(tp)}
+    return shards < 3 or len({-(-local // shards) for local in on_ranks}) == 1
 
 
 def width_of(shape: Sequence[int]) -> int:
@@ -249,8 +255,8 @@ def width_of(shape: Sequence[int]) -> int:
     return shape[1] if len(shape) > 1 else 1
 
 
-def ahead_problem(config: ParallelConfig, ahead: int, name: str = "ahead") -> Problem | None:
-    """Why modules that predict `ahead` further tokens cannot run under a schedule, or None."""
+def mtp_problem(config: ParallelConfig, ahead: int, name: str = "ahead") -> Problem | None:
+    """A Problem if multi-token prediction of `ahead` depths cannot run under the schedule, else None."""
     if not ahead or config.pp == 1 or not splits_backward(config):
         return None
     rule = f"halves the backward, in which torch loses track of an embedding that {name} {ahead} reads on the last stage"
@@ -261,7 +267,7 @@ def ahead_problem(config: ParallelConfig, ahead: int, name: str = "ahead") -> Pr
 def tied_on_one_rank(
     config: ParallelConfig, tied: Sequence[str], names: Mapping[str, str] = {}
 ) -> Problem | None:
-    """Why the schedule cannot run a model with `tied` ends, or None."""
+    """A Problem if the schedule cannot run a model with `tied` ends, else None."""
     if not tied or config.pp == 1 or config.pp_schedule not in V_SCHEDULES:
         return None
     rule = f"must put the two ends of {', '.join(tied)}, which is tied, on two ranks, and puts them on one"
@@ -272,7 +278,7 @@ def tied_on_one_rank(
 def too_few_layers(
     num_layers: int, stages: int, names: Mapping[str, str] = {}, first_blocks: int = 1
 ) -> Problem | None:
-    """Why so many layers cannot be distributed over so many stages, of which the first needs `first_blocks`, or None."""
+    """A Problem if there are fewer layers than stages need, of which the first needs `first_blocks`, else None."""
     if num_layers >= stages - 1 + first_blocks:
         return None
     rule = f"must be at least one for each of the {stages} stages"
@@ -301,10 +307,12 @@ def schedule_problems(
         wrong := too_few_layers(num_layers, stages, names, first_blocks)
     ):
         found.append(wrong)
+
     if num_micro_batches is not None:
         allowed = next_allowed_count(config, num_micro_batches)
         if num_micro_batches != allowed:
             found.append(_count_problem(config, num_micro_batches, allowed))
+
     if not splits_backward(config):
         return found
     schedule = config.pp_schedule
@@ -332,3 +340,25 @@ def _count_problem(config: ParallelConfig, count: int, allowed: int) -> Problem:
         return Problem(key, "stages", count, rule, f"use {allowed} or more, or zbv_zero_bubble")
     rule = f"must be a multiple of their {count // pp} rounds of pp {pp} with {schedule}"
     return Problem(key, "rounds", count, rule, f"use {count - count % pp} or {allowed}")
+
+
+#: On a CPU torch has these two.
+_ON_CPU = ("flash", "math")
+#: On CUDA these compute only in 16 bits.
+_HALF_ONLY = ("flash", "cudnn")
+
+
+def sdpa_problem(name: str, device: torch.device, precision: str) -> Problem | None:
+    """A problem if the device does not have the kernel, or does not have it in this precision."""
+    if name == "auto":
+        return None
+    if device.type == "cpu" and name not in _ON_CPU:
+        fix = f"use {' or '.join(_ON_CPU)}, or auto"
+        return Problem("sdpa", "device", name, "is a kernel of CUDA, and the device is cpu", fix)
+    if device.type == "cuda" and name in _HALF_ONLY and precision == "fp32":
+        rule, fix = (
+            "computes in 16 bits on CUDA, and precision is fp32",
+            "use efficient or math, or auto",
+        )
+        return Problem("sdpa", "precision", name, rule, fix)
+    return None
