@@ -27,7 +27,8 @@ def test_old_modules_and_names_are_the_new_ones() -> None:
 
 
 def test_old_keywords_are_taken_and_unknown_names_are_not() -> None:
-    with pytest.warns(DeprecationWarning, match="full_tokens="), pytest.raises(TypeError):
-        Pipeline(None, ParallelConfig(), whole_tokens=True)  # type: ignore[call-arg]
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _renamed.renamed("forge_parallel", "nothing")
+    missing = pytest.raises(TypeError, match="num_micro_batches")
+    with pytest.warns(DeprecationWarning, match="full_tokens="), missing:
+        Pipeline(None, ParallelConfig(), None, whole_tokens=True)  # type: ignore[call-arg,arg-type]
+    with pytest.raises(AttributeError, match=r"forge_parallel.*'no_name'"):
+        _renamed.renamed("forge_parallel", "no_name")

@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 #: Module below forge_parallel -> the module that has its names now.
 MODULES = {
     "axes.vocab_fused": "axes.vocab",
-    "further_ahead": "compute",
+    "further_ahead": "compute",  # language: an old name
     "legal": "rules",
     "micro_batches": "compute",
     "order": "structure",
@@ -36,7 +36,7 @@ NAMES = {
     "extra_problems": "check_model.extra_problems",
     "ids_of_cut_logits": "axes.tensor.sharded_logits_vocab_size",
     "join_sequence": "axes.context.gather_sequence",
-    "materialise": "parallelize.materialize",
+    "materialise": "parallelize.materialize",  # language: an old name
     "part_problems": "check_model.part_problems",
     "sdpa_problem": "rules.sdpa_problem",
     "width_of_cut_logits": "axes.tensor.sharded_logits_width",

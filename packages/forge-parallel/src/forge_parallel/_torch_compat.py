@@ -191,6 +191,7 @@ def _finish(
 
 
 def _drop_unused(groups: list[Any], mesh: Any, used: set[Any]) -> None:
+    """Remove the zero gradients of parameters that no rank of `mesh` used: one all-reduce of flags."""
     parameters = [parameter for group in groups for parameter in _trained(group)]
     if not parameters:
         return
@@ -208,6 +209,7 @@ def _drop_unused(groups: list[Any], mesh: Any, used: set[Any]) -> None:
 
 
 def _trained(group: Any) -> list[Any]:
+    """FSDP2's objects of the trained parameters of a group."""
     return [p for p in group.fsdp_params if p.sharded_param.requires_grad]
 
 

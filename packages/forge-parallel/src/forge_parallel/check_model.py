@@ -333,6 +333,7 @@ def dropout_problems(model: nn.Module) -> list[Problem]:
 
 
 def _positive(values: Mapping[str, Any]) -> dict[str, float]:
+    """The floats above 0."""
     return {n: v for n, v in values.items() if isinstance(v, float) and v > 0.0}
 
 
@@ -384,6 +385,7 @@ def _wrong_kind(name: str, module: Any, role: str) -> Problem | None:
 
 
 def _say(module: nn.Module) -> str:
+    """Class and parameter shapes of a module, for messages."""
     shapes = ", ".join(f"{n} {tuple(p.shape)}" for n, p in module.named_parameters(recurse=False))
     return f"{type(module).__name__} ({shapes})"
 

@@ -270,6 +270,7 @@ def _problems(c: ParallelConfig) -> Iterator[Problem]:
 
 
 def _axes_problems(c: ParallelConfig) -> Iterator[Problem]:
+    """Axes that exclude or need other keys."""
     if c.layout == "auto" and (
         c.dp_shard != -1
         or any(getattr(c, axis) != 1 for axis in ("dp_replicate", "tp", "cp", "pp", "ep"))
@@ -311,6 +312,7 @@ def _axes_problems(c: ParallelConfig) -> Iterator[Problem]:
 
 
 def _precision_problems(c: ParallelConfig) -> Iterator[Problem]:
+    """Dtypes that need another precision."""
     for name in ("reduce_dtype", "param_dtype"):
         if (getattr(c, name), c.precision) == ("bf16", "fp32"):
             rule = "must go with precision bf16, and precision is fp32"
@@ -329,6 +331,7 @@ def _precision_problems(c: ParallelConfig) -> Iterator[Problem]:
 
 
 def _recompute_problems(c: ParallelConfig) -> Iterator[Problem]:
+    """Ways of recomputation that exclude one another."""
     if c.recompute_every > 1 and c.recompute == "none":
         fix = "use recompute = 'full', or leave recompute_every out"
         rule = f"must go with recompute full or selective, not {c.recompute}"

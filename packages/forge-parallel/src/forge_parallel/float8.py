@@ -135,6 +135,7 @@ def float8_table(rows: Iterable[Float8Row]) -> str:
 
 
 def _check(model: nn.Module, recipe: str, all_gather: bool, device: torch.device, tp: int) -> None:
+    """Raise ValueError for an unknown recipe, and for float8 all-gathers that cannot work."""
     if recipe not in RECIPES:
         rule = f"must be one of {', '.join(RECIPES)}"
         raise invalid("float8", "unknown", recipe, rule, "use tensorwise")
@@ -161,6 +162,7 @@ def _check(model: nn.Module, recipe: str, all_gather: bool, device: torch.device
 
 
 def _torchao() -> Any:
+    """The module torchao.float8; ImportError that names the extra to install."""
     try:
         return import_module("torchao.float8")
     except ImportError as error:

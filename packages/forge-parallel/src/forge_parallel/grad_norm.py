@@ -176,6 +176,7 @@ def _device_of(gradients: list[Tensor], sums: Tensor | None, group: Any) -> torc
 
 
 def _require_positive(max_norm: float | None) -> None:
+    """Raise ValueError for a `max_norm` that is not above 0."""
     if max_norm is not None and not max_norm > 0:
         fix = "use 1.0, or None to measure only"
         raise invalid("max_norm", "range", max_norm, "must be above 0", fix)

@@ -146,13 +146,14 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
         stage=_axis_group(config, layout, "stage"),
         host_group=_host_group(config) if world_size > 1 else None,
     )
+
     _warm_up(meshes)
     return meshes
 
 
 def with_one_rank(config: ParallelConfig, meshes: Meshes) -> Meshes:
     """`meshes` of one unwrapped process with a dense mesh of its one rank, for a model that needs FSDP2 on one rank.
-    Starts a group of one rank if there is none, as `make_meshes` does."""
+    Starts a group of one rank if no group is running, as `make_meshes` does."""
     if not dist.is_initialized():
         start_process_group(_ONE_PROCESS, meshes.device)
     return replace(meshes, dense=_mesh(config, meshes.device, config.axes(1), {"dp_shard": 1}))
@@ -177,6 +178,7 @@ def _mesh(
 
 
 def _axis_of(mesh: Any, name: str) -> Axis:
+    """This rank's group along a mesh axis; one rank without this axis."""
     if name not in mesh.mesh_dim_names:
         return Axis()
     one = mesh[name]
@@ -196,6 +198,7 @@ def _axis_group(config: ParallelConfig, layout: Layout, axis: str) -> Axis:
 
 
 def _host_group(config: ParallelConfig) -> Any:
+    """A gloo group over all ranks."""
     timeout = timedelta(seconds=config.timeout_seconds)
     # fake: one process stands for all ranks
     backend = "fake" if dist.get_backend() == "fake" else "gloo"

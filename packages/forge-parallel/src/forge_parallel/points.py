@@ -189,6 +189,7 @@ class UnshardedPoints:
         return found
 
     def _gather_tp(self, role: TensorRole | None, place: Any, shard: Tensor) -> Tensor:
+        """The value of all tp ranks, from this rank's shard."""
         if role == "vocab":
             is_shard = shard.size(-1) == self._width
             return gather_vocab(shard, self.meshes.tp, self._ids) if is_shard else shard
@@ -204,6 +205,7 @@ class UnshardedPoints:
         return torch.cat([heads[owners.index(head)] for head in range(owners[-1] + 1)], dim)
 
     def _shard_tp(self, role: TensorRole | None, place: Any, value: Tensor) -> Tensor:
+        """This tp rank's shard of a value."""
         if role == "vocab":
             assert self._width is not None
             missing = self.tp.size * self._width - value.size(-1)

@@ -243,11 +243,13 @@ def selective_contexts() -> Pair:
 
 @cache
 def is_saved(operator: Any) -> bool:
+    """Whether selective recomputation saves the outputs of an operator."""
     space, _, name = operator.name().partition("::")  # an overload such as mm.out has a suffix
     return name in _SAVED_OPERATORS.get(space, "").split()
 
 
 def _shapes(args: Any) -> list[torch.Size]:
+    """Shapes of the tensors among positional arguments."""
     return [a.shape for a in args if isinstance(a, Tensor)]
 
 
@@ -257,6 +259,7 @@ def tensors_in(out: Any) -> list[Tensor]:
 
 
 def _map(function: Callable[[Tensor], Tensor], out: Any) -> Any:
+    """Apply a function to the tensors of an operator's output."""
     if isinstance(out, (tuple, list)):
         return type(out)(_map(function, o) for o in out)
     return function(out) if isinstance(out, Tensor) else out

@@ -131,6 +131,7 @@ def _float8(config: ParallelConfig, layout: Layout, facts: ModelFacts) -> Iterat
 
 
 def _experts(config: ParallelConfig, layout: Layout, facts: ModelFacts) -> Iterator[Problem]:
+    """`ep` divides the number of experts."""
     ep, experts = layout.ep, facts.num_experts
     if ep > 1 and experts is not None and (not experts or experts % ep):
         fix = f"use ep = 1, or {max(ep, experts // ep * ep)} experts"
@@ -139,6 +140,7 @@ def _experts(config: ParallelConfig, layout: Layout, facts: ModelFacts) -> Itera
 
 
 def _context(config: ParallelConfig, layout: Layout, facts: ModelFacts) -> Iterator[Problem]:
+    """Attention that cp computes, and no feature that needs all tokens under cp or tp."""
     if layout.cp > 1:
         yield from facts.obstacles.get("cp", ())
     if layout.cp * layout.tp == 1:
@@ -152,6 +154,7 @@ def _context(config: ParallelConfig, layout: Layout, facts: ModelFacts) -> Itera
 
 
 def _tensor(config: ParallelConfig, layout: Layout, facts: ModelFacts) -> Iterator[Problem]:
+    """Dims that tp shards."""
     tp = layout.tp
     if tp == 1:
         return
@@ -165,6 +168,7 @@ def _tensor(config: ParallelConfig, layout: Layout, facts: ModelFacts) -> Iterat
 
 
 def _pipeline(config: ParallelConfig, layout: Layout, facts: ModelFacts) -> Iterator[Problem]:
+    """A model in stages, and a schedule that can run it."""
     if layout.pp == 1:
         return
     if found := facts.obstacles.get("pp", ()):
@@ -178,6 +182,7 @@ def _pipeline(config: ParallelConfig, layout: Layout, facts: ModelFacts) -> Iter
 
 
 def _recompute(config: ParallelConfig, layout: Layout, facts: ModelFacts) -> Iterator[Problem]:
+    """Blocks whose inputs recomputation keeps."""
     if config.recompute != "none" and facts.num_blocks == 0:
         rule = f"must have blocks to keep the inputs of, and {facts.model} defines none"
         fix = "give it blocks(), name them with blocks=, or use recompute = 'none'"

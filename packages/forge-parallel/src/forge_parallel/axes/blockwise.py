@@ -75,9 +75,11 @@ class Runs:
         return self._indices[key]
 
     def _flipped(self, x: Tensor, dim: int) -> Tensor:
+        """x in reading order: reversed along dim, if `backwards`."""
         return x.flip(dim) if self.backwards else x
 
     def _slice(self, x: Tensor) -> Tensor:
+        """The single run of every sequence, as a view."""
         _, start, length = self.runs[0]
         return x.narrow(1, start, length)
 
@@ -409,6 +411,7 @@ def scaled_scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
 
 
 def _causal_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    """Scores with -inf for later keys, if `causal`."""
     scores = scaled_scores(q, k, q.size(-1) ** -0.5)
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -417,6 +420,7 @@ def _causal_scores(q: Tensor, k: Tensor, causal: bool) -> Tensor:
 
 
 def _plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+    """Attention and its log-sum-exp by matmuls, of (N, H, L, D)."""
     scores = _causal_scores(q, k, causal)
     return scores.softmax(-1) @ v.to(scores.dtype), scores.logsumexp(-1)
 
@@ -424,6 +428,7 @@ def _plain_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tenso
 def _plain_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v by matmuls, for any out and lse that hold these keys."""
     weights = (_causal_scores(q, k, causal) - lse.unsqueeze(-1)).exp()
     grad, q, k, v, out = (t.to(weights.dtype) for t in (grad, q, k, v, out))
     # d softmax: P (dP - sum_j P_j dP_j), where the sum over all tiles is grad . out
@@ -433,6 +438,7 @@ def _plain_backward(
 
 
 def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, batch: TileBatch) -> tuple[Tensor, Tensor]:
+    """`flash_varlen` on the runs of a batch."""
     boundaries = batch.boundaries(q.size(0), q.device)
     flat_q, flat_k, flat_v = (t.flatten(0, 1) for t in (q, k, v))  # (T, H or K, D)
     out, lse = flash_varlen(flat_q, flat_k, flat_v, boundaries, batch.causal)
@@ -442,6 +448,7 @@ def _varlen_forward(q: Tensor, k: Tensor, v: Tensor, batch: TileBatch) -> tuple[
 def _varlen_backward(
     grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, k: Tensor, v: Tensor, batch: TileBatch
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """`flash_varlen_backward` on the runs of a batch."""
     boundaries = batch.boundaries(q.size(0), q.device)
     lse = lse.flatten(0, 1).t().contiguous()  # (H, T)
     flat_grad, flat_q, flat_k, flat_v, flat_out = (t.flatten(0, 1) for t in (grad, q, k, v, out))

@@ -87,6 +87,7 @@ def token_dim(x: Tensor) -> int:
 def _collective(
     x: Tensor, group: NamedGroup, dim: int, there: _Transfer, back: _Transfer
 ) -> Tensor:
+    """Transfer x by `there`, and its gradient by `back`; x itself on one rank."""
     if group.size == 1:
         return x
     out: Tensor = _Collective.apply(x, group, dim, there, back)

@@ -216,9 +216,12 @@ class ContextAttention:
         return seen & (shard_sequence(number, self.axis)[:, :, None] == number[:, None, :])
 
     def _shard(self, length: int) -> SequenceShard:
+        """This rank's position, for tilings of `length` tokens here."""
         return SequenceShard(length, self.axis.rank, self.axis.size, self.name, self.window)
 
     def _tiling(self, ctx: Any, device: torch.device) -> Tiling:
+        """The tiles of packed sequences, once per forward and window."""
+
         def make() -> Tiling:
             found = documents(self._ids_on_host(ctx, device))
             return packed_tiling(found, self._shard(ctx.document_ids.size(1)))

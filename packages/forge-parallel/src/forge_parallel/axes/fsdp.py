@@ -133,6 +133,7 @@ def apply_fsdp(
             reduce_dtype=reduce_dtype,
             cast_forward_inputs=module is model,  # a block may take fp32 tables (RoPE)
         )
+
         fully_shard(
             module,
             mesh=unit_mesh,

@@ -113,6 +113,7 @@ class SharedHeadRows(nn.Module):
         return self._rows("lora_b")
 
     def _rows(self, name: str) -> Any:
+        """A parameter in full outside of forward, in it the rows of this rank's head."""
         full = local_value(self, name, (Partial(),))
         return full if full is None or not self.in_forward else full[self.tp_rows]
 
@@ -298,6 +299,7 @@ def _on_first(
 
 
 def _is_stream(value: Any) -> bool:
+    """Whether a value may be the residual stream: a float tensor."""
     return isinstance(value, Tensor) and value.is_floating_point()
 
 

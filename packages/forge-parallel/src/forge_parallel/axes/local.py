@@ -85,6 +85,7 @@ def local_value(
 
 @functools.cache
 def _mixed_class(mixin: type, cls: type) -> type:
+    """The subclass of `cls` with `mixin` first; one per pair."""
     names: dict[str, Any] = {"__module__": mixin.__module__}
     if "forward" in vars(mixin):  # generate() of transformers reads the signature
         names["forward"] = _with_signature(mixin.forward, cls.forward)  # type: ignore[attr-defined]
@@ -104,5 +105,6 @@ def _with_signature(function: Any, other: Any) -> Any:
 
 @functools.cache
 def _with_local(cls: type, name: str, grad_placements: tuple[Placement, ...] | None) -> type:
+    """The subclass of `cls` whose attribute `name` is `local_value`; one per pair."""
     value = property(lambda module: local_value(module, name, grad_placements))
     return type(cls.__name__, (cls,), {name: value, "__module__": cls.__module__})

@@ -189,6 +189,7 @@ def table_of(model: Any, roles: Mapping[str, Any] | None = None) -> Mapping[str,
 
 
 def _role(pattern: str, value: Any) -> Role:
+    """The role that a value of a table means; ValueError for an unknown one."""
     if isinstance(value, Mapping):
         unknown = set(value) - {"role", "multiple_of"}
         if unknown or "role" not in value:
@@ -273,6 +274,7 @@ def shared_head(model: nn.Module, name: str, role: Role, size: int) -> int:
 
 
 def _within(name: str, region: str) -> bool:
+    """Whether a module is the region or inside of it."""
     return region in ("", name) or name.startswith(f"{region}.")
 
 

@@ -154,6 +154,7 @@ def _shard_model(
     matched: Matched,
     ids: Mapping[str, int],
 ) -> None:
+    """Replace parameters by shards, and add the mixins of layers.py to the modules that communicate."""
     group = NamedGroup.of(mesh)
     sharded: dict[nn.Parameter, nn.Parameter] = {}  # a tied parameter stays one parameter
     shared_inputs = _shared_inputs(model, matched)

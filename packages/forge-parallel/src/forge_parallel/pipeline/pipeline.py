@@ -94,6 +94,7 @@ class Pipeline:
         self._schedule = self._make_schedule()
 
     def _make_schedule(self) -> Any:
+        """Wrap the stages as torch's PipelineStages, with hooks for arguments and shapes, and put them into a schedule."""
         tokens = torch.empty(self.micro_batch, self.tokens_length, dtype=torch.int64, device="meta")
         count, stages = num_stages(self.config), []
         for index, module in self.stages.items():
@@ -116,6 +117,7 @@ class Pipeline:
         return make_schedule(self.config, stages, self.num_micro_batches, self._loss_of)
 
     def _loss_of(self, output: Tensor, numbers: Tensor) -> Tensor:
+        """The trained loss of a micro-batch, of the sequences `numbers`."""
         assert self._loss is not None
         sums = self._loss(output, _take(self._targets, _slice(numbers)))
         self._losses.append(sums.detach())
@@ -245,6 +247,7 @@ class Pipeline:
                 work.wait()
 
     def _p2p(self, kind: Any, tensor: Tensor, stage: int) -> dist.P2POp:
+        """A send to, or a receive from, the rank of a stage."""
         peer = rank_of(self.config, stage)
         return dist.P2POp(kind, tensor, group=self.meshes.pp.group, group_peer=peer)
 
@@ -289,6 +292,7 @@ class Pipeline:
         return output.clone() if output._is_view() and splits_backward(self.config) else output
 
     def _total(self, losses: list[Tensor]) -> Tensor:
+        """The sum of the losses of micro-batches; 0 without any."""
         if not losses:
             return torch.zeros((), device=self.meshes.device)
         return torch.stack([loss.detach() for loss in losses]).sum(0)
@@ -325,4 +329,5 @@ def _take(value: Any, at: slice) -> Any:
 
 
 def _kind(value: Any) -> str:
+    """Shape and dtype of a value, for messages."""
     return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else str(type(value))

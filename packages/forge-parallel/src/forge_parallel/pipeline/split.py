@@ -90,11 +90,13 @@ def block_costs(model: nn.Module, parts: Structure, seq_len: int) -> list[float]
 
 
 def _cost(module: nn.Module, seq_len: int) -> float:
+    """FLOPs per token of a module."""
     count: Any = getattr(module, "flops_per_token", None)
     return float(count(seq_len)) if callable(count) else _products(module)
 
 
 def _products(module: nn.Module) -> float:
+    """FLOPs per token of a matmul with each parameter."""
     return 2.0 * sum(p.numel() for p in module.parameters())
 
 
@@ -143,6 +145,7 @@ def _ends(parts: Structure, stage: int, count: int) -> set[str]:
 
 
 def _prune(model: nn.Module, parts: Structure, ends: set[str], blocks: set[str]) -> None:
+    """Remove the children that none of this rank's stages has."""
     for name in parts.ends:
         if name not in ends:
             setattr(model, name, None)
