@@ -170,8 +170,7 @@ def _nan(world: World) -> None:
 
 
 def _broken_device(world: World) -> None:
-    from forge_resilience.health import check
-    from forge_resilience.health.finding import BROKEN, Finding
+    from forge_resilience.health import BROKEN, Finding, check
 
     check.known_answer = lambda device, seed: Finding("computing", BROKEN, "cpu", "made up")
 

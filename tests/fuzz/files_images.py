@@ -27,8 +27,8 @@ def write_conversations(
     else:
         _write_records(job, random, path, max(4, rows))
     if job["image files"] == "prepared":
+        from forge_vlm.data import options_of
         from forge_vlm.data.prepare import prepare
-        from forge_vlm.data.source import options_of
 
         prepare(str(path), str(folder / "prepared"), options_of(str(path), options))
         path = folder / "prepared"

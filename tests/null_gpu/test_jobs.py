@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args, get_origin
 import pytest
 from tests.null_gpu.jobs import JOBS, write_data
 
-from forge_core.loss.named import LOSSES
+from forge_core.loss import LOSSES
 from forge_core.model.block import BLOCKS, MIXERS
 from forge_core.model.norm import NORMS
-from forge_core.optim.build import OPTIMIZERS
+from forge_core.optim import OPTIMIZERS
 from forge_train import load_job
 from forge_train.build.layout import layout_problems
 from forge_train.build.resolve import ResolvedJob

@@ -20,8 +20,7 @@ import transformers
 from torch import Tensor
 
 from forge_ckpt import Store, read_tensors
-from forge_ckpt.hf import HFFolder, find_family
-from forge_ckpt.hf.compare import BOUND
+from forge_ckpt.hf import BOUND, HFFolder, find_family
 from forge_data import Loader
 from forge_data.prepare import prepare
 from forge_testing.jobs import TINY_JOB

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.vlm.qwen3_vl_folder import save as save_qwen3_vl
 
-from forge_ckpt.hf.compare import BOUND
+from forge_ckpt.hf import BOUND
 from forge_testing.problems import ANY, rejects
 from forge_train.build.hf_models import read_model
 from forge_train.errors import JobError

@@ -35,10 +35,8 @@ from forge_train import Callback, ConfigError, DataError
 from forge_train.build.evaluation import prompts_of
 from forge_train.config.init import InitConfig
 from forge_vlm import VLM, ModalityConfig, VisionConfig, VLMConfig
-from forge_vlm.data import Prompts
+from forge_vlm.data import Prepared, Prompts, options_of
 from forge_vlm.data.prepare import prepare as prepare_talks
-from forge_vlm.data.prepared import Prepared
-from forge_vlm.data.source import options_of
 from forge_vlm.vision import build_encoder
 
 pytestmark = pytest.mark.lane("test")

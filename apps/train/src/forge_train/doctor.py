@@ -16,8 +16,17 @@ import forge_resilience
 import forge_train
 from forge_data import SourceConfig, open_source
 from forge_resilience import ExitCode, slurm
-from forge_resilience.health import BROKEN, MISSING, OK, WARN, Finding
-from forge_resilience.health.machine import accelerator_count, machine_findings, optional, probe
+from forge_resilience.health import (
+    BROKEN,
+    MISSING,
+    OK,
+    WARN,
+    Finding,
+    accelerator_count,
+    machine_findings,
+    optional,
+    probe,
+)
 from forge_train._shared.problems import Problem, invalid
 from forge_train.build.resolve import ResolvedJob, resolve
 from forge_train.config.layers import Layers, read_layers

@@ -10,9 +10,8 @@ import tomlkit
 import torch
 from torch import nn
 
-from forge_core.loss.named import FUSED
-from forge_core.optim import hidden_matrices
-from forge_core.optim.config import HALF_STATE
+from forge_core.loss import FUSED
+from forge_core.optim import HALF_STATE, hidden_matrices
 from forge_moe.hooks import num_experts_by_layer
 from forge_parallel import ParallelConfig, World
 from forge_parallel import plan as planner

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from forge_ckpt._shared.problems import ProblemError, invalid
 from forge_ckpt.protocols import Path
 
+__all__ = ["RNGState", "logger", "seed_process"]
+
 logger = logging.getLogger("forge_ckpt")
 _UNUSABLE = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError)
 

@@ -22,6 +22,8 @@ from forge_ckpt.read.planner import ForgeLoadPlanner
 from forge_ckpt.read.reader import ForgeReader, Staged, fill, metadata_of
 from forge_ckpt.read.tensors import step_path
 
+__all__ = ["first_names"]
+
 _Shapes = Mapping[str, tuple[int, ...]]
 
 

@@ -2,6 +2,8 @@
 
 from forge_data._shared.problems import WithProblems
 
+__all__ = ["InvalidData"]
+
 
 class InvalidData(WithProblems, ValueError):
     """Data on disk is missing, truncated, changed, damaged or not text, or the code of a source cannot read it.

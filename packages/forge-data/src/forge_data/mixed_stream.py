@@ -20,7 +20,7 @@ from forge_data.mixture import MIXTURE_VERSION, Mixture, Phase
 from forge_data.places import PLACES, num_shards_of, sharded
 from forge_data.protocols import Stream
 
-__all__ = ["MixedStream"]
+__all__ = ["MixedStream", "seed_of"]
 
 
 class MixedStream:

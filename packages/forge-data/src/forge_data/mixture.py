@@ -22,7 +22,7 @@ import numpy as np
 from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 
-__all__ = ["Mixture", "Phase"]
+__all__ = ["Mixture", "Phase", "integer_shares"]
 
 MIXTURE_VERSION = 1  # part of every fingerprint: raise it whenever an assignment would change
 _ONE = 1 << 30

@@ -17,6 +17,8 @@ import numpy as np
 
 from forge_data._shared.problems import invalid
 
+__all__ = ["ORDER_VERSION", "Permutation", "epochs_of"]
+
 ORDER_VERSION = 1  # part of every fingerprint: raise it whenever an order would change
 _ROUNDS = 12
 _MAX_N = 1 << 62

@@ -15,6 +15,8 @@ from forge_data.loader import Loader
 from forge_data.phases import PhaseSegment, phase_segments
 from forge_data.protocols import Stream
 
+__all__ = ["PhaseSchedule", "Point"]
+
 
 class Point(NamedTuple):
     """Where a segment begins in a run that nothing disturbs: steps, rows and tokens before it."""

@@ -16,7 +16,17 @@ from forge_data.errors import InvalidData
 from forge_data.kinds import CACHED
 from forge_data.phased_stream import parts_of
 from forge_data.protocols import Source, Stream
-from forge_data.sources.open import open_header, open_source
+from forge_data.sources.open import open_header, open_source, tokenizer_of, training_tokenizer
+
+__all__ = [
+    "group_problems",
+    "open_table",
+    "streams_by_source",
+    "token_id_problems",
+    "tokenize_sources",
+    "tokenizer_of",
+    "training_tokenizer",
+]
 
 
 def open_table(

@@ -23,6 +23,19 @@ from forge_data._shared.tokenizer_settings import switch_off_settings
 from forge_data.errors import InvalidData
 from forge_data.protocols import Tokenizer
 
+__all__ = [
+    "NONE",
+    "ByteTokenizer",
+    "JsonTokenizer",
+    "begin_key",
+    "describe_ends",
+    "document_ids",
+    "document_tokenizer",
+    "encode_prompt",
+    "load_tokenizer",
+    "prompt_ids",
+]
+
 _MAX_BYTES = 1 << 28  # of a tokenizer's JSON; the largest in use have tens of MB
 #: As `eos` or `bos`: no token.
 #: Given as eos or bos: no token. Jobs write "", as "none" is their way to write that a key is not given.

@@ -16,9 +16,21 @@ from typing import Any, NamedTuple
 
 from forge_data._shared.paths import read_regular
 from forge_data._shared.problems import invalid
+from forge_data.chat.template import ChatTemplate
 from forge_data.errors import InvalidData
 from forge_data.protocols import Tokenizer
 from forge_data.tokenizer import JsonTokenizer
+
+__all__ = [
+    "TOKENIZER_FILES",
+    "ChatTemplate",
+    "TokenizerFiles",
+    "as_json",
+    "ends_beside",
+    "folder_ends",
+    "gives_same_ids",
+    "tokenizer_in",
+]
 
 #: Files of a tokenizer of transformers, and its chat template.
 TOKENIZER_FILES = (

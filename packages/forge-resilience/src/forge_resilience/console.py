@@ -37,6 +37,7 @@ class ConsoleSink:
             self._live.start()
 
     def write(self, row: Mapping[str, Any]) -> None:
+        """Show a row."""
         step, seconds, text = row["step"], row["seconds_left"], _describe(row)
         # unknown before the first step
         left = "?" if seconds is None else str(timedelta(seconds=round(seconds)))
@@ -48,6 +49,7 @@ class ConsoleSink:
         self._live.update(self._task, completed=step, text=text, left=left, refresh=True)
 
     def close(self) -> None:
+        """Stop the live line."""
         if self._live is not None:
             self._live.stop()
 

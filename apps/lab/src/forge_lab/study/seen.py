@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from forge_data.documents import documents_of
-from forge_data.sources.open import tokenizer_of
+from forge_data.run_checks import tokenizer_of
 
 if TYPE_CHECKING:
     from forge_data import Batch

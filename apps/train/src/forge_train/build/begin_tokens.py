@@ -15,7 +15,7 @@ from forge_train.build.run_directory import RunDirectory
 from forge_train.config.evaluation import KINDS
 from forge_train.config.layers import Layers, read_layers
 from forge_train.errors import ConfigError, config_errors
-from forge_vlm.data.prepared import is_prepared
+from forge_vlm.data import is_prepared
 
 #: The table with the key `bos`, by the kind of a source that is tokenized when a run begins.
 _TABLES = {"text": "text", "huggingface": "huggingface", **dict.fromkeys(KINDS, "options")}

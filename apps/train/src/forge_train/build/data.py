@@ -20,8 +20,12 @@ from forge_data import (
     open_training,
 )
 from forge_data.label_checks import GuardedLoader, label_problem
-from forge_data.run_checks import group_problems, streams_by_source, tokenize_sources
-from forge_data.sources.open import training_tokenizer
+from forge_data.run_checks import (
+    group_problems,
+    streams_by_source,
+    tokenize_sources,
+    training_tokenizer,
+)
 from forge_parallel.check_model import extra_problems
 from forge_parallel.config import Layout
 from forge_train._shared.problems import Problem

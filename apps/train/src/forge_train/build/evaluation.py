@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy
 from torch import Tensor
 
-from forge_core.loss.named import LOSSES
+from forge_core.loss import LOSSES
 from forge_data import Batch, InvalidData, Stream, batch_of
 from forge_data.choices import accuracies, batch_of_choices, read_questions
 from forge_data.token_bytes import byte_lengths, label_bytes

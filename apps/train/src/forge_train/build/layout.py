@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from forge_core.loss.named import FUSED
+from forge_core.loss import FUSED
 from forge_core.optim import saves_by_name
 from forge_moe.experts import sorted_experts_by_name
 from forge_moe.hooks import num_experts_by_layer, whole_batch_options
@@ -23,7 +23,7 @@ from forge_train.config.model import BuiltInModelConfig, VLMModelConfig
 from forge_train.config.schema import JobConfig
 from forge_train.errors import refuse
 from forge_vlm.fusion import PARTING, axes_problems
-from forge_vlm.vision.patches import num_layer_features
+from forge_vlm.vision import num_layer_features
 
 #: Keys of the runner by the names that they have in rules; depth and experts of a built model are what was built.
 _OF_BUILT = {field.name: f"parallel.{field.name}" for field in fields(ParallelConfig)}

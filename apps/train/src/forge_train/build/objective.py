@@ -8,8 +8,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from forge_core.loss import LossBreakdown
-from forge_core.loss.named import FUSED, LOSSES, Objective
+from forge_core.loss import FUSED, LOSSES, LossBreakdown, Objective
 from forge_parallel import Meshes
 from forge_parallel.axes import VOCAB_LOSSES, sharded_logits_vocab_size
 from forge_parallel.compute import Compute, MicroBatches

@@ -19,7 +19,7 @@ from forge_core.loss import CrossEntropyConfig
 from forge_core.optim import StageConfig
 from forge_data import DataConfig
 from forge_parallel import ParallelConfig
-from forge_parallel.profile.config import ProfileConfig
+from forge_parallel.profile import ProfileConfig
 from forge_resilience.alerts import AlertsConfig
 from forge_resilience.health import HealthConfig
 from forge_resilience.policy import NonfiniteConfig, RollbackConfig, SpikeConfig

@@ -6,8 +6,7 @@ import time
 
 from torch import nn
 
-from forge_resilience.health import BROKEN, HealthCheck
-from forge_resilience.health.check import MOST_FINDINGS
+from forge_resilience.health import BROKEN, MOST_FINDINGS, HealthCheck
 from forge_train.config.schema import JobConfig
 from forge_train.errors import HardwareError
 from forge_train.run.extension import Extension

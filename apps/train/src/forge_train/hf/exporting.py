@@ -21,9 +21,14 @@ from forge_ckpt.hf import (
     tensors_beside,
 )
 from forge_data import DataConfig, SourceConfig, load_tokenizer
-from forge_data.chat.template import ChatTemplate
-from forge_data.sources.open import tokenizer_of
-from forge_data.tokenizer_files import TokenizerFiles, as_json, gives_same_ids, tokenizer_in
+from forge_data.run_checks import tokenizer_of
+from forge_data.tokenizer_files import (
+    ChatTemplate,
+    TokenizerFiles,
+    as_json,
+    gives_same_ids,
+    tokenizer_in,
+)
 from forge_train._shared.problems import invalid
 from forge_train._shared.toml_files import read_toml
 from forge_train.build.hf_models import SIDECAR, configs_of, family_of, modules_of

@@ -10,8 +10,7 @@ from typing import Annotated, Any
 from torch import nn
 from tyro.conf import Positional, arg
 
-from forge_ckpt.hf import notes_of, store_hf
-from forge_ckpt.hf.compare import BOUND, compare_logits, why_not_compared
+from forge_ckpt.hf import BOUND, compare_logits, notes_of, store_hf, why_not_compared
 from forge_data import load_tokenizer
 from forge_train._shared.problems import invalid
 from forge_train.build.build import build_model
@@ -21,7 +20,7 @@ from forge_train.config.init import NAME
 from forge_train.config.model import VLMModelConfig
 from forge_train.errors import ConfigError, JobError, config_errors
 from forge_train.run.checkpoints import IMPORTED, store_errors
-from forge_vlm.families.check_inputs import inputs_of
+from forge_vlm.families import inputs_of
 
 
 def import_folder(

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from forge_core import flops_per_token
-from forge_core.optim.build import changes_of_older_run
+from forge_core.optim import changes_of_older_run
 from forge_data import Loader
 from forge_parallel import find_world, reshard, select_device
 from forge_resilience import NumericsPolicy

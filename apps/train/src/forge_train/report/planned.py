@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-from forge_core.optim import describe_parameters, multipliers_at
-from forge_core.optim.rates_picture import draw_rates
+from forge_core.optim import describe_parameters, draw_rates, multipliers_at
 from forge_train._shared.problems import invalid
 from forge_train.build.build import (
     Course,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from forge_core.flops import peak_flops
-from forge_core.loss.named import Objective
+from forge_core.loss import Objective
 from forge_data import Batch, Loader
 from forge_data.phases import PhaseSegment
 from forge_parallel import Meshes, reshard

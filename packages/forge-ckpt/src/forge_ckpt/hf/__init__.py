@@ -1,6 +1,7 @@
 """Reversible maps between Hugging Face tensor names and Forge's; folders of safetensors in and out."""
 
 from forge_ckpt.hf.adapters import MergedTensors, peft_files
+from forge_ckpt.hf.compare import BOUND, compare_logits, why_not_compared
 from forge_ckpt.hf.families import HFFamily, find_family, fitting_family, hf_families
 from forge_ckpt.hf.folder import HFFolder
 from forge_ckpt.hf.headers import read_json
@@ -19,6 +20,7 @@ from forge_ckpt.hf.store import store_hf
 from forge_ckpt.hf.stream import to_forge, to_hf
 
 __all__ = [
+    "BOUND",
     "HFFamily",
     "HFFolder",
     "HFModel",
@@ -27,6 +29,7 @@ __all__ = [
     "Op",
     "Row",
     "check_rows",
+    "compare_logits",
     "fill_part",
     "fill_tensor",
     "find_family",
@@ -45,4 +48,5 @@ __all__ = [
     "tensors_beside",
     "to_forge",
     "to_hf",
+    "why_not_compared",
 ]

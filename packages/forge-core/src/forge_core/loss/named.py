@@ -31,7 +31,7 @@ class Objective:
         objective = Objective("my_lab.losses:distil", {"temperature": 2.0})
         trained, *others = objective(model, batch)
 
-    The sums of all micro-batches and ranks add up, and are divided by the step's normaliser: the sum of
+    The sums of all micro-batches and ranks add up, and are divided by the step's normalizer: the sum of
     `fn.count(batch)` over the ranks where fn defines it, a number that the host knows before the forward, else
     the weight of the labels. The other sums are columns of metrics. Every rank calls the model equally often.
 
@@ -59,7 +59,7 @@ class Objective:
         return values
 
     def count(self, batch: Any) -> float:
-        """The number that this batch adds to the normaliser."""
+        """The number that this batch adds to the normalizer."""
         offered = getattr(self._function, "count", None)
         return float(batch.label_weight if offered is None else offered(batch))
 

@@ -5,6 +5,7 @@ from forge_core.optim.base import IdleOptimizer, trains_nothing
 from forge_core.optim.build import (
     OPTIMIZERS,
     build_optimizer,
+    changes_of_older_run,
     check_optimizer,
     check_parameters,
     describe_parameters,
@@ -15,6 +16,7 @@ from forge_core.optim.build import (
     schedule_warnings,
 )
 from forge_core.optim.config import (
+    HALF_STATE,
     EMAConfig,
     MuonConfig,
     OptimizerConfig,
@@ -34,6 +36,7 @@ from forge_core.optim.groups import (
 )
 from forge_core.optim.lion import Lion
 from forge_core.optim.muon import Muon, hidden_matrices
+from forge_core.optim.rates_picture import draw_rates
 from forge_core.optim.schedule import SCHEDULES, build_schedule, check_schedule
 from forge_core.optim.schedule_free import ScheduleFreeAdamW
 from forge_core.optim.stages import (
@@ -49,6 +52,7 @@ from forge_core.optim.stages import (
 
 __all__ = [
     "EMA",
+    "HALF_STATE",
     "OPTIMIZERS",
     "SCHEDULES",
     "AdamW",
@@ -67,12 +71,14 @@ __all__ = [
     "WSDConfig",
     "build_optimizer",
     "build_schedule",
+    "changes_of_older_run",
     "check_groups_train",
     "check_optimizer",
     "check_parameters",
     "check_schedule",
     "check_something_trains",
     "describe_parameters",
+    "draw_rates",
     "find_optimizer",
     "freeze_groups",
     "freeze_never_trained",

@@ -9,6 +9,7 @@ from typing import Any
 import forge_core.families
 from forge_core.families import Family
 from forge_vlm.families.chameleon import CHAMELEON
+from forge_vlm.families.check_inputs import inputs_of
 from forge_vlm.families.internvl import INTERNVL
 from forge_vlm.families.llava import LLAVA
 from forge_vlm.families.mllama import MLLAMA
@@ -27,6 +28,7 @@ __all__ = [
     "QWEN3_VL",
     "SMOLVLM",
     "find_family",
+    "inputs_of",
     "module_name",
 ]
 

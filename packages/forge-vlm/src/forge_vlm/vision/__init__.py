@@ -11,7 +11,7 @@ from forge_vlm.vision.folder import (
     processor_pixels,
 )
 from forge_vlm.vision.packed import PackedViT
-from forge_vlm.vision.patches import cut_patches
+from forge_vlm.vision.patches import cut_patches, num_layer_features
 from forge_vlm.vision.vit import ViT
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "encoder_differences",
     "encoder_tensors",
     "find_encoder",
+    "num_layer_features",
     "pixel_differences",
     "processor_pixels",
 ]
