@@ -65,15 +65,15 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "documents of a packed row attend to each other",
-        f"{_CORE}/model/documents.py",
-        "changed = (host[:, 1:] != host[:, :-1]).nonzero().tolist()",
-        "changed = (host[:, 1:] < host[:, :-1]).nonzero().tolist()",
+        f"{_CORE}/model/attention_ops.py",
+        "changed = document_ids[:, 1:] != document_ids[:, :-1]",
+        "changed = document_ids[:, 1:] < document_ids[:, :-1]",
     ),
     Mistake(
         "an attention window has one token too many",
-        f"{_CORE}/model/rows.py",
-        "(ahead < window)",
-        "(ahead <= window)",
+        f"{_CORE}/model/attention_ops.py",
+        "(distance < window)",
+        "(distance <= window)",
     ),
     Mistake(
         "a frozen group keeps its gradients",

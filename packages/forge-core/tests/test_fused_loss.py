@@ -12,7 +12,7 @@ from forge_core import (
     TransformerConfig,
     cross_entropy,
     fused_cross_entropy,
-    initialise,
+    initialize,
 )
 from forge_core._shared import cross_entropy as shared
 from forge_testing.problems import rejects
@@ -42,7 +42,7 @@ def test_loss_and_gradients_are_those_of_the_logits(
     model = Transformer(
         TransformerConfig(V, dim=32, num_layers=2, num_heads=2, tie_embeddings=tied)
     )
-    initialise(model, 1, std=0.2)
+    initialize(model, 1, std=0.2)
     tokens, labels = batch()
     wanted = cross_entropy(model(tokens), labels)
     (wanted.sum / 7).backward()

@@ -66,7 +66,7 @@ def test_its_table() -> None:
         assert rates[name] == pytest.approx(rate), name
         assert stds[name] == pytest.approx(std, rel=0.05), name
     assert model.layers["0"].residual_scale == pytest.approx(1 / 3)
-    assert model.lm_head.finish.scale == pytest.approx(1 / 4)
+    assert model.lm_head.transform.scale == pytest.approx(1 / 4)
     assert model.layers["0"].mixer.spec.scale is None
     wide = _config(4, num_heads=2, parametrization="mup", mup=MuPConfig(32, base_head_dim=16))
     assert Transformer(wide).layers["0"].mixer.spec.scale == pytest.approx(4 / 64)

@@ -41,7 +41,7 @@ def test_all_sources_are_looked_at_before_the_first_is_tokenized(
     with pytest.raises(InvalidData) as caught:
         checks.tokenize_sources(tables, {"a": FIX})
     (problem,) = caught.value.problems
-    assert problem.key == "a"
+    assert problem.key == "a.path"
     assert problem.fix.endswith(FIX)
 
 
