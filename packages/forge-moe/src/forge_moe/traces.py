@@ -237,7 +237,7 @@ def _trace_layer(
         return routed
 
     before = vars(layer.router).get("route")  # FSDP sets one on the instance too
-    layer.router.route = traced  # on the instance, not the class
+    layer.router.route = traced  # the class serves routers that are not traced
     try:
         with layer.register_forward_pre_hook(remember, with_kwargs=True):
             yield

@@ -196,7 +196,7 @@ def uneven_sequence(
 
     Ring attention needs 2 cp equal chunks, two for each cp rank; tp divides the tokens of a cp rank.
     """
-    # the least common multiple of 2 cp and cp tp
+    # with cp: the least common multiple of 2 cp and cp tp
     multiple = tp if cp == 1 else cp * (tp if tp % 2 == 0 else 2 * tp)
     if seq_len % multiple == 0:
         return None

@@ -125,7 +125,7 @@ def _shard_model(profile: Profile, tp: int, dtype: torch.dtype) -> nn.Module:
     }
     own = {id(p): d for m in model.modules() if (d := own_dtype(m)) for p in m.parameters()}
     for name, p in model.named_parameters():
-        # of heads that ranks share a rank computes one
+        # with more tp ranks than heads, some ranks share a head, and each of them computes all of it
         ranks = min(tp, profile.heads(name) or tp)
         shape = local_shape(tuple(p.shape), profile.role(name), ranks)
         empty = torch.empty(shape, dtype=own.get(id(p), dtype))
