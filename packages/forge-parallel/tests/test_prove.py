@@ -28,7 +28,7 @@ from forge_parallel.prove.cells import Cell, layout_name
 from forge_parallel.prove.prove import SAME_IN_ONE_RANK
 from forge_parallel.prove.settings import CPU_BOUND, ONE_RANK, ONE_RANK_BOUND, Devices
 from forge_parallel.prove.task import Task
-from forge_parallel.prove.values import compare_with_cpu, one_process
+from forge_parallel.prove.values import are_equal, compare_with_cpu, one_process
 from forge_testing.problems import assert_problem, rejects
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
@@ -148,6 +148,19 @@ def test_rows_that_two_chunks_of_a_rank_allow_train_as_in_one_process(
     monkeypatch.setattr(sys.modules["forge_parallel.prove.cells"], "CELLS", cells)
     (result,) = prove(Model, vocab_size=VOCAB, seq_len=seq_len, worlds=[4])
     assert result.verdict == verdict, result
+
+
+@pytest.mark.lane("test")
+def test_F223_builds_differ_where_one_has_nan_and_the_other_zero() -> None:
+    """Uninitialized memory may be nan on both sides; nan for 0, and inf for the largest number, are differences."""
+    largest = torch.finfo(torch.float32).max
+    values = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0])
+    assert are_equal(values, values.clone())
+    assert are_equal(torch.tensor([True]), torch.tensor([True]))
+    for index, other in ((0, 0.0), (1, largest), (2, -largest), (3, float("nan"))):
+        changed = values.clone()
+        changed[index] = other
+        assert not are_equal(values, changed)
 
 
 @pytest.mark.slow

@@ -186,6 +186,7 @@ class ClampedSwiGLU(NamedTuple):
         return torch.stack((grad_gate, grad_up), dim=-1).flatten(-2)  # (R, F, 2) -> (R, 2 F)
 
     def _clamped(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Clamped gate and up, (R, F) each, of x (R, 2 F) in which their columns alternate."""
         return x[..., ::2].clamp(max=self.limit), x[..., 1::2].clamp(-self.limit, self.limit)
 
 

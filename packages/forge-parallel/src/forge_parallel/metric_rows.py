@@ -126,7 +126,7 @@ class MetricRows:
     ) -> None:
         """Make the row of the last step, start the copy of its numbers to the host, and start a new meter.
 
-        Adds the seconds of the meter to `progress`. `numbers` are tensors by name: loss, grad_norm, verdicts, and those
+        Adds the seconds of the meter to `progress`. `digest` identifies the data of the step. `numbers` are tensors by name: loss, grad_norm, verdicts, and those
         of `columns`.
         """
         self.count_seconds(progress)

@@ -59,6 +59,7 @@ class LayerType:
 
 
 def _layer_type_problems(c: LayerType) -> Iterator[Problem]:
+    """Yield problems of a layer type: no key at all, a window out of range, keys that exclude each other."""
     if all(getattr(c, f.name) == f.default for f in fields(c)):
         fix = f"give it a key, or put {GLOBAL!r} into layer_pattern"
         yield Problem("", "missing", ..., f"a type without any key is {GLOBAL!r}", fix)

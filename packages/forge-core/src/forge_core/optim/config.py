@@ -317,6 +317,7 @@ def _wsd_problems(c: WSDConfig) -> Iterator[Problem]:
 
 
 def _schedule_problems(c: ScheduleConfig) -> Iterator[Problem]:
+    """Yield problems of ranges, and of keys that the named schedule does not have."""
     if not c.name:
         fix = "use cosine, constant or an import path module:attr"
         yield Problem("name", "missing", c.name, "must not be empty", fix)

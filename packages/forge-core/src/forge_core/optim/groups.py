@@ -203,7 +203,7 @@ def set_multipliers(optimizer: Any, multipliers: Mapping[str, float]) -> None:
 def register_groups(
     optimizer: Any, model: nn.Module, config: OptimizerConfig, settings: Collection[str] = ()
 ) -> None:
-    """Apply the groups of `config` to an optimizer that was just built; ValueError if its `param_groups` mix them.
+    """Apply the groups of `config` to an optimizer that was just built; ValueError for a parameter that its `param_groups` have under another name than its group.
 
     Also register a hook: a torch optimizer that loads torch's form of state keeps the groups and factors of `config`,
     and its `settings` (keys of `param_groups`), where torch would take those of the state.

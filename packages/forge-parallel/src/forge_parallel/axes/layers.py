@@ -236,6 +236,7 @@ class Opaque(nn.Module):
     tp: TPRegion
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the module's own forward on the tokens of all tp ranks, and return the stream of this rank's tokens."""
         full = _gather_streams((*args, *kwargs.values()), self.tp.group)
         args = tuple(full.get(id(a), a) for a in args)
         kwargs = {key: full.get(id(a), a) for key, a in kwargs.items()}

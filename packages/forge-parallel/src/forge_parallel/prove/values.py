@@ -58,7 +58,7 @@ def one_process(task: Task, device: torch.device) -> Reference:
     batch = task.batch(0, names).to(device)
     with torch.no_grad():
         twice = (logits(again(batch.tokens, **batch.inputs)).cpu() for _ in range(2))
-        if not _are_equal(*twice):
+        if not are_equal(*twice):
             rule = "must give the same for the same tokens, and gave two results"
             fix = "build the model without dropout, other random numbers and counts of its calls"
             raise prove_error("forward", "random", ..., rule, fix)
@@ -209,12 +209,15 @@ def structure_of_task(model: nn.Module, task: Task) -> Structure:
 def require_same_start(named: Iterable[tuple[str, Tensor]], start: Tensors, when: str) -> None:
     """Raise ProveError if a tensor of a newly built model differs from the one in `start`."""
     for name, tensor in named:
-        if name not in start or not _are_equal(tensor, start[name]):
+        if name not in start or not are_equal(tensor, start[name]):
             rule = f"must give the same values each time, and {name} differs {when}"
             fix = "draw from torch's, random's or numpy's own generators, which are seeded before"
             raise prove_error("build", "random", ..., rule, fix)
 
 
-def _are_equal(a: Tensor, b: Tensor) -> bool:
-    """Bitwise equality in which nan equals nan, as uninitialized memory is nan on both sides."""
-    return torch.equal(a.nan_to_num(), b.nan_to_num())
+def are_equal(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same values, and nan at the same places: uninitialized memory may be nan in both."""
+    # not nan_to_num, for which nan is 0 and inf is the largest number (F223)
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(
+        a.masked_fill(a.isnan(), 0), b.masked_fill(b.isnan(), 0)
+    )

@@ -170,7 +170,7 @@ def choose_interface(address: str | None) -> bool:
 
 
 def release_interface() -> None:
-    """Unset what `choose_interface` set."""
+    """Unset the variable that `choose_interface` set, GLOO_SOCKET_IFNAME."""
     os.environ.pop(_INTERFACE, None)
 
 
