@@ -17,10 +17,10 @@ from forge_core.optim import (
     OptimizerConfig,
     OptimizerGroupConfig,
     build_optimizer,
-    changes_of_older_run,
     hidden_matrices,
     parameter_groups,
 )
+from forge_core.optim.build import changes_of_older_run
 from forge_core.optim.groups import lr_scales
 from forge_testing.problems import rejects
 

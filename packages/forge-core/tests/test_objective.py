@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core._shared.problems import ProblemError, WithProblems
-from forge_core.loss import Objective
+from forge_core.loss.named import Objective
 from forge_testing.problems import rejects
 
 MODEL = nn.Identity()

@@ -18,11 +18,11 @@ from forge_core.optim import (
     OptimizerConfig,
     OptimizerGroupConfig,
     build_optimizer,
-    changes_of_older_run,
     check_optimizer,
     muon,
 )
 from forge_core.optim import muon as muon_module
+from forge_core.optim.build import changes_of_older_run
 from forge_core.optim.muon import hidden_matrices, orthogonalize
 from forge_testing.problems import assert_problem, rejects
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from forge_parallel._shared.problems import ProblemError
-from forge_parallel.profile import ProfileConfig
+from forge_parallel.profile.config import ProfileConfig
 from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")

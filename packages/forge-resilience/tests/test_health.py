@@ -26,7 +26,6 @@ from forge_resilience.health import (
     HealthCheck,
     HealthConfig,
     NvmlProbe,
-    accelerator_findings,
     arrived,
     broken_nodes,
     disk,
@@ -38,6 +37,7 @@ from forge_resilience.health import (
 )
 from forge_resilience.health import device as device_module
 from forge_resilience.health.device import DRAIN
+from forge_resilience.health.machine import accelerator_findings
 from forge_resilience.health.node import clocks, sees_token, shared_folder, write_token
 from forge_testing import run_on_ranks
 from forge_testing.problems import assert_problem, rejects

@@ -12,8 +12,9 @@ from forge_core.model import MRopeConfig
 from forge_testing.problems import assert_problem, rejects
 from forge_vlm import VLM, FusionConfig, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm._shared.problems import ProblemError
-from forge_vlm.families import inputs_of, module_name
+from forge_vlm.families import module_name
 from forge_vlm.families.chameleon import ChameleonAttention
+from forge_vlm.families.check_inputs import inputs_of
 from forge_vlm.fusion import MoMaConfig
 from forge_vlm.fusion.config import refuse_split_rows
 from forge_vlm.fusion.seen import check_images

@@ -19,15 +19,11 @@ Image = pytest.importorskip("PIL.Image")
 sys.path.insert(0, str(Path(__file__).parent))
 from data_files import COLOURS, EOS, IMAGE, OPTIONS, llava, picture_files, png  # noqa: E402
 
-from forge_vlm.data import (  # noqa: E402
-    Conversations,
-    InvalidSample,
-    Prepared,
-    lengths,
-    options_of,
-)
+from forge_vlm.data import Conversations, InvalidSample, lengths  # noqa: E402
 from forge_vlm.data.formats import open_records  # noqa: E402
 from forge_vlm.data.prepare import prepare  # noqa: E402
+from forge_vlm.data.prepared import Prepared  # noqa: E402
+from forge_vlm.data.source import options_of  # noqa: E402
 
 RED, BLUE = "p/red.png", "p/blue.png"
 ASK, SHOWN = {"type": "text", "text": "what?"}, {"type": "image"}

@@ -16,13 +16,10 @@ np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 Loader = pytest.importorskip("forge_data").Loader
 
-from forge_vlm.data import (  # noqa: E402
-    Conversations,
-    open_source,
-    options_of,
-)
+from forge_vlm.data import Conversations, open_source  # noqa: E402
 from forge_vlm.data.packing import grouped_order  # noqa: E402
 from forge_vlm.data.prepare import prepare  # noqa: E402
+from forge_vlm.data.source import options_of  # noqa: E402
 
 OPTIONS = dict(resolution={"fixed": {"size": 8}}, tokens_per_tile=4, template="plain", pack=False)
 

@@ -23,7 +23,7 @@ from forge_vlm.resolution import (  # noqa: E402
     TilesConfig,
     build_resolution,
 )
-from forge_vlm.vision import cut_patches  # noqa: E402
+from forge_vlm.vision.patches import cut_patches  # noqa: E402
 
 pytestmark = pytest.mark.lane("test")
 

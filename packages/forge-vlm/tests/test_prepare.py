@@ -26,19 +26,13 @@ Image = pytest.importorskip("PIL.Image")
 sys.path.insert(0, str(Path(__file__).parent))
 from data_files import OPTIONS, chat, llava, png, webdataset  # noqa: E402
 
-from forge_vlm.data import (  # noqa: E402  # noqa: E402
-    MANIFEST,
-    Conversations,
-    InvalidSample,
-    Prepared,
-    open_source,
-    options_of,
-    verify,
-)
+from forge_vlm.data import Conversations, InvalidSample, open_source  # noqa: E402
 from forge_vlm.data import lengths as lengths_module  # noqa: E402
 from forge_vlm.data import prepare as prepare_module  # noqa: E402
 from forge_vlm.data.command import main, run  # noqa: E402
 from forge_vlm.data.prepare import prepare  # noqa: E402
+from forge_vlm.data.prepared import MANIFEST, Prepared, verify  # noqa: E402
+from forge_vlm.data.source import options_of  # noqa: E402
 
 pytestmark = pytest.mark.lane("test")
 

@@ -9,7 +9,8 @@ import torch
 
 from forge_core import SamplingConfig, Transformer, generate, initialize
 from forge_vlm import VLM, AdapterConfig, VisionConfig
-from forge_vlm.vision import PATCH_MODELS, build_encoder, cut_patches
+from forge_vlm.vision import build_encoder, cut_patches
+from forge_vlm.vision.patches import PATCH_MODELS
 
 sys.path.insert(0, str(Path(__file__).parent))
 import tiny_qwen3_vl as qwen

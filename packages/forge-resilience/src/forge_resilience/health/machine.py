@@ -1,6 +1,6 @@
 """Findings about this machine that need no job and no other rank: versions, packages, devices, memory, disk, network.
 
-Importing this imports torch.
+Importing this costs no torch.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ import platform
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-
-import torch
 
 from forge_resilience.health.device import known_answer, memory_patterns
 from forge_resilience.health.finding import BROKEN, MISSING, OK, Finding
@@ -59,6 +57,8 @@ def optional(module: str, use: str, fix: str) -> Finding:
 
 def accelerator_count() -> Finding:
     """Whether there is an accelerator; what it computes is among `accelerator_findings`."""
+    import torch
+
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
     if count:
         return Finding("gpu", OK, f"{count} here")
@@ -67,6 +67,8 @@ def accelerator_count() -> Finding:
 
 def accelerator_findings(fix: str) -> Iterator[Finding]:
     """What each accelerator computes and keeps, and what its driver reports."""
+    import torch
+
     if not torch.accelerator.is_available():
         yield Finding("accelerator", OK, "none: runs use the CPU")
         return
@@ -88,6 +90,8 @@ def _python() -> Finding:
 
 
 def _torch() -> Finding:
+    import torch
+
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     if _TORCH[0] <= (major, minor) < _TORCH[1]:
         return Finding("torch", OK, torch.__version__)
@@ -105,6 +109,8 @@ def _package(name: str, distribution: str) -> Finding:
 
 
 def _memory() -> Finding:
+    import torch
+
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     threads = f"{torch.get_num_threads()} of {os.cpu_count()} CPU threads"
     return Finding("memory", OK, f"{total:.0f} GiB, {threads}")
