@@ -51,5 +51,6 @@ __all__ = [
     "parameter_count",
 ]
 
-sys.meta_path.append(OldModules)
+# first: an upgrade in place leaves folders with __pycache__ only, which are packages without content
+sys.meta_path.insert(0, OldModules)
 __getattr__ = renamed(__name__)

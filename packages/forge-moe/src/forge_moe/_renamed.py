@@ -60,4 +60,5 @@ class _OldModules(MetaPathFinder, Loader):
         module.__dict__["__getattr__"] = lambda name: find(old, new, name)
 
 
-sys.meta_path.append(_OldModules())
+# first: an upgrade in place leaves folders with __pycache__ only, which are packages without content
+sys.meta_path.insert(0, _OldModules())

@@ -88,4 +88,5 @@ class _OldModules:
         module.__getattr__ = functools.partial(renamed, module.__name__)  # type: ignore[method-assign]
 
 
-sys.meta_path.append(_OldModules())
+# first: an upgrade in place leaves folders with __pycache__ only, which are packages without content
+sys.meta_path.insert(0, _OldModules())
