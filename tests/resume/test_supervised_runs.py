@@ -25,14 +25,6 @@ def hold_the_gil():
     fcntl.flock(lock, fcntl.LOCK_EX)
     ctypes.PyDLL(None).flock(again.fileno(), fcntl.LOCK_EX)  # no signal wakes it
 
-class BlockedLoader:
-    def __init__(self, loader):
-        self._loader = loader
-    def __getattr__(self, name):
-        return getattr(self._loader, name)
-    def __next__(self):
-        return read_a_dead_disk()
-
 def read_a_dead_disk():
     time.sleep(600)
 
@@ -48,7 +40,7 @@ class Faults(Callback):
         if (life, step) == (2, 7):
             hold_the_gil()
         if (life, step) == (3, 10):
-            trainer.loader = BlockedLoader(trainer.loader)
+            trainer.loader.next_or_filler = lambda *_: read_a_dead_disk()
         if (life, step) == (4, 11):
             os.abort()
 """
