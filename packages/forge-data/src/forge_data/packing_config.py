@@ -48,9 +48,9 @@ class PackingConfig:
     """concatenate: all documents, cut into rows; first_fit, best_fit: documents stay whole where a row holds them,
     by a plan that is made once and cached"""
     first_fit: FirstFitConfig = field(FirstFitConfig)
-    """settings of first_fit alone"""
+    """settings of first_fit only"""
     best_fit: BestFitConfig = field(BestFitConfig)
-    """settings of best_fit alone"""
+    """settings of best_fit only"""
 
     def __post_init__(self) -> None:
         raise_problems("packing", _packing_problems(self))

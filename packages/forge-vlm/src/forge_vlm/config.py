@@ -89,7 +89,7 @@ class VLMConfig(TransformerConfig):
     positions: Literal["sequential", "text_preserving", "mrope"] = "sequential"
     """positions of an image's tokens: sequential, text_preserving, or mrope"""
     bidirectional: Literal["none", "image", "clip", "document", "prefix_lm"] = "none"
-    """which tokens see those behind them too: none; those of an image, of a clip, of all images of a document; or
+    """which tokens see those after them too: none; those of an image, of a clip, of all images of a document; or
     prefix_lm, all before the first answer"""
 
     def __post_init__(self) -> None:

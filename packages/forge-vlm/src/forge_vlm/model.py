@@ -75,7 +75,7 @@ class VLM(Transformer):
             self.adapter = build_adapter(config.adapter, self.vision.width, config.dim)
         self._count_image_tokens()
         if not self.embedding.weight.is_meta:
-            initialize(self, seed=0, strict=False)  # again, with the parts that came behind
+            initialize(self, seed=0, strict=False)  # again, with the parts that came after it
 
     def forward(
         self,

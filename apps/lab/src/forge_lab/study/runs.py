@@ -51,7 +51,7 @@ class StudyConfig:
     tokens_per_parameter: tuple[float, ...]
     """budgets: tokens of a run as a multiple of its parameters"""
     job: str | None = None
-    """file of the base job, beside this one; [base] lies over it"""
+    """file of the base job, next to this one; [base] lies over it"""
     seeds: tuple[int, ...] = (0,)
     """values of run.seed"""
     parameters: Literal["all", "non_embedding"] = "all"
@@ -62,7 +62,7 @@ class StudyConfig:
     threads: int = 1
     """threads of each run on this machine"""
     resamples: int = 200
-    """resampled studies behind the intervals of the fit"""
+    """resampled studies for the intervals of the fit"""
     level: float = 0.95
     """part of them that an interval holds"""
 

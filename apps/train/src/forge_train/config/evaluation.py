@@ -26,7 +26,7 @@ class EvalSetConfig(SourceConfig, Checked):
     sequences: int | None = field(None, between=_ROWS)
     """rows per evaluation, always the first ones (default: eval.sequences)"""
     every_steps: int | None = field(None, between=_STEPS)
-    """steps between its evaluations; 0: at the last step alone (default: eval.every_steps)"""
+    """steps between its evaluations; 0: at the last step only (default: eval.every_steps)"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -42,7 +42,7 @@ class ChoicesConfig(Checked):
     samples: int = field(64, between=_ROWS)
     """questions per evaluation, always the first ones of the file"""
     every_steps: int | None = field(None, between=_STEPS)
-    """steps between its evaluations; 0: at the last step alone (default: eval.every_steps)"""
+    """steps between its evaluations; 0: at the last step only (default: eval.every_steps)"""
 
     def _problems(self) -> Iterator[Problem]:
         if not self.path:

@@ -27,7 +27,7 @@ class InitConfig(Checked):
     """begin with the state of a run (RUN, its newest checkpoint, or RUN@STEP), of one checkpoint, or of a folder of
     Hugging Face; read until this run has a checkpoint of its own"""
     keep: tuple[Literal["weights", "optimizer", "cursor"], ...] = ("weights",)
-    """what is taken: weights alone, with the optimizer's moments, or with the cursor too: step, data, random
+    """what is taken: only weights, with the optimizer's moments, or with the cursor too: step, data, random
     numbers, callbacks"""
     patterns: tuple[str, ...] = ()
     """tensors that are taken, as in fnmatch, '!' excludes; the others begin fresh (default: all)"""

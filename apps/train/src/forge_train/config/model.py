@@ -148,7 +148,7 @@ class LoRASection(Checked):
     patterns: tuple[str, ...] = LoRAConfig().patterns
     """names of linear layers that get an adapter, as in fnmatch"""
     whole: tuple[str, ...] = ()
-    """names of weights that are trained themselves beside the adapters, as in fnmatch: 'adapter.*' of a model with
+    """names of weights that are trained themselves next to the adapters, as in fnmatch: 'adapter.*' of a model with
     images"""
     base_dtype: Literal["bf16", "fp32"] = "bf16"
     """of the frozen weights, in memory and on disk; fp32 keeps what they were, exactly"""

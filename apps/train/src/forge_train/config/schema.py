@@ -83,9 +83,9 @@ class TrainConfig(Checked):
     loss_options: dict[str, Any] = field(dict)
     """further arguments of a loss of your own"""
     cross_entropy: CrossEntropyConfig = field(CrossEntropyConfig)
-    """terms of the gradient beside the cross-entropy of logits"""
+    """terms of the gradient next to the cross-entropy of logits"""
     fused_cross_entropy: CrossEntropyConfig = field(CrossEntropyConfig)
-    """terms of the gradient beside the cross-entropy inside the head"""
+    """terms of the gradient next to the cross-entropy inside the head"""
     objective: str | None = None
     """step of your own in place of the loss of logits: an entry point of forge.objectives, or module:attr, called
     as objective(model, batch) for a dict of sums, of which the first is trained"""

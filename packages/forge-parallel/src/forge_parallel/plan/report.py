@@ -176,7 +176,7 @@ def _step(estimate: Estimate) -> str:
         f"MFU {t.mfu:.1%}",
         f"assumed: products at {fraction:.1%} of {gpu.peak / 1e12:.0f} TFLOP/s, "
         f"{gpu.intra / 1e9:.0f} GB/s inside a node, {gpu.inter / 1e9:.0f} between; "
-        f"tp, cp, ep are waited for; FSDP hides behind {HIDDEN:.0%} of the products, {MIN_EXPOSED:.0%} of it is "
+        f"tp, cp, ep are waited for; FSDP overlaps with {HIDDEN:.0%} of the products, {MIN_EXPOSED:.0%} of it is "
         "felt in any case; activations as an eager GPU keeps them",
     ))  # fmt: skip
 
