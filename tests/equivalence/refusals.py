@@ -175,5 +175,5 @@ class _Fused(FeedForward):
 class _FunctionalHead(Transformer):
     """Multiplies by the embedding's weight itself."""
 
-    def head(self, x: Tensor) -> Tensor:
-        return F.linear(self.norm(x), self.embedding.weight)
+    def project(self, hidden: Tensor, loss: Any = None) -> Tensor:
+        return F.linear(hidden, self.embedding.weight)

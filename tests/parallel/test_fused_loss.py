@@ -63,7 +63,7 @@ def errors(layout: dict[str, int], tied: bool) -> dict[str, float]:
             return vocab_cross_entropy(F.linear(x, weight), labels, meshes.tp).sum
         return fused_cross_entropy(x, weight, labels[rows]).sum
 
-    total = model(tokens[rows], positions=None, then=loss) / (B * S)
+    total = model(tokens[rows], positions=None, loss=loss) / (B * S)
     total.backward()
     value = total.detach().clone()
     if meshes.tp.size == 1:

@@ -172,7 +172,7 @@ def test_no_tensor_has_the_size_of_all_logits(tmp_path: Path, training: bool) ->
         ),
         (
             ("--model.name", "forge_testing.models:bigram"),
-            ("train.loss 'fused_cross_entropy'", "forge_testing.models:bigram", "`then`"),
+            ("train.loss 'fused_cross_entropy'", "forge_testing.models:bigram", "`loss`"),
         ),
         (
             ("--train.loss", "fused_crossentropy"),

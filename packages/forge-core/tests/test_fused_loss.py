@@ -5,9 +5,10 @@ Bound: fp32 1e-5 of max|a - b| / max|b|.
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from forge_core import (
+    LinearCrossEntropy,
     Transformer,
     TransformerConfig,
     cross_entropy,
@@ -55,7 +56,7 @@ def test_loss_and_gradients_are_those_of_the_logits(
         counts.append(int(found.count))
         return found.sum
 
-    total = model(tokens, then=loss)
+    total = model(tokens, loss=loss)
     (total / 7).backward()
     assert error(total.detach(), wanted.sum.detach()) < 1e-6
     assert counts == [int(wanted.count)] == [B * S - 3]
@@ -96,19 +97,36 @@ def test_the_logits_of_all_tokens_are_never_kept() -> None:
     with torch.autograd.graph.saved_tensors_hooks(
         lambda t: kept.append(tuple(t.shape)) or t, lambda t: t
     ):
-        model(tokens, then=lambda x, w: fused_cross_entropy(x, w, labels).sum)
+        model(tokens, loss=lambda x, w: fused_cross_entropy(x, w, labels).sum)
         assert not [s for s in kept if s[-1:] == (V,)]
         cross_entropy(model(tokens), labels)
     assert (B * S, V) in kept
 
 
-def test_then_has_the_normed_stream_and_the_weight() -> None:
+def test_a_loss_is_given_the_hidden_states_and_the_weight() -> None:
     model = Transformer(TransformerConfig(V, dim=32, num_layers=1, num_heads=2))
-    tokens, _ = batch()
-    with torch.no_grad():
-        same = model(tokens, then=lambda x, weight: x @ weight.T, last_only=True)
-        assert error(same, model(tokens)[:, -1:]) < 1e-6
-    assert isinstance(model.lm_head, nn.Linear)
+    tokens, labels = batch()
+    loss = LinearCrossEntropy(z_loss=1e-2, label_smoothing=0.1)
+    seen: list[Tensor] = []
+
+    def inside(hidden: Tensor, weight: Tensor) -> Tensor:
+        seen.extend((hidden, weight))
+        return loss(hidden, weight, labels).sum
+
+    hidden, inner = model.hidden(tokens), model(tokens, loss=inside)
+    assert torch.equal(seen[0], hidden)
+    assert torch.equal(seen[1], model.lm_head.weight)
+    wanted = cross_entropy(model.project(hidden), labels, z_loss=1e-2, label_smoothing=0.1).sum
+    assert error(inner.detach(), wanted.detach()) < 1e-6
+    last = model(tokens, last_only=True)
+    assert torch.equal(last, model.project(hidden[:, -1:]))
+    with pytest.warns(DeprecationWarning, match="then"):
+        assert torch.equal(model(tokens, then=inside), inner)
+
+
+def test_a_head_of_ones_own_by_its_name_of_0_1_is_rejected() -> None:
+    with rejects("Own.head", ..., "renamed"):
+        type("Own", (Transformer,), {"head": lambda self, x: x})
 
 
 def test_no_label_gives_a_zero_with_a_graph_and_bf16_works() -> None:

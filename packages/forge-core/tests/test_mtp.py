@@ -105,7 +105,7 @@ def test_a_loss_inside_the_head_sees_the_same_rows() -> None:
     model = _model()
     tokens = torch.randint(31, (2, S), generator=torch.Generator().manual_seed(0))
     whole = model(tokens, next_tokens=ahead_of(tokens))
-    seen = model(tokens, next_tokens=ahead_of(tokens), then=lambda x, weight: x @ weight.T)
+    seen = model(tokens, next_tokens=ahead_of(tokens), loss=lambda x, weight: x @ weight.T)
     assert (whole - seen).abs().max() < 1e-12
 
 

@@ -188,7 +188,7 @@ def test_a_loss_inside_the_head_sees_the_scale_and_the_cap(softcap: float | None
         assert head == ({} if softcap is None else {"softcap": softcap})
         return fused_cross_entropy(x, weight, labels, **head).sum
 
-    within = model(tokens, then=loss)
+    within = model(tokens, loss=loss)
     logits = model(tokens)
     wanted = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
     assert error(within, wanted) < 1e-6

@@ -137,7 +137,7 @@ def steps(args: argparse.Namespace, ours: VLM, theirs: Any) -> dict[str, Callabl
         def then(x: Tensor, weight: Tensor) -> Tensor:
             return fused_cross_entropy(x, weight, labels).mean
 
-        return ours(tokens, images=images, then=then)
+        return ours(tokens, images=images, loss=then)
 
     def other() -> Tensor:
         loss: Tensor = theirs(input_ids=tokens, pixel_values=images, labels=given).loss

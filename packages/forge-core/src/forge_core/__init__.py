@@ -6,7 +6,7 @@ from forge_core import families
 from forge_core._renamed import OldModules, renamed
 from forge_core.flops import flops_per_token, parameter_count
 from forge_core.generate import SamplingConfig, generate, generate_stream
-from forge_core.loss import TokenLoss, cross_entropy, fused_cross_entropy
+from forge_core.loss import LinearCrossEntropy, TokenLoss, cross_entropy, fused_cross_entropy
 from forge_core.model.attention import Attention
 from forge_core.model.attention_ops import AttentionSpec
 from forge_core.model.config import TransformerConfig
@@ -30,6 +30,7 @@ __all__ = [
     "FeedForward",
     "Init",
     "KVCache",
+    "LinearCrossEntropy",
     "OptimizerConfig",
     "RMSNorm",
     "RopeScaling",

@@ -10,6 +10,8 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
 
+from forge_core._shared.problems import invalid
+
 #: Module of 0.1 -> module of today.
 MODULES = {
     f"forge_core.{old}": f"forge_core.{new}"
@@ -47,7 +49,7 @@ NAMES = {
     "forge_core.model.feed_forward": {"KINDS": "SPECS", "Kind": "FeedForwardSpec"},
     "forge_core.model.init": {"initialise": "initialize"},  # language: old name
     "forge_core.model.mtp": {"NextTokenModule": "MTPModule"},
-    "forge_core.model.transformer": {"Finish": "LogitsTransform"},
+    "forge_core.model.transformer": {"Finish": "LogitsTransform", "Then": "HeadLoss"},
 }
 
 
@@ -84,3 +86,17 @@ def renamed(owner: str) -> Callable[[str], Any]:
         return getattr(importlib.import_module(module), attribute)
 
     return read
+
+
+def renamed_argument(given: dict[str, Any], old: str, new: str) -> Any:
+    """Take the value of an old keyword out of `given`, with a DeprecationWarning."""
+    warnings.warn(f"{old}=: use {new}=", DeprecationWarning, stacklevel=3)
+    return given.pop(old)
+
+
+def reject_old_head(kind: type) -> None:
+    """ValueError for a subclass of Transformer with a `head` of its own, which forward called in 0.1."""
+    if "head" in vars(kind):
+        rule = "is not called by forward since 0.2"
+        fix = "define project(hidden, loss=None), whose hidden states are normed already"
+        raise invalid(f"{kind.__name__}.head", "renamed", ..., rule, fix)

@@ -78,7 +78,7 @@ class Compute:
 
     `loss(logits (B, S, V), labels (B, S), weights (B, S) or None)` is the 0-dim sum over the labels of weighted
     token losses, or `num_sums` of them (k,), of which the first is trained and evaluated. `sharded_loss` is the same
-    for logits (B, S, V / tp), a shard on each tp rank. With `in_head` the model is called with `then=`, and
+    for logits (B, S, V / tp), a shard on each tp rank. With `in_head` the model is called with `loss=`, and
     `loss(x (B, S, D), weight (V, D), labels, weights)` runs inside of its head, or `sharded_loss` with the weight's
     rows (V / tp, D); both get the keywords that the head gives (`softcap`). `objective(model, batch)` replaces them, with
     a micro-batch on the device, of sequences that are split over cp:
@@ -221,8 +221,8 @@ class Compute:
         def first_sum(output: Any, targets: Targets) -> Tensor:
             return self._token_loss(output, targets).reshape(-1)[0]
 
-        then = self._loss_in_head if self._in_head else None
-        return self._once_per_replica(self._run(batch, first_sum, then))
+        head_loss = self._loss_in_head if self._in_head else None
+        return self._once_per_replica(self._run(batch, first_sum, head_loss))
 
     @torch.no_grad()
     def forward(self, batch: BatchLike) -> None:
@@ -248,8 +248,8 @@ class Compute:
             return found[-1].sum()
 
         # a pipeline returns a sum over micro-batches, whose losses come to the last stage in their order
-        then = partial(self._loss_in_head, by_sequence=True) if self._in_head else None
-        self._run(batch, keep, then)
+        head_loss = partial(self._loss_in_head, by_sequence=True) if self._in_head else None
+        self._run(batch, keep, head_loss)
         zeros = torch.zeros(len(batch.tokens), device=self.meshes.device)
         return self._once_per_replica(torch.cat(found) if found else zeros)
 
@@ -259,8 +259,12 @@ class Compute:
         """0-dim sums over a micro-batch, the trained one first."""
         if self._objective is not None:
             return self._objective(self.model, self._local_batch(batch))
-        then = self._loss_in_head if self._in_head else None
-        return self._call(self._local(batch, training), self._token_loss, then).reshape(-1).unbind()
+        head_loss = self._loss_in_head if self._in_head else None
+        return (
+            self._call(self._local(batch, training), self._token_loss, head_loss)
+            .reshape(-1)
+            .unbind()
+        )
 
     def _local_batch(self, batch: BatchLike) -> Any:
         """This rank's part of each sequence, on its device, with the weight of all labels."""
@@ -272,19 +276,19 @@ class Compute:
         local = {n: shard_sequence(x, self.meshes.cp, dim=-1) for n, x in given.items()}
         return replace(here, **local, label_weight=here.label_weight)
 
-    def _run(self, batch: BatchLike, loss: Loss, then: Loss | None = None) -> Tensor:
+    def _run(self, batch: BatchLike, loss: Loss, head_loss: Loss | None = None) -> Tensor:
         """Evaluate `loss(output, targets)` of the model, or the sum of it over the micro-batches of a pipeline."""
         given = self._local(batch, training=False)
         if self._pipeline is None:
-            return self._call(given, loss, then)
+            return self._call(given, loss, head_loss)
         total: Tensor = self._pipeline.evaluate(
-            given.tokens, given.targets, loss, given.extras, then, **given.keywords
+            given.tokens, given.targets, loss, given.extras, head_loss, **given.keywords
         )
         return total
 
-    def _call(self, given: _Inputs, loss: Loss, then: Loss | None) -> Tensor:
-        """`loss` of the model's output, or of the value of `then`, which runs in place of the logits' matmul."""
-        more = {} if then is None else {"then": partial(then, labels=given.targets)}
+    def _call(self, given: _Inputs, loss: Loss, head_loss: Loss | None) -> Tensor:
+        """`loss` of the model's output, or of the value of `head_loss`, which the head computes in place of logits."""
+        more = {} if head_loss is None else {"loss": partial(head_loss, labels=given.targets)}
         output = self.model(given.tokens, **given.keywords, **given.extras, **more)
         return loss(output, given.targets)
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from forge_core import KVCache, Transformer, initialize
 from forge_core.flops import spared_flops
+from forge_core.model.transformer import HeadLoss
 from forge_vlm._shared.problems import invalid
 from forge_vlm.adapters import build_adapter
 from forge_vlm.config import VLMConfig
@@ -83,17 +84,31 @@ class VLM(Transformer):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         *,
+        row_document_ids: Tensor | None = None,
+        loss: HeadLoss | None = None,
+        **inputs: Any,
+    ) -> Tensor:
+        """Compute logits (B, S, V), or `loss` in place of them, as `Transformer.forward`; inputs are those of `hidden`."""
+        if row_document_ids is not None:
+            inputs["row_document_ids"] = row_document_ids
+        return super().forward(tokens, positions, document_ids, loss=loss, **inputs)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
         cache: KVCache | None = None,
         after_embedding: Callable[[Tensor], Tensor] | None = None,
         row_document_ids: Tensor | None = None,
         branch_ids: Tensor | None = None,
-        then: Callable[..., Tensor] | None = None,
         **rest: Any,
     ) -> Tensor:
-        """Logits (B, S, V), as `Transformer.forward`, which the other keywords go to.
+        """Hidden states (B, S, D), as `Transformer.hidden`, which the other keywords go to.
 
         The media of the encoder (`images`: (N, 3, H, W), uint8 or normalised floats, or an object with such `values`
-        for all rows) may be missing or have no entries: then tokens are text alone, and the logits are the text
+        for all rows) may be missing or have no entries: then tokens are text alone, and hidden states are the text
         model's, bit by bit. With no entries the encoder runs once all the same, on zeros, so that ranks of one job
         call it equally often. `after_embedding` takes the whole stream (B, S, D), and what goes along with it; then
         document_ids are of this rank's tokens, and row_document_ids (B, S) those of whole rows.
@@ -132,7 +147,7 @@ class VLM(Transformer):
                 )
                 fix = "give those of a SequencePlan with the batch"
                 raise invalid("positions", "missing", ..., rule, fix)
-            return super().forward(tokens, positions, document_ids, cache=cache, then=then, **rest)
+            return super().hidden(tokens, positions, document_ids, cache=cache, **rest)
         rest.pop("token_ids", None)  # which later stages of a pipeline need
         if positions is None:
             positions = self._positions(tokens, document_ids, cache, media, branch_ids)
@@ -156,7 +171,7 @@ class VLM(Transformer):
                 refuse_split_mask(mask)
             layers = tuple(after_embedding(layer) for layer in layers)
             seen = None if seen is None else seen.cut(after_embedding)
-        out = super().forward(
+        out = super().hidden(
             stream,
             positions,
             document_ids,
@@ -165,7 +180,6 @@ class VLM(Transformer):
             modality_ids=self._modality_ids(tokens, document_ids, placed=bool(media)),
             layer_features=layers,
             media=seen,
-            then=then,
             **rest,
         )
         if isinstance(cache, VLMCache):

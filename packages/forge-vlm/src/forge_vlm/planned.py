@@ -37,7 +37,7 @@ def plan_forward(model: VLM, tokens: Tensor) -> Tensor:
         raise invalid("fusion.moma.router", "planned", fusion.moma.router, rule, fix)
     positions = torch.arange(tokens.size(1), device=tokens.device)[None]
     if model.vision is None or not number:
-        return Transformer.forward(model, model.embed(tokens), positions)
+        return model.project(Transformer.hidden(model, model.embed(tokens), positions))
     if not hasattr(model.vision, "media_of"):
         rule = "cannot be planned: its encoder does not define media_of(images, pixels, device)"
         fix = "add it, or use parallel.layout = 'manual'"
@@ -57,7 +57,8 @@ def plan_forward(model: VLM, tokens: Tensor) -> Tensor:
         nothing = torch.zeros_like(stream)
         layers = tuple(place(nothing, layer, here) for layer in features.layers)
         stream = place(stream, adapted, here)
-    return Transformer.forward(model, stream, positions, layer_features=layers, media=seen)
+    x = Transformer.hidden(model, stream, positions, layer_features=layers, media=seen)
+    return model.project(x)
 
 
 def _features(model: VLM, images: int, device: Any) -> Features:

@@ -76,9 +76,9 @@ def model_problems(model: nn.Module, config: JobConfig, layout: Layout) -> Itera
     """
     every, new = config.metrics.gradients_every_steps, config.sample.max_new_tokens
     experts = num_experts_by_layer(model)
-    if config.train.loss == FUSED and "then" not in inspect.signature(model.forward).parameters:
-        rule = f"is computed inside the head, and the forward of {config.model.name} takes no `then` to hand there"
-        fix = "use train.loss = 'cross_entropy', or pass then(x, weight) to the head"
+    if config.train.loss == FUSED and "loss" not in inspect.signature(model.forward).parameters:
+        rule = f"is computed inside the head, and the forward of {config.model.name} takes no `loss` to hand there"
+        fix = "use train.loss = 'cross_entropy', or compute loss(x, weight) in the head"
         yield Problem("train.loss", "unsupported", FUSED, rule, fix)
         return
     if every and layout.tp > 1 and experts:

@@ -4,13 +4,14 @@ from forge_core._shared.cross_entropy import TokenLoss
 from forge_core.loss.breakdown import LossBreakdown
 from forge_core.loss.config import CrossEntropyConfig
 from forge_core.loss.named import FUSED, LOSSES, OBJECTIVES, Objective
-from forge_core.loss.token import cross_entropy, fused_cross_entropy
+from forge_core.loss.token import LinearCrossEntropy, cross_entropy, fused_cross_entropy
 
 __all__ = [
     "FUSED",
     "LOSSES",
     "OBJECTIVES",
     "CrossEntropyConfig",
+    "LinearCrossEntropy",
     "LossBreakdown",
     "Objective",
     "TokenLoss",

@@ -5,7 +5,9 @@ The arithmetic is `_shared/cross_entropy.py`; forge_parallel has the same losses
 
 from __future__ import annotations
 
-from torch import Tensor
+from typing import Any
+
+from torch import Tensor, nn
 
 from forge_core._shared.cross_entropy import (
     Head,
@@ -78,8 +80,9 @@ def fused_cross_entropy(
 ) -> TokenLoss:
     """`cross_entropy(x @ weight.T, labels, ...)` block by block: x (..., D), weight (V, D), labels and weights (...).
 
-        model(tokens, then=lambda x, weight: fused_cross_entropy(x, weight, labels).sum)
+        model(tokens, loss=lambda hidden, weight: fused_cross_entropy(hidden, weight, labels).sum)
 
+    `LinearCrossEntropy` is the same as a module.
     With `scale` and `softcap` logits are `softcap * tanh(scale * x @ weight.T / softcap)`. `weight` must have all ids
     of the vocabulary. Matmuls have the dtype of x (under autocast its own), the softmax is in fp32, and the gradient of
     the weight is summed over blocks in fp32. First derivatives only.
@@ -97,3 +100,35 @@ def fused_cross_entropy(
     x, weight = cast_like_autocast(x), cast_like_autocast(weight)
     found = Labels.of(labels, weights, ignore_index, vocab.size, wide_dtype(x))
     return loss_of_hidden(x.reshape(-1, x.size(-1)), weight, found, labels.shape, vocab, head)
+
+
+class LinearCrossEntropy(nn.Module):
+    """`fused_cross_entropy` as a module: hidden states (..., D), head's weight (V, D), labels (...) -> `TokenLoss`.
+
+        loss = LinearCrossEntropy(z_loss=1e-4)
+        total = model(tokens, loss=lambda hidden, weight, **head: loss(hidden, weight, labels, **head).sum)
+
+    A model gives the keyword `softcap` if it has one. Without a model, `loss(hidden, head.weight, labels)` is enough.
+    Arguments, errors and cost are those of `fused_cross_entropy`.
+    """
+
+    def __init__(
+        self, ignore_index: int = -100, *, z_loss: float = 0.0, label_smoothing: float = 0.0
+    ) -> None:
+        super().__init__()
+        self.ignore_index, self.z_loss, self.label_smoothing = ignore_index, z_loss, label_smoothing
+
+    def forward(self, hidden: Tensor, weight: Tensor, labels: Tensor, **options: Any) -> TokenLoss:
+        return fused_cross_entropy(
+            hidden,
+            weight,
+            labels,
+            self.ignore_index,
+            z_loss=self.z_loss,
+            label_smoothing=self.label_smoothing,
+            **options,
+        )
+
+    def extra_repr(self) -> str:
+        terms = f"z_loss={self.z_loss}, label_smoothing={self.label_smoothing}"
+        return f"ignore_index={self.ignore_index}, {terms}"

@@ -129,7 +129,7 @@ def _attend_documents_of(ctx: TokenContext, q: Tensor, k: Tensor, v: Tensor, *re
 
 
 class RotaryMixer(WithPoints):
-    """A mixer with rotary positions: `prepare` makes the tables once per forward for all layers alike."""
+    """A mixer with rotary positions, whose tables are computed once per forward and passed to all layers in ctx."""
 
     attend: Attend
     spec: AttentionSpec
@@ -141,12 +141,11 @@ class RotaryMixer(WithPoints):
     def prepare(
         self, ctx: TokenContext, x: Tensor, cache: LayerCache | None = None
     ) -> Tables | None:
-        """Compute rotary tables for x (B, S, M), None without rotated dims, and the inputs of `attend`.
+        """Return the rotary tables for x (B, S, M), None without rotated dims; compute the inputs of `attend`.
 
-        Both are computed once per context for all layers alike.
-
-        Transformer calls it before its first block, so that compiled blocks only read. ValueError where a
-        `ctx.mask` meets an `attend` of other code.
+        Both are computed once per context for all layers alike: by Transformer before its first block, so that
+        compiled blocks only read, or by a layer that is called by itself. ValueError where a `ctx.mask` meets an `attend`
+        of other code.
         """
         if ctx.mask is not None:
             if not getattr(self.attend, "takes_mask", False):

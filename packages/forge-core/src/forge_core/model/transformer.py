@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from forge_core._renamed import renamed
+from forge_core._renamed import reject_old_head, renamed, renamed_argument
 from forge_core._shared.problems import invalid
 from forge_core.flops import forward_flops
 from forge_core.kinds import is_matrix, parameter_kinds
@@ -28,8 +28,8 @@ from forge_core.model.mtp import MTPModule
 from forge_core.model.norm import build_norm
 
 Factory = Callable[[int], nn.Module]
-#: Takes the stream after the final norm (B, S, D) and the head's weight (V, D), and `softcap` if logits have one.
-Then = Callable[..., Tensor]
+#: Takes hidden states (B, S, D) and the head's weight (V, D), and `softcap` if logits have one: `LinearCrossEntropy`.
+HeadLoss = Callable[..., Tensor]
 
 
 class LogitsTransform(NamedTuple):
@@ -42,22 +42,22 @@ class LogitsTransform(NamedTuple):
         logits = logits if self.scale == 1.0 else logits * self.scale
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
-    def call(self, then: Then, x: Tensor, weight: Tensor) -> Tensor:
+    def call(self, loss: HeadLoss, x: Tensor, weight: Tensor) -> Tensor:
         """Call a loss that computes the logits itself, with the scale in x and a soft-cap as keyword."""
         given = {} if self.softcap is None else {"softcap": self.softcap}
-        return then(x if self.scale == 1.0 else x * self.scale, weight, **given)
+        return loss(x if self.scale == 1.0 else x * self.scale, weight, **given)
 
 
 class Head(nn.Linear):
-    """The output projection: (B, S, D) -> (B, S, V), or the result of `then(x, weight (V, D))`."""
+    """The output projection: (B, S, D) -> (B, S, V), or the result of `loss(x, weight (V, D))`."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config.dim, config.vocab_size, bias=False)
         self.transform = LogitsTransform(config.logits_scale, config.logits_softcap)
 
-    def forward(self, x: Tensor, then: Then | None = None) -> Tensor:
-        if then is not None:
-            return self.transform.call(then, x, self.weight)
+    def forward(self, x: Tensor, loss: HeadLoss | None = None) -> Tensor:
+        if loss is not None:
+            return self.transform.call(loss, x, self.weight)
         return self.transform(super().forward(x))
 
 
@@ -68,9 +68,9 @@ class TiedHead(nn.Module):
         super().__init__()
         self.transform = LogitsTransform(config.logits_scale, config.logits_softcap)
 
-    def forward(self, x: Tensor, weight: Tensor, then: Then | None = None) -> Tensor:
-        if then is not None:
-            return self.transform.call(then, x, weight)
+    def forward(self, x: Tensor, weight: Tensor, loss: HeadLoss | None = None) -> Tensor:
+        if loss is not None:
+            return self.transform.call(loss, x, weight)
         return self.transform(F.linear(x, weight))
 
 
@@ -92,6 +92,10 @@ class Transformer(nn.Module):
 
     #: Keywords of forward that the host reads; code that moves the others to an accelerator leaves them.
     host_inputs = ("document_ids",)
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        reject_old_head(cls)
 
     def __init__(
         self,
@@ -132,38 +136,59 @@ class Transformer(nn.Module):
         positions: Tensor | None = None,
         document_ids: Tensor | None = None,
         *,
-        cache: KVCache | None = None,
         last_only: bool = False,
-        token_ids: Tensor | None = None,
-        then: Then | None = None,
+        loss: HeadLoss | None = None,
+        **inputs: Any,
+    ) -> Tensor:
+        """Compute logits (B, S, V) of tokens (B, S) int64, in the compute dtype; `hidden`, then `project`.
+
+        positions, document_ids and inputs are those of `hidden`. A stage of a pipeline without the head returns its
+        stream (B, S, D).
+        last_only: give (B, 1, V).
+        loss: computed in place of logits, from hidden states and the head's weight; see `project`. It is an argument of
+        forward, as FSDP2 gathers weights only in forward.
+
+        Raises ValueError for a sequence longer than max_seq_len and for shapes and dtypes that do not fit.
+        """
+        if "then" in inputs:
+            loss = renamed_argument(inputs, "then", "loss")
+        x = self.hidden(tokens, positions, document_ids, **inputs)
+        if self.norm is None:
+            return x
+        # sliced before the head, whose logits are the largest tensor
+        return self.project(x[:, -1:] if last_only else x, loss)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        document_ids: Tensor | None = None,
+        *,
+        cache: KVCache | None = None,
         next_tokens: Tensor | None = None,
+        token_ids: Tensor | None = None,
         modality_ids: Tensor | None = None,
-        layer_features: Sequence[Tensor] = (),
         media: Any = None,
         mask: TokenMask | None = None,
+        layer_features: Sequence[Tensor] = (),
     ) -> Tensor:
-        """Compute logits (B, S, V) of tokens (B, S) int64, in the compute dtype.
+        """Compute hidden states (B, S, D) of tokens (B, S) int64: the stream after all blocks and the final norm.
 
         positions: (B, S) or (1, S), or (B, 3, S) with `config.mrope`; by default they count from 0 in each document,
         and go on after cached tokens.
         document_ids: (B, S), integers on any device: tokens see their own document only, and a negative id is padding.
         On an accelerator they cost one host sync, on the CPU none. With a cache and no document_ids every sequence
         continues its newest document.
-        last_only: give (B, 1, V).
+        next_tokens: (B, K, S), in training the tokens 1 to K after each, for `mtp.num_modules` K. The result is then
+        ((K + 1) B, S, D), the sequences of the next token first. Entries past the end of a document are ignored, and a
+        stage without the head ignores all.
         token_ids: (B, S), for a stage of a pipeline. It takes the stream (B, S, D) of the stage before in place of
         tokens, and returns its own if norm and head are None; its blocks have no other token ids.
-        then: a function of the stream after the final norm (B, S, D) and the head's weight (V, D), whose tensor is
-        returned in place of logits: a loss that never holds all logits (`fused_cross_entropy`). It runs inside the
-        head's forward, the only place where FSDP2 gathers that weight; under tensor parallelism weight is this rank's
-        (V / tp, D), and x is not sharded.
-        next_tokens: (B, K, S), in training the tokens 1 to K after each, for `mtp.num_modules` K. The logits (or the
-        stream of `then`) are then of (K + 1) B sequences, the next token's first. Entries past the end of a document
-        are ignored, and a stage without the head ignores all.
         modality_ids: (B, S), and media, for the blocks of models of several modalities.
-        layer_features: layer_features[i] (B, S, D) is added to the stream after block i (DeepStack, Meng et al. 2024).
         mask: replaces the causal mask of unsharded sequences.
+        layer_features: layer_features[i] (B, S, D) is added to the stream after block i (DeepStack, Meng et al. 2024).
 
-        Raises ValueError for a sequence longer than max_seq_len and for shapes and dtypes that do not fit.
+        Under FSDP2 it runs inside of `forward` only. Raises as `forward`.
         """
         rest = token_ids, modality_ids, media, mask
         ctx = self.context(tokens, positions, document_ids, cache, *rest)
@@ -180,11 +205,21 @@ class Transformer(nn.Module):
         if cache is not None:
             cache.history.advance(document_ids, *tokens.shape[:2])
 
-        if next_tokens is not None and self.norm is not None:
-            return self._with_mtp(x, next_tokens, ctx, then)
-        x = x[:, -1:] if last_only else x  # before the head, whose logits are the largest tensor
-        # a subclass with its own head may not take a loss
-        return self.head(x) if then is None else self.head(x, then)
+        if self.norm is None:
+            return x
+        return self.norm(x) if next_tokens is None else self._mtp_hidden(x, next_tokens, ctx)
+
+    def project(self, hidden: Tensor, loss: HeadLoss | None = None) -> Tensor:
+        """Project hidden states (B, S, D) to logits (B, S, V), or return `loss(hidden, weight)`.
+
+        A `loss` such as `LinearCrossEntropy` never holds all logits. It runs inside the head's forward, where FSDP2 has
+        gathered the weight; under tensor parallelism weight is this rank's (V / tp, D), and hidden states are not
+        sharded. They are multiplied by `logits_scale` already, and a soft-cap is the keyword `softcap`.
+        """
+        weights = (self.embedding.weight,) if isinstance(self.lm_head, TiedHead) else ()
+        # a subclass with a head of its own may not take a loss
+        given = {} if loss is None else {"loss": loss}
+        return self.lm_head(hidden, *weights, **given)
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Embed tokens (B, S) as the stream (B, S, D)."""
@@ -193,23 +228,8 @@ class Transformer(nn.Module):
         # rounded as the embeddings are, which transformers' Gemma does
         return x if scale == 1.0 else x * x.new_full((), scale)
 
-    def head(self, x: Tensor, then: Then | None = None) -> Tensor:
-        """Apply final norm and output projection: (B, S, D) -> (B, S, V); return x if another stage has them.
-
-        `then` as in `forward`: its x is multiplied by `logits_scale` already, and a soft-cap is its keyword `softcap`.
-        """
-        return x if self.norm is None else self._apply_head(self.norm(x), then)
-
-    def _apply_head(self, x: Tensor, then: Then | None) -> Tensor:
-        """Call the head with the arguments that it takes: a subclass may have one without `then`."""
-        weights = (self.embedding.weight,) if isinstance(self.lm_head, TiedHead) else ()
-        given = {} if then is None else {"then": then}
-        return self.lm_head(x, *weights, **given)
-
-    def _with_mtp(
-        self, x: Tensor, next_tokens: Tensor, ctx: TokenContext, then: Then | None
-    ) -> Tensor:
-        """Apply the head once to the stream x (B, S, D) and the streams of the MTP modules: (K + 1) B sequences."""
+    def _mtp_hidden(self, x: Tensor, next_tokens: Tensor, ctx: TokenContext) -> Tensor:
+        """Hidden states of the stream x (B, S, D) and of the MTP modules: ((K + 1) B, S, D)."""
         modules = self.mtp or {}
         if next_tokens.size(1) != len(modules):
             rule = f"must be (B, {len(modules)}, S) for mtp.num_modules {len(modules)}"
@@ -221,7 +241,11 @@ class Transformer(nn.Module):
             module.prepare(ctx, x)
             x = module(x, self.embed(tokens), ctx)
             streams.append(module.norm(x))
-        return self._apply_head(torch.cat(streams), then)
+        return torch.cat(streams)
+
+    def head(self, stream: Tensor) -> Tensor:
+        """Logits (B, S, V) of a stream (B, S, D) of any depth, by the final norm and the projection (logit lens)."""
+        return self.project(self.norm(stream))
 
     def context(
         self,
@@ -234,7 +258,7 @@ class Transformer(nn.Module):
         media: Any = None,
         mask: TokenMask | None = None,
     ) -> TokenContext:
-        """Build the context that `forward` hands to its blocks; check lengths and shapes.
+        """Build the context that `hidden` hands to its blocks; check lengths and shapes.
 
         tokens may be a stream (B, S, D) that is sharded over ranks: S is then the length of document_ids or
         positions, if there are any.

@@ -141,14 +141,14 @@ class MeanOverRanks:
 class ShardedLogits(Colwise):
     """A rank's logits; those of an uneven vocabulary are padded with -inf to the same width on all ranks.
 
-    A head that is called with a function `then` (a loss) returns the function's result, which stays as it is.
+    A head that is called with `loss`, a function, returns the function's result, which stays as it is.
     """
 
     tp_width: int  # logits of a rank, padded
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         logits = super().forward(*args, **kwargs)
-        if kwargs.get("then") is not None:
+        if kwargs.get("loss") is not None:
             return logits
         missing = self.tp_width - logits.size(-1)
         if missing < 0:
@@ -166,7 +166,7 @@ class GatheredLogits(ShardedLogits):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         logits = super().forward(*args, **kwargs)
-        if kwargs.get("then") is not None:
+        if kwargs.get("loss") is not None:
             return logits
         if self.training and torch.is_grad_enabled() and not self.tp_gathers:
             return logits

@@ -81,7 +81,7 @@ def vocab_fused_cross_entropy(
 
         def loss(x, weight):                       # of a head that tensor_parallel has sharded
             return vocab_fused_cross_entropy(x, weight, labels, meshes.tp, vocab_size=vocab_size).sum
-        model(tokens, then=loss)
+        model(tokens, loss=loss)
 
     weight has the rows of the ids from rank * ceil(V / n) on, without padding; x and labels are equal on all ranks. The
     gradient of x is this rank's part of a sum over ranks, as for the input of a column-wise layer. `scale` and

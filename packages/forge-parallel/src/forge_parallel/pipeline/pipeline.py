@@ -84,7 +84,7 @@ class Pipeline:
         # of the running step; see `_given`
         self._loss: Loss | None = None
         self._losses: list[Tensor] = []
-        self._then: Callable[..., Tensor] | None = None
+        self._head_loss: Callable[..., Tensor] | None = None
         self._targets: Any = None
         self._inputs: Mapping[str, Any] = {}
         self._extras: Mapping[str, Any] = {}
@@ -134,17 +134,18 @@ class Pipeline:
         names = dict.fromkeys((*getattr(module, "extra_inputs", ()), *given))
         extras = {name: self._extras[name] for name in names}
         found = {name: _take(value, at) for name, value in {**self._inputs, **extras}.items()}
-        if self._then is not None and module is self.stages.get(num_stages(self.config) - 1):
-            found["then"] = partial(self._then, labels=_take(self._targets, at))
+        if self._head_loss is not None and module is self.stages.get(num_stages(self.config) - 1):
+            found["loss"] = partial(self._head_loss, labels=_take(self._targets, at))
         return args, {**kwargs, **found}
 
+    @renamed_arguments(then="head_loss")
     def step(
         self,
         tokens: Tensor,
         labels: Any,
         loss_fn: Loss,
         extras: Mapping[str, Any] | None = None,
-        then: Callable[..., Tensor] | None = None,
+        head_loss: Callable[..., Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Forward and backward of all micro-batches; gradients are added to `.grad`, summed and unscaled.
@@ -156,8 +157,8 @@ class Pipeline:
         `labels` may be a tuple of such tensors (or None), of which the loss gets the same tuple.
         Keyword tensors (positions, document_ids) have as many sequences or 1, on any device, and reach every
         stage. `extras`, tensors or ragged values that a slice of sequences indexes, reach the stages that name
-        them in `extra_inputs`, a callable among them as it is. `then(x, weight, labels=...)`, which the last
-        stage's forward takes as `then(x, weight)`, gives the output that `loss_fn` gets. Returns this rank's sum of
+        them in `extra_inputs`, a callable among them as it is. `head_loss(x, weight, labels=...)`, which the last
+        stage's forward takes as `loss(x, weight)`, gives the output that `loss_fn` gets. Returns this rank's sum of
         losses, 0-dim or (k,): 0-dim and 0 without the last stage.
 
         Cost: an activation and its gradient per micro-batch and stage boundary. FSDP2 gathers weights as
@@ -166,33 +167,34 @@ class Pipeline:
         numbers = torch.arange(len(tokens))  # torch's schedule splits these with the tokens
         first = (tokens,) if 0 in self.stages else ()
         last: dict[str, Any] = {"target": numbers} if self.has_last else {}
-        with self._given(tokens, labels, self.num_micro_batches, extras, then, kwargs):
+        with self._given(tokens, labels, self.num_micro_batches, extras, head_loss, kwargs):
             self._loss = loss_fn
             self._schedule.step(*first, return_outputs=False, **last, rows=numbers)
             return self._total(self._losses)
 
     @contextmanager
     def _given(
-        self, tokens: Tensor, labels: Any, count: int, extras: Any, then: Any, kwargs: Any
+        self, tokens: Tensor, labels: Any, count: int, extras: Any, head_loss: Any, kwargs: Any
     ) -> Iterator[None]:
         """Hold the arguments of a step of `count` micro-batches, and release them afterwards: they may be large."""
         follow_mode(self.model)
         self._inputs = self._keywords(tokens, labels, count, kwargs)
-        self._targets, self._extras, self._then = labels, extras or {}, then
+        self._targets, self._extras, self._head_loss = labels, extras or {}, head_loss
         try:
             yield
         finally:
             self._targets, self._inputs, self._extras, self._loss = None, {}, {}, None
-            self._then, self._losses = None, []
+            self._head_loss, self._losses = None, []
 
     @torch.no_grad()
+    @renamed_arguments(then="head_loss")
     def evaluate(
         self,
         tokens: Tensor,
         labels: Any,
         loss_fn: Loss,
         extras: Mapping[str, Any] | None = None,
-        then: Callable[..., Tensor] | None = None,
+        head_loss: Callable[..., Tensor] | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """The same sum of losses by forwards only, for every schedule; training and eval modes are not changed.
@@ -202,7 +204,7 @@ class Pipeline:
         """
         count = max(1, tokens.size(0) // self.micro_batch)
         numbers = torch.arange(len(tokens)).split(self.micro_batch)
-        with self._given(tokens, labels, count, extras, then, kwargs):
+        with self._given(tokens, labels, count, extras, head_loss, kwargs):
             losses = [
                 loss_fn(output, _take(labels, _slice(numbers[i])))
                 for i, output in self._forward(tokens, numbers)
