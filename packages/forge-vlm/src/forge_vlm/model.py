@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from forge_core import KVCache, Transformer, initialize
 from forge_core.flops import spared_flops
-from forge_core.model.transformer import HeadLoss
 from forge_vlm._shared.problems import invalid
 from forge_vlm.adapters import build_adapter
 from forge_vlm.config import VLMConfig
@@ -85,7 +84,7 @@ class VLM(Transformer):
         document_ids: Tensor | None = None,
         *,
         row_document_ids: Tensor | None = None,
-        loss: HeadLoss | None = None,
+        loss: Callable[..., Tensor] | None = None,
         **inputs: Any,
     ) -> Tensor:
         """Compute logits (B, S, V), or `loss` in place of them, as `Transformer.forward`; inputs are those of `hidden`."""
