@@ -18,6 +18,8 @@ needs when its support ends.
     _torchdynamo_disable, eval_frame              to 2.11    exempts a function without an import of the compiler
     _dynamo.lookup_backend, config, counters      all        options of one graph; counts of compilations
     cuda.memory._record_memory_history            all        documented as experimental; never run: needs a GPU
+    _execution_engine.queue_callback              all        the end of a backward; FSDP2 and DDP use it
+    _apply_to_tensors, _pytree.tree_leaves        all        the containers that FSDP2 casts and hooks
 """
 
 from __future__ import annotations
@@ -374,6 +376,26 @@ def _gathered(parameter: Any) -> Any:
     """The unsharded parameter, if FSDP2 has gathered it before, else None."""
     require_attributes(type(parameter), "_unsharded_param")
     return getattr(parameter, "_unsharded_param", None)
+
+
+def at_end_of_backward(call: Callable[[], None]) -> None:
+    """Call `call` once when the backward that is running has ended."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], values: Any) -> Any:
+    """`values` with every tensor in its lists, tuples, dicts and dataclasses replaced by `function` of it."""
+    from torch.distributed.utils import _apply_to_tensors
+
+    return _apply_to_tensors(function, values)
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    """The tensors in lists, tuples, dicts and registered classes."""
+    from torch.utils._pytree import tree_leaves
+
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
 
 
 def flash_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:

@@ -358,6 +358,15 @@ def splits_backward(config: ParallelConfig) -> bool:
     return config.pp > 1 and config.pp_schedule in _IN_HALVES
 
 
+def casts_on_one_rank(config: ParallelConfig) -> bool:
+    """Whether one process can train without FSDP2: in fp32, or in bf16 with masters and sums of gradients in fp32."""
+    if config.cpu_offload:
+        return False
+    if config.precision == "fp32":
+        return True
+    return config.param_dtype == config.reduce_dtype == "fp32" and config.float8 == "none"
+
+
 def keeps_gathered(config: ParallelConfig) -> bool:
     """Whether FSDP2 must not reshard after the forward: `fully_shard(..., reshard_after_forward=False)`.
 

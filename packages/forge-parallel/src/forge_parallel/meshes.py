@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from forge_parallel._shared.problems import invalid, raise_problems
 from forge_parallel._torch_compat import set_timeout
-from forge_parallel.config import DEVICES, Layout, ParallelConfig
+from forge_parallel.config import DEVICES, Layout, ParallelConfig, casts_on_one_rank
 from forge_parallel.rules import sdpa_problem
 from forge_parallel.start import end_process_group, find_world, start_process_group
 
@@ -102,7 +102,7 @@ def _index_of_this_rank() -> int:
 def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> Meshes:
     """The meshes and groups of `config` over the ranks of the running process group.
 
-    Without a group this is one process; where its precision needs FSDP2 a group of one rank is
+    Without a group this is one process; where it needs FSDP2 (`casts_on_one_rank`) a group of one rank is
     started (no port, no file; `end_process_group` ends it). Collective: every rank calls it. Each group
     is used once, so that a broken network shows here and names its axis. Raises ValueError when the axes do
     not multiply to the world size. Usage: `meshes = make_meshes(config)`.
@@ -120,7 +120,7 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
     device = select_device(config.device) if device is None else device
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     layout = config.axes(world_size)
-    if world_size == 1 and config.precision == "fp32" and not config.cpu_offload:
+    if world_size == 1 and casts_on_one_rank(config):
         return Meshes(device)
     if not dist.is_initialized():
         start_process_group(_ONE_PROCESS, device)

@@ -14,8 +14,8 @@ from forge_parallel.axes.fsdp import (
     apply_fsdp,
     is_frozen_half,
     keep_on_host,
-    own_dtype,
 )
+from forge_parallel.axes.precision import casts_suffice, compute_in, own_dtype
 from forge_parallel.axes.roles import Matched, find_roles
 from forge_parallel.check_model import check_model, report_blocks
 from forge_parallel.config import ParallelConfig, keeps_gathered
@@ -43,7 +43,8 @@ def parallelize(
             model = parallelize(model_on_meta, config, meshes)
             initialize(model, seed=0)             # storage of a meta model has arbitrary content
 
-    One process in fp32 is not wrapped; any other layout or precision uses FSDP2, and its mixed precision in bf16.
+    One process in fp32 is not wrapped, and in bf16 as a rule its parameters are cast for each forward (`compute_in`);
+    any other layout or precision uses FSDP2, and its mixed precision in bf16, which gives the same numbers.
     A model with values must have the same values on all ranks: each rank keeps its shard, nothing is sent. Trained
     parameters in 16 bits become fp32 masters; with `param_dtype` bf16 all parameters are stored in it, but those of
     modules with a `compute_dtype` of their own. Frozen ones keep their dtype in fp32: FSDP2, here also in one process in fp32,
@@ -70,7 +71,10 @@ def parallelize(
     config = ParallelConfig() if config is None else config
     meshes = make_meshes(config) if meshes is None else meshes
     # FSDP2 casts frozen parameters in 16 bits to the dtype of the forward, on one rank in fp32, too
-    if meshes.dense is None and any(is_frozen_half(p) for p in model.parameters()):
+    if meshes.dense is None and (
+        any(is_frozen_half(p) for p in model.parameters())
+        or (config.precision == "bf16" and not casts_suffice(model))
+    ):
         meshes = with_one_rank(config, meshes)
 
     # blocks are searched only for a step that needs them: the search raises ValueError for ambiguous ones
@@ -192,6 +196,8 @@ def _adapt(
             structure=structure,
         )
         keep_on_host(model)
+    elif config.precision == "bf16":
+        compute_in(model, torch.bfloat16)
 
 
 def materialize(

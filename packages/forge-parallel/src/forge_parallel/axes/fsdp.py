@@ -14,6 +14,7 @@ from torch import nn
 from forge_parallel._shared.problems import invalid, raise_problems
 from forge_parallel._shared.shards import local_tensor
 from forge_parallel._torch_compat import reduce_unused_parameters, refresh_grad_dtypes
+from forge_parallel.axes.precision import drop_casts, own_dtype
 from forge_parallel.rules import (
     ShardedDim,
     offsets_are_right,
@@ -238,12 +239,6 @@ def is_sharded_over(axis: str, parameter: nn.Parameter) -> bool:
     return mesh is not None and axis in (mesh.mesh_dim_names or ())
 
 
-def own_dtype(module: nn.Module) -> torch.dtype | None:
-    """The dtype in which a module must compute (attribute `compute_dtype`), if any."""
-    value = getattr(module, "compute_dtype", None)
-    return value if isinstance(value, torch.dtype) else None
-
-
 def sum_gradients(module: Any) -> None:
     """Let a wrapped module sum its gradients over ranks and divide by nothing.
 
@@ -267,6 +262,7 @@ def reshard(model: nn.Module) -> None:
     `reshard_after_forward` those of all units. These gathered weights do not follow changes of the parameters.
     Cost: none now; the next forward gathers (on one rank: casts) them once more.
     """
+    drop_casts(model)
     for module in _units(model):
         module.reshard()  # type: ignore[operator]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 from torch import nn
 
 from forge_parallel._shared.problems import Problem, problems_of
-from forge_parallel.axes.fsdp import own_dtype
+from forge_parallel.axes.precision import own_dtype
 from forge_parallel.axes.roles import (
     BY_ROWS,
     LOW_RANK,

@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from forge_parallel._torch_compat import DispatchMode, storage_id
-from forge_parallel.axes.fsdp import own_dtype
+from forge_parallel.axes.precision import own_dtype
 from forge_parallel.axes.roles import HEADS
 from forge_parallel.compile import compiled_parts
 from forge_parallel.plan.profile import Profile, local_shape

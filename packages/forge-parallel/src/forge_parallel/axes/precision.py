@@ -1,0 +1,134 @@
+"""Mixed precision of one process: what FSDP2 computes on one rank, without its copies and collectives of one rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from forge_parallel._torch_compat import at_end_of_backward, map_tensors, tensors_of
+
+_CASTS = "_forge_casts"
+
+
+def own_dtype(module: nn.Module) -> torch.dtype | None:
+    """The dtype in which a module must compute (attribute `compute_dtype`), if any."""
+    value = getattr(module, "compute_dtype", None)
+    return value if isinstance(value, torch.dtype) else None
+
+
+def casts_suffice(model: nn.Module) -> bool:
+    """Whether `compute_in` gives what FSDP2 does on one rank: all parameters are whole fp32 masters."""
+    own = {own_dtype(module) for module in model.modules()} <= {None, torch.float32}
+    whole = not any(hasattr(p, "device_mesh") for p in model.parameters())
+    return own and whole and all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def compute_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Let forward and backward of `model` compute in `dtype`; parameters and their gradients stay fp32. Same object.
+
+        model = compute_in(model, torch.bfloat16)
+
+    For the time of a forward, and again of its backward, whose recomputation reads them, the parameters of all
+    modules are replaced by casts; those of a module with a `compute_dtype` of its own (fp32) stay. Float inputs of the
+    model are cast, too. A gradient is computed in `dtype`, and cast and summed in fp32, bit by bit as by FSDP2's mixed
+    precision on one rank. A module below that is called outside of the model's forward computes in fp32.
+
+    Cost: memory of the parameters in `dtype` from the forward to the end of the backward. Casts of a forward without
+    gradients are kept for the next one, and are made again when a parameter was changed (in place, through itself;
+    after a change through `.data` call `reshard(model)`).
+    """
+    casts = _Casts(model, dtype)
+    model.register_forward_pre_hook(casts.before_forward, prepend=True, with_kwargs=True)
+    model.register_forward_hook(casts.after_forward, always_call=True)
+    model.__dict__[_CASTS] = casts
+    return model
+
+
+def drop_casts(model: nn.Module) -> None:
+    """Let the next forward cast all parameters anew; a model without `compute_in` is not changed."""
+    if casts := model.__dict__.get(_CASTS):
+        casts.kept.clear()
+
+
+class _Casts:
+    """The parameters of a model and their casts, which take turns in its modules."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
+        self.model, self.dtype = model, dtype
+        self.places: list[tuple[dict[str, Any], str]] = []
+        #: Of forwards without gradients: {parameter: (its version, its cast)}.
+        self.kept: dict[nn.Parameter, tuple[int, Tensor]] = {}
+        self.masters: list[Tensor] = []  # in the order of places, while casts are in the modules
+        self.casts: list[Tensor] = []
+
+    def before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Put casts into the modules, and cast the float inputs."""
+        self.restore()  # after a backward that ended with an error
+        if not self.places:
+            self.places = self._find_places()
+        made: dict[
+            Any, Tensor
+        ] = {}  # a tied parameter has one cast, where its gradients are summed
+        for parameters, name in self.places:
+            parameter = parameters[name]
+            if parameter not in made:
+                made[parameter] = self._cast(parameter)
+        self.casts = [made[parameters[name]] for parameters, name in self.places]
+        if torch.is_grad_enabled():
+            self.kept.clear()
+        self._put_casts()
+        return map_tensors(self._cast_input, args), map_tensors(self._cast_input, kwargs)
+
+    def _find_places(self) -> list[tuple[dict[str, Any], str]]:
+        """The modules' dicts and names of all fp32 parameters but those of modules with a dtype of their own."""
+        special = {
+            p for m in self.model.modules() if own_dtype(m) is not None for p in m.parameters()
+        }
+        return [
+            (module._parameters, name)
+            for module in self.model.modules()
+            for name, parameter in module._parameters.items()
+            if parameter is not None
+            and parameter.dtype == torch.float32
+            and parameter not in special
+        ]
+
+    def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
+        """Put the parameters back; the backward of an output takes the casts once more."""
+        self.restore()
+        outputs = [t for t in tensors_of(output) if t.requires_grad]
+        if not outputs:
+            self.casts = []
+        for tensor in outputs:
+            tensor.register_hook(self._before_backward)
+
+    def _before_backward(self, grad: Tensor) -> None:
+        # the casts of the newest forward: those of earlier ones have the same values, and recomputation reads values
+        if self.casts and not self.masters:
+            self._put_casts()
+            at_end_of_backward(self.restore)
+
+    def _put_casts(self) -> None:
+        self.masters = [parameters[name] for parameters, name in self.places]
+        for (parameters, name), cast in zip(self.places, self.casts):
+            parameters[name] = cast
+
+    def restore(self) -> None:
+        """Put the parameters back into the modules, if casts are there."""
+        for (parameters, name), master in zip(self.places, self.masters):
+            parameters[name] = master
+        self.masters = []
+
+    def _cast(self, parameter: nn.Parameter) -> Tensor:
+        if torch.is_grad_enabled():
+            return parameter.to(self.dtype)
+        version, cast = self.kept.get(parameter, (-1, parameter))
+        if version != parameter._version:
+            cast = parameter.to(self.dtype)
+            self.kept[parameter] = (parameter._version, cast)
+        return cast
+
+    def _cast_input(self, x: Tensor) -> Tensor:
+        return x.to(self.dtype) if x.is_floating_point() else x

@@ -1,0 +1,164 @@
+"""One process in bf16 computes bit by bit what FSDP2 computes on one rank.
+
+The reference is FSDP2's own mixed precision over a mesh of one rank.
+"""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from forge_core import Transformer, TransformerConfig, cross_entropy
+from forge_parallel import ParallelConfig, parallelize
+from forge_parallel.axes import reshard
+from forge_parallel.meshes import make_meshes, with_one_rank
+
+SHAPE = dict(vocab_size=64, dim=32, num_layers=2, num_heads=2)
+TOKENS = torch.randint(0, 64, (2, 13), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(autouse=True)
+def group() -> Iterator[None]:
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class Scorer(nn.Module):
+    """Scores in fp32, as routers do."""
+
+    compute_dtype = torch.float32
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.inner.weight.dtype == torch.float32
+        return self.inner(x.float()).sigmoid().to(x.dtype)
+
+
+class Checkpointed(nn.Module):
+    """Recomputes by itself a layer whose nonlinearity is saved."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.up, self.down, self.scorer = nn.Linear(dim, dim), nn.Linear(dim, dim), Scorer(dim)
+
+    def forward(self, x: Tensor, ctx: object = None) -> Tensor:
+        return checkpoint(
+            lambda y: self.down(self.up(y).tanh()) * self.scorer(y), x, use_reentrant=False
+        )
+
+
+def plain(**options: object) -> Callable[[], nn.Module]:
+    return lambda: Transformer(TransformerConfig(**SHAPE, **options))  # type: ignore[arg-type]
+
+
+def checkpointed() -> nn.Module:
+    return Transformer(TransformerConfig(**SHAPE), feed_forward=lambda _: Checkpointed(32))
+
+
+MODELS = {"plain": plain(), "tied": plain(tie_embeddings=True), "checkpointed": checkpointed}
+
+
+def both(make: Callable[[], nn.Module], **options: object) -> list[nn.Module]:
+    """FSDP2 on one rank, and one process."""
+    config = ParallelConfig(precision="bf16", device="cpu", **options)  # type: ignore[arg-type]
+    models = []
+    for fsdp in (True, False):
+        meshes = make_meshes(config)
+        torch.manual_seed(0)
+        models.append(
+            parallelize(make(), config, with_one_rank(config, meshes) if fsdp else meshes)
+        )
+    assert hasattr(models[0], "unshard")
+    assert not hasattr(models[1], "unshard")
+    return models
+
+
+def full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # type: ignore[operator]
+
+
+def loss_of(model: nn.Module, tokens: Tensor = TOKENS) -> Tensor:
+    return cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]).sum / 24
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "full"}], ids=["", "recompute"])
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_gradients_and_updates_are_those_of_fsdp2(
+    name: str, options: dict[str, str]
+) -> None:
+    models = both(MODELS[name], **options)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.5, momentum=0.9) for m in models]
+    for _ in range(3):
+        for micro_batch in TOKENS.split(1):
+            losses = [loss_of(m, micro_batch) for m in models]
+            assert torch.equal(*losses)
+            for loss in losses:
+                loss.backward()
+        named = [dict(m.named_parameters()) for m in models]
+        for key, theirs in named[0].items():
+            ours = named[1][key]
+            assert type(ours) is nn.Parameter
+            assert ours.grad is not None
+            assert ours.dtype == ours.grad.dtype == torch.float32
+            assert torch.equal(full(theirs.grad), ours.grad), key
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for theirs, ours in zip(models[0].parameters(), models[1].parameters()):
+        assert torch.equal(full(theirs), ours)
+
+
+def test_casts_are_kept_without_gradients_until_a_parameter_changes() -> None:
+    _, model = both(plain())
+    with torch.no_grad():
+        before = model(TOKENS)
+        kept = dict(model._forge_casts.kept)
+        assert torch.equal(model(TOKENS), before)
+        assert all(model._forge_casts.kept[p][1] is cast for p, (_, cast) in kept.items())
+        model.lm_head.weight.mul_(2)
+        changed = model(TOKENS)
+        assert not torch.equal(changed, before)
+        model.lm_head.weight.data.mul_(0.5)
+        reshard(model)
+        assert torch.equal(model(TOKENS), before)
+    loss_of(model).backward()
+    assert not model._forge_casts.kept
+
+
+def test_parameters_are_back_after_an_error() -> None:
+    _, model = both(plain())
+    parameters = dict(model.named_parameters())
+    handle = model.lm_head.register_forward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(TOKENS)
+    handle.remove()
+    assert all(parameters[name] is p for name, p in model.named_parameters())
+
+    loss = loss_of(model)
+    handle = model.layers["0"].mixer.q_proj.weight.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loss.backward()
+    handle.remove()
+    loss_of(model)
+    assert all(parameters[name] is p for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize(
+    "options", [{"param_dtype": "bf16"}, {"reduce_dtype": "bf16"}, {"cpu_offload": True}]
+)
+def test_other_settings_of_one_process_use_fsdp2(options: dict[str, object]) -> None:
+    config = ParallelConfig(precision="bf16", device="cpu", **options)  # type: ignore[arg-type]
+    assert hasattr(parallelize(plain()(), config), "unshard")
+
+
+def test_a_frozen_parameter_in_16_bits_uses_fsdp2() -> None:
+    model = plain()()
+    model.embedding.to(torch.bfloat16).requires_grad_(False)  # type: ignore[union-attr, operator]
+    assert hasattr(parallelize(model, ParallelConfig(precision="bf16", device="cpu")), "unshard")
