@@ -11,7 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from forge_core import Attention, KVCache, TokenContext, Transformer, TransformerConfig, initialize
-from forge_core.model.attention_ops import SegmentPlan, attend_documents, attend_sequences, sdpa
+from forge_core.model.attention_ops import (
+    AttentionSpec,
+    SegmentPlan,
+    attend_documents,
+    attend_sequences,
+    sdpa,
+)
 from forge_core.model.context import default_positions
 from forge_core.model.kv_cache import LayerCache
 from forge_testing.problems import rejects
@@ -278,3 +284,16 @@ def test_plan_is_made_once_per_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SegmentPlan, "of", lambda ids: made.append(1) or real(ids))
     small(num_layers=4)(torch.zeros(2, 12, dtype=torch.int64), document_ids=ids_of(ROWS["mixed"]))
     assert made == [1]
+
+
+@pytest.mark.parametrize("options", [{"softcap": 3.0}, {"sinks": True}, {"window": 2}])
+def test_attention_that_is_not_causal_takes_a_plain_spec_alone(options: dict[str, object]) -> None:
+    q = torch.randn(1, 4, 2, 8)
+    with rejects("causal", False, "unsupported"):
+        attend_sequences(q, q, q, AttentionSpec(**options), causal=False)  # type: ignore[arg-type]
+
+
+def test_a_mask_of_ones_own_is_not_taken_for_causal() -> None:
+    q = torch.randn(1, 4, 2, 8)
+    with rejects("attention.mask", "lab:mask", "unsupported"):
+        attend_sequences(q, q, q, AttentionSpec(mask="lab:mask"))

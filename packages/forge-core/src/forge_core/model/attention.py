@@ -236,6 +236,7 @@ class Attention(RotaryMixer):
     def forward(
         self, x: Tensor, ctx: TokenContext | None = None, cache: LayerCache | None = None
     ) -> Tensor:
+        """Project, norm heads, rotate, attend (also to cached tokens), and project out: (B, S, M) -> (B, S, M)."""
         ctx = TokenContext() if ctx is None else ctx
         out = self.between(x, *self.project(x), ctx, cache)
         return self.o_proj(out)  # (B, S, M)

@@ -196,7 +196,12 @@ def choose_backend(
     reference    soft-cap, sinks: the scores (B, H, S, S) are held
     windowed     a window shorter than S: the mask is (W, 2 W) whatever S is
     sdpa         all else: torch's fused kernels
+
+    ValueError for a mask of its own, which `LocalAttention` computes.
     """
+    if spec.mask != "causal":
+        fix = "call LocalAttention(spec)"
+        raise invalid("attention.mask", "unsupported", spec.mask, "must be 'causal' here", fix)
     if plan is not None and not plan.whole_rows:
         # flash attention: outside `scaled_dot_product_attention` no caller pads other widths to a multiple of 8
         fits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
@@ -219,8 +224,12 @@ def attend_sequences(
 ) -> Tensor:
     """Attention inside each sequence: q (B, S, H, D), k and v (B, S, K, D), sinks (H,) -> (B, S, H, D).
 
-    With causal=False each token sees the full sequence; the spec is then a plain one.
+    With causal=False each token sees the full sequence. ValueError for that with a soft-cap, sinks or a window, and for
+    a spec with a mask of its own.
     """
+    if not causal and (spec.needs_scores or spec.window is not None):
+        rule = "computes a soft-cap, sinks or a window only causally"
+        raise invalid("causal", "unsupported", causal, rule, "leave them out of the spec")
     backend = choose_backend(q, spec)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, S, D), views
     if backend == "reference":
