@@ -1,4 +1,4 @@
-"""Names of 0.1, for one version: they go in 0.3.0."""
+"""Keywords of 0.1, taken until 0.3.0 with a DeprecationWarning."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 
 def __getattr__(name: str) -> Any:
     if name in OF_LAB:
-        return moved(__name__, name)
+        return moved(__name__, name, stacklevel=3)
     if name not in _HOME:
         raise AttributeError(f"module 'forge_train' has no attribute {name!r}")
     return getattr(importlib.import_module(f"forge_train.{_HOME[name]}"), name)

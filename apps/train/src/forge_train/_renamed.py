@@ -1,24 +1,35 @@
-"""Public names by their places in 0.1, for one version: they go in 0.3.0."""
+"""Names of 0.1 by their old modules, found until 0.3.0 with a DeprecationWarning."""
 
 from __future__ import annotations
 
 import importlib
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
-#: Names of forge_train, and modules, that are forge_lab's now; each keeps its name there.
+#: Names of forge_train that are forge_lab's now.
 OF_LAB = ("evaluate_run", "extract_run", "read_study", "replay_step")
+#: Old modules whose names are not in the same place of forge_lab.
+MODULES = {"forge_train.trainer.callbacks": "forge_train"}
 
 
-def moved(owner: str, name: str) -> Any:
-    """A name of `owner` from the same place in forge_lab. ImportError where forge-lab is not installed."""
+def moved(owner: str, name: str, stacklevel: int = 2) -> Any:
+    """Return a name of `owner` from its new module. ImportError where that is in forge-lab, which is not installed."""
     if name.startswith("__"):  # asked by the import system
         raise AttributeError(name)
-    place = owner.replace("forge_train", "forge_lab")
+    place = MODULES.get(owner) or owner.replace("forge_train", "forge_lab")
     try:
-        importlib.import_module("forge_lab")
+        importlib.import_module(place.partition(".")[0])
     except ModuleNotFoundError as error:
         text = f"{owner}.{name} is {place}.{name} now; pip install forge-lab"
         raise ImportError(text, name="forge_lab") from error
-    warnings.warn(f"{owner}.{name} is {place}.{name} now", DeprecationWarning, stacklevel=3)
-    return getattr(importlib.import_module(place), name)
+    # before the warning: an import may change the filters, and Python would show it again
+    found = getattr(importlib.import_module(place), name)
+    warnings.warn(f"{owner}.{name} is {place}.{name} now", DeprecationWarning, stacklevel)
+    return found
+
+
+def names_of(owner: str) -> Callable[[str], Any]:
+    """Return the `__getattr__` of an old module."""
+    return partial(moved, owner)  # a partial has no frame: 2 is the importing module

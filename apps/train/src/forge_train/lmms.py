@@ -1,7 +1,5 @@
-"""`forge_lab.lmms` by its name of 0.1, which goes in 0.3.0."""
+"""`forge_lab.lmms` by its name of 0.1, found until 0.3.0."""
 
-from functools import partial
+from forge_train._renamed import names_of
 
-from forge_train._renamed import moved
-
-__getattr__ = partial(moved, __name__)
+__getattr__ = names_of(__name__)

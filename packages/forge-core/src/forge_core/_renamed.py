@@ -1,4 +1,4 @@
-"""Module paths and names of 0.1, for one version: they go in 0.3.0."""
+"""Modules and names of 0.1, found until 0.3.0 with a DeprecationWarning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names and modules of 0.1, for one version: they go in 0.3.0."""
+"""Modules and names of 0.1, found until 0.3.0 with a DeprecationWarning."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from typing import Any
 NAMES = {
     "ReceivedRows": "Permutation",
     "Routed": "RoutingResult",
+    "Rule": "RoutingRule",
     "TwoSplits": "NodeSplits",
+    "choose_products": "choose_backend",
     "row_limit": "expert_capacity",
 }
 # New modules: the old ones whose names they have now.

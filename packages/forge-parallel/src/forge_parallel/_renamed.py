@@ -1,4 +1,4 @@
-"""Modules and names by their places in 0.1, for one version: they go in 0.3.0."""
+"""Modules and names of 0.1, found until 0.3.0 with a DeprecationWarning."""
 
 from __future__ import annotations
 
@@ -44,11 +44,15 @@ NAMES = {
 
 
 def renamed(module: str, name: str) -> Any:
-    """For a module's `__getattr__`: the value of an old name, with a DeprecationWarning."""
+    """Return the value of an old name, with a DeprecationWarning.
+
+    `partial(renamed, __name__)` is a module's `__getattr__`.
+    """
     if name not in NAMES:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     owner, _, new = NAMES[name].rpartition(".")
-    warnings.warn(f"{name}: use forge_parallel.{NAMES[name]}", DeprecationWarning, stacklevel=3)
+    # 2: a partial has no frame. Beyond the importing module Python would not show the warning.
+    warnings.warn(f"{name}: use forge_parallel.{NAMES[name]}", DeprecationWarning, stacklevel=2)
     return getattr(importlib.import_module(f"forge_parallel.{owner}"), new)
 
 

@@ -1,5 +1,5 @@
-"""Callback, where it was in version 0.1."""
+"""`forge_train.Callback` by its module of 0.1, found until 0.3.0."""
 
-from forge_train.run.callback import Callback
+from forge_train._renamed import names_of
 
-__all__ = ["Callback"]
+__getattr__ = names_of(__name__)

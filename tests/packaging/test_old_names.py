@@ -1,0 +1,84 @@
+"""Imports that a program of 0.1 has: each works until 0.3.0, and Python shows one warning for its line."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+IMPORTS = {
+    "core": """
+        from forge_core import initialise
+        from forge_core.loss.fused import fused_cross_entropy
+        from forge_core.model import initialise
+        from forge_core.model.documents import SegmentPlan
+        from forge_core.model.head import Head
+        from forge_core.model.init import initialise
+        from forge_core.model.mtp import NextTokenModule
+        from forge_core.model.spec import AttentionSpec
+        from forge_core.model.yarn import attention_factor
+        """,  # language: old names
+    "moe": """
+        from forge_moe import Routed
+        from forge_moe import Rule
+        from forge_moe.balance import AuxLosses
+        from forge_moe.capacity import row_limit
+        from forge_moe.dispatch.hierarchical import TwoSplits
+        from forge_moe.full_state import load_full_state
+        from forge_moe.gemm import choose_products
+        from forge_moe.grad_norm import expert_grad_norm
+        from forge_moe.routers import Router
+        from forge_moe.routers import Rule
+        from forge_moe.sorted_experts import SortedExperts
+        """,
+    "parallel": """
+        from forge_parallel import materialise
+        from forge_parallel.axes import cut_sequence
+        from forge_parallel.axes.context import join_sequence
+        from forge_parallel.axes.tensor import width_of_cut_logits
+        from forge_parallel.axes.vocab_fused import vocab_fused_cross_entropy
+        from forge_parallel.compute import extra_problems
+        from forge_parallel.legal import problems
+        from forge_parallel.micro_batches import MicroBatches
+        from forge_parallel.order import OrderError
+        from forge_parallel.points import WholePoints
+        from forge_parallel.stages import splits_backward
+        """,  # language: old names
+    "data": """
+        from forge_data.phases import Stretch
+        """,
+    "train": """
+        from forge_train import evaluate_run
+        from forge_train import extract_run
+        from forge_train import read_study
+        from forge_train import replay_step
+        from forge_train.trainer.callbacks import Callback
+        """,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.lane("ci")
+@pytest.mark.parametrize("package", IMPORTS)
+def test_each_old_import_shows_one_warning(package: str, tmp_path: Path) -> None:
+    """A process of its own: Python's default filters show a DeprecationWarning only for lines of the program itself."""
+    lines = IMPORTS[package].split("\n")
+    program = tmp_path / "program.py"
+    program.write_text("\n".join(line.strip() for line in lines))
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=True)
+    shown = re.findall(r"program\.py:(\d+): DeprecationWarning: ", done.stderr)
+    wanted = [i for i, line in enumerate(lines, 1) if line.strip()]
+    assert sorted(map(int, shown)) == wanted, done.stderr
+
+
+@pytest.mark.lane("test")
+def test_each_table_of_old_names_has_the_same_end() -> None:
+    tables = sorted(ROOT.glob("*/*/src/*/_renamed.py"))
+    assert len(tables) == 5
+    for table in tables:
+        first = table.read_text().split("\n")[0]
+        assert first.endswith('until 0.3.0 with a DeprecationWarning."""'), table
