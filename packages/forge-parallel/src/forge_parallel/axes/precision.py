@@ -1,4 +1,4 @@
-"""Mixed precision of one process: what FSDP2 computes on one rank, without its copies and collectives of one rank."""
+"""Mixed precision of one process: what FSDP2 computes on one rank, without its buffers and collectives."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def own_dtype(module: nn.Module) -> torch.dtype | None:
 
 
 def casts_suffice(model: nn.Module) -> bool:
-    """Whether `compute_in` gives what FSDP2 does on one rank: all parameters are whole fp32 masters."""
+    """Whether `compute_in` gives what FSDP2 does on one rank: all parameters are fp32 masters and not sharded."""
     own = {own_dtype(module) for module in model.modules()} <= {None, torch.float32}
-    whole = not any(hasattr(p, "device_mesh") for p in model.parameters())
-    return own and whole and all(p.dtype == torch.float32 for p in model.parameters())
+    unsharded = not any(hasattr(p, "device_mesh") for p in model.parameters())
+    return own and unsharded and all(p.dtype == torch.float32 for p in model.parameters())
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
