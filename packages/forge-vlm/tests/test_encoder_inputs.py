@@ -6,6 +6,7 @@ import torch
 from forge_testing.problems import rejects
 from forge_vlm import VLM, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.adapters import AdapterConfig, PixelShuffleConfig, build_adapter
+from forge_vlm.data.fit import fit_problems
 from forge_vlm.vision import ViTConfig, build_encoder, cut_patches
 
 pytestmark = pytest.mark.lane("test")
@@ -53,6 +54,18 @@ def test_the_class_token_of_a_head_is_none_of_the_features():
     features = encoder(images=torch.zeros(2, 3, 16, 16))
     assert (features.tokens.shape, features.rows, features.columns) == ((2, 16, 32), 4, 4)
     assert encoder.image_work().tokens == 16
+
+
+def test_data_counts_the_class_token_of_an_encoder():
+    """It was looked up under a name that no encoder has, so that no tokens_per_tile fitted CLIP with cls_patch."""
+    vision = of_transformers("clip_vision_model")
+    sizes = dict(vocab_size=64, dim=16, num_layers=1, num_heads=2)
+    model = VLM(VLMConfig(**sizes, vision=vision, modalities={"image": ModalityConfig(63)}))
+    options = {"positions": "sequential", "resolution": {"fixed": {"size": 16}}}
+    assert model.vision(images=torch.zeros(1, 3, 16, 16)).tokens.size(1) == 17
+    assert fit_problems({**options, "tokens_per_tile": 17}, 63, model, "x") == []
+    (problem,) = fit_problems({**options, "tokens_per_tile": 16}, 63, model, "x")
+    assert (problem.key, problem.code) == ("x.tokens_per_tile", "tokens")
 
 
 def test_images_that_an_encoder_packs_come_back_one_by_one():

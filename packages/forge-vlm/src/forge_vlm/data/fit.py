@@ -68,16 +68,16 @@ def _picture_problems(options: Mapping[str, Any], model: Any, where: str) -> Ite
         yield Problem(f"{where}.resolution.{key}", "image_size", size, rule, "change one")
         return
     rows = side // patch
-    tokens = 1 if model.cross else model.adapter.tokens(rows, rows) + _class_tokens(model)
+    tokens = 1 if model.cross else model.adapter.tokens(rows, rows) + _front_tokens(model)
     if options["tokens_per_tile"] != tokens:
         rule = f"must be {tokens}, which model.vision and model.adapter give for {rows} x {rows} patches"
         value = options["tokens_per_tile"]
         yield Problem(f"{where}.tokens_per_tile", "tokens", value, rule, f"use {tokens}")
 
 
-def _class_tokens(model: Any) -> int:
-    """1 where a token of the class stands in front of those of patches and goes through the adapter."""
+def _front_tokens(model: Any) -> int:
+    """Number of tokens before those of patches, a class token and registers, that go through the adapter."""
     config = model.config
     apart = config.adapter.name in ("none", "linear", "mlp")
-    has = getattr(model.vision, "has_class_token", False)
-    return int(apart and has and config.vision.select_feature == "cls_patch")
+    front: int = getattr(model.vision, "front", 0)
+    return front if apart and config.vision.select_feature == "cls_patch" else 0
