@@ -192,14 +192,18 @@ def api_page(package: str) -> str:
 
 def protocols_page() -> str:
     """All protocols of all packages, as tables."""
-    lines = [PROTOCOLS_HEAD.rstrip()]
+    shared = ast.parse((ROOT / "scripts/shared/module_protocols.py").read_text(encoding="utf-8"))
+    sections = {"Modules, for forge_core, forge_parallel, forge_moe and forge_vlm": shared}
     for package in PACKAGES:
-        module = f"{package}.protocols"
-        found = tree(module) if (PACKAGES[package] / "protocols.py").exists() else None
-        if found is None:
-            continue
-        summary = (ast.get_docstring(found) or "").split("\n")[0]
-        lines += ["", f"## {package}", "", summary]
+        found = (
+            tree(f"{package}.protocols") if (PACKAGES[package] / "protocols.py").exists() else None
+        )
+        if found is not None:
+            sections[package] = found
+
+    lines = [PROTOCOLS_HEAD.rstrip()]
+    for title, found in sections.items():
+        lines += ["", f"## {title}", "", (ast.get_docstring(found) or "").split("\n\n")[0]]
         for node in found.body:
             if isinstance(node, ast.ClassDef) and _is_protocol(node):
                 lines += ["", f"### {node.name}", "", ast.get_docstring(node) or "", ""]
@@ -220,7 +224,7 @@ def _members(node: ast.ClassDef) -> Iterator[tuple[str, str]]:
             yield f"{member.name}{_signature(member)}", f": {text}" if text else ""
         elif isinstance(member, ast.AnnAssign):
             told = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
-            text = str(after.value.value) if told else ""  # type: ignore[union-attr,attr-defined]
+            text = " ".join(str(after.value.value).split()) if told else ""  # type: ignore[union-attr,attr-defined]
             yield ast.unparse(member), f": {text}" if text else ""
 
 

@@ -6,7 +6,7 @@ An attribute of a module that may be absent is looked up by name at run time; he
 # ruff: noqa: F841
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import nn
@@ -41,6 +41,7 @@ from forge_resilience.sinks import JsonlSink, MlflowSink, TensorBoardSink, Wandb
 from forge_train import JobConfig
 from forge_train import protocols as train
 from forge_train.build.objective import find_loss
+from forge_vlm import VLM
 
 
 def of_core(
@@ -51,13 +52,8 @@ def of_core(
     adamw: AdamW,
     schedule_free: ScheduleFreeAdamW,
 ) -> None:
-    inits: list[core.DeclaresInit] = [attention, feed_forward]
-    roles: list[core.DeclaresRoles] = [attention, feed_forward, block, model]
-    flops: list[core.CountsFlops] = [attention, feed_forward, block, model]
-    prepared: list[core.PreparesContext] = [attention, block]
     optimizers: list[core.NamedStateOptimizer] = [adamw, schedule_free]
     averaging: core.AveragingOptimizer = schedule_free
-    scaled: core.ScalesRates = model
 
 
 def of_moe(
@@ -72,16 +68,41 @@ def of_moe(
     score: moe.Score = rule.score
     tokens: moe.TokenContext = context
     cache: moe.CachingContext = context
-    flops: core.CountsFlops = layer
-    roles: core.DeclaresRoles = layer
 
 
-def of_models_for_parallel(model: Transformer, attention: Attention) -> None:
-    blocks: parallel.DeclaresBlocks = model
-    parts: parallel.DeclaresPipelineParts = model
-    roles: parallel.DeclaresRoles = model
-    host: parallel.ReadsOnHost = model
-    flops: parallel.CountsFlops = model
+def of_modules(
+    init: core.ModuleInit,
+    cost: core.ModuleCost,
+    sharding: core.ModuleSharding,
+    inputs: core.ModuleInputs,
+    forward: core.ModuleForward,
+    parts: tuple[Attention, FeedForward, Block, MoE],
+    model: VLM,
+) -> None:
+    """All members are optional, so each is compared by itself: a variable has the type of its first value."""
+    attention, feed_forward, block, layer = parts
+    table = init.init_table
+    table, table, table = attention.init_table, feed_forward.init_table, model.init_table
+    kinds: Callable[[], Mapping[str, str]] = layer.router.parameter_kinds
+    scales = init.lr_scales
+    scales = model.lr_scales
+    flops = cost.flops_per_token
+    flops, flops, flops = attention.flops_per_token, block.flops_per_token, layer.flops_per_token
+    flops, flops = model.flops_per_token, model.spared_flops_per_token
+    before, traced = cost.first_flops_per_token, cost.plan_forward
+    before, traced = model.first_flops_per_token, model.plan_forward
+
+    roles = sharding.parallel_roles
+    roles, roles, roles = attention.parallel_roles, block.parallel_roles, layer.parallel_roles
+    blocks, units, pipeline = sharding.blocks, sharding.sharding_units, sharding.pipeline_parts
+    blocks, units, pipeline = model.blocks, model.sharding_units, model.pipeline_parts
+    names = inputs.host_inputs
+    names, names, names = model.host_inputs, model.extra_inputs, model.mask_inputs
+    prepare, cache, point = forward.prepare, forward.new_cache, forward.point
+    prepare, cache, point = attention.prepare, model.new_cache, block.point
+    prepare = block.prepare
+    counters = forward.statistics
+    counters = layer.statistics
 
 
 def of_batches(batch: Batch) -> None:

@@ -55,7 +55,7 @@ class Generates(Protocol):
     """Needed by `sample.max_new_tokens` and `forge-train generate`: a key-value cache."""
 
     def new_cache(self, max_length: int) -> Any:
-        """An empty cache for rows of up to `max_length` tokens, which the model's forward takes as `cache`."""
+        """An empty cache for sequences of up to `max_length` tokens, which the model's forward takes as `cache`."""
         ...
 
 

@@ -50,6 +50,15 @@ NAMES = {
     "forge_core.model.init": {"initialise": "initialize"},  # language: old name
     "forge_core.model.mtp": {"NextTokenModule": "MTPModule"},
     "forge_core.model.transformer": {"Finish": "LogitsTransform", "Then": "HeadLoss"},
+    "forge_core.protocols": {
+        "CountsFlops": "ModuleCost",
+        "DeclaresInit": "ModuleInit",
+        "DeclaresKinds": "ModuleInit",
+        "DeclaresRoles": "ModuleSharding",
+        "PreparesContext": "ModuleForward",
+        "ScalesRates": "ModuleInit",
+        "ShowsAttention": "ModuleForward",
+    },
 }
 
 

@@ -5,6 +5,7 @@ Weight decay, Muon, learning rates of a parametrization, initial values and FLOP
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, get_args
 
@@ -12,9 +13,15 @@ from torch import Tensor, nn
 
 from forge_core._shared.parameter_kinds import ParameterKind
 from forge_core._shared.problems import Problem, raise_problems
-from forge_core.protocols import DeclaresKinds
 
-__all__ = ["ParameterKind", "is_matrix", "own_kinds", "parameter_kinds", "stacked_vectors"]
+__all__ = [
+    "ParameterKind",
+    "declares_kinds",
+    "is_matrix",
+    "own_kinds",
+    "parameter_kinds",
+    "stacked_vectors",
+]
 
 _DIMS = {"matrix": 2, "stacked_matrix": 3}
 _NORMS = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase)
@@ -61,8 +68,13 @@ def stacked_vectors(model: nn.Module) -> frozenset[str]:
     return frozenset(name for name in stacked if not is_matrix(kinds[name]))
 
 
-def _declared(module: nn.Module) -> Mapping[str, ParameterKind]:
-    return module.parameter_kinds() if isinstance(module, DeclaresKinds) else {}
+def declares_kinds(module: nn.Module) -> bool:
+    """Whether a module itself defines `parameter_kinds`; one that forwards attributes (of torch.compile) does not."""
+    return inspect.getattr_static(module, "parameter_kinds", None) is not None
+
+
+def _declared(module: Any) -> Mapping[str, ParameterKind]:
+    return module.parameter_kinds() if declares_kinds(module) else {}
 
 
 def _kind_problems(name: str, kind: Any, parameter: Tensor | None) -> Iterator[Problem]:

@@ -1,16 +1,25 @@
 """Methods and attributes of your own modules and optimizers that forge_core calls; there is nothing to subclass.
 
-Optional methods are looked up by name (`getattr`), so a wrapper that forwards attributes has them too.
+What a module may define besides its forward is in `ModuleInit`, `ModuleCost`, `ModuleSharding`, `ModuleInputs`,
+`ModuleForward` and `ModuleImages`, one for each subject, in all packages alike. `check_names` finds misspelled names.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
-from forge_core._shared.parameter_kinds import ParameterKind
+from forge_core._renamed import renamed
+from forge_core._shared.module_protocols import (
+    ModuleCost,
+    ModuleForward,
+    ModuleImages,
+    ModuleInit,
+    ModuleInputs,
+    ModuleSharding,
+    check_names,
+)
 
 if TYPE_CHECKING:
     from forge_core.model.context import TokenContext
@@ -18,18 +27,18 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AveragingOptimizer",
-    "CountsFlops",
-    "DeclaresInit",
-    "DeclaresKinds",
-    "DeclaresRoles",
     "FeedForwardLike",
     "MixerLike",
+    "ModuleCost",
+    "ModuleForward",
+    "ModuleImages",
+    "ModuleInit",
+    "ModuleInputs",
+    "ModuleSharding",
     "NamedStateOptimizer",
     "OptimizerLike",
-    "PreparesContext",
-    "ScalesRates",
     "ScheduleLike",
-    "ShowsAttention",
+    "check_names",
 ]
 
 
@@ -46,69 +55,6 @@ class FeedForwardLike(Protocol):
 
     def __call__(self, x: Tensor, ctx: TokenContext) -> Tensor:
         """(B, S, D) -> (B, S, D), every token by itself."""
-        ...
-
-
-class DeclaresInit(Protocol):
-    """Optional for any module: initial values of the parameters and buffers below it."""
-
-    def init_table(self, std: float, residual_std: float) -> Mapping[str, tuple[str, float]]:
-        """{local name: (kind, value)}, see `Init`; an outer module wins over an inner one."""
-        ...
-
-
-@runtime_checkable
-class DeclaresKinds(Protocol):
-    """Optional for any module: kinds of the parameters that it holds itself; see `forge_core.kinds`."""
-
-    def parameter_kinds(self) -> Mapping[str, ParameterKind]:
-        """{name: "matrix", "vector", "norm", "bias", "embedding", "tensor" or "stacked_" and one of the first five}.
-
-        A parameter that is not in it has a kind by its module, or by its name and dims.
-        """
-        ...
-
-
-class DeclaresRoles(Protocol):
-    """Optional for any module: how tensor parallelism may shard it."""
-
-    def parallel_roles(self) -> Mapping[str, Any]:
-        """{pattern of local names: role, or {"role": role, "multiple_of": width}}; roles are in `Transformer`.
-
-        A module without the method is "opaque": replicated, and given all tokens.
-        """
-        ...
-
-
-class CountsFlops(Protocol):
-    """Optional for any module: its floating-point operations, where they are not those of linear layers."""
-
-    def flops_per_token(self, seq_len: int) -> float:
-        """FLOPs of one forward for one token in sequences of `seq_len`, everything inside included."""
-        ...
-
-
-class ScalesRates(Protocol):
-    """Optional for a model: factors of learning rates by its parametrization, times the factors of groups."""
-
-    def lr_scales(self) -> Mapping[str, float]:
-        """{parameter name: factor}, for optimizers whose update has the size of the learning rate; others raise."""
-        ...
-
-
-class PreparesContext(Protocol):
-    """Optional for a mixer, a feed-forward or a block: derive from the context what all layers share."""
-
-    def prepare(self, ctx: TokenContext, x: Tensor, cache: LayerCache | None = None) -> object:
-        """Called once per forward and layer, before the first block; store results with `ctx.once(key, make)`."""
-        ...
-
-
-class ShowsAttention(Protocol):
-    """Optional for a module: its attention probabilities for `forge_core.interp`, if it is no `attend` of `Attention`."""
-
-    def attention_weights(self, x: Tensor, ctx: TokenContext, cache: Any = None) -> Tensor:
-        """Probabilities (B, H, S, T); called after forward, with its arguments."""
         ...
 
 
@@ -169,3 +115,6 @@ class ScheduleLike(Protocol):
     def __call__(self, step: int, /) -> float:
         """Return the factor of the peak learning rate in `step`, counted from 1."""
         ...
+
+
+__getattr__ = renamed(__name__)

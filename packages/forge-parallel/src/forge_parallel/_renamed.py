@@ -25,7 +25,20 @@ MODULES = {
 }
 #: Name -> the module below forge_parallel that has it, and its name there.
 NAMES = {
+    "ComputesIn": "protocols.ModuleSharding",
+    "CountsFlops": "protocols.ModuleCost",
+    "DeclaresBlocks": "protocols.ModuleSharding",
+    "DeclaresPipelineParts": "protocols.ModuleSharding",
+    "DeclaresRoles": "protocols.ModuleSharding",
+    "DeclaresUnits": "protocols.ModuleSharding",
     "Facts": "rules.ModelFacts",
+    "PlacesByToken": "protocols.ModuleSharding",
+    "ReadsOnHost": "protocols.ModuleInputs",
+    "ReadsTokenIds": "protocols.ModuleInputs",
+    "SharesDerived": "protocols.CachingContext",
+    "TakesExtras": "protocols.ModuleInputs",
+    "TakesMasks": "protocols.ModuleInputs",
+    "TakesOptionalInputs": "protocols.ModuleInputs",
     "WholePoints": "points.UnshardedPoints",
     "ahead_problem": "rules.mtp_problem",
     "attention_problems": "check_model.attention_problems",

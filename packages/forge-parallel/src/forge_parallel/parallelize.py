@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from forge_parallel._shared.module_protocols import check_names
 from forge_parallel.axes.fsdp import (
     FROZEN_HALF,
     HALF,
@@ -64,10 +65,12 @@ def parallelize(
                         on rank 0), and with a table of the linear layers in float8 and the reasons for the others
 
     Raises ValueError, before any change, for a model that the layout would compute wrongly: experts that are not
-    sharded over ep, a parameter in several blocks, recomputation without blocks, ambiguous blocks.
+    sharded over ep, a parameter in several blocks, recomputation without blocks, ambiguous blocks. And for a misspelled
+    method or attribute of a class (see `forge_parallel.protocols`), which would be ignored otherwise.
 
     Cost: memory as `materialize`; one collective to make the mesh if `meshes` is not given.
     """
+    check_names(model)
     config = ParallelConfig() if config is None else config
     meshes = make_meshes(config) if meshes is None else meshes
     # FSDP2 casts frozen parameters in 16 bits to the dtype of the forward, on one rank in fp32, too

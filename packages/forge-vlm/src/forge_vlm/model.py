@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from forge_core import KVCache, Transformer, initialize
 from forge_core.flops import spared_flops
+from forge_core.protocols import check_names
 from forge_vlm._shared.problems import invalid
 from forge_vlm.adapters import build_adapter
 from forge_vlm.config import VLMConfig
@@ -73,6 +74,7 @@ class VLM(Transformer):
         self.adapter: Any = None
         if self.vision is not None:
             self.adapter = build_adapter(config.adapter, self.vision.width, config.dim)
+        check_names(self)
         self._count_image_tokens()
         if not self.embedding.weight.is_meta:
             initialize(self, seed=0, strict=False)  # again, with the parts that came after it

@@ -15,8 +15,7 @@ from torch import nn
 from forge_core._renamed import renamed
 from forge_core._shared.problems import Problem, invalid, raise_problems
 from forge_core._shared.shards import local_tensor, shard_like
-from forge_core.kinds import is_matrix, own_kinds, parameter_kinds
-from forge_core.protocols import DeclaresKinds
+from forge_core.kinds import declares_kinds, is_matrix, own_kinds, parameter_kinds
 
 _KNOWN = (nn.Linear, nn.Embedding, nn.RMSNorm, nn.LayerNorm, nn.GroupNorm)
 
@@ -159,7 +158,7 @@ def _initial_values(
 
 def _values_by_kind(module: nn.Module, std: float) -> dict[str, Init]:
     """Initial values by kind, in a module that declares kinds, and in torch's linear layers, embeddings and norms."""
-    declares = isinstance(module, DeclaresKinds)
+    declares = declares_kinds(module)
     if not declares and not isinstance(module, _KNOWN):
         return {}
     found = {}

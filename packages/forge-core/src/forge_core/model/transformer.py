@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_core._renamed import reject_old_head, renamed, renamed_argument
+from forge_core._shared.module_protocols import check_names
 from forge_core._shared.problems import invalid
 from forge_core.flops import forward_flops
 from forge_core.kinds import is_matrix, parameter_kinds
@@ -127,6 +128,7 @@ class Transformer(nn.Module):
         }
         self.mtp: Any = nn.ModuleDict(modules) if modules else None
         self.lm_head: nn.Module = TiedHead(built) if config.tie_embeddings else Head(built)
+        check_names(self)
         if not self.embedding.weight.is_meta:
             initialize(self, seed=0, strict=False)
 
