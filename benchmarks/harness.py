@@ -1,4 +1,4 @@
-"""Measuring side by side: interleaved runs, medians with their spread, counters, one JSON line.
+"""Measuring side by side: interleaved runs, medians with their spread, one JSON line.
 
 Other load on a machine slows whatever runs at that moment. So alternatives take turns, step by step
 and in changing order, ratios are taken within a round, and medians and quartiles are reported.
@@ -14,8 +14,8 @@ import statistics
 import subprocess
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,26 @@ sources = [*ROOT.glob("packages/*/src"), *ROOT.glob("apps/*/src")]
 sys.path[:0] = [str(source) for source in sorted(sources)]
 
 import torch  # noqa: E402
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
+
+
+def nothing() -> None:
+    """Do nothing."""
+
+
+@dataclass
+class Step:
+    """A step with work that is not timed before and after it."""
+
+    run: Callable[[], object]
+    before: Callable[[], object] = nothing
+    after: Callable[[], object] = nothing
+
+    def __call__(self) -> object:
+        return self.run()
+
+
+class Seconds(float):
+    """Result of a step that timed itself, in another process."""
 
 
 def interleave(
@@ -36,16 +54,20 @@ def interleave(
     device: torch.device,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Seconds of each callable, one entry a round; the order within a round turns around each time."""
+    """Seconds of each step, one entry a round; the order within a round is reversed in every other one."""
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for index in range(-warmup, rounds):
         for name in list(steps) if index % 2 else list(steps)[::-1]:
+            step = steps[name]
+            getattr(step, "before", nothing)()
             synchronise(device)
             start = clock()
-            steps[name]()
+            result = step()
             synchronise(device)
+            taken = result if isinstance(result, Seconds) else clock() - start
+            getattr(step, "after", nothing)()
             if index >= 0:
-                seconds[name].append(clock() - start)
+                seconds[name].append(float(taken))
     return seconds
 
 
@@ -71,89 +93,6 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 def ratios(other: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
     """How many times faster `ours` was, round by round: over 1 is faster."""
     return spread([a / b for a, b in zip(other, ours, strict=True)])
-
-
-class _Operations(TorchDispatchMode):
-    """Counts reads of single values by the host, and tensors whose storage is new."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.host_reads = self.new_tensors = self.new_bytes = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> object:
-        result = func(*args, **(kwargs or {}))
-        self.host_reads += func is torch.ops.aten._local_scalar_dense.default
-        known = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
-        for tensor in (x for x in tree_leaves(result) if isinstance(x, torch.Tensor)):
-            if _storage(tensor) not in known:
-                self.new_tensors += 1
-                self.new_bytes += tensor.numel() * tensor.element_size()
-        return result
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return 0 if type(tensor) is not torch.Tensor else tensor.untyped_storage().data_ptr()
-
-
-def count(step: Callable[[], object], device: torch.device) -> dict[str, int]:
-    """Syncs, collectives and allocations of one call.
-
-    syncs: on CUDA the operations that `torch.cuda.set_sync_debug_mode` reports, elsewhere reads of
-    single values (`.item()`, `float(tensor)`, `if tensor`). collectives: by CommDebugMode.
-    allocations: on CUDA the caching allocator's, elsewhere operator results with a storage of
-    their own.
-    """
-    from torch.distributed.tensor.debug import CommDebugMode
-
-    step()  # whatever happens only once has happened
-    synchronise(device)
-    with CommDebugMode() as communication, warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore"
-        )  # its module hooks complain about outputs that are no tensors
-        step()
-    if device.type == "cuda":
-        before = torch.cuda.memory_stats(device)["allocation.all.allocated"]
-        with _cuda_syncs() as found:
-            step()
-        allocations = torch.cuda.memory_stats(device)["allocation.all.allocated"] - before
-        syncs = len(found)
-    else:
-        with _Operations() as operations:
-            step()
-        syncs, allocations = operations.host_reads, operations.new_tensors
-    return {
-        "syncs": syncs,
-        "collectives": communication.get_total_counts(),
-        "allocations": allocations,
-    }
-
-
-@contextlib.contextmanager
-def _cuda_syncs() -> Iterator[list[warnings.WarningMessage]]:
-    previous = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as all_warnings:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        found: list[warnings.WarningMessage] = []
-        try:
-            yield found
-        finally:
-            torch.cuda.set_sync_debug_mode(previous)
-            found += [w for w in all_warnings if "synchroniz" in str(w.message)]
-
-
-def peak_memory(step: Callable[[], object], device: torch.device) -> int | None:
-    """Bytes allocated at most during one call on a GPU; None on a CPU, which keeps no such count."""
-    if device.type != "cuda":
-        return None
-    synchronise(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    step()
-    synchronise(device)
-    return torch.cuda.max_memory_allocated(device)
 
 
 def environment(device: torch.device) -> dict[str, Any]:
@@ -194,14 +133,14 @@ def _commit() -> str | None:
 def emit(benchmark: str, device: torch.device, **content: Any) -> None:
     """Print the one JSON line: floats to four significant digits."""
     line = {"benchmark": benchmark, "environment": environment(device), **content}
-    print(json.dumps(_rounded(line)), flush=True)
+    print(json.dumps(rounded(line)), flush=True)
 
 
-def _rounded(value: Any) -> Any:
+def rounded(value: Any) -> Any:
     if isinstance(value, float):
         return float(f"{value:.4g}")
     if isinstance(value, dict):
-        return {key: _rounded(item) for key, item in value.items()}
+        return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(item) for item in value]
+        return [rounded(item) for item in value]
     return value

@@ -1,7 +1,7 @@
-"""The files beside this one, and the benchmarks, are modules of each other and of the tests."""
+"""The files beside this one are modules of each other and of the tests."""
 
 import sys
 from pathlib import Path
 
 HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1] / "benchmarks")]
+sys.path.insert(0, str(HERE))
