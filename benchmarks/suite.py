@@ -58,7 +58,11 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peer-python", metavar="PATH", help="Python that has peers which this one lacks")  # fmt: skip
     parser.add_argument("--rounds", type=int, help="default: 21, or 1 with --quick")
     parser.add_argument("--threads", type=int, help="CPU threads of torch (default: all cores)")
-    parser.add_argument("--out", type=Path, default=Path("runs/bench.jsonl"))
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="lines of the run (default: runs/bench.jsonl, runs/bench-quick.jsonl)",
+    )
     parser.add_argument("--render", type=Path, metavar="FILE", help="write docs/benchmarks.md")
     parser.add_argument("--growth", action="store_true", help="measure exponents in place of rows")
     parser.add_argument("--slow", metavar="SIDE=SECONDS", help="slow one side, to see it in the figures")  # fmt: skip
@@ -67,6 +71,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--grow", nargs=2, help=argparse.SUPPRESS)  # one size of a growth
     args = parser.parse_args(given)
     args.size = args.preset or ("quick" if args.quick else "full")
+    args.out = args.out or Path(f"runs/bench{'-quick' if args.quick else ''}.jsonl")
     args.device = "cuda" if args.gpu or args.preset else "cpu"
     args.judges = (
         not args.quick or args.rounds is not None
