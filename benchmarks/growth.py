@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from benchmarks import harness
-from benchmarks.rows import Setting, runner
+from benchmarks.rows import Setting
 
 SUPERLINEAR = 1.1
 LEAST_BYTES = 2**21  # below, the allocator's rounding is most of the figure
@@ -166,30 +166,17 @@ def log_columns(setting: Setting, size: int) -> Step:
     return log_rows(setting, 1000, size)
 
 
-def run_steps(setting: Setting, size: int) -> Step:
-    """Train `size` steps of a tiny job by the runner."""
-    case = runner.job(setting, "tiny")
-    step = runner.forge(case, f"steps-{size}")
-
-    def steps() -> None:
-        for _ in range(size):
-            step()
-
-    return steps
-
-
+_QUADRATIC = "attention computes half of S x S scores for each head"
 GROWTHS = {
     "parameters": Growth(tuple(SHAPES), parameters, "thousand parameters in blocks; training step on 512 tokens"),
-    "sequence": Growth((256, 1024, 4096, 8192), sequence, "tokens of one document; training step",
-                       "attention computes half of S x S scores for each head"),
+    "sequence": Growth((256, 1024, 4096, 8192), sequence, "tokens of one document; training step", _QUADRATIC),
     "documents": Growth((4, 16, 64, 256), documents, "documents in a packed sequence of 2,048; training step"),
     "experts": Growth((4, 16, 64, 128), experts, "experts at equal FLOPs; forward and backward of 4,096 tokens"),
-    "ranks": Growth((4, 16, 64, 256), ranks, "ranks of a fake process group; meshes, sharding, initial weights of one rank"),
+    "ranks": Growth((4, 16, 64, 256), ranks, "ranks of a fake process group; meshes, sharding, weights of one rank"),
     "files": Growth((8, 32, 128, 512), files, "text files of 8 kB; prepare"),
     "checkpoints": Growth((4, 16, 64, 128), checkpoints, "checkpoints kept; open, load, save"),
     "log-rows": Growth((1000, 4000, 16_000, 32_000), log_rows, "rows of metrics with 16 columns; read"),
     "columns": Growth((8, 32, 128, 256), log_columns, "columns of 1,000 rows of metrics; read"),
-    "steps": Growth((4, 16, 64, 128), run_steps, "steps of a tiny job by the runner"),
 }  # fmt: skip
 
 
@@ -228,27 +215,22 @@ def line_of(name: str) -> dict[str, Any]:
         if done.returncode:
             return {"growth": name, "error": done.stderr[-500:]}
         found.append(json.loads(done.stdout.splitlines()[-1]))
-    seconds, sizes_of = [f["seconds"] for f in found], [f["bytes"] for f in found]
-    large = min(sizes_of) >= LEAST_BYTES
-    exponents = {
-        "time": slope(growth.sizes, seconds),
-        "memory": slope(growth.sizes, sizes_of) if large else None,
+    exponents: dict[str, float | None] = {
+        "time": slope(growth.sizes, [f["seconds"] for f in found])
     }
+    large = [
+        (size, f["bytes"]) for size, f in zip(growth.sizes, found) if f["bytes"] >= LEAST_BYTES
+    ]
+    exponents["memory"] = slope(*zip(*large)) if len(large) > 2 else None
     over = [key for key, value in exponents.items() if value is not None and value > SUPERLINEAR]
-    return {
-        "growth": name,
-        "text": growth.text,
-        "sizes": list(growth.sizes),
-        "seconds": seconds,
-        "bytes": sizes_of,
-        "exponents": exponents,
-        "superlinear": over,
-        "reason": growth.reason if over else "",
-    }
+    reason = growth.reason or "no reason is known" if over else ""
+    sizes = {str(size): f for size, f in zip(growth.sizes, found)}
+    about = {"text": growth.text, "superlinear": over, "reason": reason}
+    return {"growth": name, **about, "sizes": sizes, "exponents": exponents}
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write a line for each growth after what --out has; exit code 1 for a superlinear one without a reason."""
+    """Add a line for each growth to --out; exit code 1 if one failed or is superlinear without a reason."""
     if args.grow:
         torch.set_num_threads(args.threads or 1)  # of two threads the wait is measured too
         print(json.dumps(grow(args.grow[0], int(args.grow[1]))))
@@ -256,19 +238,12 @@ def main(args: argparse.Namespace) -> int:
     code = 0
     args.out.parent.mkdir(parents=True, exist_ok=True)
     with args.out.open("a") as file:
-        for name in (n for n in GROWTHS if fnmatch.fnmatch(n, args.rows)):
+        for name in (name for name in GROWTHS if fnmatch.fnmatch(name, args.rows)):
             line = line_of(name)
-            file.write(json.dumps(harness.rounded(line)) + "\n")
-            unexplained = "error" in line or (line["superlinear"] and not line["reason"])
-            code |= bool(unexplained)
-            print(f"{name:12} {line.get('error') or text_of(line)}", flush=True)
+            print(json.dumps(harness.rounded(line)), file=file, flush=True)
+            shown = (
+                line.get("error") or f"{line['exponents']} {line['superlinear']} {line['reason']}"
+            )
+            print(f"{name:12} {shown}", flush=True)
+            code |= "error" in line or line["reason"] == "no reason is known"
     return int(code)
-
-
-def text_of(line: dict[str, Any]) -> str:
-    """Exponents for a terminal."""
-    found = (
-        f"{key} {'small' if v is None else f'{v:.2f}'}" for key, v in line["exponents"].items()
-    )
-    mark = f"  superlinear: {line['reason'] or 'no reason is known'}" if line["superlinear"] else ""
-    return "  ".join(found) + mark

@@ -62,20 +62,17 @@ def page(lines: list[dict[str, Any]]) -> str:
 
 
 def header(head: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str]:
-    e = head["environment"]
-    verdicts = [row["verdict"] for row in rows if row["row"].startswith("noise")]
+    e, found = head["environment"], head["versions"]
+    noise = [row["verdict"] for row in rows if row["row"].startswith("noise")]
     passed = sum(row["verdict"] == "ahead" for row in rows)
-    judged = len(rows) - len(verdicts)
-    have = ", ".join(f"{n} {v}" for n, v in head["versions"].items() if v)
-    yield f"- Run: {head['run']}, commit {e['commit']}, {e['device_name']}, {e['cpus']} cores, {e['threads']} threads of torch, load before {e['load_before']}"
+    device = f"{e['device_name']}, {e['cpus']} cores, {e['threads']} threads, load before {e['load_before']}"
+    yield f"- Run: {head['run']}, commit {e['commit']}, {device}"
+    have = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     yield f"- Versions: torch {e['torch']}, Python {e['python']}, {have}"
-    yield "- Not installed: " + (
-        ", ".join(n for n, v in head["versions"].items() if not v) or "none"
-    )
-    yield "- Limits of the machine in this run: " + ", ".join(
-        f"{n.replace('_', ' ')} {v:.3g}" for n, v in head["limits"].items()
-    )
-    yield f"- Noise: {', '.join(verdicts)}. Rows that pass: {passed} of {judged}.\n"
+    yield f"- Not installed: {', '.join(n for n, v in found.items() if not v) or 'none'}"
+    limits = (f"{name.replace('_', ' ')} {value:.3g}" for name, value in head["limits"].items())
+    yield f"- Limits in this run: {', '.join(limits)}"
+    yield f"- Noise: {', '.join(noise)}. Rows that pass: {passed} of {len(rows) - len(noise)}\n"
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:
@@ -84,31 +81,19 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         if "error" in row:
             yield f"| {row['row']} | | | | | failed: {row['error'].splitlines()[0][:80]} |"
             continue
-        ours = (
-            f"{1000 * row['seconds']['forge']['median']:.4g}" if "forge" in row["seconds"] else ""
-        )
+        ours = 1000 * row["seconds"].get("forge", {"median": 0})["median"]
         for name, r in row["ratios"].items():
-            bound, quartiles = (
-                row["bounds"][name],
-                f"{r['median']:.2f} [{r['q1']:.2f}, {r['q3']:.2f}]",
-            )
-            shown = "none" if bound is None else f"{bound:.2f}"
-            word = (
-                ""
-                if bound is None
-                else (
-                    "behind"
-                    if name in row["verdict"].split(" ", 1)[-1].split(", ")
-                    else row["verdict"].split()[0].replace("behind", "ahead")
-                )
-            )
-            yield f"| {row['row']} | {ours} | {name} | {quartiles} | {shown} | {word} |"
-        for name in row["absent"]:
-            yield f"| {row['row']} | {ours} | {name} | absent | | |"
+            bound, figure = row["bounds"][name], f"{r['median']:.2f} [{r['q1']:.2f}, {r['q3']:.2f}]"
+            word = "behind" if name in row["verdict"].partition(" ")[2].split(", ") else "ahead"
+            last = "none | |" if bound is None else f"{bound:.2f} | {word} |"
+            yield f"| {row['row']} | {ours:.4g} | {name} | {figure} | {last}"
+        yield from (
+            f"| {row['row']} | {ours:.4g} | {name} | absent | | |" for name in row["absent"]
+        )
 
 
 def own(rows: list[dict[str, Any]]) -> Iterator[str]:
-    for row in (row for row in rows if "derived" in row):
+    for row in (row for row in rows if row.get("derived")):
         yield f"\n## Without a peer: {row['row']}\n\n| | seconds [quartiles] |\n|---|---:|"
         for name, s in row["seconds"].items():
             yield f"| {name} | {s['median']:.3g} [{s['q1']:.3g}, {s['q3']:.3g}] |"
@@ -125,19 +110,14 @@ def grown(lines: list[dict[str, Any]]) -> Iterator[str]:
         if "error" in line:
             yield f"| {line['growth']} | | | | failed |"
             continue
-        time, memory = (line["exponents"][key] for key in ("time", "memory"))
-        word = (
-            "; ".join([", ".join(line["superlinear"]), line["reason"] or "no reason is known"])
-            if line["superlinear"]
-            else ""
-        )
-        sizes = f"{line['sizes'][0]:,} to {line['sizes'][-1]:,}"
-        yield f"| {line['text']} | {sizes} | {time:.2f} | {'under 2 MB' if memory is None else f'{memory:.2f}'} | {word} |"
+        shown = ("under 2 MB" if v is None else f"{v:.2f}" for v in line["exponents"].values())
+        word = f"{', '.join(line['superlinear'])}; {line['reason']}" if line["superlinear"] else ""
+        yield f"| {line['text']} | {', '.join(line['sizes'])} | {' | '.join(shown)} | {word} |"
 
 
 def settings(rows: list[dict[str, Any]]) -> Iterator[str]:
     yield "\n## Settings\n\n| rows | settings |\n|---|---|"
     found: dict[str, list[str]] = {}
-    for row in rows:
-        found.setdefault(row.get("settings", ""), []).append(row["row"])
-    yield from (f"| {', '.join(names)} | {text} |" for text, names in found.items() if text)
+    for row in (row for row in rows if "settings" in row):
+        found.setdefault(row["settings"], []).append(row["row"])
+    yield from (f"| {', '.join(names)} | {text} |" for text, names in found.items())

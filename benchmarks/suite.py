@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import datetime
 import fnmatch
 import hashlib
@@ -24,7 +25,6 @@ import importlib.metadata
 import io
 import json
 import os
-import statistics
 import subprocess
 import sys
 import time
@@ -44,38 +44,33 @@ PEERS = ("transformers", "torchtitan", "datasets", "mosaicml-streaming", "liger-
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    form = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser("bench", description=__doc__, formatter_class=form)
+    add = parser.add_argument
+    add("--rows", default="*", help="pattern of row names, such as 'moe*'")
+    add("--list", action="store_true", help="print the rows with their settings")
+    add("--gpu", action="store_true", help="run on the first CUDA device")
+    add("--preset", choices=["h100"], help="sizes for a GPU of 80 GB; implies --gpu")
+    add("--quick", action="store_true", help="tiny shapes, one round; judges no figures")
+    add("--peer", action="append", default=[], metavar="NAME=PATH", help="sources of a peer")
+    add("--peer-python", metavar="PATH", help="a Python that has peers which this one lacks")
+    add("--rounds", type=int, help="default: 21, or 1 with --quick")
+    add("--threads", type=int, help="CPU threads of torch (default: all cores; 1 with --quick)")
+    add("--out", type=Path, help="default: runs/bench.jsonl, or runs/bench-quick.jsonl")
+    add("--render", type=Path, metavar="FILE", help="write docs/benchmarks.md")
+    add("--growth", action="store_true", help="measure exponents; adds lines to --out")
+    add(
+        "--slow", default="", metavar="SIDE=SECONDS", help="slow one side, to see it in the figures"
     )
-    parser.add_argument("--rows", default="*", help="pattern of row names, such as 'moe*'")
-    parser.add_argument("--list", action="store_true", help="print the rows with their settings")
-    parser.add_argument("--gpu", action="store_true", help="run on the first CUDA device")
-    parser.add_argument(
-        "--preset", choices=["h100"], help="sizes for a GPU of 80 GB; implies --gpu"
-    )
-    parser.add_argument("--quick", action="store_true", help="tiny shapes; judges no figures")
-    parser.add_argument("--peer", action="append", default=[], metavar="NAME=PATH", help="sources of a peer")  # fmt: skip
-    parser.add_argument("--peer-python", metavar="PATH", help="Python that has peers which this one lacks")  # fmt: skip
-    parser.add_argument("--rounds", type=int, help="default: 21, or 1 with --quick")
-    parser.add_argument("--threads", type=int, help="CPU threads of torch (default: all cores)")
-    parser.add_argument(
-        "--out",
-        type=Path,
-        help="lines of the run (default: runs/bench.jsonl, runs/bench-quick.jsonl)",
-    )
-    parser.add_argument("--render", type=Path, metavar="FILE", help="write docs/benchmarks.md")
-    parser.add_argument("--growth", action="store_true", help="measure exponents in place of rows")
-    parser.add_argument("--slow", metavar="SIDE=SECONDS", help="slow one side, to see it in the figures")  # fmt: skip
-    parser.add_argument("--run-row", help=argparse.SUPPRESS)  # the process of one row
-    parser.add_argument("--serve", help=argparse.SUPPRESS)  # sides of a row in another process
-    parser.add_argument("--grow", nargs=2, help=argparse.SUPPRESS)  # one size of a growth
+    add("--run-row", help=argparse.SUPPRESS)  # the process of one row
+    add("--serve", help=argparse.SUPPRESS)  # sides of a row in another process
+    add("--grow", nargs=2, help=argparse.SUPPRESS)  # one size of a growth
     args = parser.parse_args(given)
+    args.given = list(sys.argv[1:] if given is None else given)
     args.size = args.preset or ("quick" if args.quick else "full")
     args.out = args.out or Path(f"runs/bench{'-quick' if args.quick else ''}.jsonl")
     args.device = "cuda" if args.gpu or args.preset else "cpu"
-    args.judges = (
-        not args.quick or args.rounds is not None
-    )  # of one cold round there is nothing to say
+    args.judges = not args.quick or args.rounds is not None  # one cold round says nothing
     args.rounds = args.rounds or (1 if args.quick else 21)
     return args
 
@@ -83,121 +78,109 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 # ---- one row
 
 
-def measure(row: Row, args: argparse.Namespace) -> dict[str, Any]:
-    """Run all sides of a row in turn; the content of its line."""
-    setting = setting_of(args)
-    absent: dict[str, str] = {}
-    with setting.stack, contextlib.redirect_stdout(io.StringIO()):
-        if row.ranks > 1:
-            served = Served(sys.executable, row, args, setting)
-            steps = {name: partial(served, name) for name in row.sides}
-        else:
-            case = row.case(setting, **row.options)
-            steps = make_sides(row, case, setting, args, absent)
-        slow(steps, args.slow)
-
-        off = {}
-        if row.tolerance is not None:
-            off = differences({n: s for n, s in steps.items() if not isinstance(s, partial)})
-            wrong = [name for name, error in off.items() if error > row.tolerance]
-            if wrong:
-                raise AssertionError(f"{', '.join(wrong)}: other results than Forge, {off}")
-        warmup = row.warmup if args.judges else 0
-        seconds = harness.interleave(steps, args.rounds, warmup, setting.device)
-    first = next(iter(row.sides))
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
-    compared = {} if row.derive else {n: v for n, v in seconds.items() if n != first}
-    return {
-        "row": row.name,
-        "settings": row.settings,
-        "seconds": {name: harness.spread(values) for name, values in seconds.items()},
-        "ratios": {n: harness.ratios(values, seconds[first]) for n, values in compared.items()},
-        "bounds": {name: row.bounds.get(name, 1.0) for name in compared},
-        "differences": off,
-        "absent": absent,
-        **({"derived": row.derive(case, medians)} if row.derive else {}),
-    }
-
-
 def setting_of(args: argparse.Namespace) -> Setting:
     """The setting of this process; sets torch's threads."""
-    torch.set_num_threads(1 if args.quick else args.threads or os.cpu_count() or 1)
+    torch.set_num_threads(args.threads or (1 if args.quick else os.cpu_count() or 1))
     return Setting(args.size, args.device)
 
 
+def measure(row: Row, args: argparse.Namespace) -> dict[str, Any]:
+    """Run all sides of a row in turn; the content of its line."""
+    setting = setting_of(args)
+    with setting.stack, contextlib.redirect_stdout(io.StringIO()):
+        steps, absent = make_sides(row, setting, args)
+        side, _, pause = args.slow.partition("=")
+        if side in steps:
+            steps[side] = partial(slowed, steps[side], float(pause))
+        off = differences(row, steps)
+        warmup = row.warmup if args.judges else 0
+        seconds = harness.interleave(steps, args.rounds, warmup, setting.device)
+    first = next(iter(row.sides))
+    spreads = {name: harness.spread(values) for name, values in seconds.items()}
+    others = {} if row.derive else {name: v for name, v in seconds.items() if name != first}
+    derive = row.derive or (lambda medians: {})
+    return {
+        "row": row.name,
+        "settings": row.settings,
+        "seconds": spreads,
+        "ratios": {name: harness.ratios(v, seconds[first]) for name, v in others.items()},
+        "bounds": {name: row.bounds.get(name, 1.0) for name in others},
+        "differences": off,
+        "absent": absent,
+        "derived": derive({name: s["median"] for name, s in spreads.items()}),
+    }
+
+
 def make_sides(
-    row: Row, case: Any, setting: Setting, args: argparse.Namespace, absent: dict[str, str]
-) -> dict[str, Callable[[], object]]:
-    """The sides that can be made, here or by --peer-python; the others are named in `absent`."""
-    steps: dict[str, Callable[[], object]] = {}
+    row: Row, setting: Setting, args: argparse.Namespace
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Steps by side, made here, by --peer-python or on several ranks; and why sides are absent."""
+    steps: dict[str, Any] = {}
+    absent: dict[str, str] = {}
+    if row.ranks > 1:
+        return Served(sys.executable, row, args, setting).steps, absent
+    case = row.case(setting, **row.options)
     for name, make in row.sides.items():
         try:
             steps[name] = make(case)
         except ImportError as error:
-            if args.peer_python and Path(args.peer_python) != Path(sys.executable):
-                with contextlib.suppress(RuntimeError):
-                    served = Served(args.peer_python, row, args, setting)
-                    steps[name] = partial(served, name)
-                    continue
             absent[name] = str(error)
-    return steps
+    if absent and args.peer_python and not args.serve:
+        served = Served(args.peer_python, row, args, setting).steps
+        steps |= {
+            name: served[name] for name in list(absent) if name in served and absent.pop(name)
+        }
+    return steps, absent
 
 
-def slow(steps: dict[str, Callable[[], object]], given: str | None) -> None:
-    """Add a pause to the side that --slow names."""
-    name, _, seconds = (given or "").partition("=")
-    if name in steps:
-        step = steps[name]
-
-        def slowed() -> object:
-            time.sleep(float(seconds))
-            return step()
-
-        steps[name] = slowed
+def slowed(step: Callable[[], object], seconds: float) -> object:
+    """A step and a pause."""
+    result = step()
+    time.sleep(seconds)
+    return harness.Seconds(result + seconds) if isinstance(result, harness.Seconds) else result
 
 
-def differences(steps: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """max|a - b| / max|b| of the results of one step each, b being the first side's."""
-    found: list[tuple[str, torch.Tensor]] = []
-    for name, step in steps.items():
+def differences(row: Row, steps: dict[str, Any]) -> dict[str, float]:
+    """max|a - b| / max|b| of the results of one step each, b being the first side's. AssertionError over the tolerance."""
+    found: dict[str, torch.Tensor] = {}
+    for name, step in steps.items() if row.tolerance is not None else ():
         getattr(step, "before", harness.nothing)()
         result: Any = step()
         getattr(step, "after", harness.nothing)()
-        parts = [result] if isinstance(result, torch.Tensor) else result
-        found.append((name, torch.cat([part.detach().flatten().double() for part in parts])))
-    wanted = found[0][1]
-    return {n: float((v - wanted).abs().max() / wanted.abs().max()) for n, v in found[1:]}
+        if not isinstance(result, harness.Seconds):
+            parts = [result] if isinstance(result, torch.Tensor) else result
+            found[name] = torch.cat([part.detach().flatten().double() for part in parts])
+    wanted = found.pop(next(iter(row.sides)), torch.ones(1))
+    off = {name: float((v - wanted).abs().max() / wanted.abs().max()) for name, v in found.items()}
+    wrong = [name for name, error in off.items() if not error <= (row.tolerance or 0)]
+    assert not wrong, f"{', '.join(wrong)}: other results than Forge, {off}"
+    return off
 
 
 class Served:
     """Sides of a row in processes of their own, which time themselves: another Python, or several ranks.
 
-    Each reads names of sides from stdin and answers with seconds. RuntimeError if a process does not start.
+    Each reads names of sides from stdin and answers with seconds. `steps` are the sides that it could make.
     """
 
     def __init__(self, python: str, row: Row, args: argparse.Namespace, setting: Setting) -> None:
-        command = [python, "-m", "benchmarks.suite", *options(args), "--serve", row.name]
-        port = str(20_000 + os.getpid() % 20_000)
-        self.processes = []
+        command = [python, "-m", "benchmarks.suite", *args.given, "--serve", row.name]
+        ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(20_000 + os.getpid() % 20_000)}
+        ranks |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(row.ranks))
+        self.processes: list[Any] = []
         for rank in range(row.ranks):
-            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": row.ranks, "LOCAL_WORLD_SIZE": row.ranks}  # fmt: skip
-            ranks = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, **{k: str(v) for k, v in places.items()}}  # fmt: skip
-            process = subprocess.Popen(
-                command,
-                cwd=harness.ROOT,
-                env={**os.environ, **(ranks if row.ranks > 1 else {})},
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                text=True,
-            )
+            env = {**os.environ}
+            if row.ranks > 1:
+                env |= ranks | dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            process: Any = subprocess.Popen(command, cwd=harness.ROOT, env=env, **pipes)  # type: ignore[call-overload]
             setting.stack.callback(process.wait)
-            setting.stack.callback(process.stdin.close)  # type: ignore[union-attr]
+            setting.stack.callback(process.stdin.close)
             self.processes.append(process)
-        if any(line != "ready" for line in self._answers()):
-            raise RuntimeError(f"{python}: row {row.name} does not start there")
+        self.steps = {name: partial(self, name) for name in self._answers()[0].split()}
 
     def _answers(self) -> list[str]:
-        return [process.stdout.readline().strip() for process in self.processes]  # type: ignore[union-attr]
+        return [process.stdout.readline() for process in self.processes]
 
     def __call__(self, side: str) -> harness.Seconds:
         for process in self.processes:
@@ -206,20 +189,15 @@ class Served:
 
 
 def serve(row: Row, args: argparse.Namespace) -> None:
-    """Answer names of sides with the seconds of a step, until stdin ends."""
+    """Print the names of sides, and answer each name with the seconds of a step until stdin ends."""
     setting, answers = setting_of(args), sys.stdout
     with setting.stack, contextlib.redirect_stdout(sys.stderr):
-        case = row.case(setting, **row.options)
-        steps: dict[str, Callable[[], object]] = {}
-        for name, make in row.sides.items():
-            with contextlib.suppress(ImportError):
-                steps[name] = make(case)
-        print("ready", file=answers, flush=True)
+        steps, _ = make_sides(dataclasses.replace(row, ranks=1), setting, args)
+        print(*steps, file=answers, flush=True)
         for line in sys.stdin:
             one = {"side": steps[line.strip()]}
-            print(
-                harness.interleave(one, 1, 0, setting.device)["side"][0], file=answers, flush=True
-            )
+            found = harness.interleave(one, 1, 0, setting.device)
+            print(found["side"][0], file=answers, flush=True)
 
 
 # ---- a run
@@ -228,30 +206,23 @@ def serve(row: Row, args: argparse.Namespace) -> None:
 def run(rows: list[Row], args: argparse.Namespace) -> int:
     """Run all rows, write a line for each and return the exit code."""
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    device = torch.device(args.device)
+    codes = [PASSED]
     with args.out.open("w") as file:
 
         def write(line: dict[str, Any]) -> None:
-            file.write(json.dumps(harness.rounded(line)) + "\n")
-            file.flush()
+            print(json.dumps(harness.rounded(line)), file=file, flush=True)
             print(text_of(line), flush=True)
 
-        write({
-            "run": datetime.datetime.now().astimezone().isoformat(timespec="seconds"),
-            "environment": harness.environment(device) | {"cpus": os.cpu_count()},
-            "versions": versions(),
-            "command": [*options(args), "--rounds", str(args.rounds)],
-            "limits": limits(args),
-        })  # fmt: skip
-        codes = []
+        device = harness.environment(torch.device(args.device)) | {"cpus": os.cpu_count()}
+        now = datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+        head = {"run": now, "environment": device, "versions": versions()}
+        write({**head, "command": args.given, "limits": limits(args)})
         for row in rows:
-            line = apart(row, args) if not args.quick else here(row, args)
-            line["verdict"], code = verdict(line)
-            if not args.judges and "error" not in line:
-                line["verdict"], code = "ran", PASSED
+            line = (here if args.quick else apart)(row, args)
+            line["verdict"], code = verdict(line) if args.judges or "error" in line else ("ran", 0)
             codes.append(code)
             write(line)
-    return max(codes, default=PASSED)
+    return max(codes)
 
 
 def here(row: Row, args: argparse.Namespace) -> dict[str, Any]:
@@ -259,31 +230,16 @@ def here(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     try:
         return measure(row, args)
     except Exception as error:
-        if os.environ.get("BENCH_RAISE"):
-            raise
         return {"row": row.name, "error": f"{type(error).__name__}: {error}"[:500]}
 
 
 def apart(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     """The line of a row from a process of its own: its memory, threads and compiled code meet no other row."""
-    extra = ["--rounds", str(args.rounds), *(["--slow", args.slow] if args.slow else [])]
-    command = [sys.executable, "-m", "benchmarks.suite", *options(args), *extra, "--run-row", row.name]  # fmt: skip
+    command = [sys.executable, "-m", "benchmarks.suite", *args.given, "--run-row", row.name]
     done = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True)
-    lines = [line for line in done.stdout.splitlines() if line.startswith('{"row"')]
-    if not lines:
+    if done.returncode:
         return {"row": row.name, "error": f"exit {done.returncode}: {done.stderr[-500:]}"}
-    return json.loads(lines[-1])
-
-
-def options(args: argparse.Namespace) -> list[str]:
-    """The options that a process of a row needs."""
-    found = [f"--peer={given}" for given in args.peer]
-    found += ["--gpu"] if args.gpu else []
-    found += ["--quick"] if args.quick else []
-    for name in ("preset", "peer_python", "threads"):
-        value = getattr(args, name)
-        found += [] if value is None else [f"--{name.replace('_', '-')}={value}"]
-    return found
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def verdict(line: dict[str, Any]) -> tuple[str, int]:
@@ -334,30 +290,31 @@ def versions() -> dict[str, str | None]:
 def limits(args: argparse.Namespace) -> dict[str, float]:
     """What the device does at most: matmuls in TFLOP/s, copies, digests and the disk in GB/s."""
     setting = setting_of(args)
-    n, size = setting.of(2048, 128, 8192), setting.of(2**28, 2**22, 2**30)
-    found: dict[str, float] = {}
-
-    def best(run: Callable[[], object], amount: float) -> float:
-        seconds = harness.interleave({"x": run}, setting.of(5, 1), 1, setting.device)["x"]
-        return amount / min(seconds)
-
-    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
-        a = torch.randn(n, n, device=setting.device, dtype=dtype)
-        found[f"matmul_{name}_tflops"] = best(lambda a=a: a @ a, 2 * n**3 / 1e12)
-    source, target = (torch.ones(size, dtype=torch.uint8, device=setting.device) for _ in range(2))
-    found["copy_gb_per_s"] = best(lambda: target.copy_(source), size / 1e9)
-    data, path = os.urandom(min(size, 2**28)), setting.folder / "limits"
-    found["sha256_gb_per_s"] = best(lambda: hashlib.sha256(data).digest(), len(data) / 1e9)
+    n, size = setting.of(2048, 128, 8192), setting.of(2**28, 2**22)
+    path, data = setting.folder / "limits", os.urandom(size)
+    source, target = (torch.ones(size, device=setting.device, dtype=torch.uint8) for _ in range(2))
+    fp32 = torch.randn(n, n, device=setting.device)
+    bf16 = fp32.bfloat16()
 
     def write() -> None:
         with path.open("wb") as file:
             file.write(data)
             os.fsync(file.fileno())
 
-    found["disk_write_gb_per_s"] = best(write, len(data) / 1e9)
-    found["cached_read_gb_per_s"] = best(path.read_bytes, len(data) / 1e9)
-    setting.stack.close()
-    return found
+    steps: dict[str, tuple[Callable[[], object], float]] = {
+        "matmul_fp32_tflops": (lambda: fp32 @ fp32, 2 * n**3 / 1e12),
+        "matmul_bf16_tflops": (lambda: bf16 @ bf16, 2 * n**3 / 1e12),
+        "copy_gb_per_s": (lambda: target.copy_(source), size / 1e9),
+        "sha256_gb_per_s": (lambda: hashlib.sha256(data).digest(), size / 1e9),
+        "disk_write_gb_per_s": (write, size / 1e9),
+        "cached_read_gb_per_s": (path.read_bytes, size / 1e9),
+    }
+    with setting.stack:
+        found = {
+            name: harness.interleave({name: step}, setting.of(5, 1), 1, setting.device)[name]
+            for name, (step, _) in steps.items()
+        }
+    return {name: steps[name][1] / min(seconds) for name, seconds in found.items()}
 
 
 def main(given: Sequence[str] | None = None) -> int:

@@ -59,7 +59,7 @@ class Row:
     options: Mapping[str, Any] = field(default_factory=dict)
     bounds: Mapping[str, float | None] = field(default_factory=dict)
     tolerance: float | None = None
-    derive: Callable[[Any, dict[str, float]], dict[str, Any]] | None = None
+    derive: Callable[[dict[str, float]], dict[str, Any]] | None = None
     ranks: int = 1
     warmup: int = 2
 

@@ -227,7 +227,7 @@ def start(case: State) -> Callable[[], object]:
     )
 
 
-def goodput(case: State, seconds: dict[str, float]) -> dict[str, Any]:
+def goodput(seconds: dict[str, float]) -> dict[str, Any]:
     lost = PREEMPTIONS * (seconds["save"] + seconds["start"] + seconds["load"])
     paused = DAY / INTERVAL * seconds["blocked"]
     return {
