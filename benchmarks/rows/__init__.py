@@ -29,8 +29,6 @@ class Setting:
         self.size, self.device, self.stack = size, torch.device(device), contextlib.ExitStack()
         self.folder = Path(self.stack.enter_context(tempfile.TemporaryDirectory()))
         os.environ["FORGE_CACHE"] = str(self.folder / "cache")
-        if size == "quick":  # a compilation takes 5 s
-            self.stack.enter_context(torch.compiler.set_stance("force_eager"))
 
     def of(self, full: Any, quick: Any, h100: Any = None) -> Any:
         """The value for this size: "full", "quick", or "h100" (by default as full)."""

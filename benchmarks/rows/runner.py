@@ -59,6 +59,8 @@ MODELS = {
 
 def job(setting: Setting, model: str, precision: str = "fp32", compile: bool = False) -> Job:
     tokens = write_tokens(setting, setting.of(4_000_000, 100_000))
+    if compile and setting.size == "quick":  # a compilation takes 5 s
+        setting.stack.enter_context(torch.compiler.set_stance("force_eager"))
     batch, seq_len = setting.of(4, 2, 8), setting.of(512, 32, 2048)
     return Job(setting, tokens, setting.of(*MODELS[model]), precision, compile, batch, seq_len)
 
