@@ -195,8 +195,8 @@ ROWS = [
     Row(
         f"moe-{name}-{dtype}-{routing}", layer,
         {**_SIDES, **({"torchtitan": torchtitan} if dtype == "bf16" else {})},
-        f"{shape}, top 2, forward and backward; transformers: Mixtral's block with grouped_mm; padded: one bmm of experts "
-        "padded to the fullest; packed: one expert after another; torchtitan: its MoE, softmax router, local dispatch",
+        f"{', '.join(f'{key} {value:,}' for key, value in shape.items())}, top 2, forward and backward; "
+        "transformers: Mixtral's block with grouped_mm; padded: one bmm of experts padded to the fullest; packed: one expert after another; torchtitan: its MoE, softmax router, local dispatch",
         {**shape, "dtype": _DTYPES[dtype][0], "routing": routing}, tolerance=_DTYPES[dtype][1],
     )
     for name, routing, dtype, shape in _CASES

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -217,16 +217,10 @@ def start(case: State) -> Callable[[], object]:
     path = os.pathsep.join(p for p in sys.path if p.endswith("src"))
     env = {**os.environ, "PYTHONPATH": path}
 
-    def remove() -> None:
-        with contextlib.suppress(FileNotFoundError):
-            import shutil
+    def run() -> None:
+        subprocess.run(command, env=env, check=True, capture_output=True)
 
-            shutil.rmtree(case.job.with_suffix(""))
-
-    return Step(
-        lambda: subprocess.run(command, env=env, check=True, capture_output=True) and None,
-        before=remove,
-    )
+    return Step(run, before=lambda: shutil.rmtree(case.job.with_suffix(""), ignore_errors=True))
 
 
 def goodput(seconds: dict[str, float]) -> dict[str, Any]:
