@@ -92,11 +92,12 @@ def open_trainer(case: Job, name: str) -> Any:
 
     `fit` trains to the end. These private calls are its own, in its order: the sides must take turns step by step.
     """
+    from forge_resilience import StopSignal
     from forge_train import Trainer, load_job
 
     trainer = Trainer(load_job(config_file(case, name)))
     trainer._join(None)
-    trainer._open(case.setting.stack, None)
+    trainer._open(case.setting.stack, StopSignal())  # not entered: SIGTERM ends this process
     case.setting.stack.callback(trainer.loader.close)
     return trainer
 
