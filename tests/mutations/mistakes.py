@@ -607,7 +607,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "marks of the timeline are in seconds for every unit",
-        f"{_LAB}/report/timeline.py",
+        f"{_LAB}/report/goodput.py",
         "(at - ledger.spans[0].begin / 1000) / divisor",
         "at - ledger.spans[0].begin / 1000",
     ),

@@ -14,9 +14,8 @@ from tests.vlm.test_hugging_face import IMAGE, LLAVA, SIDE, save
 
 from forge_core import SamplingConfig
 from forge_data import SourceConfig
-from forge_lab.pictures import load_asked
 from forge_lab.prompts import folder_prompts
-from forge_lab.text import stream_text
+from forge_lab.text import load_with_images, stream_text
 from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone
 from forge_testing.vlm_jobs import write_vlm_job
@@ -74,7 +73,7 @@ def test_one_question_of_two_pictures(
 
 
 def test_the_encoder_runs_once_for_the_pictures_of_a_batch(run: Path, tmp_path: Path) -> None:
-    model, prompts = load_asked(run)
+    model, prompts = load_with_images(run)
     asked = prompts.read(colours(tmp_path / "asks", 7))
     seen: list[int] = []
     model.vision.register_forward_hook(lambda m, args, kw, out: seen.append(len(kw["images"])), with_kwargs=True)  # fmt: skip
@@ -111,7 +110,7 @@ def test_a_folder_of_llava_answers_as_transformers(
     stream_text(folder, prompts=path, batch_size=3, max_new_tokens=5, temperature=0)
     found = [row["text"] for row in objects(capsys.readouterr().out)]
     theirs = transformers.LlavaForConditionalGeneration.from_pretrained(folder).eval()
-    _, prompts = load_asked(folder)
+    _, prompts = load_with_images(folder)
     wanted = []
     for asked in prompts.read(path):
         pixels = (prompts.media([asked])["images"].float() / 255 - 0.4) / 0.3
@@ -142,7 +141,7 @@ def test_what_cannot_be_answered_is_refused(
 
 
 def test_draws_are_those_of_the_seed(run: Path, tmp_path: Path) -> None:
-    model, prompts = load_asked(run)
+    model, prompts = load_with_images(run)
     asked = prompts.read(colours(tmp_path / "asks", 5))
     hot = SamplingConfig(temperature=2.0, seed=3)
     found = [[*answer_all(model, prompts, asked, 6, hot, rows)] for rows in (2, 5)]

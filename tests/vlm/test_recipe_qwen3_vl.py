@@ -15,8 +15,7 @@ import pytest
 import torch
 from tests.vlm.qwen3_vl_folder import IDS, save, write_talks
 
-from forge_lab.pictures import load_asked
-from forge_lab.text import stream_text
+from forge_lab.text import load_with_images, stream_text
 from forge_testing.processes import forge_train
 from forge_train import load_job
 from forge_vlm.answers import answer_all
@@ -122,7 +121,7 @@ def test_a_folder_of_qwen3_vl_answers_as_transformers(
     (folder / "preprocessor_config.json").write_text(json.dumps(table))
     theirs = transformers.Qwen3VLForConditionalGeneration.from_pretrained(folder).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model, prompts = load_asked(folder)
+    model, prompts = load_with_images(folder)
     wanted = []
     for line, asked in zip(path.read_text().splitlines(), prompts.read(path), strict=True):
         messages = json.loads(line)["messages"]

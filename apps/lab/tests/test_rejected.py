@@ -149,7 +149,7 @@ def test_requests_that_harnesses_cannot_make(harnesses: tuple[Any, Any]) -> None
         forge.eot_token_id.fget(one)
     one._agreement = SimpleNamespace(exchange=lambda digest: [digest, digest, "other"])
     with rejects("requests", ..., "mismatch", ConfigError, where="[2]"):
-        forge._refuse_other_requests(one, [1])
+        forge._require_same_requests(one, [1])
     with rejects("tp", 2, "unsupported", ConfigError):
         forge.generate_until(one, [])
     with rejects("max_gen_toks", 8, "range", ConfigError):

@@ -86,7 +86,7 @@ def test_runs_of_two_models(monkeypatch: pytest.MonkeyPatch) -> None:
         difference.first_difference(a, b)
     part = Part((2, 3), "float32", "", 0.0, np.zeros(1))
     with rejects("w", None, "mismatch", ConfigError):
-        difference._refuse_other_models(a, b, {"w": {(-1, 0): [part]}}, {})
+        difference._require_same_model(a, b, {"w": {(-1, 0): [part]}}, {})
 
 
 def test_steps_of_a_replay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -36,9 +36,9 @@ def test_places_of_a_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         raise OSError(30, "read-only")
     out = str(tmp_path / "out")
     with contextlib.ExitStack() as stack:
-        stack.enter_context(sweep._alone(Path(out)))
+        stack.enter_context(sweep._locked(Path(out)))
         with rejects("study.dir", out, "locked", JobError):
-            stack.enter_context(sweep._alone(Path(out)))
+            stack.enter_context(sweep._locked(Path(out)))
 
     def full(*_: Any) -> None:
         raise OSError(28, "full")

@@ -20,8 +20,8 @@ import pytest
 from forge_lab.cli import report
 from forge_lab.report import curves
 from forge_lab.report.curves import Curves, thin
+from forge_lab.report.goodput import strip
 from forge_lab.report.page import write_page
-from forge_lab.report.timeline import strip
 from forge_resilience.goodput import read_ledger
 from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone, make_job

@@ -1,6 +1,6 @@
-"""Files of activations: parts while they are computed, then one .npz, or a folder of safetensors.
+"""Files of activations: one .npz, or a folder of safetensors, made of parts that are written one batch at a time.
 
-Parts lie beside the output until all are there, so that memory holds one of them, and a command that was killed goes on.
+The parts are next to the output until all are there: memory holds one of them, and a command that was killed goes on.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _REQUEST, _LOCK = "request.json", "lock"
 
 
 def output_problems(out: Path) -> Iterator[Problem]:
-    """Why nothing can be written there: a file .npz, or a folder."""
+    """Problems of an output, which is a new file .npz or a new folder."""
     key, shown = "--output", str(out)
     if out.exists():
-        # of a command that was killed after its last step
+        # left by a command that was killed after its last step
         shutil.rmtree(Parts(out).folder, ignore_errors=True)
         yield Problem(key, "exists", shown, "exists already", "name another file, or remove it")
     elif out.suffix not in ("", ".npz"):
@@ -45,37 +45,40 @@ def output_problems(out: Path) -> Iterator[Problem]:
 
 
 class Parts:
-    """The parts of an output, each the rows from a start on; all of them are of one request."""
+    """The parts of an output, each the sequences from a start on; all of them belong to one request."""
 
     def __init__(self, out: Path) -> None:
         self.out, self.folder = out, out.with_name(out.name + ".parts")
         self._lock: Lock | None = None
 
     def open(self, request: dict[str, Any]) -> None:
-        """Make the folder, or go on with that of the same request; StateError for one of another, or of a command
-        that still writes."""
+        """Make the folder, or go on with one of the same request.
+
+        StateError for a folder of another request, or of a command that still writes.
+        """
         asked = self.folder / _REQUEST
         with _room_on_disk(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._take()
-            before = _request(asked)
+            try:
+                self._lock = Lock(self.folder / _LOCK)
+            except Held as error:
+                rule, fix = f"is written by {error.owner}", "wait for it, or name another --output"
+                raise invalid("", "locked", str(self.folder), rule, fix, kind=StateError) from None
+
+            try:
+                before: dict[str, Any] = json.loads(asked.read_text())
+            except (FileNotFoundError, ValueError):
+                before = {}
             if not before or not self.starts():
-                _empty(self.folder)  # parts of nobody knows what
+                _empty(self.folder)  # its parts have no request
                 write_file(asked, json.dumps(request))
                 return
+
         other = next((key for key in request if before.get(key) != request[key]), None)
         if other is not None:
             rule = f"is of the parts in {self.folder}, and now {request[other]!r}"
             fix = "give the command of these parts again, or remove the folder"
             raise invalid(other, "changed", before.get(other), rule, fix, kind=StateError)
-
-    def _take(self) -> None:
-        """Lock the folder until `close`, where the file system has locks."""
-        try:
-            self._lock = Lock(self.folder / _LOCK)
-        except Held as error:
-            rule, fix = f"is written by {error.owner}", "wait for it, or name another --output"
-            raise invalid("", "locked", str(self.folder), rule, fix, kind=StateError) from None
 
     def close(self) -> None:
         """Release the folder."""
@@ -87,13 +90,16 @@ class Parts:
         return {int(path.stem.removeprefix("rows-")) for path in self.folder.glob("rows-*.npz")}
 
     def write(self, start: int, values: dict[str, numpy.ndarray]) -> None:
-        """Write one part, whole or not at all."""
+        """Write one part atomically."""
         path = self.folder / f"rows-{start:09d}.npz"
         with _room_on_disk(self.folder), new_file(path) as file:
             numpy.savez(file, **values)  # type: ignore[arg-type, unused-ignore]
 
     def join(self, shard_bytes: int) -> None:
-        """Make the output of all parts, and remove them. Memory: a part, and a shard of a folder."""
+        """Make the output from all parts, and remove them. Memory: a part, and a shard of a folder.
+
+        StateError if parts are missing: ranks wrote them to another file system.
+        """
         request = json.loads((self.folder / _REQUEST).read_text())
         files = sorted(self.folder.glob("rows-*.npz"))
         counts = [len(_array(path, "tokens")) for path in files]
@@ -102,8 +108,10 @@ class Parts:
             rule = f"of {request['rows']} rows are in {self.folder}, and all ranks must write there"
             fix = "put --output on a file system that they share"
             raise invalid("", "not_shared", rows, rule, fix, kind=StateError)
+
         with numpy.load(files[0]) as first:
             shapes = {name: (first[name].shape[1:], first[name].dtype) for name in first.files}
+
         with _room_on_disk(self.folder):
             if self.out.suffix == ".npz":
                 made = _npz(self.folder / "all.tmp", files, rows, shapes, json.dumps(request))
@@ -125,15 +133,6 @@ def _room_on_disk(folder: Path) -> Iterator[None]:
         raise invalid("", "write", str(folder), rule, fix, kind=StateError) from error
 
 
-def _request(path: Path) -> dict[str, Any]:
-    """What a folder's parts are of; nothing if that is missing or damaged."""
-    try:
-        found: dict[str, Any] = json.loads(path.read_text())
-    except (FileNotFoundError, ValueError):
-        return {}
-    return found
-
-
 def _empty(folder: Path) -> None:
     for path in folder.iterdir():
         if path.is_dir():
@@ -147,8 +146,8 @@ _Shapes = dict[str, tuple[tuple[int, ...], Any]]
 
 
 def _npz(path: Path, files: list[Path], rows: int, shapes: _Shapes, meta: str) -> Path:
-    """One file of all parts, array by array, part by part."""
-    with new_file(path) as whole, zipfile.ZipFile(whole, "w", zipfile.ZIP_STORED) as archive:
+    """Write one .npz of all parts, array by array, part by part: memory holds one array of one part."""
+    with new_file(path) as out, zipfile.ZipFile(out, "w", zipfile.ZIP_STORED) as archive:
         for name, (shape, dtype) in shapes.items():
             header = {
                 "descr": numpy.lib.format.dtype_to_descr(dtype),
@@ -167,7 +166,10 @@ def _npz(path: Path, files: list[Path], rows: int, shapes: _Shapes, meta: str) -
 def _shards(
     folder: Path, files: dict[Path, int], shapes: _Shapes, request: dict[str, Any], most: int
 ) -> Path:
-    """A folder of safetensors of at most `most` bytes, if a row is not larger, and index.json; goes on if it was killed."""
+    """Write a folder of safetensors of at most `most` bytes (at least one sequence) and index.json.
+
+    A shard that exists is kept, so that a killed command goes on.
+    """
     from safetensors.numpy import save
 
     folder.mkdir(exist_ok=True)
@@ -175,6 +177,7 @@ def _shards(
     size = sum(math.prod(shape) * numpy.dtype(dtype).itemsize for shape, dtype in shapes.values())
     at_once = max(1, most // size)
     starts = range(0, rows, at_once)
+
     shards = []
     for number, start in enumerate(starts, 1):
         stop = min(start + at_once, rows)
@@ -182,27 +185,29 @@ def _shards(
         shards.append({"file": path.name, "first_row": start, "rows": stop - start})
         if path.exists():
             continue
+
         values = {
             name: _rows(files, name, shape, start, stop) for name, (shape, _) in shapes.items()
         }
-        # one entry: several would be in another order each time
+        # one entry: safetensors writes several in another order each time
         meta = {"meta": json.dumps(request | shards[-1])}
         write_file(path, save(values, metadata=meta))
+
     arrays = {
         name: {"row_shape": list(shape), "dtype": str(dtype)}
         for name, (shape, dtype) in shapes.items()
     }
     index = {"meta": request, "arrays": arrays, "shards": shards}
     write_file(folder / "index.json", json.dumps(index, indent=1))
-    for left in files_named(folder, "."):  # of a command that was killed on another machine
-        left.unlink()
+    for partial in files_named(folder, "."):  # left by a command that was killed on another machine
+        partial.unlink()
     return folder
 
 
 def _rows(
     files: dict[Path, int], name: str, shape: tuple[int, ...], start: int, stop: int
 ) -> numpy.ndarray:
-    """Rows [start, stop) of an array, from the parts that have them, of so many rows each."""
+    """Rows [start, stop) of an array; `files` are the parts and the number of rows in each."""
     found, first = [], 0
     for path, count in files.items():
         if first < stop and first + count > start:
@@ -212,7 +217,7 @@ def _rows(
 
 
 def _array(path: Path, name: str, shape: tuple[int, ...] | None = None) -> numpy.ndarray:
-    """An array of a part; StateError if it cannot be read, or its rows have another shape."""
+    """Read an array of a part; StateError if it cannot be read, or its rows have another shape."""
     try:
         with numpy.load(path) as part:
             values: numpy.ndarray = part[name]
@@ -226,5 +231,5 @@ def _array(path: Path, name: str, shape: tuple[int, ...] | None = None) -> numpy
 
 
 def _entry(name: str) -> zipfile.ZipInfo:
-    """Without a time, so that the same values are the same file."""
+    """An entry without a time, so that the same values make the same file."""
     return zipfile.ZipInfo(f"{name}.npy", date_time=(1980, 1, 1, 0, 0, 0))

@@ -1,17 +1,15 @@
 """Verbs of `forge-train`, mounted by the entry points of group forge.commands.
 
-Heavy modules are imported by the verb that needs them: help and errors come at once.
+Each verb imports its heavy modules itself, so that help and errors come at once.
 """
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
+from tyro.conf import Positional
 
 from forge_lab._shared.problems import invalid
 from forge_train.command_line import (
@@ -35,7 +33,7 @@ def generate(args: list[str]) -> int:
 def evaluate(args: list[str]) -> int:
     """Evaluate a checkpoint of a run: its own held-out rows and questions, or those of another file.
 
-    `--nproc N` starts N processes on this machine, which share the work by `--parallel.tp` and the other axes; under
+    `--nproc N` starts N processes on this machine, which divide the work by `--parallel.tp` and the other axes; under
     torchrun, srun or RANK/WORLD_SIZE each process is one rank.
     """
     from forge_lab.evaluate import EvalFlags, print_evaluation
@@ -45,9 +43,9 @@ def evaluate(args: list[str]) -> int:
 
 
 def extract(args: list[str]) -> int:
-    """Write activations of a checkpoint on a run's held-out rows as one .npz file; go on if it was killed.
+    """Write activations of a checkpoint on held-out sequences as one .npz file; go on after a kill.
 
-    An --output without suffix is a folder of safetensors. Without --points and --output it lists the model's points.
+    An --output without suffix is a folder of safetensors. Without --points and --output it lists the model's hook points.
     `--nproc N` and `--parallel.tp` as in eval.
     """
     from forge_lab.extract import ExtractFlags, run_extract
@@ -57,49 +55,48 @@ def extract(args: list[str]) -> int:
 
 
 def report(args: list[str]) -> int:
-    """Write one page about a run, or about several side by side.
-
-    The page is one HTML file that needs no network: curves, speed, seconds by cause over all lives, experts, keys
-    that differ, machines, samples. It is <run.dir>/report.html, or --output.
-    """
-
-    def options(
-        runs: Annotated[
-            tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(help="folders of runs")
-        ],
-        /,
-        output: Annotated[
-            Path | None, tyro.conf.arg(help="the page to write, needed for several runs")
-        ] = None,
-    ) -> int:
-        if not runs:
-            rule, fix = "must be one run or more", "give its folder"
-            raise invalid("RUNS", "length", [], rule, fix, kind=ConfigError)
-        from forge_lab.report.page import write_page
-
-        print(write_page(runs, output))
-        return 0
-
+    """Write one page about a run, or about several side by side."""
     if {"--text", "--json"} & set(args):
         warn_renamed("report --text and report --json", "goodput and goodput --json")
         return goodput([arg for arg in args if arg != "--text"])
-    return call_verb(options, args, "report", report.__doc__)
+    return call_verb(_report, args, "report")
+
+
+def _report(runs: Positional[tuple[Path, ...]], /, output: Path | None = None) -> int:
+    """Write one page about a run, or about several side by side.
+
+    The page is one HTML file that needs no network: curves, speed, seconds by cause over all restarts, experts, keys
+    that differ, machines, samples. It is <run.dir>/report.html, or --output.
+
+    Args:
+        runs: folders of runs
+        output: the page to write, needed for several runs
+    """
+    if not runs:
+        rule, fix = "must be one run or more", "give its folder"
+        raise invalid("RUNS", "length", [], rule, fix, kind=ConfigError)
+    from forge_lab.report.page import write_page
+
+    print(write_page(runs, output))
+    return 0
 
 
 def goodput(args: list[str]) -> int:
-    """Print where the seconds of a run went, over all of its lives, and its best interval of saves."""
+    """Print where the seconds of a run went, over all of its restarts, and its best interval of saves."""
+    return call_verb(_goodput, args, "goodput")
 
-    def options(
-        run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="folder of a run")],
-        /,
-        json: Annotated[bool, tyro.conf.arg(help="print one JSON object")] = False,
-    ) -> int:
-        from forge_lab.report.goodput import print_goodput
 
-        print_goodput(run, json)
-        return 0
+def _goodput(run: Positional[Path], /, json: bool = False) -> int:
+    """Print where the seconds of a run went, over all of its restarts, and its best interval of saves.
 
-    return call_verb(options, args, "goodput", goodput.__doc__)
+    Args:
+        run: folder of a run
+        json: print one JSON object
+    """
+    from forge_lab.report.goodput import print_goodput
+
+    print_goodput(run, json)
+    return 0
 
 
 def replay(args: list[str]) -> int:
@@ -126,7 +123,7 @@ def sweep(args: list[str]) -> int:
 
 
 def _keys_last(args: list[str]) -> list[str]:
-    """Arguments with each `--section.key value` after all others, as a word `section.key=value` of `--set`."""
+    """Move each `--section.key value` after the other arguments, as `section.key=value` after `--set`."""
     rest, words, left = list[str](), list[str](), list(args)
     while left:
         name, equals, value = left.pop(0).partition("=")
@@ -139,7 +136,7 @@ def _keys_last(args: list[str]) -> list[str]:
 
 
 def study(args: list[str]) -> int:
-    """Spelling before 0.2.0 of replay, bisect and sweep."""
+    """Run replay, bisect or sweep by the spelling before 0.2.0."""
     verbs = {"replay": replay, "bisect": bisect, "sweep": sweep}
     if not args or args[0] not in verbs:
         value = args[0] if args else ...
@@ -152,13 +149,13 @@ def study(args: list[str]) -> int:
 def _on_ranks(
     verb: str, kind: Any, call: Callable[[Any], int], args: list[str], about: str | None
 ) -> int:
-    """Call a function with the flags `kind` of a verb, here, or by `--nproc N` in N processes without a watch."""
+    """Call a function with the flags `kind` of a verb in this process, or run the verb in `--nproc N` processes."""
     nproc, rest = take_nproc(args)
     flags = parse_arguments(kind, rest, verb, about)
     if nproc is None or nproc == 1:
         return call(flags)
-    flags.check(nproc)
-    from forge_resilience.local_workers import run_local_workers
 
-    command = [sys.executable, "-m", "forge_train", verb, *rest]
-    return run_local_workers(command, nproc, {**os.environ, "FORGE_NPROC": str(nproc)})
+    flags.check(nproc)
+    from forge_lab.study.verbs import start_ranks
+
+    return start_ranks(nproc, [verb, *rest])

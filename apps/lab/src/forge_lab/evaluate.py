@@ -1,12 +1,12 @@
-"""Evaluations of a run's checkpoint after training: its own sets and questions, or those of another file."""
+"""`forge-train eval`: evaluations of a run's checkpoint, by its own sets and questions or by another file's."""
 
 from __future__ import annotations
 
 import json
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
@@ -15,7 +15,6 @@ from forge_lab._renamed import renamed_argument
 from forge_lab._shared.paths import user_path
 from forge_lab._shared.problems import invalid
 from forge_lab._shared.toml_files import flatten
-from forge_lab.axes import Axes
 from forge_parallel import Meshes, ParallelConfig, World, find_world, select_device
 from forge_parallel.metric_rows import finite
 from forge_resilience import Agreement, ExitCode
@@ -32,27 +31,49 @@ from forge_train.toolkit import (
 
 _OWN = ("eval.", "data.validation.")  # keys that another file may give
 _REPLACED = ("eval.sets.", "eval.choices.", "eval.exact_match.")
+_HELP = {axis.name: axis.metadata["help"] for axis in fields(ParallelConfig)}
+
+
+@dataclass(frozen=True)
+class Axes:
+    """The flags `--parallel.AXIS N`: the layout of this verb, whatever the run was trained on.
+
+    Ranks that no axis takes are data ranks.
+    """
+
+    dp_replicate: Annotated[int, tyro.conf.arg(help=_HELP["dp_replicate"])] = 1
+    tp: Annotated[int, tyro.conf.arg(help=_HELP["tp"])] = 1
+    sequence_parallel: Annotated[
+        Literal["true", "false"], tyro.conf.arg(help=_HELP["sequence_parallel"])
+    ] = "true"
+    cp: Annotated[int, tyro.conf.arg(help=_HELP["cp"])] = 1
+    pp: Annotated[int, tyro.conf.arg(help=_HELP["pp"])] = 1
+    ep: Annotated[int, tyro.conf.arg(help=_HELP["ep"])] = 1
+
+    def parallel(self, device: str) -> ParallelConfig:
+        """The layout, in fp32. ConfigError for a value out of range."""
+        axes: dict[str, Any] = asdict(self)
+        axes |= {"sequence_parallel": self.sequence_parallel == "true", "device": device}
+        with config_errors("parallel"):
+            return ParallelConfig(precision="fp32", **axes)
 
 
 @dataclass(frozen=True)
 class EvalFlags:
     """The arguments of `forge-train eval`."""
 
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="folder of a run")]
-    config: Annotated[
-        Path | None,
-        tyro.conf.arg(
-            help="a TOML file with [eval] and [data.validation] alone, in place of the run's sets and questions"
-        ),
-    ] = None
-    step: Annotated[
-        int | None, tyro.conf.arg(help="step of the checkpoint (default: the newest good one)")
-    ] = None
-    batch_size: Annotated[int, tyro.conf.arg(help="rows that a data rank computes at once")] = 8
-    device: Annotated[str, tyro.conf.arg(help="'auto', 'cpu' or 'cuda'")] = "auto"
-    as_json: Annotated[
-        bool, tyro.conf.arg(name="json", help="print one JSON object instead of a table")
-    ] = False
+    run: tyro.conf.Positional[Path]
+    """folder of a run"""
+    config: Path | None = None
+    """a TOML file with only [eval] and [data.validation], in place of the run's sets and questions"""
+    step: int | None = None
+    """step of the checkpoint (default: the newest good one)"""
+    batch_size: int = 8
+    """sequences that a data rank computes at once"""
+    device: str = "auto"
+    """'auto', 'cpu' or 'cuda'"""
+    json: bool = False
+    """print one JSON object instead of a table"""
     parallel: Axes = field(default_factory=Axes)
     nproc: int | None = None
     """processes on this machine that divide the work (default: one, or those of a launcher)"""
@@ -65,13 +86,21 @@ class EvalFlags:
 
 
 def print_evaluation(flags: EvalFlags) -> int:
-    """Evaluate a checkpoint of a run with fp32 weights, in one process or as one rank of many: nothing is written."""
+    """Evaluate a checkpoint of a run with fp32 weights, in one process or as one rank of many; write nothing."""
     parallel = flags.parallel.parallel(flags.device)
     at, found = evaluate_run(
-        flags.run, flags.config, flags.step, flags.batch_size, flags.device, parallel
+        flags.run, flags.config, flags.step, flags.batch_size, parallel=parallel
     )
-    if find_world().rank == 0:
-        _show(at, found, flags.as_json)
+    if find_world().rank:
+        return ExitCode.DONE
+
+    if flags.json:
+        print(json.dumps({"step": at, **{name: finite(m) for name, m in found.items()}}))
+        return ExitCode.DONE
+    print(f"step {at}")
+    for name, measures in found.items():
+        values = "  ".join(f"{measure} {value:.6g}" for measure, value in measures.items())
+        print(f"{name:20} {values}")
     return ExitCode.DONE
 
 
@@ -85,15 +114,15 @@ def evaluate_run(
     parallel: ParallelConfig | None = None,
     meshes: Meshes | None = None,
 ) -> tuple[int, dict[str, dict[str, float]]]:
-    """(step, {set or questions: {measure: value}}) of a run's checkpoint; "validation" is [data.validation].
+    """Evaluate a run's checkpoint: (step, {set or questions: {measure: value}}); "validation" is [data.validation].
 
         step, found = evaluate_run("runs/mine")
         found["validation"]["bits_per_byte"]
 
     Measures of a set are loss (nats per label), perplexity and bits_per_byte, of questions accuracy and
     accuracy_per_byte. The weights are fp32, so numbers of a run in bf16 differ in the last digits from its own.
-    Under torchrun, srun or RANK/WORLD_SIZE each rank calls it, and has the numbers; `parallel` says how they share
-    the work, by default as data ranks. `meshes` are those of `parallel` where a group runs already.
+    Under torchrun, srun or RANK/WORLD_SIZE each rank calls it and gets the numbers; `parallel` is their layout, by
+    default data ranks. `meshes` are the meshes of `parallel` where a group runs already.
     Reads only. Raises ConfigError, DataError or StateError; for the layout before the ranks meet.
     """
     world = world_of(meshes)
@@ -105,7 +134,7 @@ def evaluate_run(
 
 
 def world_of(meshes: Meshes | None) -> World:
-    """The ranks of a group that runs already, or those that a launcher started. ConfigError for a bad environment."""
+    """The ranks of a group that runs already, or of the launcher. ConfigError for a bad environment."""
     if meshes is not None:
         return World(world_size=meshes.world_size, local_world_size=meshes.world_size)
     with config_errors():
@@ -119,11 +148,11 @@ def checked_job(
     parallel: ParallelConfig,
     world: World,
 ) -> JobConfig:
-    """The evaluations as a job of these ranks. ConfigError for what cannot be evaluated, or not by them."""
+    """The job of an evaluation on these ranks. ConfigError for a run, a file or a layout that does not fit."""
     if batch_size < 1:
-        raise invalid(
-            "--batch_size", "range", batch_size, "must be 1 or more", "use 8", kind=ConfigError
-        )
+        rule, fix = "must be 1 or more", "use 8"
+        raise invalid("--batch_size", "range", batch_size, rule, fix, kind=ConfigError)
+
     paths, other = RunDirectory(run), None if config is None else user_path(config)
     paths.require_run()
     with config_errors("parallel"):
@@ -146,14 +175,14 @@ def _measure(
     if not evaluation.names:
         rule, fix = "has nothing to evaluate", "name a file with [eval.sets] by --config"
         raise invalid("run", "nothing", str(run), rule, fix, kind=ConfigError)
+
     compute = job_compute(model, job, meshes)
 
     def count(batch: Batch) -> float:
         return batch.label_weight if meshes.is_batch_leader else 0.0
 
-    return at, {
-        name: evaluation.measure(name, compute, count, agreement) for name in evaluation.names
-    }
+    names = evaluation.names
+    return at, {name: evaluation.measure(name, compute, count, agreement) for name in names}
 
 
 def evaluation_job(
@@ -163,8 +192,10 @@ def evaluation_job(
     parallel: ParallelConfig | None = None,
     world_size: int = 1,
 ) -> JobConfig:
-    """The run's job on these ranks in fp32, `batch_size` rows at once on each of them that reads, with the evaluations of another
-    file in place of its own."""
+    """The run's job on these ranks in fp32, with the evaluations of another file in place of its own.
+
+    Each data rank computes `batch_size` sequences at once.
+    """
     parallel = parallel or ParallelConfig(precision="fp32")
     given = None if other is None else read_layers(other)
     layers, run = Layers(), read_layers(paths.config)
@@ -172,13 +203,15 @@ def evaluation_job(
         if key.startswith("parallel.") or (given is not None and key.startswith(_REPLACED)):
             continue
         layers.set(key, value, str(paths.config))
+
     keys = {} if given is None else dict(flatten(given.values))
-    strange = [key for key in keys if not key.startswith(_OWN)]
-    if strange:
+    unknown = [key for key in keys if not key.startswith(_OWN)]
+    if unknown:
         rule, fix = "is not a key of an evaluation", "give only [eval] and [data.validation]"
-        raise invalid(strange[0], "unknown_key", ..., rule, fix, where=other, kind=ConfigError)
+        raise invalid(unknown[0], "unknown_key", ..., rule, fix, where=other, kind=ConfigError)
     if any(key.startswith("data.validation.") for key in keys):
         layers.values.get("data", {}).pop("validation", None)
+
     here: dict[str, Any] = {
         "run.dir": str(paths.path),
         # a pipeline takes at least as many micro-batches as it has stages
@@ -191,18 +224,9 @@ def evaluation_job(
         value = getattr(parallel, item.name)
         if value != getattr(usual, item.name):
             here[f"parallel.{item.name}"] = value
+
     for key, value in {**keys, **here}.items():
         layers.set(key, value, str(other) if key in keys else "forge-train eval")
     begin_texts_as(run, layers)
     # the run's file holds what it derived: without validation it had none
     return resolve(layers, derives_validation=False).config
-
-
-def _show(at: int, found: dict[str, dict[str, float]], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps({"step": at, **{name: finite(m) for name, m in found.items()}}))
-        return
-    print(f"step {at}")
-    for name, measures in found.items():
-        values = "  ".join(f"{measure} {value:.6g}" for measure, value in measures.items())
-        print(f"{name:20} {values}")

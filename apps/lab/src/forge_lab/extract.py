@@ -1,10 +1,9 @@
-"""Activations of a run's checkpoint on its held-out rows, as one .npz file or a folder of safetensors, in any layout."""
+"""`forge-train extract`: activations of a run's checkpoint on held-out sequences, as one .npz or a folder of safetensors."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,8 +19,7 @@ from forge_data import Batch, Stream, batch_of
 from forge_lab._renamed import renamed_argument
 from forge_lab._shared.problems import Problem, invalid
 from forge_lab.activation_files import Parts, output_problems
-from forge_lab.axes import Axes
-from forge_lab.evaluate import checked_job, world_of
+from forge_lab.evaluate import Axes, checked_job, world_of
 from forge_parallel import Meshes, ParallelConfig, World, find_world
 from forge_parallel.compute import Compute
 from forge_parallel.points import UnshardedPoints
@@ -32,31 +30,33 @@ from forge_train.toolkit import init_ranks, job_compute, open_held_out
 from forge_vlm import VLMConfig
 
 _DTYPES = {"fp32": numpy.float32, "fp16": numpy.float16}
-_OF_ROWS = ("tokens", "positions", "document_ids")
+_FIELDS = ("tokens", "positions", "document_ids")
 
 
 @dataclass(frozen=True)
 class ExtractFlags:
     """The arguments of `forge-train extract`."""
 
-    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="folder of a run")]
-    points: Annotated[
-        tuple[str, ...], tyro.conf.arg(help="patterns of points, such as 'layers.*.resid_post'")
-    ] = ()
-    output: Annotated[
-        Path | None, tyro.conf.arg(help="the .npz file to write, or a folder for safetensors")
-    ] = None
-    rows: Annotated[int, tyro.conf.arg(help="rows of the set, fewer if it has not as many")] = 64
-    batch_size: Annotated[int, tyro.conf.arg(help="rows that a data rank computes at once")] = 8
-    set_name: Annotated[
-        str, tyro.conf.arg(name="set", help="'validation', or a name of [eval.sets]")
-    ] = "validation"
-    step: Annotated[
-        int | None, tyro.conf.arg(help="step of the checkpoint (default: the newest good one)")
-    ] = None
-    dtype: Annotated[str, tyro.conf.arg(help="of the file: 'fp32' or 'fp16'")] = "fp32"
-    shard_mib: Annotated[int, tyro.conf.arg(help="most MiB of a file in a folder")] = 256
-    device: Annotated[str, tyro.conf.arg(help="'auto', 'cpu' or 'cuda'")] = "auto"
+    run: tyro.conf.Positional[Path]
+    """folder of a run"""
+    points: tuple[str, ...] = ()
+    """patterns of hook points, such as 'layers.*.resid_post'"""
+    output: Path | None = None
+    """the .npz file to write, or a folder for safetensors"""
+    rows: int = 64
+    """sequences of the set, at most as many as it has"""
+    batch_size: int = 8
+    """sequences that a data rank computes at once"""
+    set_name: Annotated[str, tyro.conf.arg(name="set")] = "validation"
+    """'validation', or a name of [eval.sets]"""
+    step: int | None = None
+    """step of the checkpoint (default: the newest good one)"""
+    dtype: str = "fp32"
+    """of the file: 'fp32' or 'fp16'"""
+    shard_mib: int = 256
+    """most MiB of a file in a folder"""
+    device: str = "auto"
+    """'auto', 'cpu' or 'cuda'"""
     parallel: Axes = field(default_factory=Axes)
     nproc: int | None = None
     """processes on this machine that divide the work (default: one, or those of a launcher)"""
@@ -69,14 +69,14 @@ class ExtractFlags:
 
     def require_output(self) -> None:
         """Raise ConfigError unless points and an output are given."""
-        missing = [n for n in ("points", "output") if not getattr(self, n)]
-        if missing:
-            rule = "must be given to write activations"
-            fix = "give --points 'layers.*.resid_post' --output activations.npz, or neither, in one process, to list the points"
-            raise invalid(f"--{missing[0]}", "missing", ..., rule, fix, kind=ConfigError)
+        if self.points and self.output:
+            return
+        key, rule = "--output" if self.points else "--points", "must be given to write activations"
+        fix = "give --points 'layers.*.resid_post' --output activations.npz, or neither, in one process, to list the points"
+        raise invalid(key, "missing", ..., rule, fix, kind=ConfigError)
 
     def problems(self) -> Iterator[Problem]:
-        """Values out of range, and why the output cannot be written."""
+        """Problems of values out of range, and of the output."""
         for name in ("rows", "batch_size", "shard_mib"):
             if (value := getattr(self, name)) < 1:
                 yield Problem(f"--{name}", "range", value, "must be 1 or more")
@@ -86,9 +86,9 @@ class ExtractFlags:
 
 
 def run_extract(flags: ExtractFlags) -> int:
-    """Write activations of a checkpoint on held-out rows with fp32 weights, in one process or as one rank of many.
+    """Write activations of a checkpoint on held-out sequences with fp32 weights, in one process or as one rank of many.
 
-    Without points and output it prints the points of the model.
+    Without points and output it prints the hook points of the model.
     """
     with config_errors():
         world = find_world()
@@ -97,6 +97,7 @@ def run_extract(flags: ExtractFlags) -> int:
             model, _, _ = load_model(flags.run, "cpu", flags.step)
             print("\n".join(points_of(model)))
         return ExitCode.DONE
+
     parallel = flags.parallel.parallel(flags.device)
     flags.require_output()
     at, count = _extract(flags, parallel, None)
@@ -121,23 +122,23 @@ def extract_run(
     parallel: ParallelConfig | None = None,
     meshes: Meshes | None = None,
 ) -> tuple[int, int]:
-    """(step, rows) of a file with the points (see `forge_core.interp.points`) of the first `rows` rows of a set.
+    """Write the points (see `forge_core.interp.points`) of the first `rows` sequences of a set; return (step, rows).
 
         extract_run("runs/mine", ("layers.*.resid_post",), "stream.npz", rows=256)
         numpy.load("stream.npz")["layers.3.resid_post"]     # (256, S, M)
 
-    The file has the rows' tokens, positions and document_ids (rows, S), too, and `meta`, a text of JSON. An output
-    without suffix is a folder of safetensors of at most `shard_mib` MiB each, with the same arrays of some rows, and
-    index.json, which names arrays, shards and their rows.
+    The file also has tokens, positions and document_ids of the sequences, (rows, S), and `meta`, a text of JSON. An output
+    without suffix is a folder of safetensors of at most `shard_mib` MiB each, with the same arrays of some sequences, and
+    index.json, which lists arrays, shards and the first sequence of each.
 
-    Under torchrun, srun or RANK/WORLD_SIZE each rank calls it; `parallel` says how they share the work, by default as
-    data ranks. `meshes` are those of `parallel` where a group runs already. Each data rank computes `batch_size` rows at
-    once (under pp that many for each stage); the first of its ranks writes them, and rank 0 the file, so the output must
-    lie where all ranks see it. Values are those of one process up to the order of sums.
+    Under torchrun, srun or RANK/WORLD_SIZE each rank calls it; `parallel` is their layout, by default data ranks.
+    `meshes` are the meshes of `parallel` where a group runs already. Each data rank computes `batch_size` sequences at
+    once (under pp that many for each stage); the first of its ranks writes them, and rank 0 the file, so all ranks must
+    see the folder of the output. Values are those of one process up to the order of sums.
 
-    Memory and the time lost by a kill are those of `batch_size` rows, and of a shard; the disk holds twice the output while
-    it is put together. The same command after a kill goes on to the same bytes. The run is read only. Raises
-    ConfigError, DataError or StateError.
+    Memory, and the time lost by a kill, are those of `batch_size` sequences, and of a shard; the disk holds twice the
+    output while it is put together. The same command after a kill goes on to the same bytes. The run is only read.
+    Raises ConfigError, DataError or StateError.
     """
     asked = ExtractFlags(
         Path(run), tuple(points), Path(output), rows, batch_size, set_name, step, dtype, shard_mib
@@ -154,17 +155,18 @@ def _extract(
 
 
 def _job(asked: ExtractFlags, parallel: ParallelConfig, world: World) -> JobConfig:
-    """The job of these ranks. ConfigError for what cannot be written, or not by them."""
+    """The job of these ranks. ConfigError for flags, a run or a layout that do not fit."""
     refuse(list(asked.problems()))
     job = checked_job(asked.run, None, asked.batch_size, parallel, world)
     if isinstance(job.model, VLMConfig):
-        rule = "is a run of a model with images, whose rows have different shapes"
+        rule = "is a run of a model with images, whose sequences have different shapes"
         fix = "use forge_core.interp on it"
         raise invalid("run", "images", str(asked.run), rule, fix, kind=ConfigError)
     return job
 
 
 def _write(asked: ExtractFlags, job: JobConfig, meshes: Meshes) -> tuple[int, int]:
+    """Compute and write all batches that are not there yet, then the output. Collective."""
     model, _, at = load_model(
         asked.run, meshes.device, asked.step, parallel=job.parallel, meshes=meshes
     )
@@ -172,26 +174,31 @@ def _write(asked: ExtractFlags, job: JobConfig, meshes: Meshes) -> tuple[int, in
     stream = run_on_all_ranks(agreement, lambda: _stream(asked, job, model, meshes))
     with config_errors():
         compute = job_compute(model, job, meshes)
-        whole = UnshardedPoints(model, job.parallel, meshes)
-        with ActivationStore(asked.points, whole=whole).watch(model):
-            pass  # each pattern has its points
+        unsharded = UnshardedPoints(model, job.parallel, meshes)
+        with ActivationStore(asked.points, whole=unsharded).watch(model):
+            pass  # raises for a pattern without a point
+
     count = min(asked.rows, len(stream))
-    with contextlib.closing(Parts(asked.output or Path())) as parts:
+    with closing(Parts(asked.output or Path())) as parts:
         request = _request(asked, job, meshes, at, count)
         run_on_all_ranks(agreement, lambda: parts.open(request) if meshes.rank == 0 else None)
         done = run_on_all_ranks(agreement, parts.starts)  # before any rank writes another
+
         starts, readers = range(0, count, compute.sequences_at_once), meshes.batch_size
         for first in range(0, len(starts), readers):
             missing = [start for start in starts[first : first + readers] if start not in done]
             if not missing:
                 continue
-            # collectives pair up: a rank without a part of its own computes another one's, too
+            # collectives pair up: a rank without a batch of its own computes another rank's too
             start = missing[min(meshes.batch_rank, len(missing) - 1)]
-            batch = _batch(stream, start, min(start + compute.sequences_at_once, count), compute)
-            values = _values(compute, batch, asked, whole)
+            stop = min(start + compute.sequences_at_once, count)
+            padding = [start] * (compute.sequences_at_once - (stop - start))
+            batch = batch_of(stream, [*range(start, stop), *padding])
+            values = _values(compute, batch, asked, unsharded)
             values = {name: value[: count - start] for name, value in values.items()}
+
             writes = meshes.is_batch_leader and meshes.batch_rank < len(missing)
-            write = partial(_write_part, parts, start, values, asked) if writes else _nothing
+            write = partial(_write_part, parts, start, values, asked) if writes else lambda: None
             run_on_all_ranks(agreement, write)
         most = asked.shard_mib * 2**20
         run_on_all_ranks(agreement, lambda: parts.join(most) if meshes.rank == 0 else None)
@@ -205,6 +212,7 @@ def _write_part(
     floats = (name for name, value in values.items() if value.dtype == numpy.float32)
     with numpy.errstate(over="ignore"):
         narrow = {name: values[name].astype(_DTYPES[asked.dtype]) for name in floats}
+
     for name, value in narrow.items():
         if (numpy.isinf(value) & numpy.isfinite(values[name])).any():
             largest = f"{numpy.abs(values[name]).max():.6g}"
@@ -213,14 +221,10 @@ def _write_part(
     parts.write(start, values | narrow)
 
 
-def _nothing() -> None:
-    """Written by a rank whose values another one has."""
-
-
 def _request(
     asked: ExtractFlags, job: JobConfig, meshes: Meshes, at: int, count: int
 ) -> dict[str, Any]:
-    """All that the parts depend on; a run that went on has another step."""
+    """Everything that the values depend on; `step` changes while the run trains."""
     usual = asdict(ParallelConfig(precision="fp32"))
     layout = {k: v for k, v in asdict(job.parallel).items() if v != usual[k] and k != "device"}
     return {
@@ -241,24 +245,17 @@ def _stream(asked: ExtractFlags, job: JobConfig, model: nn.Module, meshes: Meshe
     found = {key.rpartition(".")[2]: s for key, s in open_held_out(job, model, layout).items()}
     if asked.set_name not in found:
         names = ", ".join(found) or "none"
-        rule = f"must be a set that {asked.run} evaluates: {names}"
-        fix = "name one of them"
+        rule, fix = f"must be a set that {asked.run} evaluates: {names}", "name one of them"
         raise invalid("--set", "unknown", asked.set_name, rule, fix, kind=ConfigError)
     return found[asked.set_name]
 
 
-def _batch(stream: Stream, start: int, stop: int, compute: Compute) -> Batch:
-    """Rows [start, stop), and the first of them again up to the number that is computed at once."""
-    filler = compute.sequences_at_once - (stop - start)
-    return batch_of(stream, [*range(start, stop), *[start] * filler])
-
-
 def _values(
-    compute: Compute, batch: Batch, asked: ExtractFlags, whole: UnshardedPoints
+    compute: Compute, batch: Batch, asked: ExtractFlags, unsharded: UnshardedPoints
 ) -> dict[str, numpy.ndarray]:
-    """What a part holds, by name."""
-    store = ActivationStore(asked.points, dtype=torch.float32, whole=whole)
+    """Arrays of a batch, by name: the hook points, and the fields of the sequences."""
+    store = ActivationStore(asked.points, dtype=torch.float32, whole=unsharded)
     with config_errors(), store.watch(compute.model):
         compute.forward(batch)
     found = {name: store[name].numpy() for name in sorted(store.names)}
-    return found | {name: getattr(batch, name).numpy() for name in _OF_ROWS}
+    return found | {name: getattr(batch, name).numpy() for name in _FIELDS}

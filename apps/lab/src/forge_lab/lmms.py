@@ -1,6 +1,6 @@
-"""A model with images as lmms_eval asks one: `lmms_eval --model forge --model_args path=runs/mine --tasks TASK`.
+"""A model of lmms_eval, with images: `lmms_eval --model forge --model_args path=runs/mine --tasks TASK`.
 
-Needs lmms_eval, 0.7.3 or newer, which is no extra of this package: it pins much, so give it an environment of its own.
+Needs lmms_eval, 0.7.3 or newer, which is not an extra of this package: it pins much, so give it an environment of its own.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lmms_eval.models.registry_v2 import ModelManifest
 
 from forge_core import SamplingConfig
 from forge_lab._shared.problems import invalid
-from forge_lab.pictures import load_asked
+from forge_lab.text import load_with_images, task_options, truncate
 from forge_parallel import select_device
 from forge_vlm.answers import answer_all, media_on
 from forge_vlm.data import Message, Picture, Piece, Prompt, Record
@@ -24,7 +24,7 @@ from forge_vlm.data import Message, Picture, Piece, Prompt, Record
 __all__ = ["Forge", "manifest"]
 
 _MARK = "<image>"
-_NEW_TOKENS = 128  # of tasks that do not say
+_NEW_TOKENS = 128  # of tasks that set no number
 
 
 class Forge(lmms):  # type: ignore[misc, unused-ignore]
@@ -32,8 +32,8 @@ class Forge(lmms):  # type: ignore[misc, unused-ignore]
 
         Forge("runs/mine", batch_size=8).generate_until(requests)
 
-    A question is a user's message in the model's own template: its text with pictures at `<image>`, or before it where there
-    are no such marks. Refuses video and several rounds.
+    A question is a user's message in the model's own template: its text with images at `<image>`, or before it where
+    there are no such marks. NotImplementedError for video and for several rounds.
     """
 
     is_simple = True
@@ -46,8 +46,8 @@ class Forge(lmms):  # type: ignore[misc, unused-ignore]
         given.pop("max_batch_size", None)
         if given:
             raise invalid("model_args", "unknown_key", [*given], "are not arguments", "give path")
-        self._rows = int(batch_size)
-        self._model, self._prompts = load_asked(path, select_device(device or "auto"))
+        self._batch_size = int(batch_size)
+        self._model, self._prompts = load_with_images(path, select_device(device or "auto"))
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
         """Answers, greedy unless the task asks for a temperature, up to the first of its `until`."""
@@ -56,12 +56,10 @@ class Forge(lmms):  # type: ignore[misc, unused-ignore]
             args = [request.args for request in group]
             asked = [self._prompt(context, *where) for context, _, *where in args]
             new = int(options.get("max_new_tokens", _NEW_TOKENS))
-            hot = float(options.get("temperature") or 0) if options.get("do_sample") else 0.0
-            sampling = SamplingConfig(temperature=hot)
-            texts = answer_all(self._model, self._prompts, asked, new, sampling, self._rows)
-            until = options.get("until") or []
-            ends = [until] if isinstance(until, str) else until
-            found += [_cut(text, ends) for text in texts]
+            temperature, ends = task_options(options)
+            sampling = SamplingConfig(temperature=temperature)
+            texts = answer_all(self._model, self._prompts, asked, new, sampling, self._batch_size)
+            found += [truncate(text, ends) for text in texts]
         return found
 
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
@@ -77,15 +75,15 @@ class Forge(lmms):  # type: ignore[misc, unused-ignore]
         return found
 
     def generate_until_multi_round(self, requests: Sequence[Any]) -> list[str]:
-        """Refused."""
+        """Raise NotImplementedError."""
         raise NotImplementedError("tasks of several rounds are not asked; use one of one question")
 
     @torch.no_grad()
     def _score(self, prompt: Prompt, ids: torch.Tensor) -> tuple[float, bool]:
         device = next(self._model.parameters()).device
-        row = torch.cat([torch.from_numpy(prompt.tokens), ids])[None].to(device)  # (1, S)
+        tokens = torch.cat([torch.from_numpy(prompt.tokens), ids])[None].to(device)  # (1, S)
         media = media_on(self._model, self._prompts.media([prompt]))
-        logits = self._model(row, **media)[0, len(prompt.tokens) - 1 : -1]  # (N, V)
+        logits = self._model(tokens, **media)[0, len(prompt.tokens) - 1 : -1]  # (N, V)
         ids = ids.to(device)
         chosen = logits.float().log_softmax(-1).gather(1, ids[:, None])
         return float(chosen.sum()), bool((logits.argmax(-1) == ids).all())
@@ -97,16 +95,17 @@ class Forge(lmms):  # type: ignore[misc, unused-ignore]
         self, context: str, visuals: Callable[[Any], Any], number: Any, task: str, split: str
     ) -> Prompt:
         """The prompt of a question about a document of a task."""
-        images = [image for image in visuals(self._doc(number, task, split)) or ()]
+        images = list(visuals(self._doc(number, task, split)) or ())
         name = f"{task}, {split} {number}"
         pictures = tuple(_picture(f"{name}, picture {i}", image) for i, image in enumerate(images))
-        pieces = context.split(_MARK)
-        if len(pieces) - 1 != len(images):
-            pieces = [*[""] * len(images), context]
-        parts: list[str | int] = [pieces[0]]
-        for i, text in enumerate(pieces[1:]):
-            parts += [i, text]
-        message = Message("user", tuple(part for part in parts if part != ""))
+
+        texts = context.split(_MARK)
+        if len(texts) - 1 != len(images):
+            texts = [*[""] * len(images), context]
+        content: list[str | int] = [texts[0]]  # texts, and indices of images
+        for i, text in enumerate(texts[1:]):
+            content += [i, text]
+        message = Message("user", tuple(item for item in content if item != ""))
         return self._prompts(Record(name, (message,), pictures))
 
 
@@ -118,12 +117,6 @@ def _picture(name: str, image: Any) -> Picture:
     return Picture(name, file.getvalue())
 
 
-def _cut(text: str, ends: Sequence[str]) -> str:
-    for end in ends:
-        text = text.split(end)[0] if end else text
-    return text
-
-
 def manifest() -> ModelManifest:
-    """What lmms_eval knows the model by: the entry point `forge` of lmms_eval.models."""
+    """The entry point `forge` of lmms_eval.models."""
     return ModelManifest("forge", simple_class_path=f"{__name__}.{Forge.__name__}")

@@ -1,4 +1,4 @@
-"""`forge-train report`: runs as one HTML page that needs no network. Read only but for the page itself."""
+"""`forge-train report`: runs as one HTML page that needs no network; only the page is written."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tomlkit.items import InlineTable, Table
 from forge_lab._shared.atomic import write_file
 from forge_lab._shared.problems import invalid
 from forge_lab._shared.toml_files import flatten, read_text
-from forge_lab.report.curves import Curves, expert_pictures, floats, number
-from forge_lab.report.timeline import shares, strip
-from forge_resilience.goodput import CAUSES, Goodput, Ledger, goodput, read_ledger
+from forge_lab.report.curves import Curves, expert_plot, floats, number
+from forge_lab.report.goodput import read_run_ledger, shares, strip
+from forge_resilience.goodput import CAUSES, Goodput, Ledger, goodput
 from forge_train import Run, RunDirectory, read_run
 from forge_train.errors import ConfigError
 
@@ -32,12 +32,12 @@ _MOST_ELEMENTS = 20  # of a list in a table
 _MOST_SAMPLE = 20_000  # characters
 _MOST_PROFILE = 4 * 2**20  # bytes
 _QUIET = ("save_staged", "save_written", "save", "pause", "evaluation")  # left out of the table
-_HIGHER = ("accuracy", "exact_match")  # names of measures of which more is better
+_HIGHER = ("accuracy", "exact_match")  # ends of measures where higher is better
 
 
 @dataclass(frozen=True)
-class Part:
-    """A run of the page, and what is computed of it."""
+class PageRun:
+    """A run of the page, and its ledger of seconds."""
 
     paths: RunDirectory
     text: str  # of config.toml
@@ -47,20 +47,21 @@ class Part:
 
 
 def write_page(folders: Sequence[Path], output: Path | None = None) -> Path:
-    """Write the page of one run or of several beside one another; the path of it.
+    """Write the page of one run, or of several side by side; return its path.
 
         write_page([Path("runs/a")])                                   # runs/a/report.html
         write_page([Path("runs/a"), Path("runs/b")], Path("ab.html"))
 
-    Readers of the file see the old page or the new one. Raises ConfigError for a folder that is no run, and where
-    the page cannot be written. Needs the extra `forge-lab[report]`.
+    The page is replaced atomically. Raises ConfigError for a folder that is not a run, and where the page cannot be
+    written. Needs the extra `forge-lab[report]`.
     """
     if output is None and len(folders) != 1:
         rule, fix = f"must name the page of {len(folders)} runs", "give --output FILE.html"
         raise invalid("--output", "missing", ..., rule, fix, kind=ConfigError)
+
     render = _renderer()
     names = _names(folders)
-    text = render({name: _part(folder) for name, folder in zip(names, folders)})
+    text = render({name: _read(folder) for name, folder in zip(names, folders)})
     path = RunDirectory(folders[0]).page if output is None else output
     try:
         write_file(path, text.encode(errors="replace").decode())  # lone surrogates of JSON
@@ -80,23 +81,22 @@ def _names(folders: Sequence[Path]) -> list[str]:
     return names
 
 
-def _part(folder: Path) -> Part:
+def _read(folder: Path) -> PageRun:
     paths = RunDirectory(folder)
     try:
         run, text = read_run(folder, floats), read_text(paths.config)
     except FileNotFoundError as error:
-        rule = f"must be the folder of a run ({error.filename or error})"
-        fix = "name another one"
+        rule, fix = f"must be the folder of a run ({error.filename or error})", "name another one"
         raise invalid("run", "not_found", str(folder), rule, fix, kind=ConfigError) from error
     except (OSError, ValueError) as error:
         rule, fix = f"cannot be read ({error})", "restore config.toml and environment.json"
         raise invalid("run", "damaged", str(folder), rule, fix, kind=ConfigError) from error
-    last_sign = paths.metrics.stat().st_mtime if paths.metrics.exists() else None
-    ledger = read_ledger(run.events, last_sign)
-    return Part(paths, text, run, ledger, goodput(ledger))
+    ledger = read_run_ledger(paths, run.events)
+    return PageRun(paths, text, run, ledger, goodput(ledger))
 
 
-def _renderer() -> Callable[[Mapping[str, Part]], str]:
+def _renderer() -> Callable[[Mapping[str, PageRun]], str]:
+    """Load the template and its scripts. ConfigError for a missing package, before anything is read."""
     try:
         import jinja2
         from plotly.offline import get_plotlyjs
@@ -104,46 +104,48 @@ def _renderer() -> Callable[[Mapping[str, Part]], str]:
         rule = f"needs {error.name}, which is not installed"
         fix = "pip install 'forge-lab[report]', or print a table by forge-train goodput"
         raise invalid("report", "requires", ..., rule, fix, kind=ConfigError) from error
-    here = Path(__file__).parent
+
+    here = Path(__file__).parent / "template"
     environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(here / "template"),
+        loader=jinja2.FileSystemLoader(here),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
     environment.filters |= {"figure": figure, "span": seconds_text, "json_text": _json_text}
-    scripts = [get_plotlyjs(), (here / "template" / "page.js").read_text(encoding="utf-8")]
-    # no script but these two runs, and nothing is fetched, whatever a run directory holds
-    sources = " ".join(f"'sha256-{_digest(script)}'" for script in scripts)
+    scripts = [get_plotlyjs(), (here / "page.js").read_text(encoding="utf-8")]
+    # only these two scripts run, and nothing is fetched, whatever a run directory contains
+    digests = [hashlib.sha256(script.encode()).digest() for script in scripts]
+    sources = " ".join(f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests)
     template = environment.get_template("page.html.jinja")
     return lambda parts: template.render(scripts=scripts, sources=sources, **_content(parts))
 
 
-def _digest(script: str) -> str:
-    return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-
-
-def _content(parts: Mapping[str, Part]) -> dict[str, Any]:
+def _content(parts: Mapping[str, PageRun]) -> dict[str, Any]:
     """Variables of the template."""
     runs = {name: part.run for name, part in parts.items()}
     curves = Curves(runs)
-    experts = [p for name, run in runs.items() for p in expert_pictures(name, run)]
-    for count, picture in enumerate(experts):
-        picture["id"] = f"experts-{count}"
-    for count, picture in enumerate(curves.others):
-        picture["id"] = f"other-{count}"
-    told = {name: part for name, part in parts.items() if part.run.events}
-    found = {name: part.goodput for name, part in told.items()}
-    lives = strip({name: (part.ledger, part.run.events) for name, part in told.items()})
-    time = [picture for picture in (lives, shares(found) if lives else None) if picture]
+    experts: list[dict[str, Any]] = []
+    for name, run in runs.items():
+        if (plot := expert_plot(run)) is not None:
+            plot |= {"id": f"experts-{len(experts)}", "title": f"Load of experts, {name}"}
+            experts.append(plot)
+    for count, plot in enumerate(curves.others):
+        plot["id"] = f"other-{count}"
+
+    with_events = {name: part for name, part in parts.items() if part.run.events}
+    found = {name: part.goodput for name, part in with_events.items()}
+    over_time = strip({name: (part.ledger, part.run.events) for name, part in with_events.items()})
+    time = [plot for plot in (over_time, shares(found) if over_time else None) if plot]
+
     return {
         "names": list(parts),
         "summary": {name: _summary(part) for name, part in parts.items()},
         "curves": curves,
         "experts": experts,
         "time": time,
-        "goodput": found if lives else {},
+        "goodput": found if over_time else {},
         "causes": CAUSES,
         "evaluations": {name: _evaluations(run) for name, run in runs.items()},
         "config": _config(parts),
@@ -160,7 +162,8 @@ def _content(parts: Mapping[str, Part]) -> dict[str, Any]:
     }
 
 
-def _summary(part: Part) -> dict[str, str]:
+def _summary(part: PageRun) -> dict[str, str]:
+    """Rows of the first table: title -> text, "" where a run has no value."""
     metrics, total = part.run.metrics, _last_of_events(part.run, "total_steps")
     last = {name: _numbers(metrics, name)[-1:] for name in ("step", "loss", "val_loss", "tokens")}
     step = "".join(figure(value) for value in last["step"])
@@ -171,27 +174,28 @@ def _summary(part: Part) -> dict[str, str]:
         "last loss": "".join(figure(value) for value in last["loss"]),
         "last validation loss": "".join(figure(value) for value in last["val_loss"]),
     }
+
     for title, column in (("tokens per second", "tokens_per_second"), ("MFU", "mfu")):
         values = _numbers(metrics, column)
         rows[f"{title} (median)"] = figure(statistics.median(values)) if values else ""
     rows["skipped steps"] = figure(sum(_numbers(metrics, "skipped_steps")))
     memory = max(_numbers(metrics, "memory_bytes"), default=None)
     rows["peak memory"] = "" if memory is None else f"{memory / 2**30:.3g} GiB"
+
     if part.ledger.spans:
         found = part.goodput
         rows["wall clock"] = seconds_text(found.wall_seconds)
         rows["device hours"] = figure(sum(found.gpu_hours.values()))
         rows["kept steps / wall clock"] = f"{found.ettr:.1%}"
-        rows["attempts"] = (
-            f"{found.lives}, crashed {found.losses}, stopped on request {found.stops}"
-        )
+        ends = f"crashed {found.losses}, stopped on request {found.stops}"
+        rows["attempts"] = f"{found.lives}, {ends}"
     return rows
 
 
 def _state(run: Run) -> str:
-    """How the run stands by its last event of a life."""
-    lives = ("start", "resume", "stop", "done", "hang")
-    last = next((e for e in reversed(run.events) if e.get("event") in lives), None)
+    """The state of the run, by its newest event about an attempt."""
+    kinds = ("start", "resume", "stop", "done", "hang")
+    last = next((e for e in reversed(run.events) if e.get("event") in kinds), None)
     if last is None:
         return "not started"
     if last["event"] == "done":
@@ -200,7 +204,7 @@ def _state(run: Run) -> str:
         return f"stopped on request ({last.get('signal')}), to go on"
     if last["event"] == "hang":
         return "hung"
-    return "running, or ended without a word"
+    return "running, or ended without an event"
 
 
 def _last_of_events(run: Run, name: str) -> Any:
@@ -228,14 +232,15 @@ def _evaluations(run: Run) -> list[tuple[str, float, Any, float, Any]]:
     return found
 
 
-def _config(parts: Mapping[str, Part]) -> list[tuple[str, list[tuple[str, str]], bool]]:
-    """(key, (value, origin) of each run, whether they differ): of several runs the keys that differ, of one those
-    that somebody set. The origins are the comments that the run wrote behind its values."""
+def _config(parts: Mapping[str, PageRun]) -> list[tuple[str, list[tuple[str, str]], bool]]:
+    """(key, (value, origin) of each run, whether they differ): the keys that differ, of one run those that were set.
+
+    The origins are the comments that the run wrote after its values.
+    """
     tables = {name: dict(flatten(part.run.config)) for name, part in parts.items()}
     origins = {name: _origins(part.text) for name, part in parts.items()}
-    keys = list(dict.fromkeys(key for table in tables.values() for key in table))
     found = []
-    for key in keys:
+    for key in dict.fromkeys(key for table in tables.values() for key in table):
         cells = [
             (_json_text(table[key]), origins[name].get(key, "")) if key in table else ("", "")
             for name, table in tables.items()
@@ -249,7 +254,7 @@ def _config(parts: Mapping[str, Part]) -> list[tuple[str, list[tuple[str, str]],
 
 
 def _origins(text: str) -> dict[str, str]:
-    """The comment behind each value of a TOML file, by dotted key."""
+    """The comment after each value of a TOML file, by dotted key."""
 
     def walk(table: Container, prefix: str) -> Iterator[tuple[str, str]]:
         for key, item in table.body:
@@ -262,6 +267,7 @@ def _origins(text: str) -> dict[str, str]:
 
 
 def _environment(environment: Mapping[str, Any]) -> dict[str, str]:
+    """Dotted key -> text."""
     found = {}
     for key, value in flatten(environment):
         if key == "command" and isinstance(value, list):
@@ -287,6 +293,7 @@ def _compared(tables: Mapping[str, Mapping[str, str]]) -> list[tuple[str, list[s
 
 
 def _sample(paths: RunDirectory) -> str:
+    """The text that the run generated at its end; "" without one."""
     if not paths.sample.is_file():
         return ""
     if _leads_out(paths.sample, paths.path):
@@ -296,12 +303,12 @@ def _sample(paths: RunDirectory) -> str:
 
 
 def _leads_out(path: Path, folder: Path) -> bool:
-    """Whether a path of a run is a link to a file elsewhere, which a page that is sent to others must not hold."""
+    """Whether a path of a run is a link to a file elsewhere, which a page that is sent to others must not contain."""
     return not path.resolve().is_relative_to(folder.resolve())
 
 
 def _events(run: Run) -> list[tuple[str, ...]]:
-    """(time, event, step, the rest as JSON) of the last events, without those that come all the time."""
+    """(time, event, step, the rest as JSON) of the last events, without the frequent ones."""
     shown = [event for event in run.events if event.get("event") not in _QUIET]
     head = ("time", "event", "step", "pid", "host")
     return [
@@ -313,13 +320,16 @@ def _events(run: Run) -> list[tuple[str, ...]]:
     ]
 
 
-def _profiles(part: Part) -> list[tuple[str, list[Any], Any]]:
-    """(title, tables, content) of each profile; one of another form than ours has no tables, and one that cannot be
-    read says why."""
+def _profiles(part: PageRun) -> list[tuple[str, list[Any], Any]]:
+    """(title, tables, content) of each profile.
+
+    A profile of another form than ours has no tables; one that cannot be read has the reason as its content.
+    """
     root, found = part.paths.path, list[tuple[str, list[Any], Any]]()
     paths = sorted(root.glob("profile/**/*.json"), key=_by_numbers)
     if paths:  # imports torch, which a page without a profile does not need
         from forge_parallel.profile import tables
+
     for path in paths:
         content: Any
         own = list[Any]()
@@ -331,6 +341,7 @@ def _profiles(part: Part) -> list[tuple[str, list[Any], Any]]:
             own = tables(content)
             last = content["step"] + content["steps"] - 1
             title = f"steps {content['step']} to {last}, rank {content['rank']} ({title})"
+
         except (OSError, ValueError, RecursionError) as error:
             content = f"cannot be read: {error}"
         except (ArithmeticError, AttributeError, LookupError, TypeError):

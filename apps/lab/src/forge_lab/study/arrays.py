@@ -1,4 +1,4 @@
-"""`forge-train sweep --slurm`: arrays of Slurm whose element i is the i-th run, and those of forks after the trunks."""
+"""`forge-train sweep --slurm`: Slurm arrays with one element per run; forks wait for the array of trunks."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ from forge_train.toolkit import structure_table
 def write_arrays(study: Study, submits: bool, site: str | None) -> int:
     """Write <study.dir>/slurm/trunks.sh and forks.sh (without a trunk runs.sh) for the runs that are not done.
 
-    Element i reads task-i.toml beside its script; task-i is the folder of that run. A requeued element goes on from its newest
-    checkpoint, as any job of `forge-train slurm` does.
+    Element i reads task-i.toml next to its script; task-i is the folder of that run. A requeued element resumes from its
+    newest checkpoint, as any job of `forge-train slurm` does.
     """
     waiting = [run for run in study.runs if not run.is_done()]
     trunks = [run for run in waiting if run.budget is None]
@@ -39,7 +39,12 @@ def write_arrays(study: Study, submits: bool, site: str | None) -> int:
     if not scripts:
         print("all runs are done; without --slurm the command writes the page")
     elif submits:
-        _submit(scripts)
+        number, options = "", tuple[str, ...]()
+        for script in scripts:
+            number = submitted(script, *options)
+            # forks start when all trunks are done, and are removed if one fails
+            options = (f"--dependency=afterok:{number}", "--kill-on-invalid-dep=yes")
+            print(number)
     else:
         print(f"submit: first=$(sbatch --parsable {shlex.quote(scripts[0])})")
         for script in scripts[1:]:
@@ -48,7 +53,7 @@ def write_arrays(study: Study, submits: bool, site: str | None) -> int:
 
 
 def _write(study: Study, name: str, runs: list[StudyRun], site: str | None) -> str:
-    """The script of an array; its path."""
+    """Write the script of an array, its configurations and links to the runs; return its path."""
     folder = study.dir / "slurm" / name
     jobs = [_element(run, site, folder, len(runs), study) for run in runs]
     for job in jobs:
@@ -59,6 +64,7 @@ def _write(study: Study, name: str, runs: list[StudyRun], site: str | None) -> s
         for warning in check_limits(config, facts):
             note(warning)
         text = batch_script(config, [config.python, "-m", "forge_train", "run"], facts)
+
     refuse(two_jobs("study.dir", str(folder), jobs_of(facts.script)))
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -75,12 +81,13 @@ def _write(study: Study, name: str, runs: list[StudyRun], site: str | None) -> s
 def _element(
     run: StudyRun, site: str | None, folder: Path, number: int, study: Study
 ) -> ResolvedJob:
-    """The job with the [slurm] of an array, over that of the site. ConfigError for keys that an array of runs cannot have."""
+    """The job with the [slurm] of an array and of the site. ConfigError for keys that the study sets itself."""
     layers = Layers()
     for key, value in run.job.values().items():
         if key.startswith("slurm.") and run.job.origin(key) != "default":
             layers.set(key, value, run.job.origin(key))
     add_site(layers, site)
+
     table = layers.values.get("slurm", {})
     problems = [
         Problem(f"slurm.{key}", "excludes", table[key], "is made by the study", "leave it out")
@@ -91,24 +98,16 @@ def _element(
         rule, fix = "ends the job that forks wait for", "use 'requeue', or study.trunk = false"
         problems.append(Problem("slurm.on_stop", "trunk", table["on_stop"], rule, fix))
     refuse(problems)
+
     own = {
         "array": f"0-{number - 1}",
         "array_run_dirs": True,
         "array_arguments": [f"{folder}/task-%a.toml"],
+        "job_name": table.get("job_name") or f"{study.name}-{folder.name}",
     }
-    own["job_name"] = table.get("job_name") or f"{study.name}-{folder.name}"
     config, found = structure_table({**table, **own}, SlurmConfig, "slurm")
     refuse(found)
     return replace(run.job, config=replace(run.job.config, slurm=config))
-
-
-def _submit(scripts: list[str]) -> None:
-    """Submit the arrays, those of forks to start when all trunks are done."""
-    number, options = "", tuple[str, ...]()
-    for script in scripts:
-        number = submitted(script, *options)
-        options = (f"--dependency=afterok:{number}", "--kill-on-invalid-dep=yes")
-        print(number)
 
 
 def _link(path: Path, target: Path) -> None:

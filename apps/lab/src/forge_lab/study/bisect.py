@@ -1,9 +1,9 @@
-"""Where two runs part: from what they logged and saved to the step, and by replays of both to the module."""
+"""The first difference of two runs: the step by their rows and checkpoints, the module by replays of both."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from forge_ckpt import SavedTensors
 from forge_lab._shared.problems import invalid
 from forge_lab._shared.toml_files import read_toml
 from forge_lab.study.difference import BOUND, Difference, bound_of, close, first_difference
-from forge_lab.study.journal import read_journal
+from forge_lab.study.private_job import read_journal
 from forge_lab.study.record import Record
 from forge_lab.study.replay import logged_rows
 from forge_parallel.metric_rows import finite
@@ -28,9 +28,9 @@ _LOGGED = ("instances", "loss", "grad_norm", "lr")
 
 @dataclass(frozen=True)
 class Interval:
-    """Where the first difference lies: behind step `start`, and not behind step `end`, which is None where neither rows nor
-    checkpoints differ. `cause` says what differs at `end`. `rows` and `checkpoints` were compared.
+    """The steps that contain the first difference: after `start`, up to `end`; None if no row or checkpoint differs.
 
+    `cause` names the first difference of `end`; `rows` and `checkpoints` count those that were compared.
     `same_start`: both saved `start`, with the same weights. Else it is the initial state, which a replay compares.
     """
 
@@ -44,8 +44,10 @@ class Interval:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a bisection found: the interval, the difference of the replays, and for each side the first step whose row its
-    own replay does not give again (None: there is none)."""
+    """The result of a bisection: the interval, and the difference of the replays.
+
+    `departs`: for each side the first step whose logged row its own replay does not reproduce, or None.
+    """
 
     interval: Interval
     difference: Difference | None
@@ -67,7 +69,7 @@ class Verdict:
 
 
 def find_interval(a: Path, b: Path, tolerance: float = 0.0) -> Interval:
-    """Compare rows of metrics and common checkpoints of two runs; only as many checkpoints are read as are needed."""
+    """Compare rows of metrics and common checkpoints of two runs, from the newest checkpoint back to an equal one."""
     ours, theirs = logged_rows(a), logged_rows(b)
     steps = sorted({*ours} & {*theirs} - {0})
     end, cause = None, ""
@@ -76,11 +78,13 @@ def find_interval(a: Path, b: Path, tolerance: float = 0.0) -> Interval:
         if names:
             end, cause = step, f"{names[0]} of step {step}"
             break
+
     rows = len(steps) if end is None else steps.index(end) + 1
     common = sorted({*RunDirectory(a).committed()} & {*RunDirectory(b).committed()})
     if not steps and not common:
         rule = f"must have a logged step or a checkpoint in common with {a}"
         raise invalid("run_b", "common", str(b), rule, "name runs that have", kind=StateError)
+
     count = 0
     for step in reversed([s for s in common if end is None or s < end]):
         count += 1
@@ -92,8 +96,7 @@ def find_interval(a: Path, b: Path, tolerance: float = 0.0) -> Interval:
 
 
 def different_tensor(a: Path, b: Path, step: int, tolerance: float = 0.0) -> str | None:
-    """The name of the first weight that differs in the checkpoints of a step; None if all are alike. One tensor of each is
-    in memory."""
+    """The name of the first weight that differs in the checkpoints of a step, or None. Memory: one tensor of each."""
     paths = [RunDirectory(run).checkpoint(step) for run in (a, b)]
     with store_errors(paths[0].parent, StateError), ExitStack() as stack:
         one, two = (stack.enter_context(SavedTensors(path)) for path in paths)
@@ -104,10 +107,10 @@ def different_tensor(a: Path, b: Path, step: int, tolerance: float = 0.0) -> str
                 rule = f"must have {name.removeprefix('model.')} in the shape that it has in {a}"
                 fix = "compare runs of one model"
                 raise invalid("run_b", "mismatch", str(b), rule, fix, kind=ConfigError)
+
             x, y = one.read(name), two.read(name)
             scale = float(y.abs().max()) if tolerance and y.numel() else 0.0
-            same = torch.equal(x, y) or bool((x - y).abs().max() <= tolerance * scale)
-            if not same:
+            if not torch.equal(x, y) and not bool((x - y).abs().max() <= tolerance * scale):
                 return name.removeprefix("model.")
     return None
 
@@ -123,26 +126,26 @@ def bisect_runs(
 
     Costs two replays of the steps between two checkpoints. Raises ConfigError and StateError.
     """
+
+    def layout(run: Path) -> tuple[Any, int | None]:
+        paths = RunDirectory(run)
+        paths.require_run()
+        return read_toml(paths.config).get("parallel"), paths.num_ranks()
+
     if a.resolve() == b.resolve():
         rule = "must be another run than run_a"
         raise invalid("run_b", "duplicate", str(b), rule, "name two runs", kind=ConfigError)
     if tolerance is None:
-        tolerance = 0.0 if _layout(a) == _layout(b) else BOUND
+        tolerance = 0.0 if layout(a) == layout(b) else BOUND
     interval = find_interval(a, b, tolerance)
     if interval.end is None or logged_only:
         return _with_text(Verdict(interval, None, bound=tolerance), a, b)
+
     with tempfile.TemporaryDirectory(prefix="forge-bisect-") as folder:
         sides = [Path(folder, name) for name in ("a", "b")]
         for run, side in zip((a, b), sides):
             replay(run, interval.start, interval.end, side)
         return bisect_records(sides[0], sides[1], tolerance, interval, (a, b))
-
-
-def _layout(run: Path) -> tuple[Any, int | None]:
-    """[parallel] of a run, and its number of ranks."""
-    paths = RunDirectory(run)
-    paths.require_run()
-    return read_toml(paths.config).get("parallel"), paths.num_ranks()
 
 
 def bisect_records(
@@ -166,7 +169,7 @@ def bisect_records(
 
 
 def _departs(run: Path, record: Record) -> int | None:
-    """The first logged step whose numbers the replay did not give again, bit for bit."""
+    """The first logged step that the replay does not reproduce bit for bit."""
     logged = logged_rows(run)
     for step in range(record.head.first, record.head.last + 1):
         row = record.row(step)
@@ -179,78 +182,78 @@ def _with_text(verdict: Verdict, a: Path, b: Path, callbacks: bool = True) -> Ve
     return replace(verdict, text=" ".join(_sentences(verdict, a, b, callbacks)))
 
 
-def _sentences(verdict: Verdict, a: Path, b: Path, callbacks: bool) -> list[str]:
+def _sentences(verdict: Verdict, a: Path, b: Path, callbacks: bool) -> Iterator[str]:
     """One paragraph that can be read without this code."""
     interval, found = verdict.interval, verdict.difference
     how = f"within {verdict.bound:g} (relative)" if verdict.bound else "bit for bit"
-    lines = [f"A is {a}, B is {b}; values are compared {how}."]
+    yield f"A is {a}, B is {b}; values are compared {how}."
     if interval.rows or interval.checkpoints:
-        lines.append(_of_interval(interval))
+        yield _of_interval(interval)
+
+    departs = {name: step for name, step in zip("AB", verdict.departs) if step}
     if found is not None:
-        lines += _of_difference(found, interval)
-    elif any(verdict.departs):
-        names = [n for n, step in zip("AB", verdict.departs) if step]
-        steps = [f"step {step}" for step in verdict.departs if step]
-        lines.append(
-            f"The replays of both agree, but the log of {' and of '.join(names)} departs from the run's own replay at "
-            f"{' and '.join(steps)}: the cause is not in configuration, code or data, but acted once "
-            "(a fault of a machine, a change by hand"
-            + (")." if callbacks else ", or a callback: they were off, --callbacks turns them on).")
+        yield _of_difference(found, interval)
+        if departs:
+            names = [f"{name} from step {step} on" for name, step in departs.items()]
+            yield f"The replay does not reproduce the logged numbers of {' and '.join(names)}."
+    elif departs:
+        off = "" if callbacks else ", or a callback: they were off, --callbacks turns them on"
+        yield (
+            f"The replays of both agree, but the log of {' and of '.join(departs)} departs from the run's own replay at "
+            f"{' and '.join(f'step {step}' for step in departs.values())}: the cause is not in configuration, code or data, "
+            f"but acted once (a fault of a machine, a change by hand{off})."
         )
-    elif verdict.interval.end is not None and verdict.interval.rows and not verdict.differs:
-        lines.append("The replays agree.")
+    elif interval.end is not None and interval.rows and not verdict.differs:
+        yield "The replays agree."
     elif not verdict.differs:
-        lines.append("No difference was found.")
-    if found is not None and any(verdict.departs):
-        names = [f"{n} from step {step} on" for n, step in zip("AB", verdict.departs) if step]
-        lines.append(f"The replay does not give the logged numbers again of {' and '.join(names)}.")
-    return lines
+        yield "No difference was found."
 
 
 def _of_interval(interval: Interval) -> str:
-    saved = interval.same_start
     if interval.end is None:
-        checkpoint = f" and the checkpoint of step {interval.start}" if saved else ""
-        return f"{interval.rows} logged steps{checkpoint} are the same."
-    if not saved:  # nobody saved the initial state: only the replays compare it
-        return f"Of what was logged or saved, {interval.cause} is the first that differs."
+        saved = f" and the checkpoint of step {interval.start}" if interval.same_start else ""
+        return f"{interval.rows} logged steps{saved} are the same."
+    if not interval.same_start:  # no checkpoint of the initial state: only the replays compare it
+        return f"Of the logged rows and checkpoints, {interval.cause} is the first that differs."
     return (
         f"The runs are the same up to step {interval.start}, and {interval.cause} is the first that was logged or saved "
         "and differs."
     )
 
 
-def _of_difference(found: Difference, interval: Interval) -> list[str]:
+def _of_difference(found: Difference, interval: Interval) -> str:
+    step, name = found.step, found.name
     more = f" ({len(found.others)} more differ in this step)" if found.others else ""
     error = f", by {found.error:.1e} of its largest value" if found.error else ""
-    if found.error == 0:  # the digest alone saw it
+    if found.error == 0:  # only the digests differ
         error = ", in elements that are not among the samples of the record"
-    step = found.step
+
     if found.quantity == "weight" and step == interval.start + 1 and not interval.same_start:
-        return [f"The weights that they begin with differ: {found.name}{error}{more}."]
+        return f"The weights that they begin with differ: {name}{error}{more}."
     if found.quantity == "weight":
-        return [
-            f"{found.name} differs before step {step}{error}{more}; loss, gradients, norm and rate of the step before it "
+        return (
+            f"{name} differs before step {step}{error}{more}; loss, gradients, norm and rate of the step before it "
             "are the same, so that the update or something between the steps made the difference."
-        ]
+        )
     if found.quantity == "output":
-        row = "" if found.instance is None else f" on instance {found.instance}"
-        return [
-            f"In step {step} the weights and the data are the same, and the output of {found.name} is the first of the "
-            f"forward that differs{row}{error}{more}."
-        ]
+        on = "" if found.instance is None else f" on instance {found.instance}"
+        return (
+            f"In step {step} the weights and the data are the same, and the output of {name} is the first of the "
+            f"forward that differs{on}{error}{more}."
+        )
     if found.quantity == "gradient":
-        return [
-            f"In step {step} weights, data and outputs are the same, and the gradient of {found.name} is the first of the "
+        return (
+            f"In step {step} weights, data and outputs are the same, and the gradient of {name} is the first of the "
             f"backward that differs{error}{more}."
-        ]
+        )
     if found.quantity == "data":
-        row = "" if found.instance is None else f" of instance {found.instance}"
-        return [
-            f"In step {step} the weights and the numbers of the instances are the same, and the data behind them differs: "
-            f"{found.name}{row}{more}."
-        ]
+        of = "" if found.instance is None else f" of instance {found.instance}"
+        return (
+            f"In step {step} the weights and the numbers of the instances are the same, and the data of one differs: "
+            f"{name}{of}{more}."
+        )
+
     words = {"instances": "the order of the data (the digest of the instances)", "loss": "the loss"}
-    name = words.get(found.quantity, found.quantity)
     values = "" if found.values is None else f" ({found.values[0]} in A, {found.values[1]} in B)"
-    return [f"In step {step} all before it is the same, and {name} differs{values}."]
+    quantity = words.get(found.quantity, found.quantity)
+    return f"In step {step} all before it is the same, and {quantity} differs{values}."

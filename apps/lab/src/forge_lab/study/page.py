@@ -1,4 +1,4 @@
-"""The result of a study: its runs and the scaling law fitted to them, as JSON, and a page and a picture of that JSON."""
+"""The result of a study: its runs and the scaling law fitted to them, as JSON, Markdown and a plot."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Result = dict[str, Any]
 
 
 def check_plot() -> None:
-    """ConfigError where matplotlib is missing: before hours of training, not behind them."""
+    """Raise ConfigError where matplotlib is missing: before hours of training, not after them."""
     try:
         import matplotlib  # noqa: F401
     except ImportError as error:
@@ -47,7 +47,7 @@ def check_plot() -> None:
 
 
 def write_page(study: Study, path: Path) -> None:
-    """Write the page `path` (.md), and .json and .svg beside it, of a study whose runs are done."""
+    """Write the page `path` (.md), and .json and .svg next to it, of a study whose runs are done."""
     result = result_of(study)
     write_file(path.with_suffix(".json"), json.dumps(result, indent=1) + "\n")
     draw(result, path.with_suffix(".svg"))
@@ -58,17 +58,16 @@ def write_page(study: Study, path: Path) -> None:
 
 
 def result_of(study: Study) -> Result:
-    """Runs, fits and costs of a study, as JSON takes them; runs and fits are functions of the configuration alone."""
+    """Runs, fits and costs of a study, as JSON; runs and fits depend only on the configuration."""
     config = study.config
     rows = [_row(run) for run in study.runs if run.budget is not None]
     kinds = dict.fromkeys((row["optimizer"], row["schedule"]) for row in rows)
     fits = []
-    for optimizer, schedule in kinds:
-        own = [row for row in rows if (row["optimizer"], row["schedule"]) == (optimizer, schedule)]
-        fits.append(
-            {"optimizer": optimizer, "schedule": schedule}
-            | fitted(own, config.resamples, config.level)
-        )
+    for kind in kinds:
+        own = [row for row in rows if (row["optimizer"], row["schedule"]) == kind]
+        names = dict(zip(("optimizer", "schedule"), kind))
+        fits.append(names | fitted(own, config.resamples, config.level))
+
     job = study.runs[0].job.config
     return {
         "study": study.name,
@@ -85,7 +84,7 @@ def result_of(study: Study) -> Result:
 
 
 def _corpus_tokens(job: JobConfig) -> int | None:
-    """Tokens of the training data, each once; None where a source does not know it."""
+    """Tokens of the training data, each once; None for a source without a length."""
     streams = [
         open_stream(source, job.data.seq_len, packing=job.data.packing)
         for source in job.data.sources.values()
@@ -96,12 +95,11 @@ def _corpus_tokens(job: JobConfig) -> int | None:
 
 
 def _row(run: StudyRun) -> dict[str, Any]:
-    """What a run varies, and its loss at the last step. StateError for one that was not evaluated there."""
-    events = read_run(run.dir).events
-    losses = [
-        e["val_loss"] for e in events if e["event"] == "evaluation" and e["step"] == run.steps
-    ]
-    loss = losses[-1] if losses else None
+    """The row of a run, with its loss at the last step. StateError for a run that was not evaluated there."""
+    loss = None
+    for event in read_run(run.dir).events:
+        if event["event"] == "evaluation" and event["step"] == run.steps:
+            loss = event["val_loss"]
     if loss is None or not math.isfinite(loss):
         rule = f"must be finite at step {run.steps}"
         fix = "remove the folder to train it again; if it diverges again, take it out of the study"
@@ -111,22 +109,24 @@ def _row(run: StudyRun) -> dict[str, Any]:
 
 
 def _cost(study: Study) -> dict[str, Any]:
-    """Processor seconds of the lives that this machine's sweeps saw end, and the state of the sources."""
+    """Processor seconds of the processes whose end this machine's sweeps saw, and the state of the sources."""
     names = {run.name for run in study.runs}
-    lives = [life for life in read_log(study.dir / "lives.jsonl") if life["run"] in names]
+    ended = [row for row in read_log(study.dir / "lives.jsonl") if row["run"] in names]
     git = git_state()
     return {
-        "processes": len(lives),
-        "processor_seconds": round(sum(life["processor_seconds"] for life in lives), 1),
+        "processes": len(ended),
+        "processor_seconds": round(sum(row["processor_seconds"] for row in ended), 1),
         "flops": sum(run.flops * run.own_part for run in study.runs),
         "commit": git.get("commit", "unknown")[:12] + ("+" if git.get("dirty") else ""),
     }
 
 
 def fitted(rows: Sequence[dict[str, Any]], resamples: int, level: float) -> Result:
-    """The law of some runs, with intervals, the optimum of some budgets, and the error on the largest size when the law is
-    fitted without it. `refused` says why there is none."""
-    columns = _columns(rows)
+    """Fit the law to runs: constants with intervals, the optimum of some budgets, and the error on the held-out largest size.
+
+    Without a law `refused` is the reason.
+    """
+    columns = [*_columns(rows)]
     try:
         fit = fit_scaling(*columns)
         others = bootstrap(*columns, resamples=resamples)
@@ -146,20 +146,17 @@ def fitted(rows: Sequence[dict[str, Any]], resamples: int, level: float) -> Resu
     }
 
 
-def _columns(rows: Sequence[dict[str, Any]]) -> tuple[list[float], list[float], list[float]]:
-    parameters, tokens, losses = (
-        [float(row[key]) for row in rows] for key in ("parameters", "tokens", "val_loss")
-    )
-    return parameters, tokens, losses
+def _columns(rows: Sequence[dict[str, Any]]) -> Iterator[list[float]]:
+    return ([float(row[key]) for row in rows] for key in ("parameters", "tokens", "val_loss"))
 
 
 def _error(fit: ScalingFit, row: dict[str, Any]) -> float:
-    """Predicted over measured loss, less one."""
+    """Relative error of the predicted loss."""
     return fit.loss(row["parameters"], row["tokens"]) / row["val_loss"] - 1
 
 
 def _held_out(rows: Sequence[dict[str, Any]]) -> Result:
-    """The errors on the runs of the largest size, of a law that was fitted to the others."""
+    """Relative errors on the runs of the largest size, of a law that was fitted to the others."""
     largest = max(row["parameters"] for row in rows)
     held = [row for row in rows if row["parameters"] == largest]
     try:
@@ -176,7 +173,7 @@ def _held_out(rows: Sequence[dict[str, Any]]) -> Result:
 
 
 def _budgets(rows: Sequence[dict[str, Any]]) -> list[float]:
-    """Powers of ten from inside the runs to a hundred times the largest, of 6 N D."""
+    """Powers of ten of 6 N D: one below the largest run, and the two above it."""
     most = max(6.0 * row["parameters"] * row["tokens"] for row in rows)
     return [10.0 ** (math.floor(math.log10(most)) + k) for k in range(3)]
 
@@ -196,21 +193,20 @@ def _optimum(fit: ScalingFit, others: Sequence[ScalingFit], flops: float, level:
 
 
 def page(result: Result, stem: str) -> str:
-    """Markdown of a result; the picture is `stem`.svg."""
+    """Markdown of a result; its plot is `stem`.svg."""
     runs = result["runs"]
     sizes = dict.fromkeys(run["size"] for run in runs)
     budgets = dict.fromkeys(run["tokens_per_parameter"] for run in runs)
-    what = (
-        "all parameters"
-        if result["parameters"] == "all"
-        else "parameters without embedding and head"
-    )
+    counted = "all parameters"
+    if result["parameters"] != "all":
+        counted = "parameters without embedding and head"
+
     lines = [
         f"# Scaling study `{result['study']}`",
         "",
         f"{len(runs)} runs of {len(sizes)} sizes and {len(budgets)} budgets on the source {', '.join(result['sources'])} "
         f"({result['vocab_size']} ids, rows of {result['seq_len']} tokens, {result['global_batch']} rows a step). N counts "
-        f"{what}. D counts the tokens of all steps, repeated ones included. "
+        f"{counted}. D counts the tokens of all steps, repeated ones included. "
         + _trunk_sentence(result)
         + " The loss is measured on held-out rows after the last step, in nats per token.",
         "",
@@ -218,17 +214,15 @@ def page(result: Result, stem: str) -> str:
     ]
     for fit in result["fits"]:
         lines += _fit_section(fit, result)
-    lines += ["", "## Runs", ""]
-    lines += [
-        "| run | N | D | D / N | steps | forked at | FLOPs | loss |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+
+    heads = "| run | N | D | D / N | steps | forked at | FLOPs | loss |"
+    lines += ["", "## Runs", "", heads, "|---|---|---|---|---|---|---|---|"]
     lines += [
         f"| {run['name']} | {run['parameters']:,} | {run['tokens']:,} | {run['tokens'] / run['parameters']:.1f} | "
         f"{run['steps']:,} | {run['forked_at'] or '-'} | {run['flops']:.2e} | {run['val_loss']:.4f} |"
         for run in runs
     ]
-    lines += ["", *_remarks(result), ""]
+    lines += ["", *_limits_section(result), ""]
     return "\n".join(lines)
 
 
@@ -253,11 +247,13 @@ def _fit_section(fit: Result, result: Result) -> Iterator[str]:
         f"of starts; Hoffmann et al. 2022, approach 3). The intervals contain {level} of {result['resamples']} fits to runs that were "
         "drawn with replacement."
     )
+
     yield from ("", f"| constant | fit | {level} interval |", "|---|---|---|")
     for name, (value, low, high) in fit["constants"].items():
         yield f"| {name} | {value:.4g} | {low:.4g} to {high:.4g} |"
     yield ""
     yield f"On the runs that it was fitted to, the largest relative error of the law is {fit['largest_error']:.2%}."
+
     held = fit["held_out"]
     yield ""
     if "refused" in held:
@@ -268,13 +264,11 @@ def _fit_section(fit: Result, result: Result) -> Iterator[str]:
             f"**Held out**: a law fitted without the largest size (N = {held['parameters']:,}) predicts the losses of that size with "
             f"errors of {errors} (from the smallest to the largest budget); the mean absolute error is {held['mean_absolute_error']:.2%}."
         )
+
     yield from ("", "### Compute-optimal sizes", "")
     yield "For each budget of 6 N D operations, N and D with the lowest predicted loss. All rows but the first are extrapolations."
-    yield from (
-        "",
-        f"| 6 N D | N | {level} interval | D | {level} interval | loss |",
-        "|---|---|---|---|---|---|",
-    )
+    heads = f"| 6 N D | N | {level} interval | D | {level} interval | loss |"
+    yield from ("", heads, "|---|---|---|---|---|---|")
     for row in fit["optimum"]:
         (n, *of_n), (d, *of_d) = row["parameters"], row["tokens"]
         yield (
@@ -283,7 +277,7 @@ def _fit_section(fit: Result, result: Result) -> Iterator[str]:
         )
 
 
-def _remarks(result: Result) -> Iterator[str]:
+def _limits_section(result: Result) -> Iterator[str]:
     cost = result["cost"]
     smallest, largest = (f(run["parameters"] for run in result["runs"]) for f in (min, max))
     yield "## Limits of this study"
@@ -298,6 +292,7 @@ def _remarks(result: Result) -> Iterator[str]:
             f"- The data has {corpus:,} tokens, and the longest run reads it {most / corpus:.1f} times. Repeated tokens lower the loss less "
             "than new ones; the law makes no difference between them."
         )
+
     yield (
         "- All sizes have the learning rate and the batch of the study file. If other values suit some sizes better, this changes the "
         "exponents."
@@ -310,6 +305,7 @@ def _remarks(result: Result) -> Iterator[str]:
         "- The intervals are wide because the runs are few. They do not include the effect of the corpus, of its order in each seed, or "
         "of the held-out set, because all runs share them."
     )
+
     yield ""
     yield (
         f"Cost: {cost['processor_seconds']:,.0f} processor seconds in {cost['processes']} processes, threads of each: {result['threads']}; "
@@ -318,45 +314,44 @@ def _remarks(result: Result) -> Iterator[str]:
     )
 
 
-# ---- the picture
+# ---- the plot
 
 
 def draw(result: Result, path: Path) -> None:
-    """Loss by tokens, one color a size, and by operations with the lowest loss of the law. Needs matplotlib."""
+    """Plot loss by tokens, one color a size, and by operations with the lowest loss of the law. Needs matplotlib."""
     import matplotlib
     from matplotlib.figure import Figure
 
     fits = result["fits"]
     figure = Figure(figsize=(10, 4.2 * len(fits)), layout="constrained")
     for (left, right), fit in zip(figure.subplots(len(fits), 2, squeeze=False), fits):
-        mine = [
-            run for run in result["runs"]
-            if (run["optimizer"], run["schedule"]) == (fit["optimizer"], fit["schedule"])
-        ]  # fmt: skip
-        law = None if "refused" in fit else ScalingFit(
-            **{name: values[0] for name, values in fit["constants"].items()}, objective=fit["objective"]
-        )  # fmt: skip
+        kind = (fit["optimizer"], fit["schedule"])
+        mine = [run for run in result["runs"] if (run["optimizer"], run["schedule"]) == kind]
+        law = None
+        if "refused" not in fit:
+            constants = {name: values[0] for name, values in fit["constants"].items()}
+            law = ScalingFit(**constants, objective=fit["objective"])
         _by_tokens(left, mine, law)
         _by_flops(right, mine, law)
-        kind = ", ".join(filter(None, (fit["optimizer"], fit["schedule"])))
+
+        name = ", ".join(filter(None, kind))
         lines = "no law" if law is None else "lines: the law"
-        left.set_title(
-            f"{kind}: loss by tokens (points: runs, {lines})".removeprefix(": "), fontsize=10
-        )
+        title = f"{name}: loss by tokens (points: runs, {lines})".removeprefix(": ")
+        left.set_title(title, fontsize=10)
         right.set_title("The same by compute: which size is best for a budget?", fontsize=10)
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "forge"}):
         figure.savefig(path, metadata={"Date": None})
 
 
 def _by_tokens(axes: Any, runs: Sequence[dict[str, Any]], law: ScalingFit | None) -> None:
-    most, least = (f(run["tokens"] for run in runs) for f in (max, min))
-    for number, size in enumerate(dict.fromkeys(run["parameters"] for run in runs)):
-        own = [run for run in runs if run["parameters"] == size]
-        axes.plot([r["tokens"] for r in own], [r["val_loss"] for r in own], "o", color=f"C{number}",
-                  label=f"N = {size:,}")  # fmt: skip
+    """The runs by tokens, and the law's loss of each size."""
+    seen = [run["tokens"] for run in runs]
+    tokens = _spread(min(seen), max(seen))
+    for color, size, own in _sizes(runs):
+        losses = [r["val_loss"] for r in own]
+        axes.plot([r["tokens"] for r in own], losses, "o", color=color, label=f"N = {size:,}")
         if law is not None:
-            tokens = _spread(least, most)
-            axes.plot(tokens, [law.loss(size, d) for d in tokens], color=f"C{number}", linewidth=1)
+            axes.plot(tokens, [law.loss(size, d) for d in tokens], color=color, linewidth=1)
     axes.set_xscale("log")
     axes.set_xlabel("D: tokens that a run has seen")
     axes.set_ylabel("held-out loss, nats per token")
@@ -365,38 +360,35 @@ def _by_tokens(axes: Any, runs: Sequence[dict[str, Any]], law: ScalingFit | None
 
 
 def _by_flops(axes: Any, runs: Sequence[dict[str, Any]], law: ScalingFit | None) -> None:
-    """The points by 6 N D, the law's loss of each size, and its lowest loss of each budget."""
+    """The runs by 6 N D, the law's loss of each size, and its lowest loss of each budget."""
     work = [6.0 * run["parameters"] * run["tokens"] for run in runs]
     budgets = _spread(min(work), 3 * max(work))
-    for number, size in enumerate(dict.fromkeys(run["parameters"] for run in runs)):
-        own = [run for run in runs if run["parameters"] == size]
-        axes.plot(
-            [6.0 * size * r["tokens"] for r in own],
-            [r["val_loss"] for r in own],
-            "o",
-            color=f"C{number}",
-        )
+    for color, size, own in _sizes(runs):
+        losses = [r["val_loss"] for r in own]
+        axes.plot([6.0 * size * r["tokens"] for r in own], losses, "o", color=color)
         if law is not None:
-            axes.plot(
-                budgets,
-                [law.loss(size, c / (6.0 * size)) for c in budgets],
-                color=f"C{number}",
-                linewidth=1,
-            )
+            predicted = [law.loss(size, c / (6.0 * size)) for c in budgets]
+            axes.plot(budgets, predicted, color=color, linewidth=1)
     if law is not None:
         best = [law.loss(*law.optimum(c)) for c in budgets]
         axes.plot(budgets, best, "k--", label="best N of each budget, by the law")
         axes.legend(fontsize=8)
-    losses = [run["val_loss"] for run in runs]
-    axes.set_ylim(
-        min(losses) - 0.15 * (max(losses) - min(losses)),
-        max(losses) + 0.15 * (max(losses) - min(losses)),
-    )
+
+    measured = [run["val_loss"] for run in runs]
+    low, high = min(measured), max(measured)
+    axes.set_ylim(low - 0.15 * (high - low), high + 0.15 * (high - low))
     axes.set_xscale("log")
     axes.set_xlabel("6 N D: floating-point operations of a run (N: parameters)")
     axes.set_ylabel("held-out loss, nats per token")
     axes.grid(alpha=0.3)
 
 
+def _sizes(runs: Sequence[dict[str, Any]]) -> Iterator[tuple[str, int, list[dict[str, Any]]]]:
+    """(color, parameters, runs) of each size."""
+    for number, size in enumerate(dict.fromkeys(run["parameters"] for run in runs)):
+        yield f"C{number}", size, [run for run in runs if run["parameters"] == size]
+
+
 def _spread(low: float, high: float, number: int = 60) -> list[float]:
+    """Points that are evenly spread on a logarithmic axis."""
     return [low * (high / low) ** (k / (number - 1)) for k in range(number)]

@@ -1,14 +1,14 @@
-"""What the runs of a study need: by the planner for a kind of GPU, or by a few measured steps on this machine."""
+"""The price of a study: by the planner for a kind of GPU, or by a few measured steps on this machine."""
 
 from __future__ import annotations
 
 import itertools
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ from forge_train.errors import JobError
 from forge_train.toolkit import price
 
 _STEPS = 12
-#: Without a warm-up the rate may be too high: numbers that are not finite do not end a measurement.
+#: Without a warm-up the learning rate may be too high: values that are not finite do not end a measurement.
 _MEASURED: dict[str, Any] = {
     "resilience.nonfinite.action": "skip", "resilience.nonfinite.max_in_a_row": _STEPS,
     "train.steps": _STEPS, "schedule.name": "constant", "schedule.warmup_steps": 0, "eval.every_steps": 0,
@@ -39,15 +39,17 @@ class Price(NamedTuple):
 
 
 def print_plan(study: Study, gpu: str | None) -> None:
-    """Print the runs with parameters, own steps, tokens and operations, seconds and memory, and their sum; train nothing."""
+    """Print the runs with parameters, own steps, tokens and operations, seconds and memory, and their sums."""
     prices: dict[tuple[str, str], Price] = {}
     for run in study.runs:
         key = (run.size, run.optimizer)
         if key not in prices:
             prices[key] = _planned(run, gpu) if gpu else _measured(run, study.config.threads)
+
     names = Column("run", no_wrap=True, min_width=max(len(run.name) for run in study.runs))
     heads = ("N", "steps", "tokens", "FLOPs", "seconds", "GB")
     table = Table(names, *heads, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+
     total = 0.0
     for run in study.runs:
         cost = prices[run.size, run.optimizer]
@@ -59,6 +61,7 @@ def print_plan(study: Study, gpu: str | None) -> None:
             f"{run.flops * run.own_part:.1e}", "done" if done else f"{seconds:,.1f}", f"{cost.memory / 1e9:.2f}",
         )  # fmt: skip
     Console().print(table)
+
     by = f"the planner for one {gpu}" if gpu else f"{_STEPS} steps of each size on this machine"
     print(
         f"{len(study.runs)} runs, {sum(r.tokens * r.own_part for r in study.runs):,.0f} tokens, "
@@ -75,25 +78,21 @@ def _planned(run: StudyRun, gpu: str) -> Price:
 
 
 def _measured(run: StudyRun, threads: int) -> Price:
-    """Of a real run of a few steps in a process of its own."""
+    """The price of a run by `_STEPS` real steps in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         file, out = Path(folder) / "job.toml", Path(folder) / "run"
         file.write_text(run.job.to_toml(given=True), encoding="utf-8")
         flags = [f"--{key}={value}" for key, value in _MEASURED.items()]
+
         began = time.monotonic()
         command = [sys.executable, "-m", "forge_train", "run", str(file), f"--run.dir={out}"]
         environ = {**os.environ, "OMP_NUM_THREADS": str(threads)}
         done = subprocess.run([*command, *flags], capture_output=True, text=True, env=environ)
         if done.returncode:
-            raise JobError(
-                [f"{run.name}: {_STEPS} steps could not be measured: {done.stderr.strip()}"]
-            )
-        whole = time.monotonic() - began
+            reason = done.stderr.strip()
+            raise JobError([f"{run.name}: {_STEPS} steps could not be measured: {reason}"])
+        seconds = time.monotonic() - began
         rows = read_run(out).metrics
-    steps = sorted(_differences(rows["seconds"]))
-    step = steps[len(steps) // 2]
-    return Price(max(0.0, whole - _STEPS * step), step, max(rows["memory_bytes"]))
 
-
-def _differences(values: list[float]) -> Iterator[float]:
-    yield from (after - before for before, after in itertools.pairwise(values))
+    step = statistics.median_high(b - a for a, b in itertools.pairwise(rows["seconds"]))
+    return Price(max(0.0, seconds - _STEPS * step), step, max(rows["memory_bytes"]))

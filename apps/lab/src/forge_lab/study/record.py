@@ -1,12 +1,12 @@
-"""A replay written down, to be compared with another one: on another machine, of other code, in another layout.
+"""A replay as a record, to be compared with another one: of another machine, other code or another layout.
 
     record.json                   the run, its layout and versions, and the rows of metrics
     step-00000037/rank-0.json     entries in the order of the step: weights before it, outputs, data, gradients
     step-00000037/rank-0.npy      samples of all of them, fp32
 
-An entry has the digest of a whole tensor, its norm, and up to 256 of its elements, evenly spread. Weights and
-gradients are whole; outputs of modules are rows (S, ...), by instance, so that every division of the batch gives the same
-entries. Where the tokens of a row lie on the ranks of a tp group they are put together.
+An entry has the digest of a full tensor, its norm, and up to 256 of its elements, evenly spread. Weights and
+gradients are unsharded; outputs of modules are of single sequences (S, ...), by sample index, so that every division of
+the batch gives the same entries. A sequence that is sharded over a tp group is gathered.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from forge_train.errors import ConfigError
 
 FORMAT = 1
 _SAMPLES = 256
-_NO_ROWS = -1
+_NO_ROWS = -1  # `Entry.instance` of a tensor that belongs to no single sequence
 
 
 class Entry(NamedTuple):
-    """A tensor in a record. `instance` is -1 for what belongs to no single row, `call` counts calls of a module on the
-    same rows; `samples` are elements `first .. first + count - 1` of the rank's file."""
+    """A tensor in a record; its samples are elements `start .. start + length - 1` of the rank's file.
+
+    `instance` is the sample index of a sequence, or -1; `call` counts calls of a module on the same sequences.
+    """
 
     kind: str  # "weight", "data", "output" or "gradient"
     name: str
@@ -55,7 +57,7 @@ class Entry(NamedTuple):
 
 
 class Part(NamedTuple):
-    """A tensor, or what one rank has of it, as a record has it."""
+    """A tensor of a record, or one rank's shard of it."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -83,7 +85,7 @@ class Head:
 
 
 class Recorder(Replay):
-    """Writes each step of a replay into `folder`. Memory: one tensor whole, and the samples of a step."""
+    """Writes each step of a replay into `folder`. Memory: one unsharded tensor, and the samples of a step."""
 
     def __init__(self, folder: Path, run: Path, first: int, last: int) -> None:
         super().__init__(run, first, last)
@@ -96,38 +98,39 @@ class Recorder(Replay):
     def before_batch(self, step: int) -> None:
         super().before_batch(step)
         if step >= self.first:
-            self._weights()
+            self._add_weights()
 
     @contextlib.contextmanager
     def around_backward(self, step: int) -> Iterator[None]:
-        # a compiled module runs no hooks
+        # compiled modules run no hooks
         self.watches_modules = not self.trainer.config.parallel.compile
         if step < self.first or not self.watches_modules:
             yield
             return
-        with _Outputs(self).watched():
+        with _ModuleOutputs(self).watched():
             yield
 
     def after_backward(self, step: int, batch: Batch) -> None:
         if step < self.first:
             return
         named = self.trainer.model.named_parameters()
-        self._whole("gradient", [(n, p.grad) for n, p in named if p.grad is not None])
-        self._data(batch)
+        self._add_unsharded("gradient", [(n, p.grad) for n, p in named if p.grad is not None])
+        self._add_data(batch)
 
     def after_step(self, step: int) -> None:
         if step >= self.first:
             self._write(step)
 
     def finish(self) -> None:
-        self._weights()
+        self._add_weights()
         self._write(self.trainer.progress.step + 1)
 
     def write_head(self, start: int, callbacks: bool) -> None:
-        """Write record.json, on rank 0: the rows are complete when the replay has ended."""
+        """Write record.json, on rank 0, when the replay has ended and the rows are complete."""
         trainer = self.trainer
         if trainer.meshes.rank:
             return
+
         head = Head(
             format=FORMAT,
             run=str(self.run),
@@ -145,42 +148,42 @@ class Recorder(Replay):
         (self.folder / "record.json").write_text(json.dumps(asdict(head), indent=1) + "\n")
 
     def add(self, kind: str, name: str, value: Tensor, instance: int = -1, call: int = 0) -> None:
-        """Add a tensor, which may change afterwards."""
-        plain = value.detach().to("cpu").contiguous().reshape(-1)
-        samples = plain[:: max(1, -(-len(plain) // _SAMPLES))].float().clone()
-        digest = hashlib.sha256(plain.view(torch.uint8).numpy().data).hexdigest()[:16]
-        norm = float(torch.linalg.vector_norm(plain.double())) if len(plain) else 0.0
-        dtype = str(value.dtype).removeprefix("torch.")
-        place = (self._count, len(samples))
+        """Add a tensor, which may change afterwards. Copies it to the CPU."""
+        flat = value.detach().to("cpu").contiguous().reshape(-1)
+        samples = flat[:: max(1, -(-len(flat) // _SAMPLES))].float().clone()
+        digest = hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()[:16]
+        norm = float(torch.linalg.vector_norm(flat.double())) if len(flat) else 0.0
+        dtype, shape = str(value.dtype).removeprefix("torch."), tuple(value.shape)
+        start, length = self._count, len(samples)
         self.entries.append(
-            Entry(kind, name, instance, call, tuple(value.shape), dtype, digest, norm, *place)
+            Entry(kind, name, instance, call, shape, dtype, digest, norm, start, length)
         )
         self._samples.append(samples)
-        self._count += len(samples)
+        self._count += length
 
-    def _weights(self) -> None:
+    def _add_weights(self) -> None:
         reshard(self.trainer.model)
-        self._whole("weight", list(self.trainer.model.named_parameters()))
+        self._add_unsharded("weight", list(self.trainer.model.named_parameters()))
 
-    def _data(self, batch: Batch) -> None:
-        """Rows of the batch, whose digest is of their numbers alone."""
+    def _add_data(self, batch: Batch) -> None:
+        """Add the sequences of the batch; the digest of a row of metrics covers only their sample indices."""
         if not self.trainer.meshes.is_batch_leader:
             return
         fields = {"tokens": batch.tokens, "labels": batch.labels, "weights": batch.weights}
         for name, value in {**fields, **batch.extras}.items():
             if isinstance(value, Tensor):
-                for instance, row in zip(batch.instance_ids.tolist(), value):
+                for instance, sequence in zip(batch.instance_ids.tolist(), value):
                     if instance >= 0:
-                        self.add("data", name, row, instance)
+                        self.add("data", name, sequence, instance)
 
-    def _whole(self, kind: str, named: list[tuple[str, Any]]) -> None:
-        """Whole tensors, one at a time; of the ranks with the same layers one writes them. Collective."""
+    def _add_unsharded(self, kind: str, named: list[tuple[str, Any]]) -> None:
+        """Gather tensors, one at a time; one of the ranks with the same layers adds them. Collective."""
         meshes = self.trainer.meshes
         writes = meshes.batch_rank == meshes.tp.rank == meshes.cp.rank == 0
         for name, value in named:
-            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            full = value.full_tensor() if hasattr(value, "full_tensor") else value
             if writes:
-                self.add(kind, name, whole)
+                self.add(kind, name, full)
 
     def _write(self, step: int) -> None:
         folder = self.folder / f"step-{step:08d}"
@@ -192,8 +195,8 @@ class Recorder(Replay):
         self.entries, self._samples, self._count = [], [], 0
 
 
-class _Outputs:
-    """Outputs of modules in one step, by the instances of their rows."""
+class _ModuleOutputs:
+    """Adds the outputs of modules in one step, by sequence and sample index."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder, self._trainer = recorder, recorder.trainer
@@ -203,7 +206,7 @@ class _Outputs:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         modules = self._trainer.model.named_modules()
-        hooks = [m.register_forward_hook(partial(self._note, n or "(model)")) for n, m in modules]
+        hooks = [m.register_forward_hook(partial(self._add, n or "(model)")) for n, m in modules]
         try:
             yield
         finally:
@@ -211,46 +214,48 @@ class _Outputs:
                 hook.remove()
         self._name_instances()
 
-    def _note(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+    def _add(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         value = output[0] if isinstance(output, tuple | list) and output else output
         value = getattr(value, "logits", value)
         if not isinstance(value, Tensor) or value.is_meta or is_recomputing():
             return
-        number = self._calls[name] = self._calls.get(name, -1) + 1
-        rows = self._rows(value.detach())
-        if rows is None:
-            self._recorder.add("output", name, value, _NO_ROWS, number)
+        call = self._calls[name] = self._calls.get(name, -1) + 1
+        sequences = self._by_sequence(value.detach())
+        if sequences is None:
+            self._recorder.add("output", name, value, _NO_ROWS, call)
             return
-        for row, part in enumerate(rows):  # of which instances is known when all calls are counted
-            self._recorder.add("output", name, part, row, number)
+        # indices within the micro-batch; `_name_instances` replaces them when all calls are counted
+        for index, sequence in enumerate(sequences):
+            self._recorder.add("output", name, sequence, index, call)
 
-    def _rows(self, value: Any) -> Tensor | None:
-        """The value of a micro-batch, its rows first; None for one that has no rows, such as a loss."""
+    def _by_sequence(self, value: Any) -> Tensor | None:
+        """A micro-batch's output as (B, S, ...); None for one without sequences, such as a loss."""
         trainer = self._trainer
-        rows, tp, batch = trainer.run.compute.micro_batch, trainer.meshes.tp, self._recorder.batch
+        size, tp, batch = trainer.run.compute.micro_batch, trainer.meshes.tp, self._recorder.batch
         assert batch is not None
         length = batch.tokens.size(1) // trainer.meshes.cp.size
-        if value.dim() == 2 and value.size(0) == rows * length:  # (B * S, E) of routers
-            value = value.unflatten(0, (rows, length))
-        if value.dim() < 3 or value.size(0) != rows:
+        if value.dim() == 2 and value.size(0) == size * length:
+            value = value.unflatten(0, (size, length))  # (B * S, E) of routers -> (B, S, E)
+        if value.dim() < 3 or value.size(0) != size:
             return None
+
         if tp.size > 1 and value.dim() == 3 and value.size(1) * tp.size == length:
-            parts = [torch.empty_like(value) for _ in range(tp.size)]
-            dist.all_gather(parts, value.contiguous(), group=tp.group)
-            value = torch.cat(parts, dim=1)
+            shards = [torch.empty_like(value) for _ in range(tp.size)]
+            dist.all_gather(shards, value.contiguous(), group=tp.group)
+            value = torch.cat(shards, dim=1)  # (B, S / tp, M) -> (B, S, M)
         found: Tensor = value
         return found
 
     def _name_instances(self) -> None:
-        """Give rows their instances: of the calls of a module in a step each micro-batch has as many, in order."""
-        batch, rows = self._recorder.batch, self._trainer.run.compute.micro_batch
+        """Replace indices within micro-batches by sample indices: each micro-batch calls a module equally often."""
+        batch, size = self._recorder.batch, self._trainer.run.compute.micro_batch
         assert batch is not None
         ids, entries, found = batch.instance_ids.tolist(), self._recorder.entries, []
         for entry in entries[self._first :]:
             if entry.kind == "output" and entry.instance != _NO_ROWS:
-                each = max(1, (self._calls[entry.name] + 1) // (len(ids) // rows))
-                instance = ids[entry.call // each * rows + entry.instance]
-                if instance < 0:  # filler
+                each = max(1, (self._calls[entry.name] + 1) // (len(ids) // size))
+                instance = ids[entry.call // each * size + entry.instance]
+                if instance < 0:  # padding
                     continue
                 entry = entry._replace(instance=instance, call=entry.call % each)
             found.append(entry)
@@ -258,7 +263,7 @@ class _Outputs:
 
 
 class Record:
-    """A record that is read. ConfigError for a folder that is none."""
+    """Reads a record. ConfigError for another folder."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -277,7 +282,7 @@ class Record:
         return self.head.rows[str(step)]
 
     def entries(self, step: int, kind: str) -> dict[str, dict[tuple[int, int], list[Part]]]:
-        """{name: {(instance, call): what each rank has of it}} in the order of the step."""
+        """{name: {(instance, call): the tensor or shard of each rank}} in the order of the step."""
         found: dict[str, dict[tuple[int, int], list[Part]]] = {}
         folder = self.folder / f"step-{step:08d}"
         for rank in range(self.head.world_size):

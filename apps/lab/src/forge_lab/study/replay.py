@@ -1,4 +1,4 @@
-"""Train a step of a run again, exactly, and look at it: the run's folder is only read."""
+"""Train a step of a run again, exactly, and inspect it: the run's folder is only read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import bdb
 import contextlib
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,28 +14,45 @@ import torch
 import torch.distributed as dist
 
 from forge_data import Batch
+from forge_data.documents import documents_of
+from forge_data.run_checks import tokenizer_of
 from forge_lab._shared.problems import invalid, problems_of
-from forge_lab.study.journal import read_journal
-from forge_lab.study.private_job import find_start, private_job
-from forge_lab.study.seen import SeenRow, seen_rows
+from forge_lab.study.private_job import find_start, merge_changes, private_job, read_journal
 from forge_parallel import StartError, launch
 from forge_resilience import ExitCode, StopSignal
 from forge_train import Callback, ResolvedJob, RunDirectory, Trainer, read_rows
 from forge_train.errors import ConfigError, JobError, StateError
 
-#: Numbers of a row that a replay has to give again.
+#: Numbers of a row that a replay must reproduce.
 COMPARED = ("loss", "grad_norm", "lr", "instances")
 
+#: Keys that decide how a step is computed.
 _COMPUTES = ("parallel.", "train.", "model.", "optimizer.", "schedule.", "data.", "resilience.non", "resilience.spike.", "resilience.roll")  # fmt: skip
+_CHARACTERS = 60  # of each document of a sequence
+_TOKENS = 40  # enough for so many characters
 
-#: Called with the Trainer before a step; a context manager that it returns is left behind the step.
+#: Called with the Trainer before a step; a context manager that it returns is exited after the step.
 Hook = Callable[[Trainer], Any]
 
 
-class Replay(Callback):
-    """Follows the rollbacks of a run in its private job, and keeps what the steps from `first` to `last` are.
+@dataclass(frozen=True)
+class SeenRow:
+    """A sequence of a global batch: its sample index, its source and its documents.
 
-    rows: by step; batch: what this rank read for the newest step.
+    `documents` are their numbers in the source, None where the source does not number them. `texts` are the first
+    characters of each document in the sequence; ids without a tokenizer.
+    """
+
+    instance: int
+    source: str
+    documents: list[int] | None
+    texts: list[str]
+
+
+class Replay(Callback):
+    """Follows the rollbacks of a run in its private job, and records the steps from `first` to `last`.
+
+    rows: rows of metrics by step; batch: the batch of this rank in the newest step.
     """
 
     def __init__(self, run: Path, first: int, last: int) -> None:
@@ -45,7 +62,7 @@ class Replay(Callback):
         self._rollbacks = {event["to_step"]: event for event in read_journal(run).rollbacks}
 
     def before_batch(self, step: int) -> None:
-        """Leave out the data that a rollback of the run left out, and count it."""
+        """Skip the data that a rollback of the run skipped, and count the rollback."""
         back = self._rollbacks.get(step - 1)
         if back is not None:
             self.trainer.loader.skip_rest(back["skipped_instances"])
@@ -65,10 +82,10 @@ class Replay(Callback):
 class Replayed:
     """A step that was trained again.
 
-    `row` has its numbers as a row of metrics.jsonl, `logged` the row of the run, None where it has none. `seen` are
-    the rows of the global batch with their documents. `start` is the step of the checkpoint that the replay began from, 0
-    for the initial state. `changed` has what was not so when the run trained the step, {key: [value then, value here]}.
-    `trainer` is as it was left behind the step; its parts stay usable on one process.
+    `row` is its row of metrics, `logged` the row of the run, or None. `seen` are the sequences of the global batch with
+    their documents. `start` is the step of the checkpoint that the replay began from, 0 for the initial state. `changed`
+    is {key: [value when the run trained the step, value here]}. `trainer` is in its state after the step; on one process
+    its model and data stay usable.
     """
 
     step: int
@@ -81,7 +98,7 @@ class Replayed:
 
     @property
     def differs(self) -> dict[str, tuple[Any, Any]]:
-        """{name: (logged, replayed)} of the compared numbers that are not the same bits."""
+        """{name: (logged, replayed)} of the compared numbers that are not bit-equal."""
         if self.logged is None:
             return {}
         pairs = {n: (self.logged.get(n), self.row.get(n)) for n in COMPARED}
@@ -89,7 +106,7 @@ class Replayed:
 
 
 class OneStep(Replay):
-    """Hooks, anomaly mode and a breakpoint around one step; `seen` is what it read."""
+    """Hooks, anomaly mode and a breakpoint around one step; `seen` are the sequences that it read."""
 
     def __init__(
         self, run: Path, step: int, hooks: Sequence[Hook], anomaly: bool, debugger: bool
@@ -114,7 +131,29 @@ class OneStep(Replay):
 
     def after_step(self, step: int) -> None:
         if step == self.first:
-            self.seen = seen_rows(self.trainer, self.batch)
+            self.seen = self._seen_rows()
+
+    def _seen_rows(self) -> list[SeenRow]:
+        """The sequences of the step on all ranks, by sample index. Collective."""
+        trainer, own = self.trainer, list[dict[str, Any]]()
+        if self.batch is not None and trainer.meshes.is_batch_leader:
+            sources = trainer.config.data.sources
+            for row in documents_of(trainer.loader.stream, self.batch):
+                source = next(iter(sources)) if len(sources) == 1 else row.source
+                decode: Callable[[Any], str]
+                try:
+                    decode = tokenizer_of(sources[source]).decode
+                except (KeyError, ValueError):  # ids without text
+                    decode = _ids_as_text
+                texts = [decode(tokens[:_TOKENS])[:_CHARACTERS] for tokens in row.tokens]
+                documents = None if row.documents is None else list(row.documents)
+                own.append(asdict(SeenRow(row.instance, source, documents, texts)))
+        rows = [SeenRow(**row) for rank in trainer.run.agreement.exchange(own) for row in rank]
+        return sorted(rows, key=lambda row: row.instance)
+
+
+def _ids_as_text(ids: Any) -> str:
+    return " ".join(map(str, ids))
 
 
 def replay_step(
@@ -131,12 +170,12 @@ def replay_step(
     """Train step `step` of a run again, from its newest checkpoint before that step, or else from its initial state.
 
         found = replay_step("runs/mine", 37, hooks=[lambda trainer: store.watch(trainer.model)])
-        found.differs       # {} : loss, norm, rate and data are those that the run logged, bit for bit
+        found.differs       # {} : loss, norm, learning rate and data are bit-equal to the logged ones
 
-    On the layout of the run the step is the run's, bit for bit. `settings` may name another layout (dotted keys). Nothing
-    is saved, evaluated or sent to sinks; callbacks of the job are off unless `callbacks`, as they may act outside. What the
-    trainer writes (its configuration, events) lies in `output`, by default a temporary folder. Under a launcher every
-    rank calls it with the same new `output`, which all of them share.
+    On the layout of the run the step is bit-equal to the run's. `settings` may name another layout (dotted keys). Nothing
+    is saved, evaluated or sent to sinks; callbacks of the job are off unless `callbacks`, as they may act outside. The
+    trainer writes its configuration and events to `output`, by default a temporary folder. Under a launcher every
+    rank calls it with the same new `output` on a file system that all ranks see.
 
     Costs the steps from the checkpoint on. Raises ConfigError and StateError.
     """
@@ -148,6 +187,7 @@ def replay_step(
             trainer = train_again(job, replay)
         except bdb.BdbQuit:
             raise JobError([f"the debugger was left before the end of step {step}"]) from None
+
     logged = logged_rows(Path(run)).get(step)
     changed = changed_since(Path(run), step, job, trainer.meshes.world_size)
     return Replayed(step, start, replay.rows[step], logged, replay.seen, changed, trainer)
@@ -156,7 +196,7 @@ def replay_step(
 def train_again(job: ResolvedJob, replay: Replay) -> Trainer:
     """Train the private job of a run to the end of the replay's last step; nothing is saved or evaluated.
 
-    The group of ranks is that of the process, or is begun and ended. JobError where a signal ended it before.
+    Uses the process group that runs, or starts and ends one. JobError where a signal stopped it before.
     """
     trainer = Trainer(job, [replay], until=replay.last, saves=False, evaluates=False)
     try:
@@ -170,6 +210,7 @@ def train_again(job: ResolvedJob, replay: Replay) -> Trainer:
         failure = JobError(problems_of(error))
         failure.shared = error.shared
         raise failure from error
+
     if step < replay.last:
         stopped = JobError([f"stopped by a signal after step {step}"])
         stopped.exit_code, stopped.shared = ExitCode.REQUEUE, True
@@ -201,12 +242,9 @@ def logged_rows(run: Path) -> dict[int, dict[str, Any]]:
 
 
 def changed_since(run: Path, step: int, job: ResolvedJob, ranks: int) -> dict[str, list[Any]]:
-    """{key: [value when the run trained `step`, value here]} of `world_size` and the keys that say how a step is
-    computed."""
+    """{key: [value when the run trained `step`, value here]} of `world_size` and of keys that decide how it computes."""
     journal = read_journal(run)
-    found = {"world_size": [journal.world_size_of(step) or ranks, ranks]}
-    found |= {k: v for k, v in journal.changed_since(step).items() if k.startswith(_COMPUTES)}
-    for key, (before, now) in RunDirectory(run).changes(job).items():
-        if key.startswith(_COMPUTES):
-            found[key] = [found.get(key, [before])[0], now]
-    return {key: values for key, values in found.items() if values[0] != values[1]}
+    world_size = {"world_size": [journal.world_size_of(step) or ranks, ranks]}
+    changes = (journal.changed_since(step), RunDirectory(run).changes(job))
+    of_step = [{k: v for k, v in each.items() if k.startswith(_COMPUTES)} for each in changes]
+    return merge_changes(world_size, *of_step)

@@ -1,4 +1,4 @@
-"""study.toml: a base job, axes of what is tried, and the runs that follow from them.
+"""study.toml: a base job, the axes of a study, and the runs that follow from them.
 
 [study]
 dir = "runs/scaling"
@@ -23,7 +23,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import tomlkit
 from torch import nn
@@ -51,11 +51,11 @@ class StudyConfig:
     tokens_per_parameter: tuple[float, ...]
     """budgets: tokens of a run as a multiple of its parameters"""
     job: str | None = None
-    """file of the base job, next to this one; [base] lies over it"""
+    """file of the base job, next to this one; keys of [base] replace its keys"""
     seeds: tuple[int, ...] = (0,)
     """values of run.seed"""
     parameters: Literal["all", "non_embedding"] = "all"
-    """what N counts, in budgets and in the fit; non_embedding: without embedding and head"""
+    """parameters that N counts, in budgets and in the fit; non_embedding: without embedding and head"""
     trunk: bool = True
     """the budgets of a size are decays of one trunk at a constant rate; else each run is trained from its
     beginning"""
@@ -64,7 +64,7 @@ class StudyConfig:
     resamples: int = 200
     """resampled studies for the intervals of the fit"""
     level: float = 0.95
-    """part of them that an interval holds"""
+    """fraction of them that an interval contains"""
 
     def __post_init__(self) -> None:
         expand_fields(self)
@@ -74,14 +74,13 @@ class StudyConfig:
         budgets, seeds = list(self.tokens_per_parameter), list(self.seeds)
         if not self.dir.strip():
             yield Problem("dir", "missing", self.dir, "must name a folder", "use 'runs/scaling'")
-        # as they stand in the names of runs
+        # names of runs have six digits of the budget
         if not budgets or min(budgets) <= 0 or len({f"{b:g}" for b in budgets}) < len(budgets):
             rule = "must be one number or more, all above 0 and different in six digits"
             yield Problem("tokens_per_parameter", "range", budgets, rule, "use [5.0, 10.0]")
         if not seeds or len(set(seeds)) < len(seeds):
-            yield Problem(
-                "seeds", "duplicate", seeds, "must be one or more, all different", "use [0]"
-            )
+            rule = "must be one or more, all different"
+            yield Problem("seeds", "duplicate", seeds, rule, "use [0]")
         for name, value in (("threads", self.threads), ("resamples", self.resamples)):
             if not 1 <= value <= 10**6:
                 yield Problem(name, "range", value, "must be 1 to 10**6", f"use {max(value, 1)}")
@@ -89,12 +88,26 @@ class StudyConfig:
             yield Problem("level", "range", self.level, "must be between 0 and 1", "use 0.95")
 
 
+class Variant(NamedTuple):
+    """The entries of a run, "" on an axis that the study does not vary, and its seed."""
+
+    size: str
+    optimizer: str
+    schedule: str
+    seed: int
+
+    def name(self, last: str) -> str:
+        """The name of a run, which is that of its folder."""
+        words = (self.size, self.optimizer, self.schedule, f"seed{self.seed}", last)
+        return "-".join(filter(None, words))
+
+
 @dataclass(frozen=True)
 class StudyRun:
-    """A run of a study: what it varies, where it begins, and what it costs in tokens and operations.
+    """A run of a study: its variant, its first step, and its cost in tokens and operations.
 
-    `parent` is the trunk that it forks from at `begin`; a trunk has no budget. `parameters` are counted as the study says;
-    `tokens` and `flops` are those of all its steps, also of those that the parent has trained.
+    `parent` is the trunk that it forks from at `begin`; a trunk has no budget. `parameters` counts those that
+    study.parameters names; `tokens` and `flops` include the steps that the parent has trained.
     """
 
     name: str
@@ -114,7 +127,7 @@ class StudyRun:
 
     @property
     def own_part(self) -> float:
-        """The part of its steps that it trains itself."""
+        """The fraction of its steps that it trains itself."""
         return 1 - self.begin / self.steps
 
     @property
@@ -124,7 +137,7 @@ class StudyRun:
 
     @property
     def file(self) -> Path:
-        """Its configuration, beside the folder."""
+        """Its configuration, next to the folder."""
         return self.dir.with_name(f"{self.name}.toml")
 
     def is_done(self) -> bool:
@@ -132,8 +145,11 @@ class StudyRun:
         return self.steps in RunDirectory(self.dir).committed()
 
     def write(self) -> None:
-        """Write the configuration. ConfigError if the run, or its trunk, has begun as another one, JobError where the disk
-        refuses."""
+        """Write the configuration. JobError where it cannot be written.
+
+        ConfigError if the run, or its trunk, was begun with another configuration.
+        """
+        folder = str(self.dir.parent.parent)
         of_trunk = RunDirectory(self.dir.with_name(self.parent)).committed() if self.parent else {}
         has_begun = RunDirectory(self.dir).has_checkpoints()
         if not has_begun and max(of_trunk, default=0) > self.begin not in of_trunk:
@@ -141,13 +157,13 @@ class StudyRun:
                 f"has {self.parent}, which did not save at step {self.begin}, from which {self.name} forks: it was trained "
                 "for other budgets"
             )
-            folder = str(self.dir.parent.parent)
             raise invalid("study.dir", "parent", folder, rule, "choose another", kind=ConfigError)
+
         if self.file.exists() and self.file.read_text(encoding="utf-8") == self.toml:
             return
         if has_begun:
             rule = f"has {self.name}, which was begun with another configuration than the study has now"
-            folder, fix = str(self.dir.parent.parent), "set the study back, or choose another"
+            fix = "set the study back, or choose another"
             raise invalid("study.dir", "changed", folder, rule, fix, kind=ConfigError)
         with writing(self.file):
             self.file.parent.mkdir(parents=True, exist_ok=True)
@@ -156,14 +172,13 @@ class StudyRun:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """JobError for a disk that does not take what is written here."""
+    """Turn an OSError of the block into a JobError about `path`."""
     try:
         yield
     except OSError as error:
         rule = f"cannot be written ({error.strerror})"
-        raise invalid(
-            "study.dir", "write", str(path), rule, "choose another", kind=JobError
-        ) from error
+        fix = "choose another"
+        raise invalid("study.dir", "write", str(path), rule, fix, kind=JobError) from error
 
 
 @dataclass(frozen=True)
@@ -180,11 +195,12 @@ class Study:
 
 
 def read_study(path: Path) -> Study:
-    """The study that a file describes; nothing is started or written. ConfigError or DataError with all problems."""
+    """Read the study of a file; nothing is started or written. ConfigError or DataError with all problems."""
     try:
         table = read_toml(path)
     except ValueError as error:
         raise ConfigError(problems_of(error), str(path)) from error
+
     known = ("study", "base", *AXES)
     rule, fix = "is not a table of a study", f"use {', '.join(known)}"
     problems: list[Any] = [
@@ -198,16 +214,16 @@ def read_study(path: Path) -> Study:
         fix = "add [sizes.small] with keys of [model], such as dim"
         problems.append(Problem("sizes", "missing", ..., "are missing", fix))
     refuse(problems)
+
     base = _base(path, config, table.get("base", {}))
-    axes = [_entries(path, axis, table.get(axis, {})) for axis in AXES]
+    sizes, optimizers, schedules = (_entries(path, axis, table.get(axis, {})) for axis in AXES)
     runs: list[StudyRun] = []
-    seen: dict[str, Any] = {}  # each problem once, also with values that have no hash
-    for size, optimizer, schedules in itertools.product(axes[0], axes[1], [axes[2]]):
-        for seed in config.seeds:
-            try:
-                runs += _group(config, base, size, optimizer, schedules, seed)
-            except ConfigError as error:
-                seen |= {str(problem): problem for problem in error.problems}
+    seen: dict[str, Any] = {}  # by text: each problem once, and its value may have no hash
+    for size, optimizer, seed in itertools.product(sizes, optimizers, config.seeds):
+        try:
+            runs += _group(config, base, size, optimizer, schedules, seed)
+        except ConfigError as error:
+            seen |= {str(problem): problem for problem in error.problems}
     refuse(list(seen.values()))
     runs.sort(key=lambda run: run.parent is not None)  # stable: trunks first
     return Study(Path(config.dir).name, config, tuple(runs))
@@ -241,9 +257,8 @@ def _base(path: Path, config: StudyConfig, table: Any) -> Layers:
         if key in layers.origins
     ]
     if layers.at("eval.every_steps") == 0:
-        problems.append(
-            Problem("eval.every_steps", "range", 0, "measures nothing to fit", "leave it out")
-        )
+        rule = "measures nothing to fit"
+        problems.append(Problem("eval.every_steps", "range", 0, rule, "leave it out"))
     if layers.at("data.phases"):
         rule = "are not part of a study, whose budgets they would mix"
         problems.append(Problem("data.phases", "unsupported", ..., rule, "leave them out"))
@@ -283,9 +298,10 @@ def _group(
         for name, over in (size, optimizer, schedule):
             layers.add(over.values, over.origins[next(iter(over.origins))] if name else "base")
         layers.set("run.seed", seed, "study.seeds")
+        variant = Variant(size[0], optimizer[0], schedule[0], seed)
+
         for budget in sorted(config.tokens_per_parameter):
-            names = (size[0], optimizer[0], schedule[0], seed)
-            run = _run(config, layers, names, budget)
+            run = _with_budget(config, layers, variant, budget)
             if runs and runs[-1].schedule == run.schedule and runs[-1].steps == run.steps:
                 rule = f"gives {runs[-1].name} and {run.name} {run.steps} steps each"
                 key, fix = "study.tokens_per_parameter", "use budgets that differ more"
@@ -294,72 +310,66 @@ def _group(
         warmups.add(runs[-1].job.config.schedule.warmup_steps)
     if not config.trunk:
         return runs
+
     if len(warmups) > 1:
         key, rule = "schedule.warmup_steps", "must be one number in the schedules of one trunk"
         fix = "set study.trunk = false"
         raise invalid(key, "trunk", sorted(warmups), rule, fix, kind=ConfigError)
-    name = _name(size[0], optimizer[0], "", seed, "trunk")
-    forks = [_forked(config, run, name) for run in runs]
+    variant = variant._replace(schedule="")
+    forks = [_forked(config, run, variant.name("trunk")) for run in runs]
     begins = sorted({fork.begin for fork in forks})
     layers = copy.deepcopy(layers)
     layers.set("schedule.name", "constant", "trunk")
     layers.set("checkpoint.keep_last", _ALL_KEPT, "trunk")
     save = {"name": "forge_train.study.trunk:SaveAt", "options": {"steps": begins}}
     layers.add({"callbacks": {"save_at": save}}, "trunk")
-    trunk = _made(config, layers, (size[0], optimizer[0], "", seed), None, name, begins[-1])
-    return [trunk, *forks]
+    return [_run(config, layers, variant, None, "trunk", begins[-1]), *forks]
 
 
-def _name(size: str, optimizer: str, schedule: str, seed: int, last: str) -> str:
-    return "-".join(filter(None, (size, optimizer, schedule, f"seed{seed}", last)))
-
-
-def _run(
-    config: StudyConfig, layers: Layers, names: tuple[str, str, str, int], budget: float
-) -> StudyRun:
-    """The run of a budget, from its beginning."""
+def _with_budget(config: StudyConfig, layers: Layers, variant: Variant, budget: float) -> StudyRun:
+    """The run of a budget, from its first step."""
     layers = copy.deepcopy(layers)
     layers.set("train.steps", 10**9, "study.tokens_per_parameter")  # long enough for any schedule
     job = resolve(layers).config
     tokens = math.ceil(budget * count_parameters(build_trained(job), config.parameters))
-    steps = Course(job).steps_of(tokens)
-    return _made(config, layers, names, budget, _name(*names, f"x{budget:g}"), steps)
+    return _run(config, layers, variant, budget, f"x{budget:g}", Course(job).steps_of(tokens))
 
 
-def _made(
+def _run(
     config: StudyConfig,
     layers: Layers,
-    names: tuple[str, str, str, int],
+    variant: Variant,
     budget: float | None,
-    name: str,
+    last: str,
     steps: int,
 ) -> StudyRun:
-    layers = copy.deepcopy(layers)
+    """A run of `steps` steps whose name ends in `last`."""
+    layers, name = copy.deepcopy(layers), variant.name(last)
     layers.set("train.steps", steps, "study.tokens_per_parameter")
     layers.set("run.dir", str(Path(config.dir).absolute() / "runs" / name), "study.dir")
     try:
         job = resolve(layers)
-    except ConfigError as error:  # of the length: what else is wrong was found before
+    except ConfigError as error:  # about the length: other problems were found before
         found = [replace(p, origin=f"{p.origin} {name}".lstrip()) for p in error.problems]
         raise ConfigError(found) from error
+
     model = build_trained(job.config)
     _, before, own = Course(job.config).at_step(steps)
     tokens = before + own
     flops = tokens * flops_per_token(model, job.config.data.seq_len)
-    size, optimizer, schedule, seed = names
-    return StudyRun(
-        name, size, optimizer, schedule, seed, budget, None, 0, steps,
-        count_parameters(model, config.parameters), tokens, flops, job.to_toml(given=True), job,
-    )  # fmt: skip
+    parameters = count_parameters(model, config.parameters)
+    toml = job.to_toml(given=True)
+    return StudyRun(name, *variant, budget, None, 0, steps, parameters, tokens, flops, toml, job)
 
 
 def _forked(config: StudyConfig, run: StudyRun, trunk: str) -> StudyRun:
-    """The run as the decay of a trunk: the same bits, and a part of the steps."""
+    """The run as a fork of a trunk that trains only the decay: the same bits, and fewer steps."""
     schedule = run.job.config.schedule
     if schedule.name != "wsd":
         rule = f"must have a constant rate for the trunk of {run.name}"
         fix = "use wsd, or set study.trunk = false"
         raise invalid("schedule.name", "trunk", schedule.name, rule, fix, kind=ConfigError)
+
     own = schedule.wsd
     decay = own.decay_steps or max(1, round(own.decay_fraction * run.steps))
     begin = run.steps - decay
@@ -367,13 +377,14 @@ def _forked(config: StudyConfig, run: StudyRun, trunk: str) -> StudyRun:
         rule = f"must be below {begin}, the steps of {run.name} before its decay: {run.steps} less {decay}"
         key, fix = "schedule.warmup_steps", "use larger budgets or fewer warmup_steps"
         raise invalid(key, "decay", schedule.warmup_steps, rule, fix, kind=ConfigError)
+
     source = Path(config.dir).absolute() / "runs" / trunk
     toml = f"{run.toml}\n[init]\nfrom = {tomlkit.item(f'{source}@{begin}').as_string()}\nkeep = {_KEEP}\n"
     return replace(run, parent=trunk, begin=begin, toml=toml)
 
 
 def count_parameters(model: nn.Module, what: str) -> int:
-    """All parameters, or those outside of embeddings and the head over the vocabulary."""
+    """Count all parameters, or with another `what` those outside of embeddings and the head over the vocabulary."""
     total = parameter_count(model)
     if what == "all":
         return total

@@ -1,6 +1,6 @@
-"""`forge-train sweep`: the runs of a study, each in a process of its own, and the scaling law that they follow.
+"""`forge-train sweep`: the runs of a study, each in a process of its own, and the scaling law that fits them.
 
-What is done is read from the folders of the runs alone, so a sweep that was killed at any instant goes on by the same command.
+The folders of the runs are the only state, so a sweep that was killed at any time goes on by the same command.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def run_sweep(
 
     Args:
         study: file of the study
-        dry_run: print the runs and what they need, and train nothing
+        dry_run: print the runs with their price, and train nothing
         gpu: with --dry_run: price by the planner for this GPU, not by a few measured steps
         jobs: runs at the same time on this machine
         slurm: write batch scripts with an element for each run, and train nothing
@@ -49,7 +49,22 @@ def run_sweep(
         site: with --slurm: site file, or its name in ~/.config/forge
         report: page to write, .md, with a .json and .svg next to it (default: in study.dir)
     """
-    refuse(list(_flag_problems(dry_run, gpu, jobs, slurm, submit, site, report)))
+    problems = []
+    if jobs < 1:
+        problems.append(Problem("--jobs", "range", jobs, "must be at least 1", "use --jobs 2"))
+    if gpu is not None and not dry_run:
+        problems.append(Problem("--gpu", "requires", gpu, "must go with --dry_run", "give both"))
+    for key, value in (("--submit", submit or None), ("--site", site)):
+        if value is not None and not slurm:
+            problems.append(Problem(key, "requires", value, "must go with --slurm", "give it, too"))
+    if dry_run and slurm:
+        rule, fix = "and --slurm exclude each other", "give one of them"
+        problems.append(Problem("--dry_run", "excludes", ..., rule, fix))
+    if report is not None and (report.suffix != ".md" or not report.parent.is_dir()):
+        rule = "must be a .md file in a folder that exists"
+        problems.append(Problem("--report", "name", str(report), rule, "rename it"))
+    refuse(problems)
+
     described = read_study(study)
     if dry_run:
         from forge_lab.study.price import print_plan
@@ -60,52 +75,30 @@ def run_sweep(
         from forge_lab.study.arrays import write_arrays
 
         return write_arrays(described, submit, site)
+
     from forge_lab.study.page import check_plot, write_page
 
     check_plot()
-    with _alone(described.dir):
+    with _locked(described.dir):
         code = Sweep(described, jobs).run()
         if code == ExitCode.DONE:
             where = report or described.dir / "study.md"
             try:
                 write_page(described, where)
             except OSError as error:
-                rule = f"cannot be written ({error.strerror})"
-                raise invalid(
-                    "--report", "write", str(where), rule, "choose another", kind=JobError
-                ) from error
+                key, rule = "--report", f"cannot be written ({error.strerror})"
+                fix = "choose another"
+                raise invalid(key, "write", str(where), rule, fix, kind=JobError) from error
             print(f"the page of the study: {where}")
     return code
 
 
-def _flag_problems(
-    dry_run: bool,
-    gpu: str | None,
-    jobs: int,
-    slurm: bool,
-    submit: bool,
-    site: str | None,
-    report: Path | None,
-) -> Iterator[Problem]:
-    if jobs < 1:
-        yield Problem("--jobs", "range", jobs, "must be at least 1", "use --jobs 2")
-    if gpu is not None and not dry_run:
-        yield Problem("--gpu", "requires", gpu, "must go with --dry_run", "give both")
-    for key, value in (("--submit", submit or None), ("--site", site)):
-        if value is not None and not slurm:
-            yield Problem(key, "requires", value, "must go with --slurm", "give it, too")
-    if dry_run and slurm:
-        yield Problem(
-            "--dry_run", "excludes", ..., "and --slurm exclude each other", "give one of them"
-        )
-    if report is not None and (report.suffix != ".md" or not report.parent.is_dir()):
-        rule = "must be a .md file in a folder that exists"
-        yield Problem("--report", "name", str(report), rule, "rename it")
-
-
 @contextlib.contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Lock a study. JobError while another sweep has it: both would train the same runs. The kernel frees it at any end."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock the folder of a study: two sweeps would train the same runs. JobError while another sweep has it.
+
+    The kernel frees the lock however the process ends.
+    """
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         try:
@@ -113,16 +106,17 @@ def _alone(folder: Path) -> Iterator[None]:
         except Held as error:
             rule, fix = f"is trained by {error.owner}", "wait for it, or stop it first"
             raise invalid("study.dir", "locked", str(folder), rule, fix, kind=JobError) from error
-    with contextlib.ExitStack() as stack:
-        stack.callback(lock.release)
+    try:
         yield
+    finally:
+        lock.release()
 
 
 class Sweep:
-    """Runs that are started as soon as their trunk is done, those with the most operations first.
+    """Starts runs as soon as their trunk is done, those with the most operations first.
 
-    A signal stops it: the runs save and leave, and so does the sweep, with the code that means "go on later". Of a run that
-    fails only the forks cannot start.
+    A signal stops the runs, which save and exit; the sweep then ends with ExitCode.REQUEUE. If a run fails, only its
+    forks do not start.
     """
 
     def __init__(self, study: Study, jobs: int) -> None:
@@ -133,7 +127,7 @@ class Sweep:
         self.stopped = False
 
     def run(self) -> int:
-        """Train what is not done; the exit code of the sweep."""
+        """Train the runs that are not done; return the exit code of the sweep."""
         for each in self.waiting:
             each.write()
         kept = {
@@ -150,6 +144,7 @@ class Sweep:
         finally:
             for number, handler in kept.items():
                 signal.signal(number, handler)
+
         if self.stopped:
             return ExitCode.REQUEUE
         if not self.failed:
@@ -164,12 +159,13 @@ class Sweep:
         return max(next(iter(self.failed.values())), ExitCode.ERROR)
 
     def _next(self) -> StudyRun | None:
-        """The largest run that can start; those whose trunk failed never can."""
+        """The largest run whose trunk is done."""
         done = {run.name for run in self.study.runs if run.parent is None and run.is_done()}
         ready = [run for run in self.waiting if run.parent is None or run.parent in done]
         return max(ready, key=lambda run: run.flops * run.own_part, default=None)
 
     def _start(self, run: StudyRun) -> None:
+        """Start a run in a process of its own, whose output goes into its log."""
         self.waiting.remove(run)
         environ = {**os.environ, "OMP_NUM_THREADS": str(self.study.config.threads)}
         command = [sys.executable, "-m", "forge_train", "run", str(run.file)]
@@ -177,7 +173,7 @@ class Sweep:
             with open(self._log(run.name), "ab") as log:
                 process = subprocess.Popen(
                     command, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                    # Ctrl-C reaches the sweep alone, which tells the runs; a sweep that is killed leaves no run behind
+                    # Ctrl-C reaches only the sweep, which stops the runs; a sweep that is killed takes its runs along
                     start_new_session=True, preexec_fn=with_parent(),
                 )  # fmt: skip
         except OSError as error:  # a full disk, no processes left
@@ -186,32 +182,34 @@ class Sweep:
             return
         self.running[process.pid] = (run, process, time.monotonic())
         if self.stopped:  # while it was started
-            self._tell(process.pid)
+            self._terminate(process.pid)
 
     def _wait(self) -> None:
-        """Wait for the end of a run, and write down what it cost."""
+        """Wait for the end of a run, and record its cost."""
         pid, status, used = os.wait4(-1, 0)
         if pid not in self.running:
             return
         run, process, began = self.running.pop(pid)
         code = process.returncode = os.waitstatus_to_exitcode(status)
-        life = {
+        attempt = {
             "run": run.name,
             "exit_code": code,
             "seconds": round(time.monotonic() - began, 2),
             "processor_seconds": round(used.ru_utime + used.ru_stime, 2),
         }
+
         try:
-            append_line(self.study.dir / "lives.jsonl", life)
+            append_line(self.study.dir / "lives.jsonl", attempt)
         except OSError as error:
-            print(f"forge-train: the cost on the page lacks this life of {run.name}: {error}", file=sys.stderr)  # fmt: skip
+            print(f"forge-train: the cost on the page lacks this attempt of {run.name}: {error}", file=sys.stderr)  # fmt: skip
         if code == ExitCode.REQUEUE:
-            self.stopped = True  # somebody else told the run to stop
+            self.stopped = True  # the run got its signal from elsewhere
         elif code or not run.is_done():
             self.failed[run.name] = code or ExitCode.ERROR
+
         left = len(self.waiting) + len(self.running)
         print(
-            f"{run.name} {_ended(code)}, {life['processor_seconds']} processor seconds; {left} to go",
+            f"{run.name} {_ended(code)}, {attempt['processor_seconds']} processor seconds; {left} to go",
             flush=True,
         )
 
@@ -220,11 +218,11 @@ class Sweep:
             print("stopping: the runs save; the same command goes on", file=sys.stderr)
         self.stopped = True
         for pid in list(self.running):
-            self._tell(pid)
+            self._terminate(pid)
 
     @staticmethod
-    def _tell(pid: int) -> None:
-        with contextlib.suppress(ProcessLookupError):  # it has ended, and is not yet counted
+    def _terminate(pid: int) -> None:
+        with contextlib.suppress(ProcessLookupError):  # it has ended, and `_wait` has not seen it
             os.kill(pid, signal.SIGTERM)
 
     def _log(self, name: str) -> Path:

@@ -5,22 +5,25 @@ from __future__ import annotations
 import contextlib
 import json as _json
 import os
+import pkgutil
+import subprocess
 import sys
+import tempfile
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tyro
 
 from forge_lab._shared.problems import invalid
-from forge_resilience import ExitCode
+from forge_resilience import ExitCode, StopSignal
 from forge_train.command_line import is_rank_of_many
 from forge_train.errors import ConfigError, StateError
 
 if TYPE_CHECKING:
-    from forge_lab.study.bisect import Verdict
     from forge_lab.study.replay import Replayed
 
-_LISTED = 32  # rows of a step that are printed
+_LISTED = 32  # sequences of a step that are printed
 
 
 def replay(
@@ -40,7 +43,7 @@ def replay(
 ) -> int:
     """Train a step of a run again, exactly, and list the documents that it saw. The run's folder is only read.
 
-    It begins at the newest checkpoint before that step. Nothing is saved, evaluated, or sent to sinks. `--section.key value`
+    The replay begins at the newest checkpoint before that step. Nothing is saved, evaluated, or sent to sinks. `--section.key value`
     changes a key of the configuration, such as `--parallel.tp 1` for another layout.
 
     Args:
@@ -49,40 +52,54 @@ def replay(
         nproc: processes on this machine (default: as many as the run had)
         anomaly: torch's anomaly mode in that step: names the operation that made nan
         debugger: stop in pdb before that step (one process)
-        hook: module:attr, called with the Trainer before that step; a context manager that it returns is left
+        hook: module:attr, called with the Trainer before that step; a context manager that it returns is exited
             after it
         callbacks: with the job's own callbacks, which may act outside of the replay
-        set: KEY=VALUE, what --KEY VALUE was before 0.2.0
-        output: new folder for what the trainer writes (default: a temporary one); all ranks of a launcher need
-            one
+        set: KEY=VALUE, the spelling of --KEY VALUE before 0.2.0
+        output: new folder for files of the trainer (default: a temporary one); under a launcher it is needed, and
+            all ranks must see it
         record: write weights, outputs and gradients of the steps here, for bisect
         from_step: with --record: all steps after this one (default: after the newest checkpoint before
             --step)
         json: print one JSON object
     """
-    from forge_lab.study.journal import read_journal
-    from forge_lab.study.private_job import find_start, parse_settings
+    from forge_lab.study.private_job import find_start, parse_settings, read_journal
 
-    looks = anomaly or debugger or json or bool(hook)
-    _refuse_mixed(record, from_step, looks, nproc)
+    if from_step is not None and record is None:
+        rule, fix = "must go with --record", "give --record DIR, too"
+        raise invalid("--from_step", "requires", from_step, rule, fix, kind=ConfigError)
+    if record is not None and (anomaly or debugger or json or hook):
+        rule = "and flags that inspect one step (--anomaly, --debugger, --hook, --json) exclude each other"
+        fix = "leave one or the other out"
+        raise invalid("--record", "excludes", str(record), rule, fix, kind=ConfigError)
+    if nproc is not None and nproc < 1:
+        fix = "leave it out for as many as the run had"
+        raise invalid("--nproc", "range", nproc, "must be at least 1", fix, kind=ConfigError)
     many = is_rank_of_many()
     if many and output is None:
-        rule = "must name a new folder that all ranks share, as a launcher started several"
+        rule = "must name a new folder that all ranks see, as a launcher started several"
         raise invalid("--output", "missing", ..., rule, kind=ConfigError)
-    find_start(run_dir, step)  # refused here, once
+
+    find_start(run_dir, step)  # its errors come here once, before ranks start
     ranks = 1 if many else nproc or read_journal(run_dir).world_size_for(step) or 1
     if debugger and (many or ranks > 1):
         rule = f"needs one process, and there are {ranks if not many else 'several'}"
         fix = "use --nproc 1 with keys of a layout for one"
         raise invalid("--debugger", "processes", ..., rule, fix, kind=ConfigError)
+
     if ranks > 1:
-        alone = {"anomaly": anomaly, "callbacks": callbacks, "json": json}
-        valued = {"step": step, "record": record, "from_step": from_step}
-        flags = _as_flags(alone, valued, {"hook": hook})
-        flags += [f"--{pair}" for pair in set]
-        return _on_ranks(ranks, ["replay", str(run_dir), *flags], output)
+        flags = {"anomaly": anomaly, "callbacks": callbacks, "json": json}
+        args = [f"--{name}" for name, given in flags.items() if given]
+        values = {"step": step, "record": record, "from_step": from_step}
+        args += [f"--{name}={value}" for name, value in values.items() if value is not None]
+        args += [f"--{pair}" for pair in set]
+        args += ["--hook", *hook] if hook else []
+        with tempfile.TemporaryDirectory(prefix="forge-replay-") as folder:
+            args.append(f"--output={output or Path(folder, 'run')}")
+            return start_ranks(ranks, ["replay", str(run_dir), *args])
     if record is not None:
         return _record(run_dir, step, from_step, callbacks, set, output, record)
+
     from forge_lab.study.replay import replay_step
 
     found = replay_step(
@@ -136,39 +153,26 @@ def bisect(
         key = "--logged_only" if logged_only else "--callbacks"
         rule = "must go with runs: a record is a replay already"
         raise invalid(key, "excludes", ..., rule, "leave it out", kind=ConfigError)
+
     if all(records):
-        return _show(bisect_records(run_a, run_b, tolerance), json)
+        verdict = bisect_records(run_a, run_b, tolerance)
+    else:
 
-    def replay_side(run: Path, start: int, end: int, folder: Path) -> None:
-        command = [
-            "replay",
-            str(run),
-            "--step",
-            str(end),
-            "--from_step",
-            str(start),
-            "--record",
-            str(folder),
-        ]
-        _run([*command, *(["--callbacks"] if callbacks else [])], run, folder.parent)
+        def replay_side(run: Path, start: int, end: int, folder: Path) -> None:
+            args = [f"--step={end}", f"--from_step={start}", f"--record={folder}"]
+            args += ["--callbacks"] if callbacks else []
+            _run(["replay", str(run), *args], run, folder.parent)
 
-    return _show(bisect_runs(run_a, run_b, replay_side, tolerance, logged_only), json)
-
-
-def _show(verdict: Verdict, json: bool) -> int:
+        verdict = bisect_runs(run_a, run_b, replay_side, tolerance, logged_only)
     print(_json.dumps(verdict.as_json()) if json else verdict.text)
     return ExitCode.ERROR if verdict.differs else ExitCode.DONE
 
 
 def _run(args: list[str], run: Path, folder: Path) -> None:
-    """A verb in a process of its own, which may start ranks, and has its temporary files in `folder`.
+    """Run a verb in a process of its own, which may start ranks, with its temporary files in `folder`.
 
-    A signal is passed on and waited for: then KeyboardInterrupt. StateError where the verb fails.
+    A signal is passed on, and the process waited for: then KeyboardInterrupt. StateError where the verb fails.
     """
-    import subprocess
-
-    from forge_resilience import StopSignal
-
     command = [sys.executable, "-m", "forge_train", *args]
     environment = {**os.environ, "TMPDIR": str(folder)}
     passed_on = False
@@ -182,50 +186,19 @@ def _run(args: list[str], run: Path, folder: Path) -> None:
                 passed_on = True
             with contextlib.suppress(subprocess.TimeoutExpired):
                 child.wait(0.2)
+
     if stop.requested:
         raise KeyboardInterrupt
     if child.returncode:
         raise StateError([f"the replay of {run} ended with code {child.returncode}, see above"])
 
 
-def _refuse_mixed(
-    record: Path | None, from_step: int | None, looks: bool, nproc: int | None
-) -> None:
-    """ConfigError for flags of a replay that exclude each other; `looks`: one of those that look at a step is given."""
-    if from_step is not None and record is None:
-        rule, fix = "must go with --record", "give --record DIR, too"
-        raise invalid("--from_step", "requires", from_step, rule, fix, kind=ConfigError)
-    if record is not None and looks:
-        rule = "and flags that look at one step (--anomaly, --debugger, --hook, --json) exclude each other"
-        fix = "leave one or the other out"
-        raise invalid("--record", "excludes", str(record), rule, fix, kind=ConfigError)
-    if nproc is not None and nproc < 1:
-        fix = "leave it out for as many as the run had"
-        raise invalid("--nproc", "range", nproc, "must be at least 1", fix, kind=ConfigError)
-
-
-def _as_flags(
-    alone: dict[str, bool], valued: dict[str, Any], several: dict[str, tuple[str, ...]]
-) -> list[str]:
-    """Flags of a command line: those that are given alone, with a value, and with several."""
-    flags = [f"--{name}" for name, given in alone.items() if given]
-    for name, value in valued.items():
-        flags += [] if value is None else [f"--{name}", str(value)]
-    for name, values in several.items():
-        flags += [f"--{name}", *values] if values else []
-    return flags
-
-
-def _on_ranks(nproc: int, args: list[str], output: Path | None) -> int:
-    """A verb in `nproc` processes that share a folder."""
-    import tempfile
-
+def start_ranks(nproc: int, args: list[str]) -> int:
+    """Run a verb of forge-train in `nproc` processes of this machine, without a watch; its exit code."""
     from forge_resilience.local_workers import run_local_workers
 
-    with tempfile.TemporaryDirectory(prefix="forge-replay-") as folder:
-        shared = output or Path(folder, "run")
-        command = [sys.executable, "-m", "forge_train", *args, "--output", str(shared)]
-        return run_local_workers(command, nproc, {**os.environ, "FORGE_NPROC": str(nproc)})
+    command = [sys.executable, "-m", "forge_train", *args]
+    return run_local_workers(command, nproc, {**os.environ, "FORGE_NPROC": str(nproc)})
 
 
 def _record(
@@ -237,6 +210,7 @@ def _record(
     output: Path | None,
     folder: Path,
 ) -> int:
+    """Write a record of the steps after `from_step` to `step`, on this rank."""
     from forge_lab.study.private_job import find_start, parse_settings, private_job
     from forge_lab.study.record import Recorder
     from forge_lab.study.replay import private_folder, train_again
@@ -249,6 +223,7 @@ def _record(
     if (folder / "record.json").exists():
         rule, fix = "holds a record", "name a new folder"
         raise invalid("--record", "exists", str(folder), rule, fix, kind=StateError)
+
     folder.mkdir(parents=True, exist_ok=True)
     recorder = Recorder(folder, run, first, step)
     with private_folder(run, output) as private:
@@ -261,8 +236,7 @@ def _record(
 
 
 def _import(name: str) -> Any:
-    import pkgutil
-
+    """Import the function of --hook. ConfigError."""
     try:
         found = pkgutil.resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -275,40 +249,34 @@ def _import(name: str) -> Any:
 
 
 def _as_json(found: Replayed) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return {
-        "step": found.step,
-        "start": found.start,
-        "row": found.row,
-        "logged": found.logged,
-        "differs": found.differs,
-        "changed": found.changed,
-        "seen": [asdict(row) for row in found.seen],
-    }
+    names = ("step", "start", "row", "logged", "differs", "changed")
+    return {n: getattr(found, n) for n in names} | {"seen": [asdict(row) for row in found.seen]}
 
 
 def _lines(run: Path, found: Replayed) -> list[str]:
+    """A replayed step for a person."""
     from forge_lab.study.replay import COMPARED
 
     begin = f"its checkpoint of step {found.start}" if found.start else "its initial state"
     ranks = found.trainer.meshes.world_size
-    lines = [f"step {found.step} of {run}, trained again from {begin} on {_processes(ranks)}"]
+    processes = "1 process" if ranks == 1 else f"{ranks} processes"
+    lines = [f"step {found.step} of {run}, trained again from {begin} on {processes}"]
     lines += [
         f"not as when the run trained it: {k} was {a!r} and is {b!r}"
         for k, (a, b) in found.changed.items()
     ]
+
     if found.logged is None:
         lines.append(
             "the run has no row of this step: it logs every metrics.every_steps, or has not come so far"
         )
     for name in COMPARED:
-        mine = found.row.get(name)
-        line = f"  {name:10} {mine!s:24}"
+        line = f"  {name:10} {found.row.get(name)!s:24}"
         if found.logged is not None:
             same = name not in found.differs
             line += "the same bits as logged" if same else f"logged {found.logged.get(name)}"
         lines.append(line.rstrip())
+
     lines.append(f"it saw {len(found.seen)} rows:")
     for row in found.seen[:_LISTED]:
         for number, text in enumerate(row.texts):
@@ -318,7 +286,3 @@ def _lines(run: Path, found: Replayed) -> list[str]:
     if len(found.seen) > _LISTED:
         lines.append(f"  and {len(found.seen) - _LISTED} more, see --json")
     return lines
-
-
-def _processes(count: int) -> str:
-    return "1 process" if count == 1 else f"{count} processes"
