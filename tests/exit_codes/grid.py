@@ -342,7 +342,7 @@ def elsewhere(program: str, args: list[str], full: list[int], limits: dict[str, 
 def _plant(fault: Fault, world: World) -> None:
     """Call the fault where a run comes to the place."""
     import forge_ckpt.write.blocks as blocks
-    from forge_train.extensions.health import Health
+    from forge_train.extensions.built_in import Health
     from forge_train.loop.trainer import Trainer
     from forge_train.report import summary
     from forge_train.run.checkpoints import Checkpoints

@@ -184,11 +184,11 @@ def test_machines_that_cannot_be_planned(monkeypatch: pytest.MonkeyPatch) -> Non
         with rejects("parallel", "dp_shard 8", "memory", ConfigError, where="9 GB"):
             plan.show_plan(job, plan.PlanFlags(gpus=8, json=True))
     with rejects("--gpus", 0, "range", ConfigError):
-        plan._machine(job, plan.PlanFlags(gpus=0))
+        plan._estimated(job, plan.PlanFlags(gpus=0))
     with rejects("--nodes", 3, "divides", ConfigError):
-        plan._machine(job, plan.PlanFlags(gpus=8, nodes=3))
+        plan._estimated(job, plan.PlanFlags(gpus=8, nodes=3))
     with rejects("--gpu", "h999", "unknown", ConfigError):
-        plan._machine(job, plan.PlanFlags(gpus=8, gpu="h999"))
+        plan._estimated(job, plan.PlanFlags(gpus=8, gpu="h999"))
 
 
 def test_a_tracker_without_a_key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

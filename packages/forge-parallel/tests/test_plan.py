@@ -31,6 +31,7 @@ from forge_parallel.plan import (
     auto_layout,
     estimate_layout,
     find_hardware,
+    find_nodes,
     render,
     score,
     search,
@@ -97,6 +98,19 @@ def saved_bytes(profile: Profile, found: Any) -> int:
 
 
 @pytest.mark.lane("quick")
+def test_the_gpus_of_a_node_follow_from_their_numbers() -> None:
+    assert find_nodes("H200", 16) == (H200, 8)
+    assert find_nodes("h200", 4) == (H200, 4), "a node has no more than there are"
+    assert find_nodes("h200", 16, gpus_per_node=4) == (H200, 4)
+    assert find_nodes("h200", 16, nodes=8, gpus_per_node=4) == (H200, 2)
+    with rejects("gpus", 0, "range"):
+        find_nodes("h200", 0)
+    with rejects("nodes", 3, "divides"):
+        find_nodes("h200", 8, 3)
+    with rejects("gpu", "h999", "unknown"):
+        find_nodes("h999", 8)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activations_are_what_a_real_forward_keeps(dtype: torch.dtype) -> None:
     """In fp32 with a key of its own for each head: a CPU shares heads there, a GPU's kernels do not."""

@@ -1,4 +1,4 @@
-"""How the processor of a Hugging Face folder writes questions with pictures."""
+"""Prompts with images of a Hugging Face folder, as its tokenizer, chat template and image processor write them."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _FILTERS = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # numbers of pillow
 
 
 def folder_prompts(folder: Path, model: VLM) -> Prompts:
-    """What writes prompts as the folder's tokenizer, chat template and image processor do.
+    """Build the prompts of a Hugging Face folder.
 
-    Without a chat template it is Vicuna's for LLaVA, as its model cards give it. ConfigError for a family whose processor
-    Forge has no resolution of, and for a folder without one.
+    A folder without a chat template gets Vicuna's if it is of LLaVA, as the model cards do. ConfigError for a family
+    whose image processor Forge cannot follow, and for a folder without one.
     """
     hf = read_json(folder / "config.json")
     family = str(hf.get("model_type"))
@@ -35,9 +35,11 @@ def folder_prompts(folder: Path, model: VLM) -> Prompts:
         "mean": table.get("image_mean", [0.5, 0.5, 0.5]),
         "resolution": _resolution(folder, family, table),
     }
+
     if options["template"] == "vicuna" and family != "llava":
         rule = "is missing: questions are written by it"
         raise invalid("chat_template", "missing", ..., rule, _FIX, where=folder, kind=ConfigError)
+
     if options["resolution"]["name"] == "budget":
         vision = hf["vision_config"]
         options |= {
@@ -47,6 +49,7 @@ def folder_prompts(folder: Path, model: VLM) -> Prompts:
         }
     else:
         options["tokens_per_tile"] = tokens_per_tile(model)
+
     with config_errors():
         prompts = Prompts(**options)
         prompts.end_ids = tuple(dict.fromkeys((*prompts.end_ids, *folder_ends(folder))))
@@ -54,7 +57,7 @@ def folder_prompts(folder: Path, model: VLM) -> Prompts:
 
 
 def tokens_per_tile(model: VLM) -> int:
-    """Placeholders of a tile: what the adapter makes of one, or 1 where the stream has no features."""
+    """Image tokens of a tile: outputs of the adapter, or 1 for a model that reads images by cross-attention."""
     if model.cross:
         return 1
     device = next(model.parameters()).device
@@ -71,7 +74,7 @@ def _processor(folder: Path) -> Mapping[str, Any]:
 
 
 def _resolution(folder: Path, family: str, table: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a ResolutionConfig that does what an image processor of a family does."""
+    """The keys of a ResolutionConfig that resizes and splits images as the family's processor does."""
     size, used = (
         table.get("size", {}),
         {"filter": _FILTERS.get(table.get("resample", 3), "bicubic")},
@@ -81,26 +84,26 @@ def _resolution(folder: Path, family: str, table: Mapping[str, Any]) -> dict[str
         side = (crop or size).get("height", size.get("shortest_edge", 336))
         fit = "pad" if table.get("do_pad") else "crop" if crop else "stretch"
         return {"name": "fixed", "fixed": {"size": side, "fit": fit, **used}}
+
     if family in ("idefics3", "smolvlm"):
         tile = table.get("max_image_size", {}).get("longest_edge", 364)
         split, longest = table.get("do_image_splitting", True), size.get("longest_edge", 4 * tile)
-        return {
-            "name": "tiles",
-            "tiles": {"tile_size": tile, "longest_edge": longest, "split": split, **used},
-        }
+        tiles = {"tile_size": tile, "longest_edge": longest, "split": split}
+        return {"name": "tiles", "tiles": {**tiles, **used}}
+
     if family == "internvl":
         most = table.get("max_patches", 12) if table.get("crop_to_patches", True) else 1
         tiles = {"tile_size": size.get("height", 448), "min_tiles": table.get("min_patches", 1)}
         return {"name": "aspect_tiles", "aspect_tiles": {**tiles, "max_tiles": most, **used}}
+
     if family == "qwen3_vl":
         side = table.get("patch_size", 16) * table.get("merge_size", 2)
-        # some versions of transformers write null beside `size`
+        # some versions of transformers write null next to `size`
         least = table.get("min_pixels") or size.get("shortest_edge") or 65536
         most = table.get("max_pixels") or size.get("longest_edge") or 16777216
-        return {
-            "name": "budget",
-            "budget": {"multiple": side, "min_pixels": least, "max_pixels": most, **used},
-        }
+        budget = {"multiple": side, "min_pixels": least, "max_pixels": most}
+        return {"name": "budget", "budget": {**budget, **used}}
+
     rule = "has images that cannot be split as its processor does"
     fix = "use a run with a source of name 'vlm', or one of llava, idefics3, smolvlm, internvl and qwen3_vl"
     raise invalid("model_type", "unsupported", family, rule, fix, where=folder, kind=ConfigError)
@@ -114,7 +117,7 @@ def _has_template(folder: Path) -> bool:
 
 
 def _token(folder: Path, number: int) -> str:
-    """The text of an added token; ConfigError where the tokenizer has none of that number."""
+    """The text of an added token by its id. ConfigError where the tokenizer has no such token."""
     for token in read_json(folder / "tokenizer.json").get("added_tokens", []):
         if token["id"] == number:
             return str(token["content"])

@@ -1,6 +1,6 @@
 """The forge-train command: verbs, exit codes, and nothing that a library user would need.
 
-Heavy modules are imported by the verb that needs them: help and refusals come at once.
+Each verb imports its heavy modules itself, so that help and errors come at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _OF_RANKS = ("run", "eval", "extract", "replay", "study")
 
 
 def main(argv: Sequence[str] | None = None) -> NoReturn:
-    """Run one verb and leave with its exit code."""
+    """Run one verb and exit with its code."""
     args = list(sys.argv[1:] if argv is None else argv)
     is_run = args[:1] == ["run"]
     has_ranks = bool(args) and args[0] in _OF_RANKS
@@ -155,6 +155,7 @@ def _supervise(job: ResolvedJob, args: list[str], nproc: int) -> int:
     tokenize(job.config)  # here, where no watch takes a long start for a hang
     command = [sys.executable, "-m", "forge_train", "run", *args]
     environ = {**os.environ, "FORGE_NPROC": str(nproc), FOLLOWED: str(os.getpid())}
+
     paths = RunDirectory(job.config.run.dir)
     with follow(paths.events, job.config.resilience.alerts):  # outlives ranks that are killed
         return run_guarded(
@@ -173,7 +174,7 @@ def _supervise(job: ResolvedJob, args: list[str], nproc: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class ExplainFlags(ProcessFlags):
-    """The flags of `explain`, beside the keys of the configuration."""
+    """The flags of `explain`, in addition to the keys of the configuration."""
 
     plot: str | None = None
     """write learning rates and batch over the run here, .png, .svg or .pdf"""
@@ -185,8 +186,8 @@ def explain(args: list[str]) -> int:
     """Print the resolved configuration of CONFIG: each value and where it came from. The data need not be there.
 
     With `--nproc N` also what keeps N processes from running it, the layout that they get, and what their
-    number costs; where phases of the data begin; with `--parameters` what each parameter of the model is; and with
-    `--plot FILE` a picture of learning rates and batch over the run.
+    number costs; where phases of the data begin; with `--parameters` a line for each parameter of the model; and with
+    `--plot FILE` a plot of learning rates and batch over the run.
     """
     from forge_core.optim import schedule_warnings
     from forge_data.describe import data_lines
@@ -206,17 +207,20 @@ def explain(args: list[str]) -> int:
     if picture is not None:
         check_picture(picture)
     job, missing = resolve_to_show(layers)
+
     data = job.config.data
     lines = [f"data is not checked: {problem}" for problem in missing]
     try:
         lines += [] if missing else data_lines(data)
     except InvalidData as error:
         raise DataError(problems_of(error), error.where) from error
+
     lines += schedule_warnings(job.config.optimizer, job.config.schedule)
     if nproc is not None:
         job, of_layout = _on_processes(job, nproc)
         lines += of_layout
     print_explanation(job, Console())
+
     if job.config.data.phases:
         lines += phase_lines(job.config)
     if picture is not None:
@@ -229,14 +233,14 @@ def explain(args: list[str]) -> int:
 
 
 def _on_processes(job: ResolvedJob, nproc: int) -> tuple[ResolvedJob, list[str]]:
-    """The job with its layout on `nproc` processes of this machine, and remarks about that layout."""
+    """The job with its layout on `nproc` processes of this machine, and notes about that layout."""
     from forge_parallel import World
-    from forge_train.build.layout import remarks, require_layout
+    from forge_train.build.layout import layout_notes, require_layout
     from forge_train.plan import with_layout
 
     job, reasons = with_layout(job, World(world_size=nproc, local_world_size=nproc))
     require_layout(job.config, nproc, nproc)
-    return job, reasons + remarks(job.config, job.config.parallel.axes(nproc, nproc))
+    return job, reasons + layout_notes(job.config, job.config.parallel.axes(nproc, nproc))
 
 
 def plan(args: list[str]) -> int:

@@ -77,10 +77,8 @@ def with_layout(job: ResolvedJob, world: World) -> tuple[ResolvedJob, list[str]]
     if before.layout == "manual":
         return job, []
     per_node = before.gpus_per_node or world.local_world_size
-    parallel, reasons = (
-        _earlier(job, world.world_size, per_node),
-        [f"kept from {job.config.run.dir}"],
-    )
+    parallel = _earlier(job, world.world_size, per_node)
+    reasons = [f"kept from {job.config.run.dir}"]
     if parallel is None:
         parallel, reasons = choose_layout(job, world.world_size, per_node)
 
@@ -114,7 +112,7 @@ def describe_placement(config: ParallelConfig, world: World, model: nn.Module) -
 
 
 def _earlier(job: ResolvedJob, world_size: int, per_node: int) -> ParallelConfig | None:
-    """The layout that the planner chose for the last life of this run; None if there is none that fits."""
+    """The layout that the planner chose when this run was last started, or None if it does not fit."""
     paths = RunDirectory(job.config.run.dir)
     if paths.num_ranks() not in (None, world_size):
         return None
@@ -131,7 +129,11 @@ def _earlier(job: ResolvedJob, world_size: int, per_node: int) -> ParallelConfig
 
 def _estimated(config: JobConfig, flags: PlanFlags) -> tuple[Estimate, SearchSpace, list[str]]:
     """The estimate, the space of alternatives, and why an automatic layout is what it is."""
-    gpu, per_node = _machine(config, flags)
+    in_node = config.parallel.gpus_per_node
+    try:
+        gpu, per_node = planner.find_nodes(flags.gpu, flags.gpus, flags.nodes, in_node)
+    except ValueError as error:
+        raise ConfigError(replace(p, key=f"--{p.key}") for p in problems_of(error)) from error
     space = _space(config, flags.gpus, per_node, gpu)
     parallel, reasons = config.parallel, list[str]()
     if parallel.layout == "auto":
@@ -141,24 +143,6 @@ def _estimated(config: JobConfig, flags: PlanFlags) -> tuple[Estimate, SearchSpa
         plan = Estimate(space.candidate(parallel, config.train.micro_batch))
         _ = plan.fits  # raises if the step cannot be traced
     return plan, space, reasons
-
-
-def _machine(config: JobConfig, flags: PlanFlags) -> tuple[Hardware, int]:
-    """The GPU and how many of them share a node."""
-    if flags.gpus < 1:
-        raise invalid(
-            "--gpus", "range", flags.gpus, "must be at least 1", "use 8", kind=ConfigError
-        )
-    per_node = config.parallel.gpus_per_node or 8
-    if flags.nodes is not None:
-        if flags.nodes < 1 or flags.gpus % flags.nodes:
-            rule, fix = f"must divide --gpus {flags.gpus}", "leave it out for nodes of 8"
-            raise invalid("--nodes", "divides", flags.nodes, rule, fix, kind=ConfigError)
-        per_node = flags.gpus // flags.nodes
-    try:
-        return planner.find_hardware(flags.gpu), min(per_node, flags.gpus)
-    except ValueError as error:
-        raise ConfigError(replace(p, key=f"--{p.key}") for p in problems_of(error)) from error
 
 
 def _auto_layout(config: JobConfig, space: SearchSpace) -> tuple[ParallelConfig, list[str]]:

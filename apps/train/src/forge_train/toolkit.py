@@ -14,7 +14,7 @@ from forge_train.build.build import Course, build_trained
 from forge_train.build.data import open_held_out, run_tokenizer
 from forge_train.build.evaluation import Evaluation, prompts_of
 from forge_train.build.layout import require_layout
-from forge_train.config.fixed_keys import is_fixed
+from forge_train.build.run_directory import is_fixed
 from forge_train.config.structure import structure_table
 from forge_train.loop.assemble import job_compute
 from forge_train.plan import price

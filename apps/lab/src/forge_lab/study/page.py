@@ -132,6 +132,7 @@ def fitted(rows: Sequence[dict[str, Any]], resamples: int, level: float) -> Resu
         others = bootstrap(*columns, resamples=resamples)
     except ValueError as error:
         return {"refused": str(error)}
+
     constants = {
         name: [getattr(fit, name), *interval([getattr(o, name) for o in others], level)]
         for name in CONSTANTS

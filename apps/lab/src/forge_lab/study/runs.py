@@ -249,6 +249,7 @@ def _base(path: Path, config: StudyConfig, table: Any) -> Layers:
         fix = "write [base.train] and the like"
         raise invalid("base", "type", table, "must be a table", fix, kind=ConfigError)
     layers.add(table, f"base of {path}")
+
     given = [f"train.{key}" for key in ("steps", "tokens", "tokens_per_parameter")]
     rule, fix = "is given by the study", "leave it out of the base"
     problems = [
@@ -256,6 +257,7 @@ def _base(path: Path, config: StudyConfig, table: Any) -> Layers:
         for key in (*given, "run.dir", "run.seed", "init.from")
         if key in layers.origins
     ]
+
     if layers.at("eval.every_steps") == 0:
         rule = "measures nothing to fit"
         problems.append(Problem("eval.every_steps", "range", 0, rule, "leave it out"))

@@ -1,4 +1,4 @@
-"""Runs of a version that put no token before texts go on, and are evaluated, as their data was tokenized (F142)."""
+"""Runs of versions without a begin token: they resume, and are evaluated, as their data was tokenized (F142)."""
 
 from __future__ import annotations
 
@@ -62,9 +62,11 @@ def begin_problems(job: ResolvedJob, run: RunDirectory) -> list[Problem]:
     config = job.config
     if config.data.accept_change or not is_older(run):
         return []
+
     sources = sources_by_key(config)
     if job.origin("data.validation.name").startswith("derived"):  # follows its source
         sources.pop("data.validation", None)
+
     problems = []
     for key, source in sources.items():
         bos = _open_key(asdict(source))

@@ -252,8 +252,8 @@ class ExactMatch:
         for start, asked, given in zip(starts, batches, media):
             found = answer(model, self.prompts, asked, given, own.max_new_tokens, stops=stops)
             if start <= last and meshes.is_batch_leader:
-                pairs = zip(asked, found)
-                right += sum(is_match(text, p.answer or "", own.normalise) for p, text in pairs)
+                how = own.normalise  # language: key of TOML files
+                right += sum(is_match(text, p.answer or "", how) for p, text in zip(asked, found))
         reshard(model)
         return {COLUMN: float(sum(agreement.exchange(right))) / len(self._asked)}
 

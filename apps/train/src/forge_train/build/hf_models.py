@@ -89,11 +89,12 @@ def family_of(
 
 
 def _own(section: BuiltInModelConfig, problem: Any) -> Problem:
-    """A problem of a part of the model, about the key that the user has set."""
+    """Translate a problem of a submodule's config to the key that the user has set."""
     part, _, name = problem.key.partition(".")
     moe = part == "experts"
     table, own = ("moe.", section.moe) if moe else ("", section)
     key, code, value, rule = f"model.{table}{name}", problem.code, problem.value, problem.rule
+
     if part in ("family", "model"):
         key = "--family" if part == "family" else part
     elif not name:
@@ -101,6 +102,7 @@ def _own(section: BuiltInModelConfig, problem: Any) -> Problem:
         code = "images" if isinstance(section, VLMModelConfig) else code
     elif not hasattr(own, name.partition(".")[0]):
         key = name
+    # values that follow from another key
     elif section.parametrization == "mup" and f"{table}{name}" in _OF_MUP:
         read = attrgetter(name)
         if read(section) != read(section.as_standard()):
@@ -203,7 +205,7 @@ read_model = HFModel
 
 
 def _sidecar(path: Path) -> dict[str, Any]:
-    """Options of training that an export of Forge wrote beside; none without one."""
+    """Options of training in the sidecar of a Forge export; empty without one."""
     if not path.exists():
         return {}
     table = read_json(path)

@@ -55,8 +55,8 @@ def micro_batches(config: JobConfig, layout: Layout) -> MicroBatches:
     return divide_batch(config.parallel, train.global_batch, layout.batch_size, train.micro_batch)
 
 
-def remarks(config: JobConfig, layout: Layout) -> list[str]:
-    """A line for each cost or change that follows from the number of readers; usually none."""
+def layout_notes(config: JobConfig, layout: Layout) -> list[str]:
+    """A line for each cost or change that follows from the number of data ranks; usually empty."""
     cost = micro_batches(config, layout).cost
     lines = [cost] if cost else []
     moe = getattr(config.model, "moe", None)
@@ -69,10 +69,10 @@ def remarks(config: JobConfig, layout: Layout) -> list[str]:
 
 
 def model_problems(model: nn.Module, config: JobConfig, layout: Layout) -> Iterator[Any]:
-    """Why a whole model, ours or a user's, cannot run the job: a loss inside its head, samples, pp, cp, tp.
+    """Problems of an unsharded model, built-in or imported, with the job: a loss inside its head, samples, pp, cp, tp.
 
-    The model itself tells: its parts and the width of its stream (`pipeline_parts()`), its attention
-    (`attend`), its roles (`parallel_roles()`), its MoE layers. Costs a walk over its modules.
+    The model declares its stages and the width of its stream (`pipeline_parts()`), its attention (`attend`), its roles
+    (`parallel_roles()`) and its MoE layers. Costs a walk over its modules.
     """
     every, new = config.metrics.gradients_every_steps, config.sample.max_new_tokens
     experts = num_experts_by_layer(model)
@@ -95,6 +95,7 @@ def model_problems(model: nn.Module, config: JobConfig, layout: Layout) -> Itera
     # experts of modalities are a mixture for `ep` only, as no axis shards their tokens
     groups = sorted_experts_by_name(model) if layout.ep > 1 else {}
     counts = [*experts.values(), *(group.config.num_experts for group in groups.values())]
+
     found = check_model.model_problems(
         model,
         config.parallel,

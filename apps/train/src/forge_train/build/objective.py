@@ -15,7 +15,7 @@ from forge_parallel.compute import Compute, MicroBatches
 from forge_train.config.model import VLMModelConfig
 from forge_train.config.schema import JobConfig, TrainConfig
 from forge_train.errors import ConfigError
-from forge_vlm.modalities import learnt_ranges
+from forge_vlm.modalities import learnt_ranges  # language: name of forge_vlm
 
 Loss = Callable[..., Tensor]
 
@@ -33,8 +33,8 @@ def find_loss(config: JobConfig) -> Loss:
 
 
 def loss_breakdown(config: JobConfig) -> LossBreakdown:
-    """What is logged of a built-in loss: its terms, the sources of a mixture, and text and images of a model that
-    learns images as tokens. Nothing of another loss."""
+    """The columns of a built-in loss: its terms, the sources of a mixture, and text and images of a model that predicts
+    image tokens. None for another loss."""
     train, model = config.train, config.model
     if train.loss not in LOSSES.built_in:
         return LossBreakdown()
@@ -42,12 +42,14 @@ def loss_breakdown(config: JobConfig) -> LossBreakdown:
     if train.objective is not None:
         return LossBreakdown(terms)
     sources = tuple(config.data.sources) if len(config.data.sources) > 1 else ()
-    ranges = learnt_ranges(model.modalities) if isinstance(model, VLMModelConfig) else {}
+    if not isinstance(model, VLMModelConfig):
+        return LossBreakdown(terms, sources)
+    ranges = learnt_ranges(model.modalities)  # language: name of forge_vlm
     return LossBreakdown(terms, sources, ranges)
 
 
 def loss_columns(config: JobConfig) -> Callable[[Sequence[float]], dict[str, float]]:
-    """From the sums after the first, over all ranks, to columns.
+    """Make columns of a row from the sums after the first, over all ranks.
 
     `loss.<term>`, which the gradient contains and the column `loss` does not; `loss.source.<name>` and
     `loss.modality.<name>`, the mean of these labels, nan for a step without any; `loss.mtp`, the mean of tokens of MTP,
@@ -75,7 +77,7 @@ def make_compute(
     division: MicroBatches,
     objective: Objective | None,
 ) -> Compute:
-    """The `Compute` of a job. ValueError for a loss or an objective of one's own on a part of the logits."""
+    """The `Compute` of a job. ValueError for a custom loss or objective on sharded logits."""
     train, breakdown = config.train, loss_breakdown(config)
     mtp = getattr(config.model, "mtp", None)  # an imported model has none
     sharded = None
@@ -84,6 +86,8 @@ def make_compute(
         sharded = partial(breakdown, partial(function, axis=meshes.tp, vocab_size=ids))
 
     key, name = ("loss", train.loss) if objective is None else ("objective", train.objective)
+    mtp_depths, mtp_weight = (0, 0.0) if mtp is None else (mtp.num_modules, mtp.weight)
+
     return Compute(
         model,
         config.parallel,
@@ -95,8 +99,8 @@ def make_compute(
         sharded_loss=sharded,
         num_sums=breakdown.num_sums,
         by_source=bool(breakdown.sources),
-        mtp_depths=0 if mtp is None else mtp.num_modules,
-        mtp_weight=0.0 if mtp is None else mtp.weight,
+        mtp_depths=mtp_depths,
+        mtp_weight=mtp_weight,
         in_head=train.loss == FUSED,
         objective=objective,
         called=f"train.{key} {name!r}",

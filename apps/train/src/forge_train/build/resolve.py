@@ -70,7 +70,7 @@ class ResolvedJob:
     def to_toml(self, *, given: bool = False) -> str:
         """The resolved configuration as a file that `forge-train run` accepts, origins as comments.
 
-        With `given` only the values that somebody gave, in files or as flags: the others follow from them again.
+        With `given` only the values of files and flags: the others follow from them again.
         """
         document = tomlkit.document()
         _fill(document, _plain(self.config), "", self, given)
@@ -90,6 +90,7 @@ def resolve(
     layers = copy.deepcopy(layers)  # values that are derived here are not the caller's
     layers.replace_old_keys()
     layers = _with_weights(layers)
+
     built, problems = structure(layers.values)
     data = built.get("data")
     if isinstance(data, DataConfig):
@@ -102,8 +103,10 @@ def resolve(
         problems = [_vocabulary_of(p, data) for p in problems]
     elif _VOCABULARY not in layers.origins:
         problems = [p for p in problems if p.key != _VOCABULARY]
+
     origins = layers.origins
     refuse(dataclasses.replace(p, origin=p.origin or origins.get(p.key, "")) for p in problems)
+
     job = ResolvedJob(JobConfig(**built), dict(origins))
     refuse(rule_problems(job.config))
     if with_data:
@@ -167,6 +170,7 @@ def _derive(layers: Layers, data: DataConfig, validation: bool) -> list[Problem]
         model = layers.values.setdefault("model", {})
         if isinstance(model, dict) and "vocab_size" not in model and source.vocab_size is not None:
             layers.set("model.vocab_size", source.vocab_size, f"derived from data.sources.{name}")
+
     evaluation = layers.values.get("eval", {})
     splits = [config for config in data.sources.values() if config.name not in NO_SPLITS]
     if (

@@ -94,6 +94,7 @@ def _evaluation_problems(config: JobConfig) -> Iterator[Problem]:
     given += [f"eval.sets.{name}" for name in asked.sets]
     given += [f"eval.choices.{name}" for name in asked.choices]
     given += ["eval.at_start"] if asked.at_start else []
+
     for key in () if asked.every_steps else given:
         rule, fix = "is given but eval.every_steps is 0", "set it to 100, or leave this out"
         yield Problem(key, "never_read", ..., rule, fix)
@@ -101,6 +102,7 @@ def _evaluation_problems(config: JobConfig) -> Iterator[Problem]:
         rule = "needs data.validation, which is not given"
         fix = "give [data.validation] or leave checkpoint.best out"
         yield Problem("checkpoint.best", "requires", config.checkpoint.best, rule, fix)
+
     if asked.every_steps and _chosen_by_experts(config.model):
         rule = "chooses among later tokens, too, and cannot evaluate"
         fix = "set eval.every_steps = 0, or router = 'auxiliary_router'"
@@ -114,7 +116,7 @@ def _chosen_by_experts(model: object) -> bool:
 
 
 def _exact_match_problems(config: JobConfig) -> Iterator[Problem]:
-    """Why a job cannot answer questions with pictures at its evaluations; nothing where it asks none."""
+    """Problems of [eval.exact_match] with the model and the sources."""
     asked, path = config.eval.exact_match, "eval.exact_match.path"
     if asked.path is None:
         return
@@ -125,6 +127,7 @@ def _exact_match_problems(config: JobConfig) -> Iterator[Problem]:
     if config.eval.every_steps == 0:
         rule, fix = "is given but eval.every_steps 0 never reads it", "set eval.every_steps = 100"
         yield Problem(path, "never_read", asked.path, rule, f"{fix}, {remove}")
+
     known = [name for name, source in config.data.sources.items() if source.name in KINDS]
     if asked.source is not None and asked.source not in known:
         rule = f"must be a source of name 'vlm', which are {', '.join(known) or 'none'}"

@@ -16,7 +16,6 @@ from forge_train._shared.atomic import write_file
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import Problem, invalid
 from forge_train._shared.toml_files import flatten, read_toml
-from forge_train.config.fixed_keys import is_fixed
 from forge_train.config.init import NAME as IMPORTED_MODEL
 from forge_train.config.init import committed
 from forge_train.config.layers import Layers, read_layers
@@ -30,6 +29,40 @@ _DISTRIBUTIONS = ("torch", "numpy", "forge-train", "forge-train-core", "forge-pa
 
 #: An average may change its decay within a run, and neither begin nor end.
 _AVERAGE, _OFF = "optimizer.ema.decay", (None, "none")
+
+# Keys that stay as they are once a run has a checkpoint. A key is fixed where another value gives the saved state another
+# meaning: the function that the weights compute, the optimizer's state, which sample an index of the data names. Keys that
+# only change how training goes on (learning rates, batch, length, intervals, layouts) are free, and a resume reports them
+# as changed. A new key is free unless it is listed here. The lists are not at the fields: packages of the fields know no run.
+
+#: Keys that decide the content of the optimizer's state; a fork that keeps this state must have the same.
+OPTIMIZER_KEYS = ("optimizer.name", "optimizer.state_dtype", "parallel.param_dtype")
+#: Keys whose change makes another experiment, besides those of [model] and [lora].
+FIXED_KEYS = (
+    *("run.seed", "init.seed", "init.from", "init.keep", "init.patterns", "init.encoder"),
+    *OPTIMIZER_KEYS,
+    "data.seq_len",
+)
+#: All keys of [model] are fixed but those that change no output: the length limit, the initial spread, the weights of
+#: further losses, the backend of matmuls.
+FREE_MODEL_KEYS = (
+    "model.max_seq_len",
+    "model.init_std",
+    "model.mtp.weight",
+    "model.moe.aux_loss_weight",
+    "model.moe.sequence_loss_weight",
+    "model.moe.z_loss_weight",
+    "model.moe.backend",
+    "model.moe.dispatcher",
+    "model.moe.dispatch_chunks",
+)
+
+
+def is_fixed(key: str) -> bool:
+    """Whether a change of a key makes another experiment."""
+    if key.startswith("model."):
+        return key not in FREE_MODEL_KEYS
+    return key in FIXED_KEYS or key.startswith("lora.")
 
 
 def _is_default(job: ResolvedJob, key: str) -> bool:
@@ -46,7 +79,7 @@ def _is_default(job: ResolvedJob, key: str) -> bool:
 
 
 def _value(table: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key; "none" within a table that is none."""
+    """The value of a dotted key; "none" within a table that is "none"."""
     inside = any(key.startswith(f"{other}.") for other, value in table.items() if value == "none")
     return "none" if inside else table.get(key)
 
@@ -57,7 +90,7 @@ def _is_table(before: Mapping[str, Any], now: Mapping[str, Any], key: str) -> bo
 
 
 class RunDirectory:
-    """Paths of a run.
+    """Paths of a run, and the files that describe it.
 
     config.toml       resolved configuration, each value with its origin
     environment.json  versions, machine, git commit; git.patch is the diff of a dirty tree
@@ -67,7 +100,7 @@ class RunDirectory:
     tensorboard/      with metrics.tensorboard      profile/  with [profile]
     model.toml, hf/   of weights from Hugging Face: their model, files for an export
     parent.json       of a fork: the checkpoint that it began from, and what it took of it
-    report.html       what `forge-train report` draws
+    report.html       the page of `forge-train report`
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -104,9 +137,8 @@ class RunDirectory:
         except OSError as error:
             rule = f"cannot be written ({error.strerror})"
             fix = "choose a folder that you own, such as --run.dir runs/mine"
-            raise invalid(
-                "run.dir", "write", str(self.path), rule, fix, kind=ConfigError
-            ) from error
+            shown = str(self.path)
+            raise invalid("run.dir", "write", shown, rule, fix, kind=ConfigError) from error
 
     def layers(self) -> Layers:
         """The values of config.toml; ConfigError if it cannot be read, or is empty."""
@@ -117,8 +149,10 @@ class RunDirectory:
         return layers
 
     def changes(self, job: ResolvedJob) -> dict[str, list[Any]]:
-        """Key -> [value of the last life, value now]; empty for a new run. ConfigError if config.toml cannot be
-        read: only it tells whether the checkpoints are of this experiment."""
+        """Key -> [value when the run was last started, value now]; empty for a new run.
+
+        ConfigError if config.toml cannot be read: without it nothing shows whether the checkpoints are of this experiment.
+        """
         if not self.config.exists():
             return {}
         try:
@@ -128,10 +162,11 @@ class RunDirectory:
             reason = str(error).removeprefix(f"{self.config}: ")
             rule = f"describes this run and cannot be read: {reason}"
             raise invalid("", "damaged", str(self.config), rule, fix, kind=ConfigError) from error
+
         layers.replace_old_keys()
         before = dict(flatten(layers.values))
         now = dict(flatten(tomllib.loads(job.to_toml())))
-        # a key that the last life did not know had the effect of its default
+        # a key that an older version did not have had the effect of its default
         known = (k for k in now if k in before or not _is_default(job, k))
         keys = [*known, *(k for k in before if k not in now)]
         found = {
@@ -140,25 +175,30 @@ class RunDirectory:
         return {key: values for key, values in found.items() if values[0] != values[1]}
 
     def changes_of_import(self, job: ResolvedJob) -> dict[str, list[Any]]:
-        """`changes` of a folder that an import wrote and nothing has trained: keys of [model] that have a value here."""
+        """`changes` of a folder that an import wrote and no run has trained: keys of [model] that have a value here."""
         if not self.imported.is_file():
             return {}
         try:
             before = dict(flatten(read_toml(self.imported)))
         except ValueError as error:
-            rule, fix = f"cannot be read: {error}", "import the weights again"
-            raise invalid(
-                "", "imported", str(self.imported), rule, fix, kind=ConfigError
-            ) from error
+            shown, rule, fix = (
+                str(self.imported),
+                f"cannot be read: {error}",
+                "import the weights again",
+            )
+            raise invalid("", "imported", shown, rule, fix, kind=ConfigError) from error
         now = dict(flatten(tomllib.loads(job.to_toml())))
         return {k: [v, now[k]] for k, v in before.items() if now.get(k, "none") not in ("none", v)}
 
     def allowed_changes(self, job: ResolvedJob) -> dict[str, list[Any]]:
-        """`changes`; ConfigError if one would make the run another experiment. Before the first checkpoint
-        there is nothing to protect."""
+        """`changes`; ConfigError if one would make the run another experiment.
+
+        Before the first checkpoint all changes are allowed.
+        """
         changes = self.changes(job)
         if not self.has_checkpoints():
             return changes
+
         rule, fix = "must stay as it was", "set it back or choose another run.dir"
         origin = f"run {self.path}"
         problems = [
@@ -166,6 +206,7 @@ class RunDirectory:
             for key, (before, now) in changes.items()
             if is_fixed(key)
         ]
+
         before, now = changes.get(_AVERAGE, [None, None])
         if (before in _OFF) != (now in _OFF):
             rule = f"must stay {before or 'none'!r}, as an average begins and ends with a run"
@@ -177,7 +218,7 @@ class RunDirectory:
     def record(
         self, job: ResolvedJob, hosts: Sequence[str], parent: Mapping[str, Any] | None = None
     ) -> None:
-        """Write config.toml, environment.json and git.patch, each replaced whole, and parent.json if `parent` is given.
+        """Write config.toml, environment.json and git.patch, each atomically, and parent.json if `parent` is given.
 
         `hosts` are the machines of all ranks. Raises JobError when that cannot be written.
         """
@@ -192,7 +233,7 @@ class RunDirectory:
             raise invalid("run.dir", "room", str(self.path), rule, fix, kind=JobError) from error
 
     def num_ranks(self) -> int | None:
-        """Ranks of the last life; None for a new run, or if nothing says it."""
+        """Ranks when the run was last started; None for a new run, or if that is not recorded."""
         hosts = recorded_hosts(self.path)
         return None if hosts is None else len(hosts)
 
@@ -205,7 +246,7 @@ class RunDirectory:
         return bool(self.committed())
 
     def require_run(self) -> None:
-        """ConfigError for a folder that no run has trained in."""
+        """Raise ConfigError for a folder that no run has trained in."""
         shown = str(self.path)
         if self.imported.exists() and not self.config.exists():
             rule = "is an import that no run has trained"

@@ -66,7 +66,7 @@ class ExactMatchConfig(Checked):
     """longest answer, its end token counted, in tokens"""
     rows: int = field(8, between=_ROWS)
     """questions that are answered at once"""
-    normalise: Literal["none", "strip", "words"] = "strip"
+    normalise: Literal["none", "strip", "words"] = "strip"  # language: key of TOML files
     """of both answers before they are compared: nothing, white space at the ends, or also case, punctuation and
     runs of white space"""
 

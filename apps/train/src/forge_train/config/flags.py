@@ -28,16 +28,19 @@ def add_flags(layers: Layers, args: Sequence[str]) -> list[str]:
         if not (name.startswith("--") and "." in name):
             rest.append(arg)
             continue
+
         key, kind = _find(name[2:], section_types(layers.values))
         kinds = get_args(kind) if is_union(kind) else (kind,)
         items = next((get_args(k) for k in kinds if get_origin(k) in (tuple, list)), None)
         words = [text] if equals else [*itertools.takewhile(lambda a: a[:2] != "--", left)]
         words = words[:1] if items is None else words
+
         if not equals:
             del left[: len(words)]
         if not words and items is None:
             fix = f"write {name} VALUE"
             raise invalid(key, "missing", ..., "is given without a value", fix, kind=ConfigError)
+
         if items is None or (words == ["none"] and type(None) in kinds):
             value = _read(words[0], kinds)
         else:

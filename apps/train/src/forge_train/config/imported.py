@@ -26,7 +26,7 @@ DEFAULT_DIR = "runs/default"
 
 
 def with_import(layers: Layers) -> Layers:
-    """`layers` over the table of an import in run.dir; themselves where there is none."""
+    """`layers` over the table of an import in run.dir; themselves without one."""
     run = layers.values.get("run")
     directory = run.get("dir", DEFAULT_DIR) if isinstance(run, dict) else DEFAULT_DIR
     if not isinstance(directory, str):

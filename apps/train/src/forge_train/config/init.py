@@ -45,17 +45,19 @@ class InitConfig(Checked):
             fix = "give from, or set model.vocab_size"
             yield Problem("vocab_size", "requires", self.vocab_size, "belongs to no source", fix)
         keep, patterns = list(self.keep), list(self.patterns)
+
         given = [
             key for key in ("keep", "patterns") if getattr(self, key) != getattr(InitConfig, key)
         ]
         if self.from_ is None and given:
             fix = f"give from, or leave {given[0]} out"
-            yield Problem(
-                given[0], "requires", list(getattr(self, given[0])), "belongs to no source", fix
-            )
+            value = list(getattr(self, given[0]))
+            yield Problem(given[0], "requires", value, "belongs to no source", fix)
+
         if self.from_ is not None and not self.from_.strip("/ "):
             fix = "use from = 'runs/trunk@1000', or leave it out"
             yield Problem("from", "missing", self.from_, "must name a run", fix)
+
         if len(set(self.keep)) < len(self.keep) or "weights" not in self.keep:
             rule = "must hold 'weights', and no word twice"
             yield Problem("keep", "weights", keep, rule, "use keep = ['weights']")
@@ -86,6 +88,7 @@ def find_source(name: str) -> Source:
     if not os.path.isdir(path):
         fix = "name a run, one of its checkpoints, or a folder of Hugging Face"
         raise invalid("init.from", "not_found", name, f"names {path}, which is not a folder", fix)
+
     if path.name == "checkpoints" and committed(path.parent):
         path = path.parent
     if step is None and os.path.isfile(path / "manifest.json"):
@@ -93,12 +96,14 @@ def find_source(name: str) -> Source:
         return Source(path, inside.parent if inside.name == "checkpoints" else None)
     if step is None and os.path.isfile(path / "config.json"):
         return Source(path, is_hf=True)
+
     if not os.path.isdir(path / "checkpoints"):
         rule = (
             "is not a run (it has no folder checkpoints), not a checkpoint (no manifest.json) and not a folder of Hugging "
             "Face (no config.json)"
         )
         raise invalid("init.from", "unknown", name, rule, "name one")
+
     steps = committed(path)
     if not steps:
         fix = "train it until it has saved, or name another"

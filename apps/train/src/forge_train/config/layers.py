@@ -44,7 +44,7 @@ class Layers:
         self.origins[dotted] = origin
 
     def at(self, dotted: str) -> Any:
-        """The value or table there; None where there is none."""
+        """The value or table of a dotted key, or None."""
         found: Any = self.values
         for part in dotted.split("."):
             found = found.get(part) if isinstance(found, dict) else None
@@ -128,6 +128,7 @@ def _chain(path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
         if len(seen) == _MAX_FILES:
             rule = f"leads through more than {_MAX_FILES} files"
             raise invalid("extends", "depth", ..., rule, "merge some", where=path, kind=ConfigError)
+
         base = table.pop("extends", None)
         if base is not None and not isinstance(base, str):
             rule = "must be the path of one TOML file"

@@ -3,7 +3,7 @@
 To add a key, write `field(default, between=(lowest, highest))` in its section and its help below it: flag, type check, range,
 `forge-train keys` and docs/configuration.md (`python scripts/write_configuration_page.py`) follow from them. A rule between
 keys of a section is one of its `_problems`, a rule between sections one of `build/rules.py`. Keys that are fixed once a run has
-a checkpoint are listed in `fixed_keys.py`; keys that change the learning rate of a step in `loop/start.py`.
+a checkpoint are listed in `build/run_directory.py`; keys that change the learning rate of a step in `loop/start.py`.
 """
 
 from __future__ import annotations

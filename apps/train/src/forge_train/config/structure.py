@@ -91,7 +91,7 @@ def type_name(kind: Any) -> str:
 
 
 def inner_dataclass(kind: Any) -> type | None:
-    """The dataclass in `X`, `X | None` or `dict[str, X]`; None when there is none."""
+    """The dataclass in `X`, `X | None` or `dict[str, X]`, or None."""
     candidates = [kind, *get_args(kind)]
     return next((c for c in candidates if isinstance(c, type) and is_dataclass(c)), None)
 
@@ -113,6 +113,7 @@ def _structure(value: Any, kind: Any, key: str, problems: list[Problem]) -> Any:
     if type(None) in kinds and (value is None or value == "none"):  # TOML has no null
         return None
     table = next((k for k in kinds if is_dataclass(k) or get_origin(k) is dict), None)
+
     if table is None:
         try:
             return _leaf(value, [k for k in kinds if k is not type(None)])
@@ -158,6 +159,7 @@ def _structure_fields(table: dict[str, Any], kind: Any, key: str, problems: list
             value = _FAILED
         if value is not _DROPPED:
             found[item.name] = value
+
     if _FAILED in found.values():
         return _FAILED
     try:
@@ -194,6 +196,7 @@ def _leaf(value: Any, kinds: Sequence[Any]) -> Any:
         if origin is tuple and args[-1] is not Ellipsis and len(value) != len(args):
             raise invalid("", "length", value, f"must be a {type_name(kind)}")
         return origin(_leaf(item, args[:1]) for item in value)
+
     accepted = (int, float) if kind is float else kind
     if isinstance(value, bool) != (kind is bool) or not isinstance(value, accepted):
         raise _of_another_type(value, " or ".join(_ARTICLES[k] for k in kinds))

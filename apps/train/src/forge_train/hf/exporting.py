@@ -46,12 +46,12 @@ from forge_vlm.data import Prompts
 
 
 def is_talks(source: SourceConfig) -> bool:
-    """Whether a source has conversations."""
+    """Whether a source contains conversations."""
     return source.name == "chat" or source.name in KINDS
 
 
 def tokenizing_of(data: DataConfig, chosen: str | None) -> TokenizerFiles:
-    """That of the source `chosen`, otherwise of the conversations, otherwise of the first source.
+    """The tokenizer files of the source `chosen`, else of the conversations, else of the first source.
 
     Raises ConfigError for a source without conversations, and for conversations of several templates of which none is
     chosen; ValueError, OSError and ImportError for files and packages that are missing.
@@ -123,14 +123,17 @@ def export_run(
     run = _read_run(paths)
     about: dict[str, Any] = {"format": 1, "step": int(checkpoint.absolute().name[5:])}
     section, lora = run.section, run.lora
+
     if adapter:
         _require_adapters(run, check)
+
     with store_errors(checkpoint, JobError), config_errors(), contextlib.ExitStack() as opened:
         found = family_of(section, family, run.original.get("model_type"))
         weights: Any = checkpoint
         if lora.adapters is not None:
             weights = MergedTensors(checkpoint, paths.base, lora.adapters.scale)
             opened.enter_context(weights)
+
         if adapter:
             options, note = _adapters(run, found, weights, template)
             about |= {"base_dtype": lora.base_dtype}  # peft has no key for it
@@ -144,8 +147,10 @@ def export_run(
             lines = [f"exported {checkpoint} to {out}: {found.name}, {dtype}"]
             if depth := section.mtp.num_modules:
                 lines.append(f"left out, as transformers has no place for it: mtp ({depth})")
+
         options["files"][SIDECAR] = as_json(about)
         save_hf(out, dtype=_DTYPES[dtype], **options)
+
     print(*lines, *([note] if note else []), sep="\n")
     if check:
         print(check_folder(out))
@@ -233,12 +238,12 @@ def _base_folder(run: RunDirectory) -> str | None:
 
 
 def _find(source: Path, step: int | None) -> tuple[RunDirectory, Path]:
-    """The run and the checkpoint that `source` and --step name; ConfigError where there is none."""
+    """Find the run and the checkpoint of `source` and --step. ConfigError without one."""
     at = source.absolute()
     inside = re.fullmatch(r"step-\d+", at.name) is not None
-    run = RunDirectory(
-        at.parent.parent if inside else at.parent if at.name == "checkpoints" else source
-    )
+    of_store = at.parent if at.name == "checkpoints" else source
+    run = RunDirectory(at.parent.parent if inside else of_store)
+
     steps = run.committed()
     with config_errors():
         if inside and step is not None:
@@ -274,8 +279,10 @@ def _read_run(run: RunDirectory) -> _Run:
 
 
 def _has_other_tokenizer(run: RunDirectory, found: TokenizerFiles | None) -> bool:
-    """Whether the data was made with another tokenizer than the one next to the weights; of data that cannot be read
-    the configuration says it."""
+    """Whether the data was made with another tokenizer than the one next to the weights.
+
+    For data that cannot be read, init.other_tokenizer of the configuration decides.
+    """
     path = tokenizer_in(run.path / FILES)
     if path is None or not run.config.exists():
         return False

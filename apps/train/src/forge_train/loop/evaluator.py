@@ -1,4 +1,4 @@
-"""Evaluations on the way: when they are due, and what they found last."""
+"""Evaluations during a run: when they are due, and the newest result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from forge_train.run.run import Run
 
 
 class Evaluator:
-    """Evaluates the held-out data of a run. `val_loss` is that of the newest evaluation, in nats per token.
+    """Evaluates the held-out data of a run. `val_loss` is the newest validation loss, in nats per token.
 
     wanted: whether anything is evaluated.
     """
@@ -17,7 +17,7 @@ class Evaluator:
         self.forget()
 
     def forget(self) -> None:
-        """The run went back: what was found belongs to steps that are undone."""
+        """Drop the result after a rollback: its step is undone."""
         self._step, self._found = -1, dict[str, float]()
         self.val_loss: float | None = None
 
@@ -32,13 +32,14 @@ class Evaluator:
         return self._found.get("val_loss") if self._step == step else None
 
     def __call__(self) -> None:
-        """Evaluate what is due, once a step. Collective."""
+        """Evaluate the sets that are due, once a step. Collective."""
         run, step = self._run, self._run.progress.step
         last = step == run.total_steps
         if self._step == step or not self._wanted or not run.evaluation.due(step, last):
             return
         with run.phase("evaluate") as pause, run.evaluation_point():
             found = run.evaluation(run.first_compute, run.label_weight, run.agreement, step, last)
+
         run.extensions.call("after_evaluation")
         self._step, self._found = step, found
         self.val_loss = found.get("val_loss", self.val_loss)

@@ -29,8 +29,7 @@ from forge_train._shared.problems import Problem, invalid
 from forge_train.build.begin_tokens import begin_problems
 from forge_train.build.hf_models import HFModel, read_model
 from forge_train.build.resolve import ResolvedJob
-from forge_train.build.run_directory import RunDirectory
-from forge_train.config.fixed_keys import OPTIMIZER_KEYS, is_fixed
+from forge_train.build.run_directory import OPTIMIZER_KEYS, RunDirectory, is_fixed
 from forge_train.config.init import (
     FILES,
     NAME,

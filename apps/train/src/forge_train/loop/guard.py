@@ -32,7 +32,7 @@ class Guard:
 
     @property
     def policy(self) -> NumericsPolicy:
-        """What was judged so far."""
+        """The policy, with its verdicts so far."""
         return self._run.progress.policy
 
     def check(self, last_saved: int) -> None:
@@ -55,9 +55,9 @@ class Guard:
             raise NumericsError([f"{rule}; {_intact(last_saved)}: {fix}"])
 
     def go_back(self, checkpoints: Checkpoints, bad: Outcome) -> None:
-        """Load a checkpoint from before the bad steps, and leave their data out of the stream.
+        """Load a checkpoint from before the bad steps, and skip their data.
 
-        A kill on the way loses nothing: the next life comes to the same steps, and goes back again.
+        A kill meanwhile loses nothing: after the restart the same steps come, and the run goes back again.
         """
         run = self._run
         self._check_limit(bad, checkpoints.last_step)
@@ -65,6 +65,7 @@ class Guard:
         ago = at - bad.first + 1
         before = run.config.resilience.rollback.batches_before
         known = len(checkpoints.damaged)
+
         with run.phase("load"):
             run.announce(checkpoints.settle())
             left_out = run.course.instances_back(
@@ -75,17 +76,20 @@ class Guard:
                 began = time.perf_counter()
                 found = checkpoints.go_back(bad.first - 1, bad.first - 1 - before)
                 seconds = time.perf_counter() - began
+
         run.record_quarantine(checkpoints.damaged[known:])
         if not found:
             rule = f"holds no state of a run of step {bad.first - 1} or before to go back to"
             fix = "save more often (checkpoint.every_steps), or keep more checkpoints (checkpoint.keep_last)"
             raise NumericsError([f"{bad.bad_steps}, and {run.folder.checkpoints} {rule}; {fix}"])
+
         self.policy.rollbacks = rollbacks
         run.loader.skip_rest(windows)
         run.count_steps()
         run.optimizer.zero_grad()
         run.recorder.reopen(run.progress.step)
         run.open_rows()
+
         run.record(
             "rollback",
             step=at,

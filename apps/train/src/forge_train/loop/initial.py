@@ -1,4 +1,4 @@
-"""What a run without a checkpoint begins with: the state of another run, and a folder of Hugging Face for its encoder."""
+"""Initial state of a run without a checkpoint: the state of another run, and a folder of Hugging Face for its encoder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EncoderSource:
         run_on_all_ranks(agreement, lambda: fill_part(model, HFFolder(self.path).read, self.names))
 
     def line(self) -> str:
-        """What a person should know of it."""
+        """A line for the terminal."""
         return f"encoder of {self.path}: {len(self.names)} tensors taken, {self.unused} of the folder unused"
 
     def event(self) -> dict[str, Any]:
@@ -56,6 +56,7 @@ def find_encoder(config: JobConfig, model: nn.Module, fork: Fork | None) -> Enco
     """
     if config.init.encoder is None or has_begun(Path(config.run.dir)):
         return None
+
     path, section = user_path(config.init.encoder), config.model
     key = "init.encoder"
     if not isinstance(section, VLMModelConfig) or section.vision.name != "transformers":
@@ -66,8 +67,10 @@ def find_encoder(config: JobConfig, model: nn.Module, fork: Fork | None) -> Enco
         rule = f"and init.from {config.init.from_!r} both have weights of the encoder"
         fix = "leave one out, or take only the others, with init.patterns = ['*', '!vision.*']"
         raise invalid(key, "excludes", str(path), rule, fix, kind=ConfigError)
+
     state = {n: t for n, t in model.state_dict().items() if n.startswith(_PREFIX)}
     own = {name.removeprefix(_PREFIX): tensor for name, tensor in state.items()}
+
     with config_errors():
         there, hf = HFFolder(path).meta(), read_json(path / "config.json")
         processor = read_processor(path)
@@ -76,6 +79,7 @@ def find_encoder(config: JobConfig, model: nn.Module, fork: Fork | None) -> Enco
     except (ValueError, ImportError) as error:
         found = [_of_job(problem, path) for problem in problems_of(error)]
         raise ConfigError(found, f"init.encoder {str(path)!r}") from error
+
     taken = {_PREFIX + name: theirs for name, theirs in names.items()}
     return EncoderSource(path, taken, len(there) - len(taken))
 

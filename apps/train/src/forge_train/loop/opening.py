@@ -25,7 +25,7 @@ from forge_train.build.build import (
 )
 from forge_train.build.data import open_data
 from forge_train.build.evaluation import Evaluation
-from forge_train.build.layout import layout_problems, micro_batches, model_problems, remarks
+from forge_train.build.layout import layout_notes, layout_problems, micro_batches, model_problems
 from forge_train.build.resolve import ResolvedJob
 from forge_train.build.run_directory import RunDirectory
 from forge_train.errors import ConfigError, config_errors, refuse
@@ -103,7 +103,7 @@ def open_run(
     initial = Initial.find(run)
     notes = {
         "layout": describe_placement(config.parallel, world, model),
-        "reasons": [*reasons, *remarks(config, layout)],
+        "reasons": [*reasons, *layout_notes(config, layout)],
         "sources": list(getattr(loader.stream, "source_lines", ())),
         "data": _data_notes(loader, held_out),
         "optimizer": _changes_of_older_run(run, initial.fork),
@@ -112,9 +112,10 @@ def open_run(
 
 
 def _data_notes(loader: Loader, held_out: Mapping[str, Any]) -> list[str]:
-    lines = list(getattr(loader.stream, "remarks", ()))
-    for key, stream in held_out.items():
-        lines += [f"{key}: {line}" for line in getattr(stream, "remarks", ())]
+    lines = []
+    for key, stream in {"": loader.stream, **held_out}.items():
+        found = getattr(stream, "remarks", ())  # language: attribute of streams
+        lines += [f"{key}: {line}" if key else line for line in found]
     return lines
 
 

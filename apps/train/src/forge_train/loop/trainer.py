@@ -158,12 +158,12 @@ class Trainer:
         self._save_requested = True
 
     def evaluation_point(self) -> AbstractContextManager[None]:
-        """The weights that are evaluated and saved, where the optimizer trains at others; else it does nothing.
+        """Swap in the weights to evaluate and save (an average, schedule-free); no effect for other optimizers.
 
             with trainer.evaluation_point():        # between steps, on every rank
                 accuracy = my_evaluation(trainer.model)
 
-        What is written into the weights meanwhile is kept, as the new point to evaluate.
+        Changes of the weights inside are kept, as the new weights to evaluate.
         """
         return self.run.evaluation_point()
 
@@ -222,7 +222,7 @@ class Trainer:
         return names
 
     def _open(self, stack: contextlib.ExitStack, stop: StopSignal | None) -> None:
-        """Open what `stack` closes after any error, refuse another experiment's folder, and load the state."""
+        """Open the files of the run, which `stack` closes, and load its state. ConfigError for another experiment's folder."""
         run = self.run
         run_on_all_ranks(run.agreement, lambda: run.folder.create(run.meshes.rank))
         alerts = run.config.resilience.alerts
@@ -230,6 +230,7 @@ class Trainer:
         store = stack.enter_context(open_store(run))
         self._stop = stop or stack.enter_context(StopSignal(announce=run.meshes.rank == 0))
         changed = run_on_all_ranks(run.agreement, lambda: run.folder.allowed_changes(run.job))
+
         names = self._build()
         stack.enter_context(self._extensions.around("around_run", run))
         with run.evaluation_point():  # which names of an optimizer's state belong to
@@ -243,10 +244,11 @@ class Trainer:
         run.open_rows()
 
     def _train(self) -> None:
-        """Train until the run is over, with as many ways back as the job allows."""
+        """Train until the run is over, with as many rollbacks as the job allows."""
         run = self.run
         if run.config.eval.at_start and run.progress.step == 0:
             self._evaluator()
+
         while True:
             try:
                 if self._guard.policy.can_roll_back and self._checkpoints.last_step < 0:
@@ -257,6 +259,7 @@ class Trainer:
                         self._between_steps()
                 self._finish()
                 break
+
             except RollbackRequested as request:
                 if not self._saves:
                     raise_without_saves(request.outcome)
@@ -325,7 +328,7 @@ class Trainer:
         return batch.staged(self._copies, self.run.compute.host_names(batch))
 
     def _forward_backward(self, batch: Batch, fault: Exception | None = None) -> Tensor:
-        """This rank's share of the loss of the global batch, and of an objective's other sums: (k,).
+        """This rank's part of the loss of the global batch, and of an objective's other sums: (k,).
 
         Gradients come out as those of one mean over the step's valid labels. The ranks' votes travel
         between hosts while the first micro-batch goes forward, and are awaited before its loss.

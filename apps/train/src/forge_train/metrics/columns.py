@@ -45,7 +45,7 @@ COLUMNS = (
     Column("recompiled", "", "functions that were compiled again so far; with `parallel.compile`"),
     Column("loss.z_loss", "nats per label", "the term that `train.<loss>.z_loss` adds"),
     Column("loss.label_smoothing", "nats per label", "the term that `train.<loss>.label_smoothing` adds"),
-    Column("loss.mtp", "nats per label", "mean of the losses of tokens further ahead, without its weight"),
+    Column("loss.mtp", "nats per label", "mean of the losses of multi-token prediction, without its weight"),
     Column("loss.source.<name>", "nats per label", "of the step's labels from a source of a mixture; null without any"),
     Column("loss.modality.<name>", "nats per label", "of the step's labels that are text, or images; null without any"),
     Column("share.source.<name>", "share", "of the step's labels, by weight; with `metrics.source_shares`"),

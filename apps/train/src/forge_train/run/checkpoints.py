@@ -39,13 +39,16 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 def store_errors(
     checkpoints: Path, unusable: type[JobError], corrupt: type[JobError] = StateError
 ) -> Iterator[None]:
-    """Turn an exception of forge_ckpt into a JobError of one line; `unusable` if disk or values are the cause, but for a
-    disk that is full."""
+    """Turn an exception of forge_ckpt into a JobError of one line.
+
+    `unusable` is the kind for I/O errors and invalid values, except for a full disk, which is a JobError.
+    """
     try:
         yield
     except StoreInUse as error:
         folder, rule = str(checkpoints.parent), f"is in use: {error}"
         raise invalid("run.dir", "in_use", folder, rule, kind=ConfigError) from error
+
     except CheckpointMismatch as error:
         fix = "choose another run.dir, if they are of another job"
         raise ConfigError([*problems_at(error, checkpoints), fix]) from error
@@ -53,6 +56,7 @@ def store_errors(
         raise corrupt(problems_at(error, "")) from error
     except InvalidData as error:  # the checkpoint's data is not the run's
         raise DataError(problems_at(error, checkpoints)) from error
+
     except OSError as error:
         file = "" if error.filename is None else f" ({error.filename})"
         kind = JobError if error.errno in _FULL else unusable
@@ -95,9 +99,9 @@ def share_places(loader: Loader, meshes: Meshes) -> None:
 
 
 def base_problems(config: JobConfig, run: RunDirectory) -> list[Problem]:
-    """Why a run that goes on cannot have adapters: its checkpoints were written without, by an import, say.
+    """Problems of [lora] with a run that resumes: checkpoints without adapters, as an import writes them.
 
-    Raises StateError where it had them, and the frozen weights are gone.
+    Raises StateError where the run had adapters, and their frozen weights are missing.
     """
     if not config.lora.rank or not run.has_checkpoints():
         return []
@@ -196,7 +200,7 @@ class Checkpoints(TrainingCheckpoints):
         tokens = self._run.course.tokens(cursor, saved["loader"].get("skipped", ()))
         if progress["tokens"] == tokens:
             return
-        # not damage, so nothing may be set aside for it
+        # the checkpoint is not damaged, so it must not be quarantined
         if saved["loader"]["fingerprint"] != self._run.loader.stream.fingerprint():
             rule = (
                 f"must keep the sequences of phases that have begun: the run has seen {progress['tokens']:,} tokens in "

@@ -139,7 +139,7 @@ class Run:
         segment: PhaseSegment,
         schedule: Callable[[int], float] | None = None,
     ) -> float:
-        """That of step `step` of a segment, with `tokens` in all, before the factors of groups."""
+        """The learning rate of a step of a segment, with `tokens` in total, before the factors of groups."""
         factor = (schedule or self.schedule)(self.course.scheduled(step, tokens))
         after_rollbacks = self.progress.policy.lr_factor
         return self.config.optimizer.lr * factor * (segment.lr_multiplier * after_rollbacks)
@@ -196,9 +196,9 @@ class Run:
 
     @contextlib.contextmanager
     def evaluation_point(self) -> Iterator[None]:
-        """The weights that are evaluated and saved, where the optimizer trains at others; else it does nothing.
+        """Swap in the weights to evaluate and save (an average, schedule-free); no effect for other optimizers.
 
-        What is written into the weights meanwhile is kept, as the new point to evaluate.
+        Changes of the weights inside are kept, as the new weights to evaluate.
         """
         if self.at_evaluation_point:
             yield

@@ -5,7 +5,14 @@ from forge_parallel.plan.memory import local_numel
 from forge_parallel.plan.profile import Profile
 from forge_parallel.plan.report import Estimate, estimate_layout, render
 from forge_parallel.plan.search import auto_layout, score, search
-from forge_parallel.plan.topology import HARDWARE, Hardware, Topology, find_hardware, this_gpu
+from forge_parallel.plan.topology import (
+    HARDWARE,
+    Hardware,
+    Topology,
+    find_hardware,
+    find_nodes,
+    this_gpu,
+)
 from forge_parallel.plan.trace import trace
 
 __all__ = [
@@ -21,6 +28,7 @@ __all__ = [
     "describe",
     "estimate_layout",
     "find_hardware",
+    "find_nodes",
     "local_numel",
     "render",
     "score",

@@ -68,6 +68,21 @@ def find_hardware(name: str) -> Hardware:
     return found
 
 
+def find_nodes(
+    gpu: str, gpus: int, nodes: int | None = None, gpus_per_node: int | None = None
+) -> tuple[Hardware, int]:
+    """Return the GPU and the number of GPUs in a node, by default 8. Raises ValueError for numbers that do not fit."""
+    if gpus < 1:
+        raise invalid("gpus", "range", gpus, "must be at least 1", "use 8")
+    per_node = gpus_per_node or 8
+    if nodes is not None:
+        if nodes < 1 or gpus % nodes:
+            rule, fix = f"must divide gpus {gpus}", "leave it out for nodes of 8"
+            raise invalid("nodes", "divides", nodes, rule, fix)
+        per_node = gpus // nodes
+    return find_hardware(gpu), min(per_node, gpus)
+
+
 def this_gpu() -> Hardware:
     """Return the row of this machine's GPU with its real memory; for an unknown model that of the h100."""
     name = torch.cuda.get_device_name().lower()
