@@ -15,7 +15,7 @@ import numpy
 from forge_train import Run, column_of
 
 #: Points of one curve, and of all known and all other curves of a page.
-_MOST_POINTS, _FEWEST_POINTS, _KNOWN_POINTS, _OTHER_POINTS = 2_000, 200, 100_000, 30_000
+_MOST_DRAWN, _FEWEST_DRAWN, _KNOWN_DRAWN, _OTHER_DRAWN = 2_000, 200, 100_000, 30_000
 _MOST_CURVES = 40  # in one plot
 _PALETTE = (
     *("#3b82c4", "#e0762f", "#2f9e6e", "#c64f8b", "#8a6fd1", "#b0962b", "#4aa8b8", "#d14d4d"),
@@ -70,7 +70,7 @@ class Curves:
         some = (column for (_, column), v in self._values.items() if not numpy.isnan(v).all())
         names = list(dict.fromkeys(some))
         known = [n for n in names if any(re.fullmatch(pattern, n) for _, _, pattern, _ in _KNOWN)]
-        self.points = self._points_each(_KNOWN_POINTS, known)
+        self.points = self._drawn_each(_KNOWN_DRAWN, known)
         self.thinned = any(len(r.metrics.get("step", ())) > self.points for r in runs.values())
 
         plots, taken = [], set[str]()
@@ -82,15 +82,15 @@ class Curves:
         self.speed = [p for p in plots[_MAIN:] if p["traces"]]
 
         others = [name for name in names if name not in taken]
-        points = self._points_each(_OTHER_POINTS, others)
+        points = self._drawn_each(_OTHER_DRAWN, others)
         groups: dict[str, list[str]] = {}
         for name in others:
             groups.setdefault(_group(name), []).append(name)
         self.others = [self._other(title, columns, points) for title, columns in groups.items()]
 
-    def _points_each(self, points: int, names: Sequence[str]) -> int:
+    def _drawn_each(self, points: int, names: Sequence[str]) -> int:
         """Divide a number of points among the curves of these columns of all runs."""
-        return max(_FEWEST_POINTS, min(_MOST_POINTS, points // (len(names) * len(self._runs) or 1)))
+        return max(_FEWEST_DRAWN, min(_MOST_DRAWN, points // (len(names) * len(self._runs) or 1)))
 
     def _other(self, title: str, columns: Sequence[str], points: int) -> dict[str, Any]:
         """The plot of a group of columns, with unit and meaning from the list of columns."""
