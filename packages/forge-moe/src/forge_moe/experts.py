@@ -17,7 +17,7 @@ from forge_moe._shared.problems import invalid
 from forge_moe._shared.shards import local_tensor
 from forge_moe._torch_compat import autocast_dtype, is_clamped
 from forge_moe.config import MoEConfig
-from forge_moe.grouped_mm import GemmBackend, Groups, choose_backend
+from forge_moe.grouped_mm import GemmBackend, Groups, choose_backend, pad_rows, unpad_rows
 from forge_moe.protocols import OverlappingDispatcher
 
 __all__ = ["Experts", "SortedExperts", "sorted_experts_by_name"]
@@ -91,7 +91,7 @@ class Experts(nn.Module):
             raise invalid("counts", "shape", tuple(counts.shape), rule)
 
         widths = (self.config.dim, self.config.hidden_dim)
-        backend = choose_backend(self.config.backend, x, widths)
+        backend = choose_backend(self.config.backend, x, widths, counts)
         groups = Groups.of(counts, host_sizes=backend.needs_host_sizes, full=full)
         return GroupedFeedForward.apply(x, *weights, *biases, groups, backend, self.activation)
 
@@ -216,15 +216,21 @@ class GroupedFeedForward(Function):
         backend: GemmBackend,
         activation: Activation,
     ) -> Tensor:
+        num_rows, position = x.size(0), None
+        if backend.padded:  # once, for all matmuls
+            groups, position = groups.padded(num_rows)
+            x = pad_rows(x, position, groups)
         gate = None if gate_w is None else _affine(x, gate_w, gate_b, groups, backend)  # (R, F)
         up = _affine(x, up_w, up_b, groups, backend)  # (R, F), or (R, 2 F) of the clamped SwiGLU
         hidden = activation.forward(up) if gate is None else F.silu(gate).mul_(up)  # (R, F)
         out = _affine(hidden, down_w, down_b, groups, backend)  # (R, D)
+        out = unpad_rows(out, position, num_rows)
         if not groups.full:
             # Not in place: selective recomputation keeps the kernel's output and rejects a change of it.
             out = out.masked_fill(groups.tail(x.size(0)), 0.0)
 
-        ctx.save_for_backward(x, gate, up, gate_w, up_w, down_w, groups.counts, groups.ends)
+        saved = (x, gate, up, gate_w, up_w, down_w, groups.counts, groups.ends, position)
+        ctx.save_for_backward(*saved)
         ctx.host_sizes, ctx.full, ctx.backend = groups.host_sizes, groups.full, backend
         ctx.activation = activation
         ctx.has_bias = (gate_b is not None, up_b is not None, down_b is not None)
@@ -233,13 +239,14 @@ class GroupedFeedForward(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Optional, ...]:
-        x, gate, up, gate_w, up_w, down_w, counts, ends = ctx.saved_tensors
+        x, gate, up, gate_w, up_w, down_w, counts, ends, position = ctx.saved_tensors
         groups, backend = Groups(counts, ends, ctx.host_sizes, ctx.full), ctx.backend
         needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:4]
         gate_bias, up_bias, down_bias = ctx.has_bias
 
         # The down projection.
-        grad = grad.contiguous()
+        num_rows = grad.size(0)
+        grad = pad_rows(grad.contiguous(), position, groups)
         act = None if gate is None else F.silu(gate)  # (R, F)
         hidden = ctx.activation.forward(up) if act is None else act * up  # (R, F)
         grad_down_w = backend.outer(hidden, grad, groups) if needs_down else None
@@ -265,8 +272,10 @@ class GroupedFeedForward(Function):
             if grad_x is not None:
                 grad_x += backend.multiply(grad_gate, gate_w.transpose(1, 2), groups)
 
-        if grad_x is not None and not groups.full:
-            grad_x.masked_fill_(groups.tail(x.size(0)), 0.0)
+        if grad_x is not None:
+            grad_x = unpad_rows(grad_x, position, num_rows)
+            if not groups.full:
+                grad_x.masked_fill_(groups.tail(num_rows), 0.0)
         weights = (grad_gate_w, grad_up_w, grad_down_w)
         return (grad_x, *weights, grad_gate_b, grad_up_b, grad_down_b, None, None, None)
 
