@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_moe import Experts, MoE, MoEConfig
 from forge_moe.experts import ClampedSwiGLU
-from forge_moe.grouped_mm import GROUPED_MM, LOOP, _float8, choose_backend, to_float8
+from forge_moe.grouped_mm import BATCHED, GROUPED_MM, LOOP, _float8, choose_backend, to_float8
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -139,6 +139,33 @@ def test_F29_no_padding_rows() -> None:
         patch.setattr("forge_moe.grouped_mm.GROUPED_MM", watched)
         moe(torch.rand(50, 8, requires_grad=True)).sum().backward()
     assert seen == [100] * 6
+
+
+@pytest.mark.parametrize(
+    ("sizes", "tail", "backend"),
+    [
+        ((4, 4, 4), 0, BATCHED),
+        ((4, 4, 4), 3, BATCHED),
+        ((5, 0, 3), 0, BATCHED),
+        ((2, 0, 0), 4, BATCHED),
+        ((0, 0, 0), 2, BATCHED),
+        ((600, 1, 2), 0, GROUPED_MM),
+    ],
+)
+def test_one_batch_of_all_experts_on_a_cpu_equals_the_loop(sizes, tail, backend) -> None:
+    experts = Experts(MoEConfig(8, 16, 3, bias=True))
+    counts, x = torch.tensor(sizes), torch.randn(sum(sizes) + tail, 8)
+    x[sum(sizes) :] = torch.nan
+    assert choose_backend("auto", x, (8, 16), counts) is backend
+    found = []
+    for name in ("auto", "loop"):
+        experts.config = MoEConfig(8, 16, 3, bias=True, backend=name)
+        inputs = x.clone().requires_grad_()
+        y = experts(inputs, counts)
+        parameters = list(experts.parameters())
+        found.append((y, *torch.autograd.grad(y.square().sum(), (inputs, *parameters))))
+    for got, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-6, atol=1e-6)
 
 
 def test_the_choice_of_a_backend(monkeypatch) -> None:

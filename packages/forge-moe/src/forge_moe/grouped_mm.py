@@ -48,14 +48,14 @@ class Groups(NamedTuple):
         None if the rows lie there already: the groups are equal and have no tail. Reads `host_sizes`.
         """
         num, fullest = len(self.host_sizes), max(self.host_sizes, default=0)
-        position = None
-        if num_rows != num * fullest or min(self.host_sizes, default=0) < fullest:
-            rows = torch.arange(sum(self.host_sizes), device=self.ends.device)
-            begin = torch.arange(0, num * fullest, fullest or 1, device=rows.device)[:num]
-            shift = begin - (self.ends - self.counts) if fullest else self.counts
-            position = rows + shift.index_select(0, self.experts_of_rows(rows.numel()))
+        if num_rows == num * fullest and min(self.host_sizes, default=0) == fullest:
+            return self._replace(full=True), None
+
         equal = torch.full_like(self.counts, fullest)
         ends = equal.cumsum(0, dtype=torch.int32)
+        shift = (ends - equal) - (self.ends - self.counts)  # (E,)
+        rows = torch.arange(sum(self.host_sizes), device=shift.device)
+        position = rows + shift.repeat_interleave(self.counts, output_size=rows.numel())
         return Groups(equal, ends, [fullest] * num, full=True), position
 
     def experts_of_rows(self, num_rows: int) -> Tensor:
@@ -91,7 +91,9 @@ def choose_backend(
     an emulation elsewhere. A backend chosen by name is used or raises ValueError; it is never replaced.
     """
     if name == "auto" and counts is not None and x.device.type == "cpu":
-        if not is_compiling_or_fake(x) and batch_is_faster(counts.tolist(), x, widths):
+        # On a CPU the counts are read without a wait.
+        on_host = not is_compiling_or_fake(x)
+        if on_host and batch_is_faster(counts.tolist(), x, widths):
             return BATCHED
 
     obstacle = _obstacle(x, widths)
@@ -254,7 +256,7 @@ def unpad_rows(x: Tensor, position: Tensor | None, num_rows: int) -> Tensor:
 
 
 def _batch(x: Tensor, groups: Groups) -> Tensor:
-    return x.unflatten(0, (len(groups.host_sizes), groups.host_sizes[0]))  # (E, C, M)
+    return x.reshape(len(groups.host_sizes), groups.host_sizes[0], x.size(1))  # (E, C, M)
 
 
 BATCHED = GemmBackend(

@@ -153,8 +153,10 @@ class MoE(nn.Module):
             elif first and torch.is_grad_enabled():
                 # Losses without a graph are of no use to the caller.
                 before = self.pending_losses
-                sums = losses if before is None else AuxLosses(*map(torch.add, before, losses))
-                self.pending_losses = sums
+                if before is None:
+                    self.pending_losses = losses
+                elif self._has_losses:
+                    self.pending_losses = AuxLosses(*map(torch.add, before, losses))
         return out.to(x.dtype).view(x.shape)
 
     @property
@@ -166,6 +168,11 @@ class MoE(nn.Module):
     def _drops(self) -> bool:
         # In evaluation the output of a token must not depend on the other tokens of the call.
         return self.training and self.config.capacity_factor is not None
+
+    @property
+    def _has_losses(self) -> bool:
+        c = self.config
+        return bool(c.aux_loss_weight or c.sequence_loss_weight or c.z_loss_weight)
 
     def _num_rows(self, x: Tensor) -> int | None:
         """B of x (B, S, D), None of (T, D); ValueError if the router chooses within sequences that are split."""
@@ -230,13 +237,18 @@ class MoE(nn.Module):
         if ids.is_meta or is_fake(ids):
             return
         entropy = torch.special.entr(routed.probabilities).sum(dim=-1)  # (T,)
-        if valid is None:
-            tokens = torch.full((), entropy.numel(), dtype=torch.int64, device=entropy.device)
-        else:
+        tokens: Tensor | int = entropy.numel()
+        dropped: Tensor | int = 0
+        if valid is not None:
             tokens, entropy = valid.sum(), entropy.masked_fill(~valid, 0.0)
-        dropped = counts.sum() - (ids != self.config.num_experts).sum()
+        if self._drops:
+            dropped = counts.sum() - (ids != self.config.num_experts).sum()
         # fp32 would lose small terms in a sum over many forwards.
-        sums = {"tokens": tokens, "dropped": dropped, "entropy": entropy.sum().double()}
+        sums: dict[str, Tensor | int] = {
+            "tokens": tokens,
+            "dropped": dropped,
+            "entropy": entropy.sum().double(),
+        }
         self.counters.add(counts, sums, training=self.training)
 
     def _router_losses(
@@ -251,11 +263,14 @@ class MoE(nn.Module):
         c, group = self.config, SequenceGroup(self.sequence_group, ctx)
         ids = routed.ids
         total: Tensor | int = len(ids)
-        if c.aux_loss_weight or c.sequence_loss_weight or c.z_loss_weight:
-            if group.groups:
-                total = record_or_replay(self, "num_tokens", lambda: group.num_tokens(ids, valid))
-            elif valid is not None:
-                total = valid.sum()
+        # Losses without a weight are constants: no graph, no communication.
+        balance = z = sequence = routed.logits.new_zeros(())
+        if not self._has_losses:
+            return AuxLosses(balance, balance, z, sequence), total
+        if group.groups:
+            total = record_or_replay(self, "num_tokens", lambda: group.num_tokens(ids, valid))
+        elif valid is not None:
+            total = valid.sum()
 
         def fractions_in(scope: str) -> Tensor:
             """Fraction of the choices of each expert, (E,) or per token (T, E)."""
@@ -282,8 +297,6 @@ class MoE(nn.Module):
             fractions = record_or_replay(self, name, lambda: fractions_in(scope))
             return load_balancing.balance_loss(fractions, routed.probabilities, valid, total)
 
-        # Losses without a weight are constants: no graph, no communication.
-        balance = z = sequence = routed.logits.new_zeros(())
         if c.aux_loss_weight:
             balance = c.aux_loss_weight * balance_in(c.aux_scope, "fractions")
         if c.sequence_loss_weight:

@@ -156,12 +156,13 @@ class RoutingCounters:
         """Reset the statistics; the counts of the step stay."""
         self.sums = {}
 
-    def add(self, counts: Tensor, others: dict[str, Tensor], *, training: bool) -> None:
+    def add(self, counts: Tensor, others: dict[str, Tensor | int], *, training: bool) -> None:
         """Add one forward. Sums are new tensors: those made under inference_mode cannot be changed later."""
+        device = counts.device
         if training:
-            self.step_counts = _add(self.step_counts, counts)
-        values = {"counts": counts, **others}
-        self.sums = {name: _add(self.sums.get(name), value) for name, value in values.items()}
+            self.step_counts = _add(self.step_counts, counts, device)
+        values: dict[str, Tensor | int] = {"counts": counts, **others}
+        self.sums = {n: _add(self.sums.get(n), value, device) for n, value in values.items()}
 
     def add_global(self, counts: Tensor) -> Tensor:
         """Add one micro-batch's counts over all data ranks; the sum of the step so far, (E,) int64."""
@@ -187,8 +188,13 @@ class RoutingCounters:
         return counts.to(device)
 
 
-def _add(total: Tensor | None, value: Tensor) -> Tensor:
-    return value.clone() if total is None else total.to(value.device) + value
+def _add(total: Tensor | None, value: Tensor | int, device: torch.device) -> Tensor:
+    if total is not None:
+        total = total.to(device)
+        return total if isinstance(value, int) and value == 0 else total + value
+    if isinstance(value, Tensor):
+        return value.clone()
+    return torch.full((), value, dtype=torch.int64, device=device)
 
 
 # ---- sequences split over ranks

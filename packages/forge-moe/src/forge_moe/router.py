@@ -124,14 +124,18 @@ class Router(nn.Module):
         # The choice has no gradient, and a recomputation takes it from the record.
         ids = record_or_replay(self, "ids", lambda: self._choose(scores.detach(), valid, rows))
 
-        # Id E would be out of range in a gather: read expert 0 and set the weight to 0.
-        dropped = ids == self.config.num_experts
-        weights = self.rule.weigh(logits, scores, ids.masked_fill(dropped, 0), self.config)
+        if valid is None and self.rule.routes_all_slots:
+            weights = self.rule.weigh(logits, scores, ids, self.config)
+        else:
+            # Id E would be out of range in a gather: read expert 0 and set the weight to 0.
+            dropped = ids == self.config.num_experts
+            weights = self.rule.weigh(logits, scores, ids.masked_fill(dropped, 0), self.config)
+            weights = weights.masked_fill(dropped, 0.0)
         if self.rule.normalized:
             probabilities = scores
         else:
             probabilities = scores / scores.sum(dim=-1, keepdim=True).clamp_min(1e-20)
-        return RoutingResult(weights.masked_fill(dropped, 0.0), ids, probabilities, logits)
+        return RoutingResult(weights, ids, probabilities, logits)
 
     def point(self, name: str, value: Tensor) -> Tensor:
         """Return `value`; `forge_core.interp` replaces this method to read or change it."""
@@ -153,9 +157,12 @@ class Router(nn.Module):
     def _choose(self, scores: Tensor, valid: Tensor | None, rows: int) -> Tensor:
         selection = scores if self.expert_bias is None else scores + self.expert_bias
         mask = scores.new_ones(scores.size(0), dtype=torch.bool) if valid is None else valid
-        sequences = zip(selection.tensor_split(rows), mask.tensor_split(rows))
         choose = self.rule.choose
-        ids = torch.cat([choose(each, self.config, used) for each, used in sequences])
+        if rows == 1:
+            ids = choose(selection, self.config, mask)
+        else:
+            sequences = zip(selection.tensor_split(rows), mask.tensor_split(rows))
+            ids = torch.cat([choose(each, self.config, used) for each, used in sequences])
         return ids if valid is None else ids.masked_fill(~valid[:, None], self.config.num_experts)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Router":
@@ -194,10 +201,10 @@ def top_k_ids(scores: Tensor, k: int) -> Tensor:
 
     bits = (scores.float() + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
     # Bits of positive floats sort as integers; those of negative ones sort in reverse, so flip all but the sign.
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ordered = (bits >> 31).bitwise_and_(0x7FFFFFFF).bitwise_xor_(bits)
     num = scores.size(-1)
     lower_first = torch.arange(num - 1, -1, -1, device=scores.device)
-    key = ordered.to(torch.int64) * num + lower_first  # (T, E), all different
+    key = ordered.to(torch.int64).mul_(num).add_(lower_first)  # (T, E), all different
     return key.topk(k, dim=-1).indices
 
 
@@ -233,7 +240,8 @@ def _weigh_softmax(logits: Tensor, scores: Tensor, ids: Tensor, config: RouterCo
     if config.normalize == "before_top_k":
         return scores.gather(1, ids) * config.route_scale
     # The softmax of the chosen logits is the renormalized softmax, and cannot underflow to 0 / 0.
-    return logits.gather(1, ids).softmax(dim=-1) * config.route_scale
+    weights = logits.gather(1, ids).softmax(dim=-1)
+    return weights if config.route_scale == 1.0 else weights * config.route_scale
 
 
 def _weigh_sigmoid(logits: Tensor, scores: Tensor, ids: Tensor, config: RouterConfig) -> Tensor:

@@ -43,8 +43,8 @@ class Permutation(NamedTuple):
         """From ids (T, K) int64 in 0..E, E for dropped slots, which form the tail; `num_rows` leaves out the rest of it."""
         # A stable sort keeps the slots of an expert in the order of their tokens.
         slot_of_row = ids.reshape(-1).sort(stable=True).indices  # (T K,)
-        row_of_slot = torch.empty_like(slot_of_row)
-        row_of_slot[slot_of_row] = torch.arange(slot_of_row.numel(), device=ids.device)
+        rows = torch.arange(slot_of_row.numel(), device=ids.device)
+        row_of_slot = torch.empty_like(slot_of_row).scatter_(0, slot_of_row, rows)
         return cls(slot_of_row[:num_rows], row_of_slot.view(ids.shape))
 
     @classmethod
@@ -176,10 +176,10 @@ class _Unpermute(Function):
         routed, weights, slot_of_row = ctx.saved_tensors
         grad_routed = grad.index_select(0, slot_of_row // weights.size(1))  # (R, D)
 
-        grad_weights = weights.new_zeros(weights.numel())
         # A slot has one row at most, so the assignment by index has no collisions.
         products = torch.linalg.vecdot(grad_routed, routed.to(grad_routed.dtype))  # (R,)
-        grad_weights[slot_of_row] = products.to(weights.dtype)
+        grad_weights = weights.new_zeros(weights.numel())
+        grad_weights.scatter_(0, slot_of_row, products.to(weights.dtype))
 
         grad_routed *= weights.reshape(-1).index_select(0, slot_of_row).unsqueeze(1)
         gradients = grad_routed.to(routed.dtype), grad_weights.view_as(weights)
@@ -200,8 +200,8 @@ def _sum_slots(routed: Tensor, row_of_slot: Tensor, weights: Tensor | None) -> T
         # One pass over the rows, where index, multiply and add would make three and hold a copy.
         return F.embedding_bag(row_of_slot, routed, per_sample_weights=weights, mode="sum")
 
-    total = routed.new_zeros(row_of_slot.size(0), routed.size(1), dtype=dtype)
-    for slot in range(row_of_slot.size(1)):
+    total = routed.index_select(0, row_of_slot[:, 0]) * weights[:, :1]
+    for slot in range(1, row_of_slot.size(1)):
         # Not in place: in a compiled forward torch 2.11 would lose the gradient of the rows.
         outputs = routed.index_select(0, row_of_slot[:, slot])
         total = torch.addcmul(total, outputs, weights[:, slot, None])
