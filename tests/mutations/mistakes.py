@@ -102,8 +102,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "the fused loss keeps the weight gradient of its last block of rows only",
         f"{_CORE}/_shared/cross_entropy.py",
-        "total[rows] += a[rows] @ b",
-        "total[rows] = a[rows] @ b",
+        "total[rows].add_(torch.mm(",
+        "total[rows].copy_(torch.mm(",
     ),
     Mistake(
         "the random numbers of a sample repeat after each chunk",

@@ -147,6 +147,7 @@ def test_F197_gradients_in_bf16_sum_over_all_blocks(monkeypatch: pytest.MonkeyPa
     """24 tokens in blocks of 8 rows, and the weight's gradient 5 rows at a time; bound: rounding of bf16."""
     monkeypatch.setattr(shared, "_TOKENS_FUSED", 8)
     monkeypatch.setattr(shared, "_BLOCK_FUSED", 5 * 8)
+    monkeypatch.setattr(shared, "_BLOCK_CPU", 5 * 8)
     generator = torch.Generator().manual_seed(2)
     _, labels = batch()
     x, weight = (
