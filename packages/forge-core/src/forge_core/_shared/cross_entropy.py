@@ -130,7 +130,7 @@ class Vocab(NamedTuple):
     def measure(self, logits: Tensor, target: Tensor, out: Tensor, p: Tensor | None = None) -> None:
         """Write log p_y, log Z and sum_j log p_j, as many as there are rows, into out (1 to 3, R).
 
-        logits and p, their softmax, (R, W), target (R, 1). Of a shard: l_y, log Z and sum_j l_j over its ids, for
+        logits (R, W), their softmax p if it is there, target (R, 1). Of a shard: l_y, log Z and sum_j l_j over its ids, for
         `combine`.
         """
         if self.group is not None:
@@ -140,10 +140,20 @@ class Vocab(NamedTuple):
                 out[2] = wide[:, : self.num_local].sum(-1)
             return
 
-        # From the largest logit, whose p is at least 1 / W: log p_y = -inf for a small p_y otherwise. On a CPU softmax
-        # and two maxima take half the time of log_softmax, and p is needed for the gradient.
         if p is None:
-            p = torch.softmax(logits, dim=-1, dtype=out.dtype)
+            log_p = F.log_softmax(logits, dim=-1, dtype=out.dtype)
+            out[0] = log_p.gather(1, target)[:, 0]
+            if self.z_loss:
+                # from the largest logit: well-conditioned, and two passes fewer than logsumexp
+                largest = logits.argmax(-1, keepdim=True)
+                of_logits = logits.gather(1, largest).to(log_p.dtype)
+                out[1] = (of_logits - log_p.gather(1, largest))[:, 0]
+            if self.label_smoothing:
+                out[2] = log_p.sum(-1)
+            return
+
+        # From the largest logit, whose p is at least 1 / W: log p_y = -inf for a small p_y otherwise. On a CPU softmax
+        # and two maxima take half the time of log_softmax and exp, and p is needed for the gradient.
         top = logits.amax(-1).to(out.dtype)
         log_top = p.amax(-1).log_()
         out[0] = logits.gather(1, target)[:, 0].to(out.dtype) - top + log_top
@@ -257,13 +267,7 @@ def loss_of_logits(logits: Tensor, labels: Labels, shape: torch.Size, vocab: Voc
     if torch.compiler.is_compiling() and vocab.group is None:
         # operators that the compiler fuses and differentiates itself
         found = vocab.empty(logits)
-        log_p = F.log_softmax(logits.to(found.dtype), dim=-1)
-        found[0] = log_p.gather(1, vocab.locate(labels.ids, labels.valid)[0])[:, 0]
-        if vocab.z_loss:
-            top = logits.argmax(-1, keepdim=True)
-            found[1] = (logits.gather(1, top).to(log_p.dtype) - log_p.gather(1, top))[:, 0]
-        if vocab.label_smoothing:
-            found[2] = log_p.sum(-1)
+        vocab.measure(logits, vocab.locate(labels.ids, labels.valid)[0], found)
         total, parts, each = vocab.sums(found, labels.valid, labels.weights)
         parts, each = parts.detach(), each.detach()
     else:
