@@ -418,7 +418,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "nodes of an earlier life are excluded, too",
-        f"{_RESILIENCE}/health/exclude.py",
+        f"{_RESILIENCE}/health/check.py",
         "            nodes.clear()",
         "            pass",
     ),
@@ -460,7 +460,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "a sink that hangs is waited for at each save",
-        f"{_RESILIENCE}/background_sink.py",
+        f"{_RESILIENCE}/recorder.py",
         "if self._last_flush is not None and not self._last_flush.is_set():",
         "if self._last_flush is not None and self._last_flush.is_set() is None:",
     ),

@@ -19,7 +19,8 @@ echo "$SLURMD_NODENAME"
 [ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || exit 0
 {python} - <<END
 from forge_resilience import Journal
-from forge_resilience.health.exclude import broken_nodes, exclude_nodes
+from forge_resilience.health import broken_nodes
+from forge_resilience.slurm import exclude_nodes
 Journal("{folder}/events.jsonl").record("health", nodes=["$SLURMD_NODENAME"], is_known=True)
 exclude_nodes(broken_nodes("{folder}/events.jsonl"))
 END

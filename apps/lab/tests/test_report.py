@@ -22,7 +22,7 @@ from forge_lab.report import curves
 from forge_lab.report.curves import Curves, thin
 from forge_lab.report.goodput import strip
 from forge_lab.report.page import write_page
-from forge_resilience.goodput import read_ledger
+from forge_resilience.goodput import read_goodput_table
 from forge_testing.problems import rejects
 from forge_testing.runs import fit_alone, make_job
 from forge_train import ConfigError, Run, column_of, read_run
@@ -139,7 +139,7 @@ def test_the_page_holds_the_rows_and_nothing_else_changes(
     assert page.cells("model.moe.top_k") == []  # a default
     assert page.cells("versions.torch") == [read_run(run).environment["versions"]["torch"]]
     assert "The end." in page.text
-    ledger = read_ledger(read_run(run).events)
+    ledger = read_goodput_table(read_run(run).events)
     lives = page.pictures["lives"]
     unit = lives["unit"].split()[0]  # of a long run, or of this one on a slow machine, not seconds
     length = ledger.wall_ms / {"seconds": 1_000, "minutes": 60_000, "hours": 3_600_000}[unit]
@@ -405,7 +405,7 @@ def test_a_strip_of_very_many_spans_is_cut_into_cells() -> None:
         {"event": "evaluation", "time": at + 10 * i, "step": i, "seconds": 2.0 if i < 1500 else 9.0}
         for i in range(1, 3000)
     ]
-    ledger = read_ledger(events)
+    ledger = read_goodput_table(events)
     assert len(ledger.spans) > 5000
     picture = strip({"a": (ledger, events)})
     assert picture is not None
@@ -428,7 +428,7 @@ def test_F197_marks_of_the_timeline_are_in_the_unit_of_its_bars(seconds: int, di
         {"event": "done", "time": at + seconds, "step": 2},
     ]
     as_text = [{**e, "time": datetime.fromtimestamp(e["time"], UTC).isoformat()} for e in events]
-    drawn = strip({"a": (read_ledger(events), as_text)})
+    drawn = strip({"a": (read_goodput_table(events), as_text)})
     assert drawn is not None
     marks = {t["name"]: t["x"] for t in drawn["traces"] if t["type"] == "scatter"}
     bars = [t for t in drawn["traces"] if t["type"] == "bar"]

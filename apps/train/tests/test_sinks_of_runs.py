@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from forge_resilience import background_sink, recorder
+from forge_resilience import recorder
 from forge_testing import write_job
 from forge_testing.problems import rejects
 from forge_testing.runs import fit_on_ranks, make_job
@@ -134,7 +134,7 @@ def test_a_hanging_sink_is_waited_for_at_no_save_and_once_at_the_end(
 
     class Arm(Callback):
         def on_start(self, trainer: Trainer) -> None:
-            monkeypatch.setattr(background_sink.threading, "Event", Counted)
+            monkeypatch.setattr(recorder.threading, "Event", Counted)
 
     monkeypatch.setattr(recorder, "END_SECONDS", 0.5)
     job = write_job(tmp_path)

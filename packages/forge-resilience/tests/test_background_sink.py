@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from forge_resilience import background_sink
-from forge_resilience.background_sink import BackgroundSink, end_all
+from forge_resilience import recorder
+from forge_resilience.recorder import BackgroundSink, end_all
 
 pytestmark = pytest.mark.lane("test")
 
@@ -113,7 +113,7 @@ def test_a_hanging_sink_is_flushed_once_until_it_answers(monkeypatch: pytest.Mon
             return super().wait(60 if go.is_set() else 0.001)
 
     sink, go = hanging()
-    monkeypatch.setattr(background_sink.threading, "Event", Counted)
+    monkeypatch.setattr(recorder.threading, "Event", Counted)
     for _ in range(4):
         assert not sink.flush()  # as at saves
     assert waits == [5.0]
@@ -134,7 +134,7 @@ def test_hanging_sinks_share_one_wait_at_the_end(
         waits.append(timeout)
         clock[0] += min(timeout, 4.0)  # the first two take 4 s each
 
-    monkeypatch.setattr(background_sink, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(recorder, "monotonic", lambda: clock[0])
     for sink in sinks:
         monkeypatch.setattr(sink._thread, "join", join)
     end_all(sinks, 6.0)

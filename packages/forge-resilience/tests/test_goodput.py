@@ -12,7 +12,7 @@ from forge_resilience.goodput import (
     goodput,
     mean_time_bounds,
     process_start_time,
-    read_ledger,
+    read_goodput_table,
 )
 from forge_testing.problems import rejects
 
@@ -42,7 +42,7 @@ STORY = [
 
 
 def test_a_story_by_hand():
-    ledger = read_ledger(STORY)
+    ledger = read_goodput_table(STORY)
     seconds = {cause: ms / 1000 for cause, ms in ledger.milliseconds().items() if ms}
     assert seconds == {
         "steps": (20 - 10) + (58.5 - 47) + 0.5 + (150 - 140),
@@ -64,35 +64,35 @@ def test_a_story_by_hand():
 
 def test_a_checkpoint_that_was_damaged_undoes_the_lives_before_too():
     resume = event("resume", 70.0, began=70.0, step=10, world_size=2)
-    ledger = read_ledger([*STORY[:8], resume, event("done", 71.0, step=11)])
+    ledger = read_goodput_table([*STORY[:8], resume, event("done", 71.0, step=11)])
     assert ledger.milliseconds()["steps"] == 10_000 + 1_000
     assert sum(ledger.milliseconds().values()) == ledger.wall_ms
 
 
 def test_writing_a_profile_is_no_work():
     story = [*STORY[:4], event("profile", 33.0, step=21, rank=0, seconds=4.0), event("done", 40.0)]
-    found = read_ledger(story).milliseconds()
+    found = read_goodput_table(story).milliseconds()
     assert (found["profile"], found["steps"]) == (4_000, 10_000 + 8_000 + 7_000)
 
 
 def test_a_rollback_undoes_steps_of_the_same_life():
     story = [*STORY[:4], event("rollback", 33.0, step=21, to_step=10), event("done", 40.0, step=30)]
-    ledger = read_ledger(story)
+    ledger = read_goodput_table(story)
     assert ledger.milliseconds()["recompute"] == 33_000 - 21_000
     assert (ledger.losses, ledger.steps_done) == (0, 30)
 
 
 def test_the_save_of_a_stop_was_waited_for():
     story = [*STORY[:4], event("save", 31.0, step=19, seconds=2.0), event("stop", 31.5, step=19)]
-    ledger = read_ledger(story)
+    ledger = read_goodput_table(story)
     assert ledger.milliseconds()["save"] == 1_000 + 2_000
     assert ledger.milliseconds()["steps"] == 10_000 + 8_000 + 500
     assert ledger.saves == (1.0, 2.0)
 
 
 def test_a_run_that_goes_on_ends_at_its_last_sign():
-    assert read_ledger(STORY[:4], last_sign=29.5).milliseconds()["steps"] == 10_000 + 8_500
-    assert read_ledger(STORY[:4], last_sign=1.0).wall_ms == 19_000
+    assert read_goodput_table(STORY[:4], last_sign=29.5).milliseconds()["steps"] == 10_000 + 8_500
+    assert read_goodput_table(STORY[:4], last_sign=1.0).wall_ms == 19_000
 
 
 def test_spans_add_up_to_the_wall_clock_whatever_the_journal_says():
@@ -110,7 +110,7 @@ def test_spans_add_up_to_the_wall_clock_whatever_the_journal_says():
             fields |= {"began": now - draw.uniform(-3, 20), "cause": draw.choice(["save", "other"])}
             fields |= {"reached": draw.choice([None, {}, {"step": 7, "time": now - draw.random()}])}
             events.append(event(draw.choice(names), now, world_size=draw.randrange(1, 5), **fields))
-        ledger = read_ledger([{"event": "of others"}, *events])
+        ledger = read_goodput_table([{"event": "of others"}, *events])
         for before, after in zip(ledger.spans, ledger.spans[1:]):
             assert before.end == after.begin
         assert all(span.begin < span.end for span in ledger.spans)
@@ -127,7 +127,7 @@ def test_fields_of_other_types_are_left_out(name, wrong):
     kinds = ("start", "resume", "pause", "evaluation", "save", "rollback", "hang", "stop", "done")
     for kind in kinds:
         odd = event(kind, 61.0, step=20) | {name: wrong}
-        ledger = read_ledger(
+        ledger = read_goodput_table(
             [*STORY[:9], odd, *STORY[9:], event("resume", 200.0, reached={name: wrong})]
         )
         assert sum(ledger.milliseconds().values()) == ledger.wall_ms
@@ -135,12 +135,12 @@ def test_fields_of_other_types_are_left_out(name, wrong):
 
 
 def test_an_empty_journal_is_an_empty_ledger():
-    found = goodput(read_ledger([]))
+    found = goodput(read_goodput_table([]))
     assert (found.wall_seconds, found.ettr, found.best_interval) == (0.0, 0.0, None)
 
 
 def test_figures_of_the_story():
-    found = goodput(read_ledger(STORY))
+    found = goodput(read_goodput_table(STORY))
     assert found.ettr == pytest.approx(32 / 146)
     up = 146 - 39.5 - 7
     assert found.mean_time == pytest.approx(up / 2)
@@ -219,5 +219,5 @@ def test_F197_a_stopped_run_that_resumes_at_an_earlier_step_loses_the_steps_betw
     """The save of the stop at step 20 is gone when the job starts again."""
     story = [*STORY[:1], event("save", 23.0, step=10), event("stop", 30.0, step=20)]
     resume = event("resume", 50.0, began=40.0, step=10, seconds=2.0, world_size=2)
-    found = read_ledger([*story, resume, event("done", 60.0, step=20)]).milliseconds()
+    found = read_goodput_table([*story, resume, event("done", 60.0, step=20)]).milliseconds()
     assert (found["steps"], found["recompute"]) == (13_000 + 10_000, 7_000)

@@ -29,16 +29,15 @@ from forge_resilience.health import (
     arrived,
     broken_nodes,
     disk,
-    exclude_nodes,
     known_answer,
     loopback,
     memory_patterns,
     shared_memory,
 )
-from forge_resilience.health import device as device_module
-from forge_resilience.health.device import DRAIN
+from forge_resilience.health import probes as device_module
 from forge_resilience.health.machine import accelerator_findings
-from forge_resilience.health.node import clocks, sees_token, shared_folder, write_token
+from forge_resilience.health.probes import DRAIN, clocks, sees_token, shared_folder, write_token
+from forge_resilience.slurm import exclude_nodes
 from forge_testing import run_on_ranks
 from forge_testing.problems import assert_problem, rejects
 
@@ -319,7 +318,7 @@ def test_a_rank_that_does_not_arrive_is_named_by_rank_0() -> None:
 _DEAD = """
 import os, sys
 import torch.distributed as dist
-from forge_resilience.health.liveness import arrived
+from forge_resilience.health.check import arrived
 
 def rank(number):
     dist.init_process_group("gloo", store=dist.FileStore(sys.argv[1], 3), rank=number, world_size=3)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from forge_resilience import local_workers, run_local_workers
-from forge_resilience.slurm.commands import Queue
+from forge_resilience.slurm.client import Queue
 from forge_testing.problems import rejects
 from forge_testing.processes import orphan_code
 

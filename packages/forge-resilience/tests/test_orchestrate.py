@@ -20,8 +20,9 @@ from forge_resilience.slurm import (
     chain_name,
     orchestrate,
 )
-from forge_resilience.slurm.commands import JobRow, Queue, QueueDown, QueueRefusal
-from forge_resilience.slurm.orchestrate import _Orchestrator, _State
+from forge_resilience.slurm.client import JobRow, Queue, QueueDown, QueueRefusal
+from forge_resilience.slurm.orchestrate import _Orchestrator
+from forge_resilience.slurm.state_files import OrchestratorState
 from forge_testing.durability import synced_renames
 from forge_testing.problems import rejects
 
@@ -87,7 +88,7 @@ def test_the_queue_is_read_with_codes_and_signals(tmp_path: Path) -> None:
         JobRow(12, "RUNNING", 4, 0, "None", "low", "n[1-4]"),
     ]
     assert [row.is_live for row in queue.jobs("run")] == [False, False, True]
-    assert queue.idle("low") == 1
+    assert queue.idle_nodes("low") == 1
     assert "SLURM_JOB_ID" not in queue.environ, "sbatch would take options from it"
 
 
@@ -96,13 +97,13 @@ def test_the_queue_is_read_with_codes_and_signals(tmp_path: Path) -> None:
 def test_no_answer_is_not_a_refusal(tmp_path: Path) -> None:
     """Of a controller that is down nothing is known; one that is there may refuse a script, never a question."""
     queue = _clients(tmp_path)
-    for ask in (lambda: queue.jobs("run"), lambda: queue.starts_in(tmp_path, 2)):
+    for ask in (lambda: queue.jobs("run"), lambda: queue.seconds_to_start(tmp_path, 2)):
         with pytest.raises(QueueDown):
             ask()
     queue = _clients(tmp_path, scontrol="exit 0", sbatch="echo no such partition >&2; exit 1")
     with pytest.raises(QueueDown):
         queue.jobs("run")
-    assert queue.starts_in(tmp_path, 2) is None
+    assert queue.seconds_to_start(tmp_path, 2) is None
     with pytest.raises(QueueRefusal, match="sbatch: no such partition"):
         queue.submit(tmp_path, 2, "run", (), {})
     queue.cancel(7)  # it has ended meanwhile
@@ -132,13 +133,13 @@ class _Nodes:
         self.submitted.append(nodes)
         return 8
 
-    def idle(self, partition: str) -> int:
+    def idle_nodes(self, partition: str) -> int:
         return 0
 
-    def starts_in(self, *_: object) -> float | None:
+    def seconds_to_start(self, *_: object) -> float | None:
         return 0.0 if self.free else None
 
-    def tell(self, job: int) -> None:
+    def signal_batch_shell(self, job: int) -> None:
         self.told = job
 
 
@@ -147,8 +148,8 @@ def test_F197_nodes_that_were_taken_meanwhile_have_not_been_free(
 ) -> None:
     config = OrchestratorConfig(grow_after_seconds=10)
     nodes = _Nodes()
-    found = _Orchestrator(tmp_path / "job.sh", [4, 2], "run", config, 3, None, nodes)
-    found.state = _State(handled=0)
+    found = _orchestrator(tmp_path, config=config, nodes=nodes)
+    found.state = OrchestratorState(handled=0)
     row = JobRow(7, "RUNNING", 2, 0, "None", "low", "n[1-2]")
     told = []
     for now, nodes.free in ((0, True), (6, False), (12, True), (18, True), (23, True)):
@@ -163,8 +164,8 @@ def test_F191_a_job_that_did_not_leave_is_told_again(
 ) -> None:
     config = OrchestratorConfig(grow_after_seconds=10)
     nodes = _Nodes()
-    found = _Orchestrator(tmp_path / "job.sh", [4, 2], "run", config, 3, None, nodes)
-    found.state, nodes.free = _State(handled=0), True
+    found = _orchestrator(tmp_path, config=config, nodes=nodes)
+    found.state, nodes.free = OrchestratorState(handled=0), True
     told = []
     for now in (0, 10, 15, 20, 25, 26, 40):
         monkeypatch.setattr(time, "monotonic", lambda now=now: float(now))
@@ -176,10 +177,10 @@ def test_F191_a_job_that_did_not_leave_is_told_again(
 
 def test_F197_the_state_is_on_the_disk_before_it_replaces_the_old_one(tmp_path: Path) -> None:
     found = _orchestrator(tmp_path)
-    found.state = _State(handled=0)
+    found.state = OrchestratorState(handled=0)
     with synced_renames() as moved:
-        found._write(handled=5)
-        found._write(handled=6)
+        found._update(handled=5)
+        found._update(handled=6)
     assert moved == [found.path.name] * 2
     assert found._read() == found.state
 
@@ -189,9 +190,22 @@ _DAMAGED = [b"", b"{", b"[]", b"\xff", b"[" * 10**5, b'{"restarts": 1}', b'{"han
             b'{"handled": 99999999999999999999}', b'{"handled": 5, "resizes": 3}']  # fmt: skip
 
 
-def _orchestrator(folder: Path, *rows: JobRow, sizes: tuple[int, ...] = (4, 2)) -> _Orchestrator:
-    nodes = _Nodes(*rows)
-    return _Orchestrator(folder / "job.sh", sizes, "run", OrchestratorConfig(), 3, None, nodes)
+def _orchestrator(
+    folder: Path,
+    *rows: JobRow,
+    sizes: tuple[int, ...] = (4, 2),
+    config: OrchestratorConfig | None = None,
+    nodes: _Nodes | None = None,
+) -> _Orchestrator:
+    return _Orchestrator(
+        script=folder / "job.sh",
+        sizes=sizes,
+        name="run",
+        config=config or OrchestratorConfig(),
+        max_restarts=3,
+        journal=None,
+        queue=nodes or _Nodes(*rows),
+    )
 
 
 @pytest.mark.parametrize("content", _DAMAGED, ids=range(len(_DAMAGED)))
@@ -203,14 +217,14 @@ def test_F193_a_state_file_that_holds_none_is_named_and_the_job_is_followed(
     (tmp_path / "ends-run").write_text("5 65\n")
     assert found.look() is None
     assert str(found.path) in capsys.readouterr().err
-    assert found._read() == found.state == _State(handled=5)
+    assert found._read() == found.state == OrchestratorState(handled=5)
 
 
 def test_F178_a_state_of_another_version_is_read(tmp_path: Path) -> None:
     found = _orchestrator(tmp_path, _RUNNING)
     found.path.write_text('{"handled": 5, "restarts": 2, "excluded": ["n1"], "later": {"a": 1}}')
     assert found.look() is None
-    assert found.state == _State(handled=5, restarts=2, excluded=("n1",))
+    assert found.state == OrchestratorState(handled=5, restarts=2, excluded=("n1",))
 
 
 def test_F193_an_end_of_a_job_that_cannot_be_is_no_end(tmp_path: Path) -> None:
@@ -236,14 +250,14 @@ def test_F193_a_full_disk_is_waited_for(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert capsys.readouterr().err.count("\n") == 1
-    assert found._read() == _State(handled=5)
+    assert found._read() == OrchestratorState(handled=5)
     with open("/dev/full", "w") as full:
         monkeypatch.setattr("sys.stderr", full)
         assert found.look() is None
         monkeypatch.undo()
         with contextlib.suppress(OSError):
             full.close()
-    assert found._read() == _State(handled=7, restarts=1)
+    assert found._read() == OrchestratorState(handled=7, restarts=1)
 
 
 def test_F193_sizes_that_do_not_fit_and_long_waits_are_reported(

@@ -14,9 +14,9 @@ import torch
 from forge_resilience.policy import (
     NonfiniteConfig,
     NumericsPolicy,
-    Outcome,
     RollbackConfig,
     SpikeConfig,
+    StepVerdict,
 )
 from forge_testing.problems import rejects
 
@@ -30,7 +30,9 @@ def judge(policy: NumericsPolicy, losses: list[float], norms: list[float] | None
     return [float(policy.judge(torch.tensor(a), torch.tensor(b))) for a, b in zip(losses, norms)]
 
 
-def run(policy: NumericsPolicy, losses: list[float], every: int, start: int = 0) -> list[Outcome]:
+def run(
+    policy: NumericsPolicy, losses: list[float], every: int, start: int = 0
+) -> list[StepVerdict]:
     """The outcomes of steps that are read `every` so many steps."""
     found = []
     for step, loss in enumerate(losses, start + 1):
@@ -262,7 +264,7 @@ def test_F205_a_step_without_labels_ends_a_run_of_bad_steps() -> None:
 
 def test_an_outcome_has_its_events_and_the_setting_that_ends_a_run() -> None:
     policy = NumericsPolicy(NonfiniteConfig("skip", max_in_a_row=1), SpikeConfig("stop", window=2))
-    found = Outcome((3, 4, 5, 6), (6,), (3,), 2, "stop", "nonfinite", 4, 5)
+    found = StepVerdict((3, 4, 5, 6), (6,), (3,), 2, "stop", "nonfinite", 4, 5)
     assert found.bad_steps.endswith("steps 4 to 5")
     skips = ("skip", {"step": 5, "skipped": 2, "in_a_row": 2})
     assert list(found.events()) == [

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_resilience.background_sink import BackgroundSink, end_all
+from forge_resilience.recorder import BackgroundSink, end_all
 from forge_resilience.sinks import JsonlSink, MlflowSink, read_rows
 from forge_testing.problems import rejects
 

@@ -36,7 +36,7 @@ from forge_resilience.slurm import (
     small_job,
     two_jobs,
 )
-from forge_resilience.slurm.quote import expanded
+from forge_resilience.slurm.script import expanded
 from forge_resilience.slurm.site import site_path
 from forge_testing.problems import assert_problem, rejects
 

@@ -16,10 +16,9 @@ import pytest
 
 from forge_resilience import ExitCode, local_workers, read_events
 from forge_resilience.heartbeat import Heartbeat, read_heartbeats
-from forge_resilience.supervise import FINAL_CODES, Late, WatchConfig, lives, supervise
+from forge_resilience.supervise import FINAL_CODES, Late, WatchConfig, supervise, supervisor
 from forge_resilience.supervise.__main__ import _parser
-from forge_resilience.supervise.report import describe_hang
-from forge_resilience.supervise.stacks import collect_stacks
+from forge_resilience.supervise.hang import collect_stacks, describe_hang
 
 pytestmark = [
     pytest.mark.distributed,
@@ -418,21 +417,21 @@ def test_F194_a_program_is_watched_elsewhere_where_memory_has_no_inode(tmp_path)
 
 
 def test_F194_a_program_runs_unwatched_where_no_folder_can_be_made(tmp_path, monkeypatch):
-    monkeypatch.setattr(lives, "_MEMORY", tmp_path / "none")
+    monkeypatch.setattr(supervisor, "_MEMORY", tmp_path / "none")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
     assert supervise(command(tmp_path, "sys.exit(65)"), 1) == 65
 
 
 def test_F194_folders_of_killed_supervisors_are_removed(tmp_path, monkeypatch):
     code = (
-        "import os, sys\nfrom pathlib import Path\nfrom forge_resilience.supervise import lives\n"
-        "lives._MEMORY = Path(sys.argv[1])\nwith lives._heartbeat_folder(None):\n    os.kill(os.getpid(), 9)"
+        "import os, sys\nfrom pathlib import Path\nfrom forge_resilience.supervise import supervisor\n"
+        "supervisor._MEMORY = Path(sys.argv[1])\nwith supervisor._heartbeat_folder(None):\n    os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], timeout=60)
     (stale,) = tmp_path.iterdir()
     (tmp_path / "forge-heartbeats-being-made").mkdir()
-    monkeypatch.setattr(lives, "_MEMORY", tmp_path)
-    with lives._heartbeat_folder(None) as first, lives._heartbeat_folder(None) as second:
+    monkeypatch.setattr(supervisor, "_MEMORY", tmp_path)
+    with supervisor._heartbeat_folder(None) as first, supervisor._heartbeat_folder(None) as second:
         assert first.is_dir()
         assert second.is_dir()
         assert not stale.exists()

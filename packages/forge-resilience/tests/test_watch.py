@@ -6,7 +6,7 @@ import pytest
 
 from forge_resilience.heartbeat import Beat
 from forge_resilience.supervise import WatchConfig
-from forge_resilience.supervise.place import find_place
+from forge_resilience.supervise.node_slot import find_node_slot
 from forge_resilience.supervise.watch import Watch
 from forge_testing.problems import assert_problem, rejects
 
@@ -142,7 +142,7 @@ STEP = {"SLURM_STEP_ID": "3", "SLURM_JOB_ID": "17", "SLURM_PROCID": "1", "SLURM_
 
 
 def test_one_supervisor_a_node_starts_the_ranks_of_that_node():
-    place = find_place(4, STEP)
+    place = find_node_slot(4, STEP)
     with place.environs(STEP) as (ranks, store):
         assert store is None
         assert [rank["RANK"] for rank in ranks] == ["4", "5", "6", "7"]
@@ -160,11 +160,11 @@ def test_one_supervisor_a_node_starts_the_ranks_of_that_node():
      (None, {"RANK": "0", "WORLD_SIZE": "1"}, True), (2, STEP | {"SLURM_STEP_NUM_TASKS": "1"}, True)],
 )  # fmt: skip
 def test_ranks_are_started_again_in_place_only_if_all_of_them_are_here(nproc, environ, whole):
-    assert find_place(nproc, environ).whole is whole
+    assert find_node_slot(nproc, environ).whole is whole
 
 
 def test_places_that_are_refused():
     with rejects("nproc", 2, "in_rank"):
-        find_place(2, {"RANK": "1", "WORLD_SIZE": "4"})
+        find_node_slot(2, {"RANK": "1", "WORLD_SIZE": "4"})
     with rejects("nproc", 2, "step_tasks"):
-        find_place(2, STEP | {"SLURM_STEP_NUM_TASKS": "4"})
+        find_node_slot(2, STEP | {"SLURM_STEP_NUM_TASKS": "4"})

@@ -1,8 +1,11 @@
-"""Exit codes of a training process, for its scheduler."""
+"""Exit codes of a training process, for its scheduler, and whether a job is started again."""
 
 from __future__ import annotations
 
-from enum import IntEnum
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+
+__all__ = ["FINAL_CODES", "ExitCode", "History", "NoRestart", "may_restart"]
 
 
 class ExitCode(IntEnum):
@@ -30,3 +33,45 @@ class ExitCode(IntEnum):
     """Loss or gradients are not finite, or spike, more often than the policy allows."""
     CONFIG_ERROR = 78
     """Configuration or command line is wrong; nothing was started (EX_CONFIG)."""
+
+
+#: Codes that another attempt does not change, or after which a scheduler starts the job again.
+FINAL_CODES = frozenset(ExitCode) - {ExitCode.ERROR}
+_MOST_WITHOUT_PROGRESS = 2
+
+
+class NoRestart(Enum):
+    """Why a job is not started again."""
+
+    FINAL = "starting again does not change this end"
+    NO_PROGRESS = "two attempts in a row made no progress"
+    RESTARTS = "the restarts are used up"
+
+
+@dataclass(frozen=True, kw_only=True)
+class History:
+    """The attempts of a job so far, as the process that starts them counts them.
+
+    may_help: whether another attempt may end differently. without_progress: attempts in a row without progress; 0 where
+    another process counts them.
+    """
+
+    may_help: bool
+    restarts: int
+    max_restarts: int
+    without_progress: int = 0
+
+
+def may_restart(history: History) -> NoRestart | None:
+    """Return None if the job may be started again, else the reason why not; the first reason counts.
+
+    The supervisor and the orchestrator ask this function, each with its own counter. The batch script has the same
+    order of reasons in bash. docs/restarts.md says which of the four counters applies to which end.
+    """
+    if not history.may_help:
+        return NoRestart.FINAL
+    if history.without_progress >= _MOST_WITHOUT_PROGRESS:
+        return NoRestart.NO_PROGRESS
+    if history.restarts >= history.max_restarts:
+        return NoRestart.RESTARTS
+    return None

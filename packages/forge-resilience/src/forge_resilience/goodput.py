@@ -16,22 +16,23 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from forge_resilience._proc import process_start
+from forge_resilience._renamed import renamed
 from forge_resilience._shared.problems import invalid
+from forge_resilience.procfs import process_start
 from forge_resilience.sinks import last_row
 
 __all__ = [
     "CAUSES",
     "Goodput",
-    "Ledger",
-    "Span",
+    "GoodputTable",
+    "Interval",
     "daly_interval",
     "ettr",
     "goodput",
     "life_fields",
     "mean_time_bounds",
     "process_start_time",
-    "read_ledger",
+    "read_goodput_table",
 ]
 
 #: What a second of a run is counted as.
@@ -54,7 +55,7 @@ _SAVES = ("save_staged", "save_written", "save", "pause")
 
 
 @dataclass(frozen=True)
-class Span:
+class Interval:
     """Milliseconds [begin, end) since 1970 on `ranks` ranks, and their cause."""
 
     begin: int
@@ -64,14 +65,14 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Ledger:
+class GoodputTable:
     """Spans without gaps or overlaps: their lengths add up to the wall clock exactly, in milliseconds.
 
     losses: lives that ended without `stop` or `done`, hangs included. stops: lives that ended on request.
     saves: what training waited for each save, in seconds. steps_done: kept steps.
     """
 
-    spans: tuple[Span, ...]
+    spans: tuple[Interval, ...]
     lives: int = 0
     losses: int = 0
     stops: int = 0
@@ -94,12 +95,14 @@ class Ledger:
             for cause in CAUSES
         }
 
-    def _of(self, cause: str) -> list[Span]:
+    def _of(self, cause: str) -> list[Interval]:
         return [span for span in self.spans if span.cause == cause]
 
 
-def read_ledger(events: Iterable[Mapping[str, Any]], last_sign: float | None = None) -> Ledger:
-    """The ledger of a journal (`read_events`), oldest event first.
+def read_goodput_table(
+    events: Iterable[Mapping[str, Any]], last_sign: float | None = None
+) -> GoodputTable:
+    """The table of a journal (`read_events`), oldest event first.
 
     It understands `start` and `resume` (step, world_size; optionally `began`: when the process started, `seconds`
     of the load, `reached`: {step, time} of the last row of the life before), `pause` (cause, seconds), `evaluation` and
@@ -117,7 +120,7 @@ class _Reader:
     """Lays span after span; `at` is the end of the last one."""
 
     def __init__(self) -> None:
-        self.spans: list[Span] = []
+        self.spans: list[Interval] = []
         self.at: int | None = None
         self.sign = 0  # of life, the newest
         self.ranks = 0
@@ -205,7 +208,7 @@ class _Reader:
         cause = cause if cause in CAUSES else "steps"
         if end > self.at:
             ranks = 0 if cause in _OFF else self.ranks
-            self.spans.append(Span(self.at, end, cause, ranks))
+            self.spans.append(Interval(self.at, end, cause, ranks))
             self.at = end
 
     def interrupt(self, cause: str, now: int, seconds: float) -> None:
@@ -219,7 +222,7 @@ class _Reader:
         kept = [taken for saved, taken in self.captured.items() if saved <= step]
         since = max(kept, default=0)
         self.captured = {saved: t for saved, t in self.captured.items() if saved <= step}
-        spans: list[Span] = []
+        spans: list[Interval] = []
         for span in self.spans:
             if span.cause != "steps" or span.end <= since:
                 spans.append(span)
@@ -230,10 +233,10 @@ class _Reader:
             spans.append(replace(span, begin=cut, cause="recompute"))
         self.spans = spans
 
-    def end(self, last_sign: float | None) -> Ledger:
+    def end(self, last_sign: float | None) -> GoodputTable:
         if self.at is not None and not self.gap:
             self.lay("steps", max(self.sign, round(1000 * (last_sign or 0))))
-        return Ledger(
+        return GoodputTable(
             tuple(self.spans),
             self.lives,
             self.losses,
@@ -245,7 +248,7 @@ class _Reader:
 
 @dataclass(frozen=True)
 class Goodput:
-    """What a ledger says about a run; seconds, None where nothing was measured.
+    """What a table says about a run; seconds, None where nothing was measured.
 
     ettr                kept steps / wall clock (without idle)
     mean_time           M: seconds that the run was up / losses
@@ -309,20 +312,20 @@ class Goodput:
         return lines
 
 
-def goodput(ledger: Ledger) -> Goodput:
-    """The figures of a ledger. Usage: `goodput(read_ledger(read_events(path))).lines()`."""
-    seconds = {cause: ms / 1000 for cause, ms in ledger.milliseconds().items()}
-    wall = ledger.wall_ms / 1000
+def goodput(table: GoodputTable) -> Goodput:
+    """The figures of a table. Usage: `goodput(read_goodput_table(read_events(path))).lines()`."""
+    seconds = {cause: ms / 1000 for cause, ms in table.milliseconds().items()}
+    wall = table.wall_ms / 1000
     up = wall - sum(seconds[cause] for cause in _OFF)
-    low, high = mean_time_bounds(up, ledger.losses)
-    mean = up / ledger.losses if ledger.losses else None
+    low, high = mean_time_bounds(up, table.losses)
+    mean = up / table.losses if table.losses else None
     overhead = seconds["start"] + seconds["load"]
-    per_start = overhead / ledger.lives if ledger.lives else 0.0
-    per_loss = (seconds["hung"] + seconds["down"]) / ledger.losses if ledger.losses else 0.0
+    per_start = overhead / table.lives if table.lives else 0.0
+    per_loss = (seconds["hung"] + seconds["down"]) / table.losses if table.losses else 0.0
     restart = per_start + per_loss
-    delta = sum(ledger.saves) / len(ledger.saves) if ledger.saves else None
+    delta = sum(table.saves) / len(table.saves) if table.saves else None
     worked = seconds["steps"] + seconds["recompute"]
-    interval = worked / len(ledger.saves) if ledger.saves else None
+    interval = worked / len(table.saves) if table.saves else None
     rate, best = mean or low, None
     if delta is not None and rate > 0:
         best = daly_interval(delta, rate)
@@ -334,17 +337,17 @@ def goodput(ledger: Ledger) -> Goodput:
     return Goodput(
         wall_seconds=wall,
         seconds=seconds,
-        gpu_hours=ledger.gpu_hours(),
-        lives=ledger.lives,
-        losses=ledger.losses,
-        stops=ledger.stops,
-        steps=ledger.steps_done,
+        gpu_hours=table.gpu_hours(),
+        lives=table.lives,
+        losses=table.losses,
+        stops=table.stops,
+        steps=table.steps_done,
         ettr=seconds["steps"] / busy if busy else 0.0,
         mean_time=mean,
         mean_time_bounds=(low, high),
         save_seconds=delta,
         restart_seconds=restart,
-        step_seconds=seconds["steps"] / ledger.steps_done if ledger.steps_done else None,
+        step_seconds=seconds["steps"] / table.steps_done if table.steps_done else None,
         save_interval=interval,
         best_interval=best,
         predicted_ettr=(predicted[0], predicted[1]),
@@ -469,3 +472,6 @@ def _ms(value: Any) -> int:
 def _number(value: Any) -> float:
     usable = isinstance(value, int | float) and math.isfinite(value) and value >= 0
     return float(value) if usable else 0.0
+
+
+__getattr__ = renamed(__name__)

@@ -22,9 +22,9 @@ from pathlib import Path
 from time import monotonic
 from typing import IO
 
-from forge_resilience._proc import process_start
 from forge_resilience._shared.paths import files_named, read_regular, user_path
 from forge_resilience._shared.problems import ProblemError, invalid
+from forge_resilience.procfs import process_start
 
 __all__ = ["FOLDER", "PHASES", "Beat", "Heartbeat", "process_start", "read_heartbeats"]
 

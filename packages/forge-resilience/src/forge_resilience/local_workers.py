@@ -17,12 +17,13 @@ from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
+from forge_resilience._renamed import renamed
 from forge_resilience._shared.launch import LOOPBACK, RUN_NAME, STORE_FD
 from forge_resilience._shared.parents import with_parent
 from forge_resilience._shared.problems import invalid
 from forge_resilience.exit_codes import ExitCode
 
-__all__ = ["RUN_NAME", "STORE_FD", "Outcome", "local_ranks", "run_local_workers", "run_workers"]
+__all__ = ["RUN_NAME", "STORE_FD", "ExitStatus", "local_ranks", "run_local_workers", "run_workers"]
 
 Environ = Mapping[str, str]
 Look = Callable[[Mapping[int, int], Mapping[int, int]], str]
@@ -33,7 +34,7 @@ _KILL_SECONDS = 10.0  # from SIGKILL to giving up on a process that hangs in the
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ExitStatus:
     """How workers ended: the job's exit code, and the cause of a failure ("" without one) with its rank."""
 
     code: int
@@ -87,7 +88,7 @@ def run_workers(
     look: Look | None = None,
     look_seconds: float = 0.5,
     parent: int | None = None,
-) -> Outcome:
+) -> ExitStatus:
     """Run `command` once in each of `environs`, as `run_local_workers` does, and call `look` now and then.
 
     The first gets stdin and the descriptor of `store`. A text that `look` returns is a cause: all are killed.
@@ -107,33 +108,38 @@ def run_workers(
         for rank, worker in enumerate(workers):
             threading.Thread(target=_wait, args=(rank, worker, events), daemon=True).start()
         ranks = [_rank(environ, number) for number, environ in enumerate(environs)]
-        job = _Job(workers, ranks, events, grace_seconds, look, look_seconds, parent)
+        job = _Job(
+            workers=workers,
+            ranks=ranks,
+            events=events,
+            grace_seconds=grace_seconds,
+            look=look,
+            look_seconds=look_seconds,
+            parent=parent,
+        )
         job.run()
     return job.outcome()  # now that no signal can come unseen
 
 
+@dataclass(kw_only=True)
 class _Job:
     """The running workers and the exit codes of those that ended."""
 
-    def __init__(
-        self,
-        workers: list[subprocess.Popen[bytes]],
-        ranks: list[int],
-        events: Events,
-        grace_seconds: float,
-        look: Look | None,
-        look_seconds: float,
-        parent: int | None,
-    ) -> None:
-        self.workers, self.ranks, self.events = workers, ranks, events
-        self.grace_seconds = grace_seconds
-        self.look, self.look_seconds, self.parent = look, look_seconds, parent
-        self.left = list(range(len(workers)))
+    workers: list[subprocess.Popen[bytes]]
+    ranks: list[int]
+    events: Events
+    grace_seconds: float
+    look: Look | None
+    look_seconds: float
+    parent: int | None
+
+    def __post_init__(self) -> None:
+        self.left = list(range(len(self.workers)))
         self.codes: dict[int, int] = {}  # by number, in the order of their ends
         self.failed: int | None = None
         self.hung = ""
         self.forwarded: set[int] = set()
-        self.told = signal.SIGTERM.name  # the last signal that asked workers to end
+        self.last_signal = signal.SIGTERM.name  # that asked workers to end
         self.next_at: float | None = None  # when those that are left get a harder signal
         self.killed = False
 
@@ -147,7 +153,7 @@ class _Job:
                     if self.killed:
                         self._report(self.left, "cannot be killed and is left behind")
                         break
-                    within = f"within {self.grace_seconds:g} s of {self.told}"
+                    within = f"within {self.grace_seconds:g} s of {self.last_signal}"
                     self._report(self.left, f"did not end {within}: killed")
                     self._kill()
                 elif self.look is not None and self.failed is None and not self.killed:
@@ -174,7 +180,7 @@ class _Job:
         if self.parent is not None and os.getppid() != self.parent:
             self.next_at = time.monotonic() + self.grace_seconds  # nobody else will end them
         self.forwarded.add(number)
-        self.told = signal.Signals(number).name
+        self.last_signal = signal.Signals(number).name
         self._send(number)
 
     def _kill(self) -> None:
@@ -198,7 +204,7 @@ class _Job:
         self.next_at = time.monotonic() + self.grace_seconds
         rest = f"; stopping the other {len(self.left)}" if self.left else ""
         self._report([rank], _cause(code) + rest)
-        self.told = signal.SIGTERM.name
+        self.last_signal = signal.SIGTERM.name
         self._send(signal.SIGTERM)
 
     def _await_signal(self, number: int) -> None:
@@ -229,7 +235,7 @@ class _Job:
             with contextlib.suppress(ProcessLookupError):
                 self.workers[rank].send_signal(number)
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> ExitStatus:
         """How the job ended."""
         while not self.events.empty():  # stop signals that came after the last end
             number, value = self.events.get()
@@ -238,11 +244,11 @@ class _Job:
         requested, left = bool(self.forwarded), tuple(self.ranks[number] for number in self.left)
         if self.hung:  # a stop was asked for: the job is to come again
             code: int = ExitCode.REQUEUE if requested else ExitCode.ERROR
-            return Outcome(code, self.hung, None, requested, left)
+            return ExitStatus(code, self.hung, None, requested, left)
         if self.failed is None:
             stopped = any(self._died_forwarded(code) for code in self.codes.values())
             code = ExitCode.REQUEUE if stopped else max(self.codes.values(), default=1)
-            return Outcome(code, requested=requested, left_behind=left)
+            return ExitStatus(code, requested=requested, left_behind=left)
         code, cause = 1, self.failed
         for number, ended in self.codes.items():
             if ended > 1 and ended != ExitCode.REQUEUE:
@@ -250,7 +256,7 @@ class _Job:
                     self._report([number], f"{_cause(ended)}, which is the job's")
                 code, cause = ended, number
                 break
-        return Outcome(code, _cause(self.codes[cause]), self.ranks[cause], requested, left)
+        return ExitStatus(code, _cause(self.codes[cause]), self.ranks[cause], requested, left)
 
 
 def _cause(code: int) -> str:
@@ -358,3 +364,6 @@ def _cores() -> int:
     if hasattr(os, "sched_getaffinity"):  # the cores that a Slurm step or a container grants
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+__getattr__ = renamed(__name__)

@@ -7,11 +7,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from forge_resilience._renamed import renamed
 from forge_resilience._shared.fields import Checked, field
 from forge_resilience._shared.problems import Problem, invalid
-from forge_resilience.nonfinite import nonfinite
 
-__all__ = ["NonfiniteConfig", "NumericsPolicy", "Outcome", "RollbackConfig", "SpikeConfig"]
+__all__ = [
+    "NonfiniteConfig",
+    "NumericsPolicy",
+    "RollbackConfig",
+    "SpikeConfig",
+    "StepVerdict",
+    "nonfinite",
+]
 
 _MAX_STEPS = 10**6
 _NONFINITE, _SPIKE, _UNLABELED = 1, 2, 3  # verdicts; 0 is a good step
@@ -71,7 +78,7 @@ class RollbackConfig(Checked):
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepVerdict:
     """What follows from the verdicts of some steps. Steps are counted from 1, `first` and `last` inclusive."""
 
     skipped: tuple[int, ...] = ()
@@ -107,6 +114,18 @@ class Outcome:
             yield "skip", {"step": others[-1], "skipped": len(others), "in_a_row": self.in_a_row}
         if self.spikes:
             yield "spike", {"step": self.spikes[-1], "spikes": len(self.spikes)}
+
+
+def nonfinite(*values: Any) -> Any:
+    """1.0 if any of the 0-dim tensors is nan or inf, else 0.0; a 0-dim fp32 tensor on their device.
+
+    Made from values that are equal on all ranks (the global loss and gradient norm), so the verdict
+    is too. Handed to an optimizer that masks its update by it, a bad step changes nothing on any
+    rank; no host sync. Usage: `optimizer.step(skip=nonfinite(loss, norm))`.
+    """
+    import torch
+
+    return 1.0 - torch.isfinite(torch.stack([v.float() for v in values])).all().float()
 
 
 class NumericsPolicy:
@@ -176,12 +195,12 @@ class NumericsPolicy:
         taken, self._verdicts = self._verdicts, []
         return torch.cat(taken) if taken else torch.zeros(0)
 
-    def decide(self, verdicts: Sequence[float], step: int) -> Outcome:
+    def decide(self, verdicts: Sequence[float], step: int) -> StepVerdict:
         """What follows from `verdicts`, which `take` gave; the last of them is that of `step`.
 
         Hand on each verdict once, in order. After a rollback load the state and go on from its step.
         """
-        skipped, unlabeled, spikes, longest, answer = [], [], [], 0, Outcome()
+        skipped, unlabeled, spikes, longest, answer = [], [], [], 0, StepVerdict()
         for number, verdict in enumerate(verdicts, step - len(verdicts) + 1):
             if verdict:
                 skipped.append(number)
@@ -207,17 +226,17 @@ class NumericsPolicy:
             in_a_row=longest,
         )
 
-    def _answer(self, verdict: int, step: int) -> Outcome:
+    def _answer(self, verdict: int, step: int) -> StepVerdict:
         """What follows from a bad step, which the counters contain already."""
         first = self._bad_since
         if verdict == _NONFINITE and self._in_a_row > self.nonfinite.limit:
             back = self.nonfinite.action == "rollback"
-            return Outcome(
+            return StepVerdict(
                 action="rollback" if back else "stop", cause="nonfinite", first=first, last=step
             )
         if verdict == _SPIKE and self.spike.action in ("stop", "rollback"):
-            return Outcome(action=self.spike.action, cause="spike", first=first, last=step)
-        return Outcome()
+            return StepVerdict(action=self.spike.action, cause="spike", first=first, last=step)
+        return StepVerdict()
 
     def stop_rule(self, cause: str) -> str:
         """The setting by which a cause ends the run, for a user."""
@@ -323,3 +342,6 @@ def _is_two_lists(rows: Any) -> bool:
         and all(isinstance(row, list) for row in rows)
         and len(rows[0]) == len(rows[1])
     )
+
+
+__getattr__ = renamed(__name__)

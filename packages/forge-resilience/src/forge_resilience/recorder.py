@@ -1,18 +1,24 @@
-"""Files and sinks of a run: rows of metrics and events. One process writes."""
+"""Sinks and journal of a run: rows of metrics and events. One process writes; a slow or failing sink costs rows, never steps."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import queue
 import sys
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from time import monotonic
+from typing import Any, NamedTuple
 
-from forge_resilience.background_sink import BackgroundSink, end_all
 from forge_resilience.journal import Journal
 
-__all__ = ["END_SECONDS", "Recorder"]
+__all__ = ["END_SECONDS", "BackgroundSink", "Recorder", "Row", "end_all"]
+
+Row = Mapping[str, Any]
+#: Makes a sink: an object with `write(row)`, and optionally `flush()` and `close()`.
+Open = Callable[[], Any]
 
 # "save" is a checkpoint that a resume can use.
 _SAVE_EVENTS = {
@@ -23,6 +29,112 @@ _SAVE_EVENTS = {
 }
 #: Seconds that the end of a run waits for all sinks together: a service may need some to take the last rows.
 END_SECONDS = 10.0
+
+
+class _Reopen(NamedTuple):
+    """Tells the thread to end the sink and to open another in its place."""
+
+    open: Open
+
+
+class BackgroundSink:
+    """Runs a sink on a daemon thread behind a queue of `max_rows` rows; its methods never wait, but for `flush`.
+
+        sink = BackgroundSink(lambda: MyTracker(url), "tracker")
+        sink.write({"step": 1, "loss": 2.5})
+        end_all([sink], timeout_seconds=10)
+
+    A full queue drops the row and counts it; an exception of the sink disables it with one line on stderr. `flush`
+    waits at most `timeout_seconds` for a sink that hangs, once: until it answers, nobody waits for it again.
+    """
+
+    def __init__(self, open_sink: Open, name: str, max_rows: int = 1024) -> None:
+        self.name = name
+        self.dropped = 0
+        self._max_rows = max_rows
+        self._sink: Any = None  # of the thread; None when off
+        self._last_flush: threading.Event | None = None  # set once the sink has answered
+        # without a bound of its own: orders must reach the thread behind rows that fill it
+        self._queue: queue.SimpleQueue[Row | threading.Event | _Reopen | None] = queue.SimpleQueue()
+        self._queue.put(_Reopen(open_sink))
+        self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
+        self._thread.start()
+
+    def write(self, row: Row) -> None:
+        """Hand over a row."""
+        if self._queue.qsize() < self._max_rows:
+            self._queue.put(dict(row))
+        else:
+            self.dropped += 1
+
+    def reopen(self, open_sink: Open) -> None:
+        """End the sink behind the rows so far, and open another for those that follow."""
+        self._queue.put(_Reopen(open_sink))
+
+    def flush(self, timeout_seconds: float = 5.0) -> bool:
+        """Wait until everything written so far is out; False if that took too long."""
+        if self._last_flush is not None and not self._last_flush.is_set():
+            return False
+        self._last_flush = done = threading.Event()
+        self._queue.put(done)
+        return done.wait(timeout_seconds)
+
+    def end(self) -> None:
+        """Let the thread end the sink behind the rows so far."""
+        self._queue.put(None)
+
+    def join(self, timeout_seconds: float) -> None:
+        """Wait for the thread after `end`, and say which rows are lost."""
+        self._thread.join(timeout_seconds)
+        if self.dropped:
+            self._warn(f"{self.dropped} rows dropped because the sink was too slow")
+        if self._thread.is_alive():
+            self._warn("has not taken its last rows in time; the process ends without it")
+
+    def _run(self) -> None:
+        """The thread: it answers flushes and drains the queue also when the sink is off."""
+        while (item := self._queue.get()) is not None:
+            if isinstance(item, threading.Event):
+                self._call("flush")
+                item.set()
+            elif isinstance(item, _Reopen):
+                self._call("close")
+                self._sink = None
+                with self._off_on_error():
+                    self._sink = item.open()
+            elif self._sink is not None:
+                with self._off_on_error():
+                    self._sink.write(item)
+        self._call("close")
+
+    def _call(self, method: str) -> None:
+        """Call a method of the sink, if it is on and has it."""
+        function = getattr(self._sink, method, None)
+        if function is not None:
+            with self._off_on_error():
+                function()
+
+    @contextlib.contextmanager
+    def _off_on_error(self) -> Iterator[None]:
+        """Switch the sink off at an exception: an observer must not end a run."""
+        try:
+            yield
+        except BaseException as error:  # also sys.exit, which would end the thread without a word
+            self._sink = None
+            self._warn(f"{type(error).__name__}: {error}; this sink is off, training goes on")
+
+    def _warn(self, message: str) -> None:
+        with contextlib.suppress(OSError):  # a closed stderr must not stop a run
+            os.write(2, f"{self.name}: {message}\n".encode())
+
+
+def end_all(sinks: Sequence[BackgroundSink], timeout_seconds: float) -> None:
+    """End sinks, and wait `timeout_seconds` for all of them together, those that come first first."""
+    for sink in sinks:
+        sink.end()
+    until = monotonic() + timeout_seconds
+    for sink in sinks:
+        sink.join(max(0.0, until - monotonic()))
 
 
 class Recorder:

@@ -24,8 +24,8 @@ from typing import Any, Literal
 from forge_resilience._shared.atomic import write_file
 from forge_resilience._shared.problems import invalid
 from forge_resilience._shared.toml_files import flatten, read_toml
-from forge_resilience.background_sink import Row
 from forge_resilience.journal import read_json_lines
+from forge_resilience.recorder import Row
 
 __all__ = [
     "JsonlSink",

@@ -79,11 +79,11 @@ def rank_pids(launcher: int) -> dict[int, int]:
 
     A rank's own children inherit its RANK: the process nearest to the launcher is the rank.
     """
-    from forge_resilience import _proc
+    from forge_resilience import procfs
 
     found: dict[int, int] = {}
-    for pid in _proc.descendants(launcher):
-        rank = _proc.environ(pid).get("RANK")
+    for pid in procfs.descendants(launcher):
+        rank = procfs.environ(pid).get("RANK")
         if rank is not None:
             found.setdefault(int(rank), pid)
     return found

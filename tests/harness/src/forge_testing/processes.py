@@ -121,7 +121,7 @@ def orphan_code(monkeypatch: Any, start: Callable[[], object]) -> int:
 
     This process adopts it, as a supervisor does, so its parent is never process 1. Linux.
     """
-    from forge_resilience.supervise.process_tree import adopt_orphans
+    from forge_resilience.procfs import adopt_orphans
 
     made: list[Callable[[], None]] = []
 

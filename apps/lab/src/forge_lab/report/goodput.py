@@ -12,7 +12,7 @@ from typing import Any
 
 from forge_lab._shared.problems import invalid
 from forge_resilience import read_events
-from forge_resilience.goodput import CAUSES, Goodput, Ledger, Span, goodput, read_ledger
+from forge_resilience.goodput import CAUSES, Goodput, GoodputTable, Interval, goodput, read_goodput_table
 from forge_train import RunDirectory, read_rows
 from forge_train.errors import ConfigError
 
@@ -41,14 +41,14 @@ _MARKS = (
 )  # fmt: skip
 _MOST = 1000  # spans of a strip, and marks of a kind
 _UNITS = ((2 * 86_400, 86_400, "days"), (2 * 3600, 3600, "hours"), (120, 60, "minutes"))
-#: Ledger and events of each run.
-Records = Mapping[str, tuple[Ledger, Sequence[Mapping[str, Any]]]]
+#: GoodputTable and events of each run.
+Records = Mapping[str, tuple[GoodputTable, Sequence[Mapping[str, Any]]]]
 
 
-def read_run_ledger(paths: RunDirectory, events: Iterable[Mapping[str, Any]]) -> Ledger:
+def read_run_ledger(paths: RunDirectory, events: Iterable[Mapping[str, Any]]) -> GoodputTable:
     """The ledger of a run's seconds; its last sign of life is the last row of metrics."""
     last_sign = paths.metrics.stat().st_mtime if paths.metrics.exists() else None
-    return read_ledger(events, last_sign)
+    return read_goodput_table(events, last_sign)
 
 
 def run_goodput(run_dir: str | Path) -> Goodput:
@@ -159,7 +159,7 @@ def _bar(cause: str, width: float, hover: str) -> dict[str, Any]:
     }
 
 
-def _cells(ledger: Ledger) -> list[Span]:
+def _cells(ledger: GoodputTable) -> list[Interval]:
     """The spans; for a run with more than `_MOST`, cells of equal length with the longest cause of each."""
     spans = list(ledger.spans)
     if len(spans) <= _MOST:
@@ -173,12 +173,12 @@ def _cells(ledger: Ledger) -> list[Span]:
             causes = milliseconds.setdefault(k, {})
             causes[span.cause] = causes.get(span.cause, 0) + end - begin
 
-    cells: list[Span] = []
+    cells: list[Interval] = []
     for k, causes in sorted(milliseconds.items()):
         cause, begin = max(causes, key=lambda c: causes[c]), first + k * cell
         if cells and cells[-1].cause == cause:
             begin = cells.pop().begin
-        cells.append(Span(begin, first + (k + 1) * cell, cause, 1))
+        cells.append(Interval(begin, first + (k + 1) * cell, cause, 1))
     return cells
 
 

@@ -23,7 +23,7 @@ from forge_lab._shared.problems import invalid
 from forge_lab._shared.toml_files import flatten, read_text
 from forge_lab.report.curves import Curves, expert_plot, floats, number
 from forge_lab.report.goodput import read_run_ledger, shares, strip
-from forge_resilience.goodput import CAUSES, Goodput, Ledger, goodput
+from forge_resilience.goodput import CAUSES, Goodput, GoodputTable, goodput
 from forge_train import Run, RunDirectory, read_run
 from forge_train.errors import ConfigError
 
@@ -42,7 +42,7 @@ class PageRun:
     paths: RunDirectory
     text: str  # of config.toml
     run: Run
-    ledger: Ledger
+    ledger: GoodputTable
     goodput: Goodput
 
 

@@ -6,7 +6,7 @@ import time
 from typing import NoReturn
 
 from forge_resilience import NumericsPolicy
-from forge_resilience.policy import Outcome
+from forge_resilience.policy import StepVerdict
 from forge_train.errors import NumericsError
 from forge_train.run.checkpoints import Checkpoints
 from forge_train.run.run import Run
@@ -15,7 +15,7 @@ from forge_train.run.run import Run
 class RollbackRequested(Exception):
     """The run goes back to before `outcome.first`. Raised by all ranks alike."""
 
-    def __init__(self, outcome: Outcome) -> None:
+    def __init__(self, outcome: StepVerdict) -> None:
         self.outcome = outcome
         super().__init__(f"{outcome.cause} in steps {outcome.first} to {outcome.last}")
 
@@ -54,7 +54,7 @@ class Guard:
             fix = "lower optimizer.lr or train.max_grad_norm and run again, or use another action"
             raise NumericsError([f"{rule}; {_intact(last_saved)}: {fix}"])
 
-    def go_back(self, checkpoints: Checkpoints, bad: Outcome) -> None:
+    def go_back(self, checkpoints: Checkpoints, bad: StepVerdict) -> None:
         """Load a checkpoint from before the bad steps, and skip their data.
 
         A kill meanwhile loses nothing: after the restart the same steps come, and the run goes back again.
@@ -102,7 +102,7 @@ class Guard:
             seconds=round(seconds, 4),
         )
 
-    def _check_limit(self, bad: Outcome, last_saved: int) -> None:
+    def _check_limit(self, bad: StepVerdict, last_saved: int) -> None:
         """Raise NumericsError if the run went back as often as it may."""
         limit = self.policy.rollback.max_rollbacks
         if self.policy.rollbacks >= limit:
@@ -111,7 +111,7 @@ class Guard:
             raise NumericsError([f"{bad.bad_steps} {rule}; {_intact(last_saved)}: {fix}"])
 
 
-def raise_without_saves(bad: Outcome) -> NoReturn:
+def raise_without_saves(bad: StepVerdict) -> NoReturn:
     """There is nothing to go back to, as the run saves nothing."""
     raise NumericsError(
         [f"{bad.bad_steps}, and a run that saves nothing cannot go back; of a replay, the run's journal "

@@ -19,8 +19,7 @@ import sys
 from pathlib import Path
 
 from forge_resilience._shared.paths import user_path
-from forge_resilience.chaos.files import FILE_KINDS
-from forge_resilience.chaos.processes import PROCESS_KINDS
+from forge_resilience.chaos.faults import FILE_KINDS, PROCESS_KINDS
 from forge_resilience.chaos.schedule import BETWEEN, failure_rate_bound, make_schedule
 from forge_resilience.chaos.trial import Trial
 

@@ -3,15 +3,29 @@
 Importing this costs no torch.
 """
 
-from forge_resilience.health.check import MOST_FINDINGS, HealthCheck, RankFinding
-from forge_resilience.health.config import HealthConfig
-from forge_resilience.health.device import known_answer, memory_patterns
-from forge_resilience.health.exclude import broken_nodes, exclude_nodes
-from forge_resilience.health.finding import BROKEN, MISSING, OK, WARN, Finding
-from forge_resilience.health.liveness import arrived
+from forge_resilience._renamed import renamed
+from forge_resilience.health.check import (
+    MOST_FINDINGS,
+    HealthCheck,
+    HealthConfig,
+    RankFinding,
+    arrived,
+    broken_nodes,
+)  # fmt: skip
 from forge_resilience.health.machine import accelerator_count, machine_findings, optional, probe
-from forge_resilience.health.node import disk, loopback, shared_memory
 from forge_resilience.health.nvml import NvmlProbe
+from forge_resilience.health.probes import (
+    BROKEN,
+    MISSING,
+    OK,
+    WARN,
+    Finding,
+    disk,
+    known_answer,
+    loopback,
+    memory_patterns,
+    shared_memory,
+)  # fmt: skip
 
 __all__ = [
     "BROKEN",
@@ -28,7 +42,6 @@ __all__ = [
     "arrived",
     "broken_nodes",
     "disk",
-    "exclude_nodes",
     "known_answer",
     "loopback",
     "machine_findings",
@@ -37,3 +50,5 @@ __all__ = [
     "probe",
     "shared_memory",
 ]
+
+__getattr__ = renamed(__name__)

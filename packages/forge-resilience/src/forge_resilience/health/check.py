@@ -4,31 +4,60 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from forge_resilience._renamed import renamed
+from forge_resilience._shared.fields import Checked, field
 from forge_resilience._shared.limits import limit_problem
 from forge_resilience.agreement import Agreement
-from forge_resilience.health.config import HealthConfig
-from forge_resilience.health.device import DRAIN, known_answer, memory_patterns
-from forge_resilience.health.finding import BROKEN, OK, WARN, Finding
-from forge_resilience.health.liveness import arrived
-from forge_resilience.health.node import (
+from forge_resilience.health.nvml import NvmlProbe
+from forge_resilience.health.probes import (
+    BROKEN,
+    DRAIN,
+    OK,
+    WARN,
+    Finding,
     clocks,
     disk,
+    known_answer,
     loopback,
+    memory_patterns,
     sees_token,
     shared_folder,
     shared_memory,
     write_token,
-)
-from forge_resilience.health.nvml import NvmlProbe
+)  # fmt: skip
+from forge_resilience.journal import read_events
 from forge_resilience.provenance import node_name
 
 MOST_FINDINGS = 32  # in an event
+_WHOLE = 0.9  # of the time limit: clocks of two libraries
+_FIX = "look at these ranks and their nodes (py-spy dump), and run again without them"
+_LIFE = ("start", "resume")
+
+
+@dataclass(frozen=True)
+class HealthConfig(Checked):
+    """Probes of every rank: its device computes a known answer and keeps patterns, its node has space, shared memory,
+    a clock like the others', loopback and the shared folder, and all ranks arrive."""
+
+    at_start: bool = True
+    """probe at the start of each life, before the first step"""
+    every_steps: int = field(0, between=(0, 10**9))
+    """steps between further probes; 0: none"""
+    action: Literal["stop", "warn"] = "stop"
+    """stop: what is broken ends the run with code 71, and its node is left out of the next life; warn: it is an
+    event"""
+    memory_mib: int | None = field(None, between=(1, 2**20))
+    """device memory that is written and read by a probe, in MiB (default: 512 on an accelerator, 1 on a CPU)"""
+    timeout_seconds: float = field(60.0, between=(0, 10**6), positive=True)
+    """a rank that has not arrived at a probe after so long is named"""
 
 
 @dataclass(frozen=True)
@@ -166,3 +195,53 @@ def _report(folder: str, rows: list[dict[str, Any]]) -> list[RankFinding]:
             if finding.state != OK
         ]
     return found
+
+
+def arrived(group: Any = None, timeout_seconds: float = 60.0) -> tuple[Finding, list[int]]:
+    """A finding, and the numbers of the ranks that are late.
+
+    Wait for all ranks of a gloo group, by default the default group, at most so long. Collective.
+
+    Rank 0 of the group names those that have not come; the others know that it has not let them go. After a
+    broken finding the group cannot be used any more: end the process. Cost: a message to rank 0 and back.
+    Raises RuntimeError at once if a rank has ended: a process that died is no sign of a broken node.
+    """
+    import torch.distributed as dist
+
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return Finding("ranks", OK, "one rank"), []
+    world = dist.get_world_size(group)
+    if dist.get_backend(group) != "gloo":
+        return Finding("ranks", OK, f"{world} ranks, of a group that cannot be asked"), []
+    began = time.monotonic()
+    try:
+        limit = timedelta(seconds=timeout_seconds)
+        dist.monitored_barrier(group, timeout=limit, wait_all_ranks=True)
+    except RuntimeError as error:
+        late = [int(n) for n in re.findall(r"[Rr]anks? ([\d, ]+) failed", str(error)) for n in re.findall(r"\d+", n)]  # fmt: skip
+        if time.monotonic() - began < _WHOLE * timeout_seconds:  # nobody was waited for
+            if not late:  # gloo's own words
+                raise
+            gone = f"rank {', '.join(map(str, late))} has ended"
+            raise RuntimeError(f"{gone} (gloo: Connection closed by peer)") from error
+        names = f"rank {', '.join(map(str, late))}" if late else "a rank that rank 0 names"
+        value = f"{names} did not arrive within {timeout_seconds:g} s"
+        return Finding("ranks", BROKEN, value, f"all {world} must", _FIX), late
+    return Finding("ranks", OK, f"all {world} arrived"), []
+
+
+def broken_nodes(journal: str | os.PathLike[str]) -> list[str]:
+    """The nodes that the last life of a run found broken, by its events `health` and `mismatch`.
+
+    Of two copies that differ nobody knows which is wrong, so their nodes are not among them.
+    """
+    nodes: dict[str, None] = {}
+    for event in read_events(journal):
+        if event.get("event") in _LIFE:
+            nodes.clear()
+        elif event.get("event") in ("health", "mismatch") and event.get("is_known"):
+            nodes.update(dict.fromkeys(event.get("nodes") or ()))
+    return list(nodes)
+
+
+__getattr__ = renamed(__name__)

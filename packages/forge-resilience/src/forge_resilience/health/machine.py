@@ -14,10 +14,18 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
-from forge_resilience.health.device import known_answer, memory_patterns
-from forge_resilience.health.finding import BROKEN, MISSING, OK, Finding
-from forge_resilience.health.node import disk, loopback, shared_memory
 from forge_resilience.health.nvml import NvmlProbe
+from forge_resilience.health.probes import (
+    BROKEN,
+    MISSING,
+    OK,
+    Finding,
+    disk,
+    known_answer,
+    loopback,
+    memory_patterns,
+    shared_memory,
+)  # fmt: skip
 
 __all__ = ["accelerator_count", "accelerator_findings", "machine_findings", "optional", "probe"]
 

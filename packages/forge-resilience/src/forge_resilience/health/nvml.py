@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from forge_resilience.health.finding import BROKEN, OK, WARN, Finding
+from forge_resilience.health.probes import BROKEN, OK, WARN, Finding
 
 # Faults of the hardware; others, such as 13 and 31, are mostly a program's (NVIDIA, "XID Errors").
 _HARDWARE_XIDS = {48, 62, 64, 74, 79, 94, 95, 119, 120}

@@ -3,29 +3,40 @@
 Nothing here imports torch or reads a configuration file of Forge's runner.
 """
 
-from forge_resilience.slurm.commands import QueueRefusal
-from forge_resilience.slurm.config import JobFacts, SlurmConfig, seconds_of
+from forge_resilience.slurm.client import (
+    QueueRefusal,
+    clean_environ,
+    exclude_nodes,
+    jobs_of,
+    replace_process,
+    submit,
+    two_jobs,
+)  # fmt: skip
+from forge_resilience.slurm.config import JobFacts, OrchestratorConfig, SlurmConfig, seconds_of
 from forge_resilience.slurm.job_scripts import (
     SlurmFlags,
     check_limits,
     make_scripts,
+    orchestrator_command,
     queued_jobs,
+    small_job,
     with_retries,
-)
-from forge_resilience.slurm.orchestrate import OrchestratorConfig, chain_name, orchestrate
-from forge_resilience.slurm.queue import clean_environ, jobs_of, replace_process, submit, two_jobs
+)  # fmt: skip
+from forge_resilience.slurm.orchestrate import chain_name, orchestrate
 from forge_resilience.slurm.script import batch_script, interactive_commands
-from forge_resilience.slurm.shared import NoNodes, controller, shared_files, unseen_files
 from forge_resilience.slurm.site import (
+    NoNodes,
+    controller,
     find_site,
     grace_warnings,
     job_warnings,
     limit_problem,
     read_site,
+    shared_files,
     site_path,
     site_text,
-)
-from forge_resilience.slurm.small_job import orchestrator_command, small_job
+    unseen_files,
+)  # fmt: skip
 
 __all__ = [
     "JobFacts",
@@ -39,6 +50,7 @@ __all__ = [
     "check_limits",
     "clean_environ",
     "controller",
+    "exclude_nodes",
     "find_site",
     "grace_warnings",
     "interactive_commands",

@@ -10,8 +10,9 @@ from typing import Any
 
 from forge_resilience._shared.streams import tolerate
 from forge_resilience.exit_codes import ExitCode
-from forge_resilience.slurm.commands import QueueRefusal
-from forge_resilience.slurm.orchestrate import FLAGS, OrchestratorConfig, orchestrate
+from forge_resilience.slurm.client import QueueRefusal
+from forge_resilience.slurm.config import FLAGS, OrchestratorConfig
+from forge_resilience.slurm.orchestrate import orchestrate
 from forge_resilience.stop import StopSignal
 
 _DESCRIPTION = (

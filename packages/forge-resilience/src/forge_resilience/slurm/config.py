@@ -12,9 +12,8 @@ from typing import Literal
 
 from forge_resilience._shared.fields import Checked, field
 from forge_resilience._shared.problems import Problem
-from forge_resilience.slurm.orchestrate import OrchestratorConfig
 
-__all__ = ["JobFacts", "SlurmConfig", "seconds_of"]
+__all__ = ["FLAGS", "JobFacts", "OrchestratorConfig", "SlurmConfig", "seconds_of"]
 
 #: Options of sbatch that the script sets or that its loop relies on, and the key to use instead.
 _OF_SBATCH = {
@@ -40,6 +39,37 @@ _MAX_LEAD_SECONDS = 65535  # of sbatch --signal
 #: From the signal to the limit beyond the save: Slurm looks at limits once a minute.
 _EARLY_SECONDS = 60
 _FROM_0, _FROM_1 = (0, 10**6), (1, 10**6)
+#: Fields of OrchestratorConfig that are flags of `python -m forge_resilience.slurm`.
+FLAGS = ("wait_seconds", "grow_after_seconds", "max_resizes_per_hour", "poll_seconds")
+
+
+@dataclass(frozen=True)
+class OrchestratorConfig(Checked):
+    """When a job is submitted at which size, and when it moves to a larger one.
+
+    Raises ValueError with every broken rule. Usage: `OrchestratorConfig(wait_seconds=1800)`.
+    """
+
+    wait_seconds: float = field(
+        600.0,
+        "the largest size that starts within this is taken; else the one that starts first",
+        (0, 10**7),
+    )
+    grow_after_seconds: float = field(
+        900.0, "nodes that a larger size needs must be free for so long", (0, 10**7)
+    )
+    max_resizes_per_hour: int = field(
+        2,
+        "times per hour that a job is stopped for a larger size, or withdrawn for a smaller one; 0: never",
+        (0, 60),
+    )
+    poll_seconds: float = field(30.0, "seconds between looks at the queue", (0.1, 3600))
+    partition: str | None = field(
+        None, "partition of the small job that orchestrates (default: that of the job)"
+    )
+    time_limit: int | str | None = field(
+        None, "limit of one life of it: minutes or 'D-HH:MM:SS' (default: that of the partition)"
+    )
 
 
 @dataclass(frozen=True)

@@ -7,22 +7,24 @@ scripts, command = make_scripts(flags, config, facts, ["python", "train.py"])
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from forge_resilience._shared.problems import Problem, invalid, raise_problems
-from forge_resilience.slurm.config import JobFacts, SlurmConfig
+from forge_resilience.slurm.client import jobs_of
+from forge_resilience.slurm.config import FLAGS, JobFacts, SlurmConfig
 from forge_resilience.slurm.orchestrate import chain_name
-from forge_resilience.slurm.queue import jobs_of
 from forge_resilience.slurm.script import batch_script, interactive_commands
 from forge_resilience.slurm.site import job_warnings, limit_problem
-from forge_resilience.slurm.small_job import orchestrator_command, small_job
 
 if TYPE_CHECKING:
-    from forge_resilience.supervise.config import WatchConfig
+    from forge_resilience.supervise.watch import WatchConfig
 
-__all__ = ["SlurmFlags", "check_limits", "make_scripts", "queued_jobs", "with_retries"]
+__all__ = [
+    "SlurmFlags", "check_limits", "make_scripts", "orchestrator_command", "queued_jobs", "small_job", "with_retries",
+]  # fmt: skip
 
 #: Scripts of a run's jobs, in one folder.
 _JOB, _ORCHESTRATED, _ORCHESTRATOR = "job.sh", "orchestrated.sh", "orchestrator.sh"
@@ -135,3 +137,27 @@ def queued_jobs(flags: SlurmFlags, facts: JobFacts) -> list[tuple[str, str]]:
     """(id, state) of jobs of this run in the queue; not those under its own name, which an orchestrator finds again."""
     names = [_JOB, _ORCHESTRATOR] + [_ORCHESTRATED] * (not flags.orchestrate)
     return [] if flags.interactive else jobs_of(*map(facts.path_of, names))
+
+
+def small_job(config: SlurmConfig) -> SlurmConfig:
+    """One core of one node, in the surroundings of the job; it goes on after each of its own ends."""
+    own = config.orchestrator
+    return SlurmConfig(
+        **{name: getattr(config, name) for name in ("account", "qos", "prologue", "environment")},
+        tasks_per_node=1,
+        cpus_per_task=1,
+        time_limit=own.time_limit,
+        partition=own.partition or config.partition,
+        max_restarts=10**6,
+    )
+
+
+def orchestrator_command(
+    config: SlurmConfig, script: str, sizes: Sequence[int], name: str, journal: str
+) -> list[str]:
+    """The command that keeps the job of a script in the queue on one of `sizes` nodes: `orchestrate`, without torch."""
+    flags = {"name": name, "sizes": ",".join(map(str, sizes)), "max-restarts": config.max_restarts}
+    flags |= {"journal": journal}
+    flags |= {key.replace("_", "-"): getattr(config.orchestrator, key) for key in FLAGS}
+    words = [word for flag, value in flags.items() for word in (f"--{flag}", str(value))]
+    return [sys.executable, "-m", "forge_resilience.slurm", script, *words]

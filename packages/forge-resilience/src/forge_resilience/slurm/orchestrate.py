@@ -8,89 +8,30 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from forge_resilience._shared.atomic import write_file
-from forge_resilience._shared.fields import Checked, field
 from forge_resilience._shared.paths import user_path
 from forge_resilience._shared.problems import invalid
-from forge_resilience.exit_codes import ExitCode
+from forge_resilience.exit_codes import ExitCode, History, NoRestart, may_restart
 from forge_resilience.health import broken_nodes
 from forge_resilience.journal import Journal
-from forge_resilience.slurm.commands import JobRow, Queue, QueueDown, QueueRefusal
+from forge_resilience.slurm.client import JobRow, Queue, QueueDown, QueueRefusal
+from forge_resilience.slurm.config import OrchestratorConfig
+from forge_resilience.slurm.state_files import OrchestratorState, read_ends, state_path
 
 __all__ = ["OrchestratorConfig", "chain_name", "orchestrate"]
 
 #: Ends that are not the job's own doing. A time limit is met when a save took too long.
 _LOST = {"NODE_FAIL", "PREEMPTED", "BOOT_FAIL", "TIMEOUT", "DEADLINE", "REVOKED"}
-#: Fields of OrchestratorConfig that are flags of `python -m forge_resilience.slurm`.
-FLAGS = ("wait_seconds", "grow_after_seconds", "max_resizes_per_hour", "poll_seconds")
 _NOW_SECONDS = 5.0  # Slurm's answer "at once" is the time of its last look
 _MINUTE = 60.0  # Slurm plans in steps of it
 _HOUR = 3600.0
-_JOB_IDS = range(2**32 - 2)  # 32 bits, of which the two highest values mean no job
-
-
-@dataclass(frozen=True)
-class OrchestratorConfig(Checked):
-    """When a job is submitted at which size, and when it moves to a larger one.
-
-    Raises ValueError with every broken rule. Usage: `OrchestratorConfig(wait_seconds=1800)`.
-    """
-
-    wait_seconds: float = field(
-        600.0,
-        "the largest size that starts within this is taken; else the one that starts first",
-        (0, 10**7),
-    )
-    grow_after_seconds: float = field(
-        900.0, "nodes that a larger size needs must be free for so long", (0, 10**7)
-    )
-    max_resizes_per_hour: int = field(
-        2,
-        "times per hour that a job is stopped for a larger size, or withdrawn for a smaller one; 0: never",
-        (0, 60),
-    )
-    poll_seconds: float = field(30.0, "seconds between looks at the queue", (0.1, 3600))
-    partition: str | None = field(
-        None, "partition of the small job that orchestrates (default: that of the job)"
-    )
-    time_limit: int | str | None = field(
-        None, "limit of one life of it: minutes or 'D-HH:MM:SS' (default: that of the partition)"
-    )
-
-
-@dataclass
-class _State:
-    """What outlives a killed orchestrator, beside Slurm's books.
-
-    handled: the newest job whose end was acted upon. withdrawn: waiting jobs that this orchestrator cancelled itself.
-    resizes: times of the last moves to another size. excluded: nodes that were found broken.
-    """
-
-    handled: int
-    restarts: int = 0
-    withdrawn: tuple[int, ...] = ()
-    resizes: tuple[float, ...] = ()
-    excluded: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, found: Any) -> _State:
-        """The state in a file of any version: other keys are left out. Raises an exception for what is none."""
-        lists = {"withdrawn": int, "resizes": float, "excluded": str}
-        entries = {name: tuple(map(kind, found.get(name, ()))) for name, kind in lists.items()}
-        handled, restarts = int(found["handled"]), int(found.get("restarts", 0))
-        if handled not in _JOB_IDS or restarts < 0:
-            raise ValueError(f"job {handled} after {restarts} restarts cannot be")
-        return cls(handled, restarts, **entries)
 
 
 def chain_name(run_dir: str | os.PathLike[str]) -> str:
@@ -130,14 +71,22 @@ def orchestrate(
         fix = "write it before"
         raise invalid("script", "not_found", str(script), "must be a batch script", fix)
     config = OrchestratorConfig() if config is None else config
-    sizes, queue = sorted(sizes, reverse=True), Queue()
-    own = _Orchestrator(script, sizes, name, config, max_restarts, journal, queue)
+    own = _Orchestrator(
+        script=script,
+        sizes=sorted(sizes, reverse=True),
+        name=name,
+        config=config,
+        max_restarts=max_restarts,
+        journal=journal,
+        queue=Queue(),
+    )
+
     while True:
         code = own.look()
         deadline = time.monotonic() + config.poll_seconds
         while code is None and time.monotonic() < deadline:
             if stopped():
-                own.say(
+                own.report(
                     "stopped; the job goes on, and so does this command when it is started again"
                 )
                 return int(ExitCode.REQUEUE)
@@ -146,42 +95,43 @@ def orchestrate(
             return code
 
 
+@dataclass(kw_only=True)
 class _Orchestrator:
-    def __init__(
-        self,
-        script: Path,
-        sizes: Sequence[int],
-        name: str,
-        config: OrchestratorConfig,
-        max_restarts: int,
-        journal: str | os.PathLike[str] | None,
-        queue: Queue,
-    ) -> None:
-        self.script, self.sizes, self.name, self.config = script, sizes, name, config
-        self.max_restarts, self.journal, self.queue = max_restarts, journal, queue
-        self.path = script.parent / f"orchestrator-{name}.json"
-        self.state: _State | None = None
-        self._seen: tuple[int, str] | None = None  # job and state of the last look, and since when
-        self._since = 0.0
-        # a larger size that is possible, and since when
-        self._free: tuple[int, float] | None = None
+    """What this process knows of the job; `state` is what it must not forget."""
+
+    script: Path
+    sizes: Sequence[int]  # largest first
+    name: str
+    config: OrchestratorConfig
+    max_restarts: int
+    journal: str | os.PathLike[str] | None
+    queue: Queue
+    state: OrchestratorState | None = None
+
+    def __post_init__(self) -> None:
+        self.path = state_path(self.script, self.name)
+        self._seen: tuple[int, str] | None = None  # job and state of the last look
+        self._since = 0.0  # when they were seen first
+        self._free: tuple[int, float] | None = (
+            None  # a larger size that is possible, and since when
+        )
         self._reported = 0  # the job whose long wait was reported
         self._is_down = False
 
-    def say(self, text: str, event: str | None = None, **fields: Any) -> None:
-        """A line for people, and an event for the journal."""
-        with contextlib.suppress(OSError):  # a full disk, or nobody reads it
+    def report(self, text: str, event: str | None = None, **fields: Any) -> None:
+        """Print a line, and record an event in the journal."""
+        with contextlib.suppress(OSError):  # a full disk, or a closed terminal
             print(f"{time.strftime('%FT%T')} forge: {text}", file=sys.stderr, flush=True)
         if event is not None and self.journal is not None:
             Journal(self.journal).record(event, **fields)
 
     def look(self) -> int | None:
-        """One look at the queue, and at most one action; the exit code once all is over."""
+        """Look at the queue and do at most one action; return the exit code once the job has ended."""
         try:
             code = self._look()
-        except (QueueDown, OSError) as error:  # decide nothing: the job may well be running
+        except (QueueDown, OSError) as error:  # decide nothing: the job may be running
             if not self._is_down:
-                self.say(f"no answer of Slurm or of a disk, waiting for it: {error}")
+                self.report(f"no answer of Slurm or of a disk, waiting for it: {error}")
             self._is_down = True
             return None
         self._is_down = False
@@ -190,54 +140,61 @@ class _Orchestrator:
     def _look(self) -> int | None:
         rows = self.queue.jobs(self.name)
         live = [row for row in rows if row.is_live]
-        ends = [row for row in [*rows, *self._written_ends()] if not row.is_live]
+        written = [
+            JobRow(job, "FAILED" if code else "COMPLETED", 0, code)
+            for job, code in read_ends(self.script, self.name)
+        ]  # also of jobs that Slurm has forgotten
+        ends = [row for row in [*rows, *written] if not row.is_live]
+
         if self.state is None and (found := self._read()) is not None:
             self.state = found
-        elif self.state is None:  # what had ended before the first submission is not of this run
-            self._save(_State(handled=max((row.job for row in ends), default=0)))
-        for extra in live[
-            1:
-        ]:  # a submission whose answer was lost; `singleton` has kept it waiting
+        elif self.state is None:  # jobs that ended before the first submission are not of this run
+            self._save(OrchestratorState(handled=max((row.job for row in ends), default=0)))
+
+        for extra in live[1:]:  # its submission got no answer; `singleton` has kept it waiting
             self._cancel(extra.job, f"is one too many beside job {live[0].job}")
         if live:
             self._follow(live[0])
             return None
         if ended := [row for row in ends if row.job > self._known.handled]:
-            return self._judge(ended[0])
+            return self._handle_end(ended[0])
         self._submit()
         return None
 
-    # ---- actions
+    # ---- a job that is to come
 
     def _submit(self) -> None:
-        """Ask for the job; whether it was accepted, the next look tells."""
-        size = self._choose()
-        # lives of all jobs are counted together by the script, against `max_restarts` and no progress
+        """Submit the job; the next look sees whether Slurm accepted it."""
+        size, excluded = self._choose_size(), self._known.excluded
         try:
-            job = self.queue.submit(
-                self.script, size, self.name, self._known.excluded, {"FORGE_CHAIN": self.name}
-            )
+            # one chain: the script counts the attempts of all jobs together
+            chain = {"FORGE_CHAIN": self.name}
+            job = self.queue.submit(self.script, size, self.name, excluded, chain)
         except QueueRefusal as error:
             if not self._known.restarts:
                 raise
-            self.say(f"{error}; trying again")  # it was accepted before: a limit of the moment
+            self.report(f"{error}; trying again")  # it was accepted before: a limit of the moment
             return
-        self.say(f"job {job} submitted on {size} nodes", "submit", job=job, nodes=size)
+        self.report(f"job {job} submitted on {size} nodes", "submit", job=job, nodes=size)
 
-    def _choose(self) -> int:
-        """The largest size that starts within wait_seconds, else the one that starts a minute before larger ones, else the smallest."""
+    def _choose_size(self) -> int:
+        """Return the largest size that starts within wait_seconds, else the size that starts a minute before larger ones,
+        else the smallest size."""
         first: tuple[float, int] | None = None
         for size in self.sizes:
-            seconds = self.queue.starts_in(self.script, size, self._known.excluded)
+            seconds = self.queue.seconds_to_start(self.script, size, self._known.excluded)
             if seconds is not None and seconds <= self.config.wait_seconds:
                 return size
             if seconds is not None and (first is None or seconds < first[0] - _MINUTE):
                 first = (seconds, size)
         if first is not None:
             return first[1]
+
         sizes = ", ".join(map(str, self.sizes))
-        self.say(f"none of {sizes} nodes fits what is there now: waiting for {self.sizes[-1]}")
+        self.report(f"none of {sizes} nodes fits what is there now: waiting for {self.sizes[-1]}")
         return self.sizes[-1]
+
+    # ---- a job in the queue
 
     def _follow(self, row: JobRow) -> None:
         now = time.monotonic()
@@ -245,30 +202,30 @@ class _Orchestrator:
             self._seen, self._since, self._free = (row.job, row.state), now, None
         if row.state == "PENDING" and now - self._since > self.config.wait_seconds:
             if row.job != self._reported:
-                self.say(f"job {row.job} still waits for {row.nodes} nodes ({row.reason})")
+                self.report(f"job {row.job} still waits for {row.nodes} nodes ({row.reason})")
                 self._reported = row.job
             if not row.reason.startswith(("JobHeld", "Dependency")):
-                self._withdraw(row)
+                self._cancel_if_smaller_fits(row)
         elif row.state == "RUNNING":
             self._grow(row, now)
 
-    def _withdraw(self, row: JobRow) -> None:
-        """Cancel a job that waits longer than was foretold beside idle nodes that suffice for a smaller size."""
+    def _cancel_if_smaller_fits(self, row: JobRow) -> None:
+        """Cancel a job that waits longer than Slurm predicted while a smaller size could run on idle nodes."""
         if not self._may_resize() or self.sizes[-1] >= row.nodes:
             return
-        idle = self.queue.idle(row.partition)
+        idle = self.queue.idle_nodes(row.partition)
         if idle >= self.sizes[-1]:
-            self._write(resizes=(*self._recent(), time.time()))
+            self._count_resize()
             self._cancel(row.job, f"waits for {row.nodes} nodes while {idle} are idle")
 
     def _cancel(self, job: int, why: str) -> None:
-        """Withdraw a waiting job; its end is then known to be no wish of the user."""
-        self._write(withdrawn=(*self._known.withdrawn[-9:], job))
+        """Cancel a waiting job; the state remembers that its end is not the user's wish."""
+        self._update(withdrawn=(*self._known.withdrawn[-9:], job))
         self.queue.cancel(job)
-        self.say(f"job {job} {why}: withdrawn", "withdraw", job=job)
+        self.report(f"job {job} {why}: withdrawn", "withdraw", job=job)
 
     def _grow(self, row: JobRow, now: float) -> None:
-        """Tell the job to save and leave, when nodes for a larger size have been free for long enough."""
+        """Ask the job to save and leave, when nodes for a larger size have been free for long enough."""
         if not self._may_resize():
             return
         larger = (size for size in self.sizes if size > row.nodes)
@@ -280,58 +237,69 @@ class _Orchestrator:
             self._free = (size, now)
         if now - self._free[1] < self.config.grow_after_seconds:
             return
-        self._write(
-            resizes=(*self._recent(), time.time())
-        )  # before the action: a kill in between costs a chance, not the bound
-        self.queue.tell(row.job)
-        self._free = (
-            None  # the signal may be lost: told again where the nodes stay free for as long
-        )
-        self.say(f"{size - row.nodes} more nodes are free: job {row.job} saves and moves from {row.nodes} to {size}",
-                 "grow", job=row.job, nodes=row.nodes, to=size)  # fmt: skip
 
-    def _recent(self) -> tuple[float, ...]:
+        # before the action: a kill in between loses one resize and does not exceed the limit
+        self._count_resize()
+        self.queue.signal_batch_shell(row.job)
+        # the signal may be lost: it is sent again where the nodes stay free for as long
+        self._free = None
+        text = f"{size - row.nodes} more nodes are free: job {row.job} saves and moves from {row.nodes} to {size}"
+        self.report(text, "grow", job=row.job, nodes=row.nodes, to=size)
+
+    def _recent_resizes(self) -> tuple[float, ...]:
         """Times of the last hour's resizes."""
         return tuple(t for t in self._known.resizes if 0 <= time.time() - t < _HOUR)
 
+    def _count_resize(self) -> None:
+        self._update(resizes=(*self._recent_resizes(), time.time()))
+
     def _may_resize(self) -> bool:
-        return len(self._recent()) < self.config.max_resizes_per_hour
+        return len(self._recent_resizes()) < self.config.max_resizes_per_hour
 
     def _are_free(self, row: JobRow, nodes: int) -> bool:
-        """Whether so many nodes beside the job's own are idle, fit, and nobody else waits for them."""
+        """Whether a job of `nodes` nodes next to the job's own would start at once."""
         others = (*self._known.excluded, row.node_list)  # it may leave cores of its own nodes idle
-        seconds = self.queue.starts_in(self.script, nodes, others)
+        seconds = self.queue.seconds_to_start(self.script, nodes, others)
         return seconds is not None and seconds <= _NOW_SECONDS
 
-    def _judge(self, row: JobRow) -> int | None:
-        """Act on the end of a job: None to go on, else the exit code."""
+    # ---- a job that has ended
+
+    def _handle_end(self, row: JobRow) -> int | None:
+        """Act on the end of a job; return None to go on, else the exit code."""
         known = self._known
-        own = row.state == "CANCELLED" and row.job in known.withdrawn
-        broken = self._broken(row)
-        ended = f"job {row.job} ended as {row.state} with code {row.code}"
         if row.state == "COMPLETED":
-            self._write(handled=row.job)
-            self.say(f"job {row.job} is done")
+            self._update(handled=row.job)
+            self.report(f"job {row.job} is done")
             return int(ExitCode.DONE)
+
+        own = row.state == "CANCELLED" and row.job in known.withdrawn
         stopped = row.state == "FAILED" and row.code == ExitCode.REQUEUE
-        if not (own or stopped or broken or row.state in _LOST):
-            self._write(handled=row.job)
-            self.say(f"{ended}, which starting again does not fix")
-            return 1 if row.state == "CANCELLED" else row.code or 1
-        if known.restarts >= self.max_restarts:
-            self._write(handled=row.job)
-            self.say(f"{ended}, after {known.restarts} restarts, as many as are allowed")
+        broken = self._broken_nodes(row)
+        history = History(
+            may_help=own or stopped or bool(broken) or row.state in _LOST,
+            restarts=known.restarts,
+            max_restarts=self.max_restarts,
+        )
+        ended = f"job {row.job} ended as {row.state} with code {row.code}"
+        if (reason := may_restart(history)) is not None:
+            self._update(handled=row.job)
+            if reason is NoRestart.FINAL:
+                self.report(f"{ended}, which starting again does not fix")
+                return 1 if row.state == "CANCELLED" else row.code or 1
+            self.report(f"{ended}, after {known.restarts} restarts, as many as are allowed")
             return 1
+
         excluded = (*known.excluded, *broken)
-        self._write(handled=row.job, restarts=known.restarts + (not own), excluded=excluded)
+        self._update(handled=row.job, restarts=known.restarts + (not own), excluded=excluded)
         if not own:
             without = f", without {','.join(excluded)}" if excluded else ""
-            self.say(f"{ended}: starting it again{without}", "lost" if row.state in _LOST else "left",
-                     job=row.job, cause=row.state.lower(), code=row.code)  # fmt: skip
+            event = "lost" if row.state in _LOST else "left"
+            fields = {"job": row.job, "cause": row.state.lower(), "code": row.code}
+            self.report(f"{ended}: starting it again{without}", event, **fields)
         return None
 
-    def _broken(self, row: JobRow) -> list[str]:
-        """Nodes that made the job leave with code 71, and were not left out yet."""
+    def _broken_nodes(self, row: JobRow) -> list[str]:
+        """Nodes that made the job leave with code 71, and are not left out yet."""
         if row.code != ExitCode.HARDWARE or self.journal is None:
             return []
         return [node for node in broken_nodes(self.journal) if node not in self._known.excluded]
@@ -339,42 +307,25 @@ class _Orchestrator:
     # ---- what is remembered
 
     @property
-    def _known(self) -> _State:
+    def _known(self) -> OrchestratorState:
         assert self.state is not None
         return self.state
 
-    def _written_ends(self) -> list[JobRow]:
-        """Ends that Slurm has forgotten, as the jobs wrote them down."""
+    def _read(self) -> OrchestratorState | None:
+        """Read the state; None before the first one, and, with a warning, for a damaged file."""
         try:
-            text = (self.script.parent / f"ends-{self.name}").read_text(errors="replace")
-        except FileNotFoundError:
-            return []
-        found = [
-            map(int, line.split())
-            for line in re.findall(r"^\d+ \d{1,3}$", text, re.MULTILINE | re.ASCII)
-        ]
-        return [
-            JobRow(job, "FAILED" if code else "COMPLETED", 0, code)
-            for job, code in found
-            if job in _JOB_IDS
-        ]
-
-    def _read(self) -> _State | None:
-        """The state; None before the first one, and, with a line that says so, for a file that holds none."""
-        try:
-            content = self.path.read_bytes()
+            return OrchestratorState.read(self.path)
         except FileNotFoundError:
             return None
-        try:
-            return _State.of(json.loads(content))
-        except Exception as error:  # as it may be damaged in any way
-            self.say(f"{self.path} holds no state, and is written anew: {error!r}")
+        except OSError:  # of the disk: the file may be whole
+            raise
+        except Exception as error:  # it may be damaged in any way
+            self.report(f"{self.path} holds no state, and is written anew: {error!r}")
             return None
 
-    def _write(self, **changes: Any) -> None:
+    def _update(self, **changes: Any) -> None:
         self._save(replace(self._known, **changes))
 
-    def _save(self, state: _State) -> None:
-        """Replace the state file; a kill leaves the old one or the new one."""
-        write_file(self.path, json.dumps(asdict(state)))
+    def _save(self, state: OrchestratorState) -> None:
+        state.write(self.path)
         self.state = state

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from forge_resilience._shared.problems import invalid
 from forge_resilience.exit_codes import ExitCode
 from forge_resilience.slurm.config import JobFacts, SlurmConfig, seconds_of
-from forge_resilience.slurm.quote import directive, expanded
 
-__all__ = ["batch_script", "interactive_commands"]
+__all__ = ["batch_script", "directive", "expanded", "interactive_commands"]
 
 #: Exit codes that starting again does not fix.
 _FINAL = sorted({code for code in ExitCode if code > 1} - {ExitCode.REQUEUE})
@@ -19,207 +20,6 @@ _FINAL = sorted({code for code in ExitCode if code > 1} - {ExitCode.REQUEUE})
 #: Variables in which srun reads its options about GPUs, and sbatch leaves those of the job: SLURM_GPUS of --gpus.
 _OF_GPUS = ("GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "GPU_BIND", "GPU_FREQ", "CPUS_PER_GPU",
             "NTASKS_PER_GPU", "GRES", "TRES_PER_TASK")  # fmt: skip
-
-_START = r"""
-# Slurm starts a script elsewhere when its folder is missing on the node, where relative paths name other files.
-cd -- {working_dir} || exit {config_error}
-run={run_dir}
-job={job}
-chain=${{FORGE_CHAIN:-$job}}  # the first job of resubmitted ones: their lives are counted together
-lives={folder}/lives-$chain  # a line for each life: the newest checkpoint when it began
-script={script}
-life_began=$(printf '%(%FT%T)T' -1)
-unset FORGE_CHAIN
-
-say() {{ printf '%(%FT%T)T forge: %s\n' -1 "$*" >&2; }}
-"""
-
-_PROGRESS = r"""
-newest() {{  # change time and name of the newest committed checkpoint; 'none' before the first
-  local found
-  found=$(stat --format='%.Y %n' -- "$run"/{checkpoints} 2>/dev/null | sort -n | tail -n 1)
-  printf '%s\n' "${{found:-none}}"
-}}
-
-stuck() {{  # whether the last two lives began with the checkpoint that is still the newest
-  local now begun=()
-  now=$(newest)
-  mapfile -t begun < <(tail -n 2 -- "$lives" 2>/dev/null)
-  [[ ${{#begun[@]}} -eq 2 && ${{begun[0]}} == "$now" && ${{begun[1]}} == "$now" ]]
-}}
-
-begin() {{  # count this life, unless the job gets nowhere
-  if stuck; then
-    say "two lives in a row ended without a new checkpoint ($(newest)): look into the log before starting again"
-    exit {no_progress}
-  fi
-  newest >>"$lives" || say "cannot write $lives: lives are not counted"
-}}
-"""
-
-_WITHOUT_PROGRESS = r"""
-stuck() { false; }  # no pattern of checkpoints was given
-begin() { printf 'life in %s\n' "$run" >>"$lives" || say "cannot write $lives: lives are not counted"; }
-"""
-
-_AGAIN = r"""
-ended_outside() {{  # by scancel, which must be the end, or requeued by somebody already; not at a limit, not preempted
-  local state reason preempted
-  IFS='|' read -r state reason < <(squeue --noheader --format='%T|%r' --jobs="$job" 2>/dev/null)
-  [[ $state == COMPLETING && $reason != TimeLimit ]] || return
-  # where preemption cancels jobs (PreemptMode=CANCEL), this is all that tells it from scancel
-  preempted=$(SLURM_TIME_FORMAT=standard scontrol show job "$job" 2>/dev/null |
-    sed -nE 's/.*\bPreemptTime=([-0-9T:]+).*/\1/p')
-  [[ $preempted < $life_began ]]
-}}
-
-again() {{  # go on in another life, for the reason $1; never returns
-  if ended_outside; then
-    say "$1; the job was cancelled, or requeued by somebody else"
-    exit {requeue}
-  fi
-  if stuck; then
-    say "$1, but two lives in a row made no new checkpoint ($(newest)): look into the log before starting again"
-    exit {no_progress}
-  fi
-  if ((restarts >= {max_restarts})); then
-    say "$1, and was restarted $restarts times, as often as slurm.max_restarts allows: sbatch $script goes on"
-    exit {requeue}
-  fi
-  say "$1: {how}"
-{carry_on}  exit {requeue}  # Slurm ends this life now; that it must go on is written in Slurm's books already
-}}
-"""
-
-_REQUEUE = r"""  local refusal tries
-  for ((tries = 1; tries <= 30; tries++)); do
-    refusal=$(scontrol requeue "$job" 2>&1) && {{ leave_out; exit {requeue}; }}
-    scontrol ping >/dev/null 2>&1 && break  # the controller is there, and refuses
-    sleep 10
-  done
-  ended_outside || say "was not requeued ($refusal): where the site forbids it set slurm.on_stop = 'resubmit'; sbatch $script goes on"
-"""
-
-# A new job inherits the environment of sbatch: this job's SLURM_RESTART_COUNT, SLURM_MEM_PER_NODE and the like are not its.
-_RESUBMIT = r"""  for name in "${{!SLURM_@}}"; do  # the next job has its own
-    [[ $name == SLURM_CONF ]] || unset "$name"
-  done
-  FORGE_CHAIN=$chain sbatch --dependency="afterany:$job" {element}${{broken:+--exclude="$(excluded)"}} -- "$script" ||
-    say "sbatch failed: nothing goes on by itself; sbatch $script does"
-"""
-
-_BROKEN = r"""
-broken=''  # nodes that this life found broken
-excluded() {  # they, and those that the job leaves out already
-  local words
-  words=$(scontrol --oneliner show job "$job" 2>/dev/null)
-  words=${words##* ExcNodeList=}
-  words=${words%% *}
-  [[ -z $words || $words == '(null)' ]] || printf '%s,' "$words"
-  printf '%s\n' "$broken"
-}
-leave_out() {  # while the requeued job waits until its old credential has expired
-  [[ -z $broken ]] || scontrol update JobId="$job" ExcNodeList="$(excluded)" || say "cannot exclude $broken: it may start there"
-}
-"""
-
-_BROKEN_CODE = """    {hardware})
-      if broken=$({command}) && [[ -n $broken ]]; then
-        trap '' USR1 TERM INT HUP  # a requeue sends TERM to all processes of the job; scontrol must outlive it
-        again "$broken is broken"
-      fi
-      say "ended with code {hardware}, and no single node is known to be broken"; exit {hardware} ;;
-"""
-
-# Slurm forgets a job minutes after its end; whoever submitted it may have been away for longer.
-_LEAVE = r"""
-write_end() {{ printf '%s %s\n' "$job" "$1" >>{folder}/ends-"$chain"; }}
-trap 'write_end "$?"' EXIT
-"""
-
-_SIGNALS = r"""
-# --signal=B: reaches this shell alone, a time limit's TERM the tasks, too. srun passes USR1 on to all ranks; TERM would make it
-# kill them. A signal before the ranks start is remembered. INT and HUP come from scancel --full, which reaches srun, too.
-stopped=''
-ranks=''
-stop() {
-  stopped=$1
-  say "got $1: telling the ranks to save and leave"
-  [[ -z $ranks ]] || kill -USR1 "$ranks" 2>/dev/null
-}
-trap 'stop USR1' USR1
-trap 'stop TERM' TERM
-trap 'stop INT' INT
-trap 'stop HUP' HUP
-"""
-
-_LOST = r"""
-nodes_answer() {  # ranks of a dead node only lost a connection; Slurm itself takes minutes to notice
-  ((SLURM_JOB_NUM_NODES == 1)) && return
-  timeout 60 srun --overlap --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \
-    --ntasks-per-node=1 --kill-on-bad-exit=1 true 2>/dev/null
-}
-"""
-
-_CAUSE = r"""
-log=$(readlink "/proc/$$/fd/2")  # srun writes to it, too
-code_of_the_first() {  # the code of the rank that left first: srun returns the highest, 143 or 137 of those it then killed
-  local first=''
-  [[ ! -f $log ]] || first=$(tail -c "+$(($1 + 1))" -- "$log" |
-    sed -nE 's/^srun: error: .*: tasks? [-0-9,]+: Exited with exit code ([0-9]+)$/\1/p' | head -n 1)
-  printf '%s\n' "${first:-$2}"
-}
-"""
-
-_LOOP = r"""
-exec {{stdout}}>&1
-wait_for_ranks() {{  # prints the process id of srun, and at its end its code
-  start_ranks >&"$stdout" &
-  trap '' USR1 TERM INT HUP
-  printf '%s\n' "$!"
-  wait "$!"
-  printf '%s\n' "$?"
-}}
-restarts=0
-[[ ! -e $lives ]] || restarts=$(wc -l <"$lives")
-if ((restarts > {max_restarts})); then  # Slurm itself requeues after a node failure, as often as it happens
-  say "was restarted $restarts times, more often than slurm.max_restarts allows: sbatch $script goes on"
-  exit {requeue}
-fi
-for ((attempt = 0; ; attempt++)); do
-  begin
-  [[ -z $stopped ]] || again "was stopped by $stopped before the ranks started"
-  say "job $job, restart $restarts (${{SLURM_RESTART_COUNT:-0}} by Slurm), on $SLURM_JOB_NODELIST"
-  written=$(stat --format=%s -- "$log" 2>/dev/null || echo 0)
-  # A trap that interrupts bash's wait can lose the code of the child, so a shell without traps waits and writes it to a pipe.
-  exec {{codes}}< <(wait_for_ranks)
-  read -ru "$codes" ranks
-  [[ -z $stopped ]] || kill -USR1 "$ranks" 2>/dev/null  # it came between the lines above
-  until read -t 30 -ru "$codes" code; do
-    (($? > 128)) || {{ code=137; break; }}  # somebody killed the shell that waits
-    # again and again: srun drops a signal that it cannot send to the nodes
-    [[ -z $stopped ]] || kill -USR1 "$ranks" 2>/dev/null
-  done
-  exec {{codes}}<&-
-  ranks=''
-  [[ $code -lt 128 ]] || code=$(code_of_the_first "$written" "$code")
-  case $code in
-    0) say "done"; exit 0 ;;
-    {requeue}) again "stopped and saved" ;;
-{hardware}    {final}) say "ended with code $code, which starting again does not fix"; exit "$code" ;;
-  esac
-  # ranks that had no handler yet, or were killed behind those that had left already
-  [[ -z $stopped || $code -lt 128 ]] || again "was stopped by $stopped (code $code)"
-  if ! nodes_answer; then
-    # not this job's fault: until Slurm has noticed, minutes later, the next lives meet the dead node again
-    sed -i '$s/$/ (lost a node)/' -- "$lives"
-    again "lost a node (code $code)"
-  fi
-  ((attempt < {retries})) || {{ say "ended with code $code"; exit "$code"; }}
-  [[ -z $stopped ]] || again "crashed with code $code after $stopped"
-  say "crashed with code $code: starting the ranks again, retry $((attempt + 1)) of {retries}"
-done
-"""
 
 
 def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -> str:
@@ -232,32 +32,57 @@ def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -
     the job starts: its log and its list of lives are written there.
     """
     _check(config, facts)
-    hardware = _hardware(config, facts)
+    hardware = bool(facts.broken_nodes) and config.on_stop != "leave"
+    final = [code for code in _FINAL if not (hardware and code == ExitCode.HARDWARE)]
+    # whoever submits a job that leaves counts its attempts
+    max_restarts = 10**9 if config.on_stop == "leave" else config.max_restarts
+    how = {
+        "requeue": "back into the queue",
+        "resubmit": "the next job goes on",
+        "leave": "leaving with code 75 to whoever submitted this job",
+    }
+    values = {
+        **{code.name: int(code) for code in ExitCode},
+        **_paths(config, facts),
+        "CHECKPOINTS": facts.checkpoints,
+        "HOW": how[config.on_stop],
+        "ELEMENT": '--array="$SLURM_ARRAY_TASK_ID" ' if config.array else "",
+        "COMMAND": _words(config, facts.broken_nodes) + ' "$run"',
+        "FINAL": " | ".join(str(int(code)) for code in final),
+        "RETRIES": config.retries,
+        "MAX_RESTARTS": max_restarts,
+    }
+    text = _sections()
+
+    def fill(*names: str) -> str:
+        section = "".join(text[name] for name in names)
+        return re.sub(r"__([A-Z_]+)__", lambda found: str(values[found[1]]), section)
+
+    carry_on = [] if config.on_stop == "leave" else [f"again_{config.on_stop}"]
     blocks = [
         "#!/bin/bash",
         "\n".join(_directives(config, facts)),
         f"# Written by forge_resilience.slurm. Submit it with: sbatch {shlex.quote(facts.script)}\nset -u",
-        _places(config, facts),
-        *([_LEAVE.format(folder=_folder(facts))] if config.on_stop == "leave" else []),
-        _SIGNALS,
+        fill("start"),
+        *([fill("record_end")] if config.on_stop == "leave" else []),
+        fill("signals"),
         "\n".join(_surroundings(config, facts)),
-        _progress(facts),
-        _BROKEN,
-        _again(config),
-        _LOST,
-        _CAUSE,
+        fill("no_progress" if facts.checkpoints is None else "progress"),
+        fill("exclude_nodes"),
+        fill("again", *carry_on, "again_end"),
+        fill("lost_node"),
+        fill("first_code"),
         "\n".join(_start_ranks(config, command, facts)),
-        _LOOP.format(
-            requeue=int(ExitCode.REQUEUE),
-            hardware=hardware,
-            final=" | ".join(
-                str(int(code)) for code in _FINAL if not (hardware and code == ExitCode.HARDWARE)
-            ),
-            retries=config.retries,
-            max_restarts=_max_restarts(config),
-        ),
+        fill("loop", *(["loop_hardware"] if hardware else []), "loop_end"),
     ]
     return "\n\n".join(block.strip("\n") for block in blocks) + "\n"
+
+
+def _sections() -> dict[str, str]:
+    """Section name -> text of batch.sh."""
+    text = Path(__file__).with_name("batch.sh").read_text(encoding="utf-8")
+    _, *parts = re.split(r"^#@ (\w+)\n", text, flags=re.MULTILINE)
+    return dict(zip(parts[::2], parts[1::2]))
 
 
 def interactive_commands(
@@ -347,23 +172,16 @@ def _directives(config: SlurmConfig, facts: JobFacts) -> Iterator[str]:
         yield directive("--no-requeue")
 
 
-def _places(config: SlurmConfig, facts: JobFacts) -> str:
+def _paths(config: SlurmConfig, facts: JobFacts) -> dict[str, str]:
     own = '/"task-$SLURM_ARRAY_TASK_ID"' if config.array_run_dirs else ""
     element = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID  # the job id of the last element means the whole array"
-    return _START.format(
-        working_dir=shlex.quote(facts.working_dir),
-        run_dir=shlex.quote(facts.run_dir) + own,
-        script=shlex.quote(facts.script),
-        folder=_folder(facts),
-        job=element if config.array else "$SLURM_JOB_ID",
-        config_error=int(ExitCode.CONFIG_ERROR),
-    )
-
-
-def _progress(facts: JobFacts) -> str:
-    if facts.checkpoints is None:
-        return _WITHOUT_PROGRESS
-    return _PROGRESS.format(checkpoints=facts.checkpoints, no_progress=int(ExitCode.NO_PROGRESS))
+    return {
+        "WORKING_DIR": shlex.quote(facts.working_dir),
+        "RUN_DIR": shlex.quote(facts.run_dir) + own,
+        "SCRIPT": shlex.quote(facts.script),
+        "FOLDER": shlex.quote(os.path.dirname(facts.script)),
+        "JOB": element if config.array else "$SLURM_JOB_ID",
+    }
 
 
 def _surroundings(config: SlurmConfig, facts: JobFacts) -> Iterator[str]:
@@ -399,41 +217,9 @@ def _surroundings(config: SlurmConfig, facts: JobFacts) -> Iterator[str]:
         yield f"export {name}={expanded(value)}  # slurm.environment"
 
 
-def _again(config: SlurmConfig) -> str:
-    element = '--array="$SLURM_ARRAY_TASK_ID" ' if config.array else ""
-    requeue = int(ExitCode.REQUEUE)
-    how, carry_on = {
-        "requeue": ("back into the queue", _REQUEUE.format(requeue=requeue)),
-        "resubmit": ("the next job goes on", _RESUBMIT.format(element=element)),
-        "leave": ("leaving with code 75 to whoever submitted this job", ""),
-    }[config.on_stop]
-    return _AGAIN.format(
-        no_progress=int(ExitCode.NO_PROGRESS),
-        requeue=requeue,
-        max_restarts=_max_restarts(config),
-        how=how,
-        carry_on=carry_on,
-    )
-
-
-def _max_restarts(config: SlurmConfig) -> int:
-    """Lives after the first that the script itself allows; whoever submits them counts them otherwise."""
-    return 10**9 if config.on_stop == "leave" else config.max_restarts
-
-
-def _folder(facts: JobFacts) -> str:
-    return shlex.quote(os.path.dirname(facts.script))
-
-
-def _hardware(config: SlurmConfig, facts: JobFacts) -> str:
-    """The case of the code for broken hardware, before that of codes that end the job."""
-    if not facts.broken_nodes or config.on_stop == "leave":
-        return ""
-    words = [expanded(word) for word in config.container]
-    words += [shlex.quote(word) for word in facts.broken_nodes]
-    return _BROKEN_CODE.format(
-        hardware=int(ExitCode.HARDWARE), command=" ".join([*words, '"$run"'])
-    )
+def _words(config: SlurmConfig, command: Sequence[str]) -> str:
+    """A command as the ranks run it: in the container, quoted for bash."""
+    return " ".join([*map(expanded, config.container), *map(shlex.quote, command)])
 
 
 def _start_ranks(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -> Iterator[str]:
@@ -444,9 +230,7 @@ def _start_ranks(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -
     ):  # one task on each node, which starts its ranks and has the cores of all of them
         command = [*facts.supervisor, "--nproc", str(tasks), "--", *command]
         tasks, cpus = 1, tasks * (cpus or 1)
-    words = [expanded(word) for word in config.container]
-    words += [shlex.quote(word) for word in command]
-    words += [_of_element(word) for word in config.array_arguments]
+    words = [_words(config, command), *map(_of_element, config.array_arguments)]
     options = [
         "--kill-on-bad-exit=1",
         "--export=ALL",
@@ -474,4 +258,21 @@ def _of_element(word: str) -> str:
     """`word` quoted, with the element of the array for each %a."""
     return '"$SLURM_ARRAY_TASK_ID"'.join(
         shlex.quote(part) if part else "" for part in word.split("%a")
+    )
+
+
+def expanded(text: str) -> str:
+    """`text` as one word of bash in which only a leading `~/`, `$NAME` and `${NAME}` are expanded."""
+    text = "$HOME" + text[1:] if text.startswith("~/") else text
+    text = re.sub(r'([\\"`])', r"\\\1", text)
+    return '"' + re.sub(r"\$(?!\w|\{\w+\})|\$(?=\d)", r"\\$", text) + '"'
+
+
+def directive(option: str, value: str | None = None) -> str:
+    """A line `#SBATCH --option=value`; sbatch reads quotes and backslashes as a shell does, and no variables."""
+    if value is None:
+        return f"#SBATCH {option}"
+    plain = re.fullmatch(r"[\w./:@,+%=\-]+", value, re.ASCII)
+    return f"#SBATCH {option}=" + (
+        value if plain else '"' + re.sub(r'([\\"])', r"\\\1", value) + '"'
     )

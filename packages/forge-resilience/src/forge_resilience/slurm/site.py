@@ -4,31 +4,48 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
+import shutil
 import subprocess
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
 from forge_resilience._shared.paths import user_path
 from forge_resilience._shared.problems import Problem, invalid
 from forge_resilience._shared.toml_files import read_toml
+from forge_resilience.health.probes import BROKEN, MISSING, OK, Finding
+from forge_resilience.slurm.client import answer, call
 from forge_resilience.slurm.config import SlurmConfig, seconds_of
 
 __all__ = [
+    "NoNodes",
+    "controller",
     "find_site",
     "grace_warnings",
     "job_warnings",
     "limit_problem",
     "read_site",
+    "shared_files",
     "site_path",
     "site_text",
+    "unseen_files",
 ]
 
 _FOLDER = "~/.config/forge"
-Environ = Mapping[str, str]
+# A line for each argument: the node, and a checksum of how a file begins, or of the names in a folder.
+_LOOK = """
+for path; do
+  if [ -d "$path" ]; then seen=$(ls -A -- "$path" | cksum)
+  else seen=$(stat --dereference --format=%s -- "$path" && head -c 1048576 -- "$path" | cksum) || seen=missing; fi
+  echo "${SLURMD_NODENAME:-here}|$(echo $seen)"
+done 2>/dev/null
+"""
 
 
-def find_site(name: str | None = None, environ: Environ = os.environ) -> Path | None:
+def find_site(name: str | None = None, environ: Mapping[str, str] = os.environ) -> Path | None:
     """The site file: `name`, else FORGE_SITE, else ~/.config/forge/site.toml if it exists, else None.
 
     A name without slash and ending, `hpc1`, means ~/.config/forge/hpc1.toml. Raises ValueError for one that is not there.
@@ -78,7 +95,7 @@ def job_warnings(config: SlurmConfig, save_limit_seconds: float) -> list[str]:
 def grace_warnings(save_limit_seconds: float, partition: str | None = None) -> list[str]:
     """Sentences about kills that come before a save of that length ends. Empty without Slurm; cost: two queries."""
     warnings = []
-    wait = re.search(r"^KillWait\s*=\s*(\d+)", _ask("scontrol", "show", "config"), re.MULTILINE)
+    wait = re.search(r"^KillWait\s*=\s*(\d+)", answer("scontrol", "show", "config"), re.MULTILINE)
     if wait and int(wait[1]) < save_limit_seconds:
         warnings.append(
             f"KillWait of this site is {wait[1]} s, below resilience.save_limit_seconds {save_limit_seconds:g}: scancel, "
@@ -155,7 +172,7 @@ def site_text() -> str:
 
 def _account_lines() -> list[str]:
     user = os.environ.get("USER", "")
-    found = _ask(
+    found = answer(
         "sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account"
     ).split()
     accounts = list(dict.fromkeys(found))
@@ -167,7 +184,7 @@ def _account_lines() -> list[str]:
 def _node_of(partition: str) -> tuple[int, int, str]:
     """(cores, GPUs, their kind as gres says it) of the nodes of a partition, of which most GPUs count."""
     best = (0, 0, "")
-    for line in _ask(
+    for line in answer(
         "sinfo", "--noheader", f"--partition={partition}", "--format=%c|%G"
     ).splitlines():
         cpus, _, gres = line.partition("|")
@@ -181,7 +198,7 @@ def _node_of(partition: str) -> tuple[int, int, str]:
 
 def _partitions(name: str | None, every: bool = False) -> list[dict[str, str]]:
     """Fields of a partition; of the default one without a name."""
-    text = _ask("scontrol", "--oneliner", "show", "partition", *([name] if name else []))
+    text = answer("scontrol", "--oneliner", "show", "partition", *([name] if name else []))
     found = [
         dict(re.findall(r"(\w+)=(\S*)", line))
         for line in text.splitlines()
@@ -190,10 +207,122 @@ def _partitions(name: str | None, every: bool = False) -> list[dict[str, str]]:
     return found if every or name else [p for p in found if p.get("Default") == "YES"]
 
 
-def _ask(*command: str) -> str:
-    """The output of a client command of Slurm; empty where it is absent, slow or fails."""
+# ---- the controller, and files on nodes
+
+
+class NoNodes(RuntimeError):
+    """The nodes could not be asked: too few, busy, or Slurm refuses."""
+
+
+def controller() -> Finding:
+    """Whether there is a Slurm whose controller answers."""
+    programs = ("sbatch", "srun", "scontrol", "squeue")
+    if missing := [name for name in programs if shutil.which(name) is None]:
+        fix = "run this on a login node of the cluster"
+        return Finding("slurm", MISSING, f"no {', '.join(missing)}", fix=fix)
+
+    fix = "ask who runs the cluster: its controller does not answer"
     try:
-        done: Any = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return ""
-    return str(done.stdout)
+        done = call("scontrol", "ping")
+    except (OSError, subprocess.SubprocessError) as error:
+        return Finding("slurm", BROKEN, str(error), fix=fix)
+    line = ((done.stdout or done.stderr).strip() or "no answer").splitlines()[0]
+    if done.returncode == 0 and " UP" in done.stdout:
+        return Finding("slurm", OK, line)
+    return Finding("slurm", BROKEN, line, fix=fix)
+
+
+def shared_files(
+    paths: Sequence[str], written: Sequence[str], config: SlurmConfig, wait_seconds: int = 60
+) -> Finding:
+    """Whether two nodes see files and folders as this machine does: `unseen_files`, in words."""
+    what = "multi-node"
+    try:
+        unseen = unseen_files(paths, config, written=written, wait_seconds=wait_seconds)
+    except NoNodes as error:
+        fix = "try again when nodes are free, or with another --site"
+        return Finding(what, MISSING, str(error), fix=fix)
+    except OSError as error:
+        return Finding(what, BROKEN, str(error), fix="fix that path")
+    lost = [f"{node} does not see {path}" for node, missing in unseen.items() for path in missing]
+    if lost:
+        return Finding(what, BROKEN, "; ".join(lost), fix="put it on the shared file system")
+    return Finding(what, OK, f"{', '.join(unseen)} see {', '.join([*paths, *written])}")
+
+
+def unseen_files(
+    paths: Sequence[str],
+    config: SlurmConfig,
+    *,
+    written: Sequence[str] = (),
+    nodes: int = 2,
+    wait_seconds: int = 60,
+) -> dict[str, list[str]]:
+    """node -> those of `paths` and `written` that it does not see as this machine does; one srun asks `nodes` nodes.
+
+    Files are compared by size and first MiB, folders by the names in them, and the folders `written` by a file that is
+    written there for the moment. Partition, account, qos and further options are those of `config`; inside a job its own
+    nodes are asked. Cost: one job of some seconds. Raises NoNodes when they do not answer within `wait_seconds`,
+    OSError for a path that is not here or not writable.
+    """
+    with ExitStack() as probes:
+        for path in paths:
+            os.stat(path)
+        files = [*paths, *(probes.enter_context(_probe(folder)) for folder in written)]
+        look = ["env", "LC_ALL=C", "sh", "-c", _LOOK, "sh", *files]
+        here = _sums(subprocess.run(look, capture_output=True, text=True, check=True).stdout)
+        seen = _sums(_on_nodes(look, config, nodes, wait_seconds))
+    if len(seen) < nodes or any(len(sums) != len(files) for sums in seen.values()):
+        raise NoNodes(
+            f"{len(seen)} of {nodes} nodes answered; look at sinfo, or ask for a partition with more nodes"
+        )
+    (mine,) = here.values()
+    return {
+        node: [path for path, a, b in zip((*paths, *written), mine, sums) if a != b]
+        for node, sums in sorted(seen.items())
+    }
+
+
+@contextmanager
+def _probe(folder: str) -> Iterator[str]:
+    """A file of random content in the folder, as long as the context is open."""
+    with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".forge-seen-") as file:
+        file.write(secrets.token_hex(16))
+        file.flush()
+        os.fsync(file.fileno())
+        yield file.name
+
+
+def _on_nodes(command: Sequence[str], config: SlurmConfig, nodes: int, wait_seconds: int) -> str:
+    """Run a command on `nodes` nodes, of this job or of a new one, and return its output."""
+    srun = [
+        *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
+        *("--quiet", "--chdir=/"),
+    ]
+    inside = "SLURM_JOB_ID" in os.environ
+    if inside:
+        srun.append("--overlap")
+    else:
+        srun += [f"--immediate={wait_seconds}", "--time=2", "--job-name=forge-doctor"]
+        asked = (("partition", config.partition), ("account", config.account), ("qos", config.qos))
+        srun += [f"--{name}={value}" for name, value in asked if value]
+        srun += config.sbatch_options
+
+    environ = dict(os.environ) if inside else None
+    try:
+        done = call(*srun, *command, environ=environ, timeout=wait_seconds + 120)
+    except (OSError, subprocess.SubprocessError) as error:
+        raise NoNodes(f"srun did not run: {error}") from error
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"code {done.returncode}"])[-1]
+        raise NoNodes(f"no {nodes} nodes within {wait_seconds} s: {last}")
+    return done.stdout
+
+
+def _sums(output: str) -> dict[str, list[str]]:
+    seen: dict[str, list[str]] = {}
+    for line in output.splitlines():
+        node, bar, found = line.partition("|")
+        if bar:
+            seen.setdefault(node, []).append(found)
+    return seen

@@ -3,9 +3,9 @@
 `python -m forge_resilience.supervise --nproc 4 -- python train.py`; no torch is imported.
 """
 
-from forge_resilience.supervise.config import WatchConfig
+from forge_resilience.exit_codes import FINAL_CODES
 from forge_resilience.supervise.guard import run_guarded
-from forge_resilience.supervise.lives import FINAL_CODES, supervise
-from forge_resilience.supervise.watch import Late, Watch
+from forge_resilience.supervise.supervisor import supervise
+from forge_resilience.supervise.watch import Late, Watch, WatchConfig
 
 __all__ = ["FINAL_CODES", "Late", "Watch", "WatchConfig", "run_guarded", "supervise"]

@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 from forge_resilience._shared.streams import tolerate
 from forge_resilience.exit_codes import ExitCode
-from forge_resilience.supervise.config import WatchConfig
 from forge_resilience.supervise.guard import run_guarded
-from forge_resilience.supervise.lives import supervise
+from forge_resilience.supervise.supervisor import supervise
+from forge_resilience.supervise.watch import WatchConfig
 
 
 def main(argv: Sequence[str] | None = None) -> int:

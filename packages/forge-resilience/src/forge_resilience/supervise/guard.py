@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from forge_resilience._shared.parents import die_with
 from forge_resilience.exit_codes import ExitCode
-from forge_resilience.supervise.process_tree import (
+from forge_resilience.procfs import (
     adopt_orphans,
     descendants,
     detached,

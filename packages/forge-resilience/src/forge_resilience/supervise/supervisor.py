@@ -9,33 +9,29 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from forge_resilience import procfs
 from forge_resilience._shared.locks import locked
 from forge_resilience._shared.paths import files_named, open_regular, user_path
-from forge_resilience.exit_codes import ExitCode
+from forge_resilience.exit_codes import FINAL_CODES, ExitCode, History, NoRestart, may_restart
 from forge_resilience.heartbeat import FOLDER, read_heartbeats
 from forge_resilience.journal import Journal, read_events
-from forge_resilience.local_workers import Outcome, run_workers
+from forge_resilience.local_workers import ExitStatus, run_workers
 from forge_resilience.stop import StopSignal
-from forge_resilience.supervise import process_tree
-from forge_resilience.supervise.config import WatchConfig
-from forge_resilience.supervise.place import Place, find_place
-from forge_resilience.supervise.report import Hang, describe_hang
-from forge_resilience.supervise.watch import Late, Watch
+from forge_resilience.supervise.hang import Hang, describe_hang
+from forge_resilience.supervise.node_slot import NodeSlot, find_node_slot
+from forge_resilience.supervise.watch import Late, Watch, WatchConfig
 
 __all__ = ["FINAL_CODES", "supervise"]
 
-#: Codes that say what a new start would not change, or what others start again.
-FINAL_CODES = frozenset(ExitCode) - {ExitCode.ERROR}
 _LOOK_SECONDS = 0.5
 _ELSEWHERE_SECONDS = 4.0
 _MEMORY = Path("/dev/shm")
 _FOLDERS = "forge-heartbeats-"
-_MOST_LIVES_WITHOUT_PROGRESS = 2
 _OWNER = "FORGE_HEARTBEAT_OWNER"
 LIFE = "FORGE_LIFE"
 """Of each rank: how many lives of the job this supervisor had started before, 0 in the first."""
@@ -76,20 +72,25 @@ def supervise(
     if journal is not None and user_path(journal).exists():
         os.close(open_regular(user_path(journal))[0])  # before anything is started
     environ = dict(os.environ if environ is None else environ)
-    place = replace(find_place(nproc, environ), hand_over_port=hand_over_port)
+    slot = replace(find_node_slot(nproc, environ), hand_over_port=hand_over_port)
+
     with _heartbeat_folder(folder or environ.get(FOLDER)) as beats:
-        job = _Supervised(list(command), place, environ, beats, config)
-        job.journal = None if journal is None else Journal(journal)
-        job.expects_heartbeats, job.grace_seconds, job.guard = (
-            expects_heartbeats,
-            grace_seconds,
-            guard,
+        job = _Supervised(
+            command=list(command),
+            slot=slot,
+            environ=environ,
+            folder=beats,
+            config=config,
+            journal=None if journal is None else Journal(journal),
+            expects_heartbeats=expects_heartbeats,
+            grace_seconds=grace_seconds,
+            guard=guard,
         )
-        process_tree.adopt_orphans()
+        procfs.adopt_orphans()
         try:
             return job.run()
         finally:
-            process_tree.adopt_orphans(False)
+            procfs.adopt_orphans(False)
 
 
 @contextlib.contextmanager
@@ -124,34 +125,31 @@ def _remove_stale(place: Path) -> None:
                     shutil.rmtree(folder)
 
 
+@dataclass(kw_only=True)
 class _Supervised:
-    """The lives of one job, and what they achieved."""
+    """The attempts of one job, and how far they came."""
 
-    journal: Journal | None = None
-    expects_heartbeats = False
-    grace_seconds = 10.0
-    guard: int | None = None
+    command: list[str]
+    slot: NodeSlot
+    environ: dict[str, str]
+    folder: Path
+    config: WatchConfig
+    journal: Journal | None
+    expects_heartbeats: bool
+    grace_seconds: float
+    guard: int | None
 
-    def __init__(
-        self,
-        command: list[str],
-        place: Place,
-        environ: dict[str, str],
-        folder: Path,
-        config: WatchConfig,
-    ) -> None:
-        self.command, self.place, self.folder, self.config = command, place, folder, config
-        self.environ = environ | {FOLDER: str(folder)}
-        self.environ.setdefault(
-            "PYTHONFAULTHANDLER", "1"
-        )  # stacks of programs that register nothing
-        self.environ.pop(_OWNER, None)  # an outer rank's
-        self.life = 0
+    def __post_init__(self) -> None:
+        self.environ = self.environ | {FOLDER: str(self.folder)}
+        # stacks of programs that register nothing
+        self.environ.setdefault("PYTHONFAULTHANDLER", "1")
+        self.environ.pop(_OWNER, None)  # of an outer rank
+        self.restarts = 0
         self.best_step = self.best_save = -1
-        self.lives_without_progress = 0
+        self.without_progress = 0
         self.hang: Hang | None = None
         self.failed_to_look = False
-        self.others = set(process_tree.descendants(os.getpid()))  # of the caller: not ours to end
+        self.others = set(procfs.descendants(os.getpid()))  # of the caller: not ours to end
 
     def run(self) -> int:
         # between lives; ranks that run are handed each signal
@@ -160,26 +158,26 @@ class _Supervised:
                 outcome = self._live()
                 grace = 0.0 if self.hang else self.grace_seconds
                 done = outcome.code == ExitCode.DONE
-                keep = self.others | (process_tree.detached() if done else set())
-                ended = process_tree.end_descendants(grace, keep)
+                keep = self.others | (procfs.detached() if done else set())
+                ended = procfs.end_descendants(grace, keep)
                 if ended and done:
                     _say(f"ended {ended} processes that the ranks had left running")
                 progressed = self._progressed()
-                self.lives_without_progress = 0 if progressed else self.lives_without_progress + 1
+                self.without_progress = 0 if progressed else self.without_progress + 1
                 final = self._final_code(outcome)
                 if final is not None:
                     return final
                 if stop.requested:  # the job is to come again
                     return ExitCode.REQUEUE
-                self._restart(outcome)
+                self._report_restart(outcome)
 
-    def _live(self) -> Outcome:
+    def _live(self) -> ExitStatus:
         """One start of the ranks, to their end."""
         self.hang, self.watch = None, Watch(self.config, self.expects_heartbeats)
         self.steps: dict[int, int] = {}
         self.began = time.monotonic()
         off = self.config.action == "off"
-        with self.place.environs(self.environ | {LIFE: str(self.life)}) as (environs, store):
+        with self.slot.environs(self.environ | {LIFE: str(self.restarts)}) as (environs, store):
             self._remove_old_heartbeats(environs)
             return run_workers(
                 self.command,
@@ -194,7 +192,7 @@ class _Supervised:
     def _remove_old_heartbeats(self, environs: Sequence[Mapping[str, str]]) -> None:
         """Those of an earlier life or run; where other supervisors share the folder, of the ranks that start here."""
         names = [f"rank-{_rank_of(environ):05d}" for environ in environs]
-        if self.place.whole:
+        if self.slot.whole:
             names = ["rank-?????"]
         for name in names:
             for path in [*self.folder.glob(name), *self.folder.glob(f"{name}.stacks")]:
@@ -214,23 +212,21 @@ class _Supervised:
 
     def _judge(self, running: Mapping[int, int], ended: Mapping[int, int]) -> str:
         beats = read_heartbeats(self.folder)
-        process_tree.collect_adopted(self.others | set(running.values()))
-        mine = [
-            b for b in beats if not b.process_start or process_tree.is_below(b.pid, os.getpid())
-        ]
+        procfs.collect_adopted(self.others | set(running.values()))
+        mine = [b for b in beats if not b.process_start or procfs.is_below(b.pid, os.getpid())]
         for beat in mine:
             if beat.step is not None and beat.phase != "start":
                 self.steps[beat.rank] = max(beat.step, self.steps.get(beat.rank, -1))
         known = {beat.rank: beat.pid for beat in mine}
         ranks = {rank: known.get(rank, pid) for rank, pid in running.items()}
-        if known and self.place.nproc is None and self.place.whole:
+        if known and self.slot.nproc is None and self.slot.whole:
             ranks = known  # those of the launcher that was run
-        traced = any(process_tree.is_traced(pid) for pid in ranks.values())
+        traced = any(procfs.is_traced(pid) for pid in ranks.values())
         late = self.watch.look(mine, ranks, paused=traced)
         return "" if late is None else self._hangs(late, ranks, ended)
 
     def _hangs(self, late: Late, ranks: Mapping[int, int], ended: Mapping[int, int]) -> str:
-        seconds, whole = self.watch.seconds(), self.place.whole
+        seconds, whole = self.watch.seconds(), self.slot.whole
         hang = describe_hang(self.folder, late, ranks, ended, seconds, self.environ, whole)
         path = self._keep(f"{hang.message}\n{hang.stacks}\n")
         _say(hang.message if path else f"{hang.message}\n{hang.stacks}")
@@ -251,7 +247,7 @@ class _Supervised:
         self.hang = hang
         for rank, pid in ranks.items():
             if not (self.folder / f"rank-{rank:05d}.stacks").exists():
-                process_tree.abort(pid)
+                procfs.abort(pid)
         # For the stacks that an abort writes; for the other supervisor, which knows the late rank and dies with these.
         time.sleep(_ELSEWHERE_SECONDS if hang.elsewhere else 0.2)
         return hang.cause
@@ -271,42 +267,42 @@ class _Supervised:
         self.best_step, self.best_save = max(step, self.best_step), max(save, self.best_save)
         return progressed
 
-    def _final_code(self, outcome: Outcome) -> int | None:
-        """The job's exit code; None if its ranks are to be started again."""
-        final = outcome.code in FINAL_CODES or outcome.requested or outcome.left_behind
-        if final or self.config.action != "restart" or not self.place.whole:
-            return outcome.code
-        if self.lives_without_progress >= _MOST_LIVES_WITHOUT_PROGRESS:
+    def _final_code(self, outcome: ExitStatus) -> int | None:
+        """Return the job's exit code; None if its ranks are to be started again."""
+        final = outcome.code in FINAL_CODES or outcome.requested or bool(outcome.left_behind)
+        # other nodes have ranks of the job too, which this supervisor cannot start
+        in_place = self.config.action == "restart" and self.slot.whole
+        history = History(
+            may_help=in_place and not final,
+            restarts=self.restarts,
+            max_restarts=self.config.max_restarts,
+            without_progress=self.without_progress,
+        )
+        reason = may_restart(history)
+        if reason is NoRestart.NO_PROGRESS:
             _say(
-                f"{self.lives_without_progress} lives in a row made no progress beyond step {self.best_step}: ended "
+                f"{self.without_progress} lives in a row made no progress beyond step {self.best_step}: ended "
                 f"with code {int(ExitCode.NO_PROGRESS)}; look at the cause of the last one: {outcome.cause}"
             )
             self._record("no_progress", step=self.best_step, cause=outcome.cause, rank=outcome.rank)
             return ExitCode.NO_PROGRESS
-        if self.life >= self.config.max_restarts:
-            if self.config.max_restarts:
-                _say(f"{self.life} restarts are used up; ended with code {outcome.code}")
-            return outcome.code
-        return None
+        if reason is NoRestart.RESTARTS and self.config.max_restarts:
+            _say(f"{self.restarts} restarts are used up; ended with code {outcome.code}")
+        return None if reason is None else outcome.code
 
-    def _restart(self, outcome: Outcome) -> None:
-        self.life += 1
-        hang = self.hang
-        rank, phase, step = (
-            (hang.rank, hang.phase, hang.step) if hang else self._where(outcome.rank)
-        )
+    def _report_restart(self, outcome: ExitStatus) -> None:
+        self.restarts += 1
+        cause, hang = outcome.cause, self.hang
+        if hang is None:
+            cause = f"rank {outcome.rank} {cause}"
+            rank, phase, step = self._where(outcome.rank)
+        else:
+            rank, phase, step = hang.rank, hang.phase, hang.step
+        _say(f"restart {self.restarts} of {self.config.max_restarts}: {cause}")
+
         lost = self._seconds_lost()
-        cause = outcome.cause if hang else f"rank {outcome.rank} {outcome.cause}"
-        _say(f"restart {self.life} of {self.config.max_restarts}: {cause}")
-        self._record(
-            "restart",
-            cause=cause,
-            rank=rank,
-            phase=phase,
-            step=step,
-            life=self.life,
-            seconds_lost=lost,
-        )
+        where = {"rank": rank, "phase": phase, "step": step}
+        self._record("restart", cause=cause, **where, life=self.restarts, seconds_lost=lost)
 
     def _where(self, rank: int | None) -> tuple[int | None, str | None, int | None]:
         for beat in read_heartbeats(self.folder):

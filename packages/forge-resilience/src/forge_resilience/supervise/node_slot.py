@@ -8,15 +8,16 @@ import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from forge_resilience._renamed import renamed
 from forge_resilience._shared.launch import RUN_NAME, STORE_FD, first_address, step_port
 from forge_resilience._shared.problems import invalid
 from forge_resilience.local_workers import local_ranks
 
-__all__ = ["Place", "find_place"]
+__all__ = ["NodeSlot", "find_node_slot"]
 
 
 @dataclass(frozen=True)
-class Place:
+class NodeSlot:
     """`nproc` ranks from `node * nproc` on, of `nodes` supervisors; None: the command as it is, once."""
 
     nproc: int | None
@@ -61,7 +62,7 @@ class Place:
         ]
 
 
-def find_place(nproc: int | None, environ: Mapping[str, str] = os.environ) -> Place:
+def find_node_slot(nproc: int | None, environ: Mapping[str, str] = os.environ) -> NodeSlot:
     """Where this supervisor stands, by the variables of srun or torchrun around it.
 
     Raises ValueError for `nproc` inside a rank of torchrun, or in a Slurm step with several tasks on a node.
@@ -71,16 +72,19 @@ def find_place(nproc: int | None, environ: Mapping[str, str] = os.environ) -> Pl
 
     if nproc is None:
         given = "RANK" in environ and world != "1"
-        return Place(None, whole=not given and step_tasks == 1)
+        return NodeSlot(None, whole=not given and step_tasks == 1)
     if "RANK" in environ and world != "1":
         rule = f"starts ranks, but a launcher started this process as rank {environ['RANK']} of {world}"
         raise invalid("nproc", "in_rank", nproc, rule, "leave nproc out to supervise this one")
 
     if step_tasks == 1:
-        return Place(nproc)
+        return NodeSlot(nproc)
     nodes = int(environ.get("SLURM_STEP_NUM_NODES", "1"))
     if nodes != step_tasks:
         rule = f"starts the ranks of a node, and the Slurm step has {step_tasks} tasks on {nodes} nodes"
         fix = "use srun --ntasks-per-node=1, or leave nproc out"
         raise invalid("nproc", "step_tasks", nproc, rule, fix)
-    return Place(nproc, int(environ["SLURM_PROCID"]), nodes, whole=False)
+    return NodeSlot(nproc, int(environ["SLURM_PROCID"]), nodes, whole=False)
+
+
+__getattr__ = renamed(__name__)

@@ -1,4 +1,7 @@
-"""Processes below this one: found, watched, signalled and ended. Linux; elsewhere nothing is found."""
+"""Processes of this host: what /proc says of them, and how those below this one are signalled and ended.
+
+Linux; elsewhere, and of a process that has ended, nothing is found.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,6 @@ import sys
 import time
 from collections.abc import Container
 
-from forge_resilience._proc import descendants, process_start, read, stat, status
-
-__all__ = [
-    "abort", "adopt_orphans", "catches", "collect_adopted", "descendants", "detached", "end_descendants", "is_below",
-    "is_traced", "signal_process", "state",
-]  # fmt: skip
-
 _PR_SET_CHILD_SUBREAPER = 36
 _PATIENT_SECONDS = 0.3  # processes that notice the end of their parent need so long
 _KILL_SECONDS = 10.0
@@ -28,6 +24,68 @@ _STATES = {
     "Z": "ended",
     "X": "ended",
 }
+
+
+def pids() -> list[int]:
+    """All processes of this host that this one sees."""
+    with contextlib.suppress(OSError):
+        return sorted(int(name) for name in os.listdir("/proc") if name.isdecimal())
+    return []
+
+
+def read(pid: int, name: str) -> bytes:
+    """The content of /proc/PID/NAME."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/{name}", "rb") as file:
+        return file.read()
+    return b""
+
+
+def stat(pid: int) -> list[str]:
+    """Fields of `stat` after the name: 0 is the state, 1 the parent, 3 the session, 19 the start in ticks since boot."""
+    return read(pid, "stat").rpartition(b")")[2].decode().split()
+
+
+def status(pid: int) -> dict[str, str]:
+    """The lines of `status`."""
+    lines = read(pid, "status").decode(errors="replace").splitlines()
+    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+
+
+def environ(pid: int) -> dict[str, str]:
+    """The environment that a process was started with."""
+    entries = read(pid, "environ").decode(errors="replace").split("\0")
+    return dict(entry.split("=", 1) for entry in entries if "=" in entry)
+
+
+def process_start(pid: int) -> int:
+    """When a process started, in clock ticks since boot; 0 if there is none, and off Linux."""
+    fields = stat(pid)
+    return int(fields[19]) if fields else 0
+
+
+def descendants(pid: int, keep: Container[int] = ()) -> dict[int, str]:
+    """Pid -> state (a letter of `stat`) of the processes below `pid`, nearest first, without those in `keep` and below.
+
+    Costs a read for each process of this host.
+    """
+    children: dict[int, list[tuple[int, str]]] = {}
+    for child in pids():
+        fields = stat(child)
+        if fields:
+            children.setdefault(int(fields[1]), []).append((child, fields[0]))
+
+    found: dict[int, str] = {}
+    level = [pid]
+    while level:
+        below = [
+            child for parent in level for child in children.get(parent, ()) if child[0] not in keep
+        ]
+        found.update(below)
+        level = [child for child, _ in below]
+    return found
+
+
+# ---- processes below this one
 
 
 def adopt_orphans(adopt: bool = True) -> None:

@@ -1,0 +1,191 @@
+#!/bin/bash
+# Sections of the batch script. `#@ NAME` begins a section, and script.py replaces each __NAME__. All sections together are
+# one valid script, so that shellcheck reads this file.
+# shellcheck disable=SC2242,SC2329  # exit codes are placeholders; of two sections that define a function, a job has one
+#@ start
+# Slurm starts a script elsewhere when its folder is missing on the node, where relative paths name other files.
+cd -- __WORKING_DIR__ || exit __CONFIG_ERROR__
+run=__RUN_DIR__
+job=__JOB__
+chain=${FORGE_CHAIN:-$job}  # the first job of resubmitted ones: their lives are counted together
+lives=__FOLDER__/lives-$chain  # a line for each life: the newest checkpoint when it began
+script=__SCRIPT__
+life_began=$(printf '%(%FT%T)T' -1)
+unset FORGE_CHAIN
+
+say() { printf '%(%FT%T)T forge: %s\n' -1 "$*" >&2; }
+
+#@ record_end
+write_end() { printf '%s %s\n' "$job" "$1" >>__FOLDER__/ends-"$chain"; }
+trap 'write_end "$?"' EXIT
+
+#@ signals
+# --signal=B: reaches this shell alone, a time limit's TERM the tasks, too. srun passes USR1 on to all ranks; TERM would make it
+# kill them. A signal before the ranks start is remembered. INT and HUP come from scancel --full, which reaches srun, too.
+stopped=''
+ranks=''
+stop() {
+  stopped=$1
+  say "got $1: telling the ranks to save and leave"
+  [[ -z $ranks ]] || kill -USR1 "$ranks" 2>/dev/null
+}
+trap 'stop USR1' USR1
+trap 'stop TERM' TERM
+trap 'stop INT' INT
+trap 'stop HUP' HUP
+
+#@ progress
+newest() {  # change time and name of the newest committed checkpoint; 'none' before the first
+  local found
+  found=$(stat --format='%.Y %n' -- "$run"/__CHECKPOINTS__ 2>/dev/null | sort -n | tail -n 1)
+  printf '%s\n' "${found:-none}"
+}
+
+stuck() {  # whether the last two lives began with the checkpoint that is still the newest
+  local now begun=()
+  now=$(newest)
+  mapfile -t begun < <(tail -n 2 -- "$lives" 2>/dev/null)
+  [[ ${#begun[@]} -eq 2 && ${begun[0]} == "$now" && ${begun[1]} == "$now" ]]
+}
+
+begin() {  # count this life, unless the job gets nowhere
+  if stuck; then
+    say "two lives in a row ended without a new checkpoint ($(newest)): look into the log before starting again"
+    exit __NO_PROGRESS__
+  fi
+  newest >>"$lives" || say "cannot write $lives: lives are not counted"
+}
+
+#@ no_progress
+stuck() { false; }  # no pattern of checkpoints was given
+begin() { printf 'life in %s\n' "$run" >>"$lives" || say "cannot write $lives: lives are not counted"; }
+
+#@ exclude_nodes
+broken=''  # nodes that this life found broken
+excluded() {  # they, and those that the job leaves out already
+  local words
+  words=$(scontrol --oneliner show job "$job" 2>/dev/null)
+  words=${words##* ExcNodeList=}
+  words=${words%% *}
+  [[ -z $words || $words == '(null)' ]] || printf '%s,' "$words"
+  printf '%s\n' "$broken"
+}
+leave_out() {  # while the requeued job waits until its old credential has expired
+  [[ -z $broken ]] || scontrol update JobId="$job" ExcNodeList="$(excluded)" || say "cannot exclude $broken: it may start there"
+}
+
+#@ again
+ended_outside() {  # by scancel, which must be the end, or requeued by somebody already; not at a limit, not preempted
+  local state reason preempted
+  IFS='|' read -r state reason < <(squeue --noheader --format='%T|%r' --jobs="$job" 2>/dev/null)
+  [[ $state == COMPLETING && $reason != TimeLimit ]] || return
+  # where preemption cancels jobs (PreemptMode=CANCEL), this is all that tells it from scancel
+  preempted=$(SLURM_TIME_FORMAT=standard scontrol show job "$job" 2>/dev/null |
+    sed -nE 's/.*\bPreemptTime=([-0-9T:]+).*/\1/p')
+  [[ $preempted < $life_began ]]
+}
+
+again() {  # go on in another life, for the reason $1; never returns
+  if ended_outside; then
+    say "$1; the job was cancelled, or requeued by somebody else"
+    exit __REQUEUE__
+  fi
+  if stuck; then
+    say "$1, but two lives in a row made no new checkpoint ($(newest)): look into the log before starting again"
+    exit __NO_PROGRESS__
+  fi
+  if ((restarts >= __MAX_RESTARTS__)); then
+    say "$1, and was restarted $restarts times, as often as slurm.max_restarts allows: sbatch $script goes on"
+    exit __REQUEUE__
+  fi
+  say "$1: __HOW__"
+#@ again_requeue
+  local refusal tries
+  for ((tries = 1; tries <= 30; tries++)); do
+    refusal=$(scontrol requeue "$job" 2>&1) && { leave_out; exit __REQUEUE__; }
+    scontrol ping >/dev/null 2>&1 && break  # the controller is there, and refuses
+    sleep 10
+  done
+  ended_outside || say "was not requeued ($refusal): where the site forbids it set slurm.on_stop = 'resubmit'; sbatch $script goes on"
+#@ again_resubmit
+  for name in "${!SLURM_@}"; do  # the next job has its own
+    [[ $name == SLURM_CONF ]] || unset "$name"
+  done
+  FORGE_CHAIN=$chain sbatch --dependency="afterany:$job" __ELEMENT__${broken:+--exclude="$(excluded)"} -- "$script" ||
+    say "sbatch failed: nothing goes on by itself; sbatch $script does"
+#@ again_end
+  exit __REQUEUE__  # Slurm ends this life now; that it must go on is written in Slurm's books already
+}
+
+#@ lost_node
+nodes_answer() {  # ranks of a dead node only lost a connection; Slurm itself takes minutes to notice
+  ((SLURM_JOB_NUM_NODES == 1)) && return
+  timeout 60 srun --overlap --export=ALL --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \
+    --ntasks-per-node=1 --kill-on-bad-exit=1 true 2>/dev/null
+}
+
+#@ first_code
+log=$(readlink "/proc/$$/fd/2")  # srun writes to it, too
+code_of_the_first() {  # the code of the rank that left first: srun returns the highest, 143 or 137 of those it then killed
+  local first=''
+  [[ ! -f $log ]] || first=$(tail -c "+$(($1 + 1))" -- "$log" |
+    sed -nE 's/^srun: error: .*: tasks? [-0-9,]+: Exited with exit code ([0-9]+)$/\1/p' | head -n 1)
+  printf '%s\n' "${first:-$2}"
+}
+
+#@ loop
+exec {stdout}>&1
+wait_for_ranks() {  # prints the process id of srun, and at its end its code
+  start_ranks >&"$stdout" &
+  trap '' USR1 TERM INT HUP
+  printf '%s\n' "$!"
+  wait "$!"
+  printf '%s\n' "$?"
+}
+restarts=0
+[[ ! -e $lives ]] || restarts=$(wc -l <"$lives")
+if ((restarts > __MAX_RESTARTS__)); then  # Slurm itself requeues after a node failure, as often as it happens
+  say "was restarted $restarts times, more often than slurm.max_restarts allows: sbatch $script goes on"
+  exit __REQUEUE__
+fi
+for ((attempt = 0; ; attempt++)); do
+  begin
+  [[ -z $stopped ]] || again "was stopped by $stopped before the ranks started"
+  say "job $job, restart $restarts (${SLURM_RESTART_COUNT:-0} by Slurm), on $SLURM_JOB_NODELIST"
+  written=$(stat --format=%s -- "$log" 2>/dev/null || echo 0)
+  # A trap that interrupts bash's wait can lose the code of the child, so a shell without traps waits and writes it to a pipe.
+  exec {codes}< <(wait_for_ranks)
+  read -ru "$codes" ranks
+  [[ -z $stopped ]] || kill -USR1 "$ranks" 2>/dev/null  # it came between the lines above
+  until read -t 30 -ru "$codes" code; do
+    (($? > 128)) || { code=137; break; }  # somebody killed the shell that waits
+    # again and again: srun drops a signal that it cannot send to the nodes
+    [[ -z $stopped ]] || kill -USR1 "$ranks" 2>/dev/null
+  done
+  exec {codes}<&-
+  ranks=''
+  [[ $code -lt 128 ]] || code=$(code_of_the_first "$written" "$code")
+  case $code in
+    0) say "done"; exit 0 ;;
+    __REQUEUE__) again "stopped and saved" ;;
+#@ loop_hardware
+    __HARDWARE__)
+      if broken=$(__COMMAND__) && [[ -n $broken ]]; then
+        trap '' USR1 TERM INT HUP  # a requeue sends TERM to all processes of the job; scontrol must outlive it
+        again "$broken is broken"
+      fi
+      say "ended with code __HARDWARE__, and no single node is known to be broken"; exit __HARDWARE__ ;;
+#@ loop_end
+    __FINAL__) say "ended with code $code, which starting again does not fix"; exit "$code" ;;
+  esac
+  # ranks that had no handler yet, or were killed behind those that had left already
+  [[ -z $stopped || $code -lt 128 ]] || again "was stopped by $stopped (code $code)"
+  if ! nodes_answer; then
+    # not this job's fault: until Slurm has noticed, minutes later, the next lives meet the dead node again
+    sed -i '$s/$/ (lost a node)/' -- "$lives"
+    again "lost a node (code $code)"
+  fi
+  ((attempt < __RETRIES__)) || { say "ended with code $code"; exit "$code"; }
+  [[ -z $stopped ]] || again "crashed with code $code after $stopped"
+  say "crashed with code $code: starting the ranks again, retry $((attempt + 1)) of __RETRIES__"
+done
