@@ -26,7 +26,7 @@ from typing import Any
 
 from tests.slurm.cluster import why_not
 
-from forge_resilience.chaos import Fault, Struck, make_schedule
+from forge_resilience.chaos import Fault, Injection, make_schedule
 from forge_testing.commits import short_commit
 
 from . import plants
@@ -92,7 +92,7 @@ def run_job(job: Job, queue: list[tuple[Fault, int]]) -> bool:
         return False
     except Failed as failed:
         if not job.rows:
-            job.row(fault, Struck(fault.phase, None, fault.rank, 0, time.monotonic()))
+            job.row(fault, Injection(fault.phase, None, fault.rank, 0, time.monotonic()))
         elif row is None and job.rows[-1]["number"] != fault.number and tries < _TRIES:
             queue.append((fault, tries + 1))  # the life after the fault before it failed
         job.rows[-1] |= {"problem": str(failed), "log": job.output()[-2000:]}

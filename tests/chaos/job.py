@@ -17,8 +17,8 @@ from forge_resilience.chaos import (
     FIRST,
     PROCESS_KINDS,
     Fault,
-    Striker,
-    Struck,
+    Injection,
+    Injector,
     damage,
 )
 from forge_resilience.heartbeat import FOLDER, read_heartbeats
@@ -45,7 +45,7 @@ class Job:
         folder.mkdir(parents=True)
         self.toml = folder / "job.toml"
         self.toml.write_text(JOB.format(run_dir=self.run, steps=STEPS, every=EVERY))
-        self.striker = Striker(folder / "beats", start_seconds=suite.start_seconds)
+        self.striker = Injector(folder / "beats", start_seconds=suite.start_seconds)
         self.life: ForkedLife | SrunLife | None = None
         self.struck: list[tuple[dict[str, Any], int, float]] = []  # not yet recovered from
         self.rows: list[dict[str, Any]] = []
@@ -184,7 +184,7 @@ class Job:
         elif fault.phase != "exit" and not self.recover():
             return None
         life, kind = self.start(), PROCESS_KINDS[fault.kind]
-        struck = self.striker.strike(life, fault, kind, self.suite.limit)
+        struck = self.striker.inject(life, fault, kind, self.suite.limit)
         if struck is None:
             if life.poll() is not None:
                 self.complete()
@@ -217,7 +217,7 @@ class Job:
             self.done = code == 0
             return None
         rank = int(marker.read_text().split()[0])
-        row = self.row(fault, Struck(fault.phase, self.newest_step(), rank, 0, time.monotonic()))
+        row = self.row(fault, Injection(fault.phase, self.newest_step(), rank, 0, time.monotonic()))
         row["code"] = code
         if code != 1:
             raise Failed(f"ended with {code}, not 1")
@@ -239,7 +239,7 @@ class Job:
         if not harmless:
             self.damaged.add(newest.name)
         expected = step_of(newest if harmless else paths[-2])
-        row = self.row(fault, Struck(BETWEEN, step_of(newest), 0, 0, time.monotonic()))
+        row = self.row(fault, Injection(BETWEEN, step_of(newest), 0, 0, time.monotonic()))
         before = len(events(self.run))
         if not self.recover() and not self.done:
             return row
@@ -285,7 +285,7 @@ class Job:
         ):
             time.sleep(0.005)  # polling memory
         ended = life.poll() is not None
-        row = self.row(fault, Struck("save", step, victim, 0, at))
+        row = self.row(fault, Injection("save", step, victim, 0, at))
         if ended:
             row["code"] = self.end()
             if row["code"] not in (0, 1, 66):
@@ -314,7 +314,7 @@ class Job:
             "stdout full": plants.output("/dev/full"),
         }[fault.kind]
         life = self.start(plant)
-        row = self.row(fault, Struck(fault.phase, self.newest_step(), rank, 0, time.monotonic()))
+        row = self.row(fault, Injection(fault.phase, self.newest_step(), rank, 0, time.monotonic()))
         if fault.kind.startswith("stdout"):
             first, deadline = None, time.monotonic() + _LIMIT
             while life.poll() is None and time.monotonic() < deadline:
@@ -342,7 +342,7 @@ class Job:
         """Another job on the same directory is refused, and harms nothing."""
         if not self.recover():
             return None
-        row = self.row(fault, Struck("step", self.newest_step(), 0, 0, time.monotonic()))
+        row = self.row(fault, Injection("step", self.newest_step(), 0, 0, time.monotonic()))
         log = self.folder / "second.log"
         log.unlink(missing_ok=True)
         environ = {FOLDER: str(self.folder / "beats-2")}
@@ -359,7 +359,7 @@ class Job:
 
     # ---- around a fault
 
-    def row(self, fault: Fault, struck: Struck) -> dict[str, Any]:
+    def row(self, fault: Fault, struck: Injection) -> dict[str, Any]:
         row = {
             "suite": self.suite.name, "number": fault.number, "kind": fault.kind, "phase": struck.phase,
             "rank": struck.rank, "step": struck.step, "seed": fault.seed, "misses": struck.misses, "code": None,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from forge_resilience.chaos import PROCESS_KINDS, CommandLife, Fault, Striker
+from forge_resilience.chaos import PROCESS_KINDS, CommandLife, Fault, Injector
 from forge_resilience.heartbeat import FOLDER
 from forge_testing import forge_train, write_job
 from forge_train import read_run
@@ -33,7 +33,7 @@ def test_a_thousand_signals_during_a_save_save_once(tmp_path: Path) -> None:
     environ = {**os.environ, "OMP_NUM_THREADS": "1", FOLDER: str(beats)}
     life = CommandLife(command, environ, tmp_path / "log")
     fault = Fault(0, "storm", "save", rank=1, entry=3, fraction=0.5, seed=4)
-    struck = Striker(beats).strike(life, fault, PROCESS_KINDS["storm"])
+    struck = Injector(beats).inject(life, fault, PROCESS_KINDS["storm"])
     assert struck is not None
     deadline = time.monotonic() + 100
     while life.poll() is None or life.living():
@@ -67,7 +67,7 @@ def test_a_signal_in_the_middle_of_imports_asks_to_come_again(
         assert time.monotonic() < deadline
         time.sleep(0.01)
     fault = Fault(0, "term", "start", rank=1, entry=1, fraction=fraction, seed=0)
-    assert Striker(beats, start_seconds=2.0).strike(life, fault, PROCESS_KINDS["term"]) is not None
+    assert Injector(beats, start_seconds=2.0).inject(life, fault, PROCESS_KINDS["term"]) is not None
     while life.poll() is None or life.living():
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.01)

@@ -33,7 +33,7 @@ from forge_parallel import (
 )
 from forge_parallel.pipeline import Pipeline, stages_of
 from forge_resilience.console import console_mode
-from forge_resilience.heartbeat import Beat
+from forge_resilience.heartbeat import HeartbeatRecord
 from forge_resilience.slurm import JobFacts, batch_script, orchestrator_command, small_job
 from forge_resilience.supervise import Watch, supervise
 from forge_testing import run_on_ranks, vlm_jobs, write_job
@@ -650,7 +650,7 @@ def patience(phase: str, steps: int) -> Callable[[Trainer], Any]:
     def look(t: Trainer) -> Any:
         seconds = iter(range(10**6))
         watch = Watch(t.config.resilience.watch, clock=lambda: float(next(seconds)))
-        beat = Beat(0, 1, 1, phase, 1, 0.0, 1, steps, "", 0.0, 1)
+        beat = HeartbeatRecord(0, 1, 1, phase, 1, 0.0, 1, steps, "", 0.0, 1)
         return next(late.limit for _ in range(10**5) if (late := watch.look([beat], [0])))
 
     return look

@@ -66,7 +66,7 @@ def test_one_wrong_bit_of_a_product_is_found(bit: int, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(("stuck", "part"), [(0, 2**20), (1, 2**20), (0, 1000), (1, 1000)])
 def test_F197_a_bit_of_memory_that_is_stuck_is_found(stuck: int, part: int, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """In parts of 1,000 words the last one is shorter."""
-    monkeypatch.setattr(device_module, "_PART", part)
+    monkeypatch.setattr(device_module, "_CHUNK", part)
     assert memory_patterns("cpu", 2).state == OK
 
     def broken(real: Any) -> Any:

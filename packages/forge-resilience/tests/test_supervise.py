@@ -275,7 +275,7 @@ def test_two_lives_without_progress_end_the_job(tmp_path):
     assert [(e["event"], e["step"]) for e in ran.events] == [("restart", 4)] * 2 + [
         ("no_progress", 4)
     ]
-    assert re.search(r"2 lives .* step 4: .* 70", ran.said)
+    assert re.search(r"2 attempts .* step 4: .* 70", ran.said)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from forge_resilience.heartbeat import Beat
+from forge_resilience.heartbeat import HeartbeatRecord
 from forge_resilience.supervise import WatchConfig
 from forge_resilience.supervise.node_slot import find_node_slot
 from forge_resilience.supervise.watch import Watch
@@ -20,9 +20,13 @@ class Clock:
         return self.now
 
 
-def beat(entries: int, phase: str = "step", step: int | None = 1, rank: int = 0, **more) -> Beat:
+def beat(
+    entries: int, phase: str = "step", step: int | None = 1, rank: int = 0, **more
+) -> HeartbeatRecord:
     known = {"background": "", "background_seconds": 0.0, "background_entries": 1, **more}
-    return Beat(rank, 1000 + rank, 77, phase, step, 0.0, entries, **{"steps": 2, **known})
+    return HeartbeatRecord(
+        rank, 1000 + rank, 77, phase, step, 0.0, entries, **{"steps": 2, **known}
+    )
 
 
 def looks(

@@ -40,11 +40,14 @@ MODULES = {
 }
 #: Module -> {name of 0.1: name of today, there or in another module}.
 NAMES = {
+    "forge_resilience.chaos": {"Striker": "Injector", "Struck": "Injection"},
+    "forge_resilience.chaos.trial": {"Striker": "Injector", "Struck": "Injection"},
     "forge_resilience.goodput": {
         "Ledger": "GoodputTable",
         "Span": "Interval",
         "read_ledger": "read_goodput_table",
     },
+    "forge_resilience.heartbeat": {"Beat": "HeartbeatRecord"},
     "forge_resilience.health": {"exclude_nodes": "forge_resilience.slurm.client:exclude_nodes"},
     "forge_resilience.health.check": {
         "exclude_nodes": "forge_resilience.slurm.client:exclude_nodes"

@@ -35,14 +35,14 @@ FOLLOWED = "FORGE_ALERTS"
 _LOOK_SECONDS = 0.25
 _DRAIN_SECONDS = 30.0  # for what is left to send when the run has ended
 _BACKOFF_SECONDS = 1.0  # doubled after each failed attempt
-_MOST_OF_A_KIND = 10  # in one life; a run that spikes in each step would send thousands
+_MOST_OF_A_KIND = 10  # in one attempt; a run that spikes in each step would send thousands
 _FAILED = "alert_failed"
 _WORDS = ("step", "rank", "cause", "signal", "tensor", "error")
 
 
 @dataclass(frozen=True)
 class AlertsConfig(Checked):
-    """Who is told of which events."""
+    """The command or webhook that gets alerts, and the events."""
 
     command: str | None = None
     """program for each event: it gets a sentence as its last argument and the event as JSON on stdin"""
@@ -75,7 +75,7 @@ class AlertsConfig(Checked):
 
     @property
     def is_on(self) -> bool:
-        """Whether anybody is told."""
+        """Whether there is a command or a webhook."""
         return self.command is not None or self.webhook is not None
 
 
@@ -94,8 +94,8 @@ class Alerts:
             train()
 
     A process follows the file from its present end, or from where the last one stopped (a number in `.alerts`
-    beside the journal): what a supervisor wrote about a life that it killed is sent by the next one. Each event is
-    sent once, to both; ten of a kind in a life at most. An attempt is limited in time, a command is killed with its
+    beside the journal): what a supervisor wrote about an attempt that it killed is sent by the next one. Each event is
+    sent once, to both; ten of a kind in an attempt at most. An attempt is limited in time, a command is killed with its
     children; the last failure is an event `alert_failed` without the URL or the command. It ends with this
     process, killed or not, after at most 30 s for what is left; `close` waits for it for `close_seconds`.
     Cost: one small process; nothing in this one.
@@ -113,19 +113,20 @@ class Alerts:
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Alerts:
-        """Start the process, if anybody is to be told."""
+        """Start the process, if there is a command or a webhook."""
         if not self._config.is_on:
             return self
         size = self._journal.stat().st_size if self._journal.exists() else 0
         order = {"journal": str(self._journal.absolute()), "offset": size, "parent": os.getpid()}
         order["config"] = asdict(self._config)
+
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "forge_resilience.alerts"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # a Ctrl-C is for the run; this tells of it
+                start_new_session=True,  # a Ctrl-C is for the run; this process reports it
             )
             assert self._process.stdin is not None
             self._process.stdin.write(json.dumps(order).encode() + b"\n")
@@ -264,7 +265,7 @@ def follow(
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A POST that is sent elsewhere would become a GET, and tell the other place."""
+    """A POST that is sent elsewhere would become a GET, and give the text to another server."""
 
     def redirect_request(self, *args: Any) -> None:
         return None
@@ -272,8 +273,8 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 def sentence(folder: Path, event: dict[str, Any]) -> str:
     """`runs/a: hang, step 40, rank 3, cause ...`."""
-    said = [f"{word} {event[word]}" for word in _WORDS if event.get(word) not in (None, "")]
-    return f"{folder}: {', '.join([str(event.get('event')), *said])}"
+    words = [f"{word} {event[word]}" for word in _WORDS if event.get(word) not in (None, "")]
+    return f"{folder}: {', '.join([str(event.get('event')), *words])}"
 
 
 def _main() -> int:

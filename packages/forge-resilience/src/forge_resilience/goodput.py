@@ -1,7 +1,7 @@
-"""Where the time of a run went, over all of its lives, and how often it should save. No torch, no clock.
+"""Where the time of a run went, over all of its attempts, and how often it should save. No torch, no clock.
 
-The journal is the only source. A *life* begins with the process and ends with `stop`, `done`, `hang` or, when
-a kill left nothing behind, with the last sign of life.
+The journal is the only source. An *attempt* begins with the process and ends with `stop`, `done`, `hang` or, after a
+kill, with its last event.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Interval:
 class GoodputTable:
     """Spans without gaps or overlaps: their lengths add up to the wall clock exactly, in milliseconds.
 
-    losses: lives that ended without `stop` or `done`, hangs included. stops: lives that ended on request.
+    losses: attempts that ended without `stop` or `done`, hangs included. stops: attempts that ended on request.
     saves: what training waited for each save, in seconds. steps_done: kept steps.
     """
 
@@ -81,7 +81,7 @@ class GoodputTable:
 
     @property
     def wall_ms(self) -> int:
-        """From the start of the first life to the last sign of the last one."""
+        """From the start of the first attempt to the last sign of the last one."""
         return self.spans[-1].end - self.spans[0].begin if self.spans else 0
 
     def milliseconds(self) -> dict[str, int]:
@@ -105,9 +105,9 @@ def read_goodput_table(
     """The table of a journal (`read_events`), oldest event first.
 
     It understands `start` and `resume` (step, world_size; optionally `began`: when the process started, `seconds`
-    of the load, `reached`: {step, time} of the last row of the life before), `pause` (cause, seconds), `evaluation` and
+    of the load, `reached`: {step, time} of the last row of the attempt before), `pause` (cause, seconds), `evaluation` and
     `profile` (seconds), saves, `rollback` (to_step), `hang` (seconds), `stop` and `done`. Times are ISO 8601 or seconds
-    since 1970. `last_sign` is the time of the last sign of the last life, if later than its last event. A clock
+    since 1970. `last_sign` is the time of the last sign of the last attempt, if later than its last event. A clock
     that went back counts as standing still.
     """
     reader = _Reader()
@@ -117,14 +117,14 @@ def read_goodput_table(
 
 
 class _Reader:
-    """Lays span after span; `at` is the end of the last one."""
+    """Appends interval after interval; `at` is the end of the last one."""
 
     def __init__(self) -> None:
         self.spans: list[Interval] = []
         self.at: int | None = None
         self.sign = 0  # of life, the newest
         self.ranks = 0
-        self.gap = ""  # cause of the time up to the next life; "" while one runs
+        self.gap = ""  # cause of the time up to the next attempt; "" while one runs
         self.captured: dict[int, int] = {}  # step -> when the state was taken that was saved
         self.saves: list[float] = []
         self.last_save: tuple[int, int, float] | None = None  # step, end, seconds; of no pause
@@ -141,10 +141,12 @@ class _Reader:
             return
         if self.at is None:
             return
+
         seconds = _number(event.get("seconds"))
         if not self.gap:
             self.sign = max(self.sign, now)
             self.step = max(self.step, event.get("step", 0))
+
         if name in _PAUSES:
             self.interrupt(_PAUSES[name], now, seconds)
         elif name == "pause":
@@ -156,20 +158,22 @@ class _Reader:
         elif name == "hang":
             self.interrupt("hung", now, seconds)
             self.lose()
+
         elif name == "rollback":
-            self.lay("steps", now)
+            self.add("steps", now)
             self.step = event.get("to_step", event.get("step", 0))
-            self.revoke(self.step)
+            self.undo(self.step)
             return
         elif name in ("stop", "done") and not self.gap:
             if self.last_save is not None and self.last_save[0] == self.step:  # it was waited for
                 self.interrupt("save", *self.last_save[1:])
                 self.saves.append(self.last_save[2])
-            self.lay("steps", now)
+            self.add("steps", now)
             if self.step in self.captured:  # the way out after the last save is no work to be lost
                 self.captured[self.step] = now
             self.stops += name == "stop"
             self.gap = "queue" if name == "stop" else "idle"
+
         if name == "save" and event.get("step") not in self.paused_at:
             self.last_save = event.get("step", -1), now, seconds
         if name in _SAVES and "step" in event and not self.gap:
@@ -181,20 +185,22 @@ class _Reader:
         if self.at is None:
             self.at = began
         else:
-            if not self.gap:  # the life before left without a word
+            if not self.gap:  # the attempt before left without a word
                 sign = max(self.sign, reached.get("time", 0))
-                self.lay("steps", min(sign, began))
+                self.add("steps", min(sign, began))
                 self.lose()
-            self.lay(self.gap, began)
+            self.add(self.gap, began)
+
         self.gap, self.lives = "", self.lives + 1
         self.ranks = event.get("world_size", 1)
         step = event.get("step", 0)
         if self.lives == 1:
             self.first = step
-        self.lay("start", now - round(1000 * _number(event.get("seconds"))))
-        self.lay("load", now)
+        self.add("start", now - round(1000 * _number(event.get("seconds"))))
+        self.add("load", now)
+
         if lost or step < self.step:
-            self.revoke(step)
+            self.undo(step)
         self.step, self.sign = step, now
 
     def lose(self) -> None:
@@ -202,8 +208,8 @@ class _Reader:
             self.losses += 1
             self.gap = "down"
 
-    def lay(self, cause: str, end: int) -> None:
-        """The time up to `end` had this cause."""
+    def add(self, cause: str, end: int) -> None:
+        """Add the interval up to `end` with this cause."""
         assert self.at is not None
         cause = cause if cause in CAUSES else "steps"
         if end > self.at:
@@ -214,10 +220,10 @@ class _Reader:
     def interrupt(self, cause: str, now: int, seconds: float) -> None:
         """The last `seconds` had this cause, the time before was steps."""
         if not self.gap:
-            self.lay("steps", now - round(1000 * seconds))
-            self.lay(cause, now)
+            self.add("steps", now - round(1000 * seconds))
+            self.add(cause, now)
 
-    def revoke(self, step: int) -> None:
+    def undo(self, step: int) -> None:
         """Steps after `step` are undone: what was trained since its state was taken is to be done again."""
         kept = [taken for saved, taken in self.captured.items() if saved <= step]
         since = max(kept, default=0)
@@ -235,7 +241,7 @@ class _Reader:
 
     def end(self, last_sign: float | None) -> GoodputTable:
         if self.at is not None and not self.gap:
-            self.lay("steps", max(self.sign, round(1000 * (last_sign or 0))))
+            self.add("steps", max(self.sign, round(1000 * (last_sign or 0))))
         return GoodputTable(
             tuple(self.spans),
             self.lives,
@@ -286,24 +292,27 @@ class Goodput:
               f"{self.gpu_hours[cause]:10.3f}   {text}" for cause, text in CAUSES.items()),
             f"{'wall':10} {self.wall_seconds:12.3f} {1:8.1%} {sum(self.gpu_hours.values()):10.3f}",
         ]  # fmt: skip
-        return [*lines, *self.remarks()]
+        return [*lines, *self.notes()]
 
-    def remarks(self) -> list[str]:
-        """What follows from the seconds, in sentences."""
+    def notes(self) -> list[str]:
+        """Sentences on crashes, restarts and the interval between saves."""
         lines = [
             f"attempts {self.lives}, of which crashed {self.losses}, stopped on request {self.stops}; steps kept {self.steps}",
             f"ETTR (effective training time ratio) {self.ettr:.4f}: time of kept steps / wall clock",
         ]  # fmt: skip
+
         low, high = self.mean_time_bounds
         if self.mean_time is None:
             lines.append(f"no crash yet: mean time to a crash above {low:.0f} s (95 %)")
         else:
             few = "; few crashes, a rough figure" if self.losses < 10 else ""
             lines.append(f"mean time to a crash {self.mean_time:.0f} s (95 %: {low:.0f} to {high:.0f} s{few})")  # fmt: skip
+
         lines.append(f"a restart costs {self.restart_seconds:.1f} s")
         if not self.best_interval or self.save_seconds is None:
             return [*lines, "no save was measured: no interval to advise"]
         every = f", {max(1, round(self.best_interval / self.step_seconds))} steps" if self.step_seconds else ""  # fmt: skip
+
         now, best = self.predicted_ettr
         lines.append(f"a save costs {self.save_seconds:.3f} s of steps; best interval (Daly) {self.best_interval:.0f} s{every}; "
                      f"expected ETTR {best:.4f}")  # fmt: skip
@@ -317,22 +326,27 @@ def goodput(table: GoodputTable) -> Goodput:
     seconds = {cause: ms / 1000 for cause, ms in table.milliseconds().items()}
     wall = table.wall_ms / 1000
     up = wall - sum(seconds[cause] for cause in _OFF)
+
     low, high = mean_time_bounds(up, table.losses)
     mean = up / table.losses if table.losses else None
     overhead = seconds["start"] + seconds["load"]
     per_start = overhead / table.lives if table.lives else 0.0
     per_loss = (seconds["hung"] + seconds["down"]) / table.losses if table.losses else 0.0
     restart = per_start + per_loss
+
     delta = sum(table.saves) / len(table.saves) if table.saves else None
     worked = seconds["steps"] + seconds["recompute"]
     interval = worked / len(table.saves) if table.saves else None
+
     rate, best = mean or low, None
     if delta is not None and rate > 0:
         best = daly_interval(delta, rate)
+
     predicted = [
         ettr(tau, delta, restart, rate) if tau and delta is not None and rate > 0 else None
         for tau in (interval, best)
     ]
+
     busy = wall - seconds["idle"]
     return Goodput(
         wall_seconds=wall,
@@ -418,9 +432,9 @@ def _solve(falling: Callable[[float], float], value: float, guess: int) -> float
 def life_fields(
     metrics: Path, step: int, seconds: float, schema: int | None = None
 ) -> dict[str, Any]:
-    """Fields of `start` and `resume` that tell the lives of a run apart, of one that goes on from `step` with `seconds`.
+    """Fields of `start` and `resume` that tell the attempts of a run apart, of one that goes on from `step` with `seconds`.
 
-    `began` of this process; after an earlier life `reached`, the step and time of its last row of metrics, and `steps_lost`
+    `began` of this process; after an earlier attempt `reached`, the step and time of its last row of metrics, and `steps_lost`
     and `seconds_lost`, the training between the loaded checkpoint and that row. To be called before the file is cut to the
     loaded step. Times are seconds since 1970.
     """

@@ -1,4 +1,4 @@
-"""Where a rank is: its step and phase in shared memory, for a watcher in another process.
+"""Heartbeat of a rank: its step and phase in shared memory, for a watcher in another process.
 
 File `rank-00003` (512 bytes, little-endian): 64 bytes of who writes, then two slots of 64 bytes for the main
 loop and two for background work. An entry goes into the older slot and ends with a CRC-32, so that one whole
@@ -22,11 +22,12 @@ from pathlib import Path
 from time import monotonic
 from typing import IO
 
+from forge_resilience._renamed import renamed
 from forge_resilience._shared.paths import files_named, read_regular, user_path
 from forge_resilience._shared.problems import ProblemError, invalid
 from forge_resilience.procfs import process_start
 
-__all__ = ["FOLDER", "PHASES", "Beat", "Heartbeat", "process_start", "read_heartbeats"]
+__all__ = ["FOLDER", "PHASES", "Heartbeat", "HeartbeatRecord", "process_start", "read_heartbeats"]
 
 FOLDER = "FORGE_HEARTBEAT_DIR"
 """Names the folder, one of this host and best in memory; without it a heartbeat is private memory."""
@@ -74,7 +75,7 @@ class Heartbeat:
         """The heartbeat of this process, as its launcher's variables say; the same object in each call.
 
         The file of RANK (else SLURM_PROCID, else 0) in the folder FORGE_HEARTBEAT_DIR. With a folder, SIGUSR2
-        writes the stacks of all threads into `rank-00003.stacks` beside it, also while a C call holds the GIL,
+        writes the stacks of all threads into `rank-00003.stacks` next to it, also while a C call holds the GIL,
         unless the program has a handler of its own. Without a folder, or in a child of the rank: private
         memory, at the same cost.
         """
@@ -102,7 +103,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
-class Beat:
+class HeartbeatRecord:
     """The newest entry of a rank, and of its background work."""
 
     rank: int
@@ -116,24 +117,27 @@ class Beat:
     entries: int
     """So far; ranks of one program make the same ones, so the lowest number is that of the late rank."""
     steps: int
-    """Times that it entered the phase step: 1 in the first one of its life, which may compile."""
+    """Times that it entered the phase step: 1 in the first one of its process, which may compile."""
     background: str
-    """Work under way beside the main loop, "" for none."""
+    """Background work under way, "" for none."""
     background_seconds: float
     background_entries: int
 
 
-def read_heartbeats(folder: str | os.PathLike[str]) -> list[Beat]:
+def read_heartbeats(folder: str | os.PathLike[str]) -> list[HeartbeatRecord]:
     """The ranks that have a file in `folder`, by rank; their processes may have ended.
 
     A rank without a file is still in its start. Cost: one read of 512 bytes a rank.
     """
     paths = files_named(user_path(folder), "rank-")
-    beats = (_read(path) for path in paths if len(path.name) == len("rank-00000"))
-    return sorted((beat for beat in beats if beat is not None), key=lambda beat: beat.rank)
+    heartbeats = (_read(path) for path in paths if len(path.name) == len("rank-00000"))
+    return sorted(
+        (heartbeat for heartbeat in heartbeats if heartbeat is not None),
+        key=lambda heartbeat: heartbeat.rank,
+    )
 
 
-def _read(path: Path) -> Beat | None:
+def _read(path: Path) -> HeartbeatRecord | None:
     for _ in range(_TRIES):  # twice overtaken in a row by the writer is rare enough
         try:
             data = read_regular(path, _SIZE)
@@ -141,11 +145,12 @@ def _read(path: Path) -> Beat | None:
             return None
         if len(data) != _SIZE or not data.startswith(_MAGIC):
             return None
+
         main, background = _newest(data, _MAIN), _newest(data, _BACKGROUND)
         if main is not None and background is not None:
             _, pid, rank, start = _HEAD.unpack_from(data)
             now = monotonic()
-            return Beat(
+            return HeartbeatRecord(
                 rank=rank,
                 pid=pid,
                 process_start=start,
@@ -162,7 +167,7 @@ def _read(path: Path) -> Beat | None:
 
 
 def _newest(data: bytes, at: int) -> tuple[int, float, int, int, str] | None:
-    """The newer of the two slots at `at` that are whole; None if both are being written."""
+    """The newer of the two slots at `at` that are complete; None if both are being written."""
     whole = []
     for begin in (at, at + _SLOT):
         entry = data[begin : begin + _ENTRY.size]
@@ -174,7 +179,7 @@ def _newest(data: bytes, at: int) -> tuple[int, float, int, int, str] | None:
 
 
 def _shared(path: Path, content: bytes | bytearray | mmap.mmap) -> mmap.mmap:
-    """`content` as a new file in memory shared with its readers; a file of an earlier life is replaced whole."""
+    """`content` as a new file in memory shared with its readers; a file of an earlier attempt is replaced in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}")
     with new.open("w+b") as file:
@@ -235,3 +240,5 @@ def _leave_to_parent() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_to_parent)
+
+__getattr__ = renamed(__name__)

@@ -30,7 +30,7 @@ class Journal:
     are recorded as numbers (a tensor of a device waits for it), those over 256 elements as their text;
     nan and inf, which JSON lacks, as null; other values that JSON cannot say as their `str`. A line is written by a single `os.write` to a descriptor
     opened with O_APPEND: lines of several processes do not mix, and a kill tears the last line at
-    most. A torn line of an earlier life is ended first, so that it cannot swallow a new one.
+    most. A torn line of an earlier attempt is ended first, so that it cannot swallow a new one.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -52,7 +52,7 @@ class Journal:
         if self._warned:
             return
         self._warned = True
-        # Not descriptor 2 itself: without a stderr it may be the number of somebody's data file.
+        # Not descriptor 2 itself: without a stderr it may be the number of a data file.
         with contextlib.suppress(OSError, ValueError):
             if sys.stderr is not None:
                 print(f"{self.path}: events are not recorded: {error}", file=sys.stderr, flush=True)

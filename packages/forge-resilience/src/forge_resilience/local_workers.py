@@ -41,7 +41,7 @@ class ExitStatus:
     cause: str = ""
     rank: int | None = None
     requested: bool = False
-    """Whether somebody asked for the end by a signal."""
+    """Whether a signal asked for the end."""
     left_behind: tuple[int, ...] = ()
     """Ranks that outlive SIGKILL: they hang in the kernel."""
 
@@ -61,12 +61,12 @@ def run_local_workers(
 
     Each gets RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT, and
     OMP_NUM_THREADS = cores / nproc unless set; stdout and stderr are inherited, stdin by rank 0. The
-    launcher opens the port (a free one) and hands the open socket to rank 0, so nobody can take it in
-    between. TERM, USR1, INT and HUP are forwarded, as often as they come (HUP not where it was ignored
+    launcher opens the port (a free one) and hands the open socket to rank 0, so no other process can take it
+    in between. TERM, USR1, INT and HUP are forwarded, as often as they come (HUP not where it was ignored
     before: `nohup`).
 
     Exit code: 0 if all end with 0; 75 if all end with 0 or 75 and one with 75, or one dies by a signal
-    that was forwarded (it had not yet learnt to handle it). Else a worker failed:
+    that was forwarded (it had no handler yet). Else a worker failed:
     the others get TERM, and KILL `grace_seconds` later, one line on stderr names rank, pid and cause,
     and the code is the first that is neither 0, 1, 75 nor a death by a signal (a worker that knows
     the cause may end after a neighbor that only lost its connection), or 1. If the launcher itself is
@@ -103,8 +103,10 @@ def run_workers(
         raise invalid("grace_seconds", "range", grace_seconds, rule, "use 10")
 
     events: Events = queue.SimpleQueue()
+
     with _forwarding(events):
         workers = _start(list(command), environs, store)
+
         for rank, worker in enumerate(workers):
             threading.Thread(target=_wait, args=(rank, worker, events), daemon=True).start()
         ranks = [_rank(environ, number) for number, environ in enumerate(environs)]
@@ -159,6 +161,7 @@ class _Job:
                 elif self.look is not None and self.failed is None and not self.killed:
                     self._look(self.look)
                 continue
+
             if number is None:
                 self._forward(value)
             else:
@@ -178,7 +181,7 @@ class _Job:
 
     def _forward(self, number: int) -> None:
         if self.parent is not None and os.getppid() != self.parent:
-            self.next_at = time.monotonic() + self.grace_seconds  # nobody else will end them
+            self.next_at = time.monotonic() + self.grace_seconds  # no other process will end them
         self.forwarded.add(number)
         self.last_signal = signal.Signals(number).name
         self._send(number)
@@ -241,6 +244,7 @@ class _Job:
             number, value = self.events.get()
             if number is None:
                 self.forwarded.add(value)
+
         requested, left = bool(self.forwarded), tuple(self.ranks[number] for number in self.left)
         if self.hung:  # a stop was asked for: the job is to come again
             code: int = ExitCode.REQUEUE if requested else ExitCode.ERROR
@@ -249,6 +253,7 @@ class _Job:
             stopped = any(self._died_forwarded(code) for code in self.codes.values())
             code = ExitCode.REQUEUE if stopped else max(self.codes.values(), default=1)
             return ExitStatus(code, requested=requested, left_behind=left)
+
         code, cause = 1, self.failed
         for number, ended in self.codes.items():
             if ended > 1 and ended != ExitCode.REQUEUE:
@@ -334,6 +339,7 @@ def _start(
                 preexec_fn=with_parent(signal.SIGTERM),
             )
             workers.append(worker)
+
     except BaseException:
         for worker in workers:
             worker.kill()
@@ -341,12 +347,12 @@ def _start(
         raise
     finally:
         if store is not None:
-            store.close()  # rank 0 has it; a copy here would take connections that nobody answers
+            store.close()  # rank 0 has it; a copy here would take connections and never answer
     return workers
 
 
 def _shared_environ(environ: Environ, nproc: int, port: int) -> dict[str, str]:
-    """Variables of all workers, without those of an outer torchrun, whose ranks these are not."""
+    """Variables of all workers. Those inherited from an outer torchrun are removed."""
     variables = {
         name: value for name, value in environ.items() if not name.startswith("TORCHELASTIC_")
     }

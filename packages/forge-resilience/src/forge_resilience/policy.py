@@ -1,4 +1,4 @@
-"""Steps whose numbers cannot be trusted: a verdict on the device, and what follows from a row of them."""
+"""Steps with numbers that are not finite or spike: a verdict on the device, and what to do after several in a row."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class RollbackConfig(Checked):
 
 @dataclass(frozen=True)
 class StepVerdict:
-    """What follows from the verdicts of some steps. Steps are counted from 1, `first` and `last` inclusive."""
+    """The action that the verdicts of some steps lead to. Steps are counted from 1, `first` and `last` inclusive."""
 
     skipped: tuple[int, ...] = ()
     """Steps that changed nothing."""
@@ -196,7 +196,7 @@ class NumericsPolicy:
         return torch.cat(taken) if taken else torch.zeros(0)
 
     def decide(self, verdicts: Sequence[float], step: int) -> StepVerdict:
-        """What follows from `verdicts`, which `take` gave; the last of them is that of `step`.
+        """Return the action that `verdicts` of `take` lead to; the last of them is that of `step`.
 
         Hand on each verdict once, in order. After a rollback load the state and go on from its step.
         """
@@ -209,6 +209,7 @@ class NumericsPolicy:
             if verdict in (0, _UNLABELED):
                 self._in_a_row = self._bad_since = 0
                 continue
+
             if verdict == _SPIKE:
                 spikes.append(number)
             self._in_a_row = self._in_a_row + 1 if verdict == _NONFINITE else 0
@@ -218,6 +219,7 @@ class NumericsPolicy:
                 answer = self._answer(int(verdict), number)
             elif answer.last == number - 1:  # the same run of bad steps
                 answer = replace(answer, last=number)
+
         return replace(
             answer,
             skipped=tuple(skipped),
@@ -227,7 +229,7 @@ class NumericsPolicy:
         )
 
     def _answer(self, verdict: int, step: int) -> StepVerdict:
-        """What follows from a bad step, which the counters contain already."""
+        """The action after a bad step, which the counters contain already."""
         first = self._bad_since
         if verdict == _NONFINITE and self._in_a_row > self.nonfinite.limit:
             back = self.nonfinite.action == "rollback"
@@ -276,7 +278,7 @@ class NumericsPolicy:
             raise invalid("policy.window", "damaged", rows, "must be two lists of finite numbers")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`; verdicts that nobody has taken are dropped. A window of another size keeps its
+        """Continue from `state`; verdicts not yet taken are dropped. A window of another size keeps its
         newest steps, and without a saved one it begins empty."""
         self.rollbacks = state["rollbacks"]
         self._in_a_row, self._bad_since = state["in_a_row"], state["bad_since"]
@@ -296,7 +298,7 @@ class _Window:
         self._count: Any = None  # of values in it, 0-dim int64
 
     def judge(self, loss: Any, grad_norm: Any, bad: Any) -> Any:
-        """1.0 for a spike that is not `bad`; unless `bad`, the values enter the window, those of a spike cut to its limit."""
+        """1.0 for a spike that is not `bad`; unless `bad`, the values enter the window, those of a spike clamped to its limit."""
         import torch
 
         new = torch.stack([loss.detach().float(), grad_norm.detach().float()])  # (2,)
@@ -305,7 +307,7 @@ class _Window:
         full = self._count >= self._size
         deviation = self._values.std(1)  # (2,)
         limit = self._values.mean(1) + self._sigma * deviation
-        # equal values have no scale: above them everything would be a spike, and cut to the limit for ever
+        # equal values have no scale: above them everything would be a spike, and clamped to the limit for ever
         above = full & (deviation > 0) & (new > limit)
         new = torch.where(above, limit, new)
         entered = torch.cat([self._values[:, 1:], new[:, None]], dim=1)

@@ -58,7 +58,7 @@ def environ(pid: int) -> dict[str, str]:
 
 
 def process_start(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 if there is none, and off Linux."""
+    """When a process started, in clock ticks since boot; 0 if it does not exist, and off Linux."""
     fields = stat(pid)
     return int(fields[19]) if fields else 0
 
@@ -89,7 +89,7 @@ def descendants(pid: int, keep: Container[int] = ()) -> dict[int, str]:
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Descendants whose parent dies become children of this process, not of init: none gets out of sight."""
+    """Make descendants whose parent dies children of this process, not of init, so that no descendant is lost."""
     if sys.platform.startswith("linux"):
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, int(adopt), 0, 0, 0)
 
@@ -102,7 +102,7 @@ def detached() -> set[int]:
 
 
 def collect_adopted(keep: Container[int]) -> None:
-    """Collect ended children of this process that nobody waits for; those in `keep` have somebody."""
+    """Collect ended children of this process that have no other owner; those in `keep` have one."""
     while True:
         try:
             found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -128,23 +128,25 @@ def is_below(pid: int, ancestor: int) -> bool:
 def end_descendants(grace_seconds: float, keep: Container[int] = ()) -> int:
     """End what is below this process, but for `keep`, with SIGKILL after the grace, and collect it.
 
-    Without a grace SIGKILL comes at once; with one they have a moment to end by themselves. How many were told.
+    Without a grace SIGKILL comes at once; with one they have a moment to end by themselves. Returns how many were signalled.
     """
-    told: set[int] = set()
+    signalled: set[int] = set()
     patient_until = time.monotonic() + min(_PATIENT_SECONDS, grace_seconds)
     deadline = time.monotonic() + grace_seconds
+
     while True:
         found = descendants(os.getpid(), keep)
         alive = {pid for pid, letter in found.items() if letter != "Z" or not _collect(pid)}
         now = time.monotonic()
         if not alive or now >= deadline + _KILL_SECONDS:
-            return len(told)
+            return len(signalled)
+
         if now >= patient_until:
             late = now >= deadline
-            for pid in alive if late else alive - told:
+            for pid in alive if late else alive - signalled:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
-            told |= alive
+            signalled |= alive
         time.sleep(0.02)  # polling processes
 
 

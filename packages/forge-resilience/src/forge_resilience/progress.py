@@ -17,9 +17,9 @@ class Progress:
     """Counters of a run, as an object of its checkpoints.
 
     policy             verdicts of the steps so far, which checkpoints of version 0.1 lack
-    world_size         ranks of this life; the lives of a checkpoint without `device_seconds` count as if they had as many
+    world_size         ranks of this attempt; the attempts of a checkpoint without `device_seconds` count as if they had as many
     step, tokens       optimizer steps done, tokens seen
-    seconds            of training, over all lives
+    seconds            of training, over all attempts
     device_seconds     the same times the ranks that trained in them
     skipped_since_row  steps before the checkpoint that the next row of metrics counts as skipped
     moe_since_row      what versions before saved of experts, now a part of the state of that extension
@@ -35,7 +35,7 @@ class Progress:
     moe_since_row: list[float] = field(default_factory=list)
 
     def count(self, seconds: float) -> None:
-        """Add seconds of training of this life."""
+        """Add seconds of training of this attempt."""
         self.seconds += seconds
         self.device_seconds += seconds * self.world_size
 

@@ -38,14 +38,14 @@ class _Reopen(NamedTuple):
 
 
 class BackgroundSink:
-    """Runs a sink on a daemon thread behind a queue of `max_rows` rows; its methods never wait, but for `flush`.
+    """Runs a sink on a daemon thread that takes rows from a queue of `max_rows`; its methods never wait, but for `flush`.
 
         sink = BackgroundSink(lambda: MyTracker(url), "tracker")
         sink.write({"step": 1, "loss": 2.5})
         end_all([sink], timeout_seconds=10)
 
     A full queue drops the row and counts it; an exception of the sink disables it with one line on stderr. `flush`
-    waits at most `timeout_seconds` for a sink that hangs, once: until it answers, nobody waits for it again.
+    waits at most `timeout_seconds` for a sink that hangs, once: until it answers, no later call waits for it.
     """
 
     def __init__(self, open_sink: Open, name: str, max_rows: int = 1024) -> None:
@@ -54,7 +54,7 @@ class BackgroundSink:
         self._max_rows = max_rows
         self._sink: Any = None  # of the thread; None when off
         self._last_flush: threading.Event | None = None  # set once the sink has answered
-        # without a bound of its own: orders must reach the thread behind rows that fill it
+        # without a bound of its own: orders must reach the thread after rows that fill it
         self._queue: queue.SimpleQueue[Row | threading.Event | _Reopen | None] = queue.SimpleQueue()
         self._queue.put(_Reopen(open_sink))
         self._thread = threading.Thread(target=self._run, name=f"sink-{name}", daemon=True)
@@ -68,7 +68,7 @@ class BackgroundSink:
             self.dropped += 1
 
     def reopen(self, open_sink: Open) -> None:
-        """End the sink behind the rows so far, and open another for those that follow."""
+        """End the sink after the rows so far, and open another for those that follow."""
         self._queue.put(_Reopen(open_sink))
 
     def flush(self, timeout_seconds: float = 5.0) -> bool:
@@ -80,11 +80,11 @@ class BackgroundSink:
         return done.wait(timeout_seconds)
 
     def end(self) -> None:
-        """Let the thread end the sink behind the rows so far."""
+        """Let the thread end the sink after the rows so far."""
         self._queue.put(None)
 
     def join(self, timeout_seconds: float) -> None:
-        """Wait for the thread after `end`, and say which rows are lost."""
+        """Wait for the thread after `end`, and report which rows are lost."""
         self._thread.join(timeout_seconds)
         if self.dropped:
             self._warn(f"{self.dropped} rows dropped because the sink was too slow")

@@ -1,4 +1,4 @@
-"""Silent corruption: copies of a tensor that must be equal, and memory that must not change, compared by checksums."""
+"""Silent corruption: replicas of a tensor that must be equal, and memory that must not change, compared by checksums."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9 - 2**64), (27, 0x94D049BB133111EB - 2**64))
 _LAST_SHIFT = 31
 _MOST_NAMES = 8  # of tensors in an event
-_ALONE = ""  # id of the copies of a tensor that no other rank holds
+_NO_REPLICAS = ""  # id of the replicas of a tensor that no other rank holds
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ class ReplicaCheck:
     have none. A plain tensor has one on each rank of `plain`, a process group or numbers of ranks, by default on
     all (as in DDP). `group` carries CPU tensors over all ranks (as in `Agreement`, by default the default group).
 
-    Sharded tensors have nobody to be compared with: `seal` notes their checksums after an update, and the next
+    Sharded tensors have no replica: `seal` notes their checksums after an update, and the next
     `compare`, before anything may write to them, names those of this rank that changed in between. FSDP2 must have
     resharded its parameters at both (`module.reshard()`): a tensor that is gathered once and sharded once is
     not compared.
@@ -127,14 +127,16 @@ class ReplicaCheck:
         before = {key: value for key, value in self._sealed.items() if key in sums}
         read = _on_host([*sums.values(), *before.values()])
         now, then = dict(zip(sums, read)), dict(zip(before, read[len(sums) :]))
+
         sets: dict[str, dict[str, int]] = {}
         for key, value in now.items():
-            if key.copies != _ALONE:
+            if key.copies != _NO_REPLICAS:
                 sets.setdefault(key.copies, {})[key.name] = value
         own = {
             "changed": [key.name for key in then if now[key] != then[key]],
             "sets": {copies: _digest(members) for copies, members in sets.items()},
         }
+
         rows = self._agreement.exchange(own)
         ranks = self._ranks(len(rows))
         found = [
@@ -142,11 +144,13 @@ class ReplicaCheck:
             for rank, row in zip(ranks, rows)
             for name in row["changed"]
         ]
+
         values: dict[str, set[str]] = {}
         for row in rows:
             for copies, digest in row["sets"].items():
                 values.setdefault(copies, set()).add(digest)
         different = [copies for copies, digests in values.items() if len(digests) > 1]
+
         if different:
             details = self._agreement.exchange({c: sets[c] for c in different if c in sets})
             for copies in different:
@@ -196,14 +200,14 @@ def _copies_of(mesh: Any, placements: Sequence[Any]) -> str:
     """An id of the ranks with the bits of this rank, along the axes that replicate."""
     place = mesh.get_coordinate()
     if place is None or any(p.is_partial() for p in placements):
-        return _ALONE
+        return _NO_REPLICAS
     index = tuple(slice(None) if p.is_replicate() else i for p, i in zip(placements, place))
     ranks = mesh.mesh[index].flatten().tolist()
-    return _ALONE if len(ranks) == 1 else _digest(ranks)
+    return _NO_REPLICAS if len(ranks) == 1 else _digest(ranks)
 
 
 def training_tensors(model: Any, optimizer: Any = None) -> dict[str, Tensor]:
-    """What a step leaves behind, by name: parameters and buffers of `model.state_dict()`, and the tensors of a torch
+    """The tensors that a step changes, by name: parameters and buffers of `model.state_dict()`, and the tensors of a torch
     optimizer's `state`. No copies; buffers that are not saved are left out, as each rank may have its own."""
     import torch
 
@@ -221,7 +225,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     """64-bit checksums of plain tensors of one device, as integers (n,) there; no sync.
 
     Sum over the 8-byte words of splitmix64(word + position * golden ratio), plus the number of bytes, modulo 2**64:
-    a function of bits, positions and length alone, equal on every device and in any order of adding. One
+    a function of only bits, positions and length, equal on every device and in any order of adding. One
     changed word always shows; more of them cancel with a probability of about 2**-64.
     """
     import torch
@@ -230,6 +234,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
         return torch.empty(0, dtype=torch.int64)
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     total = torch.tensor(sizes).to(tensors[0].device, non_blocking=True)
+
     pieces: list[tuple[int, int, Tensor]] = []  # (tensor, position of the first word, words)
     room = _CHUNK
     for i, tensor in enumerate(tensors):
@@ -242,6 +247,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
             if not room:
                 _add_pieces(total, pieces)
                 pieces, room = [], _CHUNK
+
     _add_pieces(total, pieces)
     return total
 

@@ -47,7 +47,7 @@ _MAX_WAITING = 64 * 2**20
 
 
 class JsonlSink:
-    """One JSON object per line and row. Rows after `resume_step` of an earlier life are removed.
+    """One JSON object per line and row. Rows after `resume_step` of an earlier attempt are removed.
 
     Rows that cannot be written (a full disk, a quota) wait in memory, up to 64 MiB of them, and are written with the
     first row for which there is space; a line on stderr says so once.
@@ -169,15 +169,15 @@ class WandbSink:
 
     project, entity, group, tags and name (default: the run directory's) are those of `wandb.init`. mode is "online"
     or "offline" (default: WANDB_MODE, else online); offline files are in `directory`/wandb, for `wandb sync`. id is
-    that of the run; by default the first life makes one and keeps it in `directory`/wandb.id, so that each life,
+    that of the run; by default the first attempt makes one and keeps it in `directory`/wandb.id, so that each attempt,
     requeued or resumed by hand, goes on with the same run (`resume="allow"`).
 
-    The step of W&B is that of training. Rows after `resume_step` that an earlier life has sent are sent again, and
+    The step of W&B is that of training. Rows after `resume_step` that an earlier attempt has sent are sent again, and
     W&B drops what is not after its last step: the first values stay, which are the same but after a rollback.
-    Offline, each life has a file of its own with its own rows; `wandb sync` uploads them in order.
+    Offline, each attempt has a file of its own with its own rows; `wandb sync` uploads them in order.
 
     Raises ValueError online without an API key: wandb would ask for one on the terminal.
-    Cost: a process of wandb beside rank 0, which ends with the sink or with the process of rank 0.
+    Cost: a process of wandb next to rank 0, which ends with the sink or with the process of rank 0.
     """
 
     def __init__(
@@ -199,7 +199,7 @@ class WandbSink:
         asked = mode or os.environ.get("WANDB_MODE", "online")
         if asked == "online" and not wandb.login(prompt=False):
             fix = "run `wandb login`, set WANDB_API_KEY, or use mode = 'offline'"
-            raise invalid("mode", "requires", asked, "needs an API key, and there is none", fix)
+            raise invalid("mode", "requires", asked, "needs an API key, and has no", fix)
         quiet: Any = dict.fromkeys(("silent", "disable_git", "disable_code"), True)
         given: dict[str, Any] = {"project": project, "entity": entity, "group": group, "tags": tags}
         given["name"] = name or directory.resolve().name
@@ -227,12 +227,12 @@ class MlflowSink:
         options = {experiment = "scaling", tracking_uri = "http://mlflow.my-lab:5000"}
 
     tracking_uri is by default MLFLOW_TRACKING_URI, else a file store in `directory`/mlruns; run_name is by default
-    the run directory's. The run's id is kept in `directory`/mlflow.id, so that each life goes on with the same run.
+    the run directory's. The run's id is kept in `directory`/mlflow.id, so that each attempt goes on with the same run.
 
-    MLflow can delete no metric: a row of a step that an earlier life has sent is left out, so none stands twice and
-    the first values stay, which are the same but after a rollback. Params cannot change: one that a later life
+    MLflow can delete no metric: a row of a step that an earlier attempt has sent is left out, so none stands twice and
+    the first values stay, which are the same but after a rollback. Params cannot change: one that a later attempt
     changed keeps its first value, and `resume` in events.jsonl says the new one. Characters that MLflow does not
-    take in names become `_`. The run is RUNNING until a life ends in order, then FINISHED.
+    take in names become `_`. The run is RUNNING until an attempt ends in order, then FINISHED.
 
     MLflow's own reports of usage are switched off, and its switch for file stores is on, unless the environment says
     otherwise (MLFLOW_DISABLE_TELEMETRY, MLFLOW_ALLOW_FILE_STORE).
@@ -284,7 +284,7 @@ class MlflowSink:
         if step <= self._last:
             return
         self._last = step
-        # last, as it says in the next life that all of the row is there
+        # last, as it says in the next attempt that all of the row is there
         values = {**scalars(row), "step": step}
         metrics = [Metric(_name(key), float(v), now, step) for key, v in values.items()]
         for chunk in _chunks(metrics, _METRICS):
@@ -304,7 +304,7 @@ class MlflowSink:
 
 
 def _kept(path: Path, make: Callable[[], str]) -> str:
-    """The id in a file, which the first life writes; an empty file has none."""
+    """The id in a file, which the first attempt writes; an empty file has none."""
     kept = path.read_text(encoding="utf-8").strip() if path.exists() else ""
     if not kept:
         kept = make()

@@ -29,13 +29,13 @@ class StopSignal:
 
     The handler sets the flag and writes one line to file descriptor 2 with `os.write`; it takes no
     lock, allocates no logger and survives a stderr that is closed, broken, full without a reader, or
-    by now somebody's data file, so that a stop never depends on logging. Signals after the first are
+    by now a data file, so that a stop never depends on logging. Signals after the first are
     counted and change nothing: a save under way is not disturbed by impatience (SIGKILL remains).
     Leaving the context restores the handlers that were there. SIGHUP, which comes when the terminal
     goes, is a request too, unless it is ignored when the context opens: under `nohup` the run goes on.
 
     Only this process knows of the signal; ranks agree by their votes (`Agreement`), and all but one
-    may be told not to `announce` it. A forked child (a data worker)
+    may set `announce=False`. A forked child (a data worker)
     inherits the handler: it outlives a signal to the whole process group, as it must while its parent
     finishes the step, and prints nothing.
 
@@ -84,6 +84,7 @@ class StopSignal:
             raise RuntimeError(
                 "StopSignal was entered while it is open; use one object per context"
             )
+
         self._process, self._stderr = os.getpid(), _stderr_file()
         try:
             for number in self.signals:
@@ -118,18 +119,18 @@ class StopSignal:
             self._say(f"{self.name_of(number)}: saving after this step, then leaving\n".encode())
 
     def _say(self, line: bytes) -> None:
-        with contextlib.suppress(OSError):  # nobody may read stderr any more
+        with contextlib.suppress(OSError):  # the reader of stderr may be gone
             # A closed descriptor 2 is given to the next file that is opened, which may be a checkpoint.
             if self._stderr is None or _stderr_file() != self._stderr:
                 return
             poll = select.poll()
             poll.register(2, select.POLLOUT)
-            if poll.poll(0):  # a full pipe that nobody reads would block the stop for ever
+            if poll.poll(0):  # a full pipe without a reader would block the stop for ever
                 os.write(2, line)
 
 
 def _stderr_file() -> tuple[int, int] | None:
-    """(device, inode) behind descriptor 2; None when it is closed or was when Python started."""
+    """(device, inode) of descriptor 2; None when it is closed or was when Python started."""
     if sys.__stderr__ is None:
         return None
     try:

@@ -1,14 +1,15 @@
-"""Seeded faults for any training command: what strikes, when, and whether it struck there. No torch."""
+"""Seeded faults for any training command: which, when, and whether they hit the planned phase. No torch."""
 
+from forge_resilience._renamed import renamed
 from forge_resilience.chaos.faults import FILE_KINDS, PROCESS_KINDS, ProcessKind, damage
 from forge_resilience.chaos.schedule import BETWEEN, FIRST, Fault, failure_rate_bound, make_schedule
 from forge_resilience.chaos.trial import (
     ASYNC_SAVE,
     CommandLife,
+    Injection,
+    Injector,
     Life,
     Result,
-    Striker,
-    Struck,
     Trial,
 )  # fmt: skip
 
@@ -20,13 +21,15 @@ __all__ = [
     "PROCESS_KINDS",
     "CommandLife",
     "Fault",
+    "Injection",
+    "Injector",
     "Life",
     "ProcessKind",
     "Result",
-    "Striker",
-    "Struck",
     "Trial",
     "damage",
     "failure_rate_bound",
     "make_schedule",
 ]
+
+__getattr__ = renamed(__name__)

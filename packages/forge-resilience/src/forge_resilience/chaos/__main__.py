@@ -1,12 +1,12 @@
-"""Strike a command with faults, restart it after each, and say what became of it.
+"""Inject faults into a command, restart it after each, and report what became of it.
 
     python -m forge_resilience.chaos --seed 1 --faults 20 -- torchrun --nproc 2 train.py
     python -m forge_resilience.chaos --kinds kill_rank,flip_bit --files 'runs/a/checkpoints/step-*/*.bin' -- ...
 
 The command must resume by itself when it is started again, and enter its phases by `forge_resilience.heartbeat`.
 Each fault is one line of JSON on stdout; the command's own output goes to --output. Leaves with 0 if after each
-fault the command ended within --limit-seconds, left no process behind and made progress when it was started again,
-and with 1 otherwise. Kinds of files need --files, and strike the command's files between two lives.
+fault the command ended within --limit-seconds, left no process and made progress when it was started again,
+and with 1 otherwise. Kinds of files need --files, which are damaged between two attempts.
 """
 
 from __future__ import annotations
@@ -38,17 +38,23 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same faults")
     parser.add_argument("--faults", type=int, default=10, help="how many")
-    parser.add_argument("--ranks", type=int, default=1, help="one of so many ranks is struck")
+    parser.add_argument("--ranks", type=int, default=1, help="a fault hits one of so many ranks")
     parser.add_argument("--kinds", default=_KINDS, help=f"of {', '.join([*PROCESS_KINDS, *FILE_KINDS])}")  # fmt: skip
-    parser.add_argument("--phases", default=_PHASES, help="of the heartbeat, in which to strike")
+    parser.add_argument(
+        "--phases", default=_PHASES, help="of the heartbeat, in which faults are injected"
+    )
     parser.add_argument("--files", default="", help="a pattern of files to damage, in quotes")
-    parser.add_argument("--codes", default="", help="exit codes that a struck life may have; any")
+    parser.add_argument(
+        "--codes", default="", help="exit codes that an attempt with a fault may have; any"
+    )
     parser.add_argument("--limit-seconds", type=float, default=120.0, help="for each wait")
     parser.add_argument("--output", type=user_path, default=Path("chaos.log"))
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- and the command")
+
     args = parser.parse_args(argv)
     command = args.command[1:] if args.command[:1] == ["--"] else args.command
     kinds = [kind for kind in args.kinds.split(",") if kind]
+
     unknown = [kind for kind in kinds if kind not in PROCESS_KINDS and kind not in FILE_KINDS]
     if unknown:
         parser.error(f"--kinds {','.join(unknown)} must be of the list that --help shows")
@@ -56,7 +62,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("a command must follow --; such as -- python train.py")
     if not args.files and any(kind in FILE_KINDS for kind in kinds):
         parser.error("kinds of files need --files; name a pattern, in quotes")
+
     phases = {kind: args.phases.split(",") if kind in PROCESS_KINDS else [BETWEEN] for kind in kinds}  # fmt: skip
+
     trial = Trial(
         command,
         output=args.output,
@@ -64,13 +72,15 @@ def main(argv: list[str] | None = None) -> int:
         codes=[int(code) for code in args.codes.split(",")] if args.codes else None,
         limit_seconds=args.limit_seconds,
     )
-    struck = failures = 0
+
+    injected = failures = 0
     for result in trial.run(make_schedule(args.seed, args.faults, phases, args.ranks)):
         print(json.dumps(result.row), flush=True)
-        struck += result.struck is not None
+        injected += result.injection is not None
         failures += bool(result.problem)
-    bound = failure_rate_bound(min(failures, struck), struck)
-    print(f"{struck} of {args.faults} faults struck, {failures} failures; rate of failures below {bound:.2g} (95 %)",
+
+    bound = failure_rate_bound(min(failures, injected), injected)
+    print(f"{injected} of {args.faults} faults injected, {failures} failures; rate of failures below {bound:.2g} (95 %)",
           file=sys.stderr)  # fmt: skip
     return int(bool(failures))
 

@@ -21,12 +21,12 @@ _PAGE = 4096
 
 
 class ProcessKind(NamedTuple):
-    """`strike(launcher, pids of ranks, rank, seed)` is called while the rank is stopped.
+    """`inject(launcher, pids of ranks, rank, seed)` is called while the rank is stopped.
 
-    ends: whether the life is expected to end by it. stays: whether the rank stays stopped.
+    ends: whether the attempt is expected to end by it. stays: whether the rank stays stopped.
     """
 
-    strike: Callable[[int, _Pids, int, int], None]
+    inject: Callable[[int, _Pids, int, int], None]
     ends: bool = True
     stays: bool = False
 
@@ -119,7 +119,7 @@ def rank_pids(launcher: int) -> dict[int, int]:
 
 
 def marked(name: str, value: str) -> list[int]:
-    """Living processes whose environment says `name=value`: all that a life started, orphans too."""
+    """Living processes whose environment says `name=value`: all that an attempt started, orphans too."""
     entry = f"{name}={value}".encode()
     return [pid for pid in procfs.pids() if entry in procfs.read(pid, "environ").split(b"\0")]
 
@@ -146,12 +146,12 @@ def _truncate(path: Path, draw: random.Random) -> None:
 
 
 def _swap(path: Path, draw: random.Random) -> None:
-    """The file of the same name in another folder beside its own, as a lost write or a wrong copy would leave it."""
+    """The file of the same name in a sibling folder, as a lost write or a wrong copy would leave it."""
     folders = sorted(f for f in path.parent.parent.iterdir() if f != path.parent)
     others = [f / path.name for f in folders if (f / path.name).exists()]
     if not others:
         raise FileNotFoundError(
-            f"no folder beside {path.parent} holds another {path.name}; save twice first"
+            f"no folder next to {path.parent} holds another {path.name}; save twice first"
         )
     path.write_bytes(draw.choice(others).read_bytes())
 
@@ -186,7 +186,7 @@ def _stale_folders(path: Path, draw: random.Random) -> None:
 
 
 def _dangling_latest(path: Path, draw: random.Random) -> None:
-    """`latest` beside the folder: to nothing, to itself, or outside."""
+    """`latest` next to the folder: to nothing, to itself, or outside."""
     latest = path.parent.with_name("latest")
     latest.unlink(missing_ok=True)
     latest.symlink_to(draw.choice(["nowhere", "latest", "/etc"]))

@@ -1,4 +1,4 @@
-"""Which fault strikes when: a list that a seed determines, every kind in every phase that applies."""
+"""The schedule of faults: a list that a seed determines, with every kind in every phase that applies."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from forge_resilience._shared.problems import invalid
 
 FIRST = ("start", "load")
-"""Phases that come once in a life, at its begin."""
+"""Phases that come once in an attempt, at its beginning."""
 ONCE = (*FIRST, "exit")
 BETWEEN = "between"
-"""Phase of a fault that needs no running process: files, between two lives."""
+"""Phase of a fault that needs no running process: files, between two attempts."""
 
 
 @dataclass(frozen=True)
 class Fault:
     """One planned fault.
 
-    phase: that of the heartbeat in which it strikes, `async_save` for the background's save, BETWEEN for none.
-    entry: it strikes in the entry-th time that the rank enters the phase in its life, from 1.
+    phase: the phase of the heartbeat in which it is injected, `async_save` for the background's save, BETWEEN for none.
+    entry: it is injected in the entry-th time that the rank enters the phase in its attempt, from 1.
     fraction: how far into the phase, 0 to 1 of the time that the phase took before.
     seed: of what else is drawn (which file, which bit).
     """
@@ -47,6 +47,7 @@ def make_schedule(
     empty = [kind for kind, phases in kinds.items() if not phases]
     if not pairs or empty:
         raise invalid("kinds", "missing", empty, "must each have a phase", "name some")
+
     draw, faults = random.Random(seed), list[Fault]()
     while len(faults) < count:
         for kind, phase in draw.sample(pairs, len(pairs)):

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from forge_resilience._renamed import renamed
 from forge_resilience.chaos.faults import (
     PROCESS_KINDS,
     ProcessKind,
@@ -31,14 +32,14 @@ from forge_resilience.chaos.faults import (
     state_of,
 )  # fmt: skip
 from forge_resilience.chaos.schedule import BETWEEN, FIRST, Fault
-from forge_resilience.heartbeat import FOLDER, Beat, read_heartbeats
+from forge_resilience.heartbeat import FOLDER, HeartbeatRecord, read_heartbeats
 
 ASYNC_SAVE = "async_save"
 _POLL_SECONDS = 0.0002  # half a millisecond would miss phases
 _START_SECONDS = 3.0  # of a start that has not been seen yet
 _MARK = "FORGE_CHAOS_LIFE"
 _MAX_TRIES = 5
-_ORPHAN_SECONDS = 15.0  # that processes of a life may take to follow its command
+_ORPHAN_SECONDS = 15.0  # that processes of an attempt may take to follow its command
 
 
 class Life(Protocol):
@@ -81,8 +82,8 @@ class CommandLife:
 
 
 @dataclass(frozen=True)
-class Struck:
-    """Where a fault struck: step of the rank in its phase, None before the first; misses before."""
+class Injection:
+    """Where a fault was injected: step of the rank in its phase, None before the first; misses before."""
 
     phase: str
     step: int | None
@@ -91,93 +92,99 @@ class Struck:
     time: float
 
 
-class Striker:
-    """Strikes lives whose ranks beat into `folder`, which the caller empties before each life."""
+class Injector:
+    """Injects faults into attempts whose ranks write heartbeats into `folder`, which the caller empties before each attempt."""
 
     def __init__(self, folder: Path, start_seconds: float = _START_SECONDS) -> None:
         self.folder = folder
         self.durations = {"start": start_seconds}  # of phases, as seen from outside
 
-    def strike(
+    def inject(
         self, life: Life, fault: Fault, kind: ProcessKind, timeout_seconds: float = 60.0
-    ) -> Struck | None:
-        """Do `kind` to a rank in the fault's phase; None if the life, the time, or a phase that comes once ended before."""
+    ) -> Injection | None:
+        """Inject `kind` into a rank in the fault's phase; None if the attempt, the time, or a phase that comes once ended before."""
         deadline, misses = time.monotonic() + timeout_seconds, 0
         entry, seen, begun = fault.entry, 0, 0.0
         last: tuple[str, int] | None = None
         if fault.phase == "start":
             time.sleep(fault.fraction * self.durations["start"])
+
         while time.monotonic() < deadline and life.poll() is None:
-            beat = self._beat(fault.rank)
-            now = (_phase(beat, fault.phase), 0 if beat is None else beat.entries)
+            heartbeat = self._heartbeat(fault.rank)
+            now = (_phase(heartbeat, fault.phase), 0 if heartbeat is None else heartbeat.entries)
             if now != last:
                 if last is not None and last[0] == fault.phase and fault.phase != "start":
                     self.durations[fault.phase] = time.monotonic() - begun
                 seen += now[0] == fault.phase and (last is None or now != last)
                 last, begun = now, time.monotonic()
-            if fault.phase in FIRST and beat is not None and beat.phase not in FIRST:
+
+            if fault.phase in FIRST and heartbeat is not None and heartbeat.phase not in FIRST:
                 return None  # it comes once
             if now[0] != fault.phase or (seen < entry and fault.phase != "start"):
                 time.sleep(_POLL_SECONDS)
                 continue
             if fault.phase != "start":
                 self._wait_into(fault, misses)
-            pid = life.ranks().get(fault.rank) if beat is None else beat.pid
+
+            pid = life.ranks().get(fault.rank) if heartbeat is None else heartbeat.pid
             if pid is None:  # not started yet
                 time.sleep(_POLL_SECONDS)
                 continue
-            struck = self._hit(life, fault, kind, pid, misses)
-            if struck is not None:
-                return struck
+            injection = self._hit(life, fault, kind, pid, misses)
+            if injection is not None:
+                return injection
             misses, entry = misses + 1, seen + 1
         return None
 
     def _wait_into(self, fault: Fault, misses: int) -> None:
         """Into the phase by the planned fraction of the time that it took before; less after each miss."""
-        share = fault.fraction / (1 + misses)
-        time.sleep(share * min(1.0, self.durations.get(fault.phase, 0.0)))
+        fraction = fault.fraction / (1 + misses)
+        time.sleep(fraction * min(1.0, self.durations.get(fault.phase, 0.0)))
 
     def _hit(
         self, life: Life, fault: Fault, kind: ProcessKind, pid: int, misses: int
-    ) -> Struck | None:
+    ) -> Injection | None:
         send(pid, signal.SIGSTOP)
         stopped = time.monotonic() + 0.1
         while state_of(pid) not in ("T", "", "Z") and time.monotonic() < stopped:
             pass
-        beat = self._beat(fault.rank)
-        there = state_of(pid) == "T" and _phase(beat, fault.phase) == fault.phase
+        heartbeat = self._heartbeat(fault.rank)
+        there = state_of(pid) == "T" and _phase(heartbeat, fault.phase) == fault.phase
         if there:
-            step = None if beat is None else beat.step
+            step = None if heartbeat is None else heartbeat.step
             pids = {**life.ranks(), fault.rank: pid}
             at = time.monotonic()
-            kind.strike(life.pid, pids, fault.rank, fault.seed)
+            kind.inject(life.pid, pids, fault.rank, fault.seed)
         if not there or not kind.stays:
             send(pid, signal.SIGCONT)
-        return Struck(fault.phase, step, fault.rank, misses, at) if there else None
+        return Injection(fault.phase, step, fault.rank, misses, at) if there else None
 
-    def _beat(self, rank: int) -> Beat | None:
-        return next((beat for beat in read_heartbeats(self.folder) if beat.rank == rank), None)
+    def _heartbeat(self, rank: int) -> HeartbeatRecord | None:
+        return next(
+            (heartbeat for heartbeat in read_heartbeats(self.folder) if heartbeat.rank == rank),
+            None,
+        )
 
 
-def _phase(beat: Beat | None, wanted: str) -> str:
-    if beat is None:
+def _phase(heartbeat: HeartbeatRecord | None, wanted: str) -> str:
+    if heartbeat is None:
         return "start"
     if wanted == ASYNC_SAVE:
-        return wanted if beat.background == "save" else beat.phase
-    return beat.phase
+        return wanted if heartbeat.background == "save" else heartbeat.phase
+    return heartbeat.phase
 
 
 @dataclass(frozen=True)
 class Result:
     """What a fault did, as JSON.
 
-    struck: whether it met its phase. code: how the life ended that it struck, None if it went on. orphans: of that
-    life. recovery_seconds: from the strike to a step beyond the struck one, or to the end with 0; None without.
+    injection: None if it missed its phase. code: how the attempt with the fault ended, None if it went on. orphans: of that
+    attempt. recovery_seconds: from the injection to a step beyond its step, or to the end with 0; None without.
     problem: why this is a failure, "" for none.
     """
 
     fault: Fault
-    struck: Struck | None
+    injection: Injection | None
     code: int | None = None
     orphans: int = 0
     recovery_seconds: float | None = None
@@ -186,17 +193,24 @@ class Result:
     @property
     def row(self) -> dict[str, Any]:
         """Plain data for one line of JSON."""
-        where = asdict(self.struck) if self.struck else {}
+        where = asdict(self.injection) if self.injection else {}
         where.pop("time", None)
-        own = {key: value for key, value in asdict(self).items() if key not in ("fault", "struck")}
-        return {**asdict(self.fault), "struck": self.struck is not None, **where, **own}
+        own = {
+            key: value for key, value in asdict(self).items() if key not in ("fault", "injection")
+        }
+        return {
+            **asdict(self.fault),
+            "struck": self.injection is not None,
+            **where,
+            **own,
+        }  # language: format of a report
 
 
 class Trial:
-    """Lives of a command, one after another.
+    """Attempts of a command, one after another.
 
-    codes: exit codes that a struck life may end with (negative: a signal). limit_seconds: for a life to end once it
-    was struck, and for a strike to meet its phase; a life that does not end is a problem, and is killed.
+    codes: exit codes that an attempt with a fault may end with (negative: a signal). limit_seconds: for an attempt to end
+    after a fault, and for a fault to meet its phase; an attempt that does not end is a problem, and is killed.
     """
 
     def __init__(
@@ -211,24 +225,25 @@ class Trial:
         self._command, self._output, self._files = list(command), output, files
         self._codes, self._limit = codes, limit_seconds
         self._folder = Path(tempfile.mkdtemp(prefix="forge-chaos-"))
-        self._striker = Striker(self._folder / "beats")
+        self._injector = Injector(self._folder / "heartbeats")
         self._life: CommandLife | None = None
 
     def run(self, faults: Sequence[Fault]) -> Iterator[Result]:
-        """Strike with each fault in turn, then let the command end; a command that ended early ends the trial.
+        """Inject each fault in turn, then let the command end; a command that ended early ends the trial.
 
-        The last result is that of the last life: `struck` None, `problem` if it did not end with 0.
+        The last result is that of the last attempt: `injection` None, `problem` if it did not end with 0.
         """
         try:
             queue = [(fault, 0) for fault in faults]
             while queue:
                 fault, tries = queue.pop(0)
-                result = self._strike(fault)
+                result = self._inject(fault)
                 if result is None and self._start().poll() is not None:  # it has ended by itself
                     break
                 if result is None:  # missed: it does not count, and is repeated
                     queue += [(fault, tries + 1)] * (tries < _MAX_TRIES)
                     continue
+
                 ended = result.code is not None and not result.problem
                 yield self._recover(result) if ended else result
             yield self._finish()
@@ -238,27 +253,29 @@ class Trial:
 
     def _start(self) -> CommandLife:
         if self._life is None:
-            shutil.rmtree(self._striker.folder, ignore_errors=True)
-            self._striker.folder.mkdir()
-            environ = {**os.environ, FOLDER: str(self._striker.folder)}
+            shutil.rmtree(self._injector.folder, ignore_errors=True)
+            self._injector.folder.mkdir()
+            environ = {**os.environ, FOLDER: str(self._injector.folder)}
             self._life = CommandLife(self._command, environ, self._output)
         return self._life
 
-    def _strike(self, fault: Fault) -> Result | None:
+    def _inject(self, fault: Fault) -> Result | None:
         """None if the fault did not meet its phase: missed, or the command ended with 0 before."""
         if fault.phase == BETWEEN:
             return self._damage(fault)
-        if fault.phase in FIRST:  # only a new life has it; this one ends uncounted
+        if fault.phase in FIRST:  # only a new attempt has it; this one ends uncounted
             self._end()
+
         life, kind = self._start(), PROCESS_KINDS[fault.kind]
-        struck = self._striker.strike(life, fault, kind, self._limit)
-        if struck is None:
+        injection = self._injector.inject(life, fault, kind, self._limit)
+        if injection is None:
             code = life.poll()
             if code == 0 or (code is None and fault.phase in FIRST):
                 return None
             return Result(fault, None, code, problem=self._close(f"never came into phase {fault.phase}"))  # fmt: skip
         if not kind.ends:
-            return Result(fault, struck)
+            return Result(fault, injection)
+
         code = self._wait(life)
         orphans = self._orphans(life)
         problem = ""
@@ -268,26 +285,32 @@ class Trial:
             problem = f"ended with {code}"
         elif orphans:
             problem = f"left {orphans} processes behind"
+
         self._end()
-        return Result(fault, struck, code, orphans, problem=problem)
+        return Result(fault, injection, code, orphans, problem=problem)
 
     def _damage(self, fault: Fault) -> Result:
-        """Damage one of the files, of a life that was killed for it."""
+        """Damage one of the files, of an attempt that was killed for it."""
         if self._life is not None:
             self._end()
         files = sorted(self._files())
         if not files:
             return Result(fault, None, problem="no file to damage yet")
         damage(fault.kind, random.Random(fault.seed).choice(files), fault.seed)
-        return Result(fault, Struck(BETWEEN, None, fault.rank, 0, time.monotonic()), 0)
+        return Result(fault, Injection(BETWEEN, None, fault.rank, 0, time.monotonic()), 0)
 
     def _recover(self, result: Result) -> Result:
-        """Start again, and wait for a step beyond the struck one."""
-        assert result.struck is not None
-        life, before = self._start(), result.struck
+        """Start again, and wait for a step beyond that of the fault."""
+        assert result.injection is not None
+        life, before = self._start(), result.injection
         deadline = time.monotonic() + self._limit
+
         while time.monotonic() < deadline:
-            steps = [beat.step for beat in read_heartbeats(self._striker.folder) if beat.step]
+            steps = [
+                heartbeat.step
+                for heartbeat in read_heartbeats(self._injector.folder)
+                if heartbeat.step
+            ]
             beyond = bool(steps) and max(steps) > (before.step or 0)
             if beyond or life.poll() == 0:
                 return replace(result, recovery_seconds=round(time.monotonic() - before.time, 3))
@@ -321,7 +344,7 @@ class Trial:
         return problem
 
     def _end(self) -> None:
-        """Kill what is left of the life."""
+        """Kill what is left of the attempt."""
         if self._life is None:
             return
         for pid in [self._life.pid, *self._life.living()]:
@@ -329,3 +352,6 @@ class Trial:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._life._process.wait(10)
         self._life = None
+
+
+__getattr__ = renamed(__name__)

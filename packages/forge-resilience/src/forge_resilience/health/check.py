@@ -48,11 +48,11 @@ class HealthConfig(Checked):
     a clock like the others', loopback and the shared folder, and all ranks arrive."""
 
     at_start: bool = True
-    """probe at the start of each life, before the first step"""
+    """probe at the start of each attempt, before the first step"""
     every_steps: int = field(0, between=(0, 10**9))
     """steps between further probes; 0: none"""
     action: Literal["stop", "warn"] = "stop"
-    """stop: what is broken ends the run with code 71, and its node is left out of the next life; warn: it is an
+    """stop: what is broken ends the run with code 71, and its node is left out of the next attempt; warn: it is an
     event"""
     memory_mib: int | None = field(None, between=(1, 2**20))
     """device memory that is written and read by a probe, in MiB (default: 512 on an accelerator, 1 on a CPU)"""
@@ -62,7 +62,7 @@ class HealthConfig(Checked):
 
 @dataclass(frozen=True)
 class RankFinding:
-    """What is not ok on a rank, and the name of its node; empty if nobody knows it."""
+    """A finding that is not ok, its rank, and the name of its node ("" if unknown)."""
 
     rank: int
     node: str
@@ -100,25 +100,28 @@ class HealthCheck:
         self._nodes: dict[int, str] = {}  # by rank, from the last time that all arrived
 
     def run(self) -> list[RankFinding]:
-        """What is not ok, by rank; empty if all is well. Every rank calls it.
+        """Run all probes and return what is not ok, by rank; empty if all is well. Every rank calls it.
 
-        If a rank does not arrive in time the list holds that alone, rank 0 alone knows which one it is, and nothing
+        If a rank does not arrive in time, the list holds only that finding, only rank 0 knows which rank it is, and no
         collective works any more.
         """
         live, late = arrived(self._group, self._config.timeout_seconds)
         rank = self._rank()
         if live.state == BROKEN:
-            if not late:  # nobody's fault as far as this rank knows, its own node's least of all
+            if not late:  # this rank knows of no rank at fault, and its own node is not
                 return [RankFinding(rank, "", live)]
             return [RankFinding(n, self._nodes.get(n, ""), live) for n in late]
+
         self._count += 1
         own = [f.as_dict() for f in self._local() if f.state != OK]
         token = self._token() if rank == 0 else None
+
         name = self._agreement.exchange(token)[0]
         now = time.time()  # all leave an exchange at about the same moment
         row = {"node": node_name(), "time": now, "findings": own}
         row["seen"] = name is None or sees_token(self._folder, name)
         rows = self._agreement.exchange(row)
+
         self._nodes = {rank: row["node"] for rank, row in enumerate(rows)}
         if token is not None:
             with contextlib.suppress(OSError):
@@ -213,17 +216,19 @@ def arrived(group: Any = None, timeout_seconds: float = 60.0) -> tuple[Finding, 
     world = dist.get_world_size(group)
     if dist.get_backend(group) != "gloo":
         return Finding("ranks", OK, f"{world} ranks, of a group that cannot be asked"), []
+
     began = time.monotonic()
     try:
         limit = timedelta(seconds=timeout_seconds)
         dist.monitored_barrier(group, timeout=limit, wait_all_ranks=True)
     except RuntimeError as error:
         late = [int(n) for n in re.findall(r"[Rr]anks? ([\d, ]+) failed", str(error)) for n in re.findall(r"\d+", n)]  # fmt: skip
-        if time.monotonic() - began < _WHOLE * timeout_seconds:  # nobody was waited for
+        if time.monotonic() - began < _WHOLE * timeout_seconds:  # no rank was waited for
             if not late:  # gloo's own words
                 raise
             gone = f"rank {', '.join(map(str, late))} has ended"
             raise RuntimeError(f"{gone} (gloo: Connection closed by peer)") from error
+
         names = f"rank {', '.join(map(str, late))}" if late else "a rank that rank 0 names"
         value = f"{names} did not arrive within {timeout_seconds:g} s"
         return Finding("ranks", BROKEN, value, f"all {world} must", _FIX), late
@@ -231,9 +236,9 @@ def arrived(group: Any = None, timeout_seconds: float = 60.0) -> tuple[Finding, 
 
 
 def broken_nodes(journal: str | os.PathLike[str]) -> list[str]:
-    """The nodes that the last life of a run found broken, by its events `health` and `mismatch`.
+    """The nodes that the last attempt of a run found broken, by its events `health` and `mismatch`.
 
-    Of two copies that differ nobody knows which is wrong, so their nodes are not among them.
+    Of two replicas that differ either may be wrong, so their nodes are not in the list.
     """
     nodes: dict[str, None] = {}
     for event in read_events(journal):

@@ -35,7 +35,7 @@ class NvmlProbe:
 
     @classmethod
     def of(cls, device: Any) -> NvmlProbe | Finding | None:
-        """The probe of a CUDA device, a finding that says why there is none, or None for other devices."""
+        """The probe of a CUDA device, a finding with the reason if it cannot be made, or None for other devices."""
         if device.type != "cuda":
             return None
         import torch
@@ -97,7 +97,7 @@ class NvmlProbe:
         while self._events is not None:
             try:
                 event = self._library.nvmlEventSetWait_v2(self._events, 0)
-            except self._library.NVMLError:  # a timeout: there is none
+            except self._library.NVMLError:  # a timeout: no event is waiting
                 break
             seen.append(int(event.eventData))
         if self._events is None:

@@ -33,7 +33,7 @@ _ACCELERATOR_SIZE = 2048
 _MIB = {"cpu": 1}
 _ACCELERATOR_MIB = 512  # several times the caches that would answer in place of the memory
 _WORDS = 2**17  # of 8 bytes in a MiB
-_PART = 2**20  # words that are compared at once
+_CHUNK = 2**20  # words that are compared at once
 _PATTERNS = (0, -1, 0x5555555555555555, -0x5555555555555556)
 DRAIN = "have the device looked at; until then leave its node out of the queue, or hide it (CUDA_VISIBLE_DEVICES=)"
 _MOST_SECONDS_APART = 2.0
@@ -84,6 +84,7 @@ def known_answer(device: torch.device | str, seed: int = 0) -> Finding:
 
     device = torch.device(device)
     n = _SIZE.get(device.type, _ACCELERATOR_SIZE)
+
     generator = torch.Generator().manual_seed(seed)
     left = _hadamard(n)[torch.randperm(n, generator=generator)]
     signs = torch.randint(0, 2, (n,), generator=generator) * 2.0 - 1
@@ -91,10 +92,12 @@ def known_answer(device: torch.device | str, seed: int = 0) -> Finding:
     expected = torch.diag(n * factors * factors.flip(0)).to(device)
     a = (factors[:, None] * left * signs).to(device)
     b = (signs[:, None] * left.T * factors.flip(0)).to(device)
+
     right = torch.zeros((), dtype=torch.int64, device=device)
     dtypes = [torch.float32] if device.type == "cpu" else [torch.float32, torch.bfloat16]
     for dtype in dtypes:
         right += (torch.matmul(a.to(dtype), b.to(dtype)) == expected.to(dtype)).sum()
+
     name, total = _name(device), len(dtypes) * n * n
     if count := total - int(right):
         rule = "a product of integers must be exact"
@@ -127,27 +130,31 @@ def memory_patterns(device: torch.device | str, mib: int | None = None) -> Findi
     mib = _MIB.get(device.type, _ACCELERATOR_MIB) if mib is None else mib
     if device.type == "cuda":
         mib = min(mib, torch.cuda.mem_get_info(device)[0] // 2**21)
+
     name = _name(device)
     try:  # all that is needed is taken before it is tried
         block = torch.empty(mib * _WORDS, dtype=torch.int64, device=device)
-        addresses = torch.arange(_PART, device=device)
-        expected = torch.empty(_PART, dtype=torch.int64, device=device)
-        kept = torch.empty(_PART, dtype=torch.bool, device=device)
+        addresses = torch.arange(_CHUNK, device=device)
+        expected = torch.empty(_CHUNK, dtype=torch.int64, device=device)
+        kept = torch.empty(_CHUNK, dtype=torch.bool, device=device)
     except torch.OutOfMemoryError:
         mib = 0
     if not mib:
         return Finding("device memory", OK, f"{name}: no free memory to try")
+
     right = torch.zeros((), dtype=torch.int64, device=device)
-    parts = block.split(_PART)
+    chunks = block.split(_CHUNK)
     for pattern in _PATTERNS:
         block.fill_(pattern)
-        for part in parts:
-            right += torch.eq(part, pattern, out=kept[: len(part)]).sum()
-    for i, part in enumerate(parts):
-        part.copy_(torch.add(addresses, i * _PART, out=expected)[: len(part)])
-    for i, part in enumerate(parts):
-        same = torch.add(addresses, i * _PART, out=expected)[: len(part)]
-        right += torch.eq(part, same, out=kept[: len(part)]).sum()
+        for chunk in chunks:
+            right += torch.eq(chunk, pattern, out=kept[: len(chunk)]).sum()
+
+    for i, chunk in enumerate(chunks):
+        chunk.copy_(torch.add(addresses, i * _CHUNK, out=expected)[: len(chunk)])
+    for i, chunk in enumerate(chunks):
+        same = torch.add(addresses, i * _CHUNK, out=expected)[: len(chunk)]
+        right += torch.eq(chunk, same, out=kept[: len(chunk)]).sum()
+
     if count := (len(_PATTERNS) + 1) * len(block) - int(right):
         rule = "memory must keep what was written"
         value = f"{name}: {count} words of {mib} MiB came back changed"
@@ -179,9 +186,11 @@ def disk(folder: str | os.PathLike[str], min_free_bytes: int = 2**30) -> Finding
         value, rule = f"{folder}: {error.strerror}", "the folder must take files"
         fix = "free some space" if full else "make it writable"
         return Finding(what, WARN if full else BROKEN, value, rule, fix)
+
     if not same:
         value = f"{folder} gave back other bytes than were written"
         return Finding(what, BROKEN, value, "a disk must keep what is written", "look at the disk")
+
     free = shutil.disk_usage(folder).free
     value = f"{folder}: writable, {free / 2**30:.1f} GiB free"
     if free < min_free_bytes:
@@ -264,10 +273,11 @@ def shared_folder(folder: str, seen: Sequence[bool], nodes: Sequence[str]) -> li
     """For each rank, whether its node sees the file that the first rank wrote into `folder`.
 
     A node that does not is broken while another node besides the first does: it has lost the file system.
-    Where no other does, the folder is on a disk of the first node alone, and all others say so.
+    Where no other does, the folder is on a local disk of the first node, and all others report it.
     """
     elsewhere = [saw for saw, node in zip(seen, nodes) if node != nodes[0]]
     local = bool(elsewhere) and not any(elsewhere)
+
     found = []
     for saw in seen:
         if saw:
@@ -275,6 +285,7 @@ def shared_folder(folder: str, seen: Sequence[bool], nodes: Sequence[str]) -> li
                 Finding("shared folder", OK, f"{folder} is the same as that of {nodes[0]}")
             )
             continue
+
         value, rule = (
             f"{folder} is not that of {nodes[0]}",
             "all nodes must see the folder of the run",

@@ -22,17 +22,19 @@ _DESCRIPTION = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Orchestrate the job of a script as the arguments say; its exit code, 75 after a signal, 78 for a refusal."""
+    """Orchestrate the job of a script as the arguments say; its exit code, 75 after a signal, 78 if Slurm rejects the job."""
     parser = argparse.ArgumentParser("python -m forge_resilience.slurm", description=_DESCRIPTION)
     parser.add_argument("script", help="batch script, made with SlurmConfig(on_stop='leave')")
     parser.add_argument("--sizes", required=True, type=_sizes, help="numbers of nodes: 4,3,2")
     parser.add_argument(
         "--name", required=True, help="name of the run's jobs in the queue, of no other jobs"
     )
+
     parser.add_argument("--journal", help="file that gets an event for each action")
     parser.add_argument(
         "--max-restarts", type=int, default=1000, help="submissions after a lost job"
     )
+
     for key in fields(OrchestratorConfig):
         if key.name in FLAGS:
             kind: Any = type(key.default)
@@ -42,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 default=key.default,
                 help=key.metadata["help"],
             )
+
     flags = parser.parse_args(argv)
     tolerate()
     with StopSignal(announce=False) as stop:

@@ -7,10 +7,10 @@
 cd -- __WORKING_DIR__ || exit __CONFIG_ERROR__
 run=__RUN_DIR__
 job=__JOB__
-chain=${FORGE_CHAIN:-$job}  # the first job of resubmitted ones: their lives are counted together
-lives=__FOLDER__/lives-$chain  # a line for each life: the newest checkpoint when it began
+chain=${FORGE_CHAIN:-$job}  # the first job of resubmitted ones: their attempts are counted together
+attempts=__FOLDER__/lives-$chain  # a line for each attempt: the newest checkpoint when it began
 script=__SCRIPT__
-life_began=$(printf '%(%FT%T)T' -1)
+attempt_began=$(printf '%(%FT%T)T' -1)
 unset FORGE_CHAIN
 
 say() { printf '%(%FT%T)T forge: %s\n' -1 "$*" >&2; }
@@ -34,6 +34,31 @@ trap 'stop TERM' TERM
 trap 'stop INT' INT
 trap 'stop HUP' HUP
 
+#@ environment
+# of the shell that submitted: ranks would take them as set by torchrun
+unset RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID FORGE_NPROC
+# of a job in which this one was submitted: srun takes them as its own options
+unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE SLURM_DISTRIBUTION SLURM_HINT SLURM_EXACT \
+  SLURM_CPU_BIND SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_LIST SLURM_CPU_BIND_VERBOSE
+# the same of GPUs that this job does not ask for; Slurm sets which ones a rank sees when it starts
+unset __GPUS__ \
+  CUDA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ZE_AFFINITY_MASK
+# the file that a later job, and a resubmission, start from
+export FORGE_JOB_SCRIPT=__SCRIPT__
+# lines reach the log when they are printed, not when a buffer is full or lost
+export PYTHONUNBUFFERED=1
+# compiled kernels survive a requeue: by default they are in /tmp of a node, and are made again in each attempt
+export TORCHINDUCTOR_CACHE_DIR=__CACHE__/inductor
+export TRITON_CACHE_DIR=__CACHE__/triton
+#@ environment_cores
+# the cores of a rank; torch would start a thread for each core of the node in every rank
+export OMP_NUM_THREADS=__CORES__
+#@ prologue
+# slurm.prologue
+set +u  # scripts of a site read variables that are not set
+__PROLOGUE__
+set -u
+
 #@ progress
 newest() {  # change time and name of the newest committed checkpoint; 'none' before the first
   local found
@@ -41,27 +66,27 @@ newest() {  # change time and name of the newest committed checkpoint; 'none' be
   printf '%s\n' "${found:-none}"
 }
 
-stuck() {  # whether the last two lives began with the checkpoint that is still the newest
+stuck() {  # whether the last two attempts began with the checkpoint that is still the newest
   local now begun=()
   now=$(newest)
-  mapfile -t begun < <(tail -n 2 -- "$lives" 2>/dev/null)
+  mapfile -t begun < <(tail -n 2 -- "$attempts" 2>/dev/null)
   [[ ${#begun[@]} -eq 2 && ${begun[0]} == "$now" && ${begun[1]} == "$now" ]]
 }
 
-begin() {  # count this life, unless the job gets nowhere
+begin() {  # count this attempt, unless the job gets nowhere
   if stuck; then
-    say "two lives in a row ended without a new checkpoint ($(newest)): look into the log before starting again"
+    say "two attempts in a row ended without a new checkpoint ($(newest)): look into the log before starting again"
     exit __NO_PROGRESS__
   fi
-  newest >>"$lives" || say "cannot write $lives: lives are not counted"
+  newest >>"$attempts" || say "cannot write $attempts: attempts are not counted"
 }
 
 #@ no_progress
 stuck() { false; }  # no pattern of checkpoints was given
-begin() { printf 'life in %s\n' "$run" >>"$lives" || say "cannot write $lives: lives are not counted"; }
+begin() { printf 'life in %s\n' "$run" >>"$attempts" || say "cannot write $attempts: attempts are not counted"; }
 
 #@ exclude_nodes
-broken=''  # nodes that this life found broken
+broken=''  # nodes that this attempt found broken
 excluded() {  # they, and those that the job leaves out already
   local words
   words=$(scontrol --oneliner show job "$job" 2>/dev/null)
@@ -75,23 +100,23 @@ leave_out() {  # while the requeued job waits until its old credential has expir
 }
 
 #@ again
-ended_outside() {  # by scancel, which must be the end, or requeued by somebody already; not at a limit, not preempted
+ended_outside() {  # by scancel, which must be the end, or requeued already; not at a limit, not preempted
   local state reason preempted
   IFS='|' read -r state reason < <(squeue --noheader --format='%T|%r' --jobs="$job" 2>/dev/null)
   [[ $state == COMPLETING && $reason != TimeLimit ]] || return
   # where preemption cancels jobs (PreemptMode=CANCEL), this is all that tells it from scancel
   preempted=$(SLURM_TIME_FORMAT=standard scontrol show job "$job" 2>/dev/null |
     sed -nE 's/.*\bPreemptTime=([-0-9T:]+).*/\1/p')
-  [[ $preempted < $life_began ]]
+  [[ $preempted < $attempt_began ]]
 }
 
-again() {  # go on in another life, for the reason $1; never returns
+again() {  # go on in another attempt, for the reason $1; never returns
   if ended_outside; then
-    say "$1; the job was cancelled, or requeued by somebody else"
+    say "$1; the job was cancelled, or requeued by another command"
     exit __REQUEUE__
   fi
   if stuck; then
-    say "$1, but two lives in a row made no new checkpoint ($(newest)): look into the log before starting again"
+    say "$1, but two attempts in a row made no new checkpoint ($(newest)): look into the log before starting again"
     exit __NO_PROGRESS__
   fi
   if ((restarts >= __MAX_RESTARTS__)); then
@@ -100,13 +125,13 @@ again() {  # go on in another life, for the reason $1; never returns
   fi
   say "$1: __HOW__"
 #@ again_requeue
-  local refusal tries
+  local answer tries
   for ((tries = 1; tries <= 30; tries++)); do
-    refusal=$(scontrol requeue "$job" 2>&1) && { leave_out; exit __REQUEUE__; }
-    scontrol ping >/dev/null 2>&1 && break  # the controller is there, and refuses
+    answer=$(scontrol requeue "$job" 2>&1) && { leave_out; exit __REQUEUE__; }
+    scontrol ping >/dev/null 2>&1 && break  # the controller answers and rejects it
     sleep 10
   done
-  ended_outside || say "was not requeued ($refusal): where the site forbids it set slurm.on_stop = 'resubmit'; sbatch $script goes on"
+  ended_outside || say "was not requeued ($answer): where the site forbids it set slurm.on_stop = 'resubmit'; sbatch $script goes on"
 #@ again_resubmit
   for name in "${!SLURM_@}"; do  # the next job has its own
     [[ $name == SLURM_CONF ]] || unset "$name"
@@ -114,7 +139,7 @@ again() {  # go on in another life, for the reason $1; never returns
   FORGE_CHAIN=$chain sbatch --dependency="afterany:$job" __ELEMENT__${broken:+--exclude="$(excluded)"} -- "$script" ||
     say "sbatch failed: nothing goes on by itself; sbatch $script does"
 #@ again_end
-  exit __REQUEUE__  # Slurm ends this life now; that it must go on is written in Slurm's books already
+  exit __REQUEUE__  # Slurm ends this attempt now; that it must go on is written in Slurm's records already
 }
 
 #@ lost_node
@@ -133,6 +158,20 @@ code_of_the_first() {  # the code of the rank that left first: srun returns the 
   printf '%s\n' "${first:-$2}"
 }
 
+#@ start_ranks
+start_ranks() {
+  # kill-on-bad-exit: a rank that dies ends the others, which would wait for it. export: sites and sbatch --export=NONE
+  # make srun start ranks without these variables. nodes, ntasks: of a range of nodes Slurm counts the fewest.
+#@ start_ranks_supervisor
+  # One supervisor on each node starts its ranks: it names a rank that hangs, and starts them again.
+#@ start_ranks_cores
+  # cpus-per-task: srun does not inherit it since 22.05.
+#@ start_ranks_end
+  # exec: signals for $ranks reach srun itself. No pipe: ranks would lose its reader before they have saved.
+  exec srun __SRUN_OPTIONS__ \
+    __RANK_COMMAND__
+}
+
 #@ loop
 exec {stdout}>&1
 wait_for_ranks() {  # prints the process id of srun, and at its end its code
@@ -143,7 +182,7 @@ wait_for_ranks() {  # prints the process id of srun, and at its end its code
   printf '%s\n' "$?"
 }
 restarts=0
-[[ ! -e $lives ]] || restarts=$(wc -l <"$lives")
+[[ ! -e $attempts ]] || restarts=$(wc -l <"$attempts")
 if ((restarts > __MAX_RESTARTS__)); then  # Slurm itself requeues after a node failure, as often as it happens
   say "was restarted $restarts times, more often than slurm.max_restarts allows: sbatch $script goes on"
   exit __REQUEUE__
@@ -158,7 +197,7 @@ for ((attempt = 0; ; attempt++)); do
   read -ru "$codes" ranks
   [[ -z $stopped ]] || kill -USR1 "$ranks" 2>/dev/null  # it came between the lines above
   until read -t 30 -ru "$codes" code; do
-    (($? > 128)) || { code=137; break; }  # somebody killed the shell that waits
+    (($? > 128)) || { code=137; break; }  # the shell that waits was killed
     # again and again: srun drops a signal that it cannot send to the nodes
     [[ -z $stopped ]] || kill -USR1 "$ranks" 2>/dev/null
   done
@@ -178,11 +217,11 @@ for ((attempt = 0; ; attempt++)); do
 #@ loop_end
     __FINAL__) say "ended with code $code, which starting again does not fix"; exit "$code" ;;
   esac
-  # ranks that had no handler yet, or were killed behind those that had left already
+  # ranks that had no handler yet, or were killed after those that had left already
   [[ -z $stopped || $code -lt 128 ]] || again "was stopped by $stopped (code $code)"
   if ! nodes_answer; then
-    # not this job's fault: until Slurm has noticed, minutes later, the next lives meet the dead node again
-    sed -i '$s/$/ (lost a node)/' -- "$lives"
+    # not this job's fault: until Slurm has noticed, minutes later, the next attempts meet the dead node again
+    sed -i '$s/$/ (lost a node)/' -- "$attempts"
     again "lost a node (code $code)"
   fi
   ((attempt < __RETRIES__)) || { say "ended with code $code"; exit "$code"; }

@@ -68,7 +68,7 @@ class OrchestratorConfig(Checked):
         None, "partition of the small job that orchestrates (default: that of the job)"
     )
     time_limit: int | str | None = field(
-        None, "limit of one life of it: minutes or 'D-HH:MM:SS' (default: that of the partition)"
+        None, "limit of one attempt of it: minutes or 'D-HH:MM:SS' (default: that of the partition)"
     )
 
 
@@ -94,7 +94,7 @@ class SlurmConfig(Checked):
     memory: str | None = None
     """host memory of each node, as sbatch --mem takes it: '200G', or '0' for all"""
     time_limit: int | str | None = None
-    """limit of one life: minutes or 'D-HH:MM:SS' (default: that of the partition)"""
+    """limit of one attempt: minutes or 'D-HH:MM:SS' (default: that of the partition)"""
     partition: str | None = None
     """partition of the job (default: that of the site)"""
     account: str | None = None
@@ -124,14 +124,14 @@ class SlurmConfig(Checked):
     container: tuple[str, ...] = ()
     """command before that of each rank, such as ['apptainer', 'exec', '--nv', '$SCRATCH/torch.sif']"""
     cache_dir: str | None = None
-    """folder of compiled kernels, kept from life to life (default: slurm/cache in the run's folder)"""
+    """folder of compiled kernels, kept from attempt to attempt (default: slurm/cache in the run's folder)"""
     on_stop: Literal["requeue", "resubmit", "leave"] = "requeue"
     """how a stopped job goes on: its own requeue, or a new job after it, where a site forbids requeues; leave: it
     ends with code 75, for an orchestrator"""
     max_restarts: int = field(1000, between=_FROM_0)
-    """lives after the first; a job that stops once more ends with 75"""
+    """attempts after the first; a job that stops once more ends with 75"""
     retries: int = field(0, between=_FROM_0)
-    """times that crashed ranks are started again within one life, in the same nodes"""
+    """times that crashed ranks are started again within one attempt, in the same nodes"""
     orchestrator: OrchestratorConfig = field(OrchestratorConfig)
     """of --orchestrate"""
 
@@ -162,11 +162,11 @@ class JobFacts(Checked):
 
     run_dir: folder of the run. script: where its batch script is kept, for a resubmission and for people.
     working_dir: where the command runs. save_limit_seconds: the longest save. checkpoints: pattern, below run_dir, of the
-    files that committed checkpoints have; their newest change is what a life achieved (None: nothing looks at it).
+    files that committed checkpoints have; their newest change is what an attempt achieved (None: nothing looks at it).
     supervisor: a command that starts the ranks of a node, given `--nproc N -- COMMAND`: srun then starts one of it on each
     node, such as `("python", "-m", "forge_resilience.supervise")`, instead of the ranks.
     broken_nodes: a command that gets run_dir as its last argument and prints, with commas between them, the nodes that the
-    last life found broken; it fails if it knows of none. After code 71 the job goes on without them (empty: 71 ends it).
+    last attempt found broken; it fails if it knows of none. After code 71 the job goes on without them (empty: 71 ends it).
     """
 
     run_dir: str
@@ -198,12 +198,12 @@ class JobFacts(Checked):
 
     @property
     def lead_seconds(self) -> int:
-        """Seconds before the time limit at which the job is told to stop."""
+        """Seconds before the time limit at which the job is asked to stop."""
         return int(-(-self.save_limit_seconds // 1)) + _EARLY_SECONDS
 
 
 def seconds_of(time_limit: int | str) -> int | None:
-    """A time limit of Slurm in seconds; None for 'UNLIMITED' and what is none.
+    """A time limit of Slurm in seconds; None if unlimited or invalid.
 
     `90` and `"90"` are minutes, `"90:30"` minutes and seconds, `"1-12"` days and hours.
     """

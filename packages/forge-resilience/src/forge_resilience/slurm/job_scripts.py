@@ -1,4 +1,4 @@
-"""The scripts of one job: what a verb of a trainer is asked for, their texts, and what happens to them.
+"""The batch scripts of a run's jobs, from the flags of a trainer's verb.
 
 flags = SlurmFlags(submit=True)
 raise_problems("", flags.problems())

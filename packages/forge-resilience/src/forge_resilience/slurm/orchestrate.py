@@ -1,7 +1,7 @@
 """A small process that keeps one training job in Slurm's queue, on as many nodes as there are: `orchestrate`.
 
-It may be killed at any instant and started again, by Slurm or by hand. What it must not forget is in Slurm's books (all
-jobs of a run have one name, of which Slurm runs one at a time) and in a small file that is replaced whole.
+It may be killed at any instant and started again, by Slurm or by hand. What it must not forget is in Slurm's records (all
+jobs of a run have one name, of which Slurm runs one at a time) and in a small file that is replaced in one step.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _HOUR = 3600.0
 
 
 def chain_name(run_dir: str | os.PathLike[str]) -> str:
-    """The name that all jobs of a run have in the queue: its folder's, and a digest of the whole path."""
+    """The name that all jobs of a run have in the queue: its folder's, and a digest of the full path."""
     path = os.path.realpath(run_dir)
     return f"{os.path.basename(path)[:40]}-{hashlib.sha256(path.encode()).hexdigest()[:8]}"
 
@@ -50,16 +50,16 @@ def orchestrate(
     journal: str | os.PathLike[str] | None = None,
     stopped: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Keep the job of `script` running on one of `sizes` (numbers of nodes) until it ends; its exit code.
+    """Keep the job of `script` running on one of `sizes` (numbers of nodes) until it ends; return its exit code.
 
     The script must not continue itself (`SlurmConfig(on_stop="leave")`): it leaves with 75 when it was stopped by USR1,
     TERM or a lost node, and appends a line `<job id> <exit code>` to `ends-<name>` in its folder when it ends, for an
     orchestrator that was away longer than Slurm remembers. 75, Slurm's own ends (node failure, preemption, time limit), and 71 if
     the journal names nodes to leave out, are followed by another submission, at most `max_restarts` times; every other
-    code is returned, and 1 for a job that somebody cancelled. What it does is recorded in the journal.
-    `stopped` turning true makes it return 75 and leaves the job alone; started again, it finds the job.
+    code is returned, and 1 for a job that a user cancelled. What it does is recorded in the journal.
+    `stopped` turning true makes it return 75 and leave the job running; started again, it finds the job.
 
-    Raises ValueError for sizes or a name that cannot be, QueueRefusal when Slurm refuses the script.
+    Raises ValueError for sizes or a name that cannot be, QueueRefusal when Slurm rejects the script.
     Cost: a few client commands each `poll_seconds`, no more than a user who looks. Usage:
     `sys.exit(orchestrate("runs/a/slurm/job.sh", [4, 3, 2], chain_name("runs/a")))`.
     """
@@ -70,6 +70,7 @@ def orchestrate(
     if not script.is_file():
         fix = "write it before"
         raise invalid("script", "not_found", str(script), "must be a batch script", fix)
+
     config = OrchestratorConfig() if config is None else config
     own = _Orchestrator(
         script=script,
@@ -152,7 +153,7 @@ class _Orchestrator:
             self._save(OrchestratorState(handled=max((row.job for row in ends), default=0)))
 
         for extra in live[1:]:  # its submission got no answer; `singleton` has kept it waiting
-            self._cancel(extra.job, f"is one too many beside job {live[0].job}")
+            self._cancel(extra.job, f"is one too many next to job {live[0].job}")
         if live:
             self._follow(live[0])
             return None
@@ -281,6 +282,7 @@ class _Orchestrator:
             max_restarts=self.max_restarts,
         )
         ended = f"job {row.job} ended as {row.state} with code {row.code}"
+
         if (reason := may_restart(history)) is not None:
             self._update(handled=row.job)
             if reason is NoRestart.FINAL:

@@ -1,11 +1,11 @@
-"""The batch script of a job that goes on after each stop: text from a description, for any command."""
+"""The batch script of a job that goes on after each stop, for any command; its bash is in batch.sh."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from forge_resilience._shared.problems import invalid
@@ -23,72 +23,43 @@ _OF_GPUS = ("GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "GPU_BI
 
 
 def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -> str:
-    """The text of a batch script that runs `command` as the ranks of a job, life after life.
+    """The text of a batch script that runs `command` as the ranks of a job, attempt after attempt.
 
     The command saves and exits with 75 when it gets SIGUSR1 or SIGTERM (`StopSignal`), and goes on from its newest
     checkpoint when it is started again. SIGUSR1 is sent again every 30 s until it has left. 75 and a lost node continue the job as `config.on_stop` says, and so does 71, without
-    the nodes that `facts.broken_nodes` prints; other codes end it with that code; 70 is the code of two lives in a row without a new checkpoint. Needs bash 4.2, GNU coreutils, Slurm 21.08.
+    the nodes that `facts.broken_nodes` prints; other codes end it with that code; 70 is the code of two attempts in a row without a new checkpoint. Needs bash 4.2, GNU coreutils, Slurm 21.08.
     Raises ValueError for a time limit that leaves no time before the save. The folder of `facts.script` must exist when
-    the job starts: its log and its list of lives are written there.
+    the job starts: its log and its list of attempts are written there.
     """
     _check(config, facts)
-    hardware = bool(facts.broken_nodes) and config.on_stop != "leave"
-    final = [code for code in _FINAL if not (hardware and code == ExitCode.HARDWARE)]
-    # whoever submits a job that leaves counts its attempts
-    max_restarts = 10**9 if config.on_stop == "leave" else config.max_restarts
-    how = {
-        "requeue": "back into the queue",
-        "resubmit": "the next job goes on",
-        "leave": "leaving with code 75 to whoever submitted this job",
-    }
-    values = {
-        **{code.name: int(code) for code in ExitCode},
-        **_paths(config, facts),
-        "CHECKPOINTS": facts.checkpoints,
-        "HOW": how[config.on_stop],
-        "ELEMENT": '--array="$SLURM_ARRAY_TASK_ID" ' if config.array else "",
-        "COMMAND": _words(config, facts.broken_nodes) + ' "$run"',
-        "FINAL": " | ".join(str(int(code)) for code in final),
-        "RETRIES": config.retries,
-        "MAX_RESTARTS": max_restarts,
-    }
-    text = _sections()
+    values = _values(config, command, facts)
+    hardware = ["loop_hardware"] if _excludes_nodes(config, facts) else []
+    leaves = config.on_stop == "leave"
+    carry_on = [] if leaves else [f"again_{config.on_stop}"]
 
-    def fill(*names: str) -> str:
-        section = "".join(text[name] for name in names)
-        return re.sub(r"__([A-Z_]+)__", lambda found: str(values[found[1]]), section)
-
-    carry_on = [] if config.on_stop == "leave" else [f"again_{config.on_stop}"]
     blocks = [
         "#!/bin/bash",
         "\n".join(_directives(config, facts)),
         f"# Written by forge_resilience.slurm. Submit it with: sbatch {shlex.quote(facts.script)}\nset -u",
-        fill("start"),
-        *([fill("record_end")] if config.on_stop == "leave" else []),
-        fill("signals"),
-        "\n".join(_surroundings(config, facts)),
-        fill("no_progress" if facts.checkpoints is None else "progress"),
-        fill("exclude_nodes"),
-        fill("again", *carry_on, "again_end"),
-        fill("lost_node"),
-        fill("first_code"),
-        "\n".join(_start_ranks(config, command, facts)),
-        fill("loop", *(["loop_hardware"] if hardware else []), "loop_end"),
+        _fill(values, "start"),
+        *([_fill(values, "record_end")] if leaves else []),
+        _fill(values, "signals"),
+        _environment(config, values),
+        _fill(values, "no_progress" if facts.checkpoints is None else "progress"),
+        _fill(values, "exclude_nodes"),
+        _fill(values, "again", *carry_on, "again_end"),
+        _fill(values, "lost_node"),
+        _fill(values, "first_code"),
+        _start_ranks(config, facts, values),
+        _fill(values, "loop", *hardware, "loop_end"),
     ]
     return "\n\n".join(block.strip("\n") for block in blocks) + "\n"
-
-
-def _sections() -> dict[str, str]:
-    """Section name -> text of batch.sh."""
-    text = Path(__file__).with_name("batch.sh").read_text(encoding="utf-8")
-    _, *parts = re.split(r"^#@ (\w+)\n", text, flags=re.MULTILINE)
-    return dict(zip(parts[::2], parts[1::2]))
 
 
 def interactive_commands(
     config: SlurmConfig, command: Sequence[str], facts: JobFacts
 ) -> tuple[list[str], str]:
-    """(salloc command, script that it runs) for a job at a terminal: one life, no requeue.
+    """(salloc command, script that it runs) for a job at a terminal: one attempt, no requeue.
 
     The ranks get USR1 `facts.lead_seconds` before the time limit. The script is to be written to the last word of the
     command. Raises ValueError as `batch_script` does, and for arrays.
@@ -97,16 +68,19 @@ def interactive_commands(
     if config.array:
         fix = "leave it out, or submit the job"
         raise invalid("array", "unsupported", config.array, "needs a batch job", fix)
+
+    values = _values(config, command, facts)
     salloc = ["salloc", f"--signal=USR1@{facts.lead_seconds}"]
     for option, value in _resources(config, facts):
         salloc.append(option if value is None else f"{option}={value}")
+
     lines = [
         "#!/bin/bash",
         f"# Written by forge_resilience.slurm; runs inside: {shlex.join(salloc)}",
         "set -u",
         f"cd -- {shlex.quote(facts.working_dir)} || exit {int(ExitCode.CONFIG_ERROR)}",
-        *_surroundings(config, facts),
-        *_start_ranks(config, command, facts),
+        _environment(config, values),
+        _start_ranks(config, facts, values),
         "start_ranks",
     ]
     return [*salloc, "bash", facts.path_of("interactive.sh")], "\n".join(lines) + "\n"
@@ -117,7 +91,7 @@ def _check(config: SlurmConfig, facts: JobFacts) -> None:
     if seconds is not None and seconds <= facts.lead_seconds:
         rule = (
             f"must be longer than save_limit_seconds {facts.save_limit_seconds:g} and the minute that Slurm's clock is "
-            f"early ({facts.lead_seconds} s): the job would be told to stop at once"
+            f"early ({facts.lead_seconds} s): the job would be asked to stop at once"
         )
         fix = "use a longer limit or a lower save_limit_seconds"
         raise invalid("time_limit", "lead", config.time_limit, rule, fix)
@@ -133,6 +107,7 @@ def _resources(config: SlurmConfig, facts: JobFacts) -> Iterator[tuple[str, str 
         yield "--mincpus", str(config.cpus_per_task or 1)
     else:
         yield "--ntasks-per-node", str(config.ranks_per_node)
+
     options = list(config.sbatch_options)
     if config.gpus_per_node:
         options.insert(0, config.gpus_option.format(gpus=config.gpus_per_node))
@@ -148,6 +123,7 @@ def _resources(config: SlurmConfig, facts: JobFacts) -> Iterator[tuple[str, str 
     ):
         if number is not None:
             yield key, str(number)
+
     for option in options:
         name, _, value = option.partition("=")
         yield name, value or None
@@ -160,10 +136,12 @@ def _directives(config: SlurmConfig, facts: JobFacts) -> Iterator[str]:
         yield directive("--array", config.array)
     name = "job-%A_%a.out" if config.array else "job-%j.out"
     yield directive("--output", os.path.dirname(facts.script).replace("%", "%%") + f"/{name}")
-    yield "# all lives of a job write one log; without this a requeue empties it"
+
+    yield "# all attempts of a job write one log; without this a requeue empties it"
     yield directive("--open-mode", "append")
     yield "# to this shell, so long before the time limit: save_limit_seconds, and a minute by which Slurm may be late"
     yield directive("--signal", f"B:USR1@{facts.lead_seconds}")
+
     if config.on_stop == "requeue":
         yield "# a node that fails, and preemption, put the job into the queue again; scontrol requeue needs it, too"
         yield directive("--requeue")
@@ -172,86 +150,104 @@ def _directives(config: SlurmConfig, facts: JobFacts) -> Iterator[str]:
         yield directive("--no-requeue")
 
 
-def _paths(config: SlurmConfig, facts: JobFacts) -> dict[str, str]:
-    own = '/"task-$SLURM_ARRAY_TASK_ID"' if config.array_run_dirs else ""
+# ---- batch.sh
+
+
+def _fill(values: Mapping[str, object], *names: str) -> str:
+    """Concatenate sections of batch.sh and replace their placeholders."""
+    text = Path(__file__).with_name("batch.sh").read_text(encoding="utf-8")
+    _, *parts = re.split(r"^#@ (\w+)\n", text, flags=re.MULTILINE)
+    sections = dict(zip(parts[::2], parts[1::2]))
+    joined = "".join(sections[name].rstrip("\n") + "\n" for name in names)
+    return re.sub(r"__([A-Z_]+)__", lambda found: str(values[found[1]]), joined).rstrip("\n")
+
+
+def _values(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -> dict[str, object]:
+    """The placeholders of batch.sh."""
+    folder = os.path.dirname(facts.script)
+    cache = shlex.quote(os.path.join(folder, "cache"))
+    task = '/"task-$SLURM_ARRAY_TASK_ID"' if config.array_run_dirs else ""
     element = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID  # the job id of the last element means the whole array"
+    how = {
+        "requeue": "back into the queue",
+        "resubmit": "the next job goes on",
+        "leave": "leaving with code 75 to whoever submitted this job",
+    }
+    final = [c for c in _FINAL if c != ExitCode.HARDWARE or not _excludes_nodes(config, facts)]
+    asked = {option[2:].upper().replace("-", "_") for option, _ in _resources(config, facts)}
+    options, ranks = _srun(config, command, facts)
+
     return {
+        **{code.name: int(code) for code in ExitCode},
         "WORKING_DIR": shlex.quote(facts.working_dir),
-        "RUN_DIR": shlex.quote(facts.run_dir) + own,
+        "RUN_DIR": shlex.quote(facts.run_dir) + task,
         "SCRIPT": shlex.quote(facts.script),
-        "FOLDER": shlex.quote(os.path.dirname(facts.script)),
+        "FOLDER": shlex.quote(folder),
         "JOB": element if config.array else "$SLURM_JOB_ID",
+        "CACHE": cache if config.cache_dir is None else expanded(config.cache_dir),
+        "GPUS": " ".join(f"SLURM_{name}" for name in _OF_GPUS if name not in asked),
+        "CORES": config.cpus_per_task,
+        "PROLOGUE": "\n".join(config.prologue),
+        "CHECKPOINTS": facts.checkpoints,
+        "HOW": how[config.on_stop],
+        "ELEMENT": '--array="$SLURM_ARRAY_TASK_ID" ' if config.array else "",
+        "COMMAND": _words(config, facts.broken_nodes) + ' "$run"',
+        "FINAL": " | ".join(str(int(code)) for code in final),
+        "RETRIES": config.retries,
+        # whoever submits a job that leaves counts its attempts
+        "MAX_RESTARTS": 10**9 if config.on_stop == "leave" else config.max_restarts,
+        "SRUN_OPTIONS": " ".join(options),
+        "RANK_COMMAND": ranks,
     }
 
 
-def _surroundings(config: SlurmConfig, facts: JobFacts) -> Iterator[str]:
-    """Variables, each with its reason, and the lines of the site."""
-    cache = shlex.quote(os.path.join(os.path.dirname(facts.script), "cache"))
-    cache = cache if config.cache_dir is None else expanded(config.cache_dir)
-    stale = "RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT TORCHELASTIC_RUN_ID FORGE_NPROC"
-    yield "# of the shell that submitted: ranks would believe that torchrun started them"
-    yield f"unset {stale}"
-    yield "# of a job in which this one was submitted: srun takes them as its own options"
-    yield "unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_MEM_PER_NODE SLURM_DISTRIBUTION SLURM_HINT SLURM_EXACT \\"
-    yield "  SLURM_CPU_BIND SLURM_CPU_BIND_TYPE SLURM_CPU_BIND_LIST SLURM_CPU_BIND_VERBOSE"
-    asked = {option[2:].upper().replace("-", "_") for option, _ in _resources(config, facts)}
-    gpus = " ".join(f"SLURM_{name}" for name in _OF_GPUS if name not in asked)
-    yield "# the same of GPUs that this job does not ask for; which ones a rank sees, Slurm tells it when it starts"
-    yield f"unset {gpus} \\\n  CUDA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES GPU_DEVICE_ORDINAL ZE_AFFINITY_MASK"
-    yield "# the file that a later job, and a resubmission, start from"
-    yield f"export FORGE_JOB_SCRIPT={shlex.quote(facts.script)}"
-    yield "# lines reach the log when they are printed, not when a buffer is full or lost"
-    yield "export PYTHONUNBUFFERED=1"
-    yield "# compiled kernels survive a requeue: by default they are in /tmp of a node, and are made again in each life"
-    yield f"export TORCHINDUCTOR_CACHE_DIR={cache}/inductor"
-    yield f"export TRITON_CACHE_DIR={cache}/triton"
-    if config.cpus_per_task:
-        yield "# the cores of a rank; torch would start a thread for each core of the node in every rank"
-        yield f"export OMP_NUM_THREADS={config.cpus_per_task}"
-    if config.prologue:
-        yield "# slurm.prologue"
-        yield "set +u  # scripts of a site read variables that nobody set"
-        yield from config.prologue
-        yield "set -u"
-    for name, value in config.environment.items():
-        yield f"export {name}={expanded(value)}  # slurm.environment"
+def _excludes_nodes(config: SlurmConfig, facts: JobFacts) -> bool:
+    """Whether the script itself starts the job again without broken nodes."""
+    return bool(facts.broken_nodes) and config.on_stop != "leave"
 
 
-def _words(config: SlurmConfig, command: Sequence[str]) -> str:
-    """A command as the ranks run it: in the container, quoted for bash."""
-    return " ".join([*map(expanded, config.container), *map(shlex.quote, command)])
+def _environment(config: SlurmConfig, values: Mapping[str, object]) -> str:
+    """Variables of the ranks, and the lines of the site."""
+    cores = ["environment_cores"] if config.cpus_per_task else []
+    prologue = ["prologue"] if config.prologue else []
+    own = [
+        f"export {name}={expanded(value)}  # slurm.environment"
+        for name, value in config.environment.items()
+    ]
+    return "\n".join([_fill(values, "environment", *cores, *prologue), *own])
 
 
-def _start_ranks(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -> Iterator[str]:
+def _start_ranks(config: SlurmConfig, facts: JobFacts, values: Mapping[str, object]) -> str:
     """The function start_ranks of the script: one srun, with the reason of each option."""
+    supervisor = ["start_ranks_supervisor"] if facts.supervisor else []
+    cores = ["start_ranks_cores"] if config.cpus_per_task or facts.supervisor else []
+    return _fill(values, "start_ranks", *supervisor, *cores, "start_ranks_end")
+
+
+def _srun(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -> tuple[list[str], str]:
+    """(options of srun, command of a task in bash)."""
     tasks, cpus = config.ranks_per_node, config.cpus_per_task
-    if (
-        facts.supervisor
-    ):  # one task on each node, which starts its ranks and has the cores of all of them
+    # one supervisor on each node starts its ranks and has the cores of all of them
+    if facts.supervisor:
         command = [*facts.supervisor, "--nproc", str(tasks), "--", *command]
         tasks, cpus = 1, tasks * (cpus or 1)
-    words = [_words(config, command), *map(_of_element, config.array_arguments)]
+
     options = [
         "--kill-on-bad-exit=1",
         "--export=ALL",
         '--nodes="$SLURM_JOB_NUM_NODES"',
         f"--ntasks=$((SLURM_JOB_NUM_NODES * {tasks}))",
         f"--ntasks-per-node={tasks}",
+        *([f"--cpus-per-task={cpus}"] if cpus else []),
+        *map(expanded, config.srun_options),
     ]
-    if cpus:
-        options.append(f"--cpus-per-task={cpus}")
-    options += [expanded(option) for option in config.srun_options]
-    yield "start_ranks() {"
-    yield "  # kill-on-bad-exit: a rank that dies ends the others, which would wait for it. export: sites and sbatch --export=NONE"
-    yield "  # make srun start ranks without these variables. nodes, ntasks: of a range of nodes Slurm counts the fewest."
-    if facts.supervisor:
-        yield "  # One supervisor on each node starts its ranks: it names a rank that hangs, and starts them again."
-    if cpus:
-        yield "  # cpus-per-task: srun does not inherit it since 22.05."
-    yield "  # exec: signals for $ranks reach srun itself. No pipe: ranks would lose its reader before they have saved."
-    yield "  exec srun " + " ".join(options) + " \\"
-    yield "    " + " ".join(words)
-    yield "}"
+    words = [_words(config, command), *map(_of_element, config.array_arguments)]
+    return options, " ".join(words)
+
+
+def _words(config: SlurmConfig, command: Sequence[str]) -> str:
+    """A command as the ranks run it: in the container, quoted for bash."""
+    return " ".join([*map(expanded, config.container), *map(shlex.quote, command)])
 
 
 def _of_element(word: str) -> str:

@@ -1,4 +1,4 @@
-"""What a cluster is like: the file that says it once for all jobs, and the limits that Slurm tells of itself."""
+"""The site file of a cluster, read for all jobs, and the limits that Slurm reports."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def read_site(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def job_warnings(config: SlurmConfig, save_limit_seconds: float) -> list[str]:
-    """`grace_warnings`, and what a job asks for that names no GPU."""
+    """Return `grace_warnings`, and a warning for a job that asks for no GPU."""
     warnings = grace_warnings(save_limit_seconds, config.partition)
     if not config.gpus_per_node and not any("gpu" in option for option in config.sbatch_options):
         limit = config.time_limit or "that of the partition"
@@ -93,7 +93,7 @@ def job_warnings(config: SlurmConfig, save_limit_seconds: float) -> list[str]:
 
 
 def grace_warnings(save_limit_seconds: float, partition: str | None = None) -> list[str]:
-    """Sentences about kills that come before a save of that length ends. Empty without Slurm; cost: two queries."""
+    """Return warnings of kills that come before a save of that length ends. Empty without Slurm; cost: two queries."""
     warnings = []
     wait = re.search(r"^KillWait\s*=\s*(\d+)", answer("scontrol", "show", "config"), re.MULTILINE)
     if wait and int(wait[1]) < save_limit_seconds:
@@ -102,6 +102,7 @@ def grace_warnings(save_limit_seconds: float, partition: str | None = None) -> l
             "scontrol requeue and a node that fails may kill ranks that have not saved yet; the signal before the time "
             "limit comes early enough"
         )
+
     for line in _partitions(partition):
         grace, mode = line.get("GraceTime", ""), line.get("PreemptMode", "OFF")
         if grace.isdecimal() and int(grace) < save_limit_seconds and mode not in ("OFF", "SUSPEND"):
@@ -114,7 +115,7 @@ def grace_warnings(save_limit_seconds: float, partition: str | None = None) -> l
 
 
 def limit_problem(lead_seconds: int, partition: str | None = None) -> Problem | None:
-    """Why a job without a time limit of its own cannot run here: the partition's leaves no time before the save."""
+    """Return a problem if the partition's time limit leaves a job without one no time to save."""
     for line in _partitions(partition):
         default, most = line.get("DefaultTime", "NONE"), line.get("MaxTime", "UNLIMITED")
         limit = most if default == "NONE" else default
@@ -122,7 +123,7 @@ def limit_problem(lead_seconds: int, partition: str | None = None) -> Problem | 
         if seconds is not None and seconds <= lead_seconds:
             rule = (
                 f"must be set: partition {line['PartitionName']} gives a job without one {limit}, no longer than "
-                f"the {lead_seconds} s before its end at which a job is told to save"
+                f"the {lead_seconds} s before its end at which a job is asked to save"
             )
             fix = "use a longer limit, or a lower resilience.save_limit_seconds"
             return Problem("time_limit", "missing", ..., rule, fix)
@@ -130,18 +131,20 @@ def limit_problem(lead_seconds: int, partition: str | None = None) -> Problem | 
 
 
 def site_text() -> str:
-    """A site file from what Slurm says of its default partition and of this user. Raises RuntimeError without a Slurm."""
+    """Make the text of a site file from Slurm's default partition and this user's accounts. Raises RuntimeError without a Slurm."""
     partitions = _partitions(None, every=True)
     if not partitions:
         raise RuntimeError(
             "scontrol show partition lists none; run this where sbatch works, on a login node"
         )
     chosen = next((p for p in partitions if p.get("Default") == "YES"), partitions[0])
+
     name = chosen["PartitionName"]
     others = ", ".join(p["PartitionName"] for p in partitions if p is not chosen)
     lines = ["# What this cluster is like, for all jobs; [slurm] of a job wins. Keys: docs/configuration.md", "[slurm]",
              f'partition = "{name}"' + (f"  # others: {others}" if others else "")]  # fmt: skip
     lines += _account_lines()
+
     cpus, gpus, kind = _node_of(name)
     if gpus:
         gres = f"--gres=gpu:{kind}:{{gpus}}" if kind else "--gres=gpu:{gpus}"
@@ -150,6 +153,7 @@ def site_text() -> str:
             f'gpus_option = "{gres}"',
             f"cpus_per_task = {max(1, cpus // gpus)}",
         ]
+
     limit = chosen.get("MaxTime", "UNLIMITED")
     lines.append(
         f'time_limit = "{limit}"'
@@ -158,7 +162,8 @@ def site_text() -> str:
     )
     grace, mode = chosen.get("GraceTime", "0"), chosen.get("PreemptMode", "OFF")
     if mode != "OFF":
-        lines.append(f"# jobs are preempted ({mode}) {grace} s after they are told")
+        lines.append(f"# jobs are preempted ({mode}) {grace} s after their signal")
+
     lines += [
         '# prologue = ["module load cuda/12.8"]  # lines before the ranks start',
         '# srun_options = ["--cpu-bind=cores"]',
@@ -211,7 +216,7 @@ def _partitions(name: str | None, every: bool = False) -> list[dict[str, str]]:
 
 
 class NoNodes(RuntimeError):
-    """The nodes could not be asked: too few, busy, or Slurm refuses."""
+    """The nodes could not be asked: too few, busy, or Slurm rejects the job."""
 
 
 def controller() -> Finding:
@@ -235,7 +240,7 @@ def controller() -> Finding:
 def shared_files(
     paths: Sequence[str], written: Sequence[str], config: SlurmConfig, wait_seconds: int = 60
 ) -> Finding:
-    """Whether two nodes see files and folders as this machine does: `unseen_files`, in words."""
+    """Whether two nodes see files and folders as this machine does: `unseen_files` as a finding."""
     what = "multi-node"
     try:
         unseen = unseen_files(paths, config, written=written, wait_seconds=wait_seconds)
@@ -272,6 +277,7 @@ def unseen_files(
         look = ["env", "LC_ALL=C", "sh", "-c", _LOOK, "sh", *files]
         here = _sums(subprocess.run(look, capture_output=True, text=True, check=True).stdout)
         seen = _sums(_on_nodes(look, config, nodes, wait_seconds))
+
     if len(seen) < nodes or any(len(sums) != len(files) for sums in seen.values()):
         raise NoNodes(
             f"{len(seen)} of {nodes} nodes answered; look at sinfo, or ask for a partition with more nodes"

@@ -1,4 +1,4 @@
-"""A supervisor around local ranks of any program: names a hang, ends everything, starts it again.
+"""A supervisor of local ranks of any program: it names a hang, ends all processes, and starts them again.
 
 `python -m forge_resilience.supervise --nproc 4 -- python train.py`; no torch is imported.
 """

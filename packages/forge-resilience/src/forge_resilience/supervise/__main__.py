@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from forge_resilience._shared.streams import tolerate
 from forge_resilience.exit_codes import ExitCode
@@ -24,10 +24,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     own, command = parser.parse_args(args[:at]), args[at + 1 :]
     if not command:
         parser.error("a command must follow --, such as: -- python train.py")
-    try:
-        config = WatchConfig(**{f.name: getattr(own, f.name) for f in fields(WatchConfig)})
 
-        def run(guard: int | None) -> int:
+    def run(guard: int | None) -> int:
+        try:
+            config = WatchConfig(**{f.name: getattr(own, f.name) for f in fields(WatchConfig)})
             return supervise(
                 command,
                 own.nproc,
@@ -38,23 +38,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 grace_seconds=own.grace_seconds,
                 guard=guard,
             )
-
-        return run_guarded(_with_sentences(run), own.grace_seconds)
-    except ValueError as error:
-        return _refuse(error)
-
-
-def _with_sentences(run: Any) -> Any:
-    def guarded(guard: int | None) -> int:
-        try:
-            return int(run(guard))
         except (ValueError, OSError) as error:
-            return _refuse(error)
+            return _print_problems(error)
 
-    return guarded
+    return run_guarded(run, own.grace_seconds)
 
 
-def _refuse(error: Exception) -> int:
+def _print_problems(error: Exception) -> int:
     for line in str(error).splitlines():
         print(f"supervise: {line}", file=sys.stderr)
     return ExitCode.CONFIG_ERROR
@@ -62,7 +52,7 @@ def _refuse(error: Exception) -> int:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        raise SystemExit(_refuse(ValueError(f"{message}; --help lists the options")))
+        raise SystemExit(_print_problems(ValueError(f"{message}; --help lists the options")))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -70,12 +60,13 @@ def _parser() -> argparse.ArgumentParser:
         "python -m forge_resilience.supervise",
         usage="%(prog)s [options] -- COMMAND ...",
         description="Start COMMAND, watch its ranks by their heartbeats, and start them again in place.",
-        epilog="exit codes: that of the ranks; 1 after a hang, 70 after two lives without progress, 78 for a wrong "
+        epilog="exit codes: that of the ranks; 1 after a hang, 70 after two attempts without progress, 78 for a wrong "
         "option; a stop signal is handed on and never leads to a restart",
     )
     parser.add_argument(
         "--nproc", type=int, help="start N ranks (of this node, under srun); else COMMAND once"
     )
+
     for field in fields(WatchConfig):
         text, name = field.metadata["help"], f"--{field.name}"
         if field.name == "limits":
@@ -88,12 +79,14 @@ def _parser() -> argparse.ArgumentParser:
             )
         else:
             parser.add_argument(name, type=type(field.default), default=field.default, help=text)
+
     parser.add_argument(
         "--journal", metavar="FILE", help="an events.jsonl that gets hang, restart, no_progress"
     )
     parser.add_argument(
         "--heartbeats", metavar="DIR", help="folder of the heartbeats, on this host"
     )
+
     parser.add_argument(
         "--expect_heartbeats",
         action="store_true",

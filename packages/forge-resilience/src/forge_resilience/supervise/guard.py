@@ -1,4 +1,4 @@
-"""A parent that does nothing but end everything when the supervisor itself is killed."""
+"""A parent process that ends all processes when the supervisor itself is killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_guarded(run: Callable[[int | None], int], grace_seconds: float = 10.0) -
     """`run(pid of this process)` in a forked child; its exit code. Signals are handed on to it.
 
     If the child dies by a signal, all that it started gets TERM and, after the grace, KILL. If this process is
-    killed, the child gets TERM from the kernel and does the same. So no process is left behind by one SIGKILL.
+    killed, the child gets TERM from the kernel and does the same. So one SIGKILL leaves no process.
     Call it before threads start, on the main thread. Off Linux `run(None)` runs here.
     """
     if not sys.platform.startswith("linux"):
@@ -35,7 +35,9 @@ def run_guarded(run: Callable[[int | None], int], grace_seconds: float = 10.0) -
     adopt_orphans()
     parent = os.getpid()
     others = set(descendants(parent))  # started before, and not ours to end
+
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)  # until both have handlers
+
     pid = os.fork()
     if pid == 0:
         code: int = ExitCode.ERROR
@@ -52,15 +54,18 @@ def run_guarded(run: Callable[[int | None], int], grace_seconds: float = 10.0) -
                 with contextlib.suppress(OSError, ValueError, AttributeError):
                     stream.flush()
             os._exit(code)
+
     for number in _SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, lambda received, _: _send(pid, received))
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if code >= 0:
         # none but what a run that is done had detached, unless the supervisor failed
         end_descendants(0.0, others | (detached() if code == ExitCode.DONE else set()))
         return code
+
     died = time.monotonic()
     count = end_descendants(grace_seconds, others)
     with contextlib.suppress(OSError):

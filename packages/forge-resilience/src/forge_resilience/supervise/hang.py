@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forge_resilience._shared.paths import read_regular
-from forge_resilience.heartbeat import Beat, read_heartbeats
+from forge_resilience.heartbeat import HeartbeatRecord, read_heartbeats
 from forge_resilience.procfs import catches, process_start, signal_process, state
 from forge_resilience.supervise.watch import Late
 
@@ -45,7 +45,7 @@ class Stack:
 
     @property
     def collective(self) -> str:
-        """The collective or wait for other ranks in which the main thread is; "" if in none."""
+        """The collective or wait for other ranks in which the main thread is, or ""."""
         for file, _, function in self.frames[:_DEEP]:
             of_torch = "/torch/distributed/" in file and function not in _WRAPPERS
             waits = function in _WAITS and not file.startswith(_STDLIB)
@@ -67,21 +67,26 @@ class Stack:
         return ""
 
 
-def collect_stacks(folder: Path, beats: Iterable[Beat], seconds: float = 2.0) -> dict[int, Stack]:
-    """Ask the processes of `beats` for their stacks, and wait up to `seconds` for them; by rank.
+def collect_stacks(
+    folder: Path, heartbeats: Iterable[HeartbeatRecord], seconds: float = 2.0
+) -> dict[int, Stack]:
+    """Ask the processes of `heartbeats` for their stacks, and wait up to `seconds` for them; by rank.
 
     A process that has no handler for SIGUSR2 is not asked, as it would die; one that is stopped, or in the kernel,
     does not answer.
     """
     waiting: dict[int, tuple[Path, int]] = {}
-    for beat in beats:
-        path = folder / f"rank-{beat.rank:05d}.stacks"
+    for heartbeat in heartbeats:
+        path = folder / f"rank-{heartbeat.rank:05d}.stacks"
         size = len(_read(path))
         answers = (
-            path.exists() and catches(beat.pid, signal.SIGUSR2) and state(beat.pid)[0] not in "Tt"
+            path.exists()
+            and catches(heartbeat.pid, signal.SIGUSR2)
+            and state(heartbeat.pid)[0] not in "Tt"
         )
-        if answers and signal_process(beat.pid, beat.process_start, signal.SIGUSR2):
-            waiting[beat.rank] = path, size
+        if answers and signal_process(heartbeat.pid, heartbeat.process_start, signal.SIGUSR2):
+            waiting[heartbeat.rank] = path, size
+
     found: dict[int, Stack] = {}
     deadline = time.monotonic() + seconds
     while waiting and time.monotonic() < deadline:
@@ -111,7 +116,7 @@ class _Rank:
 
     rank: int
     pid: int
-    beat: Beat | None
+    heartbeat: HeartbeatRecord | None
     letter: str
     words: str
     seconds: float
@@ -121,15 +126,22 @@ class _Rank:
     def line(self) -> str:
         if self.ended is not None:
             return f"rank {self.rank} has ended with code {self.ended}"
-        phase, step = ("start", None) if self.beat is None else (self.beat.phase, self.beat.step)
+        phase, step = (
+            ("start", None)
+            if self.heartbeat is None
+            else (self.heartbeat.phase, self.heartbeat.step)
+        )
         parts = [f"rank {self.rank} (pid {self.pid})", f"phase {phase}"]
+
         if step is not None:
             parts.append(f"step {step}")
-        if self.beat is not None and self.beat.background:
-            parts.append(f"{self.beat.background} in the background")
+        if self.heartbeat is not None and self.heartbeat.background:
+            parts.append(f"{self.heartbeat.background} in the background")
         parts.append(f"{self.seconds:.1f} s without an entry")
+
         if self.words:
             parts.append(self.words)
+
         collective, place = self.stack.collective, self.stack.place
         if collective:
             parts.append(f"waits for other ranks in {collective}")
@@ -150,7 +162,7 @@ class Hang:
     message: str
     stacks: str
     elsewhere: bool = False
-    """The late rank is not among these, which wait for it."""
+    """Whether the late rank belongs to another supervisor."""
 
 
 def describe_hang(
@@ -166,31 +178,37 @@ def describe_hang(
 
     `whole`: whether they are all ranks of the job; else the late one may be elsewhere.
     """
-    beats = {beat.rank: beat for beat in read_heartbeats(folder)}
-    alive = [b for b in beats.values() if process_start(b.pid) == b.process_start]
+    heartbeats = {heartbeat.rank: heartbeat for heartbeat in read_heartbeats(folder)}
+    alive = [b for b in heartbeats.values() if process_start(b.pid) == b.process_start]
     stacks = collect_stacks(folder, alive)
+
     ranks = []
     for rank in sorted({*running, *(b.rank for b in alive)}):
-        beat = beats.get(rank)
-        pid = beat.pid if beat in alive and beat is not None else running.get(rank, 0)
+        heartbeat = heartbeats.get(rank)
+        pid = (
+            heartbeat.pid if heartbeat in alive and heartbeat is not None else running.get(rank, 0)
+        )
         waited = seconds.get(rank, 0.0)
-        ranks.append(_Rank(rank, pid, beat, *state(pid), waited, stacks.get(rank, Stack(""))))
+        ranks.append(_Rank(rank, pid, heartbeat, *state(pid), waited, stacks.get(rank, Stack(""))))
+
     culprit, why = _late_rank(ranks, late)
     gone = [
         _Rank(rank, 0, None, "X", "", 0.0, Stack(""), code) for rank, code in sorted(ended.items())
     ]
-    beat = culprit.beat
-    phase = late.phase if culprit.rank == late.rank else beat.phase if beat else "start"
-    step = beat.step if beat else None
+    heartbeat = culprit.heartbeat
+    phase = late.phase if culprit.rank == late.rank else heartbeat.phase if heartbeat else "start"
+    step = heartbeat.step if heartbeat else None
     at = "" if step is None else f", step {step}"
     elsewhere = not whole and bool(culprit.stack.collective)
     what = "waits for a rank of another supervisor" if elsewhere else "is late"
     cause = f"rank {culprit.rank} {what}: phase {phase}{at}, {why}"
+
     lines = [
         f"hang: {cause}; no entry for {late.seconds:.1f} s, and the limit of {late.phase} is {late.limit:g} s",
         *(f"  {one.line()}" for one in [*ranks, *gone]),
         *_flight_recorder(environ, [one.rank for one in ranks]),
     ]
+
     frames = culprit.stack.frames[:_MOST_FRAMES]
     if frames:
         lines.append(f"  rank {culprit.rank} is here, innermost first:")
@@ -201,7 +219,7 @@ def describe_hang(
 
 
 def _late_rank(ranks: list[_Rank], late: Late) -> tuple[_Rank, str]:
-    """The rank that the others wait for, and how one knows.
+    """Find the rank that the others wait for; (rank, reason).
 
     A stopped process, or one that the kernel holds (it does not answer), explains itself. Else the one with the fewest
     entries, as all ranks make the same ones; among equals the one that is not waiting for others, or is where no other one is; else
@@ -210,16 +228,19 @@ def _late_rank(ranks: list[_Rank], late: Late) -> tuple[_Rank, str]:
     for one in ranks:
         if one.letter in "Tt" or (one.letter == "D" and not one.stack.text):
             return one, f"its process is {one.words}"
-    counts = {one.rank: one.beat.entries if one.beat else 0 for one in ranks}
+
+    counts = {one.rank: one.heartbeat.entries if one.heartbeat else 0 for one in ranks}
     behind = [one for one in ranks if counts[one.rank] == min(counts.values())]
     others = [one for one in ranks if one not in behind]
     busy = [one for one in behind if not one.stack.collective]
     stuck = [one for one in behind if one.stack.collective]
+
     places = Counter(one.stack.place for one in behind)
     common, most = places.most_common(1)[0]
     odd = [one for one in behind if one.stack.place not in ("", common)] if most > 1 else []
     suspects = busy if stuck and busy else odd or behind
     chosen = next((one for one in suspects if one.rank == late.rank), suspects[0])
+
     where = chosen.stack.place and f", in {chosen.stack.place}"
     if chosen.stack.collective:
         where = f", waits in {chosen.stack.collective}{where}"
@@ -237,6 +258,7 @@ def _flight_recorder(environ: Mapping[str, str], ranks: list[int]) -> list[str]:
     """Ask torch's flight recorders for their dumps, where they are on, and say where they lie."""
     if all(environ.get(name, "0") in ("", "0") for name in _RECORDERS):
         return []
+
     dump = next((environ[name] for name in _DUMPS if environ.get(name)), "")
     pipe = environ.get(_PIPE, "")
     asked = [rank for rank in ranks if pipe and _write_pipe(f"{pipe}{rank}.pipe")]
@@ -244,9 +266,10 @@ def _flight_recorder(environ: Mapping[str, str], ranks: list[int]) -> list[str]:
         time.sleep(1.0)  # the recorder's thread looks once a second
     if not asked:
         return [
-            f"  flight recorder: nobody listens at {_PIPE}, so a dump is written only by torch's own time-out; set it to "
+            f"  flight recorder: no rank listens at {_PIPE}, so a dump is written only by torch's own time-out; set it to "
             "be asked here"
         ]
+
     path = Path(dump or "/tmp/nccl_trace_rank_")  # torch's default
     return [
         f"  flight recorder: ranks {asked} were asked for {path}RANK; torchfrtrace {path.parent} --prefix {path.name}"

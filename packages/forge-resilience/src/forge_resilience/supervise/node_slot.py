@@ -32,7 +32,7 @@ class NodeSlot:
     def environs(
         self, environ: Mapping[str, str]
     ) -> Iterator[tuple[list[dict[str, str]], socket.socket | None]]:
-        """Environments of the ranks to start, for each life anew, and the socket of MASTER_PORT where it is here."""
+        """Environments of the ranks to start, for each attempt anew, and the socket of MASTER_PORT where it is here."""
         if self.nproc is None:
             yield [dict(environ)], None
         elif self.nodes == 1:
@@ -48,6 +48,7 @@ class NodeSlot:
             for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
         ]
         port = step_port(*map(int, run))
+
         shared = dict(environ) | {
             "WORLD_SIZE": str(self.nodes * nproc),
             "LOCAL_WORLD_SIZE": str(nproc),

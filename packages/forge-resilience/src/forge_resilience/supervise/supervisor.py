@@ -1,4 +1,4 @@
-"""Lives of a job on one node: start its ranks, watch them, end them, start them again."""
+"""Supervise the ranks of a job on one node: start them, watch them, end them, start them again."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _MEMORY = Path("/dev/shm")
 _FOLDERS = "forge-heartbeats-"
 _OWNER = "FORGE_HEARTBEAT_OWNER"
 LIFE = "FORGE_LIFE"
-"""Of each rank: how many lives of the job this supervisor had started before, 0 in the first."""
+"""Of each rank: how many attempts of the job this supervisor had started before, 0 in the first."""
 
 
 def supervise(
@@ -50,18 +50,18 @@ def supervise(
     guard: int | None = None,
     hand_over_port: bool = False,
 ) -> int:
-    """Run `command` in `nproc` ranks, watch them by their heartbeats, and start them again; the job's exit code.
+    """Run `command` in `nproc` ranks, watch them by their heartbeats, and start them again; return the job's exit code.
 
         sys.exit(supervise([sys.executable, "train.py"], 4, config=WatchConfig("restart", step_seconds=120)))
 
     nproc: ranks of this node; None runs the command once as it is, such as torchrun, or one rank of srun or
     torchrun. environ: as of subprocess. folder: of the heartbeats, else FORGE_HEARTBEAT_DIR, else a new one in
     memory. journal: an events.jsonl that gets `hang`, `stall`, `restart` and `no_progress`; a message with all stacks
-    is put beside it. guard: pid of the process that `run_guarded` keeps. hand_over_port: see `local_ranks`.
+    is put next to it. guard: pid of the process that `run_guarded` keeps. hand_over_port: see `local_ranks`.
 
     A rank that fails, or is late by `config`, ends the others. With `action="restart"` all are started again in
-    place, unless somebody asked for a stop by a signal, the code is one of FINAL_CODES, other nodes have ranks of
-    the job, or `max_restarts` are used up. Two lives in a row without progress (no step beyond the best one so far,
+    place, unless a signal asked for a stop, the code is one of FINAL_CODES, other nodes have ranks of
+    the job, or `max_restarts` are used up. Two attempts in a row without progress (no step beyond the best one so far,
     no newer `save` in the journal) end with code 70. A hang that is not followed by a restart is code 1, or 75 if a
     stop had been asked for. What was started below this process meanwhile, and is left running, is ended; after code
     0 what took a session of its own goes on, such as an upload that a callback detached.
@@ -72,20 +72,22 @@ def supervise(
     if journal is not None and user_path(journal).exists():
         os.close(open_regular(user_path(journal))[0])  # before anything is started
     environ = dict(os.environ if environ is None else environ)
+
     slot = replace(find_node_slot(nproc, environ), hand_over_port=hand_over_port)
 
-    with _heartbeat_folder(folder or environ.get(FOLDER)) as beats:
+    with _heartbeat_folder(folder or environ.get(FOLDER)) as heartbeats:
         job = _Supervised(
             command=list(command),
             slot=slot,
             environ=environ,
-            folder=beats,
+            folder=heartbeats,
             config=config,
             journal=None if journal is None else Journal(journal),
             expects_heartbeats=expects_heartbeats,
             grace_seconds=grace_seconds,
             guard=guard,
         )
+
         procfs.adopt_orphans()
         try:
             return job.run()
@@ -100,6 +102,7 @@ def _heartbeat_folder(folder: str | os.PathLike[str] | None) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         yield folder.absolute()
         return
+
     path = Path(os.devnull)  # no folder: ranks are not watched
     with contextlib.ExitStack() as stack:
         for memory in [_MEMORY, None] if os.access(_MEMORY, os.W_OK) else [None]:
@@ -152,11 +155,12 @@ class _Supervised:
         self.others = set(procfs.descendants(os.getpid()))  # of the caller: not ours to end
 
     def run(self) -> int:
-        # between lives; ranks that run are handed each signal
+        # between attempts; ranks that run are handed each signal
         with StopSignal(announce=False) as stop:
             while True:
                 outcome = self._live()
                 grace = 0.0 if self.hang else self.grace_seconds
+
                 done = outcome.code == ExitCode.DONE
                 keep = self.others | (procfs.detached() if done else set())
                 ended = procfs.end_descendants(grace, keep)
@@ -164,6 +168,7 @@ class _Supervised:
                     _say(f"ended {ended} processes that the ranks had left running")
                 progressed = self._progressed()
                 self.without_progress = 0 if progressed else self.without_progress + 1
+
                 final = self._final_code(outcome)
                 if final is not None:
                     return final
@@ -190,7 +195,7 @@ class _Supervised:
             )
 
     def _remove_old_heartbeats(self, environs: Sequence[Mapping[str, str]]) -> None:
-        """Those of an earlier life or run; where other supervisors share the folder, of the ranks that start here."""
+        """Those of an earlier attempt or run; where other supervisors share the folder, of the ranks that start here."""
         names = [f"rank-{_rank_of(environ):05d}" for environ in environs]
         if self.slot.whole:
             names = ["rank-?????"]
@@ -211,13 +216,13 @@ class _Supervised:
             return ""
 
     def _judge(self, running: Mapping[int, int], ended: Mapping[int, int]) -> str:
-        beats = read_heartbeats(self.folder)
+        heartbeats = read_heartbeats(self.folder)
         procfs.collect_adopted(self.others | set(running.values()))
-        mine = [b for b in beats if not b.process_start or procfs.is_below(b.pid, os.getpid())]
-        for beat in mine:
-            if beat.step is not None and beat.phase != "start":
-                self.steps[beat.rank] = max(beat.step, self.steps.get(beat.rank, -1))
-        known = {beat.rank: beat.pid for beat in mine}
+        mine = [b for b in heartbeats if not b.process_start or procfs.is_below(b.pid, os.getpid())]
+        for heartbeat in mine:
+            if heartbeat.step is not None and heartbeat.phase != "start":
+                self.steps[heartbeat.rank] = max(heartbeat.step, self.steps.get(heartbeat.rank, -1))
+        known = {heartbeat.rank: heartbeat.pid for heartbeat in mine}
         ranks = {rank: known.get(rank, pid) for rank, pid in running.items()}
         if known and self.slot.nproc is None and self.slot.whole:
             ranks = known  # those of the launcher that was run
@@ -232,6 +237,7 @@ class _Supervised:
         _say(hang.message if path else f"{hang.message}\n{hang.stacks}")
         if path:
             _say(f"stacks of all ranks are in {path}")
+
         restarts = self.config.action == "restart"
         self._record(
             "hang" if restarts else "stall",
@@ -244,6 +250,7 @@ class _Supervised:
         )
         if not restarts:
             return ""
+
         self.hang = hang
         for rank, pid in ranks.items():
             if not (self.folder / f"rank-{rank:05d}.stacks").exists():
@@ -252,14 +259,14 @@ class _Supervised:
         time.sleep(_ELSEWHERE_SECONDS if hang.elsewhere else 0.2)
         return hang.cause
 
-    # ---- between lives
+    # ---- between attempts
 
     def _progressed(self) -> bool:
-        """Whether this life went beyond the best one: a later step, or a newer save."""
+        """Whether this attempt went beyond the best one: a later step, or a newer save."""
         step, save = max(self.steps.values(), default=-1), -1
-        for beat in read_heartbeats(self.folder):
-            if beat.step is not None and beat.phase != "start":
-                step = max(step, beat.step)
+        for heartbeat in read_heartbeats(self.folder):
+            if heartbeat.step is not None and heartbeat.phase != "start":
+                step = max(step, heartbeat.step)
         saves = [event.get("step") for event in self._events("save")]
         save = max((s for s in saves if isinstance(s, int)), default=-1)
         unknown = step < 0 and save < 0 and self.best_step < 0 and not self.expects_heartbeats
@@ -278,10 +285,11 @@ class _Supervised:
             max_restarts=self.config.max_restarts,
             without_progress=self.without_progress,
         )
+
         reason = may_restart(history)
         if reason is NoRestart.NO_PROGRESS:
             _say(
-                f"{self.without_progress} lives in a row made no progress beyond step {self.best_step}: ended "
+                f"{self.without_progress} attempts in a row made no progress beyond step {self.best_step}: ended "
                 f"with code {int(ExitCode.NO_PROGRESS)}; look at the cause of the last one: {outcome.cause}"
             )
             self._record("no_progress", step=self.best_step, cause=outcome.cause, rank=outcome.rank)
@@ -305,9 +313,9 @@ class _Supervised:
         self._record("restart", cause=cause, **where, life=self.restarts, seconds_lost=lost)
 
     def _where(self, rank: int | None) -> tuple[int | None, str | None, int | None]:
-        for beat in read_heartbeats(self.folder):
-            if beat.rank == rank:
-                return rank, beat.phase, beat.step
+        for heartbeat in read_heartbeats(self.folder):
+            if heartbeat.rank == rank:
+                return rank, heartbeat.phase, heartbeat.step
         return rank, None, None
 
     # ---- what is written down
@@ -317,18 +325,18 @@ class _Supervised:
             self.journal.record(event, **fields)
 
     def _keep(self, text: str) -> Path | None:
-        """Put the message beside the journal."""
+        """Write the message next to the journal; None if that fails."""
         if self.journal is None or not self.journal.path.parent.is_dir():
             return None
         path = self.journal.path.with_name(f"hang-{datetime.now(UTC):%Y%m%dT%H%M%S}.txt")
         try:
             path.write_text(text, encoding="utf-8")
-        except OSError:  # a full disk: the message is printed whole
+        except OSError:  # a full disk: the whole message is printed
             return None
         return path
 
     def _seconds_lost(self) -> float:
-        """Since the newest save of this life, or since it began."""
+        """Since the newest save of this attempt, or since it began."""
         lost = time.monotonic() - self.began
         for event in self._events("save"):
             with contextlib.suppress(ValueError, TypeError, KeyError):

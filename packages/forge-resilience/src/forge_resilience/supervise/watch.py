@@ -10,7 +10,7 @@ from typing import Literal
 
 from forge_resilience._shared.fields import Checked, field
 from forge_resilience._shared.problems import Problem
-from forge_resilience.heartbeat import Beat
+from forge_resilience.heartbeat import HeartbeatRecord
 
 __all__ = ["Late", "Watch", "WatchConfig"]
 
@@ -29,7 +29,7 @@ class WatchConfig(Checked):
     action: Literal["off", "report", "restart"] = field(
         "report",
         "of the process that starts the ranks when one is late: restart kills them and starts them again, as it does "
-        "after a crash; report prints where each rank is, and leaves them alone",
+        "after a crash; report prints where each rank is, and leaves them running",
     )
     step_seconds: float = field(900.0, "limit of a step, and of the wait for its data; 0: none")
     first_step_seconds: float = field(
@@ -102,7 +102,7 @@ class Late:
 
 @dataclass
 class _Seen:
-    """What the watcher knows of one rank."""
+    """The entries of one rank that the watcher has seen."""
 
     entries: tuple[int, int] = (-1, -1)  # process start, number
     seconds: float = 0.0
@@ -117,8 +117,8 @@ class Watch:
         late = watch.look(read_heartbeats(folder), {0, 1, 2, 3})     # every half second
 
     Only the time between looks counts, and of a long one two seconds, so a suspended laptop, a stopped
-    supervisor or a jump of the clock makes nobody late. A rank without a file is in its start, but while no rank
-    has one the program may write none: then nobody is late, unless `expects_heartbeats`. Reported once, a rank is
+    supervisor or a jump of the clock makes no rank late. A rank without a file is in its start, but while no rank
+    has one the program may write none: then no rank is late, unless `expects_heartbeats`. Reported once, a rank is
     late again after its next entry.
     """
 
@@ -135,13 +135,13 @@ class Watch:
         self._last: float | None = None
 
     def look(
-        self, beats: Iterable[Beat], running: Iterable[int], paused: bool = False
+        self, heartbeats: Iterable[HeartbeatRecord], running: Iterable[int], paused: bool = False
     ) -> Late | None:
         """The rank of `running` that is furthest beyond its limit; None. `paused` (a debugger) lets no time pass."""
         now = self._clock()
         passed = 0.0 if self._last is None or paused else min(now - self._last, _MOST_SECONDS)
         self._last = now
-        known = {beat.rank: beat for beat in beats}
+        known = {heartbeat.rank: heartbeat for heartbeat in heartbeats}
         self._sees_heartbeats |= bool(known)
         late = [self._judge(rank, known.get(rank), passed) for rank in running]
         found = [one for one in late if one is not None]
@@ -151,31 +151,39 @@ class Watch:
         """Seconds since the last entry of each rank, as the watcher counts them."""
         return {rank: seen.seconds for rank, seen in self._seen.items()}
 
-    def _judge(self, rank: int, beat: Beat | None, passed: float) -> Late | None:
+    def _judge(self, rank: int, heartbeat: HeartbeatRecord | None, passed: float) -> Late | None:
         seen = self._seen.setdefault(rank, _Seen())
-        entries = (0, 0) if beat is None else (beat.process_start, beat.entries)
+        entries = (0, 0) if heartbeat is None else (heartbeat.process_start, heartbeat.entries)
         seen.seconds = 0.0 if entries != seen.entries else seen.seconds + passed
         seen.entries = entries
-        if beat is None:
+        if heartbeat is None:
             if not self._sees_heartbeats:
                 return None
             return self._beyond(rank, "start", None, seen.seconds, self._config.limit("start"))
-        limit = self._config.limit(beat.phase, first_step=beat.steps <= 1)
-        late = self._beyond(rank, beat.phase, beat.step, seen.seconds, limit)
-        return late or self._judge_background(seen, beat, passed)
+        limit = self._config.limit(heartbeat.phase, first_step=heartbeat.steps <= 1)
+        late = self._beyond(rank, heartbeat.phase, heartbeat.step, seen.seconds, limit)
+        return late or self._judge_background(seen, heartbeat, passed)
 
-    def _judge_background(self, seen: _Seen, beat: Beat, passed: float) -> Late | None:
-        began = beat.background_entries if beat.background else -1
+    def _judge_background(
+        self, seen: _Seen, heartbeat: HeartbeatRecord, passed: float
+    ) -> Late | None:
+        began = heartbeat.background_entries if heartbeat.background else -1
         seen.background_seconds = (
             0.0 if began != seen.background else seen.background_seconds + passed
         )
         seen.background = began
         if began < 0:
             return None
-        phase = f"{beat.background} in the background"
-        limit = self._config.limits.get(beat.background, self._config.other_seconds)
+
+        phase = f"{heartbeat.background} in the background"
+        limit = self._config.limits.get(heartbeat.background, self._config.other_seconds)
         return self._beyond(
-            beat.rank, phase, beat.step, seen.background_seconds, limit or float("inf"), began
+            heartbeat.rank,
+            phase,
+            heartbeat.step,
+            seen.background_seconds,
+            limit or float("inf"),
+            began,
         )
 
     def _beyond(
