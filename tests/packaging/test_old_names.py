@@ -51,6 +51,22 @@ IMPORTS = {
     "data": """
         from forge_data.phases import Stretch
         """,
+    "resilience": """
+        from forge_resilience.background_sink import BackgroundSink
+        from forge_resilience.chaos import Striker
+        from forge_resilience.chaos.processes import PROCESS_KINDS
+        from forge_resilience.goodput import read_ledger
+        from forge_resilience.health import exclude_nodes
+        from forge_resilience.health.config import HealthConfig
+        from forge_resilience.health.exclude import broken_nodes
+        from forge_resilience.heartbeat import Beat
+        from forge_resilience.local_workers import Outcome
+        from forge_resilience.nonfinite import nonfinite
+        from forge_resilience.policy import Outcome
+        from forge_resilience.slurm.commands import Queue
+        from forge_resilience.supervise.lives import supervise
+        from forge_resilience.supervise.place import NodeSlot
+        """,
     "train": """
         from forge_train import evaluate_run
         from forge_train import extract_run
@@ -78,7 +94,7 @@ def test_each_old_import_shows_one_warning(package: str, tmp_path: Path) -> None
 @pytest.mark.lane("test")
 def test_each_table_of_old_names_has_the_same_end() -> None:
     tables = sorted(ROOT.glob("*/*/src/*/_renamed.py"))
-    assert len(tables) == 5
+    assert len(tables) == 6
     for table in tables:
         first = table.read_text().split("\n")[0]
         assert first.endswith('until 0.3.0 with a DeprecationWarning."""'), table

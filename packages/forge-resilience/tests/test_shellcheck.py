@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import forge_resilience.slurm
 from forge_resilience.slurm import JobFacts, SlurmConfig, batch_script, interactive_commands
 
 _ALL: dict[str, Any] = {
@@ -45,3 +46,9 @@ def test_no_script_gives_shellcheck_anything_to_say(
             capture_output=True, text=True,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout
+
+
+def test_the_sections_of_the_batch_script_are_one_valid_script() -> None:
+    path = Path(forge_resilience.slurm.__file__).with_name("batch.sh")
+    done = subprocess.run(["shellcheck", "--severity=style", path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout

@@ -374,13 +374,13 @@ def test_a_stop_between_two_lives(tmp_path):
 
 
 def test_F185_a_stop_after_the_last_rank_has_crashed_is_not_lost(tmp_path, monkeypatch):
-    ended = local_workers._Job._ended
+    ended = local_workers._Job._handle_end
 
     def then_stop(job, rank, code):
         ended(job, rank, code)
         os.kill(os.getpid(), signal.SIGUSR1)
 
-    monkeypatch.setattr(local_workers._Job, "_ended", then_stop)
+    monkeypatch.setattr(local_workers._Job, "_handle_end", then_stop)
     assert supervise(["false"], 1, journal=tmp_path / "events.jsonl") == 1
     assert list(read_events(tmp_path / "events.jsonl")) == []  # it was not started again
 

@@ -44,7 +44,7 @@ class Vote:
 
     def __post_init__(self) -> None:
         values = {"stop": self.stop, "fault": self.fault, "saved": self.saved}
-        values["digest"] = _bits(self.digest)
+        values["digest"] = _digest_bits(self.digest)
         for name, value in values.items():
             object.__setattr__(self, name, _int64(name, value))
         object.__setattr__(self, "save", bool(self.save))
@@ -180,12 +180,12 @@ class PendingDecision:
     def __init__(self, group: Any, vote: Vote) -> None:
         self._work: Any = None
         if group is None:
-            self._votes: Any = [_row(vote)]
+            self._votes: Any = [_vote_to_integers(vote)]
             return
         import torch
         import torch.distributed as dist
 
-        own = torch.tensor(_row(vote), dtype=torch.int64)
+        own = torch.tensor(_vote_to_integers(vote), dtype=torch.int64)
         self._votes = torch.empty(dist.get_world_size(group), len(own), dtype=torch.int64)
         self._work = dist.all_gather(list(self._votes), own, group=group, async_op=True)
 
@@ -194,29 +194,30 @@ class PendingDecision:
         if self._work is not None:
             self._work.wait()
             self._votes, self._work = self._votes.tolist(), None
-        return Decision(tuple(_vote(row) for row in self._votes))
+        return Decision(tuple(_vote_from_integers(row) for row in self._votes))
 
 
-def _row(vote: Vote) -> tuple[int, ...]:
+def _vote_to_integers(vote: Vote) -> tuple[int, ...]:
     """A vote as integers; of the count its bits."""
     (count,) = struct.unpack("<q", struct.pack("<d", vote.count))
     return vote.stop, vote.save, vote.fault, int(vote.digest), count, vote.saved, *vote.counts
 
 
-def _vote(row: Sequence[int]) -> Vote:
+def _vote_from_integers(row: Sequence[int]) -> Vote:
+    """The inverse of `_vote_to_integers`."""
     stop, save, fault, digest, bits, saved, *counts = map(int, row)
     (count,) = struct.unpack("<d", struct.pack("<q", bits))
     return Vote(stop, bool(save), fault, digest, count, saved, tuple(counts))
 
 
-def _bits(digest: int | str) -> int:
+def _digest_bits(digest: int | str) -> int:
     """The signed integer of a digest's 64 bits."""
     if isinstance(digest, str):
         if not re.fullmatch("[0-9a-fA-F]{16}", digest):
             rule = "must be 16 hex digits or an integer"
             raise invalid("digest", "format", digest, rule, "use Batch.digest")
         digest = int(digest, 16)
-    value = _whole("digest", digest)
+    value = _integer("digest", digest)
     return value - 2**64 if 2**63 <= value < 2**64 else value
 
 
@@ -232,14 +233,14 @@ def _finite(name: str, value: Any) -> float:
 
 
 def _int64(name: str, value: Any) -> int:
-    value = _whole(name, value)
+    value = _integer(name, value)
     if value not in _INT64:
         rule = "must fit a signed integer of 64 bits"
         raise invalid(name, "range", value, rule, "use a smaller number")
     return value
 
 
-def _whole(name: str, value: Any) -> int:
+def _integer(name: str, value: Any) -> int:
     try:
         return operator.index(value)
     except TypeError:

@@ -171,6 +171,7 @@ class _Follower:
         self._send_new()
 
     def _send_new(self) -> None:
+        """Send alerts for the events after `offset`, and store the new offset."""
         new: list[tuple[Any, int]] = []
         with contextlib.suppress(
             OSError, ValueError
@@ -187,6 +188,7 @@ class _Follower:
                 write_file(self.state, str(end))
 
     def _send(self, event: dict[str, Any], is_last: bool) -> None:
+        """Send one alert by command and webhook; a failure is an event."""
         text = sentence(self.journal.parent, event)
         if is_last:
             text += f" (more events of this kind are in {self.journal.name} only)"
@@ -224,6 +226,7 @@ class _Follower:
         return limit if self.deadline is None else min(limit, max(0.0, self.deadline - time.monotonic()))  # fmt: skip
 
     def _run_command(self, command: str, text: str, event: dict[str, Any]) -> str:
+        """Run the user's command; the problem, or ""."""
         process = subprocess.Popen(
             [*shlex.split(command), text],
             stdin=subprocess.PIPE,
@@ -240,6 +243,7 @@ class _Follower:
         return f"ended with code {process.returncode}" if process.returncode else ""
 
     def _post(self, webhook: str, text: str, event: dict[str, Any]) -> str:
+        """POST to the webhook; the problem, or ""."""
         url = os.environ.get(webhook[1:], "") if webhook.startswith("$") else webhook
         if not url:
             return f"the variable {webhook[1:]} is not set"

@@ -132,6 +132,7 @@ class _Reader:
         self.lives = self.losses = self.stops = self.first = self.step = 0
 
     def read(self, event: Mapping[str, Any]) -> None:
+        """Take one event."""
         event = _typed(event)
         name, now = event.get("event"), event.get("time")
         if now is None:
@@ -142,7 +143,7 @@ class _Reader:
         if self.at is None:
             return
 
-        seconds = _number(event.get("seconds"))
+        seconds = _seconds(event.get("seconds"))
         if not self.gap:
             self.sign = max(self.sign, now)
             self.step = max(self.step, event.get("step", 0))
@@ -157,7 +158,7 @@ class _Reader:
                 self.last_save = None
         elif name == "hang":
             self.interrupt("hung", now, seconds)
-            self.lose()
+            self.count_loss()
 
         elif name == "rollback":
             self.add("steps", now)
@@ -180,6 +181,7 @@ class _Reader:
             self.captured.setdefault(event["step"], now - round(1000 * seconds))
 
     def begin_life(self, event: Mapping[str, Any], now: int) -> None:
+        """Take a `start` or `resume`: close the attempt before, and open a new one."""
         began = min(event.get("began", now), now)
         reached, lost = _typed(event.get("reached", {})), self.gap in ("", "down")
         if self.at is None:
@@ -188,7 +190,7 @@ class _Reader:
             if not self.gap:  # the attempt before left without a word
                 sign = max(self.sign, reached.get("time", 0))
                 self.add("steps", min(sign, began))
-                self.lose()
+                self.count_loss()
             self.add(self.gap, began)
 
         self.gap, self.lives = "", self.lives + 1
@@ -196,14 +198,15 @@ class _Reader:
         step = event.get("step", 0)
         if self.lives == 1:
             self.first = step
-        self.add("start", now - round(1000 * _number(event.get("seconds"))))
+        self.add("start", now - round(1000 * _seconds(event.get("seconds"))))
         self.add("load", now)
 
         if lost or step < self.step:
             self.undo(step)
         self.step, self.sign = step, now
 
-    def lose(self) -> None:
+    def count_loss(self) -> None:
+        """Count the end of the attempt as a crash or hang."""
         if not self.gap:
             self.losses += 1
             self.gap = "down"
@@ -240,6 +243,7 @@ class _Reader:
         self.spans = spans
 
     def end(self, last_sign: float | None) -> GoodputTable:
+        """Return the table after the last event."""
         if self.at is not None and not self.gap:
             self.add("steps", max(self.sign, round(1000 * (last_sign or 0))))
         return GoodputTable(
@@ -475,6 +479,7 @@ def _typed(event: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _ms(value: Any) -> int:
+    """Milliseconds since 1970 of ISO 8601 or seconds."""
     if isinstance(value, int | float):
         return round(1000 * value)
     found = datetime.fromisoformat(value)
@@ -483,7 +488,7 @@ def _ms(value: Any) -> int:
     return round(1000 * found.timestamp())
 
 
-def _number(value: Any) -> float:
+def _seconds(value: Any) -> float:
     usable = isinstance(value, int | float) and math.isfinite(value) and value >= 0
     return float(value) if usable else 0.0
 

@@ -67,7 +67,7 @@ class Heartbeat:
         self.background("")
         self.enter("start")
         if folder is not None:
-            self._memory = _shared(Path(folder) / f"rank-{rank:05d}", self._memory)
+            self._memory = _create_shared_file(Path(folder) / f"rank-{rank:05d}", self._memory)
             _open_heartbeats.add(self)
 
     @staticmethod
@@ -81,7 +81,7 @@ class Heartbeat:
         """
         rank = os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or "0"
         folder = os.environ.get(FOLDER) if rank.isdecimal() else None
-        return _of_process(folder, int(rank) if folder else 0, os.getpid())
+        return _heartbeat_of_process(folder, int(rank) if folder else 0, os.getpid())
 
     def enter(self, phase: str, step: int | None = None) -> None:
         """The main loop enters `phase`, in `step` (without one, still that of the entry before)."""
@@ -130,14 +130,15 @@ def read_heartbeats(folder: str | os.PathLike[str]) -> list[HeartbeatRecord]:
     A rank without a file is still in its start. Cost: one read of 512 bytes a rank.
     """
     paths = files_named(user_path(folder), "rank-")
-    heartbeats = (_read(path) for path in paths if len(path.name) == len("rank-00000"))
+    heartbeats = (_read_record(path) for path in paths if len(path.name) == len("rank-00000"))
     return sorted(
         (heartbeat for heartbeat in heartbeats if heartbeat is not None),
         key=lambda heartbeat: heartbeat.rank,
     )
 
 
-def _read(path: Path) -> HeartbeatRecord | None:
+def _read_record(path: Path) -> HeartbeatRecord | None:
+    """Read a heartbeat file; None if it is missing or invalid."""
     for _ in range(_TRIES):  # twice overtaken in a row by the writer is rare enough
         try:
             data = read_regular(path, _SIZE)
@@ -178,7 +179,7 @@ def _newest(data: bytes, at: int) -> tuple[int, float, int, int, str] | None:
     return max(whole, default=None)
 
 
-def _shared(path: Path, content: bytes | bytearray | mmap.mmap) -> mmap.mmap:
+def _create_shared_file(path: Path, content: bytes | bytearray | mmap.mmap) -> mmap.mmap:
     """`content` as a new file in memory shared with its readers; a file of an earlier attempt is replaced in one step."""
     path.parent.mkdir(parents=True, exist_ok=True)
     new = path.with_name(f".{path.name}.{os.getpid()}")
@@ -203,7 +204,8 @@ def _encode(name: str) -> bytes:
 
 
 @functools.cache
-def _of_process(folder: str | None, rank: int, pid: int) -> Heartbeat:
+def _heartbeat_of_process(folder: str | None, rank: int, pid: int) -> Heartbeat:
+    """The heartbeat of this process, made once; private memory without a folder."""
     owner = os.environ.get(_OWNER)
     if not folder or (owner is not None and owner != str(pid)):
         return Heartbeat(None, rank)
@@ -219,6 +221,7 @@ def _of_process(folder: str | None, rank: int, pid: int) -> Heartbeat:
 
 
 def _dump_stacks_on_signal(path: Path) -> None:
+    """Let SIGUSR2 write the stacks of all threads, unless the program handles it."""
     if hasattr(faulthandler, "register") and signal.getsignal(signal.SIGUSR2) == signal.SIG_DFL:
         faulthandler.register(signal.SIGUSR2, file=_keep_open(path), all_threads=True)
 
@@ -232,13 +235,13 @@ def _keep_open(path: Path) -> IO[bytes]:
 _open_heartbeats: weakref.WeakSet[Heartbeat] = weakref.WeakSet()
 
 
-def _leave_to_parent() -> None:
+def _detach_in_child() -> None:
     """In a forked child: what it writes from here on is its own."""
     for heartbeat in _open_heartbeats:
         heartbeat._memory = bytearray(heartbeat._memory)
     _open_heartbeats.clear()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+os.register_at_fork(after_in_child=_detach_in_child)
 
 __getattr__ = renamed(__name__)

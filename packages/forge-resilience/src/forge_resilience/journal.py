@@ -49,6 +49,7 @@ class Journal:
             self._warn_once(error)
 
     def _warn_once(self, error: Exception) -> None:
+        """Print the first error on stderr."""
         if self._warned:
             return
         self._warned = True

@@ -105,11 +105,13 @@ def run_workers(
     events: Events = queue.SimpleQueue()
 
     with _forwarding(events):
-        workers = _start(list(command), environs, store)
+        workers = _start_workers(list(command), environs, store)
 
         for rank, worker in enumerate(workers):
-            threading.Thread(target=_wait, args=(rank, worker, events), daemon=True).start()
-        ranks = [_rank(environ, number) for number, environ in enumerate(environs)]
+            threading.Thread(
+                target=_wait_for_worker, args=(rank, worker, events), daemon=True
+            ).start()
+        ranks = [_rank_of(environ, number) for number, environ in enumerate(environs)]
         job = _Job(
             workers=workers,
             ranks=ranks,
@@ -149,37 +151,39 @@ class _Job:
         """Follow the events until every worker has ended, or cannot be ended."""
         while self.left:
             try:
-                number, value = self.events.get(timeout=self._timeout())
+                number, value = self.events.get(timeout=self._seconds_to_next_action())
             except queue.Empty:
                 if self.next_at is not None and time.monotonic() >= self.next_at:
                     if self.killed:
-                        self._report(self.left, "cannot be killed and is left behind")
+                        self._print_line_for(self.left, "cannot be killed and is left behind")
                         break
                     within = f"within {self.grace_seconds:g} s of {self.last_signal}"
-                    self._report(self.left, f"did not end {within}: killed")
+                    self._print_line_for(self.left, f"did not end {within}: killed")
                     self._kill()
                 elif self.look is not None and self.failed is None and not self.killed:
-                    self._look(self.look)
+                    self._call_look(self.look)
                 continue
 
             if number is None:
                 self._forward(value)
             else:
-                self._ended(number, value)
+                self._handle_end(number, value)
 
-    def _timeout(self) -> float | None:
+    def _seconds_to_next_action(self) -> float | None:
         left = None if self.next_at is None else max(0.0, self.next_at - time.monotonic())
         if self.look is None:
             return left
         return self.look_seconds if left is None else min(left, self.look_seconds)
 
-    def _look(self, look: Look) -> None:
+    def _call_look(self, look: Look) -> None:
+        """Call `look`, and kill the workers if it returns a cause."""
         running = {self.ranks[number]: self.workers[number].pid for number in self.left}
         self.hung = look(running, {self.ranks[n]: code for n, code in self.codes.items()})
         if self.hung:
             self._kill()
 
     def _forward(self, number: int) -> None:
+        """Send a signal of the caller to the workers."""
         if self.parent is not None and os.getppid() != self.parent:
             self.next_at = time.monotonic() + self.grace_seconds  # no other process will end them
         self.forwarded.add(number)
@@ -190,7 +194,8 @@ class _Job:
         self._send(signal.SIGKILL)
         self.killed, self.next_at = True, time.monotonic() + _KILL_SECONDS
 
-    def _ended(self, rank: int, code: int) -> None:
+    def _handle_end(self, rank: int, code: int) -> None:
+        """Record the end of a worker; the first failure stops the others."""
         self.left.remove(rank)
         self.codes[rank] = code
         if -code in _SIGNALS and self.failed is None and not self.killed:
@@ -206,7 +211,7 @@ class _Job:
         self.failed = rank
         self.next_at = time.monotonic() + self.grace_seconds
         rest = f"; stopping the other {len(self.left)}" if self.left else ""
-        self._report([rank], _cause(code) + rest)
+        self._print_line_for([rank], _describe_end(code) + rest)
         self.last_signal = signal.SIGTERM.name
         self._send(signal.SIGTERM)
 
@@ -227,7 +232,7 @@ class _Job:
         """Whether it died by a forwarded signal, because it had no handler yet: a requested stop."""
         return code < 0 and -code in self.forwarded
 
-    def _report(self, ranks: list[int], what: str) -> None:
+    def _print_line_for(self, ranks: list[int], what: str) -> None:
         for rank in ranks:
             line = f"rank {self.ranks[rank]} (pid {self.workers[rank].pid}) {what}"
             with contextlib.suppress(OSError):  # a terminal that is gone
@@ -258,25 +263,28 @@ class _Job:
         for number, ended in self.codes.items():
             if ended > 1 and ended != ExitCode.REQUEUE:
                 if number != self.failed:
-                    self._report([number], f"{_cause(ended)}, which is the job's")
+                    self._print_line_for([number], f"{_describe_end(ended)}, which is the job's")
                 code, cause = ended, number
                 break
-        return ExitStatus(code, _cause(self.codes[cause]), self.ranks[cause], requested, left)
+        return ExitStatus(
+            code, _describe_end(self.codes[cause]), self.ranks[cause], requested, left
+        )
 
 
-def _cause(code: int) -> str:
+def _describe_end(code: int) -> str:
+    """The end of a worker in words, from its exit code."""
     if code > 0:
         return f"ended with code {code}"
     hint = " (out of memory?)" if -code == signal.SIGKILL else ""
     return f"died by {signal.Signals(-code).name}{hint}"
 
 
-def _rank(environ: Environ, number: int) -> int:
+def _rank_of(environ: Environ, number: int) -> int:
     text = environ.get("RANK", "")
     return int(text) if text.isdecimal() else number
 
 
-def _wait(rank: int, worker: subprocess.Popen[bytes], events: Events) -> None:
+def _wait_for_worker(rank: int, worker: subprocess.Popen[bytes], events: Events) -> None:
     events.put((rank, worker.wait()))
 
 
@@ -325,9 +333,10 @@ def local_ranks(
         yield environs, listening
 
 
-def _start(
+def _start_workers(
     command: list[str], environs: Sequence[Environ], store: socket.socket | None
 ) -> list[subprocess.Popen[bytes]]:
+    """Start a process per environment; all are killed if one cannot start."""
     workers: list[subprocess.Popen[bytes]] = []
     try:
         for number, environ in enumerate(environs):
@@ -367,6 +376,7 @@ def _shared_environ(environ: Environ, nproc: int, port: int) -> dict[str, str]:
 
 
 def _cores() -> int:
+    """Cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):  # the cores that a Slurm step or a container grants
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -95,19 +95,19 @@ class BackgroundSink:
         """The thread: it answers flushes and drains the queue also when the sink is off."""
         while (item := self._queue.get()) is not None:
             if isinstance(item, threading.Event):
-                self._call("flush")
+                self._call_if_present("flush")
                 item.set()
             elif isinstance(item, _Reopen):
-                self._call("close")
+                self._call_if_present("close")
                 self._sink = None
                 with self._off_on_error():
                     self._sink = item.open()
             elif self._sink is not None:
                 with self._off_on_error():
                     self._sink.write(item)
-        self._call("close")
+        self._call_if_present("close")
 
-    def _call(self, method: str) -> None:
+    def _call_if_present(self, method: str) -> None:
         """Call a method of the sink, if it is on and has it."""
         function = getattr(self._sink, method, None)
         if function is not None:

@@ -64,11 +64,11 @@ class Mismatch:
         return self.kind == "memory" or len(self.ranks) < len(self.copies)
 
     def __str__(self) -> str:
-        who = _names(self.ranks)
+        who = _name_ranks(self.ranks)
         if self.kind == "memory":
             return f"{self.tensor} of {who} changed in memory while nothing wrote to it"
         if self.is_known:
-            return f"{self.tensor} of {who} differs from the other copies on {_names(self.copies)}"
+            return f"{self.tensor} of {who} differs from the other copies on {_name_ranks(self.copies)}"
         return f"{self.tensor} differs between {who}, and no majority says which is wrong"
 
 
@@ -125,7 +125,7 @@ class ReplicaCheck:
         """What differs now between copies, or from what was sealed; the same on every rank. Collective."""
         sums = self._sums(tensors)
         before = {key: value for key, value in self._sealed.items() if key in sums}
-        read = _on_host([*sums.values(), *before.values()])
+        read = _read_on_host([*sums.values(), *before.values()])
         now, then = dict(zip(sums, read)), dict(zip(before, read[len(sums) :]))
 
         sets: dict[str, dict[str, int]] = {}
@@ -155,7 +155,7 @@ class ReplicaCheck:
             details = self._agreement.exchange({c: sets[c] for c in different if c in sets})
             for copies in different:
                 held = {r: row[copies] for r, row in zip(ranks, details) if copies in row}
-                found += _odd_ones(held)
+                found += _differing_tensors(held)
         return found
 
     def _ranks(self, count: int) -> Sequence[int]:
@@ -309,7 +309,7 @@ def _plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor
 
 
-def _on_host(values: Sequence[Tensor]) -> list[int]:
+def _read_on_host(values: Sequence[Tensor]) -> list[int]:
     """Read 0-dim checksums: one sync per device."""
     import torch
 
@@ -321,11 +321,12 @@ def _on_host(values: Sequence[Tensor]) -> list[int]:
 
 
 def _digest(value: Mapping[str, int] | Sequence[int]) -> str:
+    """64-bit digest of checksums by name, or of ranks."""
     items = sorted(value.items()) if isinstance(value, Mapping) else list(value)
     return hashlib.blake2b(repr(items).encode(), digest_size=8).hexdigest()
 
 
-def _odd_ones(held: Mapping[int, Mapping[str, int]]) -> Iterator[Mismatch]:
+def _differing_tensors(held: Mapping[int, Mapping[str, int]]) -> Iterator[Mismatch]:
     """The tensors of which copies differ; `held` is rank -> name -> checksum."""
     for name in dict.fromkeys(name for sums in held.values() for name in sums):
         values = {rank: sums.get(name) for rank, sums in held.items()}
@@ -371,5 +372,5 @@ def mismatch_lines(
     return lines
 
 
-def _names(ranks: Sequence[int]) -> str:
+def _name_ranks(ranks: Sequence[int]) -> str:
     return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

@@ -203,7 +203,7 @@ class WandbSink:
         quiet: Any = dict.fromkeys(("silent", "disable_git", "disable_code"), True)
         given: dict[str, Any] = {"project": project, "entity": entity, "group": group, "tags": tags}
         given["name"] = name or directory.resolve().name
-        given["id"] = id or _kept(directory / "wandb.id", partial(secrets.token_hex, 4))
+        given["id"] = id or _stored_id(directory / "wandb.id", partial(secrets.token_hex, 4))
         given["settings"] = wandb.Settings(console="off", finish_timeout=_FINISH_SECONDS, **quiet)
         given["reinit"] = "create_new"  # a run of the caller's own stays the current one
         self._run = wandb.init(**given, mode=mode, dir=directory, resume="allow")
@@ -263,7 +263,7 @@ class MlflowSink:
             called = run_name or directory.resolve().name
             return str(self._client.create_run(number, run_name=called, tags=tags).info.run_id)
 
-        self._id = _kept(directory / "mlflow.id", create)
+        self._id = _stored_id(directory / "mlflow.id", create)
         try:
             self._client.update_run(self._id, status="RUNNING")
         except MlflowException as error:
@@ -286,7 +286,7 @@ class MlflowSink:
         self._last = step
         # last, as it says in the next attempt that all of the row is there
         values = {**scalars(row), "step": step}
-        metrics = [Metric(_name(key), float(v), now, step) for key, v in values.items()]
+        metrics = [Metric(_mlflow_name(key), float(v), now, step) for key, v in values.items()]
         for chunk in _chunks(metrics, _METRICS):
             self._client.log_batch(self._id, metrics=chunk)
 
@@ -297,13 +297,13 @@ class MlflowSink:
     def _send_params(self, config: Mapping[str, Any], known: Mapping[str, str]) -> None:
         from mlflow.entities import Param
 
-        values = {_name(key): str(value)[:_CHARACTERS] for key, value in flatten(config)}
+        values = {_mlflow_name(key): str(value)[:_CHARACTERS] for key, value in flatten(config)}
         params = [Param(key, value) for key, value in values.items() if key not in known]
         for chunk in _chunks(params, _PARAMS):
             self._client.log_batch(self._id, params=chunk)
 
 
-def _kept(path: Path, make: Callable[[], str]) -> str:
+def _stored_id(path: Path, make: Callable[[], str]) -> str:
     """The id in a file, which the first attempt writes; an empty file has none."""
     kept = path.read_text(encoding="utf-8").strip() if path.exists() else ""
     if not kept:
@@ -312,7 +312,7 @@ def _kept(path: Path, make: Callable[[], str]) -> str:
     return kept
 
 
-def _name(key: str) -> str:
+def _mlflow_name(key: str) -> str:
     """A name that MLflow takes."""
     return re.sub(r"[^\w\-. :/]", "_", key)
 

@@ -116,9 +116,12 @@ class StopSignal:
             return
         self._first = number
         if self.announce and os.getpid() == self._process:
-            self._say(f"{self.name_of(number)}: saving after this step, then leaving\n".encode())
+            self._write_to_stderr(
+                f"{self.name_of(number)}: saving after this step, then leaving\n".encode()
+            )
 
-    def _say(self, line: bytes) -> None:
+    def _write_to_stderr(self, line: bytes) -> None:
+        """Write to descriptor 2, if it is still the stderr of the start and has room."""
         with contextlib.suppress(OSError):  # the reader of stderr may be gone
             # A closed descriptor 2 is given to the next file that is opened, which may be a checkpoint.
             if self._stderr is None or _stderr_file() != self._stderr:

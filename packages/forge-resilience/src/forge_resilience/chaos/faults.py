@@ -37,11 +37,11 @@ def send(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def _to_rank(number: int) -> ProcessKind:
+def _signal_rank(number: int) -> ProcessKind:
     return ProcessKind(lambda launcher, pids, rank, seed: send(pids[rank], number))
 
 
-def _to_launcher(number: int) -> ProcessKind:
+def _signal_launcher(number: int) -> ProcessKind:
     return ProcessKind(lambda launcher, pids, rank, seed: send(launcher, number))
 
 
@@ -87,20 +87,20 @@ def _storm(launcher: int, pids: _Pids, rank: int, seed: int) -> None:
 
 #: Faults of processes by name. "rank" is drawn by the schedule, "launcher" is the command itself.
 PROCESS_KINDS: dict[str, ProcessKind] = {
-    "kill_rank": _to_rank(signal.SIGKILL),
+    "kill_rank": _signal_rank(signal.SIGKILL),
     "kill_all": ProcessKind(_kill_all),
-    "kill_launcher": _to_launcher(signal.SIGKILL),
-    "segfault": _to_rank(signal.SIGSEGV),
-    "abort": _to_rank(signal.SIGABRT),
+    "kill_launcher": _signal_launcher(signal.SIGKILL),
+    "segfault": _signal_rank(signal.SIGSEGV),
+    "abort": _signal_rank(signal.SIGABRT),
     "pause": ProcessKind(_pause, ends=False),
     "slow": ProcessKind(_slow, ends=False),
     "freeze": ProcessKind(lambda launcher, pids, rank, seed: None, stays=True),
-    "term": _to_launcher(signal.SIGTERM),
-    "term_rank": _to_rank(signal.SIGTERM),
-    "usr1": _to_launcher(signal.SIGUSR1),
-    "usr1_rank": _to_rank(signal.SIGUSR1),
-    "int": _to_launcher(signal.SIGINT),
-    "hup": _to_launcher(signal.SIGHUP),
+    "term": _signal_launcher(signal.SIGTERM),
+    "term_rank": _signal_rank(signal.SIGTERM),
+    "usr1": _signal_launcher(signal.SIGUSR1),
+    "usr1_rank": _signal_rank(signal.SIGUSR1),
+    "int": _signal_launcher(signal.SIGINT),
+    "hup": _signal_launcher(signal.SIGHUP),
     "term_then_kill": ProcessKind(_term_then_kill),
     "storm": ProcessKind(_storm),
 }

@@ -111,7 +111,7 @@ class Injector:
 
         while time.monotonic() < deadline and life.poll() is None:
             heartbeat = self._heartbeat(fault.rank)
-            now = (_phase(heartbeat, fault.phase), 0 if heartbeat is None else heartbeat.entries)
+            now = (_phase_of(heartbeat, fault.phase), 0 if heartbeat is None else heartbeat.entries)
             if now != last:
                 if last is not None and last[0] == fault.phase and fault.phase != "start":
                     self.durations[fault.phase] = time.monotonic() - begun
@@ -130,7 +130,7 @@ class Injector:
             if pid is None:  # not started yet
                 time.sleep(_POLL_SECONDS)
                 continue
-            injection = self._hit(life, fault, kind, pid, misses)
+            injection = self._inject_if_in_phase(life, fault, kind, pid, misses)
             if injection is not None:
                 return injection
             misses, entry = misses + 1, seen + 1
@@ -141,15 +141,16 @@ class Injector:
         fraction = fault.fraction / (1 + misses)
         time.sleep(fraction * min(1.0, self.durations.get(fault.phase, 0.0)))
 
-    def _hit(
+    def _inject_if_in_phase(
         self, life: Life, fault: Fault, kind: ProcessKind, pid: int, misses: int
     ) -> Injection | None:
+        """Stop the rank, and inject the fault if it is still in the phase; None for a miss."""
         send(pid, signal.SIGSTOP)
         stopped = time.monotonic() + 0.1
         while state_of(pid) not in ("T", "", "Z") and time.monotonic() < stopped:
             pass
         heartbeat = self._heartbeat(fault.rank)
-        there = state_of(pid) == "T" and _phase(heartbeat, fault.phase) == fault.phase
+        there = state_of(pid) == "T" and _phase_of(heartbeat, fault.phase) == fault.phase
         if there:
             step = None if heartbeat is None else heartbeat.step
             pids = {**life.ranks(), fault.rank: pid}
@@ -166,7 +167,7 @@ class Injector:
         )
 
 
-def _phase(heartbeat: HeartbeatRecord | None, wanted: str) -> str:
+def _phase_of(heartbeat: HeartbeatRecord | None, wanted: str) -> str:
     if heartbeat is None:
         return "start"
     if wanted == ASYNC_SAVE:
@@ -252,6 +253,7 @@ class Trial:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> CommandLife:
+        """The running attempt; a new one if there is none."""
         if self._life is None:
             shutil.rmtree(self._injector.folder, ignore_errors=True)
             self._injector.folder.mkdir()
@@ -272,12 +274,12 @@ class Trial:
             code = life.poll()
             if code == 0 or (code is None and fault.phase in FIRST):
                 return None
-            return Result(fault, None, code, problem=self._close(f"never came into phase {fault.phase}"))  # fmt: skip
+            return Result(fault, None, code, problem=self._end_with(f"never came into phase {fault.phase}"))  # fmt: skip
         if not kind.ends:
             return Result(fault, injection)
 
-        code = self._wait(life)
-        orphans = self._orphans(life)
+        code = self._wait_for_end(life)
+        orphans = self._count_orphans(life)
         problem = ""
         if code is None:
             problem = f"did not end within {self._limit:g} s"
@@ -315,31 +317,35 @@ class Trial:
             if beyond or life.poll() == 0:
                 return replace(result, recovery_seconds=round(time.monotonic() - before.time, 3))
             if life.poll() is not None:
-                return replace(result, problem=self._close(f"ended with {life.poll()} at the restart"))  # fmt: skip
+                return replace(result, problem=self._end_with(f"ended with {life.poll()} at the restart"))  # fmt: skip
             time.sleep(0.01)  # polling processes
         return replace(
-            result, problem=self._close(f"made no progress in {self._limit:g} s after the restart")
+            result,
+            problem=self._end_with(f"made no progress in {self._limit:g} s after the restart"),
         )
 
     def _finish(self) -> Result:
+        """The result of the attempt that ends undisturbed."""
         life = self._start()
-        code, nothing = self._wait(life), Fault(-1, "none", "exit", 0, 0, 0.0, 0)
+        code, nothing = self._wait_for_end(life), Fault(-1, "none", "exit", 0, 0, 0.0, 0)
         problem = "" if code == 0 else f"ended with {code} undisturbed"
-        return Result(nothing, None, code, self._orphans(life), problem=problem)
+        return Result(nothing, None, code, self._count_orphans(life), problem=problem)
 
-    def _wait(self, life: CommandLife) -> int | None:
+    def _wait_for_end(self, life: CommandLife) -> int | None:
         deadline = time.monotonic() + self._limit
         while life.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)  # polling a process
         return life.poll()
 
-    def _orphans(self, life: CommandLife) -> int:
+    def _count_orphans(self, life: CommandLife) -> int:
+        """Processes of the attempt that outlive its command."""
         deadline = time.monotonic() + _ORPHAN_SECONDS
         while (living := life.living()) and time.monotonic() < deadline:
             time.sleep(0.02)  # polling processes
         return len(living)
 
-    def _close(self, problem: str) -> str:
+    def _end_with(self, problem: str) -> str:
+        """End the attempt and return its problem."""
         self._end()
         return problem
 

@@ -113,8 +113,8 @@ class HealthCheck:
             return [RankFinding(n, self._nodes.get(n, ""), live) for n in late]
 
         self._count += 1
-        own = [f.as_dict() for f in self._local() if f.state != OK]
-        token = self._token() if rank == 0 else None
+        own = [f.as_dict() for f in self._probe_this_rank() if f.state != OK]
+        token = self._write_token() if rank == 0 else None
 
         name = self._agreement.exchange(token)[0]
         now = time.time()  # all leave an exchange at about the same moment
@@ -126,7 +126,7 @@ class HealthCheck:
         if token is not None:
             with contextlib.suppress(OSError):
                 Path(self._folder, token).unlink()
-        return _report(self._folder, rows)
+        return _findings_of_all_ranks(self._folder, rows)
 
     def nodes_at_fault(self, found: Sequence[RankFinding]) -> list[str]:
         """Nodes with something broken; none if they are more than half of all, as that has a common cause."""
@@ -149,19 +149,20 @@ class HealthCheck:
             "num_findings": len(found),
         }
 
-    def _local(self) -> list[Finding]:
+    def _probe_this_rank(self) -> list[Finding]:
+        """All probes that need no other rank."""
         nvml = self._nvml
         device, mib = self._device, self._config.memory_mib
         return [
-            _tried("computing", lambda: known_answer(device, seed=self._count)),
-            _tried("device memory", lambda: memory_patterns(device, mib)),
+            _catch_device_errors("computing", lambda: known_answer(device, seed=self._count)),
+            _catch_device_errors("device memory", lambda: memory_patterns(device, mib)),
             *([] if nvml is None else nvml.findings() if isinstance(nvml, NvmlProbe) else [nvml]),
             disk(self._folder),
             shared_memory(),
             loopback(),
         ]
 
-    def _token(self) -> str | None:
+    def _write_token(self) -> str | None:
         """A file for the others to see; None where it cannot be written, which `disk` says."""
         try:
             return write_token(self._folder)
@@ -174,7 +175,7 @@ class HealthCheck:
         return dist.get_rank(self._group) if dist.is_initialized() else 0
 
 
-def _tried(what: str, probe: Callable[[], Finding]) -> Finding:
+def _catch_device_errors(what: str, probe: Callable[[], Finding]) -> Finding:
     """The finding of a device, which may fail in the middle of a probe: an error of its memory is an exception."""
     try:
         return probe()
@@ -185,7 +186,8 @@ def _tried(what: str, probe: Callable[[], Finding]) -> Finding:
         return Finding(what, state, value, "a device must answer", DRAIN)
 
 
-def _report(folder: str, rows: list[dict[str, Any]]) -> list[RankFinding]:
+def _findings_of_all_ranks(folder: str, rows: list[dict[str, Any]]) -> list[RankFinding]:
+    """The findings of all ranks that are not ok, with those that need a comparison."""
     nodes = [row["node"] for row in rows]
     time_of = clocks([row["time"] for row in rows])
     seen = shared_folder(folder, [row["seen"] for row in rows], nodes)

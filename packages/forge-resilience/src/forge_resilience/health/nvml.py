@@ -26,7 +26,7 @@ class NvmlProbe:
 
     def __init__(self, library: Any, handle: Any) -> None:
         self._library, self._handle = library, handle
-        self._uncorrected = self._errors() or 0
+        self._uncorrected = self._uncorrected_errors() or 0
         self._events: Any = None
         with contextlib.suppress(library.NVMLError):
             events = library.nvmlEventSetCreate()
@@ -54,7 +54,7 @@ class NvmlProbe:
 
     def findings(self) -> list[Finding]:
         """One finding per thing looked at, ok ones included."""
-        return [*self._memory_errors(), *self._remapped_rows(), *self._faults(), *self._heat()]
+        return [*self._memory_errors(), *self._remapped_rows(), *self._new_faults(), *self._heat()]
 
     def _ask(self, name: str, *args: Any) -> Any:
         """The value of a query, None where this GPU or driver does not offer it."""
@@ -63,13 +63,14 @@ class NvmlProbe:
         except (AttributeError, self._library.NVMLError):
             return None
 
-    def _errors(self) -> int | None:
+    def _uncorrected_errors(self) -> int | None:
+        """Uncorrected memory errors since the driver was loaded; None if not counted."""
         library = self._library
         kind, since = library.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, library.NVML_VOLATILE_ECC
         return self._ask("nvmlDeviceGetTotalEccErrors", kind, since)
 
     def _memory_errors(self) -> Iterator[Finding]:
-        count = self._errors()
+        count = self._uncorrected_errors()
         if count is None:
             return
         new = count - self._uncorrected
@@ -91,7 +92,7 @@ class NvmlProbe:
         else:
             yield Finding("rows", OK, value)
 
-    def _faults(self) -> Iterator[Finding]:
+    def _new_faults(self) -> Iterator[Finding]:
         """XIDs since the last look."""
         seen: list[int] = []
         while self._events is not None:

@@ -98,7 +98,7 @@ def known_answer(device: torch.device | str, seed: int = 0) -> Finding:
     for dtype in dtypes:
         right += (torch.matmul(a.to(dtype), b.to(dtype)) == expected.to(dtype)).sum()
 
-    name, total = _name(device), len(dtypes) * n * n
+    name, total = _device_name(device), len(dtypes) * n * n
     if count := total - int(right):
         rule = "a product of integers must be exact"
         value = f"{name}: {count} of {total} elements of a known product are wrong"
@@ -131,7 +131,7 @@ def memory_patterns(device: torch.device | str, mib: int | None = None) -> Findi
     if device.type == "cuda":
         mib = min(mib, torch.cuda.mem_get_info(device)[0] // 2**21)
 
-    name = _name(device)
+    name = _device_name(device)
     try:  # all that is needed is taken before it is tried
         block = torch.empty(mib * _WORDS, dtype=torch.int64, device=device)
         addresses = torch.arange(_CHUNK, device=device)
@@ -162,7 +162,7 @@ def memory_patterns(device: torch.device | str, mib: int | None = None) -> Findi
     return Finding("device memory", OK, f"{name}: {mib} MiB keep five patterns")
 
 
-def _name(device: Any) -> str:
+def _device_name(device: Any) -> str:
     import torch
 
     if device.type != "cuda":

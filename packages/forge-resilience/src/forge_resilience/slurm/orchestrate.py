@@ -139,6 +139,7 @@ class _Orchestrator:
         return code
 
     def _look(self) -> int | None:
+        """`look` without the handling of a silent controller."""
         rows = self.queue.jobs(self.name)
         live = [row for row in rows if row.is_live]
         written = [
@@ -157,7 +158,7 @@ class _Orchestrator:
         if live:
             self._follow(live[0])
             return None
-        if ended := [row for row in ends if row.job > self._known.handled]:
+        if ended := [row for row in ends if row.job > self._memory.handled]:
             return self._handle_end(ended[0])
         self._submit()
         return None
@@ -166,13 +167,13 @@ class _Orchestrator:
 
     def _submit(self) -> None:
         """Submit the job; the next look sees whether Slurm accepted it."""
-        size, excluded = self._choose_size(), self._known.excluded
+        size, excluded = self._choose_size(), self._memory.excluded
         try:
             # one chain: the script counts the attempts of all jobs together
             chain = {"FORGE_CHAIN": self.name}
             job = self.queue.submit(self.script, size, self.name, excluded, chain)
         except QueueRefusal as error:
-            if not self._known.restarts:
+            if not self._memory.restarts:
                 raise
             self.report(f"{error}; trying again")  # it was accepted before: a limit of the moment
             return
@@ -183,7 +184,7 @@ class _Orchestrator:
         else the smallest size."""
         first: tuple[float, int] | None = None
         for size in self.sizes:
-            seconds = self.queue.seconds_to_start(self.script, size, self._known.excluded)
+            seconds = self.queue.seconds_to_start(self.script, size, self._memory.excluded)
             if seconds is not None and seconds <= self.config.wait_seconds:
                 return size
             if seconds is not None and (first is None or seconds < first[0] - _MINUTE):
@@ -198,6 +199,7 @@ class _Orchestrator:
     # ---- a job in the queue
 
     def _follow(self, row: JobRow) -> None:
+        """Act on the job in the queue: cancel it for a smaller size, or grow it."""
         now = time.monotonic()
         if self._seen != (row.job, row.state):
             self._seen, self._since, self._free = (row.job, row.state), now, None
@@ -221,7 +223,7 @@ class _Orchestrator:
 
     def _cancel(self, job: int, why: str) -> None:
         """Cancel a waiting job; the state remembers that its end is not the user's wish."""
-        self._update(withdrawn=(*self._known.withdrawn[-9:], job))
+        self._update(withdrawn=(*self._memory.withdrawn[-9:], job))
         self.queue.cancel(job)
         self.report(f"job {job} {why}: withdrawn", "withdraw", job=job)
 
@@ -249,7 +251,7 @@ class _Orchestrator:
 
     def _recent_resizes(self) -> tuple[float, ...]:
         """Times of the last hour's resizes."""
-        return tuple(t for t in self._known.resizes if 0 <= time.time() - t < _HOUR)
+        return tuple(t for t in self._memory.resizes if 0 <= time.time() - t < _HOUR)
 
     def _count_resize(self) -> None:
         self._update(resizes=(*self._recent_resizes(), time.time()))
@@ -259,7 +261,7 @@ class _Orchestrator:
 
     def _are_free(self, row: JobRow, nodes: int) -> bool:
         """Whether a job of `nodes` nodes next to the job's own would start at once."""
-        others = (*self._known.excluded, row.node_list)  # it may leave cores of its own nodes idle
+        others = (*self._memory.excluded, row.node_list)  # it may leave cores of its own nodes idle
         seconds = self.queue.seconds_to_start(self.script, nodes, others)
         return seconds is not None and seconds <= _NOW_SECONDS
 
@@ -267,7 +269,7 @@ class _Orchestrator:
 
     def _handle_end(self, row: JobRow) -> int | None:
         """Act on the end of a job; return None to go on, else the exit code."""
-        known = self._known
+        known = self._memory
         if row.state == "COMPLETED":
             self._update(handled=row.job)
             self.report(f"job {row.job} is done")
@@ -304,12 +306,12 @@ class _Orchestrator:
         """Nodes that made the job leave with code 71, and are not left out yet."""
         if row.code != ExitCode.HARDWARE or self.journal is None:
             return []
-        return [node for node in broken_nodes(self.journal) if node not in self._known.excluded]
+        return [node for node in broken_nodes(self.journal) if node not in self._memory.excluded]
 
     # ---- what is remembered
 
     @property
-    def _known(self) -> OrchestratorState:
+    def _memory(self) -> OrchestratorState:
         assert self.state is not None
         return self.state
 
@@ -326,7 +328,7 @@ class _Orchestrator:
             return None
 
     def _update(self, **changes: Any) -> None:
-        self._save(replace(self._known, **changes))
+        self._save(replace(self._memory, **changes))
 
     def _save(self, state: OrchestratorState) -> None:
         state.write(self.path)

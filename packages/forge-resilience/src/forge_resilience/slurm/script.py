@@ -31,7 +31,7 @@ def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -
     Raises ValueError for a time limit that leaves no time before the save. The folder of `facts.script` must exist when
     the job starts: its log and its list of attempts are written there.
     """
-    _check(config, facts)
+    _check_time_limit(config, facts)
     values = _values(config, command, facts)
     hardware = ["loop_hardware"] if _excludes_nodes(config, facts) else []
     leaves = config.on_stop == "leave"
@@ -64,7 +64,7 @@ def interactive_commands(
     The ranks get USR1 `facts.lead_seconds` before the time limit. The script is to be written to the last word of the
     command. Raises ValueError as `batch_script` does, and for arrays.
     """
-    _check(config, facts)
+    _check_time_limit(config, facts)
     if config.array:
         fix = "leave it out, or submit the job"
         raise invalid("array", "unsupported", config.array, "needs a batch job", fix)
@@ -86,7 +86,8 @@ def interactive_commands(
     return [*salloc, "bash", facts.path_of("interactive.sh")], "\n".join(lines) + "\n"
 
 
-def _check(config: SlurmConfig, facts: JobFacts) -> None:
+def _check_time_limit(config: SlurmConfig, facts: JobFacts) -> None:
+    """ValueError for a time limit that leaves no time before the save."""
     seconds = None if config.time_limit is None else seconds_of(config.time_limit)
     if seconds is not None and seconds <= facts.lead_seconds:
         rule = (
@@ -130,6 +131,7 @@ def _resources(config: SlurmConfig, facts: JobFacts) -> Iterator[tuple[str, str 
 
 
 def _directives(config: SlurmConfig, facts: JobFacts) -> Iterator[str]:
+    """The #SBATCH lines, with reasons."""
     for option, value in _resources(config, facts):
         yield directive(option, value)
     if config.array:
@@ -191,7 +193,7 @@ def _values(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -> dic
         "CHECKPOINTS": facts.checkpoints,
         "HOW": how[config.on_stop],
         "ELEMENT": '--array="$SLURM_ARRAY_TASK_ID" ' if config.array else "",
-        "COMMAND": _words(config, facts.broken_nodes) + ' "$run"',
+        "COMMAND": _bash_command(config, facts.broken_nodes) + ' "$run"',
         "FINAL": " | ".join(str(int(code)) for code in final),
         "RETRIES": config.retries,
         # whoever submits a job that leaves counts its attempts
@@ -241,11 +243,11 @@ def _srun(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -> tuple
         *([f"--cpus-per-task={cpus}"] if cpus else []),
         *map(expanded, config.srun_options),
     ]
-    words = [_words(config, command), *map(_of_element, config.array_arguments)]
+    words = [_bash_command(config, command), *map(_of_element, config.array_arguments)]
     return options, " ".join(words)
 
 
-def _words(config: SlurmConfig, command: Sequence[str]) -> str:
+def _bash_command(config: SlurmConfig, command: Sequence[str]) -> str:
     """A command as the ranks run it: in the container, quoted for bash."""
     return " ".join([*map(expanded, config.container), *map(shlex.quote, command)])
 

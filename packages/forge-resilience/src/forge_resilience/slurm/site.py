@@ -176,6 +176,7 @@ def site_text() -> str:
 
 
 def _account_lines() -> list[str]:
+    """The line of the site file for this user's account."""
     user = os.environ.get("USER", "")
     found = answer(
         "sacctmgr", "--noheader", "--parsable2", "show", "assoc", f"user={user}", "format=account"
@@ -273,10 +274,12 @@ def unseen_files(
     with ExitStack() as probes:
         for path in paths:
             os.stat(path)
-        files = [*paths, *(probes.enter_context(_probe(folder)) for folder in written)]
+        files = [*paths, *(probes.enter_context(_temporary_file(folder)) for folder in written)]
         look = ["env", "LC_ALL=C", "sh", "-c", _LOOK, "sh", *files]
-        here = _sums(subprocess.run(look, capture_output=True, text=True, check=True).stdout)
-        seen = _sums(_on_nodes(look, config, nodes, wait_seconds))
+        here = _checksums_by_node(
+            subprocess.run(look, capture_output=True, text=True, check=True).stdout
+        )
+        seen = _checksums_by_node(_run_on_nodes(look, config, nodes, wait_seconds))
 
     if len(seen) < nodes or any(len(sums) != len(files) for sums in seen.values()):
         raise NoNodes(
@@ -290,7 +293,7 @@ def unseen_files(
 
 
 @contextmanager
-def _probe(folder: str) -> Iterator[str]:
+def _temporary_file(folder: str) -> Iterator[str]:
     """A file of random content in the folder, as long as the context is open."""
     with tempfile.NamedTemporaryFile("w", dir=folder, prefix=".forge-seen-") as file:
         file.write(secrets.token_hex(16))
@@ -299,7 +302,9 @@ def _probe(folder: str) -> Iterator[str]:
         yield file.name
 
 
-def _on_nodes(command: Sequence[str], config: SlurmConfig, nodes: int, wait_seconds: int) -> str:
+def _run_on_nodes(
+    command: Sequence[str], config: SlurmConfig, nodes: int, wait_seconds: int
+) -> str:
     """Run a command on `nodes` nodes, of this job or of a new one, and return its output."""
     srun = [
         *("srun", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1"),
@@ -325,7 +330,8 @@ def _on_nodes(command: Sequence[str], config: SlurmConfig, nodes: int, wait_seco
     return done.stdout
 
 
-def _sums(output: str) -> dict[str, list[str]]:
+def _checksums_by_node(output: str) -> dict[str, list[str]]:
+    """Node -> checksums of files, from the output of `_LOOK`."""
     seen: dict[str, list[str]] = {}
     for line in output.splitlines():
         node, bar, found = line.partition("|")

@@ -103,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _limits(text: str) -> dict[str, float]:
+    """Parse PHASE=SECONDS,..."""
     try:
         pairs = [part.split("=") for part in text.split(",")]
         limits = {phase: float(seconds) for phase, seconds in pairs}

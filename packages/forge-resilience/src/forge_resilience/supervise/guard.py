@@ -57,7 +57,7 @@ def run_guarded(run: Callable[[int | None], int], grace_seconds: float = 10.0) -
 
     for number in _SIGNALS:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, lambda received, _: _send(pid, received))
+            signal.signal(number, lambda received, _: _send_signal(pid, received))
     signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -78,6 +78,6 @@ def run_guarded(run: Callable[[int | None], int], grace_seconds: float = 10.0) -
     return ExitCode.ERROR
 
 
-def _send(pid: int, number: int) -> None:
+def _send_signal(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)

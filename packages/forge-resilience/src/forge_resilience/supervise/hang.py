@@ -78,7 +78,7 @@ def collect_stacks(
     waiting: dict[int, tuple[Path, int]] = {}
     for heartbeat in heartbeats:
         path = folder / f"rank-{heartbeat.rank:05d}.stacks"
-        size = len(_read(path))
+        size = len(_read_stacks(path))
         answers = (
             path.exists()
             and catches(heartbeat.pid, signal.SIGUSR2)
@@ -92,7 +92,7 @@ def collect_stacks(
     while waiting and time.monotonic() < deadline:
         time.sleep(0.02)  # polling files
         for rank, (path, size) in list(waiting.items()):
-            text = _read(path)[size:].decode(errors="replace")
+            text = _read_stacks(path)[size:].decode(errors="replace")
             if text and text == found.get(rank, Stack("")).text:  # it has stopped growing
                 del waiting[rank]
             elif text:
@@ -100,7 +100,7 @@ def collect_stacks(
     return found
 
 
-def _read(path: Path) -> bytes:
+def _read_stacks(path: Path) -> bytes:
     try:
         return read_regular(path, _MOST_BYTES)
     except (OSError, ValueError):
@@ -123,7 +123,8 @@ class _Rank:
     stack: Stack
     ended: int | None = None
 
-    def line(self) -> str:
+    def describe(self) -> str:
+        """One line about the rank: phase, step, seconds, state, place."""
         if self.ended is not None:
             return f"rank {self.rank} has ended with code {self.ended}"
         phase, step = (
@@ -205,7 +206,7 @@ def describe_hang(
 
     lines = [
         f"hang: {cause}; no entry for {late.seconds:.1f} s, and the limit of {late.phase} is {late.limit:g} s",
-        *(f"  {one.line()}" for one in [*ranks, *gone]),
+        *(f"  {one.describe()}" for one in [*ranks, *gone]),
         *_flight_recorder(environ, [one.rank for one in ranks]),
     ]
 
@@ -277,6 +278,7 @@ def _flight_recorder(environ: Mapping[str, str], ranks: list[int]) -> list[str]:
 
 
 def _write_pipe(path: str) -> bool:
+    """Ask the flight recorder of a rank for its dump; False if none listens."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_NONBLOCK)
     except OSError:  # no recorder listens

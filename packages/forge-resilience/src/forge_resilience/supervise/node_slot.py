@@ -42,6 +42,7 @@ class NodeSlot:
             yield self._of_node(environ, self.nproc), None
 
     def _of_node(self, environ: Mapping[str, str], nproc: int) -> list[dict[str, str]]:
+        """Environments of the ranks of one node of several."""
         address = environ.get("MASTER_ADDR") or first_address(environ["SLURM_STEP_NODELIST"])
         run = [
             environ.get(name, "0")

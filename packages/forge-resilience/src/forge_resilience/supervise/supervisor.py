@@ -97,6 +97,7 @@ def supervise(
 
 @contextlib.contextmanager
 def _heartbeat_folder(folder: str | os.PathLike[str] | None) -> Iterator[Path]:
+    """The folder of heartbeats: the given one, or a new one in memory; /dev/null if none can be made."""
     if folder is not None:
         folder = user_path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -115,7 +116,7 @@ def _heartbeat_folder(folder: str | os.PathLike[str] | None) -> Iterator[Path]:
                 path = made
                 break
             except OSError as error:  # no memory, no inodes
-                _say(f"no folder for heartbeats: {error}")
+                _print_line(f"no folder for heartbeats: {error}")
         yield path
 
 
@@ -155,18 +156,19 @@ class _Supervised:
         self.others = set(procfs.descendants(os.getpid()))  # of the caller: not ours to end
 
     def run(self) -> int:
+        """Run attempts until one is final; return the job's exit code."""
         # between attempts; ranks that run are handed each signal
         with StopSignal(announce=False) as stop:
             while True:
-                outcome = self._live()
+                outcome = self._run_attempt()
                 grace = 0.0 if self.hang else self.grace_seconds
 
                 done = outcome.code == ExitCode.DONE
                 keep = self.others | (procfs.detached() if done else set())
                 ended = procfs.end_descendants(grace, keep)
                 if ended and done:
-                    _say(f"ended {ended} processes that the ranks had left running")
-                progressed = self._progressed()
+                    _print_line(f"ended {ended} processes that the ranks had left running")
+                progressed = self._count_progress()
                 self.without_progress = 0 if progressed else self.without_progress + 1
 
                 final = self._final_code(outcome)
@@ -176,7 +178,7 @@ class _Supervised:
                     return ExitCode.REQUEUE
                 self._report_restart(outcome)
 
-    def _live(self) -> ExitStatus:
+    def _run_attempt(self) -> ExitStatus:
         """One start of the ranks, to their end."""
         self.hang, self.watch = None, Watch(self.config, self.expects_heartbeats)
         self.steps: dict[int, int] = {}
@@ -211,11 +213,12 @@ class _Supervised:
             return self._judge(running, ended)
         except OSError as error:  # no descriptors, no memory: no reason to end the ranks
             if not self.failed_to_look:
-                _say(f"ranks cannot be watched at the moment: {error}")
+                _print_line(f"ranks cannot be watched at the moment: {error}")
             self.failed_to_look = True
             return ""
 
     def _judge(self, running: Mapping[int, int], ended: Mapping[int, int]) -> str:
+        """`_look` without the handling of OSError."""
         heartbeats = read_heartbeats(self.folder)
         procfs.collect_adopted(self.others | set(running.values()))
         mine = [b for b in heartbeats if not b.process_start or procfs.is_below(b.pid, os.getpid())]
@@ -228,15 +231,16 @@ class _Supervised:
             ranks = known  # those of the launcher that was run
         traced = any(procfs.is_traced(pid) for pid in ranks.values())
         late = self.watch.look(mine, ranks, paused=traced)
-        return "" if late is None else self._hangs(late, ranks, ended)
+        return "" if late is None else self._handle_hang(late, ranks, ended)
 
-    def _hangs(self, late: Late, ranks: Mapping[int, int], ended: Mapping[int, int]) -> str:
+    def _handle_hang(self, late: Late, ranks: Mapping[int, int], ended: Mapping[int, int]) -> str:
+        """Report a late rank with all stacks; return the cause if the ranks are to be killed, else ""."""
         seconds, whole = self.watch.seconds(), self.slot.whole
         hang = describe_hang(self.folder, late, ranks, ended, seconds, self.environ, whole)
-        path = self._keep(f"{hang.message}\n{hang.stacks}\n")
-        _say(hang.message if path else f"{hang.message}\n{hang.stacks}")
+        path = self._write_message(f"{hang.message}\n{hang.stacks}\n")
+        _print_line(hang.message if path else f"{hang.message}\n{hang.stacks}")
         if path:
-            _say(f"stacks of all ranks are in {path}")
+            _print_line(f"stacks of all ranks are in {path}")
 
         restarts = self.config.action == "restart"
         self._record(
@@ -261,7 +265,7 @@ class _Supervised:
 
     # ---- between attempts
 
-    def _progressed(self) -> bool:
+    def _count_progress(self) -> bool:
         """Whether this attempt went beyond the best one: a later step, or a newer save."""
         step, save = max(self.steps.values(), default=-1), -1
         for heartbeat in read_heartbeats(self.folder):
@@ -288,31 +292,33 @@ class _Supervised:
 
         reason = may_restart(history)
         if reason is NoRestart.NO_PROGRESS:
-            _say(
+            _print_line(
                 f"{self.without_progress} attempts in a row made no progress beyond step {self.best_step}: ended "
                 f"with code {int(ExitCode.NO_PROGRESS)}; look at the cause of the last one: {outcome.cause}"
             )
             self._record("no_progress", step=self.best_step, cause=outcome.cause, rank=outcome.rank)
             return ExitCode.NO_PROGRESS
         if reason is NoRestart.RESTARTS and self.config.max_restarts:
-            _say(f"{self.restarts} restarts are used up; ended with code {outcome.code}")
+            _print_line(f"{self.restarts} restarts are used up; ended with code {outcome.code}")
         return None if reason is None else outcome.code
 
     def _report_restart(self, outcome: ExitStatus) -> None:
+        """Count the restart, print it and record it."""
         self.restarts += 1
         cause, hang = outcome.cause, self.hang
         if hang is None:
             cause = f"rank {outcome.rank} {cause}"
-            rank, phase, step = self._where(outcome.rank)
+            rank, phase, step = self._last_position(outcome.rank)
         else:
             rank, phase, step = hang.rank, hang.phase, hang.step
-        _say(f"restart {self.restarts} of {self.config.max_restarts}: {cause}")
+        _print_line(f"restart {self.restarts} of {self.config.max_restarts}: {cause}")
 
         lost = self._seconds_lost()
         where = {"rank": rank, "phase": phase, "step": step}
         self._record("restart", cause=cause, **where, life=self.restarts, seconds_lost=lost)
 
-    def _where(self, rank: int | None) -> tuple[int | None, str | None, int | None]:
+    def _last_position(self, rank: int | None) -> tuple[int | None, str | None, int | None]:
+        """(rank, phase, step) of a rank's last heartbeat."""
         for heartbeat in read_heartbeats(self.folder):
             if heartbeat.rank == rank:
                 return rank, heartbeat.phase, heartbeat.step
@@ -324,7 +330,7 @@ class _Supervised:
         if self.journal is not None and self.journal.path.parent.is_dir():
             self.journal.record(event, **fields)
 
-    def _keep(self, text: str) -> Path | None:
+    def _write_message(self, text: str) -> Path | None:
         """Write the message next to the journal; None if that fails."""
         if self.journal is None or not self.journal.path.parent.is_dir():
             return None
@@ -345,6 +351,7 @@ class _Supervised:
         return round(max(0.0, lost), 3)
 
     def _events(self, name: str) -> list[dict[str, Any]]:
+        """Events of the journal with this name; [] if it cannot be read now."""
         found: list[dict[str, Any]] = []
         with contextlib.suppress(OSError, ValueError):  # it cannot be read now: no reason to end
             if self.journal is not None:
@@ -357,6 +364,6 @@ def _rank_of(environ: Mapping[str, str]) -> int:
     return int(text) if text.isdecimal() else 0
 
 
-def _say(text: str) -> None:
+def _print_line(text: str) -> None:
     with contextlib.suppress(OSError):  # a terminal that is gone
         print(f"supervise: {text}", file=sys.stderr, flush=True)

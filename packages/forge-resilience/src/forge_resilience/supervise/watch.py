@@ -143,7 +143,7 @@ class Watch:
         self._last = now
         known = {heartbeat.rank: heartbeat for heartbeat in heartbeats}
         self._sees_heartbeats |= bool(known)
-        late = [self._judge(rank, known.get(rank), passed) for rank in running]
+        late = [self._judge_rank(rank, known.get(rank), passed) for rank in running]
         found = [one for one in late if one is not None]
         return max(found, key=lambda one: one.seconds - one.limit, default=None)
 
@@ -151,7 +151,10 @@ class Watch:
         """Seconds since the last entry of each rank, as the watcher counts them."""
         return {rank: seen.seconds for rank, seen in self._seen.items()}
 
-    def _judge(self, rank: int, heartbeat: HeartbeatRecord | None, passed: float) -> Late | None:
+    def _judge_rank(
+        self, rank: int, heartbeat: HeartbeatRecord | None, passed: float
+    ) -> Late | None:
+        """Add the time that passed to a rank's phase; a `Late` if it exceeds the limit."""
         seen = self._seen.setdefault(rank, _Seen())
         entries = (0, 0) if heartbeat is None else (heartbeat.process_start, heartbeat.entries)
         seen.seconds = 0.0 if entries != seen.entries else seen.seconds + passed
@@ -159,14 +162,15 @@ class Watch:
         if heartbeat is None:
             if not self._sees_heartbeats:
                 return None
-            return self._beyond(rank, "start", None, seen.seconds, self._config.limit("start"))
+            return self._late_once(rank, "start", None, seen.seconds, self._config.limit("start"))
         limit = self._config.limit(heartbeat.phase, first_step=heartbeat.steps <= 1)
-        late = self._beyond(rank, heartbeat.phase, heartbeat.step, seen.seconds, limit)
+        late = self._late_once(rank, heartbeat.phase, heartbeat.step, seen.seconds, limit)
         return late or self._judge_background(seen, heartbeat, passed)
 
     def _judge_background(
         self, seen: _Seen, heartbeat: HeartbeatRecord, passed: float
     ) -> Late | None:
+        """The same for background work of the rank."""
         began = heartbeat.background_entries if heartbeat.background else -1
         seen.background_seconds = (
             0.0 if began != seen.background else seen.background_seconds + passed
@@ -177,7 +181,7 @@ class Watch:
 
         phase = f"{heartbeat.background} in the background"
         limit = self._config.limits.get(heartbeat.background, self._config.other_seconds)
-        return self._beyond(
+        return self._late_once(
             heartbeat.rank,
             phase,
             heartbeat.step,
@@ -186,7 +190,7 @@ class Watch:
             began,
         )
 
-    def _beyond(
+    def _late_once(
         self,
         rank: int,
         phase: str,
@@ -195,6 +199,7 @@ class Watch:
         limit: float,
         background: int = -1,
     ) -> Late | None:
+        """A `Late` if `seconds` exceed `limit` and this entry is not reported yet."""
         key = (rank, self._seen[rank].entries if background < 0 else (0, 0), background)
         if seconds <= limit or key in self._reported:
             return None
