@@ -40,8 +40,11 @@ MODULES = {
 }
 #: Module -> {name of 0.1: name of today, there or in another module}.
 NAMES = {
-    "forge_resilience.chaos": {"Striker": "Injector", "Struck": "Injection"},
-    "forge_resilience.chaos.trial": {"Striker": "Injector", "Struck": "Injection"},
+    "forge_resilience.chaos": {"Striker": "Injector", "Struck": "Injection"},  # language: old names
+    "forge_resilience.chaos.trial": {
+        "Striker": "Injector",
+        "Struck": "Injection",  # language: old name
+    },  # language: old names
     "forge_resilience.goodput": {
         "Ledger": "GoodputTable",
         "Span": "Interval",

@@ -35,7 +35,7 @@ class Vote:
     """A value that must be equal on all ranks, such as the digest of the global batch: 16 hex digits or an
     integer. Stored as the signed integer of the same 64 bits."""
     count: float = 0.0
-    """Added up over the ranks: the valid labels of this rank's share of the batch, or what they weigh."""
+    """Added up over the ranks: the valid labels of this rank's part of the batch, or the sum of their weights."""
     saved: int = -1
     """The newest step that this rank knows to be saved, -1 for none: of a save in the background, each rank learns
     it in a step of its own."""
@@ -93,7 +93,7 @@ class Decision:
 
     @property
     def data_problem(self) -> str:
-        """Why nothing can be trained on what was read, for a user; "" if it can."""
+        """Why the global batch cannot be trained on, for a user; "" if it can."""
         if self.mismatched_ranks:
             rule = f"ranks {self.mismatched_ranks} read another global batch than rank 0"
             return f"{rule}; data and configuration must be the same on all nodes: compare them"
@@ -109,7 +109,7 @@ class Decision:
 
 
 class Agreement:
-    """The host lane: votes of all ranks, exchanged while the device computes.
+    """Agreed decisions: votes of all ranks, exchanged on the host while the device computes.
 
         agreement = Agreement()
         pending = agreement.start(Vote(stop=signal_number, count=num_labels))
@@ -117,8 +117,8 @@ class Agreement:
         decision = pending.wait()                     # equal on every rank
 
     `group` is a process group that carries CPU tensors (gloo); without one the default group serves
-    as soon as there is one, and a process without any decides alone. `alone=True` decides alone inside
-    a job of several ranks, too. Every rank calls every method, in the same order. Cost of a vote: one
+    as soon as there is one, and a process without any decides by itself. With `alone=True` a rank of several
+    decides by itself, too. Every rank calls every method, in the same order. Cost of a vote: one
     all-gather of 48 bytes a rank, and 8 for each of `counts`, between hosts, no device sync; `wait` blocks until the slowest rank
     has voted. All values of all ranks come back, not only their maximum, so a decision can name who
     asked for it.
@@ -138,7 +138,7 @@ class Agreement:
         return PendingDecision(self._ranks(), vote)
 
     def _ranks(self) -> Any:
-        """The group to vote in; None for a process that decides alone."""
+        """The group to vote in; None for a process that decides by itself."""
         dist = sys.modules.get("torch.distributed")  # no import, no group
         if self.alone or dist is None or not (dist.is_available() and dist.is_initialized()):
             return self.group

@@ -35,7 +35,7 @@ FOLLOWED = "FORGE_ALERTS"
 _LOOK_SECONDS = 0.25
 _DRAIN_SECONDS = 30.0  # for what is left to send when the run has ended
 _BACKOFF_SECONDS = 1.0  # doubled after each failed attempt
-_MOST_OF_A_KIND = 10  # in one attempt; a run that spikes in each step would send thousands
+_MOST_OF_A_KIND = 10  # until the next restart; a run that spikes in each step would send thousands
 _FAILED = "alert_failed"
 _WORDS = ("step", "rank", "cause", "signal", "tensor", "error")
 
@@ -94,9 +94,9 @@ class Alerts:
             train()
 
     A process follows the file from its present end, or from where the last one stopped (a number in `.alerts`
-    beside the journal): what a supervisor wrote about an attempt that it killed is sent by the next one. Each event is
-    sent once, to both; ten of a kind in an attempt at most. An attempt is limited in time, a command is killed with its
-    children; the last failure is an event `alert_failed` without the URL or the command. It ends with this
+    next to the journal): what a supervisor wrote about ranks that it killed is sent after their restart. Each event is
+    sent once, to both; ten of a kind at most until the next restart. Each try is limited in time, a command is killed with
+    its children; the last failure is an event `alert_failed` without the URL or the command. It ends with this
     process, killed or not, after at most 30 s for what is left; `close` waits for it for `close_seconds`.
     Cost: one small process; nothing in this one.
     """
@@ -137,7 +137,7 @@ class Alerts:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Let the process send what is left, and end; it is left alone if that takes longer than `close_seconds`."""
+        """Let the process send what is left, and end; it is left running if that takes longer than `close_seconds`."""
         if self._process is None or self._process.stdin is None:
             return
         with contextlib.suppress(OSError):

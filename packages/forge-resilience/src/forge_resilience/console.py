@@ -72,7 +72,7 @@ def _describe(row: Mapping[str, Any]) -> str:
     if row["lr"] is None:  # an evaluation before the first step
         return "  ".join(["before training", *val])
     parts = [f"loss {_fixed(row['loss'], 4)}", *val, f"grad {_fixed(row['grad_norm'], 3)}"]
-    parts += [f"lr {row['lr']:.2e}", f"{_with_unit_prefix(row['tokens_per_second'])} tok/s"]
+    parts += [f"lr {row['lr']:.2e}", f"{_with_si_prefix(row['tokens_per_second'])} tok/s"]
     parts += [] if row["mfu"] is None else [f"mfu {row['mfu']:.1%}"]
     parts.append(f"wait {row['data_wait_seconds']:.2f} s")
     parts.append(f"mem {row['memory_bytes'] / 2**30:.2f} GiB")
@@ -84,8 +84,8 @@ def _fixed(value: float | None, digits: int) -> str:
     return "not finite" if value is None else f"{value:.{digits}f}"
 
 
-def _with_unit_prefix(value: float) -> str:
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+def _with_si_prefix(value: float) -> str:
+    for limit, prefix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
         if value >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.1f}{unit}"
+            return f"{value / (1e3 if prefix == 'k' else limit):.1f}{prefix}"
     return f"{value:.0f}"

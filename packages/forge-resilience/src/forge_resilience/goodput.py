@@ -105,7 +105,7 @@ def read_goodput_table(
     """The table of a journal (`read_events`), oldest event first.
 
     It understands `start` and `resume` (step, world_size; optionally `began`: when the process started, `seconds`
-    of the load, `reached`: {step, time} of the last row of the attempt before), `pause` (cause, seconds), `evaluation` and
+    of the load, `reached`: {step, time} of the last row of the previous attempt), `pause` (cause, seconds), `evaluation` and
     `profile` (seconds), saves, `rollback` (to_step), `hang` (seconds), `stop` and `done`. Times are ISO 8601 or seconds
     since 1970. `last_sign` is the time of the last sign of the last attempt, if later than its last event. A clock
     that went back counts as standing still.
@@ -181,13 +181,13 @@ class _Reader:
             self.captured.setdefault(event["step"], now - round(1000 * seconds))
 
     def begin_life(self, event: Mapping[str, Any], now: int) -> None:
-        """Take a `start` or `resume`: close the attempt before, and open a new one."""
+        """Take a `start` or `resume`: close the previous attempt, and open a new one."""
         began = min(event.get("began", now), now)
         reached, lost = _typed(event.get("reached", {})), self.gap in ("", "down")
         if self.at is None:
             self.at = began
         else:
-            if not self.gap:  # the attempt before left without a word
+            if not self.gap:  # the previous attempt was killed
                 sign = max(self.sign, reached.get("time", 0))
                 self.add("steps", min(sign, began))
                 self.count_loss()
@@ -340,6 +340,7 @@ def goodput(table: GoodputTable) -> Goodput:
 
     delta = sum(table.saves) / len(table.saves) if table.saves else None
     worked = seconds["steps"] + seconds["recompute"]
+
     interval = worked / len(table.saves) if table.saves else None
 
     rate, best = mean or low, None
@@ -373,7 +374,7 @@ def goodput(table: GoodputTable) -> Goodput:
 
 
 def ettr(interval: float, save: float, restart: float, mean_time: float) -> float:
-    """Expected useful share of the wall clock: tau / (M e^(R/M) (e^((tau + delta)/M) - 1)), all in one unit.
+    """Expected useful fraction of the wall clock: tau / (M e^(R/M) (e^((tau + delta)/M) - 1)), all in one unit.
 
     Losses come at a constant rate, also during saves and restarts (Daly 2006). 0 where it is below every float.
     """
@@ -436,10 +437,10 @@ def _solve(falling: Callable[[float], float], value: float, guess: int) -> float
 def life_fields(
     metrics: Path, step: int, seconds: float, schema: int | None = None
 ) -> dict[str, Any]:
-    """Fields of `start` and `resume` that tell the attempts of a run apart, of one that goes on from `step` with `seconds`.
+    """Fields of `start` and `resume` of an attempt that continues from `step` with `seconds` of training.
 
     `began` of this process; after an earlier attempt `reached`, the step and time of its last row of metrics, and `steps_lost`
-    and `seconds_lost`, the training between the loaded checkpoint and that row. To be called before the file is cut to the
+    and `seconds_lost`, the training between the loaded checkpoint and that row. Call it before the file is truncated to the
     loaded step. Times are seconds since 1970.
     """
     fields: dict[str, Any] = {"began": round(process_start_time(), 3)}

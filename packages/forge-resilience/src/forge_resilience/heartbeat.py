@@ -30,7 +30,8 @@ from forge_resilience.procfs import process_start
 __all__ = ["FOLDER", "PHASES", "Heartbeat", "HeartbeatRecord", "process_start", "read_heartbeats"]
 
 FOLDER = "FORGE_HEARTBEAT_DIR"
-"""Names the folder, one of this host and best in memory; without it a heartbeat is private memory."""
+"""Environment variable: the folder of heartbeats, on this host and best in memory. Without it a heartbeat is private
+memory."""
 PHASES = ("start", "load", "data", "step", "evaluate", "save", "exit")
 """Phases that watchers know limits for; any other name is legal."""
 _OWNER = "FORGE_HEARTBEAT_OWNER"  # the pid that took the rank's file; a child that inherits it takes none
@@ -150,6 +151,7 @@ def _read_record(path: Path) -> HeartbeatRecord | None:
         main, background = _newest(data, _MAIN), _newest(data, _BACKGROUND)
         if main is not None and background is not None:
             _, pid, rank, start = _HEAD.unpack_from(data)
+
             now = monotonic()
             return HeartbeatRecord(
                 rank=rank,

@@ -111,6 +111,7 @@ def run_workers(
             threading.Thread(
                 target=_wait_for_worker, args=(rank, worker, events), daemon=True
             ).start()
+
         ranks = [_rank_of(environ, number) for number, environ in enumerate(environs)]
         job = _Job(
             workers=workers,

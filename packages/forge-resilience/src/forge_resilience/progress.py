@@ -1,4 +1,4 @@
-"""How far a run is: the counters that a checkpoint carries."""
+"""Progress of a run: the counters that a checkpoint carries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Progress:
     seconds            of training, over all attempts
     device_seconds     the same times the ranks that trained in them
     skipped_since_row  steps before the checkpoint that the next row of metrics counts as skipped
-    moe_since_row      what versions before saved of experts, now a part of the state of that extension
+    moe_since_row      sums of experts in checkpoints of earlier versions; the extension saves them now
     """
 
     policy: NumericsPolicy

@@ -21,7 +21,7 @@ class Fault:
     """One planned fault.
 
     phase: the phase of the heartbeat in which it is injected, `async_save` for the background's save, BETWEEN for none.
-    entry: it is injected in the entry-th time that the rank enters the phase in its attempt, from 1.
+    entry: it is injected when the rank enters the phase for the entry-th time in the attempt, from 1.
     fraction: how far into the phase, 0 to 1 of the time that the phase took before.
     seed: of what else is drawn (which file, which bit).
     """

@@ -137,7 +137,7 @@ class Injector:
         return None
 
     def _wait_into(self, fault: Fault, misses: int) -> None:
-        """Into the phase by the planned fraction of the time that it took before; less after each miss."""
+        """Sleep for the planned fraction of the time that the phase took before; less after each miss."""
         fraction = fault.fraction / (1 + misses)
         time.sleep(fraction * min(1.0, self.durations.get(fault.phase, 0.0)))
 
@@ -161,10 +161,7 @@ class Injector:
         return Injection(fault.phase, step, fault.rank, misses, at) if there else None
 
     def _heartbeat(self, rank: int) -> HeartbeatRecord | None:
-        return next(
-            (heartbeat for heartbeat in read_heartbeats(self.folder) if heartbeat.rank == rank),
-            None,
-        )
+        return next((found for found in read_heartbeats(self.folder) if found.rank == rank), None)
 
 
 def _phase_of(heartbeat: HeartbeatRecord | None, wanted: str) -> str:
@@ -201,10 +198,10 @@ class Result:
         }
         return {
             **asdict(self.fault),
-            "struck": self.injection is not None,
+            "struck": self.injection is not None,  # language: format of a report
             **where,
             **own,
-        }  # language: format of a report
+        }
 
 
 class Trial:
@@ -253,7 +250,7 @@ class Trial:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start(self) -> CommandLife:
-        """The running attempt; a new one if there is none."""
+        """The running attempt; a new one if it has ended."""
         if self._life is None:
             shutil.rmtree(self._injector.folder, ignore_errors=True)
             self._injector.folder.mkdir()
@@ -316,6 +313,7 @@ class Trial:
             beyond = bool(steps) and max(steps) > (before.step or 0)
             if beyond or life.poll() == 0:
                 return replace(result, recovery_seconds=round(time.monotonic() - before.time, 3))
+
             if life.poll() is not None:
                 return replace(result, problem=self._end_with(f"ended with {life.poll()} at the restart"))  # fmt: skip
             time.sleep(0.01)  # polling processes

@@ -20,7 +20,7 @@ write_end() { printf '%s %s\n' "$job" "$1" >>__FOLDER__/ends-"$chain"; }
 trap 'write_end "$?"' EXIT
 
 #@ signals
-# --signal=B: reaches this shell alone, a time limit's TERM the tasks, too. srun passes USR1 on to all ranks; TERM would make it
+# --signal=B: reaches only this shell, a time limit's TERM the tasks, too. srun passes USR1 on to all ranks; TERM would make it
 # kill them. A signal before the ranks start is remembered. INT and HUP come from scancel --full, which reaches srun, too.
 stopped=''
 ranks=''
@@ -73,7 +73,7 @@ stuck() {  # whether the last two attempts began with the checkpoint that is sti
   [[ ${#begun[@]} -eq 2 && ${begun[0]} == "$now" && ${begun[1]} == "$now" ]]
 }
 
-begin() {  # count this attempt, unless the job gets nowhere
+begin() {  # count this attempt, unless the job makes no progress
   if stuck; then
     say "two attempts in a row ended without a new checkpoint ($(newest)): look into the log before starting again"
     exit __NO_PROGRESS__
@@ -87,7 +87,7 @@ begin() { printf 'life in %s\n' "$run" >>"$attempts" || say "cannot write $attem
 
 #@ exclude_nodes
 broken=''  # nodes that this attempt found broken
-excluded() {  # they, and those that the job leaves out already
+excluded() {  # those nodes, and the nodes that the job leaves out already
   local words
   words=$(scontrol --oneliner show job "$job" 2>/dev/null)
   words=${words##* ExcNodeList=}

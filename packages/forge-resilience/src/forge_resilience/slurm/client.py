@@ -125,7 +125,7 @@ def exclude_nodes(
 ) -> None:
     """Requeue a Slurm job without `nodes`; by default the job that this process belongs to.
 
-    `scontrol requeue`, then the nodes join the ExcNodeList of the pending job. Slurm starts a requeued job only when its
+    `scontrol requeue`, then the nodes are added to the ExcNodeList of the pending job. Slurm starts a requeued job only when its
     old credential has expired (120 s by default), so there is time. A caller that is killed in between leaves a job that
     starts on any node (`requeuehold` would leave one that never starts). Slurm ends the processes of the job with TERM at
     once: the caller must ignore TERM (`trap '' TERM`).

@@ -23,11 +23,15 @@ _OF_GPUS = ("GPUS", "GPUS_PER_NODE", "GPUS_PER_SOCKET", "GPUS_PER_TASK", "GPU_BI
 
 
 def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -> str:
-    """The text of a batch script that runs `command` as the ranks of a job, attempt after attempt.
+    """Return the text of a batch script that runs `command` as the ranks of a job, attempt after attempt.
 
     The command saves and exits with 75 when it gets SIGUSR1 or SIGTERM (`StopSignal`), and goes on from its newest
-    checkpoint when it is started again. SIGUSR1 is sent again every 30 s until it has left. 75 and a lost node continue the job as `config.on_stop` says, and so does 71, without
-    the nodes that `facts.broken_nodes` prints; other codes end it with that code; 70 is the code of two attempts in a row without a new checkpoint. Needs bash 4.2, GNU coreutils, Slurm 21.08.
+    checkpoint when it is started again. SIGUSR1 is sent again every 30 s until it has left.
+
+    75 and a lost node continue the job as `config.on_stop` says, and so does 71, without the nodes that
+    `facts.broken_nodes` prints. Other codes end it with that code. 70 is the code of two attempts in a row without a new
+    checkpoint. Needs bash 4.2, GNU coreutils, Slurm 21.08.
+
     Raises ValueError for a time limit that leaves no time before the save. The folder of `facts.script` must exist when
     the job starts: its log and its list of attempts are written there.
     """
@@ -175,6 +179,7 @@ def _values(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -> dic
         "resubmit": "the next job goes on",
         "leave": "leaving with code 75 to whoever submitted this job",
     }
+
     final = [c for c in _FINAL if c != ExitCode.HARDWARE or not _excludes_nodes(config, facts)]
     asked = {option[2:].upper().replace("-", "_") for option, _ in _resources(config, facts)}
     options, ranks = _srun(config, command, facts)

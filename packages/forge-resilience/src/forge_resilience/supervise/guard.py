@@ -41,6 +41,7 @@ def run_guarded(run: Callable[[int | None], int], grace_seconds: float = 10.0) -
     pid = os.fork()
     if pid == 0:
         code: int = ExitCode.ERROR
+
         try:
             die_with(parent, signal.SIGTERM)
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
