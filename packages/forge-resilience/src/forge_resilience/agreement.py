@@ -152,7 +152,7 @@ class Agreement:
         return group
 
     def exchange(self, value: Any) -> list[Any]:
-        """The values of all ranks, in the order of ranks; a value is plain data that JSON can hold.
+        """Return the values of all ranks, in the order of ranks; a value is plain data that JSON can hold.
 
         For start-up and other rare moments: two collectives, blocking. Usage:
         `problems = [p for p in agreement.exchange(problem) if p]`.
@@ -175,7 +175,7 @@ class Agreement:
 
 
 class PendingDecision:
-    """A vote under way."""
+    """A vote of this step that other ranks may not have sent yet; `wait` returns the decision."""
 
     def __init__(self, group: Any, vote: Vote) -> None:
         self._work: Any = None
@@ -198,7 +198,7 @@ class PendingDecision:
 
 
 def _vote_to_integers(vote: Vote) -> tuple[int, ...]:
-    """A vote as integers; of the count its bits."""
+    """The integers of a vote, in the order of the exchange; the float64 count as its bits."""
     (count,) = struct.unpack("<q", struct.pack("<d", vote.count))
     return vote.stop, vote.save, vote.fault, int(vote.digest), count, vote.saved, *vote.counts
 

@@ -80,7 +80,7 @@ class AlertsConfig(Checked):
 
 
 def _words_of(command: str) -> list[str]:
-    """The words of a command; none if its quotes do not match."""
+    """Split a command into words; [] if its quotes do not match."""
     try:
         return shlex.split(command)
     except ValueError:
@@ -88,7 +88,7 @@ def _words_of(command: str) -> list[str]:
 
 
 class Alerts:
-    """Sends alerts for new events of a journal while open; whatever fails never reaches the run.
+    """Send alerts for new events of a journal while open; no failure reaches the run.
 
         with Alerts("runs/a/events.jsonl", AlertsConfig(webhook="$SLACK_URL")):
             train()
@@ -147,7 +147,10 @@ class Alerts:
 
 
 class _Follower:
-    """Reads new lines of a journal and sends those that are asked for."""
+    """Follows a journal in the alerts process: reads new lines and sends the configured events.
+
+    After each event the offset is stored in JOURNAL.alerts, where the next follower continues. After the end of the run,
+    `deadline` limits the alerts that are left."""
 
     def __init__(self, journal: Path, config: AlertsConfig, offset: int) -> None:
         self.journal, self.config = journal, config
@@ -157,7 +160,7 @@ class _Follower:
         self.deadline: float | None = None  # once the run has ended
 
     def _resume(self, offset: int) -> int:
-        """Where the last follower stopped, if that is a place in this file."""
+        """Return the offset where the last follower stopped, if it is in this file, else `offset`."""
         with contextlib.suppress(OSError, ValueError):
             kept = int(self.state.read_text())
             return kept if 0 <= kept <= offset else offset
@@ -205,7 +208,7 @@ class _Follower:
                 Journal(self.journal).record(_FAILED, **fields, cause=problem)
 
     def _try(self, attempt: Callable[[], str]) -> tuple[str, int]:
-        """Attempts until one succeeds: the problem of the last, empty after a success, and their number."""
+        """Try until one attempt succeeds; return (problem of the last attempt or "", number of attempts)."""
         problem = "the run ended before it could be sent"
         for number in range(self.config.attempts):
             if number:
@@ -221,7 +224,7 @@ class _Follower:
         return problem, number + 1
 
     def _seconds_left(self) -> float:
-        """Of the limit of an attempt, or until the end."""
+        """Seconds that a delivery may take: the time limit, or less after the end of the run."""
         limit = self.config.timeout_seconds
         return limit if self.deadline is None else min(limit, max(0.0, self.deadline - time.monotonic()))  # fmt: skip
 
@@ -269,14 +272,14 @@ def follow(
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """A POST that is sent elsewhere would become a GET, and give the text to another server."""
+    """Follows no redirect: a POST would become a GET, and another server would get the text."""
 
     def redirect_request(self, *args: Any) -> None:
         return None
 
 
 def sentence(folder: Path, event: dict[str, Any]) -> str:
-    """`runs/a: hang, step 40, rank 3, cause ...`."""
+    """Return the text of an alert: `runs/a: hang, step 40, rank 3, cause ...`."""
     words = [f"{word} {event[word]}" for word in _WORDS if event.get(word) not in (None, "")]
     return f"{folder}: {', '.join([str(event.get('event')), *words])}"
 

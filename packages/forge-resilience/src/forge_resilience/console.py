@@ -1,4 +1,4 @@
-"""Progress for a person: one live line on a terminal, plain lines elsewhere."""
+"""Console sink: rows of metrics as one live line on a terminal, as plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ConsoleSink:
 def console_mode(
     wanted: Literal["auto", "live", "plain", "off"],
 ) -> Literal["live", "plain"] | None:
-    """`auto` is live on a terminal that can move its cursor, plain elsewhere; `off` is None."""
+    """Resolve `auto`: live on a terminal that can move its cursor, plain elsewhere; `off` is None."""
     if wanted == "auto":
         from rich.console import Console
 
@@ -67,7 +67,7 @@ def console_mode(
 
 
 def _describe(row: Mapping[str, Any]) -> str:
-    """The columns of a row that a person looks at."""
+    """The text of a row: loss, learning rate, throughput, memory."""
     val = [] if row["val_loss"] is None else [f"val {row['val_loss']:.4f}"]
     if row["lr"] is None:  # an evaluation before the first step
         return "  ".join(["before training", *val])

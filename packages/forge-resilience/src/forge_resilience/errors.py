@@ -111,7 +111,7 @@ class HardwareError(JobError):
 
 
 def of_limit(error: JobError) -> JobError:
-    """The error; if a limit of memory or descriptors caused it, one about that limit, which is no fault of the data."""
+    """Return the error, or an error about the limit of memory or descriptors that caused it."""
     problem = limit_problem(error)
     return error if problem is None else JobError([problem])
 
@@ -123,13 +123,13 @@ def refuse(problems: Iterable[Any]) -> None:
 
 
 def problems_at(error: BaseException, origin: object) -> list[Any]:
-    """The problems of an error, with what gave their values: `origin`, and the file that the error is about."""
+    """Return the problems of an error with the origin of their values: `origin`, and the file of the error."""
     places = ", ".join(str(place) for place in (origin, getattr(error, "where", "")) if place)
     return [dataclasses.replace(p, origin=p.origin or places) for p in problems_of(error)]
 
 
 def as_config_error(error: BaseException) -> ConfigError:
-    """A ConfigError with the problems of an error, and the file that the error is about."""
+    """Convert an error to a ConfigError with its problems and file."""
     return ConfigError(problems_of(error), getattr(error, "where", ""))
 
 
@@ -166,7 +166,7 @@ def job_errors(what: str = "") -> Iterator[None]:
 
 
 def run_on_all_ranks(agreement: Agreement, action: Callable[[], T]) -> T:
-    """`action()` on every rank; a JobError of one is raised by all, with its exit code.
+    """Run `action()` on every rank; a JobError of one rank is raised by all, with its exit code.
 
     Another exception, a mistake in a user's code, is raised unchanged where it happened, and the other ranks
     raise a JobError that names that rank. Cost: two small collectives between hosts; none with one process.
@@ -188,7 +188,7 @@ def run_on_all_ranks(agreement: Agreement, action: Callable[[], T]) -> T:
 
 
 def report_of(error: JobError) -> list[Any]:
-    """An error as plain data: a value is the text that messages show."""
+    """Convert an error to plain data for the other ranks; a value becomes the text that messages show."""
     error = of_limit(error)
     fields = [
         [p.key, p.code, None if p.value is ... else show(p.value), p.rule, p.fix, p.origin]
@@ -219,7 +219,7 @@ def raise_reported(reports: Sequence[Report]) -> None:
 
 
 def received(data: str | list[Any], rank: int | None = None) -> RankProblem:
-    """A problem of a report; `rank` as in RankProblem."""
+    """Convert a problem of a report back; `rank` as in RankProblem."""
     if isinstance(data, str):
         data = ["", "error", None, data, "", "", ""]
     key, code, value, rule, fix, origin, where = data

@@ -1,4 +1,4 @@
-"""Where the time of a run went, over all of its attempts, and how often it should save. No torch, no clock.
+"""Goodput: the time of a run by cause, over all of its attempts, and the best interval between saves. No torch, no clock.
 
 The journal is the only source. An *attempt* begins with the process and ends with `stop`, `done`, `hang` or, after a
 kill, with its last event.
@@ -66,7 +66,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class GoodputTable:
-    """Spans without gaps or overlaps: their lengths add up to the wall clock exactly, in milliseconds.
+    """Intervals without gaps or overlaps: their lengths add up to the wall clock exactly, in milliseconds.
 
     losses: attempts that ended without `stop` or `done`, hangs included. stops: attempts that ended on request.
     saves: what training waited for each save, in seconds. steps_done: kept steps.
@@ -102,7 +102,7 @@ class GoodputTable:
 def read_goodput_table(
     events: Iterable[Mapping[str, Any]], last_sign: float | None = None
 ) -> GoodputTable:
-    """The table of a journal (`read_events`), oldest event first.
+    """Read the goodput table of a journal (`read_events`), oldest event first.
 
     It understands `start` and `resume` (step, world_size; optionally `began`: when the process started, `seconds`
     of the load, `reached`: {step, time} of the last row of the previous attempt), `pause` (cause, seconds), `evaluation` and
@@ -221,13 +221,13 @@ class _Reader:
             self.at = end
 
     def interrupt(self, cause: str, now: int, seconds: float) -> None:
-        """The last `seconds` had this cause, the time before was steps."""
+        """Add the last `seconds` with this cause, and the time before them as steps."""
         if not self.gap:
             self.add("steps", now - round(1000 * seconds))
             self.add(cause, now)
 
     def undo(self, step: int) -> None:
-        """Steps after `step` are undone: what was trained since its state was taken is to be done again."""
+        """Count the steps after `step` as recomputed: from the time at which its state was taken."""
         kept = [taken for saved, taken in self.captured.items() if saved <= step]
         since = max(kept, default=0)
         self.captured = {saved: t for saved, t in self.captured.items() if saved <= step}
@@ -258,7 +258,7 @@ class _Reader:
 
 @dataclass(frozen=True)
 class Goodput:
-    """What a table says about a run; seconds, None where nothing was measured.
+    """Figures of a goodput table, in seconds; None where nothing was measured.
 
     ettr                kept steps / wall clock (without idle)
     mean_time           M: seconds that the run was up / losses
@@ -288,7 +288,7 @@ class Goodput:
     predicted_ettr: tuple[float | None, float | None]
 
     def lines(self) -> list[str]:
-        """The report for a person, one line each."""
+        """Return the report, a line for each cause and note."""
         total = self.wall_seconds or 1.0
         lines = [
             f"{'cause':10} {'seconds':>12} {'fraction':>8} {'dev. hours':>10}   what it is",
@@ -326,7 +326,7 @@ class Goodput:
 
 
 def goodput(table: GoodputTable) -> Goodput:
-    """The figures of a table. Usage: `goodput(read_goodput_table(read_events(path))).lines()`."""
+    """Compute the figures of a goodput table. Usage: `goodput(read_goodput_table(read_events(path))).lines()`."""
     seconds = {cause: ms / 1000 for cause, ms in table.milliseconds().items()}
     wall = table.wall_ms / 1000
     up = wall - sum(seconds[cause] for cause in _OFF)
@@ -386,7 +386,7 @@ def ettr(interval: float, save: float, restart: float, mean_time: float) -> floa
 
 
 def daly_interval(save: float, mean_time: float) -> float:
-    """The useful time between saves that makes `ettr` nearly largest (Daly 2006, eq. 37).
+    """Return the useful time between saves that nearly maximizes `ettr` (Daly 2006, eq. 37).
 
     sqrt(2 delta M) (1 + x/3 + x^2/9) - delta with x = sqrt(delta / 2M); M where a save takes 2 M and more, and 0
     for a save that costs nothing. Raises ValueError for a negative save or a mean time that is not positive.
@@ -426,7 +426,7 @@ def _poisson(most: int, mean: float) -> float:
 
 
 def _solve(falling: Callable[[float], float], value: float, guess: int) -> float:
-    """Where a falling function has a value, by halving."""
+    """Solve falling(x) = value by bisection."""
     low, high = 0.0, 4.0 * guess + 20.0
     for _ in range(80):
         middle = (low + high) / 2
@@ -452,7 +452,7 @@ def life_fields(
 
 
 def process_start_time() -> float:
-    """When this process was started, in seconds since 1970; where /proc is missing, now."""
+    """Return the start of this process in seconds since 1970; without /proc, now."""
     ticks = process_start(os.getpid())
     # the clock of /proc/PID/stat
     up = time.clock_gettime(time.CLOCK_BOOTTIME) if ticks else 0.0
@@ -471,7 +471,7 @@ _TIMES = ("time", "began")
 
 
 def _typed(event: Mapping[str, Any]) -> dict[str, Any]:
-    """Its fields, times in milliseconds, without those that no writer of ours makes: an edited or damaged line."""
+    """The fields of an event, times in milliseconds. Fields of another type, of an edited or damaged line, are left out."""
     found = {k: v for k, v in event.items() if isinstance(v, _TYPES.get(k, object))}
     for name in _TIMES:
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):

@@ -1,5 +1,4 @@
-"""A stop request by a signal, as a flag that the training loop reads between steps; and signals before and after the loop,
-which end the process at once."""
+"""Stop signals: a flag that the training loop reads between steps, and handlers for the time before and after the loop."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 class StopSignal:
-    """Turns signals into a flag while the context is open.
+    """Turn stop signals into a flag while the context is open.
 
         with StopSignal() as stop:
             while not stop.requested:
@@ -178,7 +177,7 @@ def interruptible(code: int) -> Iterator[None]:
 
 
 def leave_with_parent(stop: StopSignal, parent: int) -> Callable[[], None]:
-    """Until the returned function is called, this process leaves at once if a stop is requested and `parent` is gone.
+    """Leave at once if a stop is requested and `parent` is gone, until the returned function is called.
 
     For ranks that wait until all have met: those that had no handler yet died with their launcher and never come.
     Nothing is lost, so the exit code is REQUEUE. `stop` must be open.

@@ -1,4 +1,4 @@
-"""Inject faults into a command, restart it after each, and report what became of it.
+"""Inject faults into a command, restart it after each, and report whether it recovered.
 
     python -m forge_resilience.chaos --seed 1 --faults 20 -- torchrun --nproc 2 train.py
     python -m forge_resilience.chaos --kinds kill_rank,flip_bit --files 'runs/a/checkpoints/step-*/*.bin' -- ...
@@ -30,7 +30,7 @@ _PHASES = "start,load,data,step,evaluate,save,exit"
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; its exit code, 2 for wrong arguments."""
+    """Run the command line; return its exit code, 2 for wrong arguments."""
     parser = argparse.ArgumentParser(
         prog="python -m forge_resilience.chaos",
         description=__doc__,
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def files_of(pattern: str) -> list[Path]:
-    """The file of that very name, or those that match the pattern."""
+    """Return the file with that name, else the files that match the pattern."""
     names = [pattern] if os.path.exists(pattern) else glob.glob(pattern, recursive=True)
     return [Path(name) for name in names]
 

@@ -21,7 +21,7 @@ _PAGE = 4096
 
 
 class ProcessKind(NamedTuple):
-    """`inject(launcher, pids of ranks, rank, seed)` is called while the rank is stopped.
+    """A fault of processes: `inject(launcher, pids of ranks, rank, seed)` is called while the rank is stopped.
 
     ends: whether the attempt is expected to end by it. stays: whether the rank stays stopped.
     """
@@ -32,7 +32,7 @@ class ProcessKind(NamedTuple):
 
 
 def send(pid: int, number: int) -> None:
-    """Send a signal; nothing if the process is gone."""
+    """Send a signal; do nothing if the process has ended."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 
@@ -57,7 +57,7 @@ def _pause(launcher: int, pids: _Pids, rank: int, seed: int) -> None:
 
 
 def _slow(launcher: int, pids: _Pids, rank: int, seed: int) -> None:
-    """A third of the speed for a second: stopped 20 of 30 ms."""
+    """Slow the rank to a third for a second: it is stopped 20 of 30 ms."""
     for _ in range(33):
         send(pids[rank], signal.SIGSTOP)
         time.sleep(0.02)
@@ -66,7 +66,7 @@ def _slow(launcher: int, pids: _Pids, rank: int, seed: int) -> None:
 
 
 def _term_then_kill(launcher: int, pids: _Pids, rank: int, seed: int) -> None:
-    """A grace shorter than a save."""
+    """TERM, then KILL after a grace shorter than a save."""
     for pid in pids.values():
         send(pid, signal.SIGTERM)
         send(pid, signal.SIGCONT)
@@ -75,7 +75,7 @@ def _term_then_kill(launcher: int, pids: _Pids, rank: int, seed: int) -> None:
 
 
 def _storm(launcher: int, pids: _Pids, rank: int, seed: int) -> None:
-    """1,000 signals that ask for a stop, mixed, to the command and to all ranks, within two seconds."""
+    """Send 1,000 mixed stop signals to the command and all ranks within two seconds."""
     draw, targets = random.Random(seed), [launcher, *pids.values()]
     begin = time.monotonic()
     for number in range(1000):
@@ -107,8 +107,8 @@ PROCESS_KINDS: dict[str, ProcessKind] = {
 
 
 def rank_pids(launcher: int) -> dict[int, int]:
-    """Rank -> pid of the processes with RANK, or SLURM_PROCID, nearest to a launcher; of a launcher without any
-    itself as rank 0."""
+    """Return rank -> pid of the processes with RANK, or SLURM_PROCID, nearest to a launcher; {0: launcher} if it has
+    none."""
     found: dict[int, int] = {}
     for pid in procfs.descendants(launcher):
         variables = procfs.environ(pid)
@@ -119,13 +119,13 @@ def rank_pids(launcher: int) -> dict[int, int]:
 
 
 def marked(name: str, value: str) -> list[int]:
-    """Living processes whose environment says `name=value`: all that an attempt started, orphans too."""
+    """Return the living processes with `name=value` in their environment: all that an attempt started, orphans too."""
     entry = f"{name}={value}".encode()
     return [pid for pid in procfs.pids() if entry in procfs.read(pid, "environ").split(b"\0")]
 
 
 def state_of(pid: int) -> str:
-    """The letter of /proc: T for a stopped process, Z for one that ended, "" for none."""
+    """Return the state letter of /proc: T for a stopped process, Z for an ended one, "" if it is gone."""
     return next(iter(procfs.stat(pid)), "")
 
 
@@ -146,7 +146,7 @@ def _truncate(path: Path, draw: random.Random) -> None:
 
 
 def _swap(path: Path, draw: random.Random) -> None:
-    """The file of the same name in a sibling folder, as a lost write or a wrong copy would leave it."""
+    """Replace the file by that of a sibling folder, as a lost write or a wrong copy would."""
     folders = sorted(f for f in path.parent.parent.iterdir() if f != path.parent)
     others = [f / path.name for f in folders if (f / path.name).exists()]
     if not others:
@@ -171,14 +171,14 @@ def _fifo(path: Path, draw: random.Random) -> None:
 
 
 def _clock(path: Path, draw: random.Random) -> None:
-    """Times of the folder and all in it off by a day, either way."""
+    """Move the times of the folder and all files in it by a day, either way."""
     moved = time.time() + draw.choice([-86_400, 86_400])
     for found in [path.parent, *path.parent.iterdir()]:
         os.utime(found, (moved, moved))
 
 
 def _stale_folders(path: Path, draw: random.Random) -> None:
-    """100 temporary folders of saves that died, each with a file."""
+    """Make 100 temporary folders as killed saves leave them, each with a file."""
     for number in range(100):
         stale = path.parent.with_name(f"{path.parent.name}.tmp-{draw.getrandbits(32):08x}-{number}")
         stale.mkdir()
@@ -186,7 +186,7 @@ def _stale_folders(path: Path, draw: random.Random) -> None:
 
 
 def _dangling_latest(path: Path, draw: random.Random) -> None:
-    """`latest` next to the folder: to nothing, to itself, or outside."""
+    """Link `latest` next to the folder to nothing, to itself, or outside."""
     latest = path.parent.with_name("latest")
     latest.unlink(missing_ok=True)
     latest.symlink_to(draw.choice(["nowhere", "latest", "/etc"]))
@@ -211,7 +211,7 @@ FILE_KINDS: dict[str, Callable[[Path, random.Random], None]] = {
 
 
 def damage(kind: str, path: Path, seed: int) -> None:
-    """Do `kind` of FILE_KINDS to a file; the same seed does the same. ValueError for an unknown kind or an empty file."""
+    """Inject `kind` of FILE_KINDS into a file; the same seed does the same. ValueError for an unknown kind or an empty file."""
     if kind not in FILE_KINDS:
         raise invalid("kind", "unknown", kind, f"must be one of {', '.join(FILE_KINDS)}")
     FILE_KINDS[kind](path, random.Random(seed))

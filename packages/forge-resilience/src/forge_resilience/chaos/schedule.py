@@ -38,7 +38,7 @@ class Fault:
 def make_schedule(
     seed: int, count: int, kinds: Mapping[str, Sequence[str]], ranks: int, max_entry: int = 4
 ) -> list[Fault]:
-    """`count` faults of `kinds` (kind -> phases that apply); the same arguments give the same list.
+    """Return `count` faults of `kinds` (kind -> phases that apply); the same arguments give the same list.
 
     All pairs of kind and phase come in a random order, then all again in another one, so any prefix is spread
     evenly. Raises ValueError without kinds, or for a kind without phases.
@@ -65,7 +65,7 @@ def make_schedule(
 
 
 def failure_rate_bound(failures: int, faults: int, confidence: float = 0.95) -> float:
-    """Upper bound of the rate of failures among faults after `failures` of `faults`; exact for independent ones.
+    """Return the upper bound of the failure rate after `failures` of `faults`; exact for independent faults.
 
     Without a failure it is 1 - (1 - confidence)^(1/n), just below 3 / n: the rule of three. 1.0 without faults.
     """

@@ -43,7 +43,7 @@ _ORPHAN_SECONDS = 15.0  # that processes of an attempt may take to follow its co
 
 
 class Life(Protocol):
-    """A started command."""
+    """Protocol of one attempt: a command that was started."""
 
     pid: int
 
@@ -174,7 +174,7 @@ def _phase_of(heartbeat: HeartbeatRecord | None, wanted: str) -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """What a fault did, as JSON.
+    """The effect of a fault: how the attempt ended and recovered.
 
     injection: None if it missed its phase. code: how the attempt with the fault ended, None if it went on. orphans: of that
     attempt. recovery_seconds: from the injection to a step beyond its step, or to the end with 0; None without.
@@ -190,7 +190,7 @@ class Result:
 
     @property
     def row(self) -> dict[str, Any]:
-        """Plain data for one line of JSON."""
+        """The result as one line of JSON has it."""
         where = asdict(self.injection) if self.injection else {}
         where.pop("time", None)
         own = {
@@ -259,7 +259,7 @@ class Trial:
         return self._life
 
     def _inject(self, fault: Fault) -> Result | None:
-        """None if the fault did not meet its phase: missed, or the command ended with 0 before."""
+        """Inject a fault; None if it missed its phase or the command ended with 0 before."""
         if fault.phase == BETWEEN:
             return self._damage(fault)
         if fault.phase in FIRST:  # only a new attempt has it; this one ends uncounted
@@ -348,7 +348,7 @@ class Trial:
         return problem
 
     def _end(self) -> None:
-        """Kill what is left of the attempt."""
+        """Kill all processes of the attempt."""
         if self._life is None:
             return
         for pid in [self._life.pid, *self._life.living()]:

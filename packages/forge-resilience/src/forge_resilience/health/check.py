@@ -1,4 +1,4 @@
-"""All probes of all ranks, in one report that is the same everywhere."""
+"""Health check: the probes of all ranks, in one report that is the same on every rank."""
 
 from __future__ import annotations
 

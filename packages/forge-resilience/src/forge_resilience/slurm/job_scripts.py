@@ -54,7 +54,7 @@ class SlurmFlags:
         return [int(word) for word in (self.sizes or "").split(",") if word]
 
     def problems(self) -> Iterator[Problem]:
-        """Why these flags do not go together."""
+        """Yield problems of flags that exclude or require each other."""
         for name in ("interactive", "dry_run"):
             if self.submit and getattr(self, name):
                 rule = "must go without --submit"

@@ -35,7 +35,7 @@ _HOUR = 3600.0
 
 
 def chain_name(run_dir: str | os.PathLike[str]) -> str:
-    """The name that all jobs of a run have in the queue: its folder's, and a digest of the full path."""
+    """Return the name of a run's jobs in the queue: the name of its folder, and a digest of the full path."""
     path = os.path.realpath(run_dir)
     return f"{os.path.basename(path)[:40]}-{hashlib.sha256(path.encode()).hexdigest()[:8]}"
 
@@ -98,7 +98,7 @@ def orchestrate(
 
 @dataclass(kw_only=True)
 class _Orchestrator:
-    """What this process knows of the job; `state` is what it must not forget."""
+    """Looks at the queue and acts; `state` outlives a kill, the other fields do not."""
 
     script: Path
     sizes: Sequence[int]  # largest first

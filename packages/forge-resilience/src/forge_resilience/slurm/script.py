@@ -63,7 +63,7 @@ def batch_script(config: SlurmConfig, command: Sequence[str], facts: JobFacts) -
 def interactive_commands(
     config: SlurmConfig, command: Sequence[str], facts: JobFacts
 ) -> tuple[list[str], str]:
-    """(salloc command, script that it runs) for a job at a terminal: one attempt, no requeue.
+    """Return (salloc command, script that it runs) for a job at a terminal: one attempt, no requeue.
 
     The ranks get USR1 `facts.lead_seconds` before the time limit. The script is to be written to the last word of the
     command. Raises ValueError as `batch_script` does, and for arrays.
@@ -103,7 +103,7 @@ def _check_time_limit(config: SlurmConfig, facts: JobFacts) -> None:
 
 
 def _resources(config: SlurmConfig, facts: JobFacts) -> Iterator[tuple[str, str | None]]:
-    """(option, value) of what sbatch and salloc are asked for."""
+    """Yield (option, value) for sbatch and salloc."""
     yield "--job-name", config.job_name or os.path.basename(facts.run_dir) or "forge"
     yield "--nodes", str(config.nodes)
     low, high = config.node_range
@@ -258,21 +258,21 @@ def _bash_command(config: SlurmConfig, command: Sequence[str]) -> str:
 
 
 def _of_element(word: str) -> str:
-    """`word` quoted, with the element of the array for each %a."""
+    """Quote `word` for bash, with the element of the array for each %a."""
     return '"$SLURM_ARRAY_TASK_ID"'.join(
         shlex.quote(part) if part else "" for part in word.split("%a")
     )
 
 
 def expanded(text: str) -> str:
-    """`text` as one word of bash in which only a leading `~/`, `$NAME` and `${NAME}` are expanded."""
+    """Quote `text` as one word of bash that expands only a leading `~/`, `$NAME` and `${NAME}`."""
     text = "$HOME" + text[1:] if text.startswith("~/") else text
     text = re.sub(r'([\\"`])', r"\\\1", text)
     return '"' + re.sub(r"\$(?!\w|\{\w+\})|\$(?=\d)", r"\\$", text) + '"'
 
 
 def directive(option: str, value: str | None = None) -> str:
-    """A line `#SBATCH --option=value`; sbatch reads quotes and backslashes as a shell does, and no variables."""
+    """Return a line `#SBATCH --option=value`; sbatch reads quotes and backslashes as a shell does, and no variables."""
     if value is None:
         return f"#SBATCH {option}"
     plain = re.fullmatch(r"[\w./:@,+%=\-]+", value, re.ASCII)

@@ -46,7 +46,7 @@ done 2>/dev/null
 
 
 def find_site(name: str | None = None, environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The site file: `name`, else FORGE_SITE, else ~/.config/forge/site.toml if it exists, else None.
+    """Find the site file: `name`, else FORGE_SITE, else ~/.config/forge/site.toml if it exists, else None.
 
     A name without slash and ending, `hpc1`, means ~/.config/forge/hpc1.toml. Raises ValueError for one that is not there.
     """
@@ -63,13 +63,13 @@ def find_site(name: str | None = None, environ: Mapping[str, str] = os.environ) 
 
 
 def site_path(name: str) -> Path:
-    """Where the site of a name, or of a path, is kept."""
+    """Return the path of the site file with a name or path."""
     short = "/" not in name and not name.endswith(".toml")
     return user_path(_FOLDER) / f"{name}.toml" if short else user_path(name)
 
 
 def read_site(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """The table [slurm] of a site file: keys of `SlurmConfig`. Raises ValueError for anything else in it."""
+    """Read the table [slurm] of a site file: keys of `SlurmConfig`. Raises ValueError for anything else in it."""
     try:
         table = read_toml(user_path(path))
     except ValueError as error:
@@ -188,7 +188,7 @@ def _account_lines() -> list[str]:
 
 
 def _node_of(partition: str) -> tuple[int, int, str]:
-    """(cores, GPUs, their kind as gres says it) of the nodes of a partition, of which most GPUs count."""
+    """(cores, GPUs, kind of GPU in gres) of the node of a partition with most GPUs."""
     best = (0, 0, "")
     for line in answer(
         "sinfo", "--noheader", f"--partition={partition}", "--format=%c|%G"
@@ -203,7 +203,7 @@ def _node_of(partition: str) -> tuple[int, int, str]:
 
 
 def _partitions(name: str | None, every: bool = False) -> list[dict[str, str]]:
-    """Fields of a partition; of the default one without a name."""
+    """Fields of a partition, by default of the default partition."""
     text = answer("scontrol", "--oneliner", "show", "partition", *([name] if name else []))
     found = [
         dict(re.findall(r"(\w+)=(\S*)", line))
@@ -221,7 +221,7 @@ class NoNodes(RuntimeError):
 
 
 def controller() -> Finding:
-    """Whether there is a Slurm whose controller answers."""
+    """Check that there is a Slurm and its controller answers."""
     programs = ("sbatch", "srun", "scontrol", "squeue")
     if missing := [name for name in programs if shutil.which(name) is None]:
         fix = "run this on a login node of the cluster"
@@ -241,7 +241,7 @@ def controller() -> Finding:
 def shared_files(
     paths: Sequence[str], written: Sequence[str], config: SlurmConfig, wait_seconds: int = 60
 ) -> Finding:
-    """Whether two nodes see files and folders as this machine does: `unseen_files` as a finding."""
+    """Check that two nodes see files and folders as this machine does: `unseen_files` as a finding."""
     what = "multi-node"
     try:
         unseen = unseen_files(paths, config, written=written, wait_seconds=wait_seconds)
@@ -264,7 +264,7 @@ def unseen_files(
     nodes: int = 2,
     wait_seconds: int = 60,
 ) -> dict[str, list[str]]:
-    """node -> those of `paths` and `written` that it does not see as this machine does; one srun asks `nodes` nodes.
+    """Return node -> the `paths` and `written` that it does not see as this machine does; one srun asks `nodes` nodes.
 
     Files are compared by size and first MiB, folders by the names in them, and the folders `written` by a file that is
     written there for the moment. Partition, account, qos and further options are those of `config`; inside a job its own

@@ -24,7 +24,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP)
 
 
 def run_guarded(run: Callable[[int | None], int], grace_seconds: float = 10.0) -> int:
-    """`run(pid of this process)` in a forked child; its exit code. Signals are handed on to it.
+    """Run `run(pid of this process)` in a forked child that gets this process's signals; return its exit code.
 
     If the child dies by a signal, all that it started gets TERM and, after the grace, KILL. If this process is
     killed, the child gets TERM from the kernel and does the same. So one SIGKILL leaves no process.

@@ -1,4 +1,4 @@
-"""One message about ranks that hang: which one is late, and where each of them is, by the stacks that faulthandler writes."""
+"""Report of a hang: which rank is late, and where each rank is, by the stacks that faulthandler writes."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class _Rank:
 
 @dataclass(frozen=True)
 class Hang:
-    """The late rank, in a sentence and in a message about all ranks, and the stacks of all."""
+    """The late rank: a sentence, a message about all ranks, and the stacks of all ranks."""
 
     rank: int
     phase: str
@@ -256,7 +256,7 @@ def _late_rank(ranks: list[_Rank], late: Late) -> tuple[_Rank, str]:
 
 
 def _flight_recorder(environ: Mapping[str, str], ranks: list[int]) -> list[str]:
-    """Ask torch's flight recorders for their dumps, where they are on, and say where they lie."""
+    """Ask torch's flight recorders for their dumps, where they are on, and name the files."""
     if all(environ.get(name, "0") in ("", "0") for name in _RECORDERS):
         return []
 

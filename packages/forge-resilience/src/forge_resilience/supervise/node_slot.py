@@ -1,4 +1,4 @@
-"""Which ranks of a job this supervisor starts: all of them, those of one node, or one that is given."""
+"""The ranks of a job that this supervisor starts: all of them, those of one node, or a given one."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class NodeSlot:
 
 
 def find_node_slot(nproc: int | None, environ: Mapping[str, str] = os.environ) -> NodeSlot:
-    """Where this supervisor stands, by the variables of srun or torchrun around it.
+    """Find the ranks of this supervisor from the variables of srun or torchrun.
 
     Raises ValueError for `nproc` inside a rank of torchrun, or in a Slurm step with several tasks on a node.
     """

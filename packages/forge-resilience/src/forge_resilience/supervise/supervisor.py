@@ -179,7 +179,7 @@ class _Supervised:
                 self._report_restart(outcome)
 
     def _run_attempt(self) -> ExitStatus:
-        """One start of the ranks, to their end."""
+        """Start the ranks and wait for their end."""
         self.hang, self.watch = None, Watch(self.config, self.expects_heartbeats)
         self.steps: dict[int, int] = {}
         self.began = time.monotonic()
@@ -197,7 +197,7 @@ class _Supervised:
             )
 
     def _remove_old_heartbeats(self, environs: Sequence[Mapping[str, str]]) -> None:
-        """Those of an earlier attempt or run; where other supervisors share the folder, of the ranks that start here."""
+        """Remove heartbeats of an earlier attempt or run; in a shared folder only those of the ranks that start here."""
         names = [f"rank-{_rank_of(environ):05d}" for environ in environs]
         if self.slot.whole:
             names = ["rank-?????"]
@@ -266,7 +266,7 @@ class _Supervised:
     # ---- between attempts
 
     def _count_progress(self) -> bool:
-        """Whether this attempt went beyond the best one: a later step, or a newer save."""
+        """Update the best step and save; return whether this attempt made progress."""
         step, save = max(self.steps.values(), default=-1), -1
         for heartbeat in read_heartbeats(self.folder):
             if heartbeat.step is not None and heartbeat.phase != "start":
@@ -342,7 +342,7 @@ class _Supervised:
         return path
 
     def _seconds_lost(self) -> float:
-        """Since the newest save of this attempt, or since it began."""
+        """Seconds since the newest save of this attempt, or since its start."""
         lost = time.monotonic() - self.began
         for event in self._events("save"):
             with contextlib.suppress(ValueError, TypeError, KeyError):

@@ -76,7 +76,7 @@ class WatchConfig(Checked):
         return seconds or float("inf")
 
     def command(self, journal: str = "", python: str = sys.executable) -> tuple[str, ...]:
-        """The command of a supervisor with these limits, which `--nproc N -- COMMAND` follows, of ranks with heartbeats."""
+        """Return the command of a supervisor with these limits, of ranks with heartbeats; append `--nproc N -- COMMAND`."""
         limits = ",".join(f"{phase}={seconds}" for phase, seconds in self.limits.items())
         values = asdict(self) | {"limits": limits, "journal": journal}
         flags = [f"--{name}={value}" for name, value in values.items() if value != ""]
@@ -111,7 +111,7 @@ class _Seen:
 
 
 class Watch:
-    """Adds up how long each rank has made no entry, look by look.
+    """Measures how long each rank has made no entry, and finds a rank beyond its limit.
 
         watch = Watch(config)
         late = watch.look(read_heartbeats(folder), {0, 1, 2, 3})     # every half second
@@ -137,7 +137,7 @@ class Watch:
     def look(
         self, heartbeats: Iterable[HeartbeatRecord], running: Iterable[int], paused: bool = False
     ) -> Late | None:
-        """The rank of `running` that is furthest beyond its limit; None. `paused` (a debugger) lets no time pass."""
+        """Return the rank of `running` that is furthest beyond its limit, or None. `paused` (a debugger) lets no time pass."""
         now = self._clock()
         passed = 0.0 if self._last is None or paused else min(now - self._last, _MOST_SECONDS)
         self._last = now
