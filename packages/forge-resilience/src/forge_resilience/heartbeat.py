@@ -45,7 +45,7 @@ _TRIES = 1000
 
 
 class Heartbeat:
-    """One rank's entries, written without a lock or a system call.
+    """Writer of one rank's heartbeat: entries without a lock or a system call.
 
         heartbeat = Heartbeat.from_environ()
         for step in range(steps):
@@ -73,7 +73,7 @@ class Heartbeat:
 
     @staticmethod
     def from_environ() -> Heartbeat:
-        """The heartbeat of this process, as its launcher's variables say; the same object in each call.
+        """Return the heartbeat of this process from its launcher's variables; the same object in each call.
 
         The file of RANK (else SLURM_PROCID, else 0) in the folder FORGE_HEARTBEAT_DIR. With a folder, SIGUSR2
         writes the stacks of all threads into `rank-00003.stacks` next to it, also while a C call holds the GIL,
@@ -105,7 +105,7 @@ class Heartbeat:
 
 @dataclass(frozen=True)
 class HeartbeatRecord:
-    """The newest entry of a rank, and of its background work."""
+    """The newest heartbeat of a rank, and of its background work."""
 
     rank: int
     pid: int
@@ -126,7 +126,7 @@ class HeartbeatRecord:
 
 
 def read_heartbeats(folder: str | os.PathLike[str]) -> list[HeartbeatRecord]:
-    """The ranks that have a file in `folder`, by rank; their processes may have ended.
+    """Read the heartbeats in `folder`, by rank; their processes may have ended.
 
     A rank without a file is still in its start. Cost: one read of 512 bytes a rank.
     """
@@ -238,7 +238,7 @@ _open_heartbeats: weakref.WeakSet[Heartbeat] = weakref.WeakSet()
 
 
 def _detach_in_child() -> None:
-    """In a forked child: what it writes from here on is its own."""
+    """In a forked child: write to private memory, not to the parent's file."""
     for heartbeat in _open_heartbeats:
         heartbeat._memory = bytearray(heartbeat._memory)
     _open_heartbeats.clear()

@@ -20,7 +20,7 @@ _MOST_ELEMENTS = 256
 
 
 class Journal:
-    """Appends events to a file; whatever prevents that is reported once and never stops a run.
+    """Append events to a file; a failure is reported once and never stops a run.
 
         journal = Journal("runs/a/events.jsonl")
         journal.record("save", step=100, seconds=0.4)
@@ -60,12 +60,12 @@ class Journal:
 
 
 def read_events(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    """The events of a journal, oldest first; torn lines are left out, a missing file has none."""
+    """Read the events of a journal, oldest first; torn lines are left out, a missing file has none."""
     return (event for event in read_json_lines(path) if isinstance(event, dict))
 
 
 def read_json_lines(path: str | os.PathLike[str]) -> Iterator[Any]:
-    """The values of a JSON-lines file, one per line; lines that a kill tore are left out, a missing file has none."""
+    """Read the values of a JSON-lines file, one per line; lines that a kill tore are left out, a missing file has none."""
     return read_log(user_path(path))
 
 

@@ -245,7 +245,7 @@ class _Job:
                 self.workers[rank].send_signal(number)
 
     def outcome(self) -> ExitStatus:
-        """How the job ended."""
+        """Return the exit status of the job, after `run`."""
         while not self.events.empty():  # stop signals that came after the last end
             number, value = self.events.get()
             if number is None:
@@ -312,7 +312,7 @@ def _forwarding(events: Events) -> Iterator[None]:
 def local_ranks(
     nproc: int, environ: Environ, hand_over_port: bool = True
 ) -> Iterator[tuple[list[dict[str, str]], socket.socket | None]]:
-    """Environments of `nproc` ranks that are all of a job, and the listening socket of MASTER_PORT for rank 0.
+    """Yield the environments of `nproc` ranks that are all of a job, and the listening socket of MASTER_PORT for rank 0.
 
     With `hand_over_port` False, for programs that know nothing of STORE_FD, the port is closed again and None comes in
     place of the socket: torch's own start-up opens it, a moment later. Raises ValueError for nproc below 1.

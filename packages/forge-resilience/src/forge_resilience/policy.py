@@ -117,7 +117,7 @@ class StepVerdict:
 
 
 def nonfinite(*values: Any) -> Any:
-    """1.0 if any of the 0-dim tensors is nan or inf, else 0.0; a 0-dim fp32 tensor on their device.
+    """Return 1.0 if any of the 0-dim tensors is nan or inf, else 0.0; a 0-dim fp32 tensor on their device.
 
     Made from values that are equal on all ranks (the global loss and gradient norm), so the verdict
     is too. Handed to an optimizer that masks its update by it, a bad step changes nothing on any
@@ -129,7 +129,7 @@ def nonfinite(*values: Any) -> Any:
 
 
 class NumericsPolicy:
-    """Judges the numbers of each step on the device; the host reads the verdicts later and learns what follows.
+    """Judge the numbers of each step on the device; the host reads the verdicts later and decides on an action.
 
         policy = NumericsPolicy(NonfiniteConfig("skip"), SpikeConfig("rollback"))
         bad = policy.judge(loss, grad_norm)           # each step: 0-dim, no host sync
@@ -166,16 +166,16 @@ class NumericsPolicy:
 
     @property
     def can_roll_back(self) -> bool:
-        """Whether an action is to go back."""
+        """Whether an action is a rollback."""
         return "rollback" in (self.nonfinite.action, self.spike.action)
 
     @property
     def lr_factor(self) -> float:
-        """Multiplies the learning rate of the schedule."""
+        """Factor on the learning rate of the schedule after the rollbacks so far."""
         return float(self.rollback.lr_factor**self.rollbacks)
 
     def judge(self, loss: Any, grad_norm: Any, *, labeled: bool = True) -> Any:
-        """1.0 if the update of this step is to be masked, else 0.0; 0-dim fp32 on the device of `loss`, no sync.
+        """Judge a step: 1.0 if its update is to be masked, else 0.0; 0-dim fp32 on the device of `loss`, no sync.
 
         `labeled`: whether its batch had a label, without which it has no loss.
         """
@@ -189,7 +189,7 @@ class NumericsPolicy:
         return verdict.clamp(max=1.0)
 
     def take(self) -> Any:
-        """Verdicts of the steps since the last call, in order: fp32 (steps,) on the device, no sync."""
+        """Return the verdicts of the steps since the last call, in order: fp32 (steps,) on the device, no sync."""
         import torch
 
         taken, self._verdicts = self._verdicts, []

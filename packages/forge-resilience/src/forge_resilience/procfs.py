@@ -58,7 +58,7 @@ def environ(pid: int) -> dict[str, str]:
 
 
 def process_start(pid: int) -> int:
-    """When a process started, in clock ticks since boot; 0 if it does not exist, and off Linux."""
+    """Start of a process in clock ticks since boot; 0 if it does not exist, and off Linux."""
     fields = stat(pid)
     return int(fields[19]) if fields else 0
 
@@ -114,7 +114,7 @@ def collect_adopted(keep: Container[int]) -> None:
 
 
 def is_below(pid: int, ancestor: int) -> bool:
-    """Whether `ancestor` started the process, or one that did."""
+    """Whether `ancestor` is a parent of the process, at any depth."""
     while pid > 1:
         fields = stat(pid)
         if not fields:
@@ -126,7 +126,7 @@ def is_below(pid: int, ancestor: int) -> bool:
 
 
 def end_descendants(grace_seconds: float, keep: Container[int] = ()) -> int:
-    """End what is below this process, but for `keep`, with SIGKILL after the grace, and collect it.
+    """End all processes below this one except `keep`, with SIGKILL after the grace, and collect them.
 
     Without a grace SIGKILL comes at once; with one they have a moment to end by themselves. Returns how many were signalled.
     """
@@ -159,7 +159,7 @@ def _collect(pid: int) -> bool:
 
 
 def state(pid: int) -> tuple[str, str]:
-    """(letter, words) of a process: "T" is stopped, and the words say more where there is more to say."""
+    """(letter, description) of the state of a process: "T" is stopped; the description may be empty."""
     fields = stat(pid)
     if not fields:
         return "X", _STATES["X"]
@@ -198,7 +198,7 @@ def signal_process(pid: int, start: int, number: int) -> bool:
 
 
 def abort(pid: int) -> None:
-    """SIGABRT, without a core file: a Python with faulthandler on (PYTHONFAULTHANDLER) writes its stacks to stderr."""
+    """Send SIGABRT without a core file: a Python with faulthandler on (PYTHONFAULTHANDLER) writes its stacks to stderr."""
     if catches(pid, signal.SIGABRT):
         with contextlib.suppress(OSError, ValueError):
             resource.prlimit(

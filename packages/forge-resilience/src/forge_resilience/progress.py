@@ -61,7 +61,7 @@ class Progress:
             self.policy.load_checks(values["policy"])
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from the counters of a checkpoint."""
+        """Continue from the counters of a checkpoint."""
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.device_seconds = state.get("device_seconds", self.seconds * self.world_size)
         self.skipped_since_row = state.get("skipped_since_row", 0)

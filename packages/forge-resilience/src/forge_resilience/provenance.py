@@ -26,7 +26,7 @@ _ENVIRONMENT, _PATCH = "environment.json", "git.patch"
 
 
 def describe_environment(distributions: Sequence[str]) -> dict[str, Any]:
-    """Python, platform, host, command line, torch's threads, and the versions of `distributions`.
+    """Return Python, platform, host, command line, torch's threads, and the versions of `distributions`.
 
     A version is None if the package runs from its sources without being installed.
     """
@@ -58,7 +58,7 @@ def record_environment(folder: Path, distributions: Sequence[str], hosts: Sequen
 
 
 def recorded_hosts(folder: Path) -> list[str] | None:
-    """The machines of all ranks that `record_environment` wrote; None where nothing says it."""
+    """The machines of all ranks that `record_environment` wrote; None if it is missing or damaged."""
     try:
         hosts = json.loads((folder / _ENVIRONMENT).read_text())["hosts"]
     except (OSError, ValueError, KeyError, TypeError):

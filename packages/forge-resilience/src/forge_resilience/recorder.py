@@ -32,13 +32,13 @@ END_SECONDS = 10.0
 
 
 class _Reopen(NamedTuple):
-    """Tells the thread to end the sink and to open another in its place."""
+    """Order to the thread: end the sink and open another in its place."""
 
     open: Open
 
 
 class BackgroundSink:
-    """Runs a sink on a daemon thread that takes rows from a queue of `max_rows`; its methods never wait, but for `flush`.
+    """Run a sink on a daemon thread that takes rows from a queue of `max_rows`; only `flush` and `join` wait.
 
         sink = BackgroundSink(lambda: MyTracker(url), "tracker")
         sink.write({"step": 1, "loss": 2.5})
@@ -61,7 +61,7 @@ class BackgroundSink:
         self._thread.start()
 
     def write(self, row: Row) -> None:
-        """Hand over a row."""
+        """Put a row into the queue; a full queue drops it."""
         if self._queue.qsize() < self._max_rows:
             self._queue.put(dict(row))
         else:
@@ -169,7 +169,7 @@ class Recorder:
             self.journal.record(event, **fields)
 
     def record_save(self, event: Any, limit: float) -> None:
-        """Append what became of a save, and that it took longer than `limit` seconds, after which a line says so.
+        """Append the event of a save; one that took longer than `limit` seconds also prints a warning.
 
         `event` is a `forge_ckpt.SaveEvent`. Called from the thread that writes, too.
         """

@@ -81,7 +81,7 @@ class _Key(NamedTuple):
 
 
 class ReplicaCheck:
-    """Compares what must be equal: copies on several ranks, and a rank's memory between two moments.
+    """Compare replicas on several ranks, and a rank's memory between two moments, by checksums.
 
         check = ReplicaCheck()                                       # all ranks
         if step % 100 == 0:                                          # after the optimizer's step
@@ -122,7 +122,9 @@ class ReplicaCheck:
         self._sealed = {}
 
     def compare(self, tensors: Mapping[str, Tensor]) -> list[Mismatch]:
-        """What differs now between copies, or from what was sealed; the same on every rank. Collective."""
+        """Return the tensors that differ between replicas or from their sealed checksums. Collective.
+
+        The list is the same on every rank."""
         sums = self._sums(tensors)
         before = {key: value for key, value in self._sealed.items() if key in sums}
         read = _read_on_host([*sums.values(), *before.values()])

@@ -71,7 +71,7 @@ class JsonlSink:
                 self._waiting = self._waiting[os.write(self._file, self._waiting) :]
 
     def flush(self) -> None:
-        """Bring the rows onto the disk."""
+        """Sync the rows to the disk."""
         with self._warning_once():
             os.fsync(self._file)
 
@@ -91,7 +91,7 @@ class JsonlSink:
 
 
 def read_rows(path: str | os.PathLike[str], schema: int | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a file of metrics, one after the other; a missing file has none.
+    """Read the rows of a metrics file, one after the other; a missing file has none.
 
     A line that a kill tore is left out. So is JSON that is not a row (an object with a number `step`), with one line on
     stderr after the last row. Another line reports rows whose column `schema` is later than the schema of the caller.
@@ -120,7 +120,7 @@ def last_row(
     column: str = "step",
     schema: int | None = None,
 ) -> dict[str, Any] | None:
-    """The last row up to a step with a value in `column`; None without one, and where the file cannot be read."""
+    """Return the last row up to a step with a value in `column`; None without one, and where the file cannot be read."""
     found = None
     with contextlib.suppress(OSError):
         for row in read_rows(path, schema):
@@ -136,7 +136,7 @@ def _warn(message: str) -> None:
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, int | float]:
-    """The numbers of a row that are curves over its steps."""
+    """Return the numbers of a row that are plotted over the steps."""
     numbers = {name: value for name, value in row.items() if isinstance(value, int | float)}
     return {name: value for name, value in numbers.items() if name not in ("step", "schema")}
 
@@ -313,7 +313,7 @@ def _stored_id(path: Path, make: Callable[[], str]) -> str:
 
 
 def _mlflow_name(key: str) -> str:
-    """A name that MLflow takes."""
+    """Replace characters that MLflow does not allow in names."""
     return re.sub(r"[^\w\-. :/]", "_", key)
 
 
@@ -325,7 +325,7 @@ def _chunks(values: list[Any], size: int) -> Iterator[list[Any]]:
 def columns_of(
     rows: Iterable[Mapping[str, Any]], lists: Callable[[list[Any]], Any] = list
 ) -> dict[str, list[Any]]:
-    """The values of each name, None in rows that lack it; `lists` makes what is kept of a list in a row.
+    """Return name -> values of all rows, None in rows that lack it; `lists` converts a list in a row.
 
     Memory: those values; rows, of which each has names of its own, are gone by then.
     """

@@ -129,13 +129,13 @@ class HealthCheck:
         return _findings_of_all_ranks(self._folder, rows)
 
     def nodes_at_fault(self, found: Sequence[RankFinding]) -> list[str]:
-        """Nodes with something broken; none if they are more than half of all, as that has a common cause."""
+        """Return the nodes with a broken finding; [] if they are more than half of all, as that has a common cause."""
         nodes = list(dict.fromkeys(f.node for f in found if f.finding.state == BROKEN and f.node))
         several = len(set(self._nodes.values()))
         return nodes if several == 1 or 2 * len(nodes) <= several else []
 
     def event_fields(self, found: Sequence[RankFinding]) -> dict[str, Any]:
-        """Fields of an event of a journal: what is broken, else what is to be warned of, and the nodes at fault."""
+        """Fields of a `health` event: the broken findings, else the warnings, and the nodes at fault."""
         nodes = self.nodes_at_fault(found)
         broken = [f for f in found if f.finding.state == BROKEN]
         return {
@@ -163,7 +163,7 @@ class HealthCheck:
         ]
 
     def _write_token(self) -> str | None:
-        """A file for the others to see; None where it cannot be written, which `disk` says."""
+        """Write a file for the other nodes to see; None where it cannot be written, which `disk` reports."""
         try:
             return write_token(self._folder)
         except OSError:
@@ -176,7 +176,7 @@ class HealthCheck:
 
 
 def _catch_device_errors(what: str, probe: Callable[[], Finding]) -> Finding:
-    """The finding of a device, which may fail in the middle of a probe: an error of its memory is an exception."""
+    """Run a probe of a device and turn its exception into a finding: a memory error in the middle is an exception."""
     try:
         return probe()
     except (RuntimeError, MemoryError) as error:
@@ -203,9 +203,7 @@ def _findings_of_all_ranks(folder: str, rows: list[dict[str, Any]]) -> list[Rank
 
 
 def arrived(group: Any = None, timeout_seconds: float = 60.0) -> tuple[Finding, list[int]]:
-    """A finding, and the numbers of the ranks that are late.
-
-    Wait for all ranks of a gloo group, by default the default group, at most so long. Collective.
+    """Wait for all ranks of a gloo group, by default the default group; return a finding and the late ranks. Collective.
 
     Rank 0 of the group names those that have not come; the others know that it has not let them go. After a
     broken finding the group cannot be used any more: end the process. Cost: a message to rank 0 and back.
@@ -238,7 +236,7 @@ def arrived(group: Any = None, timeout_seconds: float = 60.0) -> tuple[Finding, 
 
 
 def broken_nodes(journal: str | os.PathLike[str]) -> list[str]:
-    """The nodes that the last attempt of a run found broken, by its events `health` and `mismatch`.
+    """Return the nodes that the last attempt of a run found broken, by its events `health` and `mismatch`.
 
     Of two replicas that differ either may be wrong, so their nodes are not in the list.
     """

@@ -33,7 +33,9 @@ _TORCH = ((2, 11), (2, 16))  # what the tests have seen: from the first, below t
 
 
 def machine_findings(distributions: Mapping[str, str], fix: str) -> Iterator[Finding]:
-    """What this machine is and can compute. Cost: some seconds, and up to 512 MiB of each accelerator.
+    """Yield findings about versions, packages, devices, memory, disk and network.
+
+    Cost: some seconds, and up to 512 MiB of each accelerator.
 
     distributions: packages that must be importable, and the distributions that have them. fix: what to do about a probe that
     fails in another way than it foresees, such as "reinstall my-trainer".
@@ -50,7 +52,7 @@ def machine_findings(distributions: Mapping[str, str], fix: str) -> Iterator[Fin
 
 
 def probe(what: str, check: Callable[[], Finding], fix: str) -> Finding:
-    """The finding of a check; an exception that it raises is a broken one."""
+    """Run a check; its exception becomes a broken finding."""
     try:
         return check()
     except Exception as error:
@@ -58,13 +60,13 @@ def probe(what: str, check: Callable[[], Finding], fix: str) -> Finding:
 
 
 def optional(module: str, use: str, fix: str) -> Finding:
-    """Whether a module that is needed for one `use` is installed."""
+    """Check that a module that one `use` needs is installed."""
     there = importlib.util.find_spec(module) is not None
     return Finding(module, OK if there else MISSING, use, fix="" if there else fix)
 
 
 def accelerator_count() -> Finding:
-    """Whether there is an accelerator; what it computes is among `accelerator_findings`."""
+    """Check that there is an accelerator; `accelerator_findings` probe it."""
     import torch
 
     count = torch.accelerator.device_count() if torch.accelerator.is_available() else 0
@@ -74,7 +76,7 @@ def accelerator_count() -> Finding:
 
 
 def accelerator_findings(fix: str) -> Iterator[Finding]:
-    """What each accelerator computes and keeps, and what its driver reports."""
+    """Yield the probes of each accelerator, and the counters of its driver."""
     import torch
 
     if not torch.accelerator.is_available():

@@ -16,12 +16,12 @@ _DRAIN = "take the node out of the queue, and have the GPU looked at"
 
 
 class NvmlProbe:
-    """Findings about one GPU; counters are compared with those when this was made.
+    """Probe of one NVIDIA GPU's driver; its counters are compared with those at construction.
 
         probe = NvmlProbe.of(torch.device("cuda", 0))     # None for other devices
         for finding in probe.findings(): print(finding)
 
-    `library` is `pynvml` (nvidia-ml-py). Values that a GPU does not offer are left out. No sync, no device memory.
+    `library` is `pynvml` (nvidia-ml-py). Values that a GPU does not support are left out. No sync, no device memory.
     """
 
     def __init__(self, library: Any, handle: Any) -> None:
@@ -35,7 +35,7 @@ class NvmlProbe:
 
     @classmethod
     def of(cls, device: Any) -> NvmlProbe | Finding | None:
-        """The probe of a CUDA device, a finding with the reason if it cannot be made, or None for other devices."""
+        """Make the probe of a CUDA device; a finding with the reason if it cannot be made, or None for other devices."""
         if device.type != "cuda":
             return None
         import torch
@@ -57,7 +57,7 @@ class NvmlProbe:
         return [*self._memory_errors(), *self._remapped_rows(), *self._new_faults(), *self._heat()]
 
     def _ask(self, name: str, *args: Any) -> Any:
-        """The value of a query, None where this GPU or driver does not offer it."""
+        """The value of a query; None where this GPU or driver does not support it."""
         try:
             return getattr(self._library, name)(self._handle, *args)
         except (AttributeError, self._library.NVMLError):
@@ -93,7 +93,7 @@ class NvmlProbe:
             yield Finding("rows", OK, value)
 
     def _new_faults(self) -> Iterator[Finding]:
-        """XIDs since the last look."""
+        """A finding about XIDs since the last call."""
         seen: list[int] = []
         while self._events is not None:
             try:

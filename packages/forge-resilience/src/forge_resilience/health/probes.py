@@ -45,7 +45,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 @dataclass(frozen=True)
 class Finding:
-    """What a probe found: `state` is ok, warn (runs can go on), missing (something that is not here), or broken (runs
+    """Result of a probe: `state` is ok, warn (runs can go on), missing (something that is not here), or broken (runs
     cannot go on, or compute wrong).
 
     Usage: `if finding.state == BROKEN: print(finding)`.
@@ -201,7 +201,7 @@ def disk(folder: str | os.PathLike[str], min_free_bytes: int = 2**30) -> Finding
 
 
 def shared_memory(folder: str = "/dev/shm") -> Finding:
-    """Data workers and NCCL hand over tensors in /dev/shm: it must be writable and have some space."""
+    """Check /dev/shm, in which data workers and NCCL pass tensors: it must be writable and have some space."""
     what = "shared memory"
     if not os.path.isdir(folder):
         return Finding(what, WARN, f"there is no {folder}", "", "mount a tmpfs there")
@@ -213,7 +213,7 @@ def shared_memory(folder: str = "/dev/shm") -> Finding:
 
 
 def loopback(timeout_seconds: float = 5.0) -> Finding:
-    """A message to ourselves over 127.0.0.1, which local ranks and launchers use."""
+    """Send a message over 127.0.0.1, which local ranks and launchers use."""
     what = "loopback"
     try:
         with socket.create_server(("127.0.0.1", 0)) as server:
@@ -234,7 +234,7 @@ def loopback(timeout_seconds: float = 5.0) -> Finding:
 
 
 def clocks(times: Sequence[float]) -> list[Finding]:
-    """The clock of each rank, read at the same moment, against the median of all (Unix seconds)."""
+    """Compare the clock of each rank, read at the same moment, with the median of all (Unix seconds)."""
     middle = sorted(times)[(len(times) - 1) // 2]
     found = []
     for at in times:
@@ -249,7 +249,7 @@ def clocks(times: Sequence[float]) -> list[Finding]:
 
 
 def write_token(folder: str | os.PathLike[str]) -> str:
-    """A new file in `folder` that others are to see; its name. OSError if it cannot be written."""
+    """Write a new file in `folder` that other nodes are to see; return its name. Raises OSError."""
     path = Path(folder) / f".forge-health-{secrets.token_hex(6)}"
     path.write_bytes(_DATA)
     return path.name
@@ -258,7 +258,7 @@ def write_token(folder: str | os.PathLike[str]) -> str:
 def sees_token(
     folder: str | os.PathLike[str], name: str, seconds: float = _SEEN_WITHIN_SECONDS
 ) -> bool:
-    """Whether this node sees the file that another wrote, at once or within `seconds`."""
+    """Return whether this node sees the file of another node, at once or within `seconds`."""
     deadline = time.monotonic() + seconds
     while True:
         with contextlib.suppress(OSError):
@@ -270,7 +270,7 @@ def sees_token(
 
 
 def shared_folder(folder: str, seen: Sequence[bool], nodes: Sequence[str]) -> list[Finding]:
-    """For each rank, whether its node sees the file that the first rank wrote into `folder`.
+    """Findings of all ranks about the file that the first rank wrote into `folder`.
 
     A node that does not is broken while another node besides the first does: it has lost the file system.
     Where no other does, the folder is on a local disk of the first node, and all others report it.

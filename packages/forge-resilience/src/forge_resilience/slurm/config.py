@@ -158,7 +158,7 @@ class SlurmConfig(Checked):
 
 @dataclass(frozen=True)
 class JobFacts(Checked):
-    """The places of a job: absolute paths that every node sees.
+    """Paths and limits of one job; paths are absolute, and every node sees them.
 
     run_dir: folder of the run. script: where its batch script is kept, for a resubmission and for people.
     working_dir: where the command runs. save_limit_seconds: the longest save. checkpoints: pattern, below run_dir, of the

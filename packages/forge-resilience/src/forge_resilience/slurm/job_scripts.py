@@ -75,7 +75,9 @@ class SlurmFlags:
 
 
 def check_limits(config: SlurmConfig, facts: JobFacts) -> list[str]:
-    """Warnings of kills that leave no time for a save, and of a job without GPUs. ValueError for a time limit that leaves none.
+    """Return warnings of kills that leave no time for a save, and of a job without GPUs.
+
+    Raises ValueError for a time limit that leaves none.
 
     Asks Slurm, where there is one.
     """
@@ -86,8 +88,8 @@ def check_limits(config: SlurmConfig, facts: JobFacts) -> list[str]:
 
 
 def with_retries(config: SlurmConfig, watch: WatchConfig) -> SlurmConfig:
-    """The description with restarts of crashes: a supervisor of one node of several cannot start the others' ranks again, so
-    that the script does it for all of them."""
+    """Set `retries` from the supervisor's limit where a job has several nodes: a supervisor of one node cannot start the
+    ranks of other nodes again, so the script does it."""
     if watch.action == "restart" and config.node_range[1] > 1 and not config.retries:
         return replace(config, retries=watch.max_restarts)
     return config
@@ -102,7 +104,7 @@ def make_scripts(
     journal: str = "",
     warn: Callable[[str], None] = print,
 ) -> tuple[dict[str, str], list[str]]:
-    """{path of a script: its text}, and the command that a terminal runs, if the flags ask for one.
+    """Return {path of a script: its text}, and the command that a terminal runs, if the flags ask for one.
 
     An orchestrated job is kept in the queue at one of `sizes`, by the command or by a small job that runs it, and `journal`
     gets an event for each action. `warn` gets what `check_limits` returns. ValueError for a job that cannot run.
@@ -134,13 +136,13 @@ def make_scripts(
 
 
 def queued_jobs(flags: SlurmFlags, facts: JobFacts) -> list[tuple[str, str]]:
-    """(id, state) of jobs of this run in the queue; not those under its own name, which an orchestrator finds again."""
+    """Return (id, state) of this run's jobs in the queue, without those that an orchestrator finds again."""
     names = [_JOB, _ORCHESTRATOR] + [_ORCHESTRATED] * (not flags.orchestrate)
     return [] if flags.interactive else jobs_of(*map(facts.path_of, names))
 
 
 def small_job(config: SlurmConfig) -> SlurmConfig:
-    """One core of one node, in the surroundings of the job; it goes on after each of its own ends."""
+    """Return the resources of the orchestrator's own job: one core of one node, restarted after each end."""
     own = config.orchestrator
     return SlurmConfig(
         **{name: getattr(config, name) for name in ("account", "qos", "prologue", "environment")},
@@ -155,7 +157,7 @@ def small_job(config: SlurmConfig) -> SlurmConfig:
 def orchestrator_command(
     config: SlurmConfig, script: str, sizes: Sequence[int], name: str, journal: str
 ) -> list[str]:
-    """The command that keeps the job of a script in the queue on one of `sizes` nodes: `orchestrate`, without torch."""
+    """Return the command that keeps a script's job in the queue on one of `sizes` nodes: `orchestrate`, without torch."""
     flags = {"name": name, "sizes": ",".join(map(str, sizes)), "max-restarts": config.max_restarts}
     flags |= {"journal": journal}
     flags |= {key.replace("_", "-"): getattr(config.orchestrator, key) for key in FLAGS}
