@@ -16,7 +16,7 @@ from forge_resilience.slurm import (
     grace_warnings,
     limit_problem,
     read_site,
-    shared,
+    site,
 )
 from forge_testing import forge_train, write_job
 from forge_train.doctor import required_findings
@@ -107,7 +107,7 @@ def test_files_that_another_node_does_not_see_are_named(slurm, tmp_path):
 def test_a_partition_with_too_few_nodes_is_named(slurm, tmp_path, monkeypatch):
     for name, value in slurm.environ.items():
         monkeypatch.setenv(name, value)
-    soon = partial(shared.shared_files, wait_seconds=2)  # a minute for people
+    soon = partial(site.shared_files, wait_seconds=2)  # a minute for people
     monkeypatch.setattr("forge_resilience.slurm.shared_files", soon)
     (tmp_path / "cpu.toml").write_text('[slurm]\npartition = "cpu"\n')
     found = required_findings("multi-node", None, str(tmp_path / "cpu.toml"))
