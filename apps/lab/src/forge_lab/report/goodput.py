@@ -12,7 +12,14 @@ from typing import Any
 
 from forge_lab._shared.problems import invalid
 from forge_resilience import read_events
-from forge_resilience.goodput import CAUSES, Goodput, GoodputTable, Interval, goodput, read_goodput_table
+from forge_resilience.goodput import (
+    CAUSES,
+    Goodput,
+    GoodputTable,
+    Interval,
+    goodput,
+    read_goodput_table,
+)
 from forge_train import RunDirectory, read_rows
 from forge_train.errors import ConfigError
 
