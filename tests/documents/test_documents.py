@@ -99,7 +99,12 @@ def test_keys_that_pages_for_newcomers_name_exist(page: str) -> None:
 
 def test_the_page_of_variables_has_all_of_ours() -> None:
     page = (ROOT / "docs/environment-variables.md").read_text()
-    sources = [p for folder in ("packages", "apps") for p in (ROOT / folder).glob("*/src/**/*.py")]
+    sources = [
+        p
+        for folder in ("packages", "apps")
+        for kind in ("py", "sh")
+        for p in (ROOT / folder).glob(f"*/src/**/*.{kind}")
+    ]
     named = {name for p in sources for name in re.findall(r"\bFORGE_[A-Z_]*[A-Z]\b", p.read_text())}
     assert set(re.findall(r"`(FORGE_[A-Z_]+)`", page)) == named
 

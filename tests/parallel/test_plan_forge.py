@@ -104,10 +104,14 @@ def section(name: str) -> BuiltInModelConfig:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", MODELS)
 def test_activations_are_what_a_real_forward_keeps(name: str, dtype: torch.dtype) -> None:
-    profile = Profile(build_model(section(name), 0), SEQ)
+    config = section(name)
+    if config.moe is not None and dtype == torch.bfloat16:
+        # few tokens run as one padded batch on a CPU, which keeps more; the planner traces what large ones do
+        config = replace(config, moe=replace(config.moe, backend="grouped_mm"))
+    profile = Profile(build_model(config, 0), SEQ)
     found = trace(profile, dtype=dtype, rows=2)
     blocks = sum(found.kinds[k].saved for k in profile.order)
-    model = materialize(build_model(section(name), 0), torch.device("cpu"))
+    model = materialize(build_model(config, 0), torch.device("cpu"))
     initialize(model, 0)
     for module in model.modules():
         if getattr(module, "compute_dtype", None) is None:  # a router stays in fp32
