@@ -3,6 +3,7 @@
 The reference is FSDP2's own mixed precision over a mesh of one rank.
 """
 
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -138,6 +139,18 @@ def test_casts_are_kept_without_gradients_until_a_parameter_changes() -> None:
         assert torch.equal(model(TOKENS), before)
     loss_of(model).backward()
     assert not model._forge_casts.kept
+
+
+@pytest.mark.parametrize("name", ["plain", "checkpointed"])
+def test_casts_end_with_the_backward_of_their_forward(name: str) -> None:
+    _, model = both(MODELS[name])
+    seen: list[weakref.ref[Tensor]] = []
+    model.lm_head.register_forward_hook(lambda m, *_: seen.append(weakref.ref(m.weight)))
+    losses = [loss_of(model), loss_of(model, TOKENS.flip(0))]
+    assert all(cast() is not None for cast in seen)
+    while losses:
+        losses.pop(0).backward()
+    assert [cast() for cast in seen] == [None, None]
 
 
 def test_parameters_are_back_after_an_error() -> None:

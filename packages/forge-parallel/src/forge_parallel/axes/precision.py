@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     model are cast, too. A gradient is computed in `dtype`, and cast and summed in fp32, bit by bit as by FSDP2's mixed
     precision on one rank. A module below that is called outside of the model's forward computes in fp32.
 
-    Cost: memory of the parameters in `dtype` from the forward to the end of the backward. Casts of a forward without
+    Cost: memory of the parameters in `dtype` until the graph of the forward is freed. Casts of a forward without
     gradients are kept for the next one, and are made again when a parameter was changed (in place, through itself;
     after a change through `.data` call `reshard(model)`).
     """
@@ -61,24 +62,22 @@ class _Casts:
         #: Of forwards without gradients: {parameter: (its version, its cast)}.
         self.kept: dict[nn.Parameter, tuple[int, Tensor]] = {}
         self.masters: list[Tensor] = []  # in the order of places, while casts are in the modules
-        self.casts: list[Tensor] = []
 
     def before_forward(self, model: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Put casts into the modules, and cast the float inputs."""
         self.restore()  # after a backward that ended with an error
         if not self.places:
             self.places = self._find_places()
-        made: dict[
-            Any, Tensor
-        ] = {}  # a tied parameter has one cast, where its gradients are summed
+        # a tied parameter has one cast, where its gradients are summed
+        made: dict[Any, Tensor] = {}
         for parameters, name in self.places:
             parameter = parameters[name]
             if parameter not in made:
                 made[parameter] = self._cast(parameter)
-        self.casts = [made[parameters[name]] for parameters, name in self.places]
+        casts = [made[parameters[name]] for parameters, name in self.places]
         if torch.is_grad_enabled():
             self.kept.clear()
-        self._put_casts()
+        self._put(casts)
         return map_tensors(self._cast_input, args), map_tensors(self._cast_input, kwargs)
 
     def _find_places(self) -> list[tuple[dict[str, Any], str]]:
@@ -97,22 +96,22 @@ class _Casts:
 
     def after_forward(self, model: nn.Module, args: Any, output: Any) -> None:
         """Put the parameters back; the backward of an output takes the casts once more."""
+        casts = [parameters[name] for parameters, name in self.places]
         self.restore()
-        outputs = [t for t in tensors_of(output) if t.requires_grad]
-        if not outputs:
-            self.casts = []
-        for tensor in outputs:
-            tensor.register_hook(self._before_backward)
+        for tensor in tensors_of(output):
+            if tensor.requires_grad:
+                # the graph holds the casts, and frees them with itself
+                tensor.register_hook(partial(self._before_backward, casts))
 
-    def _before_backward(self, grad: Tensor) -> None:
-        # the casts of the newest forward: those of earlier ones have the same values, and recomputation reads values
-        if self.casts and not self.masters:
-            self._put_casts()
+    def _before_backward(self, casts: list[Tensor], grad: Tensor) -> None:
+        # another output may have put them there; those of another forward have the same values
+        if not self.masters:
+            self._put(casts)
             at_end_of_backward(self.restore)
 
-    def _put_casts(self) -> None:
+    def _put(self, casts: list[Tensor]) -> None:
         self.masters = [parameters[name] for parameters, name in self.places]
-        for (parameters, name), cast in zip(self.places, self.casts):
+        for (parameters, name), cast in zip(self.places, casts):
             parameters[name] = cast
 
     def restore(self) -> None:
