@@ -13,6 +13,7 @@ from cells import AVERAGING, BY_NAME, FEATURES, LAYOUTS, Cell
 from optimizers import Recorded, forges
 from settings import set_up
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from training import (
     ADAMW,
     AHEAD_WEIGHT,
@@ -196,6 +197,8 @@ class Side:
 
 def _defer_gradient_sync(model: Any, num_micro_batches: int) -> None:
     """As a loop of somebody's own does with FSDP2: gradients are summed over ranks in the last backward alone."""
+    if not isinstance(model, FSDPModule):
+        return  # one process has no gradients to sum over ranks
     forwards = itertools.count(1)
 
     def before(*_: Any) -> None:

@@ -212,7 +212,6 @@ CAUGHT = [
     ("biases from one rank's counts", "moe_bias", ("ep", "tp_ep"), {"weights"}),
     ("each rank reduces what it used", "branches", ("fsdp_2",), {"gradients", "norm"}),
     ("weights gathered after an evaluation", "swapped", ("fsdp_2", "tp_whole"), EVERYTHING),
-    ("weights gathered after an evaluation", "bf16_swapped", ("one_rank",), EVERYTHING),
     ("Muon of shards", "packed", ("fsdp_2", "tp", "fsdp_tp"), {"weights"}),
     ("Muon of shards", "moe", ("hsdp_tp_ep",), {"weights"}),
     ("filler that counts", "dealt_moe", ("fsdp_3", "pp_dp3"), {"routes", "weights"}),
