@@ -260,7 +260,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "sequences of an index are taken to follow one another",
-        f"{_DATA}/sources/megatron.py",
+        f"{_DATA}/tokens/raw_formats.py",
         "        if wrong.size:\n",
         "        if wrong.size > len(lengths):\n",
     ),
@@ -272,19 +272,19 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "files of prepared tokens are not synced before their sidecar",
-        f"{_DATA}/prepare/token_writer.py",
+        f"{_DATA}/tokens/writer.py",
         "        os.fsync(self._file.fileno())\n",
         "",
     ),
     Mistake(
         "the largest id of a raw token file is that of its last part",
-        f"{_DATA}/sources/token_files.py",
+        f"{_DATA}/tokens/files.py",
         "max(high, int(block.max()))",
         "int(block.max())",
     ),
     Mistake(
         "the ids of an index are counted in its last part only",
-        f"{_DATA}/sources/megatron.py",
+        f"{_DATA}/tokens/raw_formats.py",
         "count += int(part.sum())",
         "count = int(part.sum())",
     ),

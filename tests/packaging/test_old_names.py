@@ -49,7 +49,12 @@ IMPORTS = {
         from forge_parallel.stages import splits_backward
         """,  # language: old names
     "data": """
+        from forge_data.chat.config import ChatConfig
         from forge_data.phases import Stretch
+        from forge_data.prepare.plan import Unit
+        from forge_data.prepare.readers import read_pieces
+        from forge_data.prepare.statistics import SplitStatistics
+        from forge_data.sources.token_files import TokenFiles
         """,
     "resilience": """
         from forge_resilience.background_sink import BackgroundSink

@@ -54,8 +54,8 @@ def of_a_batch(folder: Path) -> Callable[[], list[int]]:
 
 def of_chats(folder: Path) -> Callable[[], list[int]]:
     pytest.importorskip("transformers")
-    from forge_data.chat.config import ChatConfig
     from forge_data.chat.template import ChatTemplate
+    from forge_data.kinds import ChatConfig
 
     template = ChatTemplate(ChatConfig(tokenizer=str(folder)))
     return lambda: list(template.tokenizer.encode(TEXT, add_special_tokens=False))

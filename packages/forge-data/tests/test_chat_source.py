@@ -22,11 +22,10 @@ from forge_data import (
     open_source,
     open_training,
 )
-from forge_data.chat.config import ChatConfig
-from forge_data.chat.messages import conversation_of
-from forge_data.chat.records import Record, read_records
+from forge_data.chat.messages import Record, conversation_of, read_records
 from forge_data.chat.source import Conversations, open_header
 from forge_data.chat.template import ChatTemplate
+from forge_data.kinds import ChatConfig
 from forge_data.packing_config import PackingConfig
 from forge_data.prepare import prepare
 from forge_testing.chats import CHATML, TALKS, save_tokenizer, say, talk, write_talks

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from forge_data import InvalidData
-from forge_data.chat.config import ChatConfig
-from forge_data.chat.messages import conversation_of
-from forge_data.chat.records import Record
+from forge_data.chat.messages import Record, conversation_of
 from forge_data.chat.template import ChatTemplate
+from forge_data.kinds import ChatConfig
 from forge_data.tokenizer import describe_ends, encode_prompt, load_tokenizer
 from forge_testing.chats import (
     CHATML,

@@ -19,12 +19,12 @@ from forge_data import (
 from forge_data.mixed_stream import MixedStream
 from forge_data.mixture import Phase
 from forge_data.prepare import prepare
-from forge_data.sources import integrity
+from forge_data.tokens import format as token_format
 from forge_testing.problems import ANY, rejects
 
 pytestmark = pytest.mark.lane("test")
 
-BLOCK = integrity.BLOCK_BYTES
+BLOCK = token_format.BLOCK_BYTES
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_a_block_is_read_and_hashed_once(folder, monkeypatch):
     hashed = []
     real = hashlib.sha256
     source = TokenFiles(folder)
-    monkeypatch.setattr(integrity.hashlib, "sha256", lambda b: hashed.append(len(b)) or real(b))
+    monkeypatch.setattr(token_format.hashlib, "sha256", lambda b: hashed.append(len(b)) or real(b))
     for _ in range(3):
         for start in range(0, source.num_tokens - 64, 64):
             source.read(start, start + 64)
@@ -151,15 +151,19 @@ def test_F93_folders_without_block_digests_are_verified_whole_when_opened(old_fo
 
 def test_what_was_verified_whole_is_not_read_again_in_a_worker(old_folder, monkeypatch):
     sent = pickle.dumps(TokenFiles(old_folder))
-    monkeypatch.setattr("forge_data.sources.token_files.check_whole", pytest.fail)
+    monkeypatch.setattr("forge_data.tokens.files.check_whole", pytest.fail)
     assert pickle.loads(sent).read(0, 1).tolist() == [48]
 
 
 def test_a_job_that_opens_a_source_often_reads_it_once(old_folder, monkeypatch):
     read = []
-    real = integrity.digest_of
-    monkeypatch.setattr(integrity, "digest_of", lambda path: read.append(path.name) or real(path))
-    monkeypatch.setattr(integrity, "_SETTLED_NS", -(10**18))  # as if it had been written long ago
+    real = token_format.digest_of
+    monkeypatch.setattr(
+        token_format, "digest_of", lambda path: read.append(path.name) or real(path)
+    )
+    monkeypatch.setattr(
+        token_format, "_SETTLED_NS", -(10**18)
+    )  # as if it had been written long ago
     for _ in range(4):
         TokenFiles(old_folder)
     assert sorted(read) == ["documents.bin", "tokens.bin"]

@@ -22,10 +22,10 @@ import numpy as np
 import pytest
 
 from forge_data import InvalidData, SourceConfig, TokenFiles, open_source
-from forge_data.chat.records import find_conversations, read_records
+from forge_data.chat.messages import find_conversations, read_records
+from forge_data.io.datasets_library import load_set
 from forge_data.prepare import prepare
-from forge_data.prepare.readers import find_inputs, read_pieces
-from forge_data.sources.datasets_library import load_set
+from forge_data.prepare.read import find_inputs, read_documents
 from forge_testing.damages import BYTES, ENCODINGS, PACKERS, as_user, covering
 from forge_testing.problems import assert_problem
 
@@ -151,7 +151,7 @@ def read(format, path):
     if format == "set":
         return [row["text"] for row in load_set(SourceConfig("huggingface", str(path)))]
     if format in CONTENT or format in TABLES:
-        pieces = (read_pieces(p, "line", "text", lambda done: None) for p in find_inputs([path]))
+        pieces = (read_documents(p, "line", "text", lambda done: None) for p in find_inputs([path]))
         return [piece.text for each in pieces for piece in each]
     if format == "raw" or "prepared" in format:
         source = TokenFiles(path, "uint16" if format == "raw" else None)

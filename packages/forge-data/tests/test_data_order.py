@@ -28,9 +28,9 @@ from forge_data import (
     batch_of,
     open_training,
 )
+from forge_data.kinds import BorderConfig
 from forge_data.packing_config import BestFitConfig, FirstFitConfig, PackingConfig
-from forge_data.prepare.token_writer import TokenWriter
-from forge_data.raw_kinds import BorderConfig
+from forge_data.tokens.writer import TokenWriter
 
 #: Tokens, labels, positions and document ids of a row.
 Row = tuple[tuple[int, ...], ...]

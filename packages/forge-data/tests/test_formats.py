@@ -18,8 +18,7 @@ from forge_data import (
     TrainingSourceConfig,
     open_source,
 )
-from forge_data.sources import id_shards
-from forge_data.sources import megatron as megatron_format
+from forge_data.tokens import raw, raw_formats
 from forge_testing.problems import ANY, rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -189,7 +188,7 @@ def test_sequences_of_megatron_are_joined_to_documents_and_empty_ones_left_out(t
 
 @pytest.mark.parametrize("at_once", [1, 2])
 def test_F197_sequences_of_an_index_are_counted_in_all_parts(tmp_path, monkeypatch, at_once):
-    monkeypatch.setattr(megatron_format, "_AT_ONCE", at_once)
+    monkeypatch.setattr(raw_formats, "_SEQUENCES_AT_ONCE", at_once)
     write_megatron(tmp_path)
     source = source_of("megatron", tmp_path)
     assert (source.documents.tolist(), source.read(0, 15).tolist()) == (STARTS, IDS)
@@ -349,8 +348,8 @@ def test_ids_that_grow_after_the_look_through_are_refused(tmp_path, kind):
 
 def test_a_job_that_opens_a_source_often_looks_through_it_once(tmp_path, monkeypatch):
     looked = []
-    real = id_shards.np.flatnonzero
-    monkeypatch.setattr(id_shards.np, "flatnonzero", lambda a: looked.append(1) or real(a))
+    real = raw.np.flatnonzero
+    monkeypatch.setattr(raw.np, "flatnonzero", lambda a: looked.append(1) or real(a))
     path = write_nanogpt(tmp_path)
     for _ in range(3):
         source_of("nanogpt", path).fingerprint()
@@ -421,10 +420,10 @@ def test_F150_a_split_is_a_word_of_a_name(tmp_path, names, trained, held_out):
     """Files are not left out for letters in the middle of their names."""
     for name in names.split():
         write_nanogpt(tmp_path, name=f"{name}.bin")
-    found = id_shards.find_shards(tmp_path, "train", ".bin", "nanogpt")
+    found = raw.find_shards(tmp_path, "train", ".bin", "nanogpt")
     assert " ".join(file.stem for file in found) == trained
     if held_out:
-        found = id_shards.find_shards(tmp_path, "validation", ".bin", "nanogpt")
+        found = raw.find_shards(tmp_path, "validation", ".bin", "nanogpt")
         assert " ".join(file.stem for file in found) == held_out
 
 

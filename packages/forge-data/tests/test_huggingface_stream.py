@@ -197,12 +197,12 @@ def test_a_file_that_is_damaged_in_the_middle(tmp_path, workers):
 def test_a_change_in_the_middle_of_a_file_is_seen_and_of_a_large_set_its_ends(
     tmp_path, monkeypatch
 ):
-    from forge_data.sources import huggingface_stream
+    from forge_data.sources import huggingface
 
     file = json_lines(tmp_path / "set", [f"{i} " * 300 for i in range(400, 800)]) / "0.jsonl"
     found = []
     for whole in (1 << 30, 0):
-        monkeypatch.setattr(huggingface_stream, "_WHOLE", whole)
+        monkeypatch.setattr(huggingface, "_WHOLE", whole)
         before = stream_of(tmp_path / "set").fingerprint()
         content = bytearray(file.read_bytes())
         at = content.index(b" 6", len(content) // 2) + 1

@@ -17,11 +17,10 @@ from forge_data import (
     open_source,
     open_training,
 )
-from forge_data.kinds import HuggingFaceConfig, TextConfig
+from forge_data.kinds import BorderConfig, HuggingFaceConfig, TextConfig
 from forge_data.packing_config import PACKINGS
 from forge_data.packing_plan import plan_rows
 from forge_data.prepare import prepare
-from forge_data.raw_kinds import BorderConfig
 from forge_testing.problems import ANY, rejects
 
 pytestmark = pytest.mark.lane("test")

@@ -11,7 +11,7 @@ import pytest
 from forge_data import InvalidData
 from forge_data._shared.problems import invalid
 from forge_data.batch import IGNORE
-from forge_data.label_checks import GuardedLoader, has_label
+from forge_data.run_checks import GuardedLoader, has_label
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")

@@ -7,7 +7,7 @@ import pytest
 
 from forge_data import InvalidData, JsonTokenizer, SourceConfig, TokenFiles, load_tokenizer
 from forge_data.prepare import prepare
-from forge_data.prepare.statistics import read_statistics
+from forge_data.tokens.format import read_statistics
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")

@@ -7,8 +7,8 @@ import tracemalloc
 import pytest
 
 from forge_data import ByteTokenizer, InvalidData, TokenFiles, verify
-from forge_data.prepare import prepare, text_documents
-from forge_data.prepare.token_writer import smallest_dtype
+from forge_data.prepare import prepare, read
+from forge_data.tokens.writer import smallest_dtype
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -43,7 +43,7 @@ def test_what_a_document_is(tmp_path, kind, expected):
 @pytest.mark.parametrize("size", [1, 2, 3, 7])
 def test_a_document_read_in_pieces_is_the_same_document(tmp_path, monkeypatch, size):
     (tmp_path / "a.txt").write_bytes(("\n \n" + TEXT * 3).encode())
-    monkeypatch.setattr(text_documents, "PIECE", size)
+    monkeypatch.setattr(read, "SLICE", size)
     prepare([tmp_path / "a.txt"], tmp_path / "out")
     assert documents(tmp_path / "out") == ["\n \n" + TEXT * 3]
 

@@ -71,10 +71,10 @@ def test_F50_documents_end_with_the_tokenizers_end_token_though_its_id_is_0(text
 
 
 def test_a_json_tokenizer_sees_whole_documents(words, tmp_path, monkeypatch):
-    from forge_data.prepare import text_documents
+    from forge_data.prepare import read
 
     (tmp_path / "a.txt").write_text("the cat sat")
-    monkeypatch.setattr(text_documents, "PIECE", 2)
+    monkeypatch.setattr(read, "SLICE", 2)
     assert (
         forge_data("prepare", tmp_path / "a.txt", "--output", tmp_path / "o", "--tokenizer", words)
         == 0

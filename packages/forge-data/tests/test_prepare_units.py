@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 from forge_data import ByteTokenizer, InvalidData, TokenFiles, verify
-from forge_data.prepare import merge, plan, prepare, text_documents, unit_file, unit_workers
-from forge_data.prepare.duplicates import find_duplicates
-from forge_data.prepare.readers import find_inputs
-from forge_data.prepare.token_writer import TokenWriter
+from forge_data.prepare import chunks, merge, plan, prepare, read
+from forge_data.prepare import workers as chunk_workers
+from forge_data.prepare.assemble import find_duplicates
+from forge_data.prepare.read import find_inputs
+from forge_data.tokens.writer import TokenWriter
 from forge_testing.durability import synced_renames
 from forge_testing.problems import ANY, assert_problem, rejects
 
@@ -86,10 +87,10 @@ def test_F197_the_bytes_are_those_of_one_writer_in_pieces_of_any_size(
 ):
     expected = reference(read_documents(corpus), tmp_path / "expected", every)
     for module, name in (
-        (unit_file, "_BATCH"),
-        (unit_file, "_CHUNK"),
+        (chunks, "_BATCH"),
+        (chunks, "_AT_ONCE"),
         (plan, "_SCAN"),
-        (text_documents, "PIECE"),
+        (read, "SLICE"),
     ):
         monkeypatch.setattr(module, name, 3)
     prepare(corpus, tmp_path / "out", validation_every=every)
@@ -117,29 +118,29 @@ def test_units_are_ranges_that_end_where_documents_end(tmp_path, document):
     text = "".join(random.Random(1).choices(["\n", "\r\n", "\r", "word", "é", " ", "\n\n"], k=8000))
     path = tmp_path / "a.txt"
     path.write_bytes(text.encode())
-    units = plan.make_plan([path], settings(document=document)).units
-    ranges = [part.range for unit in units for part in unit.parts]
+    units = plan.make_plan([path], settings(document=document)).chunks
+    ranges = [part.range for unit in units for part in unit.ranges]
     assert len(ranges) > 8
     assert [ranges[0][0], *(r[1] for r in ranges)] == [*(r[0] for r in ranges), path.stat().st_size]
     found = [
         piece.text
         for part in ranges
-        for piece in unit_file.read_pieces(path, document, "text", lambda done: None, part)
+        for piece in chunks.read_documents(path, document, "text", lambda done: None, part)
     ]
-    whole = unit_file.read_pieces(path, document, "text", lambda done: None)
+    whole = chunks.read_documents(path, document, "text", lambda done: None)
     assert found == [piece.text for piece in whole]
 
 
 def test_one_line_without_an_end_is_one_unit(tmp_path):
     (tmp_path / "a.txt").write_text("x" * 200_000)
-    (unit,) = plan.make_plan([tmp_path / "a.txt"], settings(document="line")).units
-    assert unit.parts[0].range == (0, 200_000)
+    (unit,) = plan.make_plan([tmp_path / "a.txt"], settings(document="line")).chunks
+    assert unit.ranges[0].range == (0, 200_000)
 
 
 def test_small_files_share_a_unit_and_sizes_add_up(corpus):
     found = plan.make_plan(find_inputs([corpus]), settings())
-    assert len(found.units[-1].parts) == 6  # and the last bytes of a file
-    assert sum(unit.size for unit in found.units) == sum(
+    assert len(found.chunks[-1].ranges) == 6  # and the last bytes of a file
+    assert sum(unit.size for unit in found.chunks) == sum(
         file.stat().st_size for file in corpus.iterdir()
     )
     assert plan.Plan.from_json(json.loads(json.dumps(found.to_json()))) == found
@@ -152,8 +153,8 @@ def test_parquet_is_divided_at_row_groups(tmp_path):
     pytest.importorskip("pyarrow.parquet").write_table(
         table, tmp_path / "a.parquet", row_group_size=9
     )
-    units = plan.make_plan([tmp_path / "a.parquet"], settings()).units
-    ranges = [part.range for unit in units for part in unit.parts]
+    units = plan.make_plan([tmp_path / "a.parquet"], settings()).chunks
+    ranges = [part.range for unit in units for part in unit.ranges]
     assert len(ranges) > 8
     assert [0, *(r[1] for r in ranges)] == [*(r[0] for r in ranges), 23]
     assert sum(unit.size for unit in units) == (tmp_path / "a.parquet").stat().st_size
@@ -165,27 +166,27 @@ def test_parquet_is_divided_at_row_groups(tmp_path):
 def test_each_unit_has_one_shard_and_shards_are_consecutive(corpus, shards):
     found = plan.make_plan(find_inputs([corpus]), settings(), shards)
     parts = [found.of_shard(shard) for shard in range(shards)]
-    assert [unit for part in parts for unit in part] == list(found.units)
+    assert [unit for part in parts for unit in part] == list(found.chunks)
 
 
 def test_what_is_done_is_not_done_again(tmp_path, corpus, monkeypatch):
     calls = []
-    write_unit = unit_workers.write_unit
+    write_chunk = chunk_workers.write_chunk
 
     def counted(folder, unit, *more):
         calls.append(unit)
         if len(calls) == 4:
             raise KeyboardInterrupt("unit_4")
-        return write_unit(folder, unit, *more)
+        return write_chunk(folder, unit, *more)
 
-    monkeypatch.setattr(unit_workers, "write_unit", counted)
+    monkeypatch.setattr(chunk_workers, "write_chunk", counted)
     with pytest.raises(KeyboardInterrupt, match="unit_4"):
         prepare(corpus, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     first, second, *_ = sorted((tmp_path / "out.parts").glob("*.unit"))
     first.unlink()
     second.write_bytes(second.read_bytes()[:-3])  # a damaged one is done again too
-    total = len(plan.make_plan(find_inputs([corpus]), settings()).units)
+    total = len(plan.make_plan(find_inputs([corpus]), settings()).chunks)
     reports = []
     prepare(corpus, tmp_path / "out", progress=reports.append)
     assert len(calls) == 4 + total - 1
@@ -201,9 +202,11 @@ def test_a_changed_file_is_read_again_and_the_others_are_not(tmp_path, corpus, m
     done = {p.name for p in (tmp_path / "out.parts").glob("*.unit")}
     (corpus / "c4.txt").write_text("good")
     calls = []
-    write_unit = unit_workers.write_unit
+    write_chunk = chunk_workers.write_chunk
     monkeypatch.setattr(
-        unit_workers, "write_unit", lambda f, u, *more: calls.append(u) or write_unit(f, u, *more)
+        chunk_workers,
+        "write_chunk",
+        lambda f, u, *more: calls.append(u) or write_chunk(f, u, *more),
     )
     prepare(corpus, tmp_path / "out")
     assert done
@@ -217,20 +220,20 @@ def test_the_first_error_of_the_plan_is_reported_whatever_the_workers(
 ):
     for i in range(8):
         (tmp_path / f"{i}.txt").write_bytes(b"fine\n" * 250 + (b"\xff" if i in (3, 4, 6) else b""))
-    write_unit = unit_workers.write_unit
+    write_chunk = chunk_workers.write_chunk
 
     def late(folder, unit, *more):
         """With several workers the error of 3.txt comes after that of 4.txt."""
-        name = Path(unit.parts[0].path).name
+        name = Path(unit.ranges[0].path).name
         while workers > 1 and name == "3.txt" and not (tmp_path / "failed").exists():
             time.sleep(0.01)
         try:
-            return write_unit(folder, unit, *more)
+            return write_chunk(folder, unit, *more)
         finally:
             if name == "4.txt":
                 (tmp_path / "failed").touch()
 
-    monkeypatch.setattr(unit_workers, "write_unit", late)
+    monkeypatch.setattr(chunk_workers, "write_chunk", late)
     with rejects("", ..., "encoding", InvalidData, where="3.txt"):
         prepare(sorted(tmp_path.glob("*.txt")), tmp_path / "out", workers=workers)
     assert multiprocessing.active_children() == []
@@ -258,17 +261,17 @@ def test_damaged_units_do_not_become_tokens(tmp_path, corpus):
 def test_a_worker_that_dies_is_named_and_its_unit_begun_again_once(
     tmp_path, corpus, monkeypatch, caplog, deaths
 ):
-    target = plan.make_plan(find_inputs([corpus]), settings()).units[2].parts
-    write_unit, parent = unit_workers.write_unit, os.getpid()
+    target = plan.make_plan(find_inputs([corpus]), settings()).chunks[2].ranges
+    write_chunk, parent = chunk_workers.write_chunk, os.getpid()
 
     def dying(folder, unit, *more):
-        if unit.parts == target and len(list(tmp_path.glob("death*"))) < deaths:
+        if unit.ranges == target and len(list(tmp_path.glob("death*"))) < deaths:
             (tmp_path / f"death{os.getpid()}").touch()
             assert os.getpid() != parent
             os.kill(os.getpid(), signal.SIGKILL)
-        return write_unit(folder, unit, *more)
+        return write_chunk(folder, unit, *more)
 
-    monkeypatch.setattr(unit_workers, "write_unit", dying)
+    monkeypatch.setattr(chunk_workers, "write_chunk", dying)
     if deaths == 1:
         prepare(corpus, tmp_path / "out", workers=2)
         assert content(tmp_path / "out") == reference(read_documents(corpus), tmp_path / "expected")
@@ -811,7 +814,7 @@ def test_a_merge_does_not_replace_its_inputs(tmp_path, corpus):
 @pytest.mark.parametrize("name", ["a.jsonl", "c1.txt"])
 def test_a_file_that_changes_meanwhile_is_refused(tmp_path, corpus, monkeypatch, name, workers):
     """Its units were planned for what it was: ranges of another file end anywhere."""
-    read = unit_file.read_pieces
+    read = chunks.read_documents
 
     def changing(path, *more):
         if path.name == name and not path.read_bytes().startswith(b" "):
@@ -819,7 +822,7 @@ def test_a_file_that_changes_meanwhile_is_refused(tmp_path, corpus, monkeypatch,
         return read(path, *more)
 
     with monkeypatch.context() as patch:
-        patch.setattr(unit_file, "read_pieces", changing)
+        patch.setattr(chunks, "read_documents", changing)
         with rejects("", ..., "changed", InvalidData, where=name):
             prepare(corpus, tmp_path / "out", workers=workers)
     prepare(corpus, tmp_path / "out")

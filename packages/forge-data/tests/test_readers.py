@@ -16,10 +16,10 @@ import tracemalloc
 import pytest
 
 from forge_data import InvalidData
-from forge_data.chat.records import find_conversations
+from forge_data.chat.messages import find_conversations
 from forge_data.prepare import prepare
-from forge_data.prepare.readers import find_inputs, read_pieces
-from forge_data.sources.token_files import TokenFiles
+from forge_data.prepare.read import find_inputs, read_documents
+from forge_data.tokens.files import TokenFiles
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -76,7 +76,7 @@ WRITERS = {
 
 def documents(path, document="file", field="text", part=None):
     found, waiting = [], ""
-    for text, last in read_pieces(path, document, field, lambda done: None, part):
+    for text, last in read_documents(path, document, field, lambda done: None, part):
         waiting += text
         if last:
             found.append(waiting)
@@ -303,7 +303,7 @@ def test_memory_does_not_grow_with_what_a_file_unpacks_to(tmp_path, writer):
     path = tmp_path / ("a.txt.gz" if writer is write_gzip else "a.txt.zst")
     writer(path, random.Random(0).randbytes(8_000_000).hex().encode())
     tracemalloc.start()
-    count = sum(len(text) for text, _ in read_pieces(path, "file", "text", lambda done: None))
+    count = sum(len(text) for text, _ in read_documents(path, "file", "text", lambda done: None))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == 16_000_000
@@ -314,7 +314,7 @@ def test_reports_end_at_the_size_of_the_file(tmp_path):
     for name, writer in WRITERS.items():
         writer(tmp_path / name, RECORDS * 20)
         done = [0]
-        for _ in read_pieces(tmp_path / name, "file", "text", done.append):
+        for _ in read_documents(tmp_path / name, "file", "text", done.append):
             pass
         assert done == sorted(done)
         size = (tmp_path / name).stat().st_size

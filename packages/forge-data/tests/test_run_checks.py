@@ -10,8 +10,8 @@ import pytest
 from forge_data import DataConfig, InvalidData, SourceConfig, TrainingSourceConfig
 from forge_data import run_checks as checks
 from forge_data._shared.problems import Problem
-from forge_data.label_checks import label_problem
 from forge_data.phase_schedule import PhaseSchedule
+from forge_data.run_checks import label_problem
 from forge_data.sources import open as opening
 from forge_testing.problems import assert_problem, rejects
 
@@ -61,7 +61,7 @@ def test_streams_that_do_not_fit_the_steps() -> None:
 
 
 def test_a_stream_without_labels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("forge_data.label_checks.has_label", lambda stream, rows: False)
+    monkeypatch.setattr("forge_data.run_checks.has_label", lambda stream, rows: False)
     found([label_problem("a", range(3), 8)], "a", "3 sequences", "no_labels")  # type: ignore[arg-type]
     assert label_problem("a", Fake(num_shards=2), 8) is None
 

@@ -19,7 +19,7 @@ from forge_data import (
     verify,
 )
 from forge_data.prepare import prepare
-from forge_data.sources import token_files
+from forge_data.tokens import files as token_files
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")

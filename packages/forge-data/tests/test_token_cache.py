@@ -14,7 +14,7 @@ from forge_data import InvalidData, TokenFiles, open_source
 from forge_data.config import SourceConfig
 from forge_data.kinds import TextConfig
 from forge_data.prepare import prepare
-from forge_data.sources.token_cache import Entry, file_states, open_cached
+from forge_data.tokens.cache import Entry, file_states, open_cached
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")

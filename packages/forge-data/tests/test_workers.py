@@ -22,7 +22,7 @@ from forge_data import BuiltinCorpus, InvalidData, Loader, PackedStream, Ragged,
 from forge_data.ledger import Ledger
 from forge_data.mixed_stream import MixedStream
 from forge_data.mixture import Phase
-from forge_data.prepare import unit_workers
+from forge_data.prepare import workers as chunk_workers
 from forge_data.read_ahead import ReadAhead
 from forge_testing.problems import rejects
 from forge_testing.processes import exit_code, forked
@@ -182,7 +182,7 @@ def adopt_late_worker(module, name, make):
     "late",
     [
         (workers, "_serve", lambda: workers._Worker(Numbers(), None, 0)),
-        (unit_workers, "_work", lambda: unit_workers._Worker([], (None, None, None))),
+        (chunk_workers, "_work", lambda: chunk_workers._Worker([], (None, None, None))),
     ],
 )
 def test_F164_a_worker_ends_with_a_parent_that_dies_before_it_begins(late):

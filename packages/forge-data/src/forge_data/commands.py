@@ -26,11 +26,10 @@ from forge_data.packing_plan import plan_rows
 from forge_data.prepare import Prepared, Progress
 from forge_data.prepare import merge as merge_parts
 from forge_data.prepare import prepare as prepare_files
-from forge_data.prepare.statistics import read_statistics
-from forge_data.sources.sidecar import read_sidecar, waiting_parts
-from forge_data.sources.token_files import TokenFiles
-from forge_data.sources.token_files import verify as verify_files
 from forge_data.tokenizer import describe_ends, load_tokenizer
+from forge_data.tokens.files import TokenFiles
+from forge_data.tokens.files import verify as verify_files
+from forge_data.tokens.format import read_sidecar, read_statistics, waiting_parts
 
 _SHOWN = 64  # tokens that `inspect` decodes
 

@@ -8,22 +8,24 @@ from dataclasses import dataclass, fields
 from importlib.metadata import entry_points
 from typing import Any, Literal
 
-from forge_data._problems import path_problems
 from forge_data._shared.fields import field
 from forge_data._shared.problems import Problem, raise_problems
-from forge_data.chat.config import ChatConfig, chat_problems
 from forge_data.kinds import (
     CACHED,
     TABLES,
+    BorderConfig,
+    ChatConfig,
     HuggingFaceConfig,
     TextConfig,
+    chat_problems,
     foreign_tables,
     kind_problems,
+    path_problems,
+    raw_problems,
     streaming_problems,
 )
 from forge_data.packing_config import PackingConfig
 from forge_data.phases import PhaseConfig, is_int, is_weight, phase_problems
-from forge_data.raw_kinds import BorderConfig, raw_problems
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 BUILT_IN = ("builtin", "tokens", "megatron", *TABLES)

@@ -1,18 +1,152 @@
-"""Tables of options that one kind of source alone reads: `[data.sources.X.text]` belongs to `name = "text"`."""
+"""Tables of options that one kind of source reads: `[data.sources.X.text]` belongs to `text` sources."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from forge_data._problems import every_problems, path_problems, special_problems
 from forge_data._shared.fields import field
 from forge_data._shared.problems import Problem, raise_problems
 from forge_data._shared.record_keys import option_problems
-from forge_data.chat.config import IGNORED, STRICT, ChatConfig
 
-__all__ = ["CACHED", "ChatConfig", "HuggingFaceConfig", "TextConfig", "is_streamed"]
+__all__ = ["CACHED", "BorderConfig", "ChatConfig", "HuggingFaceConfig", "TextConfig", "is_streamed"]
+
+
+def path_problems(path: str | Path, key: str = "path") -> Iterator[Problem]:
+    """Problems of a path that no file can have, found before anything is opened."""
+    try:
+        encoded = os.fsencode(path)
+    except UnicodeEncodeError:
+        encoded = b"\0"
+    if b"\0" in encoded:
+        rule = "must be a file name, without NUL or lone surrogates"
+        yield Problem(key, "file_name", str(path), rule, "correct it")
+
+
+def special_problems(tokenizer: str, eos: str | None, bos: str | None) -> Iterator[Problem]:
+    """Problems of the tokens that begin and end documents."""
+    for key, value in (("eos", eos), ("bos", bos)):
+        if value is not None and tokenizer == "byte":
+            rule = "must not be given with the byte tokenizer, which has an end and no begin token"
+            yield Problem(key, "excludes", value, rule, "remove it")
+
+
+def every_problems(every: Any) -> Iterator[Problem]:
+    """The problem of a number of documents of which one is held out."""
+    if type(every) is not int or every < 0 or every == 1:
+        rule = "must be 0 (none) or at least 2"
+        yield Problem("validation_every", "range", every, rule, "use 20 for 5 %")
+
+
+#: Formats of token ids that are read where they are.
+RAW_KINDS = ("megatron", "nanogpt", "npy")
+_LAST_ID = 2**31 - 1
+
+
+@dataclass(frozen=True)
+class BorderConfig:
+    """Which id stands between documents; without one all is one document. `BorderConfig(eos_id=50256)`."""
+
+    eos_id: int | None = None
+    """id that ends each document (nanoGPT: 50256)"""
+    bos_id: int | None = None
+    """id that begins each document (llm.c, modded-nanogpt: 50256)"""
+
+    def __post_init__(self) -> None:
+        raise_problems("source", self._problems())
+
+    def _problems(self) -> Iterator[Problem]:
+        for name, value in vars(self).items():
+            good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LAST_ID
+            if value is not None and not good:
+                rule = f"must be an id from 0 to {_LAST_ID}"
+                yield Problem(name, "range", value, rule, "give the one of the tokenizer")
+        if self.eos_id is not None and self.bos_id is not None:
+            rule = f"must not be given with bos_id {self.bos_id}: each sets where documents begin"
+            yield Problem("eos_id", "excludes", self.eos_id, rule, "remove one of them")
+
+
+def raw_problems(config: Any) -> Iterator[Problem]:
+    """Problems of a source of one of these formats, without those of its table."""
+    name = config.name
+    if name not in RAW_KINDS:
+        return
+    if not config.path:
+        rule = f"must name files of {name} when name is {name!r}"
+        yield Problem("path", "missing", config.path, rule, "set path")
+    if config.dtype is not None and name != "nanogpt":
+        rule = f"must not be given when name is {name!r}, whose files contain it"
+        yield Problem("dtype", "excludes", config.dtype, rule, "remove dtype")
+    if config.verify != "touch":
+        rule = f"must be 'touch' when name is {name!r}, which has no digests"
+        yield Problem("verify", "excludes", config.verify, rule, "remove verify")
+
+
+IGNORED = "keys of records that are left out although they hold content that is not read, such as tools or messages.loss"
+STRICT = "any key of a record that is not read is an error"
+TRAIN_ON = ("assistant", "last", "all")
+TOO_LONG = ("refuse", "truncate", "skip")
+
+
+@dataclass(frozen=True)
+class ChatConfig:
+    """Options of `name = "chat"`. Raises ValueError with one line per broken rule.
+
+    Usage: `SourceConfig("chat", "talks.jsonl", chat=ChatConfig(tokenizer="Qwen3-0.6B"))`.
+    """
+
+    tokenizer: str | None = None
+    """folder of a tokenizer of transformers, which has tokenizer.json and a chat template"""
+    template: str | None = None
+    """file of a jinja template, in place of the tokenizer's own"""
+    messages_field: str = "messages"
+    """key of the list of messages in a record"""
+    tools_field: str | None = None
+    """key of the list of tools that the template is given (default: no tools)"""
+    train_on: Literal["assistant", "last", "all"] = "assistant"
+    """what has labels: every message of the assistant, its last one, or all tokens"""
+    too_long: Literal["refuse", "truncate", "skip"] = "refuse"
+    """what becomes of a conversation of more than seq_len tokens: an error, its first seq_len tokens, or none of
+    it; both are counted"""
+    ignore_keys: list[str] = field(list, IGNORED)
+    strict: bool = field(False, STRICT)
+    cache: str | None = None
+    """folder of the tokens (default: $FORGE_CACHE/tokens, below ~/.cache/forge)"""
+
+    def __post_init__(self) -> None:
+        raise_problems("chat", _problems(self))
+
+
+def _problems(c: ChatConfig) -> Iterator[Problem]:
+    yield from option_problems(c.ignore_keys, c.strict)
+    for key in ("tokenizer", "template", "cache"):
+        value = getattr(c, key)
+        if value == "":
+            yield Problem(key, "empty", value, "must name a path", "give one, or remove it")
+        yield from path_problems(value or "", key)
+    for key in ("messages_field", "tools_field"):
+        if getattr(c, key) == "":
+            fix = "use 'messages', or remove it"
+            yield Problem(key, "no_key", "", "must name a key of the records", fix)
+    for key, choices in (("train_on", TRAIN_ON), ("too_long", TOO_LONG)):
+        if (value := getattr(c, key)) not in choices:
+            rule = f"must be one of {', '.join(choices)}"
+            yield Problem(key, "unknown", value, rule, f"use {choices[0]!r}")
+
+
+def chat_problems(chat: ChatConfig, verify: str) -> Iterator[Problem]:
+    """Problems of a source of name chat, without those of its table."""
+    if chat.tokenizer is None:
+        rule = "must name a tokenizer of transformers when name is 'chat'"
+        fix = "set it to the folder of the model that is trained"
+        yield Problem("chat.tokenizer", "missing", ..., rule, fix)
+    if verify != "touch":
+        rule = "must be 'touch' when name is 'chat', whose tokens are always compared"
+        yield Problem("verify", "excludes", verify, rule, "remove verify")
+
 
 #: Kinds with a table of their own, which is a field of SourceConfig by the same name.
 TABLES = ("huggingface", "text", "chat", "nanogpt", "npy")

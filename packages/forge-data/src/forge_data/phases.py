@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from forge_data._renamed import renamed
 from forge_data._shared.fields import field
 from forge_data._shared.problems import Problem, raise_problems
 
@@ -161,11 +162,4 @@ def is_weight(value: Any) -> bool:
     )
 
 
-_RENAMED = {"Stretch": "PhaseSegment", "stretches": "phase_segments"}  # until 0.3.0
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _RENAMED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    warnings.warn(f"{name}: use {_RENAMED[name]}", DeprecationWarning, stacklevel=2)
-    return globals()[_RENAMED[name]]
+__getattr__ = partial(renamed, __name__)

@@ -25,7 +25,7 @@ from forge_data._shared.paths import read_regular
 from forge_data.packing_config import PackingConfig
 from forge_data.packing_plan import PARTS, PLAN_VERSION, PackingPlan, digest_of_parts, plan_windows
 from forge_data.protocols import Source
-from forge_data.sources.integrity import check_whole
+from forge_data.tokens.format import check_whole
 
 __all__ = ["StoredPlan", "open_plan"]
 

@@ -19,9 +19,10 @@ from forge_data import (
     open_stream,
     open_training,
 )
-from forge_data.label_checks import GuardedLoader, label_problem
 from forge_data.run_checks import (
+    GuardedLoader,
     group_problems,
+    label_problem,
     streams_by_source,
     tokenize_sources,
     training_tokenizer,

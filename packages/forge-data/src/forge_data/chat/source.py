@@ -16,23 +16,28 @@ import numpy as np
 from forge_data._shared.paths import user_path
 from forge_data._shared.problems import Problem, invalid, raise_problems
 from forge_data._shared.record_keys import RecordKeys, unread_keys
-from forge_data.chat.cache import COUNTS, Rendering, cached, offsets_digest
-from forge_data.chat.config import ChatConfig
-from forge_data.chat.messages import conversation_of
-from forge_data.chat.records import find_conversations, read_records
-from forge_data.chat.rows import ChatStream, cut_to_nothing
+from forge_data.chat.messages import conversation_of, find_conversations, read_records
+from forge_data.chat.rows import (
+    COUNTS,
+    ChatStream,
+    Rendering,
+    cached,
+    cut_to_nothing,
+    offsets_digest,
+)
 from forge_data.chat.template import ChatTemplate
 from forge_data.errors import InvalidData
-from forge_data.sources.header import Header
-from forge_data.sources.integrity import digest_once
-from forge_data.sources.token_cache import Entry
-from forge_data.sources.token_files import TokenFiles
+from forge_data.kinds import ChatConfig
 from forge_data.tokenizer import load_tokenizer
+from forge_data.tokens.cache import Entry, Header
+from forge_data.tokens.files import TokenFiles
+from forge_data.tokens.format import digest_once
 
 if TYPE_CHECKING:
     from forge_data.config import SourceConfig
 
 __all__ = ["Conversations", "open_header", "open_source"]
+
 
 CHAT_VERSION = 2  # part of every fingerprint: raise it whenever a row would change
 _RENDERING = 4  # of the cache: raise it where the same files get other tokens, weights or counts

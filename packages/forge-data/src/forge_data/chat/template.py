@@ -27,9 +27,9 @@ from forge_data._shared.paths import read_regular, user_path
 from forge_data._shared.problems import invalid
 from forge_data._shared.record_keys import MEDIA, WEIGHTS, Keys, RecordKeys, is_empty
 from forge_data._shared.tokenizer_settings import switch_off_settings
-from forge_data.chat.config import ChatConfig
 from forge_data.chat.messages import Conversation
 from forge_data.errors import InvalidData
+from forge_data.kinds import ChatConfig
 
 __all__ = ["ChatTemplate"]
 

@@ -1,9 +1,9 @@
-"""Files of units become the output: duplicates dropped, documents dealt to splits, in the order of the plan."""
+"""Assemble the output from chunk files: drop duplicates, deal documents to splits, count them, in the order of the plan."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +12,32 @@ import numpy as np
 from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
-from forge_data.prepare.duplicates import find_duplicates
-from forge_data.prepare.output import write_json
+from forge_data.prepare.chunks import ChunkFile, Counts
 from forge_data.prepare.plan import Plan, Settings
-from forge_data.prepare.statistics import STATISTICS, SplitStatistics
-from forge_data.prepare.token_writer import TokenWriter
-from forge_data.prepare.unit_file import Counts, UnitFile
+from forge_data.tokens.format import STATISTICS, write_json
+from forge_data.tokens.writer import TokenWriter
 
-__all__ = ["assemble"]
+__all__ = ["QUANTILES", "SplitStatistics", "assemble", "find_duplicates"]
 
-_DROPPED = -1
+QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)  # of the lengths of documents
+_DROPPED = -1  # in place of the number of a writer
 
 
 def assemble(
     plan: Plan,
-    parts: Path,
+    chunk_folder: Path,
     folder: Path,
     tokenizer: dict[str, Any],
     report: Callable[[Counts], None],
 ) -> dict[str, Any]:
-    """Write token files into `folder` from the files of all units in `parts`; returns the statistics.
+    """Write token files into `folder` from the files of all chunks in `chunk_folder`; returns the statistics.
 
     `tokenizer` is a spec for the sidecar, whose file is copied.
-    Memory is a MB of tokens, 32 bytes for each document of a unit, and with `deduplicate` what
-    `find_duplicates` needs. Raises InvalidData for a damaged unit and for a split without a document.
+    Memory is a MB of tokens, 32 bytes for each document of a chunk, and with `deduplicate` what
+    `find_duplicates` needs. Raises InvalidData for a damaged chunk and for a split without a document.
     """
     settings = plan.settings
-    files = [UnitFile(parts, unit) for unit in plan.units]
+    files = [ChunkFile(chunk_folder, chunk) for chunk in plan.chunks]
     split = bool(settings.validation_every or settings.validation_fraction)
     folders = {s: folder / s for s in SPLITS} if split else {"train": folder}
     duplicates = np.empty(0, np.int64)
@@ -51,9 +50,9 @@ def assemble(
     try:
         dealer = _Dealer(settings, duplicates, list(writers.values()))
         done = Counts(0, 0, 0)
-        for file, unit in zip(files, plan.units, strict=True):
+        for file, chunk in zip(files, plan.chunks, strict=True):
             dealer.deal(file)
-            done += Counts(unit.size, file.num_documents, file.num_tokens)
+            done += Counts(chunk.size, file.num_documents, file.num_tokens)
             report(done)
         _refuse_empty(writers, settings, sum(file.num_documents for file in files))
         for writer in writers.values():
@@ -78,7 +77,7 @@ class _Dealer:
         self._seen = self._kept = 0
         self._not_read: Counter[str] = Counter()
 
-    def deal(self, file: UnitFile) -> None:
+    def deal(self, file: ChunkFile) -> None:
         self._not_read.update(file.not_read)
         file.check()  # before anything of it is used; the tokens are read again from the page cache
         rows = file.rows()
@@ -123,7 +122,7 @@ class _Dealer:
 
 
 def _runs(
-    chunks: Iterator[np.ndarray], lengths: np.ndarray, target: np.ndarray
+    blocks: Iterator[np.ndarray], lengths: np.ndarray, target: np.ndarray
 ) -> Iterator[tuple[int, np.ndarray]]:
     """The tokens in pieces, each of consecutive documents of one target."""
     if len(target) == 0:
@@ -131,13 +130,13 @@ def _runs(
     last = np.append(np.flatnonzero(target[1:] != target[:-1]), len(target) - 1)
     ends, targets = np.cumsum(lengths)[last].tolist(), target[last].tolist()
     run = position = 0
-    for chunk in chunks:
-        while len(chunk):
+    for block in blocks:
+        while len(block):
             while ends[run] <= position:
                 run += 1
-            size = min(len(chunk), ends[run] - position)
-            yield targets[run], chunk[:size]
-            chunk, position = chunk[size:], position + size
+            size = min(len(block), ends[run] - position)
+            yield targets[run], block[:size]
+            block, position = block[size:], position + size
 
 
 def _refuse_empty(
@@ -153,3 +152,75 @@ def _refuse_empty(
             rule = f"would leave split {split} empty with {num_documents} documents"
             fix = "use another, or document line or blank_line for more documents"
             raise invalid(name, "empty_split", getattr(settings, name), rule, fix, kind=InvalidData)
+
+
+def find_duplicates(tables: Callable[[], Iterable[np.ndarray]], num_documents: int) -> np.ndarray:
+    """Positions of the documents whose digest an earlier document has, rising, (num_duplicates,) int64.
+
+    `tables()` gives the digests of all documents in order, as arrays of 16 bytes an item; it is called
+    twice. Memory: 8 bytes a document, and about 60 for each that shares its first 64 bits with another.
+    """
+    prefixes = np.empty(num_documents, np.uint64)
+    at = 0
+    for table in tables():
+        prefixes[at : at + len(table)] = _halves(table)[:, 0]
+        at += len(table)
+    assert at == num_documents
+    prefixes.sort()
+    shared = np.unique(prefixes[1:][prefixes[1:] == prefixes[:-1]])
+    del prefixes
+    # Few documents share half a digest: only those are compared whole.
+    halves, positions, at = [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)], 0
+    for table in tables():
+        found = _halves(table)
+        if len(shared):
+            where = np.minimum(np.searchsorted(shared, found[:, 0]), len(shared) - 1)
+            candidates = np.flatnonzero(shared[where] == found[:, 0])
+            halves.append(found[candidates])
+            positions.append(candidates + at)
+        at += len(table)
+    return _later(np.concatenate(halves), np.concatenate(positions))
+
+
+def _halves(table: np.ndarray) -> np.ndarray:
+    """Digests as (n, 2) uint64."""
+    return np.ascontiguousarray(table).view(np.uint64).reshape(-1, 2)
+
+
+def _later(digests: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Positions of digests (n, 2) that are equal to one at an earlier position; `positions` rise."""
+    order = np.lexsort((positions, digests[:, 1], digests[:, 0]))
+    ranked = digests[order]
+    same = (ranked[1:] == ranked[:-1]).all(axis=1)
+    return np.sort(positions[order[1:][same]])
+
+
+class SplitStatistics:
+    """Counts of documents of one split; memory grows with the number of different lengths only."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._lengths: Counter[int] = Counter()
+
+    def add(self, tokens: np.ndarray, num_bytes: np.ndarray) -> None:
+        """Count documents of these lengths (n,) in tokens and in bytes of text; those without a token are left out."""
+        values, counts = np.unique(tokens[tokens > 0], return_counts=True)
+        self._lengths.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+        self.num_bytes += int(num_bytes[tokens > 0].sum())
+
+    def summary(self) -> dict[str, Any]:
+        """Plain data; a quantile is the length of a document, the smallest that at least this share do not exceed."""
+        documents = sum(self._lengths.values())
+        tokens = sum(length * count for length, count in self._lengths.items())
+        lengths = sorted(self._lengths)
+        reached = np.cumsum([self._lengths[length] for length in lengths])
+        places = [int(np.searchsorted(reached, max(1, q * documents))) for q in QUANTILES]
+        return {
+            "documents": documents,
+            "tokens": tokens,
+            "bytes": self.num_bytes,
+            "tokens_per_byte": round(tokens / max(1, self.num_bytes), 6),
+            "length_quantiles": {str(q): lengths[i] for q, i in zip(QUANTILES, places, strict=True)}
+            if documents
+            else {},
+        }

@@ -9,19 +9,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from forge_data._problems import every_problems, path_problems, special_problems
 from forge_data._shared.atomic import new_folder
 from forge_data._shared.paths import user_path
-from forge_data._shared.problems import Problem, raise_problems
+from forge_data._shared.problems import Problem, invalid, raise_problems
 from forge_data._shared.record_keys import option_problems
+from forge_data.config import SPLITS
+from forge_data.kinds import every_problems, path_problems, special_problems
 from forge_data.prepare.assemble import assemble
-from forge_data.prepare.output import check_output
-from forge_data.prepare.parts import Parts
+from forge_data.prepare.chunks import Counts
+from forge_data.prepare.folder import ChunkFolder
 from forge_data.prepare.plan import Plan, Settings, make_plan
-from forge_data.prepare.readers import DOCUMENT_KINDS, find_inputs, not_read
-from forge_data.prepare.unit_file import Counts
-from forge_data.prepare.unit_workers import run_units
-from forge_data.sources.sidecar import TOKENIZER
+from forge_data.prepare.read import DOCUMENT_KINDS, find_inputs, not_read
+from forge_data.prepare.workers import run_chunks
 from forge_data.tokenizer import (
     ByteTokenizer,
     JsonTokenizer,
@@ -29,6 +28,7 @@ from forge_data.tokenizer import (
     document_tokenizer,
     load_tokenizer,
 )
+from forge_data.tokens.format import SIDECAR, TOKENIZER
 
 __all__ = ["Prepared", "Progress", "merge", "prepare"]
 
@@ -90,11 +90,11 @@ def prepare(
     `validation_every` N, every N-th document is written to `output/validation`, the others to
     `output/train`; `validation_fraction` does the same by a digest of the text, so that it depends neither
     on order nor on shards; with neither all go to `output` itself. `deduplicate` drops each document whose
-    text an earlier one has. `document` is the unit in text files: "file", "line" or "blank_line".
+    text an earlier one has. `document` is the chunk in text files: "file", "line" or "blank_line".
     Of records whose other keys hold what would be lost (media, messages, weights) those in `ignore_keys` are left out, and
     others are an error; with `strict` any other key is.
 
-    Units of up to 64 MB are tokenized into `OUTPUT.parts`, by `workers` processes; a prepare that was
+    Chunks of up to 64 MB are tokenized into `OUTPUT.parts`, by `workers` processes; a prepare that was
     killed goes on from those that are done. `shard` (I, N) does the I-th of N parts of them (from 0), in a
     folder that N jobs may share, and leaves the output to `merge`. The bytes of the output depend on none of
     these, nor on kills.
@@ -102,7 +102,7 @@ def prepare(
     Memory of each worker is some MB plus, for JSON tokenizers, the longest document; `deduplicate` takes 8
     bytes a document, and about 60 for each that has a copy. Disk: the tokens twice until the end. Raises
     ValueError for arguments and InvalidData for the content of files; then `output` is as it was, and
-    `OUTPUT.parts` is kept only where several units were planned and some are done.
+    `OUTPUT.parts` is kept only where several chunks were planned and some are done.
     Usage: `prepare(["books"], "tokens/books", validation_every=20)`.
     """
     listed = [inputs] if isinstance(inputs, str | Path) else inputs
@@ -136,31 +136,31 @@ def prepare(
     for line in filter(None, (not_read(path) for path in paths if path.is_dir())):
         _log.warning("%s", line)
     plan = make_plan(files, settings, 1 if shard is None else shard[1])
-    parts = Parts(target.absolute())
-    if not parts.begun():
-        check_output(target, paths, overwrite)  # before anything is made
-    parts.check_folder()
-    with parts.alone(None if shard is None else shard[0]):
-        if shard is None and (statistics := parts.finished(plan)) is not None:
-            parts.clear()
+    work = ChunkFolder(target.absolute())
+    if not work.begun():
+        _check_output(target, paths, overwrite)  # before anything is made
+    work.check_folder()
+    with work.alone(None if shard is None else shard[0]):
+        if shard is None and (statistics := work.finished(plan)) is not None:
+            work.clear()
             return _prepared(target, statistics, ends)
-        check_output(target, paths, overwrite)
-        parts.check_same(plan)
-        with _kept_if_useful(parts, plan):
-            parts.begin(plan, encoder.path if isinstance(encoder, JsonTokenizer) else None)
-            mine = list(plan.units) if shard is None else plan.of_shard(shard[0])
+        _check_output(target, paths, overwrite)
+        work.check_same(plan)
+        with _kept_if_useful(work, plan):
+            work.begin(plan, encoder.path if isinstance(encoder, JsonTokenizer) else None)
+            mine = list(plan.chunks) if shard is None else plan.of_shard(shard[0])
             if shard is not None and not mine:
-                _warn_of_nothing(shard, len(plan.units))
-            done = _tokenize(parts, plan, mine, encoder, workers, progress)
+                _warn_of_nothing(shard, len(plan.chunks))
+            done = _tokenize(work, plan, mine, encoder, workers, progress)
             if shard is not None:
                 name = f"shard {shard[0]}/{shard[1]}"
-                return Prepared(parts.folder, {name: done.tokens}, {name: done.documents}, {}, ends)
-            return _finish(parts, plan, target, progress, ends)
+                return Prepared(work.folder, {name: done.tokens}, {name: done.documents}, {}, ends)
+            return _finish(work, plan, target, progress, ends)
 
 
-def _warn_of_nothing(shard: tuple[int, int], units: int) -> None:
-    words = "shard %d/%d has nothing to do, as the text is %d unit%s of work"
-    _log.warning(words, *shard, units, "s" * (units != 1))
+def _warn_of_nothing(shard: tuple[int, int], chunks: int) -> None:
+    words = "shard %d/%d has nothing to do, as the text is %d chunk%s of work"
+    _log.warning(words, *shard, chunks, "s" * (chunks != 1))
 
 
 def merge(
@@ -177,32 +177,32 @@ def merge(
     """
     target = user_path(output)
     raise_problems("", path_problems(target, "output"))
-    parts = Parts(target.absolute())
-    if not parts.begun():
-        parts.plan()  # raises
-    parts.check_folder()
-    with parts.alone(None):
-        if (statistics := parts.finished()) is not None:
-            parts.clear()
+    work = ChunkFolder(target.absolute())
+    if not work.begun():
+        work.plan()  # raises
+    work.check_folder()
+    with work.alone(None):
+        if (statistics := work.finished()) is not None:
+            work.clear()
             return _prepared(target, statistics)
-        plan = parts.plan()
-        check_output(target, [Path(part.path) for u in plan.units for part in u.parts], overwrite)
-        parts.check_complete(plan)
-        ends = describe_ends(load_tokenizer(parts.tokenizer(plan)))
-        return _finish(parts, plan, target, progress, ends)
+        plan = work.plan()
+        _check_output(target, [Path(r.path) for u in plan.chunks for r in u.ranges], overwrite)
+        work.check_complete(plan)
+        ends = describe_ends(load_tokenizer(work.tokenizer(plan)))
+        return _finish(work, plan, target, progress, ends)
 
 
 def _tokenize(
-    parts: Parts,
+    work: ChunkFolder,
     plan: Plan,
-    units: Sequence[Any],
+    chunks: Sequence[Any],
     encoder: ByteTokenizer | JsonTokenizer,
     workers: int,
     progress: Callable[[Progress], None],
 ) -> Counts:
-    """Write the units that are not there; returns the counts of all."""
-    waiting, before = parts.sort_out(units)
-    total, last = sum(unit.size for unit in units), before
+    """Write the chunks that are not there; returns the counts of all."""
+    waiting, before = work.sort_out(chunks)
+    total, last = sum(chunk.size for chunk in chunks), before
 
     def report(counts: Counts) -> None:
         nonlocal last
@@ -210,26 +210,26 @@ def _tokenize(
         progress(Progress("tokenize", last.size, total, last.documents, last.tokens))
 
     report(Counts(0, 0, 0))  # what was there: rates count from it
-    run_units(waiting, parts.folder, encoder, plan.settings, workers, report)
+    run_chunks(waiting, work.folder, encoder, plan.settings, workers, report)
     return last
 
 
 def _finish(
-    parts: Parts, plan: Plan, target: Path, progress: Callable[[Progress], None], ends: str
+    work: ChunkFolder, plan: Plan, target: Path, progress: Callable[[Progress], None], ends: str
 ) -> Prepared:
     """Write the output from complete parts, and remove them."""
-    total = sum(unit.size for unit in plan.units)
+    total = sum(chunk.size for chunk in plan.chunks)
     progress(Progress("merge", 0, total, 0, 0))
-    with new_folder(target, replace=True, place=parts.folder) as folder:
+    with new_folder(target, replace=True, place=work.folder) as folder:
         statistics = assemble(
             plan,
-            parts.folder,
+            work.folder,
             folder,
-            parts.tokenizer(plan),
+            work.tokenizer(plan),
             lambda c: progress(Progress("merge", c.size, total, c.documents, c.tokens)),
         )
-        parts.mark_finished(plan, folder)
-    parts.clear()
+        work.mark_finished(plan, folder)
+    work.clear()
     return _prepared(target, statistics, ends)
 
 
@@ -245,18 +245,39 @@ def _prepared(target: Path, statistics: dict[str, Any], ends: str = "") -> Prepa
 
 
 @contextmanager
-def _kept_if_useful(parts: Parts, plan: Plan) -> Iterator[None]:
+def _kept_if_useful(work: ChunkFolder, plan: Plan) -> Iterator[None]:
     """After an error, keep the parts only where the next run can go on from them."""
     try:
         yield
     except BaseException:
-        if plan.shards > 1 or parts.holds_more_than(plan):
+        if plan.shards > 1 or work.holds_more_than(plan):
             _log.warning(
-                "units that are done stay in %s; the same command goes on from them", parts.folder
+                "chunks that are done stay in %s; the same command goes on from them", work.folder
             )
         else:
-            parts.clear()
+            work.clear()
         raise
+
+
+def _check_output(output: Path, inputs: Sequence[Path], overwrite: bool) -> None:
+    """Raise ValueError if `output` exists, unless it holds token files and `overwrite` is True."""
+    if not (output.exists() or output.is_symlink()):
+        return
+    name, other = str(output), "choose another output"
+    if not overwrite:
+        rule, fix = (
+            "must not exist yet",
+            f"{other}, or replace it with overwrite=True (--overwrite)",
+        )
+        raise invalid("output", "exists", name, rule, fix)
+    folders = [output, *(output / split for split in SPLITS)]
+    if output.is_symlink() or not any((folder / SIDECAR).is_file() for folder in folders):
+        rule = "must be a folder of token files to be overwritten"
+        raise invalid("output", "no_tokens", name, rule, other)
+    inside = [i for i in inputs if i.resolve().is_relative_to(output.resolve())]
+    if inside:
+        rule = f"must not be in the output {output}, which would be replaced"
+        raise invalid("inputs", "inside", str(inside[0]), rule, other)
 
 
 def _portable(spec: dict[str, Any]) -> dict[str, Any]:

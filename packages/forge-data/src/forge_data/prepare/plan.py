@@ -1,4 +1,4 @@
-"""The work of `prepare` as a list of units, planned before anything is read: parts of files, in the order of the output."""
+"""The work of `prepare` as a list of chunks, planned before anything is read: parts of files, in the order of the output."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from forge_data._renamed import renamed
 from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
-from forge_data.prepare.parquet import row_group_bytes
-from forge_data.prepare.readers import format_of
+from forge_data.io.parquet import row_group_bytes
+from forge_data.prepare.read import format_of
 
-__all__ = ["Part", "Plan", "Settings", "Unit", "changed_meanwhile", "make_plan", "read_plan"]
+__all__ = ["Chunk", "FileRange", "Plan", "Settings", "changed_meanwhile", "make_plan", "read_plan"]
 
-_VERSION = 1  # of unit files: another one makes other keys, so that old files are not used
-SMALLEST, LARGEST = 1 << 20, 1 << 26  # bytes of text in a unit: what a kill can lose per worker
-_UNITS = 64  # wanted of small inputs
+_VERSION = 1  # of chunk files: another one makes other keys, so that old files are not used
+SMALLEST, LARGEST = 1 << 20, 1 << 26  # bytes of text in a chunk: what a kill can lose per worker
+_CHUNKS = 64  # wanted of small inputs
 _PACKED = 4  # text in a packed file, of its size; a guess
 _LINE_END = {"line": re.compile(rb"\n"), "blank_line": re.compile(rb"\n\r?\n")}
 _SCAN = 1 << 16
@@ -41,8 +43,8 @@ class Settings:
     strict: bool = False
 
 
-class Part(NamedTuple):
-    """A range of a file (see `read_pieces`), or all of it; `size` is its share of the file's bytes.
+class FileRange(NamedTuple):
+    """A range of a file (see `read_documents`), or all of it; `size` is its share of the file's bytes.
 
     `state` is the file's size and time of change when it was planned.
     """
@@ -64,41 +66,41 @@ def changed_meanwhile(path: str | Path) -> Any:
     return invalid("", "changed", ..., rule, fix, where=path, kind=InvalidData)
 
 
-class Unit(NamedTuple):
-    """Consecutive parts that are tokenized in one go. `key` names the unit's file: it is a digest of
-    everything that determines the content."""
+class Chunk(NamedTuple):
+    """Consecutive file ranges that are tokenized together. `key` names the chunk's file: a digest of all that
+    determines the content."""
 
     key: str
-    parts: tuple[Part, ...]
+    ranges: tuple[FileRange, ...]
 
     @property
     def size(self) -> int:
         """Bytes of the files."""
-        return sum(part.size for part in self.parts)
+        return sum(r.size for r in self.ranges)
 
     def __str__(self) -> str:
-        first, more = self.parts[0], len(self.parts) - 1
+        first, more = self.ranges[0], len(self.ranges) - 1
         where = "" if first.range is None else f" {first.range[0]}..{first.range[1] - 1}"
         return f"{first.path}{where}" + (f" and {more} more" if more else "")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Units in the order of the output, and what is done with them; `shards` 1 if they are not divided."""
+    """Chunks in the order of the output, and what is done with them; `shards` 1 if they are not divided."""
 
     settings: Settings
-    units: tuple[Unit, ...]
+    chunks: tuple[Chunk, ...]
     shards: int = 1
 
-    def of_shard(self, shard: int) -> list[Unit]:
-        """The units of one shard: consecutive, of about equal bytes."""
-        total, before, mine = max(1, sum(unit.size for unit in self.units)), 0, []
-        for unit in self.units:
-            # The middle of a unit decides, so each unit has one shard.
-            middle = 2 * before + unit.size
+    def of_shard(self, shard: int) -> list[Chunk]:
+        """The chunks of one shard: consecutive, of about equal bytes."""
+        total, before, mine = max(1, sum(chunk.size for chunk in self.chunks)), 0, []
+        for chunk in self.chunks:
+            # The middle of a chunk decides, so each chunk has one shard.
+            middle = 2 * before + chunk.size
             if min(self.shards - 1, self.shards * middle // (2 * total)) == shard:
-                mine.append(unit)
-            before += unit.size
+                mine.append(chunk)
+            before += chunk.size
         return mine
 
     def to_json(self) -> dict[str, Any]:
@@ -107,7 +109,7 @@ class Plan:
             "version": _VERSION,
             "shards": self.shards,
             "settings": asdict(self.settings),
-            "units": [[unit.key, [list(part) for part in unit.parts]] for unit in self.units],
+            "units": [[chunk.key, [list(r) for r in chunk.ranges]] for chunk in self.chunks],
         }
 
     @classmethod
@@ -115,46 +117,49 @@ class Plan:
         """The plan of plain data. Raises KeyError, TypeError or ValueError for other data."""
         if content["version"] != _VERSION:
             raise ValueError(f"version {content['version']!r:.40}")
-        units = [
-            Unit(key, tuple(Part(p, r and (r[0], r[1]), n, (s[0], s[1])) for p, r, n, s in parts))
-            for key, parts in content["units"]
+        chunks = [
+            Chunk(
+                key,
+                tuple(FileRange(p, r and (r[0], r[1]), n, (s[0], s[1])) for p, r, n, s in ranges),
+            )
+            for key, ranges in content["units"]
         ]
-        return cls(Settings(**content["settings"]), tuple(units), content["shards"])
+        return cls(Settings(**content["settings"]), tuple(chunks), content["shards"])
 
 
 def make_plan(files: Sequence[Path], settings: Settings, shards: int = 1) -> Plan:
-    """Divide files into units, by their sizes and times of change alone.
+    """Divide files into chunks, by their sizes and times of change alone.
 
     Plain text of lines and paragraphs is divided at ends of documents, parquet at row groups; packed files
-    and files that are one document are not divided. Cost: a stat of each file, 64 KiB of text for each unit,
+    and files that are one document are not divided. Cost: a stat of each file, 64 KiB of text for each chunk,
     the footer of each parquet file. Raises InvalidData for parquet that cannot be read.
     """
     paths = [file.absolute() for file in files]
     states = [path.stat() for path in paths]
     total = sum(state.st_size for state in states)
-    unit_bytes = min(LARGEST, max(SMALLEST, 1 << (total // _UNITS).bit_length()))
-    units: list[Unit] = []
-    parts: list[Part] = []
+    chunk_bytes = min(LARGEST, max(SMALLEST, 1 << (total // _CHUNKS).bit_length()))
+    chunks: list[Chunk] = []
+    ranges: list[FileRange] = []
     identities: list[Any] = []
     weight = 0
 
     def end() -> None:
         nonlocal weight
-        if parts:
-            units.append(Unit(_key(settings, identities), tuple(parts)))
+        if ranges:
+            chunks.append(Chunk(_key(settings, identities), tuple(ranges)))
         weight = 0
-        parts.clear()
+        ranges.clear()
         identities.clear()
 
     for path, state in zip(paths, states, strict=True):
-        for part, text_bytes in _parts(path, _state(state), settings, unit_bytes):
-            if parts and weight + text_bytes > unit_bytes:
+        for file_range, text_bytes in _file_ranges(path, _state(state), settings, chunk_bytes):
+            if ranges and weight + text_bytes > chunk_bytes:
                 end()
-            parts.append(part)
-            identities.append([part.path, part.range, *part.state])
+            ranges.append(file_range)
+            identities.append([file_range.path, file_range.range, *file_range.state])
             weight += text_bytes
     end()
-    return Plan(settings, tuple(units), shards)
+    return Plan(settings, tuple(chunks), shards)
 
 
 def _key(settings: Settings, identities: Sequence[Any]) -> str:
@@ -162,7 +167,7 @@ def _key(settings: Settings, identities: Sequence[Any]) -> str:
     if "bos" in settings.tokenizer:  # plans of before have none
         tokenizer["bos"] = settings.tokenizer["bos"]
     content = [_VERSION, tokenizer, settings.document, settings.text_field, list(identities)]
-    if settings.ignore_keys or settings.strict:  # without them a unit may be of an older version
+    if settings.ignore_keys or settings.strict:  # without them a chunk may be of an older version
         content += [settings.ignore_keys, settings.strict]
     return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
@@ -171,68 +176,70 @@ def _state(status: os.stat_result) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _parts(
-    path: Path, state: tuple[int, int], settings: Settings, unit_bytes: int
-) -> Iterator[tuple[Part, int]]:
-    """Parts of a file, each with about its bytes of text."""
+def _file_ranges(
+    path: Path, state: tuple[int, int], settings: Settings, chunk_bytes: int
+) -> Iterator[tuple[FileRange, int]]:
+    """Ranges of a file, each with about its bytes of text."""
     size = state[0]
     kind, compression = format_of(path)
     if kind == "parquet" and not compression:
-        yield from _row_groups(path, state, settings.text_field, unit_bytes)
+        yield from _row_groups(path, state, settings.text_field, chunk_bytes)
         return
     # A line end in a quoted field of CSV ends no row.
     document = {"records": "line", "csv": "file"}.get(kind, settings.document)
-    if compression or document == "file" or size <= unit_bytes:
-        yield Part(str(path), None, size, state), size * (_PACKED if compression else 1)
+    if compression or document == "file" or size <= chunk_bytes:
+        yield FileRange(str(path), None, size, state), size * (_PACKED if compression else 1)
         return
     start = 0
-    for stop in _borders(path, size, _LINE_END[document], unit_bytes):
-        yield Part(str(path), (start, stop), stop - start, state), stop - start
+    for stop in _boundaries(path, size, _LINE_END[document], chunk_bytes):
+        yield FileRange(str(path), (start, stop), stop - start, state), stop - start
         start = stop
 
 
-def _borders(path: Path, size: int, pattern: re.Pattern[bytes], unit_bytes: int) -> Iterator[int]:
-    """Positions behind `pattern` that are at least `unit_bytes` apart, and the size."""
+def _boundaries(
+    path: Path, size: int, pattern: re.Pattern[bytes], chunk_bytes: int
+) -> Iterator[int]:
+    """Positions after `pattern` that are at least `chunk_bytes` apart, and the size."""
     with path.open("rb") as file:
-        wanted = unit_bytes
+        wanted = chunk_bytes
         while wanted < size:
-            found = _find_behind(file, wanted, pattern)
+            found = _find_after(file, wanted, pattern)
             if found is None or found >= size:
                 break
             yield found
-            wanted = found + unit_bytes
+            wanted = found + chunk_bytes
     yield size
 
 
-def _find_behind(file: Any, start: int, pattern: re.Pattern[bytes]) -> int | None:
-    """The end of the first match behind byte `start`."""
+def _find_after(file: Any, start: int, pattern: re.Pattern[bytes]) -> int | None:
+    """The end of the first match after byte `start`, None without one."""
     tail, position = b"", start
     file.seek(start)
-    while chunk := file.read(_SCAN):
-        found = pattern.search(tail + chunk)
+    while block := file.read(_SCAN):
+        found = pattern.search(tail + block)
         if found:
             return position - len(tail) + found.end()
-        tail = (tail + chunk)[-2:]
-        position += len(chunk)
+        tail = (tail + block)[-2:]
+        position += len(block)
     return None
 
 
 def _row_groups(
-    path: Path, state: tuple[int, int], column: str, unit_bytes: int
-) -> Iterator[tuple[Part, int]]:
-    """Runs of row groups of about `unit_bytes`."""
+    path: Path, state: tuple[int, int], column: str, chunk_bytes: int
+) -> Iterator[tuple[FileRange, int]]:
+    """Runs of row groups of about `chunk_bytes`."""
     size = state[0]
     groups = row_group_bytes(path, column)
-    total, first, weight, told = max(1, sum(groups)), 0, 0, 0
+    total, first, weight, reported = max(1, sum(groups)), 0, 0, 0
     before = 0
     for i, group in enumerate(groups):
         weight += group
         last = i == len(groups) - 1
-        if last or weight + groups[i + 1] > unit_bytes:
+        if last or weight + groups[i + 1] > chunk_bytes:
             before += weight
-            share = size * before // total if not last else size
-            yield Part(str(path), (first, i + 1), share - told, state), weight
-            first, weight, told = i + 1, 0, share
+            end = size * before // total if not last else size
+            yield FileRange(str(path), (first, i + 1), end - reported, state), weight
+            first, weight, reported = i + 1, 0, end
 
 
 def read_plan(path: Path) -> Plan | None:
@@ -245,3 +252,6 @@ def read_plan(path: Path) -> Plan | None:
         rule = f"must be a plan of this forge-data ({type(error).__name__}: {error!s:.80})"
         fix = "remove its folder and prepare again"
         raise invalid("", "damaged", ..., rule, fix, where=path, kind=InvalidData) from None
+
+
+__getattr__ = partial(renamed, __name__)

@@ -10,8 +10,8 @@ import numpy as np
 
 from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
-from forge_data.sources.checks import check_range, check_split
 from forge_data.tokenizer import ByteTokenizer
+from forge_data.tokens.format import check_range, check_split
 
 _EVERY = 16  # one topic of this many is held out
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from forge_data._shared.problems import invalid
 from forge_data.config import SOURCES_GROUP, DataConfig, SourceConfig
+from forge_data.kinds import RAW_KINDS
 from forge_data.mixed_stream import MixedStream, seed_of
 from forge_data.mixture import Phase
 from forge_data.packing import PackedStream
@@ -20,15 +21,12 @@ from forge_data.phased_stream import PhasedStream
 from forge_data.phases import PhaseSegment, phase_segments
 from forge_data.places import num_shards_of
 from forge_data.protocols import Stream, Tokenizer
-from forge_data.raw_kinds import RAW_KINDS
 from forge_data.sources.builtin import BuiltinCorpus
-from forge_data.sources.id_shards import IdShards
-from forge_data.sources.megatron import open_megatron
-from forge_data.sources.nanogpt import open_nanogpt
-from forge_data.sources.npy import open_npy
-from forge_data.sources.token_files import TokenFiles
 from forge_data.stored_plan import open_plan
 from forge_data.tokenizer import load_tokenizer
+from forge_data.tokens.files import TokenFiles
+from forge_data.tokens.raw import IdShards
+from forge_data.tokens.raw_formats import open_megatron, open_nanogpt, open_npy
 
 #: Kinds that are imported when a config names them: some need an extra.
 _MODULES = {

@@ -14,10 +14,16 @@ from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
 from forge_data.prepare.pipeline import prepare
 from forge_data.prepare.plan import changed_meanwhile
-from forge_data.prepare.readers import find_inputs, not_read
-from forge_data.sources.header import Header, tokenizer_of
-from forge_data.sources.token_cache import CachedTokens, Entry, file_states, open_cached
+from forge_data.prepare.read import find_inputs, not_read
 from forge_data.tokenizer import begin_key
+from forge_data.tokens.cache import (
+    CachedTokens,
+    Entry,
+    Header,
+    file_states,
+    open_cached,
+    tokenizer_of,
+)
 
 if TYPE_CHECKING:
     from forge_data.config import SourceConfig

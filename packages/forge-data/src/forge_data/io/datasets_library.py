@@ -1,4 +1,4 @@
-"""Sets of the `datasets` library: loaded by folder or name, with errors of one line and without progress bars."""
+"""Load sets of the `datasets` library by folder or name, with errors of one line and without progress bars."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import contextlib
 import glob
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
+from forge_data._shared.record_keys import Keys, RecordKeys
 from forge_data._shared.table_files import check_saved_set
 from forge_data.errors import InvalidData
 
@@ -19,11 +20,14 @@ if TYPE_CHECKING:
     from forge_data.config import SourceConfig
 
 __all__ = [
+    "check_column",
+    "check_other_columns",
     "find_builder",
     "is_saved",
     "load_saved",
     "load_set",
     "name_for_library",
+    "no_text",
     "one_sentence",
     "require_library",
     "root_name",
@@ -140,7 +144,7 @@ def find_builder(name: str, config: SourceConfig) -> Any:
     """The library's builder of a set, found by the name of `name_for_library`; of JSON it reads the column of text only."""
     import datasets
 
-    from forge_data.sources.json_text import Json, TextOfJson
+    from forge_data.io.json_text import Json, TextOfJson
 
     table = config.huggingface
     builder = datasets.load_dataset_builder(name, table.config_name)
@@ -173,3 +177,31 @@ def require_library(key: str = "name", value: str = "huggingface") -> None:
 def is_saved(path: Path) -> bool:
     """Whether save_to_disk wrote a folder."""
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def check_column(where: Any, names: Sequence[str], field: str, kind: Callable[[], str]) -> None:
+    """Raise InvalidData unless `field` is among the names of columns, and of a `kind` that holds strings."""
+    fix, key = "name its text in huggingface.text_field", "text_field"
+    if field not in names:
+        rule = f"must be one of its columns, {', '.join(names)[:200] or 'none'}"
+        raise invalid(key, "missing", field, rule, fix, where=where, kind=InvalidData)
+    if kind() not in ("string", "large_string", "string_view", "null"):
+        rule = f"must be a column of text, and holds {kind()}"
+        raise invalid(key, "type", field, rule, fix, where=where, kind=InvalidData)
+
+
+def check_other_columns(
+    config: SourceConfig, features: Mapping[str, Any], rows: int
+) -> dict[str, int]:
+    """Columns of a set that are not read, with their rows; InvalidData for one whose content would be lost."""
+    table = config.huggingface
+    keys = RecordKeys(table.ignore_keys, table.strict, InvalidData)
+    filled = {name: rows for name, kind in features.items() if getattr(kind, "dtype", "") != "null"}
+    keys.check(Keys(frozenset((table.text_field,))), filled, config.path)
+    return dict.fromkeys(keys.counts, rows)
+
+
+def no_text(where: Any, row: int, field: str) -> Any:
+    """The error of a row without a string."""
+    rule, fix, where = "must be a string", "leave the row out", f"{where} row {row}"
+    return invalid(field, "null", None, rule, fix, where=where, kind=InvalidData)

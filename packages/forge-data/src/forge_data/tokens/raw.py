@@ -1,4 +1,4 @@
-"""Files of token ids without digests or largest id: one source of many memory-mapped parts."""
+"""Files of token ids without digests or largest id: one source of many memory-mapped shards."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from forge_data._shared.paths import files_named, user_path
 from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
-from forge_data.sources.checks import check_not_packed, check_range, check_split
+from forge_data.tokens.format import check_not_packed, check_range, check_split
 
 __all__ = ["IdShards", "Shard", "find_shards"]
 

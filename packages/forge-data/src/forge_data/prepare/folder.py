@@ -1,4 +1,4 @@
-"""The folder beside the output in which units wait: a plan, a file for each unit that is done, the tokenizer.
+"""The folder next to the output that keeps finished chunks: a plan, a file for each chunk, the tokenizer.
 
 OUTPUT.parts.lock       held by work on the full output, shared by shards
 OUTPUT.parts.lock-3     held by shard 3
@@ -21,21 +21,25 @@ from forge_data._shared.paths import files_named
 from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
 from forge_data.errors import InvalidData
-from forge_data.prepare.output import make_folder, write_json
-from forge_data.prepare.plan import Plan, Unit, read_plan
-from forge_data.prepare.statistics import STATISTICS, read_statistics
-from forge_data.prepare.unit_file import Counts, UnitFile, unit_path
-from forge_data.sources.integrity import digest_of
-from forge_data.sources.sidecar import SIDECAR, TOKENIZER
+from forge_data.prepare.chunks import ChunkFile, Counts, chunk_path
+from forge_data.prepare.plan import Chunk, Plan, read_plan
+from forge_data.tokens.format import (
+    SIDECAR,
+    STATISTICS,
+    TOKENIZER,
+    digest_of,
+    read_statistics,
+    write_json,
+)
 
-__all__ = ["Parts"]
+__all__ = ["ChunkFolder"]
 
 _PLAN, _FINISHED = "plan.json", "finished.json"
 _LOCK = "lock"  # in the folder, where versions before 0.2 had it
 
 
-class Parts:
-    """The folder `OUTPUT.parts`. Usage: `parts = Parts(output); parts.begin(plan, None)`."""
+class ChunkFolder:
+    """The folder `OUTPUT.parts`. Usage: `parts = ChunkFolder(output); parts.begin(plan, None)`."""
 
     def __init__(self, output: Path) -> None:
         self._output = output
@@ -46,9 +50,9 @@ class Parts:
     def begin(self, plan: Plan, tokenizer: Path | None) -> None:
         """Make the folder; keep the plan and a copy of the tokenizer in it.
 
-        Units of another plan stay until the end: those that both have are used.
+        Chunks of another plan stay until the end: those that both have are used.
         """
-        make_folder(self._output, self.folder)
+        _make_folder(self._output, self.folder)
         self._finished.unlink(missing_ok=True)
         if tokenizer is not None:
             write_file(self.folder / TOKENIZER, tokenizer.read_bytes())
@@ -63,7 +67,7 @@ class Parts:
         with the work; that of the folder with work on the full output. Raises ValueError naming who works there. File
         systems without locks are not guarded, with a warning.
         """
-        make_folder(self._output, self.folder.parent)
+        _make_folder(self._output, self.folder.parent)
         with ExitStack() as after, ExitStack() as held:
             try:
                 exclusive = shard is None
@@ -119,7 +123,7 @@ class Parts:
                 or all(path.name.startswith(first) for path in self.folder.iterdir())
             )
         ):
-            rule = "must not be something else: units wait there for the output"
+            rule = "must not be something else: chunks wait there for the output"
             raise invalid("", "foreign", ..., rule, "choose another output", where=self.folder)
 
     def check_same(self, plan: Plan) -> None:
@@ -149,40 +153,42 @@ class Parts:
         copy = self.folder / TOKENIZER
         if not copy.is_file() or digest_of(copy) != spec["fingerprint"]:
             rule, fix = (
-                "must be the tokenizer with which the units were made",
+                "must be the tokenizer with which the chunks were made",
                 "copy the original there",
             )
             raise invalid("", "tokenizer", ..., rule, fix, where=copy, kind=InvalidData)
         return {**spec, "path": str(copy)}
 
-    def sort_out(self, units: Sequence[Unit]) -> tuple[list[Unit], Counts]:
-        """Those of `units` that are still to be done, and the counts of the others.
+    def sort_out(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Counts]:
+        """Those of `chunks` that are still to be done, and the counts of the others.
 
         A damaged file is removed.
         """
         waiting, done = [], Counts(0, 0, 0)
-        for unit in units:
+        for chunk in chunks:
             try:
-                file = UnitFile(self.folder, unit)
+                file = ChunkFile(self.folder, chunk)
             except FileNotFoundError:
-                waiting.append(unit)
+                waiting.append(chunk)
             except InvalidData:
-                unit_path(self.folder, unit).unlink()
-                waiting.append(unit)
+                chunk_path(self.folder, chunk).unlink()
+                waiting.append(chunk)
             else:
-                done += Counts(unit.size, file.num_documents, file.num_tokens)
+                done += Counts(chunk.size, file.num_documents, file.num_tokens)
         return waiting, done
 
     def check_complete(self, plan: Plan) -> None:
-        """Raise InvalidData naming the shards of which units are missing."""
+        """Raise InvalidData naming the shards of which chunks are missing."""
         missing = {
-            shard: sum(not unit_path(self.folder, unit).is_file() for unit in plan.of_shard(shard))
+            shard: sum(
+                not chunk_path(self.folder, chunk).is_file() for chunk in plan.of_shard(shard)
+            )
             for shard in range(plan.shards)
         }
-        late = [f"{shard}/{plan.shards} ({n} units)" for shard, n in missing.items() if n]
+        late = [f"{shard}/{plan.shards} ({n} chunks)" for shard, n in missing.items() if n]
         if late:
             more = f" and {len(late) - 8} more" if len(late) > 8 else ""
-            rule = f"lacks units of shard {', '.join(late[:8])}{more}"
+            rule = f"lacks chunks of shard {', '.join(late[:8])}{more}"
             fix = "run `forge-data prepare` with these --shard again, and then merge"
             raise invalid("", "incomplete", ..., rule, fix, where=self.folder, kind=InvalidData)
 
@@ -204,12 +210,21 @@ class Parts:
         return read_statistics(self._output) if digests == _digests(self._output) else None
 
     def holds_more_than(self, plan: Plan) -> bool:
-        """Whether there is something to go on from: some units are done, of several."""
-        return len(plan.units) > 1 and any(self.folder.glob("*.unit"))
+        """Whether there is something to go on from: some chunks are done, of several."""
+        return len(plan.chunks) > 1 and any(self.folder.glob("*.unit"))
 
     def clear(self) -> None:
         """Remove the folder."""
         remove(self.folder)
+
+
+def _make_folder(output: Path, folder: Path) -> None:
+    """Make `folder`, and those above it. Raises ValueError that names the output if it cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        rule = f"must be in a folder that can be written ({error.strerror})"
+        raise invalid("output", "unwritable", str(output), rule, "choose another") from None
 
 
 def _digest(plan: Plan) -> str:
@@ -250,7 +265,7 @@ def _short(value: object) -> str:
 def _changed_inputs(there: Plan, plan: Plan) -> str:
     """The first files that differ between two plans of one command, and how."""
     before, now = (
-        {part.path: part.state for unit in p.units for part in unit.parts} for p in (there, plan)
+        {r.path: r.state for chunk in p.chunks for r in chunk.ranges} for p in (there, plan)
     )
     changed = [f"{path} is gone" for path in before if path not in now]
     changed += [f"{path} is new" for path in now if path not in before]

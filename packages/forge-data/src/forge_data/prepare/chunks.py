@@ -1,6 +1,6 @@
-"""The tokens of one unit in a file: tokens, a row for each document, and a footer with counts and a checksum.
+"""The tokens of one chunk in a file: tokens, a row for each document, and a footer with counts and a checksum.
 
-A unit's file appears complete or not at all, so a restart goes on behind those that are there.
+A chunk's file appears complete or not at all, so a restart goes on behind those that are there.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ from forge_data._shared.atomic import new_file
 from forge_data._shared.problems import invalid
 from forge_data._shared.record_keys import RecordKeys
 from forge_data.errors import InvalidData
-from forge_data.prepare.plan import Part, Settings, Unit
-from forge_data.prepare.readers import Piece, read_pieces
-from forge_data.prepare.token_writer import smallest_dtype
+from forge_data.prepare.plan import Chunk, FileRange, Settings
+from forge_data.prepare.read import DocumentSlice, read_documents
 from forge_data.tokenizer import ByteTokenizer, JsonTokenizer, document_ids
+from forge_data.tokens.writer import smallest_dtype
 
-__all__ = ["ROW", "Counts", "UnitFile", "unit_path", "write_unit"]
+__all__ = ["ROW", "ChunkFile", "Counts", "chunk_path", "write_chunk"]
 
 #: A document: digest of its text (blake2b, 128 bits), tokens with those that begin and end it, bytes of its text.
 ROW = np.dtype([("digest", "V16"), ("tokens", "<i8"), ("bytes", "<i8")])
 _MAGIC = b"FRGUNIT1"
 _TAIL = struct.Struct("<Q8s")  # bytes of the footer, magic
 _BATCH = 1 << 20  # characters that are tokenized in one call
-_CHUNK = 1 << 20  # tokens, or bytes, read at a time
+_AT_ONCE = 1 << 20  # tokens, or bytes, read at a time
 
 
 class Counts(NamedTuple):
@@ -47,61 +47,63 @@ class Counts(NamedTuple):
         return Counts(*(a + b for a, b in zip(self, other, strict=True)))
 
 
-def unit_path(folder: Path, unit: Unit) -> Path:
-    """The file of a unit."""
-    return folder / f"{unit.key}.unit"
+def chunk_path(folder: Path, chunk: Chunk) -> Path:
+    """The file of a chunk."""
+    return folder / f"{chunk.key}.unit"
 
 
-def write_unit(
+def write_chunk(
     folder: Path,
-    unit: Unit,
+    chunk: Chunk,
     encoder: ByteTokenizer | JsonTokenizer,
     settings: Settings,
     report: Callable[[Counts], None],
 ) -> Counts:
-    """Tokenize a unit into its file. Memory is a MB of text, its tokens, and 32 bytes a document.
+    """Tokenize a chunk into its file. Memory is a MB of text, its tokens, and 32 bytes a document.
 
-    Raises InvalidData and ValueError of `read_pieces`, InvalidData for a file that is not what was planned, OSError
+    Raises InvalidData and ValueError of `read_documents`, InvalidData for a file that is not what was planned, OSError
     for a full disk; then there is no file.
     """
     keys = RecordKeys(settings.ignore_keys, settings.strict, InvalidData)
-    with new_file(unit_path(folder, unit)) as file:
+    with new_file(chunk_path(folder, chunk)) as file:
         writer = _Writer(file, encoder)
         read = 0
-        for part in unit.parts:
+        for file_range in chunk.ranges:
             try:
                 reports = [0]
-                for batch in _batches(part, settings, encoder, reports, keys):
+                for batch in _batches(file_range, settings, encoder, reports, keys):
                     writer.add(batch)
                     report(Counts(read + reports[-1], len(writer.lengths), writer.num_tokens))
             finally:
-                part.check_unchanged()  # a change is the reason of whatever was wrong
-            read += part.size
-        writer.finish(unit.key, keys.counts)
-    return Counts(unit.size, len(writer.lengths), writer.num_tokens)
+                file_range.check_unchanged()  # a change is the reason of whatever was wrong
+            read += file_range.size
+        writer.finish(chunk.key, keys.counts)
+    return Counts(chunk.size, len(writer.lengths), writer.num_tokens)
 
 
 def _batches(
-    part: Part,
+    file_range: FileRange,
     settings: Settings,
     encoder: ByteTokenizer | JsonTokenizer,
     reports: list[int],
     keys: RecordKeys,
-) -> Iterator[list[Piece]]:
-    """Pieces of a part of a file, about `_BATCH` characters at a time; whole documents if the tokenizer
-    may merge across the end of a piece."""
-    batch: list[Piece] = []
+) -> Iterator[list[DocumentSlice]]:
+    """Slices of the documents of a file range, about `_BATCH` characters at a time; full documents if the tokenizer
+    may merge across the end of a slice."""
+    batch: list[DocumentSlice] = []
     waiting: list[str] = []
     characters = 0
-    path, field = Path(part.path), settings.text_field
-    for piece in read_pieces(path, settings.document, field, reports.append, part.range, keys):
-        characters += len(piece.text)
+    path, field = Path(file_range.path), settings.text_field
+    for item in read_documents(
+        path, settings.document, field, reports.append, file_range.range, keys
+    ):
+        characters += len(item.text)
         if not encoder.splittable:
-            waiting.append(piece.text)
-            if not piece.last:
+            waiting.append(item.text)
+            if not item.last:
                 continue
-            piece, waiting = Piece("".join(waiting), last=True), []
-        batch.append(piece)
+            item, waiting = DocumentSlice("".join(waiting), last=True), []
+        batch.append(item)
         if characters >= _BATCH:
             yield batch
             batch, characters = [], 0
@@ -110,7 +112,7 @@ def _batches(
 
 
 class _Writer:
-    """Appends batches of pieces to a file."""
+    """Appends batches of slices to a file."""
 
     def __init__(self, file: Any, encoder: ByteTokenizer | JsonTokenizer) -> None:
         self._file, self._encoder = file, encoder
@@ -122,14 +124,14 @@ class _Writer:
         self._bytes: list[int] = []
         self._digests = bytearray()
 
-    def add(self, pieces: Sequence[Piece]) -> None:
+    def add(self, slices: Sequence[DocumentSlice]) -> None:
         arrays: list[np.ndarray] = []
-        encoded: Sequence[Any] = self._encoder.encode_batch([piece.text for piece in pieces])
-        for piece, ids in zip(pieces, encoded, strict=True):
-            content = piece.text.encode("utf-8")
+        encoded: Sequence[Any] = self._encoder.encode_batch([item.text for item in slices])
+        for item, ids in zip(slices, encoded, strict=True):
+            content = item.text.encode("utf-8")
             self._digest.update(content)
-            # a document of several pieces is one of bytes, which have no begin token
-            last = piece.last
+            # a document of several slices is one of bytes, which have no begin token
+            last = item.last
             arrays.append(
                 document_ids(self._encoder, ids, self._dtype)
                 if last
@@ -169,11 +171,11 @@ class _Writer:
         self._crc = zlib.crc32(content, self._crc)
 
 
-class UnitFile:
-    """A unit's file, read. Raises InvalidData unless it is one of this key and has its size."""
+class ChunkFile:
+    """A chunk's file, read. Raises InvalidData unless it is one of this key and has its size."""
 
-    def __init__(self, folder: Path, unit: Unit) -> None:
-        self.path = unit_path(folder, unit)
+    def __init__(self, folder: Path, chunk: Chunk) -> None:
+        self.path = chunk_path(folder, chunk)
         try:
             with self.path.open("rb") as file:
                 size = file.seek(0, os.SEEK_END)
@@ -187,7 +189,7 @@ class UnitFile:
             self.num_tokens, self.num_documents = footer["num_tokens"], footer["num_documents"]
             self._crc, self.not_read = footer["crc32"], footer.get("not_read", {})
             content = self.num_tokens * self._dtype.itemsize + self.num_documents * ROW.itemsize
-            if footer["key"] != unit.key or content + length + _TAIL.size != size:
+            if footer["key"] != chunk.key or content + length + _TAIL.size != size:
                 raise ValueError
         except (KeyError, TypeError, ValueError, struct.error):
             raise self._damaged() from None
@@ -203,7 +205,7 @@ class UnitFile:
         with self.path.open("rb") as file:
             while rest:
                 ids = np.frombuffer(
-                    file.read(min(rest, _CHUNK) * self._dtype.itemsize), self._dtype
+                    file.read(min(rest, _AT_ONCE) * self._dtype.itemsize), self._dtype
                 )
                 rest -= len(ids)
                 yield ids
@@ -212,12 +214,12 @@ class UnitFile:
         """Raise InvalidData unless rows and tokens have their checksum. Costs a read of all."""
         crc, rest = 0, self.num_tokens * self._dtype.itemsize + self.num_documents * ROW.itemsize
         with self.path.open("rb") as file:
-            while rest and (content := file.read(min(rest, _CHUNK))):
+            while rest and (content := file.read(min(rest, _AT_ONCE))):
                 crc, rest = zlib.crc32(content, crc), rest - len(content)
         if crc != self._crc:
             raise self._damaged()
 
     def _damaged(self) -> Any:
-        rule = "must be the tokens of a unit as they were written: it was damaged"
+        rule = "must be the tokens of a chunk as they were written: it was damaged"
         fix = "remove it and run the same prepare again"
         return invalid("", "damaged", ..., rule, fix, where=self.path, kind=InvalidData)

@@ -1,4 +1,4 @@
-"""Units are tokenized in this process or in several, which end with it; one that dies is named and replaced."""
+"""Chunks are tokenized in this process or in several, which end with it; one that dies is named and replaced."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ from typing import Any
 from forge_data._shared.parents import die_with
 from forge_data._shared.problems import WithProblems, invalid
 from forge_data.errors import InvalidData
-from forge_data.prepare.plan import Settings, Unit
-from forge_data.prepare.unit_file import Counts, write_unit
+from forge_data.prepare.chunks import Counts, write_chunk
+from forge_data.prepare.plan import Chunk, Settings
 from forge_data.tokenizer import ByteTokenizer, JsonTokenizer
 from forge_data.workers import processes
 
-__all__ = ["run_units"]
+__all__ = ["run_chunks"]
 
-_DEATHS = 2  # of workers at one unit, before the unit is given up
+_DEATHS = 2  # of workers at one chunk, before the chunk is given up
 _log = logging.getLogger("forge_data")
 
 
-def run_units(
-    units: Sequence[Unit],
+def run_chunks(
+    chunks: Sequence[Chunk],
     folder: Path,
     encoder: ByteTokenizer | JsonTokenizer,
     settings: Settings,
     workers: int,
     report: Callable[[Counts], None],
 ) -> None:
-    """Write the files of all units; `report` is called with what these units have given so far.
+    """Write the files of all chunks; `report` is called with what these chunks have given so far.
 
-    With one worker in this process, else in processes of one thread each. When units fail, the error is
-    that of the first of them in the order of the plan, and units behind it may or may not be there. Raises
-    as `write_unit`, and InvalidData for a unit at which two workers died.
+    With one worker in this process, else in processes of one thread each. When chunks fail, the error is
+    that of the first of them in the order of the plan, and chunks behind it may or may not be there. Raises
+    as `write_chunk`, and InvalidData for a chunk at which two workers died.
     """
-    if workers == 1 or len(units) < 2:
+    if workers == 1 or len(chunks) < 2:
         done = Counts(0, 0, 0)
-        for unit in units:
-            done += write_unit(folder, unit, encoder, settings, _behind(done, report))
+        for chunk in chunks:
+            done += write_chunk(folder, chunk, encoder, settings, _behind(done, report))
             report(done)
         return
-    pool = _Pool(units, (folder, encoder, settings), report)
+    pool = _Pool(chunks, (folder, encoder, settings), report)
     try:
-        pool.run(min(workers, len(units)))
+        pool.run(min(workers, len(chunks)))
     finally:
         pool.close()
 
@@ -58,14 +58,14 @@ def _behind(done: Counts, report: Callable[[Counts], None]) -> Callable[[Counts]
 
 
 class _Worker:
-    """A process that writes the units it is sent."""
+    """A process that writes the chunks it is sent."""
 
-    def __init__(self, units: Sequence[Unit], arguments: tuple[Any, ...]) -> None:
+    def __init__(self, chunks: Sequence[Chunk], arguments: tuple[Any, ...]) -> None:
         context = processes()
         self.connection, theirs = context.Pipe()
         self.process = context.Process(
             target=_work,
-            args=(os.getpid(), theirs, units, *arguments),
+            args=(os.getpid(), theirs, chunks, *arguments),
             daemon=True,
             name="forge-data",
         )
@@ -85,24 +85,24 @@ class _Worker:
 
 
 class _Pool:
-    """Hands out units in order, and collects what workers say."""
+    """Hands out chunks in order, and collects what workers say."""
 
     def __init__(
         self,
-        units: Sequence[Unit],
+        chunks: Sequence[Chunk],
         arguments: tuple[Any, ...],
         report: Callable[[Counts], None],
     ) -> None:
-        self._units, self._arguments, self._report = units, arguments, report
-        self._waiting = deque(range(len(units)))
+        self._chunks, self._arguments, self._report = chunks, arguments, report
+        self._waiting = deque(range(len(chunks)))
         self._workers: list[_Worker] = []
         self._done = Counts(0, 0, 0)
-        self._deaths = [0] * len(units)
+        self._deaths = [0] * len(chunks)
         self._errors: dict[int, Exception] = {}
 
     def run(self, workers: int) -> None:
         for _ in range(workers):
-            self._begin(_Worker(self._units, self._arguments))
+            self._begin(_Worker(self._chunks, self._arguments))
         while self._workers:
             busy = {worker.connection: worker for worker in self._workers}
             for connection in wait(list(busy)):
@@ -116,7 +116,7 @@ class _Pool:
             worker.end()
 
     def _begin(self, worker: _Worker, index: int | None = None) -> None:
-        """Give a worker a unit, the next by default, or end it. After an error there is no next: all units before
+        """Give a worker a chunk, the next by default, or end it. After an error there is no next: all chunks before
         the failed one have been handed out."""
         if worker not in self._workers:
             self._workers.append(worker)
@@ -146,34 +146,36 @@ class _Pool:
         self._begin(worker)
 
     def _replace(self, worker: _Worker) -> None:
-        """Name a dead worker; its unit is begun again, once."""
+        """Name a dead worker; its chunk is begun again, once."""
         worker.process.join()
         code = worker.process.exitcode or 0
         why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-        index, unit = worker.index, self._units[worker.index]
+        index, chunk = worker.index, self._chunks[worker.index]
         self._workers.remove(worker)
         worker.end()
         self._deaths[index] += 1
         if self._deaths[index] >= _DEATHS:
             rule = f"ended {_DEATHS} workers, the last {why}; each holds its longest document and some MB"
             fix = "use fewer workers if memory was short, or prepare the file alone to see more"
-            error: InvalidData = invalid("", "killed", ..., rule, fix, where=unit, kind=InvalidData)
+            error: InvalidData = invalid(
+                "", "killed", ..., rule, fix, where=chunk, kind=InvalidData
+            )
             self._errors[index] = error
             return
-        _log.warning("worker %d was %s at %s; it is begun again", worker.process.pid, why, unit)
+        _log.warning("worker %d was %s at %s; it is begun again", worker.process.pid, why, chunk)
         if not self._errors or index < min(self._errors):
-            self._begin(_Worker(self._units, self._arguments), index)
+            self._begin(_Worker(self._chunks, self._arguments), index)
 
 
 def _work(
     parent: int,
     connection: Connection,
-    units: Sequence[Unit],
+    chunks: Sequence[Chunk],
     folder: Path,
     encoder: ByteTokenizer | JsonTokenizer,
     settings: Settings,
 ) -> None:
-    """A worker's life: a unit's number comes in, counts and the end or an error go out."""
+    """A worker's life: a chunk's number comes in, counts and the end or an error go out."""
     die_with(parent)
     # Ctrl-C comes to all processes of a terminal: the parent ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -181,12 +183,12 @@ def _work(
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker is one thread
     while True:
         try:
-            unit = units[connection.recv()]
+            chunk = chunks[connection.recv()]
         except EOFError:
             return
         try:
-            counts = write_unit(
-                folder, unit, encoder, settings, lambda found: connection.send(("counts", found))
+            counts = write_chunk(
+                folder, chunk, encoder, settings, lambda found: connection.send(("counts", found))
             )
         except (ValueError, OSError) as error:
             plain = ValueError if isinstance(error, ValueError) else OSError

@@ -16,11 +16,9 @@ from forge_data._shared.problems import invalid
 from forge_data._shared.record_keys import unread_keys
 from forge_data.config import DTYPES, SPLITS, VERIFY
 from forge_data.errors import InvalidData
-from forge_data.prepare.statistics import read_statistics
-from forge_data.sources.checks import check_not_packed, check_range, check_split
-from forge_data.sources.integrity import DIGEST_BYTES, VerifiedBlocks, check_offsets, check_whole
-from forge_data.sources.sidecar import (
+from forge_data.tokens.format import (
     BLOCKS,
+    DIGEST_BYTES,
     DOCUMENTS,
     ITEM_SIZE,
     PREPARE_AGAIN,
@@ -28,8 +26,15 @@ from forge_data.sources.sidecar import (
     TOKENIZER,
     TOKENS,
     Sidecar,
+    VerifiedBlocks,
+    check_not_packed,
+    check_offsets,
+    check_range,
     check_size,
+    check_split,
+    check_whole,
     read_sidecar,
+    read_statistics,
     waiting_parts,
 )
 

@@ -1,4 +1,4 @@
-"""Documents of one column of a parquet file, by row groups; needs the extra `parquet` (pyarrow)."""
+"""Read the texts of one column of a parquet file by row groups; needs the extra `parquet` (pyarrow)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from forge_data._shared.problems import invalid
 from forge_data._shared.record_keys import Keys, RecordKeys
 from forge_data._shared.table_files import check_parquet
 from forge_data.errors import InvalidData
-from forge_data.prepare.text_documents import Piece
 
 __all__ = ["open_parquet", "read_parquet", "row_group_bytes"]
 
@@ -24,7 +23,7 @@ def read_parquet(
     report: Callable[[int], None],
     part: tuple[int, int] | None = None,
     keys: RecordKeys | None = None,
-) -> Iterator[Piece]:
+) -> Iterator[str]:
     """The documents of row groups part[0]..part[1]-1, or of all; rows of white space alone are skipped. `keys` count the rows
     that have a value in another column, as the footer says.
 
@@ -49,7 +48,7 @@ def read_parquet(
             for batch in _batches(path, file, group, column):
                 for text in _strings(path, column, batch, row):
                     if text.strip():
-                        yield Piece(text, last=True)
+                        yield text
                 row += len(batch)
             done += sizes[group]
             report(int(done * scale))

@@ -1,4 +1,4 @@
-"""A folder of token files is written from a stream of ids."""
+"""Write a folder of token files from a stream of ids."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from forge_data._shared.atomic import write_file
-from forge_data.sources.integrity import BLOCK_BYTES, digest_of
-from forge_data.sources.sidecar import (
+from forge_data.tokens.format import (
+    BLOCK_BYTES,
     BLOCKS,
     DOCUMENTS,
     TOKENIZER,
     TOKENS,
     Sidecar,
+    digest_of,
 )
 
 

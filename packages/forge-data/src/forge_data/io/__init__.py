@@ -1,0 +1,1 @@
+"""Files of text: found below folders, unpacked, and read as tables."""

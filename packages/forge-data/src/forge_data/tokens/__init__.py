@@ -1,0 +1,1 @@
+"""Token files: their format, readers, writer and cache."""
