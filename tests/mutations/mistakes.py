@@ -278,7 +278,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "the largest id of a raw token file is that of its last part",
-        f"{_DATA}/tokens/files.py",
+        f"{_DATA}/tokens/raw.py",
         "max(high, int(block.max()))",
         "int(block.max())",
     ),

@@ -19,7 +19,7 @@ from forge_data import (
     verify,
 )
 from forge_data.prepare import prepare
-from forge_data.tokens import files as token_files
+from forge_data.tokens import raw as raw_files
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -113,7 +113,7 @@ def test_raw_files_of_every_dtype(tmp_path):
 
 
 def test_F197_the_largest_id_of_a_raw_file_is_that_of_all_its_blocks(tmp_path, monkeypatch):
-    monkeypatch.setattr(token_files, "_BLOCK", 2)
+    monkeypatch.setattr(raw_files, "_BLOCK", 2)
     for ids in ([9, 1, 2, 3, 4], [1, 2, 9, 3, 4], [1, 2, 3, 4, 9]):
         raw = tmp_path / f"{ids.index(9)}.bin"
         raw.write_bytes(np.array(ids, "<u2").tobytes())

@@ -17,7 +17,7 @@ from forge_data._shared.jsonl import parse
 from forge_data._shared.paths import open_regular, user_path
 from forge_data._shared.problems import Problem, invalid, problems_of, raise_problems
 from forge_data.batch import Batch, filler_batch
-from forge_data.errors import InvalidData
+from forge_data.errors import InvalidData, invalid_data
 from forge_data.protocols import Tokenizer
 from forge_data.tokenizer import encode_prompt
 
@@ -48,7 +48,7 @@ def read_questions(
             lines = [line for line in file if line.strip()][:most]
     except (OSError, ValueError) as error:
         rule, fix = f"cannot be read: {error}", "name a file of JSON lines"
-        raise invalid("path", "read", where, rule, fix, kind=InvalidData) from error
+        raise invalid_data("path", "read", where, rule, fix) from error
 
     found: list[Question] = []
     problems: list[Problem] = []

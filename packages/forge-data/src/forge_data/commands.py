@@ -19,7 +19,7 @@ from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
 from forge_data._shared.record_keys import unread_keys
 from forge_data.config import SPLITS
-from forge_data.errors import InvalidData
+from forge_data.errors import invalid_data
 from forge_data.packing import PackedStream
 from forge_data.packing_config import PACKINGS
 from forge_data.packing_plan import plan_rows
@@ -195,10 +195,10 @@ def _check_folder(path: Path) -> None:
     if not path.exists():
         fix = f"check it{waiting_parts(path)}"
         rule = f"{rule}, and nothing is there"
-        raise invalid("path", "not_found", str(path), rule, fix, kind=InvalidData)
+        raise invalid_data("path", "not_found", str(path), rule, fix)
     if path.is_file():
         fix = "files of other formats have no digests to compare, and are checked when a run opens them"
-        raise invalid("path", "not_a_folder", str(path), rule, fix, kind=InvalidData)
+        raise invalid_data("path", "not_a_folder", str(path), rule, fix)
 
 
 def _print_result(result: Prepared) -> None:

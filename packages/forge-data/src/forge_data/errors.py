@@ -1,8 +1,10 @@
-"""The one exception type of this package."""
+"""The exception of data that cannot be used, and the way to raise it with one problem."""
 
-from forge_data._shared.problems import WithProblems
+from typing import Any
 
-__all__ = ["InvalidData"]
+from forge_data._shared.problems import Problem, WithProblems
+
+__all__ = ["InvalidData", "invalid_data"]
 
 
 class InvalidData(WithProblems, ValueError):
@@ -12,3 +14,10 @@ class InvalidData(WithProblems, ValueError):
     that a command line can return exit code 65 for data and 78 for arguments. `problems` has key, code, value, rule and
     fix of each.
     """
+
+
+def invalid_data(
+    key: str, code: str, value: Any, rule: str, fix: str, *, where: object = ""
+) -> InvalidData:
+    """InvalidData with one problem, as `invalid` makes it."""
+    return InvalidData([Problem(key, code, value, rule, fix)], str(where))

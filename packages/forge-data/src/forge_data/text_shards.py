@@ -15,7 +15,7 @@ import numpy as np
 
 from forge_data._shared.problems import invalid
 from forge_data.config import MAX_SEQ_LEN
-from forge_data.errors import InvalidData
+from forge_data.errors import invalid_data
 from forge_data.mixed_stream import seed_of
 from forge_data.order import ORDER_VERSION, Permutation
 from forge_data.packing import ARRAYS, POLICY, PackedStream, check_tokens_at_once
@@ -173,7 +173,7 @@ class TextShards:
             if whole and first == before:
                 rule = f"of {self.num_shards} must hold text, but pieces {pieces.tolist()!s:.80} have none"
                 fix = "remove empty files, or use fewer virtual_shards"
-                raise invalid("shard", "empty", shard, rule, fix, kind=InvalidData)
+                raise invalid_data("shard", "empty", shard, rule, fix)
             turn, document = (turn // len(pieces) + 1) * len(pieces), 0
 
     def _documents(

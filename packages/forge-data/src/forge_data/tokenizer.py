@@ -20,7 +20,7 @@ from forge_data._shared.paths import read_regular, user_path
 from forge_data._shared.problems import invalid
 from forge_data._shared.special_tokens import Found, begin_tokens, end_tokens
 from forge_data._shared.tokenizer_settings import switch_off_settings
-from forge_data.errors import InvalidData
+from forge_data.errors import InvalidData, invalid_data
 from forge_data.protocols import Tokenizer
 
 __all__ = [
@@ -99,9 +99,7 @@ class JsonTokenizer:
         where = str(self.path)
         if not self.path.is_file():
             fix = 'check the path or use "byte"'
-            raise invalid(
-                "tokenizer", "not_found", where, "must be a JSON file", fix, kind=InvalidData
-            )
+            raise invalid_data("tokenizer", "not_found", where, "must be a JSON file", fix)
         try:
             from tokenizers import Tokenizer as Library
         except ImportError:
@@ -113,7 +111,7 @@ class JsonTokenizer:
         except Exception as error:  # the library raises bare Exception
             rule = f"must be a JSON file of the tokenizers library ({error})"
             fix = "save one with Tokenizer.save(path)"
-            raise invalid("tokenizer", "damaged", where, rule, fix, kind=InvalidData) from None
+            raise invalid_data("tokenizer", "damaged", where, rule, fix) from None
         switch_off_settings(self._tokenizer)
         self.vocab_size = max(self.vocabulary().values(), default=-1) + 1  # ids may have holes
         self.fingerprint = hashlib.sha256(content).hexdigest()
@@ -174,12 +172,10 @@ class JsonTokenizer:
         except Exception as error:
             if type(error) is not Exception:
                 raise
-            rule, fix = (
-                f"must encode every text ({error})",
-                "add its unknown token to its vocabulary",
-            )
+            rule = f"must encode every text ({error})"
+            fix = "add its unknown token to its vocabulary"
             where = str(self.path)
-            raise invalid("tokenizer", "encode", where, rule, fix, kind=InvalidData) from None
+            raise invalid_data("tokenizer", "encode", where, rule, fix) from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens such as end-of-document."""
@@ -250,7 +246,7 @@ def load_tokenizer(spec: Mapping[str, Any] | str) -> Tokenizer:
     if expected != tokenizer.fingerprint:
         rule = f"has fingerprint {tokenizer.fingerprint[:16]}, but the tokens were made with {str(expected)[:16]}"
         fix = "put the original file back or prepare the text again"
-        raise invalid("tokenizer", "mismatch", spec.get("path", name), rule, fix, kind=InvalidData)
+        raise invalid_data("tokenizer", "mismatch", spec.get("path", name), rule, fix)
     return tokenizer
 
 

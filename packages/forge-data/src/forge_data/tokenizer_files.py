@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from forge_data._shared.paths import read_regular
-from forge_data._shared.problems import invalid
 from forge_data.chat.template import ChatTemplate
-from forge_data.errors import InvalidData
+from forge_data.errors import InvalidData, invalid_data
 from forge_data.protocols import Tokenizer
 from forge_data.tokenizer import JsonTokenizer
 
@@ -164,16 +163,14 @@ def folder_ends(folder: Path) -> tuple[int, ...]:
     for path in (folder / _GENERATION, folder / "config.json"):
         table = _read(path) if path.is_file() else {}
         if table is None:
-            raise invalid(
-                "", "not_json", ..., "is not JSON", "correct it", where=path, kind=InvalidData
-            )
+            raise invalid_data("", "not_json", ..., "is not JSON", "correct it", where=path)
         for part in (table, table.get("text_config") or {}):
             if (ends := part.get("eos_token_id")) is None:
                 continue
             found = ends if isinstance(ends, list) else [ends]
             if not all(type(end) is int for end in found):
                 rule, fix = "must be an id or a list of ids", "correct the file"
-                raise invalid("eos_token_id", "type", ends, rule, fix, where=path, kind=InvalidData)
+                raise invalid_data("eos_token_id", "type", ends, rule, fix, where=path)
             return tuple(found)
     return ()
 

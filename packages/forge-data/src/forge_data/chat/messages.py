@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from forge_data._shared.jsonl import parse
-from forge_data._shared.problems import Problem, ProblemError, invalid, raise_problems
+from forge_data._shared.problems import Problem, ProblemError, raise_problems
 from forge_data._shared.record_keys import Keys, RecordKeys
 from forge_data.config import SPLITS
-from forge_data.errors import InvalidData
+from forge_data.errors import InvalidData, invalid_data
 from forge_data.io.datasets_library import load_saved, one_sentence, require_library
 from forge_data.io.files import COMPRESSIONS, files_below, open_bytes
 from forge_data.io.parquet import open_parquet
@@ -53,14 +53,14 @@ def find_conversations(path: Path, split: str) -> list[Path]:
     name, kinds = str(path), f"a {', '.join(_PLAIN)} file"
     if not path.exists():
         rule = f"must be {kinds} or a folder of them, but nothing is there"
-        raise invalid("path", "not_found", name, rule, "check it", kind=InvalidData)
+        raise invalid_data("path", "not_found", name, rule, "check it")
     folders = [folder for folder in SPLITS if (path / folder).is_dir()]
     if folders:
         path = path / split
     elif split == "validation":
         rule = "must hold train/ and validation/ for split validation"
         fix = "make them, or give validation a path of its own with split train"
-        raise invalid("path", "no_splits", name, rule, fix, kind=InvalidData)
+        raise invalid_data("path", "no_splits", name, rule, fix)
     if not path.is_dir():  # FIFOs and devices are never files of a split
         found = [path] if path.is_file() and path.name.endswith(_PLAIN) else []
     else:
@@ -70,7 +70,7 @@ def find_conversations(path: Path, split: str) -> list[Path]:
         found = [file for file in named if _is_data(file, path)]
     if not found:
         rule = f"must be {kinds}, a folder of them, or a set saved by datasets"
-        raise invalid("path", "no_files", str(path), rule, "check it", kind=InvalidData)
+        raise invalid_data("path", "no_files", str(path), rule, "check it")
     return found
 
 
@@ -107,7 +107,7 @@ def _parquet(path: Path) -> Iterator[Record]:
             if len(names) > len(set(names)):
                 twice = max(names, key=names.count)
                 rule, fix = "must be the name of one column", "write it again with other names"
-                raise invalid("", "duplicate", twice, rule, fix, where=path, kind=InvalidData)
+                raise invalid_data("", "duplicate", twice, rule, fix, where=path)
             for batch in file.iter_batches(batch_size=256):
                 for row in batch.to_pylist():
                     number += 1
@@ -116,7 +116,7 @@ def _parquet(path: Path) -> Iterator[Record]:
         raise
     except (OSError, ValueError) as error:
         rule, fix = f"must be a parquet file ({str(error).splitlines()[0]:.200})", "write it again"
-        raise invalid("", "damaged", ..., rule, fix, where=path, kind=InvalidData) from None
+        raise invalid_data("", "damaged", ..., rule, fix, where=path) from None
 
 
 def _saved_set(folder: Path) -> Iterator[Record]:
@@ -155,15 +155,15 @@ def conversation_of(
     key, keys = config.messages_field, keys or RecordKeys(kind=InvalidData)
     if not isinstance(content, dict):
         rule, fix = f"must be a JSON object, not {type(content).__name__}", f"give it {key!r}"
-        raise invalid("", "type", ..., rule, fix, where=place, kind=InvalidData)
+        raise invalid_data("", "type", ..., rule, fix, where=place)
     found = content.get(key)
     if not isinstance(found, list):
         rule = f"must be a list, and the record has {', '.join(map(str, content))[:200]}"
         fix = "name the key of the messages with messages_field"
-        raise invalid(key, "missing", ..., rule, fix, where=place, kind=InvalidData)
+        raise invalid_data(key, "missing", ..., rule, fix, where=place)
     if not found:
         rule, fix = "must have at least one message", "leave the conversation out"
-        raise invalid(key, "empty", ..., rule, fix, where=place, kind=InvalidData)
+        raise invalid_data(key, "empty", ..., rule, fix, where=place)
     read = {key} if config.tools_field is None else {key, config.tools_field}
     keys.check(Keys(frozenset(read)), content, place)
     messages, weights = [], []
@@ -203,4 +203,4 @@ def _tools(place: str, content: dict[str, Any], key: str | None) -> list[Any] | 
     if tools is None or (isinstance(tools, list) and all(isinstance(t, dict) for t in tools)):
         return tools or None
     rule, fix = "must be a list of JSON schemas", "correct it, or remove tools_field"
-    raise invalid(str(key), "type", tools, rule, fix, where=place, kind=InvalidData)
+    raise invalid_data(str(key), "type", tools, rule, fix, where=place)

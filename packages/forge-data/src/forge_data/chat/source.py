@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from forge_data._shared.paths import user_path
-from forge_data._shared.problems import Problem, invalid, raise_problems
+from forge_data._shared.problems import Problem, raise_problems
 from forge_data._shared.record_keys import RecordKeys, unread_keys
 from forge_data.chat.messages import conversation_of, find_conversations, read_records
 from forge_data.chat.rows import (
@@ -26,7 +26,7 @@ from forge_data.chat.rows import (
     offsets_digest,
 )
 from forge_data.chat.template import ChatTemplate
-from forge_data.errors import InvalidData
+from forge_data.errors import InvalidData, invalid_data
 from forge_data.kinds import ChatConfig
 from forge_data.tokenizer import load_tokenizer
 from forge_data.tokens.cache import Entry, Header
@@ -170,7 +170,7 @@ class Conversations:
         if record is None:
             where, rule = self._files[0], "must hold a conversation, and has none"
             fix = "add one, or correct the path"
-            raise invalid("", "empty", ..., rule, fix, where=where, kind=InvalidData)
+            raise invalid_data("", "empty", ..., rule, fix, where=where)
 
 
 def open_source(config: SourceConfig) -> Conversations:

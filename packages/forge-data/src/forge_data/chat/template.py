@@ -28,7 +28,7 @@ from forge_data._shared.problems import invalid
 from forge_data._shared.record_keys import MEDIA, WEIGHTS, Keys, RecordKeys, is_empty
 from forge_data._shared.tokenizer_settings import switch_off_settings
 from forge_data.chat.messages import Conversation
-from forge_data.errors import InvalidData
+from forge_data.errors import InvalidData, invalid_data
 from forge_data.kinds import ChatConfig
 
 __all__ = ["ChatTemplate"]
@@ -74,7 +74,7 @@ class ChatTemplate:
         elif not self.tokenizer.chat_template:
             rule = "has no chat template"
             fix = "set template to a file with one, or use the tokenizer of a model that was tuned to conversations"
-            raise invalid("tokenizer", "no_template", str(self.folder), rule, fix, kind=InvalidData)
+            raise invalid_data("tokenizer", "no_template", str(self.folder), rule, fix)
         special = {
             number: token.content
             for number, token in self.tokenizer.added_tokens_decoder.items()
@@ -156,7 +156,7 @@ class ChatTemplate:
         ids = np.asarray(out["input_ids"], np.int64)
         if not ids.size:
             rule, fix = "has no tokens after its template", "correct the template"
-            raise invalid("", "empty", ..., rule, fix, where=conversation.place, kind=InvalidData)
+            raise invalid_data("", "empty", ..., rule, fix, where=conversation.place)
 
         factors = self._factors(conversation)
         if self.config.train_on == "all" and set(factors) == {1.0}:
@@ -250,7 +250,7 @@ class ChatTemplate:
         if len(edges) != len(said):
             rule = f"of its {len(said)} messages of the assistant must be 1, as the template marks {len(edges)} parts"
             fix, where = 'remove weight, or set train_on = "assistant"', conversation.place
-            raise invalid("weight", "marks", ..., rule, fix, where=where, kind=InvalidData)
+            raise invalid_data("weight", "marks", ..., rule, fix, where=where)
         for (start, stop), factor in zip(edges, said):
             weights[start:stop] = factor
         return weights
@@ -318,7 +318,7 @@ class ChatTemplate:
         rule = f"does not begin in the template with {prompt!r:.80}, its prompt for the assistant, so that its tokens are not known"
         fix = "put a message of the user before it, or use a template with {% generation %}"
         where = f"{c.place} message {number}"
-        raise invalid("", "no_prompt", ..., rule, fix, where=where, kind=InvalidData)
+        raise invalid_data("", "no_prompt", ..., rule, fix, where=where)
 
     def _length(self, c: Conversation, whole: str, number: int, count: int, prompt: bool) -> int:
         """Characters of the rendering of the first `count` messages, with which `whole` must begin."""
@@ -331,7 +331,7 @@ class ChatTemplate:
         )
         last = "" if self.config.train_on == "last" else 'set train_on = "last", or '
         where, fix = f"{c.place} message {number}", f"{last}use a template with {{% generation %}}"
-        raise invalid("template", "not_a_prefix", ..., rule, fix, where=where, kind=InvalidData)
+        raise invalid_data("template", "not_a_prefix", ..., rule, fix, where=where)
 
     def _text(self, conversation: Conversation, count: int, prompt: bool) -> str:
         if count == 0:
@@ -349,9 +349,7 @@ class ChatTemplate:
             message = (str(error).splitlines() or [type(error).__name__])[0]
             rule = f"does not take its first {len(messages)} messages ({message:.200})"
             where, fix = c.place, "correct them, or the template"
-            raise invalid(
-                "template", "raised", ..., rule, fix, where=where, kind=InvalidData
-            ) from error
+            raise invalid_data("template", "raised", ..., rule, fix, where=where) from error
 
     def _has_marks(self, conversation: Conversation) -> bool:
         template = self.tokenizer.get_chat_template(self.template, conversation.tools)
@@ -369,7 +367,7 @@ def _between(place: str, offsets: Sequence[tuple[int, int]], first: int, last: i
     if inside.size or first == last:
         return slice(int(inside[0]), int(inside[-1]) + 1) if inside.size else slice(0, 0)
     rule, fix = "has a part that is learnt and has no token", "remove its message, or save the tokenizer with trim_offsets false"  # fmt: skip
-    raise invalid("", "no_token", ..., rule, fix, where=place, kind=InvalidData)
+    raise invalid_data("", "no_token", ..., rule, fix, where=place)
 
 
 def _texts(value: Any) -> Iterator[str]:
@@ -391,15 +389,15 @@ def _load(folder: Path) -> Any:
         raise invalid("tokenizer", "requires", name, rule, fix) from None
     if not (folder / "tokenizer.json").is_file():
         rule, fix = "must be a folder of transformers with tokenizer.json", "check the path"
-        raise invalid("tokenizer", "not_found", name, rule, fix, kind=InvalidData)
+        raise invalid_data("tokenizer", "not_found", name, rule, fix)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # of many kinds, by what is missing
         message = (str(error).splitlines() or [type(error).__name__])[0]
         rule, fix = f"must be a folder that transformers loads ({message:.200})", "save it again"
-        raise invalid("tokenizer", "not_loaded", name, rule, fix, kind=InvalidData) from None
+        raise invalid_data("tokenizer", "not_loaded", name, rule, fix) from None
     if not tokenizer.is_fast:
         rule = "must be of the tokenizers library, which has the characters of a token"
-        raise invalid("tokenizer", "not_fast", name, rule, "convert it", kind=InvalidData)
+        raise invalid_data("tokenizer", "not_fast", name, rule, "convert it")
     switch_off_settings(tokenizer.backend_tokenizer)
     return tokenizer

@@ -14,7 +14,7 @@ from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
 from forge_data._shared.record_keys import Keys, RecordKeys
 from forge_data._shared.table_files import check_saved_set
-from forge_data.errors import InvalidData
+from forge_data.errors import InvalidData, invalid_data
 
 if TYPE_CHECKING:
     from forge_data.config import SourceConfig
@@ -50,11 +50,9 @@ def one_sentence(path: str | None) -> Iterator[None]:
         # all lines: the first may be "Couldn't cast", and the columns follow
         reason = " ".join(str(cause).split()) or "no reason given"
         shown = f"{type(cause).__name__}: {reason}"[:300]
-        rule, fix = (
-            f"must be a set that datasets can load ({shown})",
-            "check path, configuration and split",
-        )
-        raise invalid("path", "not_loaded", path, rule, fix, kind=InvalidData) from error
+        rule = f"must be a set that datasets can load ({shown})"
+        fix = "check path, configuration and split"
+        raise invalid_data("path", "not_loaded", path, rule, fix) from error
 
 
 @contextlib.contextmanager
@@ -83,7 +81,7 @@ def load_set(config: SourceConfig) -> Any:
         if not is_saved(path):
             if path.is_dir() and os.path.expandvars(name := str(path.absolute())) != name:
                 rule = "must not hold the name of an environment variable, which datasets replaces"
-                raise invalid("path", "variable", name, rule, "rename it", kind=InvalidData)
+                raise invalid_data("path", "variable", name, rule, "rename it")
             with name_for_library(path) as name:
                 builder = find_builder(name, config)
                 builder.download_and_prepare()
@@ -91,17 +89,17 @@ def load_set(config: SourceConfig) -> Any:
         found = load_saved(path)
     if table.config_name is not None:
         key, rule = "huggingface.config_name", f"must not be given, as {path} was saved to disk"
-        raise invalid(key, "excludes", table.config_name, rule, "remove it", kind=InvalidData)
+        raise invalid_data(key, "excludes", table.config_name, rule, "remove it")
     if isinstance(found, datasets.DatasetDict):
         if split not in found:
             rule = f"must be a split of {path}, which has {', '.join(found)}"
             fix = "name one in huggingface.split"
-            raise invalid("split", "unknown", split, rule, fix, kind=InvalidData)
+            raise invalid_data("split", "unknown", split, rule, fix)
         return found[split]
     if split != "train":
         rule = f"must be 'train', as {path} is one set without splits"
         fix = "give it a path of its own with split train"
-        raise invalid("split", "one_split", split, rule, fix, kind=InvalidData)
+        raise invalid_data("split", "one_split", split, rule, fix)
     return found
 
 
@@ -160,7 +158,7 @@ def root_name(path: Path) -> str:
     """A folder named from the root, as the library expands `~ada`. Raises InvalidData for `::`, which it divides at."""
     if "::" in (name := str(path.absolute())):
         rule, fix = "must not hold '::', which datasets takes for a chain of addresses", "rename it"
-        raise invalid("path", "chain", name, rule, fix, kind=InvalidData)
+        raise invalid_data("path", "chain", name, rule, fix)
     return name
 
 
@@ -184,10 +182,10 @@ def check_column(where: Any, names: Sequence[str], field: str, kind: Callable[[]
     fix, key = "name its text in huggingface.text_field", "text_field"
     if field not in names:
         rule = f"must be one of its columns, {', '.join(names)[:200] or 'none'}"
-        raise invalid(key, "missing", field, rule, fix, where=where, kind=InvalidData)
+        raise invalid_data(key, "missing", field, rule, fix, where=where)
     if kind() not in ("string", "large_string", "string_view", "null"):
         rule = f"must be a column of text, and holds {kind()}"
-        raise invalid(key, "type", field, rule, fix, where=where, kind=InvalidData)
+        raise invalid_data(key, "type", field, rule, fix, where=where)
 
 
 def check_other_columns(
@@ -204,4 +202,4 @@ def check_other_columns(
 def no_text(where: Any, row: int, field: str) -> Any:
     """The error of a row without a string."""
     rule, fix, where = "must be a string", "leave the row out", f"{where} row {row}"
-    return invalid(field, "null", None, rule, fix, where=where, kind=InvalidData)
+    return invalid_data(field, "null", None, rule, fix, where=where)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from forge_data._shared.problems import invalid
-from forge_data.errors import InvalidData
+from forge_data.errors import invalid_data
 
 __all__ = ["COMPRESSIONS", "files_below", "open_bytes"]
 #: Ending of a file name -> name of the format.
@@ -49,10 +49,10 @@ def files_below(folder: Path, wanted: Callable[[str], bool]) -> list[Path]:
     for path in found:
         if not path.exists():
             rule, fix = "is a link that leads nowhere", "mount its disk, or remove it"
-            raise invalid("", "not_found", ..., rule, fix, where=path, kind=InvalidData)
+            raise invalid_data("", "not_found", ..., rule, fix, where=path)
         if wanted(path.name) and not path.is_file():
             rule = "must be a regular file, not a FIFO or device"
-            raise invalid("", "not_a_file", ..., rule, "remove it", where=path, kind=InvalidData)
+            raise invalid_data("", "not_a_file", ..., rule, "remove it", where=path)
     return sorted(path for path in found if wanted(path.name))
 
 
@@ -155,7 +155,7 @@ def _unpack(
                 unpacked = unpacker.decompress(chunk)
             except Exception as error:  # zlib.error and ZstdError have no common base but this
                 rule = f"must be {compression} as its name says, but before byte {file.tell()} it is not ({error})"
-                raise invalid("", "damaged", ..., rule, fix, where=path, kind=InvalidData) from None
+                raise invalid_data("", "damaged", ..., rule, fix, where=path) from None
             inside, between, chunk = not unpacker.eof, False, b""
             yield unpacked
             if unpacker.eof:
@@ -163,4 +163,4 @@ def _unpack(
                 unpacker, between = new(), compression in ("gzip", "xz")
     if inside:
         rule = f"ends after {file.tell()} bytes in the middle of its {compression} data: it was truncated"
-        raise invalid("", "truncated", ..., rule, fix, where=path, kind=InvalidData)
+        raise invalid_data("", "truncated", ..., rule, fix, where=path)

@@ -10,7 +10,7 @@ from typing import Any
 from forge_data._shared.problems import invalid
 from forge_data._shared.record_keys import Keys, RecordKeys
 from forge_data._shared.table_files import check_parquet
-from forge_data.errors import InvalidData
+from forge_data.errors import InvalidData, invalid_data
 
 __all__ = ["open_parquet", "read_parquet", "row_group_bytes"]
 
@@ -110,13 +110,13 @@ def _check_column(path: Path, schema: Any, column: str) -> None:
     if count != 1:
         names, code = ", ".join(schema.names)[:200], "duplicate" if count else "missing"
         rule = f"must be one of its columns, {names}" + f", and is {count} of them" * bool(count)
-        raise invalid("text_field", code, column, rule, fix, where=path, kind=InvalidData)
+        raise invalid_data("text_field", code, column, rule, fix, where=path)
     kind = schema.field(column).type
     values = kind.value_type if types.is_dictionary(kind) else kind
     kinds = ("is_string", "is_large_string", "is_string_view")  # the last since pyarrow 16
     if not any(getattr(types, name, lambda _: False)(values) for name in kinds):
         rule = f"is a column of type {str(kind)[:60]}, which must be string"
-        raise invalid("text_field", "type", column, rule, fix, where=path, kind=InvalidData)
+        raise invalid_data("text_field", "type", column, rule, fix, where=path)
 
 
 def _other_columns(group: Any, read: set[str]) -> dict[str, int]:
@@ -152,13 +152,13 @@ def _strings(path: Path, column: str, batch: Any, row: int) -> list[str]:
     if batch.null_count:
         where = f"{path} row {row + batch.is_null().to_pylist().index(True)}"
         rule, fix = "must be a string", "give it text or leave the row out"
-        raise invalid(column, "null", None, rule, fix, where=where, kind=InvalidData)
+        raise invalid_data(column, "null", None, rule, fix, where=where)
     try:
         strings: list[str] = batch.to_pylist()
     except UnicodeDecodeError as error:
         rule = f"must be UTF-8, but rows {row}..{row + len(batch) - 1} are not ({error.reason})"
         fix = "write it again from its source"
-        raise invalid(column, "encoding", ..., rule, fix, where=path, kind=InvalidData) from None
+        raise invalid_data(column, "encoding", ..., rule, fix, where=path) from None
     return strings
 
 
@@ -166,4 +166,4 @@ def _damaged(path: Path, error: Exception, place: str = "") -> Any:
     reason = (str(error).splitlines() or [type(error).__name__])[0][:160]
     rule = f"must be a complete parquet file, but cannot be read{place} ({reason})"
     fix = "copy or download it again"
-    return invalid("", "damaged", ..., rule, fix, where=path, kind=InvalidData)
+    return invalid_data("", "damaged", ..., rule, fix, where=path)

@@ -9,9 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
-from forge_data.errors import InvalidData
+from forge_data.errors import invalid_data
 from forge_data.prepare.chunks import ChunkFile, Counts
 from forge_data.prepare.plan import Plan, Settings
 from forge_data.tokens.format import STATISTICS, write_json
@@ -146,12 +145,12 @@ def _refuse_empty(
     for split, writer in writers.items():
         if writer.num_tokens == 0 and num_documents == 0:
             rule = "must hold text, but every document is empty"
-            raise invalid("inputs", "empty", ..., rule, "check the paths", kind=InvalidData)
+            raise invalid_data("inputs", "empty", ..., rule, "check the paths")
         if writer.num_tokens == 0:
             name = "validation_fraction" if settings.validation_fraction else "validation_every"
             rule = f"would leave split {split} empty with {num_documents} documents"
             fix = "use another, or document line or blank_line for more documents"
-            raise invalid(name, "empty_split", getattr(settings, name), rule, fix, kind=InvalidData)
+            raise invalid_data(name, "empty_split", getattr(settings, name), rule, fix)
 
 
 def find_duplicates(tables: Callable[[], Iterable[np.ndarray]], num_documents: int) -> np.ndarray:

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forge_data._shared.atomic import new_file
-from forge_data._shared.problems import invalid
 from forge_data._shared.record_keys import RecordKeys
-from forge_data.errors import InvalidData
+from forge_data.errors import InvalidData, invalid_data
 from forge_data.prepare.plan import Chunk, FileRange, Settings
 from forge_data.prepare.read import DocumentSlice, read_documents
 from forge_data.tokenizer import ByteTokenizer, JsonTokenizer, document_ids
@@ -222,4 +221,4 @@ class ChunkFile:
     def _damaged(self) -> Any:
         rule = "must be the tokens of a chunk as they were written: it was damaged"
         fix = "remove it and run the same prepare again"
-        return invalid("", "damaged", ..., rule, fix, where=self.path, kind=InvalidData)
+        return invalid_data("", "damaged", ..., rule, fix, where=self.path)

@@ -20,7 +20,7 @@ from forge_data._shared.locks import Held, holder, locked
 from forge_data._shared.paths import files_named
 from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
-from forge_data.errors import InvalidData
+from forge_data.errors import InvalidData, invalid_data
 from forge_data.prepare.chunks import ChunkFile, Counts, chunk_path
 from forge_data.prepare.plan import Chunk, Plan, read_plan
 from forge_data.tokens.format import (
@@ -142,7 +142,7 @@ class ChunkFolder:
             if self._output.is_dir():
                 fix = f"{self._output} is there already: look at it with `forge-data inspect`"
             rule = "must hold the parts that `forge-data prepare --shard` wrote, but has no plan"
-            raise invalid("", "no_plan", ..., rule, fix, where=self.folder, kind=InvalidData)
+            raise invalid_data("", "no_plan", ..., rule, fix, where=self.folder)
         return plan
 
     def tokenizer(self, plan: Plan) -> dict[str, Any]:
@@ -152,11 +152,9 @@ class ChunkFolder:
             return spec
         copy = self.folder / TOKENIZER
         if not copy.is_file() or digest_of(copy) != spec["fingerprint"]:
-            rule, fix = (
-                "must be the tokenizer with which the chunks were made",
-                "copy the original there",
-            )
-            raise invalid("", "tokenizer", ..., rule, fix, where=copy, kind=InvalidData)
+            rule = "must be the tokenizer with which the chunks were made"
+            fix = "copy the original there"
+            raise invalid_data("", "tokenizer", ..., rule, fix, where=copy)
         return {**spec, "path": str(copy)}
 
     def sort_out(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Counts]:
@@ -190,7 +188,7 @@ class ChunkFolder:
             more = f" and {len(late) - 8} more" if len(late) > 8 else ""
             rule = f"lacks chunks of shard {', '.join(late[:8])}{more}"
             fix = "run `forge-data prepare` with these --shard again, and then merge"
-            raise invalid("", "incomplete", ..., rule, fix, where=self.folder, kind=InvalidData)
+            raise invalid_data("", "incomplete", ..., rule, fix, where=self.folder)
 
     def mark_finished(self, plan: Plan, folder: Path) -> None:
         """Record what `folder` holds; it is about to become the output."""

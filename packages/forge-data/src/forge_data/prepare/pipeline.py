@@ -265,10 +265,8 @@ def _check_output(output: Path, inputs: Sequence[Path], overwrite: bool) -> None
         return
     name, other = str(output), "choose another output"
     if not overwrite:
-        rule, fix = (
-            "must not exist yet",
-            f"{other}, or replace it with overwrite=True (--overwrite)",
-        )
+        rule = "must not exist yet"
+        fix = f"{other}, or replace it with overwrite=True (--overwrite)"
         raise invalid("output", "exists", name, rule, fix)
     folders = [output, *(output / split for split in SPLITS)]
     if output.is_symlink() or not any((folder / SIDECAR).is_file() for folder in folders):

@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from forge_data._renamed import renamed
-from forge_data._shared.problems import invalid
-from forge_data.errors import InvalidData
+from forge_data.errors import invalid_data
 from forge_data.io.parquet import row_group_bytes
 from forge_data.prepare.read import format_of
 
@@ -63,7 +62,7 @@ class FileRange(NamedTuple):
 def changed_meanwhile(path: str | Path) -> Any:
     """The error of a file that is still written."""
     rule, fix = "must not change while it is tokenized", "start again when it is complete"
-    return invalid("", "changed", ..., rule, fix, where=path, kind=InvalidData)
+    return invalid_data("", "changed", ..., rule, fix, where=path)
 
 
 class Chunk(NamedTuple):
@@ -251,7 +250,7 @@ def read_plan(path: Path) -> Plan | None:
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         rule = f"must be a plan of this forge-data ({type(error).__name__}: {error!s:.80})"
         fix = "remove its folder and prepare again"
-        raise invalid("", "damaged", ..., rule, fix, where=path, kind=InvalidData) from None
+        raise invalid_data("", "damaged", ..., rule, fix, where=path) from None
 
 
 __getattr__ = partial(renamed, __name__)

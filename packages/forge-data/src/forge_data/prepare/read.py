@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from forge_data._shared.jsonl import parse
-from forge_data._shared.problems import Problem, invalid
+from forge_data._shared.problems import Problem
 from forge_data._shared.record_keys import Keys, RecordKeys
-from forge_data.errors import InvalidData
+from forge_data.errors import InvalidData, invalid_data
 from forge_data.io.files import COMPRESSIONS, files_below, open_bytes
 from forge_data.io.parquet import read_parquet
 
@@ -87,7 +87,7 @@ def find_inputs(inputs: Sequence[Path]) -> list[Path]:
             continue
         if not path.is_dir():
             name, rule = str(path), "must be a file or a folder"
-            raise invalid("inputs", "not_found", name, rule, "check the path", kind=InvalidData)
+            raise invalid_data("inputs", "not_found", name, rule, "check the path")
 
         found = files_below(path, lambda name: name.lower().endswith((*SUFFIXES, *_TAR)))
         for file in found:
@@ -96,7 +96,7 @@ def find_inputs(inputs: Sequence[Path]) -> list[Path]:
         if not found:
             rule = f"must hold {', '.join(_TEXT)} files (also with {', '.join(COMPRESSIONS)}) or .parquet files"
             fix, name = "name other files one by one", str(path)
-            raise invalid("inputs", "no_files", name, rule, fix, kind=InvalidData)
+            raise invalid_data("inputs", "no_files", name, rule, fix)
         files.extend(found)
     return files
 
@@ -148,25 +148,21 @@ def _refuse_other_formats(path: Path, kind: str, compression: str | None) -> Non
     """Raise InvalidData for a file whose first bytes are those of another format than its name says."""
     if kind == "parquet" and compression:
         rule = "is a packed parquet file, and row groups are read by their position"
-        raise invalid("", "packed", ..., rule, "unpack it first", where=path, kind=InvalidData)
+        raise invalid_data("", "packed", ..., rule, "unpack it first", where=path)
     with path.open("rb") as raw:
         first = raw.read(8)
     if path.name.lower().endswith(_TAR):
         raise tar_error(path)
     for magic, (name, ending) in _READ.items():
         if first.startswith(magic) and name not in (kind, compression):
-            rule, fix = (
-                f"is a {name} file by its first bytes, and not by its name",
-                f"rename it to end in {ending}",
-            )
-            raise invalid("", "ending", ..., rule, fix, where=path, kind=InvalidData)
+            rule = f"is a {name} file by its first bytes, and not by its name"
+            fix = f"rename it to end in {ending}"
+            raise invalid_data("", "ending", ..., rule, fix, where=path)
     for magic, (name, fix) in _NOT_READ.items():
         if first.startswith(magic):
-            rule, fix = (
-                f"is a {name} file, which forge-data does not read",
-                f"{fix} and prepare that",
-            )
-            raise invalid("", "unsupported", ..., rule, fix, where=path, kind=InvalidData)
+            rule = f"is a {name} file, which forge-data does not read"
+            fix = f"{fix} and prepare that"
+            raise invalid_data("", "unsupported", ..., rule, fix, where=path)
 
 
 class DocumentSlice(NamedTuple):
@@ -218,7 +214,7 @@ def read_text(
             packed = f" of what it unpacks to (as {compression})" if compression else ""
             rule = f"must be UTF-8, but byte {_offset(raw, error)}{packed} is not ({error.reason})"
             fix = "convert it, for example with iconv"
-            raise invalid("", "encoding", ..., rule, fix, where=path, kind=InvalidData) from None
+            raise invalid_data("", "encoding", ..., rule, fix, where=path) from None
 
 
 def _refuse_other_bytes(path: Path, raw: BufferedReader) -> None:
@@ -231,13 +227,13 @@ def _refuse_other_bytes(path: Path, raw: BufferedReader) -> None:
     if nulls > 1 and nulls * 20 > len(head):
         rule = f"must be UTF-8, and {nulls} of its first {len(head)} bytes are NUL, as of UTF-16, UTF-32 or no text"
         fix = "convert it, for example with iconv -f UTF-16LE -t UTF-8"
-        raise invalid("", "utf16", ..., rule, fix, where=path, kind=InvalidData)
+        raise invalid_data("", "utf16", ..., rule, fix, where=path)
 
 
 def tar_error(path: Path) -> Any:
     """The error of an archive, whose headers would be learned."""
     rule, fix = "is a tar, which forge-data does not read", "unpack it and prepare its files"
-    return invalid("", "unsupported", ..., rule, fix, where=path, kind=InvalidData)
+    return invalid_data("", "unsupported", ..., rule, fix, where=path)
 
 
 def _offset(raw: BufferedReader, error: UnicodeDecodeError) -> int:
@@ -292,7 +288,7 @@ def _records(
                 rule = (
                     f"has \\u{ord(wrong[0]):04x} alone, half a character, which UTF-8 cannot hold"
                 )
-                raise invalid(text_field, "surrogate", ..., rule, fix, kind=InvalidData)
+                raise invalid_data(text_field, "surrogate", ..., rule, fix)
         except InvalidData as error:  # the number of a line costs a read of those before it
             raise InvalidData(error.problems, _line(path, start, number)) from None
         if value.strip():
@@ -312,7 +308,7 @@ def _rows(
                 rule = f"must be one column, and {names.count(column)} have that name"
             code = "duplicate" if column in names else "missing"
             fix = "name the one with the text with text_field (--text_field)"
-            raise invalid("text_field", code, column, rule, fix, where=path, kind=InvalidData)
+            raise invalid_data("text_field", code, column, rule, fix, where=path)
 
         index = names.index(column)
         for row in rows:
@@ -320,7 +316,7 @@ def _rows(
                 where = f"{path} line {rows.line_num}"
                 rule = f"fields must be {len(names)}, as in the header"
                 fix = "quote fields with commas and line ends"
-                raise invalid("", "columns", len(row), rule, fix, where=where, kind=InvalidData)
+                raise invalid_data("", "columns", len(row), rule, fix, where=where)
 
             if row:
                 found = dict(zip(names, row))
@@ -331,7 +327,7 @@ def _rows(
     except csv.Error as error:
         where, fix = f"{path} line {rows.line_num}", "correct it"
         rule = f"must be CSV with commas and double quotes ({error})"
-        raise invalid("", "not_csv", ..., rule, fix, where=where, kind=InvalidData) from None
+        raise invalid_data("", "not_csv", ..., rule, fix, where=where) from None
 
 
 def _line(path: Path, start: int, number: int) -> str:

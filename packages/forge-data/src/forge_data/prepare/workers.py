@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from forge_data._shared.parents import die_with
-from forge_data._shared.problems import WithProblems, invalid
-from forge_data.errors import InvalidData
+from forge_data._shared.problems import WithProblems
+from forge_data.errors import InvalidData, invalid_data
 from forge_data.prepare.chunks import Counts, write_chunk
 from forge_data.prepare.plan import Chunk, Settings
 from forge_data.tokenizer import ByteTokenizer, JsonTokenizer
@@ -157,9 +157,7 @@ class _Pool:
         if self._deaths[index] >= _DEATHS:
             rule = f"ended {_DEATHS} workers, the last {why}; each holds its longest document and some MB"
             fix = "use fewer workers if memory was short, or prepare the file alone to see more"
-            error: InvalidData = invalid(
-                "", "killed", ..., rule, fix, where=chunk, kind=InvalidData
-            )
+            error: InvalidData = invalid_data("", "killed", ..., rule, fix, where=chunk)
             self._errors[index] = error
             return
         _log.warning("worker %d was %s at %s; it is begun again", worker.process.pid, why, chunk)

@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from forge_data._shared.problems import invalid
-from forge_data.errors import InvalidData
+from forge_data.errors import invalid_data
 from forge_data.tokenizer import ByteTokenizer
 from forge_data.tokens.format import check_range, check_split
 
@@ -87,7 +86,7 @@ def _texts() -> list[bytes]:
     except ImportError:
         rule = "must be in this Python, as it is in the standard library"
         fix = 'install all of it, or prepare files and use name = "tokens"'
-        raise invalid("pydoc_data.topics", "missing", ..., rule, fix, kind=InvalidData) from None
+        raise invalid_data("pydoc_data.topics", "missing", ..., rule, fix) from None
     return [topics[name].encode("utf-8") for name in sorted(topics)]
 
 

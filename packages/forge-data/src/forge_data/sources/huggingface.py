@@ -12,8 +12,7 @@ import numpy as np
 
 from forge_data._shared.atomic import new_folder
 from forge_data._shared.paths import user_path
-from forge_data._shared.problems import invalid
-from forge_data.errors import InvalidData
+from forge_data.errors import InvalidData, invalid_data
 from forge_data.io.datasets_library import (
     check_column,
     check_other_columns,
@@ -110,9 +109,7 @@ class SetPieces:
         texts = itertools.chain.from_iterable(self.texts(piece, 0) for piece in range(len(self)))
         if not any(text.strip() for text in texts):
             rule = "must hold text, but every row is empty"
-            raise invalid(
-                "path", "empty", self.path, rule, "check path and split", kind=InvalidData
-            )
+            raise invalid_data("path", "empty", self.path, rule, "check path and split")
 
     def texts(self, piece: int, start: int) -> Iterator[str]:
         """The texts of a piece from row `start` on; the rows before it are read and dropped, without being decoded.
@@ -148,7 +145,7 @@ class SetPieces:
             reason = " ".join(str(error).split()) or "no reason given"
             rule = f"must be readable after row {row}, and is not ({type(error).__name__}: {reason[:200]})"
             where, fix = self._where(piece), "copy the file again"
-            raise invalid("", "damaged", ..., rule, fix, where=where, kind=InvalidData) from error
+            raise invalid_data("", "damaged", ..., rule, fix, where=where) from error
 
     def _column(self, piece: int, table: Any) -> Any:
         field = self._field
@@ -175,11 +172,11 @@ def _open(config: SourceConfig) -> tuple[Any, list[str]]:
         files = [file["filename"] for file in found.cache_files]
         if not len(found):
             rule, fix = "must hold text, but it has no rows", "check path and split"
-            raise invalid("path", "no_rows", str(path), rule, fix, kind=InvalidData)
+            raise invalid_data("path", "no_rows", str(path), rule, fix)
         return found.to_iterable_dataset(num_shards=max(1, min(len(files), len(found)))), files
     if path.is_absolute() and not path.is_dir():
         rule, fix = "must be a folder of data files, or the name of a set", "check the path"
-        raise invalid("path", "not_found", str(path), rule, fix, kind=InvalidData)
+        raise invalid_data("path", "not_found", str(path), rule, fix)
     split = table.split or config.split
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our errors say what it logs, too
     with without_bars(datasets), name_for_library(path) as name:
@@ -338,7 +335,7 @@ def _write(
                 writer.add_tokens(np.concatenate(documents))
         if writer.num_tokens == 0:
             rule = "must hold text, but every row is empty"
-            raise invalid("path", "empty", title, rule, "check the path", kind=InvalidData)
+            raise invalid_data("path", "empty", title, rule, "check the path")
         writer.finish()
     finally:
         writer.close()

@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from forge_data._shared.cache import say
 from forge_data._shared.paths import user_path
-from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
-from forge_data.errors import InvalidData
+from forge_data.errors import InvalidData, invalid_data
 from forge_data.prepare.pipeline import prepare
 from forge_data.prepare.plan import changed_meanwhile
 from forge_data.prepare.read import find_inputs, not_read
@@ -107,24 +106,24 @@ def _folder_of_split(path: Path, split: str, validation_every: int) -> Path:
     name, fix = str(path), "check the path"
     if not os.path.lexists(path):
         rule = "must be a text file or a folder of some"
-        raise invalid("path", "not_found", name, rule, fix, kind=InvalidData)
+        raise invalid_data("path", "not_found", name, rule, fix)
     if validation_every and (path / "validation").is_dir():
         rule = (
             f"must not be given for {path}, whose folder validation/ would be mixed with the rest"
         )
         key, fix = "text.validation_every", f"remove the key, or name {path / 'train'}"
-        raise invalid(key, "mixed", validation_every, rule, fix, kind=InvalidData)
+        raise invalid_data(key, "mixed", validation_every, rule, fix)
     if validation_every:
         return path
     if any((path / folder).is_dir() for folder in SPLITS):
         if not (path / split).is_dir():
             rule, fix = f"must hold a folder {split}/", "make it, or set text.validation_every = 20"
-            raise invalid("path", "no_split", name, rule, fix, kind=InvalidData)
+            raise invalid_data("path", "no_split", name, rule, fix)
         return path / split
     if split == "validation":
         rule = "must hold train/ and validation/ for split validation"
         fix = (
             "set text.validation_every = 20, or give validation a path of its own with split train"
         )
-        raise invalid("path", "no_splits", name, rule, fix, kind=InvalidData)
+        raise invalid_data("path", "no_splits", name, rule, fix)
     return path

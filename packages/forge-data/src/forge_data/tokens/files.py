@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import hashlib
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,7 @@ from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
 from forge_data._shared.record_keys import unread_keys
 from forge_data.config import DTYPES, SPLITS, VERIFY
-from forge_data.errors import InvalidData
+from forge_data.errors import InvalidData, invalid_data
 from forge_data.tokens.format import (
     BLOCKS,
     DIGEST_BYTES,
@@ -37,6 +35,7 @@ from forge_data.tokens.format import (
     read_statistics,
     waiting_parts,
 )
+from forge_data.tokens.raw import Scan, Shard, scan_shard
 
 _BLOCK = 1 << 22  # tokens looked at in one go
 
@@ -94,7 +93,7 @@ class TokenFiles:
         if size == 0 or size % ITEM_SIZE[dtype]:
             rule = f"bytes must be a positive multiple of {ITEM_SIZE[dtype]} for dtype {dtype}"
             fix, path = "give the dtype it was written with", self.path
-            raise invalid("", "length", size, rule, fix, where=path, kind=InvalidData)
+            raise invalid_data("", "length", size, rule, fix, where=path)
         self.vocab_size: int | None = None
         self.tokenizer: dict[str, Any] | None = None
         self._tokens = _map(self.path, dtype)
@@ -133,6 +132,11 @@ class TokenFiles:
             raise
         self._blocks = None
 
+    @cached_property
+    def _scan(self) -> Scan:
+        """Digest and largest id of a raw file, as they were at the first use."""
+        return scan_shard(Shard(self.path, self._tokens.dtype.name, 0, self.num_tokens))
+
     @property
     def num_tokens(self) -> int:
         """Tokens of the chosen split."""
@@ -155,7 +159,7 @@ class TokenFiles:
     @property
     def max_token_id(self) -> int:
         """The largest id: from the sidecar, or by reading a raw file once."""
-        return self._sidecar.max_token_id if self._sidecar else self._scan[0]
+        return self._sidecar.max_token_id if self._sidecar else self._scan.high
 
     def read(self, start: int, stop: int) -> np.ndarray:
         """Ids of tokens start..stop-1, a read-only view of the file.
@@ -177,15 +181,13 @@ class TokenFiles:
             state = "below 0" if low < 0 else f"over the recorded largest {highest}"
             rule = f"between {start} and {stop} is {state}: it was damaged"
             fix = "run `forge-data verify` on it and copy it again"
-            raise invalid(
-                "id", "range", min(low, 0) or high, rule, fix, where=path, kind=InvalidData
-            )
+            raise invalid_data("id", "range", min(low, 0) or high, rule, fix, where=path)
         return ids
 
     def fingerprint(self) -> dict[str, str | int]:
         """Digests of the files, from the sidecar if there is one. The path is not in it: data may move."""
         if self._sidecar is None:
-            return {"kind": "tokens", "num_tokens": self.num_tokens, "tokens": self._scan[1]}
+            return {"kind": "tokens", "num_tokens": self.num_tokens, "tokens": self._scan.digest}
         spec = self._sidecar.tokenizer or {}
         return {
             "kind": "tokens",
@@ -195,34 +197,11 @@ class TokenFiles:
             "tokenizer": str(spec.get("fingerprint", "none")),
         }
 
-    @cached_property
-    def _scan(self) -> tuple[int, str]:
-        """Largest id and sha256 of a raw file, as they were at the first use."""
-        status = self.path.stat()
-        state = (status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-        return _scan_once(self.path, self._tokens.dtype.str, state)
-
     def __reduce__(self) -> tuple[Any, ...]:
         # A worker maps the files itself: no token is copied. Files that were compared as a whole here are
         # not compared again there.
         whole = self._verify != "off" and self._blocks is None and self._sidecar is not None
         return TokenFiles, (*self._arguments, "off" if whole else self._verify)
-
-
-@functools.lru_cache(maxsize=64)
-def _scan_once(path: Path, dtype: str, state: tuple[int, ...]) -> tuple[int, str]:
-    """Largest id and sha256 in one pass of constant memory, done once for each `state` of a file."""
-    tokens = _map(path, dtype)
-    digest, low, high = hashlib.sha256(), 0, 0
-    for start in range(0, len(tokens), _BLOCK):
-        block = tokens[start : start + _BLOCK]
-        digest.update(block.data)
-        low, high = min(low, int(block.min())), max(high, int(block.max()))
-    if low < 0:
-        rule = f"must not be negative, read as {tokens.dtype}"
-        fix = "give the dtype it was written with"
-        raise invalid("id", "negative", low, rule, fix, where=path, kind=InvalidData)
-    return high, digest.hexdigest()
 
 
 def verify(path: str | Path) -> int:
@@ -248,19 +227,15 @@ def _verify_folder(folder: Path) -> int:
     for name, recorded in sidecar.sha256.items():
         if Path(name).name != name:
             rule, where = "must not leave the folder", folder / SIDECAR
-            raise invalid(
-                "sha256", "outside", name, rule, PREPARE_AGAIN, where=where, kind=InvalidData
-            )
+            raise invalid_data("sha256", "outside", name, rule, PREPARE_AGAIN, where=where)
         if not (folder / name).is_file():
             fix, where = f"copy it again or {PREPARE_AGAIN}", folder / name
-            raise invalid("", "missing", ..., "is missing", fix, where=where, kind=InvalidData)
+            raise invalid_data("", "missing", ..., "is missing", fix, where=where)
         check_whole(folder / name, recorded)
     if highest != sidecar.max_token_id:
         rule, where = f"must be that of {TOKENS}, {highest}", folder / SIDECAR
         found = sidecar.max_token_id
-        raise invalid(
-            "max_token_id", "mismatch", found, rule, PREPARE_AGAIN, where=where, kind=InvalidData
-        )
+        raise invalid_data("max_token_id", "mismatch", found, rule, PREPARE_AGAIN, where=where)
     return source.num_tokens
 
 
@@ -271,20 +246,20 @@ def resolve_split(path: Path, split: str) -> Path:
     if not path.exists():
         rule = "must be a folder of token files or a raw file, but nothing is there"
         fix = f"check it, or write it with `forge-data prepare`{waiting_parts(path)}"
-        raise invalid("path", "not_found", name, rule, fix, kind=InvalidData)
+        raise invalid_data("path", "not_found", name, rule, fix)
     if not (path.is_file() or path.is_dir()):
         rule = "must be a folder of token files or a regular file"
-        raise invalid("path", "not_a_file", name, rule, "check it", kind=InvalidData)
+        raise invalid_data("path", "not_a_file", name, rule, "check it")
     fix = f"{PREPARE_AGAIN} --validation_every 20"
     if any((path / name).is_dir() for name in SPLITS):
         if not (path / split).is_dir():
             rule = f"must hold a folder {split}/"
-            raise invalid("path", "no_split", name, rule, fix, kind=InvalidData)
+            raise invalid_data("path", "no_split", name, rule, fix)
         return path / split
     if split == "validation":
         rule = "must hold train/ and validation/ for split validation"
         fix = f"{fix}, or give validation a path of its own with split train"
-        raise invalid("path", "no_splits", name, rule, fix, kind=InvalidData)
+        raise invalid_data("path", "no_splits", name, rule, fix)
     if path.name == TOKENS and (path.parent / SIDECAR).is_file():
         return path.parent  # the file inside a prepared folder: use its sidecar
     return path

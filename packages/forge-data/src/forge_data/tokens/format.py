@@ -26,7 +26,7 @@ from forge_data._shared.jsonl import parse
 from forge_data._shared.paths import read_regular
 from forge_data._shared.problems import Problem, invalid, raise_problems
 from forge_data.config import DTYPES, SPLITS
-from forge_data.errors import InvalidData
+from forge_data.errors import InvalidData, invalid_data
 from forge_data.io.files import COMPRESSIONS
 
 __all__ = ["check_not_packed", "check_range", "check_split"]
@@ -96,11 +96,11 @@ def read_sidecar(folder: Path) -> Sidecar:
         raise _missing(path) from None
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         rule = f'must be "{FORMAT}"'
-        raise invalid("format", "unknown", ..., rule, PREPARE_AGAIN, where=path, kind=InvalidData)
+        raise invalid_data("format", "unknown", ..., rule, PREPARE_AGAIN, where=path)
     if (version := content.get("version")) != VERSION:
         rule = f"must be {VERSION}, which this forge-data reads"
         fix = f"update forge-data or {PREPARE_AGAIN}"
-        raise invalid("version", "version", version, rule, fix, where=path, kind=InvalidData)
+        raise invalid_data("version", "version", version, rule, fix, where=path)
     wrong = [
         Problem(k, "type", content.get(k, ...), "is missing or of another type", PREPARE_AGAIN)
         for k, t in _TYPES.items()
@@ -160,7 +160,7 @@ def read_statistics(folder: Path) -> dict[str, Any] | None:
     except (ValueError, RecursionError) as error:
         rule, where = f"must be JSON ({error!s:.80})", folder / STATISTICS
         fix = "remove it, nothing depends on it"
-        raise invalid("", "not_json", ..., rule, fix, where=where, kind=InvalidData) from None
+        raise invalid_data("", "not_json", ..., rule, fix, where=where) from None
     return found if isinstance(found, dict) else None
 
 
@@ -173,13 +173,13 @@ def check_size(path: Path, count: int, item_size: int) -> None:
     """Raise InvalidData for a missing, truncated or grown file; costs one stat."""
     if not path.is_file():
         rule, fix = "is missing", f"copy it again or {PREPARE_AGAIN}"
-        raise invalid("", "missing", ..., rule, fix, where=path, kind=InvalidData)
+        raise invalid_data("", "missing", ..., rule, fix, where=path)
     size, expected = path.stat().st_size, count * item_size
     if size != expected:
         state = "truncated" if size < expected else "grown"
         rule = f"bytes must be {expected}, {count} items of {item_size}, by its sidecar: it was {state}"
         fix = f"copy it again or {PREPARE_AGAIN}"
-        raise invalid("", "length", size, rule, fix, where=path, kind=InvalidData)
+        raise invalid_data("", "length", size, rule, fix, where=path)
 
 
 def _missing(path: Path) -> Any:
@@ -187,13 +187,13 @@ def _missing(path: Path) -> Any:
     folder = path.parent
     if (folder / TOKENS).exists():
         rule = f"is missing, and {TOKENS} cannot be read without it"
-        return invalid("", "lost", ..., rule, PREPARE_AGAIN, where=path, kind=InvalidData)
+        return invalid_data("", "lost", ..., rule, PREPARE_AGAIN, where=path)
     below = {found.parent for found in folder.glob(f"*/{SIDECAR}")}
     below |= {found.parent.parent for found in folder.glob(f"*/train/{SIDECAR}")}
     names = ", ".join(map(str, sorted(below)[:3]))
     fix = f"name one below it, such as {names}" if below else "check the path"
     rule = f"must be a folder of token files, and has no {path.name}"
-    return invalid("", "no_tokens", ..., rule, fix, where=folder, kind=InvalidData)
+    return invalid_data("", "no_tokens", ..., rule, fix, where=folder)
 
 
 def waiting_parts(output: Path) -> str:
@@ -234,9 +234,7 @@ class VerifiedBlocks:
                     begin = block * self.block_bytes
                     last_byte, fix = begin + len(content) - 1, "copy the file again"
                     rule = f"(bytes {begin}..{last_byte}) must have the sha256 of when it was written: it was damaged"
-                    raise invalid(
-                        "block", "damaged", block, rule, fix, where=self.path, kind=InvalidData
-                    )
+                    raise invalid_data("block", "damaged", block, rule, fix, where=self.path)
                 self._verified[block] = 1
                 block = self._verified.find(0, block + 1, last)
 
@@ -249,7 +247,7 @@ def check_whole(path: Path, recorded: str) -> None:
     """Raise InvalidData unless the file has the recorded sha256. Reads it once in a process."""
     if digest_once(path) != recorded:
         rule, fix = "must be the one of its sidecar", "copy it again"
-        raise invalid("sha256", "mismatch", ..., rule, fix, where=path, kind=InvalidData)
+        raise invalid_data("sha256", "mismatch", ..., rule, fix, where=path)
 
 
 def digest_once(path: Path) -> str:
@@ -287,14 +285,14 @@ def check_offsets(path: Path, documents: np.ndarray, num_tokens: int) -> None:
     if found:
         value, fix = (found[0], int(documents[found[0]])), "copy the file again"
         rule = f"is a document and its offset, which {found[1]}: it was damaged"
-        raise invalid("", "order", value, rule, fix, where=path, kind=InvalidData)
+        raise invalid_data("", "order", value, rule, fix, where=path)
 
 
 def check_not_packed(path: Path) -> None:
     """Raise InvalidData for the name of a packed file: its bytes would be read as ids."""
     if name := COMPRESSIONS.get(path.suffix.lower()):
         rule = f"must be a file of ids that can be mapped, and ends as one of {name}"
-        raise invalid("path", "packed", str(path), rule, "unpack it first", kind=InvalidData)
+        raise invalid_data("path", "packed", str(path), rule, "unpack it first")
 
 
 def check_split(split: str) -> None:

@@ -17,12 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from forge_data._shared.paths import files_named, user_path
-from forge_data._shared.problems import invalid
 from forge_data.config import SPLITS
-from forge_data.errors import InvalidData
+from forge_data.errors import invalid_data
 from forge_data.tokens.format import check_not_packed, check_range, check_split
 
-__all__ = ["IdShards", "Shard", "find_shards"]
+__all__ = ["IdShards", "Scan", "Shard", "find_shards", "scan_shard"]
 
 _log = logging.getLogger("forge_data")
 _BLOCK = 1 << 22  # ids looked at in one go
@@ -48,17 +47,13 @@ class Shard:
         expected = self.offset + self.count * np.dtype(self.dtype).itemsize
         if self.count < 1:
             rule = "ids are too few, as a file must have one"
-            raise invalid(
-                "", "empty", self.count, rule, "remove it", where=self.path, kind=InvalidData
-            )
+            raise invalid_data("", "empty", self.count, rule, "remove it", where=self.path)
         if size != expected:
             state = "truncated" if size < expected else "grown"
             ids = f"{self.count} ids of {self.dtype} from byte {self.offset} on"
-            rule, fix = (
-                f"bytes must be {expected}, for {ids}: it was {state} or damaged",
-                "copy it again",
-            )
-            raise invalid("", "length", size, rule, fix, where=self.path, kind=InvalidData)
+            rule = f"bytes must be {expected}, for {ids}: it was {state} or damaged"
+            fix = "copy it again"
+            raise invalid_data("", "length", size, rule, fix, where=self.path)
 
     def map(self) -> np.ndarray:
         """The ids, read-only, loaded when they are used."""
@@ -67,7 +62,7 @@ class Shard:
         return np.memmap(self.path, kind, mode="r", offset=self.offset, shape=(self.count,))
 
 
-class _Scan(NamedTuple):
+class Scan(NamedTuple):
     """What one pass over a shard found: sha256, smallest and largest id, positions of the wanted id."""
 
     digest: str
@@ -132,9 +127,7 @@ class IdShards:
         if len(starts) == 1 and not any(len(part) for part in found):
             key, where = f"{self._kind}.{name}", self.shards[0].path
             fix = "give the id that stands between documents, or leave it out"
-            raise invalid(
-                key, "unused", value, "is not a token of it", fix, where=where, kind=InvalidData
-            )
+            raise invalid_data(key, "unused", value, "is not a token of it", fix, where=where)
         return starts
 
     @property
@@ -163,7 +156,7 @@ class IdShards:
                 f"are ids between tokens {start} and {stop} of its source, and at the start of this process all were within "
                 f"0..{self.max_token_id}: it changed"
             )
-            raise invalid("", "changed", found, rule, "start again", where=where, kind=InvalidData)
+            raise invalid_data("", "changed", found, rule, "start again", where=where)
         return ids
 
     def fingerprint(self) -> dict[str, str | int]:
@@ -177,10 +170,10 @@ class IdShards:
         }
 
     @cached_property
-    def _scans(self) -> list[_Scan]:
+    def _scans(self) -> list[Scan]:
         wanted = self._eos if self._bos is None else self._bos
         with ThreadPoolExecutor(_THREADS) as pool:
-            return list(pool.map(lambda shard: _scan(shard, wanted), self.shards))
+            return list(pool.map(lambda shard: scan_shard(shard, wanted), self.shards))
 
     def __getstate__(self) -> dict[str, Any]:
         # A worker maps the files itself: a pickled map would be a copy of the file.
@@ -220,7 +213,7 @@ def find_shards(path: str | Path, split: str, suffix: str, kind: str) -> list[Pa
         if not trained and rest and split == "train":
             rule = f"must hold {suffix} files of training, and all have val, test or dev in their names"
             fix = "name one file, or rename them"
-            raise invalid("path", "no_train", str(path), rule, fix, kind=InvalidData)
+            raise invalid_data("path", "no_train", str(path), rule, fix)
         found = held_out if split == "validation" else trained
     else:
         found = [path] if path.is_file() and split == "train" else []
@@ -228,10 +221,10 @@ def find_shards(path: str | Path, split: str, suffix: str, kind: str) -> list[Pa
     if not found and split == "validation" and path.exists():
         rule = f'must hold {suffix} files with "val" in their names, or a folder validation/, for split validation'
         fix = "give validation a path of its own with split train, or set eval.every_steps = 0"
-        raise invalid("path", "no_validation", str(path), rule, fix, kind=InvalidData)
+        raise invalid_data("path", "no_validation", str(path), rule, fix)
     if not found:
         rule = f"must be {wanted}, and there is none"
-        raise invalid("path", "not_found", str(path), rule, "check it", kind=InvalidData)
+        raise invalid_data("path", "not_found", str(path), rule, "check it")
     return found
 
 
@@ -246,17 +239,18 @@ def _files(folder: Path, suffix: str) -> list[Path]:
         if not path.is_file():  # without it ids would be missing
             rule = f"must be a file, or a link to one, as its name ends in {suffix}"
             fix = "mount its disk, or remove it"
-            raise invalid("", "not_a_file", ..., rule, fix, where=path, kind=InvalidData)
+            raise invalid_data("", "not_a_file", ..., rule, fix, where=path)
     return found
 
 
-def _scan(shard: Shard, wanted: int | None) -> _Scan:
+def scan_shard(shard: Shard, wanted: int | None = None) -> Scan:
+    """Read a shard once in a process, as long as it does not change, in constant memory."""
     status = shard.path.stat()
     return _scan_once(shard, wanted, (status.st_ino, status.st_mtime_ns, status.st_ctime_ns))
 
 
 @functools.lru_cache(maxsize=4096)
-def _scan_once(shard: Shard, wanted: int | None, state: tuple[int, ...]) -> _Scan:
+def _scan_once(shard: Shard, wanted: int | None, state: tuple[int, ...]) -> Scan:
     """One pass of constant memory, done once for each `state` of a file: a job opens a source several times."""
     ids = shard.map()
     digest, low, high, found = hashlib.sha256(), 0, 0, [np.empty(0, np.int64)]
@@ -267,9 +261,7 @@ def _scan_once(shard: Shard, wanted: int | None, state: tuple[int, ...]) -> _Sca
         if wanted is not None:
             found.append(np.flatnonzero(block == wanted) + start)
     if low < 0:
-        rule, fix = (
-            f"must not be negative, read as {shard.dtype}",
-            "copy it again, or correct its type",
-        )
-        raise invalid("id", "negative", low, rule, fix, where=shard.path, kind=InvalidData)
-    return _Scan(digest.hexdigest(), low, high, np.concatenate(found))
+        rule = f"must not be negative, read as {shard.dtype}"
+        fix = "copy it again, or give the dtype it was written with"
+        raise invalid_data("id", "negative", low, rule, fix, where=shard.path)
+    return Scan(digest.hexdigest(), low, high, np.concatenate(found))

@@ -22,7 +22,7 @@ import numpy as np
 from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
 from forge_data.config import DTYPES
-from forge_data.errors import InvalidData
+from forge_data.errors import invalid_data
 from forge_data.tokens.raw import IdShards, Shard, find_shards
 
 __all__ = ["open_megatron", "open_nanogpt", "open_npy"]
@@ -56,7 +56,7 @@ def open_nanogpt(
     if len(kinds) > 1:
         found = f"{len(kinds)} kinds ({shards[0].path.name} another than a later one)"
         rule = f"must hold .bin files of one header and type, and has {found}"
-        raise invalid("path", "mixed", str(path), rule, "keep one kind there", kind=InvalidData)
+        raise invalid_data("path", "mixed", str(path), rule, "keep one kind there")
     return IdShards(shards, "nanogpt", eos_id=eos_id, bos_id=bos_id)
 
 
@@ -71,9 +71,7 @@ def _nanogpt_shard(path: Path, dtype: str | None) -> Shard:
         known, kind = _NANOGPT_FORMATS[magic]
         if version != known:
             rule, fix = f"of its format must be {known}", "convert it"
-            raise invalid(
-                "version", "unsupported", version, rule, fix, where=path, kind=InvalidData
-            )
+            raise invalid_data("version", "unsupported", version, rule, fix, where=path)
         if dtype not in (None, kind):
             rule = f"must be that of the header of {path}, {kind!r}"
             raise invalid("dtype", "mismatch", dtype, rule, "remove dtype")
@@ -82,18 +80,16 @@ def _nanogpt_shard(path: Path, dtype: str | None) -> Shard:
         return shard
     if not words[3:].any():  # else its zeros would be learnt as tokens
         rule = f"of its header of 256 int32 must be one of {', '.join(map(str, _NANOGPT_FORMATS))}: it was damaged"
-        raise invalid(
-            "magic", "unknown", magic, rule, "copy it again", where=path, kind=InvalidData
-        )
+        raise invalid_data("magic", "unknown", magic, rule, "copy it again", where=path)
     if words.tobytes().startswith(np.lib.format.MAGIC_PREFIX):
         rule, fix = "must be ids, and begins as a .npy file", 'use name = "npy", and end it in .npy'
-        raise invalid("", "header", ..., rule, fix, where=path, kind=InvalidData)
+        raise invalid_data("", "header", ..., rule, fix, where=path)
     kind = dtype or "uint16"
     item = np.dtype(kind).itemsize
     if size == 0 or size % item:
         rule = f"bytes must be a positive multiple of {item} for {kind}"
         fix = "copy it again, or give the dtype it was written with"
-        raise invalid("", "length", size, rule, fix, where=path, kind=InvalidData)
+        raise invalid_data("", "length", size, rule, fix, where=path)
     return Shard(path, kind, 0, size // item)
 
 
@@ -120,11 +116,11 @@ def _npy_shard(path: Path) -> Shard:
     except Exception as error:  # the header is text for Python's parser, which fails in many ways
         rule = f"must begin with a header of numpy's .npy format 1.0 or 2.0 ({type(error).__name__}: {error})"
         fix = "copy it again, or save it with numpy.save"
-        raise invalid("", "header", ..., rule, fix, where=path, kind=InvalidData) from None
+        raise invalid_data("", "header", ..., rule, fix, where=path) from None
     if dtype.name not in DTYPES or dtype.byteorder == ">" or len(shape) != 1:
         rule = f"in {len(shape)} dims must be little-endian {', '.join(DTYPES)} in one"
         fix = 'save its ids with numpy.save(path, ids.reshape(-1).astype("<u4"))'
-        raise invalid("dtype", "unsupported", dtype.str, rule, fix, where=path, kind=InvalidData)
+        raise invalid_data("dtype", "unsupported", dtype.str, rule, fix, where=path)
     shard = Shard(path, dtype.name, offset, math.prod(shape))
     shard.check_size()
     return shard
@@ -167,13 +163,13 @@ def _open_index(index: Path) -> tuple[Shard, np.ndarray]:
     expected = _INDEX_HEADER.size + 12 * sequences + 8 * borders
     if size == expected + sequences and sequences:
         rule, fix = "must be of text, and has several modalities", "build one of text"
-        raise invalid("", "modalities", ..., rule, fix, where=index, kind=InvalidData)
+        raise invalid_data("", "modalities", ..., rule, fix, where=index)
     if size != expected or not sequences or borders < 2:
         rule = f"have a sequence and the {expected} bytes of {sequences} sequences and {borders} borders, and has {size}"
         raise _damaged(index, rule, code="length")
     if not tokens.is_file():
         rule, fix = "is missing", f"copy it next to {index}"
-        raise invalid("", "missing", ..., rule, fix, where=tokens, kind=InvalidData)
+        raise invalid_data("", "missing", ..., rule, fix, where=tokens)
     lengths = np.memmap(index, "<i4", "r", _INDEX_HEADER.size, (sequences,))
     pointers = np.memmap(index, "<i8", "r", _INDEX_HEADER.size + 4 * sequences, (sequences,))
     first = np.memmap(index, "<i8", "r", _INDEX_HEADER.size + 12 * sequences, (borders,))
@@ -209,4 +205,4 @@ def _check_sequences(index: Path, lengths: np.ndarray, pointers: np.ndarray, ite
 
 def _damaged(index: Path, rule: str, *, code: str) -> Any:
     rule = f"must {rule}: it was damaged, or is another format"
-    return invalid("", code, ..., rule, "copy it again", where=index, kind=InvalidData)
+    return invalid_data("", code, ..., rule, "copy it again", where=index)
