@@ -22,11 +22,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         run(arguments)
         sys.stdout.flush()
+
     except ImportError as error:
         fix = "pip install 'forge-data[cli]'"
         return _fail(f"{error.name} is needed, which is not installed; {fix}", ARGUMENT_ERROR)
     except SystemExit as stop:  # tyro: 0 after --help, 2 after bad arguments, already explained
         return OK if not stop.code else ARGUMENT_ERROR
+
     except InvalidData as error:
         return _fail(error, DATA_ERROR)
     except ValueError as error:

@@ -89,6 +89,7 @@ def prepare(
             shard=None if shard is None else _parse_shard(shard),
             progress=progress,
         )
+
     _print_result(result)
 
 
@@ -115,6 +116,7 @@ def inspect(path: Annotated[Path, tyro.conf.Positional], seq_len: int | None = N
     _check_folder(path)
     if (statistics := read_statistics(path)) is not None:
         _print_statistics(statistics)
+
     splits = [s for s in SPLITS if (path / s).is_dir()]
     for folder in [path / s for s in splits] or [path]:
         sidecar, source = read_sidecar(folder), TokenFiles(folder, verify="off")
@@ -122,9 +124,11 @@ def inspect(path: Annotated[Path, tyro.conf.Positional], seq_len: int | None = N
         for key, value in vars(sidecar).items():
             if key not in ("sha256", "tokenizer"):
                 print(f"  {key}: {value:,}" if isinstance(value, int) else f"  {key}: {value}")
+
         print(f"  tokenizer: {_describe(sidecar.tokenizer)}")
         for name, digest in sidecar.sha256.items():
             print(f"  sha256 {name}: {digest}")
+
         ids = source.read(0, min(_SHOWN, source.num_tokens)).tolist()
         print(f"  first ids: {' '.join(map(str, ids[:16]))}")
         if source.tokenizer is not None:

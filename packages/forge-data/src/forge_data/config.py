@@ -139,6 +139,7 @@ def _source_problems(c: SourceConfig) -> Iterator[Problem]:
         rule = f'must be one of {", ".join(BUILT_IN)}, an entry point of {SOURCES_GROUP} or an import path "module:attr"'
         fix = 'use name = "tokens" with a path to token files, or name = "builtin"'
         yield Problem("name", "unknown", c.name, rule, fix)
+
     if c.name == "tokens" and not c.path:
         rule = "must name token files when name is 'tokens'"
         fix = "set path to a folder written by `forge-data prepare`"
@@ -146,16 +147,19 @@ def _source_problems(c: SourceConfig) -> Iterator[Problem]:
     if c.name == "chat":
         yield from chat_problems(c.chat, c.verify)
     yield from path_problems(c.path or "")
+
     if c.name in BUILT_IN and c.options:
         rule = f"must be empty when name is {c.name!r}, which is built in"
         fix = "use the keys of the source itself, or name a source of your own"
         yield Problem("options", "excludes", c.options, rule, fix)
     if c.name == "builtin":
         yield from _builtin_problems(c)
+
     if c.name in CACHED:
         yield from kind_problems(c)
     yield from foreign_tables(c)
     yield from raw_problems(c)
+
     if c.dtype is not None and c.dtype not in DTYPES:
         fix = "use the dtype the file was written with, or remove it when the file has a sidecar"
         yield Problem("dtype", "unknown", c.dtype, f"must be one of {', '.join(DTYPES)}", fix)
@@ -187,9 +191,11 @@ def _mixture_problems(c: DataConfig) -> Iterator[Problem]:
         missing = next(name for name in c.sources if name not in weighted)
         rule, fix = f"must be given, as {weighted[0]} has one", "give all of them one, or none"
         yield Problem(f"sources.{missing}.weight", "missing", ..., rule, fix)
+
     elif weighted and not any(c.sources[name].weight for name in weighted):
         rule = f"({', '.join(c.sources)}) must have one with a weight above 0"
         yield Problem("sources", "zero_weights", ..., rule, "raise one")
+
     if not (is_weight(c.temperature) and c.temperature > 0):
         rule = "must be a finite number above 0"
         yield Problem("temperature", "range", c.temperature, rule, "use 1.0")
@@ -238,6 +244,7 @@ def _data_problems(c: DataConfig) -> Iterator[Problem]:
         if not is_int(value, least, most):
             rule = f"must be an integer of at least {least} and at most {most}"
             yield Problem(name, "range", value, rule, fix)
+
     workers = c.num_workers if is_int(c.num_workers, 0, MAX_WORKERS) else 0
     yield from prefetch_problems(c.prefetch, workers)
     if not is_weight(c.worker_timeout_seconds):
@@ -245,9 +252,11 @@ def _data_problems(c: DataConfig) -> Iterator[Problem]:
         yield Problem(
             "worker_timeout_seconds", "range", c.worker_timeout_seconds, rule, "use 600.0"
         )
+
     if c.seed is not None and not is_int(c.seed, 0, 2**63 - 1):
         rule = "must be an integer of at least 0 and below 2**63"
         yield Problem("seed", "range", c.seed, rule, "use 0")
+
     tables = {"sources": c.sources, "phases": c.phases}
     wrong = {name: value for name, value in tables.items() if not isinstance(value, dict)}
     for name, value in wrong.items():
@@ -256,6 +265,7 @@ def _data_problems(c: DataConfig) -> Iterator[Problem]:
         )
     if wrong:
         return
+
     if not c.sources:
         fix = 'add [data.sources.python_docs] with name = "builtin", or name = "tokens" and a path'
         yield Problem("sources", "missing", c.sources, "must have one entry or more", fix)

@@ -254,11 +254,13 @@ def streaming_problems(
         if len(sources) > 1 and source.weight is None:
             rule = "must be given for a streaming source, whose rows are not counted"
             yield Problem(f"sources.{name}.weight", "missing", ..., rule, "give all sources one")
+
         for phase, table in phases.items():
             if table.seq_len not in (None, seq_len):
                 rule = f"must be seq_len {seq_len}, as sources.{name} streams and cannot start over"
                 fix = "leave it out, or set streaming = false"
                 yield Problem(f"phases.{phase}.seq_len", "mismatch", table.seq_len, rule, fix)
+
     if validation is not None and is_streamed(validation):
         rule = "must not be streaming, as it takes the same rows each time"
         yield Problem("validation", "streaming", ..., rule, "set streaming = false there")
@@ -290,6 +292,7 @@ def _hugging_face_problems(config: HuggingFaceConfig) -> Iterator[Problem]:
     if config.split == "":
         fix = "remove it for the one of the source"
         yield Problem("split", "empty", "", "must name a split of the set", fix)
+
     for key, most in (("virtual_shards", 1 << 16), ("shuffle_window", 1 << 24)):
         value = getattr(config, key)
         if type(value) is not int or not 1 <= value <= most:
@@ -297,6 +300,7 @@ def _hugging_face_problems(config: HuggingFaceConfig) -> Iterator[Problem]:
         elif not config.streaming and value != getattr(HuggingFaceConfig, key):
             fix = "remove it, or set streaming = true"
             yield Problem(key, "requires", value, "must not be given without streaming", fix)
+
     if config.streaming and config.cache is not None:
         rule = "must not be given when streaming, which writes none"
         yield Problem("cache", "excludes", config.cache, rule, "remove it")

@@ -83,14 +83,17 @@ class PhaseSchedule:
         if not steps or not self.changes_batch:
             return max(0, cursor - steps * self._global_batch)
         ledger, begins, reached = Ledger(windows), list[range](), begin
+
         for number, segment in enumerate(self.segments):
             following, rows = self._starts[number + 1 : number + 2], self.batch_of(segment)
             end = min([cursor, *map(ledger.position, following)])
             begins.append(range(reached, max(reached, end), rows))  # of the steps of this segment
             reached += len(begins[-1]) * rows
+
             cut = self._cut(segment)
             if begins[-1] and cut is not None:
                 reached = min(reached, ledger.position(cut))
+
         wanted = sum(map(len, begins)) - steps
         if wanted < 0 < begin:
             return self.steps_back(begin, -wanted, windows)
@@ -191,6 +194,7 @@ class PhaseSchedule:
             if point.steps >= total_steps:
                 found.append(f"phase {segment.name}: begins after the end of the run")
                 continue
+
             news = []
             if segment.lr_multiplier != before.lr_multiplier:
                 news.append(f"rate x {segment.lr_multiplier:g}")
@@ -198,6 +202,7 @@ class PhaseSchedule:
                 news.append(f"weights {dict(segment.weights or {})}")
             if self.batch_of(segment) != self.batch_of(before):
                 news.append(f"global batch {self.batch_of(segment)}")
+
             if segment.seq_len != before.seq_len:
                 order = "in a new order and a new epoch of each source"
                 news.append(f"rows of {segment.seq_len} tokens, {order}")
@@ -205,6 +210,7 @@ class PhaseSchedule:
                 rows = last // before.seq_len
                 if rows != self.batch_of(before):
                     news.append(f"step {point.steps} before it has {rows} rows")
+
             where = f"step {point.steps + 1} (row {point.rows}, {point.tokens:,} tokens)"
             found.append(f"phase {segment.name}: from {where} on {', '.join(news)}")
         return found

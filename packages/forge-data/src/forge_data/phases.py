@@ -75,6 +75,7 @@ def phase_segments(config: DataConfig) -> list[PhaseSegment]:
             start = before.start + -(-missing // before.seq_len)
         else:
             start = phase.start_instance
+
         found.append(
             PhaseSegment(
                 name,
@@ -134,10 +135,12 @@ def phase_problems(c: DataConfig) -> Iterator[Problem]:
         if len(c.sources) == 1 and phase.weights:
             rule = "must not be given for the only source"
             yield Problem(key, "only_source", phase.weights, rule, "remove them")
+
     if len({phase.start_instance is None for phase in c.phases.values()}) == 2:
         rule = "must all have start_tokens, or all start_instance, to have an order"
         yield Problem("phases", "mixed_starts", ..., rule, "use one of them")
         return
+
     found = phase_segments(c)
     for before, segment in pairwise(found):
         key = f"phases.{segment.name}"

@@ -37,6 +37,7 @@ def byte_lengths(tokenizer: Tokenizer) -> np.ndarray | None:
         return np.where(np.arange(tokenizer.vocab_size) < 256, 1, 0)
     if not isinstance(tokenizer, JsonTokenizer):
         return None
+
     content = tokenizer.content()
     decoders = list(_parts(content.get("decoder")))
     of_bytes = any(decoder["type"] == "ByteLevel" for decoder in decoders)
@@ -45,6 +46,7 @@ def byte_lengths(tokenizer: Tokenizer) -> np.ndarray | None:
     vocabulary = tokenizer.vocabulary()
     if not _keeps_text(content, vocabulary, of_bytes):
         return None
+
     found = np.zeros(tokenizer.vocab_size, np.int64)
     for token, number in vocabulary.items():
         found[number] = len(token) if of_bytes else _length(token)

@@ -100,11 +100,13 @@ class JsonTokenizer:
         if not self.path.is_file():
             fix = 'check the path or use "byte"'
             raise invalid_data("tokenizer", "not_found", where, "must be a JSON file", fix)
+
         try:
             from tokenizers import Tokenizer as Library
         except ImportError:
             rule, fix = "needs the tokenizers library", "pip install 'forge-data[tokenizers]'"
             raise invalid("tokenizer", "requires", where, rule, fix) from None
+
         content = read_regular(self.path, _MAX_BYTES, InvalidData)
         try:
             self._tokenizer = Library.from_str(content.decode("utf-8"))
@@ -113,11 +115,13 @@ class JsonTokenizer:
             fix = "save one with Tokenizer.save(path)"
             raise invalid_data("tokenizer", "damaged", where, rule, fix) from None
         switch_off_settings(self._tokenizer)
+
         self.vocab_size = max(self.vocabulary().values(), default=-1) + 1  # ids may have holes
         self.fingerprint = hashlib.sha256(content).hexdigest()
         self.begin = self._chosen("bos", bos, begin_tokens)
         self.end = self._chosen("eos", eos, end_tokens)
         self.begin_ids = tuple(number for number, _ in self.begin.tokens)
+
         self.answers = self._chosen("ends", ends, end_tokens)
         ending = (*self.end.tokens, *self.answers.tokens)
         self.end_ids = tuple(dict.fromkeys(number for number, _ in ending))
@@ -221,6 +225,7 @@ def load_tokenizer(spec: Mapping[str, Any] | str) -> Tokenizer:
     """
     if isinstance(spec, str):
         spec = {"name": "byte"} if spec == "byte" else {"name": "json", "path": spec}
+
     name = spec.get("name")
     tokenizer: ByteTokenizer | JsonTokenizer
     if name == "byte":
@@ -239,9 +244,11 @@ def load_tokenizer(spec: Mapping[str, Any] | str) -> Tokenizer:
             reason = "as the tokens were made"
             tokenizer.begin = tokenizer.begin._replace(reason=reason)
             tokenizer.end = tokenizer.end._replace(reason=reason)
+
     else:
         rule = 'must have the name "byte", or "json" and a path'
         raise invalid("tokenizer", "unknown", dict(spec), rule, "use the spec of a source")
+
     expected = spec.get("fingerprint", tokenizer.fingerprint)
     if expected != tokenizer.fingerprint:
         rule = f"has fingerprint {tokenizer.fingerprint[:16]}, but the tokens were made with {str(expected)[:16]}"

@@ -91,11 +91,13 @@ class TokenizerFiles(NamedTuple):
                 for file in sorted(path.parent.iterdir())
                 if file.is_file() and _is_file(file.name)
             }
+
         config = _table(found.get(_CONFIG)) or {"tokenizer_class": "PreTrainedTokenizerFast"}
         end = self.spec.get("eos")
         changes: dict[str, Any] = {"eos_token": end} if end and _name(config, "eos") != end else {}
         if changes and _MAP in found:
             found[_MAP] = as_json({**_table(found[_MAP]), **changes})
+
         if self.template is not None:
             changes["chat_template"] = self.template or None
             found.pop(_OTHER_TEMPLATE, None)

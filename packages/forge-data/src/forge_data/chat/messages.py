@@ -54,6 +54,7 @@ def find_conversations(path: Path, split: str) -> list[Path]:
     if not path.exists():
         rule = f"must be {kinds} or a folder of them, but nothing is there"
         raise invalid_data("path", "not_found", name, rule, "check it")
+
     folders = [folder for folder in SPLITS if (path / folder).is_dir()]
     if folders:
         path = path / split
@@ -61,6 +62,7 @@ def find_conversations(path: Path, split: str) -> list[Path]:
         rule = "must hold train/ and validation/ for split validation"
         fix = "make them, or give validation a path of its own with split train"
         raise invalid_data("path", "no_splits", name, rule, fix)
+
     if not path.is_dir():  # FIFOs and devices are never files of a split
         found = [path] if path.is_file() and path.name.endswith(_PLAIN) else []
     else:
@@ -68,6 +70,7 @@ def find_conversations(path: Path, split: str) -> list[Path]:
         endings = (".arrow",) if saved else _PLAIN
         named = files_below(path, lambda name: name.endswith(endings))
         found = [file for file in named if _is_data(file, path)]
+
     if not found:
         rule = f"must be {kinds}, a folder of them, or a set saved by datasets"
         raise invalid_data("path", "no_files", str(path), rule, "check it")
@@ -108,10 +111,12 @@ def _parquet(path: Path) -> Iterator[Record]:
                 twice = max(names, key=names.count)
                 rule, fix = "must be the name of one column", "write it again with other names"
                 raise invalid_data("", "duplicate", twice, rule, fix, where=path)
+
             for batch in file.iter_batches(batch_size=256):
                 for row in batch.to_pylist():
                     number += 1
                     yield Record(f"{path} row {number}", _without_nulls(row))
+
     except (InvalidData, ProblemError, PermissionError):
         raise
     except (OSError, ValueError) as error:
@@ -156,6 +161,7 @@ def conversation_of(
     if not isinstance(content, dict):
         rule, fix = f"must be a JSON object, not {type(content).__name__}", f"give it {key!r}"
         raise invalid_data("", "type", ..., rule, fix, where=place)
+
     found = content.get(key)
     if not isinstance(found, list):
         rule = f"must be a list, and the record has {', '.join(map(str, content))[:200]}"
@@ -164,6 +170,7 @@ def conversation_of(
     if not found:
         rule, fix = "must have at least one message", "leave the conversation out"
         raise invalid_data(key, "empty", ..., rule, fix, where=place)
+
     read = {key} if config.tools_field is None else {key, config.tools_field}
     keys.check(Keys(frozenset(read)), content, place)
     messages, weights = [], []
@@ -182,6 +189,7 @@ def _problems(message: Any, config: ChatConfig) -> Iterator[Problem]:
         rule = f"must be an object with role and content, not {type(message).__name__}"
         yield Problem("", "not_an_object", ..., rule, fix)
         return
+
     role, content, weight = (message.get(key) for key in ("role", "content", "weight"))
     number = isinstance(weight, (int, float)) and not isinstance(weight, bool)
     if role not in ROLES:
@@ -191,6 +199,7 @@ def _problems(message: Any, config: ChatConfig) -> Iterator[Problem]:
     elif content is not None and not isinstance(content, str):
         rule = f"must be a string, and is a {type(content).__name__}"
         yield Problem("content", "type", ..., rule, "give its text")
+
     elif weight is not None and not (number and 0 <= weight < 1e6):
         yield Problem("weight", "range", weight, "must be a number from 0 to 10**6", fix)
     elif weight not in (None, 0, 1) and role != "assistant" and config.train_on != "all":

@@ -99,6 +99,7 @@ def _write(
     writer = TokenWriter(folder, vocab_size, tokenizer)
     digest = hashlib.sha256()
     counts = {"unlearnt": 0, "learnt_tokens": 0, "weighted": 0, "with_specials": 0, "answers": 0, "without_end": 0}  # fmt: skip
+
     try:
         with (folder / WEIGHTS).open("xb") as file:
             for ids, weights, holds_specials, ends in rendered:
@@ -106,14 +107,18 @@ def _write(
                 content = weights.astype("<f4").tobytes()
                 file.write(content)
                 digest.update(content)
+
+                # the first token of a conversation is no label
                 counts["unlearnt"] += not weights[1:].any()
                 counts["learnt_tokens"] += int((weights[1:] > 0).sum())
                 counts["with_specials"] += holds_specials
                 counts["answers"] += len(ends)
                 counts["without_end"] += ends.count(None)
                 counts["weighted"] += not np.isin(weights, (0.0, 1.0)).all()
+
             file.flush()
             os.fsync(file.fileno())
+
         content_of = {**counts, "not_read": keys.counts, "sha256": digest.hexdigest()}
         write_file(folder / COUNTS, json.dumps(content_of))
         writer.finish()

@@ -126,15 +126,18 @@ class Conversations:
             found.append(
                 f"{len(long)} of {total} conversations have more than seq_len {seq_len} tokens and are {done}"
             )
+
         if self.config.too_long == "truncate" and (cut := len(self._left_out(seq_len))):
             found.append(
                 f"{cut} of {total} conversations have no label in their first {seq_len} tokens and are left out"
             )
+
         if without := self.rendered.counts["without_end"]:
             found.append(
                 f"{without} of {self.rendered.counts['answers']} answers end without a token that generation stops at, so the "
                 "model does not learn to end them: use a template that writes an end token after each"
             )
+
         counts = {
             "unlearnt": "nothing to learn",
             "with_specials": "special tokens in the text of a message or a tool, which are ids like those that the template "

@@ -61,6 +61,7 @@ class ChatTemplate:
         self.config = config
         self.folder = user_path(config.tokenizer)
         self.tokenizer = _load(self.folder)
+
         self.template: str | None = None  # of the file, or that of the tokenizer's folder
         if config.template is not None:
             try:
@@ -75,6 +76,7 @@ class ChatTemplate:
             rule = "has no chat template"
             fix = "set template to a file with one, or use the tokenizer of a model that was tuned to conversations"
             raise invalid_data("tokenizer", "no_template", str(self.folder), rule, fix)
+
         special = {
             number: token.content
             for number, token in self.tokenizer.added_tokens_decoder.items()
@@ -382,11 +384,13 @@ def _texts(value: Any) -> Iterator[str]:
 
 def _load(folder: Path) -> Any:
     name = str(folder)
+
     try:
         from transformers import AutoTokenizer
     except ImportError:
         rule, fix = "needs transformers, which is not installed", "pip install 'forge-data[chat]'"
         raise invalid("tokenizer", "requires", name, rule, fix) from None
+
     if not (folder / "tokenizer.json").is_file():
         rule, fix = "must be a folder of transformers with tokenizer.json", "check the path"
         raise invalid_data("tokenizer", "not_found", name, rule, fix)
@@ -396,6 +400,7 @@ def _load(folder: Path) -> Any:
         message = (str(error).splitlines() or [type(error).__name__])[0]
         rule, fix = f"must be a folder that transformers loads ({message:.200})", "save it again"
         raise invalid_data("tokenizer", "not_loaded", name, rule, fix) from None
+
     if not tokenizer.is_fast:
         rule = "must be of the tokenizers library, which has the characters of a token"
         raise invalid_data("tokenizer", "not_fast", name, rule, "convert it")

@@ -77,6 +77,7 @@ def load_set(config: SourceConfig) -> Any:
 
     table, path = config.huggingface, user_path(str(config.path))
     split = table.split or config.split
+
     with one_sentence(config.path), without_bars(datasets):
         if not is_saved(path):
             if path.is_dir() and os.path.expandvars(name := str(path.absolute())) != name:
@@ -87,6 +88,7 @@ def load_set(config: SourceConfig) -> Any:
                 builder.download_and_prepare()
             return builder.as_dataset(split=split)
         found = load_saved(path)
+
     if table.config_name is not None:
         key, rule = "huggingface.config_name", f"must not be given, as {path} was saved to disk"
         raise invalid_data(key, "excludes", table.config_name, rule, "remove it")
@@ -96,6 +98,7 @@ def load_set(config: SourceConfig) -> Any:
             fix = "name one in huggingface.split"
             raise invalid_data("split", "unknown", split, rule, fix)
         return found[split]
+
     if split != "train":
         rule = f"must be 'train', as {path} is one set without splits"
         fix = "give it a path of its own with split train"

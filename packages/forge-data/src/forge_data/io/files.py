@@ -156,11 +156,13 @@ def _unpack(
             except Exception as error:  # zlib.error and ZstdError have no common base but this
                 rule = f"must be {compression} as its name says, but before byte {file.tell()} it is not ({error})"
                 raise invalid_data("", "damaged", ..., rule, fix, where=path) from None
+
             inside, between, chunk = not unpacker.eof, False, b""
             yield unpacked
             if unpacker.eof:
                 chunk = unpacker.unused_data
                 unpacker, between = new(), compression in ("gzip", "xz")
+
     if inside:
         rule = f"ends after {file.tell()} bytes in the middle of its {compression} data: it was truncated"
         raise invalid_data("", "truncated", ..., rule, fix, where=path)

@@ -35,6 +35,7 @@ def read_parquet(
         sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
         # Reports are in bytes of the file, of which a row group has its share.
         scale = path.stat().st_size / max(1, sum(sizes))
+
         first, stop = part or (0, len(sizes))
         keys = keys or RecordKeys(kind=InvalidData)
         read = {column, *(f.name for f in file.schema_arrow if str(f.type) == "null")}
@@ -42,6 +43,7 @@ def read_parquet(
             others = _other_columns(metadata.row_group(group), read)
             keys.check(Keys(frozenset((column,))), others, path)
             keys.counts.update({name: rows - 1 for name, rows in others.items()})
+
         row = sum(metadata.row_group(i).num_rows for i in range(first))
         done = 0
         for group in range(first, stop):

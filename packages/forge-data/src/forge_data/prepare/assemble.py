@@ -39,10 +39,12 @@ def assemble(
     files = [ChunkFile(chunk_folder, chunk) for chunk in plan.chunks]
     split = bool(settings.validation_every or settings.validation_fraction)
     folders = {s: folder / s for s in SPLITS} if split else {"train": folder}
+
     duplicates = np.empty(0, np.int64)
     if settings.deduplicate:
         count = sum(file.num_documents for file in files)
         duplicates = find_duplicates(lambda: (file.rows()["digest"] for file in files), count)
+
     writers = {
         name: TokenWriter(path, settings.vocab_size, tokenizer) for name, path in folders.items()
     }
@@ -53,12 +55,14 @@ def assemble(
             dealer.deal(file)
             done += Counts(chunk.size, file.num_documents, file.num_tokens)
             report(done)
+
         _refuse_empty(writers, settings, sum(file.num_documents for file in files))
         for writer in writers.values():
             writer.finish()
     finally:
         for writer in writers.values():
             writer.close()
+
     statistics = dealer.summary(list(writers))
     write_json(folder / STATISTICS, statistics)
     return statistics

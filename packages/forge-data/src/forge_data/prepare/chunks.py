@@ -93,6 +93,7 @@ def _batches(
     waiting: list[str] = []
     characters = 0
     path, field = Path(file_range.path), settings.text_field
+
     for item in read_documents(
         path, settings.document, field, reports.append, file_range.range, keys
     ):
@@ -102,6 +103,7 @@ def _batches(
             if not item.last:
                 continue
             item, waiting = DocumentSlice("".join(waiting), last=True), []
+
         batch.append(item)
         if characters >= _BATCH:
             yield batch
@@ -136,6 +138,7 @@ class _Writer:
                 if last
                 else np.asarray(ids, self._dtype)
             )
+
             self._open[0] += len(arrays[-1])
             self._open[1] += len(content)
             if last:
@@ -143,6 +146,7 @@ class _Writer:
                 self._bytes.append(self._open[1])
                 self._digests += self._digest.digest()
                 self._digest, self._open = hashlib.blake2b(digest_size=16), [0, 0]
+
         if arrays:
             tokens = np.concatenate(arrays)
             self.num_tokens += len(tokens)
@@ -184,6 +188,7 @@ class ChunkFile:
                     raise ValueError
                 file.seek(size - _TAIL.size - length)
                 footer = json.loads(file.read(length))
+
             self._dtype = np.dtype(footer["dtype"]).newbyteorder("<")
             self.num_tokens, self.num_documents = footer["num_tokens"], footer["num_documents"]
             self._crc, self.not_read = footer["crc32"], footer.get("not_read", {})

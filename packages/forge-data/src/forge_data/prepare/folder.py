@@ -74,11 +74,14 @@ class ChunkFolder:
                 held.enter_context(locked(self._lock(), shared=not exclusive, remove=exclusive))
                 if not exclusive:
                     held.enter_context(locked(self._lock(shard), remove=True))
+
             except Held as error:
                 owner = self._owner(shard) or error.owner
                 rule = f"must be used by one command at a time, and {owner} writes there"
                 fix = "wait for it, or end it"
                 raise invalid("", "locked", ..., rule, fix, where=self.folder) from None
+
+            # a killed run may have moved the old output aside
             if exclusive:
                 restore_folder(self._output)
             try:

@@ -113,12 +113,14 @@ def prepare(
         if path == "":
             rule = "must name something, and would be the current folder"
             problems.append(Problem(key, "empty", path, rule, "name it (is a variable empty?)"))
+
     problems += _split_problems(validation_every, validation_fraction)
     problems += _work_problems(workers, shard)
     problems += _text_problems(paths, document)
     problems += special_problems(tokenizer, eos, bos)
     problems += option_problems(ignore_keys, strict)
     raise_problems("", problems)
+
     encoder = document_tokenizer(tokenizer, eos, bos)
     ends = describe_ends(encoder)
     settings = Settings(
@@ -132,22 +134,27 @@ def prepare(
         sorted(ignore_keys),
         strict,
     )
+
     files = find_inputs(paths)
     for line in filter(None, (not_read(path) for path in paths if path.is_dir())):
         _log.warning("%s", line)
     plan = make_plan(files, settings, 1 if shard is None else shard[1])
+
     work = ChunkFolder(target.absolute())
     if not work.begun():
         _check_output(target, paths, overwrite)  # before anything is made
     work.check_folder()
+
     with work.alone(None if shard is None else shard[0]):
         if shard is None and (statistics := work.finished(plan)) is not None:
             work.clear()
             return _prepared(target, statistics, ends)
         _check_output(target, paths, overwrite)
+
         work.check_same(plan)
         with _kept_if_useful(work, plan):
             work.begin(plan, encoder.path if isinstance(encoder, JsonTokenizer) else None)
+
             mine = list(plan.chunks) if shard is None else plan.of_shard(shard[0])
             if shard is not None and not mine:
                 _warn_of_nothing(shard, len(plan.chunks))

@@ -149,6 +149,7 @@ def _refuse_other_formats(path: Path, kind: str, compression: str | None) -> Non
     if kind == "parquet" and compression:
         rule = "is a packed parquet file, and row groups are read by their position"
         raise invalid_data("", "packed", ..., rule, "unpack it first", where=path)
+
     with path.open("rb") as raw:
         first = raw.read(8)
     if path.name.lower().endswith(_TAR):
@@ -158,6 +159,7 @@ def _refuse_other_formats(path: Path, kind: str, compression: str | None) -> Non
             rule = f"is a {name} file by its first bytes, and not by its name"
             fix = f"rename it to end in {ending}"
             raise invalid_data("", "ending", ..., rule, fix, where=path)
+
     for magic, (name, fix) in _NOT_READ.items():
         if first.startswith(magic):
             rule = f"is a {name} file, which forge-data does not read"
@@ -193,6 +195,7 @@ def read_text(
             _refuse_other_bytes(path, raw)
         # A byte order mark is one at the start of a file only.
         text = TextIOWrapper(raw, encoding="utf-8" if start else "utf-8-sig", newline="")
+
         slices: Iterator[DocumentSlice]
         keys = keys or RecordKeys(kind=InvalidData)
         if document == "records":
@@ -201,6 +204,7 @@ def read_text(
             slices = _rows(path, text, text_field, keys)
         else:
             slices = {"file": _whole, "line": _lines, "blank_line": _paragraphs}[document](text)
+
         characters = 0
         try:
             for item in slices:
@@ -278,6 +282,7 @@ def _records(
     for number, line in enumerate(text, start=1):
         if not line.strip():
             continue
+
         try:
             record = parse(line, "", InvalidData, fix)
             value = record.get(text_field) if isinstance(record, dict) else None
@@ -289,6 +294,7 @@ def _records(
                     f"has \\u{ord(wrong[0]):04x} alone, half a character, which UTF-8 cannot hold"
                 )
                 raise invalid_data(text_field, "surrogate", ..., rule, fix)
+
         except InvalidData as error:  # the number of a line costs a read of those before it
             raise InvalidData(error.problems, _line(path, start, number)) from None
         if value.strip():

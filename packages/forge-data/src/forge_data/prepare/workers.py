@@ -153,6 +153,7 @@ class _Pool:
         index, chunk = worker.index, self._chunks[worker.index]
         self._workers.remove(worker)
         worker.end()
+
         self._deaths[index] += 1
         if self._deaths[index] >= _DEATHS:
             rule = f"ended {_DEATHS} workers, the last {why}; each holds its longest document and some MB"
@@ -179,6 +180,7 @@ def _work(
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # each worker is one thread
+
     while True:
         try:
             chunk = chunks[connection.recv()]
@@ -188,6 +190,7 @@ def _work(
             counts = write_chunk(
                 folder, chunk, encoder, settings, lambda found: connection.send(("counts", found))
             )
+
         except (ValueError, OSError) as error:
             plain = ValueError if isinstance(error, ValueError) else OSError
             found = error if isinstance(error, WithProblems) else plain(str(error))

@@ -174,9 +174,11 @@ def _open(config: SourceConfig) -> tuple[Any, list[str]]:
             rule, fix = "must hold text, but it has no rows", "check path and split"
             raise invalid_data("path", "no_rows", str(path), rule, fix)
         return found.to_iterable_dataset(num_shards=max(1, min(len(files), len(found)))), files
+
     if path.is_absolute() and not path.is_dir():
         rule, fix = "must be a folder of data files, or the name of a set", "check the path"
         raise invalid_data("path", "not_found", str(path), rule, fix)
+
     split = table.split or config.split
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our errors say what it logs, too
     with without_bars(datasets), name_for_library(path) as name:
@@ -187,6 +189,7 @@ def _open(config: SourceConfig) -> tuple[Any, list[str]]:
             builder.config.batch_size = (
                 _STREAMED_ROWS  # which may be all in memory, and cannot be none
             )
+
         found = builder.as_streaming_dataset(split=split)
         check_other_columns(config, builder.info.features or found.features or {}, 1)
         if getattr(builder.config, "columns", _STREAMED_ROWS) is None and table.text_field in (
@@ -194,6 +197,7 @@ def _open(config: SourceConfig) -> tuple[Any, list[str]]:
         ):  # of parquet: other columns are not read
             builder.config.columns = [table.text_field]
             found = builder.as_streaming_dataset(split=split)
+
     files = [str(file) for file in (builder.config.data_files or {}).get(split, ())]
     return found.reshard(), files
 
@@ -333,6 +337,7 @@ def _write(
             if lengths.any():
                 writer.begin_documents(starts[lengths > 0])
                 writer.add_tokens(np.concatenate(documents))
+
         if writer.num_tokens == 0:
             rule = "must hold text, but every row is empty"
             raise invalid_data("path", "empty", title, rule, "check the path")

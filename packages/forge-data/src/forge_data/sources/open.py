@@ -60,12 +60,14 @@ def open_source(config: SourceConfig) -> Any:
         return importlib.import_module(_MODULES[config.name]).open_source(config)
     if config.name in RAW_KINDS:
         return _open_raw(config)
+
     factory = _load_factory(config.name)
     try:
         inspect.signature(factory).bind(config, **config.options)
     except TypeError as error:
         rule = f"must be arguments of {config.name}(config, **options): {error}"
         raise invalid("options", "signature", config.options, rule, "correct them") from error
+
     source = factory(config, **config.options)
     wanted = _REQUIRED if hasattr(source, "stream") else (*_REQUIRED, *_REQUIRED_FOR_PACKING)
     missing = [name for name in wanted if not hasattr(source, name)]
@@ -158,6 +160,7 @@ def open_training(config: DataConfig, seed: int = 0) -> Stream:
             parts[-1].append(segment)
         else:
             parts.append([segment])
+
     streams, begun = [], dict.fromkeys(config.sources, 0)
     for part, following in zip_longest(parts, parts[1:]):
         stream = _open_part(config, part, seed, begun)
@@ -165,6 +168,7 @@ def open_training(config: DataConfig, seed: int = 0) -> Stream:
         if following is not None and isinstance(stream, MixedStream):
             for name, epochs in stream.epochs_begun(following[0].start - part[0].start).items():
                 begun[name] += epochs
+
     if len(streams) == 1:
         return streams[0]
     if any(num_shards_of(stream) for stream in streams):
@@ -185,12 +189,14 @@ def _open_part(
     sources, seq_len = config.sources, part[0].seq_len
     if part[0].name:
         seed = seed_of(seed, f"phase {part[0].name}")
+
     mixed = len(sources) > 1 or any(source.max_epochs for source in sources.values())
     if not mixed:
         (source,) = sources.values()
         alone = open_stream(source, seq_len, seed, config.packing)
         _check_packed([alone], config.packing)
         return alone
+
     streams = {
         name: open_stream(
             source, seq_len, seed_of(seed, name) if len(sources) > 1 else seed, config.packing
@@ -198,6 +204,7 @@ def _open_part(
         for name, source in sources.items()
     }
     _check_packed(streams.values(), config.packing)
+
     epochs = {
         name: max(0, source.max_epochs - begun[name])
         for name, source in sources.items()

@@ -41,6 +41,7 @@ def open_source(config: SourceConfig) -> CachedTokens:
     def write(folder: Path, progress: Callable[[int, int], None]) -> None:
         if user_path(config.path or "").is_dir() and (line := not_read(root)):
             say(line)
+
         prepare(
             files,
             folder,
@@ -107,6 +108,7 @@ def _folder_of_split(path: Path, split: str, validation_every: int) -> Path:
     if not os.path.lexists(path):
         rule = "must be a text file or a folder of some"
         raise invalid_data("path", "not_found", name, rule, fix)
+
     if validation_every and (path / "validation").is_dir():
         rule = (
             f"must not be given for {path}, whose folder validation/ would be mixed with the rest"
@@ -115,11 +117,13 @@ def _folder_of_split(path: Path, split: str, validation_every: int) -> Path:
         raise invalid_data(key, "mixed", validation_every, rule, fix)
     if validation_every:
         return path
+
     if any((path / folder).is_dir() for folder in SPLITS):
         if not (path / split).is_dir():
             rule, fix = f"must hold a folder {split}/", "make it, or set text.validation_every = 20"
             raise invalid_data("path", "no_split", name, rule, fix)
         return path / split
+
     if split == "validation":
         rule = "must hold train/ and validation/ for split validation"
         fix = (

@@ -88,12 +88,14 @@ class TokenFiles:
             rule = "needs the digests of a sidecar, which the file does not have"
             fix = "remove verify, or prepare the text with `forge-data prepare`"
             raise invalid("verify", "requires", "full", rule, fix, where=self.path)
+
         check_not_packed(self.path)
         size = self.path.stat().st_size
         if size == 0 or size % ITEM_SIZE[dtype]:
             rule = f"bytes must be a positive multiple of {ITEM_SIZE[dtype]} for dtype {dtype}"
             fix, path = "give the dtype it was written with", self.path
             raise invalid_data("", "length", size, rule, fix, where=path)
+
         self.vocab_size: int | None = None
         self.tokenizer: dict[str, Any] | None = None
         self._tokens = _map(self.path, dtype)
@@ -124,6 +126,7 @@ class TokenFiles:
             self._blocks = VerifiedBlocks(tokens, digests, sidecar.block_bytes)
             if self._verify == "touch":
                 return
+
         try:
             check_whole(tokens, sidecar.sha256[TOKENS])
         except InvalidData:
@@ -224,6 +227,7 @@ def _verify_folder(folder: Path) -> int:
         highest = max(
             highest, int(source.read(start, min(start + _BLOCK, source.num_tokens)).max())
         )
+
     for name, recorded in sidecar.sha256.items():
         if Path(name).name != name:
             rule, where = "must not leave the folder", folder / SIDECAR
@@ -232,6 +236,7 @@ def _verify_folder(folder: Path) -> int:
             fix, where = f"copy it again or {PREPARE_AGAIN}", folder / name
             raise invalid_data("", "missing", ..., "is missing", fix, where=where)
         check_whole(folder / name, recorded)
+
     if highest != sidecar.max_token_id:
         rule, where = f"must be that of {TOKENS}, {highest}", folder / SIDECAR
         found = sidecar.max_token_id
@@ -250,12 +255,14 @@ def resolve_split(path: Path, split: str) -> Path:
     if not (path.is_file() or path.is_dir()):
         rule = "must be a folder of token files or a regular file"
         raise invalid_data("path", "not_a_file", name, rule, "check it")
+
     fix = f"{PREPARE_AGAIN} --validation_every 20"
     if any((path / name).is_dir() for name in SPLITS):
         if not (path / split).is_dir():
             rule = f"must hold a folder {split}/"
             raise invalid_data("path", "no_split", name, rule, fix)
         return path / split
+
     if split == "validation":
         rule = "must hold train/ and validation/ for split validation"
         fix = f"{fix}, or give validation a path of its own with split train"

@@ -94,6 +94,7 @@ def read_sidecar(folder: Path) -> Sidecar:
         )
     except FileNotFoundError:
         raise _missing(path) from None
+
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         rule = f'must be "{FORMAT}"'
         raise invalid_data("format", "unknown", ..., rule, PREPARE_AGAIN, where=path)
@@ -101,6 +102,7 @@ def read_sidecar(folder: Path) -> Sidecar:
         rule = f"must be {VERSION}, which this forge-data reads"
         fix = f"update forge-data or {PREPARE_AGAIN}"
         raise invalid_data("version", "version", version, rule, fix, where=path)
+
     wrong = [
         Problem(k, "type", content.get(k, ...), "is missing or of another type", PREPARE_AGAIN)
         for k, t in _TYPES.items()
@@ -125,18 +127,21 @@ def _problems(sidecar: Sidecar) -> Iterator[Problem]:
     for name in files:
         if not isinstance(sidecar.sha256.get(name), str):
             yield Problem(f"sha256.{name}", "missing", ..., "must be given", again)
+
     for key, count in (
         ("num_tokens", sidecar.num_tokens),
         ("num_documents", sidecar.num_documents),
     ):
         if count < 1:
             yield Problem(key, "range", count, "must be at least 1", again)
+
     if not 0 <= sidecar.max_token_id < sidecar.vocab_size:
         rule = f"must be within 0..vocab_size-1 (vocab_size {sidecar.vocab_size})"
         yield Problem("max_token_id", "range", sidecar.max_token_id, rule, again)
     size = sidecar.block_bytes
     if size is not None and (type(size) is not int or size not in _BLOCK_BYTES):
         yield Problem("block_bytes", "range", size, "must be within 1 KiB and 64 MiB", again)
+
     spec = sidecar.tokenizer
     if spec is not None and (
         not isinstance(spec.get("name"), str)

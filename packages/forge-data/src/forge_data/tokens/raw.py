@@ -200,6 +200,7 @@ def find_shards(path: str | Path, split: str, suffix: str, kind: str) -> list[Pa
     path, wanted = user_path(path), f"a {suffix} file of {kind} or a folder of them"
     if any((path / name).is_dir() for name in SPLITS):
         found = _files(path / split, suffix)
+
     elif path.is_dir():
         files = _files(path, suffix)
         held_out = [file for file in files if _VALIDATION.search(file.stem)]
@@ -210,6 +211,7 @@ def find_shards(path: str | Path, split: str, suffix: str, kind: str) -> list[Pa
             trained = [file for file in rest if file not in other]
             if other and split == "train":
                 _say_left_out(path, tuple(file.name for file in other))
+
         if not trained and rest and split == "train":
             rule = f"must hold {suffix} files of training, and all have val, test or dev in their names"
             fix = "name one file, or rename them"
@@ -218,6 +220,7 @@ def find_shards(path: str | Path, split: str, suffix: str, kind: str) -> list[Pa
     else:
         found = [path] if path.is_file() and split == "train" else []
         check_not_packed(path)
+
     if not found and split == "validation" and path.exists():
         rule = f'must hold {suffix} files with "val" in their names, or a folder validation/, for split validation'
         fix = "give validation a path of its own with split train, or set eval.every_steps = 0"

@@ -67,6 +67,7 @@ def _nanogpt_shard(path: Path, dtype: str | None) -> Shard:
             file.read(4 * _HEADER_WORDS).ljust(4 * _HEADER_WORDS, b"\xff"), "<i4"
         )  # (256,)
     magic, version, count = (int(word) for word in words[:3])
+
     if magic in _NANOGPT_FORMATS:
         known, kind = _NANOGPT_FORMATS[magic]
         if version != known:
@@ -75,15 +76,18 @@ def _nanogpt_shard(path: Path, dtype: str | None) -> Shard:
         if dtype not in (None, kind):
             rule = f"must be that of the header of {path}, {kind!r}"
             raise invalid("dtype", "mismatch", dtype, rule, "remove dtype")
+
         shard = Shard(path, kind, 4 * _HEADER_WORDS, count)
         shard.check_size()
         return shard
     if not words[3:].any():  # else its zeros would be learnt as tokens
         rule = f"of its header of 256 int32 must be one of {', '.join(map(str, _NANOGPT_FORMATS))}: it was damaged"
         raise invalid_data("magic", "unknown", magic, rule, "copy it again", where=path)
+
     if words.tobytes().startswith(np.lib.format.MAGIC_PREFIX):
         rule, fix = "must be ids, and begins as a .npy file", 'use name = "npy", and end it in .npy'
         raise invalid_data("", "header", ..., rule, fix, where=path)
+
     kind = dtype or "uint16"
     item = np.dtype(kind).itemsize
     if size == 0 or size % item:
@@ -117,6 +121,7 @@ def _npy_shard(path: Path) -> Shard:
         rule = f"must begin with a header of numpy's .npy format 1.0 or 2.0 ({type(error).__name__}: {error})"
         fix = "copy it again, or save it with numpy.save"
         raise invalid_data("", "header", ..., rule, fix, where=path) from None
+
     if dtype.name not in DTYPES or dtype.byteorder == ">" or len(shape) != 1:
         rule = f"in {len(shape)} dims must be little-endian {', '.join(DTYPES)} in one"
         fix = 'save its ids with numpy.save(path, ids.reshape(-1).astype("<u4"))'
@@ -155,11 +160,13 @@ def _open_index(index: Path) -> tuple[Shard, np.ndarray]:
     if len(head) < _INDEX_HEADER.size or not head.startswith(_INDEX_MAGIC):
         rule = f"begin with {_INDEX_MAGIC!r} and counts, and begins with {head[:12]!r}"
         raise _damaged(index, rule, code="header")
+
     _, version, code, sequences, borders = _INDEX_HEADER.unpack(head)
     if version != 1 or code not in _INDEX_TYPES:
         types = ", ".join(map(str, _INDEX_TYPES))
         rule = f"have version 1 and a type of integers ({types}), and has {version} and {code}"
         raise _damaged(index, rule, code="version")
+
     expected = _INDEX_HEADER.size + 12 * sequences + 8 * borders
     if size == expected + sequences and sequences:
         rule, fix = "must be of text, and has several modalities", "build one of text"
@@ -170,6 +177,7 @@ def _open_index(index: Path) -> tuple[Shard, np.ndarray]:
     if not tokens.is_file():
         rule, fix = "is missing", f"copy it next to {index}"
         raise invalid_data("", "missing", ..., rule, fix, where=tokens)
+
     lengths = np.memmap(index, "<i4", "r", _INDEX_HEADER.size, (sequences,))
     pointers = np.memmap(index, "<i8", "r", _INDEX_HEADER.size + 4 * sequences, (sequences,))
     first = np.memmap(index, "<i8", "r", _INDEX_HEADER.size + 12 * sequences, (borders,))
@@ -178,6 +186,7 @@ def _open_index(index: Path) -> tuple[Shard, np.ndarray]:
     if first[0] != 0 or first[-1] != sequences or bool((np.diff(first) < 0).any()):
         rule = f"have borders of documents that rise from 0 to its {sequences} sequences, and has {first[0]}..{first[-1]}"
         raise _damaged(index, rule, code="borders")
+
     shard = Shard(tokens, _INDEX_TYPES[code], 0, count)
     shard.check_size()
     inside = np.asarray(first[:-1])

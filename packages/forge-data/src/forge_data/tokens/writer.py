@@ -129,11 +129,13 @@ class TokenWriter:
             DOCUMENTS: self._documents.finish(),
             BLOCKS: self._blocks.finish(),
         }
+
         spec = self._tokenizer
         if spec is not None and spec["name"] == "json":
             write_file(self.folder / TOKENIZER, Path(spec["path"]).read_bytes())
             sha256[TOKENIZER] = digest_of(self.folder / TOKENIZER)
             spec = {**spec, "path": TOKENIZER}
+
         Sidecar(
             dtype=self._dtype,
             vocab_size=self._vocab_size,
