@@ -151,7 +151,7 @@ def test_F93_folders_without_block_digests_are_verified_whole_when_opened(old_fo
 
 def test_what_was_verified_whole_is_not_read_again_in_a_worker(old_folder, monkeypatch):
     sent = pickle.dumps(TokenFiles(old_folder))
-    monkeypatch.setattr("forge_data.tokens.files.check_whole", pytest.fail)
+    monkeypatch.setattr("forge_data.tokens.files.check_digest", pytest.fail)
     assert pickle.loads(sent).read(0, 1).tolist() == [48]
 
 

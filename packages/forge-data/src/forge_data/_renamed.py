@@ -57,6 +57,7 @@ NAMES = {
     "Unit": "prepare.plan.Chunk",
     "UnitFile": "prepare.chunks.ChunkFile",
     "check_output": "prepare.pipeline._check_output",
+    "check_whole": "tokens.format.check_digest",
     "make_folder": "prepare.folder._make_folder",
     "read_pieces": "prepare.read.read_documents",
     "run_units": "prepare.workers.run_chunks",

@@ -91,7 +91,7 @@ def batch_of_choices(choices: Sequence[Choice], batch_size: int, seq_len: int) -
 def accuracies(
     questions: Sequence[Question], losses: Sequence[Sequence[float]]
 ) -> tuple[float, float]:
-    """Fractions of questions whose right choice has the lowest loss, and the lowest loss per byte of its text.
+    """Return the fractions of questions where the right choice has the lowest loss, and the lowest loss per byte of its text.
 
     `losses` are sums of nats of each choice. The first of equal ones counts; nan is never the lowest.
     """

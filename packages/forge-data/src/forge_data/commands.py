@@ -1,6 +1,6 @@
 """The commands of forge-data as functions; needs the extra `cli`. `COMMANDS` can be mounted in another program."""
 
-# Inputs are text: of a Path nobody can tell whether "" was given, which is an empty variable and not a folder.
+# Inputs are text: a Path does not show whether "" was given, which is an empty variable and not a folder.
 # No `from __future__ import annotations`: tyro reads the annotations as objects.
 import sys
 import time

@@ -51,7 +51,7 @@ def ends_of_documents(data: DataConfig) -> Iterator[str]:
 
 
 def _source_lines(data: DataConfig) -> Iterator[str]:
-    """A line for each source that says what it is: what is known of one that a run tokenizes, if the cache has it."""
+    """One line for each source; for a source that a run tokenizes, what the cache has of it."""
     for name, source in data.sources.items():
         if is_streamed(source):
             yield f"data.sources.{name}: its tokens are not counted, as it is read while the run trains"

@@ -21,8 +21,8 @@ class Ledger:
     """Windows of instance ids, both ends included, that no batch contains.
 
     The instances that remain are numbered from 0 without gaps: `ids(positions)` maps those numbers, int64
-    (N,), to instance ids. Without windows both are the same. Windows that touch become one. ValueError for a
-    window that is none.
+    (N,), to instance ids. Without windows both are the same. Windows that touch become one. Raises ValueError for
+    an invalid window.
     Usage: `Ledger([(8, 11)]).ids(np.arange(10))` ends with 7, 12, 13.
     """
 
@@ -35,7 +35,7 @@ class Ledger:
         return [(int(first), int(last)) for first, last in zip(self._first, self._last)]
 
     def add(self, first: int, last: int) -> None:
-        """Leave out `first .. last`. ValueError for a window that is none."""
+        """Leave out `first .. last`. Raises ValueError for an invalid window."""
         self._set([*self.windows, (first, last)])
 
     def ids(self, positions: Any) -> np.ndarray:
@@ -74,7 +74,7 @@ class Ledger:
         self._passed = np.concatenate(
             [np.zeros(1, np.int64), np.cumsum(self._last - self._first + 1)]
         )
-        #: position of the first instance behind each window
+        #: position of the first instance after each window
         self._position = self._first - self._passed[:-1]
 
 

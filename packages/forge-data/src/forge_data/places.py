@@ -1,4 +1,4 @@
-"""Where the shards of a sharded stream stand: what a resume needs to know beside the cursor.
+"""Where the shards of a sharded stream stand: what a resume needs in addition to the cursor.
 
 V   shards of the stream        N   instances of a call
 """
@@ -39,7 +39,7 @@ class Places:
         np.maximum.at(self.table, rows[:, 0], rows[:, 1:])
 
     def state(self) -> list[list[int]]:
-        """[shard, row, place] of each shard that is behind its start, as JSON."""
+        """[shard, row, place] of each shard that has left its start, as JSON."""
         behind = np.flatnonzero(self.table.any(axis=1))
         return [[int(shard), *map(int, self.table[shard])] for shard in behind]
 

@@ -68,7 +68,7 @@ class Stream(Protocol):
         ...
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Everything that determines the rows, as JSON; a resume with another fingerprint is refused."""
+        """Everything that determines the rows, as JSON; a resume with another fingerprint raises an error."""
         ...
 
 
@@ -76,7 +76,7 @@ class ShardedStream(Stream, Protocol):
     """A stream whose rows are found by reading shards from front to back; a `Loader` keeps their places.
 
     `arrays` also gives `shard_places`, int64 (N, 3): for each row its shard (-1: none), and two numbers that rise
-    with the rows of that shard and say where to begin reading for the rows behind it.
+    with the rows of that shard and say where to begin reading for the rows after it.
     """
 
     num_shards: int

@@ -63,7 +63,7 @@ def token_id_problems(
 ) -> list[Problem]:
     """The problem of a source with ids that a model does not have. `input_only_ids` follow the vocabulary.
 
-    `more_ids(size)` says how the model gets so many ids. May read the tokens of files without a sidecar.
+    `more_ids(size)` tells how the model gets so many ids. May read the tokens of files without a sidecar.
     """
     try:
         highest = source.max_token_id

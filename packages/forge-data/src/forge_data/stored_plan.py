@@ -25,7 +25,7 @@ from forge_data._shared.paths import read_regular
 from forge_data.packing_config import PackingConfig
 from forge_data.packing_plan import PARTS, PLAN_VERSION, PackingPlan, digest_of_parts, plan_windows
 from forge_data.protocols import Source
-from forge_data.tokens.format import check_whole
+from forge_data.tokens.format import check_digest
 
 __all__ = ["StoredPlan", "open_plan"]
 
@@ -107,7 +107,7 @@ def _existing(folder: Path, known: dict[str, Any]) -> StoredPlan:
         if header[name] != value:
             raise ValueError(f"{folder / _HEADER}: {name} {header[name]!r} must be {value!r}")
     for name in PARTS:
-        check_whole(folder / f"{name}.bin", header["sha256"][name])
+        check_digest(folder / f"{name}.bin", header["sha256"][name])
     return _mapped(folder, header)
 
 

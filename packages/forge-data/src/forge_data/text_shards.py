@@ -51,7 +51,7 @@ class TextShards:
     The P pieces are dealt out to V = min(virtual_shards, P) shards by the seed. A shard reads its pieces in another
     order in each of its epochs, takes `shuffle_window` documents at a time, shuffles them and packs them into rows by
     themselves; the last row of a window is padded. When its pieces end, its next epoch begins: an epoch is one of a
-    shard, in which every document of it comes once. `len` raises TypeError: nobody knows the rows before they are read.
+    shard, in which every document of it comes once. `len` raises TypeError: the rows are not known before they are read.
 
     A row costs nothing within the window that was read last, and forward the windows up to it, tokenized; `load_places`
     says where to begin. Each shard that this process reads holds one window of tokens in memory.
@@ -213,7 +213,7 @@ class _Window:
 
 
 class _Shard:
-    """The window of a shard that was read last, and those behind it."""
+    """The last window that was read of a shard, and the windows after it."""
 
     def __init__(self, windows: Iterator[_Window]) -> None:
         self._windows = windows

@@ -1,3 +1,3 @@
-"""Conversations as training rows: a tokenizer's own template, labels on what the assistant says."""
+"""Conversations as training sequences: the tokenizer's own template, labels on the assistant's messages."""
 
 __all__: list[str] = []

@@ -32,22 +32,22 @@ __all__ = [
 
 _JSONL = (".jsonl", *(f".jsonl{packed}" for packed in COMPRESSIONS))
 _PLAIN = (*_JSONL, ".parquet")
-_SAVED_SET = "dataset_info.json"  # beside the .arrow files that `datasets` saves
+_SAVED_SET = "dataset_info.json"  # next to the .arrow files that `datasets` saves
 ROLES = ("assistant", "developer", "function", "ipython", "system", "tool", "user")
 _BODIES = ("tool_calls", "function_call", "reasoning_content", "reasoning", "thinking")
 
 
 class Record(NamedTuple):
-    """`content` is what a file has at `place`, such as `talks.jsonl line 3`."""
+    """The content of a file at one place, such as `talks.jsonl line 3`."""
 
     place: str
     content: Any
 
 
 def find_conversations(path: Path, split: str) -> list[Path]:
-    """The files of a split, sorted: `path` itself, or all of a folder; of `path/SPLIT` where a folder has splits.
+    """Return the files of a split, sorted: `path` itself, or all of a folder; of `path/SPLIT` where a folder has splits.
 
-    Raises InvalidData where there is none.
+    Raises InvalidData without such a file.
     """
     check_split(split)
     name, kinds = str(path), f"a {', '.join(_PLAIN)} file"
@@ -82,9 +82,9 @@ def _is_data(file: Path, folder: Path) -> bool:
 
 
 def read_records(files: list[Path]) -> Iterator[Record]:
-    """All records in order, as plain JSON; lines of white space are none. Memory: one record, or a batch of parquet.
+    """Read all records in order, as plain JSON; blank lines are skipped. Memory: one record, or a batch of parquet.
 
-    Raises InvalidData, naming file and line, for what is no JSON and for a damaged file; ValueError where a
+    Raises InvalidData, naming file and line, for invalid JSON and for a damaged file; ValueError where a
     library is missing.
     """
     if files[0].suffix == ".arrow":

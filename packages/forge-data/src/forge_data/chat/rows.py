@@ -27,7 +27,7 @@ from forge_data.packing import check_tokens_at_once
 from forge_data.packing_plan import PLAN_VERSION, plan_rows
 from forge_data.tokens.cache import Entry
 from forge_data.tokens.files import TokenFiles
-from forge_data.tokens.format import check_size, check_whole, read_sidecar
+from forge_data.tokens.format import check_digest, check_size, read_sidecar
 from forge_data.tokens.writer import TokenWriter
 
 __all__ = ["ChatStream", "Rendered", "Rendering", "cached", "cut_to_nothing", "offsets_digest"]
@@ -35,11 +35,15 @@ __all__ = ["ChatStream", "Rendered", "Rendering", "cached", "cut_to_nothing", "o
 
 ARRAYS = ("tokens", "labels", "positions", "document_ids")
 WEIGHTS, COUNTS = "weights.bin", "chat.json"
+UNTRAINED, TRAINED_TOKENS = "unlearnt", "learnt_tokens"  # language: keys of chat.json
 
 
 class Rendering(NamedTuple):
-    """Of one conversation; `holds_specials`: the text of a message became special tokens. `ends` has the special token that
-    ends each trained answer, None for one without."""
+    """Token ids and loss weights of one conversation.
+
+    `holds_specials`: the text of a message became special tokens. `ends` has the special token that ends each trained
+    answer, None for an answer without.
+    """
 
     ids: np.ndarray  # (T,)
     weights: np.ndarray  # (T,)
@@ -54,7 +58,7 @@ class Rendered:
         counts = json.loads((folder / COUNTS).read_bytes())
         self.tokens = TokenFiles(folder, verify="full")
         check_size(folder / WEIGHTS, self.tokens.num_tokens, 4)
-        check_whole(folder / WEIGHTS, counts["sha256"])
+        check_digest(folder / WEIGHTS, counts["sha256"])
         self.folder = folder
         self.counts: dict[str, Any] = counts
         self.weights = np.memmap(folder / WEIGHTS, "<f4", mode="r")
@@ -75,8 +79,9 @@ def cached(
     render: Callable[[], Iterator[Rendering]],
     keys: RecordKeys,
 ) -> Rendered:
-    """What `render` gives, from an entry of the token cache, which is written if it is not there, or is damaged; `keys` are
-    counted by it.
+    """Read rendered conversations from a cache entry, and render them first if it is missing or damaged.
+
+    `keys` are counted by `render`.
 
     One process writes while the others wait. Raises as `Entry.once`, and what `render` raises.
     """
@@ -98,7 +103,8 @@ def _write(
 ) -> None:
     writer = TokenWriter(folder, vocab_size, tokenizer)
     digest = hashlib.sha256()
-    counts = {"unlearnt": 0, "learnt_tokens": 0, "weighted": 0, "with_specials": 0, "answers": 0, "without_end": 0}  # fmt: skip
+    names = (UNTRAINED, TRAINED_TOKENS, "weighted", "with_specials", "answers", "without_end")
+    counts = dict.fromkeys(names, 0)
 
     try:
         with (folder / WEIGHTS).open("xb") as file:
@@ -109,8 +115,8 @@ def _write(
                 digest.update(content)
 
                 # the first token of a conversation is no label
-                counts["unlearnt"] += not weights[1:].any()
-                counts["learnt_tokens"] += int((weights[1:] > 0).sum())
+                counts[UNTRAINED] += not weights[1:].any()
+                counts[TRAINED_TOKENS] += int((weights[1:] > 0).sum())
                 counts["with_specials"] += holds_specials
                 counts["answers"] += len(ends)
                 counts["without_end"] += ends.count(None)
@@ -127,7 +133,7 @@ def _write(
 
 
 def offsets_digest(rendered: Rendered) -> str:
-    """sha256 of where conversations begin."""
+    """Return the sha256 of the offsets of conversations."""
     return str(read_sidecar(rendered.folder).sha256["documents.bin"])
 
 
@@ -144,7 +150,7 @@ class ChatStream:
     """The endless stream of rows of rendered conversations: `len(stream)` rows an epoch, each exactly once.
 
     A conversation is never cut over two rows: one of more than `seq_len` tokens ends after them, unless it is one of those
-    that are `left_out` (N,). Labels are shifted; they are -100 where nothing is learnt and on a conversation's last token. Rows have
+    that are `left_out` (N,). Labels are shifted; they are -100 where nothing is trained and on a conversation's last token. Rows have
     `weights` where some conversation has one other than 0 and 1. Cost of a row: one read a conversation. The plan
     is made here from the lengths alone, about a microsecond each, 40 bytes of memory.
     """
@@ -165,8 +171,8 @@ class ChatStream:
         plan = plan_rows(self._lengths[kept], seq_len, "best_fit")
         self._rows, self._conversations = plan.rows, kept[plan.documents]
         self.utilisation = plan.utilisation
-        self.remarks: list[str] = []  # what whoever opened it should tell a user
-        self.source_lines: list[str] = []  # and what the source is
+        self.remarks: list[str] = []  # warnings for the user
+        self.source_lines: list[str] = []  # lines that describe the source
         self._weighted = rendered.counts["weighted"] > 0
         self._permutation: tuple[int, Permutation] | None = None  # of the epoch of the last call
 
@@ -222,7 +228,7 @@ class ChatStream:
         firsts, stops = starts + np.maximum(taken, 1), starts + lengths  # the first is no label
         cut = np.flatnonzero(taken < lengths)
         lost = sum(int((weights[firsts[i] : stops[i]] > 0).sum()) for i in cut)
-        return len(kept), int(taken.sum()), int(self._rendered.counts["learnt_tokens"]) - lost
+        return len(kept), int(taken.sum()), int(self._rendered.counts[TRAINED_TOKENS]) - lost
 
     def _order(self, epoch: int) -> Permutation:
         known = self._permutation  # another thread may set it to another epoch's

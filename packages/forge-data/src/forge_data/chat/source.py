@@ -1,4 +1,4 @@
-"""A source of conversations, which makes its own rows."""
+"""Chat source: conversations rendered by a template, which makes its own sequences."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ from forge_data._shared.record_keys import RecordKeys, unread_keys
 from forge_data.chat.messages import conversation_of, find_conversations, read_records
 from forge_data.chat.rows import (
     COUNTS,
+    TRAINED_TOKENS,
+    UNTRAINED,
     ChatStream,
     Rendering,
     cached,
@@ -78,7 +80,7 @@ class Conversations:
         return self.rendered.tokens.max_token_id
 
     def fingerprint(self) -> dict[str, str | int]:
-        """Digests of the files, the tokenizer, the template, and of what came out (a template may tell the date)."""
+        """Digests of the files, the tokenizer, the template, and of the result (a template may insert today's date)."""
         tokens = self.rendered.tokens
         return {
             **self._fingerprint,
@@ -139,7 +141,7 @@ class Conversations:
             )
 
         counts = {
-            "unlearnt": "nothing to learn",
+            UNTRAINED: "nothing to learn",
             "with_specials": "special tokens in the text of a message or a tool, which are ids like those that the template "
             "puts there",
         }
@@ -194,7 +196,11 @@ def open_header(config: SourceConfig) -> Header:
             tokens = TokenFiles(entry.folder, verify="off")
             header.num_tokens = tokens.num_tokens
             counts = json.loads((entry.folder / COUNTS).read_text())
-            whole = tokens.num_documents, tokens.num_tokens, counts["learnt_tokens"]
+            whole = (
+                tokens.num_documents,
+                tokens.num_tokens,
+                counts[TRAINED_TOKENS],
+            )  # language: a key of chat.json
             header.known = _summary(whole, counts)
             if done := _DONE.get(config.chat.too_long):
                 header.known += f"; conversations of more than seq_len tokens are counted whole, and {done} when a run starts"
@@ -202,7 +208,7 @@ def open_header(config: SourceConfig) -> Header:
 
 
 def _fingerprint(template: ChatTemplate, files: list[Path], split: str) -> dict[str, str | int]:
-    """What determines ids and weights, but for the library and the date, which a template may ask for."""
+    """What determines ids and weights, but for the library and the date, which a template may insert."""
     config = template.config
     return {
         "kind": f"chat-{CHAT_VERSION}",

@@ -1,8 +1,8 @@
 """A conversation becomes token ids, and the weight of each in the loss, by the template of its tokenizer.
 
-Where the template marks what the assistant says with `{% generation %}`, transformers' mask is taken. Without, it
+Where the template marks the assistant's messages with `{% generation %}`, transformers' mask is taken. Without, it
 would be all zeros; then a message is what its rendering adds to that of the messages before it, which needs each
-rendering to begin the next one: templates that rewrite earlier messages are refused where they do.
+rendering to begin the next one: templates that rewrite earlier messages raise InvalidData.
 
     T   tokens of a conversation
 """
@@ -136,7 +136,7 @@ class ChatTemplate:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
-        """(ids (T,) int64, weights (T,) fp32: that of the loss of each token, 0 where nothing is learnt)."""
+        """(ids (T,) int64, weights (T,) fp32: of the loss of each token, 0 where nothing is trained)."""
         return self.encode_answers(conversation)[:2]
 
     def encode_answers(
@@ -209,10 +209,10 @@ class ChatTemplate:
         return any(special in text for text in texts for special in self._specials)
 
     def _factors(self, conversation: Conversation) -> list[float]:
-        """The weight of each message: its own, where `train_on` says that it is learnt."""
+        """The weight of each message: its own where `train_on` trains it, else 0."""
         said = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
-        learnt = {"assistant": said, "last": said[-1:], "all": range(len(conversation.messages))}
-        chosen = set(learnt[self.config.train_on])
+        trained = {"assistant": said, "last": said[-1:], "all": range(len(conversation.messages))}
+        chosen = set(trained[self.config.train_on])
         return [w if i in chosen else 0.0 for i, w in enumerate(conversation.weights)]
 
     def _marked(self, c: Conversation, out: Any) -> np.ndarray:
@@ -268,7 +268,7 @@ class ChatTemplate:
                 continue
             first = self._begin(conversation, whole, number)
             last = self._length(conversation, whole, number, number + 1, False)
-            last = first + len(self._learnt(whole[first:last]))
+            last = first + len(self._trained_text(whole[first:last]))
             weights[_between(conversation.place, offsets, first, last)] = factor
         return weights
 
@@ -299,18 +299,18 @@ class ChatTemplate:
             ends.append(int(ids[last]) if special[last] else None)
         return ends
 
-    def _learnt(self, text: str) -> str:
+    def _trained_text(self, text: str) -> str:
         """A message without the white space that follows its last token, where that is a special one."""
         ended = text.rstrip()
         return ended if self.config.train_on != "all" and ended.endswith(self._specials) else text
 
     def _begin(self, c: Conversation, whole: str, number: int) -> int:
-        """Characters before what is learnt of a message: the prompt is not."""
+        """Characters before the trained text of a message: the prompt is not trained."""
         if self.config.train_on == "all":
             return self._length(c, whole, number, number, False)
         if number and c.messages[number - 1]["role"] != "assistant":
             return self._length(c, whole, number, number, True)
-        # Where nobody has asked, many templates give no prompt.
+        # Without a message of the user before it, many templates give no prompt.
         asked = c._replace(messages=[_ASKED])
         prompt = self._text(asked, 1, True)[len(self._text(asked, 1, False)) :]
         before = self._length(c, whole, number, number, False)
@@ -368,7 +368,7 @@ def _between(place: str, offsets: Sequence[tuple[int, int]], first: int, last: i
     inside = np.flatnonzero((stops > first) & (starts < last) & own)
     if inside.size or first == last:
         return slice(int(inside[0]), int(inside[-1]) + 1) if inside.size else slice(0, 0)
-    rule, fix = "has a part that is learnt and has no token", "remove its message, or save the tokenizer with trim_offsets false"  # fmt: skip
+    rule, fix = "has a trained part without a token", "remove its message, or save the tokenizer with trim_offsets false"  # fmt: skip
     raise invalid_data("", "no_token", ..., rule, fix, where=place)
 
 

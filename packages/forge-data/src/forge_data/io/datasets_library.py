@@ -37,7 +37,7 @@ __all__ = [
 
 @contextlib.contextmanager
 def one_sentence(path: str | None) -> Iterator[None]:
-    """Errors of the library, whose classes are many, as InvalidData of one line."""
+    """Turn errors of the library, of many classes, into InvalidData of one line."""
     try:
         yield
     except (InvalidData, MemoryError):

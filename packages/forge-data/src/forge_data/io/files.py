@@ -25,7 +25,7 @@ _LARGEST_WINDOW = (
 
 
 def files_below(folder: Path, wanted: Callable[[str], bool]) -> list[Path]:
-    """The files below a folder whose names are wanted, sorted; nothing hidden, and links to files and folders followed.
+    """Return the files below a folder with wanted names, sorted; nothing hidden, and links to files and folders followed.
 
     A folder that several links lead to is read once, where it lies if that is below `folder` too; so circles end.
     Raises OSError for a folder that cannot be read, and InvalidData for links that lead nowhere, as to a disk that is not
@@ -34,7 +34,7 @@ def files_below(folder: Path, wanted: Callable[[str], bool]) -> list[Path]:
     found: list[Path] = []
     seen: set[tuple[int, int]] = set()
     waiting = [folder]
-    for top in waiting:  # grows meanwhile: links come behind all that is no link
+    for top in waiting:  # grows meanwhile: links come after everything else
         for name, folders, files in os.walk(top, onerror=_raise):
             where, status = Path(name), os.stat(name)
             place = (status.st_dev, status.st_ino)
@@ -64,7 +64,7 @@ def _raise(error: OSError) -> NoReturn:
 def open_bytes(
     path: Path, compression: str | None, part: tuple[int, int] | None = None
 ) -> Iterator[tuple[io.BufferedReader, Callable[[], int]]]:
-    """The content of a file, and a function that says how many bytes of the file were read.
+    """Open the content of a file, and a function that returns how many bytes of the file were read.
 
     `part` is a range of bytes of a file that is not packed. Reads raise InvalidData for a damaged or
     truncated packed file; opening raises ValueError if zstandard is not installed. Memory of a zstd file
@@ -103,7 +103,7 @@ class _Chunks(io.RawIOBase):
     """A file of chunks; `tell` is the number of bytes that were read."""
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
-        self._chunks, self._rest, self._told = chunks, memoryview(b""), 0
+        self._chunks, self._rest, self._position = chunks, memoryview(b""), 0
 
     def readable(self) -> bool:
         return True
@@ -117,11 +117,11 @@ class _Chunks(io.RawIOBase):
         size = min(len(buffer), len(self._rest))
         memoryview(buffer)[:size] = self._rest[:size]
         self._rest = self._rest[size:]
-        self._told += size
+        self._position += size
         return size
 
     def tell(self) -> int:
-        return self._told
+        return self._position
 
 
 def _unpacker(path: Path, compression: str) -> Callable[[], Any]:
@@ -145,8 +145,8 @@ def _unpacker(path: Path, compression: str) -> Callable[[], Any]:
 def _unpack(
     file: io.FileIO, path: Path, compression: str, new: Callable[[], Any]
 ) -> Iterator[bytes]:
-    """Unpacked chunks of all members or frames, one behind the other."""
-    # The libraries' own file objects say nothing when a zstd file ends inside a frame.
+    """Unpacked chunks of all members or frames, in order."""
+    # The libraries' own file objects report no error when a zstd file ends inside a frame.
     unpacker, inside, fix = new(), True, "copy or download it again"
     between = False  # after a gzip member zeros are padding of tapes, after an xz stream its own; neither is a member
     while chunk := file.read(_CHUNK):

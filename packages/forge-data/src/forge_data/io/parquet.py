@@ -24,8 +24,8 @@ def read_parquet(
     part: tuple[int, int] | None = None,
     keys: RecordKeys | None = None,
 ) -> Iterator[str]:
-    """The documents of row groups part[0]..part[1]-1, or of all; rows of white space alone are skipped. `keys` count the rows
-    that have a value in another column, as the footer says.
+    """Read the texts of row groups part[0]..part[1]-1, or of all; rows of white space only are skipped. `keys` count the rows
+    that have a value in another column, by the footer.
 
     Memory is the column's data in one row group. Raises InvalidData for a damaged file, for a column that
     is missing or holds no strings, and for nulls; ValueError if pyarrow is not installed.
@@ -33,7 +33,7 @@ def read_parquet(
     with _opened(path, column) as file:
         metadata = file.metadata
         sizes = [metadata.row_group(i).total_byte_size for i in range(metadata.num_row_groups)]
-        # Reports are in bytes of the file, of which a row group has its share.
+        # Reports are in bytes of the file, in proportion to the row group.
         scale = path.stat().st_size / max(1, sum(sizes))
 
         first, stop = part or (0, len(sizes))

@@ -56,7 +56,7 @@ def assemble(
             done += Counts(chunk.size, file.num_documents, file.num_tokens)
             report(done)
 
-        _refuse_empty(writers, settings, sum(file.num_documents for file in files))
+        _check_not_empty(writers, settings, sum(file.num_documents for file in files))
         for writer in writers.values():
             writer.finish()
     finally:
@@ -69,7 +69,7 @@ def assemble(
 
 
 class _Dealer:
-    """Gives each document of the files, one file behind the other, to a writer or to none."""
+    """Deal the documents of the files, in order, to the writers of the splits, or drop them."""
 
     def __init__(
         self, settings: Settings, duplicates: np.ndarray, writers: list[TokenWriter]
@@ -106,7 +106,7 @@ class _Dealer:
             place = self._kept + np.arange(len(kept))
             target[kept] = place % every == every - 1
         elif fraction := self._settings.validation_fraction:
-            # Of the text alone: a document is held out whatever stands beside it, and so are its copies.
+            # By the text only: a document is held out whatever its neighbors are, and so are its copies.
             digests = np.ascontiguousarray(rows["digest"]).view(">u8").reshape(-1, 2)[kept]
             target[kept] = digests[:, 0] < np.uint64(int(fraction * 2.0**64))
         self._kept += len(kept)
@@ -127,7 +127,7 @@ class _Dealer:
 def _runs(
     blocks: Iterator[np.ndarray], lengths: np.ndarray, target: np.ndarray
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """The tokens in pieces, each of consecutive documents of one target."""
+    """Divide the tokens into runs of consecutive documents with one target."""
     if len(target) == 0:
         return
     last = np.append(np.flatnonzero(target[1:] != target[:-1]), len(target) - 1)
@@ -142,7 +142,7 @@ def _runs(
             block, position = block[size:], position + size
 
 
-def _refuse_empty(
+def _check_not_empty(
     writers: Mapping[str, TokenWriter], settings: Settings, num_documents: int
 ) -> None:
     """Raise InvalidData for a split without a document."""
@@ -172,7 +172,7 @@ def find_duplicates(tables: Callable[[], Iterable[np.ndarray]], num_documents: i
     prefixes.sort()
     shared = np.unique(prefixes[1:][prefixes[1:] == prefixes[:-1]])
     del prefixes
-    # Few documents share half a digest: only those are compared whole.
+    # Few documents share half a digest: only those are compared in full.
     halves, positions, at = [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)], 0
     for table in tables():
         found = _halves(table)

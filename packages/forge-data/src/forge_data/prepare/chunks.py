@@ -1,6 +1,6 @@
 """The tokens of one chunk in a file: tokens, a row for each document, and a footer with counts and a checksum.
 
-A chunk's file appears complete or not at all, so a restart goes on behind those that are there.
+A chunk's file appears complete or not at all, so a restart continues after the existing files.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def write_chunk(
                     writer.add(batch)
                     report(Counts(read + reports[-1], len(writer.lengths), writer.num_tokens))
             finally:
-                file_range.check_unchanged()  # a change is the reason of whatever was wrong
+                file_range.check_unchanged()  # a change explains any other error
             read += file_range.size
         writer.finish(chunk.key, keys.counts)
     return Counts(chunk.size, len(writer.lengths), writer.num_tokens)

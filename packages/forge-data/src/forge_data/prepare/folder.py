@@ -44,7 +44,7 @@ class ChunkFolder:
     def __init__(self, output: Path) -> None:
         self._output = output
         self.folder = output.with_name(output.name + ".parts")
-        # Beside the folder, so that one `unlink` is the very last step of all.
+        # Next to the folder, so that one `unlink` is the very last step of all.
         self._finished = self.folder.with_name(f"{self.folder.name}.{_FINISHED}")
 
     def begin(self, plan: Plan, tokenizer: Path | None) -> None:
@@ -59,9 +59,8 @@ class ChunkFolder:
         write_json(self.folder / _PLAN, plan.to_json())
 
     @contextmanager
-    def alone(self, shard: int | None) -> Iterator[None]:
-        """Keep others from the same shard, or from the whole output, meanwhile, and give back an output whose replacement
-        was killed.
+    def locked_for(self, shard: int | None) -> Iterator[None]:
+        """Hold the locks of a shard, or of the full output, and restore an output if the run that replaced it was killed.
 
         Shards share the folder with each other, not with work on the full output. The locks are next to it, and go
         with the work; that of the folder with work on the full output. Raises ValueError naming who works there. File
@@ -103,7 +102,7 @@ class ChunkFolder:
         )
 
     def _owner(self, shard: int | None) -> str | None:
-        """The shard that keeps others away: those that share a lock are not named in it."""
+        """The owner of the lock that is held: those that share a lock are not named in it."""
         shards = files_named(self.folder.parent, f"{self._lock().name}-")
         return next(
             filter(None, map(holder, shards if shard is None else [self._lock(shard)])), None
@@ -114,7 +113,7 @@ class ChunkFolder:
         return any(os.path.lexists(path) for path in (self.folder, self._finished))
 
     def check_folder(self) -> None:
-        """Raise ValueError for a folder of something else."""
+        """Raise ValueError for a .parts folder that prepare did not make."""
         if self._finished.exists() or not os.path.lexists(self.folder):
             return
         # Another shard may be at its first files, so that there is no plan yet.
@@ -161,7 +160,7 @@ class ChunkFolder:
         return {**spec, "path": str(copy)}
 
     def sort_out(self, chunks: Sequence[Chunk]) -> tuple[list[Chunk], Counts]:
-        """Those of `chunks` that are still to be done, and the counts of the others.
+        """Return the chunks that are still to be done, and the counts of the finished ones.
 
         A damaged file is removed.
         """
@@ -201,7 +200,7 @@ class ChunkFolder:
         sync_folder(self.folder.parent)
 
     def finished(self, plan: Plan | None = None) -> dict[str, Any] | None:
-        """The statistics of the output if it was made from these parts (and `plan`) by a run that was killed right
+        """The statistics of the output if it was made from these chunks (and `plan`) by a run that was killed right
         after; else None."""
         if not (self._finished.is_file() and (self._output / STATISTICS).is_file()):
             return None

@@ -145,7 +145,7 @@ def prepare(
         _check_output(target, paths, overwrite)  # before anything is made
     work.check_folder()
 
-    with work.alone(None if shard is None else shard[0]):
+    with work.locked_for(None if shard is None else shard[0]):
         if shard is None and (statistics := work.finished(plan)) is not None:
             work.clear()
             return _prepared(target, statistics, ends)
@@ -188,7 +188,7 @@ def merge(
     if not work.begun():
         work.plan()  # raises
     work.check_folder()
-    with work.alone(None):
+    with work.locked_for(None):
         if (statistics := work.finished()) is not None:
             work.clear()
             return _prepared(target, statistics)
@@ -216,7 +216,7 @@ def _tokenize(
         last = before + counts
         progress(Progress("tokenize", last.size, total, last.documents, last.tokens))
 
-    report(Counts(0, 0, 0))  # what was there: rates count from it
+    report(Counts(0, 0, 0))  # finished chunks: rates count from them
     run_chunks(waiting, work.folder, encoder, plan.settings, workers, report)
     return last
 
@@ -224,7 +224,7 @@ def _tokenize(
 def _finish(
     work: ChunkFolder, plan: Plan, target: Path, progress: Callable[[Progress], None], ends: str
 ) -> Prepared:
-    """Write the output from complete parts, and remove them."""
+    """Write the output from complete chunks, and remove them."""
     total = sum(chunk.size for chunk in plan.chunks)
     progress(Progress("merge", 0, total, 0, 0))
     with new_folder(target, replace=True, place=work.folder) as folder:
@@ -253,7 +253,7 @@ def _prepared(target: Path, statistics: dict[str, Any], ends: str = "") -> Prepa
 
 @contextmanager
 def _kept_if_useful(work: ChunkFolder, plan: Plan) -> Iterator[None]:
-    """After an error, keep the parts only where the next run can go on from them."""
+    """After an error, keep the chunks only where the next run can use them."""
     try:
         yield
     except BaseException:

@@ -1,4 +1,4 @@
-"""The work of `prepare` as a list of chunks, planned before anything is read: parts of files, in the order of the output."""
+"""The work of `prepare` as a list of chunks, planned before anything is read: ranges of files, in the order of the output."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SCAN = 1 << 16
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything but the inputs that determines the output. `tokenizer` is a spec without its folder."""
+    """All settings that determine the output, except the inputs. `tokenizer` is a spec without its folder."""
 
     tokenizer: dict[str, Any]
     vocab_size: int
@@ -43,7 +43,7 @@ class Settings:
 
 
 class FileRange(NamedTuple):
-    """A range of a file (see `read_documents`), or all of it; `size` is its share of the file's bytes.
+    """A range of a file (see `read_documents`), or all of it; `size` is its part of the file's bytes.
 
     `state` is the file's size and time of change when it was planned.
     """
@@ -54,13 +54,13 @@ class FileRange(NamedTuple):
     state: tuple[int, int]
 
     def check_unchanged(self) -> None:
-        """Raise InvalidData if the file is another one than was planned, whose documents end elsewhere."""
+        """Raise InvalidData if the file changed since planning."""
         if _state(os.stat(self.path)) != self.state:
             raise changed_meanwhile(self.path)
 
 
 def changed_meanwhile(path: str | Path) -> Any:
-    """The error of a file that is still written."""
+    """Return the error of a file that is still written."""
     rule, fix = "must not change while it is tokenized", "start again when it is complete"
     return invalid_data("", "changed", ..., rule, fix, where=path)
 
@@ -163,7 +163,7 @@ def make_plan(files: Sequence[Path], settings: Settings, shards: int = 1) -> Pla
 
 def _key(settings: Settings, identities: Sequence[Any]) -> str:
     tokenizer = {name: settings.tokenizer.get(name) for name in ("name", "eos", "fingerprint")}
-    if "bos" in settings.tokenizer:  # plans of before have none
+    if "bos" in settings.tokenizer:  # older plans have none
         tokenizer["bos"] = settings.tokenizer["bos"]
     content = [_VERSION, tokenizer, settings.document, settings.text_field, list(identities)]
     if settings.ignore_keys or settings.strict:  # without them a chunk may be of an older version

@@ -32,12 +32,12 @@ __all__ = [
 
 _RECORDS = (".jsonl", ".ndjson", ".json")
 _TEXT = (".txt", ".md", ".jsonl", ".ndjson", ".csv")
-#: Of archives, whose files would become one document with their headers.
+#: Archives: their files would become one document together with their headers.
 _TAR = (".tar", ".tgz", ".tbz2", ".txz", ".tzst", *(f".tar{packed}" for packed in COMPRESSIONS))
 #: Endings of names that are looked for in folders. What is .json there often describes the others; packed, it is lines.
 _PACKED = tuple(text + packed for text in (*_TEXT, ".json") for packed in COMPRESSIONS)
 SUFFIXES = (*_TEXT, *_PACKED, ".parquet")
-#: First bytes of formats that are read -> name and the ending by which they are told.
+#: First bytes of supported formats -> name and the ending that names them.
 _READ = {
     b"PAR1": ("parquet", ".parquet"),
     b"\x1f\x8b": ("gzip", ".gz"),
@@ -55,12 +55,12 @@ DOCUMENT_KINDS = ("file", "line", "blank_line")
 SLICE = 1 << 20  # characters of a slice when the whole file is one document
 _LONGEST_FIELD = 2**31 - 1  # of CSV, in characters
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # json makes one character of a pair
-_HEAD = 4096  # bytes by which other formats are told
+_HEAD = 4096  # bytes that identify other formats
 _REPORT = 1 << 16  # characters between two reports
 
 
 class Format(NamedTuple):
-    """What a file's name says: `kind` "text", "records", "csv" or "parquet", `compression` one of COMPRESSIONS or None."""
+    """The format that a file name stands for: `kind` "text", "records", "csv" or "parquet", `compression` one of COMPRESSIONS or None."""
 
     kind: str
     compression: str | None
@@ -124,7 +124,7 @@ def read_documents(
     part: tuple[int, int] | None = None,
     keys: RecordKeys | None = None,
 ) -> Iterator[DocumentSlice]:
-    """The documents of one file. `report` is called with the number of its bytes read so far; `keys` count what is not read
+    """Read the documents of one file as slices. `report` is called with the number of its bytes read so far; `keys` count what is not read
     of records and rows.
 
     `document` is "file", "line" or "blank_line" (paragraphs) in text; a .jsonl, .ndjson or .json file has one
@@ -136,7 +136,7 @@ def read_documents(
     for lines and rows without a text; ValueError if a format's library is not installed.
     """
     kind, compression = format_of(path)
-    _refuse_other_formats(path, kind, compression)
+    _check_format(path, kind, compression)
     if kind == "parquet":
         texts = read_parquet(path, text_field, report, part, keys)
         return (DocumentSlice(text, last=True) for text in texts)
@@ -144,8 +144,8 @@ def read_documents(
     return read_text(path, document, text_field, compression, report, part, keys)
 
 
-def _refuse_other_formats(path: Path, kind: str, compression: str | None) -> None:
-    """Raise InvalidData for a file whose first bytes are those of another format than its name says."""
+def _check_format(path: Path, kind: str, compression: str | None) -> None:
+    """Raise InvalidData if the first bytes of a file are those of another format than its name's."""
     if kind == "parquet" and compression:
         rule = "is a packed parquet file, and row groups are read by their position"
         raise invalid_data("", "packed", ..., rule, "unpack it first", where=path)
@@ -183,7 +183,7 @@ def read_text(
     part: tuple[int, int] | None = None,
     keys: RecordKeys | None = None,
 ) -> Iterator[DocumentSlice]:
-    """The documents of a text file. `document` is one of DOCUMENT_KINDS, or "records" of JSON lines and "csv" for the
+    """Read the documents of a text file. `document` is one of DOCUMENT_KINDS, or "records" of JSON lines and "csv" for the
     texts in `text_field`, whose other keys `keys` count.
 
     `part` is a range of bytes that starts and ends where documents do. Raises InvalidData for bytes that
@@ -192,7 +192,7 @@ def read_text(
     start = part[0] if part else 0
     with open_bytes(path, compression, part) as (raw, consumed):
         if start == 0:
-            _refuse_other_bytes(path, raw)
+            _check_first_bytes(path, raw)
         # A byte order mark is one at the start of a file only.
         text = TextIOWrapper(raw, encoding="utf-8" if start else "utf-8-sig", newline="")
 
@@ -221,7 +221,7 @@ def read_text(
             raise invalid_data("", "encoding", ..., rule, fix, where=path) from None
 
 
-def _refuse_other_bytes(path: Path, raw: BufferedReader) -> None:
+def _check_first_bytes(path: Path, raw: BufferedReader) -> None:
     """Raise InvalidData for a file that begins as a tar does, or as text of two bytes a character."""
     head = raw.peek(_HEAD)[:_HEAD]
     if head[257:262] == b"ustar":
@@ -235,7 +235,7 @@ def _refuse_other_bytes(path: Path, raw: BufferedReader) -> None:
 
 
 def tar_error(path: Path) -> Any:
-    """The error of an archive, whose headers would be learned."""
+    """Return the error of an archive: its headers would be trained as text."""
     rule, fix = "is a tar, which forge-data does not read", "unpack it and prepare its files"
     return invalid_data("", "unsupported", ..., rule, fix, where=path)
 

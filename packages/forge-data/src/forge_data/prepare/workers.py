@@ -1,4 +1,4 @@
-"""Chunks are tokenized in this process or in several, which end with it; one that dies is named and replaced."""
+"""Tokenize chunks in this process or in several, which end with it; a process that dies is named and replaced."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ def run_chunks(
     """Write the files of all chunks; `report` is called with what these chunks have given so far.
 
     With one worker in this process, else in processes of one thread each. When chunks fail, the error is
-    that of the first of them in the order of the plan, and chunks behind it may or may not be there. Raises
+    that of the first of them in the order of the plan, and later chunks may or may not be there. Raises
     as `write_chunk`, and InvalidData for a chunk at which two workers died.
     """
     if workers == 1 or len(chunks) < 2:
         done = Counts(0, 0, 0)
         for chunk in chunks:
-            done += write_chunk(folder, chunk, encoder, settings, _behind(done, report))
+            done += write_chunk(folder, chunk, encoder, settings, _added_to(done, report))
             report(done)
         return
     pool = _Pool(chunks, (folder, encoder, settings), report)
@@ -53,7 +53,7 @@ def run_chunks(
         pool.close()
 
 
-def _behind(done: Counts, report: Callable[[Counts], None]) -> Callable[[Counts], None]:
+def _added_to(done: Counts, report: Callable[[Counts], None]) -> Callable[[Counts], None]:
     return lambda counts: report(done + counts)
 
 
@@ -85,7 +85,7 @@ class _Worker:
 
 
 class _Pool:
-    """Hands out chunks in order, and collects what workers say."""
+    """Hand out chunks in order, and collect the messages of workers."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class _Pool:
         while self._workers:
             busy = {worker.connection: worker for worker in self._workers}
             for connection in wait(list(busy)):
-                self._hear(busy[connection])
+                self._receive(busy[connection])
             self._report(sum((w.counts for w in self._workers), self._done))
         if self._errors:
             raise self._errors[min(self._errors)]
@@ -126,10 +126,10 @@ class _Pool:
             self._workers.remove(worker)
             worker.end()
             return
-        with suppress(OSError):  # it died already: `_hear` reads that
+        with suppress(OSError):  # it died already: `_receive` finds out
             worker.begin(index)
 
-    def _hear(self, worker: _Worker) -> None:
+    def _receive(self, worker: _Worker) -> None:
         try:
             kind, content = worker.connection.recv()
         except (EOFError, OSError):
@@ -146,7 +146,7 @@ class _Pool:
         self._begin(worker)
 
     def _replace(self, worker: _Worker) -> None:
-        """Name a dead worker; its chunk is begun again, once."""
+        """Log a dead worker and start its chunk again, once."""
         worker.process.join()
         code = worker.process.exitcode or 0
         why = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
@@ -174,7 +174,7 @@ def _work(
     encoder: ByteTokenizer | JsonTokenizer,
     settings: Settings,
 ) -> None:
-    """A worker's life: a chunk's number comes in, counts and the end or an error go out."""
+    """Run in a worker: receive numbers of chunks, send counts and the end or an error of each."""
     die_with(parent)
     # Ctrl-C comes to all processes of a terminal: the parent ends its workers.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -105,7 +105,7 @@ class SetPieces:
         return self._count
 
     def check(self) -> None:
-        """Read the first text. Raises InvalidData if there is none."""
+        """Read the first text. Raises InvalidData if there is no text."""
         texts = itertools.chain.from_iterable(self.texts(piece, 0) for piece in range(len(self)))
         if not any(text.strip() for text in texts):
             rule = "must hold text, but every row is empty"
@@ -180,7 +180,7 @@ def _open(config: SourceConfig) -> tuple[Any, list[str]]:
         raise invalid_data("path", "not_found", str(path), rule, fix)
 
     split = table.split or config.split
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our errors say what it logs, too
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our errors contain what it logs
     with without_bars(datasets), name_for_library(path) as name:
         builder = find_builder(name, config)
         if (
@@ -239,7 +239,7 @@ def open_source(config: SourceConfig) -> CachedTokens | StreamedSet:
     for the same documents.
 
     Memory is a batch of 1024 rows, or one row. Raises InvalidData for a set that cannot be loaded, a column that is
-    missing or no text, and a set without text.
+    missing or not text, and a set without text.
     """
     table = config.huggingface
     if table.streaming:
@@ -281,7 +281,7 @@ def open_header(config: SourceConfig) -> Header:
 
 
 def _load(config: SourceConfig) -> tuple[Any, dict[str, int]]:
-    """The set, whose column of text is there and holds strings, and its columns that are not read, by their rows."""
+    """Load the set and check its column of text; also return the columns that are not read, with their rows."""
     data, field = load_set(config), config.huggingface.text_field
 
     def kind() -> str:

@@ -1,4 +1,4 @@
-"""Sources and streams are opened by the name in a config."""
+"""Open sources and streams by the name in a config."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def open_stream(
 
 def open_training(config: DataConfig, seed: int = 0) -> Stream:
     """The stream that training reads: that of the only source, or a mixture. Raises as `open_source`, and ValueError
-    for weights that are no shares.
+    for weights that cannot be fractions.
 
     In a mixture each source has an order of its own (`seed_of`), whatever the others are. Usage:
     `Loader(open_training(DataConfig(sources={"a": TrainingSourceConfig()})), global_batch=16)`.
@@ -184,8 +184,7 @@ def open_training(config: DataConfig, seed: int = 0) -> Stream:
 def _open_part(
     config: DataConfig, part: Sequence[PhaseSegment], seed: int, begun: Mapping[str, int]
 ) -> Stream:
-    """Rows of one length, from their first on: a part behind the first has orders of its own, so its sources begin a new
-    epoch. `begun` are those of each source before, of which the last may be unfinished: its documents come again."""
+    """Open the rows of one length. Later parts shuffle with their own seeds, so their sources begin a new epoch. `begun` are those of each source before, of which the last may be unfinished: its documents come again."""
     sources, seq_len = config.sources, part[0].seq_len
     if part[0].name:
         seed = seed_of(seed, f"phase {part[0].name}")
@@ -229,7 +228,7 @@ def _phases(
         float(len(streams[name]) if source.weight is None else source.weight)
         for name, source in sources.items()
     ]
-    # A power that underflows is refused as too small a share; as 0 it would drop the source.
+    # A power that underflows raises an error of a weight that is too small; as 0 it would drop the source.
     least = sys.float_info.min
     own = tuple(w and max(least, (w / max(given)) ** (1.0 / config.temperature)) for w in given)
     phases: list[Phase] = []

@@ -1,4 +1,4 @@
-"""Tokens of text, written once for all processes that share a cache, and read like token files from then on.
+"""Cache of tokenized text: written once for all processes that share it, then read like token files.
 
     <cache>/<name>-<32 hex digits>    token files, as `prepare` writes them
 
@@ -123,7 +123,7 @@ def _progress() -> Callable[[int, int], None]:
 class Header:
     """Vocabulary and tokenizer of a source whose text may not be tokenized yet; `num_tokens` is None then.
 
-    `max_token_id` is the bound that the vocabulary gives, `ends` what `describe_ends` says.
+    `max_token_id` is the bound that the vocabulary gives, `ends` the result of `describe_ends`.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -132,10 +132,10 @@ class Header:
         self.max_token_id = tokenizer.vocab_size - 1
         self.num_tokens: int | None = None
         self.ends = describe_ends(tokenizer)
-        self.known = ""  # what the source says of itself, if the cache has it
+        self.known = ""  # summary of the source, if the cache has it
 
     def summary(self) -> str:
-        """A line that says what is known of the source."""
+        """One line about the source."""
         if self.known:
             return f"in the cache, {self.known}"
         return "its tokens are not counted before `forge-train run` tokenizes it"

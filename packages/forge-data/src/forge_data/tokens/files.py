@@ -25,12 +25,12 @@ from forge_data.tokens.format import (
     TOKENS,
     Sidecar,
     VerifiedBlocks,
+    check_digest,
     check_not_packed,
     check_offsets,
     check_range,
     check_size,
     check_split,
-    check_whole,
     read_sidecar,
     read_statistics,
     waiting_parts,
@@ -41,14 +41,14 @@ _BLOCK = 1 << 22  # tokens looked at in one go
 
 
 class TokenFiles:
-    """A stream of token ids in a file, read-only and memory-mapped; nothing is loaded whole.
+    """A stream of token ids in a file, read-only and memory-mapped; nothing is loaded in full.
 
     `path` is a folder written by `forge-data prepare` (with `train/` and `validation/` inside,
     `split` picks one), or a raw file of little-endian ids, whose `dtype` is never guessed and which
     counts as one document. A raw file has no recorded digest and largest id: the first use of
     `max_token_id` or `fingerprint()` reads it once.
 
-    Opening a folder checks sizes and that the document offsets rise. `verify` is the time when contents are
+    Opening a folder checks sizes and that the document offsets rise. `verify` says when contents are
     compared with the digests that `prepare` recorded: "touch", offsets now and a block of tokens when
     it is first read (folders without block digests: all tokens now); "full", all now; "off", never.
     Raises InvalidData for missing or damaged files, ValueError for a missing dtype.
@@ -118,17 +118,17 @@ class TokenFiles:
     def _check_contents(self, sidecar: Sidecar) -> None:
         """Compare the digests that `verify` requires before the first read."""
         tokens, digests = self.path / TOKENS, self.path / BLOCKS
-        check_whole(self.path / DOCUMENTS, sidecar.sha256[DOCUMENTS])
+        check_digest(self.path / DOCUMENTS, sidecar.sha256[DOCUMENTS])
         if sidecar.block_bytes is not None:
             size = sidecar.num_tokens * ITEM_SIZE[sidecar.dtype]
             check_size(digests, -(-size // sidecar.block_bytes), DIGEST_BYTES)
-            check_whole(digests, sidecar.sha256[BLOCKS])
+            check_digest(digests, sidecar.sha256[BLOCKS])
             self._blocks = VerifiedBlocks(tokens, digests, sidecar.block_bytes)
             if self._verify == "touch":
                 return
 
         try:
-            check_whole(tokens, sidecar.sha256[TOKENS])
+            check_digest(tokens, sidecar.sha256[TOKENS])
         except InvalidData:
             if self._blocks is not None:
                 self._blocks.touch_all()  # raises InvalidData with the damaged block
@@ -151,7 +151,7 @@ class TokenFiles:
         return len(self.documents)
 
     def summary(self) -> str:
-        """A line that says what it is, with keys that `prepare` did not read. Reads `statistics.json`."""
+        """One line about the source, with keys that `prepare` did not read. Reads `statistics.json`."""
         statistics = None
         if self._sidecar is not None:
             with contextlib.suppress(InvalidData, OSError):  # nothing depends on it
@@ -235,7 +235,7 @@ def _verify_folder(folder: Path) -> int:
         if not (folder / name).is_file():
             fix, where = f"copy it again or {PREPARE_AGAIN}", folder / name
             raise invalid_data("", "missing", ..., "is missing", fix, where=where)
-        check_whole(folder / name, recorded)
+        check_digest(folder / name, recorded)
 
     if highest != sidecar.max_token_id:
         rule, where = f"must be that of {TOKENS}, {highest}", folder / SIDECAR

@@ -188,7 +188,7 @@ def check_size(path: Path, count: int, item_size: int) -> None:
 
 
 def _missing(path: Path) -> Any:
-    """The error of a sidecar that is not there: it was lost, or the folder is one above token files, or another."""
+    """Return the error of a missing sidecar: lost, or the folder is above token files, or unrelated."""
     folder = path.parent
     if (folder / TOKENS).exists():
         rule = f"is missing, and {TOKENS} cannot be read without it"
@@ -202,7 +202,7 @@ def _missing(path: Path) -> Any:
 
 
 def waiting_parts(output: Path) -> str:
-    """Where what is to become an output waits for the end of `prepare`; "" if nothing does."""
+    """Say where the unfinished chunks of an output are; "" if there are none."""
     parts = output.with_name(f"{output.name}.parts")
     if not (output.name and parts.is_dir()):
         return ""
@@ -248,7 +248,7 @@ class VerifiedBlocks:
         self.touch(0, len(self._verified) * self.block_bytes)
 
 
-def check_whole(path: Path, recorded: str) -> None:
+def check_digest(path: Path, recorded: str) -> None:
     """Raise InvalidData unless the file has the recorded sha256. Reads it once in a process."""
     if digest_once(path) != recorded:
         rule, fix = "must be the one of its sidecar", "copy it again"
@@ -281,7 +281,7 @@ def check_offsets(path: Path, documents: np.ndarray, num_tokens: int) -> None:
     found = (0, "must be 0") if documents[0] != 0 else None
     for first in range(0, len(documents), _OFFSETS_AT_ONCE):
         part = documents[first : first + _OFFSETS_AT_ONCE + 1]  # each overlaps the next by one
-        falls = np.flatnonzero(part[1:] <= part[:-1])  # no difference, which could overflow
+        falls = np.flatnonzero(part[1:] <= part[:-1])  # not a difference, which could overflow
         if falls.size and not found:
             i = first + int(falls[0]) + 1
             found = i, f"must be above {documents[i - 1]}"

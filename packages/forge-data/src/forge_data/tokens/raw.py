@@ -63,7 +63,7 @@ class Shard:
 
 
 class Scan(NamedTuple):
-    """What one pass over a shard found: sha256, smallest and largest id, positions of the wanted id."""
+    """Result of one pass over a shard: sha256, smallest and largest id, positions of the wanted id."""
 
     digest: str
     low: int
@@ -74,8 +74,8 @@ class Scan(NamedTuple):
 class IdShards:
     """A source of the ids of several files, one after another, as if they were one.
 
-    Documents begin where `documents` says, or behind each `eos_id`, or at each `bos_id`; with none of these all is one
-    document. Borders of files are none: writers cut documents there. The first `read`, `max_token_id` or
+    Documents begin where `documents` says, or after each `eos_id`, or at each `bos_id`; with none of these all is one
+    document. Boundaries of files are not boundaries of documents: writers split documents there. The first `read`, `max_token_id` or
     `fingerprint()`, and with `eos_id` or `bos_id` the first use of `documents`, read all files once in a process (sha256
     and largest id, four files at a time); 8 bytes of memory a document. Later reads are compared with that largest id.
     Files stay mapped after a read, as long as a 16th of the descriptors of a process suffice.
@@ -210,7 +210,7 @@ def find_shards(path: str | Path, split: str, suffix: str, kind: str) -> list[Pa
             other = [file for file in rest if _OTHER.search(file.stem)]
             trained = [file for file in rest if file not in other]
             if other and split == "train":
-                _say_left_out(path, tuple(file.name for file in other))
+                _warn_left_out(path, tuple(file.name for file in other))
 
         if not trained and rest and split == "train":
             rule = f"must hold {suffix} files of training, and all have val, test or dev in their names"
@@ -226,13 +226,13 @@ def find_shards(path: str | Path, split: str, suffix: str, kind: str) -> list[Pa
         fix = "give validation a path of its own with split train, or set eval.every_steps = 0"
         raise invalid_data("path", "no_validation", str(path), rule, fix)
     if not found:
-        rule = f"must be {wanted}, and there is none"
+        rule = f"must be {wanted}, and no such file exists"
         raise invalid_data("path", "not_found", str(path), rule, "check it")
     return found
 
 
 @functools.cache  # a job opens a source several times
-def _say_left_out(folder: Path, names: tuple[str, ...]) -> None:
+def _warn_left_out(folder: Path, names: tuple[str, ...]) -> None:
     _log.warning("%s: not read for training, by their names: %s", folder, ", ".join(names)[:400])
 
 

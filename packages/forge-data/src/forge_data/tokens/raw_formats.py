@@ -80,7 +80,7 @@ def _nanogpt_shard(path: Path, dtype: str | None) -> Shard:
         shard = Shard(path, kind, 4 * _HEADER_WORDS, count)
         shard.check_size()
         return shard
-    if not words[3:].any():  # else its zeros would be learnt as tokens
+    if not words[3:].any():  # else its zeros would be trained as tokens
         rule = f"of its header of 256 int32 must be one of {', '.join(map(str, _NANOGPT_FORMATS))}: it was damaged"
         raise invalid_data("magic", "unknown", magic, rule, "copy it again", where=path)
 
@@ -161,18 +161,18 @@ def _open_index(index: Path) -> tuple[Shard, np.ndarray]:
         rule = f"begin with {_INDEX_MAGIC!r} and counts, and begins with {head[:12]!r}"
         raise _damaged(index, rule, code="header")
 
-    _, version, code, sequences, borders = _INDEX_HEADER.unpack(head)
+    _, version, code, sequences, boundaries = _INDEX_HEADER.unpack(head)
     if version != 1 or code not in _INDEX_TYPES:
         types = ", ".join(map(str, _INDEX_TYPES))
         rule = f"have version 1 and a type of integers ({types}), and has {version} and {code}"
         raise _damaged(index, rule, code="version")
 
-    expected = _INDEX_HEADER.size + 12 * sequences + 8 * borders
+    expected = _INDEX_HEADER.size + 12 * sequences + 8 * boundaries
     if size == expected + sequences and sequences:
         rule, fix = "must be of text, and has several modalities", "build one of text"
         raise invalid_data("", "modalities", ..., rule, fix, where=index)
-    if size != expected or not sequences or borders < 2:
-        rule = f"have a sequence and the {expected} bytes of {sequences} sequences and {borders} borders, and has {size}"
+    if size != expected or not sequences or boundaries < 2:
+        rule = f"have a sequence and the {expected} bytes of {sequences} sequences and {boundaries} boundaries, and has {size}"
         raise _damaged(index, rule, code="length")
     if not tokens.is_file():
         rule, fix = "is missing", f"copy it next to {index}"
@@ -180,12 +180,12 @@ def _open_index(index: Path) -> tuple[Shard, np.ndarray]:
 
     lengths = np.memmap(index, "<i4", "r", _INDEX_HEADER.size, (sequences,))
     pointers = np.memmap(index, "<i8", "r", _INDEX_HEADER.size + 4 * sequences, (sequences,))
-    first = np.memmap(index, "<i8", "r", _INDEX_HEADER.size + 12 * sequences, (borders,))
+    first = np.memmap(index, "<i8", "r", _INDEX_HEADER.size + 12 * sequences, (boundaries,))
     item = np.dtype(_INDEX_TYPES[code]).itemsize
     count = _check_sequences(index, lengths, pointers, item)
     if first[0] != 0 or first[-1] != sequences or bool((np.diff(first) < 0).any()):
-        rule = f"have borders of documents that rise from 0 to its {sequences} sequences, and has {first[0]}..{first[-1]}"
-        raise _damaged(index, rule, code="borders")
+        rule = f"have boundaries of documents that rise from 0 to its {sequences} sequences, and has {first[0]}..{first[-1]}"
+        raise _damaged(index, rule, code="boundaries")
 
     shard = Shard(tokens, _INDEX_TYPES[code], 0, count)
     shard.check_size()
