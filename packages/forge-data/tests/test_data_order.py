@@ -76,7 +76,7 @@ def write_source(kind: str, documents: Documents, folder: Path) -> tuple[dict[st
     if kind == "tokens":
         writer = TokenWriter(folder, 1 << 16, None)
         for ids in documents:
-            writer.add(ids, last=True)
+            writer.add([ids])
         writer.finish()
         return {"name": kind, "path": str(folder)}, documents
     if kind == "megatron":

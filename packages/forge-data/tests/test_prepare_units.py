@@ -70,7 +70,7 @@ def reference(texts, folder, validation_every=0):
     writers = [TokenWriter(folder / name, 257, tokenizer.spec()) for name in names]
     for i, text in enumerate(texts):
         held_out = validation_every and i % validation_every == validation_every - 1
-        writers[bool(held_out)].add([*text.encode(), 256], last=True)
+        writers[bool(held_out)].add([np.array([*text.encode(), 256])])
     for writer in writers:
         writer.finish()
     return content(folder)

@@ -109,7 +109,7 @@ def _write(
     try:
         with (folder / WEIGHTS).open("xb") as file:
             for ids, weights, holds_specials, ends in rendered:
-                writer.add(ids, last=True)  # type: ignore[arg-type]
+                writer.add([ids])
                 content = weights.astype("<f4").tobytes()
                 file.write(content)
                 digest.update(content)

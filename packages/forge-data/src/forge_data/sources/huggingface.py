@@ -331,12 +331,7 @@ def _write(
     try:
         for texts in batches:
             encoded: Iterable[Any] = tokenizer.encode_batch(texts)
-            documents = [document_ids(tokenizer, ids, np.int64) for ids in encoded]
-            lengths = np.array([len(ids) for ids in documents])
-            starts = writer.num_tokens + np.cumsum(lengths) - lengths
-            if lengths.any():
-                writer.begin_documents(starts[lengths > 0])
-                writer.add_tokens(np.concatenate(documents))
+            writer.add([document_ids(tokenizer, ids, np.int64) for ids in encoded])
 
         if writer.num_tokens == 0:
             rule = "must hold text, but every row is empty"

@@ -80,7 +80,7 @@ class _BlockDigests:
 class TokenWriter:
     """Writes tokens, block digests, document offsets and, at the end, the sidecar into an empty folder.
 
-    Memory is one piece. `tokenizer` is a spec; the file of a JSON tokenizer is copied into the folder.
+    Memory is what one call adds. `tokenizer` is a spec; the file of a JSON tokenizer is copied into the folder.
     """
 
     def __init__(self, folder: Path, vocab_size: int, tokenizer: dict[str, Any] | None) -> None:
@@ -92,21 +92,18 @@ class TokenWriter:
         self._tokenizer = tokenizer
         self._dtype = smallest_dtype(vocab_size)
         self._max = 0
-        self._open_document = False
         self._tokens = _HashedFile(folder / TOKENS)
         self._documents = _HashedFile(folder / DOCUMENTS)
         self._blocks = _BlockDigests(folder / BLOCKS)
 
-    def add(self, ids: Sequence[int], last: bool) -> None:
-        """Append ids to the current document; `last` ends it."""
-        array = np.asarray(ids, dtype=np.int64)
-        if array.size:
-            if not self._open_document:
-                self.begin_documents(np.array([self.num_tokens]))
-            self._open_document = True
-            assert array.min() >= 0
-            self.add_tokens(array)
-        self._open_document = self._open_document and not last
+    def add(self, documents: Sequence[np.ndarray]) -> None:
+        """Append the ids of full documents, (n,) each, none of them negative; those without ids are left out."""
+        lengths = np.array([len(ids) for ids in documents])
+        if not lengths.any():
+            return
+        starts = self.num_tokens + np.cumsum(lengths) - lengths
+        self.begin_documents(starts[lengths > 0])
+        self.add_tokens(np.concatenate(documents))
 
     def begin_documents(self, starts: np.ndarray) -> None:
         """Record where documents start (num_documents,) int64, in tokens; each must have a token."""
