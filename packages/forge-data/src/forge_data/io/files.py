@@ -19,9 +19,8 @@ __all__ = ["COMPRESSIONS", "files_below", "open_bytes"]
 COMPRESSIONS = {".gz": "gzip", ".zst": "zstd", ".xz": "xz", ".bz2": "bzip2"}
 _CHUNK = 1 << 13  # packed bytes at a time: what they unpack to is held whole
 _BUFFER = 1 << 17
-_LARGEST_WINDOW = (
-    1 << 31
-)  # of zstd --long=31, in which some large corpora are packed, and bytes of memory of xz
+# Window of zstd --long=31, in which some large corpora are packed, and bytes of memory of xz.
+_LARGEST_WINDOW = 1 << 31
 
 
 def files_below(folder: Path, wanted: Callable[[str], bool]) -> list[Path]:

@@ -37,12 +37,10 @@ if TYPE_CHECKING:
 __all__ = ["SetPieces", "StreamedSet", "check_source", "open_header", "open_source"]
 
 _STREAMED_ROWS = 256  # of one read of the library
-_ENDS = (
-    1 << 16
-)  # bytes at the start and the end of a file that its digest covers: the footer of parquet
-_WHOLE = (
-    1 << 30
-)  # bytes of all files up to which the digests cover them whole: a second of one core
+# Bytes at the start and the end of a file that its digest covers: the footer of parquet.
+_ENDS = 1 << 16
+# Bytes of all files up to which the digests cover them in full: a second of one core.
+_WHOLE = 1 << 30
 _NAMED_FILES = 64  # in a fingerprint; of more the digest of all
 _ROWS, _CHARACTERS = 1024, 1 << 22  # of a batch that is tokenized in one call
 
@@ -183,18 +181,18 @@ def _open(config: SourceConfig) -> tuple[Any, list[str]]:
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # our errors contain what it logs
     with without_bars(datasets), name_for_library(path) as name:
         builder = find_builder(name, config)
-        if (
-            getattr(builder.config, "batch_size", _STREAMED_ROWS) is None
-        ):  # of parquet; it takes the first row group's rows,
-            builder.config.batch_size = (
-                _STREAMED_ROWS  # which may be all in memory, and cannot be none
-            )
+        # Parquet's default batch is the first row group, which may be the full file.
+        if getattr(builder.config, "batch_size", _STREAMED_ROWS) is None:
+            builder.config.batch_size = _STREAMED_ROWS
 
         found = builder.as_streaming_dataset(split=split)
-        check_other_columns(config, builder.info.features or found.features or {}, 1)
-        if getattr(builder.config, "columns", _STREAMED_ROWS) is None and table.text_field in (
-            builder.info.features or ()
-        ):  # of parquet: other columns are not read
+        features = builder.info.features or {}
+        check_other_columns(config, features or found.features or {}, 1)
+        # Parquet: other columns are not read.
+        if (
+            getattr(builder.config, "columns", _STREAMED_ROWS) is None
+            and table.text_field in features
+        ):
             builder.config.columns = [table.text_field]
             found = builder.as_streaming_dataset(split=split)
 

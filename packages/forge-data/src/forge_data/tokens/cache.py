@@ -22,6 +22,7 @@ from forge_data.errors import InvalidData
 from forge_data.protocols import Tokenizer
 from forge_data.tokenizer import ByteTokenizer, JsonTokenizer, describe_ends, document_tokenizer
 from forge_data.tokens.files import TokenFiles
+from forge_data.tokens.format import SIDECAR
 
 __all__ = ["CachedTokens", "Entry", "Header", "file_states", "open_cached", "tokenizer_of"]
 
@@ -71,14 +72,11 @@ class CachedTokens(TokenFiles):
         try:
             return super().read(start, stop)
         except InvalidData as error:
-            self._forget()
+            with contextlib.suppress(OSError):
+                (self.path / SIDECAR).unlink(missing_ok=True)
             fix = "start again, and it is written from its text again"
             problems = [replace(p, fix=fix) for p in error.problems]
             raise InvalidData(problems, error.where) from None
-
-    def _forget(self) -> None:
-        with contextlib.suppress(OSError):
-            (self.path / "tokens.json").unlink(missing_ok=True)
 
     def __reduce__(self) -> tuple[Any, ...]:
         _, arguments = super().__reduce__()
