@@ -52,8 +52,8 @@ IMPORTS = {
         from forge_data.chat.config import ChatConfig
         from forge_data.phases import Stretch
         from forge_data.prepare.plan import Unit
-        from forge_data.prepare.readers import read_pieces
-        from forge_data.prepare.statistics import SplitStatistics
+        from forge_data.prepare.readers import find_inputs
+        from forge_data.prepare.statistics import read_statistics
         from forge_data.sources.token_files import TokenFiles
         """,
     "resilience": """

@@ -185,7 +185,7 @@ def _open_index(index: Path) -> tuple[Shard, np.ndarray]:
     count = _check_sequences(index, lengths, pointers, item)
     if first[0] != 0 or first[-1] != sequences or bool((np.diff(first) < 0).any()):
         rule = f"have boundaries of documents that rise from 0 to its {sequences} sequences, and has {first[0]}..{first[-1]}"
-        raise _damaged(index, rule, code="boundaries")
+        raise _damaged(index, rule, code="borders")
 
     shard = Shard(tokens, _INDEX_TYPES[code], 0, count)
     shard.check_size()
