@@ -5,7 +5,7 @@ Each is built on fake tensors for one rank of a fake process group of its own si
 non-zero exit if one failed. Not done: compilation, and routes between experts' ranks are taken to be even,
 because their numbers are data. Several seconds a preset.
 
-Seen to fail: a norm that returns another shape.
+VisibleImages to fail: a norm that returns another shape.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def _images(model: Any, rows: int) -> dict[str, Any]:
     """As many images as the model counts in so many rows; whether tokens have places for them is a value."""
     if getattr(model, "vision", None) is None:
         return {}
-    places.check_places = lambda here, num_features: None  # type: ignore[attr-defined]
+    places.check_placeholders = lambda here, num_features: None  # type: ignore[attr-defined]
     config = model.config
     found: dict[str, Any] = model.vision.media_of(
         rows * config.images_per_row, config.pixels_per_image, "cpu"

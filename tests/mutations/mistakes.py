@@ -467,31 +467,31 @@ MISTAKES: tuple[Mistake, ...] = (
     # forge-vlm
     Mistake(
         "packed images attend to each other",
-        f"{_VLM}/vision/packed.py",
+        f"{_VLM}/vision/vit.py",
         "plan = SegmentPlan.of_lengths([lengths])",
         "plan = SegmentPlan.of_lengths([[sum(lengths)]])",
     ),
     Mistake(
         "branches of a document attend to each other",
-        f"{_VLM}/mask.py",
+        f"{_VLM}/sequence/masks.py",
         "together = together & ((branch == 0) | (branch == branches[row, query]))",
         "together = together & (branch >= 0)",
     ),
     Mistake(
         "tokens of one image do not attend to those behind them",
-        f"{_VLM}/mask.py",
+        f"{_VLM}/sequence/masks.py",
         "((key <= query) | ahead)",
         "(key <= query)",
     ),
     Mistake(
         "a window of streamed pictures begins at its last sample",
-        f"{_VLM}/data/shards.py",
+        f"{_VLM}/data/streaming.py",
         "place, samples = batch[0][0], [",
         "place, samples = batch[-1][0], [",
     ),
     Mistake(
         "rows of a window are shuffled by how many shards a process reads",
-        f"{_VLM}/data/shards.py",
+        f"{_VLM}/data/streaming.py",
         'order_of(len(rows), _seed(self.seed, f"window {shard}"), place)',
         "order_of(len(rows), len(self._shards), place)",
     ),
@@ -503,13 +503,13 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "text behind a cached image continues from the image's time position",
-        f"{_VLM}/positions.py",
+        f"{_VLM}/sequence/positions.py",
         "positions if positions.dim() == 2 else positions.amax(1)",
         "positions if positions.dim() == 2 else positions[:, 0]",
     ),
     Mistake(
         "the end of a shared trunk does not predict the first token of a branch",
-        f"{_VLM}/plan.py",
+        f"{_VLM}/sequence/plan.py",
         "same &= (branches[:, 1:] == branches[:, :-1]) | (branches[:, :-1] == 0)",
         "same &= branches[:, 1:] == branches[:, :-1]",
     ),
@@ -521,7 +521,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "mrope positions exchange time and rows of an image",
-        f"{_VLM}/plan.py",
+        f"{_VLM}/sequence/plan.py",
         'indexing="ij"',
         'indexing="xy"',
     ),

@@ -79,6 +79,16 @@ IMPORTS = {
         from forge_train import replay_step
         from forge_train.trainer.callbacks import Callback
         """,
+    "vlm": """
+        from forge_vlm.data import Conversations
+        from forge_vlm.data.shards import PictureShards
+        from forge_vlm.fusion import MoMa
+        from forge_vlm.fusion.choice import token_choice
+        from forge_vlm.loss import modality_losses
+        from forge_vlm.mask import flex_mask
+        from forge_vlm.plan import SequencePlan
+        from forge_vlm.vision.packed import PackedViT
+        """,
 }
 
 

@@ -25,8 +25,7 @@ from torch import Tensor
 from forge_core import OptimizerConfig, build_optimizer, cross_entropy, initialize
 from forge_vlm import VLM, FusionConfig, ModalityConfig, SequencePlan, VisionConfig, VLMConfig
 from forge_vlm.fusion import MoMaConfig
-from forge_vlm.loss import modality_losses
-from forge_vlm.modalities import learnt, numbers_by_id
+from forge_vlm.modalities import learnt, modality_losses, numbers_by_id
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "docs/data/vlm-matched-loss.json"

@@ -12,13 +12,13 @@ from forge_core.model import MRopeConfig
 from forge_testing.problems import assert_problem, rejects
 from forge_vlm import VLM, FusionConfig, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm._shared.problems import ProblemError
+from forge_vlm.experimental.chameleon import ChameleonAttention
 from forge_vlm.families import module_name
-from forge_vlm.families.chameleon import ChameleonAttention
 from forge_vlm.families.check_inputs import inputs_of
 from forge_vlm.fusion import MoMaConfig
-from forge_vlm.fusion.config import refuse_split_rows
-from forge_vlm.fusion.seen import check_images
-from forge_vlm.masked import masked
+from forge_vlm.fusion.config import require_full_sequences
+from forge_vlm.fusion.cross_attention import check_images
+from forge_vlm.sequence.masks import build_mask
 from forge_vlm.vision import (
     ViTConfig,
     build_encoder,
@@ -27,8 +27,7 @@ from forge_vlm.vision import (
     find_encoder,
     pixel_differences,
 )
-from forge_vlm.vision.features import Features
-from forge_vlm.vision.select import select
+from forge_vlm.vision.features import Features, select
 from forge_vlm.vision.transformers import build_config
 
 pytestmark = pytest.mark.lane("test")
@@ -182,7 +181,7 @@ def test_norms_are_not_doubled():
 
 def test_rows_that_experts_choose_from_are_not_split():
     with rejects("fusion.moma.router", "expert_choice", "split_rows"):
-        refuse_split_rows(EXPERTS_CHOOSE)
+        require_full_sequences(EXPERTS_CHOOSE)
 
 
 def test_features_that_blocks_of_cross_attention_do_not_read():
@@ -197,7 +196,7 @@ def test_features_that_blocks_of_cross_attention_do_not_read():
 def test_a_mixer_that_takes_no_mask():
     blocks = nn.ModuleDict({"cross_1": nn.Identity(), "1": nn.Identity()})
     with rejects("layers.1", ..., "mask"):
-        masked(blocks, None, TOKENS, None)
+        build_mask(blocks, None, TOKENS, None)
 
 
 class Reading(nn.Module):

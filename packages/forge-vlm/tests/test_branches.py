@@ -17,7 +17,7 @@ from forge_vlm import (
     VLMConfig,
 )
 from forge_vlm.fusion import MoMaConfig
-from forge_vlm.mask import RowMask
+from forge_vlm.sequence.masks import SequenceMask
 from forge_vlm.vision import ViTConfig
 
 pytestmark = pytest.mark.lane("test")
@@ -139,12 +139,12 @@ def test_a_tree_is_its_separate_rows(fusion):
 def test_branches_that_see_each_other_are_found(monkeypatch):
     """The proof above is one: with a mask that lets branches see each other it is over 100 times its bound off."""
     tree = Tree(4)
-    whole = RowMask.of
+    whole = SequenceMask.of
 
     def open_branches(documents, branches, spans):
         return whole(documents, None if branches is None else branches.clamp(max=1), spans)
 
-    monkeypatch.setattr(RowMask, "of", open_branches)
+    monkeypatch.setattr(SequenceMask, "of", open_branches)
     assert tree.difference(build()) > 1e-3
 
 

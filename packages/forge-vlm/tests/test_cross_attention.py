@@ -11,7 +11,7 @@ from forge_core.interp import attention_weights
 from forge_testing.problems import rejects
 from forge_vlm import VLM, FusionConfig, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.fusion import CrossAttentionConfig
-from forge_vlm.fusion.seen import seen_images
+from forge_vlm.fusion.cross_attention import visible_images
 from forge_vlm.vision import ViTConfig
 
 pytestmark = pytest.mark.lane("test")
@@ -70,10 +70,10 @@ def test_a_token_sees_images_before_it_in_its_document(sees, wanted):
     here = torch.zeros(1, 12, dtype=torch.bool)
     here[0, [2, 6, 7, 10]] = True
     documents = torch.tensor([[0] * 9 + [1] * 3])
-    first, stop = seen_images(here, documents, sees)
+    first, stop = visible_images(here, documents, sees)
     found = ["".join(map(str, range(a, b))) for a, b in zip(first[0].tolist(), stop[0].tolist())]
     assert found == wanted
-    with_row_before = seen_images(
+    with_row_before = visible_images(
         torch.cat([here.flip(1), here]), torch.cat([documents, documents]), sees
     )
     assert (with_row_before[0][1] - 4).tolist() == first[0].tolist()
@@ -88,7 +88,7 @@ def test_a_block_is_attention_token_by_token(sees, qk_norm):
     block.register_forward_hook(lambda m, args, out: given.update(x=args[0], out=out))
     model(tokens, images=images)
     x, features = given["x"], model.adapter(model.vision(images=images))  # (N, T, D)
-    first, stop = seen_images(tokens == IMAGE, None, sees)
+    first, stop = visible_images(tokens == IMAGE, None, sees)
     mix, wanted = block.mixer, torch.empty_like(x)
     for row in range(2):
         for t in range(12):
@@ -119,7 +119,7 @@ def test_weights_on_images_are_softmax_token_by_token_and_the_same_with_a_cache(
     found = weights["layers.cross_1.mixer"]  # (B, H, S, M), M of the row with most images
     assert found.shape == (2, 4, 12, 12)
     features = model.adapter(model.vision(images=images))  # (N, T, D)
-    first, stop = seen_images(tokens == IMAGE, None, sees)
+    first, stop = visible_images(tokens == IMAGE, None, sees)
     mix, wanted = block.mixer, torch.zeros_like(found)
     for row, begins in ((0, 0), (1, 3)):
         for t in range(12):

@@ -30,7 +30,7 @@ from data_files import png  # noqa: E402
 
 from forge_vlm.data import InvalidSample  # noqa: E402
 from forge_vlm.data.formats import open_records  # noqa: E402
-from forge_vlm.data.pieces import Pieces  # noqa: E402
+from forge_vlm.data.streaming import Pieces  # noqa: E402
 
 TEXTS = [f"text {i} é, said" for i in range(40)]
 MORE = ["one more", "and another"]  # of a sound file of the same folder

@@ -16,12 +16,12 @@ Image = pytest.importorskip("PIL.Image")
 from forge_vlm import VLM, ModalityConfig, VisionConfig, VLMConfig  # noqa: E402
 from forge_vlm._shared.problems import ProblemError  # noqa: E402
 from forge_vlm.data import InvalidSample, Prompts  # noqa: E402
-from forge_vlm.data.chat_template import TokenizerTemplate  # noqa: E402
 from forge_vlm.data.drawn import DrawnSquares  # noqa: E402
-from forge_vlm.data.fit import fit_problems  # noqa: E402
 from forge_vlm.data.formats import open_records  # noqa: E402
+from forge_vlm.data.options import fit_problems  # noqa: E402
 from forge_vlm.data.records import DOCUMENT, Message, Record  # noqa: E402
 from forge_vlm.data.source import options_of  # noqa: E402
+from forge_vlm.data.templates import TokenizerTemplate  # noqa: E402
 from forge_vlm.data.tokenizer import open_tokenizer  # noqa: E402
 from forge_vlm.data.video import Clip  # noqa: E402
 from forge_vlm.vision import ViTConfig  # noqa: E402

@@ -21,10 +21,10 @@ from test_prepare import same_rows  # noqa: E402
 
 from forge_vlm.data import Conversations, InvalidSample, Prompts  # noqa: E402
 from forge_vlm.data.command import main  # noqa: E402
-from forge_vlm.data.lengths import lengths_entry  # noqa: E402
+from forge_vlm.data.index import lengths_entry  # noqa: E402
 from forge_vlm.data.prepared import Prepared  # noqa: E402
-from forge_vlm.data.shards import StreamedConversations  # noqa: E402
 from forge_vlm.data.source import options_of  # noqa: E402
+from forge_vlm.data.streaming import StreamedConversations  # noqa: E402
 
 SIDE = 8  # of a token: patches of 4, two by two
 LEAST, MOST = 256, 4096

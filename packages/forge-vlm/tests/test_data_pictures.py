@@ -22,7 +22,7 @@ from forge_vlm.resolution import (  # noqa: E402
     TilesConfig,
     build_resolution,
 )
-from forge_vlm.vision.patches import cut_patches  # noqa: E402
+from forge_vlm.vision.features import cut_patches  # noqa: E402
 
 IMAGE = 257
 TILES = {"name": "tiles", "tiles": {"tile_size": 8, "longest_edge": 24}}

@@ -19,10 +19,10 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from forge_vlm.data import Conversations, InvalidSample, Prompts, check_labels  # noqa: E402
 from forge_vlm.data.formats import open_records  # noqa: E402
+from forge_vlm.data.index import fingerprint_of  # noqa: E402
 from forge_vlm.data.prepare import prepare  # noqa: E402
 from forge_vlm.data.prepared import MANIFEST, Prepared  # noqa: E402
 from forge_vlm.data.records import Picture, Span  # noqa: E402
-from forge_vlm.data.samples import fingerprint_of  # noqa: E402
 from forge_vlm.data.source import open_source, options_of  # noqa: E402
 
 SPECIALS = ["<unk>", "<s>", "</s>", "<image>", "<|im_start|>", "<|im_end|>"]

@@ -15,12 +15,12 @@ Image = pytest.importorskip("PIL.Image")
 
 from forge_vlm.data import InvalidSample, Prompts  # noqa: E402
 from forge_vlm.data.formats import open_records  # noqa: E402
-from forge_vlm.data.pictures import FORMATS  # noqa: E402
-from forge_vlm.data.pieces import Pieces  # noqa: E402
+from forge_vlm.data.images import FORMATS  # noqa: E402
 from forge_vlm.data.prepare import prepare  # noqa: E402
 from forge_vlm.data.prepared import Prepared, is_prepared  # noqa: E402
 from forge_vlm.data.records import Picture, Video  # noqa: E402
 from forge_vlm.data.source import Conversations, options_of  # noqa: E402
+from forge_vlm.data.streaming import Pieces  # noqa: E402
 from forge_vlm.data.tokenizer import open_tokenizer  # noqa: E402
 from forge_vlm.data.video import Clip  # noqa: E402
 

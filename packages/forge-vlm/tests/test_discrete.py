@@ -14,8 +14,7 @@ from forge_vlm import (
     VisionConfig,
     VLMConfig,
 )
-from forge_vlm.loss import modality_losses
-from forge_vlm.modalities import learnt, modality_ids, numbers_by_id
+from forge_vlm.modalities import learnt, modality_ids, modality_losses, numbers_by_id
 
 pytestmark = pytest.mark.lane("test")
 

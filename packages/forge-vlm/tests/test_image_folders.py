@@ -20,10 +20,10 @@ from data_files import NAMES, OPTIONS, coco, folder_of_csv, llava, picture_files
 
 from forge_vlm.data import Conversations, InvalidSample, Prompts  # noqa: E402
 from forge_vlm.data.formats import open_records  # noqa: E402
-from forge_vlm.data.pieces import Pieces  # noqa: E402
 from forge_vlm.data.prepare import prepare  # noqa: E402
 from forge_vlm.data.prepared import Prepared  # noqa: E402
 from forge_vlm.data.source import open_source, options_of  # noqa: E402
+from forge_vlm.data.streaming import Pieces  # noqa: E402
 from forge_vlm.data.video import Clip  # noqa: E402
 
 RED, ASK = "p/red.png", {"type": "text", "text": "what?"}

@@ -13,7 +13,7 @@ np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 
 from forge_vlm.data import InvalidSample  # noqa: E402
-from forge_vlm.data.pictures import Pictures  # noqa: E402
+from forge_vlm.data.images import Pictures  # noqa: E402
 from forge_vlm.data.records import Caps  # noqa: E402
 from forge_vlm.resolution import (  # noqa: E402
     AspectTilesConfig,
@@ -23,7 +23,7 @@ from forge_vlm.resolution import (  # noqa: E402
     TilesConfig,
     build_resolution,
 )
-from forge_vlm.vision.patches import cut_patches  # noqa: E402
+from forge_vlm.vision.features import cut_patches  # noqa: E402
 
 pytestmark = pytest.mark.lane("test")
 
@@ -212,7 +212,7 @@ def test_F168_crops_of_extreme_aspects_are_those_of_their_middle(monkeypatch):
     noise = np.random.default_rng(1).integers(0, 256, (7, 500, 3), dtype=np.uint8)
     image, resolution = Image.fromarray(noise), build_resolution(POLICIES["fixed crop"])
     slow = resolution(image)
-    monkeypatch.setattr("forge_vlm.resolution.fixed._MOST", 0)
+    monkeypatch.setattr("forge_vlm.resolution.policies._MOST", 0)
     for turned in (image, image.transpose(Image.Transpose.TRANSPOSE)):
         fast = resolution(turned)
         fast = fast if turned is image else fast.mT

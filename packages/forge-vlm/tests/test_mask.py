@@ -6,8 +6,8 @@ import torch
 from forge_core.model import AttentionSpec
 from forge_testing.problems import rejects
 from forge_vlm import Segment, SequencePlan
-from forge_vlm.mask import RowMask, attend_dense, attend_flex, flex_mask
-from forge_vlm.plan import SCOPES
+from forge_vlm.sequence.masks import SequenceMask, attend_dense, attend_flex, flex_mask
+from forge_vlm.sequence.plan import SCOPES
 
 pytestmark = pytest.mark.lane("test")
 
@@ -43,7 +43,7 @@ def labels():
 def mask_of(scope):
     own = plan()
     spans = None if scope is None else own.spans(scope, labels())
-    mask = RowMask.of(own.document_ids(), own.branches(), spans)
+    mask = SequenceMask.of(own.document_ids(), own.branches(), spans)
     assert mask is not None
     return mask
 
@@ -104,13 +104,13 @@ def test_without_branches_and_spans_there_is_no_mask():
     """Attention is then that of documents, with its kernels of variable length."""
     own = SequencePlan(((Segment(0, 0, 4), Segment(0, 4, 4, 1)),), 8)
     documents = own.document_ids()
-    assert RowMask.of(documents, own.branches(), own.spans("image")) is None
-    assert RowMask.of(documents, None, None) is None
+    assert SequenceMask.of(documents, own.branches(), own.spans("image")) is None
+    assert SequenceMask.of(documents, None, None) is None
 
 
 def test_ids_that_come_again_are_other_documents():
     ids = torch.tensor([[3, 3, 5, 5, 3, 3]])
-    mask = RowMask.of(ids, torch.tensor([[0, 1, 0, 1, 0, 1]]), None)
+    mask = SequenceMask.of(ids, torch.tensor([[0, 1, 0, 1, 0, 1]]), None)
     mask.prepare(AttentionSpec(), torch.zeros(1))
     index = torch.arange(6)
     seen = mask.sees(torch.zeros(1, 1, dtype=torch.int64), index[:, None], index)

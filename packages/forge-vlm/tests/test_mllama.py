@@ -17,7 +17,7 @@ import torch
 from forge_core import SamplingConfig, cross_entropy, generate
 from forge_vlm import VLM, CrossAttentionConfig, FusionConfig
 from forge_vlm.families import MLLAMA
-from forge_vlm.fusion.seen import seen_images
+from forge_vlm.fusion.cross_attention import visible_images
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_folders import distance, saved
@@ -168,7 +168,7 @@ def test_logits_are_those_of_transformers(cross, layers, first, tmp_path):
 def test_tokens_see_the_images_that_the_processor_lets_them_see():
     processing = pytest.importorskip("transformers.models.mllama.processing_mllama")
     here = torch.rand(40, 12, generator=torch.Generator().manual_seed(0)) < 0.4
-    first, stop = seen_images(here, None, "group")
+    first, stop = visible_images(here, None, "group")
     before = torch.cumsum(here.sum(1), 0) - here.sum(1)
     for row in range(len(here)):
         ranges = processing.get_cross_attention_token_mask(here[row].long().tolist(), 1)

@@ -11,8 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from forge_core import SamplingConfig, TokenContext, Transformer, generate
 from forge_testing.problems import rejects
 from forge_vlm import VLM, FusionConfig, ModalityConfig, VisionConfig, VLMConfig
-from forge_vlm.fusion import MoMa, MoMaConfig, MoMaSteps, axes_problems, set_routing_step
-from forge_vlm.fusion.choice import gumbel_difference
+from forge_vlm.experimental import MoMa, MoMaSteps, set_routing_step
+from forge_vlm.experimental.routing import gumbel_difference
+from forge_vlm.fusion import MoMaConfig, axes_problems
 from forge_vlm.vision import ViTConfig
 
 pytestmark = pytest.mark.lane("test")

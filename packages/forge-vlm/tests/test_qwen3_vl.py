@@ -128,7 +128,7 @@ def test_weights_begin_alike_on_the_meta_device(models):
 @pytest.mark.parametrize("key", ["patch_size", "merge", "patch_time"])
 def test_patches_of_another_size_are_refused_before_the_first_step(models, key):
     pytest.importorskip("numpy")
-    from forge_vlm.data.fit import fit_problems
+    from forge_vlm.data.options import fit_problems
 
     options = {
         **{"positions": "mrope", "image": "<image>", "resolution": {"name": "budget"}},

@@ -21,8 +21,8 @@ from data_files import IMAGE, OPTIONS  # noqa: E402
 
 from forge_vlm.data import InvalidSample, open_source  # noqa: E402
 from forge_vlm.data import pieces as pieces_module  # noqa: E402
-from forge_vlm.data.pieces import Pieces  # noqa: E402
-from forge_vlm.data.reader import Reader  # noqa: E402
+from forge_vlm.data.sample import Reader  # noqa: E402
+from forge_vlm.data.streaming import Pieces  # noqa: E402
 
 SIZES = dict(virtual_shards=3, shuffle_window=4)
 SHARDS = dict(format="webdataset", template="plain", **SIZES)

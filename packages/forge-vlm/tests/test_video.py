@@ -18,8 +18,14 @@ Image = pytest.importorskip("PIL.Image")
 
 from forge_vlm.data import Conversations, InvalidSample  # noqa: E402
 from forge_vlm.data.records import Picture  # noqa: E402
-from forge_vlm.data.sampling import VideoConfig, at_rate, best, score_of, spread  # noqa: E402
-from forge_vlm.data.video import Clip  # noqa: E402
+from forge_vlm.data.video import (  # noqa: E402
+    Clip,
+    VideoConfig,
+    at_rate,
+    best,
+    score_of,
+    spread,
+)
 
 IMAGE = 257
 

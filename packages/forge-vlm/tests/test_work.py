@@ -111,7 +111,7 @@ ADAPTERS = {
 
 @pytest.mark.parametrize("name", ADAPTERS)
 def test_operations_of_adapters(name):
-    from forge_vlm.work import work_of_media
+    from forge_vlm.flops import work_of_media
 
     adapter = build_adapter(AdapterConfig(name, **ADAPTERS[name]), 8, 16)
     encoder = build_encoder(VIT)

@@ -17,10 +17,14 @@ from forge_vlm._config import foreign_table, is_size
 from forge_vlm._shared.fields import field
 from forge_vlm._shared.problems import Problem, raise_problems
 from forge_vlm.adapters import AdapterConfig
-from forge_vlm.fusion.config import MixtureOfTransformersConfig, MoMaConfig, fusion_problems
-from forge_vlm.fusion.cross_config import CrossAttentionConfig
+from forge_vlm.fusion.config import (
+    CrossAttentionConfig,
+    MixtureOfTransformersConfig,
+    MoMaConfig,
+    fusion_problems,
+)
 from forge_vlm.modalities import ModalityConfig
-from forge_vlm.plan import SCOPES, SPAN_INPUTS
+from forge_vlm.sequence.plan import SCOPES, SPAN_INPUTS
 from forge_vlm.vision.config import VisionConfig
 
 __all__ = ["FusionConfig", "VLMConfig"]

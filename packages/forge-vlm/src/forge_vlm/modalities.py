@@ -1,6 +1,6 @@
-"""Which token ids stand for media, as plain data.
+"""Token ids that stand for media, and the loss of each modality.
 
-Shapes: B rows, S tokens of a row.
+Shapes: B sequences, S tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ from forge_vlm._shared.problems import Problem, invalid, raise_problems
 
 __all__ = [
     "ModalityConfig",
+    "ModalityLoss",
     "learnt",
     "learnt_ranges",
     "modality_ids",
+    "modality_losses",
     "numbers",
     "numbers_by_id",
 ]
@@ -106,3 +108,40 @@ def modality_ids(
         value = tuple(document_ids.shape)
         raise invalid("document_ids", "shape", value, rule, "give those of the same rows")
     return found.masked_fill(document_ids.to(tokens.device, non_blocking=True) < 0, -1)
+
+
+@dataclass(frozen=True)
+class ModalityLoss:
+    """The sum of losses of one modality's targets and what they weigh, 0-dim and without a graph."""
+
+    sum: Tensor
+    count: Tensor
+
+
+def modality_losses(
+    token_losses: Tensor,
+    labels: Tensor,
+    modalities: Mapping[str, ModalityConfig],
+    *,
+    weights: Tensor | None = None,
+    ignore_index: int = -100,
+) -> dict[str, ModalityLoss]:
+    """{"text" and each discrete modality: the losses of its targets}, which add up to the whole loss.
+
+        loss = cross_entropy(model(tokens), labels)
+        parts = modality_losses(loss.token_losses, labels, config.modalities)
+        mean = parts["image"].sum / parts["image"].count
+
+    token_losses (B, S) as `TokenLoss` has them, weighted; labels (B, S), by whose ids a target is of a modality;
+    weights (B, S) of labels. No host sync.
+    """
+    valid = labels != ignore_index
+    weigh = valid.double() if weights is None else weights.double().where(valid, 0.0)
+    ids = modality_ids(labels, None, modalities)
+    named = {"text": 0} | {n: i for n, i in numbers(modalities).items() if modalities[n].discrete}
+    found = {}
+    for name, number in named.items():
+        here = valid & (ids == number)
+        losses = token_losses.detach().where(here, 0.0)
+        found[name] = ModalityLoss(losses.sum(dtype=torch.float64), weigh.where(here, 0.0).sum())
+    return found

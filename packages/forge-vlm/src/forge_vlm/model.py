@@ -5,6 +5,7 @@ Shapes: B rows, S tokens of a row, D width of the stream, M tokens of all media.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Self
@@ -18,19 +19,35 @@ from forge_core.protocols import check_names
 from forge_vlm._shared.problems import invalid
 from forge_vlm.adapters import build_adapter
 from forge_vlm.config import VLMConfig
+from forge_vlm.flops import ImageWork, work_of_media
 from forge_vlm.fusion.build import ExpertFactory, fusion_parts
-from forge_vlm.fusion.config import PARTING, refuse_split_rows
-from forge_vlm.fusion.cross_attention import CrossAttentionBlock, with_cross_blocks
-from forge_vlm.fusion.seen import Seen, check_images, images_of_rows, seen_images
-from forge_vlm.masked import check_branches, masked, planned_spans, refuse_split_mask
+from forge_vlm.fusion.config import PARTING, require_full_sequences
+from forge_vlm.fusion.cross_attention import (
+    CrossAttentionBlock,
+    VisibleImages,
+    check_images,
+    images_by_sequence,
+    visible_images,
+    with_cross_blocks,
+)
 from forge_vlm.modalities import modality_ids
-from forge_vlm.place import check_places, place
-from forge_vlm.plan import SequencePlan
-from forge_vlm.positions import VLMCache, grids_of, plan_of
+from forge_vlm.sequence.masks import (
+    SequenceMask,
+    build_mask,
+    check_branches,
+    planned_spans,
+    require_no_mask,
+)
+from forge_vlm.sequence.plan import SequencePlan
+from forge_vlm.sequence.positions import (
+    VLMCache,
+    check_placeholders,
+    grids_of,
+    place_features,
+    plan_of,
+)
 from forge_vlm.vision.build import build_encoder
-from forge_vlm.vision.features import Features
-from forge_vlm.vision.pixels import values_of
-from forge_vlm.work import ImageWork, work_of_media
+from forge_vlm.vision.features import Features, values_of
 
 __all__ = ["VLM", "VLMCache"]
 
@@ -127,51 +144,42 @@ class VLM(Transformer):
         Raises ValueError where placeholders and tokens of images differ in number, seen where tokens are on the CPU or
         a plan is made.
         """
-        span_ids = rest.pop(self.config.span_input, None) if self.config.span_input else None
         media = {name: rest.pop(name) for name in self._media_names if name in rest}
         documents = document_ids if row_document_ids is None else row_document_ids
-        if branch_ids is not None:
-            check_branches(branch_ids, self._placeholders(tokens) if self.cross else None, cache)
-        if span_ids is None and self.config.span_input is not None:
-            drawn = partial(self._plan, tokens, documents, media) if self._has(media) else None
-            span_ids = planned_spans(self.config.bidirectional, tokens, drawn, cache)
-        rest["mask"] = mask = masked(self.layers, documents, branch_ids, span_ids)
-        if tokens.is_floating_point():  # a stage of a pipeline behind the first
-            rest.setdefault(
-                "modality_ids", self._ids_of_stream(rest.get("token_ids"), document_ids)
-            )
-            planned = self.config.positions != "sequential" or branch_ids is not None
-            if positions is None and cache is None and planned:
-                rule = (
-                    f"of a stream of floats must be given with positions {self.config.positions!r} or branches, which follow "
-                    "from its tokens and images"
-                )
-                fix = "give those of a SequencePlan with the batch"
-                raise invalid("positions", "missing", ..., rule, fix)
+        span_ids = rest.pop(self.config.span_input, None) if self.config.span_input else None
+        rest["mask"] = mask = self._mask(tokens, documents, branch_ids, span_ids, media, cache)
+
+        if tokens.is_floating_point():  # a pipeline stage after the first
+            self._require_positions(positions, cache, branch_ids)
+            ids = self._modality_ids_of_stream(rest.get("token_ids"), document_ids)
+            rest.setdefault("modality_ids", ids)
             return super().hidden(tokens, positions, document_ids, cache=cache, **rest)
-        rest.pop("token_ids", None)  # which later stages of a pipeline need
+
+        rest.pop("token_ids", None)  # read by later pipeline stages only
         if positions is None:
             positions = self._positions(tokens, document_ids, cache, media, branch_ids)
         if positions is None and document_ids is None and cache is None:
-            # counted here: under sequence parallelism the stream is a part of the tokens
+            # counted here, because under sequence parallelism the stream is shorter than the tokens
             positions = torch.arange(tokens.size(1), device=tokens.device)[None]
-        stream = self.embed(tokens)
+
+        stream, visible = self.embed(tokens), None
         layers: tuple[Tensor, ...] = ()
-        seen: Seen | None = None
         if self.cross:
-            seen = self._seen(tokens, documents, media, cache)
-            if seen is not None and self.token_part is not None:
-                seen = seen.cut(self.token_part)
+            visible = self._visible_images(tokens, documents, media, cache)
+            if visible is not None and self.token_part is not None:
+                visible = visible.shard(self.token_part)
         elif media:
-            stream, layers = self._with_media(stream, tokens, media)
+            stream, layers = self._add_features(stream, tokens, media)
+
         if after_embedding is not None:  # positions and document ids are those of this rank already
-            whole = tokens.size(1)
+            full = tokens.size(1)
             stream, tokens = after_embedding(stream), after_embedding(tokens)
-            if tokens.size(1) < whole:
-                refuse_split_rows(self.config.fusion)
-                refuse_split_mask(mask)
+            if tokens.size(1) < full:
+                require_full_sequences(self.config.fusion)
+                require_no_mask(mask)
             layers = tuple(after_embedding(layer) for layer in layers)
-            seen = None if seen is None else seen.cut(after_embedding)
+            visible = None if visible is None else visible.shard(after_embedding)
+
         out = super().hidden(
             stream,
             positions,
@@ -180,19 +188,49 @@ class VLM(Transformer):
             token_ids=tokens,
             modality_ids=self._modality_ids(tokens, document_ids, placed=bool(media)),
             layer_features=layers,
-            media=seen,
+            media=visible,
             **rest,
         )
         if isinstance(cache, VLMCache):
             cache.advance(positions, document_ids)
         return out
 
+    def _mask(
+        self,
+        tokens: Tensor,
+        document_ids: Tensor | None,
+        branch_ids: Tensor | None,
+        span_ids: Tensor | None,
+        media: dict[str, Any],
+        cache: KVCache | None,
+    ) -> SequenceMask | None:
+        """Attention mask of branches and spans; spans that the caller does not give follow from tokens and images."""
+        if branch_ids is not None:
+            check_branches(branch_ids, self._placeholders(tokens) if self.cross else None, cache)
+        if span_ids is None and self.config.span_input is not None:
+            plan = partial(self._plan, tokens, document_ids, media) if self._has(media) else None
+            span_ids = planned_spans(self.config.bidirectional, tokens, plan, cache)
+        return build_mask(self.layers, document_ids, branch_ids, span_ids)
+
+    def _require_positions(
+        self, positions: Tensor | None, cache: KVCache | None, branch_ids: Tensor | None
+    ) -> None:
+        """ValueError for a stream of floats without positions that only its tokens and images could give."""
+        planned = self.config.positions != "sequential" or branch_ids is not None
+        if positions is None and cache is None and planned:
+            rule = (
+                f"of a stream of floats must be given with positions {self.config.positions!r} or branches, which follow "
+                "from its tokens and images"
+            )
+            fix = "give those of a SequencePlan with the batch"
+            raise invalid("positions", "missing", ..., rule, fix)
+
     def _modality_ids(self, tokens: Tensor, document_ids: Tensor | None, *, placed: bool) -> Tensor:
         """Modalities (B, S); a placeholder is a token of text where media were not `placed`."""
         only = self.config.modalities if placed else self.config.discrete
         return modality_ids(tokens, document_ids, self.config.modalities, only)
 
-    def _ids_of_stream(
+    def _modality_ids_of_stream(
         self, token_ids: Tensor | None, document_ids: Tensor | None
     ) -> Tensor | None:
         """Modalities of a stream's tokens (B, S); ValueError where a fusion parts tokens by them and they are unknown."""
@@ -238,7 +276,7 @@ class VLM(Transformer):
             grids = grids_of(self.vision, media, self.config.positions, tokens, places)
         return plan_of(tokens, document_ids, places, grids, branch_ids)
 
-    def _with_media(
+    def _add_features(
         self, stream: Tensor, tokens: Tensor, media: dict[str, Any]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         """The stream with features at the placeholders, and what is added behind the first blocks, (B, S, D) each."""
@@ -246,26 +284,26 @@ class VLM(Transformer):
         flat = self.adapter(features).flatten(0, 1)  # (M, D)
         here = self._placeholders(tokens)
         if tokens.device.type == "cpu":
-            check_places(here, len(flat) if given else 0)
+            check_placeholders(here, len(flat) if given else 0)
         other = [f.size(-1) for f in features.layers if f.size(-1) != stream.size(-1)]
         if other:
             rule = f"must be the stream's width dim {stream.size(-1)}, as these features are added to the first blocks"
             fix = "change it, or dim"
             raise invalid("vision.transformers.out_hidden_size", "width", other[0], rule, fix)
         nothing = torch.zeros_like(stream)
-        layers = tuple(place(nothing, f, here, self.token_part) for f in features.layers)
+        layers = tuple(place_features(nothing, f, here, self.token_part) for f in features.layers)
         if len(layers) > len(self.layers):
             rule = f"must be at most the blocks of this pipeline stage, {len(self.layers)}, which they are added after"
             raise invalid("features.layers", "stage", len(layers), rule, "use fewer stages")
-        return place(stream, flat, here, self.token_part), layers
+        return place_features(stream, flat, here, self.token_part), layers
 
-    def _seen(
+    def _visible_images(
         self,
         tokens: Tensor,
         document_ids: Tensor | None,
         media: dict[str, Any],
         cache: KVCache | None,
-    ) -> Seen | None:
+    ) -> VisibleImages | None:
         """What each token sees for the blocks of cross-attention; None where there is no image at all."""
         if not media:
             if not isinstance(cache, VLMCache) or cache.seen is None:
@@ -281,9 +319,9 @@ class VLM(Transformer):
         here, sees = self._placeholders(tokens), self.config.fusion.cross_attention.sees
         images = media[self._media_names[0]]
         check_images(here, features, given, document_ids, images)
-        first, stop = seen_images(here, document_ids, sees)
-        rows, ids = images_of_rows(self.adapter(features), here, features.valid, images)
-        seen = Seen(rows, ids, first, stop)
+        first, stop = visible_images(here, document_ids, sees)
+        rows, ids = images_by_sequence(self.adapter(features), here, features.valid, images)
+        seen = VisibleImages(rows, ids, first, stop)
         if isinstance(cache, VLMCache):
             cache.seen = seen.newest()
         return seen
@@ -393,10 +431,65 @@ class VLM(Transformer):
         return own + self.first_flops_per_token(seq_len)[1]
 
     def plan_forward(self, tokens: Tensor) -> Tensor:
-        """`forward` with `images_per_row` images in each row, for fake tensors; see `planned`."""
-        from forge_vlm.planned import plan_forward  # the planner's alone
+        """Logits (B, S, V) of tokens (B, S) with the activations and shapes of a forward with `images_per_row` images each.
 
-        return plan_forward(self, tokens)
+        For a planner, which traces fake tensors: no value is read. Values decide where placeholders stand, which tokens are
+        of which modality, and which image a token sees, so all are taken as those of text. Encoder and adapter run on all
+        images. ValueError where the encoder reads values itself, or does not define the images of a size (`media_of`).
+        """
+        images, rows = self.config.images_per_row, len(tokens)
+        self._require_plannable()
+        positions = torch.arange(tokens.size(1), device=tokens.device)[None]
+        if self.vision is None or not images:
+            return self.project(Transformer.hidden(self, self.embed(tokens), positions))
+
+        features = self._planned_features(rows * images, tokens.device)
+        adapted = self.adapter(features).flatten(0, 1)  # (B n T, D)
+        stream, visible = self.embed(tokens), None
+        # under sequence parallelism the stream is shorter than the tokens
+        here = torch.zeros(stream.shape[:2], dtype=torch.bool, device=tokens.device)
+        layers: tuple[Tensor, ...] = ()
+        if self.cross:
+            first = here.long()
+            of_rows = adapted.unflatten(0, (rows, -1))  # (B, n T, D)
+            ids = of_rows.new_zeros(of_rows.shape[:2], dtype=torch.int64)
+            visible = VisibleImages(of_rows, ids, first, first + 1)
+        else:
+            nothing = torch.zeros_like(stream)
+            layers = tuple(place_features(nothing, layer, here) for layer in features.layers)
+            stream = place_features(stream, adapted, here)
+
+        x = Transformer.hidden(self, stream, positions, layer_features=layers, media=visible)
+        return self.project(x)
+
+    def _require_plannable(self) -> None:
+        """ValueError for a model whose forward depends on values of its tokens or images."""
+        fusion = self.config.fusion
+        if fusion.name == "moma" and fusion.moma.router != "token_choice":
+            rule = "takes tokens by the documents of each row, and cannot be planned"
+            fix = "plan 'token_choice', or use parallel.layout = 'manual'"
+            raise invalid("fusion.moma.router", "planned", fusion.moma.router, rule, fix)
+        if self.vision is None or not self.config.images_per_row:
+            return
+        if not hasattr(self.vision, "media_of"):
+            rule = "cannot be planned: its encoder does not define media_of(images, pixels, device)"
+            fix = "add it, or use parallel.layout = 'manual'"
+            raise invalid("vision.name", "planned", self.config.vision.name, rule, fix)
+
+    def _planned_features(self, images: int, device: torch.device) -> Features:
+        """Features of `images` images of the size that FLOPs count; ValueError where the encoder reads their values."""
+        media = self.vision.media_of(images, self.config.pixels_per_image, device)
+        try:
+            return self._encode(media)
+        except RuntimeError as error:
+            # torch has no public class for it
+            text = f"{type(error).__name__} {error}"
+            if not re.search("data-?dependent", text, re.IGNORECASE):
+                raise
+            kind = self.config.vision.transformers.get("model_type")
+            rule = "reads values of images in its forward, and cannot be planned"
+            fix = "use parallel.layout = 'manual'"
+            raise invalid("vision.transformers.model_type", "planned", kind, rule, fix) from error
 
     def _encode(self, media: dict[str, Any]) -> Features:
         """Features of the encoder; one that nothing trains keeps no activations."""

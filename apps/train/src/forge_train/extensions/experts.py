@@ -13,7 +13,7 @@ from forge_parallel.structure import stages_of
 from forge_train.config.schema import JobConfig
 from forge_train.run.extension import Extension
 from forge_train.run.run import Run
-from forge_vlm.fusion import MoMa, MoMaSteps, set_row_group
+from forge_vlm.experimental import MoMa, MoMaSteps, set_row_group
 
 
 class Experts(Extension):

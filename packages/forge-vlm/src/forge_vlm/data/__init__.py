@@ -1,7 +1,7 @@
 """Conversations with pictures as rows of tokens, labels and pixels."""
 
 from forge_vlm.data.drawn import DrawnSquares
-from forge_vlm.data.errors import InvalidSample
+from forge_vlm.data.files import InvalidSample
 from forge_vlm.data.formats import FORMATS, open_records
 from forge_vlm.data.prepared import Prepared, is_prepared
 from forge_vlm.data.prompts import Prompt, Prompts

@@ -14,7 +14,7 @@ from forge_vlm._shared.paths import read_regular, user_path
 from forge_vlm._shared.problems import invalid
 from forge_vlm._shared.record_keys import unread_keys
 from forge_vlm._shared.streams import tolerate
-from forge_vlm.data.errors import InvalidSample
+from forge_vlm.data.files import InvalidSample
 
 __all__ = ["main", "run"]
 

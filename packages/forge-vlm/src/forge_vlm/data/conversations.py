@@ -13,7 +13,7 @@ from typing import Any
 
 from forge_vlm._config import is_finite, is_size
 from forge_vlm._shared.record_keys import CONTENT, Keys, RecordKeys, is_empty
-from forge_vlm.data.errors import InvalidSample, invalid
+from forge_vlm.data.files import InvalidSample, invalid
 from forge_vlm.data.records import ROLES, Caps, Message, Picture, Record, picture_of, video_of
 
 __all__ = ["from_chat", "from_llava", "index_of"]

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 
 from forge_vlm._shared.problems import invalid
-from forge_vlm.data.stream import PictureRows
-from forge_vlm.plan import IGNORE, PAD
+from forge_vlm.data.packing import PictureRows
+from forge_vlm.sequence.plan import IGNORE, PAD
 
 __all__ = ["DrawnSquares"]
 

@@ -1,27 +1,52 @@
-"""Files of a source: opened, listed, and digests of their content."""
+"""Files of a source (open, list, digest), and the error that names a sample or file that cannot be read."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from io import BufferedReader
 from pathlib import Path
 
+from forge_vlm._shared import problems
 from forge_vlm._shared.atomic import write_file
 from forge_vlm._shared.cache import digest_of, entry_of, once
 from forge_vlm._shared.paths import files_named, open_regular, read_regular, user_path
-from forge_vlm.data.errors import InvalidSample, invalid, readable
 
 __all__ = [
+    "InvalidSample",
     "check_tar_end",
     "content_of",
     "digest_of_file",
     "digest_of_files",
     "files_of",
     "folder_of",
+    "invalid",
     "opened",
+    "readable",
 ]
+
+
+class InvalidSample(problems.WithProblems, ValueError):
+    """A sample, a picture or a file that cannot be read; `where` names it."""
+
+
+#: The InvalidSample of one problem, or, with `kind`, another error.
+invalid = partial(problems.invalid, kind=InvalidSample)
+
+
+@contextlib.contextmanager
+def readable(path: object) -> Iterator[None]:
+    """Errors of the file system as InvalidSample with the name of the file, or `path`."""
+    try:
+        yield
+    except OSError as error:
+        rule, where = f"cannot be read ({error.strerror})", error.filename or path
+        fix = "check the path and its permissions"
+        raise invalid("", "unreadable", ..., rule, fix, where=where) from error
+
 
 _SMALL = 1 << 24  # bytes of files that are sooner hashed than looked up
 

@@ -23,15 +23,13 @@ import numpy as np
 
 from forge_vlm._shared.paths import user_path
 from forge_vlm._shared.problems import ProblemError, raise_problems
-from forge_vlm.data.errors import invalid, readable
-from forge_vlm.data.files import digest_of_file
+from forge_vlm.data.files import digest_of_file, invalid, readable
+from forge_vlm.data.index import Counted, CountedSamples
 from forge_vlm.data.options import problems
-from forge_vlm.data.reader import NEWER, Decoder, identity_of, pictures_of
 from forge_vlm.data.records import Caps, Picture
-from forge_vlm.data.sample import Sample
-from forge_vlm.data.samples import Counted, CountedSamples
-from forge_vlm.plan import IGNORE
+from forge_vlm.data.sample import NEWER, Decoder, Sample, identity_of, pictures_of
 from forge_vlm.resolution import Layout
+from forge_vlm.sequence.plan import IGNORE
 
 __all__ = ["MANIFEST", "Prepared", "is_prepared", "prepared_options", "verify"]
 

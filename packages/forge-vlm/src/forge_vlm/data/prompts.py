@@ -18,13 +18,12 @@ from torch import Tensor
 
 from forge_vlm._shared.problems import ProblemError, raise_problems
 from forge_vlm._shared.record_keys import RecordKeys
-from forge_vlm.data.errors import InvalidSample, invalid
+from forge_vlm.data.files import InvalidSample, invalid
 from forge_vlm.data.formats import open_records
 from forge_vlm.data.options import problems
 from forge_vlm.data.prepared import is_prepared, prepared_options
-from forge_vlm.data.reader import Reader
 from forge_vlm.data.records import DOCUMENT, Message, Picture, Record
-from forge_vlm.data.sample import sample_of
+from forge_vlm.data.sample import Reader, sample_of
 from forge_vlm.data.source import options_of
 from forge_vlm.data.templates import JINJA, Piece
 from forge_vlm.resolution import Layout

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from forge_vlm._shared.paths import read_regular
-from forge_vlm.data.errors import InvalidSample, invalid
+from forge_vlm.data.files import InvalidSample, invalid
 
 __all__ = [
     "Caps",

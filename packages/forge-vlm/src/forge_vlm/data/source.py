@@ -12,17 +12,14 @@ from typing import Any
 
 from forge_vlm._shared.problems import invalid, raise_problems
 from forge_vlm._shared.record_keys import RecordKeys
-from forge_vlm.data.errors import InvalidSample
-from forge_vlm.data.files import folder_of
+from forge_vlm.data.files import InvalidSample, folder_of
 from forge_vlm.data.formats import open_records
-from forge_vlm.data.lengths import cached, lengths_entry
+from forge_vlm.data.index import CountedSamples, cached, lengths_entry
 from forge_vlm.data.options import problems
 from forge_vlm.data.prepared import Prepared, is_prepared
-from forge_vlm.data.reader import Reader
 from forge_vlm.data.records import MOST_BYTES, MOST_PIXELS
-from forge_vlm.data.sample import Sample
-from forge_vlm.data.samples import CountedSamples
-from forge_vlm.data.shards import StreamedConversations
+from forge_vlm.data.sample import Reader, Sample
+from forge_vlm.data.streaming import StreamedConversations
 
 __all__ = ["Conversations", "open_source", "options_of"]
 

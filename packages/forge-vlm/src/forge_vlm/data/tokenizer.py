@@ -16,7 +16,7 @@ from forge_vlm._shared.paths import read_regular, user_path
 from forge_vlm._shared.problems import ProblemError
 from forge_vlm._shared.special_tokens import begin_tokens, end_tokens
 from forge_vlm._shared.tokenizer_settings import switch_off_settings
-from forge_vlm.data.errors import invalid
+from forge_vlm.data.files import invalid
 from forge_vlm.data.templates import Piece
 
 __all__ = ["ByteTokens", "JsonTokens", "Tokens", "open_tokenizer"]

@@ -11,9 +11,9 @@ from forge_core.families import Family
 from forge_vlm.families.chameleon import CHAMELEON
 from forge_vlm.families.check_inputs import inputs_of
 from forge_vlm.families.internvl import INTERNVL
+from forge_vlm.families.keys import MODULES, module_name
 from forge_vlm.families.llava import LLAVA
 from forge_vlm.families.mllama import MLLAMA
-from forge_vlm.families.modules import MODULES, module_name
 from forge_vlm.families.qwen3_vl import QWEN3_VL
 from forge_vlm.families.smolvlm import IDEFICS3, SMOLVLM
 

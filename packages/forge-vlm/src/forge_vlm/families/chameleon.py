@@ -1,7 +1,4 @@
-"""The decoder of Chameleon (Chameleon team 2024, arXiv 2405.09818): text and discrete image tokens in one stream.
-
-Shapes: B rows, S tokens, H heads, D width of a head.
-"""
+"""The decoder of Chameleon as Hugging Face stores it: text and discrete image tokens in one stream. Experimental."""
 
 from __future__ import annotations
 
@@ -9,72 +6,23 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-from forge_core import Attention, TransformerConfig
+from forge_core import TransformerConfig
 from forge_core.families import LLAMA, Family
-from forge_core.kinds import ParameterKind
 from forge_vlm._shared.problems import Problem, ProblemError, invalid, problems_of
 from forge_vlm.config import VLMConfig
+from forge_vlm.experimental.chameleon import ChameleonAttention, HeadLayerNorm
 from forge_vlm.families.keys import Row, beyond_decoder, check_values
 from forge_vlm.modalities import ModalityConfig
 from forge_vlm.vision import VisionConfig
 
 __all__ = ["CHAMELEON", "ChameleonAttention", "HeadLayerNorm"]
 
-_EPS = 1e-5  # whatever the config's norm_eps is
 _IMAGE = "IMGIMG"  # what names of image tokens begin with
+# in configs of earlier versions, so the path stays although the class is in forge_vlm.experimental
 _MIXER = "forge_vlm.families.chameleon:ChameleonAttention"
 _BLOCKS = {False: "pre_norm", True: "post_norm"}  # by swin_norm
 #: Keys that say nothing about the decoder: those of its image tokeniser, and of files.
 _OWN = ("vq_config", "vocabulary_map", "swin_norm", "model_parallel_size", "image_token_id")
-
-
-class HeadLayerNorm(nn.Module):
-    """LayerNorm over the width of a head, with weights of each head: (..., H, D) -> (..., H, D)."""
-
-    def __init__(self, heads: int, width: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(heads, width))
-        self.bias = nn.Parameter(torch.empty(heads, width))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Set the initial values, also after `to_empty`."""
-        nn.init.ones_(self.weight)
-        nn.init.zeros_(self.bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.layer_norm(x, x.shape[-1:], eps=_EPS) * self.weight + self.bias
-
-    def parameter_kinds(self) -> dict[str, ParameterKind]:
-        """A norm and a bias for each head; they begin at ones and zeros."""
-        return {"weight": "stacked_norm", "bias": "stacked_bias"}
-
-
-class ChameleonAttention(Attention):
-    """Attention with a `HeadLayerNorm` on queries and on keys, as `mixer` of a config by its import path.
-
-    TransformerConfig(vocab_size=256, mixer="forge_vlm.families.chameleon:ChameleonAttention")
-    """
-
-    def __init__(self, config: TransformerConfig, layer: int) -> None:
-        super().__init__(config)
-        if config.qk_norm:
-            rule = "duplicates the norms of Chameleon"
-            raise invalid("qk_norm", "excludes", True, rule, "remove it")
-        self.norms_heads = True
-        norms: Any = [
-            HeadLayerNorm(heads, self.head_dim)
-            for heads in (config.num_heads, config.resolved_num_kv_heads)
-        ]
-        self.q_norm, self.k_norm = norms
-
-    def parallel_roles(self) -> dict[str, Any]:
-        """Whole on each rank: weights of the norms differ by head."""
-        return {"*": "opaque"}
 
 
 def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:

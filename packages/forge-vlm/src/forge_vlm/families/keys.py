@@ -1,4 +1,4 @@
-"""Keys and names that vision-language models of Hugging Face share."""
+"""Configuration keys, tensor names and module names that vision-language models of Hugging Face share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ import torch
 from forge_core import TransformerConfig
 from forge_core.families import FAMILIES, Family, find_family
 from forge_vlm._shared.hf_keys import HARMLESS, TRAINING
-from forge_vlm._shared.problems import Problem, ProblemError, problems_of, raise_problems
+from forge_vlm._shared.problems import Problem, ProblemError, invalid, problems_of, raise_problems
 from forge_vlm.config import VLMConfig
 from forge_vlm.vision import VisionConfig, build_encoder
 
-Row = tuple[str, str | tuple[str, ...], tuple[tuple[Any, ...], ...]]
+__all__ = ["MODULES", "module_name"]
 
+Row = tuple[str, str | tuple[str, ...], tuple[tuple[Any, ...], ...]]
 # Further keys of no meaning for the forward pass.
 _UNREAD = HARMLESS | {"ignore_index", "image_seq_length", "model_type", "vocab_size"}
 #: Keys of vision configs that change nothing in evaluation. Rates of dropout stay: transformers' encoder has them.
@@ -122,3 +123,30 @@ def family_of(config: VLMConfig, names: tuple[str, ...]) -> Family:
         else:
             return FAMILIES[name]
     raise errors[0]
+
+
+#: Prefixes in files, and what they are in the model; of other families it was not looked at.
+MODULES: dict[str, dict[str, str]] = {
+    "llava": {
+        "language_model.model.": "model.language_model.",
+        "language_model.lm_head.": "lm_head.",
+        "vision_tower.": "model.vision_tower.",
+        "multi_modal_projector.": "model.multi_modal_projector.",
+    },
+    "qwen3_vl": {},
+}
+
+
+def module_name(family: str, tensor: str) -> str:
+    """What the model of a family in `MODULES` calls a tensor that its files call `tensor`.
+
+    Usage: `module_name("llava", "vision_tower.post_layernorm.bias")`, "model.vision_tower.post_layernorm.bias".
+    ValueError for another family.
+    """
+    if family not in MODULES:
+        rule = f"must be one of {', '.join(MODULES)}, whose modules peft is known to find"
+        raise invalid("", "adapter", family, rule, "export the merged model")
+    for prefix, there in MODULES[family].items():
+        if tensor.startswith(prefix):
+            return there + tensor.removeprefix(prefix)
+    return tensor

@@ -21,7 +21,7 @@ from forge_vlm.families.keys import (
     of_text_config,
     vision_from_hf,
 )
-from forge_vlm.fusion.cross_config import CrossAttentionConfig
+from forge_vlm.fusion.config import CrossAttentionConfig
 from forge_vlm.modalities import ModalityConfig
 
 _READS = (

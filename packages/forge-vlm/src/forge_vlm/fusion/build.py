@@ -9,10 +9,10 @@ from torch import nn
 
 from forge_core.model import build_block, build_feed_forward, build_mixer
 from forge_vlm._shared.problems import invalid
+from forge_vlm.experimental.mixture_of_transformers import MixtureBlock
+from forge_vlm.experimental.moma import MoMa
+from forge_vlm.experimental.routing import NOWHERE
 from forge_vlm.fusion.config import groups_of
-from forge_vlm.fusion.mixture_of_transformers import MixtureBlock
-from forge_vlm.fusion.moma import MoMa
-from forge_vlm.fusion.routes import NOWHERE
 from forge_vlm.modalities import numbers
 
 if TYPE_CHECKING:

@@ -3,7 +3,6 @@
 Resizing needs pillow (the extra `images`); counting tiles and tokens does not.
 """
 
-from forge_vlm.resolution.build import Resolution, build_resolution
 from forge_vlm.resolution.config import (
     AspectTilesConfig,
     BudgetConfig,
@@ -11,7 +10,8 @@ from forge_vlm.resolution.config import (
     ResolutionConfig,
     TilesConfig,
 )
-from forge_vlm.resolution.layout import Layout
+from forge_vlm.resolution.images import Layout
+from forge_vlm.resolution.policies import Resolution, build_resolution
 
 __all__ = [
     "AspectTilesConfig",

@@ -10,13 +10,7 @@ from forge_vlm._config import foreign_table, size_problems
 from forge_vlm._shared.fields import field
 from forge_vlm._shared.problems import Problem, raise_problems
 
-__all__ = [
-    "AspectTilesConfig",
-    "BudgetConfig",
-    "FixedConfig",
-    "ResolutionConfig",
-    "TilesConfig",
-]
+__all__ = ["AspectTilesConfig", "BudgetConfig", "FixedConfig", "ResolutionConfig", "TilesConfig"]
 
 FILTERS = ("bilinear", "bicubic", "lanczos")
 FITS = ("pad", "stretch", "crop")

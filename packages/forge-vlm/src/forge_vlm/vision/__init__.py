@@ -1,18 +1,18 @@
 """Vision encoders: a plain ViT of one size or any, those of transformers, and what they offer to adapters."""
 
-from forge_vlm.vision.build import build_encoder, check_encoder
-from forge_vlm.vision.config import VisionConfig, ViTConfig
-from forge_vlm.vision.features import Features
-from forge_vlm.vision.folder import (
+from forge_vlm.vision.build import (
+    build_encoder,
+    check_encoder,
     encoder_differences,
     encoder_tensors,
     find_encoder,
     pixel_differences,
     processor_pixels,
 )
-from forge_vlm.vision.packed import PackedViT
-from forge_vlm.vision.patches import cut_patches, num_layer_features
-from forge_vlm.vision.vit import ViT
+from forge_vlm.vision.config import VisionConfig, ViTConfig
+from forge_vlm.vision.features import Features, cut_patches
+from forge_vlm.vision.patches import num_layer_features
+from forge_vlm.vision.vit import PackedViT, ViT
 
 __all__ = [
     "Features",

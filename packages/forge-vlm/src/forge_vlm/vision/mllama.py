@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from forge_core import Init
 from forge_core.model import reset_by_table
 from forge_vlm._shared.problems import invalid
+from forge_vlm.flops import ImageWork, Part, attended, image_work
 from forge_vlm.vision.config import VisionConfig
-from forge_vlm.vision.features import Features
-from forge_vlm.vision.pixels import normalised, values_of
+from forge_vlm.vision.features import Features, normalised, values_of
 from forge_vlm.vision.transformers import blocks_of, build_config, init_of, with_buffers
-from forge_vlm.work import ImageWork, Part, attended, image_work
 
 __all__ = ["MllamaEncoder"]
 

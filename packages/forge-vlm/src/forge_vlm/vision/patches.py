@@ -5,7 +5,6 @@ Shapes: N images (or frames), P patches of all images, E numbers of a patch, M t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,24 +13,20 @@ from torch import Tensor, nn
 from forge_core import Init
 from forge_core.model import reset_by_table
 from forge_vlm._shared.problems import invalid
+from forge_vlm.flops import ImageWork, Part, attended, image_work
 from forge_vlm.vision.config import PATCH_MODELS, VisionConfig
-from forge_vlm.vision.features import Features
-from forge_vlm.vision.pixels import normalised, values_of
+from forge_vlm.vision.features import (
+    Features,
+    Grid,
+    check_patches,
+    checked_grids,
+    grids_on_host,
+    normalised,
+    values_of,
+)
 from forge_vlm.vision.transformers import blocks_of, build_config, init_of, with_buffers
-from forge_vlm.work import ImageWork, Part, attended, image_work
 
-__all__ = [
-    "PATCH_MODELS",
-    "Grid",
-    "PatchEncoder",
-    "check_patches",
-    "checked_grids",
-    "cut_patches",
-    "grids_on_host",
-    "num_layer_features",
-]
-
-Grid = tuple[int, int, int]
+__all__ = ["PATCH_MODELS", "PatchEncoder", "num_layer_features"]
 
 
 class PatchEncoder(nn.Module):
@@ -163,55 +158,3 @@ def num_layer_features(config: VisionConfig) -> int:
     if config.name != "transformers" or config.transformers["model_type"] not in PATCH_MODELS:
         return 0
     return len(build_config(config.transformers).deepstack_visual_indexes)
-
-
-def grids_on_host(grids: Any) -> Tensor:
-    """The grids (N, 3) int64 of all rows; ValueError for another shape or dtype."""
-    found = values_of(grids).cpu()
-    if found.dim() != 2 or found.size(1) != 3 or found.dtype not in (torch.int64, torch.int32):
-        rule = f"and {found.dtype} must be (N, 3) and int64: (time, rows, columns) in patches of each image"
-        raise invalid("grids", "shape", tuple(found.shape), rule, "cut_patches makes them")
-    return found
-
-
-def checked_grids(grids: Sequence[Sequence[int]], merge: int) -> Sequence[Sequence[int]]:
-    """The (time, rows, columns) of images as they are; ValueError where `merge` does not divide rows and columns."""
-    for grid in grids:
-        if min(grid) < 1 or grid[1] % merge or grid[2] % merge:
-            rule = f"must be (time, rows, columns) in patches, with rows and columns that {merge} divides"
-            raise invalid("grids", "divides", list(grid), rule, "resize the image")
-    return grids
-
-
-def check_patches(patches: Tensor, lengths: Sequence[int], width: int) -> None:
-    """ValueError for patches that are not (P, E = `width`), with those of images of `lengths`."""
-    wanted = (sum(lengths), width)
-    if patches.shape != wanted:
-        rule = f"must be {wanted}, those of the {len(lengths)} images of grids"
-        value = tuple(patches.shape)
-        raise invalid("patches", "shape", value, rule, "give both of the same images")
-
-
-def cut_patches(
-    frames: Tensor, patch_size: int = 16, merge: int = 2, time: int = 2
-) -> tuple[Tensor, Tensor]:
-    """Patches (P, E) and grid (1, 3) of an image or of the frames of a video (F, C, H, W).
-
-        patches, grid = cut_patches(torch.zeros(1, 3, 64, 96))       # (24, 1536), [[1, 4, 6]]
-
-    `time` frames are cut together, and the last one is repeated until it divides them. The patches of a token stand
-    together. ValueError unless patch_size * merge divides height and width.
-    """
-    height, width = frames.shape[-2:]
-    side = patch_size * merge
-    if height % side or width % side:
-        rule = f"(height, width) must be sides that {side} divides"
-        raise invalid("frames", "divides", (height, width), rule, "resize it")
-    missing = -len(frames) % time
-    frames = torch.cat([frames, frames[-1:].expand(missing, -1, -1, -1)])
-    x = frames.unflatten(0, (-1, time))  # (T, time, C, H, W)
-    x = x.unflatten(4, (-1, merge, patch_size)).unflatten(3, (-1, merge, patch_size))
-    # (T, time, C, rows, merge, size, columns, merge, size): tokens, then their patches, then what a patch holds
-    x = x.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
-    grid = torch.tensor([[len(x), height // patch_size, width // patch_size]])
-    return x.reshape(-1, x[0, 0, 0, 0, 0].numel()), grid

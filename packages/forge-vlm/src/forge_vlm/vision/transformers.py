@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from forge_core import Init
 from forge_core.model import reset_by_table
 from forge_vlm._shared.problems import invalid
+from forge_vlm.flops import ImageWork, Part, attended, image_work
 from forge_vlm.vision.config import VisionConfig
-from forge_vlm.vision.features import Features
-from forge_vlm.vision.pixels import check_size, normalised, values_of
-from forge_vlm.vision.select import select
-from forge_vlm.work import ImageWork, Part, attended, image_work
+from forge_vlm.vision.features import Features, check_size, normalised, select, values_of
 
 __all__ = ["TransformersEncoder"]
 

@@ -1,0 +1,112 @@
+"""Modules and names of 0.1, found until 0.3.0 with a DeprecationWarning."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Callable
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+#: Module of 0.1 -> module of today.
+MODULES = {
+    f"forge_vlm.{old}": f"forge_vlm.{new}"
+    for old, new in {
+        "adapters.heads": "adapters.pooling",
+        "adapters.resampler": "adapters.pooling",
+        "adapters.single": "adapters.build",
+        "adapters.windows": "adapters.pooling",
+        "data.chat_template": "data.templates",
+        "data.errors": "data.files",
+        "data.fit": "data.options",
+        "data.lengths": "data.index",
+        "data.pictures": "data.images",
+        "data.pieces": "data.streaming",
+        "data.reader": "data.sample",
+        "data.samples": "data.index",
+        "data.sampling": "data.video",
+        "data.shards": "data.streaming",
+        "data.stream": "data.packing",
+        "data.trees": "data.sample",
+        "data.units": "data.prepare",
+        "families.modules": "families.keys",
+        "fusion.attach": "experimental.moma",
+        "fusion.choice": "experimental.routing",
+        "fusion.cross_config": "fusion.config",
+        "fusion.experts": "experimental.moma",
+        "fusion.mixture_of_transformers": "experimental.mixture_of_transformers",
+        "fusion.moma": "experimental.moma",
+        "fusion.routes": "experimental.routing",
+        "fusion.seen": "fusion.cross_attention",
+        "fusion.steps": "experimental.moma",
+        "loss": "modalities",
+        "mask": "sequence.masks",
+        "masked": "sequence.masks",
+        "place": "sequence.positions",
+        "plan": "sequence.plan",
+        "positions": "sequence.positions",
+        "resolution.budget": "resolution.policies",
+        "resolution.build": "resolution.policies",
+        "resolution.fixed": "resolution.policies",
+        "resolution.layout": "resolution.images",
+        "resolution.pictures": "resolution.images",
+        "resolution.tiles": "resolution.policies",
+        "vision.folder": "vision.build",
+        "vision.packed": "vision.vit",
+        "vision.pixels": "vision.features",
+        "vision.select": "vision.features",
+        "work": "flops",
+        "planned": "model",
+    }.items()
+}
+#: Module -> {name of 0.1: name of today, there or in another module}.
+NAMES: dict[str, dict[str, str]] = {
+    "forge_vlm.fusion": {
+        "MixtureBlock": "forge_vlm.experimental:MixtureBlock",
+        "MoMa": "forge_vlm.experimental:MoMa",
+        "MoMaSteps": "forge_vlm.experimental:MoMaSteps",
+        "set_routing_step": "forge_vlm.experimental:set_routing_step",
+        "set_row_group": "forge_vlm.experimental:set_row_group",
+    },
+}
+
+
+class OldModules:
+    """Import finder and loader: a module path of 0.1 is the module of today, with a DeprecationWarning."""
+
+    @staticmethod
+    def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        return ModuleSpec(name, OldModules) if name in MODULES else None  # type: ignore[arg-type]
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> None:
+        return None
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        new = MODULES[module.__name__]
+        warnings.warn(f"{module.__name__} is {new} now", DeprecationWarning, stacklevel=2)
+        # the import system returns what is here afterwards
+        sys.modules[module.__name__] = importlib.import_module(new)
+
+
+def renamed(owner: str) -> Callable[[str], Any]:
+    """Return a module's `__getattr__` that reads its old names, with a DeprecationWarning."""
+
+    def read(name: str) -> Any:
+        new = NAMES[owner].get(name)
+        if new is None:
+            raise AttributeError(f"module {owner!r} has no attribute {name!r}")
+        module, _, attribute = f"{owner}:{new}".rpartition(":")
+        module = module.rpartition(":")[2]
+        text = f"{owner}.{name} is {module}.{attribute} now"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return getattr(importlib.import_module(module), attribute)
+
+    return read
+
+
+# first: an upgrade in place leaves folders with __pycache__ only, which are packages without content
+sys.meta_path.insert(0, OldModules())
