@@ -21,7 +21,7 @@ from torch import Tensor
 from forge_core import SamplingConfig, generate, parameter_count
 from forge_core.interp import attention_weights
 from forge_train import load_job, load_trained
-from forge_vlm.data import Conversations
+from forge_vlm.data import VisionChatSource
 
 
 class HeldOut(NamedTuple):
@@ -43,7 +43,7 @@ class Reading(NamedTuple):
 def held_out(run: Path) -> HeldOut:
     """The held-out digits as the run's own source writes them."""
     (source,) = load_job(run / "config.toml").config.data.sources.values()
-    talks = Conversations(Path(source.path).with_name("held_out.jsonl"), **source.options)
+    talks = VisionChatSource(Path(source.path).with_name("held_out.jsonl"), **source.options)
     samples = [talks.sample(i) for i in range(len(talks.lengths))]
     rows = torch.stack([torch.from_numpy(s.tokens) for s in samples])
     behind = torch.from_numpy(samples[0].labels) != -100  # the prompt's last token is the first

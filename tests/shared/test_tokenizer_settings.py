@@ -62,11 +62,11 @@ def of_chats(folder: Path) -> Callable[[], list[int]]:
 
 
 def of_images(folder: Path) -> Callable[[], list[int]]:
-    from forge_vlm.data.templates import Piece
+    from forge_vlm.data.templates import ChatSegment
     from forge_vlm.data.tokenizer import JsonTokens
 
     tokens = JsonTokens(folder, "</s>", "<image>")
-    return lambda: tokens.encode([Piece(TEXT)])[0].tolist()
+    return lambda: tokens.encode([ChatSegment(TEXT)])[0].tolist()
 
 
 @pytest.mark.parametrize("reader", [of_data, of_a_batch, of_chats, of_images])

@@ -25,7 +25,7 @@ from torch import Tensor
 from forge_core import OptimizerConfig, build_optimizer, cross_entropy, initialize
 from forge_vlm import VLM, FusionConfig, ModalityConfig, SequencePlan, VisionConfig, VLMConfig
 from forge_vlm.fusion import MoMaConfig
-from forge_vlm.modalities import learnt, modality_losses, numbers_by_id
+from forge_vlm.modalities import modality_losses, numbers_by_id, trained_modalities
 
 ROOT = Path(__file__).parents[2]
 RESULT = ROOT / "docs/data/vlm-matched-loss.json"
@@ -66,7 +66,7 @@ def batch(model: VLM, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     ids = torch.where(rows == 0, -1, 0)
     modalities = model.config.modalities
     plan = SequencePlan.of(rows, ids, numbers_by_id(modalities))
-    return rows, plan.labels(rows, learnt(modalities)), ids
+    return rows, plan.labels(rows, trained_modalities(modalities)), ids
 
 
 def curve(name: str, seed: int, steps: int) -> dict[str, Any]:

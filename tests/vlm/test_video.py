@@ -13,7 +13,7 @@ from tests.vlm.tasks import SIDE, Sample, direction_of_motion
 
 from forge_testing.runs import columns, fit_alone
 from forge_testing.vlm_jobs import write_vlm_job
-from forge_vlm.data import Conversations
+from forge_vlm.data import VisionChatSource
 
 pytestmark = pytest.mark.lane("test")
 
@@ -57,7 +57,7 @@ def write_clips(folder: Path, count: int) -> list[tuple[Sample, str]]:
 
 def test_frames_of_files_are_those_that_were_drawn(tmp_path: Path) -> None:
     drawn = write_clips(tmp_path, 12)
-    clips = Conversations(tmp_path, **OPTIONS)  # type: ignore[arg-type]
+    clips = VisionChatSource(tmp_path, **OPTIONS)  # type: ignore[arg-type]
     for number, (sample, answer) in enumerate(drawn):
         found = clips.sample(number)
         media, good = clips.media(found)

@@ -49,7 +49,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from forge_core import cross_entropy, initialize
 from forge_vlm import VLM, ModalityConfig, VisionConfig, VLMConfig
-from forge_vlm.data import Conversations
+from forge_vlm.data import VisionChatSource
 from forge_vlm.resolution import BudgetConfig, ResolutionConfig, build_resolution
 from forge_vlm.vision import PackedViT, ViTConfig
 
@@ -133,7 +133,7 @@ class Rows(NamedTuple):
 
 
 def rows_of(path: Path, args: argparse.Namespace, *, pack: bool) -> Rows:
-    source = Conversations(
+    source = VisionChatSource(
         path,
         pack=pack,
         tokens_per_tile=(args.image // 14) ** 2,

@@ -6,14 +6,7 @@ import torch
 from forge_core import SamplingConfig, Transformer, generate, initialize
 from forge_core.model import AttentionSpec
 from forge_testing.problems import rejects
-from forge_vlm import (
-    VLM,
-    FusionConfig,
-    ModalityConfig,
-    SequencePlan,
-    VisionConfig,
-    VLMConfig,
-)
+from forge_vlm import VLM, FusionConfig, ModalityConfig, SequencePlan, VisionConfig, VLMConfig
 from forge_vlm.fusion import MoMaConfig
 from forge_vlm.vision import ViTConfig
 

@@ -30,7 +30,7 @@ from data_files import png  # noqa: E402
 
 from forge_vlm.data import InvalidSample  # noqa: E402
 from forge_vlm.data.formats import open_records  # noqa: E402
-from forge_vlm.data.streaming import Pieces  # noqa: E402
+from forge_vlm.data.streaming import Chunks  # noqa: E402
 
 TEXTS = [f"text {i} é, said" for i in range(40)]
 MORE = ["one more", "and another"]  # of a sound file of the same folder
@@ -116,7 +116,7 @@ ARROW = "data-00000-of-00001.arrow"
 def read(format, path):
     """(text, picture) of all records."""
     if format in STREAMED:
-        pieces = Pieces(STREAMED[format], path, 2)
+        pieces = Chunks(STREAMED[format], path, 2)
         records = [record for i in range(len(pieces)) for record in pieces.open(i)]
     else:
         records = [*open_records(format.removesuffix(" lines"), path)]

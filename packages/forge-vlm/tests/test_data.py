@@ -35,7 +35,7 @@ from data_files import (  # noqa: E402
 )
 
 from forge_vlm import VLM, FusionConfig, ModalityConfig, VisionConfig, VLMConfig  # noqa: E402
-from forge_vlm.data import Conversations, InvalidSample, open_source  # noqa: E402
+from forge_vlm.data import InvalidSample, VisionChatSource, open_source  # noqa: E402
 from forge_vlm.fusion import PARTING  # noqa: E402
 from forge_vlm.vision import ViTConfig  # noqa: E402
 
@@ -58,7 +58,7 @@ def pixels_of(arrays, row):
 @pytest.mark.parametrize("name", CAPTIONS)
 def test_every_format_gives_each_answer_with_its_picture(name, tmp_path):
     path = CAPTIONS[name](tmp_path / "d")
-    talks = Conversations(path, format=name.split()[0], template="plain", pack=False, **OPTIONS)
+    talks = VisionChatSource(path, format=name.split()[0], template="plain", pack=False, **OPTIONS)
     stream = talks.stream(seq_len=16, seed=3)
     assert len(stream) == 4
     arrays = stream.arrays(np.arange(8))  # two epochs
@@ -79,7 +79,9 @@ def test_every_format_gives_each_answer_with_its_picture(name, tmp_path):
 
 
 def test_F219_rows_are_those_of_their_epoch_while_another_thread_reads_another_epoch(tmp_path):
-    talks = Conversations(llava(tmp_path), format="llava", template="plain", pack=False, **OPTIONS)
+    talks = VisionChatSource(
+        llava(tmp_path), format="llava", template="plain", pack=False, **OPTIONS
+    )
     stream = talks.stream(16, 3)
     epochs = [[int(stream.samples_of(i)[0]) for i in range(at, at + 4)] for at in (0, 4)]
     stream = talks.stream(16, 3)
@@ -89,7 +91,7 @@ def test_F219_rows_are_those_of_their_epoch_while_another_thread_reads_another_e
 
 def test_F74_answers_and_their_ends_are_learnt_and_nothing_else(tmp_path):
     """Position t has the token behind it as its target."""
-    talks = Conversations(chat(tmp_path), **OPTIONS)
+    talks = VisionChatSource(chat(tmp_path), **OPTIONS)
     sample = talks.sample(0)
     text = "<|im_start|>user\n{}what?#\n<|im_start|>assistant\nred#\n"
     text += "<|im_start|>user\nsure?#\n<|im_start|>assistant\nyes#\n"
@@ -103,7 +105,7 @@ def test_F74_answers_and_their_ends_are_learnt_and_nothing_else(tmp_path):
 
 @pytest.mark.parametrize("weigh", ["token", "sample", "sqrt", "message"])
 def test_weights_of_labels(weigh, tmp_path):
-    sample = Conversations(chat(tmp_path), weigh=weigh, **OPTIONS).sample(0)
+    sample = VisionChatSource(chat(tmp_path), weigh=weigh, **OPTIONS).sample(0)
     weights = sample.weights[sample.labels != -100]
     sizes = [len("red#"), len("yes#")]
     total = sum(sizes)
@@ -128,7 +130,7 @@ def test_marks_in_the_text_of_users_are_text(tmp_path):
     made.save(str(tmp_path / "tokenizer.json"))
     messages = [{"role": "user", "content": "a <image> b"}, {"role": "assistant", "content": "b"}]
     (tmp_path / "t.jsonl").write_text(json.dumps({"messages": messages}))
-    talks = Conversations(
+    talks = VisionChatSource(
         tmp_path / "t.jsonl",
         tokenizer=str(tmp_path / "tokenizer.json"),
         template="vicuna",
@@ -145,7 +147,7 @@ def rows(talks, seq_len, seed=0, count=None):
 
 
 def test_packed_rows_hold_every_sample_once_and_whole(tmp_path):
-    talks = Conversations(chat(tmp_path), **OPTIONS)
+    talks = VisionChatSource(chat(tmp_path), **OPTIONS)
     arrays = rows(talks, 400)
     found = []
     for row in range(len(arrays["tokens"])):
@@ -186,7 +188,7 @@ def test_packed_rows_equal_samples_apart(fusion, tmp_path):
             torch.nn.init.constant_(gate, 0.7)
     places = {"tokens_per_tile": 1} if fusion == "cross_attention" else {}
     for pack in (True, False):
-        talks = Conversations(path, pack=pack, weigh="sqrt", **{**OPTIONS, **places})
+        talks = VisionChatSource(path, pack=pack, weigh="sqrt", **{**OPTIONS, **places})
         arrays = rows(talks, 400)
         names = ("tokens", "labels", "document_ids", "positions", "weights")
         tokens, labels, documents, positions, weights = (torch.from_numpy(arrays[n]) for n in names)
@@ -226,15 +228,15 @@ def test_F76_damaged_pictures(damage, tmp_path, capfd):
     common = dict(format="llava", template="plain", pack=False, **OPTIONS)
     code = "unreadable" if damage == "missing" else "damaged"
     with rejects("", ..., code, InvalidSample, where="green.png"):
-        rows(Conversations(path, **common), 16)
-    talks = Conversations(path, corrupt="mask", **common)
+        rows(VisionChatSource(path, **common), 16)
+    talks = VisionChatSource(path, corrupt="mask", **common)
     stream = talks.stream(16)
     arrays = stream.arrays(np.arange(4))
     learnt = (arrays["labels"] != -100).any(1)
     assert learnt.sum() == 3
     assert talks.masked == 1
     assert "green.png" in capfd.readouterr().err
-    kept = Conversations(path, corrupt="skip", **common)
+    kept = VisionChatSource(path, corrupt="skip", **common)
     assert len(kept.stream(16)) == (4 if damage == "truncated" else 3)
     assert bool(kept.stream(16).remarks) == (damage != "truncated")
     rows(kept, 16)
@@ -265,7 +267,7 @@ def talk(*parts, role="user", **more):
 def test_wrong_records_are_named(line, key, value, code, tmp_path):
     (tmp_path / "a.jsonl").write_text(line)
     with rejects(key, value, code, InvalidSample, where="a.jsonl, record 0"):
-        Conversations(tmp_path / "a.jsonl", **OPTIONS)
+        VisionChatSource(tmp_path / "a.jsonl", **OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +287,7 @@ def test_wrong_records_are_named(line, key, value, code, tmp_path):
 def test_wrong_records_of_llava_are_named(value, key, found, code, tmp_path):
     (tmp_path / "a.json").write_text(json.dumps(value))
     with rejects(key, found, code, InvalidSample, where="a.json"):
-        Conversations(tmp_path / "a.json", format="llava", **OPTIONS)
+        VisionChatSource(tmp_path / "a.json", format="llava", **OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +312,7 @@ def test_files_of_another_format_are_named(format, name, content, key, code, tmp
     if content is not None:
         file.write_bytes(content)
     with rejects(key, code=code, kind=InvalidSample, where=path):
-        Conversations(path, format=format, **OPTIONS)
+        VisionChatSource(path, format=format, **OPTIONS)
 
 
 def test_options_that_cannot_be_are_refused(tmp_path):
@@ -340,13 +342,13 @@ def test_options_that_cannot_be_are_refused(tmp_path):
         ({"tokenizer": none}, "tokenizer", none, "unreadable"),
     ):
         with rejects(key, value, code):
-            Conversations(path, **{**OPTIONS, **options})
+            VisionChatSource(path, **{**OPTIONS, **options})
     with rejects("tokens", code="too_long", kind=InvalidSample) as caught:
-        Conversations(path, **OPTIONS).stream(20)
+        VisionChatSource(path, **OPTIONS).stream(20)
     assert re.findall("[0-9]+", caught.value.problems[0].rule) == ["20", "2"]
     with rejects("seq_len", 20, "too_short", InvalidSample, where=path):
-        Conversations(path, too_long="skip", **OPTIONS).stream(20)
-    assert len(Conversations(path, too_long="skip", pack=False, **OPTIONS).stream(100)) == 2
+        VisionChatSource(path, too_long="skip", **OPTIONS).stream(20)
+    assert len(VisionChatSource(path, too_long="skip", pack=False, **OPTIONS).stream(100)) == 2
 
 
 @pytest.mark.parametrize(
@@ -364,9 +366,9 @@ def test_sources_that_cannot_be_are_refused(config, options, key, value, code):
 
 def test_another_content_is_another_fingerprint(tmp_path):
     path = chat(tmp_path)
-    first = Conversations(path, **OPTIONS).stream(400).fingerprint()
-    assert Conversations(path, **OPTIONS).stream(400).fingerprint() == first
+    first = VisionChatSource(path, **OPTIONS).stream(400).fingerprint()
+    assert VisionChatSource(path, **OPTIONS).stream(400).fingerprint() == first
     for options in ({"template": "vicuna"}, {"mean": (0, 0, 0)}, {"weigh": "sqrt"}):
-        assert Conversations(path, **{**OPTIONS, **options}).stream(400).fingerprint() != first
+        assert VisionChatSource(path, **{**OPTIONS, **options}).stream(400).fingerprint() != first
     path.write_text(path.read_text().replace("hello", "hallo"))
-    assert Conversations(path, **OPTIONS).stream(400).fingerprint() != first
+    assert VisionChatSource(path, **OPTIONS).stream(400).fingerprint() != first

@@ -19,12 +19,12 @@ Image = pytest.importorskip("PIL.Image")
 sys.path.insert(0, str(Path(__file__).parent))
 from test_prepare import same_rows  # noqa: E402
 
-from forge_vlm.data import Conversations, InvalidSample, Prompts  # noqa: E402
+from forge_vlm.data import InvalidSample, Prompts, VisionChatSource  # noqa: E402
 from forge_vlm.data.command import main  # noqa: E402
 from forge_vlm.data.index import lengths_entry  # noqa: E402
 from forge_vlm.data.prepared import Prepared  # noqa: E402
 from forge_vlm.data.source import options_of  # noqa: E402
-from forge_vlm.data.streaming import StreamedConversations  # noqa: E402
+from forge_vlm.data.streaming import StreamedSource  # noqa: E402
 
 SIDE = 8  # of a token: patches of 4, two by two
 LEAST, MOST = 256, 4096
@@ -71,7 +71,7 @@ def wanted_sizes(cases):
 
 
 def test_sizes_and_tokens_are_those_of_transformers(tmp_path):
-    source = Conversations(write(tmp_path, CASES), **OPTIONS)
+    source = VisionChatSource(write(tmp_path, CASES), **OPTIONS)
     wanted = wanted_sizes(CASES)
     assert len(set(wanted)) > len(set(wanted_sizes([(size, {}) for size in SIZES])))
     for number, (height, width) in enumerate(wanted):
@@ -88,7 +88,7 @@ def test_sizes_and_tokens_are_those_of_transformers(tmp_path):
 
 def test_bounds_are_part_of_lengths_and_fingerprint(tmp_path):
     first, other = (
-        Conversations(write(tmp_path / name, [(SIZES[0], caps)]), **OPTIONS)
+        VisionChatSource(write(tmp_path / name, [(SIZES[0], caps)]), **OPTIONS)
         for name, caps in (("a", {}), ("b", {"max_pixels": 1024 // 4}))
     )
     assert first.lengths.tolist() != other.lengths.tolist()
@@ -106,7 +106,7 @@ def test_a_prepared_folder_keeps_them(tmp_path, pictures):
     for key, value in (plain | {f"resolution.budget.{k}": v for k, v in budget.items()}).items():
         arguments += ["--option", f"{key}={value}"]
     assert main(arguments) == 0
-    same_rows(Conversations(path, **OPTIONS), Prepared(tmp_path / "out"))
+    same_rows(VisionChatSource(path, **OPTIONS), Prepared(tmp_path / "out"))
     write(tmp_path / "b", [(SIZES[0], {})])
     arguments[1], arguments[3] = str(tmp_path / "b/talks.jsonl"), str(tmp_path / "plain")
     assert main(arguments) == 0
@@ -116,7 +116,7 @@ def test_a_prepared_folder_keeps_them(tmp_path, pictures):
 def test_a_stream_reads_them(tmp_path):
     path = write(tmp_path, CASES)
     options = options_of(str(path), {**OPTIONS, "pack": False})
-    rows = StreamedConversations(str(path), options, virtual_shards=1, shuffle_window=1).stream(200)
+    rows = StreamedSource(str(path), options, virtual_shards=1, shuffle_window=1).stream(200)
     found = rows.arrays(np.arange(len(CASES)))["grids"].values.tolist()
     wanted = [[1, height // 4, width // 4] for height, width in wanted_sizes(CASES)]
     assert sorted(found) == sorted(wanted)  # a shard begins anywhere
@@ -145,7 +145,7 @@ def test_a_set_saved_by_datasets_has_them(tmp_path):
     rows = {"images": [[image, image]], "messages": [talk]}
     column = datasets.List(datasets.Image())
     datasets.Dataset.from_dict(rows).cast_column("images", column).save_to_disk(tmp_path / "set")
-    source = Conversations(tmp_path / "set", format="dataset", **OPTIONS)
+    source = VisionChatSource(tmp_path / "set", format="dataset", **OPTIONS)
     assert [(x.height, x.width) for x in source.sample(0).layouts] == [(32, 32), (64, 64)]
 
 
@@ -163,14 +163,14 @@ def test_a_set_saved_by_datasets_has_them(tmp_path):
 def test_bounds_that_no_picture_can_have_are_refused(tmp_path, caps, key, value, code, corrupt):
     path = write(tmp_path, [(SIZES[0], {}), (SIZES[1], caps)])
     with rejects(key, value, code, InvalidSample, where="talks.jsonl, record 1, picture 0"):
-        Conversations(path, corrupt=corrupt, **OPTIONS)
+        VisionChatSource(path, corrupt=corrupt, **OPTIONS)
 
 
 def test_bounds_mean_nothing_elsewhere(tmp_path):
     path = write(tmp_path, [(SIZES[0], {"max_pixels": 512})])
     square = {"resolution": {"fixed": {"size": 8}}, "tokens_per_tile": 4, "template": "plain"}
     with rejects("max_pixels", 512, "foreign", InvalidSample, where="record 0, "):
-        Conversations(path, **square)
+        VisionChatSource(path, **square)
     path.write_text(path.read_text().replace('"image"', '"video"'))
     with rejects("max_pixels", 512, "video", InvalidSample, where="record 0, video 0"):
-        Conversations(path, **OPTIONS)
+        VisionChatSource(path, **OPTIONS)

@@ -19,7 +19,7 @@ Image = pytest.importorskip("PIL.Image")
 sys.path.insert(0, str(Path(__file__).parent))
 from data_files import COLOURS, EOS, IMAGE, OPTIONS, llava, picture_files, png  # noqa: E402
 
-from forge_vlm.data import Conversations, InvalidSample, lengths  # noqa: E402
+from forge_vlm.data import InvalidSample, VisionChatSource, index  # noqa: E402
 from forge_vlm.data.formats import open_records  # noqa: E402
 from forge_vlm.data.prepare import prepare  # noqa: E402
 from forge_vlm.data.prepared import Prepared  # noqa: E402
@@ -49,7 +49,7 @@ def opened(folder, record, **options):
         picture_files(folder)
     (folder / "a.jsonl").write_text(json.dumps(record))
     format = "llava" if "conversations" in record else "chat"
-    return Conversations(folder / "a.jsonl", format=format, **{**OPTIONS, **options})
+    return VisionChatSource(folder / "a.jsonl", format=format, **{**OPTIONS, **options})
 
 
 def question(source, number=0):
@@ -129,11 +129,11 @@ def test_F134_tables_give_what_lines_give(format, tmp_path):
     record["messages"][1]["weight"] = 0.5
     picture_files(tmp_path)
     (tmp_path / "a.jsonl").write_text(json.dumps({**record, "images": [RED]}))
-    lines = Conversations(tmp_path / "a.jsonl", **OPTIONS)
+    lines = VisionChatSource(tmp_path / "a.jsonl", **OPTIONS)
     rows = datasets.Dataset.from_list([{**record, "images": [{"bytes": png("red"), "path": None}]}])
     path = tmp_path / ("a.parquet" if format == "parquet" else "set")
     rows.to_parquet(path) if format == "parquet" else rows.save_to_disk(path)
-    table = Conversations(path, format=format, **OPTIONS)
+    table = VisionChatSource(path, format=format, **OPTIONS)
     assert question(table) == question(lines) == "a [red] b"
     assert np.array_equal(table.sample(0).weights, lines.sample(0).weights)
     assert lines.sample(0).weights.min() == 0.5
@@ -169,11 +169,11 @@ def test_F134_content_that_would_be_lost_is_named(layout, tmp_path):
 
 def test_F134_other_keys_are_counted_and_said(tmp_path):
     """The line of a source has what a count by hand has."""
-    source = Conversations(llava(tmp_path), format="llava", **OPTIONS)
+    source = VisionChatSource(llava(tmp_path), format="llava", **OPTIONS)
     values = json.loads((tmp_path / "llava.json").read_text())
     values += [{**turns("what?", score=1.5), "extra": {}}, turns("what?", score=2)]
     (tmp_path / "b.json").write_text(json.dumps(values))
-    source = Conversations(tmp_path / "b.json", format="llava", **OPTIONS)
+    source = VisionChatSource(tmp_path / "b.json", format="llava", **OPTIONS)
     samples = [source.sample(n) for n in range(6)]
     tokens = sum(len(s.tokens) for s in samples)
     trained = sum(int((s.labels >= 0).sum()) for s in samples)
@@ -181,15 +181,15 @@ def test_F134_other_keys_are_counted_and_said(tmp_path):
     wanted = ["6", "66.7", "4", str(tokens), str(trained), "id (4)", "score (2)"]
     assert re.findall(r"\w+ \(\d+\)|[\d.]+", line) == wanted
     with rejects("id", "a", "strict", InvalidSample):
-        Conversations(tmp_path / "b.json", format="llava", strict=True, **OPTIONS)
+        VisionChatSource(tmp_path / "b.json", format="llava", strict=True, **OPTIONS)
     with rejects("ignore_keys", "id", "type", ValueError):
-        Conversations(tmp_path / "b.json", format="llava", ignore_keys="id", **OPTIONS)
+        VisionChatSource(tmp_path / "b.json", format="llava", ignore_keys="id", **OPTIONS)
 
 
 @pytest.mark.parametrize("kind", ["cache", "prepared"])
 def test_F134_the_line_of_a_source_counts_what_its_rows_train(kind, tmp_path, monkeypatch):
     """Against the rows of an epoch; a sample that is too long has no part in it."""
-    monkeypatch.setattr(lengths, "SMALL", 0)
+    monkeypatch.setattr(index, "SMALL", 0)
     picture_files(tmp_path)
     values = [talk("what? " * n + "<image>" * (n % 3), images=[RED, BLUE][: n % 3], id=n) for n in range(9)]  # fmt: skip
     path, options = tmp_path / "a.jsonl", {**OPTIONS, "too_long": "skip"}
@@ -197,7 +197,7 @@ def test_F134_the_line_of_a_source_counts_what_its_rows_train(kind, tmp_path, mo
     if kind == "prepared":
         prepare(path, tmp_path / "prepared", options_of(str(path), options))
     for seq_len in (48, 70, 4096):
-        source = Prepared(tmp_path / "prepared") if kind == "prepared" else Conversations(path, cache=str(tmp_path), **options)  # fmt: skip
+        source = Prepared(tmp_path / "prepared") if kind == "prepared" else VisionChatSource(path, cache=str(tmp_path), **options)  # fmt: skip
         stream = source.stream(seq_len)
         rows = stream.arrays(np.arange(len(stream)))
         samples = [s for row in range(len(stream)) for s in stream.samples_of(row)]
@@ -226,7 +226,7 @@ def tar_of(path, value, ending="json", **pictures):
 
 def from_tar(folder, value, **options):
     path = tar_of(folder / "a.tar", value, a="red", b="blue")
-    return Conversations(path, format="webdataset", **OPTIONS, **options)
+    return VisionChatSource(path, format="webdataset", **OPTIONS, **options)
 
 
 @pytest.mark.parametrize(
@@ -285,7 +285,7 @@ def test_F135_members_in_order_where_names_are_of_another_place(tmp_path):
     value = turns("<image>what?<image>", image=["u/1.png", "u/2.png"])
     assert question(from_tar(tmp_path, value, ignore_keys=["image"])) == "[red]what?[blue]"
     path = tar_of(tmp_path / "one.tar", turns("<image>what?", image="u/1.png"), a="red")
-    assert question(Conversations(path, format="webdataset", **OPTIONS)) == "[red]what?"
+    assert question(VisionChatSource(path, format="webdataset", **OPTIONS)) == "[red]what?"
 
 
 @pytest.mark.parametrize("format", ["parquet", "dataset"])
@@ -297,7 +297,7 @@ def test_F135_parts_of_tables_get_the_picture_that_they_name(format, tmp_path):
     rows = datasets.Dataset.from_list([{**record, "images": images}])
     path = tmp_path / ("a.parquet" if format == "parquet" else "set")
     rows.to_parquet(path) if format == "parquet" else rows.save_to_disk(path)
-    assert question(Conversations(path, format=format, **OPTIONS)) == "[blue][red]"
+    assert question(VisionChatSource(path, format=format, **OPTIONS)) == "[blue][red]"
 
 
 def test_F134_members_and_captions_that_would_be_lost_are_named(tmp_path):
@@ -306,18 +306,18 @@ def test_F134_members_and_captions_that_would_be_lost_are_named(tmp_path):
     with tarfile.open(path, "a") as tar:
         tar.addfile(tarfile.TarInfo("d/0.mp4"), io.BytesIO())
     with rejects("mp4", "mp4", "not_read", InvalidSample, where="d/0"):
-        Conversations(path, format="webdataset", **OPTIONS)
+        VisionChatSource(path, format="webdataset", **OPTIONS)
     picture_files(tmp_path)
     (tmp_path / "metadata.csv").write_text(f"file_name,text,caption,id\n{RED},a,,7\n{BLUE},b,c,8\n")
     with rejects("caption", "c", "not_read", InvalidSample, where="record 1"):
-        Conversations(tmp_path, format="folder", **OPTIONS)
-    source = Conversations(tmp_path, format="folder", ignore_keys=["caption"], **OPTIONS)
+        VisionChatSource(tmp_path, format="folder", **OPTIONS)
+    source = VisionChatSource(tmp_path, format="folder", ignore_keys=["caption"], **OPTIONS)
     assert source.counted.unread == {"id": 2, "caption": 1}
     note = {"id": 3, "image_id": 0, "caption": "a", "captoin": "b"}
     value = {"images": [{"id": 0, "file_name": RED}], "annotations": [note]}
     (tmp_path / "coco.json").write_text(json.dumps(value))
     with rejects("captoin", "b", "misspelt", InvalidSample, where="annotation 0"):
-        Conversations(tmp_path / "coco.json", format="coco", **OPTIONS)
+        VisionChatSource(tmp_path / "coco.json", format="coco", **OPTIONS)
 
 
 @pytest.mark.parametrize("key", ["messages", "conversations"])

@@ -15,13 +15,8 @@ np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 
 from forge_vlm import SequencePlan  # noqa: E402
-from forge_vlm.data import Conversations, InvalidSample  # noqa: E402
-from forge_vlm.resolution import (  # noqa: E402
-    BudgetConfig,
-    ResolutionConfig,
-    TilesConfig,
-    build_resolution,
-)
+from forge_vlm.data import InvalidSample, VisionChatSource  # noqa: E402
+from forge_vlm.resolution import BudgetConfig, ResolutionConfig, TilesConfig, build_resolution  # noqa: E402
 from forge_vlm.vision.features import cut_patches  # noqa: E402
 
 IMAGE = 257
@@ -46,7 +41,7 @@ def talks(folder, **options):
         messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "yes"}]
         lines.append(json.dumps({"messages": messages}))
     (folder / "t.jsonl").write_text("\n".join(lines))
-    return Conversations(folder / "t.jsonl", template="plain", **options)
+    return VisionChatSource(folder / "t.jsonl", template="plain", **options)
 
 
 def test_tiles_are_those_of_the_resolution(tmp_path):
@@ -108,9 +103,9 @@ def test_damage_under_tiles(corrupt, tmp_path):
     options = {"resolution": TILES, "tokens_per_tile": 4, "template": "plain", "corrupt": corrupt}
     if corrupt == "raise":
         with rejects("", ..., "damaged", InvalidSample, where="picture 0 (7.png)"):
-            Conversations(tmp_path / "t.jsonl", **options)
+            VisionChatSource(tmp_path / "t.jsonl", **options)
         return
-    source = Conversations(tmp_path / "t.jsonl", **options)
+    source = VisionChatSource(tmp_path / "t.jsonl", **options)
     stream = source.stream(1200)
     arrays = stream.arrays(np.arange(len(stream)))
     assert int((arrays["labels"] == ord("s")).sum()) == 2
@@ -150,7 +145,7 @@ def test_headers_alone_say_how_long_a_sample_is(tmp_path, monkeypatch):
         raise AssertionError("pixels were read")
 
     monkeypatch.setattr("PIL.ImageFile.ImageFile.load", load)
-    talks_again = Conversations(
+    talks_again = VisionChatSource(
         tmp_path / "t.jsonl", template="plain", resolution=TILES, tokens_per_tile=4
     )
     assert len(talks_again.lengths) == 3

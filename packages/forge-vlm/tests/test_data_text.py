@@ -17,12 +17,12 @@ np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 tokenizers = pytest.importorskip("tokenizers")
 
-from forge_vlm.data import Conversations, InvalidSample, Prompts, check_labels  # noqa: E402
+from forge_vlm.data import InvalidSample, Prompts, VisionChatSource, check_labels  # noqa: E402
 from forge_vlm.data.formats import open_records  # noqa: E402
-from forge_vlm.data.index import fingerprint_of  # noqa: E402
+from forge_vlm.data.index import sample_fingerprint  # noqa: E402
 from forge_vlm.data.prepare import prepare  # noqa: E402
 from forge_vlm.data.prepared import MANIFEST, Prepared  # noqa: E402
-from forge_vlm.data.records import Picture, Span  # noqa: E402
+from forge_vlm.data.records import EncodedImage, Span  # noqa: E402
 from forge_vlm.data.source import open_source, options_of  # noqa: E402
 
 SPECIALS = ["<unk>", "<s>", "</s>", "<image>", "<|im_start|>", "<|im_end|>"]
@@ -67,7 +67,7 @@ def talks(folder, messages, **options):
                 for part in message["content"]
             ]
     (folder / "t.jsonl").write_text(json.dumps({"messages": messages}))
-    return Conversations(folder / "t.jsonl", **{**OPTIONS, **options})
+    return VisionChatSource(folder / "t.jsonl", **{**OPTIONS, **options})
 
 
 def turns():
@@ -216,7 +216,7 @@ def test_F142_without_a_first_token_a_source_is_that_of_before(bos, begun, tmp_p
     before = {key: value for key, value in begins.items() if key != "begin"}
     source = talks(tmp_path, turns(), **options, bos=bos)
     assert before["bos"] is None
-    assert source.fingerprint() == fingerprint_of(before, source.counted, source.content)
+    assert source.fingerprint() == sample_fingerprint(before, source.counted, source.content)
     assert talks(tmp_path, turns(), bos="").reader.identity["bos"] == ""  # of bytes, as ever
 
 
@@ -356,7 +356,7 @@ def test_documents_with_pictures_among_their_text(tmp_path):
             member = tarfile.TarInfo(f"d.{ending}")
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
-    source = Conversations(tmp_path / "a.tar", format="webdataset", **OPTIONS)
+    source = VisionChatSource(tmp_path / "a.tar", format="webdataset", **OPTIONS)
     sample = source.sample(0)
     image = [257] * 3
     assert sample.tokens.tolist() == [*b"one ", *image, *b"two", *image * 2, *b"three", 256]
@@ -379,7 +379,7 @@ def test_documents_with_pictures_among_their_text(tmp_path):
 def test_wrong_members_of_a_tar_are_named(value, key, found, code, tmp_path):
     write_tar(tmp_path / "a.tar", ["d.json"], json.dumps(value).encode())
     with rejects(key, found, code, InvalidSample, where="a.tar"):
-        Conversations(tmp_path / "a.tar", format="webdataset", **OPTIONS)
+        VisionChatSource(tmp_path / "a.tar", format="webdataset", **OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -398,13 +398,13 @@ def test_wrong_members_of_a_tar_are_named(value, key, found, code, tmp_path):
 def test_wrong_content_of_a_tar_is_named(name, content, key, value, code, tmp_path):
     write_tar(tmp_path / "a.tar", [name], content)
     with rejects(key, value, code, InvalidSample, where="a.tar"):
-        Conversations(tmp_path / "a.tar", format="webdataset", **OPTIONS)
+        VisionChatSource(tmp_path / "a.tar", format="webdataset", **OPTIONS)
 
 
 def test_a_file_that_has_become_shorter_is_named(tmp_path):
     (tmp_path / "a").write_bytes(b"abc")
     with rejects("", ..., "truncated", InvalidSample, where=tmp_path / "a"):
-        Picture("picture", Span(tmp_path / "a", 1, 3)).read()
+        EncodedImage("picture", Span(tmp_path / "a", 1, 3)).read()
 
 
 def write_tar(path, names, content=b"a"):
@@ -419,7 +419,7 @@ def test_F133_samples_of_one_name_are_not_one(tmp_path):
     """As of two tars that were joined: the pictures of the first would be lost without a word."""
     write_tar(tmp_path / "a.tar", ["d/x.txt", "d/x.png", "d/x.txt", "d/x.png"])
     with rejects("", "d/x.txt", "duplicate", InvalidSample, where="a.tar"):
-        Conversations(tmp_path / "a.tar", format="webdataset", **OPTIONS)
+        VisionChatSource(tmp_path / "a.tar", format="webdataset", **OPTIONS)
 
 
 def test_what_macos_writes_beside_files_is_left_out(tmp_path):
@@ -431,7 +431,7 @@ def test_a_packed_tar_is_refused(tmp_path):
     with tarfile.open(tmp_path / "a.tar", "w:gz"):
         pass
     with rejects("", ..., "bad_tar", InvalidSample, where="a.tar"):
-        Conversations(tmp_path / "a.tar", format="webdataset", **OPTIONS)
+        VisionChatSource(tmp_path / "a.tar", format="webdataset", **OPTIONS)
 
 
 TEMPLATE = (

@@ -14,7 +14,7 @@ np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 
 from forge_vlm import VLM, ModalityConfig, VisionConfig, VLMConfig  # noqa: E402
-from forge_vlm.data import Conversations, InvalidSample  # noqa: E402
+from forge_vlm.data import InvalidSample, VisionChatSource  # noqa: E402
 from forge_vlm.vision import ViTConfig  # noqa: E402
 
 OPTIONS = dict(resolution={"fixed": {"size": 8}}, tokens_per_tile=4)
@@ -65,7 +65,7 @@ def open_(folder, name, format, content, seq_len, **options):
     path = folder / f"{name}.json{'l' if format == 'chat' else ''}"
     lines = "\n".join(map(json.dumps, content)) if format == "chat" else json.dumps(content)
     path.write_text(lines)
-    return Conversations(path, format=format, **{**OPTIONS, **options}).stream(seq_len)
+    return VisionChatSource(path, format=format, **{**OPTIONS, **options}).stream(seq_len)
 
 
 def build(seq_len, **options):

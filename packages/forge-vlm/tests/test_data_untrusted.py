@@ -18,9 +18,9 @@ from forge_vlm.data.formats import open_records  # noqa: E402
 from forge_vlm.data.images import FORMATS  # noqa: E402
 from forge_vlm.data.prepare import prepare  # noqa: E402
 from forge_vlm.data.prepared import Prepared, is_prepared  # noqa: E402
-from forge_vlm.data.records import Picture, Video  # noqa: E402
-from forge_vlm.data.source import Conversations, options_of  # noqa: E402
-from forge_vlm.data.streaming import Pieces  # noqa: E402
+from forge_vlm.data.records import EncodedImage, Video  # noqa: E402
+from forge_vlm.data.source import VisionChatSource, options_of  # noqa: E402
+from forge_vlm.data.streaming import Chunks  # noqa: E402
 from forge_vlm.data.tokenizer import open_tokenizer  # noqa: E402
 from forge_vlm.data.video import Clip  # noqa: E402
 
@@ -52,7 +52,7 @@ def test_F190_a_picture_in_postscript_starts_no_program(tmp_path, monkeypatch):
     monkeypatch.setattr("PIL.EpsImagePlugin.Ghostscript", started)
     Image.preinit()
     with rejects("", ..., "damaged", InvalidSample, where="a.png"):
-        Conversations(talk(tmp_path, POSTSCRIPT), **OPTIONS)
+        VisionChatSource(talk(tmp_path, POSTSCRIPT), **OPTIONS)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -61,7 +61,7 @@ def test_pictures_of_each_listed_format_are_read(tmp_path, format):
         content = encoded((16, 8), format)
     except (KeyError, OSError):
         pytest.skip(f"pillow was built without {format}")
-    pixels = Conversations(talk(tmp_path, content), **OPTIONS).sample(0)
+    pixels = VisionChatSource(talk(tmp_path, content), **OPTIONS).sample(0)
     assert [(layout.height, layout.width) for layout in pixels.layouts] == [(8, 8)]
 
 
@@ -72,21 +72,21 @@ def test_F190_pictures_have_limits_of_pixels_and_bytes(tmp_path):
         ({"max_image_bytes": size - 1}, size, "length"),
     ):
         with rejects("", value, code, InvalidSample, where="a.png"):
-            Conversations(path, **OPTIONS, **limits)
+            VisionChatSource(path, **OPTIONS, **limits)
         with rejects("", value, code, InvalidSample, where="a.png"):
             Prompts(**OPTIONS, **limits).read(path)
-        reader = Conversations(path, **OPTIONS | limits | {"corrupt": "mask"}).reader
+        reader = VisionChatSource(path, **OPTIONS | limits | {"corrupt": "mask"}).reader
         sample, good = reader.sample(open_records("chat", path)[0])
         assert not good
         assert reader.media(sample)[1] is False
     whole = {"max_image_pixels": 10000, "max_image_bytes": size}
-    read, default = Conversations(path, **OPTIONS, **whole), Conversations(path, **OPTIONS)
+    read, default = VisionChatSource(path, **OPTIONS, **whole), VisionChatSource(path, **OPTIONS)
     assert read.sample(0).layouts == default.sample(0).layouts
     assert "max_image_pixels" not in default.reader.identity  # older fingerprints hold
     for key in whole:
         for value in (0, 1.5, True):
             with rejects(key, value, "size"):
-                Conversations(path, **OPTIONS | {key: value})
+                VisionChatSource(path, **OPTIONS | {key: value})
 
 
 def test_F149_prepared_folders_of_such_paths_and_of_before_the_limits(tmp_path, monkeypatch):
@@ -111,7 +111,7 @@ def test_F190_pictures_are_regular_files_of_a_bounded_size(tmp_path):
         file.truncate(20 << 30)
     for name, value, code in (("fifo.png", ..., "not_a_file"), ("sparse.png", 20 << 30, "length")):
         with rejects("", value, code, InvalidSample, where="the picture"):
-            Picture("the picture", tmp_path / name).read()
+            EncodedImage("the picture", tmp_path / name).read()
 
 
 def test_F172_a_pipe_as_a_source_is_not_waited_for(tmp_path):
@@ -124,7 +124,7 @@ def test_F172_a_pipe_among_pieces_videos_and_tokenizers_is_not_waited_for(tmp_pa
     os.mkfifo(tmp_path / "b.jsonl")
     (tmp_path / "a.jsonl").write_text("{}\n")
     with rejects("", ..., "not_a_file", InvalidSample, where=tmp_path / "b.jsonl"):
-        Pieces("chat", tmp_path, 1)
+        Chunks("chat", tmp_path, 1)
     pytest.importorskip("tokenizers")
     with rejects("tokenizer", str(tmp_path / "b.jsonl"), "unreadable"):
         open_tokenizer(str(tmp_path / "b.jsonl"), "x", "<image>")
@@ -141,7 +141,7 @@ def test_F149_paths_are_literal_but_for_a_leading_tilde(tmp_path, name, monkeypa
         (tmp_path / folder).mkdir()
         path = talk(tmp_path / folder, encoded((8, 8)))
     path = f"~/{name}/talks.jsonl"
-    assert len(open_records("chat", path)) == len(Pieces("chat", f"~/{name}", 1)) == 1
+    assert len(open_records("chat", path)) == len(Chunks("chat", f"~/{name}", 1)) == 1
     assert len(open_records("chat", f"{name}/talks.jsonl")) == 1
 
 

@@ -14,7 +14,7 @@ from forge_vlm import (
     VisionConfig,
     VLMConfig,
 )
-from forge_vlm.modalities import learnt, modality_ids, modality_losses, numbers_by_id
+from forge_vlm.modalities import modality_ids, modality_losses, numbers_by_id, trained_modalities
 
 pytestmark = pytest.mark.lane("test")
 
@@ -42,7 +42,7 @@ def test_images_are_targets_and_text_behind_them_too():
     modalities = {"image": IMAGE}
     plan = SequencePlan.of(tokens, documents, numbers_by_id(modalities))
     assert torch.equal(plan.modality_ids(), modality_ids(tokens, documents, modalities))
-    assert plan.labels(tokens, learnt(modalities)).tolist() == [
+    assert plan.labels(tokens, trained_modalities(modalities)).tolist() == [
         [BEGIN, 17, 31, 16, END, 6, -100],
         [8, 20, 21, -100, -100, -100, -100],
     ]
@@ -89,7 +89,7 @@ def test_it_learns_to_draw_and_to_say_what_it_sees(fusion):
     model, (draw, say) = VLM(config(fusion)), drawings()
     rows = torch.cat([draw, say])
     plan = SequencePlan.of(rows, None, numbers_by_id(model.config.modalities))
-    labels = plan.labels(rows, learnt(model.config.modalities))
+    labels = plan.labels(rows, trained_modalities(model.config.modalities))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
     for _ in range(100):
         optimizer.zero_grad()

@@ -6,7 +6,7 @@ import torch
 from forge_testing.problems import rejects
 from forge_vlm import VLM, ModalityConfig, VisionConfig, VLMConfig
 from forge_vlm.adapters import AdapterConfig, PixelShuffleConfig, build_adapter
-from forge_vlm.data.fit import fit_problems
+from forge_vlm.data.options import fit_problems
 from forge_vlm.vision import ViTConfig, build_encoder, cut_patches
 
 pytestmark = pytest.mark.lane("test")
@@ -37,7 +37,7 @@ def test_images_of_another_size_than_the_positions_are_refused(kind, shape):
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.bool])
 def test_whole_numbers_that_are_no_bytes_are_refused(dtype):
-    """They were taken as floats that are normalised already: a white pixel was 255, not 1."""
+    """They were taken as floats that are normalized already: a white pixel was 255, not 1."""
     with rejects("images", dtype, "dtype"):
         build_encoder(vit())(images=torch.ones(1, 3, 16, 16, dtype=dtype))
 

@@ -16,7 +16,7 @@ np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 Loader = pytest.importorskip("forge_data").Loader
 
-from forge_vlm.data import Conversations, open_source  # noqa: E402
+from forge_vlm.data import VisionChatSource, open_source  # noqa: E402
 from forge_vlm.data.packing import grouped_order  # noqa: E402
 from forge_vlm.data.prepare import prepare  # noqa: E402
 from forge_vlm.data.source import options_of  # noqa: E402
@@ -74,7 +74,7 @@ def test_batches_come_in_any_order_of_kinds():
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_ranks_read_these_batches_and_go_on_in_their_middle(tmp_path, world):
     """The rows of each step are those of one reader that nobody stopped, and have pictures in all of them or in none."""
-    source = Conversations(talks(tmp_path), **OPTIONS, group=6)
+    source = VisionChatSource(talks(tmp_path), **OPTIONS, group=6)
     with contextlib.closing(Loader(source.stream(24, 1), 6)) as alone:
         wanted = [rows_of(next(alone)) for _ in range(7)]
     found = [[] for _ in wanted]
@@ -105,13 +105,13 @@ def rows_of(batch):
 
 def test_a_prepared_folder_draws_the_same_batches(tmp_path):
     path = talks(tmp_path)
-    source = Conversations(path, **OPTIONS, group=4)
+    source = VisionChatSource(path, **OPTIONS, group=4)
     prepare(str(path), tmp_path / "out", options_of(str(path), OPTIONS))
     folder = open_source(SimpleNamespace(path=str(tmp_path / "out"), split="train"), group=4)
     streams = [s.stream(24, 3) for s in (source, folder)]
     order = [[int(s.samples_of(i)[0]) for i in range(100)] for s in streams]
     assert order[0] == order[1]
-    plain = Conversations(path, **OPTIONS).stream(24, 3)
+    plain = VisionChatSource(path, **OPTIONS).stream(24, 3)
     assert order[0] != [int(plain.samples_of(i)[0]) for i in range(100)]
     assert streams[0].fingerprint() != plain.fingerprint()
 

@@ -18,12 +18,12 @@ pytest.importorskip("PIL")
 sys.path.insert(0, str(Path(__file__).parent))
 from data_files import NAMES, OPTIONS, coco, folder_of_csv, llava, picture_files, png  # noqa: E402
 
-from forge_vlm.data import Conversations, InvalidSample, Prompts  # noqa: E402
+from forge_vlm.data import InvalidSample, Prompts, VisionChatSource  # noqa: E402
 from forge_vlm.data.formats import open_records  # noqa: E402
 from forge_vlm.data.prepare import prepare  # noqa: E402
 from forge_vlm.data.prepared import Prepared  # noqa: E402
 from forge_vlm.data.source import open_source, options_of  # noqa: E402
-from forge_vlm.data.streaming import Pieces  # noqa: E402
+from forge_vlm.data.streaming import Chunks  # noqa: E402
 from forge_vlm.data.video import Clip  # noqa: E402
 
 RED, ASK = "p/red.png", {"type": "text", "text": "what?"}
@@ -98,7 +98,7 @@ def test_F173_the_folder_of_images_is_known_to_all_that_read_records(tmp_path):
     path = chat(tmp_path / "a")
     (tmp_path / "a/p").rename(tmp_path / "p")
     options = {**OPTIONS, "images": str(tmp_path), "corrupt": "skip"}
-    direct = Conversations(path, **options)
+    direct = VisionChatSource(path, **options)
     assert len(direct.lengths) == len(NAMES)
     assert len(Prompts(**options).read(path)) == len(NAMES)
     config = SimpleNamespace(path=str(path))
@@ -110,7 +110,7 @@ def test_F173_the_folder_of_images_is_known_to_all_that_read_records(tmp_path):
     with rejects("images", "b", "mismatch"):
         Prepared(tmp_path / "out", images="b")
     (tmp_path / "p").rename(tmp_path / "a/p")
-    before = Conversations(path, **{**options, "images": None})
+    before = VisionChatSource(path, **{**options, "images": None})
     assert direct.fingerprint() == before.fingerprint()  # a set may be moved
 
 
@@ -118,8 +118,8 @@ def test_F173_a_folder_of_images_must_be_one(tmp_path):
     path = chat(tmp_path)
     for value in (7, ""):
         with rejects("images", value, "type"):
-            Conversations(path, **OPTIONS, images=value)
-    for call in (open_records, lambda *a, images: Pieces(*a, 1, images=images)):
+            VisionChatSource(path, **OPTIONS, images=value)
+    for call in (open_records, lambda *a, images: Chunks(*a, 1, images=images)):
         with rejects("images", str(path), "not_folder", InvalidSample):
             call("chat", path, images=str(path))
 
@@ -191,7 +191,7 @@ def test_F173_a_url_is_not_downloaded(record, tmp_path):
     with rejects("", ..., "url", InvalidSample, where="record 0"):
         picture.read()
     if format == "chat":  # as a file that is missing
-        assert len(Conversations(tmp_path / "a.jsonl", corrupt="skip", **OPTIONS).lengths) == 1
+        assert len(VisionChatSource(tmp_path / "a.jsonl", corrupt="skip", **OPTIONS).lengths) == 1
 
 
 def test_F173_a_url_of_a_video_is_not_downloaded(tmp_path):

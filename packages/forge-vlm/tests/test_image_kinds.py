@@ -13,7 +13,7 @@ np = pytest.importorskip("numpy")
 Image = pytest.importorskip("PIL.Image")
 
 from forge_vlm.data import InvalidSample  # noqa: E402
-from forge_vlm.data.images import Pictures  # noqa: E402
+from forge_vlm.data.images import ImageProcessor  # noqa: E402
 from forge_vlm.data.records import Caps  # noqa: E402
 from forge_vlm.resolution import (  # noqa: E402
     AspectTilesConfig,
@@ -128,7 +128,7 @@ def plainly(pixels, policy, layout):
 
 
 def check(format, mode, orientation, policy):
-    pictures = Pictures(POLICIES[policy], 1, "<image>", patch_size=4)
+    pictures = ImageProcessor(POLICIES[policy], 1, "<image>", patch_size=4)
     content = encoded(format, mode, orientation)
     pixels = pixels_of(format, mode, orientation)
     layout = pictures.layout(content, "a")
@@ -177,7 +177,7 @@ def of_xmp():
     ids=["PNG with late EXIF", "TIFF with XMP", "orientation 9", "orientation 0"],
 )
 def test_F167_orientations_in_rare_places(content, orientation):
-    pictures = Pictures(POLICIES["budget"], 1, "<image>", patch_size=4)
+    pictures = ImageProcessor(POLICIES["budget"], 1, "<image>", patch_size=4)
     layout = pictures.layout(content(), "a")
     wide = pictures.resolution.layout(12, 28)
     assert layout == (wide if orientation == 1 else pictures.resolution.layout(28, 12))
@@ -221,7 +221,7 @@ def test_F168_crops_of_extreme_aspects_are_those_of_their_middle(monkeypatch):
 
 def test_F168_bounds_of_a_record_are_bounded():
     """A record may ask for more pixels than its image has, up to those that an image may have."""
-    pictures = Pictures(POLICIES["budget"], 1, "<image>", patch_size=4)
+    pictures = ImageProcessor(POLICIES["budget"], 1, "<image>", patch_size=4)
     content = encoded("PNG", "L", 1)
     assert pictures.layout(content, "a", Caps(2**18, 2**20)).height > 256
     with rejects("", code="pixels", kind=InvalidSample, where="a"):

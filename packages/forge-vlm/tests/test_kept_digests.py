@@ -18,7 +18,7 @@ pytest.importorskip("PIL")
 sys.path.insert(0, str(Path(__file__).parent))
 from data_files import OPTIONS, dataset, parquet, webdataset  # noqa: E402
 
-from forge_vlm.data import Conversations, InvalidSample  # noqa: E402
+from forge_vlm.data import InvalidSample, VisionChatSource  # noqa: E402
 from forge_vlm.data import files as files_module  # noqa: E402
 from forge_vlm.data.files import digest_of_files  # noqa: E402
 from forge_vlm.data.formats import open_records  # noqa: E402
@@ -46,12 +46,12 @@ def test_F166_files_are_read_once_for_their_digest(format, tmp_path, hashed):
     files = sorted(path.glob(pattern))
     each = b"".join(hashlib.sha256(file.read_bytes()).digest() for file in files)
     for _ in range(2):
-        source = Conversations(path, format=format, cache=cache, **OPTIONS)
+        source = VisionChatSource(path, format=format, cache=cache, **OPTIONS)
         assert source.content == hashlib.sha256(each).hexdigest()
     assert hashed == [file.name for file in files]
 
     os.utime(files[0], (1, 1))
-    assert Conversations(path, format=format, cache=cache, **OPTIONS).content == source.content
+    assert VisionChatSource(path, format=format, cache=cache, **OPTIONS).content == source.content
     assert len(hashed) == 2 * len(files)
     open_records(format, path)  # as each worker of prepare does
     assert len(hashed) == 2 * len(files)

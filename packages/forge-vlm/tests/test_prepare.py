@@ -26,8 +26,8 @@ Image = pytest.importorskip("PIL.Image")
 sys.path.insert(0, str(Path(__file__).parent))
 from data_files import OPTIONS, chat, llava, png, webdataset  # noqa: E402
 
-from forge_vlm.data import Conversations, InvalidSample, open_source  # noqa: E402
-from forge_vlm.data import lengths as lengths_module  # noqa: E402
+from forge_vlm.data import InvalidSample, VisionChatSource, open_source  # noqa: E402
+from forge_vlm.data import index as index_module  # noqa: E402
 from forge_vlm.data import prepare as prepare_module  # noqa: E402
 from forge_vlm.data.command import main, run  # noqa: E402
 from forge_vlm.data.prepare import prepare  # noqa: E402
@@ -81,7 +81,7 @@ def prepared(path, output, workers=1, pictures="copy", **options):
 def test_a_prepared_folder_has_the_rows_of_its_files(tmp_path, pictures):
     path = talks_of(tmp_path / "a")
     about = prepared(path, tmp_path / "out", pictures=pictures, weigh="sqrt")
-    same_rows(Conversations(path, weigh="sqrt", **OPTIONS), Prepared(tmp_path / "out"))
+    same_rows(VisionChatSource(path, weigh="sqrt", **OPTIONS), Prepared(tmp_path / "out"))
     assert (about["samples"], about["counts"]["pictures"]) == (10, 9)
     assert not (tmp_path / "out.parts").exists()
     assert verify(tmp_path / "out") == about
@@ -111,7 +111,7 @@ def test_formats_and_resolutions(tmp_path, name):
         budget = {"multiple": 4, "min_pixels": 16, "max_pixels": 256}
         options["resolution"] = {"name": "budget", "budget": budget}
     prepare(path, tmp_path / "out", options_of(str(path), options))
-    same_rows(Conversations(path, **options), Prepared(tmp_path / "out"))
+    same_rows(VisionChatSource(path, **options), Prepared(tmp_path / "out"))
 
 
 @pytest.mark.parametrize("weights", [(1, 1), (1, 2), (2, 2)])
@@ -122,7 +122,7 @@ def test_one_label_with_another_weight_makes_a_folder_weighted(tmp_path, weights
         talk.append({"role": "assistant", "content": "one", "weight": weight})
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
     assert prepared(tmp_path / "a.jsonl", tmp_path / "out")["weighted"] == (max(weights) > 1)
-    same_rows(Conversations(tmp_path / "a.jsonl", **OPTIONS), Prepared(tmp_path / "out"))
+    same_rows(VisionChatSource(tmp_path / "a.jsonl", **OPTIONS), Prepared(tmp_path / "out"))
 
 
 def test_branches_of_a_record(tmp_path):
@@ -132,7 +132,7 @@ def test_branches_of_a_record(tmp_path):
     plain = {"messages": [ask, *answers[0]]}
     (tmp_path / "a.jsonl").write_text(f"{json.dumps(record)}\n{json.dumps(plain)}\n")
     assert prepared(tmp_path / "a.jsonl", tmp_path / "out")["branched"]
-    source = Conversations(tmp_path / "a.jsonl", **OPTIONS)
+    source = VisionChatSource(tmp_path / "a.jsonl", **OPTIONS)
     assert source.stream(400).arrays(np.arange(1))["branch_ids"].max() == 2
     same_rows(source, Prepared(tmp_path / "out"))
 
@@ -151,7 +151,7 @@ def test_frames_of_a_video(tmp_path):
     talk = [{"role": "user", "content": [part]}, {"role": "assistant", "content": "it grows"}]
     (tmp_path / "a.jsonl").write_text(json.dumps({"messages": talk}))
     prepared(tmp_path / "a.jsonl", tmp_path / "out", video={"fps": 2.0})
-    (source := Conversations(tmp_path / "a.jsonl", video={"fps": 2.0}, **OPTIONS)).stream(400)
+    (source := VisionChatSource(tmp_path / "a.jsonl", video={"fps": 2.0}, **OPTIONS)).stream(400)
     same_rows(source, Prepared(tmp_path / "out"))
     assert len(Prepared(tmp_path / "out").sample(0).pictures) == 4
     assert source.sample(0).clips == Prepared(tmp_path / "out").sample(0).clips
@@ -172,7 +172,7 @@ def test_damaged_pictures_are_counted_by_cause(tmp_path, corrupt):
     assert (counts["missing"], counts["damaged"]) == (1, 1)
     if corrupt == "mask":
         assert (counts["masked"], about["samples"]) == (2, 10)
-        same_rows(Conversations(path, corrupt="mask", **OPTIONS), Prepared(tmp_path / "out"))
+        same_rows(VisionChatSource(path, corrupt="mask", **OPTIONS), Prepared(tmp_path / "out"))
     else:
         assert (counts["left_out"], about["samples"]) == (2, 8)
         stream = Prepared(tmp_path / "out").stream(400)
@@ -231,7 +231,7 @@ def test_a_kill_leaves_nothing_and_the_same_command_goes_on(tmp_path, where, nam
     assert not out.exists()
     assert len([*(tmp_path / "out.parts").glob("unit-*")]) == units
     assert main(command) == 0
-    same_rows(Conversations(path, **OPTIONS), Prepared(out))
+    same_rows(VisionChatSource(path, **OPTIONS), Prepared(out))
     assert main(command) == 78  # it is there
     assert main([*command, "--overwrite"]) == 0
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "out"]
@@ -283,7 +283,7 @@ def test_units_of_another_plan_are_not_taken(tmp_path):
     path, out = talks_of(tmp_path / "a"), tmp_path / "out"
     killed(command_of(path, out), prepare_module, "install_folder", 0)
     assert main([*command_of(path, out), "--option", "template=plain"]) == 0
-    same_rows(Conversations(path, template="plain", **OPTIONS), Prepared(out))
+    same_rows(VisionChatSource(path, template="plain", **OPTIONS), Prepared(out))
 
 
 def test_a_source_of_a_job_is_prepared_and_opened_by_its_name(tmp_path, capsys):
@@ -301,7 +301,7 @@ def test_a_source_of_a_job_is_prepared_and_opened_by_its_name(tmp_path, capsys):
         path = str(tmp_path / "out")
 
     source = open_source(Config(), positions="text_preserving", **OPTIONS)
-    wanted = Conversations(path, positions="text_preserving", **OPTIONS)
+    wanted = VisionChatSource(path, positions="text_preserving", **OPTIONS)
     same_rows(wanted, source)
     with rejects("template", "vicuna", "mismatch", where=Config.path):
         open_source(Config(), template="vicuna")
@@ -494,12 +494,12 @@ def test_opening_reads_no_media_and_a_worker_gets_no_copy(tmp_path):
 
 def counted(path, monkeypatch, tmp_path, **options):
     """A source, and how many records were tokenized when it opened."""
-    monkeypatch.setattr(lengths_module, "SMALL", 0)
+    monkeypatch.setattr(index_module, "SMALL", 0)
     read = []
-    real = lengths_module.count
-    monkeypatch.setattr(lengths_module, "count", lambda *a: read.append(1) or real(*a))
-    source = Conversations(path, cache=str(tmp_path / "cache"), **{**OPTIONS, **options})
-    monkeypatch.setattr(lengths_module, "count", real)
+    real = index_module.count
+    monkeypatch.setattr(index_module, "count", lambda *a: read.append(1) or real(*a))
+    source = VisionChatSource(path, cache=str(tmp_path / "cache"), **{**OPTIONS, **options})
+    monkeypatch.setattr(index_module, "count", real)
     return source, len(read)
 
 

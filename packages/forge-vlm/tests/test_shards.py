@@ -19,10 +19,13 @@ Image = pytest.importorskip("PIL.Image")
 sys.path.insert(0, str(Path(__file__).parent))
 from data_files import IMAGE, OPTIONS  # noqa: E402
 
-from forge_vlm.data import InvalidSample, open_source  # noqa: E402
-from forge_vlm.data import pieces as pieces_module  # noqa: E402
-from forge_vlm.data.sample import Reader  # noqa: E402
-from forge_vlm.data.streaming import Pieces  # noqa: E402
+from forge_vlm.data import (  # noqa: E402
+    InvalidSample,
+    open_source,
+    streaming,
+)
+from forge_vlm.data.sample import SampleEncoder  # noqa: E402
+from forge_vlm.data.streaming import Chunks  # noqa: E402
 
 SIZES = dict(virtual_shards=3, shuffle_window=4)
 SHARDS = dict(format="webdataset", template="plain", **SIZES)
@@ -134,8 +137,10 @@ def test_a_reader_begins_at_the_place_of_a_window(tmp_path, monkeypatch):
     for shard, *place in stream_of(path).arrays(np.arange(60))["shard_places"]:
         table[shard] = np.maximum(table[shard], place)
     after, read = stream_of(path), []
-    real = Reader.sample
-    monkeypatch.setattr(Reader, "sample", lambda self, r: read.append(r.name) or real(self, r))
+    real = SampleEncoder.sample
+    monkeypatch.setattr(
+        SampleEncoder, "sample", lambda self, r: read.append(r.name) or real(self, r)
+    )
     after.load_places(table)
     assert rows_of(after, range(60, 63)) == wanted[:3]
     assert len(read) <= 3 * 2 * SIZES["shuffle_window"]
@@ -143,27 +148,27 @@ def test_a_reader_begins_at_the_place_of_a_window(tmp_path, monkeypatch):
 
 
 def test_F197_a_fingerprint_covers_both_ends_of_a_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(pieces_module, "_ENDS", 2)
+    monkeypatch.setattr(streaming, "_ENDS", 2)
     path = tmp_path / "a.jsonl"
     found = set()
     for text in ("{}\n{}\n{}\n", "{ \n{}\n{}\n", "{}\n{}\n{ \n", "{}\n{ \n{}\n"):
         path.write_text(text)
-        found.add(pieces_module._digest([path]))
+        found.add(streaming._digest_of_ends([path]))
     assert len(found) == 3  # the last differs in the middle only, where sizes are compared
 
 
 def test_lines_are_cut_into_pieces_of_whole_lines(tmp_path):
     path = lines(tmp_path)
-    pieces = Pieces("chat", path, 2)
+    pieces = Chunks("chat", path, 2)
     assert len(pieces) > 3
-    found = [record for i in range(len(pieces)) for record in pieces_of(pieces, i)]
+    found = [record for i in range(len(pieces)) for record in segments_of(pieces, i)]
     assert found == [f"{i}.png" for i in range(60)]
     stream = stream_of(path, 300, format="chat", virtual_shards=2)
     reds = {red for _, row in rows_of(stream, range(80)) for red in row}
     assert reds == set(range(60))
 
 
-def pieces_of(pieces, number):
+def segments_of(pieces, number):
     records = pieces.open(number)
     return [Path(records[i].pictures[0].content).name for i in range(len(records))]
 

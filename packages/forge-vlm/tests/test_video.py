@@ -16,16 +16,9 @@ np = pytest.importorskip("numpy")
 av = pytest.importorskip("av")
 Image = pytest.importorskip("PIL.Image")
 
-from forge_vlm.data import Conversations, InvalidSample  # noqa: E402
-from forge_vlm.data.records import Picture  # noqa: E402
-from forge_vlm.data.video import (  # noqa: E402
-    Clip,
-    VideoConfig,
-    at_rate,
-    best,
-    score_of,
-    spread,
-)
+from forge_vlm.data import InvalidSample, VisionChatSource  # noqa: E402
+from forge_vlm.data.records import EncodedImage  # noqa: E402
+from forge_vlm.data.video import Clip, VideoConfig, at_rate, best, score_of, spread  # noqa: E402
 
 IMAGE = 257
 
@@ -50,7 +43,7 @@ def write(path, times, size=(32, 48), gop=4, values=None, codec="libx264"):
 
 
 def clip_of(path):
-    return Clip(Picture(path.name, path))
+    return Clip(EncodedImage(path.name, path))
 
 
 def grey(content):
@@ -221,7 +214,7 @@ def record_of(format, folder):
 def test_a_video_is_its_frames_behind_their_times(format, tmp_path):
     write(tmp_path / "a.mp4", range(0, 3000, 250))
     video = {"fps": 1.0, "max_frames": 8}
-    talks = Conversations(record_of(format, tmp_path), format=format, video=video, **OPTIONS)
+    talks = VisionChatSource(record_of(format, tmp_path), format=format, video=video, **OPTIONS)
     sample = talks.sample(0)
     assert "<0.0 seconds><1.0 seconds><2.0 seconds>" in text_of(sample)
     assert (sample.tokens == IMAGE).sum() == 3 * 4
@@ -229,7 +222,7 @@ def test_a_video_is_its_frames_behind_their_times(format, tmp_path):
     assert good
     middles = [float(m["images"][0, :, 4, 4].float().mean()) for m in media]
     assert [round(value / 8) * 8 for value in middles] == [8, 40, 72]
-    plain = Conversations(
+    plain = VisionChatSource(
         record_of(format, tmp_path), format=format, video={**video, "timestamps": False}, **OPTIONS
     )
     assert "seconds" not in text_of(plain.sample(0))
@@ -239,7 +232,7 @@ def test_a_video_is_its_frames_behind_their_times(format, tmp_path):
 def test_sizes_under_a_budget_are_those_of_frames(tmp_path):
     write(tmp_path / "a.mp4", [0, 500], size=(64, 96))
     budget = {"name": "budget", "budget": {"min_pixels": 1024, "max_pixels": 64 * 96}}
-    talks = Conversations(record_of("chat", tmp_path), resolution=budget)
+    talks = VisionChatSource(record_of("chat", tmp_path), resolution=budget)
     sample = talks.sample(0)
     assert [(layout.height, layout.width) for layout in sample.layouts] == [(64, 96)] * 2
     media, good = talks.media(sample)
@@ -256,7 +249,7 @@ def test_questions_with_options_are_answered_by_a_letter(tmp_path):
         {"video": 8, "question": "when?", "options": '["now", "then"]', "answer": "A"},
     ]
     (tmp_path / "metadata.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    talks = Conversations(tmp_path, format="videos", **OPTIONS)
+    talks = VisionChatSource(tmp_path, format="videos", **OPTIONS)
     found = [text_of(talks.sample(i)) for i in range(3)]
     assert "who?\nA. a cat\nB. a dog#\n<|im_start|>assistant\nB#" in found[0]
     assert "where?\nA. here\nB. there#\n<|im_start|>assistant\nB#" in found[1]
@@ -275,7 +268,7 @@ def test_wrong_questions_are_refused(row, key, value, code, tmp_path):
     write(tmp_path / "a.mp4", [0])
     (tmp_path / "metadata.jsonl").write_text(json.dumps({"file_name": "a.mp4", **row}))
     with rejects(key, value, code, InvalidSample, where="record 0"):
-        Conversations(tmp_path, format="videos", **OPTIONS)
+        VisionChatSource(tmp_path, format="videos", **OPTIONS)
 
 
 @pytest.mark.parametrize("damage", ["bytes", "truncated", "sound", "missing"])
@@ -300,17 +293,17 @@ def test_F76_damaged_videos(damage, tmp_path, capfd):
     )
 
     def read():
-        Conversations(tmp_path, format="videos", **OPTIONS).stream(200).arrays(np.arange(2))
+        VisionChatSource(tmp_path, format="videos", **OPTIONS).stream(200).arrays(np.arange(2))
 
     code = "unreadable" if damage == "missing" else "damaged"
     with rejects("", ..., code, InvalidSample, where="bad.mp4"):
         read()
-    talks = Conversations(tmp_path, format="videos", corrupt="mask", pack=False, **OPTIONS)
+    talks = VisionChatSource(tmp_path, format="videos", corrupt="mask", pack=False, **OPTIONS)
     arrays = talks.stream(200).arrays(np.arange(2))
     assert (arrays["labels"] != -100).any(1).sum() == 1
     assert talks.masked == 1
     assert "bad.mp4" in capfd.readouterr().err
-    kept = Conversations(tmp_path, format="videos", corrupt="skip", **OPTIONS)
+    kept = VisionChatSource(tmp_path, format="videos", corrupt="skip", **OPTIONS)
     assert len(kept.lengths) == 1
-    (remark,) = kept.counted.remarks()
-    assert re.findall("[0-9]+", remark) == ["1", "2"]
+    (warning,) = kept.counted.warnings()
+    assert re.findall("[0-9]+", warning) == ["1", "2"]

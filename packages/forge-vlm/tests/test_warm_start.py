@@ -85,7 +85,7 @@ def test_towers_begin_as_the_text_model():
     ],
 )
 def test_experts_begin_as_the_dense_feed_forward(options):
-    """With normalised gates, where each token has an expert, the model is the dense one."""
+    """With normalized gates, where each token has an expert, the model is the dense one."""
     text, model = text_model(), VLM(config("moma", **options)).train()
     report = warm_start(model, text.state_dict())
     assert {n for n in report.duplicated if ".experts.each." not in n} == set()

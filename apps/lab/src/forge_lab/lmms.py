@@ -19,7 +19,7 @@ from forge_lab._shared.problems import invalid
 from forge_lab.text import load_with_images, task_options, truncate
 from forge_parallel import select_device
 from forge_vlm.answers import answer_all, media_on
-from forge_vlm.data import Message, Picture, Piece, Prompt, Record
+from forge_vlm.data import ChatSegment, EncodedImage, Message, Prompt, Record
 
 __all__ = ["Forge", "manifest"]
 
@@ -70,7 +70,7 @@ class Forge(lmms):  # type: ignore[misc, unused-ignore]
             doc = self._doc(*where[1:])
             continuation = target(doc) if callable(target) else str(target)
             prompt = self._prompt(context, *where)
-            ids = self._prompts.tokens.encode([Piece(continuation)])[0]
+            ids = self._prompts.tokens.encode([ChatSegment(continuation)])[0]
             found.append(self._score(prompt, torch.from_numpy(ids)))
         return found
 
@@ -109,12 +109,12 @@ class Forge(lmms):  # type: ignore[misc, unused-ignore]
         return self._prompts(Record(name, (message,), pictures))
 
 
-def _picture(name: str, image: Any) -> Picture:
+def _picture(name: str, image: Any) -> EncodedImage:
     if not hasattr(image, "save"):
         raise NotImplementedError(f"{name} is no picture of pillow; videos and sound are not read")
     file = io.BytesIO()
     image.convert("RGB").save(file, "PNG")
-    return Picture(name, file.getvalue())
+    return EncodedImage(name, file.getvalue())
 
 
 def manifest() -> ModelManifest:

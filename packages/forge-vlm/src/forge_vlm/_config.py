@@ -24,12 +24,12 @@ def is_finite(value: object) -> bool:
 
 
 def is_size(value: object, most: int) -> bool:
-    """Whether `value` is a whole number from 1 to `most`."""
+    """Whether `value` is a integer from 1 to `most`."""
     return isinstance(value, Integral) and not isinstance(value, bool) and 1 <= int(value) <= most
 
 
 def size_problems(config: object, sizes: dict[str, int]) -> Iterator[Problem]:
-    """Problems of fields that are not whole numbers from 1 to a maximum; None is allowed where it is the default."""
+    """Problems of fields that are not integers from 1 to a maximum; None is allowed where it is the default."""
     for name, most in sizes.items():
         value = getattr(config, name)
         optional = getattr(type(config), name, 0) is None

@@ -7,6 +7,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from importlib.machinery import ModuleSpec
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -63,12 +64,83 @@ MODULES = {
 }
 #: Module -> {name of 0.1: name of today, there or in another module}.
 NAMES: dict[str, dict[str, str]] = {
+    "forge_vlm.answers": {
+        "NORMALISE": "NORMALIZE",  # language: old name
+        "Normalise": "Normalize",  # language: old name
+    },
+    "forge_vlm.data": {
+        "Conversations": "VisionChatSource",
+        "Picture": "EncodedImage",
+        "Piece": "ChatSegment",
+    },
+    "forge_vlm.data.images": {
+        "Pictures": "ImageProcessor",
+    },
+    "forge_vlm.data.index": {
+        "Counted": "SampleIndex",
+        "CountedSamples": "forge_vlm.data.packing:IndexedSource",
+        "fingerprint_of": "sample_fingerprint",
+    },
+    "forge_vlm.data.packing": {
+        "PictureRows": "RaggedMedia",
+        "RowsOfPictures": "PackedRows",
+    },
+    "forge_vlm.data.records": {
+        "Picture": "EncodedImage",
+    },
+    "forge_vlm.data.sample": {
+        "Decoder": "MediaDecoder",
+        "Reader": "SampleEncoder",
+        "WEIGHTS": "forge_vlm.data.options:WEIGHTS",
+    },
+    "forge_vlm.data.source": {
+        "Conversations": "VisionChatSource",
+    },
+    "forge_vlm.data.streaming": {
+        "Pieces": "Chunks",
+        "PictureShards": "PackedShards",
+        "StreamedConversations": "StreamedSource",
+    },
+    "forge_vlm.data.templates": {
+        "Piece": "ChatSegment",
+        "pieces_of": "segments_of",
+    },
     "forge_vlm.fusion": {
         "MixtureBlock": "forge_vlm.experimental:MixtureBlock",
         "MoMa": "forge_vlm.experimental:MoMa",
         "MoMaSteps": "forge_vlm.experimental:MoMaSteps",
         "set_routing_step": "forge_vlm.experimental:set_routing_step",
         "set_row_group": "forge_vlm.experimental:set_row_group",
+    },
+    "forge_vlm.fusion.config": {
+        "refuse_split_rows": "require_full_sequences",
+    },
+    "forge_vlm.fusion.cross_attention": {
+        "Seen": "VisibleImages",
+        "images_of_rows": "images_by_sequence",
+        "seen_images": "visible_images",
+    },
+    "forge_vlm.modalities": {
+        "learnt": "trained_modalities",  # language: old name
+        "learnt_ranges": "discrete_ranges",  # language: old name
+    },
+    "forge_vlm.model": {
+        "plan_forward": "VLM.plan_forward",
+    },
+    "forge_vlm.sequence.masks": {
+        "RowMask": "SequenceMask",
+        "masked": "build_mask",
+        "refuse_split_mask": "require_no_mask",
+    },
+    "forge_vlm.sequence.positions": {
+        "check_places": "check_placeholders",
+        "place": "place_features",
+    },
+    "forge_vlm.vision.features": {
+        "normalised": "normalize_pixels",  # language: old name
+    },
+    "forge_vlm.vision.patches": {
+        "cut_patches": "forge_vlm.vision.features:cut_patches",
     },
 }
 
@@ -103,7 +175,7 @@ def renamed(owner: str) -> Callable[[str], Any]:
         module = module.rpartition(":")[2]
         text = f"{owner}.{name} is {module}.{attribute} now"
         warnings.warn(text, DeprecationWarning, stacklevel=2)
-        return getattr(importlib.import_module(module), attribute)
+        return attrgetter(attribute)(importlib.import_module(module))
 
     return read
 

@@ -1,4 +1,4 @@
-"""Answers that a model writes to questions with pictures, and how many are right.
+"""Answers that a model writes to questions with images, and how many are right.
 
 B   prompts at once        N   new tokens of each
 """
@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from forge_core import SamplingConfig, generate
+from forge_vlm._renamed import renamed
 from forge_vlm._shared.problems import Problem
 from forge_vlm.data.prompts import Prompt, Prompts
 
 __all__ = [
-    "NORMALISE",
-    "Normalise",
+    "NORMALIZE",
+    "Normalize",
     "answer",
     "answer_all",
     "is_match",
@@ -26,8 +27,8 @@ __all__ = [
     "question_problems",
 ]
 
-Normalise = Literal["none", "strip", "words"]
-NORMALISE: tuple[str, ...] = get_args(Normalise)
+Normalize = Literal["none", "strip", "words"]
+NORMALIZE: tuple[str, ...] = get_args(Normalize)
 GREEDY = SamplingConfig(temperature=0.0)
 _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
@@ -40,12 +41,12 @@ def answer_all(
     sampling: SamplingConfig = GREEDY,
     rows: int = 8,
 ) -> Iterator[str]:
-    """The answer to each prompt up to an end token, `rows` prompts at a time; each picture is encoded once.
+    """The answer to each prompt up to an end token, `rows` prompts at a time; each image is encoded once.
 
         for text in answer_all(model, prompts, prompts.read("questions.jsonl"), 20):
             print(text)
 
-    Answers do not depend on `rows`. Raises as `generate_stream` for lengths, InvalidSample for a damaged picture.
+    Answers do not depend on `rows`. Raises as `generate_stream` for lengths, InvalidSample for a damaged image.
     """
     for first in range(0, len(asked), rows):
         part = asked[first : first + rows]
@@ -66,7 +67,7 @@ def answer(
 ) -> list[str]:
     """Answers (B) to prompts with the media of `prompts.media(asked)`, all at once.
 
-    With `stops` False N is max_new_tokens also where all rows have ended, as ranks of a sharded model need that run it
+    With `stops` False N is max_new_tokens also where all sequences have ended, as ranks of a sharded model need that run it
     together on rows of their own.
     """
     rows = [torch.from_numpy(prompt.tokens) for prompt in asked]
@@ -85,10 +86,10 @@ def media_on(model: nn.Module, media: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: m if name in stay else m.to(device) for name, m in media.items()}
 
 
-def is_match(found: str, wanted: str, normalise: Normalise = "strip") -> bool:
-    """Whether an answer is the wanted one, both normalised: "none" character by character, "strip" without white space at
+def is_match(found: str, wanted: str, normalize: Normalize = "strip") -> bool:
+    """Whether an answer is the wanted one, both normalize_pixels: "none" character by character, "strip" without white space at
     the ends, "words" also without ASCII punctuation, in lower case, with one blank for any white space."""
-    return _normal(found, normalise) == _normal(wanted, normalise)
+    return _normal(found, normalize) == _normal(wanted, normalize)
 
 
 def question_problems(
@@ -109,9 +110,12 @@ def question_problems(
         yield Problem("max_new_tokens", "range", max_new_tokens, rule, fix)
 
 
-def _normal(text: str, normalise: Normalise) -> str:
-    if normalise == "none":
+def _normal(text: str, normalize: Normalize) -> str:
+    if normalize == "none":
         return text
-    if normalise == "strip":
+    if normalize == "strip":
         return text.strip()
     return " ".join(text.translate(_NO_PUNCTUATION).lower().split())
+
+
+__getattr__ = renamed(__name__)

@@ -30,7 +30,7 @@ from forge_vlm.vision.config import VisionConfig
 __all__ = ["FusionConfig", "VLMConfig"]
 
 FUSIONS = ("joint_decoder", "cross_attention", "mixture_of_transformers", "moma")
-#: Names of what the papers of these fusions also try, and why there is none here.
+#: Names of what the papers of these fusions also try, and why they are not built here.
 REFUSED = {
     "diffusion": "heads that draw images by diffusion are not built; use discrete image tokens",
     "transfusion": "heads that draw images by diffusion are not built; use discrete image tokens",
@@ -86,7 +86,7 @@ class VLMConfig(TransformerConfig):
     input_only_ids: int = 0
     """ids from vocab_size on that are embedded and never predicted (Llama 3.2 Vision: 8)"""
     images_per_row: int = 1
-    """images of a row, as plans and FLOPs (MFU) count them; rows may have any number"""
+    """images of a sequence, as plans and FLOPs (MFU) count them; rows may have any number"""
     pixels_per_image: int | None = None
     """their size as it is counted, where the encoder takes any; empty: 512 * 512, of packed_vit image_size *
     image_size"""
@@ -113,7 +113,7 @@ class VLMConfig(TransformerConfig):
 
     @property
     def discrete(self) -> dict[str, ModalityConfig]:
-        """The modalities whose tokens are embedded and learnt like text."""
+        """The modalities whose tokens are embedded and trained like text."""
         return {name: m for name, m in self.modalities.items() if m.discrete}
 
 
@@ -122,17 +122,20 @@ def _mask_problems(c: VLMConfig) -> Iterator[Problem]:
     if name not in ("none", *SCOPES):
         rule = f"must be one of none, {', '.join(SCOPES)}"
         yield Problem("bidirectional", "unknown", name, rule, "use 'none'")
+
     if name == "none":
         return
     if c.fusion.name == "cross_attention":
         rule = "must be 'none' with fusion.name 'cross_attention', whose images are not tokens of the stream"
         yield Problem("bidirectional", "cross_attention", name, rule, "leave it out")
+
     for other in c.discrete:
         rule = f"must be 'none' with modalities.{other}, whose discrete tokens are predicted from the tokens before them"
         yield Problem("bidirectional", "discrete", name, rule, "leave it out")
     if c.mixer not in ("attention", "mla"):
         rule = f"is computed by mixer 'attention' and 'mla', and mixer is {c.mixer!r}"
         yield Problem("bidirectional", "mixer", name, rule, "use one")
+
     if c.attention.mask != "causal":
         rule = (
             f"excludes attention.mask {c.attention.mask!r}: both define which tokens see each other"
@@ -187,6 +190,7 @@ def _problems(c: VLMConfig) -> Iterator[Problem]:
         rule = "must name the placeholder of images"
         fix = "write [model.modalities.image] first_id = its id"
         yield Problem("modalities", "no_placeholder", c.modalities, rule, fix)
+
     ends = sorted((m.first_id, m.first_id + m.num_ids, name) for name, m in c.modalities.items())
     for name, m in c.modalities.items():
         if not m.discrete and m.first_id == 0:
@@ -198,15 +202,18 @@ def _problems(c: VLMConfig) -> Iterator[Problem]:
             rule = f"must be below vocab_size {most} with all of its {m.num_ids} ids"
             value = m.first_id
             yield Problem(f"modalities.{name}.first_id", "range", value, rule, "raise vocab_size")
+
     for (_, stop, one), (start, _, other) in itertools.pairwise(ends):
         if start < stop:
             rule = f"must not share ids with modalities.{other}"
             yield Problem(f"modalities.{one}", "duplicate", ..., rule, "move one")
+
     if not (c.images_per_row == 0 or is_size(c.images_per_row, 2**16)):
         rule = "must be a whole number, 0 or more"
         yield Problem("images_per_row", "range", c.images_per_row, rule, "use 1")
     if c.vision.any_size:
         yield from _any_size_problems(c)
+
     if c.pixels_per_image is not None:
         yield from _pixel_problems(c)
     if not (c.input_only_ids == 0 or is_size(c.input_only_ids, 2**20)):
@@ -215,17 +222,20 @@ def _problems(c: VLMConfig) -> Iterator[Problem]:
     elif c.input_only_ids and c.tie_embeddings:
         rule = "must be 0 with tie_embeddings, where every id that is embedded is predicted"
         yield Problem("input_only_ids", "excludes", c.input_only_ids, rule, "untie them")
+
     if c.fusion.name == "cross_attention":
         yield from c.fusion.cross_attention.problems(c.num_layers)
         if c.positions != "sequential":
             rule = "must be 'sequential' with fusion.name 'cross_attention', whose images are not tokens of the stream"
             yield Problem("positions", "cross_attention", c.positions, rule, "leave it out")
+
     if c.positions not in ("sequential", "text_preserving", "mrope"):
         rule = "must be 'sequential', 'text_preserving' or 'mrope'"
         yield Problem("positions", "unknown", c.positions, rule, "use 'sequential'")
     if (c.positions == "mrope") != (c.mrope is not None):
         rule = f"must go with mrope {c.mrope}: positions of three axes are for a decoder with [model.mrope]"
         yield Problem("positions", "mrope", c.positions, rule, "set both, or neither")
+
     if c.mrope is not None:
         yield from (Problem(**vars(p)) for p in c.mrope.problems(c.rotary_dim, c.mixer))
     yield from _mask_problems(c)

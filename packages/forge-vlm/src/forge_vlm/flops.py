@@ -29,7 +29,7 @@ class ImageWork(NamedTuple):
     spared: float
 
     def then(self, other: ImageWork) -> ImageWork:
-        """This and what comes behind it. Where neither trains, no backward runs at all."""
+        """This and what comes after it. Where neither trains, no backward runs at all."""
         return other._replace(flops=self.flops + other.flops, spared=self.spared + other.spared)
 
 
@@ -70,7 +70,7 @@ def work_of_media(vision: nn.Module, adapter: nn.Module, pixels: int | None) -> 
 
 
 def expert_flops(experts: Any, num: int, *, frozen: bool = False) -> float:
-    """Forward FLOPs of one of `num` experts for one token: two for each weight of its matrices; of frozen ones alone."""
+    """Forward FLOPs of one of `num` experts for one token: two for each weight of its matrices; of frozen ones only."""
     kinds = parameter_kinds(experts)
     matrices = (p for n, p in experts.named_parameters() if is_matrix(kinds[n]))
     return 2.0 * sum(p.numel() for p in matrices if not (frozen and p.requires_grad)) / num

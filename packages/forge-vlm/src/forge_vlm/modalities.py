@@ -12,17 +12,18 @@ import torch
 from torch import Tensor
 
 from forge_vlm._config import is_size
+from forge_vlm._renamed import renamed
 from forge_vlm._shared.problems import Problem, invalid, raise_problems
 
 __all__ = [
     "ModalityConfig",
     "ModalityLoss",
-    "learnt",
-    "learnt_ranges",
+    "discrete_ranges",
     "modality_ids",
     "modality_losses",
     "numbers",
     "numbers_by_id",
+    "trained_modalities",
 ]
 
 
@@ -39,7 +40,7 @@ class ModalityConfig:
     num_ids: int = 1
     """how many ids; above 1 they are discrete tokens"""
     discrete: bool = False
-    """the ids are tokens of their own, embedded and learnt like text; else features replace them"""
+    """the ids are tokens of their own, embedded and trained like text; else features replace them"""
 
     def __post_init__(self) -> None:
         raise_problems("modality", _problems(self))
@@ -62,13 +63,13 @@ def numbers(modalities: Mapping[str, ModalityConfig]) -> dict[str, int]:
     return {name: number for number, name in enumerate(sorted(modalities), 1)}
 
 
-def learnt(modalities: Mapping[str, ModalityConfig]) -> tuple[int, ...]:
+def trained_modalities(modalities: Mapping[str, ModalityConfig]) -> tuple[int, ...]:
     """The numbers of text and of discrete modalities, whose tokens are targets of the loss."""
     return (0, *(n for name, n in numbers(modalities).items() if modalities[name].discrete))
 
 
-def learnt_ranges(modalities: Mapping[str, ModalityConfig]) -> dict[str, tuple[int, int]]:
-    """(first id, one behind the last) of each discrete modality, in the order of `numbers`."""
+def discrete_ranges(modalities: Mapping[str, ModalityConfig]) -> dict[str, tuple[int, int]]:
+    """(first id, one after the last) of each discrete modality, in the order of `numbers`."""
     own = ((name, modalities[name]) for name in numbers(modalities))
     return {name: (m.first_id, m.first_id + m.num_ids) for name, m in own if m.discrete}
 
@@ -126,7 +127,7 @@ def modality_losses(
     weights: Tensor | None = None,
     ignore_index: int = -100,
 ) -> dict[str, ModalityLoss]:
-    """{"text" and each discrete modality: the losses of its targets}, which add up to the whole loss.
+    """{"text" and each discrete modality: the losses of its targets}, which add up to the full loss.
 
         loss = cross_entropy(model(tokens), labels)
         parts = modality_losses(loss.token_losses, labels, config.modalities)
@@ -145,3 +146,6 @@ def modality_losses(
         losses = token_losses.detach().where(here, 0.0)
         found[name] = ModalityLoss(losses.sum(dtype=torch.float64), weigh.where(here, 0.0).sum())
     return found
+
+
+__getattr__ = renamed(__name__)

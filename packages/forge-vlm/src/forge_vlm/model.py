@@ -1,6 +1,6 @@
 """A decoder with eyes: features of images enter the stream of a transformer.
 
-Shapes: B rows, S tokens of a row, D width of the stream, M tokens of all media.
+Shapes: B sequences, S tokens of a sequence, D width of the stream, M tokens of all media.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from forge_core import KVCache, Transformer, initialize
 from forge_core.flops import spared_flops
 from forge_core.protocols import check_names
+from forge_vlm._renamed import renamed
 from forge_vlm._shared.problems import invalid
 from forge_vlm.adapters import build_adapter
 from forge_vlm.config import VLMConfig
@@ -62,13 +63,13 @@ class VLM(Transformer):
 
     Everything that a Transformer has is here under the same name (parameters, generation, roles, stages), so weights
     of a text model are this model's, and `vision` and `adapter` are further children. Where tokens hold
-    placeholders, the features of the images of all rows, in order, take the place of their embeddings. With the fusion
-    cross_attention a placeholder stands for a whole image and keeps its embedding, and further layers "cross_i" before
+    placeholders, the features of the images of all sequences, in order, take the place of their embeddings. With the fusion
+    cross_attention a placeholder stands for a full image and keeps its embedding, and further layers "cross_i" before
     the text's layers "i" read the features.
     """
 
     config: VLMConfig
-    #: This rank's part of a tensor (B, S, ...), set where embeddings are made for a part of the tokens alone
+    #: This rank's part of a tensor (B, S, ...), set where embeddings are made for a part of the tokens only
     #: (sequence parallelism).
     token_part: Callable[[Tensor], Tensor] | None = None
 
@@ -125,19 +126,19 @@ class VLM(Transformer):
     ) -> Tensor:
         """Hidden states (B, S, D), as `Transformer.hidden`, which the other keywords go to.
 
-        The media of the encoder (`images`: (N, 3, H, W), uint8 or normalised floats, or an object with such `values`
+        The media of the encoder (`images`: (N, 3, H, W), uint8 or normalized floats, or an object with such `values`
         for all rows) may be missing or have no entries: then tokens are text alone, and hidden states are the text
         model's, bit by bit. With no entries the encoder runs once all the same, on zeros, so that ranks of one job
-        call it equally often. `after_embedding` takes the whole stream (B, S, D), and what goes along with it; then
-        document_ids are of this rank's tokens, and row_document_ids (B, S) those of whole rows.
+        call it equally often. `after_embedding` takes the full stream (B, S, D), and what goes along with it; then
+        document_ids are of this rank's tokens, and row_document_ids (B, S) those of full sequences.
 
         positions are taken as they are. Without them they are those of `config.positions`; where there are images and
         it is not "sequential", a plan of tokens and images gives them, for one host sync where tokens lie on an
         accelerator: give those of a `SequencePlan` made with the batch to save it. Behind cached tokens they go on at
-        the largest of the row + 1.
+        the largest of the sequence + 1.
 
         branch_ids (B, S), on the host, are 0 where the branches of a document share and a branch's number elsewhere: its
-        tokens see what is shared and their own branch, and positions go on from what is shared. Which tokens see ahead
+        tokens see what is shared and their own branch, and positions go on from what is shared. Which tokens attend to later ones
         (`config.bidirectional`) is told by (B, S) ids of the name `config.span_input`; without it a plan of tokens and
         images tells, but for a clip, and the first tokens of a cache are a prefix.
 
@@ -279,22 +280,25 @@ class VLM(Transformer):
     def _add_features(
         self, stream: Tensor, tokens: Tensor, media: dict[str, Any]
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The stream with features at the placeholders, and what is added behind the first blocks, (B, S, D) each."""
+        """The stream with features at the placeholders, and what is added after the first blocks, (B, S, D) each."""
         features, given = self._features(media, stream.device)
         flat = self.adapter(features).flatten(0, 1)  # (M, D)
         here = self._placeholders(tokens)
         if tokens.device.type == "cpu":
             check_placeholders(here, len(flat) if given else 0)
+
         other = [f.size(-1) for f in features.layers if f.size(-1) != stream.size(-1)]
         if other:
             rule = f"must be the stream's width dim {stream.size(-1)}, as these features are added to the first blocks"
             fix = "change it, or dim"
             raise invalid("vision.transformers.out_hidden_size", "width", other[0], rule, fix)
+
         nothing = torch.zeros_like(stream)
         layers = tuple(place_features(nothing, f, here, self.token_part) for f in features.layers)
         if len(layers) > len(self.layers):
             rule = f"must be at most the blocks of this pipeline stage, {len(self.layers)}, which they are added after"
             raise invalid("features.layers", "stage", len(layers), rule, "use fewer stages")
+
         return place_features(stream, flat, here, self.token_part), layers
 
     def _visible_images(
@@ -311,10 +315,12 @@ class VLM(Transformer):
             seen = cache.seen.still(tokens, document_ids, cache.history.last_id)
             cache.seen = seen.newest()
             return seen
+
         if cache is not None and (cache.length or not isinstance(cache, VLMCache)):
             rule = "must be 0 tokens long where images come, which must come with its first tokens"
             fix = "give those of all turns in the first call, with model.new_cache()"
             raise invalid("cache", "images", cache.length, rule, fix)
+
         features, given = self._features(media, tokens.device)
         here, sees = self._placeholders(tokens), self.config.fusion.cross_attention.sees
         images = media[self._media_names[0]]
@@ -324,6 +330,7 @@ class VLM(Transformer):
         seen = VisibleImages(rows, ids, first, stop)
         if isinstance(cache, VLMCache):
             cache.seen = seen.newest()
+
         return seen
 
     def _features(self, media: dict[str, Any], device: torch.device) -> tuple[Features, int]:
@@ -345,7 +352,7 @@ class VLM(Transformer):
 
     @property
     def _media_names(self) -> tuple[str, ...]:
-        """What the encoder takes, with what it may do without behind."""
+        """What the encoder takes, with what it may do without after."""
         if self.vision is None:
             return ()
         return (*self.vision.extra_inputs, *self.optional_inputs)
@@ -353,7 +360,7 @@ class VLM(Transformer):
     @property
     def extra_inputs(self) -> tuple[str, ...]:
         """Names of the media that forward takes, and of the function that splits the stream over ranks, but in a stage
-        without the encoder; and of the ids of what sees ahead."""
+        without the encoder; and of the ids of what attends to later ones."""
         media = () if self.vision is None else (*self.vision.extra_inputs, "after_embedding")
         return (*media, *self.mask_inputs[1:])
 
@@ -364,7 +371,7 @@ class VLM(Transformer):
 
     @property
     def mask_inputs(self) -> tuple[str, ...]:
-        """Names of ids of whole rows by which tokens see each other, for all stages of a pipeline; those that are no
+        """Names of ids of full sequences by which tokens see each other, for all stages of a pipeline; those that are no
         `extra_inputs` may be missing."""
         spans = self.config.span_input
         return ("branch_ids",) if spans is None else ("branch_ids", spans)
@@ -392,13 +399,13 @@ class VLM(Transformer):
         return [] if blocks is None else list(blocks())
 
     def parallel_roles(self) -> dict[str, Any]:
-        """The encoder and the adapter are whole on each rank; their gradients are sums where ranks place features at
-        their own tokens alone."""
+        """The encoder and the adapter are full on each rank; their gradients are sums where ranks place features at
+        their own tokens only."""
         own = {} if self.adapter is None else {"vision.*": "sequence", "adapter.*": "sequence"}
         return {**super().parallel_roles(), **own}
 
     def image_work(self) -> ImageWork | None:
-        """What one image costs, as `images_per_row` of them do in each row; None without an encoder, or where that does
+        """What one image costs, as `images_per_row` of them do in each sequence; None without an encoder, or where that does
         not say it."""
         if self.vision is None:
             return None
@@ -413,7 +420,7 @@ class VLM(Transformer):
                 mixer.image_tokens = self.config.images_per_row * work.tokens
 
     def first_flops_per_token(self, seq_len: int) -> tuple[float, float]:
-        """FLOPs of a token's part of the images in a row of `seq_len`: forward, and backward that is not computed."""
+        """FLOPs of a token's part of the images in a sequence of `seq_len`: forward, and backward that is not computed."""
         work = self.image_work()
         if work is None:
             return 0.0, 0.0
@@ -511,3 +518,6 @@ class VLM(Transformer):
         """An empty cache for rows of up to `max_length` tokens; raises as the transformer's."""
         super().new_cache(max_length)
         return VLMCache(max_length)
+
+
+__getattr__ = renamed(__name__)

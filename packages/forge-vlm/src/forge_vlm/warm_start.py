@@ -55,6 +55,7 @@ def warm_start(
     sources = _sources(model)
     found: dict[str, tuple[str, Tensor]] = {}
     used, problems = set(), []
+
     for name, target in targets.items():
         if matches(name, keep):
             continue
@@ -67,6 +68,7 @@ def warm_start(
             problems.append(_misfit(name, target, source, weights[source]))
         else:
             found[name] = (source, value)
+
     unused = tuple(n for n in weights if n not in used and not matches(n, keep))
     problems += _placement_problems(targets)
     lost = [name for name in unused if not matches(name, allow_unused)]
@@ -74,6 +76,7 @@ def warm_start(
         rule = "are used by no part of the model"
         fix = "correct its config, or name them in allow_unused"
         problems.append(Problem("weights", "unused", lost, rule, fix))
+
     raise_problems("warm_start", problems)
     for name, (_, value) in found.items():
         targets[name][: len(value)].copy_(value) if value.ndim else targets[name].copy_(value)

@@ -15,7 +15,7 @@ from forge_parallel.compute import Compute, MicroBatches
 from forge_train.config.model import VLMModelConfig
 from forge_train.config.schema import JobConfig, TrainConfig
 from forge_train.errors import ConfigError
-from forge_vlm.modalities import learnt_ranges  # language: name of forge_vlm
+from forge_vlm.modalities import discrete_ranges
 
 Loss = Callable[..., Tensor]
 
@@ -44,7 +44,7 @@ def loss_breakdown(config: JobConfig) -> LossBreakdown:
     sources = tuple(config.data.sources) if len(config.data.sources) > 1 else ()
     if not isinstance(model, VLMModelConfig):
         return LossBreakdown(terms, sources)
-    ranges = learnt_ranges(model.modalities)  # language: name of forge_vlm
+    ranges = discrete_ranges(model.modalities)
     return LossBreakdown(terms, sources, ranges)
 
 

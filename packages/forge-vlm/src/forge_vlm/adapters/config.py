@@ -86,7 +86,7 @@ class AttentionalPoolConfig:
 
 @dataclass(frozen=True)
 class ResamplerConfig:
-    """Learnt latents ask the tokens of an image by attention (Perceiver; Flamingo, arXiv 2204.14198)."""
+    """Trained latents ask the tokens of an image by attention (Perceiver; Flamingo, arXiv 2204.14198)."""
 
     num_latents: int = 64
     """tokens that an image of any size becomes"""

@@ -27,7 +27,7 @@ __all__ = [
 
 
 def width_of_heads(adapter: str, num_heads: int, width: int) -> int:
-    """width / num_heads; ValueError where it is no whole number."""
+    """width / num_heads; ValueError where it is no integer."""
     if width % num_heads:
         rule = f"must divide the width {width} that the heads share"
         raise invalid(f"adapter.{adapter}.num_heads", "divides", num_heads, rule, "use a divisor")
@@ -155,9 +155,9 @@ def windows(tokens: Tensor, rows: int, columns: int, factor: int) -> Tensor:
 
 
 class Resampler(nn.Module):
-    """K learnt latents that ask the features, and one another, in each layer (Flamingo, section 3.1.1).
+    """K trained latents that ask the features, and one another, in each layer (Flamingo, section 3.1.1).
 
-    Features are those of images of one size: of several images one behind the other it would make K tokens.
+    Features are those of images of one size: of several images one after the other it would make K tokens.
     """
 
     def __init__(self, config: AdapterConfig, width: int, dim: int) -> None:
@@ -199,7 +199,7 @@ class Resampler(nn.Module):
 
 
 class _Layer(nn.Module):
-    """Attention of the latents over features and latents, then a feed-forward, each behind a norm and added."""
+    """Attention of the latents over features and latents, then a feed-forward, each after a norm and added."""
 
     def __init__(self, dim: int, hidden_dim: int, head_dim: int) -> None:
         super().__init__()

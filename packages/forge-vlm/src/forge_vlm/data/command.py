@@ -44,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(error, DATA_ERROR)
     except KeyboardInterrupt:
         return _fail("stopped; the same command goes on from what is done", INTERRUPTED)
+
     return OK
 
 
@@ -68,6 +69,7 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument(
         "--output", required=True, help="folder; it appears complete or not at all"
     )
+
     prepare.add_argument(
         "--source", help="name of the source in the job (default: the only one of name vlm)"
     )
@@ -78,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUE",
         help="an option of the source, as in TOML: template=plain, tokens_per_tile=576, resolution.fixed.size=336",
     )
+
     prepare.add_argument(
         "--pictures",
         default="copy",
@@ -90,6 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     prepare.add_argument("--workers", type=int, default=1, help="processes that tokenize")
     verify = commands.add_parser("verify", help="read a prepared folder and check every digest")
     verify.add_argument("path", help="folder written by `forge-vlm prepare`")
+
     return parser
 
 
@@ -104,11 +108,13 @@ def _prepare(given: argparse.Namespace) -> None:
     elif given.source is not None:
         rule, fix = "names a table of a job", "give its .toml, or leave it out"
         raise invalid("--source", "requires", given.source, rule, fix)
+
     for item in given.option:
         key, sign, value = item.partition("=")
         if not sign or not key:
             raise invalid("--option", "syntax", item, "must be KEY=VALUE", "write template=plain")
         _set(options, key, _value(value))
+
     about = prepare(
         path,
         given.output,
@@ -128,6 +134,7 @@ def _of_job(file: Path, name: str | None) -> tuple[str, dict[str, Any]]:
     except (OSError, ValueError) as error:
         rule = f"must be the TOML of a job ({error})"
         raise invalid("", "not_toml", ..., rule, "correct it", where=file) from None
+
     tables = job.get("data", {}).get("sources", {})
     own = {
         n: t
@@ -136,6 +143,7 @@ def _of_job(file: Path, name: str | None) -> tuple[str, dict[str, Any]]:
     }
     if name is None and len(own) == 1:
         name = next(iter(own))
+
     if name not in own:
         rule = f"must be one of the sources of name 'vlm', {', '.join(own) or 'none'}"
         raise invalid("--source", "unknown", name, rule, "name one", where=file)
@@ -156,7 +164,7 @@ def _set(options: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _value(text: str) -> Any:
-    """A value of TOML; text that is none is a string."""
+    """A value of TOML; other text is a string."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -178,7 +186,7 @@ def _show(about: dict[str, Any]) -> None:
     if line := unread_keys(about.get("unread", {})):
         print(line.removeprefix("; "))
     print(
-        f"samples left out: {counts.get('left_out', 0):,}; with nothing to learn: {about['unlearnt']:,}"
+        f"samples left out: {counts.get('left_out', 0):,}; with nothing to learn: {about['unlearnt']:,}"  # language: key of the manifest
     )
 
 

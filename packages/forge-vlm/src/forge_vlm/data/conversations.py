@@ -14,7 +14,7 @@ from typing import Any
 from forge_vlm._config import is_finite, is_size
 from forge_vlm._shared.record_keys import CONTENT, Keys, RecordKeys, is_empty
 from forge_vlm.data.files import InvalidSample, invalid
-from forge_vlm.data.records import ROLES, Caps, Message, Picture, Record, picture_of, video_of
+from forge_vlm.data.records import ROLES, Caps, EncodedImage, Message, Record, picture_of, video_of
 
 __all__ = ["from_chat", "from_llava", "index_of"]
 
@@ -71,11 +71,11 @@ def from_chat(
     """A record of `{"messages": [{"role": ..., "content": text or parts}]}`.
 
     A part is `{"type": "text", "text": ...}`, or `{"type": "image", "image": ...}` (also "image_url", "video", "video_url",
-    "path", "url") of a path below `folder` or a data URI, or `"base64"` in place of "image"; beside an image `min_pixels`
+    "path", "url") of a path below `folder` or a data URI, or `"base64"` in place of "image"; next to an image `min_pixels`
     and `max_pixels` bound its own pixels (resolution "budget"). A message may have a `weight`. One that only `asks` may be
-    without an answer. `"branches": [[message, ...], ...]` are several ways to go on behind the messages.
+    without an answer. `"branches": [[message, ...], ...]` are several ways to go on after the messages.
 
-    `image` or `images`, `video` or `videos` beside the messages go in order to parts without a value, by name (or `index`,
+    `image` or `images`, `video` or `videos` next to the messages go in order to parts without a value, by name (or `index`,
     from 0) to parts with one; without parts to the marks `<image>` and `<video>` of questions; without marks in front of the
     first question. Without them a mark is text.
     """
@@ -138,6 +138,7 @@ def _messages(name: str, messages: Any, keys: RecordKeys) -> list[_ParsedMessage
         rule = "must be a list with one message or more"
         raise invalid("messages", "type", messages, rule, "correct it", where=name)
     found = []
+
     for message in messages:
         role = message.get("role") if isinstance(message, Mapping) else None
         if role not in ROLES:
@@ -151,6 +152,7 @@ def _messages(name: str, messages: Any, keys: RecordKeys) -> list[_ParsedMessage
             raise invalid("content", "type", content, rule, "correct it", where=name)
         weight = _weight(name, message.get("weight"))
         found.append(_ParsedMessage(role, [_part(name, part, keys) for part in parts], weight))
+
     return found
 
 
@@ -186,18 +188,21 @@ def _part(name: str, part: Any, keys: RecordKeys) -> str | _Slot:
     kind = str(given.get("type")).removesuffix("_url")
     if kind in _PARTS:
         keys.check(_PARTS[kind], given, name)
+
     if kind == "text" and isinstance(given.get("text"), str):
         text: str = given["text"]
         return text
     if kind not in _MARKS:
         rule = "of a part must be text, image or video, with a value of that name"
         raise invalid("type", "unknown", given.get("type"), rule, "correct it", where=name)
+
     if kind == "image" and isinstance(given.get("base64"), str):
         return _Slot(kind, f"data:;base64,{given['base64']}", given)
     values = (given.get(key) for key in (kind, f"{kind}_url", "path", "url", "index"))
     value = next((value for value in values if not is_empty(value)), None)
     if isinstance(value, Mapping) and "url" in value:
         value = value["url"]
+
     return _Slot(kind, value, given)
 
 
@@ -262,7 +267,7 @@ def _deal(name: str, slots: list[_Slot], values: list[Any]) -> None:
 
 
 def index_of(name: str, wanted: str, values: Sequence[Any]) -> int:
-    """Which of `values` has the name `wanted`, whole or without folders; InvalidSample where it is not one of them."""
+    """Which of `values` has the name `wanted`, full or without folders; InvalidSample where it is not one of them."""
     given = (each.get("path") if isinstance(each, Mapping) else each for each in values)
     names = [each if isinstance(each, str) else "" for each in given]
     if wanted in names:
@@ -287,7 +292,7 @@ def _built(
     asks: bool,
 ) -> Record:
     """The record; InvalidSample for images where none may be, and without an answer unless it `asks`."""
-    pictures: list[Picture] = []
+    pictures: list[EncodedImage] = []
 
     def message(given: _ParsedMessage) -> Message:
         parts: list[str | int] = []
@@ -311,7 +316,7 @@ def _built(
     return Record(name, messages, tuple(pictures), ways)
 
 
-def _opened(name: str, slot: _Slot, number: int, folder: Path) -> Picture:
+def _opened(name: str, slot: _Slot, number: int, folder: Path) -> EncodedImage:
     if slot.value is None:
         rule = f"of type {slot.kind} must have a value"
         fix = f"give {slot.kind}, path or url, or {slot.kind}s next to the messages"

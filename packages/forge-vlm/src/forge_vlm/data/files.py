@@ -30,7 +30,7 @@ __all__ = [
 
 
 class InvalidSample(problems.WithProblems, ValueError):
-    """A sample, a picture or a file that cannot be read; `where` names it."""
+    """A sample, an image or a file that cannot be read; `where` names it."""
 
 
 #: The InvalidSample of one problem, or, with `kind`, another error.

@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge_vlm._renamed import renamed
 from forge_vlm._shared.problems import ProblemError, problems_of
 from forge_vlm.data.files import InvalidSample, invalid
-from forge_vlm.data.records import MOST_BYTES, MOST_PIXELS, NO_CAPS, Caps, Picture
+from forge_vlm.data.records import MOST_BYTES, MOST_PIXELS, NO_CAPS, Caps, EncodedImage
 from forge_vlm.resolution import Layout, ResolutionConfig, build_resolution
 from forge_vlm.vision.features import cut_patches
 
-__all__ = ["FORMATS", "Pictures"]
+__all__ = ["FORMATS", "ImageProcessor"]
 
 #: Formats of pillow that are read; of others, as PostScript, some start programs.
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "AVIF", "JPEG2000", "PPM")
@@ -29,11 +30,11 @@ _PNG_TEXTS = (b"eXIf", b"Raw profile type exif", b"XML:com.adobe.xmp")  # chunks
 Media = dict[str, Tensor]
 
 
-class Pictures:
-    """What a picture is for an encoder that takes `images` (N, 3, H, W) uint8, the tiles of a resolution with `tokens` each;
+class ImageProcessor:
+    """What an image is for an encoder that takes `images` (N, 3, H, W) uint8, the tiles of a resolution with `tokens` each;
     under "budget", for one that takes `patches` (P, E) uint8 and `grids` (1, 3), `merge` * `merge` patches a token.
 
-        pictures = Pictures(ResolutionConfig("tiles"), tokens=64, placeholder="<image>")
+        pictures = ImageProcessor(ResolutionConfig("tiles"), tokens=64, placeholder="<image>")
         layout = pictures.layout(content, "a.png")                      # the header is read, not the pixels
     """
 
@@ -57,12 +58,12 @@ class Pictures:
         self._max_pixels, self._max_bytes = max_pixels, max_bytes
         self._color = torch.tensor([int(255 * value) for value in mean], dtype=torch.uint8)
 
-    def read(self, picture: Picture) -> bytes:
+    def read(self, picture: EncodedImage) -> bytes:
         """Its bytes, still encoded; InvalidSample where they cannot be read, or are more than the limit."""
         return picture.read(self._max_bytes)
 
     def resolution_of(self, caps: Caps, name: str) -> Any:
-        """The resolution of a picture with bounds of its own; InvalidSample for those that it cannot have."""
+        """The resolution of an image with bounds of its own; InvalidSample for those that it cannot have."""
         own = {key: value for key, value in caps._asdict().items() if value is not None}
         if not own:
             return self.resolution
@@ -80,7 +81,7 @@ class Pictures:
         return build_resolution(replace(self._config, budget=budget), self._mean)
 
     def layout(self, content: bytes, name: str, caps: Caps = NO_CAPS) -> Layout:
-        """How a picture is cut, by its header; InvalidSample where that cannot be read."""
+        """How an image is split, by its header; InvalidSample where that cannot be read."""
         resolution = self.resolution_of(caps, name)
         image = self._opened(content, name)
         from PIL.Image import Image
@@ -105,15 +106,15 @@ class Pictures:
         return found
 
     def blank_layout(self) -> Layout:
-        """That of what stands for a picture without a header: a small square."""
+        """That of what stands for an image without a header: a small square."""
         return self.resolution.layout(32, 32)
 
     def text(self, layout: Layout) -> str:
-        """What stands for a picture in a conversation, with one placeholder for each of its `grids`."""
+        """What stands for an image in a conversation, with one placeholder for each of its `grids`."""
         return self.resolution.text(layout, 1, self._placeholder)
 
     def grids(self, layout: Layout) -> list[tuple[int, int, int]]:
-        """(time, rows, columns) in tokens of each placeholder: of a tile, or of the whole picture under "budget"."""
+        """(time, rows, columns) in tokens of each placeholder: of a tile, or of the full image under "budget"."""
         if self.budget:
             side = self._patch_size * self._merge
             return [(1, layout.height // side, layout.width // side)]
@@ -122,7 +123,7 @@ class Pictures:
         return [grid] * layout.num_tiles
 
     def media(self, content: bytes, layout: Layout, name: str, caps: Caps = NO_CAPS) -> Media:
-        """Media by name of a picture; InvalidSample where it cannot be decoded, or is no longer of that layout."""
+        """Media by name of an image; InvalidSample where it cannot be decoded, or is no longer of that layout."""
         resolution = self.resolution_of(caps, name)
         from PIL.ImageOps import exif_transpose
 
@@ -142,11 +143,11 @@ class Pictures:
         return self._cut(self._color[:, None, None].expand(shape).contiguous())
 
     def nothing(self) -> Media:
-        """Media of no picture, which have the shapes of those of one."""
+        """Media of no image, which have the shapes of those of one."""
         return {name: value[:0] for name, value in self.blank(self.blank_layout()).items()}
 
     def _opened(self, content: bytes, name: str) -> Any:
-        """A picture of FORMATS whose header was read, of no more pixels than the limit."""
+        """An image of FORMATS whose header was read, of no more pixels than the limit."""
         try:
             from PIL import Image
         except ImportError:
@@ -175,8 +176,11 @@ def _ends_with_exif(png: bytes) -> bool:
 
 
 def _damaged(name: str, error: Exception) -> Any:
-    # pillow names the buffer that it reads, whose address tells nobody anything
+    # pillow names the buffer that it reads, whose address is of no use
     said = re.sub(r" <_io\.BytesIO object at \w+>", "", str(error))
     rule = f"cannot be decoded ({type(error).__name__}: {said:.120})"
     fix = "restore it, or set corrupt = 'mask' or 'skip'"
     return invalid("", "damaged", ..., rule, fix, where=name)
+
+
+__getattr__ = renamed(__name__)

@@ -18,24 +18,23 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
-from torch import Tensor
 
+from forge_vlm._renamed import renamed
 from forge_vlm._shared.atomic import new_file
 from forge_vlm._shared.cache import digest_of, entry_of, once
-from forge_vlm._shared.record_keys import RecordKeys, unread_keys
+from forge_vlm._shared.record_keys import RecordKeys
 from forge_vlm.data.files import invalid
-from forge_vlm.data.packing import RowsOfPictures, stream_of
 from forge_vlm.data.records import Record, Records
-from forge_vlm.data.sample import Decoder, Reader, Sample
+from forge_vlm.data.sample import SampleEncoder
 from forge_vlm.sequence.plan import IGNORE
 
-__all__ = ["Counted", "CountedSamples", "cached", "count", "fingerprint_of", "lengths_entry"]
+__all__ = ["SampleIndex", "cached", "count", "lengths_entry", "sample_fingerprint"]
 
 VERSION = 2  # part of every fingerprint: raise it whenever a row would change
 
 
-class Counted(NamedTuple):
-    """Tokens of each sample, the record that it is of, its pictures and its labels, all (samples,) int64, labels None where
+class SampleIndex(NamedTuple):
+    """Tokens of each sample, the record that it is of, its images and its labels, all (samples,) int64, labels None where
     they are not known; whether a label has another weight than 1, and a sample branches; the number of `records`, and of
     samples without a label; `unread` keys of records, by their number."""
 
@@ -46,98 +45,20 @@ class Counted(NamedTuple):
     weighted: bool
     branched: bool
     records: int
-    unlearnt: int
+    unlearnt: int  # language: key of the cache and of the manifest
     unread: Mapping[str, int] = MappingProxyType({})
 
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Sentences for a user."""
         counts = {
             "are left out, as a picture is missing or damaged": self.records - len(self.kept),
-            "have nothing to learn": self.unlearnt,
+            "have nothing to learn": self.unlearnt,  # language: key of the cache
         }
         return [f"{n} of {self.records} samples {k}" for k, n in counts.items() if n]
 
 
-class CountedSamples:
-    """Base of sources whose samples have numbers; one that has it defines `sample` and `name_of`."""
-
-    path: str
-    image_id: int
-    vocab_size: int | None
-    tokenizer: dict[str, Any] | None
-
-    def __init__(
-        self, decoder: Decoder, options: dict[str, Any], counted: Counted, content: str
-    ) -> None:
-        self.decoder, self.options, self.counted, self.content = decoder, options, counted, content
-        self.lengths, self.kept, self.pictured = counted.lengths, counted.kept, counted.pictures > 0
-        self.weighted = counted.weighted or options["weigh"] != "token"
-        self.branched, self.bidirectional = counted.branched, options.get("bidirectional", "none")
-
-    @property
-    def max_token_id(self) -> int:
-        """The largest id that a row may hold."""
-        assert self.vocab_size is not None
-        return self.vocab_size - 1
-
-    @property
-    def masked(self) -> int:
-        """Pictures that this process could not decode."""
-        return self.decoder.masked
-
-    def sample(self, number: int) -> Sample:
-        """A sample that rows name."""
-        raise NotImplementedError
-
-    def name_of(self, number: int) -> str:
-        """What an error calls a sample."""
-        raise NotImplementedError
-
-    def media(self, sample: Sample) -> tuple[list[dict[str, Tensor]], bool]:
-        """As `Decoder.media`."""
-        return self.decoder.media(sample)
-
-    def nothing(self) -> dict[str, Tensor]:
-        """Media of no picture."""
-        return self.decoder.nothing()
-
-    def forget(self) -> None:
-        """As `Samples.forget`."""
-
-    def trained(self, left_out: np.ndarray) -> int | None:
-        """Labels of all samples but those with numbers `left_out`; None where they are not known."""
-        labels = self.counted.trained
-        return None if labels is None else int(np.delete(labels, left_out).sum())
-
-    def summary(self, seq_len: int | None = None) -> str:
-        """A line of what rows of `seq_len` tokens train; of all samples without it."""
-        long = np.flatnonzero(self.lengths > (seq_len or np.inf))
-        pictures, trained = np.delete(self.counted.pictures, long), self.trained(long)
-        counts = [f"{len(pictures):,} samples", f"{(pictures > 0).mean():.1%} with images"]
-        counts.append(f"{pictures.sum():,} images")
-        counts.append(f"{np.delete(self.lengths, long).sum():,} tokens")
-        counts += [] if trained is None else [f"{trained:,} trained"]
-        line = ", ".join(counts) + unread_keys(self.counted.unread)
-        if seq_len is None and self.options["too_long"] == "skip":
-            line += (
-                "; samples of more than seq_len tokens are counted, and left out when a run starts"
-            )
-        return line
-
-    def stream(self, seq_len: int, seed: int = 0) -> RowsOfPictures:
-        """Rows of `seq_len`; InvalidSample for a sample that is longer, unless it is left out."""
-        stream = stream_of(self, self.path, seq_len, seed, self.name_of)
-        stream.remarks = self.counted.remarks() + stream.remarks
-        stream.source_lines = [self.summary(seq_len)]
-        return stream
-
-    def fingerprint(self) -> dict[str, str | int]:
-        """Digests of the files, the options and the lengths; pictures in files of their own are named, not read."""
-        return fingerprint_of(self.options, self.counted, self.content)
-
-
-def fingerprint_of(
-    options: Mapping[str, Any], counted: Counted, content: str
+def sample_fingerprint(
+    options: Mapping[str, Any], counted: SampleIndex, content: str
 ) -> dict[str, str | int]:
     """That of samples whose files have the digest `content`."""
     said = hashlib.sha256(json.dumps(options, sort_keys=True).encode())
@@ -154,20 +75,21 @@ def fingerprint_of(
 
 SMALL = 1000  # records up to which counting again is sooner done than looked up
 _DAMAGED = "damaged"
-_ARRAYS = Counted._fields[:4]
+_ARRAYS = SampleIndex._fields[:4]
 _COUNTED = 5  # raise it where other samples than before have another length, or a key is an error
 
 
 def count(
-    records: Records, reader: Reader, path: str, keys: RecordKeys
-) -> tuple[Counted, list[Record]]:
-    """Lengths of all samples, and the records with a picture that cannot be read; InvalidSample where none is left."""
+    records: Records, reader: SampleEncoder, path: str, keys: RecordKeys
+) -> tuple[SampleIndex, list[Record]]:
+    """Lengths of all samples, and the records with an image that cannot be read; InvalidSample where none is left."""
     lengths: list[int] = []
     kept: list[int] = []
     pictures: list[int] = []
     trained: list[int] = []
     damaged: list[Record] = []
-    weighted, branched, unlearnt = False, False, 0
+    weighted, branched, unlabeled = False, False, 0
+
     for number in range(len(records)):
         record = records[number]
         sample, good = reader.sample(record)
@@ -175,20 +97,22 @@ def count(
             damaged.append(record)
             if reader.corrupt == "skip":
                 continue
-        learnt = sample.labels != IGNORE
-        unlearnt += not learnt.any()
+
+        labeled = sample.labels != IGNORE
+        unlabeled += not labeled.any()
         branched |= sample.branches is not None
-        weighted |= bool((sample.weights[learnt] != 1).any())
+        weighted |= bool((sample.weights[labeled] != 1).any())
         lengths.append(len(sample.tokens))
         kept.append(number)
         pictures.append(len(sample.pictures))
-        trained.append(int(learnt.sum()))
+        trained.append(int(labeled.sum()))
     if not kept:
         rule = f"must have a sample whose pictures can be read, and has none of {len(records)}"
         raise invalid("", "empty", ..., rule, "check the path and the format", where=path)
-    counts = weighted, branched, len(records), int(unlearnt), dict(keys.counts)
+
+    counts = weighted, branched, len(records), int(unlabeled), dict(keys.counts)
     one, two, three, four = (np.array(v, np.int64) for v in (lengths, kept, pictures, trained))
-    return Counted(one, two, three, four, *counts), damaged
+    return SampleIndex(one, two, three, four, *counts), damaged
 
 
 def lengths_entry(cache: str | None, content: str, options: Mapping[str, Any]) -> Path:
@@ -197,7 +121,9 @@ def lengths_entry(cache: str | None, content: str, options: Mapping[str, Any]) -
     return entry_of("lengths", f"vlm-lengths-{digest}.npz", cache)
 
 
-def cached(entry: Path, records: Records, reader: Reader, path: str, keys: RecordKeys) -> Counted:
+def cached(
+    entry: Path, records: Records, reader: SampleEncoder, path: str, keys: RecordKeys
+) -> SampleIndex:
     """`count`, once for all processes that share the cache, which wait for the first; a small set is counted by each.
 
     A cache that cannot be written is said on stderr, and keeps nothing.
@@ -214,9 +140,9 @@ def cached(entry: Path, records: Records, reader: Reader, path: str, keys: Recor
     )
 
 
-def _keep(entry: Path, found: Counted, damaged: list[Record]) -> None:
+def _keep(entry: Path, found: SampleIndex, damaged: list[Record]) -> None:
     about = {
-        **{name: getattr(found, name) for name in Counted._fields[len(_ARRAYS) :]},
+        **{name: getattr(found, name) for name in SampleIndex._fields[len(_ARRAYS) :]},
         _DAMAGED: _states(
             str(p.content) for r in damaged for p in r.pictures if isinstance(p.content, Path)
         ),
@@ -226,13 +152,13 @@ def _keep(entry: Path, found: Counted, damaged: list[Record]) -> None:
         np.savez(file, **arrays, about=np.frombuffer(json.dumps(about).encode(), np.uint8))
 
 
-def _kept(entry: Path) -> Counted:
-    """What an entry says. Raises ValueError for a damaged one, or where a picture that could not be read was changed."""
+def _kept(entry: Path) -> SampleIndex:
+    """What an entry says. Raises ValueError for a damaged one, or where an image that could not be read was changed."""
     try:
         with np.load(entry) as found:
             about = json.loads(found["about"].tobytes())
             damaged = about.pop(_DAMAGED)
-            counted = Counted(*(found[name] for name in _ARRAYS), **about)
+            counted = SampleIndex(*(found[name] for name in _ARRAYS), **about)
     except Exception as error:  # damaged files raise whatever numpy and zip meet
         raise ValueError(f"{type(error).__name__}: {error}") from error
     if damaged != _states(damaged):
@@ -250,3 +176,6 @@ def _states(paths: Any) -> dict[str, list[int] | None]:
         except OSError:
             states[path] = None
     return states
+
+
+__getattr__ = renamed(__name__)

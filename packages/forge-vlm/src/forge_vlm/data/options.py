@@ -1,4 +1,4 @@
-"""Checks of the options of a source of conversations with images, alone and against a model."""
+"""Checks of the options of a source of conversations with images, only and against a model."""
 
 from __future__ import annotations
 
@@ -65,26 +65,30 @@ def _made(kind: type[C], given: Mapping[str, Any], where: str) -> C:
 
 
 def problems(options: Mapping[str, Any]) -> Iterator[Problem]:
-    """Problems of options of `Conversations` that cannot be."""
+    """Problems of options of `VisionChatSource` that cannot be."""
     for key, known in _CHOICES.items():
         if options[key] not in known:
             rule = f"must be one of {', '.join(known)}"
             yield Problem(key, "unknown", options[key], rule, f"use {known[0]!r}")
+
     try:
         resolution = resolution_of(options["resolution"] or {})
         score_of(video_of_options(options["video"] or {}).score)
     except ValueError as error:
         yield from problems_of(error)
         return
+
     yield from _token_problems(options, resolution)
     if options.get("image_masks") and resolution.name == "budget":
         rule = "must be False when resolution.name is 'budget', whose patches have none"
         yield Problem("image_masks", "excludes", True, rule, "remove it")
+
     yield from _group_problems(options)
     for key in ("max_image_pixels", "max_image_bytes"):
         if not is_size(options.get(key, 1), 2**62):
             rule = "must be a whole number of at least 1"
             yield Problem(key, "size", options[key], rule, "leave it out")
+
     if not isinstance(images := options.get("images"), str | None) or images == "":
         yield Problem("images", "type", images, "must be the path of a folder", "leave it out")
     yield from option_problems(options.get("ignore_keys", ()), options.get("strict", False))
@@ -113,6 +117,7 @@ def _token_problems(options: Mapping[str, Any], resolution: ResolutionConfig) ->
         elif resolution.name != "budget" and options[key] != default:
             rule = f"is a key of resolution.name 'budget', and name is {resolution.name!r}"
             yield Problem(key, "foreign", options[key], rule, "remove it")
+
     if resolution.name != "budget" and not is_size(each, _MOST):
         rule = f"must be a whole number from 1 to {_MOST}"
         yield Problem("tokens_per_tile", "size", each, rule, "give that of the model's adapter")
@@ -176,18 +181,21 @@ def _model_image_problems(options: Mapping[str, Any], model: Any, where: str) ->
                 rule = f"must be {own}, as in the encoder model.vision"
                 yield Problem(f"{where}.{key}", "encoder", options[key], rule, "change one")
         return
+
     if getattr(vision, "extra_inputs", None) != ("images",):
         return
     own = getattr(vision.config, "vit", None) if vision.config.name == "vit" else vision
     side, patch = getattr(own, "image_size", None), getattr(own, "patch_size", None)
     if side is None or patch is None:
         return
+
     key = {"fixed": "size"}.get(resolution.name, "tile_size")
     size = getattr(getattr(resolution, resolution.name), key)
     if size != side:
         rule, key = f"must be the image_size {side} of model.vision", f"{resolution.name}.{key}"
         yield Problem(f"{where}.resolution.{key}", "image_size", size, rule, "change one")
         return
+
     rows = side // patch
     tokens = 1 if model.cross else model.adapter.tokens(rows, rows) + _front_tokens(model)
     if options["tokens_per_tile"] != tokens:

@@ -1,8 +1,8 @@
-"""Files of any format become a folder of samples, once: tokenized, with their pictures checked and copied.
+"""Files of any format become a folder of samples, once: tokenized, with their images checked and copied.
 
 OUTPUT.parts/plan.json       what is prepared; of another plan all parts are removed
 OUTPUT.parts/unit-00000.npz  samples of some records
-OUTPUT.parts/whole/          the output, which is renamed when it is complete
+OUTPUT.parts/full/          the output, which is renamed when it is complete
 OUTPUT.parts.lock            held by the one that prepares
 """
 
@@ -34,20 +34,20 @@ from forge_vlm.data.files import InvalidSample, invalid
 from forge_vlm.data.formats import open_records
 from forge_vlm.data.options import problems
 from forge_vlm.data.prepared import BYTES, FIELDS, MANIFEST, NAMED, VERSION, is_prepared
-from forge_vlm.data.records import Picture, Records
-from forge_vlm.data.sample import Reader, Sample
+from forge_vlm.data.records import EncodedImage, Records
+from forge_vlm.data.sample import Sample, SampleEncoder
 from forge_vlm.data.video import Frame
 from forge_vlm.resolution import Layout
 from forge_vlm.sequence.plan import IGNORE
 
-__all__ = ["COLUMNS", "make_unit", "prepare"]
+__all__ = ["COLUMNS", "encode_chunk", "prepare"]
 
 #: Types of the arrays of a `Sample`, a value of each token.
 COLUMNS = {"tokens": "<u4", "labels": "<i4", "weights": "<f4", "branches": "<i4"}
 
 
-def make_unit(
-    records: Records, reader: Reader, numbers: Iterable[int], pictures: str, keys: RecordKeys
+def encode_chunk(
+    records: Records, reader: SampleEncoder, numbers: Iterable[int], pictures: str, keys: RecordKeys
 ) -> dict[str, np.ndarray]:
     """Arrays of the files of `Prepared`, their ends counted from 0, and `counts`, JSON as bytes."""
     samples: list[Sample] = []
@@ -56,7 +56,8 @@ def make_unit(
     caps: list[tuple[int, ...]] = []
     media = bytearray()
     counts: Counter[str] = Counter()
-    unread = keys.counts.copy()  # of units before
+    unread = keys.counts.copy()  # of chunks before
+
     for number in numbers:
         sample, _ = reader.sample(records[number])
         read = [_content(reader, p, i, counts) for p, i in zip(sample.pictures, sample.layouts)]
@@ -64,6 +65,7 @@ def make_unit(
         if damaged and reader.corrupt == "skip":
             counts["left_out"] += 1
             continue
+
         counts["masked"] += damaged
         clips = iter(sample.clips)
         for picture, layout, content in zip(sample.pictures, sample.layouts, read):
@@ -74,18 +76,21 @@ def make_unit(
             media += content
             places.append((NAMED if named else BYTES, len(media), len(content), clip, *layout))
             caps.append(tuple(bound or 0 for bound in picture.caps))
+
         counts["capped"] += any(any(picture.caps) for picture in sample.pictures)
         counts["branched"] += sample.branches is not None
         if sample.branches is None:
             sample = sample._replace(branches=np.zeros(len(sample.tokens), np.int64))
+
         samples.append(sample)
         tokens = len(sample.tokens) + (ends[-1][1] if ends else 0)
         ends.append((number, tokens, len(places)))
     for sample in samples:
-        learnt = sample.labels != IGNORE
-        counts["unlearnt"] += not learnt.any()
-        counts["trained"] += int(learnt.sum())
-        counts["weighted"] += bool((sample.weights[learnt] != 1).any())
+        labeled = sample.labels != IGNORE
+        counts["unlearnt"] += not labeled.any()  # language: key of the manifest
+        counts["trained"] += int(labeled.sum())
+        counts["weighted"] += bool((sample.weights[labeled] != 1).any())
+
     columns = {
         name: np.concatenate([getattr(s, name) for s in samples] or [np.zeros(0)]).astype(dtype)
         for name, dtype in COLUMNS.items()
@@ -103,16 +108,16 @@ def make_unit(
 
 
 def _content(
-    reader: Reader, picture: Picture, layout: Layout, counts: Counter[str]
+    reader: SampleEncoder, picture: EncodedImage, layout: Layout, counts: Counter[str]
 ) -> bytes | None:
-    """The bytes of a picture that can be decoded; None and its cause counted for another, unless `corrupt` is "raise"."""
+    """The bytes of an image that can be decoded; None and its cause counted for another, unless `corrupt` is "raise"."""
     cause = "damaged" if isinstance(picture.content, bytes) else "missing"
     try:
         content = reader.pictures.read(picture)
         cause = "damaged"
         if isinstance(picture, Frame):
             content = _smaller(content)
-        reader.decode(Picture(picture.name, content, caps=picture.caps), layout)
+        reader.decode(EncodedImage(picture.name, content, caps=picture.caps), layout)
     except InvalidSample:
         if reader.corrupt == "raise":
             raise
@@ -130,8 +135,8 @@ def _smaller(bitmap: bytes) -> bytes:
     return file.getvalue()
 
 
-UNIT = 256  # records of a unit
-_UNITS = 2  # raise it where files of units have other contents
+UNIT = 256  # records of a chunk
+_UNITS = 2  # raise it where files of chunks have other contents
 Progress = Callable[[int, int], None]
 _OPEN: dict[str, Any] = {}  # of a worker: records and reader
 
@@ -148,12 +153,12 @@ def prepare(
 ) -> dict[str, Any]:
     """Write the samples of `path` to a folder, and return its manifest.
 
-    `options` are those of `Conversations`, all given. Every picture is decoded: a damaged one ends it, or its sample is
-    left out or not learnt, as `corrupt` says; "skip" leaves out what `Conversations` would mask. pictures: "copy" writes
+    `options` are those of `VisionChatSource`, all given. Every image is decoded: a damaged one ends it, or its sample is
+    left out or not trained, as `corrupt` says; "skip" leaves out what `VisionChatSource` would mask. images: "copy" writes
     all into the folder, "name" keeps the paths of those in files of their own.
 
-    The folder appears complete or not at all. Killed, the same call goes on from the units that are done in
-    OUTPUT.parts; two at once wait for one another. `progress(done, units)` is called behind each. Memory: a unit a
+    The folder appears complete or not at all. Killed, the same call goes on from the chunks that are done in
+    OUTPUT.parts; two at once wait for one another. `progress(done, units)` is called after each. Memory: a chunk a
     worker. Raises ValueError for options and an output that exists, InvalidSample for files.
     Usage: `prepare("talks.jsonl", "prepared", options_of("talks.jsonl", {"tokens_per_tile": 256}))`.
     """
@@ -166,7 +171,8 @@ def prepare(
     path = str(user_path(path).absolute())
     keys = RecordKeys(given["ignore_keys"], given["strict"], InvalidSample)
     records = open_records(given["format"], path, keys=keys, images=given["images"])
-    reader = Reader(given)
+    reader = SampleEncoder(given)
+
     if not len(records):
         rule = "must hold a record to prepare"
         raise invalid("path", "empty", path, rule, "check the path and the format")
@@ -181,9 +187,11 @@ def prepare(
         "units": _UNITS,
         "records": len(records),
     }
+
     parts = output.with_name(f"{output.name}.parts")
     if is_there and not overwrite:
         raise _exists(output)
+
     with _named(output), _alone(output, parts):
         if output.exists() and not overwrite:  # written while this process waited
             raise _exists(output)
@@ -198,6 +206,7 @@ def prepare(
         about = _join(units, parts / "whole", about, keys.counts)
         install_folder(parts / "whole", output, replace=overwrite)
         shutil.rmtree(parts)
+
     return about
 
 
@@ -224,7 +233,7 @@ def _alone(output: Path, parts: Path) -> Iterator[None]:
         print(f"forge-vlm: waiting for {owner}, which prepares {output}", file=sys.stderr)
 
     output.parent.mkdir(parents=True, exist_ok=True)
-    # next to the parts, which are removed at the end: a lock that goes with them would keep nobody out
+    # next to the parts, which are removed at the end: a lock that goes with them would exclude no process
     with locked(parts.with_name(f"{parts.name}.lock"), wait=wait, remove=True):
         parts.mkdir(exist_ok=True)
         restore_folder(output)
@@ -249,7 +258,7 @@ def _name(unit: int) -> str:
 
 
 def _begin(parts: Path, about: Mapping[str, Any]) -> None:
-    """Keep the units of a call that was killed, if it prepared the same; remove all else."""
+    """Keep the chunks of a call that was killed, if it prepared the same; remove all else."""
     plan, said = parts / "plan.json", json.dumps(about, sort_keys=True)
     if not plan.exists() or plan.read_text() != said:
         for file in parts.glob("unit-*"):
@@ -267,12 +276,13 @@ def _write_units(
     workers: int,
     progress: Progress | None,
 ) -> None:
-    """Write the units that are not there, in this process or in several."""
+    """Write the chunks that are not there, in this process or in several."""
     total = -(-count // UNIT)
     left = [n for n in range(total) if not (parts / _name(n)).exists()]
     done = total - len(left)
     jobs = [(parts / _name(n), n * UNIT, min(count, (n + 1) * UNIT)) for n in left]
     arguments = path, given, pictures
+
     with contextlib.ExitStack() as stack:
         each: Callable[..., Any] = map
         if workers > 1 and len(jobs) > 1:
@@ -283,6 +293,7 @@ def _write_units(
         else:
             stack.callback(_OPEN.clear)
             _open_files(*arguments)
+
         try:
             for _ in each(_write_unit, jobs):
                 done += 1
@@ -297,12 +308,12 @@ def _write_units(
 def _open_files(path: str, given: dict[str, Any], pictures: str) -> None:
     keys = RecordKeys(given["ignore_keys"], given["strict"], InvalidSample)
     records = open_records(given["format"], path, keys=keys, images=given["images"])
-    _OPEN.update(records=records, reader=Reader(given), pictures=pictures, keys=keys)
+    _OPEN.update(records=records, reader=SampleEncoder(given), pictures=pictures, keys=keys)
 
 
 def _write_unit(job: tuple[Path, int, int]) -> None:
     file, first, stop = job
-    found = make_unit(**_OPEN, numbers=range(first, stop))
+    found = encode_chunk(**_OPEN, numbers=range(first, stop))
     with new_file(file) as opened:
         np.savez(opened, allow_pickle=False, **found)
 
@@ -310,7 +321,7 @@ def _write_unit(job: tuple[Path, int, int]) -> None:
 def _join(
     units: list[Path], folder: Path, about: dict[str, Any], unread: Counter[str]
 ) -> dict[str, Any]:
-    """Write units one behind the other, with ends counted from the first, and the manifest; `unread` keys were counted when
+    """Write chunks one after the other, with ends counted from the first, and the manifest; `unread` keys were counted when
     the files were opened."""
     folder.mkdir()
     files = {
@@ -318,6 +329,7 @@ def _join(
         for name in (*COLUMNS, "samples", "pictures", "caps", "media")
     }
     totals: Counter[str] = Counter()
+
     for unit in units:
         with np.load(unit) as found:
             samples, pictures = found["samples"], found["pictures"]
@@ -327,6 +339,7 @@ def _join(
             arrays = {**found, "samples": samples, "pictures": pictures}
             for name, file in files.items():
                 file.add(arrays[name])
+
             totals["tokens"] += len(arrays["tokens"])
             totals["pictures"] += len(pictures)
             totals["media"] += len(arrays["media"])
@@ -334,6 +347,7 @@ def _join(
             counts = json.loads(arrays["counts"].tobytes())
             unread.update(counts.pop("unread"))
             totals.update(counts)
+
     if not totals["samples"]:
         rule = f"has no sample left, as a picture of each of {about['records']} records is damaged"
         raise invalid("", "no_sample", ..., rule, "restore them", where=about["path"])
@@ -342,16 +356,18 @@ def _join(
         files.pop("branches").close()
         (folder / "branches.bin").unlink()
         del columns["branches"]
+
     if not totals.pop("capped"):
         files.pop("caps").close()
         (folder / "caps.bin").unlink()
+
     about |= {
         "columns": columns,
         "samples": totals.pop("samples"),
         "tokens": totals["tokens"],
         "weighted": bool(totals.pop("weighted")),
         "branched": branched,
-        "unlearnt": totals.pop("unlearnt"),
+        "unlearnt": totals.pop("unlearnt"),  # language: key of the manifest
         "trained": totals.pop("trained"),
         "unread": dict(unread),
         "counts": dict(totals),
@@ -359,6 +375,7 @@ def _join(
         "sha256": {f"{name}.bin": file.close() for name, file in files.items()},
     }
     write_file(folder / MANIFEST, json.dumps(about, indent=2))
+
     return about
 
 

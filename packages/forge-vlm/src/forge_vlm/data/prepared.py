@@ -1,13 +1,13 @@
 """Samples that `prepare` wrote, memory-mapped.
 
 prepared.json    options, counts, digests
-tokens.bin ...   a value of each token, one sample behind the other: ids (uint32), labels, branches (int32), weights (fp32)
-samples.bin      int64 (samples, 3): the record, the first token behind it, the first picture behind it
-pictures.bin     int64 (pictures, FIELDS): 0 bytes or 1 a path; where these end in media.bin, and their number; the clip that
+tokens.bin ...   a value of each token, one sample after the other: ids (uint32), labels, branches (int32), weights (fp32)
+samples.bin      int64 (samples, 3): the record, the first token after it, the first image after it
+images.bin     int64 (images, FIELDS): 0 bytes or 1 a path; where these end in media.bin, and their number; the clip that
                  it is of in its sample; its layout
-caps.bin         int64 (pictures, 2): the least and the most pixels of each that its record gives, 0 for none; there is no
+caps.bin         int64 (images, 2): the least and the most pixels of each that its record gives, 0 for none; there is no
                  such file where no record does
-media.bin        encoded pictures or names of their files; no byte where a picture is masked
+media.bin        encoded images or names of their files; no byte where an image is masked
 
 All numbers are little-endian.
 """
@@ -24,10 +24,11 @@ import numpy as np
 from forge_vlm._shared.paths import user_path
 from forge_vlm._shared.problems import ProblemError, raise_problems
 from forge_vlm.data.files import digest_of_file, invalid, readable
-from forge_vlm.data.index import Counted, CountedSamples
+from forge_vlm.data.index import SampleIndex
 from forge_vlm.data.options import problems
-from forge_vlm.data.records import Caps, Picture
-from forge_vlm.data.sample import NEWER, Decoder, Sample, identity_of, pictures_of
+from forge_vlm.data.packing import IndexedSource
+from forge_vlm.data.records import Caps, EncodedImage
+from forge_vlm.data.sample import NEWER, MediaDecoder, Sample, identity_of, pictures_of
 from forge_vlm.resolution import Layout
 from forge_vlm.sequence.plan import IGNORE
 
@@ -44,7 +45,7 @@ OF_ROWS = (
     "image_masks",
 )  # options that do not change samples
 BYTES, NAMED = 0, 1
-FIELDS = 4 + len(Layout._fields)  # of a picture
+FIELDS = 4 + len(Layout._fields)  # of an image
 
 
 def is_prepared(path: str | Path) -> bool:
@@ -53,7 +54,7 @@ def is_prepared(path: str | Path) -> bool:
         return (user_path(path) / MANIFEST).is_file()
 
 
-class Prepared(CountedSamples):
+class Prepared(IndexedSource):
     """A folder that `prepare` wrote, as rows: `Prepared("talks-prepared", positions="mrope").stream(2048)`.
 
     Options are those with which it was prepared; positions, pack, group, too_long and image_masks may be others. Opening maps
@@ -69,6 +70,7 @@ class Prepared(CountedSamples):
             if found != size:
                 rule = f"must have {size} bytes, and has {found}"
                 raise invalid("", "truncated", ..., rule, "prepare it again", where=folder / name)
+
         self._given, given = options, _merged(about["given"], options, self.path)
         self._columns = {
             name: _mapped(folder / f"{name}.bin", dtype) for name, dtype in about["columns"].items()
@@ -77,6 +79,7 @@ class Prepared(CountedSamples):
         self._tokens, self._pictures = ends[:, 1], ends[:, 2]
         self._places = _mapped(folder / "pictures.bin", "<i8").reshape(-1, FIELDS)
         self._caps: np.ndarray | None = None
+
         if "caps.bin" in about["bytes"]:
             self._caps = _mapped(folder / "caps.bin", "<i8").reshape(-1, 2)
         self._media = folder / "media.bin"
@@ -84,12 +87,14 @@ class Prepared(CountedSamples):
         self.image_id = about["image_id"]
         lengths = np.diff(self._tokens, prepend=0)
         pictures = np.diff(self._pictures, prepend=0)
-        sizes = [*(about[name] for name in Counted._fields[4:8]), about.get("unread", {})]
-        counted = Counted(lengths, ends[:, 0], pictures, None, *sizes)
-        decoder = Decoder(
+        sizes = [*(about[name] for name in SampleIndex._fields[4:8]), about.get("unread", {})]
+        counted = SampleIndex(lengths, ends[:, 0], pictures, None, *sizes)
+        decoder = MediaDecoder(
             pictures_of(given, given["image"]), given["corrupt"], given["image_masks"]
         )
+        decoder.image_id = self.image_id
         own = identity_of({**about["options"], **{name: given[name] for name in OF_ROWS}})
+
         super().__init__(decoder, own, counted, about["content"])
 
     def sample(self, number: int) -> Sample:
@@ -114,7 +119,7 @@ class Prepared(CountedSamples):
         """The folder and the record."""
         return f"{self.path}, record {int(self.kept[number])}"
 
-    def _picture(self, place: int) -> Picture:
+    def _picture(self, place: int) -> EncodedImage:
         kind, end, size = map(int, self._places[place, :3])
         with self._media.open("rb") as file:
             file.seek(end - size)
@@ -122,7 +127,7 @@ class Prepared(CountedSamples):
         name = f"{self.path}, picture {place}"
         bounds = () if self._caps is None else self._caps[place].tolist()
         caps = Caps(*(bound or None for bound in bounds))
-        return Picture(name, content if kind == BYTES else Path(content.decode()), caps=caps)
+        return EncodedImage(name, content if kind == BYTES else Path(content.decode()), caps=caps)
 
     @staticmethod
     def _between(ends: np.ndarray, number: int) -> tuple[int, int]:

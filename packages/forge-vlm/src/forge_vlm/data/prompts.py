@@ -1,4 +1,4 @@
-"""Questions with pictures as the tokens and media that a model goes on from.
+"""Questions with images as the tokens and media that a model goes on from.
 
 L   tokens of a prompt        N   tiles of all prompts
 """
@@ -22,10 +22,10 @@ from forge_vlm.data.files import InvalidSample, invalid
 from forge_vlm.data.formats import open_records
 from forge_vlm.data.options import problems
 from forge_vlm.data.prepared import is_prepared, prepared_options
-from forge_vlm.data.records import DOCUMENT, Message, Picture, Record
-from forge_vlm.data.sample import Reader, sample_of
+from forge_vlm.data.records import DOCUMENT, EncodedImage, Message, Record
+from forge_vlm.data.sample import SampleEncoder, sample_of
 from forge_vlm.data.source import options_of
-from forge_vlm.data.templates import JINJA, Piece
+from forge_vlm.data.templates import JINJA, ChatSegment
 from forge_vlm.resolution import Layout
 
 __all__ = ["Prompt", "Prompts"]
@@ -36,32 +36,32 @@ _ANSWER = "answer"  # stands where the model goes on, for templates that ask for
 
 
 class Prompt(NamedTuple):
-    """Tokens (L,) up to where an answer begins, with as many placeholders as pictures have tokens; the pictures in the order
+    """Tokens (L,) up to where an answer begins, with as many placeholders as images have tokens; the images in the order
     of their places, with their layouts; and the record's own last answer, None where it only asks."""
 
     name: str
     tokens: np.ndarray
-    pictures: tuple[Picture, ...]
+    pictures: tuple[EncodedImage, ...]
     layouts: tuple[Layout, ...]
     answer: str | None
 
 
 class Prompts:
-    """What a source `Conversations` of the same options would make of a conversation, up to its last answer.
+    """What a source `VisionChatSource` of the same options would make of a conversation, up to its last answer.
 
         prompts = Prompts(resolution={"fixed": {"size": 224}}, tokens_per_tile=256)
         asked = [*prompts.read("questions.jsonl")]
         new = generate(model, [p.tokens for p in asked], 20, extras=prompts.media(asked), eos_id=prompts.end_ids)
 
-    Options are those of `Conversations`, of which those about rows (pack, weigh, corrupt, ...) mean nothing here. Raises
-    ValueError for options, InvalidSample for records and pictures. `Prompts.of_source(path, **options)` takes those of a
+    Options are those of `VisionChatSource`, of which those about rows (pack, weigh, corrupt, ...) mean nothing here. Raises
+    ValueError for options, InvalidSample for records and images. `Prompts.of_source(path, **options)` takes those of a
     source of any kind. `end_ids` end an answer: the end token of the template, and any that a caller adds.
     """
 
     def __init__(self, **options: Any) -> None:
         given = options_of("", options)
         raise_problems("prompts", problems(given))
-        reader = Reader(given)
+        reader = SampleEncoder(given)
         self.tokens, self.template, self.pictures = reader.tokens, reader.template, reader.pictures
         self.options, self.identity = given, reader.identity
         self.end_ids: tuple[int, ...] = (self.tokens.eos_id,)
@@ -105,12 +105,13 @@ class Prompts:
         return [self(records[number]) for number in range(count)]
 
     def __call__(self, record: Record) -> Prompt:
-        """The prompt of a conversation. Reads the headers of its pictures."""
+        """The prompt of a conversation. Reads the headers of its images."""
         asked, last = record.messages, record.messages[-1]
         if record.branches:
             rule, value = "must be 0 in a question", len(record.branches)
             fix = "write a record for each"
             raise invalid("branches", "question", value, rule, fix, where=record.name)
+
         if last.role == DOCUMENT:
             rule = "are a document of texts, which asks nothing"
             raise invalid("messages", "document", ..., rule, "give a question", where=record.name)
@@ -118,6 +119,7 @@ class Prompts:
         if last.role == "assistant":
             asked = asked[:-1]
             answer = "".join(part for part in last.parts if isinstance(part, str))
+
         if not asked:
             rule = "must hold a question before the answer"
             raise invalid("messages", "no_question", ..., rule, "give one", where=record.name)
@@ -126,19 +128,20 @@ class Prompts:
             self.pictures.layout(self.pictures.read(p), p.name, p.caps) for p in record.pictures
         ]
         sample = sample_of(whole, layouts, self.tokens, self.pictures, self._until)
+
         if not len(sample.tokens):
             rule = "must give a prompt of at least one token"
             raise invalid("messages", "empty", ..., rule, "ask something", where=record.name)
         return Prompt(record.name, sample.tokens, sample.pictures, sample.layouts, answer)
 
     def of(self, text: str, pictures: Sequence[Path]) -> Prompt:
-        """The prompt of one question: pictures in order, then the text."""
-        given = tuple(Picture(str(path), path) for path in pictures)
+        """The prompt of one question: images in order, then the text."""
+        given = tuple(EncodedImage(str(path), path) for path in pictures)
         parts = (*range(len(given)), *([text] if text else []))
         return self(Record("the prompt", (Message("user", parts),), given))
 
     def media(self, prompts: Sequence[Prompt]) -> dict[str, Tensor]:
-        """Media by name of the pictures of all prompts, row by row (N, ...); without any, of no entries. Decodes pictures."""
+        """Media by name of the images of all prompts, row by row (N, ...); without any, of no entries. Decodes images."""
         parts = [self.pictures.nothing()]
         for prompt in prompts:
             for picture, layout in zip(prompt.pictures, prompt.layouts):
@@ -153,8 +156,8 @@ class Prompts:
         """The text of new tokens, up to the first end token."""
         return self.tokens.decode([*takewhile(lambda i: i not in self.end_ids, ids)])
 
-    def _until(self, record: Record) -> Iterator[Piece]:
-        """The pieces of a conversation up to its last answer."""
+    def _until(self, record: Record) -> Iterator[ChatSegment]:
+        """The segments of a conversation up to its last answer."""
         last = sum(m.role == "assistant" for m in record.messages) - 1
         for piece in self.template(record):
             if piece.answer == last:

@@ -1,4 +1,4 @@
-"""A record of any format as messages whose parts are text and pictures."""
+"""A record of any format as messages whose parts are text and images."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from forge_vlm._renamed import renamed
 from forge_vlm._shared.paths import read_regular
 from forge_vlm.data.files import InvalidSample, invalid
 
 __all__ = [
     "Caps",
+    "EncodedImage",
     "Message",
-    "Picture",
     "Record",
     "Records",
     "Span",
@@ -29,14 +30,14 @@ __all__ = [
 ]
 
 ROLES = ("system", "user", "assistant")
-DOCUMENT = "document"  # role of the only message of a text with pictures that nobody says
-LEARNT = ("assistant", DOCUMENT)
+DOCUMENT = "document"  # role of the only message of a text with images without a speaker
+TRAINED_ROLES = ("assistant", DOCUMENT)
 _URL = re.compile(r"/[A-Za-z][A-Za-z0-9+.-]+:/")  # in a path, where two slashes are one
-MOST_BYTES, MOST_PIXELS = 1 << 28, 100_000_000  # of a picture, where options do not say
+MOST_BYTES, MOST_PIXELS = 1 << 28, 100_000_000  # of an image, where options do not say
 
 
 class Caps(NamedTuple):
-    """Bounds of one picture's pixels, in place of those of resolution.budget; None: those."""
+    """Bounds of one image's pixels, in place of those of resolution.budget; None: those."""
 
     min_pixels: int | None = None
     max_pixels: int | None = None
@@ -54,8 +55,8 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Picture:
-    """A picture that is yet to be read: encoded bytes, or where they are. `name` is for messages."""
+class EncodedImage:
+    """An image that is yet to be read: encoded bytes, or where they are. `name` is for messages."""
 
     name: str
     content: bytes | Path | Span
@@ -80,6 +81,7 @@ class Picture:
                     "leave it out, or raise max_image_bytes",
                 )
                 raise invalid("", "length", size, rule, fix, where=self.name)
+
             with path.open("rb") as file:
                 file.seek(offset)
                 found = file.read(size)
@@ -88,6 +90,7 @@ class Picture:
         except OSError as error:
             where = self.content[0] if isinstance(self.content, Span) else self.content
             raise unreadable(self.name, where, error) from error
+
         if len(found) != size:
             raise invalid("", "truncated", ..., "has become shorter", "restore it", where=path)
         return found
@@ -105,13 +108,13 @@ def unreadable(name: str, path: Path, error: OSError) -> Any:
     return invalid("", "unreadable", ..., rule, "restore it", where=name)
 
 
-class Video(Picture):
-    """A clip that is yet to be opened; its frames take its place among the pictures (`forge_vlm.data.video`)."""
+class Video(EncodedImage):
+    """A clip that is yet to be opened; its frames take its place among the images (`forge_vlm.data.video`)."""
 
 
 @dataclass(frozen=True)
 class Message:
-    """What one side says: text, and pictures where they stand in it, by their number in the record. `weight` is that of
+    """What one side says: text, and images where they stand in it, by their number in the record. `weight` is that of
     its labels."""
 
     role: str
@@ -121,24 +124,24 @@ class Message:
 
 @dataclass(frozen=True)
 class Record:
-    """A conversation, and its pictures in the order in which it names them. `branches` are several ways in which it goes
+    """A conversation, and its images in the order in which it names them. `branches` are several ways in which it goes
     on, of which none knows of another."""
 
     name: str
     messages: tuple[Message, ...]
-    pictures: tuple[Picture, ...] = ()
+    pictures: tuple[EncodedImage, ...] = ()
     branches: tuple[tuple[Message, ...], ...] = ()
 
 
 class Records(Protocol):
-    """An indexed set of records; reading one reads no pictures."""
+    """An indexed set of records; reading one reads no images."""
 
     def __len__(self) -> int:
         """Number of records."""
         ...
 
     def __getitem__(self, index: int) -> Record:
-        """A record; InvalidSample with its name where it is none."""
+        """A record; InvalidSample with its name if it is invalid."""
         ...
 
     def fingerprint(self, cache: str | None = None) -> str:
@@ -158,10 +161,12 @@ def asked(name: str, row: Mapping[str, Any], videos: Sequence[Video]) -> Record:
         options = json.loads(given) if isinstance(given, str) and given else given or []
     except ValueError:
         options = given  # no list
+
     options = options or [row[f"a{i}"] for i in range(26) if row.get(f"a{i}") not in (None, "")]
     if not isinstance(question, str) or not question or answer is None or answer == "":
         rule = "(with its answer) must be two texts"
         raise invalid("question", "type", (question, answer), rule, "give both", where=name)
+
     if not isinstance(options, list) or not all(isinstance(o, str) for o in options):
         rule = "must be a list of texts"
         raise invalid("options", "type", options, rule, "correct them", where=name)
@@ -174,12 +179,13 @@ def asked(name: str, row: Mapping[str, Any], videos: Sequence[Video]) -> Record:
         if not said:
             rule = "must be one of the options, its letter or its number"
             raise invalid("answer", "unknown", answer, rule, "correct it", where=name)
+
     messages = (Message("user", (*range(len(videos)), question)), Message("assistant", (said,)))
     return Record(name, messages, tuple(videos))
 
 
-def interleaved(name: str, texts: Any, pictures: Sequence[Picture]) -> Record:
-    """A document of texts with a picture at each None among them; all of its text is learnt."""
+def interleaved(name: str, texts: Any, pictures: Sequence[EncodedImage]) -> Record:
+    """A document of texts with an image at each None among them; all of its text is trained."""
     if not isinstance(texts, list) or not any(isinstance(t, str) and t for t in texts):
         rule = "must be a list with a text in it"
         raise invalid("texts", "type", texts, rule, "correct it", where=name)
@@ -194,8 +200,8 @@ def interleaved(name: str, texts: Any, pictures: Sequence[Picture]) -> Record:
     return Record(name, (Message(DOCUMENT, parts),), tuple(pictures))
 
 
-def captioned(name: str, caption: Any, pictures: Sequence[Picture], *more: Any) -> Record:
-    """A picture, and the text that says what is on it; with `more` texts each is a branch."""
+def captioned(name: str, caption: Any, pictures: Sequence[EncodedImage], *more: Any) -> Record:
+    """An image, and the text that says what is on it; with `more` texts each is a branch."""
     if len(pictures) != 1:
         rule, fix = "images must be 1 with a caption", "give messages in place of it"
         raise invalid("caption", "number", len(pictures), rule, fix, where=name)
@@ -210,7 +216,7 @@ def captioned(name: str, caption: Any, pictures: Sequence[Picture], *more: Any) 
     return Record(name, (asked, said[0]), tuple(pictures))
 
 
-def picture_of(name: str, given: Any, folder: Path) -> Picture:
+def picture_of(name: str, given: Any, folder: Path) -> EncodedImage:
     """An image of a path below `folder`, a data URI, base64, bytes, or the {"bytes", "path"} of `datasets`.
 
     Links are followed: LLaVA's layout and the cache of Hugging Face are made of them."""
@@ -219,15 +225,17 @@ def picture_of(name: str, given: Any, folder: Path) -> Picture:
         given = (
             content if isinstance(content, bytes | Span) else given.get("path") or given.get("url")
         )
+
     if isinstance(given, bytes | Span):
-        return Picture(name, given)
+        return EncodedImage(name, given)
     if isinstance(given, str) and given.startswith("data:"):
         given = given.partition(",")[2]
         try:
-            return Picture(name, base64.b64decode(given, validate=True))
+            return EncodedImage(name, base64.b64decode(given, validate=True))
         except binascii.Error as error:
             rule = "must be base64 in a data URI"
             raise invalid("path", "base64", ..., rule, "correct it", where=name) from error
+
     if not isinstance(given, str) or not given or "\0" in given:
         rule = "must be a path or a data URI"
         raise invalid("path", "type", given, rule, "correct it", where=name)
@@ -240,10 +248,14 @@ def picture_of(name: str, given: Any, folder: Path) -> Picture:
         ):
             rule, fix = f"must lie below {folder}", "move the file there, or set images"
             raise invalid("path", "outside", given, rule, fix, where=name)
-    return Picture(f"{name} ({given})", path)
+
+    return EncodedImage(f"{name} ({given})", path)
 
 
 def video_of(name: str, given: Any, folder: Path) -> Video:
-    """A video of whatever a picture is given by."""
+    """A video of whatever an image is given by."""
     found = picture_of(name, given, folder)
     return Video(found.name, found.content)
+
+
+__getattr__ = renamed(__name__)

@@ -14,18 +14,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from forge_vlm._renamed import renamed
 from forge_vlm._shared.problems import problems_of
 from forge_vlm.data.files import InvalidSample, invalid
-from forge_vlm.data.images import Pictures
+from forge_vlm.data.images import ImageProcessor
 from forge_vlm.data.options import resolution_of, video_of_options
-from forge_vlm.data.records import LEARNT, MOST_BYTES, MOST_PIXELS, Picture, Record
+from forge_vlm.data.records import MOST_BYTES, MOST_PIXELS, TRAINED_ROLES, EncodedImage, Record
 from forge_vlm.data.templates import (
     END_TOKENS,
     TEMPLATES,
-    Piece,
+    ChatSegment,
     Template,
     TokenizerTemplate,
-    pieces_of,
+    segments_of,
 )
 from forge_vlm.data.tokenizer import NONE, JsonTokens, Tokens, open_tokenizer
 from forge_vlm.data.video import expanded
@@ -34,9 +35,9 @@ from forge_vlm.sequence.plan import IGNORE
 
 __all__ = [
     "NEWER",
-    "Decoder",
-    "Reader",
+    "MediaDecoder",
     "Sample",
+    "SampleEncoder",
     "check_ahead",
     "check_labels",
     "identity_of",
@@ -50,15 +51,15 @@ _COPIES = 0.9
 
 
 class Sample(NamedTuple):
-    """Tokens (L,) with as many placeholders as pictures have tokens; labels (L,), already shifted: the token behind each
-    where it is learnt, -100 elsewhere; weights (L,) fp32 of the labels; pictures in the order of their places, with
-    their layouts; grids of all their tiles, and `clips` the number of the picture that each is of; branches (L,) of a tree
+    """Tokens (L,) with as many placeholders as images have tokens; labels (L,), already shifted: the token after each
+    where it is trained, -100 elsewhere; weights (L,) fp32 of the labels; images in the order of their places, with
+    their layouts; grids of all their tiles, and `clips` the number of the image that each is of; branches (L,) of a tree
     of answers, 0 where these share."""
 
     tokens: np.ndarray
     labels: np.ndarray
     weights: np.ndarray
-    pictures: tuple[Picture, ...]
+    pictures: tuple[EncodedImage, ...]
     layouts: tuple[Layout, ...]
     grids: tuple[tuple[int, int, int], ...]
     clips: tuple[int, ...] = ()
@@ -69,41 +70,45 @@ def sample_of(
     record: Record,
     layouts: Sequence[Layout],
     tokenizer: Tokens,
-    pictures: Pictures,
+    pictures: ImageProcessor,
     template: Template,
     weigh: str = "token",
 ) -> Sample:
-    """The sample of a record whose pictures have `layouts`, after the tokens that begin a text. Answers and their ends are
-    learnt; the last token of a prompt predicts the first.
+    """The sample of a record whose images have `layouts`, after the tokens that begin a text. Answers and their ends are
+    trained; the last token of a prompt predicts the first.
 
     `weigh`: "token" 1 for each label; "sample" 1 / n of the sample's n labels; "sqrt" 1 / sqrt(n) (InternVL3.5, section
-    3); "message" 1 / n of the labels of its message. A message's own weight multiplies them; one of 0 is not learnt.
+    3); "message" 1 / n of the labels of its message. A message's own weight multiplies them; one of 0 is not trained.
     """
-    pieces: list[Piece] = []
-    for piece in pieces_of(record, template):
+    pieces: list[ChatSegment] = []
+    for piece in segments_of(record, template):
         text = pictures.text(layouts[piece.picture]) if piece.kind == "image" else piece.text
         pieces.append(piece._replace(text=text))
-    first = pieces[0] if pieces else Piece("")
+
+    first = pieces[0] if pieces else ChatSegment("")
     # a template that writes the tokens that begin a text does not get a second
     if not (
         first.kind in ("special", "template") and first.text.startswith("".join(tokenizer.begin))
     ):
-        pieces[:0] = [Piece(name, "special") for name in tokenizer.begin]
+        pieces[:0] = [ChatSegment(name, "special") for name in tokenizer.begin]
+
     try:
         ids, owners = tokenizer.encode(pieces)
     except InvalidSample as error:
         raise InvalidSample(problems_of(error), record.name) from None
+
     order = [piece.picture for piece in pieces if piece.kind == "image"]
     each = [pictures.grids(layouts[i]) for i in order]
     grids = tuple(grid for own in each for grid in own)
     times = np.ones(len(ids), np.int64)
     times[ids == tokenizer.image_id] = [time * rows * columns for time, rows, columns in grids]
     tokens = np.repeat(ids, times)  # (L,)
-    own = np.array([m.weight for m in record.messages if m.role in LEARNT])
+    own = np.array([m.weight for m in record.messages if m.role in TRAINED_ROLES])
     answers = np.repeat(np.array([piece.answer for piece in pieces], np.int64)[owners], times)
     answers[(answers >= 0) & (own[answers] == 0)] = -1
     behind = np.append(answers[1:], -1)  # (L,) the answer of each label
     labels = np.where(behind >= 0, np.append(tokens[1:], 0), IGNORE)
+
     return Sample(
         tokens,
         labels,
@@ -115,8 +120,8 @@ def sample_of(
     )
 
 
-def _clips(pictures: Sequence[Picture], grids: Sequence[Sequence[Any]]) -> tuple[int, ...]:
-    """For each grid the number of the picture that it is of; frames of one video have one number."""
+def _clips(pictures: Sequence[EncodedImage], grids: Sequence[Sequence[Any]]) -> tuple[int, ...]:
+    """For each grid the number of the image that it is of; frames of one video have one number."""
     owners = [id(getattr(picture, "clip", None) or picture) for picture in pictures]
     numbers = {owner: n for n, owner in enumerate(dict.fromkeys(owners))}
     return tuple(numbers[owner] for owner, own in zip(owners, grids) for _ in own)
@@ -124,14 +129,14 @@ def _clips(pictures: Sequence[Picture], grids: Sequence[Sequence[Any]]) -> tuple
 
 def _weights(answers: np.ndarray, own: np.ndarray, weigh: str) -> np.ndarray:
     """Of labels (L,) by the answer of each, -1 for none; 1 where there is no label."""
-    learnt = answers >= 0
+    labeled = answers >= 0
     weights = np.ones(len(answers))
     if weigh == "message":
-        weights = 1.0 / np.bincount(answers[learnt], minlength=len(own)).clip(1)[answers]
+        weights = 1.0 / np.bincount(answers[labeled], minlength=len(own)).clip(1)[answers]
     elif weigh != "token":
-        count = max(1, int(learnt.sum()))
+        count = max(1, int(labeled.sum()))
         weights /= count if weigh == "sample" else count**0.5
-    return np.where(learnt, weights * own[answers], 1.0).astype(np.float32)
+    return np.where(labeled, weights * own[answers], 1.0).astype(np.float32)
 
 
 def check_labels(tokens: np.ndarray, labels: np.ndarray) -> None:
@@ -162,15 +167,16 @@ def tree_of(name: str, paths: Sequence[Sample], image_id: int) -> Sample:
     """One sample of the K conversations of a record, whose loss is the sum of theirs.
 
     Shared is what all have in common from the beginning, tokens and labels; the labels there weigh what they weigh in all
-    together. Raises InvalidSample where a picture is not shared, as behind one the first learnt token follows at once.
+    together. Raises InvalidSample where an image is not shared, as after one the first trained token follows at once.
     """
     shared = _shared(paths)
     first = paths[0]
     held = int((first.tokens[:shared] == image_id).sum())
     if any(int((path.tokens == image_id).sum()) != held for path in paths):
-        rule = "must share all pictures, and something after them that is not learnt"
+        rule = "must share all pictures, and a text after them that is not trained"
         fix = "use a template with a text before answers (not 'plain'), or a record for each"
         raise invalid("branches", "picture", ..., rule, fix, where=name)
+
     rests = [path.tokens[shared:] for path in paths]
     numbers = [np.zeros(shared, np.int64)]
     numbers += [np.full(len(rest), n, np.int64) for n, rest in enumerate(rests, 1)]
@@ -195,7 +201,7 @@ def _shared(paths: Sequence[Sample]) -> int:
 
 
 def check_ahead(name: str, sample: Sample, scope: str, image_id: int) -> None:
-    """InvalidSample where a learnt token stands between pictures that see each other, through which it would be seen before
+    """InvalidSample where a trained token stands between images that see each other, through which it would be seen before
     it is predicted, and for branches of which the questions would be no part of the prefix."""
     if scope == "prefix_lm" and sample.branches is not None:
         rule = "have no prefix of their own with bidirectional 'prefix_lm'"
@@ -205,11 +211,11 @@ def check_ahead(name: str, sample: Sample, scope: str, image_id: int) -> None:
     places = np.flatnonzero(sample.tokens == image_id)
     sizes = [time * rows * columns for time, rows, columns in sample.grids]
     clips = np.repeat(sample.clips, sizes) if scope == "clip" else np.zeros(len(places), np.int64)
-    learnt = np.flatnonzero(sample.labels != IGNORE)
+    labeled = np.flatnonzero(sample.labels != IGNORE)
     for clip in np.unique(clips):
         mine = places[clips == clip]
-        if ((learnt >= mine[0]) & (learnt < mine[-1])).any():
-            rule = "excludes learnt text between pictures that see each other, as the later ones have read it"
+        if ((labeled >= mine[0]) & (labeled < mine[-1])).any():
+            rule = "excludes trained text between pictures that see each other, as the later ones have read it"
             raise invalid("bidirectional", "between", scope, rule, "use 'image'", where=name)
 
 
@@ -225,18 +231,20 @@ NEWER = {
 }  # options, and what says nothing
 
 
-def pictures_of(options: Mapping[str, Any], placeholder: str) -> Pictures:
-    """What pictures are under the options of a source."""
+def pictures_of(options: Mapping[str, Any], placeholder: str) -> ImageProcessor:
+    """What images are under the options of a source."""
     o = options
     sizes = o["patch_size"], o["merge"], o["patch_time"]
     config = resolution_of(o["resolution"] or {})
     limits = (o.get(name, NEWER[name]) for name in ("max_image_pixels", "max_image_bytes"))
-    return Pictures(config, o["tokens_per_tile"] or 1, placeholder, o["mean"], *sizes, *limits)
+    return ImageProcessor(
+        config, o["tokens_per_tile"] or 1, placeholder, o["mean"], *sizes, *limits
+    )
 
 
 def identity_of(options: Mapping[str, Any]) -> dict[str, Any]:
     """Options of a fingerprint: newer ones are left out where they say nothing, so that older fingerprints hold, and those
-    that refuse records and change none, and where files are."""
+    that reject records and change none, and where files are."""
     return {
         k: v
         for k, v in options.items()
@@ -244,19 +252,25 @@ def identity_of(options: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class Decoder:
-    """Media of samples; what cannot be decoded ends the run or is masked, as `corrupt` says. `masked` counts the pictures
+class MediaDecoder:
+    """Media of samples; what cannot be decoded ends the run or is masked, as `corrupt` says. `masked` counts the images
     that this process could not decode.
 
-    With `masks` media have `image_masks` (N, H, W) uint8 beside `images`: 0 in the blank tiles that stand for damage."""
+    With `masks` media have `image_masks` (N, H, W) uint8 next to `images`: 0 in the blank tiles that stand for damage."""
 
-    def __init__(self, pictures: Pictures, corrupt: str, masks: bool = False) -> None:
+    image_id: int
+    bidirectional = (
+        "none"  # or a scope of `SequencePlan.spans`: which tokens also attend to later ones
+    )
+    branched = False  # whether a sample has branches
+
+    def __init__(self, pictures: ImageProcessor, corrupt: str, masks: bool = False) -> None:
         self.pictures, self.corrupt = pictures, corrupt
         self.masked = 0
         self._masks = masks
 
     def media(self, sample: Sample) -> tuple[list[dict[str, Tensor]], bool]:
-        """Media of each picture of a sample, and whether all could be decoded; InvalidSample as `corrupt` says."""
+        """Media of each image of a sample, and whether all could be decoded; InvalidSample as `corrupt` says."""
         found, good = [], True
         for picture, layout in zip(sample.pictures, sample.layouts):
             try:
@@ -265,7 +279,7 @@ class Decoder:
                 if self.corrupt == "raise":
                     raise
                 if not self.masked:
-                    print(f"data: {error}; its sample is not learnt", file=sys.stderr)
+                    print(f"data: {error}; its sample is not trained", file=sys.stderr)
                 self.masked += 1
                 found.append(self._with_masks(self.pictures.blank(layout), 0))
                 good = False
@@ -273,14 +287,14 @@ class Decoder:
             picture.release()
         return found, good
 
-    def decode(self, picture: Picture, layout: Layout) -> dict[str, Tensor]:
-        """Media of one picture; InvalidSample where it cannot be read or decoded."""
+    def decode(self, picture: EncodedImage, layout: Layout) -> dict[str, Tensor]:
+        """Media of one image; InvalidSample where it cannot be read or decoded."""
         return self._with_masks(
             self.pictures.media(self.pictures.read(picture), layout, picture.name, picture.caps), 1
         )
 
     def nothing(self) -> dict[str, Tensor]:
-        """Media of no picture."""
+        """Media of no image."""
         return self._with_masks(self.pictures.nothing(), 1)
 
     def _with_masks(self, media: dict[str, Tensor], seen: int) -> dict[str, Tensor]:
@@ -290,8 +304,8 @@ class Decoder:
         return {**media, "image_masks": torch.full_like(tiles[:, 0], seen)}
 
 
-class Reader(Decoder):
-    """Tokens, template and pictures of the options of `Conversations`, all of them given; ValueError for what is missing."""
+class SampleEncoder(MediaDecoder):
+    """Tokens, template and images of the options of `VisionChatSource`, all of them given; ValueError for what is missing."""
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         o = options
@@ -304,7 +318,6 @@ class Reader(Decoder):
         pictures = pictures_of(options, self.tokens.image)
         super().__init__(pictures, o["corrupt"], o["image_masks"])
         self.image_id = self.tokens.image_id
-        self.branched = False  # rows that are read without counting have no branches
         self._weigh = o["weigh"]
         self._of_header = (
             resolution_of(o["resolution"] or {}).name != "fixed" or self.corrupt == "skip"
@@ -324,7 +337,7 @@ class Reader(Decoder):
             self.identity["end"] = end
 
     def sample(self, record: Record) -> tuple[Sample, bool]:
-        """The sample of a record, and whether the headers of its pictures could be read, where they are."""
+        """The sample of a record, and whether the headers of its images could be read, where they are."""
         layouts = []
         record, good = expanded(record, self._video, keep=self.corrupt != "raise")
         for picture in record.pictures:
@@ -341,8 +354,12 @@ class Reader(Decoder):
                     raise
                 good = False
             layouts.append(layout)
+
         arguments = self.tokens, self.pictures, self.template, self._weigh
         found = [sample_of(path, layouts, *arguments) for path in paths_of(record)]
         sample = found[0] if len(found) == 1 else tree_of(record.name, found, self.image_id)
         check_ahead(record.name, sample, self.bidirectional, self.image_id)
         return sample, good
+
+
+__getattr__ = renamed(__name__)

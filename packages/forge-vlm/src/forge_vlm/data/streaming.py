@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from forge_vlm._config import is_size
+from forge_vlm._renamed import renamed
 from forge_vlm._shared.paths import files_named, user_path
 from forge_vlm._shared.problems import Problem, raise_problems
 from forge_vlm._shared.record_keys import RecordKeys
@@ -25,9 +26,9 @@ from forge_vlm.data.formats import lines_of, open_records
 from forge_vlm.data.options import fit_problems, problems
 from forge_vlm.data.packing import PACKING_VERSION, arrays_of, order_of, plan_rows, too_long
 from forge_vlm.data.records import Records
-from forge_vlm.data.sample import Reader, Sample
+from forge_vlm.data.sample import Sample, SampleEncoder
 
-__all__ = ["STREAMED", "PictureShards", "Pieces", "StreamedConversations"]
+__all__ = ["STREAMED", "Chunks", "PackedShards", "StreamedSource"]
 
 STREAMED = ("chat", "llava", "webdataset")
 _LEAST_BYTES, _MOST_BYTES = 1 << 12, 1 << 26  # bytes of a range of lines
@@ -35,8 +36,8 @@ _ENDS = 1 << 16  # bytes at the start and the end of a file that its digest cove
 _RANGES = 4  # of a shard, so that shards have about as many lines
 
 
-class Pieces:
-    """The pieces of a file, or of the files in a folder: each `.tar` is one, and lines of `.jsonl` are cut by bytes.
+class Chunks:
+    """The chunks of a file, or of the files in a folder: each `.tar` is one, and lines of `.jsonl` are split by bytes.
 
     Opening reads names, sizes, and the ends of files for the digest. `open(piece)` reads an index of one: headers of a tar,
     ends of lines. Raises InvalidSample where there are none.
@@ -58,37 +59,41 @@ class Pieces:
                 rule = "to stream from must exist"
                 raise invalid("path", "not_found", str(path), rule, "check it")
             files = files_named(path, suffix=ending) if path.is_dir() else [path]
+
         if not files or any(file.suffix != ending for file in files):
             rule = f"must be a {ending} file, or a folder of them, to be streamed as {format!r}"
             raise invalid("path", "format", str(path), rule, "convert it, or prepare it")
         self.files = files
         with readable(path):
             sizes = [file.stat().st_size for file in files]
+
         each = min(_MOST_BYTES, max(_LEAST_BYTES, -(-sum(sizes) // (virtual_shards * _RANGES))))
-        self._pieces: list[tuple[Path, int, int]] = []  # file, first byte, byte behind the last
+        self._pieces: list[tuple[Path, int, int]] = []  # file, first byte, byte after the last
         for file, size in zip(files, sizes):
             step = size if format == "webdataset" else each
             self._pieces += [
                 (file, at, min(size, at + step)) for at in range(0, size, max(1, step))
             ]
-        empty_tar = format == "webdataset" and 0 in sizes  # a whole one ends with zeros
+
+        empty_tar = format == "webdataset" and 0 in sizes  # a full one ends with zeros
         if not self._pieces or empty_tar:
             rule = f"must hold records, and {'a file of it is' if empty_tar else 'its files are'} empty"
             raise invalid("path", "empty", str(path), rule, "check the path")
+
         self._digest = _digest_of_ends(files)
 
     def __len__(self) -> int:
         return len(self._pieces)
 
     def open(self, piece: int) -> Records:
-        """The records of a piece."""
+        """The records of a chunk."""
         file, start, stop = self._pieces[piece]
         if self.format == "webdataset":
             return open_records(self.format, file, keys=self._keys, images=self._images)
         return lines_of(self.format, file, start, stop, self._keys, self._images)
 
     def fingerprint(self) -> dict[str, str | int]:
-        """What identifies the files, and how they are cut."""
+        """What identifies the files, and how they are split."""
         return {"content": self._digest, "pieces": len(self)}
 
 
@@ -110,13 +115,13 @@ _RECORD_BITS = 32  # of a place: turn << 32 | record, so that it rises while the
 _LIMITS = {"virtual_shards": 1 << 16, "shuffle_window": 1 << 20}
 
 
-class StreamedConversations:
+class StreamedSource:
     """Conversations of `.tar` files or JSON lines that are read while a run trains, without an index of all records.
 
-        talks = StreamedConversations("shards/", options_of("shards/", {"format": "webdataset", ...}))
+        talks = StreamedSource("shards/", options_of("shards/", {"format": "webdataset", ...}))
         loader = Loader(talks.stream(seq_len=2048, seed=0), global_batch=16)
 
-    Options are those of `Conversations`, all given but `cache`. Opening reads sizes and ends of files. Raises ValueError for options, InvalidSample for files.
+    Options are those of `VisionChatSource`, all given but `cache`. Opening reads sizes and ends of files. Raises ValueError for options, InvalidSample for files.
     """
 
     def __init__(
@@ -128,17 +133,17 @@ class StreamedConversations:
     ) -> None:
         given = {"virtual_shards": virtual_shards, "shuffle_window": shuffle_window}
         raise_problems("source", [*problems(options), *_problems(options, given)])
-        self.path, self.reader = path, Reader(options)
+        self.path, self.reader = path, SampleEncoder(options)
         keys = RecordKeys(options["ignore_keys"], options["strict"], InvalidSample)
-        self.pieces = Pieces(options["format"], path, virtual_shards, keys, options["images"])
+        self.pieces = Chunks(options["format"], path, virtual_shards, keys, options["images"])
         self.vocab_size: int | None = self.reader.tokens.vocab_size
         self.tokenizer: dict[str, Any] | None = self.reader.tokens.spec
         self.max_token_id = self.reader.tokens.vocab_size - 1
         self._sizes = given
 
-    def stream(self, seq_len: int, seed: int = 0) -> PictureShards:
+    def stream(self, seq_len: int, seed: int = 0) -> PackedShards:
         """Rows of `seq_len` in the order of `seed`."""
-        return PictureShards(self.pieces, self.reader, seq_len, seed, **self._sizes)
+        return PackedShards(self.pieces, self.reader, seq_len, seed, **self._sizes)
 
     def fingerprint(self) -> dict[str, str | int]:
         """Digests of the ends of the files and of the options."""
@@ -156,22 +161,22 @@ def _problems(options: Mapping[str, Any], given: Mapping[str, int]) -> Iterator[
             yield Problem(name, "size", value, rule, "leave it out")
 
 
-class PictureShards:
-    """The endless stream of rows of pieces without an index: instance i is row `i // V` of shard `i % V`.
+class PackedShards:
+    """The endless stream of rows of chunks without an index: sample index i is row `i // V` of shard `i % V`.
 
-    Pieces are dealt out to V = min(virtual_shards, P) shards by the seed. A shard reads its pieces in another order in each
+    Chunks are dealt out to V = min(virtual_shards, P) shards by the seed. A shard reads its chunks in another order in each
     of its epochs, and takes `shuffle_window` samples at a time, which are packed by themselves and whose rows are shuffled;
-    so rows depend on files, options and seed alone. An epoch is one of a shard. `len` raises TypeError.
+    so rows depend on files, options and seed only. An epoch is one of a shard. `len` raises TypeError.
 
-    A row costs its pictures within the window that was read last, and forward the windows up to it, tokenized;
-    `load_places` says where to begin. A shard that this process reads holds an index of one piece, and the tokens of one
-    window; pictures of a tar are read with their row, those in lines of JSON are held with their window.
+    A row costs its images within the window that was read last, and forward the windows up to it, tokenized;
+    `load_places` says where to begin. A shard that this process reads holds an index of one chunk, and the tokens of one
+    window; images of a tar are read with their row, those in lines of JSON are held with their window.
     """
 
     def __init__(
         self,
-        pieces: Pieces,
-        reader: Reader,
+        pieces: Chunks,
+        reader: SampleEncoder,
         seq_len: int,
         seed: int = 0,
         *,
@@ -197,7 +202,7 @@ class PictureShards:
         )
 
     def shards_of(self, instance_ids: np.ndarray) -> np.ndarray:
-        """The shard (N,) of each instance."""
+        """The shard (N,) of each sample index."""
         shards: np.ndarray = np.asarray(instance_ids, np.int64) % self.num_shards
         return shards
 
@@ -208,7 +213,7 @@ class PictureShards:
             self._shards: dict[int, _Shard] = {}
 
     def arrays(self, instance_ids: np.ndarray) -> dict[str, Any]:
-        """As `arrays_of`, and `shard_places` (N, 3): the place of each row's window."""
+        """As `arrays_of`, and `shard_places` (N, 3): the place of each sequence's window."""
         ids = np.asarray(instance_ids, np.int64)
         places = np.zeros((len(ids), 3), np.int64)
         rows: list[list[Sample]] = [[] for _ in ids]
@@ -290,6 +295,7 @@ class PictureShards:
                     rule = "are not read by streaming"
                     fix = "prepare the files, or write a record for each answer"
                     raise invalid("branches", "streaming", ..., rule, fix, where=found.name)
+
                 if not good and self.reader.corrupt == "skip":
                     self._leave_out(f"{found.name} has a picture that is missing or damaged")
                 elif len(sample.tokens) <= self.seq_len:
@@ -298,6 +304,7 @@ class PictureShards:
                     raise too_long(found.name, len(sample.tokens), self.seq_len, 0)
                 else:
                     self._leave_out(f"{found.name} has more tokens than seq_len {self.seq_len}")
+
             record = 0
 
     def _pack(self, shard: int, first: int, batch: list[tuple[int, Sample]]) -> _Window:
@@ -322,7 +329,7 @@ class _Window:
 
 
 class _Shard:
-    """The window of a shard that was read last, and those behind it."""
+    """The window of a shard that was read last, and those after it."""
 
     def __init__(self, windows: Iterator[_Window]) -> None:
         self._windows = windows
@@ -342,3 +349,6 @@ def _seed(seed: int, name: str) -> int:
 
 def _digest(options: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(options, sort_keys=True).encode()).hexdigest()[:16]
+
+
+__getattr__ = renamed(__name__)

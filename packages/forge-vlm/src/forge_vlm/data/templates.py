@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from forge_vlm._renamed import renamed
 from forge_vlm._shared.paths import user_path
 from forge_vlm._shared.problems import ProblemError
 from forge_vlm.data.files import InvalidSample, invalid
@@ -19,10 +20,10 @@ __all__ = [
     "END_TOKENS",
     "JINJA",
     "TEMPLATES",
-    "Piece",
+    "ChatSegment",
     "Template",
     "TokenizerTemplate",
-    "pieces_of",
+    "segments_of",
 ]
 
 # Of LLaVA-1.5, as its model cards give it.
@@ -32,11 +33,11 @@ _VICUNA_SYSTEM = (
 )
 
 
-class Piece(NamedTuple):
-    """Text of the record, a special token by name, the end token, the place of the record's picture number `picture`, or
+class ChatSegment(NamedTuple):
+    """Text of the record, a special token by name, the end token, the place of the record's image number `picture`, or
     text of a template that may hold special tokens.
 
-    `answer` numbers the messages that are learnt from 0; it is -1 where nothing is.
+    `answer` numbers the messages that are trained from 0; it is -1 where nothing is.
     """
 
     text: str
@@ -45,66 +46,70 @@ class Piece(NamedTuple):
     picture: int = -1
 
 
-Template = Callable[[Record], Iterator[Piece]]
+Template = Callable[[Record], Iterator[ChatSegment]]
 
 
-def pieces_of(record: Record, template: Template) -> Iterator[Piece]:
-    """The pieces of a conversation in order; a document is its text and pictures under any template."""
+def segments_of(record: Record, template: Template) -> Iterator[ChatSegment]:
+    """The segments of a conversation in order; a document is its text and images under any template."""
     if record.messages[0].role == DOCUMENT:
         yield from _parts(record.messages[0], 0)
-        yield Piece("", "end", 0)
+        yield ChatSegment("", "end", 0)
     else:
         yield from template(record)
 
 
-def _parts(message: Message, answer: int = -1) -> Iterator[Piece]:
+def _parts(message: Message, answer: int = -1) -> Iterator[ChatSegment]:
     for part in message.parts:
-        yield Piece(part, "text", answer) if isinstance(part, str) else Piece("", "image", -1, part)
+        yield (
+            ChatSegment(part, "text", answer)
+            if isinstance(part, str)
+            else ChatSegment("", "image", -1, part)
+        )
 
 
-def _plain(record: Record) -> Iterator[Piece]:
-    """Pictures and answers alone (stage 1 of LLaVA): questions are left out."""
+def _plain(record: Record) -> Iterator[ChatSegment]:
+    """Images and answers only (stage 1 of LLaVA): questions are left out."""
     number = 0
     for message in record.messages:
         if message.role == "assistant":
             yield from _parts(message, number)
-            yield Piece("", "end", number)
+            yield ChatSegment("", "end", number)
             number += 1
         else:
             yield from (piece for piece in _parts(message) if piece.kind == "image")
 
 
-def _vicuna(record: Record) -> Iterator[Piece]:
-    """`SYSTEM USER: ... ASSISTANT: ...` and an end behind each answer, which the next `USER: ` follows (LLaVA-1.5)."""
+def _vicuna(record: Record) -> Iterator[ChatSegment]:
+    """`SYSTEM USER: ... ASSISTANT: ...` and an end after each answer, which the next `USER: ` follows (LLaVA-1.5)."""
     number, between = 0, " "
     if record.messages[0].role != "system":
-        yield Piece(_VICUNA_SYSTEM)
+        yield ChatSegment(_VICUNA_SYSTEM)
     for message in record.messages:
         if message.role == "system":
             yield from _parts(message)
         elif message.role == "user":
-            yield Piece(f"{between}USER: ")
+            yield ChatSegment(f"{between}USER: ")
             yield from _parts(message)
             between = " "
         else:
-            yield Piece(f"{between}ASSISTANT:")
-            # the blank belongs to the answer: tokenizers join it to the first word
-            yield Piece(" ", "text", number)
+            yield ChatSegment(f"{between}ASSISTANT:")
+            # the blank belongs to the answer: tokenizers concatenate it to the first word
+            yield ChatSegment(" ", "text", number)
             yield from _parts(message, number)
-            yield Piece("", "end", number)
+            yield ChatSegment("", "end", number)
             number, between = number + 1, ""
 
 
-def _chatml(record: Record) -> Iterator[Piece]:
+def _chatml(record: Record) -> Iterator[ChatSegment]:
     """`<|im_start|>role`, a line, the text, the end token, a line (Qwen)."""
     number = 0
     for message in record.messages:
-        learnt = number if message.role == "assistant" else -1
-        yield Piece("<|im_start|>", "special")
-        yield Piece(f"{message.role}\n")
-        yield from _parts(message, learnt)
-        yield Piece("", "end", learnt)
-        yield Piece("\n")
+        answer = number if message.role == "assistant" else -1
+        yield ChatSegment("<|im_start|>", "special")
+        yield ChatSegment(f"{message.role}\n")
+        yield from _parts(message, answer)
+        yield ChatSegment("", "end", answer)
+        yield ChatSegment("\n")
         number += message.role == "assistant"
 
 
@@ -144,13 +149,13 @@ _MARK = re.compile(f"{_OPEN}([0-9]+){_CLOSE}")
 
 
 class TokenizerTemplate:
-    """What `apply_chat_template` of a tokenizer's folder makes of a conversation, as pieces.
+    """What `apply_chat_template` of a tokenizer's folder makes of a conversation, as segments.
 
         template = TokenizerTemplate("SmolVLM-256M", eos=None, image="<image>")
         pieces = list(template(record))
 
-    It is rendered with marks in place of texts, so a text is never taken for a part of the template. Answers are learnt with
-    the end token that the template puts behind each: `eos`, or the special token found there, which may be the mark of the
+    It is rendered with marks in place of texts, so a text is never taken for a part of the template. Answers are trained with
+    the end token that the template puts after each: `eos`, or the special token found there, which may be the mark of the
     next role. Raises ValueError where transformers is not installed or the folder
     has no template; calls raise InvalidSample where the template does not take the conversation, or changes its text.
     """
@@ -162,24 +167,27 @@ class TokenizerTemplate:
             rule, fix = f"of {folder} needs transformers", "pip install 'forge-vlm[transformers]'"
             value = "tokenizer"
             raise invalid("template", "requires", value, rule, fix, kind=ProblemError) from None
+
         folder = str(user_path(folder))
         if not (Path(folder) / "tokenizer.json").is_file():
             rule = "must be a folder with tokenizer.json for template 'tokenizer'"
             fix = "give that of the model"
             raise invalid("tokenizer", "not_found", folder, rule, fix, kind=ProblemError)
+
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         if not self._tokenizer.chat_template:
             fix = "use template 'chatml', 'vicuna' or 'plain'"
             rule = "has no chat template"
             raise invalid("tokenizer", "no_template", folder, rule, fix, kind=ProblemError)
+
         self._end = self._end_of_answers()
         self.eos: str = eos or self._end or self._tokenizer.eos_token or ""
         self.image, self._warned = image, False
         content = json.dumps(self._tokenizer.chat_template, sort_keys=True)
         self.fingerprint = hashlib.sha256(content.encode()).hexdigest()
 
-    def __call__(self, record: Record) -> Iterator[Piece]:
-        """The pieces of a conversation in order."""
+    def __call__(self, record: Record) -> Iterator[ChatSegment]:
+        """The segments of a conversation in order."""
         texts = [part for m in record.messages for part in m.parts if isinstance(part, str)]
         marked = self._render(record, [f"{_OPEN}{i}{_CLOSE}" for i in range(len(texts))])
         template, numbers = _MARK.split(marked)[::2], [int(n) for n in _MARK.findall(marked)]
@@ -192,7 +200,7 @@ class TokenizerTemplate:
         yield from self._own(record, template[0], pictures)
         for number, (text, answer, behind) in enumerate(zip(texts, answers, template[1:]), 1):
             last = number == len(texts)
-            yield Piece(text, "text", answer[0])
+            yield ChatSegment(text, "text", answer[0])
             if answer[1]:  # the last text of its message
                 # an end that is the mark of the next role is missing where no role follows
                 if not behind and last and self.eos == self._end:
@@ -202,7 +210,7 @@ class TokenizerTemplate:
                     rule = f"must begin what the template puts after an answer, {behind!r:.40}"
                     fix = "set eos to the token that ends an answer"
                     raise invalid("eos", "end", self.eos, rule, fix, where=record.name)
-                yield Piece(self.eos, "special", answer[0])
+                yield ChatSegment(self.eos, "special", answer[0])
                 behind = behind[len(self.eos) :]
             yield from self._own(record, behind, pictures)
         if next(pictures, None) is not None:
@@ -231,18 +239,18 @@ class TokenizerTemplate:
             line = f"data: {record.name}: the template writes no end token after its last answer, so its end is not learned"
             print(line, "(printed once)", file=sys.stderr)
 
-    def _own(self, record: Record, text: str, pictures: Iterator[int]) -> Iterator[Piece]:
-        """Text of the template, with pictures in it."""
+    def _own(self, record: Record, text: str, pictures: Iterator[int]) -> Iterator[ChatSegment]:
+        """Text of the template, with images in it."""
         first, *rest = text.split(self.image)
-        yield Piece(first, "template")
+        yield ChatSegment(first, "template")
         for part in rest:
             number = next(pictures, None)
             if number is None:
                 rule = "is written by the template more often than there are pictures"
                 fix = "set image to what it writes once for each"
                 raise invalid("image", "too_many", self.image, rule, fix, where=record.name)
-            yield Piece("", "image", -1, number)
-            yield Piece(part, "template")
+            yield ChatSegment("", "image", -1, number)
+            yield ChatSegment(part, "template")
 
     def _as_rendered(self, record: Record, template: Sequence[str], texts: list[str]) -> list[str]:
         """The texts as the template writes them: some take blanks from their ends."""
@@ -282,3 +290,6 @@ def _answers(messages: Sequence[Message]) -> list[tuple[int, bool]]:
         found += [(number if said else -1, said and i == len(texts) - 1) for i in range(len(texts))]
         number += said
     return found
+
+
+__getattr__ = renamed(__name__)

@@ -17,18 +17,18 @@ from forge_vlm._shared.problems import ProblemError
 from forge_vlm._shared.special_tokens import begin_tokens, end_tokens
 from forge_vlm._shared.tokenizer_settings import switch_off_settings
 from forge_vlm.data.files import invalid
-from forge_vlm.data.templates import Piece
+from forge_vlm.data.templates import ChatSegment
 
 __all__ = ["ByteTokens", "JsonTokens", "Tokens", "open_tokenizer"]
 
 #: As `bos`: no token.
 NONE = ("", "none")
-_MOST_KNOWN = 4096  # texts of pictures whose ids are held
+_MOST_KNOWN = 4096  # texts of images whose ids are held
 _MOST_BYTES = 1 << 28  # of a tokenizer's JSON
 
 
 class Tokens(Protocol):
-    """Ids of pieces; `spec` is plain data from which forge_data's `load_tokenizer` makes the tokenizer of their text.
+    """Ids of segments; `spec` is plain data from which forge_data's `load_tokenizer` makes the tokenizer of their text.
 
     `begin` are the names of the tokens that begin a sample, none where it is empty.
     """
@@ -41,8 +41,8 @@ class Tokens(Protocol):
     fingerprint: str
     spec: dict[str, Any] | None
 
-    def encode(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, number of the piece of each), both (T,) int64. Text of a picture holds the placeholder `image`."""
+    def encode(self, pieces: Sequence[ChatSegment]) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, number of the segment of each), both (T,) int64. Text of an image holds the placeholder `image`."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -51,7 +51,7 @@ class Tokens(Protocol):
 
 
 class ByteTokens:
-    """UTF-8 bytes 0 to 255, 256 the end, 257 the place of a picture. Other special tokens are their text."""
+    """UTF-8 bytes 0 to 255, 256 the end, 257 the place of an image. Other special tokens are their text."""
 
     vocab_size, eos_id, image_id, image = 258, 256, 257, "<image>"
     fingerprint = "bytes"
@@ -60,7 +60,7 @@ class ByteTokens:
     def __init__(self, bos: str | None = None) -> None:
         self.begin: tuple[str, ...] = () if bos in (None, *NONE) else (str(bos),)
 
-    def encode(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
+    def encode(self, pieces: Sequence[ChatSegment]) -> tuple[np.ndarray, np.ndarray]:
         """As `Tokens.encode`."""
         return _joined([self._alone(piece) for piece in pieces])
 
@@ -68,7 +68,7 @@ class ByteTokens:
         """As `Tokens.decode`; bytes that are no UTF-8 become the replacement character."""
         return bytes(i for i in ids if i < 256).decode(errors="replace")
 
-    def _alone(self, piece: Piece) -> list[int]:
+    def _alone(self, piece: ChatSegment) -> list[int]:
         if piece.kind == "end":
             return [self.eos_id]
         if piece.kind != "image":
@@ -78,13 +78,13 @@ class ByteTokens:
 
 
 class JsonTokens:
-    """A `tokenizer.json`, with the names of its end token, of its mark of pictures, and of the token that begins a sample.
+    """A `tokenizer.json`, with the names of its end token, of its mark of images, and of the token that begins a sample.
 
     Without eos, `end_tokens` of the tokenizer's files is the end; without bos, their `begin_tokens` begin a sample, with
     "" or "none" no token does.
 
     A conversation is encoded as one text, as its model's own processor does. Where text of a user has the name of a
-    special token, each piece is encoded by itself, and the name is text like any other. Raises ValueError where the file,
+    special token, each segment is encoded by itself, and the name is text like any other. Raises ValueError where the file,
     the library or a name is missing.
     """
 
@@ -97,6 +97,7 @@ class JsonTokens:
             rule, fix = "needs the tokenizers library", "pip install 'forge-vlm[data]'"
             value = str(path)
             raise invalid("tokenizer", "requires", value, rule, fix, kind=ProblemError) from None
+
         path = user_path(path)
         path = path / "tokenizer.json" if path.is_dir() else path
         try:
@@ -107,6 +108,7 @@ class JsonTokens:
             raise invalid(
                 "tokenizer", "unreadable", str(path), rule, fix, kind=ProblemError
             ) from None
+
         switch_off_settings(self._tokenizer)
         folder = path.parent if path.name == "tokenizer.json" else None
         eos = eos or self._end(folder, path)
@@ -118,6 +120,7 @@ class JsonTokens:
             else [bos]
         )
         self.begin = () if bos in NONE else tuple(names)
+
         for name in self.begin:
             self._id(name)
         added = self._tokenizer.get_added_tokens_decoder()
@@ -127,6 +130,7 @@ class JsonTokens:
         self._ids_of: dict[str, list[int]] = {}
         self.vocab_size = 1 + max(self._tokenizer.get_vocab().values())  # ids may have holes
         self.fingerprint = hashlib.sha256(content).hexdigest()
+
         self.spec: dict[str, Any] | None = {
             "name": "json",
             "path": str(path.resolve()),
@@ -135,8 +139,8 @@ class JsonTokens:
             "fingerprint": self.fingerprint,
         }
 
-    def encode(self, pieces: Sequence[Piece]) -> tuple[np.ndarray, np.ndarray]:
-        """As `Tokens.encode`; InvalidSample for text that becomes the mark of pictures or the end token all the same."""
+    def encode(self, pieces: Sequence[ChatSegment]) -> tuple[np.ndarray, np.ndarray]:
+        """As `Tokens.encode`; InvalidSample for text that becomes the mark of images or the end token all the same."""
         texts = [self.eos if p.kind == "end" else p.text for p in pieces]
         own = [
             None
@@ -151,12 +155,14 @@ class JsonTokens:
         ids = np.array(found.ids, np.int64)
         spans = np.array(found.offsets, np.int64).reshape(-1, 2)  # (T, 2), in characters
         last = np.maximum(spans[:, 0], spans[:, 1] - 1)
+
         owners = np.searchsorted(np.cumsum([len(t) for t in texts]), last, side="right")
         owners = np.minimum(owners, len(texts) - 1)
         special = np.isin(ids, self._specials)
         wanted = [(n, i) for n, known in enumerate(own) for i in known or () if i in self._special]
         if [*zip(owners[special].tolist(), ids[special].tolist())] == wanted:
             return ids, owners
+
         return _joined([self._text(t) if k is None else k for t, k in zip(texts, own)])
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -200,7 +206,7 @@ class JsonTokens:
         return ids
 
     def _known(self, text: str) -> list[int]:
-        """Ids of what stands for a picture, or of a template, by themselves."""
+        """Ids of what stands for an image, or of a template, by themselves."""
         if text not in self._ids_of:
             self._tokenizer.encode_special_tokens = False
             ids = self._encoding(text).ids

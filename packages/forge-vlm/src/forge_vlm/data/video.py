@@ -19,7 +19,7 @@ from forge_vlm._config import is_finite, is_size
 from forge_vlm._shared.paths import open_regular
 from forge_vlm._shared.problems import Problem, ProblemError, raise_problems
 from forge_vlm.data.files import InvalidSample, invalid
-from forge_vlm.data.records import Message, Picture, Record, Span, Video, unreadable
+from forge_vlm.data.records import EncodedImage, Message, Record, Span, Video, unreadable
 
 __all__ = [
     "Clip",
@@ -68,12 +68,14 @@ def _problems(c: VideoConfig) -> Iterator[Problem]:
         yield Problem("sampling", "unknown", c.sampling, rule, "use 'uniform'")
     if not is_finite(c.fps) or not 0 < c.fps <= 1000:
         yield Problem("fps", "range", c.fps, "must be a number above 0, at most 1000", "use 2.0")
+
     if not is_size(c.max_frames, 2**14):
         rule = f"must be a whole number from 1 to {2**14}"
         yield Problem("max_frames", "size", c.max_frames, rule, "use 16")
     elif c.sampling == "first_last" and c.max_frames < 2:
         rule = "must be 2 or more with sampling 'first_last'"
         yield Problem("max_frames", "ends", c.max_frames, rule, "use 2")
+
     if c.sampling != "top_k" and c.score != "difference":
         rule = f"is a key of sampling 'top_k', and sampling is {c.sampling!r}"
         yield Problem("score", "foreign", c.score, rule, "remove it")
@@ -126,7 +128,7 @@ _THUMBNAIL = 64
 
 
 @dataclass(frozen=True)
-class Frame(Picture):
+class Frame(EncodedImage):
     """A frame of a clip; the first that is read decodes all that were chosen of it."""
 
     clip: Clip | None = None
@@ -139,7 +141,7 @@ class Frame(Picture):
         return None if self.clip is None else self.clip.size
 
     def read(self, most: int = 0) -> bytes:
-        """A picture without losses; InvalidSample where the clip is damaged."""
+        """An image without losses; InvalidSample where the clip is damaged."""
         if self.problem is not None:
             raise self.problem
         assert self.clip is not None
@@ -159,7 +161,7 @@ class Clip:
     until `release`. Raises InvalidSample where the file cannot be read, and ValueError without PyAV.
     """
 
-    def __init__(self, video: Picture) -> None:
+    def __init__(self, video: EncodedImage) -> None:
         self.name = video.name
         own = video.content
         self._content = video.read(own.size) if isinstance(own, Span) else own
@@ -174,6 +176,7 @@ class Clip:
                     stamps.append(packet.pts)
                     if packet.is_keyframe:
                         keys.append(packet.pts)
+
         if not stamps:
             raise self._damaged("it has no frame with a time")
         self._stamps, self._keys = np.unique(stamps), np.unique(keys)
@@ -201,7 +204,7 @@ class Clip:
         return self._chosen
 
     def frame(self, place: int) -> bytes:
-        """A chosen frame as a file of a picture without losses."""
+        """A chosen frame as a file of an image without losses."""
         if not self._frames:
             self._frames = [_bitmap(f) for f in self._decoded(self._stamps[self._chosen])]
         return self._frames[place]
@@ -220,7 +223,7 @@ class Clip:
     def _decoded(self, stamps: Sequence[int] | np.ndarray) -> Iterator[np.ndarray]:
         """Pixels (H, W, 3) of the frames of ascending stamps; InvalidSample where one is missing."""
         left = [int(stamp) for stamp in stamps]
-        # containers that seek by other times (AVI) land behind what was asked for: then all is decoded
+        # containers that seek by other times (AVI) land after what was asked for: then all is decoded
         for frames in (self._from_keys, self._from_start):
             with self._opened() as container:
                 for frame in frames(container, left):
@@ -233,7 +236,7 @@ class Clip:
         raise self._damaged(f"no frame at {seconds:.2f} s")
 
     def _from_keys(self, container: Any, left: list[int]) -> Iterator[Any]:
-        """Frames behind the key frames of those that are `left`, until one is missing."""
+        """Frames after the key frames of those that are `left`, until one is missing."""
         stream = container.streams.video[0]
         while left:
             key, wanted = self._key_of(left[0]), len(left)
@@ -267,6 +270,7 @@ class Clip:
         except ImportError:
             rule, fix = "videos need PyAV", "pip install 'forge-vlm[video]'"
             raise invalid("", "requires", ..., rule, fix, kind=ProblemError) from None
+
         content = self._content
         try:
             if isinstance(content, Path):
@@ -279,6 +283,7 @@ class Clip:
             raise InvalidSample(error.problems, self.name) from None
         except (av.error.FFmpegError, OSError) as error:
             raise self._damaged(str(error)) from None
+
         if not opened.streams.video:
             opened.close()
             raise self._damaged("it has no stream of video")
@@ -291,17 +296,18 @@ class Clip:
 
 
 def expanded(record: Record, config: VideoConfig, *, keep: bool) -> tuple[Record, bool]:
-    """A record whose videos are frames, each behind its time, and whether all could be opened.
+    """A record whose videos are frames, each after its time, and whether all could be opened.
 
     With `keep` a damaged video is one frame that cannot be read; without, InvalidSample is raised.
     """
     if not any(isinstance(picture, Video) for picture in record.pictures):
         return record, True
-    pictures: list[Picture] = []
+    pictures: list[EncodedImage] = []
     places: list[tuple[str | int, ...]] = []
     good = True
+
     for picture in record.pictures:
-        found: list[tuple[str, Picture]] = [("", picture)]
+        found: list[tuple[str, EncodedImage]] = [("", picture)]
         if isinstance(picture, Video):
             try:
                 found = _frames(picture, config)
@@ -314,6 +320,7 @@ def expanded(record: Record, config: VideoConfig, *, keep: bool) -> tuple[Record
             parts += [text, len(pictures)] if text else [len(pictures)]
             pictures.append(frame)
         places.append(tuple(parts))
+
     messages = tuple(replace(m, parts=tuple(_placed(m, places))) for m in record.messages)
     return replace(record, messages=messages, pictures=tuple(pictures)), good
 
@@ -323,9 +330,9 @@ def _placed(message: Message, places: Sequence[tuple[str | int, ...]]) -> Iterat
         yield from (part,) if isinstance(part, str) else places[part]
 
 
-def _frames(video: Video, config: VideoConfig) -> list[tuple[str, Picture]]:
+def _frames(video: Video, config: VideoConfig) -> list[tuple[str, EncodedImage]]:
     clip = Clip(video)
-    found: list[tuple[str, Picture]] = []
+    found: list[tuple[str, EncodedImage]] = []
     for place, number in enumerate(clip.choose(config)):
         text = f"<{clip.times[number]:.1f} seconds>" if config.timestamps else ""
         found.append((text, Frame(f"{video.name}, frame {number}", b"", clip, place)))

@@ -49,6 +49,7 @@ class MixtureBlock(nn.Module):
             for tower, part in zip(towers, rows)
         ]
         heads = []
+
         for parts in zip(*projected):  # queries, keys, values: (n, H or K, width) each
             whole = routes.join([part.flatten(1) for part in parts])
             heads.append(whole.unflatten(-1, parts[0].shape[1:]).unflatten(0, x.shape[:2]))
@@ -83,7 +84,7 @@ class MixtureBlock(nn.Module):
         }
 
     def parallel_roles(self) -> dict[str, Any]:
-        """A copy on each rank of tensor parallelism, which sees whole tokens: rows of a modality are no fixed slice."""
+        """A copy on each rank of tensor parallelism, which sees full tokens: rows of a modality are no fixed slice."""
         return {"*": "opaque"}
 
     def flops_per_token(self, seq_len: int) -> float:
@@ -99,7 +100,7 @@ class MixtureBlock(nn.Module):
 
 
 def _normed(tower: Any, name: str, rows: Tensor) -> Tensor:
-    """Rows behind a norm, where the tower has one of this name."""
+    """Rows after a norm, where the tower has one of this name."""
     norm = getattr(tower, name, None)
     out: Tensor = rows if norm is None else norm(rows)
     return out

@@ -109,12 +109,12 @@ class MoMa(nn.Module):
     `experts(group, num)` makes the experts of a group: a module called with rows (R, D), sorted by expert, and their
     counts (num,) on the device; without it they are `GroupExperts`. Padding is never routed, and gets 0.
 
-    By token choice nothing is synchronised but the experts' own way with counts. Where experts choose, their quotas
+    By token choice nothing is synchronized but the experts' own way with counts. Where experts choose, their quotas
     are found on the host once per forward, and an auxiliary router's choice in evaluation costs one sync per group
     and layer. Choices are kept in the context of the forward, so that a recomputation takes the same.
     Losses of routers (`balance_loss`, auxiliary routers) are added to gradients by the backward pass: means over the tokens
     of a group in the micro-batch, or with the weights of `set_routing_step` in the step.
-    Where ranks hold parts of the same rows (context parallelism), `set_row_group` makes the balance loss one of whole
+    Where ranks hold parts of the same rows (context parallelism), `set_row_group` makes the balance loss one of full
     rows, for an all-reduce of E numbers per group and layer.
 
     Raises ValueError in evaluation where experts choose without an auxiliary router, as the output of a token would
@@ -174,7 +174,7 @@ class MoMa(nn.Module):
         }
 
     def parallel_roles(self) -> dict[str, Any]:
-        """A copy on each rank of tensor parallelism, which sees whole tokens; experts that ranks of `ep` share are known."""
+        """A copy on each rank of tensor parallelism, which sees full tokens; experts that ranks of `ep` share are known."""
         if not any(hasattr(p, "device_mesh") for p in self.parameters()):
             return {"*": "opaque"}
         others = ("router", "auxiliary")
@@ -216,6 +216,7 @@ class Group(nn.Module):
             self.experts: Any = GroupExperts(self.num, config.dim, hidden, kind=kind, bias=bias)
         else:
             self.experts = experts(name, self.num)
+
         self.auxiliary: nn.Module | None = None
         if c.router == "auxiliary_router":
             self.auxiliary = nn.Sequential(
@@ -223,6 +224,7 @@ class Group(nn.Module):
                 nn.SiLU(),
                 nn.Linear(c.auxiliary_dim, self.num),
             )
+
         self.noise_stream: tuple[int, ...] | None = None
         self.token_weight: Tensor | None = None
         self.row_group: Any = None
@@ -247,6 +249,7 @@ class Group(nn.Module):
         weights = probabilities.gather(1, ids)  # (n, K)
         if self.options.normalize:
             weights = weights / weights.sum(-1, keepdim=True)
+
         slots = ids.flatten().argsort(stable=True)  # (n K,), sorted by expert
         numbers = torch.arange(self.num, device=ids.device)
         counts = (ids.flatten()[:, None] == numbers).sum(0)  # (E,)
@@ -256,6 +259,7 @@ class Group(nn.Module):
         )
         each = seen.index_select(0, back).unflatten(0, (len(tokens), top_k))  # (n, K, D)
         out = (each * weights[..., None]).sum(1).to(tokens.dtype)
+
         if self.training and self.options.balance_loss and self.num > 1:
             out = self._with_loss(out, *self._balance(probabilities, counts, call))
         return out
@@ -324,7 +328,7 @@ class Group(nn.Module):
         return gumbel_difference(call.places, self.num, stream)
 
     def _stream(self, layer: int) -> tuple[int, ...]:
-        """What noise on the gates is a function of, beside a token's place."""
+        """What noise on the gates is a function of, next to a token's place."""
         if self.noise_stream is None:
             raise RuntimeError(
                 f"fusion.moma.gumbel_noise {self.options.gumbel_noise} needs the step that it is drawn for; call "

@@ -106,7 +106,7 @@ def quotas_of(
     ctx: TokenContext, shape: torch.Size, places: Tensor, scope: str, factor: float, num: int
 ) -> Quotas:
     """The quotas of a group's `num` experts, on the host: ceil(factor * n / num) of the n tokens of each document of
-    each row ("sequence") or of the batch ("micro_batch"), at most n. `places` (n,) are those of the group's tokens in
+    each sequence ("sequence") or of the batch ("micro_batch"), at most n. `places` (n,) are those of the group's tokens in
     the batch of `shape` (B, S).
 
     Reads document ids and places, which costs a host sync each where they lie on an accelerator; once per forward.
@@ -123,7 +123,7 @@ def quotas_of(
 
 
 def _sequences(ctx: TokenContext, shape: torch.Size) -> Tensor:
-    """A number for each document of each row, rising over the tokens of the batch: (N,)."""
+    """A number for each document of each sequence, rising over the tokens of the batch: (N,)."""
     starts = torch.zeros(shape, dtype=torch.int64)
     starts[:, 0] = 1
     if ctx.document_ids is not None:

@@ -21,7 +21,7 @@ _IMAGE = "IMGIMG"  # what names of image tokens begin with
 # in configs of earlier versions, so the path stays although the class is in forge_vlm.experimental
 _MIXER = "forge_vlm.families.chameleon:ChameleonAttention"
 _BLOCKS = {False: "pre_norm", True: "post_norm"}  # by swin_norm
-#: Keys that say nothing about the decoder: those of its image tokeniser, and of files.
+#: Keys that say nothing about the decoder: those of its image tokenizer, and of files.
 _OWN = ("vq_config", "vocabulary_map", "swin_norm", "model_parallel_size", "image_token_id")
 
 
@@ -31,6 +31,7 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
         text = LLAMA.config_from_hf(decoder)
     except ValueError as error:
         raise ProblemError(problems_of(error), "chameleon") from error
+
     images = sorted(i for n, i in hf.get("vocabulary_map", {}).items() if n.startswith(_IMAGE))
     if not images or images != list(range(images[0], images[0] + len(images))):
         rule = (
@@ -39,6 +40,7 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
         )
         fix = "give a complete config.json"
         raise invalid("vocabulary_map", "range", ..., rule, fix, where="chameleon")
+
     own = {
         "mixer": _MIXER,
         "block": _BLOCKS[bool(hf.get("swin_norm", False))],
@@ -63,6 +65,7 @@ def _to_hf(config: TransformerConfig) -> dict[str, Any]:
     block = Problem("block", "unknown", config.block, rule, "choose another family")
     check_values("chameleon", given, () if config.block in _BLOCKS.values() else [block])
     decoder = LLAMA.config_to_hf(replace(config, mixer="attention", block="pre_norm"))
+
     return {
         **decoder,
         "model_type": "chameleon",
@@ -89,7 +92,7 @@ def _rows(config: TransformerConfig) -> tuple[Row, ...]:
     return (*rows, *norms)
 
 
-#: Tensors below `model.vqmodel` are those of the image tokeniser, which gives the tokens of an image (`get_image_tokens` of
+#: Tensors below `model.vqmodel` are those of the image tokenizer, which gives the tokens of an image (`get_image_tokens` of
 #: transformers); they and `vocabulary_map` stay in the folder. Logits are those of transformers but for image tokens, which
-#: it sets to the least number, so that it writes text alone.
+#: it sets to the least number, so that it writes text only.
 CHAMELEON = Family("chameleon", (), _from_hf, _to_hf, _rows, ("model.vqmodel.*",))

@@ -21,7 +21,7 @@ Inputs = tuple[Tensor, dict[str, Any], dict[str, Any]]
 
 
 class _Media(NamedTuple):
-    """`runs` are (id of a placeholder, tokens) in each row; `theirs` makes transformers' keywords for the tokens."""
+    """`runs` are (id of a placeholder, tokens) in each sequence; `theirs` makes transformers' keywords for the tokens."""
 
     runs: list[list[tuple[int, int]]]
     ours: dict[str, Tensor]
@@ -30,7 +30,7 @@ class _Media(NamedTuple):
 
 
 def inputs_of(model: Any, config: TransformerConfig, theirs: Any) -> list[Inputs]:
-    """Text of both `LENGTHS`; of a VLMConfig one more, with an image in each row, of sizes that differ where the encoder
+    """Text of both `LENGTHS`; of a VLMConfig one more, with an image in each sequence, of sizes that differ where the encoder
     takes such, and a video where it takes one. ValueError where `config.max_seq_len` has no room for it."""
     draw = torch.Generator().manual_seed(0)
     images = getattr(config, "placeholders", {})
@@ -56,6 +56,7 @@ def inputs_of(model: Any, config: TransformerConfig, theirs: Any) -> list[Inputs
                 row[start : start + count] = place
                 start += count + 1  # a token of text between them
         found.append((tokens, media.ours, media.theirs(tokens)))
+
     return found
 
 
@@ -83,7 +84,7 @@ def _images(model: Any, model_type: str, place: int, draw: torch.Generator) -> _
 
 
 def _patches(vision: Any, ids: dict[str, int], draw: torch.Generator) -> _Media:
-    """An image in each row, wide and of other sizes, and a video of two frames after the second."""
+    """An image in each sequence, wide and of other sizes, and a video of two frames after the second."""
     merge, (image, video) = vision.merge, (ids["image"], ids["video"])
     grids = [(1, 2 * merge, 3 * merge), (1, merge, 5 * merge), (2, merge, 2 * merge)]
     patches = [torch.randn(t * h * w, vision.patch_width, generator=draw) for t, h, w in grids]

@@ -49,11 +49,13 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
         )
         if not holds
     ]
+
     raise_problems("internvl", problems)
     text = dict(hf["text_config"])
     text["tie_word_embeddings"] = hf.get("tie_word_embeddings", True)  # the decoder's is not read
     _, decoder = text_config({"text_config": text}, "internvl")
     vision = {**hf["vision_config"], "model_type": "internvl_vision"}
+
     return VLMConfig(
         **vars(decoder),
         vision=vision_from_hf(
@@ -83,6 +85,7 @@ def _to_hf(config: TransformerConfig) -> dict[str, Any]:
         ("modalities", sorted(config.modalities), ["image"]),
         *beyond_decoder(config),
     )
+
     check_values("internvl", given)
     return {
         "model_type": "internvl",

@@ -39,6 +39,7 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
     decoder = dict(hf["text_config"])
     if hf.get("tie_word_embeddings"):  # either key ties
         decoder["tie_word_embeddings"] = True
+
     _, text = text_config({"text_config": decoder}, "llava")
     layers = hf.get("vision_feature_layer", -2)
     strategy = hf.get("vision_feature_select_strategy", "default")
@@ -47,10 +48,12 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
         raise invalid(
             "vision_feature_select_strategy", "unknown", strategy, rule, "correct it", where="llava"
         )
+
     if hf.get("projector_hidden_act", "gelu") != "gelu":
         act, rule = hf["projector_hidden_act"], "must be 'gelu'"
         fix = "use another model"
         raise invalid("projector_hidden_act", "unsupported", act, rule, fix, where="llava")
+
     vision = vision_from_hf(
         hf,
         select_layer=(layers,) if isinstance(layers, int) else tuple(layers),
@@ -61,6 +64,7 @@ def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
         rule = f"drops one token in front of the patches, and {kind!r} has {front}"
         fix = "use 'full' for a file whose model keeps all"
         raise invalid("vision_feature_select_strategy", "front", strategy, rule, fix, where="llava")
+
     image = hf.get("image_token_index", hf.get("image_token_id", 32000))
     bias = bool(hf.get("multimodal_projector_bias", True))
     return VLMConfig(
@@ -86,6 +90,7 @@ def _to_hf(config: TransformerConfig) -> dict[str, Any]:
     layer = Problem("vision.select_layer", "missing", (), rule, fix)
     check_values("llava", given, () if config.vision.select_layer else [layer])
     layers, strategy = config.vision.select_layer, _strategy(config.vision)
+
     return {
         "model_type": "llava",
         "architectures": ["LlavaForConditionalGeneration"],

@@ -115,10 +115,12 @@ def _to_hf(config: TransformerConfig) -> dict[str, Any]:
         ("tie_embeddings", config.tie_embeddings, False),
         ("head_dim", config.resolved_head_dim, config.dim // config.num_heads),
     )
+
     check_values("mllama", given)
     text = LLAMA.config_to_hf(config)
     for key in ("architectures", "attention_bias", "mlp_bias", "head_dim"):
         del text[key]
+
     layers = _layers(config)
     return {
         "model_type": "mllama",
@@ -157,6 +159,7 @@ def _rows(config: TransformerConfig) -> tuple[Row, ...]:
     for theirs, ours, ops in LLAMA.rows_of(config):
         if "{i}" not in theirs and not theirs.endswith(".bias"):
             rows.append((prefix + str(theirs), ours, ops))
+
     for number, (kind, layer) in enumerate(_layers(config)):
         place = f"{prefix}model.layers.{number}."
         if kind == "cross":
@@ -169,6 +172,7 @@ def _rows(config: TransformerConfig) -> tuple[Row, ...]:
             if "{i}" in theirs and not theirs.endswith(".bias"):
                 name = str(theirs).replace("model.layers.{i}.", place)
                 rows.append((name, str(ours).replace("{i}", str(layer)), ops))
+
     projector = tuple(
         (f"multi_modal_projector.{kind}", f"adapter.{kind}", ()) for kind in ("weight", "bias")
     )

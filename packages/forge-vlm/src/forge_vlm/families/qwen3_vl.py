@@ -100,6 +100,7 @@ def _to_hf(config: TransformerConfig) -> dict[str, Any]:
         ("attention.window", config.attention.window, None),
         *beyond_decoder(config),
     )
+
     check_values(_NAME, given)
     assert mrope is not None
     return {

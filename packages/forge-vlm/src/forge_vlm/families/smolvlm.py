@@ -83,6 +83,7 @@ def _to_hf(name: str, config: TransformerConfig) -> dict[str, Any]:
         ("modalities", sorted(config.modalities), ["image"]),
         *beyond_decoder(config),
     )
+
     check_values(name, given)
     return {
         "model_type": name,

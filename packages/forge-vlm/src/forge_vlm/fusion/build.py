@@ -1,4 +1,4 @@
-"""The parts of a transformer that a fusion replaces, by its name."""
+"""The submodules of a transformer that a fusion replaces, by its name."""
 
 from __future__ import annotations
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from forge_core.model import BLOCK_NAMES, GATED, UNGATED
 from forge_vlm._config import is_finite, is_size, size_problems
+from forge_vlm._renamed import renamed
 from forge_vlm._shared.problems import Problem, invalid, raise_problems
 
 __all__ = [
@@ -106,8 +107,8 @@ class MoMaConfig:
     """Feed-forwards of experts in groups, one group for each modality (Lin et al. 2024, arXiv 2407.21770).
 
     "token_choice": each token takes its `top_k` experts by softmax. "expert_choice": each expert takes the tokens of
-    its modality with the largest sigmoid gates, for training alone. "auxiliary_router": trained like it, with a small
-    predictor of its choice beside it, which then chooses for each token by itself.
+    its modality with the largest sigmoid gates, for training only. "auxiliary_router": trained like it, with a small
+    predictor of its choice next to it, which then chooses for each token by itself.
     """
 
     router: Literal["token_choice", "expert_choice", "auxiliary_router"] = "token_choice"
@@ -123,7 +124,7 @@ class MoMaConfig:
     normalize: bool = True
     """gates of a token are divided by their sum, so that copies of one expert are it"""
     capacity_factor: float = 1.0
-    """experts of a token on average, where experts choose: each takes this share of n / experts"""
+    """experts of a token on average, where experts choose: each takes this fraction of n / experts"""
     scope: Literal["sequence", "micro_batch"] = "sequence"
     """among which tokens an expert chooses: each document's, or the micro-batch's"""
     gumbel_noise: float = 0.0
@@ -152,6 +153,7 @@ def _moma_problems(c: MoMaConfig) -> Iterator[Problem]:
         rule = f"must be one of {', '.join(ROUTERS)}"
         yield Problem("router", "unknown", c.router, rule, "use token_choice")
         return
+
     sizes = {"num_experts": 2**12, "hidden_dim": 2**24, "top_k": 2**12, "auxiliary_dim": 2**16}
     wrong = list(size_problems(c, sizes))
     yield from wrong
@@ -159,10 +161,12 @@ def _moma_problems(c: MoMaConfig) -> Iterator[Problem]:
         if not is_size(number, 2**12):
             rule = "must be a whole number from 1 to 4096"
             yield Problem(f"experts.{name}", "size", number, rule, "use one")
+
     for key in _FOREIGN[c.router]:
         if getattr(c, key) != getattr(MoMaConfig, key):
             value = getattr(c, key)
             yield Problem(key, "foreign", value, f"is not read by router {c.router!r}", "remove it")
+
     if c.scope not in SCOPES:
         rule = f"must be one of {', '.join(SCOPES)}"
         yield Problem("scope", "unknown", c.scope, rule, "use sequence")
@@ -170,6 +174,7 @@ def _moma_problems(c: MoMaConfig) -> Iterator[Problem]:
         if not (is_finite(getattr(c, key)) and getattr(c, key) >= 0.0):
             rule = "must be a finite number, 0 or more"
             yield Problem(key, "range", getattr(c, key), rule, "use 0 for none")
+
     if not (is_finite(c.capacity_factor) and c.capacity_factor > 0.0):
         rule = "must be a finite number above 0"
         yield Problem("capacity_factor", "range", c.capacity_factor, rule, "use 1")
@@ -202,6 +207,7 @@ def fusion_problems(c: Any) -> Iterator[Problem]:
         return
     options = getattr(c.fusion, name)
     yield from _name_problems(name, list(c.modalities), options.share)
+
     if name == "moma":
         known = set(groups_of(list(c.modalities), options.share)[0])
         for group in sorted(set(options.experts) - known):
@@ -214,9 +220,11 @@ def fusion_problems(c: Any) -> Iterator[Problem]:
             if getattr(c, key) not in allowed:
                 rule = f"must be {', '.join(allowed)} with fusion {name!r}, which runs its parts on rows of one modality"
                 yield Problem(key, "fusion", getattr(c, key), rule, "use one")
+
         if c.attention.sinks:
             rule = f"is not computed by fusion {name!r}"
             yield Problem("attention.sinks", "fusion", c.attention.sinks, rule, "use sinks = false")
+
     if name == "moma" and c.feed_forward not in (*GATED, *UNGATED):
         rule = "must be built in with fusion 'moma', whose experts have its shape"
         yield Problem("feed_forward", "built_in", c.feed_forward, rule, "use swiglu")
@@ -271,8 +279,11 @@ def _name_problems(table: str, names: list[str], share: Mapping[str, str]) -> It
 
 
 def require_full_sequences(fusion: Any) -> None:
-    """ValueError for a FusionConfig whose experts choose among all tokens of a row, where ranks hold parts of rows."""
+    """ValueError for a FusionConfig whose experts choose among all tokens of a sequence, where ranks hold parts of rows."""
     if fusion.name == "moma" and fusion.moma.router != "token_choice":
         rule = "chooses among all tokens of a sequence, of which each rank of cp has a part"
         fix = "use cp = 1, or token_choice"
         raise invalid("fusion.moma.router", "split_rows", fusion.moma.router, rule, fix)
+
+
+__getattr__ = renamed(__name__)

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from forge_core import Init, TransformerConfig
 from forge_core.kinds import ParameterKind
 from forge_core.model import Block, RMSNorm, TokenContext, build_feed_forward
+from forge_vlm._renamed import renamed
 from forge_vlm._shared.problems import invalid
 from forge_vlm.flops import expert_flops
 from forge_vlm.fusion.config import CrossAttentionConfig
@@ -36,7 +37,7 @@ class VisibleImages(NamedTuple):
     """Images for cross-attention: token s of row b sees the keys m with first[b, s] <= image_ids[b, m] < stop[b, s].
 
     features (B, M, D), None where keys and values are in the cache; image_ids (B, M) the number of the image of a key
-    among those of all rows, -1 for padding; first, stop (B, S).
+    among those of all sequences, -1 for padding; first, stop (B, S).
     """
 
     features: Tensor | None
@@ -54,13 +55,13 @@ class VisibleImages(NamedTuple):
         return self._replace(first=split(self.first), stop=split(self.stop))
 
     def newest(self) -> VisibleImages:
-        """What the next token of each row sees, without the features."""
+        """What the next token of each sequence sees, without the features."""
         return VisibleImages(None, self.image_ids, self.first[:, -1:], self.stop[:, -1:])
 
     def still(
         self, tokens: Tensor, document_ids: Tensor | None, newest: Sequence[int]
     ) -> VisibleImages:
-        """What tokens (B, S) behind the one that this is about see: the same, in the document `newest` of their row."""
+        """What tokens (B, S) after the one that this is about see: the same, in the document `newest` of their row."""
         first, stop = self.first.expand(tokens.shape), self.stop.expand(tokens.shape)
         if document_ids is not None:
             last = torch.tensor(newest).to(document_ids.device, non_blocking=True)[:, None]
@@ -70,10 +71,10 @@ class VisibleImages(NamedTuple):
 
 
 def visible_images(here: Tensor, document_ids: Tensor | None, sees: str) -> tuple[Tensor, Tensor]:
-    """Numbers (B, S) of the first image that each token sees, and of the one behind the last; equal where it sees none.
+    """Numbers (B, S) of the first image that each token sees, and of the one after the last; equal where it sees none.
 
-    here (B, S) is True on the token of an image, which sees its own image. Images are counted over all rows; those of
-    other documents are not seen. `sees` is "all" those before, the "last" alone, or with it the images whose tokens stand
+    here (B, S) is True on the token of an image, which sees its own image. Images are counted over all sequences; those of
+    other documents are not seen. `sees` is "all" those before, the "last" only, or with it the images whose tokens stand
     directly before its own (the "group": Llama 3.2 Vision). No host sync.
     """
     stop = here.flatten().cumsum(0).view(here.shape)
@@ -82,6 +83,7 @@ def visible_images(here: Tensor, document_ids: Tensor | None, sees: str) -> tupl
     if document_ids is not None:
         ids = document_ids.to(here.device, non_blocking=True)
         begins[:, 1:] = ids[:, 1:] != ids[:, :-1]
+
     before = stop - here.long()
     first = torch.where(begins, before, 0).cummax(dim=1).values
     if sees == "last":
@@ -91,15 +93,16 @@ def visible_images(here: Tensor, document_ids: Tensor | None, sees: str) -> tupl
         beside[:, 1:] = here[:, :-1]
         leads = here & (begins | ~beside)
         first = torch.maximum(first, torch.where(leads, before, 0).cummax(dim=1).values)
+
     return first, stop
 
 
 def images_by_sequence(
     features: Tensor, here: Tensor, valid: Tensor | None, media: Any
 ) -> tuple[Tensor, Tensor]:
-    """Features (B, M, D) of the images of each row, from those of all images (N, T, D), and the image_ids (B, M).
+    """Features (B, M, D) of the images of each sequence, from those of all images (N, T, D), and the image_ids (B, M).
 
-    valid (N, T) bool is False on tokens that nothing sees. A row without images has padding alone. The most images of a
+    valid (N, T) bool is False on tokens that nothing sees. A row without images has padding only. The most images of a
     row are read off `media.row_offsets`, on the host, or off `here`: that is one host sync on an accelerator.
     """
     count = here.sum(1)  # (B,)
@@ -125,23 +128,27 @@ def check_images(
         rule = "must be joint_decoder with an encoder that gives features for single layers"
         fix = f"this one gives {len(features.layers)}; use joint_decoder"
         raise invalid("fusion.name", "layers", "cross_attention", rule, fix)
+
     if given and len(features.tokens) != given:
         rule = f"must have an encoder that gives each of {given} images its own features, and this one gives {len(features.tokens)}"
         fix = "use images of one size, or joint_decoder"
         raise invalid("fusion.name", "packed", "cross_attention", rule, fix)
+
     if document_ids is not None and document_ids.shape != here.shape:
         rule = f"must have the shape {tuple(here.shape)} of full rows for images that come before"
         value = tuple(document_ids.shape)
         raise invalid("document_ids", "shape", value, rule, "give row_document_ids")
+
     tokens = int(here.sum()) if here.device.type == "cpu" else given
     if tokens != given:
         rule = f"must be as many as the tokens of images, {tokens}"
         fix = "put one token for each image, and give the images of all rows in order"
         raise invalid("images", "number", given, rule, fix)
+
     offsets = getattr(media, "row_offsets", None)
     if given and offsets is not None and here.device.type == "cpu":
         own, wanted = offsets.diff().tolist(), here.sum(1).tolist()
-        if own + [0] * (len(wanted) - len(own)) != wanted:  # rows of text behind may have none
+        if own + [0] * (len(wanted) - len(own)) != wanted:  # rows of text after may have none
             rule = f"of each row must be as many as its tokens, {wanted}"
             fix = "give each row the images whose tokens it holds"
             raise invalid("images", "by_row", own, rule, fix)
@@ -158,7 +165,7 @@ class CrossAttention(nn.Module):
     def __init__(self, config: TransformerConfig, options: CrossAttentionConfig) -> None:
         super().__init__()
         self.head_dim, heads = config.resolved_head_dim, config.num_heads
-        self.image_tokens = 0  # of a row, as FLOPs count them
+        self.image_tokens = 0  # of a sequence, as FLOPs count them
         self.scale = config.as_standard().attention.scale
         self.width, kv_width = (n * self.head_dim for n in (heads, config.resolved_num_kv_heads))
         self.q_proj = nn.Linear(config.dim, self.width, bias=config.qkv_bias)
@@ -226,7 +233,7 @@ class CrossAttention(nn.Module):
         return {"o_proj.weight": Init("normal", residual_std)}
 
     def flops_per_token(self, seq_len: int) -> float:
-        """Forward FLOPs for one token of a row with `image_tokens` tokens of images: queries and output, its part of
+        """Forward FLOPs for one token of a sequence with `image_tokens` tokens of images: queries and output, its part of
         keys and values, scores and weighted sum."""
         return self._products(seq_len, frozen=False) + 4.0 * self.width * self.image_tokens
 
@@ -244,11 +251,11 @@ class CrossAttentionBlock(Block):
     """x + tanh(a) cross_attention(norm(x)), then x + tanh(b) feed_forward(norm(x)): (B, S, D) -> (B, S, D).
 
     The gates a and b begin at 0, where the block is the identity. It is that for tokens that see no image always, and
-    without `ctx.media` it does nothing. Under tensor parallelism each rank has the whole weights and computes its own tokens
+    without `ctx.media` it does nothing. Under tensor parallelism each rank has the full weights and computes its own tokens
     of a sharded stream.
     """
 
-    points = ()  # behind closed gates, and nothing without images
+    points = ()  # after closed gates, and nothing without images
 
     def __init__(
         self, config: TransformerConfig, options: CrossAttentionConfig, layer: int
@@ -296,3 +303,6 @@ def with_cross_blocks(
             found[f"cross_{key}"] = CrossAttentionBlock(config, options, int(key))
         found[key] = layer
     return nn.ModuleDict(found)
+
+
+__getattr__ = renamed(__name__)

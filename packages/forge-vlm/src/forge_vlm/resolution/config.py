@@ -62,12 +62,12 @@ class FixedConfig:
 
 @dataclass(frozen=True)
 class TilesConfig:
-    """Squares row by row, then the whole image as one of them (Idefics3, SmolVLM); text says row and column of each."""
+    """Squares row by row, then the full image as one of them (Idefics3, SmolVLM); text says row and column of each."""
 
     tile_size: int = 512
     """height and width of a tile, in pixels"""
     longest_edge: int = 2048
-    """the longer side of an image before it is cut, in pixels: smaller ones grow to it"""
+    """the longer side of an image before it is split, in pixels: smaller ones grow to it"""
     split: bool = True
     """cut the image; otherwise it is one square"""
     filter: Literal["bilinear", "bicubic", "lanczos"] = field("lanczos", _FILTER_HELP)
@@ -79,14 +79,14 @@ class TilesConfig:
 
 @dataclass(frozen=True)
 class AspectTilesConfig:
-    """The grid of squares whose aspect is nearest to the image's, and the whole image behind them (InternVL)."""
+    """The grid of squares whose aspect is nearest to the image's, and the full image after them (InternVL)."""
 
     tile_size: int = 448
     """height and width of a tile, in pixels"""
     min_tiles: int = 1
-    """the least number of tiles, the whole image not counted"""
+    """the least number of tiles, the full image not counted"""
     max_tiles: int = 12
-    """the largest number of tiles, the whole image not counted"""
+    """the largest number of tiles, the full image not counted"""
     filter: Literal["bilinear", "bicubic", "lanczos"] = field("bicubic", _FILTER_HELP)
 
     def __post_init__(self) -> None:
@@ -95,7 +95,7 @@ class AspectTilesConfig:
 
 @dataclass(frozen=True)
 class BudgetConfig:
-    """The image's own aspect, in whole windows of patches, with a number of pixels between two bounds (Qwen2-VL)."""
+    """The image's own aspect, in full windows of patches, with a number of pixels between two bounds (Qwen2-VL)."""
 
     multiple: int = 32
     """sides are multiples of it: the side of a patch times the patches merged"""

@@ -19,7 +19,7 @@ __all__ = ["Layout", "picture_of", "resized", "size_of", "tensor_of"]
 class Layout(NamedTuple):
     """`height` and `width` of each tile in pixels, and `rows` and `columns` of the tiles that cover the image.
 
-    Behind these comes the image as a whole, as one more tile; it is alone where rows and columns are 0.
+    Behind these comes the image as a full, as one more tile; it is only where rows and columns are 0.
     """
 
     height: int
@@ -29,7 +29,7 @@ class Layout(NamedTuple):
 
     @property
     def num_tiles(self) -> int:
-        """How many tiles there are, the image as a whole among them."""
+        """How many tiles there are, the image as a full among them."""
         return self.rows * self.columns + 1
 
 
@@ -80,7 +80,7 @@ def _eight_bits(picture: Any) -> Any:
 
 
 def resized(picture: Any, height: int, width: int, filter: str) -> Any:
-    """The picture at another size, resampled by the filter of that name."""
+    """The image at another size, resampled by the filter of that name."""
     from PIL import Image
 
     if size_of(picture) == (height, width):
@@ -89,7 +89,7 @@ def resized(picture: Any, height: int, width: int, filter: str) -> Any:
 
 
 def tensor_of(pictures: Sequence[Any]) -> Tensor:
-    """Pictures of one size as (N, 3, H, W) uint8."""
+    """Images of one size as (N, 3, H, W) uint8."""
     height, width = size_of(pictures[0])
     rows = [torch.frombuffer(bytearray(p.tobytes()), dtype=torch.uint8) for p in pictures]
     return torch.stack(rows).view(-1, height, width, 3).permute(0, 3, 1, 2).contiguous()

@@ -62,7 +62,7 @@ def _narrowed(image: Any, size: int, filter: str) -> Any:
 
 
 def _padded(picture: Any, color: tuple[int, ...]) -> Any:
-    """The picture in the middle of a square of that color."""
+    """The image in the middle of a square of that color."""
     from PIL import Image
 
     height, width = size_of(picture)
@@ -73,7 +73,7 @@ def _padded(picture: Any, color: tuple[int, ...]) -> Any:
 
 
 def _cropped(picture: Any, size: int, filter: str) -> Any:
-    """The middle of the picture with its shorter side at `size`."""
+    """The middle of the image with its shorter side at `size`."""
     from PIL import Image
 
     height, width = size_of(picture)
@@ -93,7 +93,7 @@ _AROUND = "<fake_token_around_image>"
 
 
 class TilesResolution:
-    """Squares row by row, then the whole image as one of them (arXiv 2408.12637, section 3.2.1).
+    """Squares row by row, then the full image as one of them (arXiv 2408.12637, section 3.2.1).
 
     The sides of the image become multiples of a tile's, its longer one first `longest_edge`.
     """
@@ -114,12 +114,12 @@ class TilesResolution:
         picture, c = picture_of(image), self.config
         layout, whole = self.layout(*size_of(picture)), self._covered(*size_of(picture))
         picture = resized(picture, *_enlarged(*size_of(picture), c.longest_edge), c.filter)
-        if c.split:  # the tile of the whole image is made of the tiles' pixels, not of the image's
+        if c.split:  # the tile of the full image is made of the tiles' pixels, not of the image's
             picture = resized(picture, *whole, c.filter)
         return _cut(picture, layout, resized(picture, c.tile_size, c.tile_size, c.filter))
 
     def text(self, layout: Layout, tokens: int, placeholder: str) -> str:
-        """What stands for the image in a prompt; a tile has `tokens`: row and column before each, a line for each row."""
+        """What stands for the image in a prompt; a tile has `tokens`: row and column before each, a line for each sequence."""
         lines = [
             "".join(
                 f"{_AROUND}<row_{row}_col_{column}>{placeholder * tokens}"
@@ -131,7 +131,7 @@ class TilesResolution:
         return "\n".join([*lines, "", whole]) if lines else whole
 
     def _covered(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width in whole tiles: the longer side first, the other from its aspect."""
+        """Height and width in full tiles: the longer side first, the other from its aspect."""
         size = self.config.tile_size
         height, width = _enlarged(height, width, self.config.longest_edge)
         aspect = width / height
@@ -143,7 +143,7 @@ class TilesResolution:
 
 
 class AspectTilesResolution:
-    """The grid of squares nearest to the image's aspect, and the whole image behind (arXiv 2404.16821, section 3.2)."""
+    """The grid of squares nearest to the image's aspect, and the full image after (arXiv 2404.16821, section 3.2)."""
 
     def __init__(self, config: ResolutionConfig, mean: Sequence[float]) -> None:
         self.config = config.aspect_tiles
@@ -191,7 +191,7 @@ def _up(side: int, size: int) -> int:
 
 
 def _cut(picture: Any, layout: Layout, whole: Any) -> Tensor:
-    """The tiles of a picture that is as large as all of them, row by row, and `whole`."""
+    """The tiles of an image that is as large as all of them, row by row, and `whole`."""
     size = layout.height
     boxes = [
         (column * size, row * size, (column + 1) * size, (row + 1) * size)
@@ -218,6 +218,7 @@ class BudgetResolution:
                 f"(height, width) must be sides that differ by a factor of at most {_MOST_ASPECT}"
             )
             raise invalid("image", "aspect", (height, width), rule, "crop it or leave it out")
+
         tall, wide = (round(side / c.multiple) * c.multiple for side in (height, width))
         if tall * wide > c.max_pixels:
             scale = math.sqrt(height * width / c.max_pixels)
@@ -230,6 +231,7 @@ class BudgetResolution:
             tall, wide = (
                 math.ceil(side * scale / c.multiple) * c.multiple for side in (height, width)
             )
+
         return Layout(tall, wide)
 
     def __call__(self, image: Any) -> Tensor:

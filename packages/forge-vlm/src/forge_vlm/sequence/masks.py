@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from forge_core import KVCache
 from forge_core.model import AttentionSpec, attend_masked
+from forge_vlm._renamed import renamed
 from forge_vlm._shared.problems import invalid
 from forge_vlm.sequence.plan import SPAN_INPUTS, SequencePlan
 
@@ -36,7 +37,7 @@ class SequenceMask:
         logits = Transformer(config)(tokens, mask=mask)
 
     A token sees tokens of its document, of its branch or of branch 0, that stand at or before it or have its own span of
-    0 or more. Padding, of negative document ids, sees itself alone.
+    0 or more. Padding, of negative document ids, sees itself only.
 
     On the CPU it is a boolean mask (B, 1, S, S) of scaled dot product attention, which is made once for all layers of one
     window; elsewhere a block mask of FlexAttention, which computes neither soft-caps nor sinks.
@@ -82,7 +83,7 @@ class SequenceMask:
         return SequenceMask(*(t.to(device, non_blocking=True) for t in ids))
 
     def sees(self, row: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        """Whether a query sees a key, numbers of tokens in a row; of any shapes that broadcast."""
+        """Whether a query sees a key, numbers of tokens in a sequence; of any shapes that broadcast."""
         documents, branches, spans = self.documents, self.branches, self.spans
         document, branch = documents[row, query], branches[row, key]
         together = (document >= 0) & (document == documents[row, key])
@@ -193,7 +194,7 @@ def planned_spans(
 
 
 def check_branches(branch_ids: Tensor, here: Tensor | None, cache: KVCache | None) -> None:
-    """ValueError for branches beside a cache, and for images of blocks of cross-attention (`here`, (B, S) bool) in a
+    """ValueError for branches next to a cache, and for images of blocks of cross-attention (`here`, (B, S) bool) in a
     branch, of which others would count them."""
     if cache is not None:
         rule = "must be left out with a cache, whose rows grow at one end"
@@ -228,3 +229,6 @@ def require_no_mask(mask: SequenceMask | None) -> None:
             "must be 1 with branches or tokens that see ahead, which need full sequences on a rank"
         )
         raise invalid("cp", "split_rows", ..., rule, "use cp = 1")
+
+
+__getattr__ = renamed(__name__)

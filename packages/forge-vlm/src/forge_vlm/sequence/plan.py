@@ -28,12 +28,12 @@ POSITIONS = ("sequential", "text_preserving", "mrope")
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens [start, start + length) of a row, of one document and one modality.
+    """Tokens [start, start + length) of a sequence, of one document and one modality.
 
     modality 0 is text, -1 padding, others the numbers of a config's modalities by name. `image` is the number of
     the image (or clip) in the row whose tokens these are, -1 for text; `grid` its tokens by time, row and column.
     `branch` 0 is what all of a document share; tokens of another branch see those of branch 0 and their own. `clip` is the
-    number of what the image is a part of, the video of a frame or the picture of a tile, -1 where it is of none.
+    number of what the image is a part of, the video of a frame or the image of a tile, -1 where it is of none.
     """
 
     modality: int
@@ -47,7 +47,7 @@ class Segment:
 
     @property
     def stop(self) -> int:
-        """The first token behind."""
+        """The first token after."""
         return self.start + self.length
 
 
@@ -83,9 +83,9 @@ class SequencePlan:
     ) -> SequencePlan:
         """The plan of tokens (B, S) that hold placeholders, {token id: modality}.
 
-        `grids` has for each row the (time, rows, columns) in tokens of each of its images, in order: adjacent images
+        `grids` has for each sequence the (time, rows, columns) in tokens of each of its images, in order: adjacent images
         are told apart by their sizes. Without it each run of one placeholder is an image. branch_ids (B, S) are 0 where
-        branches share; `clips` has for each row the clip of each image. Raises ValueError where placeholders are not
+        branches share; `clips` has for each sequence the clip of each image. Raises ValueError where placeholders are not
         those of the grids.
         """
         rows = []
@@ -108,17 +108,17 @@ class SequencePlan:
         return self._filled(lambda s: s.document_id)
 
     def image_ids(self) -> Tensor:
-        """(B, S) int64: number of the image in its row, -1 on text and padding."""
+        """(B, S) int64: number of the image in its sequence, -1 on text and padding."""
         return self._filled(lambda s: s.image)
 
     def branches(self) -> Tensor:
         """(B, S) int64: 0 for what all of a document share."""
         return self._filled(lambda s: s.branch)
 
-    def labels(self, tokens: Tensor, learnt: Collection[int] = (TEXT,)) -> Tensor:
-        """The target *for* each position (B, S): the token behind it; -100 where that is another document, another
-        branch, a medium or padding. The last token of an image predicts the first of the text behind it. `learnt` are
-        the modalities of targets: `modalities.learnt` has those of discrete tokens too."""
+    def labels(self, tokens: Tensor, trained: Collection[int] = (TEXT,)) -> Tensor:
+        """The target *for* each position (B, S): the token after it; -100 where that is another document, another
+        branch, a medium or padding. The last token of an image predicts the first of the text after it. `trained` are
+        the modalities of targets: `modalities.trained_modalities` has those of discrete tokens too."""
         labels = torch.full_like(tokens, IGNORE)
         labels[:, :-1] = tokens[:, 1:]
         documents, branches, modalities = (
@@ -129,7 +129,7 @@ class SequencePlan:
         same = documents[:, 1:] == documents[:, :-1]
         # the end of the trunk predicts the first token of the branch that follows it, and of no other
         same &= (branches[:, 1:] == branches[:, :-1]) | (branches[:, :-1] == 0)
-        targets = torch.isin(modalities[:, 1:], torch.tensor(list(learnt)))
+        targets = torch.isin(modalities[:, 1:], torch.tensor(list(trained)))
         labels[:, :-1][~(same & targets)] = IGNORE
         labels[:, -1] = IGNORE
         return labels
@@ -138,7 +138,7 @@ class SequencePlan:
         """Positions that begin at 0 in each document: (B, S), or (B, 3, S) for "mrope".
 
         "sequential": one for each token. "text_preserving": an image takes one, for all of its tokens. "mrope": the
-        tokens of an image have those of their time, row and column behind the text before, and text goes on behind
+        tokens of an image have those of their time, row and column after the text before, and text goes on after
         the largest of them (Qwen2-VL, section 2.1). Branches go on where what they share ends.
         """
         if name not in POSITIONS:
@@ -160,10 +160,12 @@ class SequencePlan:
             raise invalid("scope", "unknown", scope, rule, "use one, or None")
         if scope == "image":
             return self.image_ids()
+
         if scope == "clip":
             return self._filled(lambda s: s.clip)
         if scope == "document":
             return self._filled(lambda s: 0 if s.modality > TEXT else -1)
+
         assert labels is not None
         documents, shared = self._documents(), self.branches() == 0
         inside = (documents >= 0) & shared
@@ -174,12 +176,13 @@ class SequencePlan:
                 behind = (labels[row] != IGNORE).long().mul(ids == document).cumsum(0)
                 # the token that predicts the first target is the last of the prefix
                 found[row, here & (behind.roll(1).index_fill(0, torch.tensor([0]), 0) == 0)] = 0
+
         return found
 
     def visible(self, scope: str | None = None, labels: Tensor | None = None) -> Tensor:
         """Which keys (dim 2) each query (dim 1) sees, (B, S, S) bool: those of its document, of its branch or of what
-        branches share, at or before it; with `scope` also those behind it of its `spans`. Padding sees itself alone. A
-        reference: it holds S * S booleans for each row.
+        branches share, at or before it; with `scope` also those after it of its `spans`. Padding sees itself only. A
+        reference: it holds S * S booleans for each sequence.
         """
         documents, branches = self._documents(), self.branches()
         index = torch.arange(self.size)
@@ -213,7 +216,7 @@ def _segments(
     clips: list[int],
     number: int,
 ) -> Iterator[Segment]:
-    """Those of a row, from runs of one (modality, document, branch)."""
+    """Those of a sequence, from runs of one (modality, document, branch)."""
     start = image = 0
     for (kind, document, branch), run in runs:
         stop = start + len(list(run))
@@ -226,6 +229,7 @@ def _segments(
             clip = clips[image] if image < len(clips) else -1
             yield Segment(kind, start, length, document, image, grid, branch, clip)
             start, image = start + length, image + 1
+
     if sizes is not None and image != len(sizes):
         rule = f"are given, and the placeholders are those of {image} images"
         fix = "give one run of placeholders for each"

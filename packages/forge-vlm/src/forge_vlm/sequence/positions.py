@@ -14,6 +14,7 @@ from torch import Tensor
 
 from forge_core import KVCache
 from forge_core.model import default_positions
+from forge_vlm._renamed import renamed
 from forge_vlm._shared.problems import invalid
 from forge_vlm.fusion.cross_attention import VisibleImages
 from forge_vlm.sequence.plan import SequencePlan
@@ -25,7 +26,7 @@ Grid = tuple[int, int, int]
 
 
 class VLMCache(KVCache):
-    """Keys and values of a row, the position behind its newest token, which is not the number of tokens, and which
+    """Keys and values of a sequence, the position after its newest token, which is not the number of tokens, and which
     images the newest token sees."""
 
     next_positions: Tensor | None = None  # (B, 1)
@@ -50,7 +51,7 @@ class VLMCache(KVCache):
         return positions + (ends if positions.dim() == 2 else ends[:, None])
 
     def advance(self, positions: Tensor | None, ids: Tensor | None) -> None:
-        """Take note of the positions of new tokens; padding and all documents but the newest of a row do not count."""
+        """Take note of the positions of new tokens; padding and all documents but the newest of a sequence do not count."""
         if positions is None:
             return
         ends = positions if positions.dim() == 2 else positions.amax(1)  # (B, S)
@@ -68,7 +69,7 @@ def plan_of(
     grids: Sequence[Grid],
     branch_ids: Tensor | None = None,
 ) -> SequencePlan:
-    """The plan of tokens (B, S) with images of these `grids`, in order over all rows. One host sync where they lie on an
+    """The plan of tokens (B, S) with images of these `grids`, in order over all sequences. One host sync where they lie on an
     accelerator. ValueError where they are not the images'."""
     host, documents, branches = (None if t is None else t.cpu() for t in (tokens, ids, branch_ids))
     assert host is not None
@@ -131,3 +132,6 @@ def check_placeholders(here: Tensor, num_features: int) -> None:
         rule = f"tokens must be as many as the placeholders of media, {places}"
         fix = "put as many placeholders as each image has tokens, and give the images of all rows in order"
         raise invalid("media", "number", num_features, rule, fix)
+
+
+__getattr__ = renamed(__name__)

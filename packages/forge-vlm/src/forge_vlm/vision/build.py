@@ -150,6 +150,7 @@ def encoder_differences(config: VisionConfig, hf: Mapping[str, Any]) -> list[Pro
     if given["model_type"] != kind:
         rule = f"is {given['model_type']!r} there"
         return [Problem("vision.transformers.model_type", "differs", kind, rule, "use it")]
+
     here = build_config(config.transformers).to_dict()
     own = here.keys() - PretrainedConfig().to_dict().keys() - {*_HARMLESS}
     known = {key: value for key, value in given.items() if key in own}

@@ -85,7 +85,7 @@ class VisionConfig:
 
         VisionConfig("transformers", transformers={"model_type": "siglip_vision_model"})
 
-    Features are those of the hidden states `select_layer` (0: embeddings, -1: behind the last block), side by side,
+    Features are those of the hidden states `select_layer` (0: embeddings, -1: after the last block), side by side,
     or without it what the encoder gives at its end. "patch" leaves a class token and registers out.
     """
 
@@ -130,27 +130,32 @@ def _vision_problems(c: VisionConfig) -> Iterator[Problem]:
         yield Problem("name", "unknown", c.name, rule, "use vit")
     if c.name != "packed_vit":
         yield from foreign_table(c, "vit", "vit")
+
     if c.name == "vit" and c.vit.merge != 1:
         rule = "is a key of name 'packed_vit', and name is 'vit'"
         yield Problem("vit.merge", "foreign", c.vit.merge, rule, "remove one")
     if c.transformers and c.name != "transformers":
         rule = f"is the table of name 'transformers', and name is {c.name!r}"
         yield Problem("transformers", "foreign", ..., rule, "remove it")
+
     if c.name == "transformers" and not isinstance(c.transformers.get("model_type"), str):
         rule, fix = "must name a vision model", "use 'clip_vision_model' or 'siglip_vision_model'"
         yield Problem(
             "transformers.model_type", "type", c.transformers.get("model_type"), rule, fix
         )
+
     if c.name == "none":
         yield from _keys_of_no_encoder(c)
     if c.options and ":" not in c.name:
         rule = f"are those of an encoder by import path, and name is {c.name!r}"
         yield Problem("options", "foreign", ..., rule, "remove them")
+
     if any(isinstance(i, bool) or not isinstance(i, int) for i in c.select_layer):
         yield Problem("select_layer", "type", c.select_layer, "must be whole numbers", "use [-2]")
     if c.select_feature not in ("patch", "cls_patch"):
         rule = "must be 'patch' or 'cls_patch'"
         yield Problem("select_feature", "unknown", c.select_feature, rule, "use 'cls_patch'")
+
     for key in ("mean", "std"):
         value = getattr(c, key)
         kind = c.transformers.get("model_type")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from forge_vlm._renamed import renamed
 from forge_vlm._shared.problems import invalid
 from forge_vlm.vision.config import VisionConfig
 
@@ -23,14 +24,14 @@ __all__ = [
     "checked_grids",
     "cut_patches",
     "grids_on_host",
-    "normalised",
+    "normalize_pixels",
     "select",
     "values_of",
 ]
 
 
 class Features(NamedTuple):
-    """Features of images: `tokens` (N, T, W), or (1, M, W) of images of any sizes one behind the other.
+    """Features of images: `tokens` (N, T, W), or (1, M, W) of images of any sizes one after the other.
 
     `rows` and `columns` of the T tokens, row by row; 0 where they are no grid (a class token among them, any sizes).
     `valid` (N, T) bool: False on tokens that fill an image up (tiles that it does not have), for cross-attention.
@@ -60,7 +61,7 @@ def select(states: Sequence[Tensor], last: Tensor, config: VisionConfig, *, fron
 
 
 def values_of(media: Any) -> Tensor:
-    """The entries (N, ...) of all rows, of a tensor (N, ...) or of an object with `values` and row offsets; ValueError
+    """The entries (N, ...) of all sequences, of a tensor (N, ...) or of an object with `values` and row offsets; ValueError
     for anything else."""
     values = media if isinstance(media, Tensor) else getattr(media, "values", None)
     if not isinstance(values, Tensor):
@@ -78,7 +79,7 @@ def check_size(images: Tensor, size: int) -> None:
         raise invalid("images", "shape", tuple(images.shape), rule, fix)
 
 
-def normalised(
+def normalize_pixels(
     images: Tensor, mean: Sequence[float], std: Sequence[float], dtype: torch.dtype
 ) -> Tensor:
     """(x / 255 - mean) / std in fp32 of 8-bit images (N, 3, H, W), then `dtype`; floats are taken as they are. ValueError
@@ -98,7 +99,7 @@ Grid = tuple[int, int, int]
 
 
 def grids_on_host(grids: Any) -> Tensor:
-    """The grids (N, 3) int64 of all rows; ValueError for another shape or dtype."""
+    """The grids (N, 3) int64 of all sequences; ValueError for another shape or dtype."""
     found = values_of(grids).cpu()
     if found.dim() != 2 or found.size(1) != 3 or found.dtype not in (torch.int64, torch.int32):
         rule = f"and {found.dtype} must be (N, 3) and int64: (time, rows, columns) in patches of each image"
@@ -131,7 +132,7 @@ def cut_patches(
 
         patches, grid = cut_patches(torch.zeros(1, 3, 64, 96))       # (24, 1536), [[1, 4, 6]]
 
-    `time` frames are cut together, and the last one is repeated until it divides them. The patches of a token stand
+    `time` frames are split together, and the last one is repeated until it divides them. The patches of a token stand
     together. ValueError unless patch_size * merge divides height and width.
     """
     height, width = frames.shape[-2:]
@@ -147,3 +148,6 @@ def cut_patches(
     x = x.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
     grid = torch.tensor([[len(x), height // patch_size, width // patch_size]])
     return x.reshape(-1, x[0, 0, 0, 0, 0].numel()), grid
+
+
+__getattr__ = renamed(__name__)

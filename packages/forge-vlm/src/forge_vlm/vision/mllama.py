@@ -15,7 +15,7 @@ from forge_core.model import reset_by_table
 from forge_vlm._shared.problems import invalid
 from forge_vlm.flops import ImageWork, Part, attended, image_work
 from forge_vlm.vision.config import VisionConfig
-from forge_vlm.vision.features import Features, normalised, values_of
+from forge_vlm.vision.features import Features, normalize_pixels, values_of
 from forge_vlm.vision.transformers import blocks_of, build_config, init_of, with_buffers
 
 __all__ = ["MllamaEncoder"]
@@ -38,6 +38,7 @@ class MllamaEncoder(nn.Module):
             rule = "(and select_feature) must be left out for 'mllama_vision_model'"
             fix = "use transformers.intermediate_layers_indices"
             raise invalid("vision.select_layer", "foreign", value, rule, fix)
+
         from transformers import MllamaVisionModel
 
         self.config, own = config, build_config(config.transformers)
@@ -54,6 +55,7 @@ class MllamaEncoder(nn.Module):
                 rule,
                 "correct it",
             )
+
         self.num_tiles, self.image_size = own.max_num_tiles, own.image_size
         self.tiles_of = (0, *(rows * columns for rows, columns in own.supported_aspect_ratios))
 
@@ -61,7 +63,7 @@ class MllamaEncoder(nn.Module):
         """Features (N, T, W) of images (N, C, 3, H, W), or of the entries of ragged extras."""
         c, pixels, ratios = self.config, values_of(images), values_of(aspect_ratio_ids)
         weight = self.model.patch_embedding.weight
-        own = normalised(pixels.flatten(0, 1), *c.pixels, weight.dtype).view(pixels.shape)
+        own = normalize_pixels(pixels.flatten(0, 1), *c.pixels, weight.dtype).view(pixels.shape)
         tiles = torch.tensor(self.tiles_of).to(pixels.device, non_blocking=True)[ratios]  # (N,)
         there = torch.arange(self.num_tiles, device=pixels.device) < tiles[:, None]  # (N, C)
         out = self.model(

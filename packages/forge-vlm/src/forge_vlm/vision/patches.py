@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from forge_core import Init
 from forge_core.model import reset_by_table
+from forge_vlm._renamed import renamed
 from forge_vlm._shared.problems import invalid
 from forge_vlm.flops import ImageWork, Part, attended, image_work
 from forge_vlm.vision.config import PATCH_MODELS, VisionConfig
@@ -21,7 +22,7 @@ from forge_vlm.vision.features import (
     check_patches,
     checked_grids,
     grids_on_host,
-    normalised,
+    normalize_pixels,
     values_of,
 )
 from forge_vlm.vision.transformers import blocks_of, build_config, init_of, with_buffers
@@ -30,12 +31,12 @@ __all__ = ["PATCH_MODELS", "PatchEncoder", "num_layer_features"]
 
 
 class PatchEncoder(nn.Module):
-    """An encoder that takes `patches` (P, E) of all images one behind the other, and `grids` (N, 3) int64 with the
+    """An encoder that takes `patches` (P, E) of all images one after the other, and `grids` (N, 3) int64 with the
     (time, rows, columns) in patches of each: `cut_patches` makes both.
 
     Patches of a frame see each other and none of another frame (packed by cu_seqlens). `merge` * `merge` of them become
     one token, so an image has time * rows * columns / merge^2, of the decoder's width; `Features.layers` are those of
-    earlier blocks (DeepStack). Patches are uint8, or floats that are normalised already. Grids stay on the host, which
+    earlier blocks (DeepStack). Patches are uint8, or floats that are normalized already. Grids stay on the host, which
     reads them: no sync; where they lie on an accelerator, one. Weights have the names that they have in transformers,
     below `model`. Raises ValueError for keys that its config does not have, and where transformers is not installed.
     """
@@ -62,7 +63,7 @@ class PatchEncoder(nn.Module):
         self.patch_width = own.in_channels * own.temporal_patch_size * own.patch_size**2
 
     def forward(self, patches: Any, grids: Any) -> Features:
-        """Features of patches (P, E), with the layers behind; ValueError where the grids are not theirs."""
+        """Features of patches (P, E), with the layers after; ValueError where the grids are not theirs."""
         values, sizes = values_of(patches), grids_on_host(grids)
         lengths = [t * h * w for t, h, w in checked_grids(sizes.tolist(), self.merge)]
         check_patches(values, lengths, self.patch_width)
@@ -82,7 +83,7 @@ class PatchEncoder(nn.Module):
     def _pixels(self, patches: Tensor) -> Tensor:
         weight, c = next(self.model.parameters()), self.config
         by_channel = patches.unflatten(1, (self.channels, -1, 1))  # (P, channels, E / channels, 1)
-        return normalised(by_channel, *c.pixels, weight.dtype).flatten(1)
+        return normalize_pixels(by_channel, *c.pixels, weight.dtype).flatten(1)
 
     def _places(self, grids: Tensor, device: torch.device) -> dict[str, Tensor]:
         """What the model would derive from grids, from those of the host: on an accelerator each would be a sync."""
@@ -116,7 +117,7 @@ class PatchEncoder(nn.Module):
         return blocks_of(self.model)
 
     def _side(self, pixels: int | None) -> int:
-        """Tokens in a row of a square image."""
+        """Tokens of one side of a square image."""
         return max(
             1, round((pixels or 512**2) ** 0.5 / (self.model.config.patch_size * self.merge))
         )
@@ -158,3 +159,6 @@ def num_layer_features(config: VisionConfig) -> int:
     if config.name != "transformers" or config.transformers["model_type"] not in PATCH_MODELS:
         return 0
     return len(build_config(config.transformers).deepstack_visual_indexes)
+
+
+__getattr__ = renamed(__name__)

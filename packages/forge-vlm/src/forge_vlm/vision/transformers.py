@@ -17,7 +17,7 @@ from forge_core.model import reset_by_table
 from forge_vlm._shared.problems import invalid
 from forge_vlm.flops import ImageWork, Part, attended, image_work
 from forge_vlm.vision.config import VisionConfig
-from forge_vlm.vision.features import Features, check_size, normalised, select, values_of
+from forge_vlm.vision.features import Features, check_size, normalize_pixels, select, values_of
 
 __all__ = ["TransformersEncoder"]
 
@@ -27,7 +27,7 @@ _BLOCKS = ("blocks", "layer", "layers")
 _KNOWN_FRONT = {"clip_vision_model": 1, "siglip_vision_model": 0}
 #: Encoders that add as many positions as there are patches, wherever these are.
 _ONE_SIZE = ("siglip_vision_model", "aimv2_vision_model")
-#: Keys of their configs for the value that weights of a whole block begin with.
+#: Keys of their configs for the value that weights of a full block begin with.
 _LAYER_SCALES = ("layer_scale_init_value", "layerscale_value")
 
 
@@ -68,12 +68,12 @@ class TransformersEncoder(nn.Module):
         given = values_of(images)
         if self.model.config.model_type in _ONE_SIZE:
             check_size(given, self.image_size)
-        pixels = normalised(given, *c.pixels, weight.dtype)
+        pixels = normalize_pixels(given, *c.pixels, weight.dtype)
         masks = {} if image_masks is None else self._patch_masks(values_of(image_masks))
         out = self.model(pixel_values=pixels, output_hidden_states=bool(c.select_layer), **masks)
         states = out.hidden_states if c.select_layer else ()
         tokens = select(states, out.last_hidden_state, c, front=self.front)  # (N, T, W)
-        if len(tokens) != len(pixels):  # Pixtral packs them one behind the other
+        if len(tokens) != len(pixels):  # Pixtral packs them one after the other
             tokens = tokens.unflatten(1, (len(pixels), -1))[0]
         if self.front and c.select_feature == "cls_patch":
             return Features(tokens)
@@ -133,10 +133,12 @@ def build_config(keys: dict[str, Any]) -> Any:
         fix = "install 'forge-vlm[transformers]'"
         rule = "needs transformers"
         raise invalid("vision.name", "requires", "transformers", rule, fix) from error
+
     options = {key: value for key, value in keys.items() if key != "model_type"}
     if keys["model_type"] not in CONFIG_MAPPING:
         rule, fix = "is unknown to transformers", "use 'clip_vision_model' or 'siglip_vision_model'"
         raise invalid("vision.transformers.model_type", "unknown", keys["model_type"], rule, fix)
+
     kind = CONFIG_MAPPING[keys["model_type"]]
     plain = kind()
     unknown = [key for key in options if not hasattr(plain, key)]
@@ -146,6 +148,7 @@ def build_config(keys: dict[str, Any]) -> Any:
         raise invalid(
             f"vision.transformers.{unknown[0]}", "unknown_key", options[unknown[0]], rule, fix
         )
+
     return kind(**options)
 
 

@@ -25,7 +25,7 @@ from forge_vlm.vision.features import (
     check_size,
     checked_grids,
     grids_on_host,
-    normalised,
+    normalize_pixels,
     select,
     values_of,
 )
@@ -37,11 +37,11 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class ViT(nn.Module):
-    """Patches with learnt positions, blocks of full attention, a norm (Dosovitskiy et al. 2021, without class token).
+    """Patches with trained positions, blocks of full attention, a norm (Dosovitskiy et al. 2021, without class token).
 
         ViT(VisionConfig())(images=torch.zeros(2, 3, 32, 32)).tokens         # (N, T, W)
 
-    Images are (N, 3, H, W): uint8, or floats that are normalised already.
+    Images are (N, 3, H, W): uint8, or floats that are normalized already.
     """
 
     extra_inputs: tuple[str, ...] = ("images",)
@@ -60,7 +60,7 @@ class ViT(nn.Module):
         c = self.config.vit
         given = values_of(images)
         check_size(given, c.image_size)
-        pixels = normalised(given, *self.config.pixels, self.patches.weight.dtype)
+        pixels = normalize_pixels(given, *self.config.pixels, self.patches.weight.dtype)
         x = self.patches(_cut(pixels, c.patch_size))  # (N, T, W)
         # by a call, as other code than its own module may not read a weight that is sharded
         x = x + self.positions(torch.arange(c.side**2, device=x.device))
@@ -130,17 +130,17 @@ def _cut(images: Tensor, size: int) -> Tensor:
 
 
 class PackedViT(ViT):
-    """A `ViT` that takes `patches` (P, E) of all images one behind the other, and `grids` (N, 3) int64 with the (time,
+    """A `ViT` that takes `patches` (P, E) of all images one after the other, and `grids` (N, 3) int64 with the (time,
     rows, columns) in patches of each: `cut_patches` with time 1 makes both. Weights have the names of the ViT.
 
         encoder = PackedViT(VisionConfig("packed_vit"))
         patches, grids = cut_patches(torch.zeros(1, 3, 16, 40), patch_size=8, merge=1, time=1)
         encoder(patches, grids).tokens                                       # (1, 10, W)
 
-    Patches of a frame see each other and none of another frame. The learnt side * side positions are resized to the grid
+    Patches of a frame see each other and none of another frame. The trained side * side positions are resized to the grid
     of each image, bilinear with antialiasing and corners that are not aligned, as SigLIP 2 NaFlex does
     (arXiv 2502.14786); on a grid of side * side they are themselves. `merge` * `merge` neighbors become one token, their
-    features side by side. Patches are uint8, or floats that are normalised already.
+    features side by side. Patches are uint8, or floats that are normalized already.
 
     Cost: no mask, and no sync where grids lie on the host; on the CPU a call of attention for each length that occurs.
     """
@@ -181,7 +181,9 @@ class PackedViT(ViT):
 
     def _pixels(self, patches: Tensor) -> Tensor:
         by_channel = patches.unflatten(1, (3, -1, 1))  # (P, 3, E / 3, 1)
-        return normalised(by_channel, *self.config.pixels, self.patches.weight.dtype).flatten(1)
+        return normalize_pixels(by_channel, *self.config.pixels, self.patches.weight.dtype).flatten(
+            1
+        )
 
     def _positions(self, frames: list[tuple[int, int]], device: torch.device) -> Tensor:
         """Of the patches of all frames (P, W), in fp32 at least."""
@@ -217,7 +219,7 @@ class PackedViT(ViT):
         return {"patches": patches, "grids": [(1, side, side)] * images}
 
     def _side(self, pixels: int | None) -> int:
-        """Tokens in a row of a square image."""
+        """Tokens of one side of a square image."""
         long = self.config.vit.image_size if pixels is None else pixels**0.5
         return max(1, round(long / (self.patch_size * self.merge)))
 

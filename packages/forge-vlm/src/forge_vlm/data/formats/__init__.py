@@ -51,7 +51,7 @@ def lines_of(
     return JsonLines(path, partial(make, keys=keys), images, start, stop)
 
 
-_ASKING = ("chat", "llava")  # formats whose records may be questions alone
+_ASKING = ("chat", "llava")  # formats whose records may be questions only
 
 
 def open_records(

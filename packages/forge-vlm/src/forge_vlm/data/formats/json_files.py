@@ -48,7 +48,7 @@ class ListedRecords:
 
 
 class JsonLines:
-    """Records of a JSON-lines file, of those lines that begin at `start` or behind and before `stop`: 8 bytes a line are
+    """Records of a JSON-lines file, of those lines that begin at `start` or after and before `stop`: 8 bytes a line are
     held, and a line is read when it is asked for."""
 
     def __init__(
@@ -183,6 +183,7 @@ def _of_metadata(
     if not index.exists():
         rule = f"must hold metadata.jsonl or metadata.csv with {columns}"
         raise invalid("", "no_metadata", ..., rule, "write one", where=path)
+
     content = content_of(index)
     rows: list[Any]
     if index == lines:
@@ -198,6 +199,7 @@ def _of_metadata(
         except (UnicodeDecodeError, csv.Error) as error:
             rule = f"must be CSV in UTF-8 ({error})"
             raise invalid("", "not_csv", ..., rule, "correct it", where=index) from error
+
         names = list(reader.fieldnames or ())
         twice = [name for name in names if names.count(name) > 1]
         long = next((number for number, row in enumerate(rows) if None in row), None)
@@ -216,7 +218,7 @@ def _of_metadata(
 
 
 def caption_of(name: str, row: Mapping[str, Any], keys: RecordKeys, *read: str) -> Any:
-    """The caption of a row of which `read` are read, too; a second caption would be lost."""
+    """The caption of a sequence of which `read` are read, too; a second caption would be lost."""
     key = next((key for key in CAPTIONS if row.get(key)), CAPTIONS[0])
     keys.check(Keys(frozenset((key, *read)), CONTENT | {*CAPTIONS}), row, name)
     return row.get(key)

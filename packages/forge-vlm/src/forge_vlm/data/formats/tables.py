@@ -25,7 +25,7 @@ from forge_vlm.data.files import (
 )
 from forge_vlm.data.formats.json_files import CAPTIONS, MESSAGES, caption_of
 from forge_vlm.data.records import (
-    Picture,
+    EncodedImage,
     Record,
     Records,
     Span,
@@ -35,7 +35,7 @@ from forge_vlm.data.records import (
 )
 
 _PICTURES = ("jpg", "jpeg", "png", "webp", "bmp", "gif")
-#: Endings of members of a tar that hold what a sample could learn, beside the pictures that are read.
+#: Endings of members of a tar that hold what a sample could learn, next to the images that are read.
 _MEMBERS = frozenset(("avi", "avif", "flac", "jp2", "m4a", "mkv", "mov", "mp3", "mp4", "ogg", "ppm", "tif", "tiff", "wav", "webm"))  # fmt: skip
 
 
@@ -123,12 +123,14 @@ class TableRows:
             wanted = ", ".join((*MESSAGES, *CAPTIONS))
             rule = f"must have image (or images) and one of {wanted}"
             raise invalid("columns", "missing", names, rule, "rename them", where=path)
-        for name in columns:  # pictures stay as they are encoded
+
+        for name in columns:  # images stay as they are encoded
             feature = rows.features[name]
             if isinstance(feature, Image):
                 rows = rows.cast_column(name, Image(decode=False))
             elif isinstance(getattr(feature, "feature", None), Image):
                 rows = rows.cast_column(name, List(Image(decode=False)))
+
         self._rows = rows
 
     def __len__(self) -> int:
@@ -147,8 +149,8 @@ class TableRows:
 
 
 class TarSamples:
-    """Samples of WebDataset: members of one stem, a picture or several (`a.0.png`), and `.txt` or `.json` (messages,
-    conversations, a caption, or `texts` with null where a picture stands). Its pictures are in the order of their names, or
+    """Samples of WebDataset: members of one stem, an image or several (`a.0.png`), and `.txt` or `.json` (messages,
+    conversations, a caption, or `texts` with null where an image stands). Its images are in the order of their names, or
     of `image` or `images` of the JSON, which names them."""
 
     def __init__(self, path: Path, keys: RecordKeys, images: Path | None) -> None:
@@ -168,10 +170,11 @@ class TarSamples:
         except (tarfile.TarError, OSError, EOFError) as error:
             rule = f"cannot be read as tar without compression ({error})"
             raise invalid("", "bad_tar", ..., rule, "restore or unpack it", where=file) from error
+
         for member in members:
             folder, _, base = member.name.rpartition("/")
             stem, _, ending = base.partition(".")
-            if not stem:  # "._a.png", which tar of macOS writes beside "a.png"
+            if not stem:  # "._a.png", which tar of macOS writes next to "a.png"
                 continue
             name = f"{folder}/{stem}"
             if not self._samples or self._samples[-1][0] != f"{file}: {name}":
@@ -193,9 +196,10 @@ class TarSamples:
         unread = {kind: ending for ending, kind in kinds.items() if ending not in images}
         self._keys.check(Keys(frozenset((text,)), _MEMBERS), unread, name)
         pictures = [
-            Picture(f"{name}.{ending}", members[ending])
+            EncodedImage(f"{name}.{ending}", members[ending])
             for ending in sorted(images, key=_by_number)
         ]
+
         if text == "txt":
             try:
                 caption = self._read(name, members["txt"]).decode().strip()
@@ -203,6 +207,7 @@ class TarSamples:
                 rule, where = f"must be UTF-8 ({error})", f"{name}.txt"
                 raise invalid("", "not_utf8", ..., rule, "correct it", where=where) from error
             return captioned(name, caption, pictures)
+
         if "json" not in members:
             rule = f"has {', '.join(members)}, and must have .txt or .json next to its pictures"
             raise invalid("", "no_text", ..., rule, "add one", where=name)
@@ -213,13 +218,16 @@ class TarSamples:
         if layout is not None:
             given["images"] = [{"bytes": p.content, "path": p.name} for p in pictures]
             return MESSAGES[layout](name, given, self._folder, keys=self._keys)
+
         if "texts" in given:
             self._keys.check(Keys(frozenset(("texts",))), given, name)
             return interleaved(name, given["texts"], pictures)
         return captioned(name, caption_of(name, given, self._keys), pictures)
 
-    def _in_order(self, name: str, value: dict[str, Any], pictures: list[Picture]) -> list[Picture]:
-        """Pictures in the order in which the JSON names them under `image` or `images`, which are taken out of it."""
+    def _in_order(
+        self, name: str, value: dict[str, Any], pictures: list[EncodedImage]
+    ) -> list[EncodedImage]:
+        """Images in the order in which the JSON names them under `image` or `images`, which are taken out of it."""
         named = []
         for key in ("image", "images"):
             given = value.pop(key, None)
@@ -236,14 +244,14 @@ class TarSamples:
         return order or pictures
 
     def _read(self, name: str, member: Span) -> bytes:
-        return Picture(name, member).read()
+        return EncodedImage(name, member).read()
 
     def fingerprint(self, cache: str | None = None) -> str:
         return digest_of_files(self._files, cache)
 
 
-def _name_of(name: str, each: Any, pictures: list[Picture]) -> str:
-    """The name of the picture that an entry of `images` means: its name, `{"path": name}`, or its number from 0."""
+def _name_of(name: str, each: Any, pictures: list[EncodedImage]) -> str:
+    """The name of the image that an entry of `images` means: its name, `{"path": name}`, or its number from 0."""
     if isinstance(each, Mapping):
         each = next(
             (each[key] for key in ("path", "url", "index") if each.get(key) is not None), None
