@@ -334,7 +334,7 @@ class VLM(Transformer):
         return seen
 
     def _features(self, media: dict[str, Any], device: torch.device) -> tuple[Features, int]:
-        """Features of the images, and how many images are given; of a dummy where there is none."""
+        """Features of the images, and how many images are given; without images those of a dummy image."""
         given = len(values_of(media[self._media_names[0]]))
         return self._encode(media if given else self.vision.dummy(device)), given
 

@@ -23,7 +23,15 @@ from forge_vlm.vision.features import Features
 __all__ = ["ADAPTERS", "MLP", "Linear", "Unchanged", "build_adapter", "check_adapter"]
 
 
-class Unchanged(nn.Module):
+class _SameTokens:
+    """Base of adapters that keep the number of tokens."""
+
+    def tokens(self, rows: int, columns: int) -> int:
+        """How many tokens an image of rows * columns patches becomes; a class token in front is one more."""
+        return rows * columns
+
+
+class Unchanged(_SameTokens, nn.Module):
     """For encoders whose features have the stream's width."""
 
     def __init__(self, config: AdapterConfig, width: int, dim: int) -> None:
@@ -36,12 +44,8 @@ class Unchanged(nn.Module):
         """(N, T, D) -> (N, T, D)."""
         return features.tokens
 
-    def tokens(self, rows: int, columns: int) -> int:
-        """How many tokens an image of rows * columns patches becomes; a class token in front is one more."""
-        return rows * columns
 
-
-class Linear(nn.Linear):
+class Linear(_SameTokens, nn.Linear):
     """One linear layer: T tokens stay T."""
 
     def __init__(self, config: AdapterConfig, width: int, dim: int) -> None:
@@ -51,12 +55,8 @@ class Linear(nn.Linear):
         """(N, T, W) -> (N, T, D)."""
         return super().forward(features.tokens)
 
-    def tokens(self, rows: int, columns: int) -> int:
-        """How many tokens an image of rows * columns patches becomes; a class token in front is one more."""
-        return rows * columns
 
-
-class MLP(nn.Module):
+class MLP(_SameTokens, nn.Module):
     """Two linear layers around a GELU: T tokens stay T."""
 
     def __init__(self, config: AdapterConfig, width: int, dim: int) -> None:
@@ -69,10 +69,6 @@ class MLP(nn.Module):
         """(N, T, W) -> (N, T, D)."""
         out: Tensor = self.linear_2(F.gelu(self.linear_1(features.tokens)))
         return out
-
-    def tokens(self, rows: int, columns: int) -> int:
-        """How many tokens an image of rows * columns patches becomes; a class token in front is one more."""
-        return rows * columns
 
 
 ADAPTERS = Registry(

@@ -17,26 +17,14 @@ from forge_vlm.sequence.plan import IGNORE, PAD
 __all__ = ["DrawnSquares"]
 
 #: Words, and their ids: the end of a sequence, a placeholder, the question, then colors.
-WORDS = (
-    "<eos>",
-    "<image>",
-    "colour?",
-    "red",
-    "green",
-    "blue",
-    "yellow",
-    "cyan",
-    "magenta",
-    "white",
-    "orange",
-)  # fmt: skip language: words of the data
+WORDS = ("<eos>", "<image>", "colour?", "red", "green", "blue", "yellow", "cyan", "magenta", "white", "orange")  # fmt: skip # language: words of the data
 _COLORS = ((230, 30, 30), (30, 200, 30), (40, 60, 240), (240, 230, 40),
             (40, 220, 220), (220, 40, 220), (250, 250, 250), (250, 140, 20))  # fmt: skip
 _EPOCH = 100_000
 
 
 class DrawnSquares:
-    """Rows `<image> ..., colour?, its name, <eos>`, of which the name and the end are trained.
+    """Rows `<image> ...`, the question, its name, `<eos>`, of which the name and the end are trained.
 
         [data.sources.squares]
         name = "forge_vlm.data.drawn:DrawnSquares"

@@ -64,7 +64,7 @@ def routes_of(ctx: TokenContext, groups: tuple[int, ...]) -> Routes:
     """The routes of a batch, `groups[m + 1]` being the group of modality m (-1, padding, stands first).
 
     Computed on the host once per forward, and copied to the device of the ids. Where `ctx.modality_ids` lie on an
-    accelerator that costs the one host sync of all layers; on the CPU there is none. Without ids all is text.
+    accelerator that costs the one host sync of all layers; on the CPU no sync happens. Without ids all is text.
     """
     ids = ctx.modality_ids
     num = max(groups) + 1
