@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from forge_ckpt import Store, manifest
 from forge_ckpt.files import Directory
+from forge_ckpt.read import reader
 from forge_testing import run_on_ranks
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
@@ -169,10 +170,14 @@ def placed(root, dims):
         if not os.path.exists(os.path.join(root, "step-00000001")):
             store.save(1, {"s": made})
         wanted = full(made)
-        for tensor in made.values():
-            tensor.to_local().zero_()
-        assert store.load({"s": made}) == 1
-    return same(wanted, full(made))
+        for limit in (reader._LARGE, 1):  # staged, and read into the tensors
+            reader._LARGE = limit
+            for tensor in made.values():
+                tensor.to_local().zero_()
+            assert store.load({"s": made}) == 1
+            if found := same(wanted, full(made)):
+                return f"{found}, limit {limit}"
+    return None
 
 
 @pytest.mark.slow

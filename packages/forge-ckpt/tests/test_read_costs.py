@@ -9,6 +9,7 @@ import torch.distributed.checkpoint as dcp
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from forge_ckpt import (
+    CheckpointMismatch,
     CorruptCheckpoint,
     ForgeSavePlanner,
     ForgeWriter,
@@ -18,7 +19,7 @@ from forge_ckpt import (
     read_tensors,
 )
 from forge_ckpt.manifest import BLOCK_BYTES
-from forge_ckpt.read import arena, blocks, reader
+from forge_ckpt.read import arena, blocks, load, reader
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -103,8 +104,8 @@ def test_small_tensors_read_one_by_one_cost_each_block_once(tmp_path, counts):
 
 
 def test_blocks_of_neighbouring_tensors_are_read_into_place(tmp_path, monkeypatch):
-    """No scratch block, so no second copy, whatever the sizes of the tensors."""
-    sizes = [3, BLOCK_BYTES // 4 + 5, 1, 2_000_001, 17]
+    """No scratch block, so no second copy, whatever the sizes of the small tensors."""
+    sizes = [3, reader._LARGE // 4 - 5, 1, *[50_001] * 30, 17]
     state = {f"w{i}": torch.randn(size) for i, size in enumerate(sizes)}
     _save(tmp_path / "step-00000001", {"x": state})
     monkeypatch.setattr(blocks, "_scratch", lambda: pytest.fail("a block was copied"))
@@ -188,6 +189,126 @@ def test_large_leaves_made_for_the_load_are_read_without_staging(tmp_path, arena
         with pytest.raises(CorruptCheckpoint, match="block 1"):
             store.load(target)
         assert target == {"x": None}
+
+
+def _sizes(numbers):
+    return {f"w{i}": torch.randn(n) for i, n in enumerate(numbers)}
+
+
+@pytest.fixture
+def large(tmp_path):
+    """Steps 1 and 2 of a store: small tensors between large ones, over four blocks, one of them within a tensor; the tensors of each."""
+    saved = {}
+    with Store(tmp_path, keep_last=3) as store:
+        for step in (1, 2):
+            saved[step] = _sizes([7, 2_100_000, 11, 70_000, BLOCK_BYTES // 4, 13])
+            store.save(step, {"x": saved[step]})
+    return saved
+
+
+def _is(target, saved):
+    return all(torch.equal(target[name], tensor) for name, tensor in saved.items())
+
+
+def test_large_tensors_take_no_memory_above_the_state(tmp_path, large, counts, arenas):
+    target = {name: torch.zeros_like(tensor) for name, tensor in large[2].items()}
+    versions = {name: tensor._version for name, tensor in target.items()}
+    counts["digests"].clear()
+    with Store(tmp_path) as store:
+        store.load({"x": target})
+    assert _is(target, large[2])
+    assert arenas[0][0] < 256, "the small ones"
+    blocks_of_file = -(-os.path.getsize(tmp_path / "step-00000002" / "data-0.bin") // BLOCK_BYTES)
+    assert len(counts["reads"]) == blocks_of_file
+    assert sorted(counts["digests"])[1:] == sorted(counts["reads"]), "each block once"
+    assert all(tensor._version > versions[name] for name, tensor in target.items())
+
+
+def test_a_damaged_block_changes_no_large_tensor(tmp_path, large):
+    for step in (1, 2):
+        with open(tmp_path / f"step-0000000{step}" / "data-0.bin", "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"x")
+    target = {name: torch.zeros_like(tensor) for name, tensor in large[2].items()}
+    with Store(tmp_path) as store, pytest.raises(CorruptCheckpoint, match="block 3"):
+        store.load({"x": target})
+    assert not any(tensor.any() for tensor in target.values())
+
+
+def test_without_cached_reads_large_tensors_are_staged(tmp_path, large, monkeypatch, arenas):
+    monkeypatch.setattr(files.Directory, "has_cached_reads", lambda self, name: False)
+    target = {name: torch.zeros_like(tensor) for name, tensor in large[2].items()}
+    with Store(tmp_path) as store:
+        store.load({"x": target})
+    assert _is(target, large[2])
+    assert arenas[0][0] > sum(tensor.nbytes for tensor in target.values())
+
+
+def test_what_left_the_page_cache_is_verified_again(tmp_path, large, monkeypatch, counts):
+    target = {name: torch.zeros_like(tensor) for name, tensor in large[2].items()}
+    monkeypatch.setattr(blocks, "read_cached", lambda fd, view, offset: False)
+    with Store(tmp_path) as store:
+        store.load({"x": target})
+    assert _is(target, large[2])
+    path = tmp_path / "step-00000002" / "data-0.bin"
+    assert sum(counts["reads"]) == 2 * path.stat().st_size
+    assert len(counts["digests"]) >= len(counts["reads"])
+
+
+@pytest.mark.parametrize("harm", ["flip", "swap", "touch"])
+def test_a_file_that_changes_between_its_two_reads_is_verified_again(
+    tmp_path, large, monkeypatch, caplog, harm
+):
+    path, fill = tmp_path / "step-00000002" / "data-0.bin", load.fill
+
+    def changed(staged, planner):
+        if path.exists():
+            data = bytearray(path.read_bytes())
+            if harm == "swap":
+                path.unlink()  # the directory gets another file of that name
+            data[2 * BLOCK_BYTES] ^= harm != "touch"
+            path.write_bytes(data)
+        fill(staged, planner)
+
+    monkeypatch.setattr(load, "fill", changed)
+    target = {name: torch.zeros_like(tensor) for name, tensor in large[2].items()}
+    with Store(tmp_path) as store:
+        step = store.load({"x": target})
+    assert step == (2 if harm == "touch" else 1)
+    assert _is(target, large[step])
+    assert ("block 2" in caplog.text) == (harm != "touch")
+
+
+def test_tensors_whose_bytes_are_not_those_of_the_file_are_staged(tmp_path, arenas):
+    """Strided, conjugate, shared and of a subclass."""
+    made = torch.randn(400, 500)
+    with Store(tmp_path) as store:
+        store.save(
+            1,
+            {
+                "x": {
+                    n: made + 1j * made if n == "conj" else made + 0
+                    for n in ["strided", "conj", "one", "two", "sub"]
+                }
+            },
+        )
+        both = torch.zeros(400, 500)
+        target = {
+            "strided": torch.zeros(500, 400).t(),
+            "conj": torch.zeros(400, 500, dtype=torch.complex64).conj(),
+            "one": both,
+            "two": both,
+            "sub": torch.zeros(400, 500).as_subclass(type("Sub", (torch.Tensor,), {})),
+        }
+        store.load({"x": target})
+    assert all(torch.equal(torch.as_tensor(t).real, made) for t in target.values())
+    assert torch.equal(target["conj"].imag, made)
+    assert arenas[0][0] >= 6 * made.nbytes
+    with Store(tmp_path) as store:
+        store.save(2, {"x": {"one": made, "two": made + 1}})
+        with pytest.raises(CheckpointMismatch, match="shares memory"):
+            store.load({"x": {"one": both.zero_(), "two": both}})
+    assert not both.any()
 
 
 def test_staging_memory_is_freed_before_load_state_dict(tmp_path, arenas):

@@ -45,6 +45,20 @@ def read_at(fd: int, view: memoryview, offset: int) -> int:
     return done
 
 
+def file_stamp(fd: int) -> tuple[int, ...]:
+    """What differs after a write to the file, or in another file of the name. Not the ctime: a link changes it."""
+    status = os.fstat(fd)
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def read_cached(fd: int, view: memoryview, offset: int) -> bool:
+    """Fill ``view`` from the page cache. False, with any bytes in it, where some are not in memory."""
+    try:
+        return os.preadv(fd, [view], offset, os.RWF_NOWAIT) == len(view)
+    except OSError:
+        return False
+
+
 def write_at(fd: int, view: memoryview, offset: int) -> None:
     """Write all of ``view`` at ``offset``; repeats short writes until an OSError names the cause."""
     done = 0
@@ -107,6 +121,19 @@ class Directory:
             os.close(fd)
             raise corrupt(where, "", ..., "is not a regular file", code="not_regular")
         return fd, status.st_size
+
+    def has_cached_reads(self, name: str) -> bool:
+        """Whether :func:`read_cached` works on the file: ext4, xfs and btrfs have it, network file systems do not."""
+        fd, _ = self.open(name)
+        try:
+            os.preadv(fd, [bytearray(1)], 0, os.RWF_NOWAIT)
+        except BlockingIOError:
+            pass  # not in memory now
+        except (OSError, AttributeError):  # only Linux has the flag
+            return False
+        finally:
+            os.close(fd)
+        return True
 
     def _open(self, name: Path | str, where: str, flags: int, parent: int | None = None) -> int:
         deadline = time.monotonic() + self._seconds

@@ -203,10 +203,11 @@ class Store:
         With ``newest`` no later step is looked at (see ``discard_after``).
 
         Every entry of ``state`` is verified, on every rank, before the first tensor of any rank
-        changes. A corrupt checkpoint is moved to ``quarantine/`` with one warning (not with
+        changes; a file that changes after that is verified again when it is read
+        (:class:`forge_ckpt.ForgeReader`), and found damaged counts as corrupt. A corrupt checkpoint is moved to ``quarantine/`` with one warning (not with
         ``read_only``), and all ranks try the next older one. Raises CorruptCheckpoint naming all when
-        none is sound, and CheckpointMismatch, with ``state`` unchanged on all ranks, when the newest
-        sound one is of another state on any.
+        none is sound, and CheckpointMismatch when the newest sound one is of another state on any rank; with
+        ``state`` unchanged on all ranks, unless a file was damaged between its verification and its read.
 
         A checkpoint that an object cannot use is corrupt too: its ``load_checks(saved)`` or
         ``check(step, saved)`` raises a plain ValueError, before anything changes (``saved`` maps names

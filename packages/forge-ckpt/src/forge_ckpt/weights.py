@@ -93,8 +93,8 @@ def load_weights(
     of it, such as a pipeline stage: patterns and report are about the whole.
 
     In a process group all ranks call it. Each reads the blocks that its own shards touch, and every block of
-    every rank is verified before the first tensor of any rank changes. Cost: host memory of what the
-    rank copies. Raises CorruptCheckpoint, CheckpointMismatch that names both shapes, and ValueError where
+    every rank is verified before the first tensor of any rank changes. Cost: as of
+    :class:`forge_ckpt.ForgeReader`. Raises CorruptCheckpoint, CheckpointMismatch that names both shapes, and ValueError where
     nothing would be copied or a pattern matches nothing.
     """
     ranks = RankGroup(group)
@@ -122,13 +122,13 @@ def load_weights(
         planner.set_up_planner({key: {name: here[name] for name in copied}}, metadata)
         plan = create_default_local_load_plan(wanted, metadata)
         reader.use(Directory(chosen), table)
-        try:
-            return reader.stage(plan, planner)
-        finally:
-            reader.close()
+        return reader.stage(plan, planner)
 
-    staged = ranks.run_on_all_ranks(stage)
-    ranks.run_on_all_ranks(lambda: fill(staged, planner))
+    try:
+        staged = ranks.run_on_all_ranks(stage)
+        ranks.run_on_all_ranks(lambda: fill(staged, planner))
+    finally:
+        reader.close()
     return report
 
 

@@ -54,7 +54,8 @@ def load_step(
     layout of ranks, and every rank verifies before the first tensor of any rank changes.
 
     Raises CorruptCheckpoint and CheckpointMismatch with ``state`` unchanged on all ranks, ValueError for a path
-    without a checkpoint, and what a ``load_state_dict`` raises, after which ``state`` is of no use.
+    without a checkpoint, and what a ``load_state_dict`` raises, after which ``state`` is of no use; as it is
+    when a file was damaged between its verification and its read.
     """
     ranks = RankGroup(group)
     ranks.run_on_all_ranks(lambda: check_state(state))
@@ -77,7 +78,7 @@ def load_checkpoint(
     """Fill ``state`` of every rank from ``path``, whose step must be ``step`` (None: any); returns it.
 
     Raises CorruptCheckpoint or CheckpointMismatch on all ranks, and then no tensor of any rank has
-    changed. If a ``load_state_dict`` raises at the end, states have changed: all ranks raise
+    changed, unless a file was damaged between its verification and its read. If a ``load_state_dict`` raises at the end, states have changed: all ranks raise
     StateRefused for a built-in exception about values, and other exceptions unchanged.
 
     Communication: the manifest from rank 0, then three votes of 8 bytes a rank. Each rank reads
@@ -105,10 +106,7 @@ def load_checkpoint(
 
     def stage() -> Staged:
         reader.use(Directory(path), table)
-        try:
-            in_place = reader.stage(wanted, planner)
-        finally:
-            reader.close()
+        in_place = reader.stage(wanted, planner)
         # The saved state in new containers, for the checks: the caller's containers must not change yet.
         saved = planner.replace_leaves(tree.copy_containers(content))
         for name, value in state.items():
@@ -129,9 +127,12 @@ def load_checkpoint(
 
     # Each call is a vote: if any rank raised, all raise here. The state changes in the last one only,
     # so a rank with a damaged file stops all others before their tensors change.
-    wanted = group.run_on_all_ranks(plan)
-    staged = group.run_on_all_ranks(stage)
-    group.run_on_all_ranks(apply)
+    try:
+        wanted = group.run_on_all_ranks(plan)
+        staged = group.run_on_all_ranks(stage)
+        group.run_on_all_ranks(apply)
+    finally:
+        reader.close()
     return table.step
 
 

@@ -1,7 +1,7 @@
 """Tensors that share memory, such as tied weights, must have been saved with the same bytes."""
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
@@ -20,7 +20,13 @@ class _Box(NamedTuple):
     begin: int  # addresses of the first byte and after the last
     end: int
     target: torch.Tensor
-    source: torch.Tensor
+    source: Any  # its content; None where only the addresses count
+
+
+def names_in_shared_memory(items: Iterable[ReadItem], planner: ForgeLoadPlanner) -> set[str]:
+    """The names of the tensors to be filled that overlap a tensor of another name."""
+    boxes = [box for item in items for box in _box(item, None, planner)]
+    return {box.name for group in _groups(boxes) for box in group}
 
 
 def check_shared_memory(
@@ -44,7 +50,7 @@ def check_shared_memory(
             raise invalid(lost.name, "tied", ..., rule, fix, where=where, kind=kind)
 
 
-def _box(item: ReadItem, source: torch.Tensor, planner: ForgeLoadPlanner) -> Iterator[_Box]:
+def _box(item: ReadItem, source: torch.Tensor | None, planner: ForgeLoadPlanner) -> Iterator[_Box]:
     target = planner.resolve_tensor(item).detach()
     if target.numel():
         last = sum((size - 1) * stride for size, stride in zip(target.shape, target.stride()))
