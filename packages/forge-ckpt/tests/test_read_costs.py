@@ -220,7 +220,7 @@ def test_large_tensors_take_no_memory_above_the_state(tmp_path, large, counts, a
     assert arenas[0][0] < 256, "the small ones"
     blocks_of_file = -(-os.path.getsize(tmp_path / "step-00000002" / "data-0.bin") // BLOCK_BYTES)
     assert len(counts["reads"]) == blocks_of_file
-    assert sorted(counts["digests"])[1:] == sorted(counts["reads"]), "each block once"
+    assert sorted(counts["digests"])[1:] == sorted(counts["reads"])  # each block once
     assert all(tensor._version > versions[name] for name, tensor in target.items())
 
 

@@ -78,6 +78,7 @@ def read_segments(
             piece = _Piece(begin, destination, segment.deferred)
             blocks.setdefault(index, []).append(piece)
             done += count
+
     following = None if last is None else _take_last(last, table, touched)
     stamps: dict[str, set[_Stamp]] = {}
     _read(directory, table, touched, _block, threads, stamps)
@@ -105,6 +106,7 @@ def _take_last(last: LastBlock, table: Manifest, touched: _Touched) -> LastBlock
         del touched[name]
     if not touched:
         return None
+
     name, blocks = next(reversed(touched.items()))
     index = max(blocks)
     size = min(BLOCK_BYTES, table.files[name].size - index * BLOCK_BYTES)

@@ -41,7 +41,7 @@ _LARGE = 2**18
 class Staged(NamedTuple):
     """What is verified and not yet in the caller's tensors."""
 
-    copies: list[tuple[ReadItem, torch.Tensor]]  # a box to fill and its content, on the CPU
+    in_memory: list[tuple[ReadItem, torch.Tensor]]  # a box to fill and its content, on the CPU
     direct: list[tuple[ReadItem, torch.Tensor]]  # a box and its tensor, which ``read`` fills
     read: Callable[[], None]
 
@@ -148,6 +148,7 @@ class ForgeReader(StorageReader):
         boxes = _boxes(table, plan)
         unstaged = self._unstaged(boxes, planner)
         staged = [box for i, box in enumerate(boxes) if i not in unstaged]
+
         arena = Arena([box.span for box in staged])
         segments = [
             Segment(boxes[i].span.file, boxes[i].span.start, files.byte_view(target), deferred)
@@ -157,6 +158,7 @@ class ForgeReader(StorageReader):
         for item in plan.items:  # decoding may raise, so no tensor has been filled yet
             if item.type == LoadItemType.BYTE_IO:
                 self._decode(table, item, planner)
+
         in_place: list[tuple[ReadItem, torch.Tensor]] = []
         for i, box in enumerate(staged):
             source = arena.span(i, box.dtype).as_strided(tuple(box.item.lengths), box.strides)
@@ -180,6 +182,7 @@ class ForgeReader(StorageReader):
         if old and not self.directory.has_cached_reads(boxes[large[0]].span.file):
             large = [i for i in large if planner.is_replaced(boxes[i].item)]
             old = []
+
         shared = names_in_shared_memory(old, planner)
         found = {}
         for i in large:
@@ -209,9 +212,9 @@ class ForgeReader(StorageReader):
 def fill(staged: Staged, planner: ForgeLoadPlanner) -> None:
     """Fill the caller's tensors, free the staging memory, and replace the other leaves."""
     with torch.no_grad():
-        for item, source in staged.copies:
+        for item, source in staged.in_memory:
             _copy(item, source, planner)
-    staged.copies.clear()
+    staged.in_memory.clear()
     staged.read()
     for item, target in staged.direct:
         torch.autograd.graph.increment_version(target)  # autograd sees no read into memory

@@ -86,8 +86,8 @@ def _problems(c: VideoConfig) -> Iterator[Problem]:
 
 def at_rate(times: np.ndarray, fps: float) -> np.ndarray:
     """Numbers (C,) of the frames that are shown at times[0] + k / fps, up to the last, each once; times (F,) ascend."""
-    points = times[0] + np.arange(int((times[-1] - times[0]) * fps + 1e-6) + 1) / fps
-    return np.unique(np.searchsorted(times, points + 1e-6, side="right") - 1)
+    wanted = times[0] + np.arange(int((times[-1] - times[0]) * fps + 1e-6) + 1) / fps
+    return np.unique(np.searchsorted(times, wanted + 1e-6, side="right") - 1)
 
 
 def spread(count: int, most: int, *, ends: bool = False) -> np.ndarray:
