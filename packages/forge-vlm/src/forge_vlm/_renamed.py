@@ -6,10 +6,14 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable
+from functools import wraps
 from importlib.machinery import ModuleSpec
 from operator import attrgetter
 from types import ModuleType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
+
+_P = ParamSpec("_P")
+_T = TypeVar("_T")
 
 #: Module of 0.1 -> module of today.
 MODULES = {
@@ -178,6 +182,24 @@ def renamed(owner: str) -> Callable[[str], Any]:
         return attrgetter(attribute)(importlib.import_module(module))
 
     return read
+
+
+def renamed_keyword(**names: str) -> Callable[[Callable[_P, _T]], Callable[_P, _T]]:
+    """A decorator: the function takes an old keyword (old=new) too, with a DeprecationWarning."""
+
+    def decorate(function: Callable[_P, _T]) -> Callable[_P, _T]:
+        @wraps(function)
+        def call(*args: _P.args, **keywords: _P.kwargs) -> _T:
+            for old, new in names.items():
+                if old in keywords:
+                    text = f"{function.__qualname__}({old}=) is {new}= now"
+                    warnings.warn(text, DeprecationWarning, stacklevel=2)
+                    keywords[new] = keywords.pop(old)
+            return function(*args, **keywords)
+
+        return call
+
+    return decorate
 
 
 # first: an upgrade in place leaves folders with __pycache__ only, which are packages without content

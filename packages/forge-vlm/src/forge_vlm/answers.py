@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core import SamplingConfig, generate
-from forge_vlm._renamed import renamed
+from forge_vlm._renamed import renamed, renamed_keyword
 from forge_vlm._shared.problems import Problem
 from forge_vlm.data.prompts import Prompt, Prompts
 
@@ -86,8 +86,9 @@ def media_on(model: nn.Module, media: Mapping[str, Tensor]) -> dict[str, Any]:
     return {name: m if name in stay else m.to(device) for name, m in media.items()}
 
 
+@renamed_keyword(normalise="normalize")  # language: old name
 def is_match(found: str, wanted: str, normalize: Normalize = "strip") -> bool:
-    """Whether an answer is the wanted one, both normalize_pixels: "none" character by character, "strip" without white space at
+    """Whether an answer is the wanted one, both normalized: "none" character by character, "strip" without white space at
     the ends, "words" also without ASCII punctuation, in lower case, with one blank for any white space."""
     return _normal(found, normalize) == _normal(wanted, normalize)
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forge_vlm._renamed import renamed_keyword
 from forge_vlm._shared.problems import invalid
 
 __all__ = ["IGNORE", "PAD", "POSITIONS", "SCOPES", "SPAN_INPUTS", "TEXT", "Segment", "SequencePlan"]
@@ -115,6 +116,7 @@ class SequencePlan:
         """(B, S) int64: 0 for what all of a document share."""
         return self._filled(lambda s: s.branch)
 
+    @renamed_keyword(learnt="trained")  # language: old name
     def labels(self, tokens: Tensor, trained: Collection[int] = (TEXT,)) -> Tensor:
         """The target *for* each position (B, S): the token after it; -100 where that is another document, another
         branch, a medium or padding. The last token of an image predicts the first of the text after it. `trained` are
