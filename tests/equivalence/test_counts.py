@@ -125,7 +125,8 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], int, int]] = {
     "fsdp tp": (4, {"tp": 2}, FSDP + TP + NORMS + USED + ONCE, 0),
     # keys and values gathered, their gradients scattered; F120: packed rows are known to the host
     "cp": (2, {"cp": 2}, FSDP + 2 * LAYERS + USED + ONCE, 0),
-    "ep": (2, {"ep": 2}, FSDP + EP + USED + ONCE, 4 * LAYERS),  # reads: split sizes
+    # reads: split sizes; on a CPU also the counts of experts, which choose the product
+    "ep": (2, {"ep": 2}, FSDP + EP + USED + ONCE, (4 + 1) * LAYERS),
     "pp": (2, {"pp": 2}, 2 * 2 + ONCE, 0),  # each micro-batch over one border, both ways
 }
 

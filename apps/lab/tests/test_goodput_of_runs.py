@@ -25,7 +25,7 @@ def disturbed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("disturbed")
     job, metrics = write_job(folder), folder / "run/metrics.jsonl"
     flags = ("--train.steps", "300", "--checkpoint.every_steps", "40", "--eval.every_steps", "100")
-    kill_after_step(start("run", job, *flags), metrics, 60)
+    kill_after_step(start("run", job, *flags), metrics, 60, saved=40)
     stopped = kill_after_step(start("run", job, *flags), metrics, 100, signal.SIGTERM)
     assert stopped.code == 75, stopped.err
     done = forge_train("run", job, *flags)

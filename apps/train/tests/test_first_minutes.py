@@ -216,7 +216,7 @@ def test_generate_streams_the_same_text_for_the_same_seed(tmp_path: Path) -> Non
 def test_generate_reads_beside_a_run_that_trains(tmp_path: Path) -> None:
     job = write_job(tmp_path)
     process = start("run", job, "--train.steps", "100000")
-    wait_for_step(process, tmp_path / "run/metrics.jsonl", 4)
+    wait_for_step(process, tmp_path / "run/metrics.jsonl", 4, saved=3)
     shown = forge_train("generate", tmp_path / "run", "--prompt", "If ", "--max_new_tokens", "5")
     stopped = kill_after_step(process, tmp_path / "run/metrics.jsonl", 1, 15)
     assert shown.code == 0, shown.err

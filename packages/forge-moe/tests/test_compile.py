@@ -119,6 +119,7 @@ def test_F109_without_gradients_a_layer_is_one_graph_also_in_fp32() -> None:
         assert torch.equal(compiled(x), moe(x))
         exported = torch.export.export(moe, (x,)).module()
         other = torch.randn(2, 6, 8)  # other routes
-        assert torch.equal(exported(other), moe(other))
+        # the layer may batch these experts, whose products differ by rounding
+        torch.testing.assert_close(exported(other), moe(other), rtol=1e-6, atol=1e-6)
     with pytest.raises(Exception, match=r"fullgraph = True.*torch\.no_grad"):
         compiled(x)

@@ -255,7 +255,8 @@ def test_F185_a_stop_signal_that_kills_a_rank_before_the_launcher_hears_of_it(
 ):
     """As one to the whole process group may; here the launcher gets it after the death."""
     body = (
-        f"signal.signal({int(number)}, signal.SIG_DFL)\nif rank == 1: wait_for('late0')\n"
+        f"signal.signal({int(number)}, signal.SIG_DFL)\nready('up'); wait_for(f'up{{1 - rank}}')\n"
+        "if rank == 1: wait_for('late0')\n"
         f"if rank == 0 and os.fork() == 0: time.sleep(0.1); os.kill({os.getpid()}, {int(number)}); os._exit(0)\n"
         f"ready('late'); os.kill(os.getpid(), {int(number)})"
     )

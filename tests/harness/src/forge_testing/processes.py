@@ -84,11 +84,15 @@ def exit_code(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def wait_for_step(process: subprocess.Popen[str], metrics: Path, step: int) -> None:
-    """Return once metrics.jsonl holds a row of `step` or later, or the process has ended."""
+def wait_for_step(process: subprocess.Popen[str], metrics: Path, step: int, saved: int = 0) -> None:
+    """Return once metrics.jsonl holds a row of `step` or later and `saved` is committed, or the process has ended.
+
+    Saves are written in the background: on a busy machine many steps pass before one is committed.
+    """
     deadline = time.monotonic() + _LIMIT_SECONDS
     while process.poll() is None and time.monotonic() < deadline:
-        if last_step(metrics) >= step:
+        committed = saved == 0 or (metrics.parent / f"checkpoints/step-{saved:08}").exists()
+        if committed and last_step(metrics) >= step:
             return
         time.sleep(0.002)  # polling a file; no test waits for a fixed time
 
@@ -107,10 +111,14 @@ def last_step(metrics: Path) -> int:
 
 
 def kill_after_step(
-    process: subprocess.Popen[str], metrics: Path, step: int, sig: int = signal.SIGKILL
+    process: subprocess.Popen[str],
+    metrics: Path,
+    step: int,
+    sig: int = signal.SIGKILL,
+    saved: int = 0,
 ) -> Outcome:
-    """Send `sig` once `step` is logged and wait for the end."""
-    wait_for_step(process, metrics, step)
+    """Send `sig` once `step` is logged and `saved` is committed, and wait for the end."""
+    wait_for_step(process, metrics, step, saved)
     process.send_signal(sig)
     out, err = process.communicate(timeout=_LIMIT_SECONDS)
     return Outcome(process.returncode, out, err)
