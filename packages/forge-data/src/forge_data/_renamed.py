@@ -41,7 +41,7 @@ MODULES = {
     "sources.nanogpt": "tokens.raw_formats",
     "sources.npy": "tokens.raw_formats",
     "sources.sidecar": "tokens.format",
-    "sources.text_column": "io.datasets_library",
+    "sources.text_column": "io.text_column",
     "sources.token_cache": "tokens.cache",
     "sources.token_files": "tokens.files",
 }

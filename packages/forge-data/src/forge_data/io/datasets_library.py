@@ -6,13 +6,12 @@ import contextlib
 import glob
 import importlib.util
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forge_data._shared.paths import user_path
 from forge_data._shared.problems import invalid
-from forge_data._shared.record_keys import Keys, RecordKeys
 from forge_data._shared.table_files import check_saved_set
 from forge_data.errors import InvalidData, invalid_data
 
@@ -20,14 +19,11 @@ if TYPE_CHECKING:
     from forge_data.config import SourceConfig
 
 __all__ = [
-    "check_column",
-    "check_other_columns",
     "find_builder",
     "is_saved",
     "load_saved",
     "load_set",
     "name_for_library",
-    "no_text",
     "one_sentence",
     "require_library",
     "root_name",
@@ -178,31 +174,3 @@ def require_library(key: str = "name", value: str = "huggingface") -> None:
 def is_saved(path: Path) -> bool:
     """Whether save_to_disk wrote a folder."""
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-
-def check_column(where: Any, names: Sequence[str], field: str, kind: Callable[[], str]) -> None:
-    """Raise InvalidData unless `field` is among the names of columns, and of a `kind` that holds strings."""
-    fix, key = "name its text in huggingface.text_field", "text_field"
-    if field not in names:
-        rule = f"must be one of its columns, {', '.join(names)[:200] or 'none'}"
-        raise invalid_data(key, "missing", field, rule, fix, where=where)
-    if kind() not in ("string", "large_string", "string_view", "null"):
-        rule = f"must be a column of text, and holds {kind()}"
-        raise invalid_data(key, "type", field, rule, fix, where=where)
-
-
-def check_other_columns(
-    config: SourceConfig, features: Mapping[str, Any], rows: int
-) -> dict[str, int]:
-    """Columns of a set that are not read, with their rows; InvalidData for one whose content would be lost."""
-    table = config.huggingface
-    keys = RecordKeys(table.ignore_keys, table.strict, InvalidData)
-    filled = {name: rows for name, kind in features.items() if getattr(kind, "dtype", "") != "null"}
-    keys.check(Keys(frozenset((table.text_field,))), filled, config.path)
-    return dict.fromkeys(keys.counts, rows)
-
-
-def no_text(where: Any, row: int, field: str) -> Any:
-    """The error of a row without a string."""
-    rule, fix, where = "must be a string", "leave the row out", f"{where} row {row}"
-    return invalid_data(field, "null", None, rule, fix, where=where)

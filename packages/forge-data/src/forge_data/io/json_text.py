@@ -7,7 +7,7 @@ from typing import Any
 
 from datasets.packaged_modules.json.json import Json
 
-from forge_data.io.datasets_library import check_column
+from forge_data.io.text_column import check_column
 
 __all__ = ["Json", "TextOfJson"]
 

@@ -14,17 +14,15 @@ from forge_data._shared.atomic import new_folder
 from forge_data._shared.paths import user_path
 from forge_data.errors import InvalidData, invalid_data
 from forge_data.io.datasets_library import (
-    check_column,
-    check_other_columns,
     find_builder,
     is_saved,
     load_set,
     name_for_library,
-    no_text,
     one_sentence,
     require_library,
     without_bars,
 )
+from forge_data.io.text_column import check_column, check_other_columns, no_text
 from forge_data.text_shards import TextShards
 from forge_data.tokenizer import ByteTokenizer, JsonTokenizer, begin_key, document_ids
 from forge_data.tokens.cache import CachedTokens, Entry, Header, open_cached, tokenizer_of

@@ -235,6 +235,10 @@ class IndexedSource:
         """What an error calls a sample."""
         raise NotImplementedError
 
+    def media(self, sample: Sample) -> tuple[list[dict[str, Tensor]], bool]:
+        """As `MediaDecoder.media`."""
+        return self.decoder.media(sample)
+
     def forget(self) -> None:
         """Drop what a cache holds of the samples, because one of them has changed."""
 
