@@ -27,7 +27,7 @@ finally:
     print(json.dumps([n for n in sys.modules if "._" not in n]))
 """
 #: Seconds of import each, and of no use to somebody who mistyped a key.
-HEAVY = {"transformers", "tokenizers", "torchao", "safetensors", "tensorboard", "triton",
+HEAVY = {"transformers", "tokenizers", "torchao", "safetensors", "tensorboard", "triton", "sympy", "torch.distributed.tensor",
          "torch._inductor", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.checkpoint",
          "forge_train.loop.trainer", "forge_train.plan"}  # fmt: skip
 
@@ -43,17 +43,23 @@ def warm() -> Iterator[WarmProcess]:
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 @pytest.mark.parametrize(
-    ("text", "more"),
-    [("[train\n", {"torch", "numpy"}), ("[train]\nstepz = 3\n[model]\ndim = 0", set())],
-    ids=["not TOML", "a mistake in a table"],  # prose: the name of a case
+    ("text", "flag", "more"),
+    [
+        ("[train\n", "", {"torch", "numpy"}),
+        ("[train]\nstepz = 3\n[model]\ndim = 0", "", set()),
+        ("", "--help", set()),
+    ],
+    ids=["not TOML", "a mistake in a table", "help"],  # prose: the name of a case
 )
-def test_a_refusal_imports_nothing_heavy(tmp_path: Path, text: str, more: set[str]) -> None:
+def test_a_refusal_and_help_import_nothing_heavy(
+    tmp_path: Path, text: str, flag: str, more: set[str]
+) -> None:
     job = tmp_path / "job.toml"
     job.write_text(text)
-    command = [sys.executable, "-c", IMPORTED, "run", str(job)]
+    command = [sys.executable, "-c", IMPORTED, "run", flag or str(job)]
     refused = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert refused.returncode == CONFIG, refused.stderr
-    assert not (HEAVY | more) & set(json.loads(refused.stdout))
+    assert refused.returncode == (0 if flag else CONFIG), refused.stderr
+    assert not (HEAVY | more) & set(json.loads(refused.stdout.splitlines()[-1]))
 
 
 @pytest.mark.slow

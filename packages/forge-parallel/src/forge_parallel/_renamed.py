@@ -56,16 +56,17 @@ NAMES = {
 }
 
 
-def renamed(module: str, name: str) -> Any:
+def renamed(module: str, name: str, stacklevel: int = 2) -> Any:
     """Return the value of an old name, with a DeprecationWarning.
 
-    `partial(renamed, __name__)` is a module's `__getattr__`.
+    `partial(renamed, __name__)` is a module's `__getattr__`; a function that calls this one gives stacklevel 3.
     """
     if name not in NAMES:
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
     owner, _, new = NAMES[name].rpartition(".")
     # 2: a partial has no frame. Beyond the importing module Python would not show the warning.
-    warnings.warn(f"{name}: use forge_parallel.{NAMES[name]}", DeprecationWarning, stacklevel=2)
+    text = f"{name}: use forge_parallel.{NAMES[name]}"
+    warnings.warn(text, DeprecationWarning, stacklevel=stacklevel)
     return getattr(importlib.import_module(f"forge_parallel.{owner}"), new)
 
 

@@ -5,17 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
 from forge_core.loss import FUSED, LOSSES, LossBreakdown, Objective
-from forge_parallel import Meshes
-from forge_parallel.axes import VOCAB_LOSSES, sharded_logits_vocab_size
-from forge_parallel.compute import Compute, MicroBatches
+from forge_parallel import Meshes, axes
 from forge_train.config.model import VLMModelConfig
 from forge_train.config.schema import JobConfig, TrainConfig
 from forge_train.errors import ConfigError
 from forge_vlm.modalities import discrete_ranges
+
+if TYPE_CHECKING:
+    from forge_parallel.compute import Compute, MicroBatches
 
 Loss = Callable[..., Tensor]
 
@@ -78,11 +80,13 @@ def make_compute(
     objective: Objective | None,
 ) -> Compute:
     """The `Compute` of a job. ValueError for a custom loss or objective on sharded logits."""
+    from forge_parallel.compute import Compute  # imports torch.distributed.tensor, for half a second
+
     train, breakdown = config.train, loss_breakdown(config)
     mtp = getattr(config.model, "mtp", None)  # an imported model has none
     sharded = None
-    if (function := VOCAB_LOSSES.get(train.loss)) is not None:
-        ids = sharded_logits_vocab_size(model)
+    if (function := axes.VOCAB_LOSSES.get(train.loss)) is not None:
+        ids = axes.sharded_logits_vocab_size(model)
         sharded = partial(breakdown, partial(function, axis=meshes.tp, vocab_size=ids))
 
     key, name = ("loss", train.loss) if objective is None else ("objective", train.objective)

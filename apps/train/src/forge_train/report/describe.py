@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -82,8 +83,13 @@ def keys_as_markdown() -> str:
 def _text_below(name: str, cls: type) -> str:
     """The text below a field in the source of the class that declares it."""
     owner = next(base for base in cls.__mro__ if name in inspect.get_annotations(base))
-    texts = {param.arg_name: param.description or "" for param in parse_from_object(owner).params}
-    return " ".join(texts.get(name, "").split())
+    return " ".join(_texts_of(owner).get(name, "").split())
+
+
+@functools.cache
+def _texts_of(cls: type) -> dict[str, str]:
+    """The texts below the fields that a class declares; parses its file."""
+    return {param.arg_name: param.description or "" for param in parse_from_object(cls).params}
 
 
 def _default(item: dataclasses.Field) -> str:

@@ -5,6 +5,7 @@ Shapes: W = ceil(V / n) ids of a rank, of V in the vocabulary over n ranks; D wi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -112,3 +113,10 @@ def vocab_fused_cross_entropy(
     x, weight = cast_like_autocast(x), cast_like_autocast(weight)
     found = Labels.of(labels, weights, ignore_index, vocab.size, wide_dtype(x))
     return loss_of_hidden(x.reshape(-1, x.size(-1)), weight, found, labels.shape, vocab, head)
+
+
+#: Losses where each tp rank has a part of the logits, or of the head's weight, by the names of their unsharded forms.
+VOCAB_LOSSES: dict[str, Callable[..., Any]] = {
+    "cross_entropy": vocab_cross_entropy,
+    "fused_cross_entropy": vocab_fused_cross_entropy,
+}
