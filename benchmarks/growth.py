@@ -1,7 +1,7 @@
 """Exponents of time and memory in the sizes that users raise: `hatch run bench --growth`.
 
 Each size runs in a process of its own: a step at the smallest size, which loads what the first step loads, then the measured ones.
-The exponent is the slope of a least-squares line through log(size) and log(seconds), or bytes at the peak beyond those before the
+The exponent is that of a least-squares line through log(size) and log(seconds), or bytes at the peak beyond those before the
 step. A fixed cost lowers it. Over 1.1 it is superlinear, and the page gives the reason.
 """
 
@@ -39,7 +39,7 @@ class Growth:
     reason: str = ""
 
 
-def slope(sizes: Sequence[float], values: Sequence[float]) -> float:
+def exponent(sizes: Sequence[float], values: Sequence[float]) -> float:
     """Exponent p of values ~ sizes^p by least squares in logarithms."""
     x, y = ([math.log(v) for v in found] for found in (sizes, values))
     middle_x, middle_y = statistics.fmean(x), statistics.fmean(y)
@@ -216,12 +216,12 @@ def line_of(name: str) -> dict[str, Any]:
             return {"growth": name, "error": done.stderr[-500:]}
         found.append(json.loads(done.stdout.splitlines()[-1]))
     exponents: dict[str, float | None] = {
-        "time": slope(growth.sizes, [f["seconds"] for f in found])
+        "time": exponent(growth.sizes, [f["seconds"] for f in found])
     }
     large = [
         (size, f["bytes"]) for size, f in zip(growth.sizes, found) if f["bytes"] >= LEAST_BYTES
     ]
-    exponents["memory"] = slope(*zip(*large)) if len(large) > 2 else None
+    exponents["memory"] = exponent(*zip(*large)) if len(large) > 2 else None
     over = [key for key, value in exponents.items() if value is not None and value > SUPERLINEAR]
     reason = growth.reason or "no reason is known" if over else ""
     sizes = {str(size): f for size, f in zip(growth.sizes, found)}

@@ -64,7 +64,7 @@ def page(lines: list[dict[str, Any]]) -> str:
 def header(head: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str]:
     e, found = head["environment"], head["versions"]
     noise = [row["verdict"] for row in rows if row["row"].startswith("noise")]
-    passed = sum(row["verdict"] == "ahead" for row in rows)
+    passed = sum(row["verdict"] == "passed" for row in rows)
     device = f"{e['device_name']}, {e['cpus']} cores, {e['threads']} threads, load before {e['load_before']}"
     yield f"- Run: {head['run']}, commit {e['commit']}, {device}"
     have = ", ".join(f"{name} {version}" for name, version in found.items() if version)
@@ -84,7 +84,7 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         ours = 1000 * row["seconds"].get("forge", {"median": 0})["median"]
         for name, r in row["ratios"].items():
             bound, figure = row["bounds"][name], f"{r['median']:.2f} [{r['q1']:.2f}, {r['q3']:.2f}]"
-            word = "behind" if name in row["verdict"].partition(" ")[2].split(", ") else "ahead"
+            word = "below" if name in row["verdict"].partition(" ")[2].split(", ") else "passed"
             last = "none | |" if bound is None else f"{bound:.2f} | {word} |"
             yield f"| {row['row']} | {ours:.4g} | {name} | {figure} | {last}"
         yield from (

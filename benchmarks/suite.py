@@ -40,6 +40,7 @@ from benchmarks.rows import Row, Setting, all_rows
 NOISE = (0.98, 1.02)
 QUARTILE = 0.03  # the lower quartile may be this far below the bound
 PASSED, FAILED, VOID = 0, 1, 3
+LIMIT = 600  # seconds of a row
 PEERS = ("transformers", "torchtitan", "datasets", "mosaicml-streaming", "liger-kernel", "lion-pytorch", "schedulefree")  # fmt: skip
 
 
@@ -236,25 +237,30 @@ def here(row: Row, args: argparse.Namespace) -> dict[str, Any]:
 def apart(row: Row, args: argparse.Namespace) -> dict[str, Any]:
     """The line of a row from a process of its own: its memory, threads and compiled code meet no other row."""
     command = [sys.executable, "-m", "benchmarks.suite", *args.given, "--run-row", row.name]
-    done = subprocess.run(command, cwd=harness.ROOT, capture_output=True, text=True)
+    try:
+        done = subprocess.run(
+            command, cwd=harness.ROOT, capture_output=True, text=True, timeout=LIMIT
+        )
+    except subprocess.TimeoutExpired:
+        return {"row": row.name, "error": f"did not end in {LIMIT} s"}
     if done.returncode:
         return {"row": row.name, "error": f"exit {done.returncode}: {done.stderr[-500:]}"}
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def verdict(line: dict[str, Any]) -> tuple[str, int]:
-    """A word on a row, and its exit code."""
+    """passed, below NAMES (of the bound), failed, quiet or void; and the exit code."""
     if "error" in line:
         return "failed", FAILED
     if line["row"].startswith("noise"):
         median = line["ratios"]["again"]["median"]
         return ("quiet", PASSED) if NOISE[0] <= median <= NOISE[1] else ("void", VOID)
-    behind = []
+    below = []
     for name, ratio in line["ratios"].items():
         bound = line["bounds"][name]
         if bound is not None and (ratio["median"] < bound or ratio["q1"] < bound - QUARTILE):
-            behind.append(name)
-    return (f"behind {', '.join(behind)}", FAILED) if behind else ("ahead", PASSED)
+            below.append(name)
+    return (f"below {', '.join(below)}", FAILED) if below else ("passed", PASSED)
 
 
 def text_of(line: dict[str, Any]) -> str:
