@@ -136,7 +136,7 @@ def test_a_pickled_source_maps_its_files_again(tmp_path):
 def test_F165_shards_may_be_more_than_the_limit_of_open_files(tmp_path):
     """Three times as many shards as there is room for descriptors, read in any order, twice."""
     opened = max(map(int, os.listdir("/proc/self/fd")))
-    room = max(100, opened // 10)  # maps take a 16th of the limit
+    room = max(100, opened // 5)  # maps of each source take a 16th of the limit
     ids = np.arange(15 * room)
     for number in range(3 * room):
         write_nanogpt(tmp_path, ids[5 * number : 5 * number + 5], f"web_{number:04d}.bin")
