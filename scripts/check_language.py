@@ -53,8 +53,9 @@ def whole_word(expression: str) -> re.Pattern[str]:
     return re.compile(rf"(?<![A-Za-z])(?:{spaced})(?![A-Za-z])", re.IGNORECASE)
 
 
-def lines_of_text(exempt_files: list[str]) -> Iterator[Line]:
-    """All lines of sources and pages, as git has them."""
+def lines_of_text(exempt_files: list[str], format_names: list[str]) -> Iterator[Line]:
+    """All lines of sources and pages, as git has them, without the names that formats fix."""
+    fixed = re.compile("|".join(map(re.escape, format_names)))
     listed = subprocess.run(
         ["git", "ls-files", "packages/*/src/*.py", "apps/*/src/*.py", "scripts/shared/*.py", "*.md"],
         cwd=ROOT, check=True, capture_output=True, text=True,
@@ -65,7 +66,7 @@ def lines_of_text(exempt_files: list[str]) -> Iterator[Line]:
         if skipped or not path.is_file():
             continue
         for number, text in enumerate(path.read_text().splitlines(), 1):
-            yield Line(file, number, text)
+            yield Line(file, number, fixed.sub("", text))
 
 
 def count_words(lists: dict[str, Any]) -> tuple[Counter[str], Counter[str], int]:
@@ -75,7 +76,7 @@ def count_words(lists: dict[str, Any]) -> tuple[Counter[str], Counter[str], int]
     of_never: Counter[str] = Counter(dict.fromkeys(never, 0))
     of_watched: Counter[str] = Counter()
     exempt = 0
-    for line in lines_of_text(lists["exempt_files"]):
+    for line in lines_of_text(lists["exempt_files"], lists["format_names"]):
         if _EXEMPT.search(line.text):
             exempt += 1
             continue
@@ -148,7 +149,7 @@ def main() -> int:
     lists = tomllib.loads(LISTS.read_text())
     if args.show:
         pattern = whole_word(args.show)
-        for line in lines_of_text(lists["exempt_files"]):
+        for line in lines_of_text(lists["exempt_files"], lists["format_names"]):
             if pattern.search(line.text):
                 print(f"{line.file}:{line.number}: {line.text.strip()}")
         return 0

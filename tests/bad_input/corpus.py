@@ -471,7 +471,7 @@ def _unknown(key: str, value: str, more: str = "") -> list[Case]:
 
 # fmt: off
 CASES: dict[str, list[Case | Call]] = {
-    "A key, flag or verb that nobody knows": [
+    "An unknown key, flag or verb": [
         Case("unknown key", toml("[train]\nstepz = 3")),
         Case("unknown section", toml("[trian]\nsteps = 3")),
         Case("unknown flag", flags("--train.stepz", "3")),
@@ -494,7 +494,7 @@ CASES: dict[str, list[Case | Call]] = {
         Case("a list where a number belongs", toml("[train]\nsteps = [3]")),
         Case("a date where a number belongs", toml("[train]\nsteps = 2020-01-01")),
     ],
-    "A number that is none": [  # prose: the name of a kind
+    "A value that is not a number": [  # prose: the name of a kind
         *(_no_number(key, value) for value in ("nan", "inf", "-inf") for key in
           ("optimizer.lr", "train.max_grad_norm", "sample.temperature", "model.rope_theta")),
         Case("infinity in a file", toml("[optimizer]\nlr = inf")),  # prose: the name of a case
@@ -612,7 +612,7 @@ CASES: dict[str, list[Case | Call]] = {
         Case("a parquet file of other columns", file_of("text", "a.parquet", lambda: parquet("words"))),  # prose: the name of a case
         Case("a parquet file of numbers", file_of("text", "a.parquet", lambda: parquet(values=[1, 2]))),  # prose: the name of a case
         Case("text of gzip that ends in the middle", file_of("text", "a.txt.gz", lambda: gzip.compress(b"words " * 99)[:-9])),  # prose: the name of a case
-        Case("text of zstd that is none", file_of("text", "a.txt.zst", lambda: b"words")),
+        Case("text of zstd that is not zstd", file_of("text", "a.txt.zst", lambda: b"words")),
         Case("a set of datasets without text", file_of("huggingface", "set/a.parquet", lambda: parquet("words"))),  # prose: the name of a case
         Case("a streamed set without its end", file_of("huggingface", "set/a.parquet", lambda: parquet()[:-9],
                                                        "huggingface = {streaming = true}")),

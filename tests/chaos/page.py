@@ -30,12 +30,12 @@ traceback without a line that names the cause; the newest checkpoint verifies, a
 undisturbed run at that step; no more than the save under way is lost, and nothing by a stop on request. Every dozen
 faults the run is finished, and its rows (loss, gradient norm, digest of the instances) and last checkpoint equal
 those of the undisturbed run bit by bit; after a change of the number of ranks weights to 1e-5 and instances exactly.
-What failed was mended (Found, below) and struck again: of each fault the last strike counts.
+What failed was fixed (Found, below) and injected again: of each fault the last injection counts.
 
 **{faults} faults, {failures} failures{open}.** With no failure in n faults the rate lies below 3 / n (95 %): here below
 {bound:.2g}. Seeds: {seeds}. Commits: {commits}. A strike counts only if it hit the named phase: the rank is stopped, its
-heartbeat read again, and only then it is struck. Recovery is the time from the strike until the next life is
-beyond the struck step, on two shared cores; launcher and ranks are forks of a process that has imported torch, so a
+heartbeat read again, and only then the fault is injected. Recovery is the time from the fault until the next life is
+beyond the step of the fault, on two shared cores; launcher and ranks are forks of a process that has imported torch, so a
 start costs tenths of a second. Suite srun starts its ranks by the srun of a real Slurm, imports and all: some ten
 seconds a life; its codes are those that our batch script reads.
 

@@ -225,7 +225,7 @@ _ONE_GPU = {
     "post norm, mup": _model(block="post_norm", parametrization="mup", **{"mup.base_dim": 32}),
     "mla": _MLA,
     "mla compile": {**_MLA, **_COMPILE},
-    "mla neighbours, yarn, packed": {**_MLA, "model.mla.rope_interleave": True, **_model(**{"rope_scaling.name": "yarn"}), **_PACKED},
+    "mla neighbors, yarn, packed": {**_MLA, "model.mla.rope_interleave": True, **_model(**{"rope_scaling.name": "yarn"}), **_PACKED},
     "mtp": _model(**{"mtp.num_modules": 2}),
     "mtp fused": {**_model(**{"mtp.num_modules": 1}), "train.loss": "fused_cross_entropy"},
     "lora": {"lora.rank": 4},

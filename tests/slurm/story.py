@@ -2,7 +2,7 @@
 
 A script that `forge-train slurm` generated is submitted once and disturbed in each way that a cluster knows, on
 four, three and four nodes again; another job is orchestrated while nodes are drained and returned, and the node of the
-orchestrator itself crashes. Both are compared with a run that nobody disturbed. Ends with 0 if all of it holds; prints
+orchestrator itself crashes. Both are compared with a run without a fault. Ends with 0 if all of it holds; prints
 a JSON object, and with --write puts it into docs/data/slurm-story.json and writes docs/slurm-story.md.
 """
 
@@ -345,8 +345,8 @@ def page(result: dict[str, Any]) -> str:
         )
         lines += [
             "",
-            f"{how}: {part['steps']} steps. Digests of the instances of each step are those of a run on four ranks that "
-            f"nobody disturbed; losses, gradient norms and weights have its bits up to step {part['bits_equal_to_step']}, where the "
+            f"{how}: {part['steps']} steps. Digests of the instances of each step are those of a run on four ranks "
+            f"without a fault; losses, gradient norms and weights have its bits up to step {part['bits_equal_to_step']}, where the "
             f"number of ranks first changed, and are within 1e-5 of it at the end (weights: {part['worst_weight_error']:.1e}).",
         ]
     return "\n".join(lines) + "\n"

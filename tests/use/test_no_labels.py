@@ -93,7 +93,7 @@ def test_F205_remarks_of_held_out_sets_are_printed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """What the stream of a held-out set has to say, as that of the training data."""
-    monkeypatch.setattr(WeightedRows, "remarks", ["1 of 2 rows"], raising=False)
+    monkeypatch.setattr(WeightedRows, "warnings", ["1 of 2 rows"], raising=False)
     job = make_job(tmp_path)
     keys = {**KEYS, "data.sources.text.name": f"{__name__}:Gap", "train.steps": 1}
     keys |= {"metrics.console": "plain", "data.validation.name": f"{__name__}:Gap",

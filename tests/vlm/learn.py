@@ -1,6 +1,6 @@
 """Does a fusion learn to see? Accuracy of generated answers, and of those to blank and to shuffled pictures.
 
-    python -m tests.vlm.learn [--fusions joint_decoder ...] [--tasks colour ...] [--write]
+    python -m tests.vlm.learn [--fusions joint_decoder ...] [--tasks color ...] [--write]
 
 Prints a JSON line for each pair; --write keeps them in docs/data/vlm-learning.json and makes the page from it.
 """
@@ -50,7 +50,7 @@ TASKS = (*DRAWN, "digits")
 PER_IMAGE = {name: 1 if name == "cross_attention" else 16 for name in FUSIONS}
 #: Steps of 64 samples that a task takes, and how many times as many where gates begin at zero.
 STEPS = {
-    "colour": 250,
+    "color": 250,
     "left_of": 1800,
     "count": 900,
     "two_images": 700,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 SIDE = 32
-COLOURS = {
+COLORS = {
     "red": (230, 30, 30),
     "green": (30, 200, 30),
     "blue": (40, 60, 240),
@@ -24,14 +24,14 @@ COLOURS = {
     "white": (250, 250, 250),
     "orange": (250, 140, 20),
 }
-NAMES = list(COLOURS)
+NAMES = list(COLORS)
 NUMBERS = [str(i) for i in range(10)]
 MOVES = {"left": (0, -1), "right": (0, 1), "up": (-1, 0), "down": (1, 0)}
 WORDS = [
     "<eos>",
     "<image>",
     "?",
-    "colour",
+    "color",
     "of",
     "what",
     "is",
@@ -60,47 +60,45 @@ def ids(text: str) -> list[int]:
 
 
 def picture(squares: Sequence[tuple[str, int, int, int]]) -> np.ndarray:
-    """Squares (colour, row, column, side) on grey, with noise left to the callers."""
+    """Squares (color, row, column, side) on grey, with noise left to the callers."""
     canvas = np.full((SIDE, SIDE, 3), 20, np.uint8)
-    for colour, row, column, side in squares:
-        canvas[row : row + side, column : column + side] = COLOURS[colour]
+    for color, row, column, side in squares:
+        canvas[row : row + side, column : column + side] = COLORS[color]
     return canvas.transpose(2, 0, 1)
 
 
-def colour_of_a_square(rng: np.random.Generator) -> Sample:
-    """One square of eight colours at any place."""
-    colour = NAMES[rng.integers(8)]
+def color_of_a_square(rng: np.random.Generator) -> Sample:
+    """One square of eight colors at any place."""
+    color = NAMES[rng.integers(8)]
     row, column = rng.integers(0, SIDE - 10, 2)
-    image = picture([(colour, row, column, 10)])
-    return Sample(image[None], ids("<image> colour ?"), ids(colour))
+    image = picture([(color, row, column, 10)])
+    return Sample(image[None], ids("<image> color ?"), ids(color))
 
 
 def left_of_a_square(rng: np.random.Generator) -> Sample:
     """Three squares beside each other; the one that is left of a named one."""
-    colours = [NAMES[i] for i in rng.permutation(8)[:3]]
+    colors = [NAMES[i] for i in rng.permutation(8)[:3]]
     row, shift = rng.integers(0, SIDE - 8), rng.integers(0, 3)
-    image = picture([(c, row, 10 * i + shift, 8) for i, c in enumerate(colours)])
+    image = picture([(c, row, 10 * i + shift, 8) for i, c in enumerate(colors)])
     at = int(rng.integers(1, 3))
-    return Sample(
-        image[None], ids(f"<image> what is left of {colours[at]} ?"), ids(colours[at - 1])
-    )
+    return Sample(image[None], ids(f"<image> what is left of {colors[at]} ?"), ids(colors[at - 1]))
 
 
 def number_of_squares(rng: np.random.Generator) -> Sample:
-    """One to five squares of any colours, apart from each other."""
+    """One to five squares of any colors, apart from each other."""
     number = int(rng.integers(1, 6))
     places = rng.permutation(9)[:number]
     squares = [(NAMES[rng.integers(8)], 11 * (p // 3) + 1, 11 * (p % 3) + 1, 7) for p in places]
     return Sample(picture(squares)[None], ids("<image> how many ?"), ids(str(number)))
 
 
-def colour_of_one_of_two(rng: np.random.Generator) -> Sample:
+def color_of_one_of_two(rng: np.random.Generator) -> Sample:
     """Two pictures, and a question about the first or the second."""
-    colours = [NAMES[rng.integers(8)] for _ in range(2)]
-    images = [picture([(c, *rng.integers(0, SIDE - 12, 2), 12)]) for c in colours]
+    colors = [NAMES[rng.integers(8)] for _ in range(2)]
+    images = [picture([(c, *rng.integers(0, SIDE - 12, 2), 12)]) for c in colors]
     which = int(rng.integers(2))
-    prompt = ids(f"<image> <image> colour of {('first', 'second')[which]} ?")
-    return Sample(np.stack(images), prompt, ids(colours[which]))
+    prompt = ids(f"<image> <image> color of {('first', 'second')[which]} ?")
+    return Sample(np.stack(images), prompt, ids(colors[which]))
 
 
 def direction_of_motion(rng: np.random.Generator) -> Sample:
@@ -129,15 +127,15 @@ def digits(train: bool) -> list[Sample]:
 
 
 DRAWN: dict[str, Callable[[np.random.Generator], Sample]] = {
-    "colour": colour_of_a_square,
+    "color": color_of_a_square,
     "left_of": left_of_a_square,
     "count": number_of_squares,
-    "two_images": colour_of_one_of_two,
+    "two_images": color_of_one_of_two,
     "motion": direction_of_motion,
 }
 #: Share of right answers of someone who sees nothing, and knows how often each answer is right.
 CHANCE = {
-    "colour": 1 / 8,
+    "color": 1 / 8,
     "left_of": 1 / 7,
     "count": 1 / 5,
     "two_images": 1 / 8,

@@ -211,7 +211,7 @@ def test_experts_that_choose_among_whole_rows_are_refused(
 
 
 @pytest.mark.slow
-def test_the_small_model_learns_colours_of_drawn_squares(tmp_path: Path) -> None:
+def test_the_small_model_learns_colors_of_drawn_squares(tmp_path: Path) -> None:
     trainer = Trainer(load_job(DEBUG, {"run.dir": str(tmp_path / "run"), "train.steps": 50}))
     trainer.fit()
     rows = [

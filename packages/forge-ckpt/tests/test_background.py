@@ -355,7 +355,7 @@ def test_damage_found_by_retention_is_raised_at_the_next_call(tmp_path, monkeypa
             store.save(3, state_of(3), wait=False)
         assert_problem(caught.value, "block", 0, "digest")
         assert store.steps() == [1]
-        assert [step for step, _ in store.set_aside] == [2]
+        assert [step for step, _ in store.quarantined] == [2]
 
 
 def test_staging_beyond_its_bound_is_refused(tmp_path):
@@ -634,7 +634,7 @@ def test_F189_a_file_that_is_seen_late_is_read_again(tmp_path, monkeypatch, code
         store.save(1, state_of(1))
         monkeypatch.setattr(os, "open", late)
         store.save(2, state_of(2))
-        assert (store.steps(), store.set_aside, hidden) == ([2], [], [])
+        assert (store.steps(), store.quarantined, hidden) == ([2], [], [])
 
 
 @pytest.mark.parametrize("gone", ["", "manifest.json", "data-0.bin"])
@@ -656,7 +656,7 @@ def test_F189_a_step_that_disappears_is_a_failed_save_and_older_ones_stay(
             store.save(3, state_of(3))
         assert [event.failures for event in store.poll() if event.kind == "failed"] == [1, 2]
         assert 1 in store.steps()
-        assert store.set_aside == []
+        assert store.quarantined == []
         monkeypatch.undo()
         store.save(4, state_of(4))
         assert loaded(tmp_path) == (4, 4)

@@ -300,7 +300,7 @@ def _load(original, root, names, older):
                 result = "corrupt" if "step-00000002" in str(error) else str(error)
             except Exception as error:
                 result = repr(error)
-            aside = [step for step, _ in store.set_aside]
+            aside = [step for step, _ in store.quarantined]
         together()
         if result != (1 if older else "corrupt"):
             wrong[name] = result

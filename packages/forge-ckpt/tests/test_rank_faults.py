@@ -100,7 +100,7 @@ def load_once(root, read_only=False):
     state = state_of(-1)
     with Store(root, read_only=read_only) as store, Lines() as log:
         result = outcome(lambda: store.load(state))
-        return result, values(state), log.lines, store.set_aside, outcome(store.steps)
+        return result, values(state), log.lines, store.quarantined, outcome(store.steps)
 
 
 HARM = [(name, harm, WORLD) for name in FILES for harm in (flip_bit, truncate, os.remove)]
@@ -340,7 +340,7 @@ def save_twice(root, harm):
         dist.barrier()
         results.append(outcome(lambda: store.save(3, state_of(3))))
         state = state_of(0)
-        return results, kept, store.load(state), values(state), [s for s, _ in store.set_aside]
+        return results, kept, store.load(state), values(state), [s for s, _ in store.quarantined]
 
 
 @pytest.mark.lane("quick")
@@ -372,7 +372,7 @@ def retention_on_a_bad_disk(root, damaged):
     PlannedSave.write_and_commit = write
     try:
         with Store(root, keep_last=1) as store:
-            return outcome(lambda: store.save(3, state_of(3))), store.steps(), store.set_aside
+            return outcome(lambda: store.save(3, state_of(3))), store.steps(), store.quarantined
     finally:
         PlannedSave.write_and_commit = real
 
@@ -479,7 +479,7 @@ def unusable_on_one_rank(root, early):
         for step in (1, 2):
             store.save(step, {**state_of(step), "p": Picky(1, step, early)})
         state = {**state_of(-1), "p": Picky(1, -1, early)}
-        return store.load(state), values(state), state["p"].n, store.steps(), store.set_aside
+        return store.load(state), values(state), state["p"].n, store.steps(), store.quarantined
 
 
 @pytest.mark.lane("quick")

@@ -418,7 +418,7 @@ def test_going_back_passes_a_damaged_step(tmp_path):
             store.save(step, state)
         (tmp_path / "step-00000003/manifest.json").write_text("{")
         assert store.load(state, newest=3) == 0
-        assert [step for step, _ in store.set_aside] == [3]
+        assert [step for step, _ in store.quarantined] == [3]
         assert store.discard_after(0) == [6]
 
 

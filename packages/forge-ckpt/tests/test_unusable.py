@@ -178,8 +178,8 @@ def test_F102_a_check_of_the_caller_sees_step_and_content_before_anything_change
         store.save(1, state(Counter(), 1))
         store.save(2, state(Counter(), 5))
         assert store.load(found, check) == 1
-        assert store.set_aside[0][0] == 2
-        assert "n 5, step 2" in store.set_aside[0][1]
+        assert store.quarantined[0][0] == 2
+        assert "n 5, step 2" in store.quarantined[0][1]
     assert seen == [(2, 5, [-1, -1, -1], -1), (1, 1, [-1, -1, -1], -1)]
 
 
@@ -215,7 +215,7 @@ def test_F102_an_object_that_refuses_every_checkpoint_is_the_fault_and_nothing_m
         (note,) = caught.value.__notes__
         assert f"step-{steps - 1:08d}: c: load_state_dict " in note
         assert store.steps() == list(range(steps))
-        assert store.set_aside == []
+        assert store.quarantined == []
 
 
 def test_F102_a_class_of_the_objects_own_is_its_callers_and_raised_at_once(tmp_path):

@@ -94,7 +94,7 @@ def test_an_epoch_has_each_conversation_once_and_whole(tmp_path, folder):
             wanted.append(alone(ids, mask))
         assert sorted(found) == sorted(wanted)
     assert 1 < len(stream) < 40
-    assert stream.utilisation > 0.85
+    assert stream.utilization > 0.85
     assert batch.weights is None
     assert batch.label_weight == sum(sum(x >= 0 for x in w[1]) for w in wanted)
 
@@ -162,8 +162,8 @@ def test_rendered_once_and_again_where_the_cache_is_damaged(tmp_path, folder, ca
             Conversations(path, ChatConfig(tokenizer=str(folder), train_on="all"))
 
 
-def numbers(remarks):
-    return [[int(number) for number in re.findall(r"\d+", remark)] for remark in remarks]
+def numbers(warnings):
+    return [[int(number) for number in re.findall(r"\d+", warning)] for warning in warnings]
 
 
 def test_too_long_conversations_are_refused_cut_or_left_out_and_counted(tmp_path, folder):
@@ -183,9 +183,9 @@ def test_too_long_conversations_are_refused_cut_or_left_out_and_counted(tmp_path
         stream = source.stream(64)
         batch = batch_of(stream, range(len(stream)))
         assert sum(len(of_row(batch, row)) for row in range(len(batch))) == left
-        assert numbers(source.remarks(64)) == [[2, 11, 64], *more]
+        assert numbers(source.warnings(64)) == [[2, 11, 64], *more]
         assert stream.fingerprint()["source.too_long_conversations"] == 2
-        assert source.remarks(4096) == []
+        assert source.warnings(4096) == []
     with rejects("seq_len", 4, "all_skipped", InvalidData):
         source.stream(4)
 
@@ -224,7 +224,7 @@ def test_F154_conversations_that_are_cut_to_no_label_are_left_out(tmp_path, fold
         batch = batch_of(stream, range(len(stream)))
         rows = [part for row in range(len(batch)) for part in of_row(batch, row)]
         assert sorted(r[0] for r in rows) == sorted(encoded[n][0][:seq_len].tolist() for n in kept)
-        said = [line for line in stream.remarks if "no label" in line]
+        said = [line for line in stream.warnings if "no label" in line]
         assert numbers(said) == ([[7 - len(kept), 7, seq_len]] if len(kept) < 7 else [])
     with rejects("seq_len", 4, "all_skipped", InvalidData):
         Conversations(write_talks(tmp_path / "u.jsonl", talks[:-1]), config).stream(4)
@@ -372,12 +372,12 @@ def test_a_row_without_a_label_is_a_row(tmp_path, folder):
     batch = batch_of(source.stream(64), [0])
     assert batch.label_weight == 0.0
     assert len(of_row(batch, 0)) == 2
-    assert numbers(source.remarks(64)) == [[2, 2]]
+    assert numbers(source.warnings(64)) == [[2, 2]]
     talks = [talk("a<|im_end|>", "b"), talk("a", "b")]
     source = Conversations(
         write_talks(tmp_path / "s.jsonl", talks), ChatConfig(tokenizer=str(folder))
     )
-    assert numbers(source.stream(64).remarks) == [[1, 2]]
+    assert numbers(source.stream(64).warnings) == [[1, 2]]
 
 
 def test_F202_answers_without_an_end_are_told(tmp_path, folder):
@@ -391,8 +391,8 @@ def test_F202_answers_without_an_end_are_told(tmp_path, folder):
     for template, wanted in ((None, []), ("lines", [[3, 3]]), ("glm", [[2, 3]])):
         own = None if template is None else str(tmp_path / f"{template}.jinja")
         config = ChatConfig(tokenizer=str(folder), template=own)
-        assert numbers(Conversations(path, config).stream(64).remarks) == wanted
-        assert numbers(Conversations(path, config).remarks(64)) == wanted  # of the cache
+        assert numbers(Conversations(path, config).stream(64).warnings) == wanted
+        assert numbers(Conversations(path, config).warnings(64)) == wanted  # of the cache
 
 
 def test_a_change_is_refused_at_a_resume_with_what_differs(tmp_path, folder):
@@ -561,9 +561,9 @@ def test_conversations_mix_with_text_which_weighs_one(tmp_path, folder):
             open_training(DataConfig(48, sources=only, packing=PackingConfig("best_fit")))
         batch = batch_of(stream, range(2 * len(stream.streams[1])))
         assert (batch.source.bincount().diff() == 0).all()
-        (remark,) = stream.remarks
-        assert remark.startswith("talks: ")
-        assert numbers([remark])[0][2:] == [48]
+        (warning,) = stream.warnings
+        assert warning.startswith("talks: ")
+        assert numbers([warning])[0][2:] == [48]
         if weight == 1:
             assert batch.weights is None
             continue

@@ -90,7 +90,7 @@ def test_each_token_is_once_and_no_row_is_over_its_length(policy, seq_len):
     assert all(sum(d == found for row in rows for found, _, _ in row) == 1 for d in short)
     assert plan.num_cut == len(lengths) - len(short)
     assert plan.num_tokens == lengths.sum()
-    assert plan.utilisation == lengths.sum() / (len(rows) * seq_len)
+    assert plan.utilization == lengths.sum() / (len(rows) * seq_len)
 
 
 def test_best_fit_fills_rows_of_long_tailed_documents():
@@ -99,8 +99,8 @@ def test_best_fit_fills_rows_of_long_tailed_documents():
     lengths = np.maximum(1, np.exp(rng.normal(np.log(2048) - 0.8416, 1.0, 20_000))).astype(int)
     assert 0.19 < (lengths > 2048).mean() < 0.21
     best, first = (plan_rows(lengths, 2048, policy) for policy in ("best_fit", "first_fit"))
-    assert best.utilisation > 0.97
-    assert best.utilisation > first.utilisation > 0.9
+    assert best.utilization > 0.97
+    assert best.utilization > first.utilization > 0.9
 
 
 def test_a_plan_searches_no_list_of_all_rows():

@@ -105,7 +105,7 @@ def test_a_stored_plan_is_that_of_the_function_and_is_made_once(policy, cache, m
     plain = plan_rows(np.array(source.lengths), 16, policy, window=7)
     for name in ("rows", "documents", "starts", "stops"):
         assert getattr(stored, name).tolist() == getattr(plain, name).tolist()
-    for name in ("digest", "num_cut", "num_tokens", "num_rows", "utilisation"):
+    for name in ("digest", "num_cut", "num_tokens", "num_rows", "utilization"):
         assert getattr(stored, name) == getattr(plain, name), name
     monkeypatch.setattr("forge_data.stored_plan.plan_windows", None)
     assert open_plan(source, 16, packing).digest == stored.digest

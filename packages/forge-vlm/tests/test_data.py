@@ -159,7 +159,7 @@ def test_packed_rows_hold_every_sample_once_and_whole(tmp_path):
     wanted = [talks.sample(i).tokens.tolist() for i in range(3)]
     assert sorted(found) == sorted(wanted)
     stream = talks.stream(400)
-    assert stream.utilisation == talks.lengths.sum() / (len(stream) * 400)
+    assert stream.utilization == talks.lengths.sum() / (len(stream) * 400)
 
 
 def model(fusion):
@@ -238,7 +238,7 @@ def test_F76_damaged_pictures(damage, tmp_path, capfd):
     assert "green.png" in capfd.readouterr().err
     kept = VisionChatSource(path, corrupt="skip", **common)
     assert len(kept.stream(16)) == (4 if damage == "truncated" else 3)
-    assert bool(kept.stream(16).remarks) == (damage != "truncated")
+    assert bool(kept.stream(16).warnings) == (damage != "truncated")
     rows(kept, 16)
 
 

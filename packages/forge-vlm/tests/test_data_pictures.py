@@ -112,7 +112,7 @@ def test_damage_under_tiles(corrupt, tmp_path):
     assert source.masked == (corrupt == "mask")
     assert len(source.lengths) == (3 if corrupt == "mask" else 2)
     assert (arrays["tokens"] == IMAGE).sum() == 4 * len(arrays["images"].values)
-    numbers = [re.findall("[0-9]+", remark) for remark in stream.remarks]
+    numbers = [re.findall("[0-9]+", warning) for warning in stream.warnings]
     assert numbers == ([["1", "3"]] if corrupt == "skip" else [])
 
 

@@ -56,7 +56,7 @@ def same_rows(one, other, seq_len=800):
     """All arrays and media of an epoch, and what a resume compares."""
     first, second = (source.stream(seq_len, seed=3) for source in (one, other))
     assert first.fingerprint() == second.fingerprint()
-    assert first.remarks == second.remarks
+    assert first.warnings == second.warnings
     wanted, found = (s.arrays(np.arange(len(s))) for s in (first, second))
     assert wanted.keys() == found.keys()
     for name, value in wanted.items():
@@ -176,7 +176,7 @@ def test_damaged_pictures_are_counted_by_cause(tmp_path, corrupt):
     else:
         assert (counts["left_out"], about["samples"]) == (2, 8)
         stream = Prepared(tmp_path / "out").stream(400)
-        assert re.findall("[0-9]+", stream.remarks[0]) == ["2", "10"]
+        assert re.findall("[0-9]+", stream.warnings[0]) == ["2", "10"]
         assert (stream.arrays(np.arange(len(stream)))["labels"] != -100).any()
 
 

@@ -2,7 +2,7 @@
 
 Plain JSON carries None, bool, int, finite float, str, list and dicts with string keys. The rest is
 ``{"$": tag, "v": ...}``: nan and inf (bits), tuple, dict with other keys, OrderedDict, bytes,
-torch.dtype, torch.Size, and numpy arrays of numbers (recognised by name, numpy is not imported).
+torch.dtype, torch.Size, and numpy arrays of numbers (recognized by name, numpy is not imported).
 """
 
 import base64

@@ -5,6 +5,7 @@ import logging
 import os
 import secrets
 import threading
+import warnings
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import replace
 from types import TracebackType
@@ -83,7 +84,7 @@ class Store:
     failed, on every rank, mostly in the thread that writes. Those that fail with an OSError are warned
     of and made good by the next save; the ``max_failures``-th in a row raises at the next call.
 
-    ``set_aside`` lists (step, reason) of each checkpoint that this store found corrupt, on every
+    ``quarantined`` lists (step, reason) of each checkpoint that this store found corrupt, on every
     rank, for the journal of a caller; rank 0 also logs a warning for each.
     """
 
@@ -110,7 +111,7 @@ class Store:
         # All ranks act on them, and rank 0's decide: they must be the same.
         settings = {"read_only": read_only, "digest": digest, "max_failures": max_failures}
         settings["keep"] = self.keep.described()
-        self.set_aside: list[tuple[int, str]] = []
+        self.quarantined: list[tuple[int, str]] = []
         self._group = RankGroup(group)
         self._threads = min(4, os.cpu_count() or 1)
         self._saver = Saver(
@@ -198,7 +199,7 @@ class Store:
         *,
         newest: int | None = None,
     ) -> int | None:
-        """Fill ``state`` from the newest sound checkpoint; returns its step, None if there is none.
+        """Fill ``state`` from the newest sound checkpoint; returns its step, None without a checkpoint.
 
         With ``newest`` no later step is looked at (see ``discard_after``).
 
@@ -265,6 +266,13 @@ class Store:
             raise CorruptCheckpoint([header, *found])
         return None
 
+    @property
+    def set_aside(self) -> list[tuple[int, str]]:  # language: old name
+        """The name of `quarantined` in 0.1, found until 0.3.0."""
+        text = "set_aside is quarantined now"  # language: old name
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        return self.quarantined
+
     def steps(self) -> list[int]:
         """Committed steps, oldest first. They are not verified: no data is read."""
 
@@ -328,7 +336,7 @@ class Store:
     def close(self) -> None:
         """Wait for the last save, release the lock and the staging memory; a second call does nothing.
 
-        Raises what the last save failed with, if nobody was told. No communication of its own.
+        Raises what the last save failed with, if no caller was told. No communication of its own.
         """
         error = self._close()
         if error is not None:
@@ -474,14 +482,14 @@ class Store:
                 try:
                     target = directories.quarantine(self.path, step)
                 except OSError as error:
-                    text = f"step {step} is corrupt ({reason}) and cannot be set aside: "
+                    text = f"step {step} is corrupt ({reason}) and cannot be quarantined: "
                     raise OSError(error.errno, f"{text}{error.strerror}", error.filename) from error
                 logger.warning("step %d is corrupt, moved to %s: %s", step, target, reason)
             return True
 
         existed: bool = group.run_on_rank_0(move)
         if existed:
-            self.set_aside.append((step, reason))
+            self.quarantined.append((step, reason))
         return existed
 
 

@@ -55,7 +55,7 @@ class TrainingCheckpoints:
 
     def go_back(self, latest: int, wanted: int, first: int = 0) -> bool:
         """Load the newest checkpoint up to step ``wanted``, or else the oldest from ``first`` to ``latest``, and remove
-        those after it. False if there is none. After ``settle``."""
+        those after it. False if there is no such checkpoint. After ``settle``."""
         steps = [step for step in self.store.steps() if first <= step <= latest]
         if not steps:
             return False
@@ -108,4 +108,4 @@ class TrainingCheckpoints:
     @property
     def damaged(self) -> list[tuple[int, str]]:
         """(step, reason) of the checkpoints that a load found damaged."""
-        return list(self.store.set_aside)
+        return list(self.store.quarantined)

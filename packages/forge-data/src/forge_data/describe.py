@@ -85,6 +85,6 @@ def _rows_of(source: Any, seq_len: int, packing: PackingConfig) -> str:
     lengths = np.diff(np.append(source.documents, source.num_tokens))
     plan = plan_rows(lengths, seq_len, packing.name, packing.window)
     return (
-        f"{plan.num_rows:,} rows of {seq_len} tokens, {1 - plan.utilisation:.2%} of them padding, "
+        f"{plan.num_rows:,} rows of {seq_len} tokens, {1 - plan.utilization:.2%} of them padding, "
         f"{plan.num_cut:,} documents cut"
     )

@@ -69,9 +69,9 @@ class MixedStream:
         return self.mixture.end
 
     @property
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """Those of streams that have any, such as the number of conversations that are too long."""
-        return self._lines("remarks")
+        return self._lines("warnings")
 
     @property
     def source_lines(self) -> list[str]:

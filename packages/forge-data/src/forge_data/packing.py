@@ -146,7 +146,12 @@ class PackedStream:
         """
         used = self.source.num_tokens / (self._n * self.seq_len)
         cut = self._num_cut() if self.plan is None else self.plan.num_cut
-        return {"rows": self._n, "utilisation": round(used, 6), "cut_documents": cut}
+        used = round(used, 6)
+        return {
+            "rows": self._n,
+            "utilisation": used,
+            "cut_documents": cut,
+        }
 
     @property
     def source_lines(self) -> list[str]:
@@ -155,7 +160,7 @@ class PackedStream:
         return [own() if own is not None else f"{self.source.num_tokens:,} tokens"]
 
     @property
-    def remarks(self) -> tuple[str, ...]:
+    def warnings(self) -> tuple[str, ...]:
         """What a plan made of the documents, for the start of a run."""
         if self.plan is None:
             return ()
@@ -315,7 +320,7 @@ def packing_report(stream: Any) -> dict[str, dict[str, float | int]]:
     """`report()` of each packed stream that has a plan, by its name in a mixture, or as "data"; behind the name of a phase
     with other rows.
 
-    Usage: `packing_report(open_training(config))["data"]["utilisation"]`.
+    Usage: `packing_report(open_training(config))["data"]["rows"]`.
     """
     if isinstance(stream, PhasedStream):
         reports = [(part.name, packing_report(part.stream)) for part in stream.parts]

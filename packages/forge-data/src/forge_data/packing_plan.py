@@ -55,7 +55,7 @@ class PackingPlan:
         return len(np.unique(self.documents[self.starts > 0]))
 
     @property
-    def utilisation(self) -> float:
+    def utilization(self) -> float:
         """Tokens over places in the rows; the rest is padding."""
         return self.num_tokens / max(1, self.num_rows * self.seq_len)
 

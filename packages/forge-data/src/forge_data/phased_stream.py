@@ -69,12 +69,12 @@ class PhasedStream:
         return None
 
     @property
-    def remarks(self) -> list[str]:
+    def warnings(self) -> list[str]:
         """What the parts have to say to a user, those behind the first under their names."""
         return [
             f"phase {part.name}: {line}" if part.name else line
             for part in self.parts
-            for line in getattr(part.stream, "remarks", ())
+            for line in getattr(part.stream, "warnings", ())
         ]
 
     @property

@@ -70,7 +70,7 @@ def open_plan(source: Source, seq_len: int, packing: PackingConfig) -> StoredPla
 
     One process writes it, and others wait (`cache.once`). Opening compares all of it with its digests: one read of 24
     bytes a piece. Making it takes the memory of one window. Raises ValueError for a cache that cannot be written.
-    Usage: `open_plan(source, 2048, PackingConfig("best_fit")).utilisation`.
+    Usage: `open_plan(source, 2048, PackingConfig("best_fit")).utilization`.
     """
     known = {
         "version": PLAN_VERSION,

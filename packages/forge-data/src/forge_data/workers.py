@@ -237,7 +237,7 @@ def _read(stream: Stream, ids: Any) -> list[Any]:
 
 
 def _send_all(channel: socket.socket, answers: queue.SimpleQueue[list[Any]]) -> None:
-    with contextlib.suppress(OSError):  # nobody listens any more
+    with contextlib.suppress(OSError):  # the other end is closed
         while True:
             messages.send(channel, answers.get())
 

@@ -114,7 +114,7 @@ def open_run(
 def _data_notes(loader: Loader, held_out: Mapping[str, Any]) -> list[str]:
     lines = []
     for key, stream in {"": loader.stream, **held_out}.items():
-        found = getattr(stream, "remarks", ())  # language: attribute of streams
+        found = getattr(stream, "warnings", ())
         lines += [f"{key}: {line}" if key else line for line in found]
     return lines
 

@@ -175,7 +175,7 @@ class ForgeReader(StorageReader):
     ) -> dict[int, tuple[torch.Tensor, bool]]:
         """{index: (tensor, whether it is the caller's)} of the boxes that need no staging memory.
 
-        A leaf made for this load is read at once: if it fails, nobody sees the leaf.
+        A leaf made for this load is read at once: if it fails, no caller sees the leaf.
         """
         large = [i for i, box in enumerate(boxes) if box.span.length >= _LARGE]
         old = [box.item for box in boxes if not planner.is_replaced(box.item)] if large else []

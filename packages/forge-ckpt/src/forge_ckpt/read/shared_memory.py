@@ -86,7 +86,7 @@ def _groups(boxes: list[_Box]) -> Iterator[list[_Box]]:
 
 
 def _overwritten(group: list[_Box]) -> _Box | None:
-    """The first box that would lose bytes to a later one; None if there is none.
+    """The first box that would lose bytes to a later one; None if no bytes are lost.
 
     All are copied into host memory with the same relative addresses, as the load would fill them, and
     then compared: the state itself must not change before the check.

@@ -82,7 +82,7 @@ class Saver:
         except OSError as error:
             if wait or self._failures >= self._max_failures:
                 raise
-            # A full disk is left to the next save; wait and close tell of it if there is none.
+            # A full disk is left to the next save; wait and close raise its error if there is no next save.
             self._background.fail(error)
             return
         if not wait:
@@ -158,7 +158,7 @@ class Saver:
         """
         error = self._background.wait(seconds)
         self._staging.release()
-        # Its threads end with torch.distributed.destroy_process_group() if nobody holds it: one that still frees a
+        # Its threads end with torch.distributed.destroy_process_group() if no object holds it: one that still frees a
         # tensor while Python ends would abort a process that has done all its work.
         self._writing_group = None
         return error

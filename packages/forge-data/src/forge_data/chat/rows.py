@@ -170,8 +170,8 @@ class ChatStream:
         self.counts = self._counts(kept)  # conversations, tokens and labels of an epoch
         plan = plan_rows(self._lengths[kept], seq_len, "best_fit")
         self._rows, self._conversations = plan.rows, kept[plan.documents]
-        self.utilisation = plan.utilisation
-        self.remarks: list[str] = []  # warnings for the user
+        self.utilization = plan.utilization
+        self.warnings: list[str] = []  # for the user
         self.source_lines: list[str] = []  # lines that describe the source
         self._weighted = rendered.counts["weighted"] > 0
         self._permutation: tuple[int, Permutation] | None = None  # of the epoch of the last call

@@ -102,7 +102,7 @@ class Conversations:
         }
         stream = ChatStream(self.rendered, fingerprint, seq_len, seed, self._left_out(seq_len))
         line = _summary(stream.counts, self.rendered.counts)
-        stream.remarks, stream.source_lines = self.remarks(seq_len), [line]
+        stream.warnings, stream.source_lines = self.warnings(seq_len), [line]
         return stream
 
     def row_problems(self, seq_len: int) -> list[Problem]:
@@ -120,7 +120,7 @@ class Conversations:
             return [Problem("seq_len", "all_skipped", seq_len, rule, "raise it")]
         return []
 
-    def remarks(self, seq_len: int) -> list[str]:
+    def warnings(self, seq_len: int) -> list[str]:
         """Sentences about conversations that are too long, without a label or an end, or with special tokens in their text."""
         found, total = [], self.rendered.tokens.num_documents
         long, done = self._too_long(seq_len), _DONE.get(self.config.too_long)

@@ -129,7 +129,7 @@ class PackedRows:
         weighted: bool = True,
     ) -> None:
         self.seq_len, self.seed = seq_len, seed
-        self.remarks: list[str] = []  # warnings for a user; language: as of forge_data's streams
+        self.warnings: list[str] = []  # for a user
         self.source_lines: list[str] = []  # and what the source is
         self._samples, self._position_name, self._weighted = samples, positions, weighted
         self._starts = np.cumsum([0, *map(len, rows)])  # (rows + 1,)
@@ -141,7 +141,7 @@ class PackedRows:
         return len(self._starts) - 1
 
     @property
-    def utilisation(self) -> float:  # language: as of forge_data's streams
+    def utilization(self) -> float:
         """Tokens over places in the rows; the rest is padding."""
         return int(self._samples.lengths[self._numbers].sum()) / (len(self) * self.seq_len)
 
@@ -280,7 +280,7 @@ class IndexedSource:
         if len(long):
             rule = f"as they have more than seq_len {seq_len} tokens"
             warnings.append(f"{len(long)} of {len(lengths)} samples are left out, {rule}")
-        stream.remarks = warnings  # language: attribute of the streams of forge_data
+        stream.warnings = warnings
         stream.source_lines = [self.summary(seq_len)]
         return stream
 
