@@ -174,6 +174,7 @@ def decode(data: bytes, where: str) -> Manifest:
     except (ValueError, RecursionError, TypeError, KeyError) as error:
         rule = f"is not a manifest ({error!r:.300})"
         raise corrupt(where, "", ..., rule, code="not_json") from error
+
     if number not in FORMATS:
         rule = f"must be {' or '.join(map(str, FORMATS))} for this forge-ckpt"
         fix, kind = "use the version that wrote it", CheckpointMismatch
@@ -199,6 +200,7 @@ def summary(table: Manifest) -> dict[str, Any]:
         }
         for name, entry in table.tensors.items()
     }
+
     return {
         "step": table.step,
         "torch": table.torch,
@@ -228,6 +230,7 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         }
         for name, entry in manifest.tensors.items()
     }
+
     number = 1 if manifest.digest == digests.DEFAULT else 2
     return {
         "format": number,
@@ -254,6 +257,7 @@ def _from_json(table: dict[str, Any], digest: str) -> Manifest:
     step = table["step"]
     if step is not None:
         _count(step, "step")
+
     files = {name: _file(name, entry, digest) for name, entry in table["files"].items()}
     tensors = {name: _tensor(name, entry, files) for name, entry in table["tensors"].items()}
     object_entries = {

@@ -49,6 +49,7 @@ def encode(value: Any, where: str) -> Any:
     if kind in (list, tuple):
         items = [encode(item, f"{where}[{i}]") for i, item in enumerate(value)]
         return items if kind is list else {TAG: "tuple", "v": items}
+
     if kind in (dict, OrderedDict):
         return _encode_dict(value, where)
     if kind is bytes:

@@ -175,6 +175,7 @@ class RankGroup:
         interrupted = not isinstance(own, Exception)
         if not raised_anew and (alike or self.rank == lowest or interrupted):
             raise own  # type: ignore[misc]
+
         ranks = [_rank_names(list(failures))] if name_ranks and not alike else []
         text = ": ".join([*ranks, report["text"]])
         if report["errno"] is not None:

@@ -101,6 +101,7 @@ def _resolve(milestones: str | _Milestones | None) -> _Milestones:
     module, colon, attribute = str(milestones).partition(":")
     if not (module and colon and attribute):
         raise invalid("milestones", "unknown", milestones, rule)
+
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as error:

@@ -70,6 +70,7 @@ class RNGState:
                 if state.dtype != torch.uint8 or state.numel() < 16:  # seed and offset
                     rule = f"elements of {state.dtype} are not the state of a CUDA generator"
                     raise invalid("cuda", "length", state.numel(), rule)
+
             if stream["numpy"] is not None:
                 sys.modules["numpy"].random.RandomState().set_state(stream["numpy"])
         except ProblemError:
@@ -138,6 +139,7 @@ def _continue(stream: dict[str, Any], alone: bool) -> None:
     for device, state in saved.items():
         if device < used:
             torch.cuda.set_rng_state(state, device if alone else "cuda")
+
     if len(saved) != used:
         logger.warning(
             "random states of %d CUDA devices were saved, %d devices are here: the others keep "

@@ -114,6 +114,7 @@ class Store:
         self.quarantined: list[tuple[int, str]] = []
         self._group = RankGroup(group)
         self._threads = min(4, os.cpu_count() or 1)
+
         self._saver = Saver(
             self._group,
             self.path,
@@ -128,6 +129,7 @@ class Store:
         self._lock: Lock | None = None
         self._closed = False
         self._calls, self._pid = threading.RLock(), os.getpid()
+
         try:
             first = self._group.run_on_rank_0(lambda: {**settings, "owner": self._open()})
             self._group.run_on_all_ranks(lambda: self._check_alike(settings, first))
@@ -239,6 +241,7 @@ class Store:
             except CorruptCheckpoint as error:
                 if self._quarantine(self._group, step, str(error)):
                     corrupt[step] = error
+
                 continue
             except (StateRefused, CheckpointMismatch) as error:
                 if refused:
@@ -250,6 +253,7 @@ class Store:
             for newer, reason in refused.items():
                 self._quarantine(self._group, newer, str(reason))
             return step
+
         for reason in refused.values():
             raise_cause(
                 self._group, reason, "; no older checkpoint could be used, and none was moved"
@@ -439,6 +443,7 @@ class Store:
         if len({wait for _, wait in calls}) > 1:
             rule = f"differs between the ranks that save step {step}"
             raise invalid("wait", "mismatch", [wait for _, wait in calls], rule, "agree on one")
+
         assert self._lock is not None
         self._lock.refuse_moved()
         newest = max(directories.committed_steps(self.path), default=-1)

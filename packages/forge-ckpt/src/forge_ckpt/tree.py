@@ -70,6 +70,7 @@ def set_element(container: Any, path: Path, value: Any) -> Any:
             container = {}
         container[step] = set_element(container.get(step), rest, value)
         return container
+
     kind, position = step
     items = list(container) if isinstance(container, (list, tuple)) else []
     items += [None] * (position + 1 - len(items))
@@ -101,6 +102,7 @@ def path_from_json(tree: Any) -> Path:
     steps: list[Step] = []
     if not isinstance(tree, list) or not tree:
         raise invalid("path", "type", tree, "must be a list of steps")
+
     for step in tree:
         if type(step) is str or type(step) is int:
             steps.append(step)

@@ -108,6 +108,7 @@ def load_weights(
         rule = f"is a name below which {chosen} has no tensor"
         fix = f"the saved names are like {like!r}: give another key"
         raise invalid("key", "not_found", key, rule, fix)
+
     shapes = {name: table.tensors[full].shape for name, full in saved.items()}
     report = ranks.run_on_all_ranks(
         lambda: _match(here if names is None else names, shapes, patterns)
@@ -156,6 +157,7 @@ def _match(here: Collection[str], saved: _Shapes, patterns: Sequence[str]) -> We
         rule = "match no tensor of the model that is saved"
         fix = f"the saved names are like {like!r}: give another key or other patterns"
         raise invalid("patterns", "nothing", list(patterns), rule, fix)
+
     taken = set(copied)
     return WeightsReport(
         copied,

@@ -106,6 +106,7 @@ def _by_position(paths: dict[str, tree.Path], values: dict[str, Any]) -> None:
                 groups.setdefault(path[:-3], []).append((group, name))
             case _:
                 pass
+
     for before, lists in groups.items():
         names = [name for _, name in sorted(lists)]
         if not all(type(values[n]) is list and _are_keys(values[n]) for n in names):
@@ -113,6 +114,7 @@ def _by_position(paths: dict[str, tree.Path], values: dict[str, Any]) -> None:
         position = {str(key): i for i, key in enumerate(k for n in names for k in values[n])}
         for name in names:
             values[name] = [position[str(key)] for key in values[name]]
+
         state = (*before, "state")
         below = [name for name, path in paths.items() if path[: len(state)] == state]
         for name in below:

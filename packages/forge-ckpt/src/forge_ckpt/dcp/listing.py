@@ -76,6 +76,7 @@ class _Reading:
             offset = key.get("offset")
             place = (key["fqn"], None if offset is None else _counts(offset, "offset"))
             self._places[place] = self._payload(_fields(info, "_StorageInfo"))
+
         self._check_payloads()
         found = Listing({}, {}, {})
         paths = self._metadata.get("planner_data")
@@ -104,6 +105,7 @@ class _Reading:
         dtype = properties[0] if type(properties) is tuple else properties["dtype"]
         if not isinstance(dtype, torch.dtype):
             raise invalid(name, "dtype", type(dtype).__name__, "must be a dtype")
+
         shape = _counts(entry["size"], name)
         boxes = []
         for record in entry["chunks"]:

@@ -50,6 +50,7 @@ def load_object(directory: Directory, payload: Payload, name: str) -> Any:
         elif isinstance(item, Tensor):
             _check_storage(item, records, name)
             budget -= item.numel() * item.element_size()
+
         if budget < 0 or depth > _MAX_DEPTH:
             raise corrupt("", name, ..., "is deeper or larger than its bytes allow", code="expands")
         todo += [(child, depth + 1) for child in children]
@@ -77,6 +78,7 @@ def _load(directory: Directory, payload: Payload, name: str) -> tuple[Any, set[i
                 rule = "needs more than plain values, and nothing is unpickled"
                 fix = f"leave it out with --without '{name}'"
                 raise invalid(name, "pickle", shown, rule, fix, where=where) from None
+
             text = str(error).partition("\n")[0]
             rule = f"is not an archive of torch.save ({type(error).__name__}: {text:.200})"
             raise corrupt(where, name, ..., rule, code="damaged") from None

@@ -53,6 +53,7 @@ class HFFolder:
         if not isinstance(table, dict) or not all(isinstance(file, str) for file in table.values()):
             rule = "must map names to files"
             raise invalid("weight_map", "type", ..., rule, AGAIN, where=index)
+
         for file in dict.fromkeys(table.values()):
             if not _SHARD.fullmatch(file):
                 rule = "must be a plain name that ends in .safetensors"

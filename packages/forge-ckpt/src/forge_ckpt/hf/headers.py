@@ -170,6 +170,7 @@ def _entry(name: str, fields: dict[str, Any], path: Path, first: int) -> Entry:
         sound = isinstance(values, list) and len(values) <= 64
         if not sound or not all(type(n) is int and 0 <= n < 2**60 for n in values):
             raise _bad(path, values, "must be counts", code="count", key=f"{key}.{label}")
+
     if math.prod(n or 1 for n in shape) >= 2**60:  # torch computes strides of an empty tensor, too
         rule = "must be counts of a tensor"
         raise _bad(path, shape, rule, code="size", key=f"{key}.shape")

@@ -157,12 +157,14 @@ def _row_problems(hf: tuple[str, ...], forge: str, ops: tuple[Op, ...]) -> list[
         problems.append(Problem(_KEY, "layer", "{i}", "is on one side only", fix))
     if problems:
         return problems
+
     counts = {name: sum(op[0] == name for op in ops) for name in ("concat", "stack_experts")}
     if len(hf) > 1 or counts["concat"]:
         parts = [op[2] if isinstance(op[2], int) else len(op[2]) for op in ops if op[0] == "concat"]
         if parts != [len(hf)]:
             rule = f"hf patterns need exactly one concat of {len(hf)}"
             problems.append(Problem(_KEY, "concat", len(hf), rule))
+
     in_hf = {"{e}" in pattern for pattern in hf}
     if len(in_hf) > 1:
         fix = "write it in all of them or none"

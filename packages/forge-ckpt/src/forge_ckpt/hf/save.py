@@ -97,6 +97,7 @@ def _opened(
     if not isinstance(source, (str, os.PathLike)):
         yield dict(source.meta), source.read
         return
+
     with SavedTensors(source) as saved:
         names = [name for name in saved.table.tensors if name.startswith(prefix)]
         if not names:

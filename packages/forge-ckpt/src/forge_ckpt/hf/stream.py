@@ -59,6 +59,7 @@ def _stream(
                 yield joined
             del tensor, joined  # or they would live while the next tensor is made
             continue
+
         if name in done:
             raise invalid(name, "duplicate", ..., "came twice", "give each tensor once")
         done.add(name)
@@ -91,6 +92,7 @@ class _Gather:
         if part not in wanted:
             rule = f"is an expert beyond the {row.experts} of stack_experts"
             raise invalid(name, "expert", part.expert, rule, "fix stack_experts")
+
         parts[part] = tensor
         if len(parts) < len(wanted):
             return None
@@ -126,6 +128,7 @@ def assemble(
     names = row.hf_names(part.layer, part.expert)
     if not row.ops:
         return read(names[part])
+
     if any(op[0] == "rope_permute" for op in row.ops):  # its parts are no views of the tensor
         parts = {_key(piece, row): read(hf_name) for piece, hf_name in names.items()}
         return _forward(name, parts, row.ops)
@@ -172,6 +175,7 @@ def _forward(name: str, pieces: Pieces, ops: tuple[Op, ...]) -> Tensor:
                 pieces = {key: _single(op, value, inverse=False) for key, value in pieces.items()}
     except (RuntimeError, IndexError, ValueError) as error:
         raise _unfit(error, name, f"cannot apply {op}") from error
+
     tensor = pieces[None, 0]
     return tensor.contiguous() if ops else tensor
 

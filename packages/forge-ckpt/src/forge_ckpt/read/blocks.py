@@ -177,6 +177,7 @@ def _read(
                 reads.append((future, min(BLOCK_BYTES, entry.size - index * BLOCK_BYTES)))
             if len(opened) > threads:
                 finish_oldest()
+
         while opened:
             finish_oldest()
     finally:

@@ -61,6 +61,7 @@ class ForgeLoadPlanner(DefaultLoadPlanner):
                 problems += _tensor_problems(name, value, saved.get(name))
                 wanted[name] = value
                 continue
+
             path: tree.Path = self.mappings[name]
             saved_names = names_below.get(path, [])
             if not saved_names:
@@ -68,6 +69,7 @@ class ForgeLoadPlanner(DefaultLoadPlanner):
             for saved_name in saved_names:
                 self._owners[saved_name] = path
                 wanted[saved_name] = _empty(saved[saved_name])
+
         top_level = {str(key) for key in self.original_state_dict}
         for name, path in self.metadata.planner_data.items():
             if name not in wanted and path[0] in top_level:
@@ -129,6 +131,7 @@ def _tensor_problems(name: str, value: torch.Tensor, saved: Any) -> Iterator[Pro
     if problem := layout_problem(key, value):
         yield problem
         return
+
     shape, dtype = tuple(value.shape), value.dtype
     here = f"{shape} {dtype_name(dtype)}"
     if value.device.type == "meta":

@@ -117,6 +117,7 @@ class SavedTensors:
         box = torch.empty(tuple(sizes), dtype=entry.dtype)
         parts: list[tuple[tuple[slice, ...], Tensor]] = []
         segments: list[Segment] = []
+
         for chunk in entry.chunks:
             low = [max(o, c) for o, c in zip(offsets, chunk.offsets)]
             high = [
@@ -131,6 +132,7 @@ class SavedTensors:
                     (tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets)), part)
                 )
                 segments.append(segment)
+
         read_segments(self._reader.directory, self.table, segments, self._threads, self._last)
         for where, part in parts:
             box[where] = part

@@ -70,6 +70,7 @@ def _compare(one: SavedTensors, two: SavedTensors) -> dict[str, Any]:
                 differences.append(asdict(difference))
             done += sum(chunk.length for chunk in a[name].chunks)
             bar(done, total)
+
     return {
         "only_in_a": sorted(names[0] - names[1]),
         "only_in_b": sorted(names[1] - names[0]),
@@ -156,6 +157,7 @@ def _print(found: dict[str, Any]) -> None:
             ]
             rows.append((t["name"], shape, dtype, cells[0], cells[1], cells[2]))
         print_columns(rows, right={3, 4, 5})
+
     for name, (a, b) in found["objects"].items():
         print_line(f"{name}: {a!r:.100} in A, {b!r:.100} in B")
     print(f"{found['equal']} tensors are equal, {len(found['tensors'])} differ")

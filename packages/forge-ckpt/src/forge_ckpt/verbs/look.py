@@ -83,6 +83,7 @@ def inspect(directory: StorePath, /, step: StepNumber = None, json: bool = False
     if json:
         print_json(found)
         return SAME
+
     print_line(f"step {found['step']}, {found['bytes']:,} bytes, saved with torch {found['torch']}")
     print()
     files = [(name, f"{size:,}") for name, size in found["files"].items()]
@@ -167,6 +168,7 @@ def cat(
             else:
                 print(repr(value))
             return SAME
+
         if name not in saved.table.tensors:
             names = [n for n in saved.table.paths() if name in n][:3] or [*saved.table.paths()][:3]
             fix = f"use a name like {', '.join(names)}"
@@ -175,6 +177,7 @@ def cat(
         ranges, squeezed = _ranges(part or ",".join(":" * len(entry.shape)), entry.shape)
         box = saved.read_box(name, [r.start for r in ranges], [len(r) for r in ranges])
         box = box.squeeze(squeezed)
+
     if json:
         dtype = objects.dtype_name(box.dtype)
         shown = box.float() if box.dtype.is_floating_point else box  # float8 has no tolist
@@ -192,6 +195,7 @@ def _ranges(text: str, shape: tuple[int, ...]) -> tuple[list[range], tuple[int, 
     if len(parts) != len(shape):
         rule = f"has {len(parts)} parts, the tensor {len(shape)} dims"
         raise invalid("slice", "dims", text, rule)
+
     ranges, single = [], []
     for dim, (part, size) in enumerate(zip(parts, shape)):
         first, colon, last = part.partition(":")
@@ -204,6 +208,7 @@ def _ranges(text: str, shape: tuple[int, ...]) -> tuple[list[range], tuple[int, 
         except ValueError:
             rule = f"has {part!r}, which must be a position or start:stop"
             raise invalid("slice", "position", text, rule) from None
+
         if size and not ranges[-1]:
             rule = f"has {part!r}, which is empty in a dim of size {size}"
             raise invalid("slice", "empty", text, rule)

@@ -135,6 +135,7 @@ def prune(
     retention = Retention(directory, Keep(last, every, best, mode, milestones))
     steps_of(directory)
     lock = None if dry_run else Lock(directory)
+
     try:
         steps = directories.committed_steps(directory)
         old = retention.outdated_by(steps[-1]) if steps else []
@@ -149,6 +150,7 @@ def prune(
     finally:
         if lock is not None:
             lock.release()
+
     kept = [step for step in steps if step not in old]
     if json:
         print_json({"kept": kept, "removed": old, "dry_run": dry_run})

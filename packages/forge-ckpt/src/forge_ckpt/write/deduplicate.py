@@ -32,6 +32,7 @@ def deduplicate_plans(plans: list[SavePlan]) -> list[SavePlan]:
                 fix = "give each rank's own tensor another name, or save one DTensor"
                 raise invalid(item.index.fqn, "ranks", ..., rule, fix)
             holders.setdefault(key_of(item), []).append(rank)
+
     paths = {
         p: rank for rank, plan in enumerate(plans) for p in plan.planner_data["paths"].values()
     }

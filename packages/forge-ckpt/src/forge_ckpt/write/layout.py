@@ -51,6 +51,7 @@ def lay_out(plan: SavePlan, planner: SavePlanner, file: str) -> FileLayout:
             text = data.getvalue().decode()  # type: ignore[union-attr]
             results.append(WriteResult(item.index, len(text), text))
             continue
+
         assert isinstance(data, torch.Tensor)
         key = memory_of(data)
         if key not in placed or data.numel() == 0:

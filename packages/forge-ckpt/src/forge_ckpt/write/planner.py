@@ -89,6 +89,7 @@ def _leaf(name: str, value: Any) -> torch.Tensor | str:
     if isinstance(value, DTensor) and any(part.is_partial() for part in value.placements):
         rule = "are the placements of a DTensor, whose partial sum has no bytes of its own"
         raise invalid(name, "partial", value.placements, rule, "redistribute it first")
+
     try:
         unwrap(value)
     except ValueError as error:

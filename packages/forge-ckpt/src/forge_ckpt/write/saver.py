@@ -50,6 +50,7 @@ class Saver:
         if type(max_failures) is not int or max_failures < 1:
             rule = "must be an integer of at least 1"
             raise invalid("max_failures", "range", max_failures, rule, "use 3")
+
         self.events = SaveEvents(on_event)
         self._group = group
         self._writing_group: RankGroup | None = None  # of the background thread

@@ -46,6 +46,7 @@ class StagingArea:
         for piece in layout.pieces:
             memory[end : piece.start].zero_()  # the gap before it: equal states make equal files
             end = piece.start + piece.nbytes
+
         for device in devices - set(cuda):
             _copy([p for p in layout.pieces if p.tensor.device == device], memory, False)
         self._copied = [
@@ -107,6 +108,7 @@ def host_views(layout: FileLayout) -> Iterator[memoryview]:
             host = piece.tensor.resolve_conj().resolve_neg().cpu().contiguous()
             yield byte_view(host)
         return
+
     windows = [*_windows(layout), None]
     areas = StagingArea(), StagingArea()
     try:

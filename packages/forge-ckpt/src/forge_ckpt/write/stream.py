@@ -102,6 +102,7 @@ def _write_file(
             if (known.path, known.shape, known.dtype) != (entry.path, entry.shape, entry.dtype):
                 rule = "is the name of two tensors"
                 raise invalid(name, "duplicate", ..., rule, "leave one of them out")
+
             if data.numel():
                 view = files.byte_view(data)
                 start = block_file.append(view)

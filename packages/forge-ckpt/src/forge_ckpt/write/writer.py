@@ -165,8 +165,10 @@ def _manifest(
             texts[fqn] = data
         else:
             locations[fqn, tuple(offset or ())] = data
+
     tensors: dict[str, manifest.TensorEntry] = {}
     object_entries: dict[str, manifest.ObjectEntry] = {}
+
     for name, entry in metadata.state_dict_metadata.items():
         path = metadata.planner_data[name]
         if isinstance(entry, TensorStorageMetadata):
