@@ -193,6 +193,7 @@ def _starts(points: Tensor, delta: float) -> Tensor:
     middle, least = float(log_l.mean()), float(log_l.min())
     exponents = (0.1, 0.2, 0.35, 0.5, 0.8, 1.2)
     terms = (-4.0, -3.0, -2.0, -1.0, 0.0)  # log of a term over the loss, in the middle of the runs
+
     grid = [
         (
             middle + of_n + alpha * float(log_n.mean()),

@@ -213,6 +213,7 @@ class Batch:
         if self.weights is not None and not self.weights.is_floating_point():
             rule = "must be floating point"
             raise invalid("weights", "dtype", self.weights.dtype, rule, "give torch.float32")
+
         if self.positions.shape not in ((rows, length), (rows, 3, length)):
             rule = f"must be {(rows, length)} or {(rows, 3, length)}"
             fix = "put rows first and tokens last"

@@ -62,6 +62,7 @@ class Ledger:
             ):
                 rule = f"must be two integers from 0 to {_LAST_ID}, the first not after the last"
                 raise invalid("window", "range", (first, last), rule, "give ids of the stream")
+
         merged: list[tuple[int, int]] = []
         for first, last in sorted(windows):
             if merged and first <= merged[-1][1] + 1:

@@ -92,6 +92,7 @@ class Loader:
             rule = f"must divide global_batch {global_batch}"
             fix = f"use {math.gcd(micro_batch, global_batch)}"
             raise invalid("micro_batch", "divides", micro_batch, rule, fix)
+
         fullest = -(-global_batch // (micro_batch * world_size))
         if num_micro_batches is not None and num_micro_batches < fullest:
             rule = f"must be at least {fullest}, which the fullest of {world_size} ranks has of global_batch {global_batch}"
@@ -100,6 +101,7 @@ class Loader:
         if not 0 <= num_workers <= MAX_WORKERS:
             rule = f"must be at least 0 and at most {MAX_WORKERS}"
             raise invalid("num_workers", "range", num_workers, rule, "use 0 for no process")
+
         raise_problems("", prefetch_problems(prefetch, num_workers))
         check_tokens_at_once(fullest * micro_batch, getattr(stream, "seq_len", 1))
         self.stream = stream
@@ -113,6 +115,7 @@ class Loader:
         self._part = part_at(stream, 0)
         self._cursor = self.began = 0
         self._ledger = Ledger()
+
         self._chain = self._chain_before = _NO_STEPS
         self._last_batch: int | None = 0  # None after a state of an older version
         self.prefetch = 2 * num_workers if prefetch is None else prefetch
@@ -203,6 +206,7 @@ class Loader:
         following = self._cursor + self.global_batch
         if steps.until is not None:
             following = min(following, steps.until)
+
         digest = digest_of_ids(self.ids(self._cursor, following))
         batch, places = _without_places(arrays, ids, digest)
         missing = self.num_micro_batches * self.micro_batch - len(ids)

@@ -97,6 +97,7 @@ class MixedStream:
             found = self.streams[number].arrays(own[where])
             if "weights" in out and "weights" not in found:
                 out["weights"][where] = 1.0
+
             for name, value in found.items():
                 if name == PLACES:
                     places[where] = value
@@ -107,6 +108,7 @@ class MixedStream:
                         entries[name][row] = ragged[i : i + 1].values
                 elif name != "source":
                     out[name][where] = value
+
         for name, rows in entries.items():
             empty = self._ragged[name].values
             out[name] = joined_rows([empty if row is None else row for row in rows], empty)
@@ -164,6 +166,7 @@ class MixedStream:
         for arrays in found:
             arrays.pop("source", None)
             arrays.pop(PLACES, None)
+
         given = {
             name: value
             for arrays in found
@@ -173,6 +176,7 @@ class MixedStream:
         for arrays in found:
             for name, value in given.items():
                 arrays.setdefault(name, value)
+
         kinds = [{name: _kind(value) for name, value in arrays.items()} for arrays in found]
         for name, kind in zip(self.names, kinds):
             different = sorted(k for k in {*kind, *kinds[0]} if kind.get(k) != kinds[0].get(k))

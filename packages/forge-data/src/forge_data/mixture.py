@@ -60,6 +60,7 @@ class Mixture:
         self.end: int | None = None
         _check(phases, names or [str(number) for number in range(len(limits))])
         given = [0] * len(limits)
+
         for number, phase in enumerate(phases):
             until = phases[number + 1].start if number + 1 < len(phases) else None
             start = phase.start
@@ -71,6 +72,7 @@ class Mixture:
                 if not any(weights):
                     self.end = start
                     break
+
                 segment = _Segment(start, tuple(given), _Dealer(integer_shares(weights)))
                 self._segments.append(segment)
                 stop = min((segment.exhausted(limits), _END if until is None else until))
@@ -205,6 +207,7 @@ def _check(phases: Sequence[Phase], names: Sequence[str]) -> None:
                 f"must be one for each of {len(names)} sources, finite, at least 0, and one above 0"
             )
             raise invalid("weights", "range", phase.weights, rule, "correct them")
+
         for name, weight, share in zip(names, phase.weights, integer_shares(phase.weights)):
             if weight > 0.0 and share * _LARGEST_BLOCK < 2 * _ONE:
                 key = (

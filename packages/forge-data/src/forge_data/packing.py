@@ -63,6 +63,7 @@ class PackedStream:
             rule = f"tokens in rows of {plan.seq_len} must be the source's {source.num_tokens} in rows of {seq_len}"
             fix = "make the plan from its documents"
             raise invalid("plan", "mismatch", plan.num_tokens, rule, fix)
+
         self.plan = plan
         self._n = -(-source.num_tokens // seq_len) if plan is None else plan.num_rows
         self._count = np.arange(seq_len)
@@ -261,6 +262,7 @@ class PackedStream:
             labels[i, place : place + len(ids) - 1] = ids[1:]
             if len(ids) == size:
                 labels[i, place + size - 1] = IGNORE
+
         used = np.bincount(row, stops - begins, len(rows)).astype(np.int64)
         for i in np.flatnonzero(used < self.seq_len).tolist():
             tokens[i, used[i] :], labels[i, used[i] :] = 0, IGNORE
@@ -283,6 +285,7 @@ class PackedStream:
             ids = np.repeat(nth, lengths).reshape(shape)
             positions = np.repeat(starts, lengths).reshape(shape)
             np.subtract(self._count, positions, out=positions)
+
         for i in np.flatnonzero(used < self.seq_len).tolist():
             ids[i, used[i] :], positions[i, used[i] :] = PAD_DOCUMENT, 0
         return {"positions": positions, "document_ids": ids}

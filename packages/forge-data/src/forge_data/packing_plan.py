@@ -137,6 +137,7 @@ def _plan_window(
     order = np.argsort(row_of, kind="stable")
     left = left[order]  # by row, and by document in a row
     begins = np.flatnonzero(np.diff(row_of[order], prepend=-1))  # (rows of the rest,)
+
     starts = np.concatenate([cut_starts, full[left] * seq_len])
     return PackingPlan(
         seq_len,
@@ -157,6 +158,7 @@ def _first_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
         while node < width:
             node *= 2
             node += room[node] < length  # to the right child, where the left has no room
+
         found[i] = node - width
         room[node] -= length
         while node > 1:
@@ -180,6 +182,7 @@ def _best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
     rooms: list[int] = []  # sorted; those that some row has
     waiting: dict[int, list[int]] = {}  # room -> rows, the longest waiting first
     done = num_rows = 0
+
     for size, count in zip(sizes[::-1].tolist(), counts[::-1].tolist()):
         end = done + count
         while done < end:
@@ -195,6 +198,7 @@ def _best_fit(lengths: np.ndarray, seq_len: int) -> np.ndarray:
             else:
                 rows = list(range(num_rows, num_rows + wanted))
                 num_rows += wanted
+
             placed = min(end - done, len(rows) * each)
             found[order[done : done + placed]] = np.repeat(rows, each)[:placed]
             done += placed

@@ -48,6 +48,7 @@ class ShardWorkers:
         out: dict[str, Any] = {}
         entries: dict[str, list[Any]] = {}  # of each row of a ragged extra
         empty: dict[str, Any] = {}
+
         for number, workers in enumerate(self._workers):
             where = torch.from_numpy(np.flatnonzero(owner == number))
             for name, rows in workers.fetch().items():
@@ -62,6 +63,7 @@ class ShardWorkers:
                 if name not in out:
                     out[name] = rows.new_empty(len(ids), *rows.shape[1:])
                 out[name][where] = rows
+
         self._step += 1
         for name, each in entries.items():
             out[name] = joined_rows(each, empty[name])

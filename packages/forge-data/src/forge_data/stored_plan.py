@@ -141,6 +141,7 @@ def _write(folder: Path, source: Source, known: dict[str, Any]) -> None:
             num_pieces += len(part.documents)
             num_cut += part.num_cut
             num_rows += part.num_rows
+
         add("rows", np.array([num_pieces]))
         for name, file in files.items():
             file.flush()

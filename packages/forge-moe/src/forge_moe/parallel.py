@@ -225,6 +225,7 @@ def _state_problems(
         yield Problem(name, "extra", ..., "is extra state, not a tensor", "use load_state_dict")
     elif not isinstance(value, Tensor) or isinstance(value, DTensor):
         kind = type(value).__name__
+
         yield Problem(name, "type", kind, "must be a plain tensor", "give the full tensor")
     elif value.shape != target.shape:
         rule, fix = f"must be {tuple(target.shape)}", "give all experts of this model"

@@ -153,6 +153,7 @@ class MetricRows:
             "skipped_steps": 0,
             **self._evaluated,
         }
+
         if self._compiled:
             row["recompiled"] = recompilations()["recompiled"]
         self._waiting = row, HostCopy(numbers)

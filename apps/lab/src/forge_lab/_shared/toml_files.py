@@ -47,6 +47,7 @@ def read_text(path: str | Path, max_bytes: int = MAX_BYTES) -> str:
     except ValueError as error:  # NUL, or half a surrogate pair
         rule = "is not a path, as it holds NUL or a lone surrogate"
         raise invalid("", "file_name", ..., rule, "name an existing file") from error
+
     with open(descriptor, "rb") as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -75,6 +76,7 @@ def read_toml(path: str | Path) -> dict[str, Any]:
         raise invalid("", "digits", ..., rule, "write a shorter one") from error
     except RecursionError:
         table = None
+
     if table is None or _is_deep(table):
         rule = f"is nested deeper than {MAX_DEPTH} levels"
         raise invalid("", "depth", ..., rule, "write it flat")

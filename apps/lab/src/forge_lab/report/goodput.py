@@ -101,6 +101,7 @@ def strip(records: Records) -> dict[str, Any] | None:
 
     traces: list[dict[str, Any]] = []
     cells = {name: _cells(ledger) for name, (ledger, _) in records.items()}
+
     for cause, text in CAUSES.items():
         bars = [
             (i, (span.begin - cells[name][0].begin) / 1000, (span.end - span.begin) / 1000)
@@ -108,6 +109,7 @@ def strip(records: Records) -> dict[str, Any] | None:
             for span in cells[name]
             if span.cause == cause
         ]
+
         if bars:
             traces.append(
                 {

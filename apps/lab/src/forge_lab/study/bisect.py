@@ -193,6 +193,7 @@ def _sentences(verdict: Verdict, a: Path, b: Path, callbacks: bool) -> Iterator[
     departs = {name: step for name, step in zip("AB", verdict.departs) if step}
     if found is not None:
         yield _of_difference(found, interval)
+
         if departs:
             names = [f"{name} from step {step} on" for name, step in departs.items()]
             yield f"The replay does not reproduce the logged numbers of {' and '.join(names)}."
@@ -241,6 +242,7 @@ def _of_difference(found: Difference, interval: Interval) -> str:
             f"In step {step} the weights and the data are the same, and the output of {name} is the first of the "
             f"forward that differs{on}{error}{more}."
         )
+
     if found.quantity == "gradient":
         return (
             f"In step {step} weights, data and outputs are the same, and the gradient of {name} is the first of the "

@@ -87,6 +87,7 @@ def read_journal(run: Path) -> Journal:
     attempts: list[Event] = []
     rollbacks: list[Event] = []
     saved: dict[int, list[Event]] = {}  # step of a checkpoint -> rollbacks before it
+
     for event in read_events(RunDirectory(run).events):
         kind, step = event.get("event"), event.get("step", 0)
         if kind == "save":

@@ -134,6 +134,7 @@ class Sweep:
             number: signal.signal(number, self._stop)
             for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
         }
+
         try:
             while True:
                 while not self.stopped and len(self.running) < self.jobs and (run := self._next()):

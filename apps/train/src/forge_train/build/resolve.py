@@ -182,6 +182,7 @@ def _derive(layers: Layers, data: DataConfig, validation: bool) -> list[Problem]
     ):
         (name, config), *_ = data.sources.items()
         layers.set("data.validation", {}, f"derived from data.sources.{name}")
+
         for key, value in flatten(_plain(config.as_source())):
             if value is not None and key not in _OF_TRAINING:
                 value = "validation" if key == "split" else value

@@ -55,6 +55,7 @@ def over_table(layers: Layers, table: dict[str, Any], path: Path) -> Layers:
     merged.add(table, f"import {path}")
     for key, origin in layers.origins.items():
         merged.set(key, layers.at(key), origin)
+
     rule, fix = f"that of the weights that {path} came with", "leave the key out"
     rows = "add rows for tokens with init.vocab_size, or of an import with --init.vocab_size"
     problems = [

@@ -394,6 +394,7 @@ def _source_errors(init: InitConfig, path: Path) -> Iterator[None]:
     except (CorruptCheckpoint, OSError, ValueError) as error:
         kind: type[JobError] = StateError
         code, fix = "damaged", "name another checkpoint"
+
         if not os.path.lexists(path):
             rule = f"names {path}, an old checkpoint that was removed while it was read"
             code, kind = "removed", ConfigError

@@ -80,6 +80,7 @@ def open_run(
 
     course, own = Course(config), config.resilience
     policy = NumericsPolicy(own.nonfinite, own.spike, own.rollback)
+
     run = Run(
         job=job,
         folder=folder,

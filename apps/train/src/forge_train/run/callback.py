@@ -124,6 +124,7 @@ def state_keys(extensions: Iterable[Extension]) -> dict[str, Extension]:
     for extension in extensions:
         if not hasattr(extension, "state_dict"):
             continue
+
         kind, key = type(extension), f"extension.{extension.name}"
         if isinstance(extension, Callback):
             key = f"callback.{kind.__module__}.{kind.__qualname__}"

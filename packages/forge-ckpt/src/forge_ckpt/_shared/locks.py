@@ -95,6 +95,7 @@ class Lock:
                     raise Held(self.path, _owner(self._fd)) from None
                 wait(_owner(self._fd))
                 fcntl.flock(self._fd, kind)
+
             self.held = True
         except OSError as error:
             if isinstance(error, Held) or error.errno not in _NO_LOCKS:

@@ -192,6 +192,7 @@ class Spelling(NamedTuple):
 
         scaling = scaling_to_hf(config.rope_scaling)
         rope = {"rope_theta": config.rope_theta, **(scaling or {"rope_type": "default"})}
+
         return {
             "architectures": [self.architecture],
             "model_type": self.model_type,

@@ -137,6 +137,7 @@ def _sharded_matrices(mesh: Any, parameters: Sequence[Tensor], cost: Cost) -> li
         shape: tuple[int, int] = tuple(parameter.shape[-2:])  # type: ignore[assignment]
         shapes = [shape]
         sizes: list[tuple[int, ...]] = []
+
         for axis in reversed(axes):  # from the full matrix down to this rank's shard
             ranks = mesh.size(axis.mesh_dim)
             if axis.dim is None:

@@ -89,6 +89,7 @@ class Vocab(NamedTuple):
             raise invalid(
                 "label_smoothing", "range", label_smoothing, rule, "use 0.1, or 0 for none"
             )
+
         group = None if group is None or group.size == 1 else group
         ranks = 1 if group is None else group.size
         size = size or width * ranks

@@ -40,6 +40,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--faults", type=int, default=10, help="how many")
     parser.add_argument("--ranks", type=int, default=1, help="a fault hits one of so many ranks")
     parser.add_argument("--kinds", default=_KINDS, help=f"of {', '.join([*PROCESS_KINDS, *FILE_KINDS])}")  # fmt: skip
+
     parser.add_argument(
         "--phases", default=_PHASES, help="of the heartbeat, in which faults are injected"
     )

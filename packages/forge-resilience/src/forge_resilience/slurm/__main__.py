@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     flags = parser.parse_args(argv)
     tolerate()
+
     with StopSignal(announce=False) as stop:
         try:
             return orchestrate(

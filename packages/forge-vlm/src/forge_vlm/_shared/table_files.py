@@ -57,6 +57,7 @@ def check_saved_set(folder: Path, kind: type[WithProblems]) -> None:
         with open(descriptor, "rb") as file:
             file.seek(max(0, size - len(_END)))
             complete = file.read() == _END
+
         if complete:
             with pyarrow.memory_map(str(path)) as source:
                 messages = pyarrow.ipc.MessageReader.open_stream(source)

@@ -31,6 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     tolerate()
     try:
         run(arguments)
+
         sys.stdout.flush()
     except SystemExit as stop:  # argparse: 0 after --help, 2 after bad arguments, already explained
         return OK if not stop.code else ARGUMENT_ERROR

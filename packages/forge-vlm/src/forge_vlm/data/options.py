@@ -120,6 +120,7 @@ def _token_problems(options: Mapping[str, Any], resolution: ResolutionConfig) ->
 
     if resolution.name != "budget" and not is_size(each, _MOST):
         rule = f"must be a whole number from 1 to {_MOST}"
+
         yield Problem("tokens_per_tile", "size", each, rule, "give that of the model's adapter")
     elif resolution.name == "budget" and each is not None:
         rule = "means nothing when resolution.name is 'budget', where sizes give it"

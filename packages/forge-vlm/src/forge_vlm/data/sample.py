@@ -340,6 +340,7 @@ class SampleEncoder(MediaDecoder):
         """The sample of a record, and whether the headers of its images could be read, where they are."""
         layouts = []
         record, good = expanded(record, self._video, keep=self.corrupt != "raise")
+
         for picture in record.pictures:
             self.pictures.resolution_of(picture.caps, picture.name)  # wrong bounds are no damage
             layout = self.pictures.blank_layout()

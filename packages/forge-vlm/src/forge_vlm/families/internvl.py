@@ -34,6 +34,7 @@ _TEXT = ("qwen2", "qwen3", "llama", "mistral")
 def _from_hf(hf: Mapping[str, Any]) -> VLMConfig:
     check_keys(hf, "internvl", _READS)
     ratio, layer = hf.get("downsample_ratio", 0.5), hf.get("vision_feature_layer", -1)
+
     problems = [
         Problem(key, "unsupported", value, f"must be {rule}", "use a file of another model")
         for key, value, holds, rule in (

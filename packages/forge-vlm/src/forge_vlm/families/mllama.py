@@ -101,6 +101,7 @@ def _text_problems(kind: Any, cross: Any, before: tuple[int, ...], total: int) -
 def _to_hf(config: TransformerConfig) -> dict[str, Any]:
     assert isinstance(config, VLMConfig)
     cross = config.fusion.cross_attention
+
     given = (
         ("fusion.name", config.fusion.name, "cross_attention"),
         ("fusion.cross_attention.qk_norm", cross.qk_norm, True),
