@@ -1,4 +1,4 @@
-"""Somebody else's parts: what `module:attr` keys of the tests point to."""
+"""Parts of another author: what `module:attr` keys of the tests point to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Somebody else's parts, most of them of a transformer, each with one option."""
+"""Parts of another author, most of them of a transformer, each with one option."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Coloured squares and the word of their colour: a source of rows with images."""
+"""Colored squares and the word of their color: a source of rows with images."""
 
 from __future__ import annotations
 

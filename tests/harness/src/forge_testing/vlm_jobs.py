@@ -1,4 +1,4 @@
-"""A job of coloured squares that the runner trains in a second."""
+"""A job of colored squares that the runner trains in a second."""
 
 from __future__ import annotations
 
