@@ -315,8 +315,8 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "a step is named before its directory is on the disk",
-        f"{_CKPT}/write/writer.py",
-        "        sync_folder(self._temporary)\n",
+        f"{_CKPT}/directories.py",
+        "    atomic.sync_folder(temporary)\n",
         "",
     ),
     Mistake(

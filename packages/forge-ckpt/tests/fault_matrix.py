@@ -104,13 +104,13 @@ BOTH, FIRST = (0, 1), (0,)
 # name -> (how, owner, attribute, ranks that come there)
 POINTS = {
     "before the plan": (before, saver.Saver, "_plan", BOTH),
-    "after the plan": (after, saver.PlannedSave, "__init__", BOTH),
+    "after the plan": (after, saver, "plan_save", BOTH),
     "while staging": (_half_of_a_copy, forge_ckpt.write.staging, "_copy", BOTH),
     "after staging": (after, saver.Saver, "_stage", BOTH),
     "while writing": (_half_of_a_write, blocks, "write_at", BOTH),
     "after the fsync of its file": (after, blocks.BlockFile, "finish", BOTH),
     "before the manifest": (before, writer.ForgeWriter, "finish", FIRST),
-    "after the manifest": (before, writer, "sync_folder", FIRST),
+    "after the manifest": (before, folders.atomic, "sync_folder", FIRST),
     "before the rename": (before, folders, "commit", FIRST),
     "after the rename": (before, folders, "sync_folder", FIRST),
     "after the commit": (before, retain.Retention, "apply", BOTH),

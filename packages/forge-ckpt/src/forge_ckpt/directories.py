@@ -14,8 +14,11 @@ import secrets
 import shutil
 from pathlib import Path
 
-from forge_ckpt import manifest
+from forge_ckpt import files, manifest
+from forge_ckpt._shared import atomic
 from forge_ckpt._shared.atomic import remove, sync_folder
+from forge_ckpt._shared.problems import invalid
+from forge_ckpt.errors import StepExists
 
 logger = logging.getLogger("forge_ckpt")
 QUARANTINE = "quarantine"
@@ -55,6 +58,21 @@ def commit(written: Path, target: Path) -> None:
     """
     os.rename(written, target)
     sync_folder(target.parent)  # else a power loss may undo the rename after save returned
+
+
+def seal(temporary: Path, table: manifest.Manifest, target: Path) -> None:
+    """Write the manifest of a complete directory and give it its final name, durably. The data files are on disk.
+
+    Order of durability: manifest and its fsync, fsync of the directory, which makes the names of its files durable,
+    rename, fsync of the parent. After a power loss at any point, a directory with its final name holds everything.
+    Raises StepExists if ``target`` is there.
+    """
+    files.write_file(temporary / manifest.NAME, manifest.encode(table))
+    atomic.sync_folder(temporary)
+    if os.path.lexists(target):  # rename would silently replace an empty directory
+        rule = "appeared during the save, as two writers share the directory"
+        raise invalid("path", "appeared", str(target), rule, kind=StepExists)
+    commit(temporary, target)
 
 
 def remove_step(path: Path) -> None:

@@ -26,7 +26,7 @@ from forge_ckpt.read.targets import check_state, state_of
 from forge_ckpt.retention import Keep
 from forge_ckpt.write.background import END_SECONDS, SaveEvent, Stopwatch
 from forge_ckpt.write.retain import Retention
-from forge_ckpt.write.saver import Saver
+from forge_ckpt.write.saver import Saver, SaverOptions
 
 logger = logging.getLogger("forge_ckpt")
 P = ParamSpec("P")
@@ -106,6 +106,8 @@ class Store:
             rule = "must be an integer of at least 1"
             raise invalid("keep_last", "range", keep_last, rule, "use 3")
         digests.digest_function(digest)
+        threads = min(4, os.cpu_count() or 1)
+        options = SaverOptions(digest, staging_gib, on_event, max_failures, threads)
         self.keep = Keep(keep_last) if keep is None else keep
         self.read_only = read_only
         # All ranks act on them, and rank 0's decide: they must be the same.
@@ -113,19 +115,10 @@ class Store:
         settings["keep"] = self.keep.described()
         self.quarantined: list[tuple[int, str]] = []
         self._group = RankGroup(group)
-        self._threads = min(4, os.cpu_count() or 1)
+        self._threads = threads
 
-        self._saver = Saver(
-            self._group,
-            self.path,
-            Retention(self.path, self.keep),
-            self._quarantine,
-            self._threads,
-            digest,
-            staging_gib,
-            on_event,
-            max_failures,
-        )
+        retention = Retention(self.path, self.keep)
+        self._saver = Saver(self._group, self.path, retention, self._quarantine, options)
         self._lock: Lock | None = None
         self._closed = False
         self._calls, self._pid = threading.RLock(), os.getpid()

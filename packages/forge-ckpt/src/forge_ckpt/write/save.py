@@ -38,52 +38,27 @@ class SavePlans:
 
 
 class PlannedSave:
-    """A checkpoint that all ranks have planned; the constructor is collective.
+    """A checkpoint that all ranks have planned, as `plan_save` makes it.
 
     ``stage`` or nothing, then ``write_and_commit``, which may run in another thread after ``stage``: it
-    no longer reads the state. If any of them raises, on any rank, call ``discard``. ``plans`` are used
-    if they fit all ranks, and else replaced.
+    no longer reads the state. If any of them raises, on any rank, call ``discard``.
 
-    Communication: plans to rank 0 and ``1`` or ``0`` for each box back, unless they are those of the save
-    before; at the commit digests and locations to rank 0, and its confirmation. No tensor is communicated.
+    Communication: at the commit digests and locations to rank 0, and its confirmation. No tensor is communicated.
     """
 
     def __init__(
         self,
-        group: RankGroup,
+        rank: int,
         writer: ForgeWriter,
-        content: Callable[[], dict[str, Any]],
-        plans: SavePlans,
+        planner: ForgeSavePlanner,
+        plan: SavePlan,
+        metadata: Metadata | None,
     ) -> None:
         self.writer = writer
-        self._rank = group.rank
+        self._rank, self._planner, self._plan = rank, planner, plan
+        self._metadata = metadata  # of rank 0
         self._layout: FileLayout | None = None
         self._staged: StagingArea | None = None
-        planner = self._planner = ForgeSavePlanner()
-        structure: list[Structure] = []
-
-        def set_up() -> bool:
-            planner.set_up_planner(content(), is_coordinator=group.rank == 0)
-            structure.append(planner.structure())
-            return plans.structure == structure[0]
-
-        def reuse(alike: list[bool]) -> str | None:
-            """The name of the new directory, or None if a rank's state has another structure now."""
-            if not all(alike):
-                return None
-            _check_space(writer.path.parent, plans.needed)
-            return writer.make_directory()
-
-        try:
-            name: str | None = group.map_reduce(set_up, reuse)
-            if name is None:
-                name = _plan(group, planner, writer, plans)
-                plans.structure = structure[0]
-        except BaseException:
-            self.discard()
-            raise
-        self._metadata = plans.metadata
-        self._plan = SavePlan(plans.items, storage_data=(name, group.rank))
 
     @property
     def layout(self) -> FileLayout:
@@ -97,7 +72,7 @@ class PlannedSave:
         area.stage(self.layout)
         self._staged = area
         self._planner.state_dict = {}
-        # Of CUDA tensors the copies are still queued; their memory must not be used anew on another stream.
+        # Of CUDA tensors the copies are still queued; their memory must not be reused on another stream.
         held = tuple(p for p in self.layout.pieces if p.tensor.device.type == "cuda")
         self._layout = dataclasses.replace(self.layout, pieces=held)
 
@@ -129,6 +104,46 @@ class PlannedSave:
         has reported, or its process has ended. So rank 0 alone removes."""
         if self._rank == 0:
             self.writer.discard()
+
+
+def plan_save(
+    group: RankGroup,
+    writer: ForgeWriter,
+    content: Callable[[], dict[str, Any]],
+    plans: SavePlans,
+) -> PlannedSave:
+    """Plan a checkpoint of ``content()`` on all ranks, and make its directory. Collective.
+
+    ``plans`` are used if they fit all ranks, and else replaced. Communication: plans to rank 0 and ``1`` or ``0`` for
+    each box back, unless they are those of the save before. Leaves no directory if it raises.
+    """
+    planner = ForgeSavePlanner()
+    structure: list[Structure] = []
+
+    def set_up() -> bool:
+        planner.set_up_planner(content(), is_coordinator=group.rank == 0)
+        structure.append(planner.structure())
+        return plans.structure == structure[0]
+
+    def reuse(alike: list[bool]) -> str | None:
+        """The name of the new directory, or None if a rank's state has another structure now."""
+        if not all(alike):
+            return None
+        _check_space(writer.path.parent, plans.needed)
+        return writer.make_directory()
+
+    try:
+        name: str | None = group.map_reduce(set_up, reuse)
+        if name is None:
+            name = _plan(group, planner, writer, plans)
+            plans.structure = structure[0]
+    except BaseException:
+        if group.rank == 0:
+            writer.discard()
+        raise
+
+    plan = SavePlan(plans.items, storage_data=(name, group.rank))
+    return PlannedSave(group.rank, writer, planner, plan, plans.metadata)
 
 
 def _plan(

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from forge_ckpt.read.load import verify_checkpoint
 from forge_ckpt.read.reader import ForgeReader
 from forge_ckpt.write.background import BackgroundWriter, SaveEvent, SaveEvents, Stopwatch
 from forge_ckpt.write.retain import Retention
-from forge_ckpt.write.save import PlannedSave, SavePlans
+from forge_ckpt.write.save import PlannedSave, SavePlans, plan_save
 from forge_ckpt.write.staging import StagingArea
 from forge_ckpt.write.writer import ForgeWriter
 
@@ -23,6 +24,28 @@ logger = logging.getLogger("forge_ckpt")
 Content = Callable[[], dict[str, Any]]
 # (group, step, reason) -> whether the step was there; sets a corrupt step aside
 Quarantine = Callable[[RankGroup, int, str], bool]
+
+
+@dataclass(frozen=True)
+class SaverOptions:
+    """How a store saves, as in the arguments of ``Store``; ``threads`` read and digest.
+
+    ValueError for ``staging_gib`` or ``max_failures`` out of range.
+    """
+
+    digest: str
+    staging_gib: float | None
+    on_event: Callable[[SaveEvent], None] | None
+    max_failures: int
+    threads: int
+
+    def __post_init__(self) -> None:
+        if self.staging_gib is not None and not self.staging_gib > 0:
+            fix = "use None for no bound"
+            raise invalid("staging_gib", "range", self.staging_gib, "must be above 0", fix)
+        if type(self.max_failures) is not int or self.max_failures < 1:
+            rule = "must be an integer of at least 1"
+            raise invalid("max_failures", "range", self.max_failures, rule, "use 3")
 
 
 class Saver:
@@ -38,29 +61,17 @@ class Saver:
         root: Path,
         retention: Retention,
         quarantine: Quarantine,
-        threads: int,
-        digest: str,
-        staging_gib: float | None,
-        on_event: Callable[[SaveEvent], None] | None,
-        max_failures: int,
+        options: SaverOptions,
     ) -> None:
-        if staging_gib is not None and not staging_gib > 0:
-            fix = "use None for no bound"
-            raise invalid("staging_gib", "range", staging_gib, "must be above 0", fix)
-        if type(max_failures) is not int or max_failures < 1:
-            rule = "must be an integer of at least 1"
-            raise invalid("max_failures", "range", max_failures, rule, "use 3")
-
-        self.events = SaveEvents(on_event)
+        self.events = SaveEvents(options.on_event)
         self._group = group
         self._writing_group: RankGroup | None = None  # of the background thread
         self._root, self._retention, self._quarantine = root, retention, quarantine
-        self._threads, self._digest = threads, digest
-        self._max_failures = max_failures
+        self._options = options
         self._failures = 0  # in a row; the same on all ranks
         self._background = BackgroundWriter()
         self._plans = SavePlans()
-        self._staging = StagingArea(staging_gib)
+        self._staging = StagingArea(options.staging_gib)
 
     def save(
         self,
@@ -81,7 +92,7 @@ class Saver:
                     with self._explained(step):
                         self._stage(save)
         except OSError as error:
-            if wait or self._failures >= self._max_failures:
+            if wait or self._failures >= self._options.max_failures:
                 raise
             # A full disk is left to the next save; wait and close raise its error if there is no next save.
             self._background.fail(error)
@@ -143,7 +154,7 @@ class Saver:
         error = self._background.wait()
         if error is None:
             return
-        if not isinstance(error, OSError) or self._failures >= self._max_failures:
+        if not isinstance(error, OSError) or self._failures >= self._options.max_failures:
             raise error
 
     def wait(self) -> None:
@@ -167,11 +178,10 @@ class Saver:
     def _plan(
         self, step: int, path: Path, content: Content, metrics: Mapping[str, float] | None
     ) -> PlannedSave:
-        writer = ForgeWriter(
-            path, step=step, threads=self._threads, digest=self._digest, metrics=metrics
-        )
+        threads, digest = self._options.threads, self._options.digest
+        writer = ForgeWriter(path, step=step, threads=threads, digest=digest, metrics=metrics)
         with self._explained(step):
-            return PlannedSave(self._group, writer, content, self._plans)
+            return plan_save(self._group, writer, content, self._plans)
 
     def _commit(self, group: RankGroup, save: PlannedSave, step: int, watch: Stopwatch) -> None:
         """Write and commit a planned save, and remove what it makes outdated."""
@@ -245,7 +255,7 @@ class Saver:
         same, reason = self._group.run_on_rank_0(compare)
         try:
             if reason is None:
-                verify_checkpoint(self._group, target, step, self._threads)
+                verify_checkpoint(self._group, target, step, self._options.threads)
         except CorruptCheckpoint as error:
             reason = str(error)
         if reason is not None:
@@ -259,7 +269,7 @@ class Saver:
 
     def _retain(self, group: RankGroup, step: int) -> None:
         self._retention.apply(
-            group, step, self._threads, lambda reason: self._quarantine(group, step, reason)
+            group, step, self._options.threads, lambda reason: self._quarantine(group, step, reason)
         )
 
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from forge_ckpt import digests, directories, files, manifest, tree
-from forge_ckpt._shared.atomic import sync_folder
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import StepExists
 from forge_ckpt.foreign import refuse_foreign
@@ -77,12 +76,8 @@ def write_checkpoint(
             file_entries[name] = _write_file(temporary / name, counted(boxes), tensors, digest)
         named, numbers = dict(objects), dict(metrics or {})
         table = Manifest(step, torch.__version__, file_entries, tensors, named, numbers, digest)
-        data = manifest.encode(table)
-        manifest.decode(data, str(target / manifest.NAME))
-        # The order of durability of ForgeWriter.finish: files, manifest, directory, rename, parent.
-        files.write_file(temporary / manifest.NAME, data)
-        sync_folder(temporary)
-        directories.commit(temporary, target)
+        manifest.decode(manifest.encode(table), str(target / manifest.NAME))
+        directories.seal(temporary, table, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
         lock.release()

@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from forge_ckpt import digests, directories, files, manifest
-from forge_ckpt._shared.atomic import sync_folder
+from forge_ckpt import digests, directories, manifest
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import StepExists
@@ -124,19 +123,11 @@ class ForgeWriter(StorageWriter):
         return [*layout.results, WriteResult(MetadataIndex(layout.file), entry.size, entry)]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit (coordinator only, after every rank has written): manifest, fsync, rename, fsync."""
+        """Commit, on the coordinator only, after every rank has written and synced its file."""
         assert self._temporary is not None, "torch calls prepare_global_plan first"
         table = _manifest(self.step, metadata, [result for rank in results for result in rank])
         table = dataclasses.replace(table, digest=self.digest, metrics=self.metrics)
-        # Order of durability: data files (fsynced by each rank), manifest and its fsync, fsync of the
-        # directory, which makes their names durable, rename, fsync of the parent. After a power loss
-        # at any point, a directory with its final name therefore holds everything.
-        files.write_file(self._temporary / manifest.NAME, manifest.encode(table))
-        sync_folder(self._temporary)
-        if os.path.lexists(self.path):  # rename would silently replace an empty directory
-            rule = "appeared during the save, as two writers share the directory"
-            raise invalid("path", "appeared", str(self.path), rule, kind=StepExists)
-        directories.commit(self._temporary, self.path)
+        directories.seal(self._temporary, table, self.path)
         self._temporary = None
 
     def discard(self) -> None:
@@ -168,7 +159,6 @@ def _manifest(
 
     tensors: dict[str, manifest.TensorEntry] = {}
     object_entries: dict[str, manifest.ObjectEntry] = {}
-
     for name, entry in metadata.state_dict_metadata.items():
         path = metadata.planner_data[name]
         if isinstance(entry, TensorStorageMetadata):
