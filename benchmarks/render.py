@@ -36,22 +36,31 @@ A command downloads nothing. `hatch run bench:suite` runs in an environment with
 """
 
 
-def render(path: Path) -> None:
-    """Write the page from a file of lines."""
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    PAGE.write_text(page(lines))
+def render(paths: list[Path]) -> None:
+    """Write the page from files of lines, one for each run; a later run replaces rows of an earlier one."""
+    text = "".join(path.read_text() for path in paths)
+    PAGE.write_text(page([json.loads(line) for line in text.splitlines()]))
 
 
 def page(lines: list[dict[str, Any]]) -> str:
-    """Markdown of a run's lines."""
-    head = next((line for line in lines if "run" in line), None)
-    if head is None:
+    """Markdown of the lines of one or more runs."""
+    heads = [line for line in lines if "run" in line]
+    if not heads:
         return HEAD + "It has not been filled: no run on a quiet machine yet.\n" + REPEAT
-    rows = [line for line in lines if "row" in line]
+    found: dict[str, dict[str, Any]] = {}
+    noise: list[list[str]] = []  # verdicts of each run
+    for line in lines:
+        if "run" in line:
+            noise.append([])
+        elif line.get("row", "").startswith("noise"):
+            noise[-1].append(line["verdict"])
+        elif "row" in line:
+            found[line["row"]] = line | {"of_run": len(noise)}
+    rows = list(found.values())
     growths = [line for line in lines if "growth" in line]
     return "\n".join(
         [
-            HEAD + "\n".join(header(head, rows)),
+            HEAD + "\n".join(header(heads, noise, rows)),
             *table(rows),
             *own(rows),
             *grown(growths),
@@ -61,18 +70,25 @@ def page(lines: list[dict[str, Any]]) -> str:
     )
 
 
-def header(head: dict[str, Any], rows: list[dict[str, Any]]) -> Iterator[str]:
-    e, found = head["environment"], head["versions"]
-    noise = [row["verdict"] for row in rows if row["row"].startswith("noise")]
-    passed = sum(row["verdict"] == "passed" for row in rows)
-    device = f"{e['device_name']}, {e['cpus']} cores, {e['threads']} threads, load before {e['load_before']}"
-    yield f"- Run: {head['run']}, commit {e['commit']}, {device}"
+def header(
+    heads: list[dict[str, Any]], noise: list[list[str]], rows: list[dict[str, Any]]
+) -> Iterator[str]:
+    for number, (head, verdicts) in enumerate(zip(heads, noise), 1):
+        e = head["environment"]
+        device = f"{e['device_name']}, {e['cpus']} cores, {e['threads']} threads, load before {e['load_before']}"
+        limits = (f"{name.replace('_', ' ')} {value:.3g}" for name, value in head["limits"].items())
+        yield f"- Run {number}: {head['run']}, commit {e['commit']}, {device}; noise: {', '.join(verdicts) or 'not measured'}"
+        yield f"- Limits in run {number}: {', '.join(limits)}"
+        if number > 1:
+            again = (row["row"] for row in rows if row["of_run"] == number)
+            yield f"- Rows of run {number}: {', '.join(again)}"
+
+    e, found = heads[-1]["environment"], heads[-1]["versions"]
     have = ", ".join(f"{name} {version}" for name, version in found.items() if version)
     yield f"- Versions: torch {e['torch']}, Python {e['python']}, {have}"
     yield f"- Not installed: {', '.join(n for n, v in found.items() if not v) or 'none'}"
-    limits = (f"{name.replace('_', ' ')} {value:.3g}" for name, value in head["limits"].items())
-    yield f"- Limits in this run: {', '.join(limits)}"
-    yield f"- Noise: {', '.join(noise)}. Rows that pass: {passed} of {len(rows) - len(noise)}\n"
+    passed = sum(row["verdict"] == "passed" for row in rows)
+    yield f"- Rows that pass: {passed} of {len(rows)}\n"
 
 
 def table(rows: list[dict[str, Any]]) -> Iterator[str]:

@@ -3,7 +3,7 @@
     hatch run bench                              # all rows, one process each; lines go to runs/bench.jsonl
     hatch run bench --quick                      # tiny shapes in one process, at most 20 s: do all rows run?
     hatch run bench --rows 'moe*' --peer torchtitan=/src/torchtitan
-    hatch run bench --render runs/bench.jsonl    # docs/benchmarks.md from a run
+    hatch run bench --render runs/bench.jsonl    # docs/benchmarks.md from a run; several files: a later one replaces rows
     hatch run bench --growth                     # exponents of time and memory
 
 A figure is the median of (time of the other side / time of Forge) over interleaved rounds: above 1, Forge is faster. A row
@@ -58,7 +58,13 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, help="default: 21, or 1 with --quick")
     add("--threads", type=int, help="CPU threads of torch (default: all cores; 1 with --quick)")
     add("--out", type=Path, help="default: runs/bench.jsonl, or runs/bench-quick.jsonl")
-    add("--render", type=Path, metavar="FILE", help="write docs/benchmarks.md")
+    add(
+        "--render",
+        type=Path,
+        nargs="+",
+        metavar="FILE",
+        help="write docs/benchmarks.md; a later run replaces rows of an earlier one",
+    )
     add("--growth", action="store_true", help="measure exponents; adds lines to --out")
     add(
         "--slow", default="", metavar="SIDE=SECONDS", help="slow one side, to see it in the figures"

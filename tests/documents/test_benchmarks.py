@@ -76,6 +76,10 @@ def test_the_page_shows_each_side_and_what_was_not_there(tmp_path: Path) -> None
     assert re.search(r"\| row \| .* \| again \| [\d.]+ \[.*\] \| 1.00 \| passed \|", text)
     assert "| gone | absent |" in text
     assert "| things | 1, 32 | 1.20 | under 2 MB | time; a cause |" in text
+    second = [lines[0], dict(lines[2], settings="newer")]
+    both = render.page([*lines, *second])
+    assert both.count("| row |") == text.count("| row |")
+    assert "| row | newer |" in both
     assert "not been filled" in render.page([])
 
 
