@@ -48,7 +48,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     form = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser("bench", description=__doc__, formatter_class=form)
     add = parser.add_argument
-    add("--rows", default="*", help="pattern of row names, such as 'moe*'")
+    add("--rows", default="*", help="patterns of row names, such as 'moe*,loss*'")
     add("--list", action="store_true", help="print the rows with their settings")
     add("--gpu", action="store_true", help="run on the first CUDA device")
     add("--preset", choices=["h100"], help="sizes for a GPU of 80 GB; implies --gpu")
@@ -329,6 +329,11 @@ def limits(args: argparse.Namespace) -> dict[str, float]:
     return {name: steps[name][1] / min(seconds) for name, seconds in found.items()}
 
 
+def is_named(name: str, patterns: str) -> bool:
+    """Whether one of the patterns, with commas between them, matches."""
+    return any(fnmatch.fnmatch(name, pattern) for pattern in patterns.split(","))
+
+
 def main(given: Sequence[str] | None = None) -> int:
     args = arguments(given)
     for peer in args.peer:
@@ -349,7 +354,11 @@ def main(given: Sequence[str] | None = None) -> int:
     if args.run_row:
         print(json.dumps(measure(rows[args.run_row], args)), flush=True)
         return PASSED
-    chosen = [row for name, row in rows.items() if fnmatch.fnmatch(name, args.rows) and not name.startswith("noise")]  # fmt: skip
+    chosen = [
+        row
+        for name, row in rows.items()
+        if is_named(name, args.rows) and not name.startswith("noise")
+    ]
     if args.list:
         print("\n".join(f"{row.name:28} {', '.join(row.sides)}: {row.settings}" for row in chosen))
         return PASSED

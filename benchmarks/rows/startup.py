@@ -55,5 +55,5 @@ _PLAIN = "each in a new process, from source; import torch is a process that doe
 ROWS = [
     Row("startup-help", commands, {"forge": help_text, "import_torch": import_torch}, _PLAIN),
     Row("startup-rejected", commands, {"forge": rejected_file, "import_torch": import_torch},
-        _PLAIN + "; the file has a broken rule, and forge-train run ends with exit code 78"),
+        _PLAIN + "; the file has a broken rule, and forge-train run ends with exit code 78; the bound allows 0.3 s", bounds={"import_torch": 0.8}),
 ]  # fmt: skip
