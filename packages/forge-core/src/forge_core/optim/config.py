@@ -72,7 +72,7 @@ class MuonConfig:
     """
 
     momentum: float = field(0.95, "decay per step of the average of gradients")
-    nesterov: bool = field(True, "orthogonalise the average one step ahead")
+    nesterov: bool = field(True, "orthogonalize the average one step ahead")
     ns_steps: int = field(5, "Newton-Schulz iterations in an update")
     ns_dtype: Literal["bf16", "fp32"] = field(
         "bf16", "dtype of the Newton-Schulz iterations, and of what ranks exchange for them"
