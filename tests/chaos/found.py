@@ -23,7 +23,7 @@ FOUND = (
     ),
     Found(
         "wait 38, seed 0 (storm in data)",
-        "a SIGINT of the storm met the process in atexit, after the stop was saved: tracebacks of nobody's mistake",
+        "a SIGINT of the storm met the process in atexit, after the stop was saved: tracebacks without a mistake",
         "a signal while a run leaves ends it at once, with the run's code",
         "test_an_interrupt_while_a_run_leaves_prints_no_traceback",
     ),
@@ -41,7 +41,7 @@ FOUND = (
     ),
     Found(
         "disk 150, seed 0 (close EIO)",
-        "the disk failed while the next life removed an unfinished checkpoint: code 78, which nobody starts again",
+        "the disk failed while the next life removed an unfinished checkpoint: code 78, which is not started again",
         "what cannot be removed is left with a warning; no save takes its name",
         "test_a_left_over_that_a_failing_disk_keeps_stops_no_run",
     ),
