@@ -386,11 +386,11 @@ class _OfHidden(torch.autograd.Function):
         target, here = vocab.locate(ids, valid)
         found = vocab.empty(x)
         grad_x = torch.empty_like(x) if needs[0] else None
+
         # equal on all ranks, also on one with fewer ids, as each block has its collective
         size = max(_TOKENS_FUSED, _BLOCK_FUSED // vocab.width)
-        if (
-            x.device.type == "cpu"
-        ):  # then the block takes as much memory as the gradient of the weight
+        if x.device.type == "cpu":
+            # then the block takes as much memory as the gradient of the weight
             size = max(size, x.size(1) * found.element_size() // x.element_size())
         # the product of one block needs no sum
         dtype = weight.dtype if len(x) <= size else found.dtype
