@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness import ROOT
+from benchmarks.rows import all_rows
 
 PAGE = ROOT / "docs/benchmarks.md"
 HEAD = """# Benchmarks
@@ -17,7 +18,7 @@ Written by `hatch run bench --render FILE` from the lines of `hatch run bench`; 
 A figure is the time of the other side over the time of Forge: the median of interleaved rounds in one process, with its quartiles.
 Above 1, Forge is faster. A row passes with a median of at least its bound and a lower quartile of at least 0.03 less. The noise
 rows compare Forge with itself, first and last; outside of 0.98 to 1.02 the run is void. Bounds are 1.00; 0.98 where both sides
-call the same kernels of torch; none where the other side does less.
+call the same kernels of torch; none, or a lower one, where the other side does less.
 
 """
 REPEAT = """
@@ -62,6 +63,7 @@ def page(lines: list[dict[str, Any]]) -> str:
         [
             HEAD + "\n".join(header(heads, noise, rows)),
             *table(rows),
+            *behind(rows),
             *own(rows),
             *grown(growths),
             *settings(rows),
@@ -106,6 +108,20 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         yield from (
             f"| {row['row']} | {ours:.4g} | {name} | absent | | |" for name in row["absent"]
         )
+
+
+def behind(rows: list[dict[str, Any]]) -> Iterator[str]:
+    """Each figure under 1.00 that has a bound, with its cause."""
+    known = all_rows()
+    causes: dict[str, list[str]] = {}
+    for row in rows:
+        for name, ratio in row.get("ratios", {}).items():
+            if ratio["median"] < 1 and row["bounds"][name] is not None:
+                cause = known[row["row"]].causes.get(name, "not known")
+                causes.setdefault(cause, []).append(f"{row['row']}, {name}")
+    if causes:
+        yield "\n## Why a figure is under 1.00\n\nFrom a profile of both sides.\n\n| row, peer | cause |\n|---|---|"
+    yield from (f"| {'<br>'.join(pairs)} | {cause} |" for cause, pairs in causes.items())
 
 
 def own(rows: list[dict[str, Any]]) -> Iterator[str]:

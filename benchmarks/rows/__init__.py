@@ -45,6 +45,7 @@ class Row:
     sides: how each side is made; the first is compared with the others.
     settings: the settings of the sides, printed with the figures.
     bounds: least median of (other time / first time), by side; 1.00 if not given, None for no bound.
+    causes: why Forge is slower, by side, from a profile of both; printed with figures under 1.00.
     tolerance: largest max|a - b| / max|b| between results of the first steps; None does not compare.
     derive: for a row without peers, figures from the median seconds of its sides.
     ranks: processes that run every side together.
@@ -56,6 +57,7 @@ class Row:
     settings: str
     options: Mapping[str, Any] = field(default_factory=dict)
     bounds: Mapping[str, float | None] = field(default_factory=dict)
+    causes: Mapping[str, str] = field(default_factory=dict)
     tolerance: float | None = None
     derive: Callable[[dict[str, float]], dict[str, Any]] | None = None
     ranks: int = 1
