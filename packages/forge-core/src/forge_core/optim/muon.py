@@ -9,6 +9,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
+from itertools import accumulate, islice
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from forge_core.kinds import is_matrix, parameter_kinds, stacked_vectors
 from forge_core.optim.adamw import AdamW
 from forge_core.optim.base import Group, Slots, count_step, is_rounded, local_gradient
 from forge_core.optim.config import DTYPES, OptimizerConfig
-from forge_core.optim.full_matrices import FullMatrices
+from forge_core.optim.full_matrices import FullMatrices, axes_of
 from forge_core.optim.groups import match_groups, parameter_groups
 
 #: A member of a list of layers in a parameter's name: a number, or a cross-attention block before one.
@@ -30,8 +31,12 @@ _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7  # a zero matrix stays zero
 #: Elements of a batch at most, if a matrix has fewer: bounds the temporary tensors of an iteration to 3 x 64 MiB in bf16.
 _BATCH = 2**25
+#: Elements of the full matrices that are gathered at once; they and their updates take 4 GiB on all ranks together in bf16.
+_BUCKET = 2**30
 #: Rows of a block of a symmetric matmul on a CPU.
 _ROWS = 128
+
+_Bucket = tuple[list[Tensor], FullMatrices]
 
 
 class Muon(AdamW):
@@ -56,10 +61,11 @@ class Muon(AdamW):
 
     Cost: 4 bytes of momentum for a parameter of Muon, 8 of moments for the others (in bf16 half), allocated here. A step
     of one process does not communicate. On several ranks it does two all-to-alls for each mesh axis that shards matrices
-    and an all-gather for each that replicates them, for all matrices of a mesh together. No host sync.
+    and an all-gather for each that replicates them, for 2^30 elements of a mesh together. No host sync.
     """
 
-    _full: tuple[list[Tensor], FullMatrices] | None = None
+    _known: list[_Bucket] | None = None
+    _scratch: dict[Any, Tensor]  # within a step
     _stacked_vectors: frozenset[str] = frozenset()
     _crossed: frozenset[str] = frozenset()
 
@@ -103,26 +109,29 @@ class Muon(AdamW):
         super().load_named_state(found)
 
     def update_groups(self, skip: Tensor | None) -> None:
-        """Update all matrices at once, then the groups of AdamW."""
+        """Update the matrices by buckets, then the groups of AdamW."""
         rows = [(p, g) for g in self.param_groups if g["muon"] for p in g["params"]]
         rows = [(p, g) for p, g in rows if p.requires_grad and _updates_this_step(p)]
-        if rows:
-            self._update_hidden(rows, skip)
+        rows.sort(key=lambda row: not _stays_in_cache(row[0]))
+        of, self._scratch = iter(rows), {}
+        for bucket, full in self._buckets([p for p, _ in rows]):
+            self._update_hidden(list(islice(of, len(bucket))), full, skip)
+        self._scratch = {}
 
         for group in self.param_groups:
             parameters = [p for p in group["params"] if p.grad is not None]
             if parameters and not group["muon"]:
                 self.update(group, parameters, skip)
 
-    def _update_hidden(self, rows: Sequence[tuple[Tensor, Group]], skip: Tensor | None) -> None:
-        """Update the matrices of `rows`, in the same order on all ranks."""
+    def _update_hidden(
+        self, rows: Sequence[tuple[Tensor, Group]], full: FullMatrices, skip: Tensor | None
+    ) -> None:
+        """Update the matrices of a bucket: gather, orthogonalize and scatter them at once."""
         settings = rows[0][1]  # the same in all groups
         dtype = DTYPES[settings["ns_dtype"]]
-
-        # gather, orthogonalize and scatter all matrices at once
         parts = [self._direction(p, group, skip).to(_device(p), dtype) for p, group in rows]
-        work = partial(orthogonalize, steps=settings["ns_steps"], dtype=dtype)
-        updates = self._full_matrices([p for p, _ in rows]).work(parts, work)
+        options = {"steps": settings["ns_steps"], "dtype": dtype, "overwrite": True}
+        updates = full.work(parts, partial(orthogonalize, **options))
 
         for (parameter, group), update in zip(rows, updates):
             if parameter.grad is not None and is_rounded(group):
@@ -132,15 +141,31 @@ class Muon(AdamW):
                     _apply(piece, parameter, group, part, skip)
                 count_step(self.state_of(parameter, group), skip)
             elif parameter.grad is not None:
-                _apply(local_tensor(parameter), parameter, group, update, skip)
+                out = self._temporary(parameter)
+                _apply(local_tensor(parameter), parameter, group, update, skip, out)
 
-    def _full_matrices(self, parameters: list[Tensor]) -> FullMatrices:
-        """The plan of communication for `parameters`, which change when groups are frozen."""
-        known = self._full
+    def _temporary(self, parameter: Tensor) -> Tensor | None:
+        """Memory of the shape and dtype of a matrix that is a bucket of its own, the same for all of a step.
+
+        On a CPU the system would otherwise clear new pages for each matrix.
+        """
+        if not _stays_in_cache(parameter):
+            return None
+        own = local_tensor(parameter)
+        key = own.shape, own.dtype
+        if key not in self._scratch:
+            self._scratch[key] = torch.empty_like(own)
+        return self._scratch[key]
+
+    def _buckets(self, parameters: list[Tensor]) -> list[_Bucket]:
+        """Buckets in order, the same on all ranks, with their plans of communication; both change with frozen groups."""
         # compared by identity: tensors of one shape may be placed differently
-        if known is None or list(map(id, known[0])) != list(map(id, parameters)):
-            self._full = known = (parameters, FullMatrices(parameters, cost=flops))
-        return known[1]
+        known = [id(p) for bucket, _ in self._known or () for p in bucket]
+        if self._known is None or known != list(map(id, parameters)):
+            sizes = _bucket_sizes(parameters)
+            found = [parameters[end - n : end] for end, n in zip(accumulate(sizes), sizes)]
+            self._known = [(bucket, FullMatrices(bucket, cost=flops)) for bucket in found]
+        return self._known
 
     def _direction(self, parameter: Tensor, group: Group, skip: Tensor | None) -> Tensor:
         """Move the momentum; return this rank's part of the matrix to orthogonalize."""
@@ -149,12 +174,32 @@ class Muon(AdamW):
             return torch.zeros_like(momentum)
         gradient = local_gradient(parameter)
         if not is_rounded(group):
-            return _move(momentum, gradient, group, skip)
+            return _move(momentum, gradient, group, skip, out=self._temporary(parameter))
 
         found = torch.empty_like(momentum, dtype=DTYPES[group["ns_dtype"]])
         for own, part, result in self.in_fp32(parameter, group, [momentum], [gradient, found]):
             result.copy_(_move(own, part.float(), group, skip))
         return found
+
+
+def _stays_in_cache(parameter: Tensor) -> bool:
+    """Whether a matrix, or stack, is a bucket of its own: plain on a CPU, where its memory is then used again."""
+    return _device(parameter).type == "cpu" and not axes_of(parameter)
+
+
+def _bucket_sizes(parameters: Sequence[Tensor]) -> list[int]:
+    """Number of matrices of each bucket, in order."""
+    sizes: list[int] = []
+    elements = 0
+    for parameter in parameters:
+        elements += parameter.numel()
+        if not sizes or elements > _BUCKET:
+            sizes.append(0)
+            elements = parameter.numel()
+        sizes[-1] += 1
+        if _stays_in_cache(parameter):
+            elements = _BUCKET  # the next begins another
+    return sizes
 
 
 def hidden_matrices(model: nn.Module, config: OptimizerConfig) -> set[str]:
@@ -200,13 +245,19 @@ def _device(parameter: Tensor) -> torch.device:
 
 
 def _move(
-    momentum: Tensor, gradient: Tensor, group: Mapping[str, Any], skip: Tensor | None
+    momentum: Tensor,
+    gradient: Tensor,
+    group: Mapping[str, Any],
+    skip: Tensor | None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Move the momentum in place; return the matrix to orthogonalize."""
+    """Move the momentum in place; return the matrix to orthogonalize, in `out` or new memory."""
     if skip is not None:  # then the momentum, mixed with itself, stays as it is
         gradient = torch.where(skip != 0, momentum, gradient)
     momentum.lerp_(gradient, 1 - group["momentum"])
-    return gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+    if group["nesterov"]:
+        return torch.lerp(gradient, momentum, group["momentum"], out=out)
+    return momentum.clone() if out is None else out.copy_(momentum)
 
 
 def _apply(
@@ -215,14 +266,19 @@ def _apply(
     group: Mapping[str, Any],
     update: Tensor,
     skip: Tensor | None,
+    out: Tensor | None = None,
 ) -> None:
-    """Decay `weights` of a parameter and add the scaled update, in place; by factors of 1 and 0 where `skip` is 1."""
+    """Decay `weights` of a parameter and add the scaled update, in place; by factors of 1 and 0 where `skip` is 1.
+
+    The scaled update is computed in `out` or in new memory.
+    """
     lr = group["lr"]
     decay: Any = 1 - lr * group["weight_decay"]
     rate: Any = -lr * scale(parameter, group["adjust"])
     if skip is not None:
         decay, rate = torch.where(skip != 0, 1.0, decay), torch.where(skip != 0, 0.0, rate)
-    weights.mul_(decay).add_(update.to(weights.device, weights.dtype) * rate)
+    update = update.to(weights.device, weights.dtype) if out is None else out.copy_(update)
+    weights.mul_(decay).add_(torch.mul(update, rate, out=out))
 
 
 def scale(parameter: Tensor, adjust: str) -> float:
@@ -233,7 +289,9 @@ def scale(parameter: Tensor, adjust: str) -> float:
     return 0.2 * max(out, into) ** 0.5
 
 
-def orthogonalize(matrices: list[Tensor], steps: int, dtype: torch.dtype) -> list[Tensor]:
+def orthogonalize(
+    matrices: list[Tensor], steps: int, dtype: torch.dtype, overwrite: bool = False
+) -> list[Tensor]:
     """Return about U V^T of each matrix U S V^T, by Newton-Schulz: singular values become nearly 1, directions stay.
 
         orthogonalize([torch.randn(64, 256)], steps=5, dtype=torch.float32)
@@ -242,13 +300,15 @@ def orthogonalize(matrices: list[Tensor], steps: int, dtype: torch.dtype) -> lis
     same shapes and `dtype`, in which all of it is computed. A zero matrix stays zero. On an accelerator matrices of one
     shape, or its transpose, share batched matmuls: 3 of them per step and shape.
 
-    Cost: 2 m^2 (2 n + m) FLOPs per step; memory of four times a batch, on a CPU of a matrix.
+    Cost: 2 m^2 (2 n + m) FLOPs per step; memory of four times a batch, on a CPU of a matrix, or three with `overwrite`,
+    which may change `matrices`.
     """
     batches: dict[tuple[int, int], list[int]] = {}
     found: dict[int, Tensor] = {}
     for i, matrix in enumerate(matrices):
         if matrix.device.type == "cpu":  # a batch takes 1.15 of the time of its matrices in bf16
-            result = _iterate_on_cpu(_wide(matrix).to(dtype), steps)
+            x = _wide(matrix).to(dtype, copy=not overwrite)
+            result = _iterate_on_cpu(x, steps)
             found[i] = result if matrix.shape == result.shape else result.mT
         else:
             batches.setdefault((min(matrix.shape), max(matrix.shape)), []).append(i)
@@ -286,8 +346,8 @@ def _iterate(x: Tensor, steps: int) -> Tensor:
 
 
 def _iterate_on_cpu(x: Tensor, steps: int) -> Tensor:
-    """As `_iterate`, of one matrix (m, n)."""
-    x = x / torch.linalg.vector_norm(x).clamp(min=_EPS)
+    """As `_iterate`, of one matrix (m, n), which it overwrites."""
+    x = x.div_(torch.linalg.vector_norm(x).clamp(min=_EPS))
     for _ in range(steps):
         gram = _symmetric(x, x.mT)  # (m, m)
         factor = _symmetric(gram, gram, gram)  # b gram + c gram^2
