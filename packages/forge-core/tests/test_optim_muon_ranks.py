@@ -142,6 +142,7 @@ def train(layout: str, name: str = "muon") -> dict[str, Any]:
     run(twin, build_optimizer(twin, config), gradients)
     cut = sharded(layout, net)
     optimizer = build_optimizer(net, config)
+    muon_module._BUCKET = 1 if name == "buckets" else 2**30
     run(net, optimizer, gradients[:1], cut)
     worked: list[tuple[int, ...]] = []
     original = muon_module.orthogonalize
@@ -188,6 +189,16 @@ def test_F33_the_update_is_that_of_the_whole_matrix(layout: str) -> None:
         assert max(result["errors"].values()) <= 1e-6, result["errors"]
         exchanges, copies = COLLECTIVES[layout]
         assert result["calls"] == ["all_gather_into_tensor"] * copies + ["all_to_all_single"] * exchanges  # fmt: skip
+
+
+@pytest.mark.lane("quick")
+def test_matrices_in_buckets_of_one_are_updated_alike() -> None:
+    ranks = LAYOUTS["fsdp"][0]
+    for result in run_on_ranks(ranks, train, "fsdp", "buckets"):
+        assert max(result["errors"].values()) <= 1e-6, result["errors"]
+        matrices = sum(p.ndim == 2 for p in Net().parameters())
+        stacks = sum(p.ndim == 3 for p in Net().parameters())
+        assert matrices * 2 <= len(result["calls"]) <= (matrices + stacks) * 2
 
 
 def gathered(layout: str) -> dict[str, Any]:

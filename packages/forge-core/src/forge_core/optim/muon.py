@@ -9,8 +9,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from itertools import accumulate, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -36,7 +35,13 @@ _BUCKET = 2**30
 #: Rows of a block of a symmetric matmul on a CPU.
 _ROWS = 128
 
-_Bucket = tuple[list[Tensor], FullMatrices]
+
+class _Bucket(NamedTuple):
+    """Matrices that are gathered and updated at once; or one alone, which needs no communication."""
+
+    parameters: list[Tensor]
+    full: FullMatrices
+    alone: bool
 
 
 class Muon(AdamW):
@@ -64,7 +69,7 @@ class Muon(AdamW):
     and an all-gather for each that replicates them, for 2^30 elements of a mesh together. No host sync.
     """
 
-    _known: list[_Bucket] | None = None
+    _known: tuple[list[Tensor], list[_Bucket]] = ([], [])
     _scratch: dict[Any, Tensor]  # within a step
     _stacked_vectors: frozenset[str] = frozenset()
     _crossed: frozenset[str] = frozenset()
@@ -110,12 +115,11 @@ class Muon(AdamW):
 
     def update_groups(self, skip: Tensor | None) -> None:
         """Update the matrices by buckets, then the groups of AdamW."""
-        rows = [(p, g) for g in self.param_groups if g["muon"] for p in g["params"]]
-        rows = [(p, g) for p, g in rows if p.requires_grad and _updates_this_step(p)]
-        rows.sort(key=lambda row: not _stays_in_cache(row[0]))
-        of, self._scratch = iter(rows), {}
-        for bucket, full in self._buckets([p for p, _ in rows]):
-            self._update_hidden(list(islice(of, len(bucket))), full, skip)
+        groups = {p: g for g in self.param_groups if g["muon"] for p in g["params"]}
+        groups = {p: g for p, g in groups.items() if p.requires_grad and _updates_this_step(p)}
+        self._scratch = {}
+        for bucket in self._buckets(list(groups)):
+            self._update_hidden(bucket, groups, skip)
         self._scratch = {}
 
         for group in self.param_groups:
@@ -124,16 +128,21 @@ class Muon(AdamW):
                 self.update(group, parameters, skip)
 
     def _update_hidden(
-        self, rows: Sequence[tuple[Tensor, Group]], full: FullMatrices, skip: Tensor | None
+        self, bucket: _Bucket, groups: Mapping[Tensor, Group], skip: Tensor | None
     ) -> None:
         """Update the matrices of a bucket: gather, orthogonalize and scatter them at once."""
-        settings = rows[0][1]  # the same in all groups
+        settings = groups[bucket.parameters[0]]  # the same in all groups
         dtype = DTYPES[settings["ns_dtype"]]
-        parts = [self._direction(p, group, skip).to(_device(p), dtype) for p, group in rows]
+        out = self._temporary(bucket.parameters[0]) if bucket.alone else None
+        parts = [
+            self._direction(p, groups[p], skip, out).to(_device(p), dtype)
+            for p in bucket.parameters
+        ]
         options = {"steps": settings["ns_steps"], "dtype": dtype, "overwrite": True}
-        updates = full.work(parts, partial(orthogonalize, **options))
+        updates = bucket.full.work(parts, partial(orthogonalize, **options))
 
-        for (parameter, group), update in zip(rows, updates):
+        for parameter, update in zip(bucket.parameters, updates):
+            group = groups[parameter]
             if parameter.grad is not None and is_rounded(group):
                 weights = [local_tensor(parameter)]
                 # first=1: the momentum was rounded by the bits of number 0 in this step
@@ -141,16 +150,10 @@ class Muon(AdamW):
                     _apply(piece, parameter, group, part, skip)
                 count_step(self.state_of(parameter, group), skip)
             elif parameter.grad is not None:
-                out = self._temporary(parameter)
                 _apply(local_tensor(parameter), parameter, group, update, skip, out)
 
-    def _temporary(self, parameter: Tensor) -> Tensor | None:
-        """Memory of the shape and dtype of a matrix that is a bucket of its own, the same for all of a step.
-
-        On a CPU the system would otherwise clear new pages for each matrix.
-        """
-        if not _stays_in_cache(parameter):
-            return None
+    def _temporary(self, parameter: Tensor) -> Tensor:
+        """Memory of the shape and dtype of a matrix, the same for all of a step: the system clears new pages each time."""
         own = local_tensor(parameter)
         key = own.shape, own.dtype
         if key not in self._scratch:
@@ -158,23 +161,31 @@ class Muon(AdamW):
         return self._scratch[key]
 
     def _buckets(self, parameters: list[Tensor]) -> list[_Bucket]:
-        """Buckets in order, the same on all ranks, with their plans of communication; both change with frozen groups."""
+        """Buckets, the same on all ranks; they change when groups are frozen."""
         # compared by identity: tensors of one shape may be placed differently
-        known = [id(p) for bucket, _ in self._known or () for p in bucket]
-        if self._known is None or known != list(map(id, parameters)):
-            sizes = _bucket_sizes(parameters)
-            found = [parameters[end - n : end] for end, n in zip(accumulate(sizes), sizes)]
-            self._known = [(bucket, FullMatrices(bucket, cost=flops)) for bucket in found]
-        return self._known
+        known, found = self._known
+        if list(map(id, known)) == list(map(id, parameters)):
+            return found
 
-    def _direction(self, parameter: Tensor, group: Group, skip: Tensor | None) -> Tensor:
+        # A plain matrix on a CPU alone: it stays in the cache from its momentum to its weights, and memory is used again.
+        alone = [p for p in parameters if _device(p).type == "cpu" and not axes_of(p)]
+        found = [_Bucket([p], FullMatrices([p], cost=flops), True) for p in alone]
+        rest = set(map(id, parameters)).difference(map(id, alone))
+        for some in _by_size([p for p in parameters if id(p) in rest]):
+            found.append(_Bucket(some, FullMatrices(some, cost=flops), False))
+        self._known = parameters, found
+        return found
+
+    def _direction(
+        self, parameter: Tensor, group: Group, skip: Tensor | None, out: Tensor | None
+    ) -> Tensor:
         """Move the momentum; return this rank's part of the matrix to orthogonalize."""
         momentum = local_tensor(self.state_of(parameter, group)["momentum_buffer"])
         if parameter.grad is None:
             return torch.zeros_like(momentum)
         gradient = local_gradient(parameter)
         if not is_rounded(group):
-            return _move(momentum, gradient, group, skip, out=self._temporary(parameter))
+            return _move(momentum, gradient, group, skip, out)
 
         found = torch.empty_like(momentum, dtype=DTYPES[group["ns_dtype"]])
         for own, part, result in self.in_fp32(parameter, group, [momentum], [gradient, found]):
@@ -182,24 +193,17 @@ class Muon(AdamW):
         return found
 
 
-def _stays_in_cache(parameter: Tensor) -> bool:
-    """Whether a matrix, or stack, is a bucket of its own: plain on a CPU, where its memory is then used again."""
-    return _device(parameter).type == "cpu" and not axes_of(parameter)
-
-
-def _bucket_sizes(parameters: Sequence[Tensor]) -> list[int]:
-    """Number of matrices of each bucket, in order."""
-    sizes: list[int] = []
+def _by_size(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Lists of consecutive parameters of at most `_BUCKET` elements, or of one."""
+    found: list[list[Tensor]] = []
     elements = 0
     for parameter in parameters:
         elements += parameter.numel()
-        if not sizes or elements > _BUCKET:
-            sizes.append(0)
+        if not found or elements > _BUCKET:
+            found.append([])
             elements = parameter.numel()
-        sizes[-1] += 1
-        if _stays_in_cache(parameter):
-            elements = _BUCKET  # the next begins another
-    return sizes
+        found[-1].append(parameter)
+    return found
 
 
 def hidden_matrices(model: nn.Module, config: OptimizerConfig) -> set[str]:
