@@ -1,15 +1,18 @@
 """Initial weights: a function of (seed, name), on any path."""
 
+import hashlib
 import math
 import subprocess
 import sys
 from pathlib import Path
+from statistics import NormalDist
 
 import pytest
 import torch
 from torch import nn
 
 from forge_core import Init, Transformer, TransformerConfig, initialize
+from forge_core.random_bits import fill_normal
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -141,6 +144,49 @@ def test_a_part_of_a_model_is_filled_as_the_whole_is() -> None:
     assert torch.equal(whole.behind.weight, wanted)
     with rejects("before.weight", ..., "not_found"):
         initialize(whole, 0, whole=names - {"before.weight"})
+
+
+def exact(seed: int, name: str, row: int, column: int) -> float:
+    """The normal number of an element, with Python's integers and the exact quantile."""
+    odd, bits = 0x9E3779B97F4A7C15, 2**64 - 1
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & bits
+        x = (x ^ (x >> 27)) * 0x94D049BB133111EB & bits
+        return x ^ (x >> 31)
+
+    key = int.from_bytes(hashlib.sha256(f"{seed}:{name}".encode()).digest()[:8], "big")
+    x = mix(mix(row * odd + key & bits) + column * odd & bits)
+    tail = ((x & (1 << 52) - 1) + 0.5) * 2.0**-52
+    return -NormalDist().inv_cdf(tail / 2) * (-1 if x >> 63 else 1)
+
+
+@pytest.mark.parametrize("shape", [(), (7,), (5, 9), (3, 4, 6)])
+def test_normal_numbers_are_quantiles_of_a_hash(shape: tuple[int, ...]) -> None:
+    values = torch.full(shape, torch.nan, dtype=torch.float64)
+    fill_normal(values, 2.0, "a.weight", 5)
+    *lead, columns = shape if len(shape) > 1 else (*shape, 1)
+    wanted = [
+        2 * exact(5, "a.weight", r, c) for r in range(math.prod(lead)) for c in range(columns)
+    ]
+    assert values.flatten().tolist() == pytest.approx(wanted, rel=1e-6, abs=1e-7)
+
+
+def test_normal_numbers_are_independent_and_reach_into_the_tails() -> None:
+    values = torch.empty(2048, 1024)
+    fill_normal(values, 1.0, "w", 0)
+    x = values.double()
+    count = x.numel()
+    fractions = torch.special.ndtr(x.flatten().sort().values)
+    distance = (fractions - (torch.arange(count) + 0.5) / count).abs().max()
+    assert distance * count**0.5 < 1.95  # Kolmogorov and Smirnov, one of 1,000 samples
+    for power, moment, variance in ((1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)):
+        assert abs((x**power).mean() - moment) < 4 * (variance / count) ** 0.5
+    for a, b in ((x[1:], x[:-1]), (x[:, 1:], x[:, :-1]), (x[1:, 1:], x[:-1, :-1]), (x[2:], x[:-2])):
+        assert abs((a * b).mean()) < 4 / count**0.5
+        assert abs((a.square() * b.square()).mean() - 1) < 4 * (8 / count) ** 0.5
+    beyond = int((x.abs() > 4).sum())
+    assert abs(beyond - count * 6.334e-5) < 4 * (count * 6.334e-5) ** 0.5
 
 
 SHARDS = """

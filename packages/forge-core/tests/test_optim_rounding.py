@@ -19,7 +19,8 @@ from forge_core.optim import (
     parameter_groups,
 )
 from forge_core.optim import ema as ema_module
-from forge_core.optim.rounding import in_fp32, offset_of, round_by
+from forge_core.optim.rounding import in_fp32, round_by
+from forge_core.random_bits import offset_of
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -156,7 +157,7 @@ def test_fp32_is_written_as_it_is():
 def test_pieces_do_not_show(shape, monkeypatch):
     values = torch.randn(shape)
     whole = _stored(values)
-    monkeypatch.setattr("forge_core.optim.rounding._PIECE", {"cpu": 4})
+    monkeypatch.setattr("forge_core.random_bits._PIECE", {"cpu": 4})
     assert torch.equal(_stored(values), whole)
     strided = torch.empty((*shape, 2), dtype=torch.bfloat16)[..., 0]
     offset = offset_of(strided, "w", 0)

@@ -17,7 +17,8 @@ from forge_core.optim.groups import (
     register_groups,
     set_group_lrs,
 )
-from forge_core.optim.rounding import ElementOffset, in_fp32, offset_of
+from forge_core.optim.rounding import in_fp32
+from forge_core.random_bits import ElementOffset, offset_of
 
 #: A group of `torch.optim.Optimizer.param_groups`.
 Group = Mapping[str, Any]
