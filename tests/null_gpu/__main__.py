@@ -28,6 +28,7 @@ CAMPAIGNS = {
     "waits": "tests.null_gpu.test_waits",
     "layouts": "tests.null_gpu.layouts",
     "memory": "tests.null_gpu.memory",
+    "sizes": "tests.null_gpu.sizes",
 }
 
 
