@@ -935,7 +935,7 @@ PROBES: dict[str, Probe] = {
     "checkpoint.best": Probe(
         "val_loss",
         files,
-        {**KEEP_ONE, "eval.every_steps": 1, "optimizer.lr": 3.0, "schedule.name": "constant"},
+        {**KEEP_ONE, "eval.every_steps": 1, "optimizer.lr": 10.0, "schedule.name": "constant"},
     ),
     "checkpoint.wait": Probe(True, saves, {"checkpoint.every_steps": 1}),
     "checkpoint.staging_gib": Probe(1e-6, saves),

@@ -28,7 +28,16 @@ ROOT = Path(__file__).parents[2]
 TABLE, PAGE = ROOT / "docs/data/null-gpu-sizes.json", ROOT / "docs/null-gpu-sizes.md"
 SOURCES = ("packages", "apps/train/src", "tests/null_gpu")
 #: May only fall.
-BOUNDED = ("kernels", "waits", "bytes", "gathered_bytes", "largest_unit", "most_unit_bytes", "peak", "largest_tensor")
+BOUNDED = (
+    "kernels",
+    "waits",
+    "bytes",
+    "gathered_bytes",
+    "largest_unit",
+    "most_unit_bytes",
+    "peak",
+    "largest_tensor",
+)
 
 
 class Case(NamedTuple):
@@ -138,7 +147,9 @@ def measure(name: str) -> dict[str, Any]:
     if moe is not None and not moe.num_experts:
         moe = None
     if moe is not None and moe.router != "uniform":
-        raise ValueError(f"router is {moe.router!r}, whose routes would be those of zeros; use 'uniform'")
+        raise ValueError(
+            f"router is {moe.router!r}, whose routes would be those of zeros; use 'uniform'"
+        )
     meshes = make_meshes(config.parallel)
     model = shard(build_trained(config), config, meshes, Agreement())
     optimizer = build_optimizer(model, config.optimizer)
@@ -165,10 +176,16 @@ def measure(name: str) -> dict[str, Any]:
         step()
     plain = device.counted()
     plain.subtract(before)
-    found = {"kernels": launched(plain), "waits": len(waits), "peak": torch.cuda.max_memory_allocated()}
+    found = {
+        "kernels": launched(plain),
+        "waits": len(waits),
+        "peak": torch.cuda.max_memory_allocated(),
+    }
     with Tally() as tally:
         step()
-    matrices = sum(p.numel() for n, p in model.named_parameters() if p.ndim > 1 and "embedding" not in n)
+    matrices = sum(
+        p.numel() for n, p in model.named_parameters() if p.ndim > 1 and "embedding" not in n
+    )
     if moe is not None:  # of the experts' weights, what a token uses
         experts = sum(p.numel() for p in model.parameters() if p.ndim == 3)
         matrices -= experts - experts * moe.top_k // moe.num_experts

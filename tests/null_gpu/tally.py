@@ -63,7 +63,11 @@ class Tally(TorchDispatchMode):
         self.largest: tuple[int, str, tuple[int, ...]] = (0, "", ())
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
         before = launched(counted())
