@@ -27,7 +27,7 @@ _WARM_UP = 9.0
 class EMA:
     """Averages the weights that `optimizer` trains: average <- d average + (1 - d) weights, after each update.
 
-        optimizer = EMA(AdamW(model, config), EMAConfig(decay=0.999))
+        optimizer = EMA(AdamW(param_groups(model), lr=1e-3), EMAConfig(decay=0.999))
         loss.backward(); optimizer.step()
         optimizer.eval(); evaluate(model); optimizer.train()      # the weights are the average in between
 
