@@ -54,9 +54,12 @@ def test_a_keyword_of_both_is_a_field_unless_it_is_callable() -> None:
     assert Layer(Sizes(4), act=torch.tanh).act is torch.tanh
 
 
-@pytest.mark.parametrize("given", [{}, {"dim": 4, "hiden": 8}, {"config": Sizes(4), "hidden": 8}])
-def test_other_keywords_are_python_errors(given: dict[str, Any]) -> None:
-    with pytest.raises(TypeError):
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({}, "dim"), ({"dim": 4, "hiden": 8}, "hiden"), ({"config": Sizes(4), "hidden": 8}, "hidden")],
+)
+def test_other_keywords_are_python_errors(given: dict[str, Any], named: str) -> None:
+    with pytest.raises(TypeError, match=named):
         Layer(**given)
 
 
@@ -75,9 +78,9 @@ def test_device_and_dtype_are_those_of_the_parameters() -> None:
 
 
 def test_torch_has_its_default_dtype_again_after_an_error() -> None:
-    with pytest.raises(RuntimeError), factory(dtype=torch.float64):  # noqa: PT012
+    with pytest.raises(TypeError, match="no_such_size"), factory(dtype=torch.float64):  # noqa: PT012
         assert torch.get_default_dtype() == torch.float64
-        raise RuntimeError
+        Sizes(no_such_size=1)  # type: ignore[call-arg]
     assert torch.get_default_dtype() == torch.float32
 
 

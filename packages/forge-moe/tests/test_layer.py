@@ -358,7 +358,7 @@ def test_a_layer_of_keywords_is_that_of_its_config() -> None:
         assert "4" in part.extra_repr()
     with rejects("top_k", 9, "above_experts", where="moe: "):
         MoE(dim=8, hidden_dim=16, num_experts=4, top_k=9)
-    with pytest.raises(TypeError):
+    with pytest.raises(TypeError, match="num_expert"):
         MoE(dim=8, hidden_dim=16, num_expert=4)
 
 
