@@ -159,6 +159,17 @@ def test_adamw_is_the_adamw_of_torch(form: str, settings: dict[str, Any]) -> Non
     assert_same(mine, theirs)
 
 
+@pytest.mark.parametrize(
+    "kind", [{"fused": False, "foreach": False}, {"foreach": True}, {"fused": True}]
+)
+def test_the_implementations_of_torch(kind: dict[str, bool]) -> None:
+    models = [Tiny(), Tiny()]
+    for model, build in zip(models, (AdamW, torch.optim.AdamW)):
+        optimizer = build(model.parameters(), lr=0.01, **kind)
+        step(model, optimizer, 3)
+    assert_same(*models)
+
+
 @every_class
 def test_schedulers_of_torch_set_the_rates(name: str) -> None:
     model, other = Tiny(), Tiny()

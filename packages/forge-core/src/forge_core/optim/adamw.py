@@ -40,7 +40,8 @@ class AdamW(NamedOptimizer):
     Args:
         params: parameters, (name, parameter) pairs or groups. Names are needed by `named_state`.
         state_dtype: "bf16" stores the moments in bf16, rounded stochastically.
-        fused: torch's fused kernel (default: where all parameters are on a CPU or on CUDA).
+        fused, foreach: torch's implementations (default: fused where all parameters are on a CPU or on CUDA, and foreach
+            is not True).
 
     Moments are sharded like their parameter; each parameter counts its own steps. Groups, named state, the mask and
     errors: see `NamedOptimizer`. Without the fused kernel a mask costs one host sync.
@@ -62,9 +63,14 @@ class AdamW(NamedOptimizer):
         *,
         state_dtype: Literal["fp32", "bf16"] = "fp32",
         fused: bool | None = None,
+        foreach: bool | None = None,
     ) -> None:
         groups = as_groups(params)
-        own = {"betas": betas, "eps": eps, "fused": can_fuse(groups) if fused is None else fused}
+        if fused is None:
+            fused = not foreach and can_fuse(groups)
+        own: dict[str, Any] = {"betas": betas, "eps": eps, "fused": fused}
+        if foreach is not None:  # else state keeps its form
+            own["foreach"] = foreach
         super().__init__(groups, lr, weight_decay, state_dtype=state_dtype, **own)
 
     @property
@@ -124,6 +130,7 @@ def _update(
         [],
         [state["step"] for state in states],
         fused=group["fused"] or None,
+        foreach=group.get("foreach"),
         found_inf=skip,  # made for loss scaling: 1.0 leaves all as it is, the step counts included
         amsgrad=False,
         beta1=beta1,
