@@ -119,5 +119,7 @@ def _default(field: Any) -> Any:
 
 
 def _keywords(defaults: dict[str, Any]) -> list[inspect.Parameter]:
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return [inspect.Parameter(name, kind, default=value) for name, value in defaults.items()]
+    """Keyword-only parameters, those without a default first."""
+    kind, empty = inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.empty
+    found = [inspect.Parameter(name, kind, default=value) for name, value in defaults.items()]
+    return sorted(found, key=lambda parameter: parameter.default is not empty)

@@ -15,11 +15,16 @@ from forge_core._shared.module_arguments import config_arguments, factory, facto
 pytestmark = pytest.mark.lane("test")
 
 
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    act: str = "relu"
+    scale: float = 1.0
+
+
 @dataclass(frozen=True)
-class Sizes:
+class Sizes(Base):
     dim: int
     hidden: int = 8
-    act: str = "relu"
     tags: dict[str, int] = field(default_factory=dict)
 
 
@@ -86,7 +91,8 @@ def test_torch_has_its_default_dtype_again_after_an_error() -> None:
 
 def test_the_signature_shows_fields_device_and_dtype() -> None:
     shown = inspect.signature(Layer).parameters
-    assert [*shown] == ["config", "act", "dim", "hidden", "tags", "device", "dtype"]
+    first = ["config", "act", "dim"]  # and then what has a default
+    assert [*shown] == [*first, "scale", "hidden", "tags", "device", "dtype"]
     assert shown["dim"].default is inspect.Parameter.empty
     assert shown["hidden"].default == 8
     assert [*inspect.signature(Plain).parameters] == ["width", "bias", "device", "dtype"]

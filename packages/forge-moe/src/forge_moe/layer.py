@@ -180,7 +180,9 @@ class MoE(nn.Module):
     def extra_repr(self) -> str:
         """Sizes, for print(model)."""
         c = self.config
-        sizes = f"{c.dim}, hidden_dim={c.hidden_dim}, num_experts={c.num_experts}, top_k={c.top_k}"
+        sizes = (
+            f"dim={c.dim}, hidden_dim={c.hidden_dim}, num_experts={c.num_experts}, top_k={c.top_k}"
+        )
         return sizes + (f", shared={c.num_shared_experts}" if c.num_shared_experts else "")
 
     @property
