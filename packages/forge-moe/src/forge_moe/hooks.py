@@ -139,8 +139,8 @@ def register_expert_bias_update(
             optimizer.step()                # and then the biases
 
     total_steps is for a `bias_schedule` over training, with `first_step`, the number of steps that were done before (of a
-    run that is resumed). `handle.remove()` ends it. With several optimizers register one of them. A step that GradScaler
-    leaves out updates no bias; its counts join those of the next step.
+    run that is resumed). `handle.remove()` ends it. With several optimizers register one of them, and before accelerate or
+    Lightning Fabric wraps it. A step that GradScaler leaves out updates no bias; its counts join those of the next step.
     """
     steps = count(first_step)
 
