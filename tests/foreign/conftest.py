@@ -22,7 +22,7 @@ class _OnlyThese:
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if _is_forge(name) and name.partition(".")[0] not in self.allowed:
-            raise ModuleNotFoundError(f"{name} is not installed next to {self.allowed}", name=name)
+            raise ModuleNotFoundError(f"{name} is hidden in this loop", name=name)
         return None
 
 
