@@ -120,7 +120,8 @@ def config_form(init: _Init) -> _Init:
     @wraps(init)
     def either(self: Any, *args: Any, **kwargs: Any) -> None:
         given = {**dict(zip(("model", "config", "groups"), args)), **kwargs}
-        if type(given.get("config")).__name__ != "OptimizerConfig":
+        # by name: the module of the class imports this one
+        if all(kind.__name__ != "OptimizerConfig" for kind in type(given.get("config")).__mro__):
             return init(self, *args, **kwargs)
 
         model, config, groups = given.pop("model"), given.pop("config"), given.pop("groups", None)
