@@ -30,6 +30,19 @@ def test_nothing_beyond_torch_is_loaded() -> None:
 def test_public_names_exist_and_are_few() -> None:
     import forge_core
 
-    assert len(forge_core.__all__) <= 25
+    assert len(forge_core.__all__) <= 40
     assert len(set(forge_core.__all__)) == len(forge_core.__all__)
     assert all(getattr(forge_core, name).__doc__ for name in forge_core.__all__)
+
+
+def test_dir_shows_names_that_are_imported_at_first_use() -> None:
+    code = """
+import sys
+import forge_core
+lazy = {"forge_core.interp", "forge_core.lora", "forge_core.scaling"}
+assert set(forge_core.__all__) <= set(dir(forge_core))
+assert not lazy & set(sys.modules), lazy & set(sys.modules)
+from forge_core import AdamW, Muon, lora
+assert lora.__name__ == "forge_core.lora"
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

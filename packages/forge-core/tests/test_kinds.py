@@ -18,7 +18,7 @@ from forge_core.optim import (
     OptimizerGroupConfig,
     build_optimizer,
     hidden_matrices,
-    parameter_groups,
+    param_groups,
 )
 from forge_core.optim.build import changes_of_older_run
 from forge_core.optim.groups import lr_scales
@@ -264,7 +264,7 @@ def test_F146_changes_of_an_older_run_are_named(name: str) -> None:
     kept = {"stacks": OptimizerGroupConfig(tuple(patterns), weight_decay=0.3)}
     config = OptimizerConfig(name, weight_decay=0.3, groups=kept)
     before, _ = as_before("adamw")
-    groups = parameter_groups(model, config)
+    groups = param_groups(model, config)
     decays = {n for group in groups if group["weight_decay"] for n, _ in group["params"]}
     assert decays == {n for n, p in before.named_parameters() if p.ndim > 1}
     assert len(changes_of_older_run(model, config)) == len(muon)

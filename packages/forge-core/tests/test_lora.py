@@ -21,7 +21,7 @@ from forge_core.lora import (
     without_adapter,
 )
 from forge_core.model import MLAConfig
-from forge_core.optim import AdamW, OptimizerConfig
+from forge_core.optim import AdamW, param_groups
 from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -106,7 +106,7 @@ def test_it_trains_the_adapters_and_generates():
     lora(model, ADAPTERS, base_dtype=None)
     initialize(model, 1)
     frozen = {n: p.clone() for n, p in model.named_parameters() if not p.requires_grad}
-    optimizer = AdamW(model, OptimizerConfig(lr=3e-2, weight_decay=0.0))
+    optimizer = AdamW(param_groups(model, weight_decay=0.0), lr=3e-2)
     tokens, losses = _tokens(4), []
     for _ in range(30):
         loss = cross_entropy(model(tokens[:, :-1]), tokens[:, 1:]).mean

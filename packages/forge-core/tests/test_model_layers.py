@@ -5,9 +5,17 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from forge_core import FeedForward, RMSNorm, RopeScaling, TransformerConfig
+from forge_core import (
+    FeedForward,
+    LatentAttention,
+    MLAConfig,
+    RMSNorm,
+    RopeScaling,
+    Transformer,
+    TransformerConfig,
+)
 from forge_core.model import Attention
 from forge_core.model.rope import attention_factor, inverse_frequencies, rope_tables, rotate
 from forge_testing.problems import rejects
@@ -216,3 +224,54 @@ def test_norms_over_all_heads_have_their_width_and_a_role_under_tensor_paralleli
     roles = layer.parallel_roles()
     assert roles["q_norm.*"] == "norm_over_heads"
     assert roles["k_norm.*"] == ("norm_over_heads", 1, True), "ranks may share key heads"
+
+
+def test_modules_of_keywords_are_those_of_a_config() -> None:
+    config = TransformerConfig(vocab_size=32, dim=16, num_layers=1, num_heads=4, num_kv_heads=2)
+    built = []
+    for build in (
+        lambda: Attention(config),
+        lambda: Attention(dim=16, num_heads=4, num_kv_heads=2),
+    ):
+        torch.manual_seed(0)
+        built.append(build().state_dict())
+    assert all(torch.equal(built[0][name], built[1][name]) for name in built[0])
+    one = Transformer(config)
+    other = Transformer(vocab_size=32, dim=16, num_layers=1, num_heads=4, num_kv_heads=2)
+    assert one.config == other.config
+    assert all(map(torch.equal, one.parameters(), other.parameters()))
+    assert isinstance(
+        Transformer(vocab_size=8, dim=8, feed_forward="gelu").layers["0"].feed_forward, FeedForward
+    )
+    own = Transformer(vocab_size=8, dim=8, feed_forward=lambda layer: nn.Identity())
+    assert isinstance(own.layers["0"].feed_forward, nn.Identity)
+
+
+LATENT = MLAConfig(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
+BUILDERS = {
+    "attention": lambda **own: Attention(dim=16, num_heads=4, num_kv_heads=2, **own),
+    "latent": lambda **own: LatentAttention(dim=16, num_heads=2, mla=LATENT, **own),
+    "feed_forward": lambda **own: FeedForward(16, 32, **own),
+    "norm": lambda **own: RMSNorm(16, **own),
+    "transformer": lambda **own: Transformer(
+        vocab_size=8, dim=16, num_heads=2, num_layers=2, **own
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+def test_device_dtype_reset_parameters_and_repr(name: str) -> None:
+    build = BUILDERS[name]
+    module = build(device="meta", dtype=torch.bfloat16)
+    assert all(p.is_meta and p.dtype == torch.bfloat16 for p in module.parameters())
+    module = build(device="meta").to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.fill_(float("nan"))
+    torch.manual_seed(0)
+    module.reset_parameters()
+    torch.manual_seed(0)
+    wanted = build()
+    assert all(map(torch.equal, module.parameters(), wanted.parameters()))
+    assert module.extra_repr() in repr(module)
+    assert module.extra_repr()

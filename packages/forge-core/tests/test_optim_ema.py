@@ -16,6 +16,7 @@ from forge_core.optim import (
     OptimizerConfig,
     build_optimizer,
     check_optimizer,
+    param_groups,
 )
 from forge_testing.problems import rejects
 
@@ -123,7 +124,7 @@ def test_what_belongs_to_the_other_weights_is_refused() -> None:
     optimizer.eval()
     with pytest.raises(RuntimeError, match=r"\.train\(\)"):
         optimizer.step()
-    state = AdamW(model, OptimizerConfig()).named_state()
+    state = AdamW(param_groups(model)).named_state()
     with rejects("0.weight.trained", ..., "missing"):
         optimizer.load_named_state(state)
 
@@ -168,7 +169,7 @@ def test_the_form_of_torch_holds_the_average_too() -> None:
         optimizer.eval(), again.eval()
         assert all(map(torch.equal, _values(model), _values(resumed)))
     with rejects("", ..., "no_average"):
-        again.load_state_dict(AdamW(model, OptimizerConfig()).state_dict())
+        again.load_state_dict(AdamW(param_groups(model)).state_dict())
 
 
 def test_a_state_that_does_not_fit_changes_nothing() -> None:

@@ -32,7 +32,7 @@ from forge_core.optim import (
     multipliers_at,
     never_trained,
     optimizer_problems,
-    parameter_groups,
+    param_groups,
     set_lr,
     set_multipliers,
     stage_problems,
@@ -110,7 +110,7 @@ def test_torch_sees_groups_with_rates_and_decay() -> None:
             g.get("group"),
             g.get("lr_multiplier"),
         )
-        for g in parameter_groups(model, config)
+        for g in param_groups(model, config)
     ]
     assert seen == [
         ("body.0.weight", 1, 0.2, "body", 0.5),
@@ -246,7 +246,7 @@ def test_named_state_holds_frozen_groups_too() -> None:
 def test_an_outside_builder_takes_part_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     lab: Any = types.ModuleType("somebodys_lab")
     lab.deaf = lambda model, config: torch.optim.SGD(model.parameters(), config.lr)
-    lab.listens = lambda model, config: torch.optim.SGD(parameter_groups(model, config), config.lr)
+    lab.listens = lambda model, config: torch.optim.SGD(param_groups(model, config), config.lr)
     monkeypatch.setitem(sys.modules, "somebodys_lab", lab)
     plan = {"body": group("body.*", lr_multiplier=0.0)}
     with rejects("optimizer.groups.body", ..., "param_groups", where="'somebodys_lab:deaf'"):

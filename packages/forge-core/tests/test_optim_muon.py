@@ -19,11 +19,12 @@ from forge_core.optim import (
     OptimizerGroupConfig,
     build_optimizer,
     check_optimizer,
-    muon,
+    groups,
+    hidden_matrices,
 )
 from forge_core.optim import muon as muon_module
 from forge_core.optim.build import changes_of_older_run
-from forge_core.optim.muon import hidden_matrices, orthogonalize
+from forge_core.optim.muon import orthogonalize
 from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -248,7 +249,7 @@ def test_F218_matrices_of_cross_attention_blocks_are_hidden_ones(
     assert "layers.cross_*.up.weight" in changes_of_older_run(model, config)[-1]
 
     with monkeypatch.context() as before:
-        before.setattr(muon, "_BLOCK", re.compile(r"(^|\.)\d+\."))
+        before.setattr(groups, "_BLOCK", re.compile(r"(^|\.)\d+\."))
         older = build_optimizer(model, config)
         assert hidden_matrices(model, config) == {n for n in HIDDEN if ".0." in n}
     gradients = recorded(model, 2)

@@ -16,7 +16,7 @@ from forge_core.optim import (
     MuonConfig,
     OptimizerConfig,
     build_optimizer,
-    parameter_groups,
+    param_groups,
 )
 from forge_core.optim import ema as ema_module
 from forge_core.optim.rounding import in_fp32, round_by
@@ -448,7 +448,7 @@ def test_bf16_weights_are_refused_where_nothing_rounds_them():
         with rejects("embedding.weight", torch.bfloat16, "dtype"):
             build_optimizer(Small(), config)
     with rejects("embedding.weight", torch.bfloat16, "dtype"):
-        parameter_groups(Small(), _config())
+        param_groups(Small(), _config(), rounds=False)
 
 
 def test_state_in_bf16_is_refused_where_nothing_rounds_it():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from forge_moe import MoE, MoEConfig, update_expert_bias
+from forge_moe import MoE, MoEConfig, register_expert_bias_update, update_expert_bias
 from forge_moe.hooks import MoEHooks, num_experts_by_layer, whole_batch_options
 from forge_testing import device, run_on_ranks
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -164,3 +166,52 @@ def test_ranks_of_two_stages_have_the_columns_of_both() -> None:
 
 def _rank_of_two_stages() -> dict[str, float]:
     return _of_two_stages(dist.get_rank())
+
+
+def bias_after(steps: int, optimizer_steps: bool, schedule: str, skipped: int = -1) -> torch.Tensor:
+    """The bias after steps of SGD, by the hook or by a call after each step."""
+    torch.manual_seed(0)
+    moe = MoE(dim=8, hidden_dim=8, num_experts=4, bias_update_rate=0.1, bias_schedule=schedule)
+    optimizer: Any = Masked(moe.parameters(), lr=0.0)
+    total = None if schedule == "constant" else steps
+    if optimizer_steps:
+        register_expert_bias_update(optimizer, moe, total)
+    for step in range(steps):
+        moe(torch.randn(16, 8, generator=torch.Generator().manual_seed(step))).sum().backward()
+        skip = torch.tensor(float(step == skipped))
+        optimizer.step(skip=skip)
+        if not optimizer_steps:
+            update_expert_bias(moe, None if total is None else step, total, skip=skip)
+    return moe.router.expert_bias
+
+
+class Masked(torch.optim.SGD):
+    """A torch optimizer whose step may be masked."""
+
+    def step(self, closure: Any = None, *, skip: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("schedule", ["constant", "linear_warmup"])
+@pytest.mark.parametrize("skipped", [-1, 2])
+def test_a_hook_of_the_optimizer_moves_the_biases(schedule: str, skipped: int) -> None:
+    steps = 5 if skipped < 0 else 6  # an odd number of updates does not end at 0
+    by_hook = bias_after(steps, True, schedule, skipped)
+    assert by_hook.abs().max() > 0.01
+    assert torch.equal(by_hook, bias_after(steps, False, schedule, skipped))
+
+
+def test_a_hook_goes_on_from_its_first_step_and_can_be_removed() -> None:
+    moe = MoE(dim=8, hidden_dim=8, num_experts=4, bias_update_rate=0.1, bias_schedule="cosine")
+    optimizer = torch.optim.SGD(moe.parameters(), lr=0.0)
+    with rejects("bias_schedule", "cosine", "missing"):
+        update_expert_bias(moe)
+    handle = register_expert_bias_update(optimizer, moe, 10, first_step=9)
+    moe(torch.randn(16, 8))
+    optimizer.step()
+    last = 0.1 * (1 + math.cos(math.pi * 0.9)) / 2
+    assert moe.router.expert_bias.abs().max() == pytest.approx(last)
+    handle.remove()
+    before = moe.router.expert_bias.clone()
+    optimizer.step()
+    assert torch.equal(moe.router.expert_bias, before)

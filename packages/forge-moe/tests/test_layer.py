@@ -331,3 +331,55 @@ def test_F153_a_shared_expert_that_counts_its_own_operations_is_asked() -> None:
         2.0 * 8 * 16 + 1000.0
     )  # as one with an adapter
     assert moe.flops_per_token(1) == before + 1000.0
+
+
+def test_a_layer_of_keywords_is_that_of_its_config() -> None:
+    config = MoEConfig(8, 16, 4, top_k=3, bias=True, num_shared_experts=1)
+    made = []
+    for build in (
+        lambda: MoE(config),
+        lambda: MoE(8, 16, 4, top_k=3, bias=True, num_shared_experts=1),
+    ):
+        torch.manual_seed(0)
+        made.append(build())
+    assert made[0].config == made[1].config
+    state, other = (moe.state_dict() for moe in made)
+    assert all(torch.equal(state[name], other[name]) for name in state)
+    assert all(str(size) in repr(made[1]) for size in (8, 16, 4, 3))
+
+    half = MoE(
+        dim=8, hidden_dim=16, num_experts=4, expert_bias=True, device="meta", dtype=torch.bfloat16
+    )
+    assert {p.dtype for p in half.parameters()} == {torch.bfloat16}
+    assert all(p.is_meta for p in half.parameters())
+    assert half.router.expert_bias.dtype == torch.float32
+    for part in (Router(dim=8, num_experts=4), Experts(dim=8, hidden_dim=16, num_experts=4)):
+        assert part.config.dim == 8
+        assert "4" in part.extra_repr()
+    with rejects("top_k", 9, "above_experts", where="moe: "):
+        MoE(dim=8, hidden_dim=16, num_experts=4, top_k=9)
+    with pytest.raises(TypeError, match="num_expert"):
+        MoE(dim=8, hidden_dim=16, num_expert=4)
+
+
+@pytest.mark.parametrize("scope", ["micro_batch", "sequence"])
+def test_returned_losses_are_those_that_aux_losses_takes(scope: str) -> None:
+    weights = {"aux_loss_weight": 0.1, "z_loss_weight": 0.01, "aux_scope": scope}
+    returns, holds = layer(**weights), layer(**weights)
+    x = torch.randn(2, 12, 8)
+    y, aux = returns(x, return_aux=True)
+    assert torch.equal(y, holds(x))
+    assert torch.equal(aux.total, aux_losses(holds).total * 1)
+    with rejects("model", ..., "no_losses"):
+        aux_losses(returns)  # not given out twice
+
+    (y.square().mean() + aux.total).backward()
+    (holds(x).square().mean() + aux_losses(holds).total).backward()
+    assert torch.equal(returns.router.weight.grad, holds.router.weight.grad)
+
+    _, aux = returns.eval()(x, return_aux=True)
+    assert [float(loss) for loss in aux] == [0.0] * 4
+    for mode in ("attach", "none"):
+        own = {} if mode == "none" else weights
+        with rejects("return_aux", mode, "aux"):
+            layer(aux=mode, **own)(x, return_aux=True)

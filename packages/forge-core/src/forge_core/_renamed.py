@@ -6,11 +6,14 @@ import importlib
 import sys
 import warnings
 from collections.abc import Callable
+from functools import wraps
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from forge_core._shared.problems import invalid
+
+_Init = TypeVar("_Init", bound=Callable[..., None])
 
 #: Module of 0.1 -> module of today.
 MODULES = {
@@ -109,3 +112,24 @@ def reject_old_head(kind: type) -> None:
         rule = "is not called by forward since 0.2"
         fix = "define project(hidden, loss=None), whose hidden states are normed already"
         raise invalid(f"{kind.__name__}.head", "renamed", ..., rule, fix)
+
+
+def config_form(init: _Init) -> _Init:
+    """Let `__init__` of an optimizer also take (model, config[, groups]), its arguments in 0.1, with a DeprecationWarning."""
+
+    @wraps(init)
+    def either(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = {**dict(zip(("model", "config", "groups"), args)), **kwargs}
+        # by name: the module of the class imports this one
+        if all(kind.__name__ != "OptimizerConfig" for kind in type(given.get("config")).__mro__):
+            return init(self, *args, **kwargs)
+
+        model, config, groups = given.pop("model"), given.pop("config"), given.pop("groups", None)
+        name = type(self).__name__
+        text = f"{name}(model, config): use {name}(param_groups(model, config), lr=...), or build_optimizer(model, config)"
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        arguments = self.config_arguments(init, model, config)
+        init(self, **{**arguments, **given, **({} if groups is None else {"params": groups})})
+        self.follow_model(model)
+
+    return either  # type: ignore[return-value]

@@ -146,7 +146,7 @@ def lora(
     """Freeze `model` and add adapters to the linear layers that match, in place; return their names.
 
         lora(model, LoRAConfig(("*.q_proj", "*.v_proj"), rank=8, alpha=16))
-        optimizer = AdamW(model, OptimizerConfig(lr=2e-4))            # trains only the adapters
+        optimizer = AdamW(param_groups(model), lr=2e-4)                 # trains only the adapters
 
     Call it before the model is sharded (`parallelize` keeps frozen parameters in their dtype); the meta device is fine.
     Frozen floating-point parameters are cast to `base_dtype`; None keeps their dtype. Parameters that match a pattern of

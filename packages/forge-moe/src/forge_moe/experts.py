@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from forge_moe._shared.module_arguments import config_arguments
 from forge_moe._shared.parameter_kinds import ParameterKind
 from forge_moe._shared.problems import invalid
 from forge_moe._shared.shards import local_tensor
@@ -28,11 +29,14 @@ Optional = Tensor | None
 class Experts(nn.Module):
     """Experts of one activation as 3-D parameters.
 
+        experts = Experts(dim=512, hidden_dim=1024, num_experts=8)
         experts(x, counts)   # x (R, D) sorted by expert, counts (E,) ints on the device -> (R, D)
 
+    Keywords are the fields of `MoEConfig`, `device` and `dtype`; `Experts(config)` takes a config.
     `gate_proj` (E, D, F; SwiGLU only), `up_proj` (E, D, F), `down_proj` (E, F, D), with biases `*_bias` (E, F), (E, F),
     (E, D). Of activation "clamped_swiglu" `gate_up_proj` (E, D, 2 F) has alternating columns of gate and up, and
-    `gate_up_proj_bias` (E, 2 F). A matrix is stored as the right factor: x @ up_proj[e]. Parameters may be DTensors
+    `gate_up_proj_bias` (E, 2 F). A matrix is stored as the right factor: x @ up_proj[e]; `forge_moe.layouts` converts
+    to the layouts of transformers and torchtitan, (E, out, in). Parameters may be DTensors
     sharded on dim 0: this process then holds and computes its own E experts.
 
     Rows of x beyond counts.sum() are a tail: not computed, zero in the output, without gradient, even if they hold NaN.
@@ -40,6 +44,7 @@ class Experts(nn.Module):
     matrices are cast to its dtype. No host sync with `grouped_mm`, one otherwise.
     """
 
+    @config_arguments(MoEConfig)
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
@@ -120,7 +125,7 @@ class Experts(nn.Module):
 class SortedExperts(Experts):
     """`Experts` for a router of your own: x sorted by expert, also where `expert_parallelize` shards the experts.
 
-        experts = SortedExperts(MoEConfig(dim=64, hidden_dim=128, num_experts=4))
+        experts = SortedExperts(dim=64, hidden_dim=128, num_experts=4)
         experts(x, counts)   # x (R, D) sorted by expert, counts (E,) ints on the device, of sum R -> (R, D)
 
     A module that routes tokens in another way than `MoE` (by modality, say) calls them with the counts of all E experts.

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from itertools import count
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from forge_moe._shared.problems import invalid
 from forge_moe.layer import MoE
@@ -80,16 +82,17 @@ def set_aux_scale(model: nn.Module, scale: Tensor, *, per_token: bool = False) -
 @torch.no_grad()
 def update_expert_bias(
     model: nn.Module,
-    step: int,
-    total_steps: int,
+    step: int | None = None,
+    total_steps: int | None = None,
     groups: Any = None,
     skip: Tensor | None = None,
 ) -> None:
     """End a step for all MoE layers of `model`: once per optimizer step, after the last backward.
 
-        optimizer.step(); update_expert_bias(model, step, total_steps)
+        optimizer.step(); update_expert_bias(model)
+        optimizer.step(); update_expert_bias(model, step, total_steps)     # for a bias_schedule over training
 
-    Updates the biases of layers with `bias_update_rate` and the lagged counts of layers with `aux_scope =
+    `register_expert_bias_update` calls it after each step of an optimizer. Updates the biases of layers with `bias_update_rate` and the lagged counts of layers with `aux_scope =
     "global_batch_lagged"`, and resets the counts of the step. Counts include the training forwards since the last call,
     without pads, without recomputation, before capacity drops.
 
@@ -108,10 +111,44 @@ def update_expert_bias(
         config = layer.config
         bias = layer.router.expert_bias
         if bias is not None and config.bias_update_rate > 0.0:
+            if step is None or total_steps is None:
+                rule = "is a function of step and total_steps, and they are not given"
+                fix = "give both, or use bias_schedule = 'constant'"
+                if config.bias_schedule != "constant":
+                    raise invalid("bias_schedule", "missing", config.bias_schedule, rule, fix)
+                step, total_steps = 0, 1
             rate = rate_at(config.bias_update_rate, config.bias_schedule, step, total_steps)
             _write(bias, moved_bias(bias, total, rate, config.bias_center), skip)
         if layer.lagged_counts is not None:
             _write(layer.lagged_counts, total, skip)
+
+
+def register_expert_bias_update(
+    optimizer: torch.optim.Optimizer,
+    model: nn.Module,
+    total_steps: int | None = None,
+    groups: Any = None,
+    *,
+    first_step: int = 0,
+) -> RemovableHandle:
+    """Call `update_expert_bias` after each step of a torch optimizer, with the `skip` of that step.
+
+        register_expert_bias_update(optimizer, model)
+        for batch in batches:
+            ...                             # forward, backward
+            optimizer.step()                # and then the biases
+
+    total_steps is for a `bias_schedule` over training, with `first_step`, the number of steps that were done before (of a
+    run that is resumed). `handle.remove()` ends it. With several optimizers register one of them, and before accelerate or
+    Lightning Fabric wraps it. A step that GradScaler leaves out updates no bias; its counts join those of the next step.
+    """
+    steps = count(first_step)
+
+    def update(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        step = None if total_steps is None else next(steps)
+        update_expert_bias(model, step, total_steps, groups, kwargs.get("skip"))
+
+    return optimizer.register_step_post_hook(update)
 
 
 def _write(target: Tensor, value: Tensor, skip: Tensor | None) -> None:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_moe import load_balancing, router
+from forge_moe._shared.module_arguments import config_arguments
 from forge_moe._shared.problems import invalid
 from forge_moe._torch_compat import inside_backward, is_fake
 from forge_moe.config import MoEConfig
@@ -28,6 +29,7 @@ class SharedExperts(nn.Module):
     (Qwen2-MoE).
     """
 
+    @config_arguments(MoEConfig)
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         dim, hidden = config.dim, config.resolved_shared_hidden_dim
@@ -73,10 +75,11 @@ class SharedExperts(nn.Module):
 class MoE(nn.Module):
     """A feed-forward of experts, of which each token uses `top_k`.
 
-        moe = MoE(MoEConfig(dim=512, hidden_dim=1024, num_experts=8, top_k=2))
-        y = moe(x)                                                # (B, S, D) or (T, D), same shape out
-        total = task_loss(y) + aux_losses(moe).total
+        moe = MoE(dim=512, hidden_dim=1024, num_experts=8, top_k=2, aux_loss_weight=0.01)
+        y, aux = moe(x, return_aux=True)                          # (B, S, D) or (T, D), same shape out
+        total = task_loss(y) + aux.total
 
+    Keywords are the fields of `MoEConfig`, `device` and `dtype`; `MoE(config)` takes a config.
     `moe.router`, `moe.experts`, `moe.shared` (or None) and `moe.dispatcher` may be replaced. With several processes set
     `moe.data_group`, the ranks with other sequences, for `aux_scope = "global_batch"`; it may include the ranks of
     `sequence_group`, as fractions stay the same if all tokens are counted equally often.
@@ -91,6 +94,7 @@ class MoE(nn.Module):
 
     lagged_counts: Tensor | None
 
+    @config_arguments(MoEConfig)
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
@@ -116,13 +120,24 @@ class MoE(nn.Module):
         if self.lagged_counts is not None:
             nn.init.zeros_(self.lagged_counts)
 
-    def forward(self, x: Tensor, ctx: TokenContext | None = None) -> Tensor:
-        """x (B, S, D) or (T, D) -> the same shape and dtype.
+    def forward(
+        self, x: Tensor, ctx: TokenContext | None = None, *, return_aux: bool = False
+    ) -> Any:
+        """x (B, S, D) or (T, D) -> y of the same shape and dtype; with `return_aux` (y, `AuxLosses` of this call).
+
+        Returned losses have gradients, are zeros in eval, and are not handed to `aux_losses` too. ValueError for
+        `return_aux` with `aux = "attach"`, whose losses would count twice, or "none".
 
         `ctx`, if given, may have `valid` (B, S) bool, False on pads, which are neither routed nor counted and get 0 from
         routed experts, and `document_ids` (B, S), which split a packed sequence into documents.
         """
         check_tokens(x, self.config.dim)
+        if return_aux and self.config.aux != "return":
+            rule, fix = (
+                "must go with aux 'return'",
+                "build the layer with it, or leave return_aux out",
+            )
+            raise invalid("return_aux", "aux", self.config.aux, rule, fix)
         tokens = x.reshape(-1, x.size(-1))  # (T, D)
         valid = _valid_tokens(ctx, x)
         if valid is not None:
@@ -144,20 +159,31 @@ class MoE(nn.Module):
         first = not (replaying() or (torch.is_grad_enabled() and inside_backward()))
         if first:
             self._add_statistics(routed, counts, ids, valid)
+        zero = routed.logits.new_zeros(())
+        losses = AuxLosses.of(zero, zero, zero)
         if not self.training:
             self.pending_losses = None  # of a training forward whose losses the caller did not take
         elif self.config.aux != "none":
             losses, num_tokens = self._router_losses(routed, counts, valid, x, ctx)
             if self.config.aux == "attach":
                 out = self._attach(out, losses, num_tokens)
-            elif first and torch.is_grad_enabled():
+            elif first and torch.is_grad_enabled() and not return_aux:
                 # Losses without a graph are of no use to the caller.
                 before = self.pending_losses
                 if before is None:
                     self.pending_losses = losses
                 elif self._has_losses:
                     self.pending_losses = AuxLosses(*map(torch.add, before, losses))
-        return out.to(x.dtype).view(x.shape)
+        y = out.to(x.dtype).view(x.shape)
+        return (y, losses) if return_aux else y
+
+    def extra_repr(self) -> str:
+        """Sizes, for print(model)."""
+        c = self.config
+        sizes = (
+            f"dim={c.dim}, hidden_dim={c.hidden_dim}, num_experts={c.num_experts}, top_k={c.top_k}"
+        )
+        return sizes + (f", shared={c.num_shared_experts}" if c.num_shared_experts else "")
 
     @property
     def needs_whole_rows(self) -> bool:

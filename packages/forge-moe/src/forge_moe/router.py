@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_moe._shared.module_arguments import config_arguments
 from forge_moe._shared.parameter_kinds import ParameterKind
 from forge_moe._shared.problems import invalid
 from forge_moe._torch_compat import without_autocast
@@ -61,8 +62,9 @@ class RoutingRule(NamedTuple):
 class Router(nn.Module):
     """A router that can be used without a layer.
 
-        weights, ids = Router(RouterConfig(dim=512, num_experts=64, name="sigmoid_topk", top_k=6))(x)
+        weights, ids = Router(dim=512, num_experts=64, name="sigmoid_topk", top_k=6)(x)
 
+    Keywords are the fields of `RouterConfig`, `device` and `dtype`; `Router(config)` takes a config. `weight` is (E, D).
     x (T, D) of any float dtype; logits, scores and weights are computed in fp32 (fp64 for fp64), under autocast too.
     `bias` belongs to the projection, and is None unless the config has `router_bias`. `expert_bias` is an fp32 buffer,
     None unless the config enables it: no optimizer updates it, and no cast of the module changes its dtype. No host
@@ -77,6 +79,7 @@ class Router(nn.Module):
     """Activations that `forge_core.interp` may read and change: (T, E) fp32."""
     expert_bias: Tensor | None
 
+    @config_arguments(RouterConfig)
     def __init__(self, config: RouterConfig) -> None:
         super().__init__()
         self.config = config
@@ -145,6 +148,11 @@ class Router(nn.Module):
         """Kind of each parameter, for weight decay and Muon."""
         bias: dict[str, ParameterKind] = {} if self.bias is None else {"bias": "bias"}
         return {"weight": "matrix", **bias}
+
+    def extra_repr(self) -> str:
+        """Sizes and rule, for print(model)."""
+        c = self.config
+        return f"{c.dim} -> {c.num_experts}, {c.name}, top_k={c.top_k}"
 
     def _logits(self, x: Tensor) -> Tensor:
         # bf16 logits would make ties of experts whose scores differ by less than 2^-8.

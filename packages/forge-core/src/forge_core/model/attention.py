@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from forge_core._shared.module_arguments import config_arguments
 from forge_core._shared.problems import invalid
 from forge_core._torch_compat import not_compiled
 from forge_core.flops import linear_flops
@@ -27,7 +28,7 @@ from forge_core.model.attention_ops import (
     reference_attention,
 )
 from forge_core.model.context import TokenContext, default_positions
-from forge_core.model.init import Init, linear_rows
+from forge_core.model.init import Init, linear_rows, reset_children
 from forge_core.model.kv_cache import LayerCache
 from forge_core.model.norm import build_head_norm
 from forge_core.model.points import WithPoints
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 
 Tables = tuple[Tensor, Tensor]
 Attend = Callable[..., Tensor]
+
+#: For `config_arguments`: its module imports this one.
+CONFIG = "forge_core.model.config:TransformerConfig"
 
 
 class LocalAttention:
@@ -186,9 +190,12 @@ class RotaryMixer(WithPoints):
 class Attention(RotaryMixer):
     """Causal self-attention of a decoder block.
 
-        Attention(config)(x)                  # (B, S, M) -> (B, S, M), each sequence is a single document
-        Attention(config)(x, ctx, cache)      # packed documents, positions, a LayerCache
+        attention = Attention(dim=256, num_heads=8, num_kv_heads=2)
+        attention(x)                  # (B, S, M) -> (B, S, M), each sequence is a single document
+        attention(x, ctx, cache)      # packed documents, positions, a LayerCache
 
+    Keywords are the fields of `TransformerConfig` about attention, `device` and `dtype`; `Attention(config)` takes a
+    config. `q_proj` (M -> H D), `k_proj` and `v_proj` (M -> K D) and `o_proj` (H D -> M) are linear layers.
     `spec` is what is computed between the projections (default: `config.attention`). A config with a layer_pattern
     must be that of one layer, `config.of_layer(layer)`. The number of heads is read off the projections' outputs, so
     heads may be sharded over ranks.
@@ -203,6 +210,7 @@ class Attention(RotaryMixer):
     attend: Attend
     points = ("q", "k", "v", "head_out")
 
+    @config_arguments(CONFIG, vocab_size=1)
     def __init__(self, config: TransformerConfig, spec: AttentionSpec | None = None) -> None:
         super().__init__()
         if config.layer_pattern:
@@ -229,9 +237,14 @@ class Attention(RotaryMixer):
         self.attend = LocalAttention(self.spec)
 
     def reset_parameters(self) -> None:
-        """Set the initial values of the sinks, also after `to_empty`; its layers set their own."""
+        """Draw initial values, also after `to_empty`: those of its layers, and 0 for sinks; see `forge_core.initialize`."""
+        reset_children(self)
         if self.sinks is not None:
             nn.init.zeros_(self.sinks)
+
+    def extra_repr(self) -> str:
+        heads, kv_heads = (p.out_features // self.head_dim for p in (self.q_proj, self.k_proj))
+        return f"num_heads={heads}, num_kv_heads={kv_heads}, head_dim={self.head_dim}"
 
     def forward(
         self, x: Tensor, ctx: TokenContext | None = None, cache: LayerCache | None = None

@@ -28,6 +28,7 @@ from forge_core.model.attention import Attention
 from forge_core.model.attention_ops import MASKS
 from forge_core.model.context import TokenContext
 from forge_core.model.feed_forward import FEED_FORWARDS
+from forge_core.model.init import reset_children
 from forge_core.model.kv_cache import LayerCache
 from forge_core.model.mla import LatentAttention
 from forge_core.model.norm import NORMS, build_norm
@@ -65,6 +66,10 @@ class Block(WithPoints):
         x = self.point("resid_mid", x + self.point("attn_out", self.scaled(mixed)))
         fed = self.feed_forward(self.feed_forward_norm(x), ctx)
         return x + self.point("mlp_out", self.scaled(fed))
+
+    def reset_parameters(self) -> None:
+        """Draw initial values of norms and sublayers that have them; see also `forge_core.initialize`."""
+        reset_children(self)
 
     def scaled(self, branch: Tensor) -> Tensor:
         """Multiply the output of a sublayer by the residual scale."""

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_core._renamed import renamed
+from forge_core._shared.module_arguments import factory_arguments
 from forge_core.flops import linear_flops
 from forge_core.model.context import TokenContext
-from forge_core.model.init import Init, linear_rows
+from forge_core.model.init import Init, linear_rows, reset_children
 from forge_core.model.points import WithPoints
 from forge_core.registry import Registry
 
@@ -56,11 +57,12 @@ class FeedForward(WithPoints):
 
         FeedForward(dim=256, hidden_dim=704)(x)   # SwiGLU: (B, S, D) -> (B, S, D)
 
-    Without a gate there is no `gate_proj`. `gated` False without a kind is "gelu".
+    `gate_proj` and `up_proj` are linear layers D -> F, `down_proj` F -> D; without a gate there is no `gate_proj`. `gated` False without a kind is "gelu".
     """
 
     points = ("mlp_hidden",)
 
+    @factory_arguments
     def __init__(
         self,
         dim: int,
@@ -71,10 +73,18 @@ class FeedForward(WithPoints):
         bias: bool = False,
     ) -> None:
         super().__init__()
-        self.activation, gated = SPECS[kind or ("swiglu" if gated else "gelu")]
+        self.kind = kind or ("swiglu" if gated else "gelu")
+        self.activation, gated = SPECS[self.kind]
         self.gate_proj = nn.Linear(dim, hidden_dim, bias=bias) if gated else None
         self.up_proj = nn.Linear(dim, hidden_dim, bias=bias)
         self.down_proj = nn.Linear(hidden_dim, dim, bias=bias)
+
+    def reset_parameters(self) -> None:
+        """Draw initial values of the linear layers, those of `nn.Linear`; see also `forge_core.initialize`."""
+        reset_children(self)
+
+    def extra_repr(self) -> str:
+        return self.kind
 
     def forward(self, x: Tensor, ctx: TokenContext | None = None) -> Tensor:
         if self.gate_proj is None:

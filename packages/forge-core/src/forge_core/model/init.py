@@ -84,6 +84,14 @@ def _missing_problem(name: str) -> Problem:
     return Problem(name, "missing", ..., rule, fix)
 
 
+def reset_children(module: nn.Module) -> None:
+    """Call `reset_parameters` of every module below `module` that has it."""
+    for below in module.modules():
+        reset: Any = getattr(below, "reset_parameters", None)
+        if below is not module and reset is not None:
+            reset()
+
+
 @torch.no_grad()
 def reset_by_table(module: Any, std: float = 0.02) -> None:
     """Fill the tensors of `module.init_table`, normal ones from torch's generator: for a `reset_parameters`."""

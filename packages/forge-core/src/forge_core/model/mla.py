@@ -16,11 +16,18 @@ from torch import Tensor, nn
 
 from forge_core._config import size_problems, switch_problems
 from forge_core._shared.fields import field
+from forge_core._shared.module_arguments import config_arguments
 from forge_core._shared.problems import Problem, raise_problems
 from forge_core.flops import linear_flops
-from forge_core.model.attention import Attend, LocalAttention, RotaryMixer, tokens_seen
+from forge_core.model.attention import (
+    CONFIG,
+    Attend,
+    LocalAttention,
+    RotaryMixer,
+    tokens_seen,
+)
 from forge_core.model.context import TokenContext
-from forge_core.model.init import Init, linear_rows
+from forge_core.model.init import Init, linear_rows, reset_children
 from forge_core.model.kv_cache import LayerCache
 from forge_core.model.norm import RMSNorm
 from forge_core.model.rope import rotate, score_factor
@@ -79,8 +86,11 @@ class UpProjection(nn.Linear):
 class LatentAttention(RotaryMixer):
     """Causal self-attention from latents, as the mixer "mla".
 
-        LatentAttention(config)(x)                  # (B, S, M) -> (B, S, M), each sequence is a single document
-        LatentAttention(config)(x, ctx, cache)      # packed documents, positions, a LayerCache
+        attention = LatentAttention(dim=256, num_heads=8, mla=MLAConfig(kv_lora_rank=64))
+        attention(x)                  # (B, S, M) -> (B, S, M), each sequence is a single document
+        attention(x, ctx, cache)      # packed documents, positions, a LayerCache
+
+    Keywords are the fields of `TransformerConfig`, `device` and `dtype`; `LatentAttention(config)` takes a config.
 
     Without cached tokens, keys and values of every head are computed, and `attend` is used as in `Attention`: q, k and
     v (B, S, H, W) of one width, the narrower of q and v padded with zeros. With cached tokens the projection from the
@@ -94,6 +104,7 @@ class LatentAttention(RotaryMixer):
     attend: Attend
     points = ("q", "k", "v", "head_out")
 
+    @config_arguments(CONFIG, vocab_size=1, mixer="mla")
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
         c = self.widths = config.resolved_mla
@@ -119,6 +130,15 @@ class LatentAttention(RotaryMixer):
         self.k_rope = nn.Identity()
         self.o_proj = nn.Linear(heads * c.v_head_dim, config.dim, bias=config.o_bias)
         self.attend = LocalAttention(self.spec)
+
+    def reset_parameters(self) -> None:
+        """Draw initial values of its layers, also after `to_empty`; see `forge_core.initialize`."""
+        reset_children(self)
+
+    def extra_repr(self) -> str:
+        c = self.widths
+        heads = self.o_proj.in_features // c.v_head_dim
+        return f"num_heads={heads}, kv_lora_rank={c.kv_lora_rank}, qk_head_dim={c.qk_head_dim}"
 
     def forward(
         self, x: Tensor, ctx: TokenContext | None = None, cache: LayerCache | None = None

@@ -19,7 +19,7 @@ from forge_core._shared.problems import Problem, raise_problems
 from forge_core.flops import forward_flops, linear_flops
 from forge_core.model.block import prepare, roles_of
 from forge_core.model.context import TokenContext
-from forge_core.model.init import Init, linear_rows
+from forge_core.model.init import Init, linear_rows, reset_children
 from forge_core.model.norm import build_norm
 
 if TYPE_CHECKING:
@@ -66,6 +66,10 @@ class MTPModule(nn.Module):
     def forward(self, stream: Tensor, token: Tensor, ctx: TokenContext) -> Tensor:
         both = torch.cat((self.stream_norm(stream), self.token_norm(token)), dim=-1)  # (B, S, 2 D)
         return self.block(self.join(both), ctx)
+
+    def reset_parameters(self) -> None:
+        """Draw initial values of projection, norms and block; see also `forge_core.initialize`."""
+        reset_children(self)
 
     def prepare(self, ctx: TokenContext, x: Tensor) -> None:
         """Let the block derive from ctx what all layers share."""

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from forge_core._shared.module_arguments import factory_arguments
 from forge_core.kinds import ParameterKind
 from forge_core.registry import Registry
 
@@ -79,6 +80,7 @@ class RMSNorm(nn.Module):
 
     mean_over_ranks: Callable[[Tensor], Tensor] | None = None
 
+    @factory_arguments
     def __init__(self, dim: int, eps: float = 1e-5) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from forge_core._renamed import reject_old_head, renamed, renamed_argument
+from forge_core._shared.module_arguments import config_arguments
 from forge_core._shared.module_protocols import check_names
 from forge_core._shared.problems import invalid
 from forge_core.flops import forward_flops
@@ -78,8 +79,10 @@ class TiedHead(nn.Module):
 class Transformer(nn.Module):
     """Decoder-only transformer of Llama's shape; sublayers and blocks can be replaced.
 
-        model = Transformer(TransformerConfig(vocab_size=256, dim=128, num_layers=4, num_heads=4))
+        model = Transformer(vocab_size=256, dim=128, num_layers=4, num_heads=4)
         logits = model(tokens)                                  # (B, S) int64 -> (B, S, V)
+
+    Keywords are the fields of `TransformerConfig`, `device` and `dtype`; `Transformer(config)` takes a config.
 
     `mixer`, `feed_forward` and `block` are factories `(layer_index) -> nn.Module` on (B, S, D). A
     mixer is called `forward(x, ctx, cache=None)` with its own LayerCache, a feed-forward
@@ -98,6 +101,7 @@ class Transformer(nn.Module):
         super().__init_subclass__(**options)
         reject_old_head(cls)
 
+    @config_arguments(TransformerConfig)
     def __init__(
         self,
         config: TransformerConfig,
@@ -131,6 +135,17 @@ class Transformer(nn.Module):
         check_names(self)
         if not self.embedding.weight.is_meta:
             initialize(self, seed=0, strict=False)
+
+    def reset_parameters(self) -> None:
+        """Fill all parameters as `initialize(self, seed=0)`, also after `to_empty`: call it on the full model.
+
+        Code that calls it of every module in `modules()` overwrites these values by those of torch's layers.
+        """
+        initialize(self, seed=0, strict=False)
+
+    def extra_repr(self) -> str:
+        c = self.config
+        return f"vocab_size={c.vocab_size}, dim={c.dim}, num_layers={c.num_layers}, num_heads={c.num_heads}"
 
     def forward(
         self,

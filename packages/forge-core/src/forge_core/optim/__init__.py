@@ -1,7 +1,7 @@
 """Optimizers with named state, and learning-rate schedules."""
 
 from forge_core.optim.adamw import AdamW
-from forge_core.optim.base import IdleOptimizer, trains_nothing
+from forge_core.optim.base import IdleOptimizer, NamedOptimizer, trains_nothing
 from forge_core.optim.build import (
     OPTIMIZERS,
     build_optimizer,
@@ -29,13 +29,15 @@ from forge_core.optim.ema import EMA
 from forge_core.optim.groups import (
     check_groups_train,
     groups_of_part,
+    hidden_matrices,
     match_groups,
+    param_groups,
     parameter_groups,
     set_lr,
     set_multipliers,
 )
 from forge_core.optim.lion import Lion
-from forge_core.optim.muon import Muon, hidden_matrices
+from forge_core.optim.muon import Muon
 from forge_core.optim.rates_picture import draw_rates
 from forge_core.optim.schedule import SCHEDULES, build_schedule, check_schedule
 from forge_core.optim.schedule_free import ScheduleFreeAdamW
@@ -61,6 +63,7 @@ __all__ = [
     "Lion",
     "Muon",
     "MuonConfig",
+    "NamedOptimizer",
     "OptimizerConfig",
     "OptimizerGroupConfig",
     "ScheduleConfig",
@@ -89,6 +92,7 @@ __all__ = [
     "multipliers_at",
     "never_trained",
     "optimizer_problems",
+    "param_groups",
     "parameter_groups",
     "saves_by_name",
     "schedule_warnings",

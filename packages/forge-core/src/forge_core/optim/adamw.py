@@ -2,56 +2,76 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.adamw import adamw
 
+from forge_core._renamed import config_form
 from forge_core._shared.shards import local_tensor
 from forge_core.optim.base import (
     Group,
     NamedOptimizer,
+    Params,
     Slots,
+    as_groups,
     count_step,
     is_rounded,
     local_gradient,
+    tensors_of,
 )
-from forge_core.optim.config import OptimizerConfig
 
 _FUSED_ON = ("cpu", "cuda")
 _SLOTS = Slots(("exp_avg", "exp_avg_sq"), ("step",))
 
 
 class AdamW(NamedOptimizer):
-    """AdamW (Loshchilov and Hutter 2017, algorithm 2) over the trainable parameters of a model.
+    """AdamW (Loshchilov and Hutter 2017, algorithm 2), with the arguments and values of torch.optim.AdamW.
 
-    `optimizer = AdamW(model, OptimizerConfig(lr=1e-3)); loss.backward(); optimizer.step()`
+        optimizer = AdamW(model.parameters(), lr=1e-3, weight_decay=0.1)        # all parameters decay
+        optimizer = AdamW(param_groups(model, weight_decay=0.1), lr=1e-3)       # matrices and embeddings decay
+        loss.backward(); optimizer.step()
 
     With gradient g, moments m and v, betas (b1, b2), step t and rate lr, as torch.optim.AdamW:
 
         m <- b1 m + (1 - b1) g;   v <- b2 v + (1 - b2) g^2
         p <- p - lr weight_decay p - lr (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
 
-    Moments are sharded like their parameter; each parameter counts its own steps. Groups, named state, the mask and
-    errors: see `NamedOptimizer`. Without the fused kernel (devices but CPU and CUDA) a mask costs one host sync.
+    Args:
+        params: parameters, (name, parameter) pairs or groups. Names are needed by `named_state`.
+        state_dtype: "bf16" stores the moments in bf16, rounded stochastically.
+        fused, foreach: torch's implementations (default: fused where all parameters are on a CPU or on CUDA, and foreach
+            is not True).
 
-    Cost: 8 bytes of moments per trainable parameter (4 in bf16), allocated here; no host sync in `step`. What is stored
-    in bf16 goes through the fused kernel in fp32 pieces (see `rounding.in_fp32`), one after the other.
+    Moments are sharded like their parameter; each parameter counts its own steps. Groups, named state, the mask and
+    errors: see `NamedOptimizer`. Without the fused kernel a mask costs one host sync.
+
+    Cost: 8 bytes of moments per parameter with a gradient (4 in bf16); no host sync in `step`. What is stored in bf16
+    goes through the fused kernel in fp32 pieces (see `rounding.in_fp32`), one after the other.
     """
 
     rounds_state = rounds_weights = True
 
+    @config_form
     def __init__(
         self,
-        model: nn.Module,
-        config: OptimizerConfig,
-        groups: list[dict[str, Any]] | None = None,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        state_dtype: Literal["fp32", "bf16"] = "fp32",
+        fused: bool | None = None,
+        foreach: bool | None = None,
     ) -> None:
-        trainable = (p for p in model.parameters() if p.requires_grad)
-        fused = all(parameter.device.type in _FUSED_ON for parameter in trainable)
-        super().__init__(
-            model, config, groups, betas=config.resolved_betas, eps=config.eps, fused=fused
-        )
+        groups = as_groups(params)
+        if fused is None:
+            fused = not foreach and can_fuse(groups)
+        own: dict[str, Any] = {"betas": betas, "eps": eps, "fused": fused}
+        if foreach is not None:  # else state keeps its form
+            own["foreach"] = foreach
+        super().__init__(groups, lr, weight_decay, state_dtype=state_dtype, **own)
 
     @property
     def masks_on_device(self) -> bool:
@@ -88,6 +108,11 @@ class AdamW(NamedOptimizer):
             count_step(state, skip)
 
 
+def can_fuse(groups: list[dict[str, Any]]) -> bool:
+    """Whether torch's fused kernel exists on the devices of all trainable parameters."""
+    return all(t.device.type in _FUSED_ON for t in tensors_of(groups) if t.requires_grad)
+
+
 def _update(
     group: Group,
     parameters: list[Tensor],
@@ -105,6 +130,7 @@ def _update(
         [],
         [state["step"] for state in states],
         fused=group["fused"] or None,
+        foreach=group.get("foreach"),
         found_inf=skip,  # made for loss scaling: 1.0 leaves all as it is, the step counts included
         amsgrad=False,
         beta1=beta1,

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from forge_core._renamed import config_form
 from forge_core._shared.problems import Problem, invalid, raise_problems
 from forge_core._shared.shards import local_tensor
-from forge_core.optim.config import DTYPES, OptimizerConfig
+from forge_core.kinds import stacked_vectors
+from forge_core.optim.config import DTYPES, OptimizerConfig, class_settings
 from forge_core.optim.groups import (
+    freeze_by_multiplier,
+    invalid_dtype,
+    keep_settings,
     named_parameters,
-    parameter_groups,
-    register_groups,
+    param_groups,
     set_group_lrs,
 )
 from forge_core.optim.rounding import in_fp32
@@ -22,6 +27,8 @@ from forge_core.random_bits import ElementOffset, offset_of
 
 #: A group of `torch.optim.Optimizer.param_groups`.
 Group = Mapping[str, Any]
+#: What a torch optimizer is built over.
+Params = Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 #: Key of groups whose optimizer stores something in bf16: the seed of the random bits by which it is rounded.
 _SEED = "rounding_seed"
 #: Elements of a piece on a CPU: 512 KiB in fp32, so that weights, gradients and momentum of one fit a core's cache.
@@ -38,70 +45,135 @@ class Slots(NamedTuple):
 
 
 class NamedOptimizer(torch.optim.Optimizer):
-    """Base of optimizers over the trainable parameters of a model, with state by parameter name.
+    """Base of Forge's optimizers: a `torch.optim.Optimizer` with state by parameter name.
 
         class Momentum(NamedOptimizer):
             def slots(self, group): return Slots(("momentum",))
             def update(self, group, parameters, skip): ...
 
+        optimizer = Momentum(param_groups(model), lr=1e-3)
+
     A subclass names its slots, which start as zeros (`fresh` may start them otherwise), and updates the parameters of a
     group that have a gradient. The base does the rest:
 
+    - Parameters. `params` are tensors, (name, tensor) pairs or groups, as torch takes them. All of a group decay by its
+      weight_decay, as in torch; `param_groups(model)` makes groups in which only matrices and embeddings do. `step` does
+      not touch a parameter without a gradient.
     - Dtypes. Parameters are the fp32 masters, and state is fp32. A subclass that computes in the pieces of `in_fp32`,
       in a group for which `is_rounded` is true, sets `rounds_weights`, so that weights may be bf16, and `rounds_state`,
-      so that `config.state_dtype` may be.
-    - Parameters. A tied one counts once, under its first name. Those that are frozen (`requires_grad` False) when this
-      is built are left out. `step` does not touch a parameter without a gradient.
-    - Weight decay applies to matrices, embeddings included, and not to vectors, norms, biases and stacks of them
-      (`forge_core.kinds`).
-    - Groups of the configuration have their own learning rate and decay (see `parameter_groups`); `set_multipliers`
-      freezes and unfreezes them.
+      so that `state_dtype` may be.
+    - Learning rates. A group's "lr" may be its own. "lr_multiplier" and "lr_scale" multiply the rate of the constructor,
+      and "lr_multiplier" 0 freezes the group's parameters. torch's schedulers start from the resulting rates.
 
-    `state_dict` and `load_state_dict` have torch's form, so torch's schedulers, GradScaler and
-    `torch.distributed.checkpoint` work. `named_state` and `load_named_state` hold the same by parameter name, which fits
-    any layout of ranks.
+    State is allocated in the first step, as in torch, or by `create_state`. `state_dict` and `load_state_dict` have
+    torch's form, by index, so torch's schedulers, GradScaler and `torch.distributed.checkpoint` work. `named_state` and
+    `load_named_state` hold the same by parameter name, which fits any layout of ranks, and need named parameters.
 
-    `groups` default to `parameter_groups(model, config)`; `defaults` are settings of every group next to lr and
-    weight_decay. Raises ValueError without a trainable parameter, for parameters and a state_dtype in bf16 that the
-    subclass does not round, and for parameters on the meta device.
+    `defaults` are settings of every group next to lr and weight_decay. Raises ValueError for a setting out of range, for
+    parameters and a state_dtype in bf16 that the subclass does not round, parameters in other dtypes, and parameters on
+    the meta device.
     """
 
     rounds_weights = False
     rounds_state = False
+    #: Whether the groups of `param_groups` have the key "muon".
+    splits_matrices = False
     _offsets: dict[Tensor, ElementOffset] | None = None
+    _stacked_vectors: frozenset[str] = frozenset()
 
+    @config_form
     def __init__(
         self,
-        model: nn.Module,
-        config: OptimizerConfig,
-        groups: list[dict[str, Any]] | None = None,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.0,
+        *,
+        state_dtype: Literal["fp32", "bf16"] = "fp32",
         **defaults: Any,
     ) -> None:
-        if groups is None:
-            groups = parameter_groups(model, config, rounds=self.rounds_weights)
-        half = config.state_dtype == "bf16"
+        groups = as_groups(params)
+        half = state_dtype == "bf16"
         if half and not self.rounds_state:
-            rule = f"must be 'fp32', in which {config.name} keeps its state"
-            fix = "leave it out, or use adamw, lion, muon or schedule_free_adamw"
+            rule = f"must be 'fp32', in which {type(self).__name__} keeps its state"
+            fix = "leave it out, or use AdamW, Lion, Muon or ScheduleFreeAdamW"
             raise invalid("optimizer.state_dtype", "unsupported", "bf16", rule, fix)
-        for name, parameter in (pair for group in groups for pair in group["params"]):
+
+        # only groups that round have these keys: state saved in fp32 keeps its form
+        settings = {"lr": lr, "weight_decay": weight_decay, **defaults}
+        trained = [tensor for tensor in tensors_of(groups) if tensor.requires_grad]
+        if half or any(tensor.dtype != torch.float32 for tensor in trained):
+            settings |= {"state_dtype": state_dtype, _SEED: 0}
+        super().__init__(groups, settings)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group, as torch does; "lr_multiplier" and "lr_scale" multiply its learning rate.
+
+        Raises ValueError as the constructor, and for names in some groups only. The given dict is not changed.
+        """
+        super().add_param_group(dict(param_group))
+        group, lr = self.param_groups[-1], self.defaults["lr"]
+        try:
+            self._check_group(group)
+        except ValueError:
+            self.param_groups.pop()
+            raise
+
+        if "lr" not in param_group:
+            for key in ("lr_multiplier", "lr_scale"):
+                if key in group:
+                    group["lr"] = group["lr"] * group[key]
+        elif lr and group["lr"] and group["lr"] != lr:
+            # set_lr keeps the ratio of the group's own rate
+            ratio = float(group["lr"] / lr) / group.get("lr_scale", 1.0)
+            group.setdefault("lr_multiplier", ratio)
+        if param_group.get("lr_multiplier") == 0.0:
+            freeze_by_multiplier(group)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """ValueError for parameters that cannot be trained and settings out of range; bf16 weights get their seed."""
+        names = group.get("param_names") or [f"params[{i}]" for i in range(len(group["params"]))]
+        allowed = (torch.float32, *([torch.bfloat16] if self.rounds_weights else []))
+        for name, parameter in zip(names, group["params"]):
+            if not parameter.requires_grad:
+                continue
             if parameter.is_meta:
                 rule = "is on the meta device and has no values"
                 fix = "materialize the model first"
                 raise invalid(name, "meta", ..., rule, fix, where="parameter")
+            if parameter.dtype not in allowed:
+                raise invalid_dtype(name, parameter.dtype)
+            if parameter.dtype != torch.float32:
+                group.setdefault("state_dtype", "fp32")
+                group.setdefault(_SEED, 0)
 
-        # only groups that round have these keys: state saved in fp32 keeps its form
-        settings = {"lr": config.lr, "weight_decay": config.weight_decay, **defaults}
-        if half or any(p.dtype != torch.float32 for group in groups for _, p in group["params"]):
-            settings |= {"state_dtype": config.state_dtype, _SEED: 0}
-        super().__init__(groups, settings)
+        # the ranges of the configuration; a rate of 0 is a schedule's
+        ranges = ("betas", "eps", "weight_decay", "state_dtype")
+        given = {key: value for key, value in group.items() if key in ranges}
+        OptimizerConfig(lr=float(group["lr"]) or 1.0, **given)
 
-        # all state now: a checkpoint is complete before the first step, and memory does not grow in it
+    @classmethod
+    def config_arguments(
+        cls, init: Callable[..., Any], model: nn.Module, config: OptimizerConfig
+    ) -> dict[str, Any]:
+        """Arguments of the constructor `init` for the trainable parameters of a model and a configuration."""
+        taken = inspect.signature(init).parameters
+        settings = {key: v for key, v in class_settings(config).items() if key in taken}
+        muon, rounds = cls.splits_matrices, cls.rounds_weights
+        return {"params": param_groups(model, config, muon=muon, rounds=rounds), **settings}
+
+    def follow_model(self, model: nn.Module) -> None:
+        """Allocate all state, and load that of versions which took stacks of vectors of `model` for matrices (F146)."""
+        self._stacked_vectors = stacked_vectors(model)
+        self.create_state()
+
+    def create_state(self) -> None:
+        """Allocate the state of all parameters now, which the first step does otherwise; it starts as it does there.
+
+        So memory does not grow in the first step, and `state_dict` is complete before it.
+        """
         for group in self.param_groups:
             for parameter in group["params"]:
                 self.state_of(parameter, group)
-        register_groups(self, model, config)
-        set_group_lrs(self, config.lr)
 
     def slots(self, group: Group) -> Slots:
         """Names of the state of each parameter of a group."""
@@ -126,7 +198,7 @@ class NamedOptimizer(torch.optim.Optimizer):
 
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of the next step, in each group times its "lr_multiplier"."""
-        set_group_lrs(self, lr)
+        set_group_lrs(self.param_groups, lr)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, *, skip: Tensor | None = None) -> Any:
@@ -192,27 +264,32 @@ class NamedOptimizer(torch.optim.Optimizer):
         if self._offsets is None:
             self._offsets = {}
         if parameter not in self._offsets:
-            (name,) = (n for n, p in named_parameters(self).items() if p is parameter)
+            (name,) = (n for n, p in self._names_or_indices() if p is parameter)
             self._offsets[parameter] = offset_of(parameter, name, group[_SEED])
         step = self.state_of(parameter, group)["step"]
         return in_fp32(stored, others, self._offsets[parameter], step, first)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load torch's form of state. Each tensor keeps its dtype, where torch would cast all to that of the parameter."""
-        super().load_state_dict(state_dict)
-        for _, (parameter, group) in self._named_members():
+        """Load torch's form of state. Each tensor keeps its dtype, where torch would cast all to that of the parameter.
+
+        Groups, factors of learning rates, dtype of state and seed stay those of this optimizer; all other settings are
+        those of the state, as in torch.
+        """
+        kept = keep_settings(self, state_dict, keys=(), moved=self._stacked_vectors)
+        super().load_state_dict(kept)
+        members = [(p, group) for group in self.param_groups for p in group["params"]]
+        for parameter, group in members:
             slots = {slot for names in self.slots(group) for slot in names}
             own = self.state.get(parameter)
             if own and not slots <= own.keys():  # of a version that took it for another kind (F146)
                 self.state[parameter] = self.fresh(parameter, group)
-        if not is_rounded(self.param_groups[0]):
-            return
 
         # torch has cast what is stored in bf16 or fp32 to the dtype of the weights: copy it again from the given state
-        ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-        members = [(p, group) for group in self.param_groups for p in group["params"]]
+        ids = [i for group in kept["param_groups"] for i in group["params"]]
         for i, (parameter, group) in zip(ids, members):
-            saved, fresh = state_dict["state"].get(i, {}), self.fresh(parameter, group)
+            if not is_rounded(group) or i not in state_dict["state"]:
+                continue
+            saved, fresh = state_dict["state"][i], self.fresh(parameter, group)
             with torch.no_grad():
                 for name in fresh.keys() & saved.keys():
                     fresh[name].copy_(torch.as_tensor(saved[name]))
@@ -266,11 +343,50 @@ class NamedOptimizer(torch.optim.Optimizer):
                 for slot in self.slots(group).numbers:
                     own[slot].fill_(float(state[name][slot]))
 
+    def _names_or_indices(self) -> Iterator[tuple[str, Tensor]]:
+        """Each parameter with its name, or without names its index in torch's form of state."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        names = [name for group in self.param_groups for name in group.get("param_names", ())]
+        yield from zip(names or map(str, range(len(parameters))), parameters)
+
     def _named_members(self) -> Iterator[tuple[str, tuple[nn.Parameter, Group]]]:
         """Each parameter with its group, by name."""
         group_of = {p: group for group in self.param_groups for p in group["params"]}
         for name, parameter in named_parameters(self).items():
             yield name, (parameter, group_of[parameter])
+
+
+def as_groups(params: Any) -> list[dict[str, Any]]:
+    """The groups of `params` in any of torch's forms, with lists: generators are read once. Without any, torch raises."""
+    if isinstance(params, Tensor | nn.Module):
+        raise _invalid_params(params)
+    groups = list(params)
+    if groups and not isinstance(groups[0], dict):
+        groups = [{"params": groups}]
+    return [{**group, "params": _members(group["params"])} for group in groups]
+
+
+def _members(params: Any) -> Any:
+    """The parameters of a group; torch raises for a set, which has no order."""
+    if isinstance(params, Tensor):
+        return [params]
+    return params if isinstance(params, set) else list(params)
+
+
+def tensors_of(groups: Iterable[Group]) -> list[Tensor]:
+    """The tensors of groups whose members may be (name, tensor) pairs."""
+    members = [entry for group in groups for entry in group["params"]]
+    tensors = [entry[1] if isinstance(entry, tuple) else entry for entry in members]
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise _invalid_params(tensor)
+    return tensors
+
+
+def _invalid_params(given: Any) -> ValueError:
+    rule = "must be tensors, (name, tensor) pairs or groups of them"
+    fix = "pass model.parameters(), or param_groups(model)"
+    return invalid("params", "type", type(given).__name__, rule, fix, where="optimizer")
 
 
 def is_rounded(group: Group) -> bool:

@@ -21,11 +21,23 @@ from forge_core._shared.problems import (
 from forge_core.kinds import parameter_kinds, stacked_vectors
 from forge_core.optim.adamw import AdamW
 from forge_core.optim.base import NamedOptimizer, set_rounding_seed
-from forge_core.optim.config import OptimizerConfig, ScheduleConfig
+from forge_core.optim.config import (
+    OptimizerConfig,
+    ScheduleConfig,
+    class_settings,
+    torch_settings,
+)
 from forge_core.optim.ema import EMA, unnamed
-from forge_core.optim.groups import lr_scales, match_groups, parameter_groups, register_groups
+from forge_core.optim.groups import (
+    hidden_matrices,
+    in_block,
+    lr_scales,
+    match_groups,
+    param_groups,
+    register_groups,
+)
 from forge_core.optim.lion import Lion
-from forge_core.optim.muon import Muon, hidden_matrices, in_block
+from forge_core.optim.muon import Muon
 from forge_core.optim.schedule_free import ScheduleFreeAdamW
 from forge_core.optim.stages import (
     StageConfig,
@@ -68,15 +80,19 @@ def build_optimizer(
     lr_scales(model, config)
 
     settings: tuple[str, ...] = ()
-    if _is_torch_class(built):
-        optimizer: Any = _build_torch_optimizer(built, model, config)
-        settings = (*(key for key in _settings(config) if key != "lr"), *config.options)
+    if _is_named_class(built):
+        _check_options(built, config)
+        optimizer: Any = built(**built.config_arguments(built, model, config), **config.options)
+        optimizer.follow_model(model)
+    elif _is_torch_class(built):
+        optimizer = _build_torch_optimizer(built, model, config)
+        settings = (*(key for key in torch_settings(config) if key != "lr"), *config.options)
     else:
         OPTIMIZERS.check(built, config.name, config.options)
         optimizer = built(model, config, **config.options)
         _check_methods(optimizer, config.name, f"built a {type(optimizer).__name__}, which ")
 
-    if isinstance(optimizer, NamedOptimizer):  # it registered its groups when it was built
+    if isinstance(optimizer, NamedOptimizer):  # its groups have their rates and keep them
         set_rounding_seed(optimizer, seed)
     else:
         register_groups(optimizer, model, config, settings)
@@ -90,7 +106,9 @@ def check_optimizer(model: nn.Module, config: OptimizerConfig) -> None:
     """
     built = find_optimizer(config.name)
     check_parameters(model, config)
-    if _is_torch_class(built):
+    if _is_named_class(built):
+        _check_options(built, config)
+    elif _is_torch_class(built):
         _build_torch_optimizer(built, model, config)
         if config.ema.decay is not None:
             raise unnamed(config.ema, config.name)
@@ -179,7 +197,7 @@ def describe_parameters(model: nn.Module, config: OptimizerConfig) -> list[str]:
     """
     kinds = parameter_kinds(model)
     hidden = hidden_matrices(model, config) if config.name == "muon" else ()
-    groups = parameter_groups(model, config, rounds=True)
+    groups = param_groups(model, config, muon=False)
     decays = {n: group["weight_decay"] for group in groups for n, _ in group["params"]}
     others = "adamw" if config.name == "muon" else config.name
 
@@ -244,6 +262,17 @@ def _patterns(names: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(map(without_layer_number, names)))
 
 
+def _check_options(kind: type[NamedOptimizer], config: OptimizerConfig) -> None:
+    """ValueError for options that a class of Forge's base does not take, next to the settings of `config`."""
+    given = class_settings(config)
+    OPTIMIZERS._replace(arguments=("params",)).check(kind, config.name, config.options, given)
+
+
+def _is_named_class(built: Any) -> bool:
+    """Whether `built` is a class of `NamedOptimizer` that is called with parameters."""
+    return _is_torch_class(built) and issubclass(built, NamedOptimizer)
+
+
 def _is_torch_class(built: Any) -> bool:
     """Whether `built` is called with parameters, and not with (model, config)."""
     torch_class = isinstance(built, type) and issubclass(built, torch.optim.Optimizer)
@@ -253,7 +282,7 @@ def _is_torch_class(built: Any) -> bool:
 def _build_torch_optimizer(
     kind: type[torch.optim.Optimizer], model: nn.Module, config: OptimizerConfig
 ) -> torch.optim.Optimizer:
-    """Build a class of torch optimizers over `parameter_groups`, with the settings that its signature takes."""
+    """Build a class of torch optimizers over `param_groups`, with the settings that its signature takes."""
     taken = inspect.signature(kind).parameters
     closure = inspect.signature(kind.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
@@ -262,7 +291,7 @@ def _build_torch_optimizer(
         raise invalid("optimizer.name", "closure", config.name, rule, fix)
 
     # a setting that the class does not take is an error, unless it is at its default: a file holds all keys
-    settings, defaults = _settings(config), _settings(OptimizerConfig(config.name))
+    settings, defaults = torch_settings(config), torch_settings(OptimizerConfig(config.name))
     given = {key: value for key, value in settings.items() if _takes(taken.get(key), value)}
     ignored = {k: v for k, v in settings.items() if k not in given and v != defaults[k]}
     if "weight_decay" not in given:
@@ -280,7 +309,7 @@ def _build_torch_optimizer(
     raise_problems("", problems)
     OPTIMIZERS._replace(arguments=("params",)).check(kind, config.name, config.options, given)
 
-    groups = parameter_groups(model, config)
+    groups = param_groups(model, config, muon=False, rounds=False)
     if "weight_decay" not in given:
         for group in groups:
             del group["weight_decay"]
@@ -292,12 +321,6 @@ def _build_torch_optimizer(
             "name a function builder(model, config) that calls it with the arguments that it needs"
         )
         raise invalid("optimizer.name", "arguments", config.name, rule, fix) from error
-
-
-def _settings(config: OptimizerConfig) -> dict[str, Any]:
-    """The settings that a torch class may take, by its name of them."""
-    names = ("lr", "eps", "weight_decay", "state_dtype")
-    return {"betas": config.resolved_betas, **{name: getattr(config, name) for name in names}}
 
 
 def _takes(parameter: inspect.Parameter | None, value: Any) -> bool:

@@ -171,6 +171,19 @@ class OptimizerConfig:
         return averages * DTYPES[self.state_dtype].itemsize + further * weight
 
 
+def torch_settings(config: OptimizerConfig) -> dict[str, Any]:
+    """The settings that a class of torch optimizers may take, by its names of them."""
+    names = ("lr", "eps", "weight_decay", "state_dtype")
+    return {"betas": config.resolved_betas, **{name: getattr(config, name) for name in names}}
+
+
+def class_settings(config: OptimizerConfig) -> dict[str, Any]:
+    """The settings that one of Forge's classes may take, by the names of its arguments."""
+    tables = {**dataclasses.asdict(config.muon), **dataclasses.asdict(config.schedule_free)}
+    tables["adjust_lr_fn"] = tables.pop("adjust")
+    return {**torch_settings(config), **tables}
+
+
 @dataclass(frozen=True)
 class WSDConfig:
     """The decay at the end of a warmup-stable-decay schedule: `WSDConfig(decay_steps=2000, decay="linear")`."""

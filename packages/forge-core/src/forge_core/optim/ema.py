@@ -28,12 +28,13 @@ _WARM_UP = 9.0
 class EMA:
     """Averages the weights that `optimizer` trains: average <- d average + (1 - d) weights, after each update.
 
-        optimizer = EMA(AdamW(model, config), EMAConfig(decay=0.999))
+        optimizer = EMA(AdamW(param_groups(model), lr=1e-3), EMAConfig(decay=0.999))
         loss.backward(); optimizer.step()
         optimizer.eval(); evaluate(model); optimizer.train()      # the weights are the average in between
 
     d is the smaller of `decay` and t / (t + 9) after t updates: the first average is the first updated weights. A masked
-    update (`skip`) changes neither. Attributes that are not defined here are those of the optimizer.
+    update (`skip`) changes neither. Attributes that are not defined here are those of the optimizer, and a
+    scheduler of torch takes `ema.optimizer`.
 
     Between `eval()` and `train()` the model's weights are the average, and the trained ones are kept here. Weights that
     are written there are the new average, so load a checkpoint there: `named_state()` holds the optimizer's slots,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import re
+import warnings
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -14,6 +16,9 @@ from forge_core._shared.names import match_names, nearest_names
 from forge_core._shared.problems import Problem, invalid, raise_problems
 from forge_core.kinds import ParameterKind, is_matrix, parameter_kinds, stacked_vectors
 from forge_core.optim.config import OptimizerConfig, OptimizerGroupConfig
+
+#: A member of a list of layers in a parameter's name: a number, or a cross-attention block before one.
+_BLOCK = re.compile(r"(^|\.)(cross_)?\d+\.")
 
 
 def trainable_parameters(model: nn.Module, *, rounds: bool = False) -> dict[str, nn.Parameter]:
@@ -29,15 +34,24 @@ def trainable_parameters(model: nn.Module, *, rounds: bool = False) -> dict[str,
         raise invalid("requires_grad", "frozen", False, rule, "leave it True on some")
     for name, parameter in parameters.items():
         if parameter.dtype not in allowed:
-            rule = "must be fp32, as a plain update in another dtype loses small steps"
-            fix = "keep the model in fp32 and let the forward compute in bf16, or train weights in bf16 with adamw, lion or muon, which round updates stochastically"
-            raise invalid(name, "dtype", parameter.dtype, rule, fix, where="parameter")
+            raise invalid_dtype(name, parameter.dtype)
     return parameters
 
 
+def invalid_dtype(name: str, dtype: torch.dtype) -> ValueError:
+    """The error for weights in a dtype in which an optimizer would lose small steps."""
+    rule = "must be fp32, as a plain update in another dtype loses small steps"
+    fix = "keep the model in fp32 and let the forward compute in bf16, or train weights in bf16 with adamw, lion or muon, which round updates stochastically"
+    return invalid(name, "dtype", dtype, rule, fix, where="parameter")
+
+
 def named_parameters(optimizer: torch.optim.Optimizer) -> dict[str, nn.Parameter]:
-    """Return the parameters of an optimizer by name; its groups need torch's `param_names`."""
+    """Return the parameters of an optimizer by name; ValueError if its groups have no `param_names`."""
     groups = optimizer.param_groups
+    if any("param_names" not in group for group in groups):
+        rule = "must be in every group, and the optimizer was built over parameters without names"
+        fix = "build it over model.named_parameters() or param_groups(model)"
+        raise invalid("param_names", "missing", ..., rule, fix, where="optimizer")
     return {n: p for group in groups for n, p in zip(group["param_names"], group["params"])}
 
 
@@ -51,12 +65,12 @@ def set_lr(optimizer: Any, lr: float) -> None:
     if own is not None:
         own(lr)
     else:
-        set_group_lrs(optimizer, lr)
+        set_group_lrs(optimizer.param_groups, lr)
 
 
-def set_group_lrs(optimizer: torch.optim.Optimizer, lr: float) -> None:
+def set_group_lrs(groups: Iterable[dict[str, Any]], lr: float) -> None:
     """Set the rates of a torch optimizer's groups as `set_lr`; a rate that is a tensor is filled."""
-    for group in optimizer.param_groups:
+    for group in groups:
         rate = lr * group.get("lr_multiplier", 1.0) * group.get("lr_scale", 1.0)
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
@@ -144,20 +158,42 @@ def lr_scales(model: nn.Module, config: OptimizerConfig) -> Mapping[str, float]:
     return scales
 
 
-def parameter_groups(
-    model: nn.Module, config: OptimizerConfig, *, rounds: bool = False
+def param_groups(
+    model: nn.Module,
+    config: OptimizerConfig | None = None,
+    *,
+    weight_decay: float | None = None,
+    groups: Mapping[str, OptimizerGroupConfig] | None = None,
+    muon: bool | None = None,
+    rounds: bool = True,
 ) -> list[dict[str, Any]]:
-    """Return torch's parameter groups over the trainable parameters, with names, for any torch optimizer.
+    """Return torch's parameter groups over the trainable parameters of a model, with names, for any torch optimizer.
 
-        optimizer = torch.optim.SGD(parameter_groups(model, config), lr=config.lr)
+        optimizer = AdamW(param_groups(model, weight_decay=0.1), lr=3e-4)
+        heads = OptimizerGroupConfig(("*.embedding.*", "lm_head.*"), lr_multiplier=0.1)
+        optimizer = Muon(param_groups(model, groups={"heads": heads}, muon=True), lr=3e-4)
 
-    Without groups in the configuration, matrices and embeddings decay by `config.weight_decay`, and vectors, norms,
-    biases and stacks of them do not (see `forge_core.kinds`). A group of the configuration becomes one of torch's, or
-    two if it sets no decay, with the keys "group" (its name) and "lr_multiplier". If the model scales learning rates
-    (`lr_scales`), there is one for each factor, with the key "lr_scale".
+    Args:
+        config: has weight_decay and groups; by default those of `OptimizerConfig`, 0.1 and none.
+        weight_decay: in place of `config.weight_decay`. Without groups, matrices and embeddings decay by it, and vectors,
+            norms, biases and stacks of them do not (see `forge_core.kinds`).
+        groups: in place of `config.groups`, {name: parameters by patterns}. Each is one of torch's groups, or two if it
+            sets no decay, with the keys "group" (its name) and "lr_multiplier".
+        muon: whether groups are split into those of `hidden_matrices`, with the key "muon" True, and others, False, for
+            `Muon` (default: whether `config.name` is "muon").
+        rounds: whether the optimizer rounds updates of bf16 weights stochastically, as those of Forge do; False raises
+            for such weights.
+
+    A model that scales learning rates (`lr_scales`) has one group for each factor, with the key "lr_scale". Forge's
+    optimizers apply "lr_multiplier" and "lr_scale" themselves; for others call `set_lr(optimizer, lr)` once.
 
     Raises ValueError as `match_groups`, `lr_scales` and `trainable_parameters`.
     """
+    if config is None:
+        config = OptimizerConfig("muon" if muon else "adamw")
+    given: dict[str, Any] = {"weight_decay": weight_decay, "groups": groups}
+    config = replace(config, **{key: value for key, value in given.items() if value is not None})
+
     parameters, scales = trainable_parameters(model, rounds=rounds), lr_scales(model, config)
     owners, kinds = match_groups(model, config.groups), parameter_kinds(model)
     others = {n: p for n, p in parameters.items() if n not in owners}
@@ -174,7 +210,49 @@ def parameter_groups(
 
     if scales:
         found = [group for own in found for group in _by_scale(own, scales)]
+    if config.name == "muon" if muon is None else muon:
+        names = hidden_matrices(model, config)
+        found = [group for own in found for group in _by_optimizer(own, names)]
     return [group for group in found if group["params"]]
+
+
+def parameter_groups(
+    model: nn.Module, config: OptimizerConfig, *, rounds: bool = False
+) -> list[dict[str, Any]]:
+    """Old name of `param_groups`, until 0.3.0."""
+    warnings.warn("parameter_groups is param_groups now", DeprecationWarning, stacklevel=2)
+    return param_groups(model, config, muon=False, rounds=rounds)
+
+
+def hidden_matrices(model: nn.Module, config: OptimizerConfig) -> set[str]:
+    """Return the names of the parameters that Muon updates.
+
+    They are matrices (R, C) and stacks of matrices (E, R, C), by `parameter_kinds`, below a member of a list of modules:
+    a part of the name is a number, or `cross_` and a number (forge_vlm's cross-attention blocks). AdamW updates the
+    embedding and head of a model, which are outside of its blocks, vectors, norms, biases and convolutions. `muon` of a
+    group overrides this for its matrices, embeddings included. Raises ValueError if there is no matrix, frozen or not.
+    """
+    owners, kinds = match_groups(model, config.groups), parameter_kinds(model)
+    found, matrices = set(), False
+    for name, parameter in model.named_parameters():
+        group = config.groups.get(owners.get(name, ""))
+        chosen = None if group is None else group.muon
+        hidden = in_block(name) and kinds[name] in ("matrix", "stacked_matrix")
+        if parameter.ndim in (2, 3) and is_matrix(kinds[name]):
+            matrices |= hidden or chosen is not None
+            if hidden if chosen is None else chosen:
+                found.add(name)
+
+    if not matrices:
+        rule = "must have a matrix below a block (layers.0.weight), and the model has none"
+        fix = "name some in a group: [optimizer.groups.hidden] with patterns and muon = true, or use adamw"
+        raise invalid("optimizer.name", "no_matrix", "muon", rule, fix)
+    return found
+
+
+def in_block(name: str) -> bool:
+    """Whether a parameter is below a member of a list of modules, or a cross-attention block before one."""
+    return _BLOCK.search(name) is not None
 
 
 def set_multipliers(optimizer: Any, multipliers: Mapping[str, float]) -> None:
@@ -194,10 +272,16 @@ def set_multipliers(optimizer: Any, multipliers: Mapping[str, float]) -> None:
         if multiplier is None:
             continue
         group["lr_multiplier"] = multiplier
-        for parameter in group["params"]:
-            parameter.requires_grad_(multiplier != 0.0)
-            if multiplier == 0.0:
-                parameter.grad = None
+        freeze_by_multiplier(group)
+
+
+def freeze_by_multiplier(group: Mapping[str, Any]) -> None:
+    """Freeze the parameters of a group whose "lr_multiplier" is 0; train those of another."""
+    multiplier = group["lr_multiplier"]
+    for parameter in group["params"]:
+        parameter.requires_grad_(multiplier != 0.0)
+        if multiplier == 0.0:
+            parameter.grad = None
 
 
 def register_groups(
@@ -215,10 +299,10 @@ def register_groups(
         set_multipliers(optimizer, {name: own.lr_multiplier for name, own in config.groups.items()})
     if isinstance(optimizer, torch.optim.Optimizer):
         moved = stacked_vectors(model)
-        keep = partial(_keep_settings, keys=frozenset(settings), moved=moved)
+        keep = partial(keep_settings, keys=frozenset(settings), moved=moved)
         optimizer.register_load_state_dict_pre_hook(keep)
         if owners:
-            set_group_lrs(optimizer, config.lr)
+            set_group_lrs(optimizer.param_groups, config.lr)
 
 
 def _check_groups(
@@ -235,7 +319,7 @@ def _check_groups(
     if lost:
         built = f"{built_by!r} built a {type(optimizer).__name__}"
         rule = f"must be a group of the optimizer: {built} whose param_groups do not hold {lost[0]} there"
-        fix = "build it over parameter_groups(model, config), or remove optimizer.groups"
+        fix = "build it over param_groups(model, config), or remove optimizer.groups"
         raise invalid(f"optimizer.groups.{owners[lost[0]]}", "param_groups", ..., rule, fix)
 
 
@@ -243,7 +327,7 @@ def _check_groups(
 _MARKS = ("group", "lr_multiplier", "lr_scale", "state_dtype", "rounding_seed")
 
 
-def _keep_settings(
+def keep_settings(
     optimizer: torch.optim.Optimizer,
     state: dict[str, Any],
     keys: Collection[str],
@@ -301,6 +385,13 @@ def _by_decay(
         {"params": decayed, "weight_decay": weight_decay},
         {"params": plain, "weight_decay": 0.0},
     ]
+
+
+def _by_optimizer(group: Mapping[str, Any], names: Collection[str]) -> list[dict[str, Any]]:
+    """Split a group into the parameters of Muon, which have `names`, and those of AdamW."""
+    hidden = [(name, p) for name, p in group["params"] if name in names]
+    others = [(name, p) for name, p in group["params"] if name not in names]
+    return [{**group, "params": hidden, "muon": True}, {**group, "params": others, "muon": False}]
 
 
 def _by_scale(group: Mapping[str, Any], scales: Mapping[str, float]) -> list[dict[str, Any]]:

@@ -3,43 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from forge_core._renamed import config_form
 from forge_core._shared.shards import local_tensor
 from forge_core.optim.base import (
     Group,
     NamedOptimizer,
+    Params,
     Slots,
     count_step,
     is_rounded,
     local_gradient,
     pieces,
 )
-from forge_core.optim.config import OptimizerConfig
 
 
 class Lion(NamedOptimizer):
     """EvoLved Sign Momentum (Chen et al. 2023, "Symbolic Discovery of Optimization Algorithms", algorithm 2).
 
-    `optimizer = Lion(model, OptimizerConfig("lion", lr=1e-4, weight_decay=1.0))`
+    `optimizer = Lion(param_groups(model, weight_decay=1.0), lr=1e-4)`, or `Lion(model.parameters(), lr=1e-4)`
 
-    With gradient g, momentum m and betas (b1, b2), by default (0.9, 0.99):
+    With gradient g, momentum m and betas (b1, b2):
 
         p <- p - lr (sign(b1 m + (1 - b1) g) + weight_decay p);   m <- b2 m + (1 - b2) g
 
     An update has the same size in every element, so learning rates are about a tenth of AdamW's, and weight_decay ten
-    times its value. There is no eps. Groups, named state, the mask and errors: see `NamedOptimizer`.
+    times its value. There is no eps. `state_dtype` "bf16" stores the momentum in bf16, rounded stochastically. Groups, named state, the mask and errors: see `NamedOptimizer`.
 
-    Cost: 4 bytes of momentum per trainable parameter (2 in bf16), allocated here; no communication, as every shard is
+    Cost: 4 bytes of momentum per parameter with a gradient (2 in bf16); no communication, as every shard is
     updated by itself; no host sync in `step`, and within it 192 MiB of temporary tensors at most on a GPU.
     """
 
     rounds_state = rounds_weights = True
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
-        super().__init__(model, config, betas=config.resolved_betas)
+    @config_form
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 1e-4,
+        betas: tuple[float, float] = (0.9, 0.99),
+        weight_decay: float = 0.0,
+        *,
+        state_dtype: Literal["fp32", "bf16"] = "fp32",
+    ) -> None:
+        super().__init__(params, lr, weight_decay, state_dtype=state_dtype, betas=betas)
 
     def slots(self, group: Group) -> Slots:
         return Slots(("exp_avg",), ("step",) if is_rounded(group) else ())

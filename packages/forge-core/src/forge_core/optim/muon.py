@@ -5,26 +5,32 @@ Shapes: R rows and C columns of a matrix, E matrices of a stack, B matrices of o
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from forge_core._renamed import config_form
 from forge_core._shared.problems import invalid
 from forge_core._shared.shards import local_tensor
-from forge_core.kinds import is_matrix, parameter_kinds, stacked_vectors
-from forge_core.optim.adamw import AdamW
-from forge_core.optim.base import Group, Slots, count_step, is_rounded, local_gradient
-from forge_core.optim.config import DTYPES, OptimizerConfig
+from forge_core.optim.adamw import AdamW, can_fuse
+from forge_core.optim.base import (
+    Group,
+    NamedOptimizer,
+    Params,
+    Slots,
+    as_groups,
+    count_step,
+    is_rounded,
+    local_gradient,
+)
+from forge_core.optim.config import DTYPES, MuonConfig
 from forge_core.optim.full_matrices import FullMatrices, axes_of
-from forge_core.optim.groups import match_groups, parameter_groups
+from forge_core.optim.groups import in_block
 
-#: A member of a list of layers in a parameter's name: a number, or a cross-attention block before one.
-_BLOCK = re.compile(r"(^|\.)(cross_)?\d+\.")
 #: Coefficients of Keller Jordan's iteration, chosen for the steepest rise at zero: singular values end in about 0.7 to 1.2.
 _A, _B, _C = 3.4445, -4.7750, 2.0315
 _EPS = 1e-7  # a zero matrix stays zero
@@ -47,7 +53,8 @@ class _Bucket(NamedTuple):
 class Muon(AdamW):
     """MomentUm Orthogonalized by Newton-Schulz (Keller Jordan 2024) for the matrices of a model's blocks.
 
-    `optimizer = Muon(model, OptimizerConfig("muon", lr=1e-3, muon=MuonConfig(momentum=0.95)))`
+        optimizer = Muon(param_groups(model, muon=True), lr=1e-3)     # AdamW trains embeddings, head, norms, biases
+        optimizer = Muon([p for p in model.layers.parameters() if p.ndim == 2], lr=1e-3)       # as torch.optim.Muon
 
     With gradient G, momentum B and mu, as in torch.optim.Muon (Keller's B is 1 / (1 - mu) times this one, a factor that
     the orthogonalization drops):
@@ -57,37 +64,70 @@ class Muon(AdamW):
 
     s depends on the matrix (out, in): "match_rms_adamw" 0.2 sqrt(max(out, in)) (Liu et al. 2025, equation 4), for the
     learning rates and decay of AdamW; "original" sqrt(max(1, out / in)). Each matrix of a stack of experts (E, in, out)
-    counts for itself. `hidden_matrices` chooses the parameters. AdamW updates all others, with the config's betas and
-    eps, and `adamw_lr_multiplier` times the learning rate. Groups, named state, the mask and errors: see `NamedOptimizer`.
+    counts for itself. Groups, named state, the mask and errors: see `NamedOptimizer`.
+
+    Args:
+        params: groups with the key "muon": True for matrices and stacks of matrices that Muon updates, False for the
+            parameters of AdamW. Without the key all are Muon's: ValueError unless each has 2 or 3 dims and, if it has a
+            name, is below a block.
+        adjust_lr_fn: s, as in torch.optim.Muon; torch's None is "original".
+        ns_dtype: dtype of the Newton-Schulz iterations, and of what ranks exchange for them.
+        betas, eps, adamw_lr_multiplier: of AdamW, whose learning rate is `adamw_lr_multiplier` times `lr`.
+        state_dtype: "bf16" stores momentum and moments in bf16, rounded stochastically.
 
     A sharded matrix is gathered in `ns_dtype` on one of its ranks, orthogonalized there and sent back (`FullMatrices`),
     so the update is that of the full matrix in any layout. A parameter without a gradient on this rank does not change
     here, and counts as zero for the others.
 
-    Cost: 4 bytes of momentum for a parameter of Muon, 8 of moments for the others (in bf16 half), allocated here. A step
+    Cost: 4 bytes of momentum for a parameter of Muon, 8 of moments for the others (in bf16 half). A step
     of one process does not communicate. On several ranks it does two all-to-alls for each mesh axis that shards matrices
     and an all-gather for each that replicates them, for 2^30 elements of a mesh together. No host sync.
     """
 
+    splits_matrices = True
     _known: tuple[list[Tensor], list[_Bucket]] = ([], [])
     _scratch: dict[Any, Tensor]  # within a step
-    _stacked_vectors: frozenset[str] = frozenset()
     _crossed: frozenset[str] = frozenset()
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
-        names, self._stacked_vectors = hidden_matrices(model, config), stacked_vectors(model)
+    @config_form
+    def __init__(
+        self,
+        params: Params,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        momentum: float = 0.95,
+        nesterov: bool = True,
+        *,
+        ns_steps: int = 5,
+        ns_dtype: Literal["bf16", "fp32"] = "bf16",
+        adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw",
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        adamw_lr_multiplier: float = 1.0,
+        state_dtype: Literal["fp32", "bf16"] = "fp32",
+        fused: bool | None = None,
+    ) -> None:
+        groups = as_groups(params)
+        own = MuonConfig(momentum, nesterov, ns_steps, ns_dtype, adjust_lr_fn, adamw_lr_multiplier)
+        fused = can_fuse(groups) if fused is None else fused
+        settings = {"betas": betas, "eps": eps, "fused": fused, **asdict(own)}
+        NamedOptimizer.__init__(self, groups, lr, weight_decay, state_dtype=state_dtype, **settings)
+        names = [n for g in self.param_groups if g["muon"] for n in g.get("param_names", ())]
         self._crossed = frozenset(name for name in names if ".cross_" in name)
 
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As `NamedOptimizer.add_param_group`; without the key "muon" all parameters must be matrices of blocks."""
+        (given,) = as_groups([param_group])
+        if given.setdefault("muon", True):
+            _check_matrices(given["params"], by_name="muon" not in param_group)
+        else:
+            given.setdefault("lr_scale", self.defaults["adamw_lr_multiplier"])
+        super().add_param_group(given)
+
         # settings are kept in the groups: a copy of an optimizer has those, and no attributes
-        settings = asdict(config.muon)
-        scale = {"lr_scale": settings.pop("adamw_lr_multiplier")}
-        groups = []
-        for group in parameter_groups(model, config, rounds=True):
-            hidden = [(name, p) for name, p in group["params"] if name in names]
-            others = [(name, p) for name, p in group["params"] if name not in names]
-            groups.append({**group, "params": hidden, "muon": True, **settings})
-            groups.append({**group, "params": others, "muon": False, **scale})
-        super().__init__(model, config, [group for group in groups if group["params"]])
+        group = self.param_groups[-1]
+        for key in ["adamw_lr_multiplier"] if group["muon"] else asdict(MuonConfig()):
+            del group[key]
 
     def slots(self, group: Group) -> Slots:
         if not group["muon"]:
@@ -206,35 +246,15 @@ def _by_size(parameters: Sequence[Tensor]) -> list[list[Tensor]]:
     return found
 
 
-def hidden_matrices(model: nn.Module, config: OptimizerConfig) -> set[str]:
-    """Return the names of the parameters that Muon updates.
-
-    They are matrices (R, C) and stacks of matrices (E, R, C), by `parameter_kinds`, below a member of a list of modules:
-    a part of the name is a number, or `cross_` and a number (forge_vlm's cross-attention blocks). AdamW updates the
-    embedding and head of a model, which are outside of its blocks, vectors, norms, biases and convolutions. `muon` of a
-    group overrides this for its matrices, embeddings included. Raises ValueError if there is no matrix, frozen or not.
-    """
-    owners, kinds = match_groups(model, config.groups), parameter_kinds(model)
-    found, matrices = set(), False
-    for name, parameter in model.named_parameters():
-        group = config.groups.get(owners.get(name, ""))
-        chosen = None if group is None else group.muon
-        hidden = in_block(name) and kinds[name] in ("matrix", "stacked_matrix")
-        if parameter.ndim in (2, 3) and is_matrix(kinds[name]):
-            matrices |= hidden or chosen is not None
-            if hidden if chosen is None else chosen:
-                found.add(name)
-
-    if not matrices:
-        rule = "must have a matrix below a block (layers.0.weight), and the model has none"
-        fix = "name some in a group: [optimizer.groups.hidden] with patterns and muon = true, or use adamw"
-        raise invalid("optimizer.name", "no_matrix", "muon", rule, fix)
-    return found
-
-
-def in_block(name: str) -> bool:
-    """Whether a parameter is below a member of a list of modules, or a cross-attention block before one."""
-    return _BLOCK.search(name) is not None
+def _check_matrices(members: list[Any], by_name: bool) -> None:
+    """ValueError for parameters that are no matrices or stacks; `by_name`, also for those whose name is in no block."""
+    for i, entry in enumerate(members):
+        name, parameter = entry if isinstance(entry, tuple) else (f"params[{i}]", entry)
+        outside = by_name and isinstance(entry, tuple) and not in_block(name)
+        if parameter.ndim not in (2, 3) or outside:
+            rule = "is not a matrix of a block, and Muon would update it"
+            fix = "build Muon over param_groups(model, muon=True), or set 'muon' to True or False in each group"
+            raise invalid(name, "no_matrix", tuple(parameter.shape), rule, fix, where="parameter")
 
 
 def _updates_this_step(parameter: Tensor) -> bool:

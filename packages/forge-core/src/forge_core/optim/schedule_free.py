@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from forge_core._renamed import config_form
 from forge_core._shared.shards import local_tensor
 from forge_core.optim.base import (
     Group,
     NamedOptimizer,
+    Params,
     Slots,
     is_rounded,
     local_gradient,
     pieces,
 )
-from forge_core.optim.config import OptimizerConfig
+from forge_core.optim.config import ScheduleFreeConfig
 
 _NUMBERS = ("step", "lr_max", "weight_sum")
 _TINY = 1e-38
@@ -27,7 +29,7 @@ _TINY = 1e-38
 class ScheduleFreeAdamW(NamedOptimizer):
     """ "The Road Less Scheduled" (Defazio et al. 2024, algorithm 1), with Adam's denominator and decoupled decay at y.
 
-        optimizer = ScheduleFreeAdamW(model, OptimizerConfig("schedule_free_adamw", lr=2.5e-3))
+        optimizer = ScheduleFreeAdamW(param_groups(model), lr=2.5e-3)
         loss.backward(); optimizer.step()                     # the model's weights are y
         optimizer.eval(); evaluate(model); optimizer.train()  # they are x, the average, in between
 
@@ -46,24 +48,35 @@ class ScheduleFreeAdamW(NamedOptimizer):
     `eval()` and `train()` change no bits, and weights and named state are enough to continue with the same bits. Torch's
     form of state has x, too. Under FSDP2 call `forge_parallel.reshard(model)` before either call.
 
-    Cost: 12 bytes of state per trainable parameter, of which named state has 8 (10 and 6 with the squares in bf16); no
+    Args:
+        betas: fraction of x in y, and decay of the squares. r, weight_lr_power: the weight of a step, above.
+        state_dtype: "bf16" stores the squares in bf16, rounded stochastically. Weights must be fp32.
+
+    Cost: 12 bytes of state per parameter with a gradient, of which named state has 8 (10 and 6 with the squares in bf16); no
     communication, no host sync. `weight_sum` is in units of the greatest weight, so that fp32 counts every step of a
     long run.
     """
 
     rounds_state = True
 
-    def __init__(self, model: nn.Module, config: OptimizerConfig) -> None:
-        own = config.schedule_free
+    @config_form
+    def __init__(
+        self,
+        params: Params,
+        lr: float = 2.5e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        *,
+        r: float = 0.0,
+        weight_lr_power: float = 2.0,
+        state_dtype: Literal["fp32", "bf16"] = "fp32",
+    ) -> None:
         self._started: set[Tensor] = set()
+        ScheduleFreeConfig(r, weight_lr_power)  # raises for what is out of range
+        own = {"r": r, "weight_lr_power": weight_lr_power, "train_mode": True}
         super().__init__(
-            model,
-            config,
-            betas=config.resolved_betas,
-            eps=config.eps,
-            r=own.r,
-            weight_lr_power=own.weight_lr_power,
-            train_mode=True,
+            params, lr, weight_decay, state_dtype=state_dtype, betas=betas, eps=eps, **own
         )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
