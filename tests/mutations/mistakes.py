@@ -267,8 +267,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "the digest chain is not compared at a resume",
         f"{_DATA}/loader.py",
-        '        raise_problems("loader state", islice(_state_problems(state), 1))\n',
-        "        islice(_state_problems(state), 1)\n",
+        '        raise_problems("loader state", islice(state_problems(state), 1))\n',
+        "        islice(state_problems(state), 1)\n",
     ),
     Mistake(
         "files of prepared tokens are not synced before their sidecar",

@@ -123,6 +123,7 @@ class Loader(IterableDataset[Batch]):
         self._ledger = Ledger()
         self._torch = TorchWorkers()
         self._skip: int | None = None  # in a worker of torch: steps of the others before the next
+        self._claimed = self._lost = False  # True in workers of torch only
         self._begin_count(self._at)
         self.prefetch = 2 * num_workers if prefetch is None else prefetch
         self.worker_timeout_seconds = worker_timeout_seconds
@@ -424,7 +425,7 @@ class Loader(IterableDataset[Batch]):
     def _begin_count(self, at: Position) -> None:
         """Count batches for `state_dict(after=...)` from a position on."""
         self._first = self._counted = 0, at
-        self._claimed = self._lost = False  # True in workers of torch only
+        self._claimed = self._lost = False
         self._torch.moved()
 
     def _position_after(self, after: Batch | int) -> Position:

@@ -74,6 +74,7 @@ class TorchWorkers:
         Raises ValueError if the loader moved after the worker began, or workers before it began at the same position.
         """
         worker = get_worker_info()
+        assert worker is not None, "claim is called in a worker"
         if worker.num_workers > MAX_WORKERS:
             rule = f"must be at most {MAX_WORKERS}"
             raise invalid("num_workers", "range", worker.num_workers, rule, "use fewer workers")
