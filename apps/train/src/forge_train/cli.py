@@ -159,15 +159,17 @@ def _supervise(job: ResolvedJob, args: list[str], nproc: int) -> int:
     paths = RunDirectory(job.config.run.dir)
     with follow(paths.events, job.config.resilience.alerts):  # outlives ranks that are killed
         return run_guarded(
-            lambda guard: supervise(
-                command,
-                nproc,
-                environ,
-                config=job.config.resilience.watch,
-                journal=paths.events,
-                expects_heartbeats=True,
-                guard=guard,
-                hand_over_port=True,
+            lambda guard: (
+                supervise(
+                    command,
+                    nproc,
+                    environ,
+                    config=job.config.resilience.watch,
+                    journal=paths.events,
+                    expects_heartbeats=True,
+                    guard=guard,
+                    hand_over_port=True,
+                ).code
             )
         )
 
