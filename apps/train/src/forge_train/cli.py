@@ -157,6 +157,7 @@ def _supervise(job: ResolvedJob, args: list[str], nproc: int) -> int:
     environ = {**os.environ, "FORGE_NPROC": str(nproc), FOLLOWED: str(os.getpid())}
 
     paths = RunDirectory(job.config.run.dir)
+
     with follow(paths.events, job.config.resilience.alerts):  # outlives ranks that are killed
         return run_guarded(
             lambda guard: (

@@ -118,6 +118,7 @@ class Loader(IterableDataset[Batch]):
         self.num_micro_batches = num_micro_batches or fullest
         self._rows = _rows_of_rank(global_batch // micro_batch, rank, world_size, micro_batch)
         self._part = part_at(stream, 0)
+
         self.began = 0
         self._at = Position()
         self._ledger = Ledger()
@@ -125,6 +126,7 @@ class Loader(IterableDataset[Batch]):
         self._skip: int | None = None  # in a worker of torch: steps of the others before the next
         self._claimed = self._lost = False  # True in workers of torch only
         self._begin_count(self._at)
+
         self.prefetch = 2 * num_workers if prefetch is None else prefetch
         self.worker_timeout_seconds = worker_timeout_seconds
         self.worker_restarts = worker_restarts
@@ -280,6 +282,7 @@ class Loader(IterableDataset[Batch]):
         if after is None and worker is None:
             self._torch.require_none("state_dict")
         at = self._at if after is None else self._position_after(after)
+
         state = {
             "cursor": at.cursor,
             "digest_chain": at.chain,
@@ -288,6 +291,7 @@ class Loader(IterableDataset[Batch]):
         if at.last_batch is not None:  # with these two a resume checks that cursor and chain agree
             state["digest_chain_before"] = at.chain_before
             state["last_batch"] = at.last_batch
+
         if self.skipped:
             state["skipped"] = [list(window) for window in self.skipped]
         if num_shards_of(self.stream):
@@ -402,10 +406,12 @@ class Loader(IterableDataset[Batch]):
                 rule = f"of torch's DataLoader would read next to the loader's own ({own})"
                 fix = "use Loader(num_workers=0, prefetch=0), or DataLoader(num_workers=0)"
                 raise invalid("num_workers", "both", worker.num_workers, rule, fix)
+
             if num_shards_of(self.stream) and worker.num_workers > 1:
                 rule = "of torch's DataLoader would each tokenize all shards of a stream"
                 fix = "use Loader(num_workers=N) and DataLoader(num_workers=0)"
                 raise invalid("num_workers", "sharded", worker.num_workers, rule, fix)
+
             self._torch.claim(loaded=self._skip is not None)
             self._claimed = True
             if self._skip is None:
@@ -436,6 +442,7 @@ class Loader(IterableDataset[Batch]):
                 "use Loader(num_workers=N) and state_dict() without after",
             )
             raise invalid("after", "sharded", ..., rule, fix)
+
         if not isinstance(after, Batch):
             if type(after) is not int or after < 0:
                 raise invalid("after", "range", after, "must be a Batch or a number of batches", "")
@@ -449,6 +456,7 @@ class Loader(IterableDataset[Batch]):
         if not len(rows):
             rule = "must have a row of the stream"
             raise invalid("after", "filler", ..., rule, "give the number of batches")
+
         first = int(rows.min())
         for count, at in (self._counted, self._first):
             while at.digest != after.digest and self._next_instance(at) <= first:
@@ -456,6 +464,7 @@ class Loader(IterableDataset[Batch]):
             if at.digest == after.digest:
                 self._counted = count, at
                 return at
+
         rule = (
             "must be a batch of this loader since it was made, loaded a state, or changed its order"
         )

@@ -45,13 +45,16 @@ def state_problems(state: Any) -> Iterator[Problem]:
     if not isinstance(state, Mapping) or not isinstance(state.get("fingerprint"), Mapping):
         yield Problem("fingerprint", "missing", ..., "must be that of its data", fix)
     cursor, chain = state.get("cursor"), state.get("digest_chain")
+
     # States of versions before 0.2 lack the last link, so their chain cannot be compared.
     before, last = state.get("digest_chain_before", NO_STEPS), state.get("last_batch")
     if type(cursor) is not int or not 0 <= cursor <= _LAST_CURSOR:
         yield Problem("cursor", "range", cursor, f"must be within 0..{_LAST_CURSOR}", fix)
+
     for name, value in (("digest_chain", chain), ("digest_chain_before", before)):
         if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{16}", value):
             yield Problem(name, "format", value, "must be 16 hex digits", fix)
+
     windows = state.get("skipped", [])
     yield from window_problems(windows)
     if "last_batch" not in state:

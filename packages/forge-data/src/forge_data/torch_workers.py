@@ -78,6 +78,7 @@ class TorchWorkers:
         if worker.num_workers > MAX_WORKERS:
             rule = f"must be at most {MAX_WORKERS}"
             raise invalid("num_workers", "range", worker.num_workers, rule, "use fewer workers")
+
         pid, slot = os.getpid(), _PIDS + worker.id
         if self._spawned_as is not None and self._spawned_as[0] == pid:
             # a DataLoader starts its workers in order, so that those of a second iterator have higher numbers
