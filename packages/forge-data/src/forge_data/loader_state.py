@@ -14,8 +14,6 @@ from forge_data.collate import digest_of_ids
 from forge_data.config import MAX_GLOBAL_BATCH
 from forge_data.ledger import Ledger, window_problems
 
-__all__ = ["NO_STEPS", "Position", "begins", "state_problems"]
-
 NO_STEPS = "0" * 16
 _LAST_CURSOR = 2**62  # ids are int64
 

@@ -14,8 +14,6 @@ from torch.utils.data import get_worker_info
 from forge_data._shared.problems import invalid
 from forge_data.config import MAX_WORKERS
 
-__all__ = ["TorchWorkers"]
-
 _MOVES, _TAKEN, _PIDS = 0, 1, 2  # offsets in the shared page; the pid of worker w is at _PIDS + w
 
 
