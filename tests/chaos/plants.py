@@ -166,7 +166,7 @@ def _resumes_one_step_off() -> None:
 
     def load_state_dict(self: Any, state: Any) -> None:
         real(self, state)
-        self._cursor += self.global_batch
+        self._at = self._at._replace(cursor=self._at.cursor + self.global_batch)
 
     Loader.load_state_dict = load_state_dict  # type: ignore[method-assign]
 

@@ -640,8 +640,8 @@ def lives(t: Trainer) -> Any:
     folder = Path(t.config.run.dir).parent
     (folder / "lives").write_text("")
     script = f"open({str(folder / 'lives')!r}, 'a').write('x'); raise SystemExit(1)"
-    code = supervise([sys.executable, "-c", script], 1, config=t.config.resilience.watch)
-    return code, (folder / "lives").read_text()
+    result = supervise([sys.executable, "-c", script], 1, config=t.config.resilience.watch)
+    return result.code, result.attempts, (folder / "lives").read_text()
 
 
 def patience(phase: str, steps: int) -> Callable[[Trainer], Any]:

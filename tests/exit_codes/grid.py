@@ -205,7 +205,7 @@ def lives(world: World) -> None:
             1,
             config=WatchConfig("restart"),
             expects_heartbeats=True,
-        )
+        ).code
     )
 
 

@@ -265,10 +265,16 @@ MISTAKES: tuple[Mistake, ...] = (
         "        if wrong.size > len(lengths):\n",
     ),
     Mistake(
+        "all workers of torch read every step after their first",
+        f"{_DATA}/loader.py",
+        "            self._skip = worker.num_workers - 1\n",
+        "            self._skip = 0\n",
+    ),
+    Mistake(
         "the digest chain is not compared at a resume",
         f"{_DATA}/loader.py",
-        '        raise_problems("loader state", islice(_state_problems(state), 1))\n',
-        "        islice(_state_problems(state), 1)\n",
+        '        raise_problems("loader state", islice(state_problems(state), 1))\n',
+        "        islice(state_problems(state), 1)\n",
     ),
     Mistake(
         "files of prepared tokens are not synced before their sidecar",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,3 +137,19 @@ def test_a_package_shows_few_names() -> None:
     assert {
         p: len(public_names(p) or ()) for p in PACKAGES if len(public_names(p) or ()) > 40
     } == {}
+
+
+@pytest.mark.parametrize(
+    ("package", "late"), [("forge_data", "prepare"), ("forge_resilience", "slurm")]
+)
+def test_names_that_come_with_their_first_use_are_in_dir_and_help(package: str, late: str) -> None:
+    script = (
+        f"import pydoc, sys, {package} as p\n"
+        f"assert '{package}.{late}' not in sys.modules\n"
+        "assert set(p.__all__) <= set(dir(p))\n"
+        "text = pydoc.plain(pydoc.render_doc(p))\n"
+        "assert [name for name in p.__all__ if name not in text] == []\n"
+        "assert all(getattr(p, name) is not None for name in p.__all__)\n"
+        f"assert p.{late} is sys.modules['{package}.{late}']\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -259,7 +259,8 @@ def test_each_rank_has_random_streams_of_its_own() -> None:
 class OtherDataOnRank3(Callback):
     def on_step_end(self, trainer: Trainer) -> None:
         if trainer.progress.step == 4 and trainer.meshes.rank == 3:
-            trainer.loader._cursor += trainer.loader.global_batch
+            loader = trainer.loader
+            loader._at = loader._at._replace(cursor=loader.cursor + loader.global_batch)
 
 
 @pytest.mark.slow

@@ -7,12 +7,10 @@ import signal
 import subprocess
 import sys
 import textwrap
-from functools import partial
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
 
 from forge_data import Batch, BuiltinCorpus, InvalidData, Loader, PackedStream, filler_batch
 from forge_testing.problems import assert_problem, rejects
@@ -47,30 +45,6 @@ def test_stream_does_not_depend_on_workers(stream, num_workers):
 def test_F42_every_worker_reads_steps_of_its_own(stream):
     ids = [i for b in take(Loader(stream, 4, num_workers=2), 8) for i in b.instance_ids.tolist()]
     assert ids == list(range(32))
-
-
-class Wrapped(IterableDataset):
-    """What a user writes around a loader: `iter`, or `next` in a loop."""
-
-    def __init__(self, loader, by_next):
-        self.loader, self.by_next = loader, by_next
-
-    def __iter__(self):
-        return iter(partial(next, self.loader), None) if self.by_next else iter(self.loader)
-
-
-@pytest.mark.parametrize("by_next", [False, True])
-@pytest.mark.parametrize("num_workers", [0, 1, 2])
-def test_F156_workers_of_torch_do_not_repeat_batches(stream, num_workers, by_next):
-    torchs = DataLoader(
-        Wrapped(Loader(stream, 4), by_next), batch_size=None, num_workers=num_workers
-    )
-    if num_workers < 2:
-        ids = [batch.instance_ids.tolist() for _, batch in zip(range(2), torchs)]
-        assert ids == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    else:
-        with pytest.raises((ValueError, RuntimeError), match="num_workers"):
-            next(iter(torchs))
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])

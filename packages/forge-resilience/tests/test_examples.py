@@ -159,3 +159,58 @@ def test_a_trainer_of_transformers(tmp_path):
     wanted, got = whole.model.state_dict(), resumed.model.state_dict()
     assert all(value.isfinite().all() for value in got.values())
     assert all(torch.equal(got[name], value) for name, value in wanted.items())
+
+
+# ---- accelerate and Lightning
+
+
+def test_a_loop_of_accelerate(tmp_path):
+    pytest.importorskip("accelerate")
+    main = example("accelerate_stop").main
+
+    def end(name, **options):
+        code = main(tmp_path / name, **options)
+        file = tmp_path / name / "model.safetensors"
+        return code, safetensors.torch.load_file(file)["weight"]
+
+    safetensors = pytest.importorskip("safetensors")
+    importlib.import_module("safetensors.torch")
+    code, full = end("full")
+    assert code == 0
+    code, _ = end(
+        "stopped", on_step=lambda step: step == 3 and os.kill(os.getpid(), signal.SIGUSR1)
+    )
+    assert code == 75
+    code, resumed = end("stopped")
+    assert code == 0
+    assert torch.equal(full, resumed)
+
+
+def test_a_trainer_of_lightning(tmp_path):
+    lightning = pytest.importorskip("lightning", reason="needs lightning")
+
+    class Model(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch, index):
+            if self.global_step == 2 and not (tmp_path / "last.ckpt").exists():
+                os.kill(os.getpid(), signal.SIGUSR1)
+            return self.layer(batch[0]).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), 0.1)
+
+    data = torch.utils.data.TensorDataset(torch.randn(16, 4))
+    found = []
+    for _ in range(2):
+        stop = example("lightning_stop").ForgeStop(tmp_path / "last.ckpt")
+        trainer = lightning.Trainer(
+            max_steps=6, accelerator="cpu", logger=False, enable_progress_bar=False,
+            enable_model_summary=False, enable_checkpointing=False, callbacks=[stop],
+        )  # fmt: skip
+        rows = torch.utils.data.DataLoader(data, batch_size=2)
+        trainer.fit(Model(), rows, ckpt_path=stop.path_if_saved)
+        found.append((stop.exit_code, trainer.global_step))
+    assert found == [(75, 3), (0, 6)]

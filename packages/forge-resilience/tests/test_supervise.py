@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -16,7 +18,7 @@ import pytest
 
 from forge_resilience import ExitCode, local_workers, read_events
 from forge_resilience.heartbeat import Heartbeat, read_heartbeats
-from forge_resilience.supervise import FINAL_CODES, Late, WatchConfig, supervise, supervisor
+from forge_resilience.supervise import FINAL_CODES, Late, Result, WatchConfig, supervise, supervisor
 from forge_resilience.supervise.__main__ import _parser
 from forge_resilience.supervise.hang import collect_stacks, describe_hang
 
@@ -381,7 +383,8 @@ def test_F185_a_stop_after_the_last_rank_has_crashed_is_not_lost(tmp_path, monke
         os.kill(os.getpid(), signal.SIGUSR1)
 
     monkeypatch.setattr(local_workers._Job, "_handle_end", then_stop)
-    assert supervise(["false"], 1, journal=tmp_path / "events.jsonl") == 1
+    result = supervise(["false"], 1, journal=tmp_path / "events.jsonl")
+    assert (result.code, result.attempts) == (1, 1)
     assert list(read_events(tmp_path / "events.jsonl")) == []  # it was not started again
 
 
@@ -391,7 +394,7 @@ def test_F185_a_stop_after_the_last_rank_has_crashed_is_not_lost(tmp_path, monke
 @pytest.mark.parametrize("make", ["mkdir", "mkfifo", "ln -s /dev/zero"])
 def test_F187_a_journal_that_becomes_unreadable_changes_no_code(tmp_path, make):
     journal = tmp_path / "events.jsonl"
-    assert supervise(["sh", "-c", f"{make} {journal}; exit 65"], 1, journal=journal) == 65
+    assert supervise(["sh", "-c", f"{make} {journal}; exit 65"], 1, journal=journal).code == 65
 
 
 def test_F187_a_heartbeat_or_stacks_that_are_a_fifo_are_none(tmp_path):
@@ -419,7 +422,7 @@ def test_F194_a_program_is_watched_elsewhere_where_memory_has_no_inode(tmp_path)
 def test_F194_a_program_runs_unwatched_where_no_folder_can_be_made(tmp_path, monkeypatch):
     monkeypatch.setattr(supervisor, "_MEMORY", tmp_path / "none")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "none"))
-    assert supervise(command(tmp_path, "sys.exit(65)"), 1) == 65
+    assert supervise(command(tmp_path, "sys.exit(65)"), 1).code == 65
 
 
 def test_F194_folders_of_killed_supervisors_are_removed(tmp_path, monkeypatch):
@@ -525,9 +528,9 @@ def test_the_function(tmp_path):
         [sys.executable, "-c", "input()"], stdin=subprocess.PIPE
     )  # the caller's own
     ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-    assert (
-        supervise(command(tmp_path, body), 2, config=config, journal=tmp_path / "events.jsonl") == 0
-    )
+    journal = tmp_path / "events.jsonl"
+    result = supervise(command(tmp_path, body), 2, config=config, journal=journal)
+    assert (result.code, result.attempts, result.reason) == (0, 2, "")
     assert [e["event"] for e in read_events(tmp_path / "events.jsonl")] == ["hang", "restart"]
     assert signal.getsignal(signal.SIGTERM) is before
     other.communicate(b"\n", timeout=60)
@@ -568,3 +571,30 @@ def test_a_config_makes_the_command_that_reads_it() -> None:
     read = _parser().parse_args(words[3:])
     assert {f.name: getattr(read, f.name) for f in fields(WatchConfig)} == asdict(config)
     assert (read.journal, read.expect_heartbeats) == ("/r/events.jsonl", True)
+
+
+def test_the_result_has_code_attempts_and_reason(tmp_path):
+    config = WatchConfig("restart", max_restarts=1)
+    result = supervise([sys.executable, "-c", "raise SystemExit(3)"], 1, config=config)
+    assert (result.code, result.attempts) == (3, 2)
+    assert "rank 0" in result.reason
+    stopped = supervise(["sh", "-c", "kill -USR1 $PPID; exec sleep 60"], 1)
+    assert (stopped.code, stopped.attempts) == (75, 1)
+    assert stopped.reason
+
+
+def test_the_result_is_the_number_of_old_for_one_version():
+    result = Result(75, 2, "a signal")
+    with pytest.warns(DeprecationWarning, match="code"):
+        assert result == 75
+    with pytest.warns(DeprecationWarning, match="code"):
+        assert result != 0
+    with pytest.warns(DeprecationWarning, match="code"):
+        assert result
+    assert int(result) == 75
+    assert json.dumps({"code": result}) == '{"code": 75}'
+    assert result == Result(75, 2, "a signal")
+    assert result != Result(75, 1, "a signal")
+    assert pickle.loads(pickle.dumps(result)).reason == "a signal"
+    script = "import sys; from forge_resilience import Result; sys.exit(Result(75))"
+    assert subprocess.run([sys.executable, "-c", script]).returncode == 75

@@ -157,17 +157,20 @@ def _supervise(job: ResolvedJob, args: list[str], nproc: int) -> int:
     environ = {**os.environ, "FORGE_NPROC": str(nproc), FOLLOWED: str(os.getpid())}
 
     paths = RunDirectory(job.config.run.dir)
+
     with follow(paths.events, job.config.resilience.alerts):  # outlives ranks that are killed
         return run_guarded(
-            lambda guard: supervise(
-                command,
-                nproc,
-                environ,
-                config=job.config.resilience.watch,
-                journal=paths.events,
-                expects_heartbeats=True,
-                guard=guard,
-                hand_over_port=True,
+            lambda guard: (
+                supervise(
+                    command,
+                    nproc,
+                    environ,
+                    config=job.config.resilience.watch,
+                    journal=paths.events,
+                    expects_heartbeats=True,
+                    guard=guard,
+                    hand_over_port=True,
+                ).code
             )
         )
 

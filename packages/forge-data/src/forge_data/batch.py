@@ -59,6 +59,10 @@ class Ragged:
         """Values on `device`; the offsets stay on the host, which slices by them."""
         return Ragged(_move(self.values, torch.device(device)), self.row_offsets)
 
+    def pin_memory(self) -> Ragged:
+        """A copy of the values in pinned memory."""
+        return Ragged(self.values.pin_memory(), self.row_offsets)
+
     def followed_by(self, other: Ragged) -> Ragged:
         """The rows of this one, then those of `other`."""
         after = other.row_offsets[1:] + self.row_offsets[-1]
@@ -142,6 +146,10 @@ class Batch:
         moved = {n: v if v is None or n in stay else _move(v, device) for n, v in given.items()}
         rows: dict[str, Any] = {n: moved.pop(n) for n in _ROWS}
         return replace(self, **rows, extras=moved, staging=None)
+
+    def pin_memory(self) -> Batch:
+        """A copy in pinned memory, which `DataLoader(pin_memory=True)` asks for; needs an accelerator."""
+        return self._map(lambda value: value.pin_memory(), self.label_weight)
 
     def staged(self, stream: torch.cuda.Stream, stay: Sequence[str] = ()) -> Batch:
         """This batch on the host, and a copy that begins now on `stream`, of all but the names in `stay`.

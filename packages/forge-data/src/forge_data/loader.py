@@ -5,24 +5,24 @@ B   rows of this rank        S   tokens in a row
 
 from __future__ import annotations
 
-import hashlib
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
-from torch.utils.data import get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 
-from forge_data._shared.problems import Problem, invalid, raise_problems
+from forge_data._shared.problems import invalid, raise_problems
 from forge_data.batch import Batch
 from forge_data.collate import digest_of_ids, make_batch
 from forge_data.config import MAX_GLOBAL_BATCH, MAX_WORKERS, prefetch_problems
 from forge_data.differences import difference_lines
 from forge_data.errors import InvalidData
-from forge_data.ledger import Ledger, window_problems
+from forge_data.ledger import Ledger
+from forge_data.loader_state import NO_STEPS, Position, begins, state_problems
 from forge_data.packing import check_tokens_at_once
 from forge_data.phased_stream import Part, part_at, parts_of
 from forge_data.places import PLACES, Places, num_shards_of, places_problems, sharded
@@ -30,13 +30,13 @@ from forge_data.protocols import Stream
 from forge_data.read_ahead import ReadAhead
 from forge_data.reading import Steps, read_rows
 from forge_data.shard_workers import ShardWorkers
+from forge_data.torch_workers import TorchWorkers
 from forge_data.workers import WorkerLoss, Workers
 
-_NO_STEPS = "0" * 16
-_LAST_CURSOR = 2**62  # ids are int64
+__all__ = ["Loader"]
 
 
-class Loader:
+class Loader(IterableDataset[Batch]):
     """Endless iterator over this rank's rows of each global batch.
 
     A step reads the instances at `cursor .. cursor + global_batch - 1`, in micro-batches of `micro_batch`
@@ -62,6 +62,11 @@ class Loader:
     A sharded stream (`protocols.ShardedStream`) is read from front to back: workers own shards instead of steps, and the
     state holds the places of the shards that this rank read; `share_places` before a save makes them those of all ranks.
     `began` is the cursor of the state that was loaded last, 0 without one.
+
+    It is an IterableDataset for torch's `DataLoader(loader, batch_size=None, num_workers=W)` and torchdata's
+    `StatefulDataLoader`: worker w then reads every W-th step, and the batches come in the order that they have without
+    workers. The loader in the own process does not move meanwhile: `state_dict(after=batch)` is its state there. A
+    loader has either such workers, or `num_workers` or `prefetch` of its own; a sharded stream at most one of torch's.
     Usage: `loader = Loader(stream, global_batch=16); batch = next(loader)`.
     """
 
@@ -113,11 +118,15 @@ class Loader:
         self.num_micro_batches = num_micro_batches or fullest
         self._rows = _rows_of_rank(global_batch // micro_batch, rank, world_size, micro_batch)
         self._part = part_at(stream, 0)
-        self._cursor = self.began = 0
-        self._ledger = Ledger()
 
-        self._chain = self._chain_before = _NO_STEPS
-        self._last_batch: int | None = 0  # None after a state of an older version
+        self.began = 0
+        self._at = Position()
+        self._ledger = Ledger()
+        self._torch = TorchWorkers()
+        self._skip: int | None = None  # in a worker of torch: steps of the others before the next
+        self._claimed = self._lost = False  # True in workers of torch only
+        self._begin_count(self._at)
+
         self.prefetch = 2 * num_workers if prefetch is None else prefetch
         self.worker_timeout_seconds = worker_timeout_seconds
         self.worker_restarts = worker_restarts
@@ -126,13 +135,14 @@ class Loader:
         self.on_event = on_event
         self._losses = 0  # of workers
         self._ahead: Workers | ShardWorkers | ReadAhead | None = None
+        self._ahead_pid = 0
         self._places = Places(num_shards_of(stream))
         self._empty: dict[int, Batch] = {}  # by the first instance of a part
 
     @property
     def cursor(self) -> int:
         """Instances in the batches returned so far, over all ranks."""
-        return self._cursor
+        return self._at.cursor
 
     @property
     def skipped(self) -> list[tuple[int, int]]:
@@ -150,6 +160,7 @@ class Loader:
         they are left out, too. Raises ValueError for a window that begins before the next instance: it has
         been handed out.
         """
+        self._torch.require_none("skip")
         ledger = Ledger(self._ledger.windows)
         ledger.add(first, last)
         following = self.next_instance
@@ -159,6 +170,7 @@ class Loader:
             raise invalid("window", "order", (first, last), rule, fix)
         self.close()  # what was read ahead has other instances
         self._ledger = ledger
+        self._begin_count(self._at)
 
     def skip_rest(self, windows: Iterable[tuple[int, int]]) -> None:
         """Leave out what is still to come of windows; the batches contain the instances before, or an earlier skip left them out."""
@@ -170,6 +182,7 @@ class Loader:
         self, global_batch: int, micro_batch: int, num_micro_batches: int | None = None
     ) -> None:
         """Give batches of another size from the next one on; every rank calls it alike. Raises as the constructor."""
+        self._torch.require_none("rebatch")
         other = Loader(
             self.stream,
             global_batch,
@@ -181,41 +194,40 @@ class Loader:
         self.close()  # what was read ahead has other rows
         self.global_batch, self.micro_batch = global_batch, micro_batch
         self.num_micro_batches, self._rows = other.num_micro_batches, other._rows
+        self._begin_count(self._at)
 
     @property
     def next_instance(self) -> int:
         """The first instance of the next batch."""
-        return int(self._ledger.ids([self._cursor])[0])
+        return self._next_instance(self._at)
 
     def __iter__(self) -> Loader:
+        self._lost = self._claimed
         return self
 
     def __next__(self) -> Batch:
-        worker = get_worker_info()
-        if worker is not None and worker.num_workers > 1:
-            rule, fix = (
-                "of torch's DataLoader would each read every batch",
-                "use Loader(num_workers=N)",
-            )
-            raise invalid("num_workers", "workers", worker.num_workers, rule, fix)
+        self._enter_worker()
+        for _ in range(self._skip or 0):  # steps of the other workers
+            self._at = self._following(self._at)
 
         self._enter_part()
         steps = self._steps()
         ids = steps.ids(0)  # (rows of the stream,)
         arrays = self._fetch(steps) if self.prefetch else read_rows(self._part, ids)  # rows of each
-        following = self._cursor + self.global_batch
-        if steps.until is not None:
-            following = min(following, steps.until)
 
-        digest = digest_of_ids(self.ids(self._cursor, following))
-        batch, places = _without_places(arrays, ids, digest)
+        following = self._following(self._at)
+        batch, places = _without_places(arrays, ids, following.digest)
         missing = self.num_micro_batches * self.micro_batch - len(ids)
         batch = batch.with_filler(missing) if missing else batch
         if places is not None:
             self._places.note(places)
-        self._last_batch = following - self._cursor
-        self._cursor = following
-        self._chain_before, self._chain = self._chain, _extend_chain(self._chain, digest)
+
+        self._at = following
+        worker = get_worker_info()
+        if worker is None:
+            self._torch.moved()
+        else:
+            self._skip = worker.num_workers - 1
         return batch
 
     def next_or_filler(
@@ -244,7 +256,7 @@ class Loader:
     def _without_rows(self, part: Part) -> Batch:
         nothing = np.empty(0, np.int64)
         try:
-            return _without_places(part.arrays(nothing), nothing, _NO_STEPS)[0]
+            return _without_places(part.arrays(nothing), nothing, NO_STEPS)[0]
         except InvalidData:  # says what is wrong with the data
             raise
         except Exception as error:
@@ -253,23 +265,40 @@ class Loader:
             fix = "filler takes dtypes and shapes from them"
             raise invalid("stream", "no_rows", ..., rule, fix) from error
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, after: Batch | int | None = None) -> dict[str, Any]:
         """The position after the batches returned so far, as JSON; equal on all ranks, of a sharded stream
-        behind `share_places`."""
+        behind `share_places`.
+
+        after: the last batch that was used, for a loop that reads ahead: torch's workers, accelerate; or the number of
+        batches since the loader was made, loaded a state, or was told of another order (`skip`, `rebatch`). Costs one
+        sha256 per step since the last call.
+        Inside of a worker of torch it is the state after its own last batch, which only worker w of W loads again.
+
+        Raises ValueError without `after` if workers of torch have taken batches, as this process does not see which of
+        these were used; for a batch of another loader; and for one without rows of the stream, or a sharded stream,
+        with `after`.
+        """
+        worker = get_worker_info()
+        if after is None and worker is None:
+            self._torch.require_none("state_dict")
+        at = self._at if after is None else self._position_after(after)
+
         state = {
-            "cursor": self._cursor,
-            "digest_chain": self._chain,
+            "cursor": at.cursor,
+            "digest_chain": at.chain,
             "fingerprint": self.stream.fingerprint(),
         }
-        if (
-            self._last_batch is not None
-        ):  # with these two a resume checks that cursor and chain agree
-            state["digest_chain_before"] = self._chain_before
-            state["last_batch"] = self._last_batch
+        if at.last_batch is not None:  # with these two a resume checks that cursor and chain agree
+            state["digest_chain_before"] = at.chain_before
+            state["last_batch"] = at.last_batch
+
         if self.skipped:
             state["skipped"] = [list(window) for window in self.skipped]
         if num_shards_of(self.stream):
             state["shard_places"] = self._places.state()
+        if worker is not None and after is None:
+            skip = worker.id if self._skip is None else self._skip
+            state["worker"] = [worker.id, worker.num_workers, skip]
         return state
 
     def share_places(self, maximum: Callable[[np.ndarray], np.ndarray]) -> None:
@@ -282,15 +311,21 @@ class Loader:
             self._places.table = maximum(self._places.table.copy())
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue after the batches of `state`, in O(last batch). Raises as `load_checks`, and then the
-        loader does not change."""
+        """Continue after the batches of `state`, in O(last batch). Raises as `load_checks`, and ValueError while workers
+        of torch read copies of this loader; then the loader does not change."""
         self.load_checks(state)
+        worker = get_worker_info()
+        if worker is None:
+            self._torch.reset()
+
         self.close()
         self.changed = self._changes(state)
-        self._cursor, self._chain = state["cursor"], state["digest_chain"]
-        self.began = self._cursor
-        self._chain_before = state.get("digest_chain_before", _NO_STEPS)
-        self._last_batch = state.get("last_batch")
+        before = state.get("digest_chain_before", NO_STEPS)
+        self._at = Position(state["cursor"], state["digest_chain"], before, state.get("last_batch"))
+        self.began = self._at.cursor
+        self._begin_count(self._at)
+        if worker is not None:
+            self._skip = state.get("worker", [worker.id])[-1]
         self._ledger = Ledger(state.get("skipped", ()))
         places = (
             () if self.changed else state.get("shard_places", ())
@@ -304,7 +339,8 @@ class Loader:
 
         What a fingerprint says of instances from a later one on (keys with `from_N`) may be another one: phases that
         are still to come."""
-        raise_problems("loader state", islice(_state_problems(state), 1))
+        raise_problems("loader state", islice(state_problems(state), 1))
+        _check_worker(state.get("worker"))
         different = self._changes(state)
         if different and not self.accept_change:
             lines = [f"  {line}" for line in difference_lines(different)]
@@ -324,14 +360,20 @@ class Loader:
         return {
             key: (saved.get(key, "nothing"), current.get(key, "nothing"))
             for key in sorted({*saved, *current})
-            if saved.get(key) != current.get(key) and not 0 < following <= _begins(key)
+            if saved.get(key) != current.get(key) and not 0 < following <= begins(key)
         }
 
     def close(self) -> None:
         """End the workers or the thread that read ahead, if any; the next batch starts new ones."""
         if self._ahead is not None:
             ahead, self._ahead = self._ahead, None
-            ahead.close()
+            if (
+                self._ahead_pid == os.getpid()
+            ):  # else they are those of the process that forked this one
+                ahead.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_ahead": None}
 
     def __del__(self) -> None:
         if getattr(self, "_ahead", None) is not None:
@@ -347,12 +389,92 @@ class Loader:
     def _steps(self) -> Steps:
         end = self._part.end
         until = None if end is None else self._ledger.position(end)
-        return Steps(self._cursor, self.global_batch, self._rows, self._ledger, until)
+        return Steps(self._at.cursor, self.global_batch, self._rows, self._ledger, until)
+
+    def _enter_worker(self) -> None:
+        """Check that the next batch may be read here: in the process of the loader, or in a worker of torch."""
+        worker = get_worker_info()
+        if worker is None:
+            self._torch.require_none("next")
+        elif self._lost:
+            rule = "would lose what the workers had read ahead: this is a second iterator over persistent workers"
+            fix = "use one iterator, or persistent_workers=False and load_state_dict before each further one"
+            raise invalid("persistent_workers", "again", ..., rule, fix)
+        elif not self._claimed:
+            if self.num_workers or self.prefetch:
+                own = f"num_workers {self.num_workers} and prefetch {self.prefetch}"
+                rule = f"of torch's DataLoader would read next to the loader's own ({own})"
+                fix = "use Loader(num_workers=0, prefetch=0), or DataLoader(num_workers=0)"
+                raise invalid("num_workers", "both", worker.num_workers, rule, fix)
+
+            if num_shards_of(self.stream) and worker.num_workers > 1:
+                rule = "of torch's DataLoader would each tokenize all shards of a stream"
+                fix = "use Loader(num_workers=N) and DataLoader(num_workers=0)"
+                raise invalid("num_workers", "sharded", worker.num_workers, rule, fix)
+
+            self._torch.claim(loaded=self._skip is not None)
+            self._claimed = True
+            if self._skip is None:
+                self._skip = worker.id
+
+    def _next_instance(self, at: Position) -> int:
+        return int(self._ledger.ids([at.cursor])[0])
+
+    def _following(self, at: Position) -> Position:
+        """The position after the batch that follows one; reads no data."""
+        cursor = at.cursor + self.global_batch
+        end = part_at(self.stream, self._next_instance(at)).end
+        if end is not None:
+            cursor = min(cursor, self._ledger.position(end))
+        return at.after(cursor, digest_of_ids(self.ids(at.cursor, cursor)))
+
+    def _begin_count(self, at: Position) -> None:
+        """Count batches for `state_dict(after=...)` from a position on."""
+        self._first = self._counted = 0, at
+        self._claimed = self._lost = False
+        self._torch.moved()
+
+    def _position_after(self, after: Batch | int) -> Position:
+        """The position after a batch, or after a number of them."""
+        if num_shards_of(self.stream):
+            rule, fix = (
+                "has the cursors of shards that were read last, not those after a batch",
+                "use Loader(num_workers=N) and state_dict() without after",
+            )
+            raise invalid("after", "sharded", ..., rule, fix)
+
+        if not isinstance(after, Batch):
+            if type(after) is not int or after < 0:
+                raise invalid("after", "range", after, "must be a Batch or a number of batches", "")
+            count, at = self._counted if self._counted[0] <= after else self._first
+            for _ in range(after - count):
+                at = self._following(at)
+            self._counted = after, at
+            return at
+
+        rows = after.instance_ids[after.instance_ids >= 0]
+        if not len(rows):
+            rule = "must have a row of the stream"
+            raise invalid("after", "filler", ..., rule, "give the number of batches")
+
+        first = int(rows.min())
+        for count, at in (self._counted, self._first):
+            while at.digest != after.digest and self._next_instance(at) <= first:
+                count, at = count + 1, self._following(at)
+            if at.digest == after.digest:
+                self._counted = count, at
+                return at
+
+        rule = (
+            "must be a batch of this loader since it was made, loaded a state, or changed its order"
+        )
+        fix = "call state_dict(after=batch) before load_state_dict, skip and rebatch"
+        raise invalid("after", "unknown", after.digest, rule, fix)
 
     def _fetch(self, steps: Steps) -> Mapping[str, Any]:
         """The arrays of the next step, read ahead."""
         if self._ahead is None:
-            self._ahead = self._read_ahead(steps)
+            self._ahead, self._ahead_pid = self._read_ahead(steps), os.getpid()
         try:
             found: Mapping[str, Any] = self._ahead.fetch()
             return found
@@ -395,6 +517,19 @@ def _read_step(stream: Stream, steps: Steps, step: int) -> Mapping[str, Any]:
     return read_rows(stream, steps.ids(step))
 
 
+def _check_worker(saved: Any) -> None:
+    """Raise ValueError for the state of a worker of torch's DataLoader, except in the same worker of as many."""
+    worker = get_worker_info()
+    own = None if worker is None else [worker.id, worker.num_workers]
+    if saved is not None and (not isinstance(saved, list) or saved[:-1] != own):
+        here = "no worker" if own is None else f"worker {own[0]} of {own[1]}"
+        rule = (
+            f"must be loaded in the worker of torch's DataLoader that gave it, and this is {here}"
+        )
+        fix = "load the state of the whole StatefulDataLoader with its num_workers, or save loader.state_dict(after=batch)"
+        raise invalid("worker", "mismatch", saved, rule, fix, where="loader state")
+
+
 def _without_places(
     arrays: Mapping[str, Any], ids: np.ndarray, digest: str
 ) -> tuple[Batch, Any | None]:
@@ -404,39 +539,6 @@ def _without_places(
     return make_batch(arrays, ids, digest), places
 
 
-def _state_problems(state: Any) -> Iterator[Problem]:
-    """Problems of the state of a loader; the first makes others meaningless."""
-    fix = "it is not from Loader.state_dict(), so load another checkpoint"
-    if not isinstance(state, Mapping) or not isinstance(state.get("fingerprint"), Mapping):
-        yield Problem("fingerprint", "missing", ..., "must be that of its data", fix)
-    cursor, chain = state.get("cursor"), state.get("digest_chain")
-    # States of versions before 0.2 lack the last link, so their chain cannot be compared.
-    before, last = state.get("digest_chain_before", _NO_STEPS), state.get("last_batch")
-    if type(cursor) is not int or not 0 <= cursor <= _LAST_CURSOR:
-        yield Problem("cursor", "range", cursor, f"must be within 0..{_LAST_CURSOR}", fix)
-    for name, value in (("digest_chain", chain), ("digest_chain_before", before)):
-        if not isinstance(value, str) or not re.fullmatch("[0-9a-f]{16}", value):
-            yield Problem(name, "format", value, "must be 16 hex digits", fix)
-    windows = state.get("skipped", [])
-    yield from window_problems(windows)
-    if "last_batch" not in state:
-        return
-    limit = min(cursor, MAX_GLOBAL_BATCH)
-    if type(last) is not int or not 0 <= last <= limit:
-        yield Problem("last_batch", "range", last, f"must be within 0..{limit}", fix)
-    # The chain binds cursor and history: an edited cursor, or one of another state, has another digest.
-    digest = digest_of_ids(Ledger(windows).ids(np.arange(cursor - last, cursor)))
-    ends = _extend_chain(before, digest) if last else _NO_STEPS
-    if chain != ends or (last == 0 and cursor != 0):
-        rule = f"must be where digest_chain {chain} ends"
-        yield Problem("cursor", "mismatch", cursor, rule, fix)
-
-
-def _extend_chain(chain: str, digest: str) -> str:
-    """The digest chain after one more step."""
-    return hashlib.sha256((chain + digest).encode()).hexdigest()[:16]
-
-
 def _rows_of_rank(
     num_micro_batches: int, rank: int, world_size: int, micro_batch: int
 ) -> np.ndarray:
@@ -444,8 +546,3 @@ def _rows_of_rank(
     each, more = divmod(num_micro_batches, world_size)
     first = rank * each + min(rank, more)
     return np.arange(first * micro_batch, (first + each + (rank < more)) * micro_batch)
-
-
-def _begins(key: str) -> int:
-    """The first instance that a key of a fingerprint is about: `from_80.mixture.from_20` says it of 100 on."""
-    return sum(int(part[5:]) for part in key.split(".") if re.fullmatch(r"from_\d+", part))

@@ -5,7 +5,7 @@
 
 from forge_resilience.exit_codes import FINAL_CODES
 from forge_resilience.supervise.guard import run_guarded
-from forge_resilience.supervise.supervisor import supervise
+from forge_resilience.supervise.supervisor import Result, supervise
 from forge_resilience.supervise.watch import Late, Watch, WatchConfig
 
-__all__ = ["FINAL_CODES", "Late", "Watch", "WatchConfig", "run_guarded", "supervise"]
+__all__ = ["FINAL_CODES", "Late", "Result", "Watch", "WatchConfig", "run_guarded", "supervise"]

@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 expects_heartbeats=own.expect_heartbeats,
                 grace_seconds=own.grace_seconds,
                 guard=guard,
-            )
+            ).code
         except (ValueError, OSError) as error:
             return _print_problems(error)
 

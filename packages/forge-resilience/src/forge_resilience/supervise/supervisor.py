@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -26,7 +27,7 @@ from forge_resilience.supervise.hang import Hang, describe_hang
 from forge_resilience.supervise.node_slot import NodeSlot, find_node_slot
 from forge_resilience.supervise.watch import Late, Watch, WatchConfig
 
-__all__ = ["FINAL_CODES", "supervise"]
+__all__ = ["FINAL_CODES", "Result", "supervise"]
 
 _LOOK_SECONDS = 0.5
 _ELSEWHERE_SECONDS = 4.0
@@ -35,6 +36,52 @@ _FOLDERS = "forge-heartbeats-"
 _OWNER = "FORGE_HEARTBEAT_OWNER"
 LIFE = "FORGE_LIFE"
 """Of each rank: how many attempts of the job this supervisor had started before, 0 in the first."""
+
+
+class Result(int):
+    """How a supervised job ended: `sys.exit(result.code)`.
+
+    code: the exit code of the job, an `ExitCode` or that of its program.
+    attempts: how often its ranks were started, at least 1.
+    reason: why it is not started again, "" after code 0.
+    It is the code itself too, as in 0.1; a comparison with a number, or a test of its truth, warns until 0.3.0.
+    """
+
+    code: int
+    attempts: int
+    reason: str
+
+    def __new__(cls, code: int, attempts: int = 1, reason: str = "") -> Result:
+        made = super().__new__(cls, code)
+        made.code, made.attempts, made.reason = int(code), attempts, reason
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, Result):
+            return vars(self) == vars(other)
+        _warn_of_number("==")
+        return self.code == other
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __bool__(self) -> bool:
+        _warn_of_number("bool()")
+        return self.code != 0
+
+    def __hash__(self) -> int:
+        return hash(self.code)
+
+    def __repr__(self) -> str:
+        return f"Result(code={self.code}, attempts={self.attempts}, reason={self.reason!r})"
+
+    def __reduce__(self) -> Any:
+        return Result, (self.code, self.attempts, self.reason)
+
+
+def _warn_of_number(use: str) -> None:
+    text = f"{use} of what supervise() returns: use its code, such as supervise(...).code == 0"
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
 
 
 def supervise(
@@ -49,10 +96,11 @@ def supervise(
     grace_seconds: float = 10.0,
     guard: int | None = None,
     hand_over_port: bool = False,
-) -> int:
-    """Run `command` in `nproc` ranks, watch them by their heartbeats, and start them again; return the job's exit code.
+) -> Result:
+    """Run `command` in `nproc` ranks, watch them by their heartbeats, and start them again; return how the job ended.
 
-        sys.exit(supervise([sys.executable, "train.py"], 4, config=WatchConfig("restart", step_seconds=120)))
+        result = supervise([sys.executable, "train.py"], 4, config=WatchConfig("restart", step_seconds=120))
+        sys.exit(result.code)
 
     nproc: ranks of this node; None runs the command once as it is, such as torchrun, or one rank of srun or
     torchrun. environ: as of subprocess. folder: of the heartbeats, else FORGE_HEARTBEAT_DIR, else a new one in
@@ -155,8 +203,8 @@ class _Supervised:
         self.failed_to_look = False
         self.others = set(procfs.descendants(os.getpid()))  # of the caller: not ours to end
 
-    def run(self) -> int:
-        """Run attempts until one is final; return the job's exit code."""
+    def run(self) -> Result:
+        """Run attempts until one is final; return how the job ended."""
         # between attempts; ranks that run are handed each signal
         with StopSignal(announce=False) as stop:
             while True:
@@ -171,11 +219,11 @@ class _Supervised:
                 progressed = self._count_progress()
                 self.without_progress = 0 if progressed else self.without_progress + 1
 
-                final = self._final_code(outcome)
+                final = self._final_result(outcome)
                 if final is not None:
                     return final
                 if stop.requested:  # the job is to come again
-                    return ExitCode.REQUEUE
+                    return self._result(ExitCode.REQUEUE, f"{stop.signal_name} asked for a stop")
                 self._report_restart(outcome)
 
     def _run_attempt(self) -> ExitStatus:
@@ -278,8 +326,8 @@ class _Supervised:
         self.best_step, self.best_save = max(step, self.best_step), max(save, self.best_save)
         return progressed
 
-    def _final_code(self, outcome: ExitStatus) -> int | None:
-        """Return the job's exit code; None if its ranks are to be started again."""
+    def _final_result(self, outcome: ExitStatus) -> Result | None:
+        """Return how the job ended; None if its ranks are to be started again."""
         final = outcome.code in FINAL_CODES or outcome.requested or bool(outcome.left_behind)
         # other nodes have ranks of the job too, which this supervisor cannot start
         in_place = self.config.action == "restart" and self.slot.whole
@@ -290,24 +338,36 @@ class _Supervised:
             without_progress=self.without_progress,
         )
 
-        reason = may_restart(history)
-        if reason is NoRestart.NO_PROGRESS:
+        stop = may_restart(history)
+        cause = self._cause(outcome)
+        if stop is NoRestart.NO_PROGRESS:
             _print_line(
                 f"{self.without_progress} attempts in a row made no progress beyond step {self.best_step}: ended "
                 f"with code {int(ExitCode.NO_PROGRESS)}; look at the cause of the last one: {outcome.cause}"
             )
             self._record("no_progress", step=self.best_step, cause=outcome.cause, rank=outcome.rank)
-            return ExitCode.NO_PROGRESS
-        if reason is NoRestart.RESTARTS and self.config.max_restarts:
+            return self._result(ExitCode.NO_PROGRESS, f"{stop.value}; the last one: {cause}")
+        if stop is NoRestart.RESTARTS and self.config.max_restarts:
             _print_line(f"{self.restarts} restarts are used up; ended with code {outcome.code}")
-        return None if reason is None else outcome.code
+            cause = f"{stop.value}; the last attempt: {cause}"
+        return None if stop is None else self._result(outcome.code, cause)
+
+    def _result(self, code: int, reason: str) -> Result:
+        return Result(code, self.restarts + 1, "" if code == ExitCode.DONE else reason)
+
+    def _cause(self, outcome: ExitStatus) -> str:
+        """Why this attempt ended, with its rank."""
+        if self.hang is not None:
+            return self.hang.cause
+        if outcome.requested and not outcome.cause:
+            return "a signal asked for a stop"
+        return outcome.cause if outcome.rank is None else f"rank {outcome.rank} {outcome.cause}"
 
     def _report_restart(self, outcome: ExitStatus) -> None:
         """Count the restart, print it and record it."""
         self.restarts += 1
-        cause, hang = outcome.cause, self.hang
+        cause, hang = self._cause(outcome), self.hang
         if hang is None:
-            cause = f"rank {outcome.rank} {cause}"
             rank, phase, step = self._last_position(outcome.rank)
         else:
             rank, phase, step = hang.rank, hang.phase, hang.step
