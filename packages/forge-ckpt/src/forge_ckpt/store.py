@@ -24,7 +24,7 @@ from forge_ckpt.read.load import Check, load_checkpoint, raise_cause, verify_che
 from forge_ckpt.read.reader import ForgeReader
 from forge_ckpt.read.targets import check_state, state_of
 from forge_ckpt.retention import Keep
-from forge_ckpt.write.background import END_SECONDS, SaveEvent, Stopwatch
+from forge_ckpt.write.background import END_SECONDS, SaveEvent, SaveHandle, Stopwatch
 from forge_ckpt.write.retain import Retention
 from forge_ckpt.write.saver import Saver, SaverOptions
 
@@ -137,11 +137,12 @@ class Store:
         state: Mapping[str, Any],
         wait: bool = True,
         metrics: Mapping[str, float] | None = None,
-    ) -> None:
+    ) -> SaveHandle:
         """Write ``state`` as the newest checkpoint; it is durable when this returns.
 
         With ``wait=False`` it returns when the state is copied to host memory and may change; a thread
-        writes and commits it. A save waits for the one before it. ``metrics`` (of rank 0) are numbers of
+        writes and commits it, and the :class:`forge_ckpt.SaveHandle` that is returned has ``done()`` and
+        ``result()``. A save waits for the one before it. ``metrics`` (of rank 0) are numbers of
         this step by which ``keep`` can find the best.
 
         Before an old checkpoint is removed, the new one is read back and compared (one more read,
@@ -161,9 +162,8 @@ class Store:
 
         content = functools.partial(_content, state)
         if repeat is None:
-            self._saver.save(step, content, metrics, wait, watch)
-        else:
-            self._saver.save_again(step, content, metrics, self.path / repeat, watch)
+            return self._saver.save(step, content, metrics, wait, watch)
+        return self._saver.save_again(step, content, metrics, self.path / repeat, watch)
 
     @_one_at_a_time
     def prepare(self, state: Mapping[str, Any]) -> None:
@@ -193,15 +193,18 @@ class Store:
         check: Check | None = None,
         *,
         newest: int | None = None,
+        quarantine: bool = True,
     ) -> int | None:
         """Fill ``state`` from the newest sound checkpoint; returns its step, None without a checkpoint.
 
-        With ``newest`` no later step is looked at (see ``discard_after``).
+        With ``newest`` no later step is looked at (see ``discard_after``). With ``quarantine=False`` (rank 0
+        decides) nothing on disk is moved: a corrupt checkpoint is named in a warning, in ``quarantined`` and, if none is sound, in the
+        exception, and stays where it is; a save of an earlier step then raises ValueError.
 
         Every entry of ``state`` is verified, on every rank, before the first tensor of any rank
         changes; a file that changes after that is verified again when it is read
         (:class:`forge_ckpt.ForgeReader`), and found damaged counts as corrupt. A corrupt checkpoint is moved to ``quarantine/`` with one warning (not with
-        ``read_only``), and all ranks try the next older one. Raises CorruptCheckpoint naming all when
+        ``read_only`` or ``quarantine=False``), and all ranks try the next older one. Raises CorruptCheckpoint naming all when
         none is sound, and CheckpointMismatch when the newest sound one is of another state on any rank; with
         ``state`` unchanged on all ranks, unless a file was damaged between its verification and its read.
 
@@ -232,7 +235,7 @@ class Store:
             try:
                 self._read(step, state, check)
             except CorruptCheckpoint as error:
-                if self._quarantine(self._group, step, str(error)):
+                if self._quarantine(self._group, step, str(error), quarantine):
                     corrupt[step] = error
 
                 continue
@@ -244,7 +247,7 @@ class Store:
                 refused[step] = error
                 continue
             for newer, reason in refused.items():
-                self._quarantine(self._group, newer, str(reason))
+                self._quarantine(self._group, newer, str(reason), quarantine)
             return step
 
         for reason in refused.values():
@@ -468,13 +471,13 @@ class Store:
         steps = [step for step in directories.list_steps(self.path) if step not in tried]
         return max((s for s in steps if newest is None or s <= newest), default=None)
 
-    def _quarantine(self, group: RankGroup, step: int, reason: str) -> bool:
+    def _quarantine(self, group: RankGroup, step: int, reason: str, may_move: bool = True) -> bool:
         """Quarantine a step, called by all ranks; False if the writer's retention has removed it."""
 
         def move() -> bool:
             if not os.path.lexists(directories.step_directory(self.path, step)):
                 return False
-            if self.read_only:
+            if self.read_only or not may_move:
                 logger.warning("step %d is corrupt, trying an older one: %s", step, reason)
             else:
                 try:
