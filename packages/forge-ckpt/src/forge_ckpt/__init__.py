@@ -2,7 +2,10 @@
 
 import importlib
 import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
+
+from forge_ckpt._renamed import OldModules
 
 if TYPE_CHECKING:
     from forge_ckpt.callbacks import lightning_callback, transformers_callback
@@ -81,3 +84,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
+# first: an upgrade in place leaves folders with __pycache__ only, which are packages without content
+sys.meta_path.insert(0, OldModules)

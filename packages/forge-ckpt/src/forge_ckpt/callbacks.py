@@ -41,7 +41,7 @@ def transformers_callback(
     except ImportError as error:
         raise _not_installed("transformers") from error
 
-    class StoreCallback(TrainerCallback):  # type: ignore[misc]  # Any where transformers is not installed
+    class StoreCallback(TrainerCallback):
         """Loads at the start, saves every `every` steps."""
 
         def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -83,7 +83,7 @@ def lightning_callback(path: str | os.PathLike[str], every: int = 100, **options
     except ImportError as error:
         raise _not_installed("lightning") from error
 
-    class StoreCallback(Callback):  # type: ignore[misc]  # Any where lightning is not installed
+    class StoreCallback(Callback):
         """Loads at the start, saves every `every` steps."""
 
         def on_fit_start(self, trainer: Any, pl_module: Any) -> None:

@@ -13,19 +13,17 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from forge_ckpt import digests, directories, manifest
+from forge_ckpt import codec, directories, manifest
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import Problem, invalid
+from forge_ckpt.directories import Lock, refuse_another_directory, refuse_foreign
 from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StateRefused
-from forge_ckpt.foreign import refuse_foreign
-from forge_ckpt.lock import Lock, refuse_another_directory
 from forge_ckpt.rank_group import RankGroup
 from forge_ckpt.read.load import Check, load_checkpoint, raise_cause, verify_checkpoint
+from forge_ckpt.read.planner import check_state, state_of
 from forge_ckpt.read.reader import ForgeReader
-from forge_ckpt.read.targets import check_state, state_of
-from forge_ckpt.retention import Keep
+from forge_ckpt.retention import Keep, Retention
 from forge_ckpt.write.background import END_SECONDS, SaveEvent, SaveHandle, Stopwatch
-from forge_ckpt.write.retain import Retention
 from forge_ckpt.write.saver import Saver, SaverOptions
 
 logger = logging.getLogger("forge_ckpt")
@@ -96,7 +94,7 @@ class Store:
         group: dist.ProcessGroup | None = None,
         *,
         keep: Keep | None = None,
-        digest: str = digests.DEFAULT,
+        digest: str = codec.DEFAULT_DIGEST,
         staging_gib: float | None = None,
         on_event: Callable[[SaveEvent], None] | None = None,
         max_failures: int = 3,
@@ -105,7 +103,7 @@ class Store:
         if type(keep_last) is not int or keep_last < 1:
             rule = "must be an integer of at least 1"
             raise invalid("keep_last", "range", keep_last, rule, "use 3")
-        digests.digest_function(digest)
+        codec.digest_function(digest)
         threads = min(4, os.cpu_count() or 1)
         options = SaverOptions(digest, staging_gib, on_event, max_failures, threads)
         self.keep = Keep(keep_last) if keep is None else keep

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_ckpt import directories, manifest, objects
+from forge_ckpt import codec, directories, manifest
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
+from forge_ckpt.directories import refuse_foreign
 from forge_ckpt.files import byte_view
-from forge_ckpt.foreign import refuse_foreign
 from forge_ckpt.manifest import Chunk, Manifest, TensorEntry
 from forge_ckpt.read.blocks import LastBlock, Segment, read_segments
 from forge_ckpt.read.reader import ForgeReader, stage_box
@@ -140,7 +140,7 @@ class SavedTensors:
 
     def read_object(self, name: str) -> Any:
         """A saved object; raises KeyError, and ValueError where it cannot be decoded."""
-        return objects.decode(self.table.objects[name].value)
+        return codec.decode(self.table.objects[name].value)
 
     def _fill(self, chunks: list[tuple[Chunk, memoryview]]) -> None:
         segments = [Segment(chunk.file, chunk.start, view) for chunk, view in chunks]

@@ -15,6 +15,7 @@ from forge_ckpt.errors import CorruptCheckpoint, StepExists
 from forge_ckpt.rank_group import RankGroup
 from forge_ckpt.read.load import verify_checkpoint
 from forge_ckpt.read.reader import ForgeReader
+from forge_ckpt.retention import Retention
 from forge_ckpt.write.background import (
     BackgroundWriter,
     SaveEvent,
@@ -22,7 +23,6 @@ from forge_ckpt.write.background import (
     SaveHandle,
     Stopwatch,
 )
-from forge_ckpt.write.retain import Retention
 from forge_ckpt.write.save import PlannedSave, SavePlans, plan_save
 from forge_ckpt.write.staging import StagingArea
 from forge_ckpt.write.writer import ForgeWriter
