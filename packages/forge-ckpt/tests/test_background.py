@@ -88,7 +88,7 @@ def test_a_handle_is_done_when_its_save_is_committed(tmp_path, disk):
         assert isinstance(handle, concurrent.futures.Future)
         assert not handle.done()
         assert not handle.cancel()
-        with pytest.raises(TimeoutError):
+        with pytest.raises(TimeoutError):  # prose: it has no text
             handle.result(0.01)
         disk.open()
         assert handle.result() == tmp_path / "step-00000001"
