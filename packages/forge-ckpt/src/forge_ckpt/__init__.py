@@ -50,7 +50,7 @@ __all__ = [
     "transformers_callback",
 ]
 
-#: Module -> its names in `__all__`. Each is imported at its first use: `import forge_ckpt` alone does not import torch.
+#: Module -> its names in `__all__`. Each is imported at its first use: `import forge_ckpt` imports no torch.
 _NAMES = {
     "callbacks": "lightning_callback transformers_callback",
     "errors": "CheckpointMismatch CorruptCheckpoint StepExists StoreInUse",

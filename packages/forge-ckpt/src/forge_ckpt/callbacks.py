@@ -31,7 +31,7 @@ def transformers_callback(
     Training continues after the newest sound checkpoint at ``path``, with the saved weights, optimizer, schedule and
     random states. It saves every ``every`` steps without waiting for the disk, and waits at the end. All ranks use it.
 
-    The Trainer begins its data anew: ``seek(rows)`` moves the training set, a stream, to the first row that no
+    The Trainer begins its data anew: ``seek(samples)`` moves the training set, a stream, to the first sample that no
     earlier step has used (a warning without it). ``options`` are those of :class:`forge_ckpt.Store`. Raises ValueError for ``every``
     below 1 and where transformers is not installed.
     """
@@ -53,7 +53,7 @@ def transformers_callback(
                 return
             state.global_step = step
             if seek is None:
-                logger.warning("step %d: the training set begins again at its first row", step)
+                logger.warning("step %d: the training set begins again at its first sample", step)
                 return
             seek(step * args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
 

@@ -25,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{error.name} is needed, which is not installed; {fix}", WRONG_USAGE)
     except SystemExit as stop:  # tyro: 0 after --help, 2 after bad arguments, already explained
         return OK if not stop.code else WRONG_USAGE
+
     except CorruptCheckpoint as error:
         return _fail(error, CORRUPT)
     except (ValueError, OSError, MemoryError, StoreInUse) as error:

@@ -213,26 +213,24 @@ def summary(table: Manifest) -> dict[str, Any]:
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
-    tensors = {
-        name: {
-            "path": codec.path_to_json(entry.path),
-            "shape": list(entry.shape),
-            "dtype": codec.dtype_name(entry.dtype),
-            "chunks": [
-                {
-                    "offsets": list(chunk.offsets),
-                    "sizes": list(chunk.sizes),
-                    "file": chunk.file,
-                    "start": chunk.start,
-                    "bytes": chunk.length,
-                }
-                for chunk in entry.chunks
-            ],
-        }
-        for name, entry in manifest.tensors.items()
+    tensors, number = {}, 1 if manifest.digest == codec.DEFAULT_DIGEST else 2
+    for name, entry in manifest.tensors.items():
+        keys = ("offsets", "sizes", "file", "start", "bytes")
+        chunks = [
+            dict(zip(keys, (c.offsets, c.sizes, c.file, c.start, c.length))) for c in entry.chunks
+        ]
+        path, dtype = codec.path_to_json(entry.path), codec.dtype_name(entry.dtype)
+        tensors[name] = {"path": path, "shape": entry.shape, "dtype": dtype, "chunks": chunks}
+
+    files = {
+        name: {"bytes": entry.size, "root": entry.root, "blocks": entry.blocks}
+        for name, entry in manifest.files.items()
+    }
+    objects = {
+        name: {"path": codec.path_to_json(entry.path), "value": entry.value}
+        for name, entry in manifest.objects.items()
     }
 
-    number = 1 if manifest.digest == codec.DEFAULT_DIGEST else 2
     return {
         "format": number,
         **({"digest": manifest.digest} if number > 1 else {}),
@@ -240,15 +238,9 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         **({"metrics": manifest.metrics} if manifest.metrics else {}),
         "torch": manifest.torch,
         "block_bytes": BLOCK_BYTES,
-        "files": {
-            name: {"bytes": entry.size, "root": entry.root, "blocks": list(entry.blocks)}
-            for name, entry in manifest.files.items()
-        },
+        "files": files,
         "tensors": tensors,
-        "objects": {
-            name: {"path": codec.path_to_json(entry.path), "value": entry.value}
-            for name, entry in manifest.objects.items()
-        },
+        "objects": objects,
     }
 
 

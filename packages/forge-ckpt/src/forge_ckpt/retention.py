@@ -92,10 +92,6 @@ def outdated(
     return [step for step in ordered if step not in kept]
 
 
-def _is_power_of_2(step: int) -> bool:
-    return step & (step - 1) == 0  # also 0
-
-
 def _resolve(milestones: str | _Milestones | None) -> _Milestones:
     """The function of the step; raises ValueError for a name that has none."""
     if milestones is None:
@@ -103,7 +99,7 @@ def _resolve(milestones: str | _Milestones | None) -> _Milestones:
     if callable(milestones):
         return milestones
     if milestones == "powers_of_2":
-        return _is_power_of_2
+        return lambda step: step & (step - 1) == 0  # also 0
     rule = "must be 'powers_of_2', a function of the step, or its 'module:attr'"
     module, colon, attribute = str(milestones).partition(":")
     if not (module and colon and attribute):

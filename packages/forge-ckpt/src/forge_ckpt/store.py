@@ -8,7 +8,6 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
@@ -334,7 +333,7 @@ class Store:
     def close(self) -> None:
         """Wait for the last save, release the lock and the staging memory; a second call does nothing.
 
-        Raises what the last save failed with, if no caller was told. No communication of its own.
+        Raises what the last save failed with, unless a caller knows it. No communication of its own.
         """
         error = self._close()
         if error is not None:
@@ -343,12 +342,7 @@ class Store:
     def __enter__(self) -> "Store":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         else:

@@ -238,6 +238,7 @@ def _load(directory: Directory, payload: Payload, name: str) -> tuple[Any, set[i
             records = _check_archive(view, payload.length, name)
             view.seek(0)
             return torch.load(view, map_location="cpu", weights_only=True), records
+
         except (OSError, MemoryError):
             raise
         except ProblemError as error:

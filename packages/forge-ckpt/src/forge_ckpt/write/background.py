@@ -42,8 +42,8 @@ class SaveHandle(Future[Path]):
         handle.result()    # waits: the directory of the checkpoint, or raises what the save failed with
 
     step: the step that is saved. ``result(timeout)`` and ``exception(timeout)`` raise TimeoutError after ``timeout``
-    seconds. Both may be called on some ranks only, at any time: nothing is communicated, and the calls of the store
-    raise as they would without them (``close`` only what no caller was told). A save cannot be canceled.
+    seconds. Callbacks run in the writing thread, and must not call the store. Both may be called on some ranks only, at any time: nothing is communicated, and the calls of the store
+    raise as they would without them (but ``close``, which raises what no caller knows). A save cannot be canceled.
     """
 
     def __init__(self, step: int) -> None:
@@ -150,7 +150,7 @@ class BackgroundWriter:
         if last is None or (thread is not None and not thread.is_alive() and not last.done()):
             return None
         try:
-            error = Future.exception(last, seconds)  # not as a caller: it is told nothing here
+            error = Future.exception(last, seconds)  # not as a caller, who then knows
         except TimeoutError:
             raise TimeoutError(f"the save still runs after {seconds} seconds") from None
         if thread is not None:

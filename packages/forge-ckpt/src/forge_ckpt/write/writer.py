@@ -163,6 +163,7 @@ def _manifest(
     object_entries: dict[str, manifest.ObjectEntry] = {}
     for name, entry in metadata.state_dict_metadata.items():
         path = metadata.planner_data[name]
+
         if isinstance(entry, TensorStorageMetadata):
             chunks = tuple(
                 manifest.Chunk(tuple(c.offsets), tuple(c.sizes), *locations[name, tuple(c.offsets)])
