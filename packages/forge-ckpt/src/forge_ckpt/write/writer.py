@@ -144,38 +144,34 @@ class ForgeWriter(StorageWriter):
         return "://" not in os.fspath(checkpoint_id)
 
 
-def _manifest(
-    step: int | None, metadata: Metadata, results: Sequence[WriteResult]
-) -> manifest.Manifest:
-    file_entries: dict[str, manifest.FileEntry] = {}
+def _manifest(step: int | None, metadata: Metadata, results: Sequence[WriteResult]) -> Manifest:
+    file_entries: dict[str, FileEntry] = {}
     texts: dict[str, str] = {}
     locations: dict[tuple[str, tuple[int, ...]], _Location] = {}
     for result in results:
         fqn, offset, data = result.index.fqn, result.index.offset, result.storage_data
-        if isinstance(data, manifest.FileEntry):
+        if isinstance(data, FileEntry):
             file_entries[fqn] = data
         elif isinstance(data, str):
             texts[fqn] = data
         else:
             locations[fqn, tuple(offset or ())] = data
 
-    tensors: dict[str, manifest.TensorEntry] = {}
-    object_entries: dict[str, manifest.ObjectEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
+    object_entries: dict[str, ObjectEntry] = {}
     for name, entry in metadata.state_dict_metadata.items():
         path = metadata.planner_data[name]
 
         if isinstance(entry, TensorStorageMetadata):
             chunks = tuple(
-                manifest.Chunk(tuple(c.offsets), tuple(c.sizes), *locations[name, tuple(c.offsets)])
+                Chunk(tuple(c.offsets), tuple(c.sizes), *locations[name, tuple(c.offsets)])
                 for c in entry.chunks
                 if math.prod(c.sizes)  # uneven sharding leaves some ranks without elements
             )
-            tensors[name] = manifest.TensorEntry(
-                path, tuple(entry.size), entry.properties.dtype, chunks
-            )
+            tensors[name] = TensorEntry(path, tuple(entry.size), entry.properties.dtype, chunks)
         else:
-            object_entries[name] = manifest.ObjectEntry(path, json.loads(texts[name]))
-    return manifest.Manifest(step, torch.__version__, file_entries, tensors, object_entries)
+            object_entries[name] = ObjectEntry(path, json.loads(texts[name]))
+    return Manifest(step, torch.__version__, file_entries, tensors, object_entries)
 
 
 @dataclass(frozen=True)
@@ -197,7 +193,6 @@ def write_checkpoint(
     step: int,
     contents: Iterable[Iterable[Box]],
     objects: Mapping[str, ObjectEntry],
-    metrics: Mapping[str, float] | None = None,
     digest: str = codec.DEFAULT_DIGEST,
     progress: Callable[[int], None] = lambda done: None,
 ) -> Path:
@@ -235,8 +230,8 @@ def write_checkpoint(
         for number, boxes in enumerate(contents):
             name = f"data-{number}.bin"
             file_entries[name] = _write_file(temporary / name, counted(boxes), tensors, digest)
-        named, numbers = dict(objects), dict(metrics or {})
-        table = Manifest(step, torch.__version__, file_entries, tensors, named, numbers, digest)
+        named = dict(objects)
+        table = Manifest(step, torch.__version__, file_entries, tensors, named, digest=digest)
         manifest.decode(manifest.encode(table), str(target / manifest.NAME))
         directories.seal(temporary, table, target)
     finally:
