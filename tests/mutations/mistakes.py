@@ -333,7 +333,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "tensors of a safetensors file may share bytes",
-        f"{_CKPT}/hf/headers.py",
+        f"{_CKPT}/hf/folder.py",
         "if entry.start != end:",
         "if entry.start > end:",
     ),
@@ -370,8 +370,8 @@ MISTAKES: tuple[Mistake, ...] = (
     Mistake(
         "a background save that fails before its copy is not reported",
         f"{_CKPT}/write/saver.py",
-        "            self._background.fail(error)",
-        "            pass",
+        "            self._background.fail(handle, error)",
+        "            handle.set_exception(error)",
     ),
     Mistake(
         "names from a disk are printed as they are",

@@ -23,8 +23,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import forge_ckpt.directories
 import forge_ckpt.read.load
+import forge_ckpt.retention
 import forge_ckpt.write.blocks
-import forge_ckpt.write.retain
 import forge_ckpt.write.saver
 import forge_ckpt.write.staging
 import forge_ckpt.write.writer
@@ -98,7 +98,7 @@ for module, name in ((forge_ckpt.directories, "os"), (forge_ckpt.directories, "s
     setattr(module, name, _Directories(getattr(module, name)))
 
 saver, blocks = forge_ckpt.write.saver, forge_ckpt.write.blocks
-retain, writer = forge_ckpt.write.retain, forge_ckpt.write.writer
+retain, writer = forge_ckpt.retention, forge_ckpt.write.writer
 folders = forge_ckpt.directories
 BOTH, FIRST = (0, 1), (0,)
 # name -> (how, owner, attribute, ranks that come there)

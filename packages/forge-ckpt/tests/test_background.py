@@ -1,5 +1,6 @@
 """Saves without waiting: what they hold, what they wait for, and what becomes of those that fail."""
 
+import concurrent.futures
 import errno
 import logging
 import multiprocessing
@@ -77,6 +78,48 @@ def test_F55_later_changes_are_not_in_the_checkpoint(tmp_path, disk):
             assert loaded(tmp_path) == (value, value)
     assert [event.kind for event in seen] == ["staged", "written", "committed"] * 3
     assert all(isinstance(event, SaveEvent) and event.seconds >= 0 for event in seen)
+
+
+def test_a_handle_is_done_when_its_save_is_committed(tmp_path, disk):
+    with Store(tmp_path) as store:
+        disk.close()
+        handle, ends = store.save(1, state_of(1), wait=False), []
+        handle.add_done_callback(lambda save: ends.append((save.step, store.steps())))
+        assert isinstance(handle, concurrent.futures.Future)
+        assert not handle.done()
+        assert not handle.cancel()
+        with pytest.raises(TimeoutError):  # prose: it has no text
+            handle.result(0.01)
+        disk.open()
+        assert handle.result() == tmp_path / "step-00000001"
+        assert loaded(tmp_path) == (1, 1)
+        store.wait()
+        assert ends == [(1, [1])]
+        for state in (state_of(2), state_of(2)):  # the second finds the step and compares it
+            handle = store.save(2, state)
+            assert handle.done()
+            assert handle.result() == tmp_path / "step-00000002"
+
+
+@pytest.mark.parametrize("when", ["full before the copy", "full while writing"])
+def test_a_handle_raises_what_its_save_failed_with(tmp_path, disk, monkeypatch, when):
+    with Store(tmp_path) as store:
+        with monkeypatch.context() as patched:
+            if when == "full before the copy":
+                patched.setattr("shutil.disk_usage", lambda path: (10**9, 10**9 - 1000, 1000))
+            else:
+                disk.refuses = 1
+            handle = store.save(1, state_of(1), wait=False)
+            with pytest.raises(OSError, match="step 1 ") as caught:
+                handle.result()
+        assert caught.value.errno == errno.ENOSPC
+        assert handle.exception() is caught.value
+        later = store.save(2, state_of(2), wait=False)  # as without a look at the handle
+        assert later.result() == tmp_path / "step-00000002"
+        disk.refuses = 1
+        assert store.save(3, state_of(3), wait=False).exception().errno == errno.ENOSPC
+    # close raises nothing: the caller knows
+    assert loaded(tmp_path) == (2, 2)
 
 
 def test_a_background_save_writes_the_bytes_of_one_that_waits(tmp_path):

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from forge_ckpt import read_tensors
 from forge_ckpt.dcp import convert_from_dcp, unpickle
-from forge_ckpt.dcp.payload import _check_storage
+from forge_ckpt.dcp.convert import _check_storage
 from forge_ckpt.errors import CorruptCheckpoint
 from forge_testing.problems import ANY, assert_problem, rejects
 

@@ -16,7 +16,7 @@ from forge_ckpt import (
     ForgeSavePlanner,
     ForgeWriter,
     Store,
-    digests,
+    codec,
     manifest,
 )
 from forge_testing.problems import rejects
@@ -80,7 +80,7 @@ def test_blake3_is_format_2_and_loads_and_finds_damage(tmp_path):
 
 def test_the_manifest_survives_its_own_encoding_with_either(tmp_path):
     pytest.importorskip("blake3")
-    for name in digests.NAMES:
+    for name in codec.DIGESTS:
         data = (_save(tmp_path / name, name) / "manifest.json").read_bytes()
         assert manifest.encode(manifest.decode(data, "m")) == data
 
@@ -120,7 +120,7 @@ def test_a_manifest_with_another_digest_is_of_a_newer_version(tmp_path, digest):
 
 def test_torchs_own_load_reads_either(tmp_path):
     pytest.importorskip("blake3")
-    for name in digests.NAMES:
+    for name in codec.DIGESTS:
         path, state = _save(tmp_path / name, name), _zeros()
         dcp.load(state, storage_reader=ForgeReader(path), planner=ForgeLoadPlanner())
         assert torch.equal(state["x"]["w"], STATE["x"]["w"])

@@ -6,13 +6,15 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 
 import pytest
 import torch
 
-from forge_ckpt import Store, read_tensors
+from forge_ckpt import Store, lightning_callback, read_tensors, transformers_callback
 from forge_testing import run_on_ranks
+from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
 
@@ -137,6 +139,9 @@ class Stream(torch.utils.data.IterableDataset):
 
     start = 0
 
+    def seek(self, row):
+        self.start = row
+
     def __iter__(self):
         row = self.start
         while True:
@@ -178,7 +183,7 @@ def _trainer(folder, steps, stop_at=None):
         learning_rate=1e-2,
         use_cpu=True,
     )
-    checkpoints = _example("trainer_callback").ForgeCheckpoints(folder / "forge", data, every=2)
+    checkpoints = transformers_callback(folder / "forge", 2, data.seek)
     return Trainer(model, arguments, train_dataset=data, callbacks=[checkpoints, Stop()])
 
 
@@ -205,6 +210,86 @@ def test_a_trainer_of_transformers_goes_on_with_the_same_bits(tmp_path):
     assert rates == [8, 8]
     with Store(tmp_path / "stopped/forge", read_only=True) as store:
         assert store.steps() == [4, 6, 8]
+
+
+# ---- lightning
+
+
+class Counter:
+    """Progress of the loops, as that of Lightning: a state of plain values."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def state_dict(self):
+        return {"epoch_loop.state_dict": {"steps": self.steps}, "empty": {}}
+
+    def load_state_dict(self, state):
+        self.steps = state["epoch_loop.state_dict"]["steps"]
+
+
+class StandIn:
+    """A trainer that calls the hooks in the order of Lightning 2: strategy, on_fit_start, batches, on_fit_end."""
+
+    def __init__(self, callback, max_steps):
+        self.callback, self.max_steps = callback, max_steps
+        self.fit_loop = Counter()
+
+    global_step = property(lambda self: self.fit_loop.steps)
+
+    def fit(self, module):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2)
+        schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+        self.optimizers = [optimizer]
+        self.lr_scheduler_configs = [types.SimpleNamespace(scheduler=schedule)]
+        self.callback.on_fit_start(self, module)
+        try:
+            while self.global_step < self.max_steps:
+                for batch_idx in range(2):  # two batches a step
+                    if batch_idx:
+                        module(torch.rand(4, 3)).square().mean().backward()
+                        optimizer.step()
+                        optimizer.zero_grad()
+                        schedule.step()
+                        self.fit_loop.steps += 1
+                    self.callback.on_train_batch_end(self, module, None, None, batch_idx)
+        except BaseException as error:
+            self.callback.on_exception(self, module, error)
+            raise
+        self.callback.on_fit_end(self, module)
+
+
+def test_a_trainer_like_lightnings_goes_on_with_the_same_bits(tmp_path, monkeypatch):
+    if importlib.util.find_spec("lightning") is None:
+        modules = {name: types.ModuleType(name) for name in ("lightning", "lightning.pytorch")}
+        modules["lightning.pytorch"].Callback = object
+        for name, module in modules.items():
+            monkeypatch.setitem(sys.modules, name, module)
+
+    def fit(folder, steps):
+        torch.manual_seed(0)
+        trainer = StandIn(lightning_callback(tmp_path / folder, 2, keep_last=9), steps)
+        trainer.fit(module := torch.nn.Linear(3, 3))
+        return trainer, module.state_dict()
+
+    _, wanted = fit("whole", 6)
+    fit("stopped", 4)
+    resumed, found = fit("stopped", 6)
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    assert resumed.lr_scheduler_configs[0].scheduler.last_epoch == 6
+    with Store(tmp_path / "stopped", read_only=True) as store:
+        assert store.steps() == [2, 4, 6]
+    with rejects("every", 0, "range"):
+        lightning_callback(tmp_path, 0)
+
+
+def test_a_callback_names_the_package_that_is_missing(tmp_path, monkeypatch):
+    for callback in (lightning_callback, transformers_callback):
+        name = callback.__name__.partition("_")[0]
+        monkeypatch.setitem(sys.modules, name, None)
+        with rejects("", ..., "requires") as caught:
+            callback(tmp_path)
+        assert caught.value.problems[0].fix == f"pip install {name}"
 
 
 # ---- torchdata

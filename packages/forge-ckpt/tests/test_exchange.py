@@ -11,8 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import forge_ckpt.rank_group
-import forge_ckpt.write.save
-from forge_ckpt import RNGState, Store
+from forge_ckpt import ForgeSavePlanner, RNGState, Store
 from forge_ckpt.rank_group import RankGroup
 from forge_testing import run_on_ranks
 from forge_testing.problems import assert_problem
@@ -98,8 +97,8 @@ def with_other_structures(root):
         {"w": spread(1), "b": full.clone(), "c": full.clone() + 1, "n": 9},  # of one rank, below
     ]
     planned = []
-    real = forge_ckpt.write.save.plan_to_json
-    forge_ckpt.write.save.plan_to_json = lambda plan: (planned.append(1), real(plan))[1]
+    real = ForgeSavePlanner.propose
+    ForgeSavePlanner.propose = lambda planner: (planned.append(1), real(planner))[1]
     found = []
     try:
         with Store(root, keep_last=1) as store:
@@ -116,7 +115,7 @@ def with_other_structures(root):
                 ]
                 found.append((len(planned), all(whole), into["x"]["n"]))
     finally:
-        forge_ckpt.write.save.plan_to_json = real
+        ForgeSavePlanner.propose = real
     return found
 
 

@@ -367,14 +367,28 @@ def test_all_corrupt_raises_and_names_all_also_the_next_time(root, caplog):
 
 
 @pytest.mark.lane("test")
-def test_read_only_falls_back_and_renames_nothing(root, caplog):
+@pytest.mark.parametrize("how", ["read_only", "quarantine=False"])
+def test_a_load_that_may_move_nothing_falls_back_and_renames_nothing(root, caplog, how):
     _flip(root / "step-00000200" / "data-0.bin", 5)
-    before = sorted(path.name for path in root.iterdir())
-    with Store(root, read_only=True) as store:
-        assert store.load(_zeros()) == 100
-    assert sorted(path.name for path in root.iterdir()) == before
+    before = {path.name for path in root.iterdir()}
+    with Store(root, read_only=how == "read_only") as store:
+        assert store.load(_zeros(), quarantine=how == "read_only") == 100
+        assert [step for step, _ in store.quarantined] == [200]
+        if how != "read_only":
+            with rejects("step", 150, "order"):
+                store.save(150, _state(1))
+    assert {path.name for path in root.iterdir()} - before <= {"lock"}
+    assert sorted(path.name for path in root.glob("*00*")) == ["step-00000100", "step-00000200"]
     (record,) = caplog.records
     assert record.args[0] == 200
+    _flip(root / "step-00000100" / "data-0.bin", 5)
+    for _ in range(2):  # nothing was moved, so each load names both
+        with (
+            Store(root) as store,
+            rejects("path", str(root), "corrupt", CorruptCheckpoint) as caught,
+        ):
+            store.load(_zeros(), quarantine=False)
+        assert len(caught.value.problems) == 3
 
 
 def test_quarantine_keeps_every_copy(root, caplog):

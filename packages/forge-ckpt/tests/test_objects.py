@@ -9,7 +9,7 @@ from collections import OrderedDict, defaultdict
 import pytest
 import torch
 
-from forge_ckpt import CheckpointMismatch, objects, tree
+from forge_ckpt import CheckpointMismatch, codec
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -56,12 +56,12 @@ def _same(a, b):
     ids=repr,
 )
 def test_value_and_type_survive(value):
-    text = objects.dumps(objects.encode(value, "x"))
-    assert _same(objects.decode(json.loads(text)), value)
+    text = codec.dumps(codec.encode(value, "x"))
+    assert _same(codec.decode(json.loads(text)), value)
 
 
 def test_negative_zero_keeps_its_sign():
-    assert math.copysign(1, objects.decode(json.loads(objects.dumps(-0.0)))) == -1
+    assert math.copysign(1, codec.decode(json.loads(codec.dumps(-0.0)))) == -1
 
 
 @pytest.mark.parametrize(
@@ -78,7 +78,7 @@ def test_negative_zero_keeps_its_sign():
 )
 def test_the_rest_is_refused_by_place_and_type(value, key, kind, code):
     with rejects(key, kind, code):
-        objects.encode(value, "x")
+        codec.encode(value, "x")
 
 
 @pytest.mark.parametrize(
@@ -92,13 +92,13 @@ def test_the_rest_is_refused_by_place_and_type(value, key, kind, code):
 )
 def test_unknown_tags_are_refused(bad, key, value, code):
     with rejects(key, value, code):
-        objects.decode(bad)
+        codec.decode(bad)
 
 
 def test_an_array_without_numpy_is_no_damage(monkeypatch):
     monkeypatch.setitem(sys.modules, "numpy", None)
     with rejects("numpy", ..., "requires", CheckpointMismatch):
-        objects.decode({"$": "ndarray", "v": ["int64", [0], ""]})
+        codec.decode({"$": "ndarray", "v": ["int64", [0], ""]})
 
 
 @pytest.mark.parametrize(
@@ -107,39 +107,39 @@ def test_an_array_without_numpy_is_no_damage(monkeypatch):
 )
 def test_paths_that_were_not_written_are_refused(path, value, code):
     with rejects("path", value, code):
-        tree.path_from_json(path)
+        codec.path_from_json(path)
 
 
 def test_numpy_arrays_are_tagged_and_scalars_refused():
     numpy = pytest.importorskip("numpy")
     state = numpy.random.RandomState(3).get_state()
-    back = objects.decode(json.loads(objects.dumps(objects.encode(state, "x"))))
+    back = codec.decode(json.loads(codec.dumps(codec.encode(state, "x"))))
     other = numpy.random.RandomState()
     other.set_state(back)
     assert other.randint(1 << 30) == numpy.random.RandomState(3).randint(1 << 30)
     with rejects("x", "numpy.float64", "numpy_scalar"):
-        objects.encode(numpy.float64(1), "x")
+        codec.encode(numpy.float64(1), "x")
     with rejects("x", "object", "dtype"):
-        objects.encode(numpy.array([None]), "x")
+        codec.encode(numpy.array([None]), "x")
 
 
 def test_leaves_are_tensors_and_largest_subtrees_without():
     t = torch.zeros(1)
     state = {"m": {"a.b": t, "n": {"x": 1}}, "o": {0: [t, {"k": (2,)}], "p": ()}, "l": {"c": 3}}
-    leaves, paths = tree.flatten(state)
+    leaves, paths = codec.flatten(state)
     assert list(leaves) == ["m.a.b", "m.n", "o.0.0", "o.0.1", "o.p", "l"]
     rebuilt = {}
     for name, path in paths.items():
-        assert tree.path_from_json(json.loads(json.dumps(tree.path_to_json(path)))) == path
-        tree.set_element(rebuilt, path, leaves[name])
+        assert codec.path_from_json(json.loads(json.dumps(codec.path_to_json(path)))) == path
+        codec.set_element(rebuilt, path, leaves[name])
     assert rebuilt == state
 
 
 def test_two_leaves_of_one_name_are_refused():
     with rejects("a.b.c", ..., "duplicate"):
-        tree.flatten({"a": {"b.c": torch.zeros(1), "b": {"c": torch.zeros(1)}}})
+        codec.flatten({"a": {"b.c": torch.zeros(1), "b": {"c": torch.zeros(1)}}})
 
 
 def test_a_key_of_another_type_above_a_tensor_is_refused():
     with rejects("a", "float", "key"):
-        tree.flatten({"a": {1.5: torch.zeros(1)}})
+        codec.flatten({"a": {1.5: torch.zeros(1)}})

@@ -234,7 +234,7 @@ def raises_on(root, victim, error):
             pass
 
     with Store(root) as store:
-        result = outcome(lambda: store.save(3, {**state_of(3), "bad": Bad()}))
+        result = outcome(lambda: store.save(3, {**state_of(3), "bad": Bad()}).step)
         return result, store.steps()
 
 
@@ -327,18 +327,18 @@ def save_twice(root, harm):
     with Store(root) as store:
         store.save(3, state_of(3))
         inode = os.stat(os.path.join(root, "step-00000003")).st_ino
-        results = [outcome(lambda: store.save(3, state_of(3)))]
+        results = [outcome(lambda: store.save(3, state_of(3)).step)]
         other = state_of(3)
         if dist.get_rank() == 1:
             other["m"]["w"].to_local()[0, 0] = 4.0
-        results.append(outcome(lambda: store.save(3, other)))
+        results.append(outcome(lambda: store.save(3, other).step))
         kept = os.stat(os.path.join(root, "step-00000003")).st_ino == inode
         dist.barrier()
         if dist.get_rank() == 2:
             with open(os.path.join(root, "step-00000003", harm), "r+b") as file:
                 file.write(b"\xff" * 8)
         dist.barrier()
-        results.append(outcome(lambda: store.save(3, state_of(3))))
+        results.append(outcome(lambda: store.save(3, state_of(3)).step))
         state = state_of(0)
         return results, kept, store.load(state), values(state), [s for s, _ in store.quarantined]
 
@@ -347,9 +347,9 @@ def save_twice(root, harm):
 @pytest.mark.parametrize("harm", FILES)
 def test_F54_the_same_step_twice_on_many_ranks(root, harm):
     for results, kept, loaded, found, aside in run_on_ranks(WORLD, save_twice, str(root), harm):
-        assert results[0] is None
+        assert results[0] == 3
         assert results[1][0] == "StepExists"
-        assert results[2] is None, "what was there is corrupt: set aside, saved anew"
+        assert results[2] == 3, "what was there is corrupt: set aside, saved anew"
         assert (kept, loaded, found, aside) == (True, 3, [3.0], [3])
     assert sorted(os.listdir(root)) == [
         "lock",
@@ -372,7 +372,11 @@ def retention_on_a_bad_disk(root, damaged):
     PlannedSave.write_and_commit = write
     try:
         with Store(root, keep_last=1) as store:
-            return outcome(lambda: store.save(3, state_of(3))), store.steps(), store.quarantined
+            return (
+                outcome(lambda: store.save(3, state_of(3)).step),
+                store.steps(),
+                store.quarantined,
+            )
     finally:
         PlannedSave.write_and_commit = real
 
@@ -386,7 +390,7 @@ def test_F53_many_ranks_read_back_before_an_old_one_goes(root, damaged):
         assert damaged in text
         assert (steps, [step for step, _ in aside]) == ([1, 2], [3])
     results = run_on_ranks(WORLD, retention_on_a_bad_disk, str(root), None)
-    assert results == [(None, [3], [])] * WORLD
+    assert results == [(3, [3], [])] * WORLD
 
 
 def slow_commit(root, signals):

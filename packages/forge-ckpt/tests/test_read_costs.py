@@ -14,12 +14,13 @@ from forge_ckpt import (
     ForgeSavePlanner,
     ForgeWriter,
     Store,
-    digests,
+    codec,
     files,
     read_tensors,
 )
 from forge_ckpt.manifest import BLOCK_BYTES
-from forge_ckpt.read import arena, blocks, load, reader
+from forge_ckpt.read import blocks, load, reader
+from forge_ckpt.read.memory import Arena, Span
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled"),
@@ -35,7 +36,7 @@ def _save(path, state):
 def counts(monkeypatch):
     """Bytes of each read of a data file and of each digest, numbers of pools and of open files."""
     found = {"reads": [], "digests": [], "pools": 0, "open": 0, "most_open": 0}
-    real_read, real_digest = blocks.read_at, digests.digest_function
+    real_read, real_digest = blocks.read_at, codec.digest_function
 
     def read_at(fd, view, offset):
         found["reads"].append(len(view))
@@ -70,7 +71,7 @@ def counts(monkeypatch):
             real_close(fd)
 
     monkeypatch.setattr(blocks, "read_at", read_at)
-    monkeypatch.setattr(blocks.digests, "digest_function", digest_function)
+    monkeypatch.setattr(blocks.codec, "digest_function", digest_function)
     monkeypatch.setattr(blocks, "ThreadPoolExecutor", pool)
     monkeypatch.setattr(blocks, "os", CountingOS)
     found["count_opens"] = lambda: monkeypatch.setattr(files.Directory, "open", opened)
@@ -121,7 +122,7 @@ def test_a_load_opens_one_pool_and_few_of_many_files(tmp_path, counts):
     for number in range(20):
         content = os.urandom(100 + number)
         (tmp_path / "d" / f"data-{number}.bin").write_bytes(content)
-        digest = digests.digest_function("sha256")(content)
+        digest = codec.digest_function("sha256")(content)
         entries[f"data-{number}.bin"] = blocks.FileEntry.of(len(content), (digest,))
     table = blocks.Manifest(1, "", entries, {}, {})
     counts["count_opens"]()
@@ -141,10 +142,10 @@ def test_the_arena_holds_every_span_once_and_nothing_else(tmp_path):
         for _ in range(generator.randint(0, 20)):
             start = generator.randrange(49_000)
             length = 8 * generator.randint(1, 60)
-            spans.append(arena.Span(generator.choice(list(content)), start, length))
+            spans.append(Span(generator.choice(list(content)), start, length))
         if case % 2:
             spans += spans[:3]  # tied tensors
-        memory = arena.Arena(spans)
+        memory = Arena(spans)
         needed = set()
         for file, start, length in spans:
             needed |= {(file, byte) for byte in range(start, start + length)}
@@ -165,7 +166,7 @@ def arenas(monkeypatch):
     """The arenas that loads make."""
     made = []
 
-    class Recorded(arena.Arena):
+    class Recorded(Arena):
         def __init__(self, spans):
             super().__init__(spans)
             made.append((self._bytes.nbytes, StorageWeakRef(self._bytes.untyped_storage())))

@@ -9,7 +9,7 @@ import torch
 
 from forge_ckpt import CheckpointMismatch, CorruptCheckpoint, RNGState, Store
 from forge_ckpt._shared.problems import ProblemError, invalid
-from forge_ckpt.read.targets import check_object
+from forge_ckpt.read.planner import check_object
 from forge_testing.problems import assert_problem, rejects
 
 pytestmark = pytest.mark.lane("test")

@@ -27,7 +27,7 @@ from forge_ckpt import (
     read_tensors,
 )
 from forge_ckpt._shared.problems import Shown
-from forge_ckpt.read.shared_memory import equal_bits
+from forge_ckpt.read.memory import equal_bits
 from forge_ckpt.read.tensors import SavedTensors
 from forge_ckpt.verbs import compare
 from forge_testing import run_on_ranks
@@ -41,9 +41,9 @@ pytest.importorskip("rich", reason="of the extra [cli]")
 
 def run(*arguments):
     """Raises what ``cli.main`` prints."""
-    from forge_ckpt import commands
+    from forge_ckpt import cli
 
-    return commands.run([str(argument) for argument in arguments])
+    return cli.run([str(argument) for argument in arguments])
 
 
 def call(capsys, *arguments):
@@ -454,7 +454,8 @@ def test_memory_is_a_tensor_and_not_the_state(tmp_path):
     script = r"""
         import re
         from pathlib import Path
-        from forge_ckpt import cli, commands
+        from forge_ckpt import cli
+        from forge_ckpt.verbs import compare, rewrite
         def kilobytes(name):
             return int(re.search(name + r":\s+(\d+)", Path("/proc/self/status").read_text())[1])
         before = kilobytes("VmRSS")

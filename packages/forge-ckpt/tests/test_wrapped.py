@@ -8,7 +8,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
 from forge_ckpt import Store, files
-from forge_ckpt.wrapped import unwrap
+from forge_ckpt.codec import unwrap
 from forge_testing import run_on_ranks
 from forge_testing.problems import rejects
 

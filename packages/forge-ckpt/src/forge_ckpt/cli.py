@@ -1,9 +1,12 @@
-"""The forge-ckpt command. Its exit codes are in docs/exit-codes.md."""
+"""The forge-ckpt command: nine verbs of :mod:`forge_ckpt.verbs`. Its exit codes are in docs/exit-codes.md."""
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from forge_ckpt._shared.limits import limit_problem
+from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.streams import tolerate
 from forge_ckpt.errors import CorruptCheckpoint, StoreInUse, one_line
 
@@ -14,8 +17,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; errors are one message on stderr, without traceback."""
     tolerate()
     try:
-        from forge_ckpt.commands import run  # tyro and rich are an optional extra
-
         code = run(arguments)
         sys.stdout.flush()
         return code
@@ -24,12 +25,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _fail(f"{error.name} is needed, which is not installed; {fix}", WRONG_USAGE)
     except SystemExit as stop:  # tyro: 0 after --help, 2 after bad arguments, already explained
         return OK if not stop.code else WRONG_USAGE
+
     except CorruptCheckpoint as error:
         return _fail(error, CORRUPT)
     except (ValueError, OSError, MemoryError, StoreInUse) as error:
         return _fail(error, WRONG_USAGE)
     except KeyboardInterrupt:
         return _fail("interrupted; what is committed is complete", INTERRUPTED)
+
+
+def run(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; returns its exit code."""
+    import tyro  # an optional extra, as is rich
+
+    from forge_ckpt.verbs.compare import diff
+    from forge_ckpt.verbs.look import cat, inspect, ls, verify
+    from forge_ckpt.verbs.rewrite import average, convert, prune, reshard
+
+    paths = tyro.constructors.ConstructorRegistry()
+
+    @paths.primitive_rule
+    def path(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
+        """Arguments of type Path take a leading `~/` as the home folder."""
+        if info.type is not Path:
+            return None
+        return tyro.constructors.PrimitiveConstructorSpec(
+            1,
+            "PATH",
+            lambda words: user_path(words[0]),
+            lambda x: isinstance(x, Path),
+            lambda x: [str(x)],
+        )
+
+    verbs = (ls, inspect, verify, cat, diff, average, prune, reshard, convert)
+    with paths:
+        code: int = tyro.extras.subcommand_cli_from_dict(
+            {verb.__name__: verb for verb in verbs},
+            prog="forge-ckpt",
+            description="Look at checkpoints, compare and rewrite them. "
+            "Exit codes: 0, 1 they differ (diff), 66 corrupt, 78 wrong usage.",
+            args=arguments,
+            use_underscores=True,
+        )
+    return code
 
 
 def _fail(error: object, code: int) -> int:

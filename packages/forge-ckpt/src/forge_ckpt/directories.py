@@ -1,4 +1,4 @@
-"""The directories of a store: committed steps, temporary ones, the quarantine.
+"""The directories of a store: committed steps, temporary ones, the quarantine, the lock of the one writer.
 
 step-00000100/                 committed (it holds a manifest)
 step-00000200.tmp-9f3c21ab/    temporary: being written, or left by a writer that died
@@ -12,13 +12,80 @@ import os
 import re
 import secrets
 import shutil
+import socket
 from pathlib import Path
 
 from forge_ckpt import files, manifest
-from forge_ckpt._shared import atomic
+from forge_ckpt._renamed import renamed
+from forge_ckpt._shared import atomic, locks
 from forge_ckpt._shared.atomic import remove, sync_folder
 from forge_ckpt._shared.problems import invalid
-from forge_ckpt.errors import StepExists
+from forge_ckpt.errors import StepExists, StoreInUse
+
+LOCK = "lock"
+
+
+class Lock(locks.Lock):
+    """The lock of the store in ``directory``; the constructor raises StoreInUse, which names the writer that has it."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            super().__init__(directory / LOCK)
+        except locks.Held as held:
+            rule = f"is written by {held.owner}"
+            fix = "wait for it or stop it, use another directory, or open the store with read_only=True"
+            raise invalid("path", "in_use", str(directory), rule, fix, kind=StoreInUse) from None
+
+    def refuse_moved(self) -> None:
+        """Raise FileNotFoundError if the directory at the path is no longer the locked one."""
+        if not self.is_current():
+            reason = (
+                "was moved or removed while this job writes to it; put it back, then start again"
+            )
+            raise FileNotFoundError(errno.ENOENT, reason, str(self.path.parent))
+
+
+def refuse_another_directory(directory: Path, owner: str | None) -> None:
+    """Raise ValueError if ``directory`` is not the one that ``owner`` (of a Lock) has locked.
+
+    This finds a path that is local to each host when the store opens; else the first save would fail.
+    """
+    if owner is None:
+        return
+    try:
+        found = (directory / LOCK).read_text()
+    except OSError as error:
+        found = error.strerror or ""
+    if found != owner:
+        rule = f"on host {socket.gethostname()} is not the directory that rank 0 sees there"
+        fix = "use a path on a file system that all ranks share"
+        raise invalid("path", "not_shared", str(directory), rule, fix)
+
+
+_FORMATS = (  # (pattern of a file, the format, the call that reads it)
+    (
+        ".metadata",
+        "a checkpoint of torch.distributed.checkpoint",
+        "forge-ckpt convert PATH OUT",
+    ),
+    (
+        "*.safetensors",
+        "weights as Hugging Face writes them",
+        "forge_ckpt.load_hf(path, rows)",
+    ),
+    ("manifest.json", "one checkpoint", "Store on the directory above it, or ForgeReader"),
+)
+
+
+def refuse_foreign(path: Path) -> None:
+    """Raise ValueError if ``path`` is a checkpoint itself instead of a directory of checkpoints."""
+    for pattern, content, call in _FORMATS:
+        found = next(path.glob(pattern), None)
+        if found is not None:
+            rule = f"holds {content} ({found.name}), and must be a directory of step-00000100, ..."
+            fix = f"read it with {call}, and save into another directory"
+            raise invalid("path", "foreign", str(path), rule, fix)
+
 
 logger = logging.getLogger("forge_ckpt")
 QUARANTINE = "quarantine"
@@ -139,3 +206,6 @@ def quarantined(root: Path) -> list[str]:
     """Names in quarantine, oldest step first."""
     folder = root / QUARANTINE
     return sorted(os.listdir(folder)) if folder.is_dir() else []
+
+
+__getattr__ = renamed(__name__)

@@ -8,7 +8,6 @@ import stat
 import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -155,10 +154,5 @@ class Directory:
     def __enter__(self) -> "Directory":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()

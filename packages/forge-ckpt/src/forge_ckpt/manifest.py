@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from forge_ckpt import digests, objects, tree
+from forge_ckpt import codec
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import CheckpointMismatch, corrupt, restated
 from forge_ckpt.files import Directory, read_at
@@ -27,6 +27,7 @@ from forge_ckpt.files import Directory, read_at
 NAME = "manifest.json"
 FORMATS = (1, 2)
 BLOCK_BYTES = 4 * 2**20
+ALIGN = 64  # bytes; each tensor starts at a multiple, so that any dtype can be memory-mapped
 MAX_BYTES = 2**30  # of a manifest; 2**30 bytes describe about 60 TB of tensors
 MAX_DIMS = 64  # of a tensor that torch makes
 _FILE = re.compile(r"data-(0|[1-9][0-9]{0,6})\.bin")
@@ -50,7 +51,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    path: tree.Path
+    path: codec.Path
     shape: tuple[int, ...]
     dtype: torch.dtype
     chunks: tuple[Chunk, ...]
@@ -58,8 +59,8 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class ObjectEntry:
-    path: tree.Path
-    value: Any  # tagged JSON, see objects.py
+    path: codec.Path
+    value: Any  # tagged JSON, see codec.py
 
 
 @dataclass(frozen=True)
@@ -71,8 +72,8 @@ class FileEntry:
     blocks: tuple[str, ...]
 
     @staticmethod
-    def of(size: int, blocks: tuple[str, ...], digest: str = digests.DEFAULT) -> "FileEntry":
-        root = digests.digest_function(digest)(bytes.fromhex("".join(blocks)))
+    def of(size: int, blocks: tuple[str, ...], digest: str = codec.DEFAULT_DIGEST) -> "FileEntry":
+        root = codec.digest_function(digest)(bytes.fromhex("".join(blocks)))
         return FileEntry(size, root, blocks)
 
 
@@ -81,7 +82,7 @@ class Manifest:
     """The table of one checkpoint. ``torch`` is the version that saved it, for information.
 
     ``metrics``: the caller's numbers of the step, by which retention finds the best. ``digest``: the
-    name of the digest of ``files`` (see :mod:`forge_ckpt.digests`).
+    name of the digest of ``files`` (see :mod:`forge_ckpt.codec`).
     """
 
     step: int | None
@@ -90,9 +91,9 @@ class Manifest:
     tensors: dict[str, TensorEntry]
     objects: dict[str, ObjectEntry]
     metrics: dict[str, float] = field(default_factory=dict)
-    digest: str = digests.DEFAULT
+    digest: str = codec.DEFAULT_DIGEST
 
-    def paths(self) -> dict[str, tree.Path]:
+    def paths(self) -> dict[str, codec.Path]:
         """The path of every saved name."""
         entries: dict[str, TensorEntry | ObjectEntry] = {**self.tensors, **self.objects}
         return {name: entry.path for name, entry in entries.items()}
@@ -104,7 +105,7 @@ class Manifest:
 
 def encode(manifest: Manifest) -> bytes:
     """The bytes of the file."""
-    body = objects.dumps(_to_json(manifest)).encode()
+    body = codec.dumps(_to_json(manifest)).encode()
     digest = hashlib.sha256(body).hexdigest().encode()
     return _PREFIX + digest + _MIDDLE + body + _SUFFIX
 
@@ -179,9 +180,9 @@ def decode(data: bytes, where: str) -> Manifest:
         rule = f"must be {' or '.join(map(str, FORMATS))} for this forge-ckpt"
         fix, kind = "use the version that wrote it", CheckpointMismatch
         raise invalid("format", "version", number, rule, fix, where=where, kind=kind)
-    of_blocks = digests.DEFAULT if number == 1 else table.get("digest")
+    of_blocks = codec.DEFAULT_DIGEST if number == 1 else table.get("digest")
     try:
-        digests.digest_function(of_blocks)
+        codec.digest_function(of_blocks)
     except ValueError as error:
         raise restated(error, where, CheckpointMismatch) from None
     try:
@@ -195,7 +196,7 @@ def summary(table: Manifest) -> dict[str, Any]:
     tensors = {
         name: {
             "shape": list(entry.shape),
-            "dtype": objects.dtype_name(entry.dtype),
+            "dtype": codec.dtype_name(entry.dtype),
             "bytes": sum(chunk.length for chunk in entry.chunks),
         }
         for name, entry in table.tensors.items()
@@ -212,26 +213,24 @@ def summary(table: Manifest) -> dict[str, Any]:
 
 
 def _to_json(manifest: Manifest) -> dict[str, Any]:
-    tensors = {
-        name: {
-            "path": tree.path_to_json(entry.path),
-            "shape": list(entry.shape),
-            "dtype": objects.dtype_name(entry.dtype),
-            "chunks": [
-                {
-                    "offsets": list(chunk.offsets),
-                    "sizes": list(chunk.sizes),
-                    "file": chunk.file,
-                    "start": chunk.start,
-                    "bytes": chunk.length,
-                }
-                for chunk in entry.chunks
-            ],
-        }
-        for name, entry in manifest.tensors.items()
+    tensors, number = {}, 1 if manifest.digest == codec.DEFAULT_DIGEST else 2
+    for name, entry in manifest.tensors.items():
+        keys = ("offsets", "sizes", "file", "start", "bytes")
+        chunks = [
+            dict(zip(keys, (c.offsets, c.sizes, c.file, c.start, c.length))) for c in entry.chunks
+        ]
+        path, dtype = codec.path_to_json(entry.path), codec.dtype_name(entry.dtype)
+        tensors[name] = {"path": path, "shape": entry.shape, "dtype": dtype, "chunks": chunks}
+
+    files = {
+        name: {"bytes": entry.size, "root": entry.root, "blocks": entry.blocks}
+        for name, entry in manifest.files.items()
+    }
+    objects = {
+        name: {"path": codec.path_to_json(entry.path), "value": entry.value}
+        for name, entry in manifest.objects.items()
     }
 
-    number = 1 if manifest.digest == digests.DEFAULT else 2
     return {
         "format": number,
         **({"digest": manifest.digest} if number > 1 else {}),
@@ -239,15 +238,9 @@ def _to_json(manifest: Manifest) -> dict[str, Any]:
         **({"metrics": manifest.metrics} if manifest.metrics else {}),
         "torch": manifest.torch,
         "block_bytes": BLOCK_BYTES,
-        "files": {
-            name: {"bytes": entry.size, "root": entry.root, "blocks": list(entry.blocks)}
-            for name, entry in manifest.files.items()
-        },
+        "files": files,
         "tensors": tensors,
-        "objects": {
-            name: {"path": tree.path_to_json(entry.path), "value": entry.value}
-            for name, entry in manifest.objects.items()
-        },
+        "objects": objects,
     }
 
 
@@ -261,7 +254,7 @@ def _from_json(table: dict[str, Any], digest: str) -> Manifest:
     files = {name: _file(name, entry, digest) for name, entry in table["files"].items()}
     tensors = {name: _tensor(name, entry, files) for name, entry in table["tensors"].items()}
     object_entries = {
-        name: ObjectEntry(tree.path_from_json(entry["path"]), entry["value"])
+        name: ObjectEntry(codec.path_from_json(entry["path"]), entry["value"])
         for name, entry in table["objects"].items()
     }
     metrics = _metrics(table.get("metrics", {}))
@@ -269,7 +262,7 @@ def _from_json(table: dict[str, Any], digest: str) -> Manifest:
     if both := tensors.keys() & object_entries.keys():
         raise invalid(min(both), "duplicate", ..., "is the name of a tensor and of an object")
     for name, path in manifest.paths().items():
-        if tree.dotted_name(path) != name:
+        if codec.dotted_name(path) != name:
             raise invalid(name, "path", path, "is the path of another name")
     return manifest
 
@@ -300,10 +293,10 @@ def _tensor(name: str, entry: dict[str, Any], files: dict[str, FileEntry]) -> Te
         rule = f"dims are more than the {MAX_DIMS} of any tensor"
         raise invalid(name, "dims", len(entry["shape"]), rule)
     shape = tuple(_count(n, name) for n in entry["shape"])
-    dtype = objects.dtype_from_name(entry["dtype"])
+    dtype = codec.dtype_from_name(entry["dtype"])
     chunks = tuple(_chunk(name, chunk, dtype, files) for chunk in entry["chunks"])
     check_tiling(name, shape, [(chunk.offsets, chunk.sizes) for chunk in chunks])
-    return TensorEntry(tree.path_from_json(entry["path"]), shape, dtype, chunks)
+    return TensorEntry(codec.path_from_json(entry["path"]), shape, dtype, chunks)
 
 
 def check_tiling(name: str, shape: tuple[int, ...], boxes: Sequence[Extent]) -> None:

@@ -109,7 +109,7 @@ class RankGroup:
         value, error = _attempt(run)
         # A rank that failed still takes part in the exchange: the others wait in it.
         with _lost_ranks_explained():
-            reports = self._all_gather(b"" if error is None else _pack(_failure(error)))
+            reports = self._gather(b"" if error is None else _pack(_failure(error)), True)
         failures = {rank: _unpack(report) for rank, report in enumerate(reports) if report}
         if failures:
             self._raise(failures, error)
@@ -187,24 +187,21 @@ class RankGroup:
                 raise kind(problems, ": ".join(filter(None, [*ranks, report["where"]]))) from own
         raise kind(text) from own
 
-    def _all_gather(self, data: bytes) -> list[bytes]:
-        sizes = self._sizes(data)
-        longest = max(sizes)
+    def _gather(self, data: bytes, everywhere: bool = False) -> list[bytes]:
+        """The data of every rank, on rank 0 or ``everywhere``; an empty list on the others."""
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
+        longest = int(max(sizes))
         if longest == 0:
             return [b""] * self.size
-        found = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        dist.all_gather(found, _padded(data, longest), group=self._group)
-        return [_bytes(tensor, size) for tensor, size in zip(found, sizes)]
 
-    def _gather(self, data: bytes) -> list[bytes]:
-        """The data of every rank on rank 0; an empty list on the others."""
-        sizes = self._sizes(data)
-        longest = max(sizes)
-        found = None
-        if self.rank == 0:
-            found = [torch.empty(longest, dtype=torch.uint8) for _ in sizes]
-        dist.gather(_padded(data, longest), found, group=self._group, group_dst=0)
-        return [_bytes(tensor, size) for tensor, size in zip(found or [], sizes)]
+        takes = everywhere or self.rank == 0
+        found = [torch.empty(longest, dtype=torch.uint8) for _ in sizes] if takes else None
+        if everywhere:
+            dist.all_gather(found, _padded(data, longest), group=self._group)
+        else:
+            dist.gather(_padded(data, longest), found, group=self._group, group_dst=0)
+        return [_bytes(tensor, int(size)) for tensor, size in zip(found or [], sizes)]
 
     def _broadcast(self, data: bytes) -> bytes:
         size = torch.tensor([len(data)])
@@ -212,11 +209,6 @@ class RankGroup:
         tensor = _padded(data, int(size))
         dist.broadcast(tensor, group=self._group, group_src=0)
         return _bytes(tensor, int(size))
-
-    def _sizes(self, data: bytes) -> list[int]:
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-        dist.all_gather(sizes, torch.tensor([len(data)]), group=self._group)
-        return [int(size) for size in sizes]
 
 
 def _host_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup | None:

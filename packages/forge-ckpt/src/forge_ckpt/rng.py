@@ -48,7 +48,7 @@ class RNGState:
         A stream is ``{"python", "torch", "cuda": {device: state} | None, "numpy": tuple | None}``.
         """
         stream, streams = self._stream_index()
-        return {"world_size": streams, "streams": {stream: _stream(alone=_alone())}}
+        return {"world_size": streams, "streams": {stream: _stream()}}
 
     def load_selects(self, saved: list[Path]) -> list[Path]:
         """The saved paths that this rank loads: those of one stream, its own if it was saved."""
@@ -84,7 +84,7 @@ class RNGState:
         number, count = self._stream_index()
         saved, stream = self._saved(state_dict)
         if saved == count:
-            _continue(stream, alone=_alone())
+            _continue(stream)
         else:
             _start(stream, number, count)
 
@@ -116,10 +116,10 @@ def _alone() -> bool:
     return not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1
 
 
-def _stream(alone: bool) -> dict[str, Any]:
+def _stream() -> dict[str, Any]:
     cuda = None
     if torch.cuda.is_available():
-        states = torch.cuda.get_rng_state_all() if alone else [torch.cuda.get_rng_state()]
+        states = torch.cuda.get_rng_state_all() if _alone() else [torch.cuda.get_rng_state()]
         cuda = dict(enumerate(states))
     numpy = sys.modules.get("numpy")
     return {
@@ -130,7 +130,8 @@ def _stream(alone: bool) -> dict[str, Any]:
     }
 
 
-def _continue(stream: dict[str, Any], alone: bool) -> None:
+def _continue(stream: dict[str, Any]) -> None:
+    alone = _alone()
     random.setstate(stream["python"])
     torch.set_rng_state(stream["torch"])
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0

@@ -85,23 +85,18 @@ class NamedState:
         return {(name, s) for name, own in slots.items() for s in cast(Any, find)(name, own)}
 
 
-class StageState:
-    """State of `owner` (a model or an optimizer) on a rank that has some of the model's tensors.
+class _Wrapper:
+    """An object with the state of its owner; a subclass changes a part."""
 
-    `others` are the names of tensors that only other ranks have. Saved state under those names is theirs to
-    load; saved state that belongs to no rank is still reported as a mismatch.
-    """
-
-    def __init__(self, owner: Any, others: Set[str]) -> None:
+    def __init__(self, owner: Any) -> None:
         self._owner = owner
-        self._others = frozenset(others)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the owner."""
         found: dict[str, Any] = self._owner.state_dict()
         return found
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Any) -> None:
         """Load `state` into the owner."""
         self._owner.load_state_dict(state)
 
@@ -110,6 +105,18 @@ class StageState:
         checks = getattr(self._owner, "load_checks", None)
         if checks is not None:
             checks(state)
+
+
+class StageState(_Wrapper):
+    """State of `owner` (a model or an optimizer) on a rank that has some of the model's tensors.
+
+    `others` are the names of tensors that only other ranks have. Saved state under those names is theirs to
+    load; saved state that belongs to no rank is still reported as a mismatch.
+    """
+
+    def __init__(self, owner: Any, others: Set[str]) -> None:
+        super().__init__(owner)
+        self._others = frozenset(others)
 
     def load_selects(self, saved: list[Path]) -> list[Path]:
         """The saved paths that the owner selects, without those of other ranks."""
@@ -138,38 +145,31 @@ class SomeTensors:
         self._model.load_state_dict(state, strict=False)
 
 
-class OptionalObject:
+class OptionalObject(_Wrapper):
     """An object that stays as built where a checkpoint has nothing of it, and else takes the saved state as it is."""
 
     load_optional = load_replaces = True
 
-    def __init__(self, owner: Any) -> None:
-        self._owner = owner
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the owner."""
-        found: dict[str, Any] = self._owner.state_dict()
-        return found
-
     def load_checks(self, state: dict[str, Any]) -> None:
-        """The checks of the owner, if it has any."""
-        if state and hasattr(self._owner, "load_checks"):
-            self._owner.load_checks(state)
+        """The checks of the owner, if it has any, unless `state` is empty."""
+        if state:
+            super().load_checks(state)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load `state` into the owner, unless it is empty."""
         if state:
-            self._owner.load_state_dict(state)
+            super().load_state_dict(state)
 
 
-class InDtypes:
+class InDtypes(_Wrapper):
     """A model whose tensors a checkpoint holds in other dtypes, by name: they are read in those and then cast.
 
     `store.load({"model": InDtypes.fp32(model)})` reads fp32 weights into a model in bf16.
     """
 
     def __init__(self, owner: Any, dtypes: Mapping[str, torch.dtype]) -> None:
-        self._owner, self._dtypes = owner, dtypes
+        super().__init__(owner)
+        self._dtypes = dtypes
 
     @classmethod
     def fp32(cls, owner: Any) -> InDtypes:
@@ -179,19 +179,14 @@ class InDtypes:
         return cls(owner, dict.fromkeys(half, torch.float32))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the owner, in these dtypes."""
+        """The state of the owner, in these dtypes; a load casts it."""
         saved = self._owner.state_dict()
         cast = {n: saved[n].to(dtype) for n, dtype in self._dtypes.items() if n in saved}
         return {**saved, **cast}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load `state` into the owner, which casts it."""
-        self._owner.load_state_dict(state)
-
     def load_selects(self, saved: list[Path]) -> list[Path]:
         """The saved paths that the owner selects."""
-        select = getattr(self._owner, "load_selects", list)
-        return list(select(saved))
+        return list(getattr(self._owner, "load_selects", list)(saved))
 
 
 def tensor_names(model: nn.Module) -> set[str]:

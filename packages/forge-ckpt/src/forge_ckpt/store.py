@@ -8,24 +8,21 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping, MutableMapping
 from dataclasses import replace
-from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch.distributed as dist
 
-from forge_ckpt import digests, directories, manifest
+from forge_ckpt import codec, directories, manifest
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import Problem, invalid
+from forge_ckpt.directories import Lock, refuse_another_directory, refuse_foreign
 from forge_ckpt.errors import CheckpointMismatch, CorruptCheckpoint, StateRefused
-from forge_ckpt.foreign import refuse_foreign
-from forge_ckpt.lock import Lock, refuse_another_directory
 from forge_ckpt.rank_group import RankGroup
 from forge_ckpt.read.load import Check, load_checkpoint, raise_cause, verify_checkpoint
+from forge_ckpt.read.planner import check_state, state_of
 from forge_ckpt.read.reader import ForgeReader
-from forge_ckpt.read.targets import check_state, state_of
-from forge_ckpt.retention import Keep
-from forge_ckpt.write.background import END_SECONDS, SaveEvent, Stopwatch
-from forge_ckpt.write.retain import Retention
+from forge_ckpt.retention import Keep, Retention
+from forge_ckpt.write.background import END_SECONDS, SaveEvent, SaveHandle, Stopwatch
 from forge_ckpt.write.saver import Saver, SaverOptions
 
 logger = logging.getLogger("forge_ckpt")
@@ -96,7 +93,7 @@ class Store:
         group: dist.ProcessGroup | None = None,
         *,
         keep: Keep | None = None,
-        digest: str = digests.DEFAULT,
+        digest: str = codec.DEFAULT_DIGEST,
         staging_gib: float | None = None,
         on_event: Callable[[SaveEvent], None] | None = None,
         max_failures: int = 3,
@@ -105,7 +102,7 @@ class Store:
         if type(keep_last) is not int or keep_last < 1:
             rule = "must be an integer of at least 1"
             raise invalid("keep_last", "range", keep_last, rule, "use 3")
-        digests.digest_function(digest)
+        codec.digest_function(digest)
         threads = min(4, os.cpu_count() or 1)
         options = SaverOptions(digest, staging_gib, on_event, max_failures, threads)
         self.keep = Keep(keep_last) if keep is None else keep
@@ -137,11 +134,12 @@ class Store:
         state: Mapping[str, Any],
         wait: bool = True,
         metrics: Mapping[str, float] | None = None,
-    ) -> None:
+    ) -> SaveHandle:
         """Write ``state`` as the newest checkpoint; it is durable when this returns.
 
         With ``wait=False`` it returns when the state is copied to host memory and may change; a thread
-        writes and commits it. A save waits for the one before it. ``metrics`` (of rank 0) are numbers of
+        writes and commits it, and the :class:`forge_ckpt.SaveHandle` that is returned has ``done()`` and
+        ``result()``. A save waits for the one before it. ``metrics`` (of rank 0) are numbers of
         this step by which ``keep`` can find the best.
 
         Before an old checkpoint is removed, the new one is read back and compared (one more read,
@@ -161,9 +159,8 @@ class Store:
 
         content = functools.partial(_content, state)
         if repeat is None:
-            self._saver.save(step, content, metrics, wait, watch)
-        else:
-            self._saver.save_again(step, content, metrics, self.path / repeat, watch)
+            return self._saver.save(step, content, metrics, wait, watch)
+        return self._saver.save_again(step, content, metrics, self.path / repeat, watch)
 
     @_one_at_a_time
     def prepare(self, state: Mapping[str, Any]) -> None:
@@ -193,15 +190,18 @@ class Store:
         check: Check | None = None,
         *,
         newest: int | None = None,
+        quarantine: bool = True,
     ) -> int | None:
         """Fill ``state`` from the newest sound checkpoint; returns its step, None without a checkpoint.
 
-        With ``newest`` no later step is looked at (see ``discard_after``).
+        With ``newest`` no later step is looked at (see ``discard_after``). With ``quarantine=False`` (rank 0
+        decides) nothing on disk is moved: a corrupt checkpoint is named in a warning, in ``quarantined`` and, if none is sound, in the
+        exception, and stays where it is; a save of an earlier step then raises ValueError.
 
         Every entry of ``state`` is verified, on every rank, before the first tensor of any rank
         changes; a file that changes after that is verified again when it is read
         (:class:`forge_ckpt.ForgeReader`), and found damaged counts as corrupt. A corrupt checkpoint is moved to ``quarantine/`` with one warning (not with
-        ``read_only``), and all ranks try the next older one. Raises CorruptCheckpoint naming all when
+        ``read_only`` or ``quarantine=False``), and all ranks try the next older one. Raises CorruptCheckpoint naming all when
         none is sound, and CheckpointMismatch when the newest sound one is of another state on any rank; with
         ``state`` unchanged on all ranks, unless a file was damaged between its verification and its read.
 
@@ -232,7 +232,7 @@ class Store:
             try:
                 self._read(step, state, check)
             except CorruptCheckpoint as error:
-                if self._quarantine(self._group, step, str(error)):
+                if self._quarantine(self._group, step, str(error), quarantine):
                     corrupt[step] = error
 
                 continue
@@ -244,7 +244,7 @@ class Store:
                 refused[step] = error
                 continue
             for newer, reason in refused.items():
-                self._quarantine(self._group, newer, str(reason))
+                self._quarantine(self._group, newer, str(reason), quarantine)
             return step
 
         for reason in refused.values():
@@ -333,7 +333,7 @@ class Store:
     def close(self) -> None:
         """Wait for the last save, release the lock and the staging memory; a second call does nothing.
 
-        Raises what the last save failed with, if no caller was told. No communication of its own.
+        Raises what the last save failed with, unless a caller knows it. No communication of its own.
         """
         error = self._close()
         if error is not None:
@@ -342,12 +342,7 @@ class Store:
     def __enter__(self) -> "Store":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
             self.close()
         else:
@@ -468,13 +463,13 @@ class Store:
         steps = [step for step in directories.list_steps(self.path) if step not in tried]
         return max((s for s in steps if newest is None or s <= newest), default=None)
 
-    def _quarantine(self, group: RankGroup, step: int, reason: str) -> bool:
+    def _quarantine(self, group: RankGroup, step: int, reason: str, may_move: bool = True) -> bool:
         """Quarantine a step, called by all ranks; False if the writer's retention has removed it."""
 
         def move() -> bool:
             if not os.path.lexists(directories.step_directory(self.path, step)):
                 return False
-            if self.read_only:
+            if self.read_only or not may_move:
                 logger.warning("step %d is corrupt, trying an older one: %s", step, reason)
             else:
                 try:

@@ -116,11 +116,11 @@ def load_weights(
     copied = [name for name in report.copied if name in here]
 
     def stage() -> Staged:
-        _refuse_other_shapes({name: here[name] for name in copied}, shapes)
-        _refuse_meta({name: here[name] for name in copied})
-        wanted = {saved[name]: here[name] for name in copied}
+        filled = {name: here[name] for name in copied}
+        _refuse_other_shapes(filled, shapes, meta=False)
+        wanted = {saved[name]: tensor for name, tensor in filled.items()}
         metadata = metadata_of(table)
-        planner.set_up_planner({key: {name: here[name] for name in copied}}, metadata)
+        planner.set_up_planner({key: filled}, metadata)
         plan = create_default_local_load_plan(wanted, metadata)
         reader.use(Directory(chosen), table)
         return reader.stage(plan, planner)
@@ -177,21 +177,15 @@ def _idle(pattern: str, names: Sequence[str]) -> Problem:
     return Problem("patterns", "unmatched", pattern, rule, fix)
 
 
-def _refuse_other_shapes(wanted: Mapping[str, Tensor], saved: _Shapes) -> None:
-    _refuse(
-        [
-            Problem(name, "shape", shape, f"is saved as {saved[name]}", f"'!{name}' excludes it")
-            for name, tensor in wanted.items()
-            if saved[name] != (shape := tuple(tensor.shape))
-        ]
-    )
-
-
-def _refuse_meta(wanted: Mapping[str, Tensor]) -> None:
-    rule, fix = "is on the meta device", "materialize it (to_empty) before"
-    _refuse([Problem(n, "meta", ..., rule, fix) for n, tensor in wanted.items() if tensor.is_meta])
-
-
-def _refuse(problems: Sequence[Problem]) -> None:
+def _refuse_other_shapes(wanted: Mapping[str, Tensor], saved: _Shapes, meta: bool = True) -> None:
+    """Raise CheckpointMismatch for tensors of another shape, and unless ``meta`` for those without memory."""
+    problems = []
+    for name, tensor in wanted.items():
+        if saved[name] != (shape := tuple(tensor.shape)):
+            fix = f"'!{name}' excludes it"
+            problems.append(Problem(name, "shape", shape, f"is saved as {saved[name]}", fix))
+    if not problems and not meta:
+        rule, fix = "is on the meta device", "materialize it (to_empty) before"
+        problems = [Problem(n, "meta", ..., rule, fix) for n, t in wanted.items() if t.is_meta]
     if problems:
         raise mismatch(Problem("", "weights", ..., "the weights do not fit the model"), problems)

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from forge_ckpt import tree
+from forge_ckpt import codec
 from forge_ckpt._shared.atomic import new_folder
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.read.tensors import SavedTensors
@@ -39,7 +39,7 @@ def convert_to_dcp(
             else:
                 entry = saved.table.tensors[name]
                 value = torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-            tree.set_element(state, path, value)
+            codec.set_element(state, path, value)
         with new_folder(target) as temporary:  # the writer fsyncs its files
             writer = FileSystemWriter(temporary, single_file_per_rank=False)
             with warnings.catch_warnings():  # that one process saves is the intent

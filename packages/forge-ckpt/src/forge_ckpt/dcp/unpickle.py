@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from forge_ckpt import objects
+from forge_ckpt import codec
 from forge_ckpt._shared.problems import invalid
 
 _METADATA = "torch.distributed.checkpoint.metadata"
@@ -162,7 +162,7 @@ class _Machine:
 def _find(name: str) -> Any:
     module, _, attribute = name.partition(" ")
     if module == "torch" and attribute != "Size":
-        return objects.dtype_from_name(attribute)
+        return codec.dtype_from_name(attribute)
     if name not in _ADMITTED:
         shown = name.replace(" ", ".")[:120]
         raise invalid("", "unknown", shown, "is not a class of DCP's metadata")

@@ -3,9 +3,8 @@
 from forge_ckpt.hf.adapters import MergedTensors, peft_files
 from forge_ckpt.hf.compare import BOUND, compare_logits, why_not_compared
 from forge_ckpt.hf.families import HFFamily, find_family, fitting_family, hf_families
-from forge_ckpt.hf.folder import HFFolder
-from forge_ckpt.hf.headers import read_json
-from forge_ckpt.hf.load import HFTensors, fill_part, fill_tensor, load_hf
+from forge_ckpt.hf.folder import HFFolder, read_json
+from forge_ckpt.hf.load import HFTensors, fill_part, fill_tensor, load_hf, store_hf
 from forge_ckpt.hf.model import (
     HFModel,
     merged_config,
@@ -16,7 +15,6 @@ from forge_ckpt.hf.model import (
 )
 from forge_ckpt.hf.rows import Op, Row, check_rows, hf_name
 from forge_ckpt.hf.save import save_hf
-from forge_ckpt.hf.store import store_hf
 from forge_ckpt.hf.stream import to_forge, to_hf
 
 __all__ = [

@@ -1,7 +1,9 @@
-"""Weights of a Hugging Face folder under Forge's names, tensor by tensor, without ever holding the model."""
+"""Weights of a Hugging Face folder under Forge's names, into a model or a store, without ever holding the model."""
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,12 +15,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from forge_ckpt import codec
+from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import Problem, ProblemError, raise_problems
+from forge_ckpt.codec import unwrap
 from forge_ckpt.errors import restated
 from forge_ckpt.hf.folder import HFFolder, matches
 from forge_ckpt.hf.rows import Row, check_rows
 from forge_ckpt.hf.stream import assemble, to_forge
-from forge_ckpt.wrapped import unwrap
+from forge_ckpt.manifest import ObjectEntry
+from forge_ckpt.write.writer import Box, write_checkpoint
 
 
 class HFTensors:
@@ -138,3 +144,35 @@ def fill_tensor(name: str, target: Tensor, whole: Tensor) -> None:
         for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths)):
             source = source.narrow(dim, start, length)
         unwrap(planner.resolve_tensor(item)).copy_(source)
+
+
+def store_hf(
+    store: str | os.PathLike[str],
+    step: int,
+    source: HFTensors,
+    *,
+    dtype: torch.dtype | None = torch.float32,
+    about: Mapping[str, Any] | None = None,
+) -> Path:
+    """Commit the tensors of ``source`` below ``model`` as ``step`` of a store; returns its directory.
+
+        store_hf("runs/a/checkpoints", 0, HFTensors("Qwen3-0.6B", QWEN3.rows))
+
+    ``dtype`` casts floating-point tensors (None: as in the files); ``about`` are further objects by name.
+    The model is never held: memory is one tensor, its cast, and the blocks of the writer. Raises StepExists
+    if the store has the step or a newer one.
+    """
+
+    def boxes() -> Iterator[Box]:
+        for name in source.meta:
+            tensor = source.read(name)
+            if dtype is not None and tensor.is_floating_point():
+                tensor = tensor.to(dtype)
+            yield Box.whole(("model", name), tensor)
+            del tensor  # or it would live while the next one is read
+
+    found = {
+        name: ObjectEntry((name,), codec.encode(value, name))
+        for name, value in (about or {}).items()
+    }
+    return write_checkpoint(user_path(store), step, [boxes()], found)

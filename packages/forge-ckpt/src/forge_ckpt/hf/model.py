@@ -12,8 +12,7 @@ from torch import nn
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.hf.families import find_family
-from forge_ckpt.hf.folder import HFFolder, matches
-from forge_ckpt.hf.headers import MAX_JSON, read_json
+from forge_ckpt.hf.folder import MAX_JSON, HFFolder, matches, read_json
 from forge_ckpt.hf.load import HFTensors, load_hf
 from forge_ckpt.hf.rows import Row
 from forge_ckpt.hf.save import save_hf

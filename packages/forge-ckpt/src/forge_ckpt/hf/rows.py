@@ -87,7 +87,10 @@ def check_rows(rows: Sequence[Row]) -> tuple[CompiledRow, ...]:
         problems += [replace(p, key=f"rows.{number}", origin=names) for p in found]
 
         if not found:
-            compiled.append(_compile(parts, whole, ops, split))
+            experts = next((op[1] for op in ops if op[0] == "stack_experts"), None)
+            regexes = tuple(_regex(pattern) for pattern in parts)
+            row_of = CompiledRow(parts, whole, ops, experts, regexes, _regex(whole), split)
+            compiled.append(row_of)
     raise_problems("", problems)
     return tuple(compiled)
 
@@ -118,21 +121,6 @@ def _split_problems(
         rule = f"forge patterns need exactly one split of {len(forge)}"
         return [Problem(_KEY, "forge_patterns", len(forge), rule)]
     return []
-
-
-def _compile(
-    hf: tuple[str, ...], forge: str, ops: tuple[Op, ...], split: bool = False
-) -> CompiledRow:
-    experts = [op[1] for op in ops if op[0] == "stack_experts"]
-    return CompiledRow(
-        hf=hf,
-        forge=forge,
-        ops=ops,
-        experts=experts[0] if experts else None,
-        hf_regexes=tuple(_regex(pattern) for pattern in hf),
-        forge_regex=_regex(forge),
-        split=split,
-    )
 
 
 def _regex(pattern: str) -> re.Pattern[str]:

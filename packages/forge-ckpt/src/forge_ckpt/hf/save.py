@@ -15,8 +15,7 @@ from forge_ckpt._shared.atomic import new_folder
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.files import byte_view, write_at, write_file
-from forge_ckpt.hf.folder import STEM, matches
-from forge_ckpt.hf.headers import write_header
+from forge_ckpt.hf.folder import STEM, matches, write_header
 from forge_ckpt.hf.load import HFTensors
 from forge_ckpt.hf.rows import Row
 from forge_ckpt.hf.stream import to_hf

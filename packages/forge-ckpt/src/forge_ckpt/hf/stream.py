@@ -196,6 +196,7 @@ def _views(name: str, tensor: Tensor, row: CompiledRow) -> Pieces:
                     for (e, _), value in pieces.items()
                     for p, part in enumerate(_split(value, op[1], op[2]))
                 }
+
             elif op[0] == "stack_experts":
                 pieces = {
                     (e, p): part

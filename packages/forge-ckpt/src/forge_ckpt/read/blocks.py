@@ -8,7 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forge_ckpt import digests
+from forge_ckpt import codec
 from forge_ckpt.errors import corrupt
 from forge_ckpt.files import Directory, file_stamp, os_errors_as_corruption, read_at, read_cached
 from forge_ckpt.manifest import BLOCK_BYTES, FileEntry, Manifest
@@ -145,7 +145,7 @@ def _read(
     if not touched:
         return
     done = 0
-    digest_of = digests.digest_function(table.digest)
+    digest_of = codec.digest_function(table.digest)
     pool = ThreadPoolExecutor(threads, thread_name_prefix="forge-ckpt-read")
     # More files than threads are open, so that none waits at the end of a file; and not all of them,
     # which may be more than a process may open.
@@ -191,7 +191,7 @@ def _block(
     entry: FileEntry,
     index: int,
     pieces: list[_Piece],
-    digest_of: digests.Digest,
+    digest_of: codec.Digest,
     where: str,
 ) -> None:
     start = index * BLOCK_BYTES

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from forge_ckpt import manifest, tree
+from forge_ckpt import codec, manifest
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import (
@@ -22,16 +22,16 @@ from forge_ckpt.files import Directory
 from forge_ckpt.protocols import Stateful
 from forge_ckpt.rank_group import RankGroup
 from forge_ckpt.read.blocks import verify_files
-from forge_ckpt.read.planner import ForgeLoadPlanner
-from forge_ckpt.read.reader import ForgeReader, Staged, fill, metadata_of
-from forge_ckpt.read.targets import (
+from forge_ckpt.read.planner import (
     NO_TARGET,
+    ForgeLoadPlanner,
     check_object,
     check_state,
     is_stateful,
     load_target,
     unselected_names,
 )
+from forge_ckpt.read.reader import ForgeReader, Staged, fill, metadata_of
 from forge_ckpt.read.tensors import step_path
 
 Check = Callable[[int, Mapping[str, Any]], None]
@@ -108,7 +108,7 @@ def load_checkpoint(
         reader.use(Directory(path), table)
         in_place = reader.stage(wanted, planner)
         # The saved state in new containers, for the checks: the caller's containers must not change yet.
-        saved = planner.replace_leaves(tree.copy_containers(content))
+        saved = planner.replace_leaves(codec.copy_containers(content))
         for name, value in state.items():
             with _value_errors_as_corruption(f"{path}: {name}"):
                 check_object(value, name, saved.get(name, {}))

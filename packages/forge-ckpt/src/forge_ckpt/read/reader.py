@@ -24,15 +24,14 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from forge_ckpt import files, manifest, objects
+from forge_ckpt import codec, files, manifest
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
+from forge_ckpt.directories import refuse_foreign
 from forge_ckpt.errors import CheckpointMismatch, one_line, restated
-from forge_ckpt.foreign import refuse_foreign
-from forge_ckpt.read.arena import Arena, Span
 from forge_ckpt.read.blocks import Segment, read_segments
+from forge_ckpt.read.memory import Arena, Span, check_shared_memory, names_in_shared_memory
 from forge_ckpt.read.planner import ForgeLoadPlanner
-from forge_ckpt.read.shared_memory import check_shared_memory, names_in_shared_memory
 
 # Bytes from which a tensor is read without staging memory; smaller ones are staged, many in one read.
 _LARGE = 2**18
@@ -195,7 +194,7 @@ class ForgeReader(StorageReader):
     def _decode(self, table: manifest.Manifest, item: ReadItem, planner: ForgeLoadPlanner) -> None:
         name = item.storage_index.fqn
         try:
-            text = objects.dumps(table.objects[name].value)
+            text = codec.dumps(table.objects[name].value)
             planner.load_bytes(item, io.BytesIO(text.encode()))
         except CheckpointMismatch:
             raise

@@ -4,17 +4,16 @@ import os
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from forge_ckpt import directories, manifest, objects
+from forge_ckpt import codec, directories, manifest
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
+from forge_ckpt.directories import refuse_foreign
 from forge_ckpt.files import byte_view
-from forge_ckpt.foreign import refuse_foreign
 from forge_ckpt.manifest import Chunk, Manifest, TensorEntry
 from forge_ckpt.read.blocks import LastBlock, Segment, read_segments
 from forge_ckpt.read.reader import ForgeReader, stage_box
@@ -140,7 +139,7 @@ class SavedTensors:
 
     def read_object(self, name: str) -> Any:
         """A saved object; raises KeyError, and ValueError where it cannot be decoded."""
-        return objects.decode(self.table.objects[name].value)
+        return codec.decode(self.table.objects[name].value)
 
     def _fill(self, chunks: list[tuple[Chunk, memoryview]]) -> None:
         segments = [Segment(chunk.file, chunk.start, view) for chunk, view in chunks]
@@ -149,12 +148,7 @@ class SavedTensors:
     def __enter__(self) -> "SavedTensors":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._reader.close()
 
 

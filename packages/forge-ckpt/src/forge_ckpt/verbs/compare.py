@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forge_ckpt import objects
-from forge_ckpt.read.shared_memory import equal_bits
+from forge_ckpt import codec
+from forge_ckpt.read.memory import equal_bits
 from forge_ckpt.read.tensors import SavedTensors
-from forge_ckpt.verbs.show import (
+from forge_ckpt.verbs.look import (
     DIFFERENT,
     SAME,
     CheckpointPath,
@@ -87,7 +87,7 @@ def _compare(one: SavedTensors, two: SavedTensors) -> dict[str, Any]:
 def _tensor(name: str, one: SavedTensors, two: SavedTensors) -> TensorDifference | None:
     entries = one.table.tensors[name], two.table.tensors[name]
     shapes = list(entries[0].shape), list(entries[1].shape)
-    dtypes = objects.dtype_name(entries[0].dtype), objects.dtype_name(entries[1].dtype)
+    dtypes = codec.dtype_name(entries[0].dtype), codec.dtype_name(entries[1].dtype)
     if shapes[0] != shapes[1]:
         return TensorDifference(name, shapes, dtypes)
     x, y = one.read(name), two.read(name)
@@ -138,7 +138,7 @@ def _leaves(saved: SavedTensors) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    return objects.dumps(objects.encode(value, ""))  # by bits: nan is nan, and 1 is not 1.0
+    return codec.dumps(codec.encode(value, ""))  # by bits: nan is nan, and 1 is not 1.0
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -13,14 +13,13 @@ from torch import Tensor
 from forge_ckpt import directories
 from forge_ckpt._shared.problems import Problem, Shown, invalid
 from forge_ckpt.dcp import convert_from_dcp, convert_to_dcp
-from forge_ckpt.dcp.listing import METADATA
+from forge_ckpt.dcp.convert import METADATA
+from forge_ckpt.directories import Lock
 from forge_ckpt.errors import CorruptCheckpoint
-from forge_ckpt.lock import Lock
 from forge_ckpt.manifest import Manifest
 from forge_ckpt.read.tensors import SavedTensors
-from forge_ckpt.retention import Keep
-from forge_ckpt.verbs.look import verified
-from forge_ckpt.verbs.show import (
+from forge_ckpt.retention import Keep, Retention
+from forge_ckpt.verbs.look import (
     SAME,
     CheckpointPath,
     StepNumber,
@@ -29,9 +28,9 @@ from forge_ckpt.verbs.show import (
     print_line,
     progress,
     steps_of,
+    verified,
 )
-from forge_ckpt.write.retain import Retention
-from forge_ckpt.write.stream import Box, write_checkpoint
+from forge_ckpt.write.writer import Box, write_checkpoint
 
 _Checkpoints = Annotated[
     tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="CHECKPOINT CHECKPOINT ...")

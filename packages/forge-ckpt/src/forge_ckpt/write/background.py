@@ -9,7 +9,9 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
+from pathlib import Path
 
 logger = logging.getLogger("forge_ckpt")
 END_SECONDS = 600.0  # that a process which ends waits for its last save
@@ -30,6 +32,36 @@ class SaveEvent:
     seconds: float
     error: str = ""
     failures: int = 0
+
+
+class SaveHandle(Future[Path]):
+    """A save, as a `concurrent.futures.Future`: `Store.save` returns it.
+
+        handle = store.save(step, state, wait=False)
+        handle.done()      # whether the save is committed or failed; returns at once
+        handle.result()    # waits: the directory of the checkpoint, or raises what the save failed with
+
+    step: the step that is saved. ``result(timeout)`` and ``exception(timeout)`` raise TimeoutError after ``timeout``
+    seconds. Callbacks run in the writing thread, and must not call the store. Both may be called on some ranks only, at any time: nothing is communicated, and the calls of the store
+    raise as they would without them (but ``close``, which raises what no caller knows). A save cannot be canceled.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.step = step
+        self.was_read = False  # whether a caller knows how the save ended
+        self.set_running_or_notify_cancel()
+
+    def result(self, timeout: float | None = None) -> Path:
+        """The directory of the committed checkpoint; raises what the save failed with."""
+        self.exception(timeout)
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """What the save failed with, or None."""
+        error = super().exception(timeout)
+        self.was_read = True
+        return error
 
 
 class SaveEvents:
@@ -79,14 +111,13 @@ class BackgroundWriter:
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
-        self._done = threading.Event()
-        self._error: BaseException | None = None
+        self.last: Future[Path] | None = None  # a call of which `wait` has not returned the end
         # Before concurrent.futures refuses new work, which the saving thread still has. Private: atexit is later.
         register = getattr(threading, "_register_atexit", atexit.register)
         register(_wait_at_exit, weakref.ref(self))
 
-    def start(self, run: Callable[[], None]) -> None:
-        """Call ``run`` in the thread; the call before must have been waited for."""
+    def start(self, run: Callable[[], Path], future: Future[Path]) -> None:
+        """Call ``run`` in the thread, for the result of ``future``; the call before must have been waited for."""
         assert self._thread is None, "wait() first"
 
         def call() -> None:
@@ -94,33 +125,38 @@ class BackgroundWriter:
                 with contextlib.suppress(OSError):  # a sandbox may refuse it
                     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
             try:
-                run()
+                path = run()
             except BaseException as error:
-                self._error = error
-            self._done.set()
+                future.set_exception(error)
+            else:
+                future.set_result(path)
 
-        self._done.clear()
         thread = threading.Thread(target=call, name="forge-ckpt-save", daemon=True)
         thread.start()
-        self._thread = thread
+        self._thread, self.last = thread, future
 
-    def fail(self, error: BaseException) -> None:
-        """Let the next ``wait`` return ``error``: a call failed before it could start."""
-        self._error = error
+    def fail(self, future: Future[Path], error: BaseException) -> None:
+        """Let ``future`` and the next ``wait`` have ``error``: a call failed before it could start."""
+        future.set_exception(error)
+        self.last = future
 
     def wait(self, seconds: float | None = None) -> BaseException | None:
         """Wait for the last call; its exception, once, or None. An interrupt leaves it to the next ``wait``.
 
         Raises TimeoutError if it still runs after ``seconds``.
         """
-        if self._thread is not None:
-            # It lives in the process that started it: a forked data worker ends without it.
-            if self._thread.is_alive() and not self._done.wait(seconds):
-                raise TimeoutError(f"the save still runs after {seconds} seconds")
+        last, thread = self.last, self._thread
+        # The thread lives in the process that started it: a forked data worker ends without it.
+        if last is None or (thread is not None and not thread.is_alive() and not last.done()):
+            return None
+        try:
+            error = Future.exception(last, seconds)  # not as a caller, who then knows
+        except TimeoutError:
+            raise TimeoutError(f"the save still runs after {seconds} seconds") from None
+        if thread is not None:
             # join alone, interrupted, would take the thread for ended (Python 3.11)
-            self._thread.join()  # it still frees tensors; the end of the process meanwhile would be an abort
-            self._thread = None
-        error, self._error = self._error, None
+            thread.join()  # it still frees tensors; the end of the process meanwhile would be an abort
+        self._thread = self.last = None
         return error
 
 

@@ -7,10 +7,9 @@ from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from forge_ckpt import digests
+from forge_ckpt import codec
 from forge_ckpt.files import open_direct, write_at
-from forge_ckpt.manifest import BLOCK_BYTES, FileEntry
-from forge_ckpt.write.layout import ALIGN
+from forge_ckpt.manifest import ALIGN, BLOCK_BYTES, FileEntry
 
 
 class BlockFile:
@@ -23,9 +22,9 @@ class BlockFile:
     processor time than a digest with SHA extensions, and would push the job's data out of the cache.
     """
 
-    def __init__(self, path: Path, threads: int, digest: str = digests.DEFAULT) -> None:
+    def __init__(self, path: Path, threads: int, digest: str = codec.DEFAULT_DIGEST) -> None:
         self._digest = digest
-        self._digest_of = digests.digest_function(digest)
+        self._digest_of = codec.digest_function(digest)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
         self._fd = os.open(path, flags, 0o644)
         self._direct = self._direct_fd = open_direct(path)

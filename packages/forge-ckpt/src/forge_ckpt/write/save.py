@@ -11,15 +11,16 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
 from forge_ckpt.rank_group import RankGroup
-from forge_ckpt.write.deduplicate import key_of
-from forge_ckpt.write.layout import FileLayout
-from forge_ckpt.write.plan_json import (
-    plan_from_json,
-    plan_to_json,
+from forge_ckpt.write.planner import (
+    FileLayout,
+    ForgeSavePlanner,
+    Proposal,
+    Structure,
+    choose_writers,
+    key_of,
     results_from_json,
     results_to_json,
 )
-from forge_ckpt.write.planner import ForgeSavePlanner, Structure
 from forge_ckpt.write.staging import StagingArea
 from forge_ckpt.write.writer import ForgeWriter
 
@@ -152,16 +153,22 @@ def _plan(
     """Plan anew, into ``plans``; returns the name of the new directory. Collective."""
 
     def propose() -> dict[str, Any]:
-        return plan_to_json(planner.create_local_plan())
+        return planner.propose().to_json()
 
-    def assign(proposals: list[dict[str, Any]]) -> dict[str, Any]:
-        proposed = [plan_from_json(proposal) for proposal in proposals]
-        assigned, plans.metadata = planner.create_global_plan(proposed)
-        tied = {name for plan in proposed for name in plan.planner_data["ties"]}
+    def assign(values: list[dict[str, Any]]) -> dict[str, Any]:
+        proposals = [Proposal.from_json(value) for value in values]
+        writers = choose_writers(proposals)
+        assigned, plans.metadata = planner.assign(proposals, writers)
+
+        tied = {name for proposal in proposals for name in proposal.ties}
         items = [item for plan in assigned for item in plan.items if item.index.fqn not in tied]
         plans.needed = sum(item.tensor_storage_size() or 0 for item in items)
         _check_space(writer.path.parent, plans.needed)
-        masks = [_mask(a, b) for a, b in zip(proposed, assigned)]
+        # 1 for each proposed item that the rank writes; a string, which compresses to a few bytes
+        masks = [
+            "".join("01"[writers[key_of(item)] == rank] for item in proposal.items)
+            for rank, proposal in enumerate(proposals)
+        ]
         return {"name": writer.make_directory(), "masks": masks}
 
     plans.structure = None  # until this one is made
@@ -181,9 +188,3 @@ def _check_space(directory: Path, needed: int) -> None:
             errno.ENOSPC,
             f"{needed / 1e9:.3g} GB to write, {free / 1e9:.3g} GB are free on this disk",
         )
-
-
-def _mask(proposed: SavePlan, assigned: SavePlan) -> str:
-    """``1`` for each proposed item that the rank writes; a string, which compresses to a few bytes."""
-    keys = {key_of(item) for item in assigned.items}
-    return "".join("1" if key_of(item) in keys else "0" for item in proposed.items)

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,14 @@ from forge_ckpt.errors import CorruptCheckpoint, StepExists
 from forge_ckpt.rank_group import RankGroup
 from forge_ckpt.read.load import verify_checkpoint
 from forge_ckpt.read.reader import ForgeReader
-from forge_ckpt.write.background import BackgroundWriter, SaveEvent, SaveEvents, Stopwatch
-from forge_ckpt.write.retain import Retention
+from forge_ckpt.retention import Retention
+from forge_ckpt.write.background import (
+    BackgroundWriter,
+    SaveEvent,
+    SaveEvents,
+    SaveHandle,
+    Stopwatch,
+)
 from forge_ckpt.write.save import PlannedSave, SavePlans, plan_save
 from forge_ckpt.write.staging import StagingArea
 from forge_ckpt.write.writer import ForgeWriter
@@ -80,14 +87,15 @@ class Saver:
         metrics: Mapping[str, float] | None,
         wait: bool,
         watch: Stopwatch,
-    ) -> None:
+    ) -> SaveHandle:
         """Save a step that is not committed yet; returns when it is committed, or staged without ``wait``."""
+        handle = SaveHandle(step)
         try:
             with self.reported(step, watch):
                 path = directories.step_directory(self._root, step)
                 save = self._plan(step, path, content, metrics)
                 if wait:
-                    self._commit(self._group, save, step, watch)
+                    handle.set_result(self._commit(self._group, save, step, watch))
                 else:
                     with self._explained(step):
                         self._stage(save)
@@ -95,11 +103,13 @@ class Saver:
             if wait or self._failures >= self._options.max_failures:
                 raise
             # A full disk is left to the next save; wait and close raise its error if there is no next save.
-            self._background.fail(error)
-            return
+            self._background.fail(handle, error)
+            return handle
+
         if not wait:
             self.events.emit(SaveEvent("staged", step, watch()))
-            self._background.start(lambda: self._commit_in_background(save, step, watch))
+            self._background.start(lambda: self._commit_in_background(save, step, watch), handle)
+        return handle
 
     def prepare(self, content: Content) -> None:
         """Plan background saves of ``content`` and take their memory, in the background, for the first one."""
@@ -117,12 +127,13 @@ class Saver:
             save.discard()
         for_cuda = any(piece.tensor.is_cuda for piece in pieces)
 
-        def reserve() -> None:
+        def reserve() -> Path:
             # of one rank; the save meets it again, with all of them
             with contextlib.suppress(Exception):
                 self._staging.reserve(size, for_cuda)
+            return self._root
 
-        self._background.start(reserve)
+        self._background.start(reserve, Future())
 
     def save_again(
         self,
@@ -131,7 +142,7 @@ class Saver:
         metrics: Mapping[str, float] | None,
         repeat: Path,
         watch: Stopwatch,
-    ) -> None:
+    ) -> SaveHandle:
         """Save a committed step once more, as ``repeat``; compare both and keep the sound one.
 
         Raises StepExists if both are sound and differ.
@@ -147,7 +158,10 @@ class Saver:
                 if self._group.rank == 0:
                     shutil.rmtree(repeat, ignore_errors=True)
             self._retain(self._group, step)
-        self._committed(step, watch)
+
+        handle = SaveHandle(step)
+        handle.set_result(self._committed(step, watch))
+        return handle
 
     def finish_pending(self) -> None:
         """Wait for the background save before a new one. Not collective: its thread is."""
@@ -164,11 +178,14 @@ class Saver:
             raise error
 
     def close(self, seconds: float | None = None) -> BaseException | None:
-        """Wait for the background save and release its memory; the exception of a failure.
+        """Wait for the background save and release its memory; the exception of a failure that no caller knows.
 
         Raises TimeoutError if it still runs after ``seconds``.
         """
+        last = self._background.last
         error = self._background.wait(seconds)
+        if isinstance(last, SaveHandle) and last.was_read:
+            error = None
         self._staging.release()
         # Its threads end with torch.distributed.destroy_process_group() if no object holds it: one that still frees a
         # tensor while Python ends would abort a process that has done all its work.
@@ -183,7 +200,7 @@ class Saver:
         with self._explained(step):
             return plan_save(self._group, writer, content, self._plans)
 
-    def _commit(self, group: RankGroup, save: PlannedSave, step: int, watch: Stopwatch) -> None:
+    def _commit(self, group: RankGroup, save: PlannedSave, step: int, watch: Stopwatch) -> Path:
         """Write and commit a planned save, and remove what it makes outdated."""
         try:
             with self._explained(step):
@@ -193,11 +210,12 @@ class Saver:
             self._retain(group, step)
         finally:
             save.discard()
-        self._committed(step, watch)
+        return self._committed(step, watch)
 
-    def _committed(self, step: int, watch: Stopwatch) -> None:
+    def _committed(self, step: int, watch: Stopwatch) -> Path:
         self._failures = 0
         self.events.emit(SaveEvent("committed", step, watch()))
+        return directories.step_directory(self._root, step)
 
     def _stage(self, save: PlannedSave) -> None:
         try:
@@ -211,10 +229,10 @@ class Saver:
         if self._writing_group is None:
             self._writing_group = self._group.twin()
 
-    def _commit_in_background(self, save: PlannedSave, step: int, watch: Stopwatch) -> None:
+    def _commit_in_background(self, save: PlannedSave, step: int, watch: Stopwatch) -> Path:
         assert self._writing_group is not None
         with self.reported(step, watch):
-            self._commit(self._writing_group, save, step, watch)
+            return self._commit(self._writing_group, save, step, watch)
 
     @contextlib.contextmanager
     def reported(self, step: int, watch: Stopwatch) -> Iterator[None]:

@@ -10,7 +10,7 @@ import torch
 
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.files import byte_view
-from forge_ckpt.write.layout import FileLayout, Piece
+from forge_ckpt.write.planner import FileLayout, Piece
 
 logger = logging.getLogger("forge_ckpt")
 _WINDOW_BYTES = 64 * 2**20

@@ -1,4 +1,4 @@
-"""The storage writer for dcp.save: temporary directory, data files, manifest, rename."""
+"""Committed checkpoints: the storage writer of dcp.save, and a checkpoint that one process writes box by box."""
 
 import dataclasses
 import json
@@ -6,7 +6,8 @@ import math
 import os
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from forge_ckpt import digests, directories, manifest
+from forge_ckpt import codec, directories, files, manifest
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
+from forge_ckpt.directories import Lock, refuse_foreign
 from forge_ckpt.errors import StepExists
+from forge_ckpt.manifest import Chunk, FileEntry, Manifest, ObjectEntry, TensorEntry
 from forge_ckpt.write.blocks import BlockFile
-from forge_ckpt.write.layout import FileLayout, lay_out
-from forge_ckpt.write.planner import ForgeSavePlanner
+from forge_ckpt.write.planner import FileLayout, ForgeSavePlanner, lay_out
 from forge_ckpt.write.staging import host_views
 
 _Location = tuple[str, int, int]  # file, first byte, number of bytes
@@ -38,7 +40,7 @@ class ForgeWriter(StorageWriter):
     Memory: ``2 * threads + 1`` blocks of 4 MiB, and one tensor where it is not contiguous or not on
     the CPU. ``metrics`` are numbers of the step for the manifest. Raises StepExists when ``path``
     exists, and ValueError for a ``digest`` that is not here (see
-    :func:`forge_ckpt.digests.digest_function`).
+    :func:`forge_ckpt.codec.digest_function`).
     """
 
     def __init__(
@@ -47,10 +49,10 @@ class ForgeWriter(StorageWriter):
         *,
         step: int | None = None,
         threads: int = 2,
-        digest: str = digests.DEFAULT,
+        digest: str = codec.DEFAULT_DIGEST,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        digests.digest_function(digest)
+        codec.digest_function(digest)
         self.digest = digest
         self.metrics = dict(metrics or {})
         self.path = user_path(path)
@@ -142,34 +144,124 @@ class ForgeWriter(StorageWriter):
         return "://" not in os.fspath(checkpoint_id)
 
 
-def _manifest(
-    step: int | None, metadata: Metadata, results: Sequence[WriteResult]
-) -> manifest.Manifest:
-    file_entries: dict[str, manifest.FileEntry] = {}
+def _manifest(step: int | None, metadata: Metadata, results: Sequence[WriteResult]) -> Manifest:
+    file_entries: dict[str, FileEntry] = {}
     texts: dict[str, str] = {}
     locations: dict[tuple[str, tuple[int, ...]], _Location] = {}
     for result in results:
         fqn, offset, data = result.index.fqn, result.index.offset, result.storage_data
-        if isinstance(data, manifest.FileEntry):
+        if isinstance(data, FileEntry):
             file_entries[fqn] = data
         elif isinstance(data, str):
             texts[fqn] = data
         else:
             locations[fqn, tuple(offset or ())] = data
 
-    tensors: dict[str, manifest.TensorEntry] = {}
-    object_entries: dict[str, manifest.ObjectEntry] = {}
+    tensors: dict[str, TensorEntry] = {}
+    object_entries: dict[str, ObjectEntry] = {}
     for name, entry in metadata.state_dict_metadata.items():
         path = metadata.planner_data[name]
+
         if isinstance(entry, TensorStorageMetadata):
             chunks = tuple(
-                manifest.Chunk(tuple(c.offsets), tuple(c.sizes), *locations[name, tuple(c.offsets)])
+                Chunk(tuple(c.offsets), tuple(c.sizes), *locations[name, tuple(c.offsets)])
                 for c in entry.chunks
                 if math.prod(c.sizes)  # uneven sharding leaves some ranks without elements
             )
-            tensors[name] = manifest.TensorEntry(
-                path, tuple(entry.size), entry.properties.dtype, chunks
-            )
+            tensors[name] = TensorEntry(path, tuple(entry.size), entry.properties.dtype, chunks)
         else:
-            object_entries[name] = manifest.ObjectEntry(path, json.loads(texts[name]))
-    return manifest.Manifest(step, torch.__version__, file_entries, tensors, object_entries)
+            object_entries[name] = ObjectEntry(path, json.loads(texts[name]))
+    return Manifest(step, torch.__version__, file_entries, tensors, object_entries)
+
+
+@dataclass(frozen=True)
+class Box:
+    """``data``, a dense CPU tensor, at ``offsets`` of the tensor ``path`` of ``shape``."""
+
+    path: codec.Path
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    data: torch.Tensor
+
+    @staticmethod
+    def whole(path: codec.Path, data: torch.Tensor) -> "Box":
+        return Box(path, tuple(data.shape), (0,) * data.dim(), data)
+
+
+def write_checkpoint(
+    store: Path,
+    step: int,
+    contents: Iterable[Iterable[Box]],
+    objects: Mapping[str, ObjectEntry],
+    digest: str = codec.DEFAULT_DIGEST,
+    progress: Callable[[int], None] = lambda done: None,
+) -> Path:
+    """Commit ``step`` to the store at ``store`` and return its directory.
+
+    ``contents`` has the boxes of each file in the order of the bytes; a box is freed when it is
+    written, so memory is one box and 5 blocks of 4 MiB. The store is locked meanwhile. ``progress`` gets
+    the bytes written so far. Raises StepExists if it has the step or a newer one, and CorruptCheckpoint, before the
+    commit, for boxes that do not tile their tensors.
+    """
+    store.mkdir(parents=True, exist_ok=True)
+    refuse_foreign(store)
+    lock = Lock(store)
+    target = directories.step_directory(store, step)
+    temporary = store / f"{target.name}.tmp-{secrets.token_hex(4)}"
+    try:
+        newest = max(directories.list_steps(store), default=-1)
+        if step <= newest:
+            rule = f"must be above {newest}, the newest in {store}"
+            fix = "write into another directory"
+            raise invalid("step", "order", step, rule, fix, kind=StepExists)
+        temporary.mkdir()
+        file_entries: dict[str, FileEntry] = {}
+        tensors: dict[str, TensorEntry] = {}
+        done = 0
+
+        def counted(boxes: Iterable[Box]) -> Iterator[Box]:
+            nonlocal done
+            for box in boxes:
+                done += box.data.nbytes
+                yield box
+                del box  # or it would live while the next one is made
+                progress(done)
+
+        for number, boxes in enumerate(contents):
+            name = f"data-{number}.bin"
+            file_entries[name] = _write_file(temporary / name, counted(boxes), tensors, digest)
+        named = dict(objects)
+        table = Manifest(step, torch.__version__, file_entries, tensors, named, digest=digest)
+        manifest.decode(manifest.encode(table), str(target / manifest.NAME))
+        directories.seal(temporary, table, target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        lock.release()
+    return target
+
+
+def _write_file(
+    path: Path, boxes: Iterable[Box], tensors: dict[str, TensorEntry], digest: str
+) -> FileEntry:
+    block_file = BlockFile(path, 2, digest)
+    try:
+        for box in boxes:
+            data = box.data.contiguous()
+            name = codec.dotted_name(box.path)
+            entry = TensorEntry(box.path, box.shape, data.dtype, ())
+            known = tensors.setdefault(name, entry)
+            if (known.path, known.shape, known.dtype) != (entry.path, entry.shape, entry.dtype):
+                rule = "is the name of two tensors"
+                raise invalid(name, "duplicate", ..., rule, "leave one of them out")
+
+            if data.numel():
+                view = files.byte_view(data)
+                start = block_file.append(view)
+                chunk = Chunk(box.offsets, tuple(data.shape), path.name, start, len(view))
+                tensors[name] = TensorEntry(
+                    known.path, known.shape, known.dtype, (*known.chunks, chunk)
+                )
+            del box, data  # or they would live while the next box is made
+        return block_file.finish()
+    finally:
+        block_file.close()
