@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forge_moe.dispatch import row_sums
+
 
 class WireFormat(NamedTuple):
     """A row as bytes: D elements, K weights, K int32 ids, padded to 16 bytes.
@@ -151,6 +153,8 @@ def _wait(transfer: _Transfer | None) -> Tensor:
 
 def _sum_rows_of_tokens(rows: Tensor, plan: AllToAllPlan, dtype: torch.dtype) -> Tensor:
     """(T, D) in `dtype`: sums of each token's rows of (N + 1, D), lowest rank first."""
+    if row_sums.in_one_pass(rows.device) and dtype != torch.float64:
+        return row_sums.sum_rows(rows[:-1], plan.rows_of_token, None, dtype)
     total = torch.zeros(plan.rows_of_token.size(0), rows.size(1), dtype=dtype, device=rows.device)
     for index in plan.rows_of_token.unbind(1):
         total += rows.index_select(0, index)
