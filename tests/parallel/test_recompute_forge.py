@@ -7,11 +7,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core import Transformer, TransformerConfig
-from forge_moe import MoE, MoEConfig, recompute_contexts
+from forge_moe import MoE, MoEConfig, expert_parallelize, recompute_contexts
+from forge_parallel._shared.shards import local_tensor
 from forge_parallel.compile import compile_blocks, recompilations
 from forge_parallel.recompute import recompute
+from forge_testing import run_on_ranks
 
 pytestmark = pytest.mark.lane("test")
 
@@ -40,6 +44,39 @@ def mixture() -> Transformer:
 
 def tokens(seed: int = 0) -> Tensor:
     return torch.randint(0, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(seed))
+
+
+class Exchanges(TorchDispatchMode):
+    """Counts all-to-all exchanges."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += "alltoall" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def exchanges_of_experts() -> None:
+    """Tokens and sums are sent once with "selective", as without recomputation; "full" sends them again."""
+    found = {}
+    for mode in ("none", "selective", "full"):
+        model = expert_parallelize(mixture(), init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+        recompute(model.blocks(), mode, contexts=recompute_contexts)
+        for halves in (False, True):
+            with Exchanges() as count:
+                found[mode, halves] = gradients(model, halves), count.calls
+    layers = 2
+    for halves in (False, True):
+        wanted, calls = found["none", halves]
+        assert calls == layers * (3 + 2) or halves
+        for mode, more in (("selective", 0), ("full", 2 * layers * (1 + halves))):
+            assert found[mode, halves][1] == calls + more
+            for one, other in zip(found[mode, halves][0], wanted, strict=True):
+                assert torch.equal(local_tensor(one), local_tensor(other))
+
+
+def test_selective_recomputation_sends_no_token_again() -> None:
+    run_on_ranks(2, exchanges_of_experts)
 
 
 def documents(*lengths: int) -> Tensor:
