@@ -339,6 +339,8 @@ def events():
         log.append(f"end {[transfer.work is s for s in starts].index(True)}")
         return wait(transfer)
 
+    to_host = exchanges.to_host
+    exchanges.to_host = lambda copy: (log.append("sizes"), to_host(copy))[1]
     dist.all_to_all_single, exchanges._wait = start, waited
     calls = []
 
@@ -356,12 +358,24 @@ def events():
         )
         (y + alongside).sum().backward()
     finally:
-        dist.all_to_all_single, exchanges._wait = exchange, wait
+        dist.all_to_all_single, exchanges._wait, exchanges.to_host = exchange, wait, to_host
     return log
 
 
 def test_rows_travel_while_experts_work():
-    forward = ["go 0", "shared", "go 1", "end 0", "experts 0", "go 2", "end 1", "experts 1", "go 3"]
+    # the shared experts are queued before the host waits for the sizes of the transfers
+    forward = [
+        "shared",
+        "sizes",
+        "go 0",
+        "go 1",
+        "end 0",
+        "experts 0",
+        "go 2",
+        "end 1",
+        "experts 1",
+        "go 3",
+    ]
     forward += ["end 2", "end 3"]
     # gradients of sums leave first, then those of rows leave under the other chunk's experts
     backward = ["go 4", "go 5", "end 4", "experts 1'", "go 6", "end 5", "experts 0'", "go 7"]

@@ -76,7 +76,7 @@ class GemmBackend(NamedTuple):
     matmuls, and the casts of matrices are kept while these do not change (`Casts`).
     """
 
-    multiply: Callable[[Tensor, Tensor, Groups], Tensor]
+    multiply: Callable[[Any, Any, Groups], Tensor]
     outer: Callable[[Tensor, Tensor, Groups], Tensor]
     needs_host_sizes: bool
     padded: bool = False

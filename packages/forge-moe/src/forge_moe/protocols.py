@@ -70,8 +70,8 @@ class OverlappingDispatcher(Dispatcher, Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Dispatch, call `experts(rows, counts, full=...)` and combine: (T, D) fp32, and the result of `overlapped`.
 
-        `full=True` promises that counts.sum() is R. `overlapped()` is called during the first transfer; without it the
-        second result is None.
+        `full=True` promises that counts.sum() is R. `overlapped()` is called before the host waits for sizes;
+        without it the second result is None.
         """
 
 

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
 """The Triton kernels of `row_sums`. Triton comes with torch's CUDA builds; only `row_sums` imports this module, late.
 
 Shapes: R rows of width D, T tokens of K slots. Sums are fp32, over the slots in their order.
@@ -18,12 +19,12 @@ _LARGEST_BLOCK = 1024
 
 
 @triton.jit
-def _add(a, b):  # type: ignore[no-untyped-def, untyped-decorator]
+def _add(a, b):
     return a + b
 
 
 @triton.jit
-def _sum_rows(  # type: ignore[no-untyped-def, untyped-decorator]
+def _sum_rows(
     rows, row_of_slot, weights, out, num_rows, dim, stride, SLOTS: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -42,7 +43,7 @@ def _sum_rows(  # type: ignore[no-untyped-def, untyped-decorator]
 
 
 @triton.jit
-def _sum_rows_backward(  # type: ignore[no-untyped-def, untyped-decorator]
+def _sum_rows_backward(
     grad, rows, row_of_slot, weights, grad_rows, grad_weights, num_rows, dim, stride, SLOTS: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     at = tl.program_id(0).to(tl.int64)  # the slot among T K
