@@ -22,6 +22,7 @@ from forge_moe.grouped_mm import (
     GemmBackend,
     Groups,
     choose_backend,
+    find_backend,
     multiply,
     pad_rows,
     unpad_rows,
@@ -55,6 +56,7 @@ class Experts(nn.Module):
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
+        find_backend(config.backend)  # an unknown name fails here and not in the first forward
         self._casts: dict[str, tuple[Any, Casts]] = {}  # by parameter, with its state
         num, dim, hidden = config.num_experts, config.dim, config.hidden_dim
         gated, fused = config.activation == "swiglu", config.activation == "clamped_swiglu"

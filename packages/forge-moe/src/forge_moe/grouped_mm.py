@@ -7,6 +7,7 @@ summed within each expert (the gradient of the matrices). Both leave the tail, r
 Shapes: R rows sorted by expert, E experts of this process, M and N widths.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,10 +15,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from forge_moe._registered import find_registered
 from forge_moe._shared.problems import Problem, invalid, raise_problems
 from forge_moe._torch_compat import grouped_mm, is_compiling_or_fake, scaled_grouped_mm
 
-__all__ = ["GemmBackend", "Groups", "choose_backend"]
+__all__ = ["GemmBackend", "Groups", "choose_backend", "find_backend"]
+
+#: Names that `choose_backend` reads itself.
+BUILT_IN = ("auto", "grouped_mm", "loop", "batched", "float8")
 
 
 class Groups(NamedTuple):
@@ -123,6 +128,19 @@ def multiply(
     return backend.multiply(x, matrices, groups)
 
 
+@functools.cache
+def find_backend(name: str) -> GemmBackend | None:
+    """Find a backend of another package: an entry point of the group `forge.gemm_backends`, or "module:attribute".
+
+    None for a built-in name. Raises ValueError for an unknown name, and for a path to anything but a GemmBackend.
+    """
+    found = find_registered("backend", name, "forge.gemm_backends", dict.fromkeys(BUILT_IN))
+    if found is None or isinstance(found, GemmBackend):
+        return found
+    rule = f"must be a forge_moe.grouped_mm.GemmBackend, and is a {type(found).__name__}"
+    raise invalid("backend", "type", name, rule, "make one from multiply and outer")
+
+
 def choose_backend(
     name: str, x: Tensor, widths: tuple[int, ...], counts: Tensor | None = None
 ) -> GemmBackend:
@@ -132,7 +150,8 @@ def choose_backend(
     kernel runs: bf16 (on CPUs also fp32 and fp16), widths a multiple of 16 bytes, fp32
     not under torch.compile. Elsewhere it is the loop, which on an accelerator costs one host sync per layer, and under
     torch.compile and torch.export, as a custom operator, one per matmul. "float8" is torch's scaled kernel on a GPU and
-    an emulation elsewhere. A backend chosen by name is used or raises ValueError; it is never replaced.
+    an emulation elsewhere. A backend chosen by name, of ours or found by `find_backend`, is used or raises ValueError; it
+    is never replaced.
     """
     if name == "auto" and counts is not None and x.device.type == "cpu":
         # On a CPU the counts are read without a wait.
@@ -151,7 +170,11 @@ def choose_backend(
     if name == "float8":
         return _float8(x, widths)
     loop = CUSTOM_OPS if torch.compiler.is_compiling() else LOOP
-    return {"grouped_mm": GROUPED_MM, "loop": loop, "batched": BATCHED}[name]
+    chosen = {"grouped_mm": GROUPED_MM, "loop": loop, "batched": BATCHED}.get(name)
+    if chosen is None:
+        chosen = find_backend(name)
+        assert chosen is not None, "a built-in name was returned above"
+    return chosen
 
 
 def _obstacle(x: Tensor, widths: tuple[int, ...]) -> Problem | None:
