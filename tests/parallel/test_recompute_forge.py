@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core import Transformer, TransformerConfig
 from forge_moe import MoE, MoEConfig, expert_parallelize, recompute_contexts
+from forge_parallel import ParallelConfig, make_meshes, parallelize
 from forge_parallel._shared.shards import local_tensor
+from forge_parallel.axes.context import shard_sequence
 from forge_parallel.compile import compile_blocks, recompilations
 from forge_parallel.recompute import recompute
 from forge_testing import run_on_ranks
@@ -180,3 +183,50 @@ def test_mixtures_compile_their_other_parts(mode: str) -> None:
         before = recompilations() if pack is not None and not before else before
     assert recompilations() == before
     assert before["graphs"] > 0
+
+
+def graph_breaks(kind: str) -> tuple[set[str], set[str]]:
+    """Compiled modules of the first block, and functions at which compiled code stops."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    options = {"cp": {"cp": 2}, "ep": {"ep": 2}}.get(kind, {})
+    parallel = ParallelConfig(device="cpu", compile=True, **options)
+    meshes = make_meshes(parallel)
+    model = mixture() if kind in ("experts", "ep") else dense()
+    if kind == "ep":
+        expert_parallelize(model, meshes.sparse["ep"])
+    model = parallelize(model, parallel, meshes, compile_backend="aot_eager")
+
+    given, ids = {}, tokens()
+    if kind == "cp":
+        positions = torch.arange(SEQ).expand(2, SEQ)
+        given = {"positions": shard_sequence(positions, meshes.cp)}
+        ids = shard_sequence(ids, meshes.cp)
+    elif kind == "packed":
+        given = {"document_ids": documents(10, 12)}
+    model(ids, **given).square().mean().backward()
+
+    compiled = {n for n, m in model.named_modules() if getattr(m, "compiled", None) is not None}
+    found = torch._dynamo.utils.counters["graph_break"]
+    stops = {name for text in found for name in re.findall(r"<function ([\w.]+) at", text)}
+    return {name for name in compiled if name.startswith("layers.0")}, stops
+
+
+PARTS_AROUND_EXPERTS = {"layers.0." + n for n in ("mixer_norm", "mixer", "feed_forward_norm")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "compiled", "stops"),
+    [
+        ("plain", {"layers.0"}, set()),
+        ("packed", {"layers.0"}, {"_attend_documents_of"}),
+        ("cp", {"layers.0"}, {"ContextAttention.__call__"}),
+        ("experts", PARTS_AROUND_EXPERTS, set()),
+        ("ep", PARTS_AROUND_EXPERTS, set()),
+    ],
+)
+def test_compiled_blocks_break_where_the_readme_lists_it(
+    kind: str, compiled: set[str], stops: set[str]
+) -> None:
+    assert run_on_ranks(2, graph_breaks, kind) == [(compiled, stops)] * 2

@@ -180,6 +180,7 @@ def _model_problems(config: JobConfig) -> list[Problem]:
             parts += _found_by(check_adapter, model.adapter)
         if not model.moe.num_experts:
             return parts
+        moe: dict[Callable[..., Any], str]
         moe = {find_rule: "router", find_backend: "backend", find_dispatcher: "dispatcher"}
         for find, key in moe.items():
             parts += _found_by(find, getattr(model.moe, key), table="model.moe")
