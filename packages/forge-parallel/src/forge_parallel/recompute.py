@@ -231,6 +231,7 @@ class _ReplayOutputs(DispatchMode):
         key = _call_key(operator, args)
         outputs, call = self.outputs[key], self.call[key]
         self.call[key] += 1
+
         if call >= len(outputs) or outputs[call].shapes != _shapes(args):
             raise RuntimeError(
                 f"recomputation calls {operator} with {_shapes(args)} at place {call}, where the forward "
@@ -239,6 +240,7 @@ class _ReplayOutputs(DispatchMode):
         saved = outputs[call]
         if [t._version for t in tensors_in(saved.value)] != saved.versions:
             raise RuntimeError(_CHANGED.format("something"))
+
         if operator.namespace == _IN_PLACE:
             buffer, work = saved.value
             args[0].copy_(buffer)
