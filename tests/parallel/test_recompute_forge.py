@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from forge_core import Transformer, TransformerConfig
-from forge_moe import MoE, MoEConfig, recompute_contexts
+from forge_moe import MoE, MoEConfig, expert_parallelize, recompute_contexts
+from forge_parallel import ParallelConfig, make_meshes, parallelize
+from forge_parallel._shared.shards import local_tensor
+from forge_parallel.axes.context import shard_sequence
 from forge_parallel.compile import compile_blocks, recompilations
 from forge_parallel.recompute import recompute
+from forge_testing import run_on_ranks
 
 pytestmark = pytest.mark.lane("test")
 
@@ -40,6 +47,39 @@ def mixture() -> Transformer:
 
 def tokens(seed: int = 0) -> Tensor:
     return torch.randint(0, VOCAB, (2, SEQ), generator=torch.Generator().manual_seed(seed))
+
+
+class Exchanges(TorchDispatchMode):
+    """Counts all-to-all exchanges."""
+
+    calls = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += "alltoall" in str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def exchanges_of_experts() -> None:
+    """Tokens and sums are sent once with "selective", as without recomputation; "full" sends them again."""
+    found = {}
+    for mode in ("none", "selective", "full"):
+        model = expert_parallelize(mixture(), init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)))
+        recompute(model.blocks(), mode, contexts=recompute_contexts)
+        for halves in (False, True):
+            with Exchanges() as count:
+                found[mode, halves] = gradients(model, halves), count.calls
+    layers = 2
+    for halves in (False, True):
+        wanted, calls = found["none", halves]
+        assert calls == layers * (3 + 2) or halves
+        for mode, more in (("selective", 0), ("full", 2 * layers * (1 + halves))):
+            assert found[mode, halves][1] == calls + more
+            for one, other in zip(found[mode, halves][0], wanted, strict=True):
+                assert torch.equal(local_tensor(one), local_tensor(other))
+
+
+def test_selective_recomputation_sends_no_token_again() -> None:
+    run_on_ranks(2, exchanges_of_experts)
 
 
 def documents(*lengths: int) -> Tensor:
@@ -143,3 +183,50 @@ def test_mixtures_compile_their_other_parts(mode: str) -> None:
         before = recompilations() if pack is not None and not before else before
     assert recompilations() == before
     assert before["graphs"] > 0
+
+
+def graph_breaks(kind: str) -> tuple[set[str], set[str]]:
+    """Compiled modules of the first block, and functions at which compiled code stops."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    options = {"cp": {"cp": 2}, "ep": {"ep": 2}}.get(kind, {})
+    parallel = ParallelConfig(device="cpu", compile=True, **options)
+    meshes = make_meshes(parallel)
+    model = mixture() if kind in ("experts", "ep") else dense()
+    if kind == "ep":
+        expert_parallelize(model, meshes.sparse["ep"])
+    model = parallelize(model, parallel, meshes, compile_backend="aot_eager")
+
+    given, ids = {}, tokens()
+    if kind == "cp":
+        positions = torch.arange(SEQ).expand(2, SEQ)
+        given = {"positions": shard_sequence(positions, meshes.cp)}
+        ids = shard_sequence(ids, meshes.cp)
+    elif kind == "packed":
+        given = {"document_ids": documents(10, 12)}
+    model(ids, **given).square().mean().backward()
+
+    compiled = {n for n, m in model.named_modules() if getattr(m, "compiled", None) is not None}
+    found = torch._dynamo.utils.counters["graph_break"]
+    stops = {name for text in found for name in re.findall(r"<function ([\w.]+) at", text)}
+    return {name for name in compiled if name.startswith("layers.0")}, stops
+
+
+PARTS_AROUND_EXPERTS = {"layers.0." + n for n in ("mixer_norm", "mixer", "feed_forward_norm")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "compiled", "stops"),
+    [
+        ("plain", {"layers.0"}, set()),
+        ("packed", {"layers.0"}, {"_attend_documents_of"}),
+        ("cp", {"layers.0"}, {"ContextAttention.__call__"}),
+        ("experts", PARTS_AROUND_EXPERTS, set()),
+        ("ep", PARTS_AROUND_EXPERTS, set()),
+    ],
+)
+def test_compiled_blocks_break_where_the_readme_lists_it(
+    kind: str, compiled: set[str], stops: set[str]
+) -> None:
+    assert run_on_ranks(2, graph_breaks, kind) == [(compiled, stops)] * 2

@@ -13,6 +13,7 @@ from forge_moe.dispatch.local import Permutation
 from forge_moe.replay import recompute_contexts
 from forge_testing import device, run_on_ranks
 from forge_testing.problems import rejects
+from forge_testing.traffic import Traffic
 
 pytestmark = [pytest.mark.distributed, pytest.mark.lane("test")]
 
@@ -339,6 +340,8 @@ def events():
         log.append(f"end {[transfer.work is s for s in starts].index(True)}")
         return wait(transfer)
 
+    to_host = exchanges.to_host
+    exchanges.to_host = lambda copy: (log.append("sizes"), to_host(copy))[1]
     dist.all_to_all_single, exchanges._wait = start, waited
     calls = []
 
@@ -356,17 +359,60 @@ def events():
         )
         (y + alongside).sum().backward()
     finally:
-        dist.all_to_all_single, exchanges._wait = exchange, wait
+        dist.all_to_all_single, exchanges._wait, exchanges.to_host = exchange, wait, to_host
     return log
 
 
 def test_rows_travel_while_experts_work():
-    forward = ["go 0", "shared", "go 1", "end 0", "experts 0", "go 2", "end 1", "experts 1", "go 3"]
+    # the shared experts are queued before the host waits for the sizes of the transfers
+    forward = [
+        "shared",
+        "sizes",
+        "go 0",
+        "go 1",
+        "end 0",
+        "experts 0",
+        "go 2",
+        "end 1",
+        "experts 1",
+        "go 3",
+    ]
     forward += ["end 2", "end 3"]
     # gradients of sums leave first, then those of rows leave under the other chunk's experts
     backward = ["go 4", "go 5", "end 4", "experts 1'", "go 6", "end 5", "experts 0'", "go 7"]
     backward += ["end 6", "shared'", "end 7"]
     assert run_on_ranks(2, events) == [forward + backward] * 2
+
+
+def operators_after_the_sizes():
+    """Operators between the host's wait for the sizes and the exchange of the tokens."""
+    exchange, to_host, at = dist.all_to_all_single, exchanges.to_host, {}
+
+    def sizes(copy):
+        found = to_host(copy)
+        at["sizes"] = traffic.calls.total()
+        return found
+
+    def start(out, rows, *args, **kwargs):
+        if rows.dtype != torch.int64:
+            at.setdefault("exchange", traffic.calls.total())
+        return exchange(out, rows, *args, **kwargs)
+
+    dist.all_to_all_single, exchanges.to_host = start, sizes
+    try:
+        x = torch.randn(6, DIM, device=device())
+        ids = torch.rand(6, 4, device=device()).topk(2).indices
+        weights = torch.rand(6, 2, device=device())
+        with Traffic() as traffic:
+            make("all_to_all", 4, 1).run(x, weights, ids, lambda rows, counts, full: rows)
+    finally:
+        dist.all_to_all_single, exchanges.to_host = exchange, to_host
+    return at["exchange"] - at["sizes"]
+
+
+def test_after_the_wait_rows_are_packed_and_nothing_is_planned():
+    for operators in run_on_ranks(2, operators_after_the_sizes):
+        assert operators <= 14  # a device without work waits for so many launches; it was 33
 
 
 def test_chunks_are_even():

@@ -1,5 +1,7 @@
 """The stack of experts: backends, tails, idle experts, syncs, autocast, float8, meta."""
 
+import copy
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -7,10 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from forge_moe import Experts, MoE, MoEConfig
+import forge_moe.experts as experts_module
+from forge_moe import Experts, MoE, MoEConfig, grouped_mm
 from forge_moe.experts import ClampedSwiGLU
 from forge_moe.grouped_mm import BATCHED, GROUPED_MM, LOOP, _float8, choose_backend, to_float8
 from forge_testing.problems import rejects
+from forge_testing.traffic import Traffic
 
 pytestmark = pytest.mark.lane("test")
 
@@ -264,8 +268,115 @@ def test_float8_is_near_full_precision() -> None:
     rows, counts = torch.randn(64, 8), torch.tensor([20, 0, 40, 4])
     plain, low = experts()(rows, counts), experts(backend="float8")(rows, counts)
     assert 1e-4 < (plain - low).norm() / plain.norm() < 0.08
-    values, scale = to_float8(torch.tensor([[0.0, 0.0], [1.0, -4.0]]), dim=1)
+    values, scale, _ = to_float8(torch.tensor([[0.0, 0.0], [1.0, -4.0]]), dim=1)
     assert values.float().mul(scale).tolist() == [[0.0, 0.0], [1.0, -4.0]]
+
+
+def casts_made(monkeypatch) -> list[int]:
+    """Numbers of dims of the tensors that float8 casts from now on: 2 of rows, 3 of matrices."""
+    made = []
+    cast = grouped_mm.to_float8
+    monkeypatch.setattr(
+        grouped_mm, "to_float8", lambda x, dim: made.append(x.dim()) or cast(x, dim)
+    )
+    return made
+
+
+def reset(one: Experts, way: str) -> None:
+    """Change the weights in each way in which a job does."""
+    if way == "step":
+        torch.optim.SGD(one.parameters(), lr=0.5).step()
+    elif way == "load_state_dict":
+        one.load_state_dict({n: p + 1 for n, p in one.state_dict().items()})
+    elif way == "rollback":  # copied in place, as a checkpoint is restored
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.copy_(parameter + 1)
+    elif way == "another tensor":
+        for name, parameter in list(one.named_parameters()):
+            setattr(one, name, torch.nn.Parameter(parameter + 1))
+    else:
+        for parameter in one.parameters():
+            parameter.data.add_(1)
+        one.drop_casts()
+
+
+@pytest.mark.parametrize("way", ["step", "load_state_dict", "rollback", "another tensor", "data"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_casts_of_matrices_are_made_once_until_weights_change(monkeypatch, way, dtype) -> None:
+    one, made = experts(backend="float8"), casts_made(monkeypatch)
+    rows, counts = torch.randn(7, 8, requires_grad=True), torch.tensor([3, 0, 4, 0])
+
+    def values(module: Experts) -> list[torch.Tensor]:
+        made.clear()
+        module.zero_grad()
+        with torch.autocast("cpu", dtype=dtype, enabled=dtype is not None):
+            out = module(rows, counts)
+        (grad,) = torch.autograd.grad(out.sum(), [rows], retain_graph=True)
+        (out * 1.0).sum().backward()
+        return [out, grad, *(p.grad for p in module.parameters())]
+
+    def same(found, wanted) -> bool:
+        return all(map(torch.equal, found, wanted))
+
+    first = values(one)
+    assert made.count(3) == 6  # three matrices and their transposes
+    again = values(one)
+    assert made.count(3) == 0
+    assert (
+        made.count(2) == 2 + 2 * 3
+    )  # rows of gate and up are cast once, gradients in each backward
+    assert same(again, first)
+
+    reset(one, way)
+    changed = values(one)
+    assert made.count(3) == 6
+    fresh = experts(backend="float8")
+    fresh.load_state_dict(one.state_dict())
+    assert same(changed, values(fresh))
+    assert not same(changed, first)
+
+
+def test_a_backward_after_a_change_uses_the_weights_of_its_forward() -> None:
+    """Under autocast the backward reads copies of the weights, which autograd lets change in between."""
+    rows, counts = torch.randn(7, 8, requires_grad=True), torch.tensor([3, 0, 4, 0])
+    gradients = []
+    for changes in (False, True):
+        one = experts(backend="float8")
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out = one(rows, counts)
+            if changes:
+                reset(one, "rollback")
+                one(rows, counts).sum().backward()
+        gradients += torch.autograd.grad(out.sum(), [rows])
+    assert torch.equal(*gradients)
+
+
+def test_casts_are_no_state_of_the_module() -> None:
+    one, counts = experts(backend="float8"), torch.tensor([3, 0, 4, 0])
+    rows = torch.randn(7, 8)
+    wanted = one(rows, counts)
+    for twin in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        assert torch.equal(twin(rows, counts), wanted)
+        with torch.no_grad():
+            twin.up_proj.add_(1)
+        assert not torch.equal(twin(rows, counts), wanted)
+    assert torch.equal(one(rows, counts), wanted)
+
+
+def test_bytes_of_float8_experts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forward and backward of 8 experts of an 8 x 7B model for 8192 tokens, with kept casts: 45 GB, as shapes."""
+    monkeypatch.setattr(experts_module, "choose_backend", lambda *given: grouped_mm.SCALED)
+    monkeypatch.setattr(experts_module, "is_compiling_or_fake", lambda x: False)
+    with torch.device("meta"):
+        one = Experts(MoEConfig(4096, 14336, 8, backend="float8")).bfloat16()
+        rows = torch.empty(2 * 8192, 4096, dtype=torch.bfloat16, requires_grad=True)
+        counts = torch.empty(8, dtype=torch.int64)
+    for _ in range(2):
+        one.zero_grad()
+        with Traffic() as traffic:
+            one(rows, counts, full=True).backward(torch.empty_like(rows))
+    assert traffic.bytes < 45e9
 
 
 def test_under_autocast_rows_and_matrices_are_bf16() -> None:

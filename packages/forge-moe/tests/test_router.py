@@ -166,7 +166,7 @@ def test_a_router_of_somebody_else_by_path_and_by_entry_point(monkeypatch) -> No
         def load(self) -> RoutingRule:
             return module.first
 
-    monkeypatch.setattr("forge_moe.router.entry_points", lambda group: [Point()])
+    monkeypatch.setattr("forge_moe._registered.entry_points", lambda group: [Point()])
     assert router(name="first").rule is module.first
     with rejects("router", "fist", "unknown") as caught:
         router(name="fist")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,3 +86,36 @@ def refused() -> None:
     mesh = init_device_mesh(device().type, (3,), mesh_dim_names=("ep",))
     with rejects("num_experts", 4, "divides", where="experts"):
         expert_parallelize(torch.nn.ModuleDict({"experts": built(SortedExperts)}), mesh)
+
+
+def float8_steps(reshards: bool | None) -> list[Tensor]:
+    """Outputs of two micro-batches in each of three steps; a change of the shards is one of the weights."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    experts: Any = Experts(replace(CONFIG, backend="float8")).to(device())
+    if reshards is not None:
+        mesh = init_device_mesh(device().type, (dist.get_world_size(),))
+        fully_shard(experts, mesh=mesh, reshard_after_forward=reshards)
+        experts.set_gradient_divide_factor(1.0)
+        experts.set_force_sum_reduction_for_comms(True)
+    optimizer, outputs = torch.optim.SGD(experts.parameters(), lr=0.1), []
+    rows, counts = rows_of(0)
+    for _ in range(3):
+        for _ in range(2):
+            out = experts(rows, counts)
+            out.sum().backward()
+            outputs.append(out.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+    return outputs
+
+
+def test_gathered_parameters_are_cast_after_each_change_of_their_shards() -> None:
+    (wanted,) = run_on_ranks(1, float8_steps, None)
+    assert not torch.equal(wanted[0], wanted[2])
+    for reshards in (True, False):
+        (found,) = run_on_ranks(1, float8_steps, reshards)
+        assert all(map(torch.equal, found, wanted))

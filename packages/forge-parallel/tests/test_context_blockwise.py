@@ -4,14 +4,16 @@ Shapes: B rows, S tokens, H query heads, K key/value heads, D width of a head.
 """
 
 import random
+from collections.abc import Iterator
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from forge_parallel.axes import blockwise
 from forge_parallel.axes.blockwise import Tile, Tiling, blockwise_attention
 from forge_parallel.axes.context import SequenceShard, documents, packed_tiling
+from forge_parallel.recompute import recompute
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -97,13 +99,15 @@ def test_random_pieces_equal_a_dense_mask(
             assert error(a, b) < bound, (seed, name)
 
 
-def test_all_kernels_take_all_groups_of_a_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The varlen path with the plain products in place of its CUDA kernel: one call for each kind of piece,
-    whatever the lengths, with lengths and log-sum-exp laid out as that kernel wants them."""
+@pytest.fixture
+def varlen_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[bool]]:
+    """The varlen path, with plain matmuls as torch's flash operators on CPUs; `is_causal` of each forward.
+
+    Lengths and log-sum-exp must be laid out as the CUDA kernels want them.
+    """
     calls = []
 
-    def scores(q, k, borders, causal):
-        starts, begins, most, longest = borders
+    def scores(q, k, starts, begins, most, longest, causal):
         assert (starts.diff().max(), begins.diff().max()) == (most, longest)
         seen = torch.zeros(q.size(0), k.size(0), dtype=torch.bool)
         for a, b, c, d in zip(starts, starts[1:], begins, begins[1:]):
@@ -113,15 +117,21 @@ def test_all_kernels_take_all_groups_of_a_plan(monkeypatch: pytest.MonkeyPatch) 
         product = torch.einsum("qhd,khd->hqk", q, k) * q.size(-1) ** -0.5
         return product.masked_fill(~seen, -torch.inf)
 
-    def forward(q, k, v, borders, causal):
+    def forward(q, k, v, starts, begins, most, longest, dropout, causal, debug):
+        assert (dropout, debug) == (0.0, False)
         calls.append(causal)
-        found = scores(q, k, borders, causal)
+        found = scores(q, k, starts, begins, most, longest, causal)
         v = v.repeat_interleave(q.size(1) // v.size(1), 1)
-        return torch.einsum("hqk,khd->qhd", found.softmax(-1), v), found.logsumexp(-1)
+        out = torch.einsum("hqk,khd->qhd", found.softmax(-1), v)
+        return out, found.logsumexp(-1), *(q.new_empty(0) for _ in range(3))
 
-    def backward(grad, q, k, v, out, lse, borders, causal):
+    def backward(
+        grad, q, k, v, out, lse, starts, begins, most, longest, dropout, causal, state, unused
+    ):
+        assert dropout == 0.0
         assert lse.is_contiguous()
-        weights = (scores(q, k, borders, causal) - lse.unsqueeze(-1)).exp()
+        found = scores(q, k, starts, begins, most, longest, causal)
+        weights = (found - lse.unsqueeze(-1)).exp()
         many = [t.repeat_interleave(q.size(1) // t.size(1), 1) for t in (k, v)]
         slope = torch.einsum("qhd,khd->hqk", grad, many[1]) - (grad * out).sum(-1).t().unsqueeze(-1)
         slope = weights * slope * q.size(-1) ** -0.5
@@ -129,9 +139,38 @@ def test_all_kernels_take_all_groups_of_a_plan(monkeypatch: pytest.MonkeyPatch) 
         folded = (t.unflatten(1, (k.size(1), -1)).sum(2) for t in dk)
         return torch.einsum("hqk,khd->qhd", slope, many[0]), *folded
 
-    monkeypatch.setattr(blockwise, "flash_varlen", forward)
-    monkeypatch.setattr(blockwise, "flash_varlen_backward", backward)
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, "CPU")
+    library.impl("_flash_attention_backward", backward, "CPU")
     monkeypatch.setattr(blockwise, "_kernel_for", lambda q: blockwise._FLASH_VARLEN)
+    yield calls
+    library._destroy()
+
+
+def test_selective_recomputation_computes_no_tile_again(varlen_calls: list[bool]) -> None:
+    tiling = Tiling([random_plan(1, False)])
+    k, v = torch.randn(2, B, 3 * S, K, D)
+
+    class Block(nn.Module):
+        def forward(self, q):
+            return blockwise_attention(q.sin(), k, v, tiling).cos()
+
+    calls, gradients = {}, {}
+    for mode in ("none", "selective", "full"):
+        block = Block()
+        recompute([block], mode)
+        torch.manual_seed(0)
+        q = torch.randn(B, S, H, D, requires_grad=True)
+        varlen_calls.clear()
+        block(q).sum().backward()
+        calls[mode], gradients[mode] = len(varlen_calls), q.grad
+        assert torch.equal(gradients[mode], gradients["none"])
+    assert calls["selective"] == calls["none"]
+    assert calls["full"] == 2 * calls["none"]
+
+
+def test_all_kernels_take_all_groups_of_a_plan(varlen_calls: list[bool]) -> None:
+    """One call for each kind of tile, whatever the lengths."""
     ids = torch.tensor([[0] * 3 + [1] * 6 + [2] * 7, [0] * 5 + [1] * 5 + [-1] * 6])
     own = packed_tiling(
         documents(ids), SequenceShard(S, 0, 1, "ring")
@@ -140,7 +179,7 @@ def test_all_kernels_take_all_groups_of_a_plan(monkeypatch: pytest.MonkeyPatch) 
         torch.manual_seed(0)
         q, weight = torch.randn(2, B, S, H, D)
         k, v = torch.randn(2, B, 3 * S, K, D)
-        calls.clear()
+        varlen_calls.clear()
         tiling = Tiling([tiles])
         got = with_gradients(blockwise_attention, tiling, q, k, v, weight=weight)
         seen = seen_by(list(tiles), 3 * S)
@@ -148,7 +187,7 @@ def test_all_kernels_take_all_groups_of_a_plan(monkeypatch: pytest.MonkeyPatch) 
         for a, b in zip(got, wanted):
             assert error(a, b) < 1e-5
         everywhere = tiles[0].sequence is None
-        assert len(calls) == (
+        assert len(varlen_calls) == (
             len(tiles) if everywhere else len({(p.causal, p.backwards) for p in tiles})
         )
 

@@ -103,8 +103,9 @@ class MoEOptions(RoutingOptions):
     bias_schedule: Literal["constant", "cosine", "linear_warmup"] = field(
         "constant", "schedule of bias_update_rate over training"
     )
-    backend: Literal["auto", "grouped_mm", "loop", "batched", "float8"] = field(
-        "auto", "how the experts' matmuls are computed"
+    backend: str = field(
+        "auto",
+        "the experts' matmuls: auto, grouped_mm, loop, batched, float8, registered, or module:attribute",
     )
 
     def whole_batch(self, key: str) -> dict[str, str]:

@@ -16,9 +16,18 @@ from forge_moe._shared.module_arguments import config_arguments
 from forge_moe._shared.parameter_kinds import ParameterKind
 from forge_moe._shared.problems import invalid
 from forge_moe._shared.shards import local_tensor
-from forge_moe._torch_compat import autocast_dtype, is_clamped
+from forge_moe._torch_compat import autocast_dtype, is_clamped, is_compiling_or_fake
 from forge_moe.config import MoEConfig
-from forge_moe.grouped_mm import GemmBackend, Groups, choose_backend, pad_rows, unpad_rows
+from forge_moe.grouped_mm import (
+    Casts,
+    GemmBackend,
+    Groups,
+    choose_backend,
+    find_backend,
+    multiply,
+    pad_rows,
+    unpad_rows,
+)
 from forge_moe.protocols import OverlappingDispatcher
 
 __all__ = ["Experts", "SortedExperts", "sorted_experts_by_name"]
@@ -42,12 +51,18 @@ class Experts(nn.Module):
     Rows of x beyond counts.sum() are a tail: not computed, zero in the output, without gradient, even if they hold NaN.
     An expert without tokens gets an exact zero gradient, so every parameter always has one. Under autocast x and the
     matrices are cast to its dtype. No host sync with `grouped_mm`, one otherwise.
+
+    With `float8` the casts of matrices, two bytes per value, are kept and used again until a parameter changes: in place
+    (an optimizer's step, `load_state_dict`), or by another tensor in its place (FSDP frees them with the gathered
+    parameter). As for autograd's check of saved tensors, a write through `.data` is not a change: call `drop_casts()`.
     """
 
     @config_arguments(MoEConfig)
     def __init__(self, config: MoEConfig) -> None:
         super().__init__()
         self.config = config
+        find_backend(config.backend)  # an unknown name fails here and not in the first forward
+        self._casts: dict[str, tuple[Any, Casts]] = {}  # by parameter, with its state
         num, dim, hidden = config.num_experts, config.dim, config.hidden_dim
         gated, fused = config.activation == "swiglu", config.activation == "clamped_swiglu"
         bias = config.bias
@@ -98,7 +113,40 @@ class Experts(nn.Module):
         widths = (self.config.dim, self.config.hidden_dim)
         backend = choose_backend(self.config.backend, x, widths, counts)
         groups = Groups.of(counts, host_sizes=backend.needs_host_sizes, full=full)
-        return GroupedFeedForward.apply(x, *weights, *biases, groups, backend, self.activation)
+        keeps = backend.cast_matrices is not None and not is_compiling_or_fake(x)
+        casts = [self._casts_of(name, dtype) if keeps else None for name in names]
+        options = groups, backend, self.activation, casts
+        return GroupedFeedForward.apply(x, *weights, *biases, *options)
+
+    def _casts_of(self, name: str, dtype: torch.dtype) -> Casts | None:
+        """The casts of a parameter in `dtype`; None if it has no version, or is a tensor of this forward only."""
+        parameter = getattr(self, name)
+        if not isinstance(parameter, nn.Parameter) or parameter.is_inference():
+            return None
+        local = local_tensor(parameter)
+        state = id(parameter), local.data_ptr(), local._version, dtype
+        kept, casts = self._casts.get(name, (None, None))
+        if casts is None or kept != state:
+            # A new object: the backward of an earlier forward reads the casts of its own weights.
+            casts = Casts()
+            self._casts[name] = state, casts
+        return casts
+
+    def drop_casts(self) -> None:
+        """Free the casts that `float8` keeps; the next forward casts anew."""
+        while self._casts:
+            self._casts.popitem()[1][1].clear()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # FSDP2 puts gathered and sharded parameters here in turn. The former is one tensor, whose version does not
+        # change with its values; its casts would keep the memory that a reshard frees.
+        kept = self.__dict__.get("_casts", {}).pop(name, None)
+        if kept is not None:
+            kept[1].clear()
+        super().__setattr__(name, value)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_casts": {}}
 
     def parameter_kinds(self) -> dict[str, ParameterKind]:
         """Kind of each parameter, for weight decay and Muon: biases (E, F) are a vector for each expert."""
@@ -220,15 +268,19 @@ class GroupedFeedForward(Function):
         groups: Groups,
         backend: GemmBackend,
         activation: Activation,
+        casts: list[Casts | None],
     ) -> Tensor:
         num_rows, position = x.size(0), None
         if backend.padded:  # once, for all matmuls
             groups, position = groups.padded(num_rows)
             x = pad_rows(x, position, groups)
-        gate = None if gate_w is None else _affine(x, gate_w, gate_b, groups, backend)  # (R, F)
-        up = _affine(x, up_w, up_b, groups, backend)  # (R, F), or (R, 2 F) of the clamped SwiGLU
+        rows = x if backend.cast_rows is None else backend.cast_rows(x)  # once, for gate and up
+        gate = None
+        if gate_w is not None:
+            gate = _affine(rows, gate_w, gate_b, groups, backend, casts[0])  # (R, F)
+        up = _affine(rows, up_w, up_b, groups, backend, casts[1])  # (R, F); clamped SwiGLU (R, 2 F)
         hidden = activation.forward(up) if gate is None else F.silu(gate).mul_(up)  # (R, F)
-        out = _affine(hidden, down_w, down_b, groups, backend)  # (R, D)
+        out = _affine(hidden, down_w, down_b, groups, backend, casts[2])  # (R, D)
         out = unpad_rows(out, position, num_rows)
         if not groups.full:
             # Not in place: selective recomputation keeps the kernel's output and rejects a change of it.
@@ -237,7 +289,7 @@ class GroupedFeedForward(Function):
         saved = (x, gate, up, gate_w, up_w, down_w, groups.counts, groups.ends, position)
         ctx.save_for_backward(*saved)
         ctx.host_sizes, ctx.full, ctx.backend = groups.host_sizes, groups.full, backend
-        ctx.activation = activation
+        ctx.activation, ctx.casts = activation, casts
         ctx.has_bias = (gate_b is not None, up_b is not None, down_b is not None)
         return out
 
@@ -248,6 +300,7 @@ class GroupedFeedForward(Function):
         groups, backend = Groups(counts, ends, ctx.host_sizes, ctx.full), ctx.backend
         needs_x, needs_gate, needs_up, needs_down = ctx.needs_input_grad[:4]
         gate_bias, up_bias, down_bias = ctx.has_bias
+        gate_casts, up_casts, down_casts = ctx.casts
 
         # The down projection.
         num_rows = grad.size(0)
@@ -257,14 +310,16 @@ class GroupedFeedForward(Function):
         grad_down_w = backend.outer(hidden, grad, groups) if needs_down else None
         grad_down_b = _sum_rows(grad, groups, backend) if down_bias else None
         del hidden  # at most two buffers of (R, F) at a time
-        grad_hidden = backend.multiply(grad, down_w.transpose(1, 2), groups)  # (R, F)
+        grad_hidden = multiply(grad, down_w, groups, backend, down_casts, transposed=True)  # (R, F)
 
         # The up projection, or the fused one.
         backward = ctx.activation.backward
         grad_up = backward(grad_hidden, up) if act is None else act.mul_(grad_hidden)
         grad_up_w = backend.outer(x, grad_up, groups) if needs_up else None
         grad_up_b = _sum_rows(grad_up, groups, backend) if up_bias else None
-        grad_x = backend.multiply(grad_up, up_w.transpose(1, 2), groups) if needs_x else None
+        grad_x = None
+        if needs_x:
+            grad_x = multiply(grad_up, up_w, groups, backend, up_casts, transposed=True)
 
         grad_gate_w = grad_gate_b = None
         if gate is not None:
@@ -275,22 +330,24 @@ class GroupedFeedForward(Function):
             grad_gate_w = backend.outer(x, grad_gate, groups) if needs_gate else None
             grad_gate_b = _sum_rows(grad_gate, groups, backend) if gate_bias else None
             if grad_x is not None:
-                grad_x += backend.multiply(grad_gate, gate_w.transpose(1, 2), groups)
+                grad_x += multiply(grad_gate, gate_w, groups, backend, gate_casts, transposed=True)
 
         if grad_x is not None:
             grad_x = unpad_rows(grad_x, position, num_rows)
             if not groups.full:
                 grad_x.masked_fill_(groups.tail(num_rows), 0.0)
         weights = (grad_gate_w, grad_up_w, grad_down_w)
-        return (grad_x, *weights, grad_gate_b, grad_up_b, grad_down_b, None, None, None)
+        return (grad_x, *weights, grad_gate_b, grad_up_b, grad_down_b, None, None, None, None)
 
 
-def _affine(x: Tensor, w: Tensor, b: Optional, groups: Groups, backend: GemmBackend) -> Tensor:
-    out = backend.multiply(x, w, groups)
+def _affine(
+    x: Any, w: Tensor, b: Optional, groups: Groups, backend: GemmBackend, casts: Casts | None
+) -> Tensor:
+    out = multiply(x, w, groups, backend, casts)
     if b is None:
         return out
     # In place on the gathered biases, not on the output, which selective recomputation may have kept.
-    return b.index_select(0, groups.experts_of_rows(x.size(0))).add_(out)
+    return b.index_select(0, groups.experts_of_rows(out.size(0))).add_(out)
 
 
 def _sum_rows(rows: Tensor, groups: Groups, backend: GemmBackend) -> Tensor:

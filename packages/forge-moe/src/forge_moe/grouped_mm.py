@@ -7,17 +7,22 @@ summed within each expert (the gradient of the matrices). Both leave the tail, r
 Shapes: R rows sorted by expert, E experts of this process, M and N widths.
 """
 
+import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from forge_moe._registered import find_registered
 from forge_moe._shared.problems import Problem, invalid, raise_problems
 from forge_moe._torch_compat import grouped_mm, is_compiling_or_fake, scaled_grouped_mm
 
-__all__ = ["GemmBackend", "Groups", "choose_backend"]
+__all__ = ["GemmBackend", "Groups", "choose_backend", "find_backend"]
+
+#: Names that `choose_backend` reads itself.
+BUILT_IN = ("auto", "grouped_mm", "loop", "batched", "float8")
 
 
 class Groups(NamedTuple):
@@ -71,12 +76,69 @@ class GemmBackend(NamedTuple):
     multiply(x (R, M), w (E, M, N), groups) -> (R, N); outer(x (R, M), g (R, N), groups) -> (E, M, N), 0 for an expert
     without rows. `needs_host_sizes`: both read `groups.host_sizes`. `padded`: both need equal groups without a tail, see
     `Groups.padded`.
+
+    With `cast_rows` and `cast_matrices` `multiply` takes their results in place of x and w: rows are cast once for two
+    matmuls, and the casts of matrices are kept while these do not change (`Casts`).
     """
 
-    multiply: Callable[[Tensor, Tensor, Groups], Tensor]
+    multiply: Callable[[Any, Any, Groups], Tensor]
     outer: Callable[[Tensor, Tensor, Groups], Tensor]
     needs_host_sizes: bool
     padded: bool = False
+    cast_rows: Callable[[Tensor], Any] | None = None
+    cast_matrices: Callable[[Tensor], Any] | None = None
+
+
+class Casts:
+    """Casts of one stack of matrices (E, M, N), and of its transpose, kept until `clear`."""
+
+    def __init__(self) -> None:
+        self.kept: dict[bool, Any] = {}
+
+    def get(self, w: Tensor, transposed: bool, cast: Callable[[Tensor], Any]) -> Any:
+        """`cast` of w, or of its transpose; made in the first call."""
+        if transposed not in self.kept:
+            self.kept[transposed] = cast(w.transpose(1, 2) if transposed else w)
+        return self.kept[transposed]
+
+    def clear(self) -> None:
+        """Free the casts; the next `get` makes them anew."""
+        self.kept.clear()
+
+
+def multiply(
+    x: Any,
+    w: Tensor,
+    groups: Groups,
+    backend: GemmBackend,
+    casts: Casts | None,
+    transposed: bool = False,
+) -> Tensor:
+    """Rows times their expert's matrix, or its transpose: `backend.multiply` with the kept casts of w (E, M, N).
+
+    x (R, M), or what `backend.cast_rows` made of it.
+    """
+    if backend.cast_rows is not None and isinstance(x, Tensor):
+        x = backend.cast_rows(x)
+    if backend.cast_matrices is None or casts is None:
+        w = w.transpose(1, 2) if transposed else w
+        matrices = w if backend.cast_matrices is None else backend.cast_matrices(w)
+    else:
+        matrices = casts.get(w, transposed, backend.cast_matrices)
+    return backend.multiply(x, matrices, groups)
+
+
+@functools.cache
+def find_backend(name: str) -> GemmBackend | None:
+    """Find a backend of another package: an entry point of the group `forge.gemm_backends`, or "module:attribute".
+
+    None for a built-in name. Raises ValueError for an unknown name, and for a path to anything but a GemmBackend.
+    """
+    found = find_registered("backend", name, "forge.gemm_backends", dict.fromkeys(BUILT_IN))
+    if found is None or isinstance(found, GemmBackend):
+        return found
+    rule = f"must be a forge_moe.grouped_mm.GemmBackend, and is a {type(found).__name__}"
+    raise invalid("backend", "type", name, rule, "make one from multiply and outer")
 
 
 def choose_backend(
@@ -88,7 +150,8 @@ def choose_backend(
     kernel runs: bf16 (on CPUs also fp32 and fp16), widths a multiple of 16 bytes, fp32
     not under torch.compile. Elsewhere it is the loop, which on an accelerator costs one host sync per layer, and under
     torch.compile and torch.export, as a custom operator, one per matmul. "float8" is torch's scaled kernel on a GPU and
-    an emulation elsewhere. A backend chosen by name is used or raises ValueError; it is never replaced.
+    an emulation elsewhere. A backend chosen by name, of ours or found by `find_backend`, is used or raises ValueError; it
+    is never replaced.
     """
     if name == "auto" and counts is not None and x.device.type == "cpu":
         # On a CPU the counts are read without a wait.
@@ -107,7 +170,11 @@ def choose_backend(
     if name == "float8":
         return _float8(x, widths)
     loop = CUSTOM_OPS if torch.compiler.is_compiling() else LOOP
-    return {"grouped_mm": GROUPED_MM, "loop": loop, "batched": BATCHED}[name]
+    chosen = {"grouped_mm": GROUPED_MM, "loop": loop, "batched": BATCHED}.get(name)
+    if chosen is None:
+        chosen = find_backend(name)
+        assert chosen is not None, "a built-in name was returned above"
+    return chosen
 
 
 def _obstacle(x: Tensor, widths: tuple[int, ...]) -> Problem | None:
@@ -291,28 +358,48 @@ SHAPES_ONLY = GemmBackend(
 _LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
-def to_float8(x: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """x as (float8 e4m3 values, fp32 scales with size 1 in `dim`): x is approximately values times scales."""
-    largest = x.detach().abs().amax(dim=dim, keepdim=True).float()
+class Float8(NamedTuple):
+    """A tensor of `dtype` as e4m3 values times fp32 scales, of size 1 along the contraction."""
+
+    values: Tensor
+    scale: Tensor
+    dtype: torch.dtype
+
+
+def to_float8(x: Tensor, dim: int) -> Float8:
+    """Round x to e4m3 with a scale for each slice along `dim`."""
+    wide = x.float() if x.dtype == torch.float64 else x
+    # A pass that reads, one that divides in fp32, one that rounds: x is not copied to fp32 before.
+    largest = torch.linalg.vector_norm(wide.detach(), math.inf, dim=dim, keepdim=True).float()
     scale = largest.clamp_min(1e-12) / _LARGEST
-    return (x.float() / scale).to(torch.float8_e4m3fn), scale
+    return Float8(wide.div(scale).to(torch.float8_e4m3fn), scale, x.dtype)
 
 
-def _scaled_multiply(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    values, scale = to_float8(x, dim=1)
-    w_values, w_scale = to_float8(w.transpose(1, 2).contiguous(), dim=2)  # (E, N, M)
+def _cast_rows(x: Tensor) -> Float8:
+    return to_float8(x, dim=1)
+
+
+def _cast_matrices(w: Tensor) -> Float8:
+    return to_float8(w, dim=1)  # scales (E, 1, N)
+
+
+def _cast_columns(w: Tensor) -> Float8:
+    found = to_float8(w, dim=1)
     # The kernel needs the right factor column-major: the transposed view of contiguous (E, N, M).
-    right, scales = w_values.transpose(1, 2), (scale.squeeze(1), w_scale.squeeze(2))
-    return scaled_grouped_mm(values, right, *scales, offs=groups.ends, out_dtype=torch.bfloat16)
+    return found._replace(values=found.values.transpose(1, 2).contiguous().transpose(1, 2))
 
 
-def _emulated_multiply(x: Tensor, w: Tensor, groups: Groups) -> Tensor:
-    values, scale = to_float8(x, dim=1)
-    w_values, w_scale = to_float8(w, dim=1)
-    scaled = w_values.float() * w_scale  # exact up to one fp32 rounding
-    return (LOOP.multiply(values.float(), scaled, groups) * scale).to(x.dtype)
+def _scaled_multiply(x: Float8, w: Float8, groups: Groups) -> Tensor:
+    scales = x.scale.squeeze(1), w.scale.squeeze(1)
+    options = {"offs": groups.ends, "out_dtype": torch.bfloat16}
+    return scaled_grouped_mm(x.values, w.values, *scales, **options)
 
 
-SCALED = GemmBackend(_scaled_multiply, GROUPED_MM.outer, needs_host_sizes=False)
-EMULATED = GemmBackend(_emulated_multiply, LOOP.outer, needs_host_sizes=True)
+def _emulated_multiply(x: Float8, w: Float8, groups: Groups) -> Tensor:
+    matrices = w.values.float() * w.scale  # exact up to one fp32 rounding
+    return (LOOP.multiply(x.values.float(), matrices, groups) * x.scale).to(x.dtype)
+
+
+SCALED = GemmBackend(_scaled_multiply, GROUPED_MM.outer, False, False, _cast_rows, _cast_columns)
+EMULATED = GemmBackend(_emulated_multiply, LOOP.outer, True, False, _cast_rows, _cast_matrices)
 """The same rounding with fp32 matmuls, for devices without the kernel: a reference, not a speed-up."""

@@ -143,22 +143,21 @@ class MoE(nn.Module):
         if valid is not None:
             tokens = tokens.masked_fill(~valid.unsqueeze(1), 0.0)  # pads may hold NaN
 
-        # Route. The choices are counted once, before the capacity: for the local dispatch, the statistics and the
-        # balance loss.
+        # Route. The choices are counted once: for the local dispatch, the statistics and the balance loss.
         rows = self._num_rows(x)
         routed = self.router.route(tokens, valid, rows)
         counts = load_balancing.count_ids(routed.ids, self.config.num_experts)  # (E,)
-        weights, ids = self._apply_capacity(routed, valid)
+        weights, ids, kept = self._apply_capacity(routed, counts, valid)
 
         # Dispatch, experts, combine: (T, D) fp32.
-        out, shared = self._run_experts(tokens, weights, ids, counts, valid, rows)
+        out, shared = self._run_experts(tokens, weights, ids, kept, valid, rows)
         if shared is not None:
             out = out + shared
 
         # A recomputation has gradients: a compiled forward without them need not break its graph to check.
         first = not (replaying() or (torch.is_grad_enabled() and inside_backward()))
         if first:
-            self._add_statistics(routed, counts, ids, valid)
+            self._add_statistics(routed, counts, kept, valid)
         zero = routed.logits.new_zeros(())
         losses = AuxLosses.of(zero, zero, zero)
         if not self.training:
@@ -208,11 +207,16 @@ class MoE(nn.Module):
             raise invalid("router", "split_rows", self.config.router, rule, fix)
         return None if x.dim() == 2 else max(x.shape[:-2].numel(), 1)
 
-    def _apply_capacity(self, routed: RoutingResult, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Weights and ids (T, K), with 0 and E for dropped slots; evaluation drops nothing."""
+    def _apply_capacity(
+        self, routed: RoutingResult, counts: Tensor, valid: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Weights and ids (T, K), with 0 and E for dropped slots, and the slots kept of `counts` (E,).
+
+        Evaluation drops nothing.
+        """
         c = self.config
         if not self._drops:
-            return routed.weights, routed.ids
+            return routed.weights, routed.ids, counts
         assert c.capacity_factor is not None
         tokens = routed.ids.size(0) if valid is None else valid.sum()
         limit = router.expert_capacity(tokens, c.top_k, c.num_experts, c.capacity_factor)
@@ -222,7 +226,8 @@ class MoE(nn.Module):
             return router.drop_over_capacity(*given, c.num_experts, limit, c.drop_policy)
 
         ids = record_or_replay(self, "ids_within_capacity", drop)
-        return routed.weights.masked_fill(ids == c.num_experts, 0.0), ids
+        kept = torch.clamp(counts, max=limit)
+        return routed.weights.masked_fill(ids == c.num_experts, 0.0), ids, kept
 
     def _run_experts(
         self,
@@ -249,18 +254,17 @@ class MoE(nn.Module):
             ):  # the rule is called once in training, for each sequence in eval
                 calls = 1 if self.training or rows is None else rows
                 num_rows = calls * rule.max_slots(len(x) // calls, self.router.config)
-            known = None if self._drops else counts
-            sent = self.dispatcher.dispatch(x, weights, ids, counts=known, num_rows=num_rows)
+            sent = self.dispatcher.dispatch(x, weights, ids, counts=counts, num_rows=num_rows)
             full = valid is None and not self._drops and rule.routes_all_slots
             out = self.experts(sent.rows, sent.counts, full=full)
         return self.dispatcher.combine(out, sent.meta), None if shared is None else shared()
 
     @torch.no_grad()
     def _add_statistics(
-        self, routed: RoutingResult, counts: Tensor, ids: Tensor, valid: Tensor | None
+        self, routed: RoutingResult, counts: Tensor, kept: Tensor, valid: Tensor | None
     ) -> None:
-        """Add one forward to the counters; `ids` are those within capacity."""
-        if ids.is_meta or is_fake(ids):
+        """Add one forward to the counters; `kept` (E,) are the counts within capacity."""
+        if counts.is_meta or is_fake(counts):
             return
         entropy = torch.special.entr(routed.probabilities).sum(dim=-1)  # (T,)
         tokens: Tensor | int = entropy.numel()
@@ -268,7 +272,7 @@ class MoE(nn.Module):
         if valid is not None:
             tokens, entropy = valid.sum(), entropy.masked_fill(~valid, 0.0)
         if self._drops:
-            dropped = counts.sum() - (ids != self.config.num_experts).sum()
+            dropped = (counts - kept).sum()
         # fp32 would lose small terms in a sum over many forwards.
         sums: dict[str, Tensor | int] = {
             "tokens": tokens,

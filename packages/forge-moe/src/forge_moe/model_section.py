@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Any
 
 from forge_moe._shared.fields import Checked, field
 from forge_moe._shared.problems import Problem, problems_of
@@ -48,8 +48,8 @@ class MoESection(MoEOptions, Checked):
     """layers at the bottom that stay dense"""
     width_multiplier: float = field(1.0, between=(0, 2**20), positive=True)
     """width inside an expert, as a multiple of the dense hidden width"""
-    dispatcher: Literal["all_to_all", "hierarchical"] = "all_to_all"
-    """how tokens travel with parallel.ep above 1: straight to their rank, or once to its node"""
+    dispatcher: str = "all_to_all"
+    """how tokens travel with parallel.ep above 1: all_to_all, straight to their rank; hierarchical, once to its node; a registered one, or module:attribute"""
     dispatch_chunks: int = field(1, between=_FROM_1)
     """parts of a micro-batch's tokens, so that one travels while another is computed"""
 

@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forge_moe._registered import find_registered
 from forge_moe._shared.problems import Problem, invalid, raise_problems
 from forge_moe._shared.shards import local_tensor, shard_like
 from forge_moe.dispatch.all_to_all import AllToAllDispatch, HierarchicalDispatch, check_divisible
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=nn.Module)
 
-__all__ = ["expert_grad_norm", "expert_parallelize", "load_full_state"]
+__all__ = ["expert_grad_norm", "expert_parallelize", "find_dispatcher", "load_full_state"]
 
 
 def expert_parallelize(
     model: M,
     mesh: DeviceMesh,
     *,
-    dispatcher: Literal["all_to_all", "hierarchical"] = "all_to_all",
+    dispatcher: str = "all_to_all",
     chunks: int = 1,
     ranks_per_node: int | None = None,
     timeout: timedelta | None = None,
@@ -51,7 +52,7 @@ def expert_parallelize(
     replicated: their gradients are partial and the caller sums them over data ranks, as for any dense parameter. Expert
     gradients are complete over `mesh` and must not be reduced over it again.
 
-    "hierarchical" sends a token once to each node of `ranks_per_node` neighboring ranks, and creates two process groups,
+    `dispatcher` is "all_to_all", "hierarchical" or what `find_dispatcher` finds. "hierarchical" sends a token once to each node of `ranks_per_node` neighboring ranks, and creates two process groups,
     collectively over the mesh, with `timeout` for their collectives. Returns the same object. Call it before FSDP. Raises
     ValueError if there is no layer, if E is not divisible by the ranks, if experts are sharded already, or if the nodes
     do not divide the ranks.
@@ -101,15 +102,27 @@ def _shard_experts(experts: nn.Module, mesh: DeviceMesh) -> None:
         experts.register_parameter(name, sharded_parameter)
 
 
+def find_dispatcher(name: str) -> Callable[..., OverlappingDispatcher]:
+    """Find what makes a dispatcher: a built-in one, an entry point of the group `forge.dispatchers`, or "module:attribute".
+
+    It is called with (group, num_experts, chunks=chunks) for each layer. Raises ValueError for an unknown name, and for
+    a path to what cannot be called.
+    """
+    built_in = {"all_to_all": AllToAllDispatch, "hierarchical": HierarchicalDispatch}
+    found: Any = find_registered("dispatcher", name, "forge.dispatchers", built_in)
+    if not callable(found):
+        rule, fix = f"must be callable, and is a {type(found).__name__}", "give a class or function"
+        raise invalid("dispatcher", "type", name, rule, fix)
+    return found
+
+
 def _dispatcher_factory(
     group: dist.ProcessGroup, dispatcher: str, ranks_per_node: int | None, timeout: timedelta | None
 ) -> Callable[..., OverlappingDispatcher]:
     """A function of num_experts and chunks; the dispatchers of all layers share its process groups."""
-    if dispatcher == "all_to_all":
-        return partial(AllToAllDispatch, group)
-    if dispatcher != "hierarchical":
-        fix = "use all_to_all or hierarchical"
-        raise invalid("dispatcher", "unknown", dispatcher, "is unknown", fix)
+    make = find_dispatcher(dispatcher)
+    if make is not HierarchicalDispatch:
+        return partial(make, group)
 
     ranks = dist.get_process_group_ranks(group)
     size = ranks_per_node or 0

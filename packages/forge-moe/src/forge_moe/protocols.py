@@ -2,7 +2,8 @@
 
 | given as | protocol | built in |
 |---|---|---|
-| `moe.dispatcher` | `Dispatcher`, or `OverlappingDispatcher` | `LocalDispatch`, `AllToAllDispatch`, `HierarchicalDispatch` |
+| `moe.dispatcher`; `dispatcher` by name (entry points of `forge.dispatchers`) | `Dispatcher`, or `OverlappingDispatcher` | `LocalDispatch`, `AllToAllDispatch`, `HierarchicalDispatch` |
+| `backend` by name (entry points of `forge.gemm_backends`) | a `forge_moe.grouped_mm.GemmBackend` | the backends in `forge_moe.grouped_mm` |
 | fields of a `RoutingRule` (entry points of `forge.routers`) | `Score`, `Choose`, `Weigh` | the rules in `forge_moe.router` |
 | `ctx` of `MoE.forward` | `TokenContext`, `CachingContext` | none; for example a SimpleNamespace |
 | `dense` of `upcycle` | `DenseFeedForward` | none; for example a feed-forward of Llama or Qwen |
@@ -70,8 +71,8 @@ class OverlappingDispatcher(Dispatcher, Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Dispatch, call `experts(rows, counts, full=...)` and combine: (T, D) fp32, and the result of `overlapped`.
 
-        `full=True` promises that counts.sum() is R. `overlapped()` is called during the first transfer; without it the
-        second result is None.
+        `full=True` promises that counts.sum() is R. `overlapped()` is called before the host waits for sizes;
+        without it the second result is None.
         """
 
 

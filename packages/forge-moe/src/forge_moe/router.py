@@ -9,14 +9,13 @@ pad, or a token over the capacity of its expert.
 
 import math
 from collections.abc import Callable
-from importlib import import_module
-from importlib.metadata import entry_points
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from forge_moe._registered import find_registered
 from forge_moe._shared.module_arguments import config_arguments
 from forge_moe._shared.parameter_kinds import ParameterKind
 from forge_moe._shared.problems import invalid
@@ -342,25 +341,7 @@ def find_rule(name: str) -> RoutingRule:
         )
         fix = "scale the learning rate of the experts, or use route_scale, which acts in both"
         raise invalid("router", "unsupported", name, rule, fix)
-    if name in _BUILT_IN:
-        return _BUILT_IN[name]
-
-    found: object
-    module, separator, attribute = name.partition(":")
-    if separator:
-        try:
-            found = getattr(import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            rule = f"cannot be imported ({error})"
-            raise invalid("router", "not_found", name, rule, "check the path") from error
-    else:
-        installed = {point.name: point for point in entry_points(group="forge.routers")}
-        if name not in installed:
-            known = ", ".join(sorted({*_BUILT_IN, *installed}))
-            fix = f"use one of {known}, or module:attribute"
-            raise invalid("router", "unknown", name, "is unknown", fix)
-        found = installed[name].load()
-
+    found: object = find_registered("router", name, "forge.routers", _BUILT_IN)
     if not isinstance(found, RoutingRule):
         rule = f"must be a forge_moe.RoutingRule, and is a {type(found).__name__}"
         raise invalid("router", "type", name, rule, "make one from score, choose and weigh")

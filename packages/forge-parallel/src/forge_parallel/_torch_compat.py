@@ -419,7 +419,8 @@ def flash_varlen(
 
     k and v may have fewer heads. The call is that of torch 2.13's own varlen_attn. Never run: it needs a GPU.
     """
-    out, lse, *_ = torch.ops.aten._flash_attention_forward(q, k, v, *boundaries, 0.0, causal, False)
+    call = torch.ops.aten._flash_attention_forward
+    out, lse, *_ = call(**_varlen_arguments(q, k, v, boundaries, causal), return_debug_mask=False)
     return out, lse
 
 
@@ -434,10 +435,25 @@ def flash_varlen_backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of `flash_varlen` for any out and lse that hold these keys. Never run: it needs a GPU."""
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)  # of dropout, which is 0
-    return torch.ops.aten._flash_attention_backward(
-        grad, q, k, v, out, lse, *boundaries, 0.0, causal, seed, q.new_empty(0)
-    )
+    dropout = {
+        "rng_state": torch.zeros(2, dtype=torch.uint64, device=q.device),
+        "unused": q.new_empty(0),
+    }
+    found = {"grad_out": grad, "out": out, "logsumexp": lse}
+    call = torch.ops.aten._flash_attention_backward
+    return call(**found, **_varlen_arguments(q, k, v, boundaries, causal), **dropout)
+
+
+def _varlen_arguments(
+    q: Tensor, k: Tensor, v: Tensor, boundaries: Boundaries, causal: bool
+) -> dict[str, Any]:
+    """The arguments of both flash kernels by name: 2.11 to 2.15 have the same names, and more arguments in new places.
+
+    A version that renames one raises an error in the call, where a position would take another value in silence.
+    """
+    queries, keys, longest, most = boundaries
+    lengths = {"cum_seq_q": queries, "cum_seq_k": keys, "max_q": longest, "max_k": most}
+    return {"query": q, "key": k, "value": v, **lengths, "dropout_p": 0.0, "is_causal": causal}
 
 
 def disable_compile(function: F) -> F:

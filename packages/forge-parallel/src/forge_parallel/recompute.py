@@ -1,7 +1,7 @@
 """Recomputation: a block saves its inputs and computes other activations again in its backward.
 
 "full" saves nothing inside a block and costs one more forward of it. "selective" also saves the outputs of expensive
-operators (matmuls, attention, sums over ranks), so that only norms, activations, rotations, casts and
+operators (matmuls, attention, sums and exchanges over ranks), so that only norms, activations, rotations, casts and
 gathers run twice. "full" in every k-th block is between the two.
 """
 
@@ -38,6 +38,7 @@ def is_recomputing() -> bool:
     return in_backward()
 
 
+_IN_PLACE = "c10d"
 # Names and not operators: some exist only in some versions and builds of torch, or after an import.
 _SAVED_OPERATORS = {
     # matmuls, the float8 and the grouped ones with them: all the FLOPs of a block but attention's
@@ -45,11 +46,13 @@ _SAVED_OPERATORS = {
     # attention: as many FLOPs in long sequences; its log-sum-exp is an output, too
     "_scaled_dot_product_flash_attention _scaled_dot_product_flash_attention_for_cpu "
     "_scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention "
-    "_scaled_dot_product_fused_attention_overrideable",
+    "_scaled_dot_product_fused_attention_overrideable _flash_attention_forward",
     "torch_attn": "_varlen_attn",
     # collectives, which stall all ranks; except gathers, whose outputs are larger than their inputs by the
     # number of ranks, and which run again
     "_c10d_functional": "reduce_scatter_tensor all_reduce all_to_all_single",
+    # as torch.distributed calls it, which writes into its first argument: exchanges of expert parallelism
+    _IN_PLACE: "alltoall_base_",
 }
 
 #: Keywords under which layers of transformers are given keys and values of earlier tokens.
@@ -73,8 +76,8 @@ def recompute(
         recompute(model.blocks(), "full", every=2, contexts=forge_moe.recompute_contexts)
 
     "full" keeps only a block's inputs and costs one more forward of it. "selective" also keeps the
-    outputs of matmuls, attention and functional collectives other than gathers, and recomputes the
-    rest. Gradients are the same bits as without. `contexts` makes a (record, replay) pair for each forward:
+    outputs of matmuls, attention, functional collectives other than gathers and all-to-all exchanges,
+    and recomputes the rest. Gradients are the same bits as without. `contexts` makes a (record, replay) pair for each forward:
     decisions that the recomputation must not make again, such as routes of experts. A backward in two halves
     (zero-bubble schedules) recomputes twice, which is supported. Random numbers are drawn as in the forward;
     shapes, dtypes and devices of recomputed tensors are checked against it. Without grad a block runs unchanged.
@@ -195,9 +198,12 @@ class _SaveOutputs(DispatchMode):
                 raise RuntimeError(_CHANGED.format(operator))
         out = operator(*args, **kwargs)
         if is_saved(operator):
-            saved = _map(alias, out)
+            # an exchange in place: its buffer, and a work handle on which a second wait returns at once
+            saved = _map(alias, (args[0], out) if operator.namespace == _IN_PLACE else out)
             versions = [t._version for t in tensors_in(saved)]
-            self.outputs[operator].append(_SavedOutput(saved, _shapes(args), versions))
+            self.outputs[_call_key(operator, args)].append(
+                _SavedOutput(saved, _shapes(args), versions)
+            )
             self.memory.update(storage_id(t) for t in tensors_in(saved))
         return out
 
@@ -222,8 +228,10 @@ class _ReplayOutputs(DispatchMode):
     ) -> Any:
         if not is_saved(operator):
             return operator(*args, **(kwargs or {}))
-        outputs, call = self.outputs[operator], self.call[operator]
-        self.call[operator] += 1
+        key = _call_key(operator, args)
+        outputs, call = self.outputs[key], self.call[key]
+        self.call[key] += 1
+
         if call >= len(outputs) or outputs[call].shapes != _shapes(args):
             raise RuntimeError(
                 f"recomputation calls {operator} with {_shapes(args)} at place {call}, where the forward "
@@ -232,6 +240,11 @@ class _ReplayOutputs(DispatchMode):
         saved = outputs[call]
         if [t._version for t in tensors_in(saved.value)] != saved.versions:
             raise RuntimeError(_CHANGED.format("something"))
+
+        if operator.namespace == _IN_PLACE:
+            buffer, work = saved.value
+            args[0].copy_(buffer)
+            return work
         return _map(alias, saved.value)
 
 
@@ -246,6 +259,15 @@ def is_saved(operator: Any) -> bool:
     """Whether selective recomputation saves the outputs of an operator."""
     space, _, name = operator.name().partition("::")  # an overload such as mm.out has a suffix
     return name in _SAVED_OPERATORS.get(space, "").split()
+
+
+def _call_key(operator: Any, args: Any) -> Any:
+    """Calls with the same key are replayed in their order.
+
+    Of exchanges in place it has the shapes: the forward also exchanges counts, which are recorded and not exchanged
+    again.
+    """
+    return (operator, *_shapes(args)) if operator.namespace == _IN_PLACE else operator
 
 
 def _shapes(args: Any) -> list[torch.Size]:

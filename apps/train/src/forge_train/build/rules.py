@@ -10,6 +10,8 @@ from forge_core import optim
 from forge_core.model import check_parts
 from forge_core.registry import Registry
 from forge_moe.config import AMONG_TOKENS
+from forge_moe.grouped_mm import find_backend
+from forge_moe.parallel import find_dispatcher
 from forge_moe.router import find_rule
 from forge_parallel.rules import mtp_problem
 from forge_resilience.policy import RollbackConfig
@@ -178,7 +180,11 @@ def _model_problems(config: JobConfig) -> list[Problem]:
             parts += _found_by(check_adapter, model.adapter)
         if not model.moe.num_experts:
             return parts
-        return [*parts, *_found_by(find_rule, model.moe.router, table="model.moe")]
+        moe: dict[Callable[..., Any], str]
+        moe = {find_rule: "router", find_backend: "backend", find_dispatcher: "dispatcher"}
+        for find, key in moe.items():
+            parts += _found_by(find, getattr(model.moe, key), table="model.moe")
+        return parts
     return _found_by(model_builder, model)
 
 

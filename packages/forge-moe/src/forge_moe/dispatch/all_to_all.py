@@ -15,23 +15,25 @@ from torch import Tensor
 
 from forge_moe._shared.problems import invalid
 from forge_moe.dispatch import exchange
-from forge_moe.dispatch.exchange import AllToAllPlan, Transit
+from forge_moe.dispatch.exchange import AllToAllPlan, HostCopy, Transit
 from forge_moe.dispatch.local import Permutation
 from forge_moe.load_balancing import count_ids
 from forge_moe.protocols import Dispatched
-from forge_moe.replay import record_or_replay
+from forge_moe.replay import record_or_replay, replaying
 
 
 class ChunkedDispatch:
     """`dispatch`, `combine` and `run` of dispatchers between ranks, composed of steps that they define.
 
-    exchange_splits(list of ids (T_c, K)) -> for each chunk (tokens sent, tokens received, rest): one host sync;
-    finish_dispatch(started exchange, rest) -> Dispatched; start_combine(rows, meta) starts to send sums back.
+    start_splits(list of ids (T_c, K)) starts to copy the sizes of all chunks to the host; splits(that copy) -> for each
+    chunk (tokens sent, tokens received, rest); finish_dispatch(started exchange, rest) -> Dispatched;
+    start_combine(rows, meta) starts to send sums back.
 
     `group`: the ranks of the exchange. Each of its members has `experts_per_member` experts, of its own or of its node.
     """
 
-    exchange_splits: Callable[[Sequence[Tensor]], Sequence[tuple[list[int], list[int], Any]]]
+    start_splits: Callable[[Sequence[Tensor]], HostCopy]
+    splits: Callable[[HostCopy], Sequence[tuple[list[int], list[int], Any]]]
     finish_dispatch: Callable[[Transit, Any], Dispatched]
     start_combine: Callable[[Tensor, Any], Transit]
 
@@ -40,18 +42,24 @@ class ChunkedDispatch:
             raise invalid("chunks", "range", chunks, "must be at least 1", "use 1, or 2 to overlap")
         self.group, self.experts_per_member, self.chunks = group, experts_per_member, chunks
 
+    def dispatch(self, x: Tensor, weights: Tensor, ids: Tensor) -> Dispatched:
+        """x (T, D), weights (T, K), ids (T, K) -> rows (R, D) by expert, counts (E,), no tail."""
+        copy, begun = self._start_splits([ids]), self.begin_dispatch(x, weights, ids)
+        (splits,) = self._recorded_splits(copy)
+        return self.finish_dispatch(*self.start_dispatch(begun, splits))
+
+    def begin_dispatch(self, x: Tensor, weights: Tensor, ids: Tensor) -> Transit:
+        """Plan the exchange of the tokens, without sizes on the host."""
+        plan = AllToAllPlan.of(ids // self.experts_per_member, self.group)
+        return exchange.begin_dispatch(x, weights, ids, plan, self.experts_per_member)
+
     def start_dispatch(
-        self, x: Tensor, weights: Tensor, ids: Tensor, splits: tuple[list[int], list[int], Any]
+        self, begun: Transit, splits: tuple[list[int], list[int], Any]
     ) -> tuple[Transit, Any]:
         """Start to send the tokens; other work may follow before `finish_dispatch`."""
         sent, received, rest = splits
-        plan = AllToAllPlan.of(ids // self.experts_per_member, self.group, sent, received)
-        return exchange.start_dispatch(x, weights, ids, plan, self.experts_per_member), rest
-
-    def dispatch(self, x: Tensor, weights: Tensor, ids: Tensor) -> Dispatched:
-        """x (T, D), weights (T, K), ids (T, K) -> rows (R, D) by expert, counts (E,), no tail."""
-        (splits,) = self._recorded_splits([ids])
-        return self.finish_dispatch(*self.start_dispatch(x, weights, ids, splits))
+        exchange.start_dispatch(begun, sent, received)
+        return begun, rest
 
     def combine(self, rows: Tensor, meta: Any) -> Tensor:
         """(T, D) fp32 from the experts' outputs rows (R, D)."""
@@ -67,10 +75,10 @@ class ChunkedDispatch:
     ) -> tuple[Tensor, Tensor | None]:
         """dispatch, `experts(rows, counts, full=True)` and combine: (T, D) fp32; and overlapped().
 
-        The tokens are split into `chunks`. `overlapped` (shared experts) is called during the first transfer; the tokens
-        of chunk i + 1 and the sums of chunk i - 1 are in transfer while the experts compute chunk i. Autograd takes the
-        steps in reverse, so gradients overlap with the same work. One exchange gives the sizes of all chunks: one host
-        sync.
+        The tokens are split into `chunks`; one exchange gives the sizes of all of them, and the host waits once, for these.
+        The first plan and `overlapped` (shared experts) are queued before that, so a device computes while the host waits and
+        launches the transfer. The tokens of chunk i + 1 and the sums of chunk i - 1 are in transfer while the experts
+        compute chunk i. Autograd takes the steps in reverse, so gradients overlap with the same work.
 
         A token's output does not depend on `chunks`; gradients of experts are summed over chunks. Each chunk costs one
         more of every exchange of tokens and sums and one more call of `experts`, which under FSDP gathers its parameters
@@ -91,16 +99,21 @@ class ChunkedDispatch:
     ) -> tuple[Tensor, Tensor | None]:
         sizes = even_sizes(x.size(0), self.chunks)
         id_chunks = ids.split(sizes)
-        splits = self._recorded_splits(id_chunks)
-        chunks = list(zip(x.split(sizes), weights.split(sizes), id_chunks, splits))
 
-        started = self.start_dispatch(*chunks[0])
+        # The host waits for the copy of the sizes only: what is queued after it keeps the device busy meanwhile.
+        copy = self._start_splits(id_chunks)
+        chunks = list(zip(x.split(sizes), weights.split(sizes), id_chunks))
+        begun = self.begin_dispatch(*chunks[0])
         alongside = overlapped() if overlapped is not None else None
+        splits = self._recorded_splits(copy)
+
+        started = self.start_dispatch(begun, splits[0])
         combining = []
-        for following in [*chunks[1:], None]:
+        for following in [*zip(chunks[1:], splits[1:]), None]:
             current = started
             if following is not None:  # in transfer while the experts compute the current chunk
-                started = self.start_dispatch(*following)
+                chunk, sizes_of_chunk = following
+                started = self.start_dispatch(self.begin_dispatch(*chunk), sizes_of_chunk)
             sent = self.finish_dispatch(*current)
             out = experts(sent.rows, sent.counts, full=True)
             combining.append(self.start_combine(out, sent.meta))
@@ -108,9 +121,17 @@ class ChunkedDispatch:
         sums = [exchange.finish_combine(each) for each in combining]
         return sums[0] if len(sums) == 1 else torch.cat(sums), alongside
 
-    def _recorded_splits(self, ids: Sequence[Tensor]) -> Sequence[tuple[list[int], list[int], Any]]:
-        # A recomputation reads the sizes of its forward: no second host sync.
-        return record_or_replay(self, "splits", lambda: self.exchange_splits(ids))
+    # A recomputation reads the sizes of its forward: no second exchange of counts, no second host sync.
+
+    def _start_splits(self, ids: Sequence[Tensor]) -> HostCopy | None:
+        return None if replaying() else self.start_splits(ids)
+
+    def _recorded_splits(self, copy: HostCopy | None) -> Sequence[tuple[list[int], list[int], Any]]:
+        def read() -> Sequence[tuple[list[int], list[int], Any]]:
+            assert copy is not None, "no value is made where one is replayed"
+            return self.splits(copy)
+
+        return record_or_replay(self, "splits", read)
 
 
 def even_sizes(total: int, chunks: int) -> list[int]:
@@ -161,13 +182,16 @@ class AllToAllDispatch(ChunkedDispatch):
         check_divisible(num_experts, self.ranks)
         super().__init__(group, num_experts // self.ranks, chunks)
 
-    def exchange_splits(self, ids: Sequence[Tensor]) -> list[Splits]:
-        """Split sizes of each chunk of ids (T_c, K): one exchange, one host sync."""
+    def start_splits(self, ids: Sequence[Tensor]) -> HostCopy:
+        """Start to copy the split sizes of each chunk of ids (T_c, K) to the host: one exchange."""
         ranks = [chunk // self.experts_per_member for chunk in ids]
         outgoing = torch.stack([exchange.tokens_with_slot(r, self.ranks) for r in ranks])
         incoming = exchange.exchange_counts(outgoing, self.group)  # (C, W, K)
-        sizes = exchange.to_host(outgoing[..., 0], incoming[..., 0], incoming.sum(1))
-        return [Splits(*of_chunk) for of_chunk in zip(*sizes)]
+        return HostCopy.start(outgoing[..., 0], incoming[..., 0], incoming.sum(1))
+
+    def splits(self, copy: HostCopy) -> list[Splits]:
+        """Wait for the split sizes: one host sync."""
+        return [Splits(*of_chunk) for of_chunk in zip(*exchange.to_host(copy))]
 
     def finish_dispatch(self, started: Transit, tokens_with_slot: list[int]) -> Dispatched:
         """Wait for the tokens and sort them by expert, then source rank, then token."""
@@ -223,8 +247,8 @@ class HierarchicalDispatch(ChunkedDispatch):
         super().__init__(between, num_experts // self.nodes, chunks)
         self.node = AllToAllDispatch(within, self.experts_per_member)
 
-    def exchange_splits(self, ids: Sequence[Tensor]) -> list[NodeSplits]:
-        """Sizes of both steps for each chunk: two small exchanges, one host sync.
+    def start_splits(self, ids: Sequence[Tensor]) -> HostCopy:
+        """Start to copy the sizes of both steps for each chunk to the host: two small exchanges.
 
         A rank sends not only the number of tokens for a node but also how many of these each rank of that node will
         get, so the second step's sizes are known before the first token is sent.
@@ -242,13 +266,18 @@ class HierarchicalDispatch(ChunkedDispatch):
 
         between = (outgoing[..., 0], incoming[..., 0])
         within = (forwarded[..., 0], gathered[..., 0], gathered.sum(1))
-        sizes = zip(*exchange.to_host(*between, *within))
+        return HostCopy.start(*between, *within)
+
+    def splits(self, copy: HostCopy) -> list[NodeSplits]:
+        """Wait for the sizes of both steps: one host sync."""
+        sizes = zip(*exchange.to_host(copy))
         return [NodeSplits(sent, received, Splits(*rest)) for sent, received, *rest in sizes]
 
     def finish_dispatch(self, started: Transit, within: Splits) -> Dispatched:
         """Wait for the tokens, send them on within the node, sort them by expert."""
         received = exchange.finish_dispatch(started)
-        sent = self.node.finish_dispatch(*self.node.start_dispatch(*received, within))
+        begun = self.node.begin_dispatch(*received)
+        sent = self.node.finish_dispatch(*self.node.start_dispatch(begun, within))
         return sent._replace(meta=(started, sent.meta))
 
     def start_combine(self, rows: Tensor, meta: tuple[Transit, Any]) -> Transit:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forge_moe.dispatch import row_sums
+
 
 class WireFormat(NamedTuple):
     """A row as bytes: D elements, K weights, K int32 ids, padded to 16 bytes.
@@ -61,7 +63,7 @@ class AllToAllPlan(NamedTuple):
     """The rows that this rank sends: one per token and rank, by rank, then by token.
 
     token_of_row (N,); row_of_slot (T, K), the row that carries a slot, N for a dropped slot; rows_of_token (T, P), the
-    rows of a token by rank, then N; sent, received (W,), rows per rank.
+    rows of a token by rank, then N; sent, received (W,), rows per rank, empty before `with_sizes`.
     """
 
     group: dist.ProcessGroup
@@ -72,25 +74,34 @@ class AllToAllPlan(NamedTuple):
     received: list[int]
 
     @classmethod
-    def of(
-        cls, rank_of_slot: Tensor, group: dist.ProcessGroup, sent: list[int], received: list[int]
-    ) -> AllToAllPlan:
-        """The plan for rank_of_slot (T, K) in 0..W, W for dropped slots. Device work of O(T W), no host sync."""
+    def of(cls, rank_of_slot: Tensor, group: dist.ProcessGroup) -> AllToAllPlan:
+        """The plan for rank_of_slot (T, K) in 0..W, W for dropped slots, without sizes: token_of_row has a tail.
+
+        Device work of O(T W), which needs no size on the host.
+        """
         num_tokens, top_k = rank_of_slot.shape
-        ranks, num_rows = len(sent), sum(sent)
+        ranks = dist.get_world_size(group)
         mask = token_rank_mask(rank_of_slot, ranks)  # (T, W)
 
-        # Rows are numbered by rank, then by token: a running count over the transposed mask.
-        number = mask.t().flatten().cumsum(0).view(ranks, num_tokens).t() - 1
+        # Rows are numbered by rank, then by token: a running count over the transposed mask, whose last one is N.
+        flat = mask.t().flatten().cumsum(0)
+        num_rows = flat[-1:] if num_tokens else flat.new_zeros(1)
+        number = flat.view(ranks, num_tokens).t() - 1
         row = torch.where(mask, number, num_rows)  # (T, W)
 
-        # Pairs of token and rank without a row write to entry N, which is sliced off.
+        # Pairs of token and rank without a row write to entry N, in the tail.
         tokens = torch.arange(num_tokens, device=row.device).unsqueeze(1).expand_as(row)
-        token_of_row = row.new_zeros(num_rows + 1).scatter_(0, row.flatten(), tokens.flatten())
-        dropped = row.new_full((num_tokens, 1), num_rows)
+        most = num_tokens * min(top_k, ranks)
+        token_of_row = row.new_zeros(most + 1).scatter_(0, row.flatten(), tokens.flatten())
+        dropped = num_rows.expand(num_tokens, 1)
         row_of_slot = torch.cat((row, dropped), dim=1).gather(1, rank_of_slot)  # (T, K)
         rows = row.topk(min(top_k, ranks), dim=1, largest=False, sorted=True).values  # (T, P)
-        return cls(group, token_of_row[:num_rows], row_of_slot, rows, sent, received)
+        return cls(group, token_of_row, row_of_slot, rows, [], [])
+
+    def with_sizes(self, sent: list[int], received: list[int]) -> AllToAllPlan:
+        """The plan with the rows per rank, and without the tail."""
+        token_of_row = self.token_of_row[: sum(sent)]
+        return self._replace(token_of_row=token_of_row, sent=sent, received=received)
 
 
 def token_rank_mask(rank_of_slot: Tensor, ranks: int) -> Tensor:
@@ -116,10 +127,30 @@ def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
     return incoming.transpose(0, 1)
 
 
-def to_host(*counts: Tensor) -> list[list[list[int]]]:
-    """Several (C, n) int64 tensors as lists. All in one copy: the only host sync of a dispatch."""
-    on_host = torch.cat(counts, 1).cpu()
-    return [each.tolist() for each in on_host.split([count.size(1) for count in counts], 1)]
+class HostCopy(NamedTuple):
+    """Several (C, n) tensors, side by side, on their way to the host; `copied` is recorded after the copy on CUDA."""
+
+    values: Tensor
+    widths: list[int]
+    copied: torch.cuda.Event | None
+
+    @classmethod
+    def start(cls, *counts: Tensor) -> HostCopy:
+        """Start one copy of several (C, n) int64 tensors. The host does not wait."""
+        joined, copied = torch.cat(counts, 1), None
+        widths = [count.size(1) for count in counts]
+        if joined.is_cuda:
+            pinned = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=True)
+            joined, copied = pinned.copy_(joined, non_blocking=True), torch.cuda.Event()
+            copied.record()
+        return cls(joined, widths, copied)
+
+
+def to_host(copy: HostCopy) -> list[list[list[int]]]:
+    """The tensors of a copy as lists. Waits for it, and for nothing queued later: the only host sync of a dispatch."""
+    if copy.copied is not None:
+        copy.copied.synchronize()
+    return [each.tolist() for each in copy.values.cpu().split(copy.widths, 1)]
 
 
 @dataclass
@@ -151,6 +182,8 @@ def _wait(transfer: _Transfer | None) -> Tensor:
 
 def _sum_rows_of_tokens(rows: Tensor, plan: AllToAllPlan, dtype: torch.dtype) -> Tensor:
     """(T, D) in `dtype`: sums of each token's rows of (N + 1, D), lowest rank first."""
+    if row_sums.in_one_pass(rows.device) and dtype != torch.float64:
+        return row_sums.sum_rows(rows[:-1], plan.rows_of_token, None, dtype)
     total = torch.zeros(plan.rows_of_token.size(0), rows.size(1), dtype=dtype, device=rows.device)
     for index in plan.rows_of_token.unbind(1):
         total += rows.index_select(0, index)
@@ -159,11 +192,12 @@ def _sum_rows_of_tokens(rows: Tensor, plan: AllToAllPlan, dtype: torch.dtype) ->
 
 @dataclass
 class Transit:
-    """An exchange that has started and not finished: its plan, its transfers, and the tensor that links its ends in the graph."""
+    """An exchange that is not finished: its plan, its transfers, and the tensor that links its ends in the graph."""
 
     plan: AllToAllPlan
     format: WireFormat
     experts_per_member: int = 0  # of an exchange to the experts
+    tokens: tuple[Tensor, Tensor, Tensor] | None = None  # x, weights, ids before they are sent
     sum_dtype: torch.dtype = torch.float32  # of an exchange back
     in_forward: _Transfer | None = None
     in_backward: _Transfer | None = None
@@ -180,18 +214,43 @@ class Transit:
         return handle
 
 
-def start_dispatch(
+def begin_dispatch(
     x: Tensor, weights: Tensor, ids: Tensor, plan: AllToAllPlan, experts_per_member: int
 ) -> Transit:
-    """Start to send x (T, D), weights (T, K), ids (T, K) to their ranks; `finish_dispatch` ends it.
+    """Begin an exchange of x (T, D), weights (T, K), ids (T, K) by a plan without sizes.
 
-    Each rank of the plan's group has `experts_per_member` experts and receives their local ids. One all-to-all in the
-    forward, one in the backward, of the gradients.
+    `start_dispatch` sends the tokens, `finish_dispatch` ends it. What runs between this call and `start_dispatch` has its gradients computed during the transfer of gradients: autograd
+    takes the steps in reverse.
     """
     wire = WireFormat(x.size(1), ids.size(1), x.dtype, weights.dtype)
     exchange = Transit(plan, wire, experts_per_member=experts_per_member)
-    exchange.handle = _StartDispatch.apply(x, weights, ids, exchange)
+    exchange.handle = _StartDispatch.apply(x, weights, exchange)
+    exchange.tokens = x.detach(), weights.detach(), ids
     return exchange
+
+
+def start_dispatch(exchange: Transit, sent: list[int], received: list[int]) -> None:
+    """Start to send the tokens to their ranks, each of which has `experts_per_member` experts and receives local ids.
+
+    sent, received (W,): rows per rank. One all-to-all in the forward, one in the backward, of the gradients.
+    """
+    assert exchange.tokens is not None, "an exchange starts once"
+    (x, weights, ids), exchange.tokens = exchange.tokens, None
+    exchange.plan = plan = exchange.plan.with_sizes(sent, received)
+    wire, local = exchange.format, exchange.experts_per_member
+    num_rows = plan.token_of_row.size(0)
+    packed = torch.empty(num_rows, wire.num_bytes, dtype=torch.uint8, device=x.device)
+    torch.index_select(x, 0, plan.token_of_row, out=wire.hidden(packed))
+
+    # A row has all K slots of its token; those that another row carries get weight 0 and the id
+    # `experts_per_member`, of a dropped slot.
+    row = torch.arange(num_rows, device=x.device).unsqueeze(1)
+    carried = plan.row_of_slot.index_select(0, plan.token_of_row) == row  # (N, K)
+    of_token = weights.index_select(0, plan.token_of_row)
+    wire.weights(packed).copy_(torch.where(carried, of_token, torch.zeros_like(of_token)))
+    local_ids = ids.index_select(0, plan.token_of_row) % local
+    wire.ids(packed).copy_(torch.where(carried, local_ids, local))
+    exchange.in_forward = _start(packed, plan, reverse=False)
 
 
 def finish_dispatch(exchange: Transit) -> tuple[Tensor, Tensor, Tensor]:
@@ -218,23 +277,8 @@ def finish_combine(exchange: Transit) -> Tensor:
 
 class _StartDispatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, ids: Tensor, exchange: Transit) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weights: Tensor, exchange: Transit) -> Tensor:
         ctx.exchange = exchange
-        plan, wire, local = exchange.plan, exchange.format, exchange.experts_per_member
-        num_rows = plan.token_of_row.size(0)
-        packed = torch.empty(num_rows, wire.num_bytes, dtype=torch.uint8, device=x.device)
-        torch.index_select(x, 0, plan.token_of_row, out=wire.hidden(packed))
-
-        # A row has all K slots of its token; those that another row carries get weight 0 and the id
-        # `experts_per_member`, of a dropped slot.
-        row = torch.arange(num_rows, device=x.device).unsqueeze(1)
-        carried = plan.row_of_slot.index_select(0, plan.token_of_row) == row  # (N, K)
-        of_token = weights.index_select(0, plan.token_of_row)
-        wire.weights(packed).copy_(torch.where(carried, of_token, torch.zeros_like(of_token)))
-        local_ids = ids.index_select(0, plan.token_of_row) % local
-        wire.ids(packed).copy_(torch.where(carried, local_ids, local))
-
-        exchange.in_forward = _start(packed, plan, reverse=False)
         return x.new_empty(0)
 
     @staticmethod
@@ -246,7 +290,7 @@ class _StartDispatch(torch.autograd.Function):
         wide = torch.promote_types(wire.dtype, torch.float32)
         x = _sum_rows_of_tokens(wire.hidden(packed), exchange.plan, wide).to(wire.dtype)
         weights = wire.weights(packed).gather(0, exchange.plan.row_of_slot)
-        return x, weights, None, None
+        return x, weights, None
 
 
 class _FinishDispatch(torch.autograd.Function):

@@ -2,7 +2,7 @@
 
 The backward of an index_select adds with atomics, in an order that changes from run to run. Here each direction is
 written as the gather that is the other's gradient, and sums over slots have a fixed order, in fp32: the same bits every
-time.
+time. On CUDA devices the sums and their gradients are kernels of `row_sums`.
 
 Shapes: T tokens, K slots per token, R routed tokens (one per token and slot) sorted by expert, D width, E experts.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from forge_moe.dispatch import row_sums
 from forge_moe.load_balancing import count_ids
 from forge_moe.protocols import Dispatched
 
@@ -29,7 +30,8 @@ class Permutation(NamedTuple):
 
     Tokens from other ranks have between 1 and K slots on this rank, most often one or two. `received` orders them by
     their number of slots, most first, and moves the slots of a token to the front: the tokens with a j-th slot are then
-    the first `tokens_with_slot[j]` ones, so a sum reads R rows rather than T K, and no size is read from the device.
+    the first `tokens_with_slot[j]` ones, so a sum reads R rows rather than T K, and no size is read from the device. The
+    kernels of `row_sums` skip slots without a row, so for them the tokens keep their order.
     line_of_token (T,): the line of a token in that order.
     """
 
@@ -54,6 +56,8 @@ class Permutation(NamedTuple):
         The senders have counted the tokens that have more than j slots here, for j < K.
         """
         num_rows = sum(tokens_with_slot)
+        if row_sums.in_one_pass(ids.device):
+            return cls.local(ids, num_rows)
         # Slots on other ranks have id E and sort last.
         slot_of_row = ids.reshape(-1).sort(stable=True).indices[:num_rows]  # (R,)
         row_of_slot = slot_of_row.new_zeros(ids.numel())
@@ -167,13 +171,16 @@ class _Unpermute(Function):
     @staticmethod
     def forward(ctx: Any, routed: Tensor, weights: Tensor, *fields: Any) -> Tensor:
         order = Permutation(*fields)
-        ctx.save_for_backward(routed, weights, order.slot_of_row)
+        ctx.save_for_backward(routed, weights, order.slot_of_row, order.row_of_slot)
         return order.sum(routed, weights)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        routed, weights, slot_of_row = ctx.saved_tensors
+        routed, weights, slot_of_row, row_of_slot = ctx.saved_tensors
+        if _in_one_pass(routed):
+            gradients = row_sums.sum_rows_backward(grad, routed, row_of_slot, weights)
+            return *gradients, None, None, None, None
         grad_routed = grad.index_select(0, slot_of_row // weights.size(1))  # (R, D)
 
         # A slot has one row at most, so the assignment by index has no collisions.
@@ -182,13 +189,20 @@ class _Unpermute(Function):
         grad_weights.scatter_(0, slot_of_row, products.to(weights.dtype))
 
         grad_routed *= weights.reshape(-1).index_select(0, slot_of_row).unsqueeze(1)
-        gradients = grad_routed.to(routed.dtype), grad_weights.view_as(weights)
-        return *gradients, None, None, None, None
+        grad_routed = grad_routed.to(routed.dtype)
+        return grad_routed, grad_weights.view_as(weights), None, None, None, None
+
+
+def _in_one_pass(rows: Tensor) -> bool:
+    # fp64 is summed in fp64, which the kernels do not.
+    return rows.dtype != torch.float64 and row_sums.in_one_pass(rows.device)
 
 
 def _sum_slots(routed: Tensor, row_of_slot: Tensor, weights: Tensor | None) -> Tensor:
     """Sum rows (R, D) at row_of_slot (T, K) over K in order: (T, D). An index of R or more adds nothing."""
     dtype = routed.dtype if weights is None else torch.promote_types(routed.dtype, weights.dtype)
+    if _in_one_pass(routed):
+        return row_sums.sum_rows(routed, row_of_slot, weights, dtype)
     if routed.size(0) == 0:
         return routed.new_zeros(row_of_slot.size(0), routed.size(1), dtype=dtype)
     if routed.size(0) < row_of_slot.numel():

@@ -13,7 +13,12 @@ from torch import nn
 
 from forge_parallel._shared.problems import invalid, raise_problems
 from forge_parallel._shared.shards import local_tensor
-from forge_parallel._torch_compat import reduce_unused_parameters, refresh_grad_dtypes
+from forge_parallel._torch_compat import (
+    disable_compile,
+    in_backward,
+    reduce_unused_parameters,
+    refresh_grad_dtypes,
+)
 from forge_parallel.axes.precision import drop_casts, own_dtype
 from forge_parallel.rules import (
     ShardedDim,
@@ -71,7 +76,8 @@ def apply_fsdp(
 
     The root, and such a head, is never resharded after its forward, as its backward follows at once. On one rank
     no module is resharded, which would free the copy in `compute_dtype` and cost a second cast; except modules
-    with frozen parameters in 16 bits, whose copy then exists only while they compute. Float inputs of the model
+    with frozen parameters in 16 bits, and experts on one rank of `sparse` among several of `mesh`, whose copies then
+    exist only while they compute. Float inputs of the model
     are cast to `compute_dtype`, those of a block are not: a block may take fp32 tables (RoPE).
 
     `experts` are wrapped by themselves over `sparse`. If their parameters are sharded over an axis `ep` already,
@@ -127,7 +133,7 @@ def apply_fsdp(
         # backward of head and root follows their forward at once
         reshards = reshard_after_forward and module not in (head, model)
         # on one rank there is nothing to free but casts of parameters that have no fp32 master
-        if unit_mesh.size() == 1:
+        if unit_mesh.size() == 1 and (mesh.size() == 1 or module not in expert_modules):
             reshards = reshard_after_forward and any(map(is_frozen_half, owned[module]))
         policy = MixedPrecisionPolicy(
             param_dtype=own_dtype(module) or compute_dtype,
@@ -210,17 +216,32 @@ def shards_dim_1(shape: tuple[int, ...], shards: int, rows: int = 1, tp: int = 1
 
 
 def _prefetch(blocks: list[nn.Module]) -> None:
-    """Set the modules that each block prefetches: its neighbor and the units inside of it.
+    """Set what each unit of the blocks gathers ahead: one block at most, and one unit inside of a block.
 
     FSDP2's implicit prefetch works only while the host runs ahead of the device. With experts the host waits in
-    every layer for the split sizes of their exchange.
+    every layer for the split sizes of their exchange. A block gathers the units inside of it (router, experts) under its
+    attention; the last of these gathers the next block under its own matmuls. The backward goes the other way, unit by
+    unit.
     """
     from torch.distributed.fsdp import FSDPModule
 
     units: list[list[Any]] = [[m for m in b.modules() if isinstance(m, FSDPModule)] for b in blocks]
+    for block, *inner in units:
+        block.set_modules_to_forward_prefetch(inner)
     for before, after in pairwise(units):
-        before[0].set_modules_to_forward_prefetch(after)
-        after[0].set_modules_to_backward_prefetch(before[::-1])
+        # not FSDP2's list: a unit inside of a block runs again where the block recomputes, with no next block
+        before[-1].register_forward_pre_hook(partial(_gather_in_forward, after[0]))
+
+    order = [unit for block, *inner in reversed(units) for unit in (block, *reversed(inner))]
+    for unit, following in pairwise(order):
+        unit.set_modules_to_backward_prefetch([following])
+
+
+@disable_compile
+def _gather_in_forward(unit: Any, *hooked: Any) -> None:
+    """Start to gather a unit; its own forward waits for it."""
+    if not in_backward():
+        unit.unshard(async_op=True)
 
 
 def is_frozen_half(parameter: nn.Parameter) -> bool:
