@@ -327,7 +327,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "tensors of a safetensors file may share bytes",
-        f"{_CKPT}/hf/headers.py",
+        f"{_CKPT}/_shared/safetensors_headers.py",
         "if entry.start != end:",
         "if entry.start > end:",
     ),
@@ -375,7 +375,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "tensors of an exported shard are not synced to the disk",
-        f"{_CKPT}/hf/save.py",
+        f"{_CKPT}/_shared/hf_save.py",
         "        os.fsync(fd)\n",
         "",
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -140,6 +140,30 @@ def _build(
         lora(model, config.lora.adapters, None, config.lora.whole)
     refuse(base_problems(config, paths))
     return model, config, dtypes
+
+
+def from_pretrained(
+    folder: str | Path,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> nn.Module:
+    """Return the model of a Hugging Face folder, in eval mode: any family that Forge has, mixtures of experts too.
+
+        model = from_pretrained("Qwen3-30B-A3B", device="cuda", dtype=torch.bfloat16)
+
+    dtype: fp32 or bf16; in bf16 a module with a compute dtype of its own, such as a router, keeps that.
+
+    Raises ConfigError for a family or an option that Forge does not have, and for tensors that do not fit.
+    """
+    names: dict[torch.dtype, Literal["fp32", "bf16"]] = {
+        torch.float32: "fp32",
+        torch.bfloat16: "bf16",
+    }
+    if dtype not in names:
+        rule, fix = "must be torch.float32 or torch.bfloat16", "convert the model afterwards"
+        raise invalid("dtype", "unsupported", dtype, rule, fix, kind=ConfigError)
+    where = torch.get_default_device() if device is None else device
+    return read_model(user_path(folder)).build(where, names[dtype])
 
 
 def load_folder(

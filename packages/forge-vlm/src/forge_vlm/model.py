@@ -5,8 +5,10 @@ Shapes: B sequences, S tokens of a sequence, D width of the stream, M tokens of 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -47,7 +49,7 @@ from forge_vlm.sequence.positions import (
     place_features,
     plan_of,
 )
-from forge_vlm.vision.build import build_encoder
+from forge_vlm.vision.build import build_encoder, processor_pixels
 from forge_vlm.vision.features import Features, values_of
 
 __all__ = ["VLM", "VLMCache"]
@@ -96,6 +98,35 @@ class VLM(Transformer):
         self._count_image_tokens()
         if not self.embedding.weight.is_meta:
             initialize(self, seed=0, strict=False)  # again, with the parts that came after it
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Return the model of a local Hugging Face folder (LLaVA, Qwen3-VL, ...), as `Transformer.from_pretrained`.
+
+        Its encoder normalizes 8-bit images as the folder's image processor does. Needs `forge-vlm[transformers]`.
+        """
+        from forge_core.families import PretrainedFolder
+        from forge_vlm.families import FAMILIES
+
+        found = PretrainedFolder(folder, FAMILIES)
+        pixels: Any = processor_pixels(found.processor())
+        found.config = replace(found.config, vision=replace(found.config.vision, **pixels))
+        return found.build(cls, device, dtype)
+
+    def save_pretrained(self, folder: str | os.PathLike[str], family: str | None = None) -> None:
+        """Write `config.json` and safetensors as a new folder that transformers loads, as `Transformer.save_pretrained`.
+
+        Files of the processor and of the tokenizer are not written: copy them from the folder that was loaded.
+        """
+        from forge_core.families import save_folder
+        from forge_vlm.families import FAMILIES
+
+        save_folder(self, folder, FAMILIES, family)
 
     def forward(
         self,

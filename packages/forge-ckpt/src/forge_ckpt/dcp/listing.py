@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from forge_ckpt import manifest
+from forge_ckpt._shared.file_bytes import read_at
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.dcp import unpickle
 from forge_ckpt.dcp.unpickle import Record
 from forge_ckpt.errors import corrupt, restated
-from forge_ckpt.files import Directory, read_at
+from forge_ckpt.files import Directory
 
 METADATA = ".metadata"
 _MAX_METADATA = 2**28  # bytes; torch writes about 160 for each box of each tensor

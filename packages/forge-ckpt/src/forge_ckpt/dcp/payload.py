@@ -9,10 +9,11 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
+from forge_ckpt._shared.file_bytes import read_at
 from forge_ckpt._shared.problems import ProblemError, invalid
 from forge_ckpt.dcp.listing import Payload
 from forge_ckpt.errors import corrupt, restated
-from forge_ckpt.files import Directory, read_at
+from forge_ckpt.files import Directory
 
 _EXPANSION = 64  # values of an object, at most, for each byte of its payload
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from forge_ckpt import objects
+from forge_ckpt._shared.hf_tensors import HFTensors
 from forge_ckpt._shared.paths import user_path
-from forge_ckpt.hf.load import HFTensors
 from forge_ckpt.manifest import ObjectEntry
 from forge_ckpt.write.stream import Box, write_checkpoint
 

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import torch
 
-from forge_ckpt.files import byte_view
+from forge_ckpt._shared.file_bytes import byte_view
 from forge_ckpt.read.blocks import Segment
 
 # Spans that are as near as two neighboring tensors (BlockFile aligns each) are read as one: a block

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from forge_ckpt import digests, directories, files, manifest, tree
+from forge_ckpt import digests, directories, manifest, tree
+from forge_ckpt._shared.file_bytes import byte_view
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import StepExists
 from forge_ckpt.foreign import refuse_foreign
@@ -99,7 +100,7 @@ def _write_file(
                 raise invalid(name, "duplicate", ..., rule, "leave one of them out")
 
             if data.numel():
-                view = files.byte_view(data)
+                view = byte_view(data)
                 start = block_file.append(view)
                 chunk = Chunk(box.offsets, tuple(data.shape), path.name, start, len(view))
                 tensors[name] = TensorEntry(

@@ -1,7 +1,10 @@
+# Copied from scripts/shared/safetensors_headers.py; edit that file, then run scripts/copy_shared.py.
 """Headers of safetensors files and the JSON beside them, parsed without trust.
 
 A file is 8 bytes (length of the header, little-endian), the header (one JSON object), the tensors.
 """
+
+from __future__ import annotations
 
 import json
 import math
@@ -14,11 +17,10 @@ from typing import Any
 
 import torch
 
-from forge_ckpt._shared.paths import open_regular as open_file
-from forge_ckpt._shared.paths import user_path
-from forge_ckpt._shared.problems import ProblemError, invalid
-from forge_ckpt.errors import one_line
-from forge_ckpt.files import read_at
+from .file_bytes import read_at
+from .paths import open_regular as open_file
+from .paths import user_path
+from .problems import ProblemError, invalid
 
 MAX_HEADER = 100_000_000  # bytes, the limit of the safetensors library
 MAX_JSON = 2**28
@@ -162,7 +164,7 @@ def _entries(header: dict[str, Any], path: Path, first: int, size: int) -> dict[
 def _entry(name: str, fields: dict[str, Any], path: Path, first: int) -> Entry:
     dtype, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
 
-    key = one_line(name[:80])
+    key = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name[:80])
     if not isinstance(dtype, str) or dtype not in DTYPES:
         rule = f"must be one of {', '.join(DTYPES)}"
         raise _bad(path, dtype, rule, code="unknown", key=f"{key}.dtype")

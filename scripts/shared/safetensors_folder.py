@@ -1,5 +1,7 @@
 """A folder of weights as transformers saves it: one safetensors file, or shards with an index."""
 
+from __future__ import annotations
+
 import os
 import re
 from collections.abc import Sequence
@@ -9,10 +11,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from forge_ckpt._shared.paths import user_path
-from forge_ckpt._shared.problems import invalid
-from forge_ckpt.files import byte_view, read_at
-from forge_ckpt.hf.headers import AGAIN, Entry, open_regular, read_header, read_json
+from .file_bytes import byte_view, read_at
+from .paths import user_path
+from .problems import invalid
+from .safetensors_headers import AGAIN, Entry, open_regular, read_header, read_json
 
 STEM = "model"
 FILE, INDEX = f"{STEM}.safetensors", f"{STEM}.safetensors.index.json"
