@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self
@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from forge_core import KVCache, Transformer, initialize
+from forge_core import KVCache, SamplingConfig, Transformer, generate, initialize
 from forge_core.flops import spared_flops
 from forge_core.protocols import check_names
 from forge_vlm._renamed import renamed
@@ -55,6 +55,7 @@ from forge_vlm.vision.features import Features, values_of
 __all__ = ["VLM", "VLMCache"]
 
 Factory = Callable[[int], nn.Module]
+_GREEDY = SamplingConfig(temperature=0.0)
 
 
 class VLM(Transformer):
@@ -142,6 +143,30 @@ class VLM(Transformer):
         if row_document_ids is not None:
             inputs["row_document_ids"] = row_document_ids
         return super().forward(tokens, positions, document_ids, loss=loss, **inputs)
+
+    def generate(
+        self,
+        tokens: Tensor,
+        document_ids: Tensor | None = None,
+        *,
+        max_new_tokens: int = 20,
+        sampling: SamplingConfig = _GREEDY,
+        eos_id: int | Sequence[int] | None = None,
+        **media: Tensor,
+    ) -> Tensor:
+        """Return new tokens (B, N) int64 after prompts (B, S); greedy unless `sampling` says otherwise.
+
+            model.generate(**processor(texts, images), max_new_tokens=20, eos_id=processor.eos_id)
+
+        document_ids: (B, S), -1 where a prompt is padded, on any side. media: what forward takes, such as `images`, of
+        all prompts in order. Otherwise as `forge_core.generate`; each image is encoded once.
+        """
+        rows = list(tokens)
+        if document_ids is not None:
+            rows = [row[ids >= 0] for row, ids in zip(tokens, document_ids)]
+        device, ends = self.embedding.weight.device, eos_id if eos_id != () else None
+        extras = {n: m if n in self.host_inputs else m.to(device) for n, m in media.items()}
+        return generate(self, rows, max_new_tokens, sampling, ends, extras=extras or None)
 
     def hidden(
         self,
