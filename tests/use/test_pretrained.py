@@ -13,10 +13,15 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
 
 import forge_train
 from forge_core import Transformer, TransformerConfig
+from forge_parallel import ParallelConfig
+from forge_testing import run_on_ranks
 from forge_testing.problems import ANY, rejects
+from forge_train import ConfigError
 from forge_train.build.hf_models import read_model
 from forge_vlm import VLM
 
@@ -179,6 +184,32 @@ def test_experts_are_read_by_forge_train(tmp_path: Path) -> None:
     half = forge_train.from_pretrained(tmp_path, dtype=torch.bfloat16)
     dtypes = {name: p.dtype for name, p in half.named_parameters()}
     assert dtypes["embedding.weight"] == torch.bfloat16
+
+
+def full_values(folder: Path, parallel: ParallelConfig, dims: dict[str, int]) -> dict[str, Tensor]:
+    mesh = init_device_mesh("cpu", tuple(dims.values()), mesh_dim_names=tuple(dims))
+    model = forge_train.from_pretrained(folder, mesh, parallel=parallel)
+    assert not model.training
+    found: dict[str, Any] = model.state_dict()
+    assert any(isinstance(value, DTensor) for value in found.values())
+    return {n: v.full_tensor() if isinstance(v, DTensor) else v for n, v in found.items()}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("options", "dims"), [({"ep": 2}, {"dp": 2}), ({}, {"tp": 2})])
+def test_a_mesh_shards_the_same_values(
+    options: dict[str, int], dims: dict[str, int], tmp_path: Path
+) -> None:
+    config = transformers.MixtralConfig(**TEXT, num_local_experts=4)
+    save(transformers.AutoModelForCausalLM.from_config(config), tmp_path)
+    wanted = forge_train.from_pretrained(tmp_path).state_dict()
+    parallel: Any = ParallelConfig(precision="fp32", **options)  # type: ignore[arg-type]
+    for found in run_on_ranks(2, full_values, tmp_path, parallel, dims):
+        assert [n for n, v in wanted.items() if not torch.equal(found[n], v)] == []
+    with rejects("parallel", ..., "excludes", ConfigError):
+        forge_train.from_pretrained(tmp_path, parallel=parallel)
+    with rejects("dtype", torch.float16, "unsupported", ConfigError):
+        forge_train.from_pretrained(tmp_path, dtype=torch.float16)
 
 
 def test_only_the_own_package_is_imported(tmp_path: Path) -> None:
