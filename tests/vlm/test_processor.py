@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from forge_vlm.resolution import ResolutionConfig
 
 pytestmark = pytest.mark.lane("test")
 
+README = Path(__file__).parents[2] / "packages/forge-vlm/README.md"
 MARKS = ["<s>", "</s>", "<image>", "<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>"]  # fmt: skip
 IMAGE, PAD, VIDEO = 258, 259, 260
 TEXT: dict[str, Any] = {
@@ -156,6 +158,20 @@ def test_inputs_and_answers_are_those_of_transformers(kind: str, tmp_path: Path)
     right = Processor.from_pretrained(tmp_path, padding_side="right")(texts, images())
     assert torch.equal(model.generate(**right, max_new_tokens=5), new)
     assert processor.decode([*b"red", 257, 7]) == processor.batch_decode([[*b"red"]])[0]
+
+
+def test_the_example_of_the_readme_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    qwen(tmp_path / "Qwen3-VL-2B-Instruct")
+    images()[0].save(tmp_path / "photo.png")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    (code,) = (block for block in blocks if "Qwen3-VL-2B-Instruct" in block)
+    seen: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), seen)
+    assert seen["answers"].shape[0] == 2
+    kind = transformers.Qwen3VLForConditionalGeneration
+    _, info = kind.from_pretrained(tmp_path / "copy", output_loading_info=True)
+    assert not any(info.values()), info
 
 
 def test_a_model_of_text_and_images_of_its_own(tmp_path: Path) -> None:
