@@ -333,7 +333,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "tensors of a safetensors file may share bytes",
-        f"{_CKPT}/hf/folder.py",
+        f"{_CKPT}/_shared/safetensors_headers.py",
         "if entry.start != end:",
         "if entry.start > end:",
     ),
@@ -381,7 +381,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "tensors of an exported shard are not synced to the disk",
-        f"{_CKPT}/hf/save.py",
+        f"{_CKPT}/_shared/hf_save.py",
         "        os.fsync(fd)\n",
         "",
     ),

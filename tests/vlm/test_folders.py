@@ -1,9 +1,8 @@
-"""Folders of Hugging Face through rows of a family; the example of forge-vlm's README runs."""
+"""Folders of Hugging Face through rows of a family."""
 
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,6 @@ from forge_vlm.families import QWEN3_VL
 pytestmark = pytest.mark.lane("test")
 
 transformers = pytest.importorskip("transformers")
-README = Path(__file__).parents[2] / "packages/forge-vlm/README.md"
 TEXT = {
     **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
     **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16},
@@ -42,19 +40,6 @@ def theirs() -> Any:
     )
     model = transformers.Qwen3VLForConditionalGeneration(config).eval()
     return model
-
-
-def test_the_example_of_the_readme_runs(
-    theirs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    theirs.save_pretrained(tmp_path / "Qwen3-VL-2B-Instruct")
-    monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
-    (code,) = (block for block in blocks if "Qwen3-VL-2B-Instruct" in block)
-    seen: dict[str, Any] = {}
-    exec(compile(code, "README.md", "exec"), seen)
-    assert seen["answer"].shape == (1, 8)
-    assert seen["patches"].shape == (24, 1536)
 
 
 def test_a_saved_folder_opens_and_comes_back(theirs: Any, tmp_path: Path) -> None:

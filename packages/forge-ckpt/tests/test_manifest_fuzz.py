@@ -28,7 +28,7 @@ from forge_ckpt import (
     load_weights,
     read_tensors,
 )
-from forge_ckpt.files import byte_view
+from forge_ckpt._shared.file_bytes import byte_view
 from forge_testing import run_on_ranks
 
 pytestmark = pytest.mark.lane("test")

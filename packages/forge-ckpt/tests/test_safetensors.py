@@ -434,7 +434,7 @@ def test_F210_values_that_are_not_finite_are_rejected_by_name(tmp_path, dtype, v
 
 
 def test_F139_tensors_are_compared_by_their_bytes(tmp_path, monkeypatch):
-    monkeypatch.setattr("forge_ckpt.hf.folder._BLOCK", 5)
+    monkeypatch.setattr("forge_ckpt._shared.safetensors_folder._BLOCK", 5)
     one = torch.arange(12.0).view(3, 4)
     last = one.clone()
     last[2, 3] += 1.0
@@ -468,7 +468,7 @@ def test_a_file_beyond_any_index_or_that_shrinks_is_refused(tmp_path, monkeypatc
     with rejects(last, ..., "truncated", where=path):
         folder.read(last)
     (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr("forge_ckpt.hf.headers.MAX_JSON", 1)
+    monkeypatch.setattr("forge_ckpt._shared.safetensors_headers.MAX_JSON", 1)
     with rejects("", 2, "size", where=tmp_path / "config.json"):
         read_json(tmp_path / "config.json")
 

@@ -7,7 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.utils._pytree import tree_map_only
 
-from forge_ckpt import Store, files
+from forge_ckpt import Store
+from forge_ckpt._shared.file_bytes import byte_view
 from forge_ckpt.codec import unwrap
 from forge_testing import run_on_ranks
 from forge_testing.problems import rejects
@@ -71,7 +72,7 @@ def test_F115_what_a_wrapper_holds_is_saved_and_filled(tmp_path):
 
 def test_F115_memory_that_is_not_there_is_refused_by_name(tmp_path):
     with rejects("tensor", (2,), "memory", where="Wrapper"):
-        files.byte_view(Wrapper(torch.ones(2)))
+        byte_view(Wrapper(torch.ones(2)))
     with rejects("", "Two", "subclass"):
         unwrap(Two(torch.ones(2)))
     with Store(tmp_path) as store, rejects("x.a", "Two", "subclass"):

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from forge_train.config.layers import Layers, read_layers
     from forge_train.config.schema import JobConfig
     from forge_train.errors import ConfigError, DataError, JobError, StateError
-    from forge_train.jobs import load_folder, load_job, load_model, load_trained
+    from forge_train.jobs import from_pretrained, load_folder, load_job, load_model, load_trained
     from forge_train.loop.trainer import RunResult, Trainer
     from forge_train.metrics.columns import column_of, read_rows
     from forge_train.protocols import Sink
@@ -37,6 +37,7 @@ __all__ = [
     "StateError",
     "Trainer",
     "column_of",
+    "from_pretrained",
     "load_folder",
     "load_job",
     "load_model",
@@ -55,7 +56,7 @@ _NAMES = {
     "build.resolve": "ResolvedJob resolve",
     "config.schema": "JobConfig",
     "errors": "ConfigError DataError JobError StateError",
-    "jobs": "load_folder load_job load_model load_trained",
+    "jobs": "from_pretrained load_folder load_job load_model load_trained",
     "metrics.columns": "column_of read_rows",
     "protocols": "Sink",
     "report.read_run": "Run read_run",

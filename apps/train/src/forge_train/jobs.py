@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -13,17 +13,27 @@ from torch import nn
 from forge_ckpt import Store
 from forge_ckpt.frozen_base import FrozenBase
 from forge_ckpt.stage_state import InDtypes, StageState, tensor_names
+from forge_core import initialize
 from forge_core.lora import frozen_names, lora, merge
 from forge_data import Tokenizer, load_tokenizer
 from forge_data.tokenizer_files import folder_ends
-from forge_parallel import Meshes, ParallelConfig, store_parameters
+from forge_moe import expert_parallelize, recompute_contexts
+from forge_moe.hooks import num_experts_by_layer
+from forge_parallel import (
+    Meshes,
+    ParallelConfig,
+    config_of_mesh,
+    make_meshes,
+    parallelize,
+    store_parameters,
+)
 from forge_resilience import Agreement
 from forge_train._shared.paths import user_path
 from forge_train._shared.problems import invalid
 from forge_train.build.begin_tokens import run_layers
 from forge_train.build.build import build_model
 from forge_train.build.data import run_tokenizer
-from forge_train.build.hf_models import read_model
+from forge_train.build.hf_models import HFModel, read_model
 from forge_train.build.resolve import ResolvedJob, resolve
 from forge_train.build.run_directory import RunDirectory
 from forge_train.config.layers import read_layers
@@ -140,6 +150,66 @@ def _build(
         lora(model, config.lora.adapters, None, config.lora.whole)
     refuse(base_problems(config, paths))
     return model, config, dtypes
+
+
+def from_pretrained(
+    folder: str | Path,
+    mesh: Any = None,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    parallel: ParallelConfig | None = None,
+) -> nn.Module:
+    """Return the model of a Hugging Face folder, in eval mode: any family that Forge has, mixtures of experts too.
+
+        model = from_pretrained("Qwen3-30B-A3B", device="cuda", dtype=torch.bfloat16)
+        model = from_pretrained("Qwen3-30B-A3B", mesh, parallel=ParallelConfig(ep=8))
+
+    mesh: a `torch.distributed.DeviceMesh` with named dims (`forge_parallel.config_of_mesh`): the model is sharded as
+    `parallelize` does, and each rank keeps its shards of the tensors that it reads. Collective.
+    device, dtype: of one process, fp32 by default; in bf16 a module with a compute dtype of its own, such as a router,
+    keeps that. With a mesh its own device, and the same dtype for compute.
+    parallel: further options with a mesh, in place of dtype: ep, precision and param_dtype, recompute, compile.
+
+    Raises ConfigError for a family or an option that Forge does not have, and for tensors that do not fit.
+    """
+    names: dict[torch.dtype | None, Literal["fp32", "bf16"]]
+    names = {None: "fp32", torch.float32: "fp32", torch.bfloat16: "bf16"}
+    if dtype not in names:
+        rule, fix = "must be torch.float32 or torch.bfloat16", "convert the model afterwards"
+        raise invalid("dtype", "unsupported", dtype, rule, fix, kind=ConfigError)
+    for key, given, wrong in (
+        ("parallel", parallel, mesh is None),
+        ("device", device, mesh is not None),
+        ("dtype", dtype, parallel is not None),
+    ):
+        if given is not None and wrong:
+            rule = "needs a mesh" if mesh is None else "is that of the mesh, or of parallel"
+            raise invalid(key, "excludes", ..., rule, "leave it out", kind=ConfigError)
+
+    found = read_model(user_path(folder))
+    if mesh is None:
+        return found.build(torch.get_default_device() if device is None else device, names[dtype])
+    own = ParallelConfig(precision=names[dtype], param_dtype=names[dtype])
+    with config_errors():
+        return _load_sharded(found, mesh, config_of_mesh(mesh, parallel or own))
+
+
+def _load_sharded(found: HFModel, mesh: Any, config: ParallelConfig) -> nn.Module:
+    """The model of a folder over the ranks of a mesh. Collective."""
+    if config.pp > 1:
+        rule, fix = "must be 1, as a stage has a part of the tensors", "start a run from the folder"
+        raise invalid("pp", "unsupported", config.pp, rule, fix, kind=ConfigError)
+    meshes = make_meshes(config, mesh=mesh)
+    model = build_model(found.section, 0)
+    records = bool(num_experts_by_layer(model))
+    if config.ep > 1:
+        expert_parallelize(model, meshes.sparse["ep"])
+    contexts = recompute_contexts if records else None
+    model = parallelize(model, config, meshes, recompute_contexts=contexts)
+    initialize(model, 0)  # buffers that the folder need not hold
+    found.load(model)
+    return model.eval()
 
 
 def load_folder(

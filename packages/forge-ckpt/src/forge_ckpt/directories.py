@@ -15,10 +15,11 @@ import shutil
 import socket
 from pathlib import Path
 
-from forge_ckpt import files, manifest
+from forge_ckpt import manifest
 from forge_ckpt._renamed import renamed
 from forge_ckpt._shared import atomic, locks
 from forge_ckpt._shared.atomic import remove, sync_folder
+from forge_ckpt._shared.file_bytes import write_new_file
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import StepExists, StoreInUse
 
@@ -134,7 +135,7 @@ def seal(temporary: Path, table: manifest.Manifest, target: Path) -> None:
     rename, fsync of the parent. After a power loss at any point, a directory with its final name holds everything.
     Raises StepExists if ``target`` is there.
     """
-    files.write_file(temporary / manifest.NAME, manifest.encode(table))
+    write_new_file(temporary / manifest.NAME, manifest.encode(table))
     atomic.sync_folder(temporary)
     if os.path.lexists(target):  # rename would silently replace an empty directory
         rule = "appeared during the save, as two writers share the directory"

@@ -1,7 +1,6 @@
-"""Bytes and files: views of tensors without numpy, complete reads and writes, opens without links."""
+"""Files of a checkpoint: reads from memory, direct writes, opens without links."""
 
 import contextlib
-import ctypes
 import errno
 import os
 import stat
@@ -9,39 +8,12 @@ import time
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
-import torch
-
-from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import corrupt
 
 # Errors of a damaged or tampered directory. Others (EACCES, EMFILE) are faults of the host.
 _DAMAGE = {errno.ENOENT, errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.ENXIO, errno.EIO}
 # Network file systems show new names of another host late.
 _LATE = {errno.ENOENT, errno.ESTALE}
-
-
-def byte_view(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor as writable bytes; the view does not keep it alive."""
-    assert tensor.device.type == "cpu", "stage the tensor first"
-    assert tensor.is_contiguous(), "stage the tensor first"
-    size = tensor.numel() * tensor.element_size()
-    if size == 0:
-        return memoryview(bytearray())
-    if tensor.data_ptr() == 0:  # a view of address 0 would crash the process when it is read
-        rule = f"is the shape of a {type(tensor).__name__} without memory of its own"
-        raise invalid("tensor", "memory", tuple(tensor.shape), rule)
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
-
-
-def read_at(fd: int, view: memoryview, offset: int) -> int:
-    """Fill ``view`` from ``offset``; returns the bytes read, fewer only at the end of the file."""
-    done = 0  # one call reads at most 2 GiB, and fewer bytes after a signal
-    while done < len(view):
-        count = os.preadv(fd, [view[done:]], offset + done)
-        if count == 0:
-            break
-        done += count
-    return done
 
 
 def file_stamp(fd: int) -> tuple[int, ...]:
@@ -58,13 +30,6 @@ def read_cached(fd: int, view: memoryview, offset: int) -> bool:
         return False
 
 
-def write_at(fd: int, view: memoryview, offset: int) -> None:
-    """Write all of ``view`` at ``offset``; repeats short writes until an OSError names the cause."""
-    done = 0
-    while done < len(view):
-        done += os.pwrite(fd, view[done:], offset + done)
-
-
 def open_direct(path: Path) -> int | None:
     """A descriptor of an existing file that writes past the page cache; None where the file system has none.
 
@@ -76,16 +41,6 @@ def open_direct(path: Path) -> int | None:
         return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return None
-
-
-def write_file(path: Path, data: bytes) -> None:
-    """Write ``data`` to a new file and fsync it."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-    try:
-        write_at(fd, memoryview(data), 0)
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 @contextlib.contextmanager

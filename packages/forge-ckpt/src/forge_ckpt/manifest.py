@@ -20,9 +20,10 @@ from typing import Any
 import torch
 
 from forge_ckpt import codec
+from forge_ckpt._shared.file_bytes import read_at
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.errors import CheckpointMismatch, corrupt, restated
-from forge_ckpt.files import Directory, read_at
+from forge_ckpt.files import Directory
 
 NAME = "manifest.json"
 FORMATS = (1, 2)

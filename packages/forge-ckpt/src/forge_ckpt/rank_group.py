@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from forge_ckpt._shared.file_bytes import byte_view
 from forge_ckpt._shared.problems import (
     Problem,
     ProblemError,
@@ -33,7 +34,6 @@ from forge_ckpt.errors import (
     has_problems,
     is_problem_error,
 )
-from forge_ckpt.files import byte_view
 
 T = TypeVar("T")
 LOST_RANKS = "the ranks of this store lost each other"  # begins the text of that RuntimeError

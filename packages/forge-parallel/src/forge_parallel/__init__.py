@@ -11,7 +11,7 @@ from forge_parallel.grad_norm import (
     global_count,
     global_grad_norm,
 )
-from forge_parallel.meshes import Axis, Meshes, launch, make_meshes, select_device
+from forge_parallel.meshes import Axis, Meshes, config_of_mesh, launch, make_meshes, select_device
 from forge_parallel.parallelize import materialize, parallelize, store_parameters
 from forge_parallel.start import (
     StartError,
@@ -32,6 +32,7 @@ __all__ = [
     "apply_fsdp",
     "clip_grad_norm_",
     "clip_grads_",
+    "config_of_mesh",
     "end_process_group",
     "find_world",
     "follow_requires_grad",

@@ -99,14 +99,56 @@ def _index_of_this_rank() -> int:
     return torch.cuda.current_device() if world.launcher == "none" else world.local_rank
 
 
-def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> Meshes:
+def config_of_mesh(mesh: Any, config: ParallelConfig | None = None) -> ParallelConfig:
+    """Return `config` with the axes of a `torch.distributed.DeviceMesh`.
+
+        mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp_shard", "tp"))
+        config_of_mesh(mesh).tp                 # 2
+
+    Dims are named as the fields of ParallelConfig, in the order pp, dp_replicate, dp_shard, cp, tp; `dp` and `fsdp` are
+    names of dp_shard, too. An axis without a dim has one rank; ep is taken from `config`.
+
+    Raises ValueError for other names or another order, for a mesh that does not have all ranks in their order, and for a
+    config that sets an axis to another size.
+    """
+    names = tuple(_DIM_NAMES.get(n, n) for n in mesh.mesh_dim_names or ())
+    known = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    if not names or [name for name in known if name in names] != list(names):
+        rule = f"must be of {', '.join(known)}, in this order, each once"
+        fix = "use init_device_mesh(device, shape, mesh_dim_names=('dp_shard', 'tp'))"
+        raise invalid("mesh.mesh_dim_names", "names", mesh.mesh_dim_names, rule, fix)
+    if mesh.mesh.flatten().tolist() != list(range(dist.get_world_size())):
+        rule = f"must be all {dist.get_world_size()} ranks in their order"
+        fix = "give the mesh that init_device_mesh makes, not a part of it"
+        raise invalid("mesh.mesh", "ranks", mesh.mesh.flatten().tolist(), rule, fix)
+
+    given = config or ParallelConfig()
+    axes = {"dp_shard": 1, **dict(zip(names, mesh.mesh.shape))}
+    for name in known:
+        size, own = axes.setdefault(name, 1), getattr(given, name)
+        if own not in (size, -1 if name == "dp_shard" else 1):
+            rule = f"must be {size}, as in the mesh"
+            raise invalid(name, "mesh", own, rule, "leave it out", where="parallel")
+    return replace(given, device=mesh.device_type, **axes)
+
+
+def make_meshes(
+    config: ParallelConfig | None = None,
+    device: torch.device | None = None,
+    *,
+    mesh: Any = None,
+) -> Meshes:
     """The meshes and groups of `config` over the ranks of the running process group.
 
     Without a group this is one process; where it needs FSDP2 (`casts_on_one_rank`) a group of one rank is
     started (no port, no file; `end_process_group` ends it). Collective: every rank calls it. Each group
     is used once, so that a broken network shows here and names its axis. Raises ValueError when the axes do
     not multiply to the world size. Usage: `meshes = make_meshes(config)`.
+
+    mesh: a `torch.distributed.DeviceMesh` that gives the axes (`config_of_mesh`). Its own groups are used for parameters
+    where its dims are dp_replicate, dp_shard and tp; other axes get groups here.
     """
+    config = config_of_mesh(mesh, config) if mesh is not None else config or ParallelConfig()
     if config.layout == "auto":
         rule = "must become a layout first"
         fix = "forge-train does that, and forge_parallel.plan.auto_layout gives its keys"
@@ -129,7 +171,7 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
     dense_axes = {"dp_shard": layout.dp_shard * layout.cp, "tp": layout.tp}
     # the same ranks, arranged for experts, which tp ranks shard like data ranks
     expert_axes = {"efsdp": layout.dp_shard * layout.cp * layout.tp // layout.ep, "ep": layout.ep}
-    dense = _mesh(config, device, layout, dense_axes)
+    dense = _given_mesh(mesh, layout) or _mesh(config, device, layout, dense_axes)
     has_sparse = max(layout.ep, layout.tp) > 1
 
     meshes = Meshes(
@@ -149,6 +191,15 @@ def make_meshes(config: ParallelConfig, device: torch.device | None = None) -> M
 
     _warm_up(meshes)
     return meshes
+
+
+def _given_mesh(mesh: Any, layout: Layout) -> Any:
+    """The caller's mesh in the form of `Meshes.dense`; None where it has another."""
+    if mesh is None or layout.cp > 1 or "dp_shard" not in mesh.mesh_dim_names:
+        return None
+    sizes = zip(mesh.mesh_dim_names, mesh.mesh.shape)
+    kept = tuple(name for name, size in sizes if size > 1 or name == "dp_shard")
+    return mesh if kept == mesh.mesh_dim_names else mesh[kept]
 
 
 def with_one_rank(config: ParallelConfig, meshes: Meshes) -> Meshes:
@@ -288,4 +339,6 @@ def launch(config: ParallelConfig, facts: Mapping[str, str] | None = None) -> It
     end_process_group()
 
 
+#: Other names of mesh dims.
+_DIM_NAMES = {"dp": "dp_shard", "fsdp": "dp_shard"}
 _ONE_PROCESS = find_world({})

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from forge_parallel._shared.module_protocols import check_names
+from forge_parallel._shared.problems import invalid
 from forge_parallel.axes.fsdp import (
     FROZEN_HALF,
     HALF,
@@ -17,10 +18,10 @@ from forge_parallel.axes.fsdp import (
     keep_on_host,
 )
 from forge_parallel.axes.precision import casts_suffice, compute_in, own_dtype
-from forge_parallel.axes.roles import Matched, find_roles
+from forge_parallel.axes.roles import Matched, find_roles, roles_of_plan
 from forge_parallel.check_model import check_model, report_blocks
 from forge_parallel.config import ParallelConfig, keeps_gathered
-from forge_parallel.meshes import Meshes, make_meshes, with_one_rank
+from forge_parallel.meshes import Meshes, config_of_mesh, make_meshes, with_one_rank
 from forge_parallel.structure import Blocks, Structure, structure_of
 
 _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -31,6 +32,8 @@ def parallelize(
     config: ParallelConfig | None = None,
     meshes: Meshes | None = None,
     *,
+    mesh: Any = None,
+    plan: Mapping[str, Any] | None = None,
     blocks: Blocks | None = None,
     roles: Mapping[str, Any] | None = None,
     seq_len: int = 2048,
@@ -44,6 +47,9 @@ def parallelize(
             model = parallelize(model_on_meta, config, meshes)
             initialize(model, seed=0)             # storage of a meta model has arbitrary content
 
+        mesh = init_device_mesh("cuda", (4, 2), mesh_dim_names=("dp_shard", "tp"))
+        parallelize(model, mesh=mesh, plan={"layers.*.up": ColwiseParallel(), "layers.*.down": RowwiseParallel()})
+
     One process in fp32 is not wrapped, and in bf16 as a rule its parameters are cast for each forward (`compute_in`);
     any other layout or precision uses FSDP2, and its mixed precision in bf16, which gives the same numbers.
     A model with values must have the same values on all ranks: each rank keeps its shard, nothing is sent. Trained
@@ -52,6 +58,11 @@ def parallelize(
     casts them to the dtype of the forward, module by module. Shard experts first (`forge_moe.expert_parallelize`).
 
     meshes              default: those of the running process group, or of one process
+    mesh                a DeviceMesh with named dims, in place of `meshes` and of the axes of `config`: `config_of_mesh`.
+                        `make_meshes(config, mesh=mesh)` gives what `global_count` takes
+    plan                in place of `roles`, for tp: {pattern of module names: style}, as torch's `parallelize_module` and
+                        transformers have it. A style is ColwiseParallel(), RowwiseParallel() or SequenceParallel()
+                        without layouts, which follow from the config, or a name of `axes.roles.STYLES`
     blocks              wrapped, recomputed and compiled one by one: a pattern of names ("encoder.layer.*"), or a list
                         of names, patterns and modules. Default: `model.blocks()`, else the longest list of like
                         modules, which is reported (see `structure_of`)
@@ -71,8 +82,16 @@ def parallelize(
     Cost: memory as `materialize`; one collective to make the mesh if `meshes` is not given.
     """
     check_names(model)
+    if mesh is not None:
+        if meshes is not None:
+            raise invalid("mesh", "excludes", ..., "replaces meshes", "give one of them")
+        config = config_of_mesh(mesh, config)
     config = ParallelConfig() if config is None else config
-    meshes = make_meshes(config) if meshes is None else meshes
+    meshes = make_meshes(config, mesh=mesh) if meshes is None else meshes
+    if plan is not None:
+        if roles is not None:
+            raise invalid("plan", "excludes", ..., "replaces roles", "give one of them")
+        roles = roles_of_plan(model, plan)
     # FSDP2 casts frozen parameters in 16 bits to the dtype of the forward, on one rank in fp32, too
     if meshes.dense is None and (
         any(is_frozen_half(p) for p in model.parameters())

@@ -5,15 +5,17 @@ Shapes: B sequences, S tokens of a sequence, D width of the stream, M tokens of 
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from forge_core import KVCache, Transformer, initialize
+from forge_core import KVCache, SamplingConfig, Transformer, generate, initialize
 from forge_core.flops import spared_flops
 from forge_core.protocols import check_names
 from forge_vlm._renamed import renamed
@@ -47,12 +49,13 @@ from forge_vlm.sequence.positions import (
     place_features,
     plan_of,
 )
-from forge_vlm.vision.build import build_encoder
+from forge_vlm.vision.build import build_encoder, processor_pixels
 from forge_vlm.vision.features import Features, values_of
 
 __all__ = ["VLM", "VLMCache"]
 
 Factory = Callable[[int], nn.Module]
+_GREEDY = SamplingConfig(temperature=0.0)
 
 
 class VLM(Transformer):
@@ -97,6 +100,35 @@ class VLM(Transformer):
         if not self.embedding.weight.is_meta:
             initialize(self, seed=0, strict=False)  # again, with the parts that came after it
 
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Return the model of a local Hugging Face folder (LLaVA, Qwen3-VL, ...), as `Transformer.from_pretrained`.
+
+        Its encoder normalizes 8-bit images as the folder's image processor does. Needs `forge-vlm[transformers]`.
+        """
+        from forge_core.families import PretrainedFolder
+        from forge_vlm.families import FAMILIES
+
+        found = PretrainedFolder(folder, FAMILIES)
+        pixels: Any = processor_pixels(found.processor())
+        found.config = replace(found.config, vision=replace(found.config.vision, **pixels))
+        return found.build(cls, device, dtype)
+
+    def save_pretrained(self, folder: str | os.PathLike[str], family: str | None = None) -> None:
+        """Write `config.json` and safetensors as a new folder that transformers loads, as `Transformer.save_pretrained`.
+
+        Files of the processor and of the tokenizer are not written: copy them from the folder that was loaded.
+        """
+        from forge_core.families import save_folder
+        from forge_vlm.families import FAMILIES
+
+        save_folder(self, folder, FAMILIES, family)
+
     def forward(
         self,
         tokens: Tensor,
@@ -111,6 +143,30 @@ class VLM(Transformer):
         if row_document_ids is not None:
             inputs["row_document_ids"] = row_document_ids
         return super().forward(tokens, positions, document_ids, loss=loss, **inputs)
+
+    def generate(
+        self,
+        tokens: Tensor,
+        document_ids: Tensor | None = None,
+        *,
+        max_new_tokens: int = 20,
+        sampling: SamplingConfig = _GREEDY,
+        eos_id: int | Sequence[int] | None = None,
+        **media: Tensor,
+    ) -> Tensor:
+        """Return new tokens (B, N) int64 after prompts (B, S); greedy unless `sampling` says otherwise.
+
+            model.generate(**processor(texts, images), max_new_tokens=20, eos_id=processor.eos_id)
+
+        document_ids: (B, S), -1 where a prompt is padded, on any side. media: what forward takes, such as `images`, of
+        all prompts in order. Otherwise as `forge_core.generate`; each image is encoded once.
+        """
+        rows = list(tokens)
+        if document_ids is not None:
+            rows = [row[ids >= 0] for row, ids in zip(tokens, document_ids)]
+        device, ends = self.embedding.weight.device, eos_id if eos_id != () else None
+        extras = {n: m if n in self.host_inputs else m.to(device) for n, m in media.items()}
+        return generate(self, rows, max_new_tokens, sampling, ends, extras=extras or None)
 
     def hidden(
         self,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,7 +27,7 @@ from forge_data.tokenizer_files import TOKENIZER_FILES
 from forge_moe.config import MoEOptions
 from forge_moe.families import ExpertLayers
 from forge_moe.model_section import MoESection
-from forge_parallel import materialize
+from forge_parallel import materialize, store_parameters
 from forge_train._shared.problems import Problem, ProblemError, invalid, problems_of, show
 from forge_train.build.build import build_model
 from forge_train.config.imported import TRAINING_KEYS, table_of, write_table
@@ -170,9 +170,13 @@ class HFModel(forge_ckpt.hf.HFModel):
         with config_errors():
             return super().tensors()
 
-    def build(self, device: torch.device | str = "cpu") -> nn.Module:
-        """The model in eval mode with the weights in fp32; ConfigError for tensors that do not fit."""
-        model = materialize(build_model(self.section, 0), torch.device(device))
+    def build(
+        self, device: torch.device | str = "cpu", param_dtype: Literal["fp32", "bf16"] = "fp32"
+    ) -> nn.Module:
+        """The model in eval mode; ConfigError for tensors that do not fit."""
+        model = build_model(self.section, 0)
+        store_parameters(model, param_dtype)
+        model = materialize(model, torch.device(device))
         initialize(model, 0)  # buffers that the folder need not hold
         with config_errors():
             self.load(model)

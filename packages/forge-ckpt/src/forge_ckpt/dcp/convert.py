@@ -20,11 +20,12 @@ import torch
 from torch import Tensor
 
 from forge_ckpt import codec, manifest
+from forge_ckpt._shared.file_bytes import read_at
 from forge_ckpt._shared.problems import ProblemError, invalid, problems_of
 from forge_ckpt.dcp import unpickle
 from forge_ckpt.dcp.unpickle import Record
 from forge_ckpt.errors import corrupt, restated
-from forge_ckpt.files import Directory, read_at
+from forge_ckpt.files import Directory
 from forge_ckpt.manifest import ObjectEntry
 from forge_ckpt.write.writer import Box, write_checkpoint
 

@@ -1,21 +1,22 @@
 """Reversible maps between Hugging Face tensor names and Forge's; folders of safetensors in and out."""
 
+from forge_ckpt._shared.hf_save import merged_config
+from forge_ckpt._shared.hf_tensors import HFTensors, read_processor
+from forge_ckpt._shared.name_maps import to_forge, to_hf
+from forge_ckpt._shared.name_rows import Op, Row, check_rows, hf_name
+from forge_ckpt._shared.safetensors_folder import HFFolder
+from forge_ckpt._shared.safetensors_headers import read_json
 from forge_ckpt.hf.adapters import MergedTensors, peft_files
 from forge_ckpt.hf.compare import BOUND, compare_logits, why_not_compared
 from forge_ckpt.hf.families import HFFamily, find_family, fitting_family, hf_families
-from forge_ckpt.hf.folder import HFFolder, read_json
-from forge_ckpt.hf.load import HFTensors, fill_part, fill_tensor, load_hf, store_hf
+from forge_ckpt.hf.load import fill_part, fill_tensor, load_hf, store_hf
 from forge_ckpt.hf.model import (
     HFModel,
-    merged_config,
     notes_of,
     read_files,
-    read_processor,
     tensors_beside,
 )
-from forge_ckpt.hf.rows import Op, Row, check_rows, hf_name
 from forge_ckpt.hf.save import save_hf
-from forge_ckpt.hf.stream import to_forge, to_hf
 
 __all__ = [
     "BOUND",

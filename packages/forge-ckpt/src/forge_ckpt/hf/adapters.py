@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from forge_ckpt._shared.name_rows import Row, hf_name
 from forge_ckpt._shared.problems import invalid
-from forge_ckpt.hf.rows import Row, hf_name
 from forge_ckpt.read.tensors import SavedTensors
 
 #: Names of an adapter's matrices in its layer: A (R, I) and B (O, R) of rank R.

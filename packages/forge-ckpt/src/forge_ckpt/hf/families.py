@@ -22,6 +22,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Any, NamedTuple
 
+from forge_ckpt._shared.name_rows import Row
 from forge_ckpt._shared.problems import (
     Problem,
     ProblemError,
@@ -29,7 +30,6 @@ from forge_ckpt._shared.problems import (
     problems_of,
     raise_problems,
 )
-from forge_ckpt.hf.rows import Row
 
 GROUP = "forge.hf_families"
 #: How far a family is from a model for one misfit: other tensors are farther than another number.

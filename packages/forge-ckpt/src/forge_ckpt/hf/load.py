@@ -16,77 +16,14 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from forge_ckpt import codec
+from forge_ckpt._shared.hf_tensors import HFTensors
+from forge_ckpt._shared.name_rows import Row
 from forge_ckpt._shared.paths import user_path
-from forge_ckpt._shared.problems import Problem, ProblemError, raise_problems
+from forge_ckpt._shared.problems import Problem, raise_problems
+from forge_ckpt._shared.safetensors_folder import matches
 from forge_ckpt.codec import unwrap
-from forge_ckpt.errors import restated
-from forge_ckpt.hf.folder import HFFolder, matches
-from forge_ckpt.hf.rows import Row, check_rows
-from forge_ckpt.hf.stream import assemble, to_forge
 from forge_ckpt.manifest import ObjectEntry
 from forge_ckpt.write.writer import Box, write_checkpoint
-
-
-class HFTensors:
-    """The tensors of a Hugging Face folder under Forge's names.
-
-        for name, tensor in HFTensors("Qwen3-0.6B", QWEN3.rows): ...
-
-    The whole map is tried on names, shapes and dtypes first: what it cannot hold is a ValueError before
-    the first tensor is read. Memory of an iteration: one tensor of Forge and one of the parts that it is
-    made of. ``ignore`` are fnmatch patterns of Hugging Face names that are left out, in an index without a tensor
-    too; ``ignored`` lists those that were. ``rows`` is {name of Forge: number of rows} of tensors that get more rows than the
-    files have: each is the mean of those, in fp32.
-    """
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        maps: Sequence[Row],
-        ignore: Sequence[str] = (),
-        rows: Mapping[str, int] | None = None,
-    ) -> None:
-        self._folder, self._rows = HFFolder(path, ignore), check_rows(maps)
-        found = self._folder.meta()
-        self.ignored = [name for name in found if matches(name, ignore)]
-        for name in self.ignored:
-            del found[name]
-        try:
-            self.meta = dict(to_forge(maps, found.items()))
-        except ValueError as error:
-            raise restated(error, self._folder.path, ProblemError) from error
-        self._in_files = dict(self.meta)
-        for name in self.meta.keys() & (rows or {}):
-            one = self.meta[name]
-            self.meta[name] = one.new_empty(rows[name], *one.shape[1:])  # type: ignore[index]
-
-    def differences(self, state: Mapping[str, Tensor]) -> list[str]:
-        """A sentence for each tensor that only one of the files and ``state`` has, or of another shape."""
-        return [str(problem) for problem in self.problems(state)]
-
-    def problems(self, state: Mapping[str, Tensor]) -> list[Problem]:
-        """:meth:`differences` as problems, by name."""
-        there, fix, found = self.meta, "build the model of these files", []
-        for name in sorted(there.keys() | state.keys()):
-            if name not in state:
-                found.append(Problem(name, "file_only", ..., "is in the files only", fix))
-            elif name not in there:
-                found.append(Problem(name, "model_only", ..., "is in the model only", fix))
-            elif (here := tuple(state[name].shape)) != (shape := tuple(there[name].shape)):
-                rule = f"is its shape in the model, and {shape} in the files"
-                found.append(Problem(name, "shape", here, rule, fix))
-        return found
-
-    def read(self, name: str) -> Tensor:
-        """The tensor of Forge's ``name`` on the CPU, in the dtype of the file."""
-        found = assemble(name, self._in_files[name], self._rows, self._folder.read)
-        if found.shape == (wanted := self.meta[name].shape):
-            return found
-        mean = found.float().mean(0, keepdim=True).to(found.dtype)
-        return torch.cat([found, mean.expand(wanted[0] - len(found), *wanted[1:])])
-
-    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
-        return ((name, self.read(name)) for name in self.meta)
 
 
 def load_hf(

@@ -2,19 +2,21 @@
 
 import os
 import shutil
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from forge_ckpt._shared.hf_tensors import HFTensors, has_own_head, rows_in
+from forge_ckpt._shared.name_rows import Row
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
+from forge_ckpt._shared.safetensors_folder import HFFolder, matches
+from forge_ckpt._shared.safetensors_headers import MAX_JSON, read_json
 from forge_ckpt.hf.families import find_family
-from forge_ckpt.hf.folder import MAX_JSON, HFFolder, matches, read_json
-from forge_ckpt.hf.load import HFTensors, load_hf
-from forge_ckpt.hf.rows import Row
+from forge_ckpt.hf.load import load_hf
 from forge_ckpt.hf.save import save_hf
 
 #: Files next to the weights that belong to the model: configuration, license. Those of tokenizers the caller knows.
@@ -22,9 +24,7 @@ _KEPT = (
     *("config.json", "generation_config.json", "LICENSE*", "preprocessor_config.json"),
     *("processor_config.json", "video_preprocessor_config.json"),
 )
-_PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 _BESIDE = "beside"
-_TOWER = "vision_tower."
 #: Tensors with a row for each token.
 _OF_TOKENS = ("embedding.weight", "lm_head.weight", "lm_head.bias")
 
@@ -48,7 +48,9 @@ class HFModel:
         self.configs = self.family.configs_from_hf(self.hf)
         self._main = next(iter(self.configs))  # the part with embedding and head
         self._sizes: dict[str, int] = {}
-        self.untied = self.config.tie_embeddings and self._has_own_head()
+        self.untied = self.config.tie_embeddings and has_own_head(
+            self.path, self.family.rows_of(self.configs)
+        )
         if self.untied:
             self._set(tie_embeddings=False)
 
@@ -103,35 +105,8 @@ class HFModel:
     def _rows(self) -> tuple[list[Row], list[str]]:
         """The rows under the names that the files have, and patterns of tensors that are left out."""
         rows = self.family.rows_of(self.configs)
-        ignored = [*self._ignored(rows), *self.family.beside]
-        return _named_as_in(HFFolder(self.path, ignored).entries, rows), ignored
-
-    def _ignored(self, rows: Sequence[Row]) -> list[str]:
-        """Patterns of tensors that transformers does not load either: they change no logits."""
-        extra, heads = self.hf.get("num_nextn_predict_layers"), _names(rows, "lm_head.weight")
-        count = extra if type(extra) is int and 0 < extra < 64 else 0
-        first = self.config.num_layers
-        return [
-            "*.rotary_emb.inv_freq",
-            *(heads if self.config.tie_embeddings else ()),
-            *(["*.position_ids"] if self._main == "vision" else []),
-            # multi-token prediction
-            *(f"{p}layers.{i}.*" for i in range(first, first + count) for p in ("model.", "")),
-        ]
-
-    def _has_own_head(self) -> bool:
-        """Whether the files have a head that differs from the embedding. transformers 5 does not tie it then, whatever
-        config.json says; 4 drops it."""
-        rows = self.family.rows_of(self.configs)
-        (head,), (embedding,) = (
-            _names(rows, f"{name}.weight") for name in ("lm_head", "embedding")
-        )
-        try:
-            source = HFFolder(self.path, optional=[head])
-        except ValueError:  # an error where the weights are read; a plan needs none
-            return False
-        names = [n for n in (embedding, embedding.removeprefix("model.")) if n in source.entries]
-        return head in source.entries and bool(names) and not source.same(head, names[0])
+        images = self._main == "vision"
+        return rows_in(self.path, self.hf, self.config, rows, self.family.beside, images)
 
 
 def notes_of(model: HFModel, ignored: Sequence[str]) -> list[str]:
@@ -162,52 +137,3 @@ def read_files(folder: Path, patterns: Sequence[str]) -> dict[str, bytes]:
                 raise invalid("", "size", ..., rule, fix, where=path)
             found[path.name] = path.read_bytes()
     return found
-
-
-def read_processor(folder: Path) -> dict[str, Any]:
-    """The table of the folder's image processor; empty without one."""
-    path = next((p for name in _PROCESSORS if (p := folder / name).is_file()), None)
-    table: dict[str, Any] = {} if path is None else read_json(path)
-    found: dict[str, Any] = table.get("image_processor", table)
-    return found
-
-
-def merged_config(original: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
-    """A `config.json`: `written` over the original, and so its tables of parts (text_config) of the same model_type.
-
-    The token that fills up rows stays: it is the tokenizer's.
-    """
-    found = {**original, **written}
-    for key, value in written.items():
-        before = original.get(key)
-        if not isinstance(value, dict) or not isinstance(before, dict):
-            continue
-        if "model_type" in value and before.get("model_type") == value["model_type"]:
-            found[key] = {**before, **value}
-    if "pad_token_id" in original:
-        found["pad_token_id"] = original["pad_token_id"]
-    return found
-
-
-def _names(rows: Sequence[Row], name: str) -> list[str]:
-    """Their name of one of our tensors."""
-    return [str(theirs) for theirs, ours, _ in rows if ours == name]
-
-
-def _named_as_in(names: Collection[str], rows: Sequence[Row]) -> list[Row]:
-    """The rows under the names that files have: those of a base model have no `model.` before them, and transformers 4
-    wrote a vision tower's with `vision_model.` in them."""
-    older = f"{_TOWER}vision_model."
-    renamed = {} if any(n.startswith("model.") for n in names) else {"model.": ""}
-    heads = [hf for hf, _, _ in rows if isinstance(hf, str)]
-    if not any(h.startswith(older) for h in heads) and any(n.startswith(older) for n in names):
-        renamed[_TOWER] = older
-
-    def named(hf: str) -> str:
-        old = next((old for old in renamed if hf.startswith(old)), "")
-        return renamed.get(old, "") + hf.removeprefix(old)
-
-    return [
-        (named(hf) if isinstance(hf, str) else tuple(map(named, hf)), ours, ops)
-        for hf, ours, ops in rows
-    ]

@@ -1,28 +1,21 @@
 """Weights out to a folder that transformers reads: sharded safetensors, written tensor by tensor."""
 
 import contextlib
-import json
 import os
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from forge_ckpt._shared.atomic import new_folder
+from forge_ckpt._shared.hf_save import Read, write_folder
+from forge_ckpt._shared.hf_tensors import HFTensors
+from forge_ckpt._shared.name_rows import Row
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
-from forge_ckpt.files import byte_view, write_at, write_file
-from forge_ckpt.hf.folder import STEM, matches, write_header
-from forge_ckpt.hf.load import HFTensors
-from forge_ckpt.hf.rows import Row
-from forge_ckpt.hf.stream import to_hf
+from forge_ckpt._shared.safetensors_folder import STEM
 from forge_ckpt.protocols import WholeTensors
 from forge_ckpt.read.tensors import SavedTensors
-
-Read = Callable[[str], Tensor]
 
 
 def save_hf(
@@ -53,28 +46,22 @@ def save_hf(
     The folder appears whole, by one rename after everything is synced. Raises ValueError before anything is
     written for a folder that is not empty and for tensors that no row knows or that do not fit theirs.
     """
-    out = user_path(path)
-    if os.path.lexists(out) and (out.is_symlink() or not out.is_dir() or any(out.iterdir())):
-        rule = "exists, and must be a new or an empty folder"
-        raise invalid("path", "exists", str(out), rule, "choose another")
     with _opened(source, prefix) as (meta, read):
         if extra is not None:
             meta, read = {**meta, **extra.meta}, _either(extra, read)
             maps = (*maps, *((name, name, ()) for name in extra.meta))
-        order = sorted((n for n in meta if not matches(n, ignore)), key=_in_numbers)
-        casts = {name: _cast(name, meta[name], dtype, keep) for name in order}
-
-        def cast(name: str, tensors: Callable[[str], Tensor]) -> Tensor:
-            return tensors(name).detach().to(casts[name])
-
-        shapes = to_hf(maps, ((name, cast(name, meta.__getitem__)) for name in order))
-        shards = _shards({name: tensor for name, tensor in shapes}, max_shard_bytes, stem)
-        with new_folder(out) as folder:
-            tensors = to_hf(maps, ((name, cast(name, read)) for name in order))
-            for name, shard in shards.items():
-                _write_shard(folder / name, shard, tensors)
-            for name, content in {**_index(shards, stem), **(files or {})}.items():
-                write_file(folder / name, content)
+        write_folder(
+            user_path(path),
+            maps,
+            meta,
+            read,
+            dtype=dtype,
+            keep=keep,
+            ignore=ignore,
+            max_shard_bytes=max_shard_bytes,
+            files=files,
+            stem=stem,
+        )
 
 
 def _either(extra: HFTensors, read: Read) -> Read:
@@ -106,59 +93,3 @@ def _opened(
             {name.removeprefix(prefix): saved.meta(name) for name in names},
             lambda name: saved.read(prefix + name),
         )
-
-
-def _cast(name: str, tensor: Tensor, dtype: torch.dtype | None, keep: Sequence[str]) -> torch.dtype:
-    if dtype is None or not tensor.is_floating_point() or matches(name, keep):
-        return tensor.dtype
-    return dtype
-
-
-def _in_numbers(name: str) -> list[tuple[int, str]]:
-    """A key that puts layer 10 behind layer 9."""
-    return [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d+)", name)]
-
-
-def _shards(tensors: Mapping[str, Tensor], limit: int, stem: str) -> dict[str, dict[str, Tensor]]:
-    """{file: tensors}: filled in order, each file up to ``limit`` bytes."""
-    parts: list[dict[str, Tensor]] = [{}]
-    size = 0
-    for name, tensor in tensors.items():
-        if parts[-1] and size + tensor.nbytes > limit:
-            parts.append({})
-            size = 0
-        parts[-1][name] = tensor
-        size += tensor.nbytes
-    if len(parts) == 1:
-        return {f"{stem}.safetensors": parts[0]}
-    return {f"{stem}-{i:05d}-of-{len(parts):05d}.safetensors": p for i, p in enumerate(parts, 1)}
-
-
-def _index(shards: Mapping[str, Mapping[str, Tensor]], stem: str) -> dict[str, bytes]:
-    if len(shards) == 1:
-        return {}
-    size = sum(tensor.nbytes for shard in shards.values() for tensor in shard.values())
-    table = {
-        "metadata": {"total_size": size},
-        "weight_map": {name: file for file, shard in shards.items() for name in shard},
-    }
-    return {f"{stem}.safetensors.index.json": json.dumps(table, indent=2).encode() + b"\n"}
-
-
-def _write_shard(
-    path: Path, shard: Mapping[str, Tensor], tensors: Iterator[tuple[str, Tensor]]
-) -> None:
-    """A file of the tensors that ``shard`` announces, taken from the front of ``tensors``."""
-    header, starts = write_header({n: (t.dtype, tuple(t.shape)) for n, t in shard.items()})
-    write_file(path, header)
-    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    try:
-        for wanted, start in starts.items():
-            name, tensor = next(tensors)
-            assert name == wanted, (name, wanted)
-            host = tensor.cpu().contiguous()
-            write_at(fd, byte_view(host), start)
-            del tensor, host  # or they would live while the next one is read
-        os.fsync(fd)
-    finally:
-        os.close(fd)

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from forge_ckpt import codec
+from forge_ckpt._shared.file_bytes import read_at
 from forge_ckpt.errors import corrupt
-from forge_ckpt.files import Directory, file_stamp, os_errors_as_corruption, read_at, read_cached
+from forge_ckpt.files import Directory, file_stamp, os_errors_as_corruption, read_cached
 from forge_ckpt.manifest import BLOCK_BYTES, FileEntry, Manifest
 
 _thread = threading.local()  # one scratch block for each reading thread

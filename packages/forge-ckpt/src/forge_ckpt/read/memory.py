@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.checkpoint.planner import ReadItem
 
+from forge_ckpt._shared.file_bytes import byte_view
 from forge_ckpt._shared.problems import Problem, invalid, raise_problems
 from forge_ckpt.errors import CheckpointMismatch
-from forge_ckpt.files import byte_view
 from forge_ckpt.manifest import ALIGN
 from forge_ckpt.read.blocks import Segment
 from forge_ckpt.read.planner import ForgeLoadPlanner

@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from forge_ckpt import codec, files, manifest
+from forge_ckpt._shared.file_bytes import byte_view
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.directories import refuse_foreign
@@ -150,7 +151,7 @@ class ForgeReader(StorageReader):
 
         arena = Arena([box.span for box in staged])
         segments = [
-            Segment(boxes[i].span.file, boxes[i].span.start, files.byte_view(target), deferred)
+            Segment(boxes[i].span.file, boxes[i].span.start, byte_view(target), deferred)
             for i, (target, deferred) in unstaged.items()
         ]
         read = read_segments(self.directory, table, [*segments, *arena.segments], self.threads)
@@ -288,7 +289,7 @@ def stage_box(
     """Memory for a box of a chunk, from ``begin`` in it, and the segment of the file that fills it."""
     span, _, strides = _span(chunk, dtype, begin, lengths)
     memory = torch.empty(span.length // dtype.itemsize, dtype=dtype)
-    segment = Segment(span.file, span.start, files.byte_view(memory))
+    segment = Segment(span.file, span.start, byte_view(memory))
     return memory.as_strided(tuple(lengths), strides), segment
 
 

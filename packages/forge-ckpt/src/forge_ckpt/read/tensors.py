@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from forge_ckpt import codec, directories, manifest
+from forge_ckpt._shared.file_bytes import byte_view
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.directories import refuse_foreign
-from forge_ckpt.files import byte_view
 from forge_ckpt.manifest import Chunk, Manifest, TensorEntry
 from forge_ckpt.read.blocks import LastBlock, Segment, read_segments
 from forge_ckpt.read.reader import ForgeReader, stage_box

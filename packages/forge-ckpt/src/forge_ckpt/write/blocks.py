@@ -8,7 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from forge_ckpt import codec
-from forge_ckpt.files import open_direct, write_at
+from forge_ckpt._shared.file_bytes import write_at
+from forge_ckpt.files import open_direct
 from forge_ckpt.manifest import ALIGN, BLOCK_BYTES, FileEntry
 
 

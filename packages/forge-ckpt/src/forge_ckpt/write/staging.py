@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from forge_ckpt._shared.file_bytes import byte_view
 from forge_ckpt._shared.problems import invalid
-from forge_ckpt.files import byte_view
 from forge_ckpt.write.planner import FileLayout, Piece
 
 logger = logging.getLogger("forge_ckpt")

@@ -17,7 +17,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from forge_ckpt import codec, directories, files, manifest
+from forge_ckpt import codec, directories, manifest
+from forge_ckpt._shared.file_bytes import byte_view
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import invalid
 from forge_ckpt.directories import Lock, refuse_foreign
@@ -255,7 +256,7 @@ def _write_file(
                 raise invalid(name, "duplicate", ..., rule, "leave one of them out")
 
             if data.numel():
-                view = files.byte_view(data)
+                view = byte_view(data)
                 start = block_file.append(view)
                 chunk = Chunk(box.offsets, tuple(data.shape), path.name, start, len(view))
                 tensors[name] = TensorEntry(

@@ -1,6 +1,6 @@
 """Hugging Face families: names of tensors and keys of configurations, as data.
 
-`FAMILIES` has them by `model_type`, `find_family` finds the one of a `config.json`.
+`FAMILIES` has them by `model_type`, `find_family` finds the one of a `config.json`, and `PretrainedFolder` loads a folder.
 """
 
 from collections.abc import Mapping
@@ -18,6 +18,7 @@ from forge_core.families.dense import (
     SMOLLM3,
 )
 from forge_core.families.family import Family
+from forge_core.families.folders import PretrainedFolder, save_folder
 from forge_core.families.gemma import GEMMA3
 from forge_core.families.mixtures import (
     DEEPSEEK_V3,
@@ -31,6 +32,7 @@ from forge_core.families.mixtures import (
 
 __all__ = [
     "DEEPSEEK_V3",
+    "DENSE_FAMILIES",
     "FAMILIES",
     "GEMMA3",
     "GLM4_MOE",
@@ -48,30 +50,18 @@ __all__ = [
     "QWEN3_MOE",
     "SMOLLM3",
     "Family",
+    "PretrainedFolder",
     "find_family",
+    "save_folder",
 ]
 
-FAMILIES = {
+#: Those without experts, which forge_core reads and writes by itself.
+DENSE_FAMILIES = {
     family.name: family
-    for family in (
-        LLAMA,
-        MISTRAL,
-        QWEN2,
-        QWEN3,
-        OLMO2,
-        GEMMA3,
-        GRANITE,
-        SMOLLM3,
-        PHI3,
-        MIXTRAL,
-        QWEN2_MOE,
-        QWEN3_MOE,
-        OLMOE,
-        GLM4_MOE,
-        DEEPSEEK_V3,
-        GPT_OSS,
-    )
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, OLMO2, GEMMA3, GRANITE, SMOLLM3, PHI3)
 }
+_MIXTURES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GLM4_MOE, DEEPSEEK_V3, GPT_OSS)
+FAMILIES = DENSE_FAMILIES | {family.name: family for family in _MIXTURES}
 
 
 def find_family(hf: Mapping[str, Any], families: Mapping[str, Family] = FAMILIES) -> Family:

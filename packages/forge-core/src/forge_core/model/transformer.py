@@ -5,9 +5,10 @@ Shapes: B sequences, S tokens, D width of the residual stream, V vocabulary, K m
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -146,6 +147,35 @@ class Transformer(nn.Module):
     def extra_repr(self) -> str:
         c = self.config
         return f"vocab_size={c.vocab_size}, dim={c.dim}, num_layers={c.num_layers}, num_heads={c.num_heads}"
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """Return the model of a local Hugging Face folder, in eval mode: dense families, safetensors, one process.
+
+            model = Transformer.from_pretrained("Qwen3-0.6B", device="cuda", dtype=torch.bfloat16)
+
+        device, dtype: of the parameters; by default torch's own (fp32), whatever the dtype of the files.
+
+        Raises ValueError for an unknown architecture, keys of `config.json` that cannot be held, and tensors that are
+        missing, unknown or of other shapes, before memory is allocated. Nothing is downloaded.
+        """
+        from forge_core.families import DENSE_FAMILIES, PretrainedFolder
+
+        return PretrainedFolder(folder, DENSE_FAMILIES).build(cls, device, dtype)
+
+    def save_pretrained(self, folder: str | os.PathLike[str], family: str | None = None) -> None:
+        """Write `config.json` and safetensors as a new folder that transformers loads; see `families.save_folder`.
+
+        family: the `model_type`, by default that of the loaded folder, or the first that can hold the model.
+        """
+        from forge_core.families import DENSE_FAMILIES, save_folder
+
+        save_folder(self, folder, DENSE_FAMILIES, family)
 
     def forward(
         self,

@@ -286,6 +286,7 @@ STYLES = {
     "colwise_rep": "gather_output",
     "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "replicate_sum_grad",
+    "sequence": "sequence",
 }
 
 
@@ -297,22 +298,27 @@ def has_plan(model: Any) -> bool:
     )
 
 
-def roles_of_plan(model: nn.Module) -> dict[str, str]:
-    """{name of a parameter: role} of `model`, from its config's `base_model_tp_plan` and its `_tp_plan`.
+def roles_of_plan(model: nn.Module, plan: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """{name of a parameter: role} of `model`, from its config's `base_model_tp_plan` and its `_tp_plan`, or from `plan`.
 
         tensor_parallel(model, mesh, roles=roles_of_plan(model))    # its default for such a model
 
     Embeddings without a row are sharded by ids, other modules without one are replicated. A replicated module is
     right on the full residual stream only, so one next to colwise layers (a norm of heads) raises ValueError, as do
-    unknown styles.
+    unknown styles. Values of `plan` may be styles of torch.distributed.tensor.parallel.
     """
-    plan = _tp_plan_of(model)
+    named = _tp_plan_of(model) if plan is None else {}
+    for pattern, style in (plan or {}).items():
+        named[pattern] = style if isinstance(style, str) else _name_of_style(pattern, style)
+        if plan and not any(fnmatchcase(name, pattern) for name, _ in model.named_modules()):
+            rule, fix = "matches no module", "correct or remove it"
+            raise invalid(pattern, "not_found", ..., rule, fix, where="plan")
     found: dict[str, str] = {}
     colwise_parents = set()
     problems: list[Problem] = []
     for name, _ in model.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]
-        styles = {s for p, s in plan.items() if fnmatchcase(owner, p) or fnmatchcase(name, p)}
+        styles = {s for p, s in named.items() if fnmatchcase(owner, p) or fnmatchcase(name, p)}
         unknown = styles - set(STYLES)
         if unknown or len(styles) > 1:
             listed = ", ".join(sorted(styles))
@@ -337,6 +343,25 @@ def roles_of_plan(model: nn.Module) -> dict[str, str]:
         found[name] = "vocab" if ids else "opaque"
     raise_problems("", merge_layers(dict.fromkeys(problems)))
     return found
+
+
+def _name_of_style(pattern: str, style: Any) -> str:
+    """The name of one of torch's styles; ValueError for another, and for layouts, which follow from the config."""
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+    )
+
+    names = {ColwiseParallel: "colwise", RowwiseParallel: "rowwise", SequenceParallel: "sequence"}
+    if type(style) not in names:
+        rule = f"must be ColwiseParallel, RowwiseParallel, SequenceParallel or one of {', '.join(STYLES)}"
+        raise invalid(pattern, "style", type(style).__name__, rule, "remove it", where="plan")
+    own = {key: str(value) for key, value in vars(style).items()}
+    if own != {key: str(value) for key, value in vars(type(style)()).items()}:
+        rule, fix = "must have no arguments: layouts follow from the config", "remove them"
+        raise invalid(pattern, "layouts", type(style).__name__, rule, fix, where="plan")
+    return names[type(style)]
 
 
 def _looks_up_ids(model: Any, embedding: nn.Embedding) -> bool:

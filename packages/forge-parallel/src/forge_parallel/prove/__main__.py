@@ -113,7 +113,8 @@ def _parser() -> argparse.ArgumentParser:
         ("seed", 0, "of the builder and the tokens"),
     ):
         add(f"--{name}", type=type(default), default=default, help=f"{text} ({default})")
-    add("--bound", type=float, help="on every error (the bounds of the precision)")
+    tolerance = "bound on every error (those of the precision)"
+    add("--tolerance", "--bound", dest="tolerance", type=float, help=tolerance)
     add("--timeout", type=float, help="seconds of a cell (60, on GPUs 300)")
     return parser
 

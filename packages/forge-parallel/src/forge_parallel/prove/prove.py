@@ -17,6 +17,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from forge_parallel._renamed import renamed_arguments
 from forge_parallel._shared.problems import Problem
 from forge_parallel.prove import settings as proof_settings
 from forge_parallel.prove.cells import Cell, select_cells
@@ -58,6 +59,7 @@ class Result:
         return max(self.errors.values(), default=0.0)
 
 
+@renamed_arguments(bound="tolerance")
 def prove(
     build: Callable[..., nn.Module] | str,
     *,
@@ -74,7 +76,7 @@ def prove(
     vocab_size: int = 64,
     seq_len: int = 16,
     seed: int = 0,
-    bound: float | None = None,
+    tolerance: float | None = None,
     timeout: float | None = None,
     header: Callable[[str], None] | None = None,
     report: Callable[[Result], None] | None = None,
@@ -104,7 +106,7 @@ def prove(
     layouts     the caller's own layouts, a cell each on `nproc` ranks: keys of ParallelConfig, and micro_batches
     worlds      numbers of ranks; default (2, 4) on a CPU without nproc, else 1 to nproc; with `layouts` none
     only        part of the names of the cells to run
-    bound       in place of the bounds of the precision (docs/prove.md has them with their reasons)
+    tolerance   in place of the bounds of the precision (docs/prove.md has them with their reasons)
     timeout     seconds of a cell; default 60, on GPUs 300
     header      called once with a line of devices, versions, settings and bounds
     report      called with each result
@@ -114,7 +116,7 @@ def prove(
     layout that breaks a rule, more ranks than GPUs. Cost: a second or less per cell for a small model on a CPU.
     """
     _require_no_group()
-    settings = proof_settings.make_settings(device, precision, bound)
+    settings = proof_settings.make_settings(device, precision, tolerance)
     on_gpu = device == "cuda"
     timeout = (300.0 if on_gpu else 60.0) if timeout is None else timeout
     if nproc is not None and nproc < 1:

@@ -88,9 +88,9 @@ class Devices:
     nccl: str
 
 
-def make_settings(device: str, precision: str, bound: float | None) -> ProofSettings:
+def make_settings(device: str, precision: str, tolerance: float | None) -> ProofSettings:
     """Validate the options of a proof. Raises ProveError for an unknown device or precision, one that this process
-    cannot have, and a bound that is not positive."""
+    cannot have, and a tolerance that is not positive."""
     if device not in ("cpu", "cuda"):
         raise prove_error("device", "unknown", device, "must be cpu or cuda", "use cpu")
     if precision not in PRECISIONS:
@@ -99,9 +99,9 @@ def make_settings(device: str, precision: str, bound: float | None) -> ProofSett
     if precision == "tf32" and device == "cpu":
         rule, fix = "requires a GPU, and device is cpu", "use fp32, or device cuda"
         raise prove_error("precision", "requires", precision, rule, fix)
-    if bound is not None and not 0 < bound < math.inf:
+    if tolerance is not None and not 0 < tolerance < math.inf:
         rule, fix = "must be above 0 and finite", "leave it out for the bounds of the precision"
-        raise prove_error("bound", "finite", bound, rule, fix)
+        raise prove_error("tolerance", "finite", tolerance, rule, fix)
 
     if device == "cuda" and torch.version.cuda is None:
         rule = f"requires a CUDA build of torch, and {torch.__version__} is not one"
@@ -110,7 +110,7 @@ def make_settings(device: str, precision: str, bound: float | None) -> ProofSett
         require_no_cuda()
     bounds = {**_BOUNDS[precision], ONE_RANK: ONE_RANK_BOUND, ON_CPU: CPU_BOUND}
     return ProofSettings(
-        device, precision, bounds if bound is None else dict.fromkeys(bounds, bound)
+        device, precision, bounds if tolerance is None else dict.fromkeys(bounds, tolerance)
     )
 
 

@@ -1,7 +1,10 @@
+# Copied from scripts/shared/name_maps.py; edit that file, then run scripts/copy_shared.py.
 """Tensors are renamed and reshaped by a name map, one at a time, bit-exact in both directions.
 
 Shape legend: H heads, D head dimension, R the remaining dims of a weight, E experts.
 """
+
+from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -9,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from forge_ckpt._shared.problems import ProblemError, invalid, problems_of
-from forge_ckpt.hf.rows import CompiledRow, Op, Part, Row, check_rows, fill
+from .name_rows import CompiledRow, Op, Part, Row, check_rows, fill
+from .problems import ProblemError, invalid, problems_of
 
 _NAME = ""  # of a problem, until the tensor is known
 Pieces = dict[tuple[int | None, int], Tensor]  # (expert, position in the row's names) -> tensor

@@ -1,3 +1,4 @@
+# Copied from scripts/shared/name_rows.py; edit that file, then run scripts/copy_shared.py.
 """Rows of a name map: all rows are checked and compiled before the first tensor is read.
 
 A row is ``(hf_pattern, forge_pattern, ops)``. ``{i}`` stands for a layer number, ``{e}`` for an
@@ -5,12 +6,14 @@ expert number. If one of our tensors is made of several Hugging Face tensors, ``
 of theirs is made of several of ours, ``forge_pattern`` is one, and its only operation ``("split", dim, sizes)``.
 """
 
+from __future__ import annotations
+
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from forge_ckpt._shared.problems import Problem, raise_problems
+from .problems import Problem, raise_problems
 
 Op = tuple[Any, ...]
 Row = tuple[str | tuple[str, ...], str | tuple[str, ...], tuple[Op, ...]]
