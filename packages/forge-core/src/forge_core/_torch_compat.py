@@ -51,6 +51,7 @@ def constant_when_compiled(function: F) -> F:
     return function
 
 
+@constant_when_compiled
 @cache
 def _varlen_parameters() -> frozenset[str]:
     from torch.nn.attention.varlen import varlen_attn
@@ -58,6 +59,7 @@ def _varlen_parameters() -> frozenset[str]:
     return frozenset(inspect.signature(varlen_attn).parameters)
 
 
+@constant_when_compiled
 def varlen_computes(window: int | None) -> bool:
     """Whether the installed `varlen_attn` has a window; that of torch 2.11 is causal at most."""
     return window is None or "window_size" in _varlen_parameters()
