@@ -51,6 +51,14 @@ def constant_when_compiled(function: F) -> F:
     return function
 
 
+@cache
+def has_triton() -> bool:
+    """Whether torch can compile kernels for the GPU that is there."""
+    from torch.utils._triton import has_triton as found  # private, torch 2.2 to 2.15
+
+    return bool(found())
+
+
 @constant_when_compiled
 @cache
 def _varlen_parameters() -> frozenset[str]:
