@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,10 @@ _BLOCK_DEVICE = 2**27
 # CPU a block is also as large as the gradient in fp32: 4,096 tokens, 32,000 ids: 0.70 s for 0.60 (1,024 tokens).
 _BLOCK_FUSED = 2**23
 _TOKENS_FUSED = 256
+# On other devices a block is 0.5 GB in bf16: each reads the weight twice, and reads and writes its gradient once. 16,384
+# tokens, 128,256 ids, width 4,096: 24 matmuls in blocks of 2,048 tokens.
+_BLOCK_LARGE = 2**28
+_TOKENS_LARGE = 2048, 8192
 
 
 @dataclass(frozen=True)
@@ -157,7 +162,8 @@ class Vocab(NamedTuple):
         # and two maxima take half the time of log_softmax and exp, and p is needed for the gradient.
         top = logits.amax(-1).to(out.dtype)
         log_top = p.amax(-1).log_()
-        out[0] = logits.gather(1, target)[:, 0].to(out.dtype) - top + log_top
+        of_label = logits.gather(1, target)[:, 0].to(out.dtype)
+        torch.add(of_label - top, log_top, out=out[0])
         if self.z_loss:
             out[1] = top - log_top
         if self.label_smoothing:
@@ -205,9 +211,18 @@ class Vocab(NamedTuple):
         return logits.to(found.dtype, copy=True).sub_(found[1][:, None]).exp_()
 
     def gradient_(
-        self, p: Tensor, target: Tensor, here: Tensor | None, scale: Tensor, found: Tensor
+        self,
+        p: Tensor,
+        target: Tensor,
+        here: Tensor | None,
+        scale: Tensor,
+        found: Tensor,
+        of_label: Tensor | None = None,
     ) -> Tensor:
-        """Overwrite probabilities (R, W) by the gradient of the sum; scale (R, 1) is 0 for ignored tokens."""
+        """Overwrite probabilities (R, W) by the gradient of the sum; scale (R, 1) is 0 for ignored tokens.
+
+        of_label (R, 1) is `scale * (label_smoothing - 1)`, where the caller has it.
+        """
         factor = scale
         if self.z_loss:
             # an ignored token may have any log Z, and its factor stays zero
@@ -215,7 +230,8 @@ class Vocab(NamedTuple):
         p.mul_(factor)
         if self.label_smoothing:
             p[:, : self.num_local].sub_(scale * (self.label_smoothing / self.size))
-        of_label = scale * (self.label_smoothing - 1)
+        if of_label is None:
+            of_label = scale * (self.label_smoothing - 1)
         return p.scatter_add_(1, target, of_label if here is None else of_label * here[:, None])
 
 
@@ -367,6 +383,16 @@ def loss_of_hidden(
     return TokenLoss(total, labels.normalizer, parts[0], parts[1], each.view(shape))
 
 
+def block_size(num_ids: int, dim: int, wide: torch.dtype, dtype: torch.dtype, device: str) -> int:
+    """Tokens of a block of logits of `num_ids` ids, which are made from hidden states (..., dim) in `dtype`."""
+    if device != "cpu":
+        low, high = _TOKENS_LARGE
+        # a multiple of 128, the tile of a matmul
+        return min(max(_BLOCK_LARGE // num_ids // 128 * 128, low), high)
+    # at least as much memory as the gradient of the weight takes
+    return max(_TOKENS_FUSED, _BLOCK_FUSED // num_ids, dim * wide.itemsize // dtype.itemsize)
+
+
 class _OfHidden(torch.autograd.Function):
     """(N, D), (W, D), ids, valid and weights of `Labels` -> the results of `Vocab.sums`."""
 
@@ -387,10 +413,8 @@ class _OfHidden(torch.autograd.Function):
         grad_x = torch.empty_like(x) if needs[0] else None
 
         # equal on all ranks, also on one with fewer ids, as each block has its collective
-        size = max(_TOKENS_FUSED, _BLOCK_FUSED // vocab.width)
-        if x.device.type == "cpu":
-            # then the block takes as much memory as the gradient of the weight
-            size = max(size, x.size(1) * found.element_size() // x.element_size())
+        size = block_size(vocab.width, x.size(1), found.dtype, x.dtype, x.device.type)
+        of_labels = scales * (vocab.label_smoothing - 1)
         # the product of one block needs no sum
         dtype = weight.dtype if len(x) <= size else found.dtype
         grad_weight = weight.new_zeros(weight.shape, dtype=dtype) if needs[1] else None
@@ -400,7 +424,7 @@ class _OfHidden(torch.autograd.Function):
         for rows in _slices(len(x), size):
             block = torch.mm(x[rows], weight.mT, out=buffer[: len(target[rows])])  # (R, W)
             local = None if here is None else here[rows]
-            of_block = target[rows], local, scales[rows, None]
+            of_block = target[rows], local, scales[rows, None], of_labels[rows, None]
             found[:, rows] = _overwrite_by_gradient(block, *of_block, vocab, head, any(needs))
             if grad_x is not None:
                 torch.mm(block, weight, out=grad_x[rows])
@@ -440,6 +464,7 @@ def _overwrite_by_gradient(
     target: Tensor,
     here: Tensor | None,
     scales: Tensor,
+    of_labels: Tensor,
     vocab: Vocab,
     head: Head,
     needed: bool,
@@ -458,9 +483,10 @@ def _overwrite_by_gradient(
             p = torch.softmax(logits, dim=-1, out=softmax[: len(logits)])
             vocab.measure(logits, target[rows], found[:, rows], p)
             if needed:
-                of_label = target[rows], None, scales[rows]
-                grad = vocab.gradient_(p, *of_label, found[:, rows])
+                given = target[rows], None, scales[rows], found[:, rows], of_labels[rows]
+                grad = vocab.gradient_(p, *given)
                 block[rows] = head.backward_(grad, logits)
+            del logits  # or the next block's are made next to them
         return found
 
     for rows in _row_blocks(block):
@@ -470,15 +496,22 @@ def _overwrite_by_gradient(
     for rows in _row_blocks(block) if needed else ():
         logits = head.logits(block[rows], found.dtype)
         p = vocab.probabilities(logits, found[:, rows])
-        grad = vocab.gradient_(p, target[rows], here[rows], scales[rows], found[:, rows])
+        given = target[rows], here[rows], scales[rows], found[:, rows], of_labels[rows]
+        grad = vocab.gradient_(p, *given)
         block[rows] = head.backward_(grad, logits)
     return found
 
 
 def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """total += a @ b in the dtype of total; a product in another dtype is made some rows at a time, in one buffer."""
+    """total += a @ b in the dtype of total.
+
+    Of 16-bit tensors on CUDA cuBLAS adds to fp32; elsewhere a product is made some rows at a time, in one buffer.
+    """
     if a.dtype == total.dtype:
         total.addmm_(a, b)
+        return
+    if a.is_cuda and total.dtype == torch.float32 and _adds_to_fp32():
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)  # type: ignore[call-overload]
         return
     product = None
     for rows in _pieces(total):
@@ -486,6 +519,12 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
         if product is None:
             product = b.new_empty(len(part), b.size(1))
         total[rows].add_(torch.mm(part, b, out=product[: len(part)]))
+
+
+@cache
+def _adds_to_fp32() -> bool:
+    """Whether `torch.addmm` of 16-bit matrices adds to a matrix in fp32: cuBLAS, by the `out_dtype` of newer torch."""
+    return torch.version.hip is None and "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def _graph_is_kept() -> bool:
@@ -509,7 +548,7 @@ def _row_blocks(logits: Tensor) -> Iterator[slice]:
 
 def _pieces(grad: Tensor) -> Iterator[slice]:
     """Slices of rows of a gradient (W, D), small next to it."""
-    limit = _BLOCK_CPU if grad.device.type == "cpu" else _BLOCK_FUSED
+    limit = _BLOCK_CPU if grad.device.type == "cpu" else _BLOCK_DEVICE // 2
     return _slices(len(grad), max(1, limit // max(1, grad.size(1))))
 
 

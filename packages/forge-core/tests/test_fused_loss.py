@@ -159,3 +159,17 @@ def test_F197_gradients_in_bf16_sum_over_all_blocks(monkeypatch: pytest.MonkeyPa
     fused_cross_entropy(x, weight, labels).sum.backward()
     for leaf, wanted in zip((x, weight), exact, strict=True):
         assert error(leaf.grad, wanted.grad) < 2**-6
+
+
+@pytest.mark.parametrize(
+    ("ids", "tokens"), [(128256, 2048), (32000, 8192), (64128, 4096), (500, 8192), (300000, 2048)]
+)
+def test_blocks_on_a_gpu_are_large(ids: int, tokens: int) -> None:
+    """16,384 tokens and 128,256 ids: 8 blocks, of 3 matmuls each; 128 before, of 65."""
+    assert shared.block_size(ids, 4096, torch.float32, torch.bfloat16, "cuda") == tokens
+
+
+def test_blocks_on_a_cpu_have_room_for_the_gradient_of_the_weight() -> None:
+    assert shared.block_size(128256, 512, torch.float32, torch.bfloat16, "cpu") == 1024
+    assert shared.block_size(1000, 64, torch.float32, torch.float32, "cpu") == 8388
+    assert shared.block_size(128256, 64, torch.float32, torch.float32, "cpu") == 256

@@ -1,6 +1,9 @@
 """Norms, rotation, feed-forwards against slow references in float64."""
 
 import math
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -275,3 +278,42 @@ def test_device_dtype_reset_parameters_and_repr(name: str) -> None:
     assert all(map(torch.equal, module.parameters(), wanted.parameters()))
     assert module.extra_repr() in repr(module)
     assert module.extra_repr()
+
+
+_INTERPRETED = """
+import torch
+from forge_core.model.norm import PlusOneRMSNorm
+from forge_core.model.norm_kernel import RMSNormByKernel
+
+torch.manual_seed(0)
+for shape, dtype, stored in (
+    ((3, 5, 48), torch.bfloat16, torch.float32),
+    ((1500, 20), torch.float16, torch.bfloat16),
+    ((7, 64), torch.float32, torch.float32),
+):
+    norm = PlusOneRMSNorm(shape[-1], 1e-6)
+    torch.nn.init.normal_(norm.weight, std=0.1)
+    norm.to(stored)
+    x = torch.randn(shape, dtype=dtype, requires_grad=True)
+    upstream = torch.randn(shape, dtype=dtype)
+    found = []
+    for call in (norm, lambda x, norm=norm: RMSNormByKernel.apply(x, norm.weight, norm.eps, 1.0)):
+        x.grad = norm.weight.grad = None
+        out = call(x)
+        out.backward(upstream)
+        found.append((out, x.grad, norm.weight.grad))
+    # in 16 bits two roundings of nearly one number differ by a unit of the last digit
+    for right, kernel in zip(*found):
+        bound = {torch.bfloat16: 2**-7, torch.float16: 2**-10}.get(kernel.dtype, 1e-5)
+        wide, exact = kernel.detach().double(), right.detach().double()
+        error = float((wide - exact).abs().max() / exact.abs().max())
+        assert right.dtype == kernel.dtype
+        assert error <= bound, (shape, error)
+"""
+
+
+def test_the_kernel_of_rms_norm_equals_torchs_operators() -> None:
+    """Forward and backward; Triton's interpreter runs it on a CPU."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", _INTERPRETED], env=environment, check=True)

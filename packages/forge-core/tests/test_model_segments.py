@@ -1,6 +1,7 @@
 """Full attention inside segments against a loop over them in float64, and the varlen call that CUDA makes."""
 
 import inspect
+import itertools
 from typing import Any
 
 import pytest
@@ -10,7 +11,14 @@ from torch import Tensor
 
 from forge_core import _torch_compat
 from forge_core.model import SegmentPlan, attend_segments, attention_ops
-from forge_core.model.attention_ops import attend_documents
+from forge_core.model.attention_ops import (
+    AttentionSpec,
+    attend_documents,
+    attend_sequences,
+    choose_backend,
+    reference_attention,
+    visible,
+)
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -110,3 +118,43 @@ def test_varlen_gets_the_widths_that_flash_attention_has(
     for attend in (attend_segments, attend_documents):
         assert attend(q, q, q, plan).shape == q.shape
     assert calls == [(5, 2, width)] * (2 * by_varlen)
+
+
+@pytest.mark.parametrize(("window", "backend"), [(3, "varlen"), (11, "sdpa")])
+def test_windowed_sequences_go_to_varlen_on_cuda(
+    monkeypatch: pytest.MonkeyPatch, window: int, backend: str
+) -> None:
+    """Forward and backward equal the reference; the stand-in attends inside each of the segments it is given."""
+    torch.manual_seed(0)
+    spec, calls = AttentionSpec(window=window, scale=0.3), []
+
+    def varlen(
+        q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int,
+        scale: float | None, width: int | None, causal: bool,
+    ) -> Tensor:  # fmt: skip
+        calls.append((cu_seqlens.tolist(), longest, causal))
+        found = []
+        for start, end in itertools.pairwise(cu_seqlens.tolist()):
+            index = torch.arange(end - start)
+            parts = (t[start:end].transpose(0, 1)[None] for t in (q, k, v))
+            given = AttentionSpec(window=width, scale=scale)
+            out = reference_attention(*parts, visible(index, index, width), given, None)
+            found.append(out[0].transpose(0, 1))
+        return torch.cat(found)
+
+    q, k, v = (torch.randn(2, 11, h, 8).bfloat16().requires_grad_() for h in (4, 2, 2))
+    index = torch.arange(11)
+    parts = (t.transpose(1, 2) for t in (q, k, v))
+    wanted = reference_attention(*parts, visible(index, index, window), spec, None).transpose(1, 2)
+    upstream = torch.randn_like(wanted)
+    gradients = torch.autograd.grad(wanted, (q, k, v), upstream)
+
+    monkeypatch.setattr(Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(attention_ops, "varlen", varlen)
+    assert choose_backend(q, spec) == backend
+    assert choose_backend(q.float(), spec) == backend.replace("varlen", "windowed")
+    if backend == "varlen":
+        out = attend_sequences(q, k, v, spec)
+        torch.testing.assert_close(out, wanted)
+        torch.testing.assert_close(torch.autograd.grad(out, (q, k, v), upstream), gradients)
+        assert calls == [([0, 11, 22], 11, True)]

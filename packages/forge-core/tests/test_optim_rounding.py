@@ -5,6 +5,9 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+import os
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -19,8 +22,7 @@ from forge_core.optim import (
     param_groups,
 )
 from forge_core.optim import ema as ema_module
-from forge_core.optim.rounding import in_fp32, round_by
-from forge_core.random_bits import offset_of
+from forge_core.optim.rounding import in_fp32, offset_of, round_by
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -157,7 +159,7 @@ def test_fp32_is_written_as_it_is():
 def test_pieces_do_not_show(shape, monkeypatch):
     values = torch.randn(shape)
     whole = _stored(values)
-    monkeypatch.setattr("forge_core.random_bits._PIECE", {"cpu": 4})
+    monkeypatch.setattr("forge_core.optim.rounding._PIECE", {"cpu": 4})
     assert torch.equal(_stored(values), whole)
     strided = torch.empty((*shape, 2), dtype=torch.bfloat16)[..., 0]
     offset = offset_of(strided, "w", 0)
@@ -316,6 +318,60 @@ def test_no_two_tensors_of_a_step_are_rounded_by_the_same_chance(name, monkeypat
     assert len(seen) > 2 * len(list(model.parameters()))
     for n, one in enumerate(seen):
         assert not any(one.shape == two.shape and torch.equal(one, two) for two in seen[:n])
+
+
+def _steps(name: str, weights: torch.dtype) -> dict[str, torch.Tensor]:
+    """Bits after three steps, one of them skipped."""
+    model = Small(weights)
+    optimizer = build_optimizer(model, _config(name, state_dtype="bf16"))
+    for number in range(3):
+        _give(model, number)
+        optimizer.step(skip=torch.tensor(float(number == 1)))
+    return _bits(model, optimizer)
+
+
+@pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["adamw", "lion"])
+@pytest.mark.parametrize("limit", [16, 2**22])
+def test_lists_of_pieces_round_like_pieces(name, weights, limit, monkeypatch):
+    """As on a GPU, where a list has pieces of several parameters: of one that is split, too."""
+    wanted = _steps(name, weights)
+    monkeypatch.setattr("forge_core.optim.rounding._PIECE", {})
+    monkeypatch.setattr("forge_core.optim.rounding._LARGE_PIECE", limit)
+    _assert_same(_steps(name, weights), wanted)
+
+
+_INTERPRETED = """
+import torch
+from forge_core.optim import rounding, rounding_kernel
+
+torch.manual_seed(0)
+for shape in ((), (5,), (40, 70), (3, 7, 2)):
+    values = [torch.randn(shape) for _ in range(3)]
+    if shape:
+        values[0].view(-1)[:3] = torch.tensor([float("nan"), float("inf"), 3.4e38])
+    offset = rounding.offset_of(values[0], "layers.0.w", 3)
+    rows, columns = offset.rows.flatten(), offset.columns
+    key = rounding._mixed(offset.key + 5)
+    for numbers in ((0, 1, 2), (1, 2), (1,)):
+        found = []
+        for round_into in (rounding.round_into, rounding_kernel.round_into):
+            stored = [torch.zeros(rows.numel(), columns.numel(), dtype=torch.bfloat16) for _ in numbers]
+            flat = [v.reshape(rows.numel(), -1) for v in values]
+            round_into(list(zip(numbers, stored, flat)), key, rows, columns)
+            found.append(stored)
+        for right, kernel in zip(*found):
+            assert torch.equal(right.isnan(), kernel.isnan())
+            assert torch.equal(right.nan_to_num(), kernel.nan_to_num())
+            assert right.count_nonzero()
+"""
+
+
+def test_the_kernel_rounds_by_the_same_bits():
+    """Triton's interpreter runs it on a CPU."""
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", _INTERPRETED], env=environment, check=True)
 
 
 def test_a_state_of_an_fp32_optimizer_leaves_the_rounding_on():

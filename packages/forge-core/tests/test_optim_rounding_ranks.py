@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from forge_core.optim import EMAConfig, MuonConfig, OptimizerConfig, build_optimizer
-from forge_core.optim.rounding import in_fp32
-from forge_core.random_bits import offset_of
+from forge_core.optim.rounding import in_fp32, offset_of
 from forge_testing import device, run_on_ranks
 
 pytestmark = pytest.mark.distributed

@@ -52,12 +52,22 @@ def constant_when_compiled(function: F) -> F:
 
 
 @cache
+def has_triton() -> bool:
+    """Whether torch can compile kernels for the GPU that is there."""
+    from torch.utils._triton import has_triton as found  # private, torch 2.2 to 2.15
+
+    return bool(found())
+
+
+@constant_when_compiled
+@cache
 def _varlen_parameters() -> frozenset[str]:
     from torch.nn.attention.varlen import varlen_attn
 
     return frozenset(inspect.signature(varlen_attn).parameters)
 
 
+@constant_when_compiled
 def varlen_computes(window: int | None) -> bool:
     """Whether the installed `varlen_attn` has a window; that of torch 2.11 is causal at most."""
     return window is None or "window_size" in _varlen_parameters()

@@ -30,11 +30,11 @@ _LEAST, _CHOSEN = 53, 10
 class ElementOffset(NamedTuple):
     """Positions of this rank's elements in the full tensor, which determine their random bits.
 
-    key: of seed and name. rows: int64, of the shape of this rank's part without its last dim, their numbers in the full
+    key: of seed and name, 0-dim int64. rows: int64, of the shape of this rank's part without its last dim, their numbers in the full
     tensor. columns: (C,) int64. A vector is one column.
     """
 
-    key: int
+    key: Tensor
     rows: Tensor
     columns: Tensor
 
@@ -53,7 +53,8 @@ def offset_of(parameter: Tensor, name: str, seed: int) -> ElementOffset:
     rows = lead[0]
     for size, index in zip(parameter.shape[1:-1], lead[1:]):
         rows = rows[..., None] * size + index
-    return ElementOffset(int.from_bytes(digest[:8], "big", signed=True), rows, last)
+    key = int.from_bytes(digest[:8], "big", signed=True)
+    return ElementOffset(torch.full((), key, dtype=torch.int64, device=device), rows, last)
 
 
 def fill_normal(parameter: Tensor, std: float, name: str, seed: int) -> None:
@@ -69,7 +70,8 @@ def fill_normal(parameter: Tensor, std: float, name: str, seed: int) -> None:
     columns = offset.columns * ODD
     whole = local_tensor(parameter.detach())
     tensor = whole.view(-1, 1) if whole.ndim < 2 else whole
-    for rows, part in pieces(offset.rows, [tensor]):
+    limit = _PIECE.get(tensor.device.type, _LARGE_PIECE)
+    for rows, part in pieces(offset.rows, [tensor], limit):
         hashed = mixed(mixed(rows * ODD + offset.key)[:, None] + columns)  # (R, C) of the piece
         # Twice the probability of a larger absolute value, k / 2^52 + 2^-53 of the low 52 bits, by way of [1, 2).
         tail = hashed.bitwise_and((1 << 52) - 1).bitwise_or_(1023 << 52).view(torch.float64)
@@ -98,13 +100,12 @@ def _short(x: Tensor) -> Tensor:
     return (x.view(torch.int64) + (1 << 11) & ~((1 << 12) - 1)).view(torch.float64)
 
 
-def pieces(rows: Tensor, tensors: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
-    """Pieces of full rows, as many as a device works on well at once, but not less than one."""
+def pieces(rows: Tensor, tensors: Sequence[Tensor], limit: int) -> Iterator[tuple[Tensor, ...]]:
+    """Pieces of full rows: of about `limit` elements, but not less than a row."""
     if tensors[0].ndim > 2:
         for parts in zip(rows.unbind(), *(tensor.unbind() for tensor in tensors)):
-            yield from pieces(parts[0], parts[1:])
+            yield from pieces(parts[0], parts[1:], limit)
     else:
-        limit = _PIECE.get(tensors[0].device.type, _LARGE_PIECE)
         count = max(1, limit // max(1, tensors[0].size(1)))
         yield from zip(rows.split(count), *(tensor.split(count) for tensor in tensors))
 

@@ -1,7 +1,7 @@
 """What an attention computes (`AttentionSpec`), and the operations that compute it.
 
     operation             each token sees                         backends, see `choose_backend`
-    attend_sequences      its sequence, up to itself              sdpa, windowed, reference
+    attend_sequences      its sequence, up to itself              sdpa, varlen, windowed, reference
     attend_documents      its document, up to itself              varlen, by_length
     attend_segments       its segment, in full (image patches)    varlen, by_length
     attend_masked         what a mask of the caller allows        sdpa, reference
@@ -191,10 +191,11 @@ def choose_backend(
 ) -> Literal["varlen", "by_length", "reference", "windowed", "sdpa"]:
     """Choose the backend that computes a spec for q (B, S, H, D), within the segments of a plan if there is one.
 
-    varlen       one kernel call for all segments: CUDA in bf16 or fp16, D a multiple of 8 up to 256
+    varlen       one kernel call for all segments, or sequences with a window shorter than S: CUDA in bf16 or fp16, D a
+                 multiple of 8 up to 256
     by_length    the other segments: one call of a backend below for each length that occurs
     reference    soft-cap, sinks: the scores (B, H, S, S) are held
-    windowed     a window shorter than S: the mask is (W, 2 W) whatever S is
+    windowed     another window shorter than S: the mask is (W, 2 W) whatever S is
     sdpa         all else: torch's fused kernels
 
     ValueError for a mask of its own, which `LocalAttention` computes.
@@ -202,15 +203,18 @@ def choose_backend(
     if spec.mask != "causal":
         fix = "call LocalAttention(spec)"
         raise invalid("attention.mask", "unsupported", spec.mask, "must be 'causal' here", fix)
+    # flash attention: outside `scaled_dot_product_attention` no caller pads other widths to a multiple of 8
+    by_varlen = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+    by_varlen = by_varlen and q.size(-1) % 8 == 0 and q.size(-1) <= 256
+    by_varlen = by_varlen and not spec.needs_scores and varlen_computes(spec.window)
     if plan is not None and not plan.whole_rows:
-        # flash attention: outside `scaled_dot_product_attention` no caller pads other widths to a multiple of 8
-        fits = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
-        fits = fits and q.size(-1) % 8 == 0 and q.size(-1) <= 256
-        computed = fits and not spec.needs_scores and varlen_computes(spec.window)
-        return "varlen" if computed else "by_length"
+        return "varlen" if by_varlen else "by_length"
     if spec.needs_scores:
         return "reference"
-    return "windowed" if spec.window is not None and spec.window < q.size(1) else "sdpa"
+    if spec.window is None or spec.window >= q.size(1):
+        return "sdpa"
+    # flash takes no mask and torch's efficient kernel no shared heads: `windowed` would end in the math kernel
+    return "varlen" if by_varlen else "windowed"
 
 
 def attend_sequences(
@@ -231,6 +235,10 @@ def attend_sequences(
         rule = "computes a soft-cap, sinks or a window only causally"
         raise invalid("causal", "unsupported", causal, rule, "leave them out of the spec")
     backend = choose_backend(q, spec)
+    if backend == "varlen":
+        batch, size = q.shape[:2]
+        cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * size
+        return _varlen(q, k, v, cu_seqlens, size, spec, causal)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, S, D), views
     if backend == "reference":
         index = torch.arange(q.size(2), device=q.device)
@@ -263,15 +271,11 @@ def attend_documents(
     if backend not in ("varlen", "by_length"):
         return attend_sequences(q, k, v, spec, sinks, causal=causal)
 
-    batch = q.shape[:2]
-    q, k, v = (t.flatten(0, 1) for t in (q, k, v))  # (B S, H or K, D)
     if backend == "varlen":
-        cu_seqlens, longest = plan.cu_seqlens(q.device), max(plan.lengths)
-        out = varlen(q, k, v, cu_seqlens, longest, spec.scale, spec.window, causal)
-    else:
-        attend = partial(attend_sequences, spec=spec, sinks=sinks, causal=causal)
-        out = _by_length(q, k, v, plan, attend)
-    return out.unflatten(0, batch)
+        return _varlen(q, k, v, plan.cu_seqlens(q.device), max(plan.lengths), spec, causal)
+    attend = partial(attend_sequences, spec=spec, sinks=sinks, causal=causal)
+    flat = (t.flatten(0, 1) for t in (q, k, v))  # (B S, H or K, D)
+    return _by_length(*flat, plan, attend).unflatten(0, q.shape[:2])
 
 
 @not_compiled  # as above
@@ -370,6 +374,21 @@ def _a_kernel_shares_heads() -> bool:
     """Whether torch may take a kernel that shares key/value heads: flash and cuDNN, which have 16 bits, and math."""
     cuda = torch.backends.cuda
     return cuda.flash_sdp_enabled() or cuda.math_sdp_enabled() or cuda.cudnn_sdp_enabled()
+
+
+def _varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    spec: AttentionSpec,
+    causal: bool,
+) -> Tensor:
+    """Attention inside segments of cumulative lengths cu_seqlens: shapes as `attend_sequences`."""
+    flat = (t.flatten(0, 1) for t in (q, k, v))  # (B S, H or K, D)
+    out = varlen(*flat, cu_seqlens, longest, spec.scale, spec.window, causal)
+    return out.unflatten(0, q.shape[:2])
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:

@@ -387,6 +387,14 @@ class Transformer(nn.Module):
         """The blocks in order of depth."""
         return list(self.layers.values())
 
+    def get_input_embeddings(self) -> nn.Module:
+        """The embedding; None in a stage of a pipeline without it."""
+        return self.embedding
+
+    def get_output_embeddings(self) -> nn.Module:
+        """The output head; None in a stage without it. Tied, it has no parameters."""
+        return self.lm_head
+
     def pipeline_parts(self) -> dict[str, Any]:
         """Children in order of depth, for a pipeline: before the blocks, the blocks, after them.
 

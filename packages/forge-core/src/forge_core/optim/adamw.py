@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
@@ -15,11 +16,12 @@ from forge_core.optim.base import (
     Params,
     Slots,
     as_groups,
-    count_step,
+    count_steps,
     is_rounded,
     local_gradient,
     tensors_of,
 )
+from forge_core.optim.rounding import list_in_fp32, lists_in_fp32
 
 _FUSED_ON = ("cpu", "cuda")
 _SLOTS = Slots(("exp_avg", "exp_avg_sq"), ("step",))
@@ -47,7 +49,7 @@ class AdamW(NamedOptimizer):
     errors: see `NamedOptimizer`. Without the fused kernel a mask costs one host sync.
 
     Cost: 8 bytes of moments per parameter with a gradient (4 in bf16); no host sync in `step`. What is stored in bf16
-    goes through the fused kernel in fp32 pieces (see `rounding.in_fp32`), one after the other.
+    goes through the fused kernel in lists of fp32 pieces (see `rounding.lists_in_fp32`).
     """
 
     rounds_state = rounds_weights = True
@@ -95,17 +97,19 @@ class AdamW(NamedOptimizer):
             _update(group, parameters, gradients, states, skip)
             return
 
-        # bf16: parameter by parameter, in fp32 pieces that are rounded stochastically
+        # bf16: in lists of fp32 pieces that are rounded stochastically
+        rounded = []
         for parameter, state in zip(parameters, states):
             stored = [local_tensor(t) for t in (parameter, state["exp_avg"], state["exp_avg_sq"])]
-            before = state["step"].clone()
-            for weight, *moments, gradient in self.in_fp32(
-                parameter, group, stored, [local_gradient(parameter)]
-            ):
-                # the kernel counts in place: each piece starts from the same step
-                own = dict(zip(_SLOTS.tensors, moments), step=before.clone())
-                _update(group, [weight], [gradient.float()], [own], skip)
-            count_step(state, skip)
+            gradient = [local_gradient(parameter)]
+            rounded.append(self.rounded(parameter, group, stored, gradient))
+        steps = [state["step"] for state in states]
+        for numbers, (weights, *moments, gradients) in lists_in_fp32(rounded):
+            # the kernel counts in place: each piece starts from the same step
+            before = torch._foreach_add([steps[number] for number in numbers], 0)
+            own = [dict(zip((*_SLOTS.tensors, "step"), of)) for of in zip(*moments, before)]
+            _update(group, weights, list_in_fp32(gradients), own, skip)
+        count_steps(states, skip)
 
 
 def can_fuse(groups: list[dict[str, Any]]) -> bool:

@@ -22,8 +22,8 @@ from forge_core.optim.groups import (
     param_groups,
     set_group_lrs,
 )
-from forge_core.optim.rounding import in_fp32
-from forge_core.random_bits import ElementOffset, offset_of
+from forge_core.optim.rounding import RoundedTensors, in_fp32, offset_of
+from forge_core.random_bits import ElementOffset
 
 #: A group of `torch.optim.Optimizer.param_groups`.
 Group = Mapping[str, Any]
@@ -261,13 +261,19 @@ class NamedOptimizer(torch.optim.Optimizer):
         first: int = 0,
     ) -> Iterator[list[Tensor]]:
         """`rounding.in_fp32` over this rank's parts of a parameter's tensors, at its "step"; call `count_step` after it."""
+        return in_fp32(*self.rounded(parameter, group, stored, others), first)
+
+    def rounded(
+        self, parameter: Tensor, group: Group, stored: Sequence[Tensor], others: Sequence[Tensor]
+    ) -> RoundedTensors:
+        """Arguments of `rounding.lists_in_fp32` for a parameter at its "step"; call `count_step` after it."""
         if self._offsets is None:
             self._offsets = {}
         if parameter not in self._offsets:
             (name,) = (n for n, p in self._names_or_indices() if p is parameter)
             self._offsets[parameter] = offset_of(parameter, name, group[_SEED])
         step = self.state_of(parameter, group)["step"]
-        return in_fp32(stored, others, self._offsets[parameter], step, first)
+        return RoundedTensors(stored, others, self._offsets[parameter], step)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load torch's form of state. Each tensor keeps its dtype, where torch would cast all to that of the parameter.
@@ -402,9 +408,18 @@ def set_rounding_seed(optimizer: NamedOptimizer, seed: int) -> None:
             group[_SEED] = seed
 
 
+def count_steps(states: Sequence[Mapping[str, Tensor]], skip: Tensor | None) -> None:
+    """Count an update of parameters, unless it was masked."""
+    steps = [state["step"] for state in states]
+    if skip is None:
+        torch._foreach_add_(steps, 1)
+    else:
+        torch._foreach_add_(steps, (skip == 0).to(steps[0]))
+
+
 def count_step(state: Mapping[str, Tensor], skip: Tensor | None) -> None:
-    """Count an update of a parameter, unless it was masked."""
-    state["step"].add_(1 if skip is None else skip == 0)
+    """`count_steps` of one parameter."""
+    count_steps([state], skip)
 
 
 def _state_problems(

@@ -14,8 +14,7 @@ from forge_core._shared.shards import local_tensor
 from forge_core.optim.base import pieces
 from forge_core.optim.config import EMAConfig
 from forge_core.optim.groups import named_parameters
-from forge_core.optim.rounding import in_fp32
-from forge_core.random_bits import offset_of
+from forge_core.optim.rounding import in_fp32, offset_of
 
 #: Slots of named state next to those of the optimizer: the weights that are trained, and the number of updates so far.
 _TRAINED, _UPDATES = "trained", "ema_updates"

@@ -15,11 +15,12 @@ from forge_core.optim.base import (
     NamedOptimizer,
     Params,
     Slots,
-    count_step,
+    count_steps,
     is_rounded,
     local_gradient,
     pieces,
 )
+from forge_core.optim.rounding import list_in_fp32, lists_in_fp32
 
 
 class Lion(NamedOptimizer):
@@ -77,8 +78,8 @@ class Lion(NamedOptimizer):
                     weight.addcmul_(sign, rate)
             torch._foreach_lerp_(momenta, gradients, 1 - beta2)
 
-        for parameter in parameters if is_rounded(group) else ():
-            count_step(self.state_of(parameter, group), skip)
+        if is_rounded(group):
+            count_steps([self.state_of(parameter, group) for parameter in parameters], skip)
 
     def _columns(
         self, parameters: list[Tensor], group: Group
@@ -91,7 +92,9 @@ class Lion(NamedOptimizer):
         if not is_rounded(group):
             yield from pieces(tensors)
             return
-        for parameter, (weights, gradients, momenta) in zip(parameters, tensors):
-            stored = [weights, momenta]
-            for weight, momentum, gradient in self.in_fp32(parameter, group, stored, [gradients]):
-                yield [weight], [gradient.float()], [momentum]
+        rounded = [
+            self.rounded(parameter, group, [weights, momenta], [gradients])
+            for parameter, (weights, gradients, momenta) in zip(parameters, tensors)
+        ]
+        for _, (weights, momenta, gradients) in lists_in_fp32(rounded):
+            yield weights, list_in_fp32(gradients), momenta

@@ -12,15 +12,37 @@ Shapes: R rows and C columns of this rank's part of a parameter.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from forge_core import random_bits
+from forge_core._torch_compat import has_triton
 from forge_core.random_bits import ODD, ElementOffset, mixed, pieces, shifted
 
+#: Elements of a piece: on a CPU what stays in a core's cache, elsewhere 16 MiB for each of its fp32 copies and tensors of
+#: random bits, or 256 MiB where a kernel of Triton holds the bits in registers.
+_PIECE = {"cpu": 2**15}
+_LARGE_PIECE, _KERNEL_PIECE = 2**22, 2**26
 #: An odd number with irregular bits: 2^32 over the golden ratio.
 _GOLDEN = -1640531527
+
+
+def offset_of(parameter: Tensor, name: str, seed: int) -> ElementOffset:
+    """`random_bits.offset_of` with hashed columns, int32; make it once. No communication."""
+    found = random_bits.offset_of(parameter, name, seed)
+    return found._replace(columns=_as_int32(found.columns * _GOLDEN))
+
+
+class RoundedTensors(NamedTuple):
+    """Arguments of `in_fp32` for one parameter: `stored` and `others` are this rank's parts, of one shape."""
+
+    stored: Sequence[Tensor]
+    others: Sequence[Tensor]
+    offset: ElementOffset
+    step: Tensor
 
 
 def in_fp32(
@@ -42,28 +64,114 @@ def in_fp32(
     largest one. `step` (0-dim) selects the random bits. `first` is the number of the first of `stored` among the tensors
     of a parameter: two with the same number and step round by the same bits.
 
-    Cost: no communication, no host sync; about a dozen elementwise kernels for a tensor and piece. Memory of one piece
-    (2^22 elements on a GPU, or a row): an fp32 copy of each bf16 tensor, and three int32 tensors of random bits.
+    Cost: see `lists_in_fp32`, of which this is one parameter.
     """
-    key = mixed(step.to(offset.rows.device, torch.int64) * ODD + offset.key)  # 0-dim
-    tensors = [_matrix(tensor) for tensor in (*stored, *others)]
-    rows = offset.rows
-    if all(tensor.is_contiguous() for tensor in tensors):
-        tensors, rows = [t.view(rows.numel(), t.size(-1)) for t in tensors], rows.flatten()
+    parameter = RoundedTensors(stored, others, offset, step)
+    for _, columns in lists_in_fp32([parameter], first):
+        yield from map(list, zip(*columns))
 
-    columns = _as_int32(offset.columns * _GOLDEN)
-    for numbers, *parts in pieces(rows, tensors):
-        half = [(n, part) for n, part in enumerate(parts[: len(stored)]) if _is_half(part)]
-        wide = {n: part.float() for n, part in half}
-        yield [wide.get(n, part) for n, part in enumerate(parts)]
 
-        # a draw has 32 bits, and a tensor needs 16: two tensors share one
-        bits: dict[int, Tensor] = {}
-        for n, part in half:
-            pair, high = divmod(first + n, 2)
-            if pair not in bits:
-                bits = {pair: _draw(key + pair, numbers, columns)}
-            part.copy_(round_by(wide[n], bits[pair] >> 16 if high else bits[pair]))
+def lists_in_fp32(
+    parameters: Sequence[RoundedTensors], first: int = 0
+) -> Iterator[tuple[list[int], list[list[Tensor]]]]:
+    """`in_fp32` of several parameters, for functions over lists such as `torch._foreach_*`.
+
+        for numbers, (weights, moments, gradients) in lists_in_fp32(parameters):
+            torch._foreach_lerp_(moments, gradients, 0.1)
+
+    numbers: of the parameter of each piece. Pieces and random bits are those of `in_fp32`.
+
+    Cost: no communication, no host sync. On a CPU a list is one piece, which stays in a core's cache, and about a dozen
+    kernels round a tensor of it. On CUDA a list has pieces of 2^26 elements in all (256 MiB for the fp32 copies of each
+    tensor), which a few kernels copy and one kernel per piece rounds, without tensors of random bits. Where torch has
+    no Triton, and for tensors that are not contiguous, the kernels are those of CPUs.
+    """
+    # the random bits of all parameters differ in a number, 0-dim
+    device = parameters[0].offset.rows.device
+    steps = torch.stack([p.step.to(device) for p in parameters]).to(torch.int64)
+    keys = mixed(steps * ODD + torch.stack([p.offset.key for p in parameters])).unbind()
+
+    by_kernel = device.type == "cuda" and has_triton()
+    limit = _KERNEL_PIECE if by_kernel else _PIECE.get(device.type, _LARGE_PIECE)
+    for batch in _batches(parameters, limit, together=device.type not in _PIECE):
+        count = len(parameters[0].stored)
+        half = [n for n in range(count) if _is_half(batch[0].parts[n])]
+        columns = [[piece.parts[n] for piece in batch] for n in range(len(batch[0].parts))]
+        for n in half:
+            columns[n] = list_in_fp32(columns[n])
+        yield [piece.number for piece in batch], columns
+
+        for i, piece in enumerate(batch):
+            offset = parameters[piece.number].offset
+            tensors = [(first + n, piece.parts[n], columns[n][i]) for n in half]
+            if tensors:
+                store = _kernel() if by_kernel and _is_contiguous(tensors) else round_into
+                store(tensors, keys[piece.number], piece.rows, offset.columns)
+
+
+class _Piece(NamedTuple):
+    """Rows of a parameter: its number, the rows' numbers in the full parameter, and its tensors (R, C)."""
+
+    number: int
+    rows: Tensor
+    parts: tuple[Tensor, ...]
+
+
+def _batches(
+    parameters: Sequence[RoundedTensors], limit: int, together: bool
+) -> Iterator[list[_Piece]]:
+    """Lists of pieces with about `limit` elements in all, and stored tensors of the same dtypes; or of one piece."""
+    found: list[_Piece] = []
+    size = 0
+    for number, p in enumerate(parameters):
+        tensors, rows = [_matrix(tensor) for tensor in (*p.stored, *p.others)], p.offset.rows
+        if all(tensor.is_contiguous() for tensor in tensors):
+            tensors = [t.view(rows.numel(), t.size(-1)) for t in tensors]
+            rows = rows.flatten()
+        for numbers, *parts in pieces(rows, tensors, limit):
+            dtypes = [part.dtype for part in parts]
+            full = size + parts[0].numel() > limit
+            if found and (full or not together or dtypes != [t.dtype for t in found[-1].parts]):
+                yield found
+                found, size = [], 0
+            found.append(_Piece(number, numbers, tuple(parts)))
+            size += parts[0].numel()
+    if found:
+        yield found
+
+
+def list_in_fp32(tensors: list[Tensor]) -> list[Tensor]:
+    """The tensors in fp32: themselves, or copies that a few kernels make."""
+    if all(tensor.dtype == torch.float32 for tensor in tensors):
+        return tensors
+    if len(tensors) == 1:
+        return [tensors[0].float()]
+    copies = [torch.empty_like(tensor, dtype=torch.float32) for tensor in tensors]
+    torch._foreach_copy_(copies, tensors)
+    return copies
+
+
+def _kernel() -> Callable[..., None]:
+    from forge_core.optim import rounding_kernel  # Triton, which a CPU build of torch lacks
+
+    return rounding_kernel.round_into
+
+
+def _is_contiguous(tensors: list[tuple[int, Tensor, Tensor]]) -> bool:
+    return all(t.is_contiguous() for _, *pair in tensors for t in pair)
+
+
+def round_into(
+    tensors: list[tuple[int, Tensor, Tensor]], key: Tensor, rows: Tensor, columns: Tensor
+) -> None:
+    """Round fp32 values of pieces of one parameter into its bf16 tensors: (number, stored, values)."""
+    # a draw has 32 bits, and a tensor needs 16: two tensors share one
+    bits: dict[int, Tensor] = {}
+    for number, stored, values in tensors:
+        pair, high = divmod(number, 2)
+        if pair not in bits:
+            bits = {pair: _draw(key + pair, rows, columns)}
+        stored.copy_(round_by(values, bits[pair] >> 16 if high else bits[pair]))
 
 
 def round_by(values: Tensor, bits: Tensor) -> Tensor:

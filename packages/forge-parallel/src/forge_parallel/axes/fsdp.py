@@ -68,8 +68,9 @@ def apply_fsdp(
     Modules that `model.sharding_units()` names are units too: modules outside of the blocks whose weights the root need
     not hold all the time, such as the blocks of an encoder.
 
-    Embedding and head of a model of transformers are units of their own from `OWN_UNIT` elements on a tp rank on,
-    unless their weight has a second name (tied), which is gathered with the root.
+    Embedding and head, as `get_input_embeddings()` and `get_output_embeddings()` return them, are units of their own from
+    `OWN_UNIT` elements on a tp rank on, unless they are tied: then the root gathers the weight. An `nn.Embedding` is not
+    gathered for its backward, which reads the ids only.
 
     A table of ids that tp shards unevenly is sharded by its width where torch would misplace shards of ids
     (`shard_of`): its all-gather and its reduce-scatter cost a copy more.
@@ -118,7 +119,7 @@ def apply_fsdp(
     expert_modules = [m for m in model.modules() if m in known or _is_expert(m)]
     special = [m for m in model.modules() if own_dtype(m) is not None]
     further = further_units(model)
-    embedding, head = (_large_end(model, side) for side in ("input", "output"))
+    embedding, head = _large_ends(model)
     ends = [end for end in (embedding, head) if end is not None]
     # inner modules first, as FSDP2 gives a unit what no earlier call has wrapped
     units = dict.fromkeys([*special, *expert_modules, *blocks, *further, *ends, model], mesh)
@@ -152,6 +153,8 @@ def apply_fsdp(
         sum_gradients(module)
         for name in getattr(module, "forward_methods", ()):
             register_fsdp_forward_method(module, name)
+        if module is embedding and _looks_up(module):
+            module.set_unshard_in_backward(False)  # type: ignore[operator]
 
     reduce_unused_parameters(units)
     if (
@@ -171,15 +174,34 @@ def _owned_parameters(units: Iterable[nn.Module]) -> dict[nn.Module, set[nn.Para
     return owned
 
 
-def _large_end(model: nn.Module, side: str) -> nn.Module | None:
-    """The embedding ("input") or head ("output") that a model returns, as models of transformers do; None if it is
-    small, or tied: another module reads a weight with a second name, for which the root must gather it."""
-    get: Any = getattr(model, f"get_{side}_embeddings", None)
-    end: nn.Module | None = get() if callable(get) else None
-    if end is None or sum(local_tensor(p).numel() for p in end.parameters()) < OWN_UNIT:
-        return None
+def _large_ends(model: nn.Module) -> tuple[nn.Module | None, nn.Module | None]:
+    """The embedding and the head that a model returns, as models of transformers do; None for one that is small, or
+    tied: another module reads its weight, for which the root must gather it."""
+    embedding, head = (
+        get() if callable(get := getattr(model, f"get_{side}_embeddings", None)) else None
+        for side in ("input", "output")
+    )
     names = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
-    return end if all(names[id(p)] == 1 for p in end.parameters()) else None
+
+    def is_large(end: nn.Module | None) -> bool:
+        parameters = [] if end is None else list(end.parameters())
+        size = sum(local_tensor(p).numel() for p in parameters)
+        return size >= OWN_UNIT and all(names[id(p)] == 1 for p in parameters)
+
+    # a head without parameters is given those of the embedding
+    tied = head is not None and not any(True for _ in head.parameters())
+    return (
+        embedding if is_large(embedding) and not tied else None,
+        head if is_large(head) else None,
+    )
+
+
+def _looks_up(module: nn.Module) -> bool:
+    """Whether its forward is that of `nn.Embedding`, on a tp rank's ids or all: other code may save the weight."""
+    from forge_parallel.axes.layers import VocabEmbedding
+
+    forwards = [c for c in type(module).__mro__ if "forward" in vars(c)]
+    return forwards[0] is nn.Embedding or forwards[:2] == [VocabEmbedding, nn.Embedding]
 
 
 def shard_of(parameter: Any, shards: int) -> Any:
