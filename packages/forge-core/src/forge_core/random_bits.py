@@ -66,7 +66,7 @@ def fill_normal(parameter: Tensor, std: float, name: str, seed: int) -> None:
     Cost: no communication, no host sync; about 25 elementwise kernels for 2^22 elements, and 150 MB on a GPU.
     """
     offset = offset_of(parameter, name, seed)
-    intercepts, slopes = _quantiles(offset.rows.device)
+    intercepts, factors = _quantiles(offset.rows.device)
     columns = offset.columns * ODD
     whole = local_tensor(parameter.detach())
     tensor = whole.view(-1, 1) if whole.ndim < 2 else whole
@@ -77,13 +77,13 @@ def fill_normal(parameter: Tensor, std: float, name: str, seed: int) -> None:
         tail = hashed.bitwise_and((1 << 52) - 1).bitwise_or_(1023 << 52).view(torch.float64)
         tail.sub_(1 - 2.0**-53)
         entry = (tail.view(torch.int64) >> (52 - _CHOSEN)).sub_((1023 - _LEAST) << _CHOSEN)
-        values = tail.mul_(slopes[entry]).add_(intercepts[entry]).mul_(std)
+        values = tail.mul_(factors[entry]).add_(intercepts[entry]).mul_(std)
         part.copy_(values.copysign_(hashed.view(torch.float64)))
 
 
 @lru_cache(maxsize=8)
 def _quantiles(device: torch.device) -> tuple[Tensor, Tensor]:
-    """Lines (intercepts, slopes) for the absolute value that a normal number exceeds with a probability p.
+    """Lines (intercepts, factors) for the absolute value that a normal number exceeds with a probability p.
 
     There is one from 2^e (1 + k / 1024) to the next such p, for each e and k: with steps that are equal in ratio the error
     is as small in the tails.
@@ -91,8 +91,8 @@ def _quantiles(device: torch.device) -> tuple[Tensor, Tensor]:
     bits = torch.arange((1023 - _LEAST) << _CHOSEN, (1023 << _CHOSEN) + 1) << (52 - _CHOSEN)
     p = bits.view(torch.float64)
     values = -torch.special.ndtri(p / 2)
-    slopes = _short(values.diff() / p.diff())
-    return _short(values[:-1] - p[:-1] * slopes).to(device), slopes.to(device)
+    factors = _short(values.diff() / p.diff())
+    return _short(values[:-1] - p[:-1] * factors).to(device), factors.to(device)
 
 
 def _short(x: Tensor) -> Tensor:

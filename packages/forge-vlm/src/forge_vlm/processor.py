@@ -114,7 +114,7 @@ class Processor:
         return cls(
             tokenizer,
             resolution,
-            placeholder=tokenizer.id_to_token(image_id),
+            placeholder=str(tokenizer.id_to_token(image_id)),
             image_id=image_id,
             mean=table.get("image_mean") or (0.5, 0.5, 0.5),
             eos_id=[number for number, _ in end_tokens(tokenizer, found.path).tokens],
