@@ -353,7 +353,11 @@ def _name_of_style(pattern: str, style: Any) -> str:
         SequenceParallel,
     )
 
-    names = {ColwiseParallel: "colwise", RowwiseParallel: "rowwise", SequenceParallel: "sequence"}
+    names: dict[type[Any], str] = {
+        ColwiseParallel: "colwise",
+        RowwiseParallel: "rowwise",
+        SequenceParallel: "sequence",
+    }
     if type(style) not in names:
         rule = f"must be ColwiseParallel, RowwiseParallel, SequenceParallel or one of {', '.join(STYLES)}"
         raise invalid(pattern, "style", type(style).__name__, rule, "remove it", where="plan")
