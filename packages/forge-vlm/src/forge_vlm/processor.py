@@ -109,12 +109,16 @@ class Processor:
         tokenizer.no_padding()
         tokenizer.no_truncation()
         image_id = config.modalities["image"].first_id
+        placeholder = tokenizer.id_to_token(image_id)
+        if placeholder is None:
+            rule, fix = "is no id of tokenizer.json", "give the model's own tokenizer"
+            raise invalid("image_id", "token", image_id, rule, fix)
         read = _llava if name == "llava" else _qwen
         resolution, sizes = read(config, table)
         return cls(
             tokenizer,
             resolution,
-            placeholder=str(tokenizer.id_to_token(image_id)),
+            placeholder=placeholder,
             image_id=image_id,
             mean=table.get("image_mean") or (0.5, 0.5, 0.5),
             eos_id=[number for number, _ in end_tokens(tokenizer, found.path).tokens],
