@@ -6,8 +6,8 @@ Imported only where torch finds Triton and a GPU.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-not-found, unused-ignore]
+import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
 _BLOCK = 1024
