@@ -483,8 +483,8 @@ def _overwrite_by_gradient(
             p = torch.softmax(logits, dim=-1, out=softmax[: len(logits)])
             vocab.measure(logits, target[rows], found[:, rows], p)
             if needed:
-                given = target[rows], None, scales[rows], found[:, rows], of_labels[rows]
-                grad = vocab.gradient_(p, *given)
+                of_label = scales[rows], found[:, rows], of_labels[rows]
+                grad = vocab.gradient_(p, target[rows], None, *of_label)
                 block[rows] = head.backward_(grad, logits)
             del logits  # or the next block's are made next to them
         return found
@@ -496,8 +496,8 @@ def _overwrite_by_gradient(
     for rows in _row_blocks(block) if needed else ():
         logits = head.logits(block[rows], found.dtype)
         p = vocab.probabilities(logits, found[:, rows])
-        own = target[rows], here[rows], scales[rows], found[:, rows], of_labels[rows]
-        grad = vocab.gradient_(p, *own)
+        of_label = scales[rows], found[:, rows], of_labels[rows]
+        grad = vocab.gradient_(p, target[rows], here[rows], *of_label)
         block[rows] = head.backward_(grad, logits)
     return found
 
@@ -511,7 +511,7 @@ def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
         return
     if a.is_cuda and total.dtype == torch.float32 and _adds_to_fp32():
-        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)  # type: ignore[call-overload, unused-ignore]
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
         return
     product = None
     for rows in _pieces(total):

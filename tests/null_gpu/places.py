@@ -16,6 +16,7 @@ from torch import nn
 from forge_core.loss import fused_cross_entropy
 from forge_core.model.attention_ops import AttentionSpec, attend_sequences
 from forge_core.model.norm import PlusOneRMSNorm, RMSNorm
+from forge_core.model.rope import rotate
 from forge_core.optim import OptimizerConfig, build_optimizer
 
 BF16 = torch.bfloat16
@@ -39,6 +40,12 @@ def norm_bf16() -> Callable[[], None]:
 def norm_fp32_weight() -> Callable[[], None]:
     x, layer = made(1, 4096, 2560), RMSNorm(2560).cuda()
     return lambda: layer(x).backward(torch.empty_like(x))
+
+
+def rotation() -> Callable[[], None]:
+    """Queries of Llama 3, of 4,096 tokens."""
+    q, angles = made(1, 4096, 32, 128), torch.zeros(1, 4096, 1, 64, device="cuda")
+    return lambda: rotate(q, (angles, angles)).backward(torch.empty_like(q))
 
 
 def window() -> Callable[[], None]:
@@ -65,7 +72,7 @@ def rounding() -> Callable[[], None]:
     return optimizer.step
 
 
-PLACES = (norm, norm_bf16, norm_fp32_weight, window, fused_loss, rounding)
+PLACES = (norm, norm_bf16, norm_fp32_weight, rotation, window, fused_loss, rounding)
 
 
 def measure(make: Callable[[], Callable[[], None]]) -> dict[str, int]:

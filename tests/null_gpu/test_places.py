@@ -16,6 +16,7 @@ BOUNDS = {
     "norm": (3, 0, 100),
     "norm_bf16": (4, 0, 100),
     "norm_fp32_weight": (3, 0, 100),
+    "rotation": (2, 0, 110),
     "window": (11, 0, 510),
     "fused_loss": (245, 24, 3900),
     "rounding": (124, 0, 210),

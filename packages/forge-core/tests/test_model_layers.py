@@ -317,3 +317,25 @@ def test_the_kernel_of_rms_norm_equals_torchs_operators() -> None:
     pytest.importorskip("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", _INTERPRETED], env=environment, check=True)
+
+
+_ROTATED = """
+import torch
+from forge_core.model import rope, rope_kernel
+
+torch.manual_seed(0)
+for batch, tables in ((2, 1), (3, 3)):
+    x = torch.randn(batch, 7, 3, 10, dtype=torch.bfloat16)
+    cos, sin = (torch.randn(tables, 7, 1, 5) for _ in range(2))
+    for direction in (1.0, -1.0):
+        right = rope._rotate(x, cos, sin, direction).double()
+        error = (rope_kernel.rotate(x, cos, sin, direction).double() - right).abs().max()
+        assert error <= right.abs().max() * 2**-7
+        assert right.count_nonzero()
+"""
+
+
+def test_the_kernel_of_the_rotation_equals_torchs_operators() -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    subprocess.run([sys.executable, "-c", _ROTATED], env=environment, check=True)

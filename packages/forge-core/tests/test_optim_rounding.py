@@ -22,7 +22,13 @@ from forge_core.optim import (
     param_groups,
 )
 from forge_core.optim import ema as ema_module
-from forge_core.optim.rounding import in_fp32, offset_of, round_by
+from forge_core.optim.rounding import (
+    RoundedTensors,
+    in_fp32,
+    lists_in_fp32,
+    offset_of,
+    round_by,
+)
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -339,6 +345,30 @@ def test_lists_of_pieces_round_like_pieces(name, weights, limit, monkeypatch):
     monkeypatch.setattr("forge_core.optim.rounding._PIECE", {})
     monkeypatch.setattr("forge_core.optim.rounding._LARGE_PIECE", limit)
     _assert_same(_steps(name, weights), wanted)
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_each_parameter_of_a_list_has_its_own_bits(together, monkeypatch):
+    shapes = ((4, 6), (4, 6), (10,))
+    values = [torch.full(shape, 1 + 2**-9) for shape in shapes]
+    offsets = [offset_of(value, f"layers.{n}.w", 3) for n, value in enumerate(values)]
+    steps = [torch.tensor(float(n)) for n in range(3)]
+    wanted = [torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes]
+    for stored, *rest in zip(wanted, values, offsets, steps):
+        for wide, value in in_fp32([stored], [rest[0]], *rest[1:]):
+            wide.copy_(value)
+    assert not torch.equal(wanted[0], wanted[1])
+
+    if together:
+        monkeypatch.setattr("forge_core.optim.rounding._PIECE", {})
+    found = [torch.zeros_like(stored) for stored in wanted]
+    rounded = [RoundedTensors([f], [v], o, s) for f, v, o, s in zip(found, values, offsets, steps)]
+    numbers = []
+    for of_pieces, (wides, parts) in lists_in_fp32(rounded):
+        torch._foreach_copy_(wides, parts)
+        numbers.append(of_pieces)
+    assert numbers == ([[0, 1, 2]] if together else [[0], [1], [2]])
+    assert all(map(torch.equal, found, wanted))
 
 
 _INTERPRETED = """

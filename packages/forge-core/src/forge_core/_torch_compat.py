@@ -59,6 +59,12 @@ def has_triton() -> bool:
     return bool(found())
 
 
+def takes_kernel(x: Tensor) -> bool:
+    """Whether x is a plain CUDA tensor in 16 bits of eager code; a compiler fuses torch's operators itself."""
+    plain = x.is_cuda and type(x) is Tensor and x.dtype in (torch.bfloat16, torch.float16)
+    return plain and not torch.compiler.is_compiling() and has_triton()
+
+
 @constant_when_compiled
 @cache
 def _varlen_parameters() -> frozenset[str]:

@@ -282,7 +282,7 @@ def sdpa_kernel(name: str) -> Iterator[None]:
     """Let torch's attention take only this kernel: flash, efficient, cudnn or math; "auto" leaves it to choose.
 
     The setting is the process's, as `torch.nn.attention.sdpa_kernel`'s is, and is put back at the end. A call that
-    the kernel cannot compute (a window has a mask, which CUDA's flash has not) raises torch's "No viable backend".
+    the kernel cannot compute (a window in fp32 has a mask, which CUDA's flash has not) raises torch's "No viable backend".
     """
     if name == "auto":
         yield

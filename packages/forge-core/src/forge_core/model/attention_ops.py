@@ -274,8 +274,9 @@ def attend_documents(
     if backend == "varlen":
         return _varlen(q, k, v, plan.cu_seqlens(q.device), max(plan.lengths), spec, causal)
     attend = partial(attend_sequences, spec=spec, sinks=sinks, causal=causal)
-    q_rows, k_rows, v_rows = (t.flatten(0, 1) for t in (q, k, v))  # (B S, H or K, D)
-    return _by_length(q_rows, k_rows, v_rows, plan, attend).unflatten(0, q.shape[:2])
+    batch = q.shape[:2]
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))  # (B S, H or K, D)
+    return _by_length(q, k, v, plan, attend).unflatten(0, batch)
 
 
 @not_compiled  # as above
@@ -386,9 +387,10 @@ def _varlen(
     causal: bool,
 ) -> Tensor:
     """Attention inside segments of cumulative lengths cu_seqlens: shapes as `attend_sequences`."""
-    q_rows, k_rows, v_rows = (t.flatten(0, 1) for t in (q, k, v))  # (B S, H or K, D)
-    out = varlen(q_rows, k_rows, v_rows, cu_seqlens, longest, spec.scale, spec.window, causal)
-    return out.unflatten(0, q.shape[:2])
+    batch = q.shape[:2]
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))  # (B S, H or K, D)
+    out = varlen(q, k, v, cu_seqlens, longest, spec.scale, spec.window, causal)
+    return out.unflatten(0, batch)
 
 
 def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from forge_core._shared.module_arguments import factory_arguments
-from forge_core._torch_compat import has_triton
+from forge_core._torch_compat import takes_kernel
 from forge_core.kinds import ParameterKind
 from forge_core.registry import Registry
 
@@ -67,15 +67,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if not torch.is_grad_enabled():  # decoding: an autograd function's own cost counts there
             return _normalized(x, weight, eps)[0]
         return _CpuRMSNorm.apply(x, weight, eps)
-    if x.dtype != weight.dtype and _takes_kernel(x):
+    if x.dtype != weight.dtype and takes_kernel(x):
         return _by_kernel(x, weight, eps, 0.0)
     return F.rms_norm(x, weight.shape, weight, eps).to(x.dtype)
-
-
-def _takes_kernel(x: Tensor) -> bool:
-    """Whether x is a plain CUDA tensor in 16 bits that eager code norms; a compiler fuses torch's operators itself."""
-    plain = x.is_cuda and type(x) is Tensor and x.dtype in (torch.bfloat16, torch.float16)
-    return plain and not torch.compiler.is_compiling() and has_triton()
 
 
 def _by_kernel(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
@@ -136,7 +130,7 @@ class PlusOneRMSNorm(RMSNorm):
         nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.mean_over_ranks is None and _takes_kernel(x):
+        if self.mean_over_ranks is None and takes_kernel(x):
             return _by_kernel(x, self.weight, self.eps, 1.0)
         # in fp32: next to 1 a bf16 weight below 2^-8 would vanish
         weight = 1.0 + self.weight.to(torch.promote_types(self.weight.dtype, torch.float32))

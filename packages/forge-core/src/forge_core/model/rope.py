@@ -30,6 +30,7 @@ from forge_core._config import (
 )
 from forge_core._shared.fields import field
 from forge_core._shared.problems import Problem, raise_problems
+from forge_core._torch_compat import takes_kernel
 from forge_core.registry import Registry
 
 
@@ -302,6 +303,10 @@ class _Rotate(torch.autograd.Function):
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     """Rotate x (B, S, H, D) forward (1.0) or backward (-1.0)."""
+    if takes_kernel(x):
+        from forge_core.model import rope_kernel  # Triton, which a CPU build lacks
+
+        return rope_kernel.rotate(x, cos, sin, direction)
     first, second = x.to(cos.dtype).chunk(2, dim=-1)  # (B, S, H, D / 2)
     rotated = (
         torch.addcmul(first * cos, second, sin, value=-direction),

@@ -123,11 +123,13 @@ def _batches(
     """Lists of pieces with about `limit` elements in all, and stored tensors of the same dtypes; or of one piece."""
     found: list[_Piece] = []
     size = 0
+
     for number, p in enumerate(parameters):
         tensors, rows = [_matrix(tensor) for tensor in (*p.stored, *p.others)], p.offset.rows
         if all(tensor.is_contiguous() for tensor in tensors):
             tensors = [t.view(rows.numel(), t.size(-1)) for t in tensors]
             rows = rows.flatten()
+
         for numbers, *parts in pieces(rows, tensors, limit):
             dtypes = [part.dtype for part in parts]
             full = size + parts[0].numel() > limit
