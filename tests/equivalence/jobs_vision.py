@@ -100,7 +100,8 @@ def _of_twelve(job: Path) -> Path:
     return job
 
 
-#: Of weights and moments of a model with an encoder: over six seeds of initial weights the largest error was 7e-5.
+#: Of weights and moments of a model with an encoder: over six seeds of initial weights the largest error was 7e-5,
+#: with an encoder of transformers 1e-4.
 MOMENTS = 1e-4
 FEATURES: dict[str, JobFeature] = {
     "pictures": JobFeature(write_vlm_job, without=EP | TWICE, bound=MOMENTS),
@@ -174,7 +175,7 @@ FEATURES: dict[str, JobFeature] = {
         of_stages, {**TEXT, "model.vision.vit.num_layers": 2}, without=EP | TWICE, bound=MOMENTS
     ),
     "an encoder of a folder": JobFeature(  # prose: the name of a case
-        of_clip, {**TRANSFORMERS, **TEXT}, without=EP | TWICE, bound=MOMENTS
+        of_clip, {**TRANSFORMERS, **TEXT}, without=EP | TWICE, bound=2 * MOMENTS
     ),
     "adapters of Qwen3-VL": JobFeature(
         of_qwen3_vl,
