@@ -15,6 +15,7 @@ from typing import Any
 
 from tests.null_gpu.device import counted
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -159,7 +160,8 @@ class Units:
 
         def up(group: Any, *args: Any, **kwargs: Any) -> Any:
             name = self._names.get(id(group))
-            if name and not group.is_unsharded and name not in self._alive:
+            skipped = group._training_state == TrainingState.PRE_BACKWARD and not group.unshard_in_backward  # fmt: skip
+            if name and not skipped and not group.is_unsharded and name not in self._alive:
                 self._alive.add(name)
                 self.gathered[name] += 1
                 self.most_bytes = max(self.most_bytes, sum(self.bytes[n] for n in self._alive))
