@@ -75,7 +75,7 @@ def _arguments(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--all", action="store_true", help="all cells, not only those of the tests")
-    parser.add_argument("--only", default="", help="cells named so")
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help="cells whose names contain it; may be repeated")  # fmt: skip
     parser.add_argument("--write", action="store_true", help="make the table and its page")
     parser.add_argument("--measure", choices=("cpu", "cuda"), help=argparse.SUPPRESS)
     parser.add_argument("names", nargs="*", help=argparse.SUPPRESS)
@@ -89,7 +89,8 @@ def _names(args: argparse.Namespace) -> tuple[list[str], dict[str, str]]:
     """Of cells to run; of those that are not, why."""
     from cells import CELLS, FEATURES, SMOKE
 
-    cells = [c for c in (CELLS if args.all else SMOKE) if args.only in c.name]
+    only = args.only or [""]
+    cells = [c for c in (CELLS if args.all else SMOKE) if any(text in c.name for text in only)]
     left = {c.name: NEEDS_NUMBERS[c.feature] for c in cells if c.feature in NEEDS_NUMBERS}
     left |= {c.name: why for c in cells if (why := FEATURES[c.feature].only_on_cpus)}
     return [c.name for c in cells if c.name not in left], left

@@ -283,6 +283,45 @@ def test_a_trainer_like_lightnings_goes_on_with_the_same_bits(tmp_path, monkeypa
         lightning_callback(tmp_path, 0)
 
 
+@pytest.mark.slow
+def test_a_trainer_of_lightning_goes_on_with_the_same_bits(tmp_path):
+    """With the library itself, in the environment that has it."""
+    lightning = pytest.importorskip("lightning")
+
+    class Module(lightning.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Linear(3, 3)
+
+        def training_step(self, batch, index):
+            return self.layer(batch).square().mean()
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2)
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    def fit(folder, steps):
+        torch.manual_seed(0)
+        module, rows = Module(), torch.rand(4, 3).repeat(40, 1)  # equal batches
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        callback = lightning_callback(tmp_path / folder, 2, keep_last=9)
+        trainer = lightning.Trainer(
+            max_steps=steps, accelerator="cpu", callbacks=[callback],
+            enable_checkpointing=False, default_root_dir=tmp_path, **quiet,
+        )  # fmt: skip
+        trainer.fit(module, torch.utils.data.DataLoader(rows, 4))
+        return trainer, module.state_dict()
+
+    _, wanted = fit("whole", 6)
+    fit("stopped", 4)
+    resumed, found = fit("stopped", 6)
+    assert resumed.global_step == 6
+    assert all(torch.equal(found[name], value) for name, value in wanted.items())
+    with Store(tmp_path / "stopped", read_only=True) as store:
+        assert store.steps() == [2, 4, 6]
+
+
 def test_a_callback_names_the_package_that_is_missing(tmp_path, monkeypatch):
     for callback in (lightning_callback, transformers_callback):
         name = callback.__name__.partition("_")[0]
