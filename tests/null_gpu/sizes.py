@@ -15,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,13 +41,14 @@ BOUNDED = (
 
 
 class Case(NamedTuple):
-    """A job on `ranks` ranks, in sequences of `seq_len` tokens with so many documents each."""
+    """A job on `ranks` ranks, in sequences of `seq_len` tokens with so many documents each; `make` makes its step."""
 
     config: str
     ranks: int = 8
     seq_len: int = 4096
     documents: int = 1
     flags: Mapping[str, Any] = {}
+    make: Callable[[Any], Any] = lambda case: forge_step(case)
 
 
 _MOE = {"model.moe.router": "uniform", "model.moe.bias_update_rate": 0.0, "model.num_layers": 2}
@@ -64,6 +65,7 @@ CASES = {
     "gemma norms, 2 layers": Case("configs/recipes/7b.toml", flags=_GEMMA),
     "moe 8, 2 layers": Case("configs/recipes/moe_8.toml", flags=_MOE),
     "moe 64, 2 layers": Case("configs/recipes/moe_64.toml", flags=_MOE),
+    "dense 8B of transformers": Case("", make=lambda case: transformers_step(case)),
 }  # fmt: skip
 
 
@@ -116,6 +118,100 @@ def page(rows: Mapping[str, Mapping[str, Any]]) -> str:
     return found
 
 
+class Step(NamedTuple):
+    """A sharded model, one step of it, and how many parameters of its matrices a token uses."""
+
+    model: Any
+    run: Callable[[], None]
+    used: int
+
+
+def forge_step(case: Case) -> Step:
+    """The step of the runner: `Compute`, norm, clipping and the optimizer."""
+    import torch
+
+    from forge_core import build_optimizer
+    from forge_data import Batch
+    from forge_parallel import clip_grads_, global_grad_norm, make_meshes
+    from forge_resilience import Agreement
+    from forge_train import load_job
+    from forge_train.build.build import build_trained
+    from forge_train.loop.assemble import job_compute, shard
+
+    flags = {
+        "train.steps": 2, "train.tokens": None, "schedule.warmup_steps": 1, "train.global_batch": case.ranks,
+        "data.seq_len": case.seq_len, "parallel.device": "cuda", "parallel.precision": "bf16", "parallel.dp_shard": case.ranks,
+        **case.flags,
+    }  # fmt: skip
+    config = load_job(str(ROOT / case.config), flags, with_data=False).config
+    moe = config.model.moe
+    if moe.num_experts and moe.router != "uniform":
+        rule = f"router is {moe.router!r}, whose routes would be those of zeros; use 'uniform'"
+        raise ValueError(rule)
+    meshes = make_meshes(config.parallel)
+    model = shard(build_trained(config), config, meshes, Agreement())
+    optimizer = build_optimizer(model, config.optimizer)
+    compute = job_compute(model, config, meshes)
+
+    positions = torch.arange(case.seq_len).expand(1, -1)
+    length = case.seq_len // case.documents
+    tokens = torch.zeros_like(positions)
+    batch = Batch(tokens, tokens, (positions % length).contiguous(), (positions // length).contiguous(), torch.zeros(1, dtype=torch.int64), "0" * 16)  # fmt: skip
+
+    def run() -> None:
+        sums = compute.gradients(batch, lambda: 1.0)
+        norm, _ = global_grad_norm(compute.counted, sums=sums)
+        clip_grads_(compute.counted, norm, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    used = numbers_of_matrices(model)
+    if moe.num_experts:
+        experts = sum(p.numel() for p in model.parameters() if p.ndim == 3)
+        used -= experts - experts * moe.top_k // moe.num_experts
+    return Step(model, run, used)
+
+
+def transformers_step(case: Case) -> Step:
+    """LlamaForCausalLM of the same sizes with its own loss; FSDP2 by hand: embedding, blocks, norm and head."""
+    import torch
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=8192, attn_implementation="sdpa", use_cache=False, tie_word_embeddings=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config).train()
+    options: Any = {
+        "mesh": init_device_mesh("cuda", (case.ranks,)),
+        "mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    }
+    for module in (model.model.embed_tokens, *model.model.layers):
+        fully_shard(module, **options)
+    fully_shard([model.model.norm, model.lm_head], reshard_after_forward=False, **options)
+    fully_shard(model, **options)
+    model.to_empty(device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.zeros(1, case.seq_len, dtype=torch.int64, device="cuda")
+
+    def run() -> None:
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return Step(model, run, numbers_of_matrices(model))
+
+
+def numbers_of_matrices(model: Any) -> int:
+    """Parameters in matrices, without the embedding, which is looked up."""
+    named = ((n, p) for n, p in model.named_parameters() if "embed" not in n)
+    return sum(p.numel() for _, p in named if p.ndim > 1)
+
+
 def measure(name: str) -> dict[str, Any]:
     """In a process on the null GPU: the counts of a case."""
     import null_gpu_waits  # type: ignore[import-not-found]
@@ -127,47 +223,11 @@ def measure(name: str) -> dict[str, Any]:
     from tests.null_gpu.tally import Tally, Units, launched
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from forge_core import build_optimizer
-    from forge_data import Batch
-    from forge_parallel import clip_grads_, global_grad_norm, make_meshes
-    from forge_resilience import Agreement
-    from forge_train import load_job
-    from forge_train.build.build import build_trained
-    from forge_train.loop.assemble import job_compute, shard
-
     case = CASES[name]
-    flags = {
-        "train.steps": 2, "train.tokens": None, "schedule.warmup_steps": 1, "train.global_batch": case.ranks,
-        "data.seq_len": case.seq_len, "parallel.device": "cuda", "parallel.precision": "bf16", "parallel.dp_shard": case.ranks,
-        **case.flags,
-    }  # fmt: skip
     dist.init_process_group("fake", rank=0, world_size=case.ranks, store=FakeStore())
-    config = load_job(str(ROOT / case.config), flags, with_data=False).config
-    moe = getattr(config.model, "moe", None)
-    if moe is not None and not moe.num_experts:
-        moe = None
-    if moe is not None and moe.router != "uniform":
-        raise ValueError(
-            f"router is {moe.router!r}, whose routes would be those of zeros; use 'uniform'"
-        )
-    meshes = make_meshes(config.parallel)
-    model = shard(build_trained(config), config, meshes, Agreement())
-    optimizer = build_optimizer(model, config.optimizer)
-    compute = job_compute(model, config, meshes)
-
-    positions = torch.arange(case.seq_len).expand(1, -1)
-    length = case.seq_len // case.documents
-    tokens = torch.zeros_like(positions)
-    batch = Batch(tokens, tokens, (positions % length).contiguous(), (positions // length).contiguous(), torch.zeros(1, dtype=torch.int64), "0" * 16)  # fmt: skip
-
-    def step() -> None:
-        sums = compute.gradients(batch, lambda: 1.0)
-        norm, _ = global_grad_norm(compute.counted, sums=sums)
-        clip_grads_(compute.counted, norm, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step()  # allocates the state of the optimizer and the buffers of FSDP, which then knows its dtypes
+    model, step, used = case.make(case)
+    for _ in range(2):  # state of the optimizer, buffers of FSDP, which then knows its dtypes
+        step()
     units = Units(model)
     torch.cuda.reset_peak_memory_stats()
     waits.clear()
@@ -183,16 +243,10 @@ def measure(name: str) -> dict[str, Any]:
     }
     with Tally() as tally:
         step()
-    matrices = sum(
-        p.numel() for n, p in model.named_parameters() if p.ndim > 1 and "embedding" not in n
-    )
-    if moe is not None:  # of the experts' weights, what a token uses
-        experts = sum(p.numel() for p in model.parameters() if p.ndim == 3)
-        matrices -= experts - experts * moe.top_k // moe.num_experts
     return found | {
         "matmuls": tally.matmuls,
         "matmul_flops": tally.matmul_flops,
-        "analytic_flops": 6 * matrices * case.seq_len,
+        "analytic_flops": 6 * used * case.seq_len,
         "bytes": tally.bytes(),
         "kernels_by_class": dict(tally.kernels.most_common()),
         "gathered_bytes": units.gathered_bytes(),
