@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
@@ -259,4 +260,5 @@ def measure(name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1])))
+    print(json.dumps(measure(sys.argv[1])), flush=True)
+    os._exit(0)  # not through the ends of threads of the fake group

@@ -381,10 +381,10 @@ def test_a_damaged_import_never_starts_anew_silently(tmp_path: Path) -> None:
     ("package", "name", "kind"),
     [("forge-ckpt", "Qwen3-0.6B", "Qwen3"), ("forge-moe", "Mixtral-8x7B", "Mixtral")],
 )
-def test_examples_of_the_readmes_load_a_model(
+def test_examples_of_the_references_load_a_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, name: str, kind: str
 ) -> None:
-    readme = Path(__file__).parents[2] / "packages" / package / "README.md"
+    readme = Path(__file__).parents[2] / "docs/internals" / f"{package}.md"
     blocks = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
     (code,) = [textwrap.dedent(block) for block in blocks if name in block]
     theirs = save(kind, tmp_path / name)

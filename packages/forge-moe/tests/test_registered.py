@@ -1,4 +1,4 @@
-"""Backends and dispatchers of other packages, found by name: the example of the README runs."""
+"""Backends and dispatchers of other packages, found by name: the example of the reference runs."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ pytestmark = pytest.mark.lane("test")
 
 @pytest.fixture
 def my_experts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The module of the README, on the path; its source."""
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    """The module of the reference, on the path; its source."""
+    readme = (Path(__file__).parents[3] / "docs/internals/forge-moe.md").read_text()
     (source,) = re.findall(
         r"cat > my_experts.py <<'EOF'\n(.*?)^EOF$", readme, re.DOTALL | re.MULTILINE
     )

@@ -83,7 +83,7 @@ _LAZY = ("interp", "lora", "scaling")
 
 # first: an upgrade in place leaves folders with __pycache__ only, which are packages without content
 sys.meta_path.insert(0, OldModules)
-_old_name = renamed(__name__)
+_old_name = renamed(__name__, level=3)
 
 
 def __getattr__(name: str) -> Any:

@@ -84,8 +84,11 @@ class OldModules:
         sys.modules[module.__name__] = importlib.import_module(new)
 
 
-def renamed(owner: str) -> Callable[[str], Any]:
-    """Return a module's `__getattr__` that reads its old names, with a DeprecationWarning."""
+def renamed(owner: str, level: int = 2) -> Callable[[str], Any]:
+    """Return a module's `__getattr__` that reads its old names, with a DeprecationWarning.
+
+    The warning is for the line that is `level` calls above.
+    """
 
     def read(name: str) -> Any:
         new = NAMES[owner].get(name)
@@ -94,7 +97,7 @@ def renamed(owner: str) -> Callable[[str], Any]:
         module, _, attribute = f"{owner}:{new}".rpartition(":")
         module = module.rpartition(":")[2]
         text = f"{owner}.{name} is {module}.{attribute} now"
-        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        warnings.warn(text, DeprecationWarning, stacklevel=level)
         return getattr(importlib.import_module(module), attribute)
 
     return read

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -145,10 +146,25 @@ def register_expert_bias_update(
     steps = count(first_step)
 
     def update(_: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        if _is_inside_of_a_step(optimizer):
+            return
         step = None if total_steps is None else next(steps)
         update_expert_bias(model, step, total_steps, groups, kwargs.get("skip"))
 
     return optimizer.register_step_post_hook(update)
+
+
+def _is_inside_of_a_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a post-step hook was called for a `step` that another `step` of the optimizer called, as `super().step()`.
+
+    torch wraps `step` of each class by itself, and calls the hooks in each of them.
+    """
+    frame, steps, file = sys._getframe().f_back, 0, torch.optim.Optimizer.step.__code__.co_filename
+    while frame is not None:
+        if frame.f_code.co_name == "wrapper" and frame.f_code.co_filename == file:
+            steps += frame.f_locals["args"][0] is optimizer
+        frame = frame.f_back
+    return steps > 1
 
 
 def _write(target: Tensor, value: Tensor, skip: Tensor | None) -> None:
