@@ -63,7 +63,7 @@ def page(lines: list[dict[str, Any]]) -> str:
         [
             HEAD + "\n".join(header(heads, noise, rows)),
             *table(rows),
-            *behind(rows),
+            *slower_rows(rows),
             *own(rows),
             *grown(growths),
             *settings(rows),
@@ -110,7 +110,7 @@ def table(rows: list[dict[str, Any]]) -> Iterator[str]:
         )
 
 
-def behind(rows: list[dict[str, Any]]) -> Iterator[str]:
+def slower_rows(rows: list[dict[str, Any]]) -> Iterator[str]:
     """Each figure under 1.00 that has a bound, with its cause."""
     known = all_rows()
     causes: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""Headers of safetensors files and the JSON beside them, parsed without trust.
+"""Headers of safetensors files and the JSON next to them, parsed without trust.
 
 A file is 8 bytes (length of the header, little-endian), the header (one JSON object), the tensors.
 """

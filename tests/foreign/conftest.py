@@ -4,26 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib.machinery import ModuleSpec
-from typing import Any
 
 import pytest
+from tests.foreign.only import Only
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "uses(*packages): the packages of Forge that a loop imports")
-
-
-class _OnlyThese:
-    """Import finder: an error for every package of Forge that is not in `allowed`."""
-
-    def __init__(self, allowed: tuple[str, ...]) -> None:
-        self.allowed = allowed
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        if _is_forge(name) and name.partition(".")[0] not in self.allowed:
-            raise ModuleNotFoundError(f"{name} is hidden in this loop", name=name)
-        return None
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +21,7 @@ def only_the_used_packages(request: pytest.FixtureRequest) -> Iterator[None]:
         return
     hidden = [n for n in sys.modules if _is_forge(n) and n.partition(".")[0] not in marker.args]
     kept = {name: sys.modules.pop(name) for name in hidden}
-    finder: Any = _OnlyThese(marker.args)
+    finder = Only(marker.args)
     sys.meta_path.insert(0, finder)
     try:
         yield

@@ -9,7 +9,9 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
-class _Only(MetaPathFinder):
+class Only(MetaPathFinder):
+    """Import finder: an error for every package of Forge that is not in `packages`."""
+
     def __init__(self, packages: tuple[str, ...]) -> None:
         self.packages = packages
 
@@ -18,7 +20,8 @@ class _Only(MetaPathFinder):
     ) -> ModuleSpec | None:
         package = fullname.partition(".")[0]
         if package.startswith("forge_") and package not in self.packages:
-            raise ImportError(f"{package} is not one of {', '.join(self.packages)}", name=package)
+            rule = f"{package} is not one of {', '.join(self.packages)}"
+            raise ModuleNotFoundError(rule, name=package)
         return None
 
 
@@ -30,4 +33,4 @@ def only(*packages: str) -> None:
     others = {name.partition(".")[0] for name in sys.modules} - {*packages}
     found = sorted(name for name in others if name.startswith("forge_"))
     assert not found, f"imported already: {found}"
-    sys.meta_path.insert(0, _Only(packages))
+    sys.meta_path.insert(0, Only(packages))

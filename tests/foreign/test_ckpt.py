@@ -28,9 +28,7 @@ def test_a_reshard_tool_for_checkpoints_of_dcp(tmp_path: Path) -> None:
 @pytest.mark.lane("test")
 def test_other_packages_cannot_be_imported() -> None:
     program = "from only import only; only('forge_ckpt'); import forge_ckpt.hf, forge_core"
-    with pytest.raises(
-        AssertionError, match=r"import forge_ckpt\.hf, forge_core|ImportError: forge_core"
-    ):
+    with pytest.raises(AssertionError, match="ModuleNotFoundError: forge_core"):
         run("-c", program)
 
 

@@ -349,7 +349,7 @@ def test_F54_the_same_step_twice_on_many_ranks(root, harm):
     for results, kept, loaded, found, aside in run_on_ranks(WORLD, save_twice, str(root), harm):
         assert results[0] == 3
         assert results[1][0] == "StepExists"
-        assert results[2] == 3, "what was there is corrupt: set aside, saved anew"
+        assert results[2] == 3, "what was there is damaged: quarantined, saved again"
         assert (kept, loaded, found, aside) == (True, 3, [3.0], [3])
     assert sorted(os.listdir(root)) == [
         "lock",

@@ -432,7 +432,7 @@ def test_F54_the_same_step_twice(tmp_path):
         assert (tmp_path / "step-00000001" / "data-0.bin").stat().st_ino == inode
         assert {path.name for path in tmp_path.iterdir()} == {"lock", "step-00000001"}
         (tmp_path / "step-00000001" / "data-0.bin").write_bytes(bytes(12))
-        store.save(1, {"w": torch.ones(3)})  # what was there is corrupt: set aside, saved anew
+        store.save(1, {"w": torch.ones(3)})  # what was there is damaged: quarantined, saved again
         state = {"w": torch.zeros(3)}
         assert store.load(state) == 1
     assert torch.equal(state["w"], torch.ones(3))

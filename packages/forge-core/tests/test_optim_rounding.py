@@ -165,7 +165,7 @@ def test_fp32_is_written_as_it_is():
 def test_pieces_do_not_show(shape, monkeypatch):
     values = torch.randn(shape)
     whole = _stored(values)
-    monkeypatch.setattr("forge_core.optim.rounding._PIECE", {"cpu": 4})
+    monkeypatch.setattr("forge_core.optim.rounding.PIECE", {"cpu": 4})
     assert torch.equal(_stored(values), whole)
     strided = torch.empty((*shape, 2), dtype=torch.bfloat16)[..., 0]
     offset = offset_of(strided, "w", 0)
@@ -342,8 +342,8 @@ def _steps(name: str, weights: torch.dtype) -> dict[str, torch.Tensor]:
 def test_lists_of_pieces_round_like_pieces(name, weights, limit, monkeypatch):
     """As on a GPU, where a list has pieces of several parameters: of one that is split, too."""
     wanted = _steps(name, weights)
-    monkeypatch.setattr("forge_core.optim.rounding._PIECE", {})
-    monkeypatch.setattr("forge_core.optim.rounding._LARGE_PIECE", limit)
+    monkeypatch.setattr("forge_core.optim.rounding.PIECE", {})
+    monkeypatch.setattr("forge_core.optim.rounding.LARGE_PIECE", limit)
     _assert_same(_steps(name, weights), wanted)
 
 
@@ -360,7 +360,7 @@ def test_each_parameter_of_a_list_has_its_own_bits(together, monkeypatch):
     assert not torch.equal(wanted[0], wanted[1])
 
     if together:
-        monkeypatch.setattr("forge_core.optim.rounding._PIECE", {})
+        monkeypatch.setattr("forge_core.optim.rounding.PIECE", {})
     found = [torch.zeros_like(stored) for stored in wanted]
     rounded = [RoundedTensors([f], [v], o, s) for f, v, o, s in zip(found, values, offsets, steps)]
     numbers = []
@@ -382,7 +382,7 @@ for shape in ((), (5,), (40, 70), (3, 7, 2)):
         values[0].view(-1)[:3] = torch.tensor([float("nan"), float("inf"), 3.4e38])
     offset = rounding.offset_of(values[0], "layers.0.w", 3)
     rows, columns = offset.rows.flatten(), offset.columns
-    key = rounding._mixed(offset.key + 5)
+    key = rounding.mixed(offset.key + 5)
     for numbers in ((0, 1, 2), (1, 2), (1,)):
         found = []
         for round_into in (rounding.round_into, rounding_kernel.round_into):

@@ -74,7 +74,7 @@ class Wrapped(IterableDataset):
 
 
 def test_F156_workers_of_torch_do_not_repeat_batches():
-    """Also behind a dataset of the user's own, and from any position on."""
+    """Also inside of a dataset of the user's own, and from any position on."""
     expected = [ids for ids, _ in plain(5)]
     assert ids_of(torchs(Wrapped(make()), 2), 5) == expected
     loader = make()

@@ -57,6 +57,7 @@ def _dispatch(args: list[str]) -> int:
     except SystemExit as stop:  # after help
         if not isinstance(stop.code, int):
             raise
+
         return stop.code
     except KeyboardInterrupt:  # outside the loop, which has a handler of its own
         if args[0] not in (*VERBS, *OF_LAB):

@@ -3,6 +3,7 @@
 import inspect
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache, wraps
 from typing import Any, TypeVar, cast
 
@@ -63,6 +64,11 @@ def takes_kernel(x: Tensor) -> bool:
     """Whether x is a plain CUDA tensor in 16 bits of eager code; a compiler fuses torch's operators itself."""
     plain = x.is_cuda and type(x) is Tensor and x.dtype in (torch.bfloat16, torch.float16)
     return plain and not torch.compiler.is_compiling() and has_triton()
+
+
+def on_device_of(x: Tensor) -> AbstractContextManager[object]:
+    """Make the device of x the current one, on which Triton launches. Tensors of the CPU are for its interpreter."""
+    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
 @constant_when_compiled

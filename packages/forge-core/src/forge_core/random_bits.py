@@ -18,9 +18,10 @@ from torch import Tensor
 
 from forge_core._shared.shards import local_indices, local_tensor
 
-#: Elements of a piece: on a CPU what stays in a core's cache, elsewhere 16 MiB for each of its fp32 copies.
-_PIECE = {"cpu": 2**15}
-_LARGE_PIECE = 2**22
+#: Elements of a piece: on a CPU what stays in a core's cache, elsewhere 16 MiB for each of its fp32 copies or tensors of
+#: random bits.
+PIECE = {"cpu": 2**15}
+LARGE_PIECE = 2**22
 #: An odd number with irregular bits: 2^64 over the golden ratio.
 ODD = -7046029254386353131
 #: Of the probabilities whose quantiles are in a table: the least exponent, and bits of the mantissa that choose an entry.
@@ -70,7 +71,7 @@ def fill_normal(parameter: Tensor, std: float, name: str, seed: int) -> None:
     columns = offset.columns * ODD
     whole = local_tensor(parameter.detach())
     tensor = whole.view(-1, 1) if whole.ndim < 2 else whole
-    limit = _PIECE.get(tensor.device.type, _LARGE_PIECE)
+    limit = PIECE.get(tensor.device.type, LARGE_PIECE)
     for rows, part in pieces(offset.rows, [tensor], limit):
         hashed = mixed(mixed(rows * ODD + offset.key)[:, None] + columns)  # (R, C) of the piece
         # Twice the probability of a larger absolute value, k / 2^52 + 2^-53 of the low 52 bits, by way of [1, 2).

@@ -267,7 +267,7 @@ class Loader(IterableDataset[Batch]):
 
     def state_dict(self, after: Batch | int | None = None) -> dict[str, Any]:
         """The position after the batches returned so far, as JSON; equal on all ranks, of a sharded stream
-        behind `share_places`.
+        after `share_places`.
 
         after: the last batch that was used, for a loop that reads ahead: torch's workers, accelerate; or the number of
         batches since the loader was made, loaded a state, or was told of another order (`skip`, `rebatch`). Costs one

@@ -133,7 +133,7 @@ class Experts(nn.Module):
         return casts
 
     def drop_casts(self) -> None:
-        """Free the casts that `float8` keeps; the next forward casts anew."""
+        """Free the casts that `float8` keeps; the next forward casts again."""
         while self._casts:
             self._casts.popitem()[1][1].clear()
 

@@ -102,7 +102,7 @@ class Casts:
         return self.kept[transposed]
 
     def clear(self) -> None:
-        """Free the casts; the next `get` makes them anew."""
+        """Free the casts; the next `get` makes them again."""
         self.kept.clear()
 
 

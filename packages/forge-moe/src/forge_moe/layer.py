@@ -158,10 +158,11 @@ class MoE(nn.Module):
         first = not (replaying() or (torch.is_grad_enabled() and inside_backward()))
         if first:
             self._add_statistics(routed, counts, kept, valid)
-        zero = routed.logits.new_zeros(())
-        losses = AuxLosses.of(zero, zero, zero)
         if not self.training:
             self.pending_losses = None  # of a training forward whose losses the caller did not take
+            if return_aux:
+                zero = routed.logits.new_zeros(())
+                losses = AuxLosses.of(zero, zero, zero)
         elif self.config.aux != "none":
             losses, num_tokens = self._router_losses(routed, counts, valid, x, ctx)
             if self.config.aux == "attach":

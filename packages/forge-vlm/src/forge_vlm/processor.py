@@ -113,6 +113,7 @@ class Processor:
         if placeholder is None:
             rule, fix = "is no id of tokenizer.json", "give the model's own tokenizer"
             raise invalid("image_id", "token", image_id, rule, fix)
+
         read = _llava if name == "llava" else _qwen
         resolution, sizes = read(config, table)
         return cls(

@@ -86,7 +86,7 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype | None, keep: Sequence[s
 
 
 def _in_numbers(name: str) -> list[tuple[int, str]]:
-    """A key that puts layer 10 behind layer 9."""
+    """A key that puts layer 10 after layer 9."""
     return [(int(p), "") if p.isdecimal() else (-1, p) for p in re.split(r"(\d+)", name)]
 
 

@@ -50,6 +50,7 @@ def save_hf(
         if extra is not None:
             meta, read = {**meta, **extra.meta}, _either(extra, read)
             maps = (*maps, *((name, name, ()) for name in extra.meta))
+
         write_folder(
             user_path(path),
             maps,

@@ -1,5 +1,5 @@
 # Copied from scripts/shared/safetensors_headers.py; edit that file, then run scripts/copy_shared.py.
-"""Headers of safetensors files and the JSON beside them, parsed without trust.
+"""Headers of safetensors files and the JSON next to them, parsed without trust.
 
 A file is 8 bytes (length of the header, little-endian), the header (one JSON object), the tensors.
 """

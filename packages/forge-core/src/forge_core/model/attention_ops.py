@@ -239,6 +239,7 @@ def attend_sequences(
         batch, size = q.shape[:2]
         cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * size
         return _varlen(q, k, v, cu_seqlens, size, spec, causal)
+
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, S, D), views
     if backend == "reference":
         index = torch.arange(q.size(2), device=q.device)

@@ -14,6 +14,8 @@ import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from forge_core._torch_compat import on_device_of
+
 #: Programs of the backward, each of which sums the weight's gradient over its rows: a number that no device changes.
 _PROGRAMS = 1024
 
@@ -39,16 +41,19 @@ def _backward(x, weight, scales, grad, grad_x, sums, rows, width, offset, BLOCK:
     inside = column < width
     factor = offset + tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
     total = tl.zeros((BLOCK,), dtype=tl.float32)
+
     row = first.to(tl.int64)
     while row < rows:
         index = row * width + column
         scale = tl.load(scales + row)
         unit = tl.load(x + index, mask=inside, other=0.0).to(tl.float32) * scale
         upstream = tl.load(grad + index, mask=inside, other=0.0).to(tl.float32)
+
         weighted = upstream * factor
         along = tl.sum(weighted * unit) / width
         result = (weighted - unit * along) * scale
         tl.store(grad_x + index, result.to(grad_x.dtype.element_ty), mask=inside)
+
         total += upstream * unit
         row += tl.num_programs(0)
     tl.store(sums + first.to(tl.int64) * width + column, total, mask=inside)
@@ -64,7 +69,8 @@ class RMSNormByKernel(torch.autograd.Function):
         scales = x.new_empty(x.numel() // width, dtype=torch.float32)
         if len(scales):
             given = x, weight, out, scales, width, eps, offset
-            _forward[(len(scales),)](*given, **_options(width))
+            with on_device_of(x):
+                _forward[(len(scales),)](*given, **_options(width))
         ctx.offset = offset
         ctx.save_for_backward(x, weight, scales)
         return out
@@ -78,7 +84,8 @@ class RMSNormByKernel(torch.autograd.Function):
         sums = x.new_empty(programs, width, dtype=torch.float32)
         if programs:
             given = x, weight, scales, grad, grad_x, sums, len(scales), width, ctx.offset
-            _backward[(programs,)](*given, **_options(width))
+            with on_device_of(x):
+                _backward[(programs,)](*given, **_options(width))
         return grad_x, sums.sum(0).to(weight.dtype), None, None
 
 

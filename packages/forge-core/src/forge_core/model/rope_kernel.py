@@ -6,6 +6,8 @@ import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
 
+from forge_core._torch_compat import on_device_of
+
 
 @triton.jit  # type: ignore[untyped-decorator, unused-ignore]
 def _kernel(  # type: ignore[no-untyped-def]
@@ -31,5 +33,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
     size, block = x.numel() // 2, 1024
     if size:
         given = x, cos, sin, out, size, x.size(2) * half, cos.numel(), half, direction
-        _kernel[(triton.cdiv(size, block),)](*given, BLOCK=block)
+        with on_device_of(x):
+            _kernel[(triton.cdiv(size, block),)](*given, BLOCK=block)
     return out

@@ -20,12 +20,10 @@ from torch import Tensor
 
 from forge_core import random_bits
 from forge_core._torch_compat import has_triton
-from forge_core.random_bits import ODD, ElementOffset, mixed, pieces, shifted
+from forge_core.random_bits import LARGE_PIECE, ODD, PIECE, ElementOffset, mixed, pieces, shifted
 
-#: Elements of a piece: on a CPU what stays in a core's cache, elsewhere 16 MiB for each of its fp32 copies and tensors of
-#: random bits, or 256 MiB where a kernel of Triton holds the bits in registers.
-_PIECE = {"cpu": 2**15}
-_LARGE_PIECE, _KERNEL_PIECE = 2**22, 2**26
+#: Elements of a piece where a kernel of Triton holds the random bits in registers: 256 MiB for each fp32 copy.
+_KERNEL_PIECE = 2**26
 #: An odd number with irregular bits: 2^32 over the golden ratio.
 _GOLDEN = -1640531527
 
@@ -92,8 +90,8 @@ def lists_in_fp32(
     keys = mixed(steps * ODD + torch.stack([p.offset.key for p in parameters])).unbind()
 
     by_kernel = device.type == "cuda" and has_triton()
-    limit = _KERNEL_PIECE if by_kernel else _PIECE.get(device.type, _LARGE_PIECE)
-    for batch in _batches(parameters, limit, together=device.type not in _PIECE):
+    limit = _KERNEL_PIECE if by_kernel else PIECE.get(device.type, LARGE_PIECE)
+    for batch in _batches(parameters, limit, together=device.type not in PIECE):
         count = len(parameters[0].stored)
         half = [n for n in range(count) if _is_half(batch[0].parts[n])]
         columns = [[piece.parts[n] for piece in batch] for n in range(len(batch[0].parts))]

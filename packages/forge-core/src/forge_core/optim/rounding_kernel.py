@@ -5,10 +5,11 @@ Imported only where torch finds Triton and a GPU.
 
 from __future__ import annotations
 
-import torch
 import triton  # type: ignore[import-not-found, unused-ignore]
 import triton.language as tl  # type: ignore[import-not-found, unused-ignore]
 from torch import Tensor
+
+from forge_core._torch_compat import on_device_of
 
 _BLOCK = 1024
 #: Tensors of one launch.
@@ -65,7 +66,7 @@ def round_into(
     # a launch without a second or third tensor does not read these
     pairs = [pair[1:] for pair in tensors]
     arguments = [t for pair in pairs + pairs[:1] * (MOST - len(pairs)) for t in pair]
-    with torch.device(rows.device):
+    with on_device_of(rows):
         _kernel[(triton.cdiv(size, _BLOCK),)](
             key, rows, columns, *arguments, size, columns.numel(), *numbers, BLOCK=_BLOCK
         )

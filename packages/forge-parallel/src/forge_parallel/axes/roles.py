@@ -313,6 +313,7 @@ def roles_of_plan(model: nn.Module, plan: Mapping[str, Any] | None = None) -> di
         if plan and not any(fnmatchcase(name, pattern) for name, _ in model.named_modules()):
             rule, fix = "matches no module", "correct or remove it"
             raise invalid(pattern, "not_found", ..., rule, fix, where="plan")
+
     found: dict[str, str] = {}
     colwise_parents = set()
     problems: list[Problem] = []
