@@ -179,7 +179,10 @@ class InDtypes(_Wrapper):
         return cls(owner, dict.fromkeys(half, torch.float32))
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the owner, in these dtypes; a load casts it."""
+        """What a load fills: the owner's state, with tensors of these dtypes, which are those of the checkpoint.
+
+        `load_state_dict` casts them to the owner's.
+        """
         saved = self._owner.state_dict()
         cast = {n: saved[n].to(dtype) for n, dtype in self._dtypes.items() if n in saved}
         return {**saved, **cast}

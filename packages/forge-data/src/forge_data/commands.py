@@ -113,7 +113,7 @@ def inspect(path: Annotated[Path, tyro.conf.Positional], seq_len: int | None = N
         seq_len: Tokens in a row: also how full each packing makes rows, and how many documents it cuts.
     """
     path = user_path(path)
-    _check_folder(path)
+    _require_folder(path)
     if (statistics := read_statistics(path)) is not None:
         _print_statistics(statistics)
 
@@ -159,7 +159,7 @@ def verify(path: Annotated[Path, tyro.conf.Positional]) -> None:
         path: Folder written by `forge-data prepare`.
     """
     path = user_path(path)
-    _check_folder(path)
+    _require_folder(path)
     print(f"{path}: {verify_files(path):,} tokens, every digest is right")
 
 
@@ -194,7 +194,8 @@ def _parse_shard(text: str) -> tuple[int, int]:
     return int(index), int(count)
 
 
-def _check_folder(path: Path) -> None:
+def _require_folder(path: Path) -> None:
+    """Raise InvalidData if nothing is at `path`, or a file; reads nothing."""
     rule = "must be a folder written by forge-data prepare"
     if not path.exists():
         fix = f"check it{waiting_parts(path)}"

@@ -63,7 +63,10 @@ class PhaseSchedule:
         return sum((b - a) * length for (a, b), length in zip(pairwise(edges), lengths))
 
     def cursor(self, tokens: int, windows: Sequence[Sequence[int]] = ()) -> int:
-        """The cursor at which a run has seen so many tokens, the inverse of `tokens`."""
+        """The cursor at which a run has seen so many tokens, the inverse of `tokens`.
+
+        A rollback finds the data of bad steps by it; `windows` are what it skipped.
+        """
         ledger, reached = Ledger(windows), 0
         for segment, following in zip(self.segments, self._starts[1:]):
             end = ledger.position(following)

@@ -91,7 +91,10 @@ class PhasedStream:
         return self.parts[bisect_right(self._starts, instance) - 1]
 
     def arrays(self, instance_ids: np.ndarray) -> Mapping[str, Any]:
-        """Rows of instances of one part; ValueError for those of several, which have rows of two lengths."""
+        """Rows of instances of one part, for `batch_of`; a `Loader` reads the part itself.
+
+        ValueError for those of several, which have rows of two lengths.
+        """
         ids = np.asarray(instance_ids)
         parts = (
             {id(self.part_at(i)): self.part_at(i) for i in (ids.min(), ids.max())}

@@ -179,7 +179,7 @@ class TextShards:
     def _documents(
         self, shard: int, pieces: np.ndarray, turn: int, document: int
     ) -> Iterator[tuple[int, str]]:
-        """(place, text) from a place to the end of its epoch."""
+        """(place, text) from a place to the end of its epoch; `turn` counts the pieces of the shard over all epochs."""
         epoch = turn // len(pieces)
         shuffle = Permutation(len(pieces), seed_of(self.seed, f"shard {shard}"), epoch)
         order = shuffle(np.arange(len(pieces)))

@@ -40,7 +40,7 @@ class SharedExperts(nn.Module):
         self.gate = nn.Linear(dim, 1, bias=False) if config.shared_gate else None
 
     def reset_parameters(self) -> None:
-        """Draw initial values of the linear layers."""
+        """Draw initial values of the linear layers, for `MoE.reset_parameters`; `initialize` reads `init_table`."""
         for linear in self.children():
             cast(Any, linear).reset_parameters()
 

@@ -116,6 +116,7 @@ class TrainingForward:
     compiled: Callable[..., Any] | None = None  # takes the block, so that deep copies call it, too
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The block's forward: compiled, a checkpoint, or both where gradients are enabled; else as it is."""
         run = super().forward  # type: ignore[misc]
         if not torch.is_grad_enabled():
             return run(*args, **kwargs)

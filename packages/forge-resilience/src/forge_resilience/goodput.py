@@ -490,6 +490,7 @@ def _ms(value: Any) -> int:
 
 
 def _seconds(value: Any) -> float:
+    """Seconds that an event states; 0 for what is no finite number of at least 0."""
     usable = isinstance(value, int | float) and math.isfinite(value) and value >= 0
     return float(value) if usable else 0.0
 

@@ -176,12 +176,13 @@ class Recorder:
         fields: dict[str, Any] = {"step": event.step, "seconds": round(event.seconds, 4)}
         if event.kind == "committed" and event.seconds > limit:
             fields["limit"] = limit
-            self._warn_of_limit(event, limit)
+            self._warn_of_slow_save(event, limit)
         if event.error:
             fields |= {"error": event.error, "failures": event.failures}
         self.record(_SAVE_EVENTS[event.kind], **fields)
 
-    def _warn_of_limit(self, event: Any, limit: float) -> None:
+    def _warn_of_slow_save(self, event: Any, limit: float) -> None:
+        """Print that a save took longer than `limit` seconds, so a batch job may be killed before its last save ends."""
         text = (
             f"forge-train: the save of step {event.step} took {event.seconds:.3g} s, longer than "
             f"resilience.save_limit_seconds {limit:g}: a batch job may be killed before its last save ends; raise it"

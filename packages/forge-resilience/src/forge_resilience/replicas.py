@@ -358,7 +358,7 @@ def mismatch_fields(found: Sequence[Mismatch], hosts: Sequence[str]) -> dict[str
 def mismatch_lines(
     found: Sequence[Mismatch], hosts: Sequence[str], buffers: Collection[str]
 ) -> list[str]:
-    """One sentence for each rank that is named, with its node; `buffers` are names that a forward may write to."""
+    """One sentence for each set of ranks, with its nodes; `buffers` are names that a forward may write to."""
     by_ranks: dict[tuple[int, ...], list[Mismatch]] = {}
     for mismatch in found:
         by_ranks.setdefault(mismatch.ranks, []).append(mismatch)

@@ -347,6 +347,7 @@ _NOTHING_ROTATES = Problem("partial_rotary_factor", "excludes", 0.0, _UNREAD, "r
 
 
 def _latent_problems(c: TransformerConfig) -> Iterator[Problem]:
+    """Keys of plain attention that mixer 'mla' does not read or computes; `MLAConfig` checks its own widths."""
     for name in ("head_dim", "qk_norm"):
         if getattr(c, name) != getattr(TransformerConfig, name):
             rule = "is not read by mixer 'mla', whose widths are in its own table"

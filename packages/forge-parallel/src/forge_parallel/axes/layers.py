@@ -69,6 +69,7 @@ class TPRegion:
         return shared.get(x, self._enter) if shared is not None and shared.open else self._enter(x)
 
     def _enter(self, x: Tensor) -> Tensor:
+        """`enter` without its cache."""
         return gather(x, self.group, token_dim(x)) if self.tokens_sharded else copy(x, self.group)
 
     def exit(self, x: Tensor) -> Tensor:

@@ -160,7 +160,10 @@ def logits(output: Any) -> Tensor:
 
 
 def token_loss(logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
-    """Sum of the cross-entropy over all labels that are not IGNORED; logits (B, S, V), labels (B, S)."""
+    """Sum of the cross-entropy over all labels that are not IGNORED; logits (B, S, V), labels (B, S).
+
+    `weights` is what `LossFunction` passes: None here, as batches of a proof have none.
+    """
     flat = logits.flatten(0, 1).float()  # (B S, V)
     return F.cross_entropy(flat, labels.flatten(), ignore_index=IGNORED, reduction="sum")
 
