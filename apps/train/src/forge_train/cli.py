@@ -86,6 +86,7 @@ def run_verb(args: list[str]) -> int:
         return _version()
     if verb in (*VERBS, *OF_LAB):
         _check_doubles(rest)
+
     if verb in VERBS:
         return VERBS[verb](rest)
     mounted = _mounted()

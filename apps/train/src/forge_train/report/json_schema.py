@@ -17,13 +17,14 @@ _NAMES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 def json_schema() -> dict[str, Any]:
     """Schema (draft 2020-12) of a job's file: types, ranges, choices and texts of all keys.
 
-    A file that `forge-train run` takes is valid; rules between keys are not part of it. No table has a required key,
+    A file that `forge-train run` takes is valid; rules between keys are not in it. No table has a required key,
     since a file may extend another one.
     """
     tables = {name: _schema(kind) for name, kind in section_types({}).items()}
     *built_in, imported = (_schema(k) for k in [*BUILT_IN_MODELS.values(), ImportedModelConfig])
     # the largest of our own models has the keys of all; the first schema that fits is what an editor shows
     tables["model"] = {"anyOf": [*reversed(built_in), imported]}
+
     base = {"type": "string", "description": "path of the file that this one is laid over"}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -50,10 +51,12 @@ def _schema(kind: Any) -> dict[str, Any]:
         )
     if origin in (Union, types.UnionType):
         return {"anyOf": [_schema(arg) for arg in args]}
+
     if origin is Literal:
         return {"enum": list(args)}
     if origin is dict:
         return {"type": "object", "additionalProperties": _schema(args[1])}
+
     if origin in (tuple, list):
         same = origin is list or args[-1] is Ellipsis
         length = {} if same else {"minItems": len(args), "maxItems": len(args)}
@@ -74,6 +77,7 @@ def _of_field(item: dataclasses.Field[Any], kind: Any, owner: Any) -> dict[str, 
         for branch in schema.get("anyOf", [schema]):
             if branch.get("type") in ("integer", "number"):
                 branch |= limits
+
     text = help_of(item, owner)
     plain = item.default if isinstance(item.default, bool | int | float | str) else None
     return (
