@@ -7,6 +7,8 @@ and a dark variant (scripts/docs_hooks.py). Texts stay texts, so they can be sea
 from __future__ import annotations
 
 import io
+from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -94,6 +96,38 @@ _STEPS = [
 ]
 
 
+_BATCH = [
+    ("forge_data", "Order", "cursor to sample numbers,\npermutation to rows"),
+    ("forge_data", "Read", "packed rows,\ndigests compared"),
+    ("forge_data", "Fill", "padding for short ranks\nand failed reads"),
+    ("forge_resilience", "Vote", "label count, stop, faults,\nduring the forward"),
+    ("forge_parallel", "Forward, backward", "sum of losses\n/ global label count"),
+    ("forge_parallel", "Norm", "one all-reduce,\nthen clip"),
+    ("forge_core", "Update", "times 0 on all ranks\nif numbers are bad"),
+    ("forge_train", "Row", "to the host while\nthe next step runs"),
+]
+_CHECKPOINT = [
+    ("forge_train", "Decide", "all ranks alike,\nafter a check of numbers"),
+    ("forge_ckpt", "Plan", "each tensor once,\ntemporary folder"),
+    ("forge_ckpt", "Copy", "to host memory;\ntraining goes on"),
+    ("forge_ckpt", "Write", "data files, a digest\nfor each block, fsync"),
+    ("forge_ckpt", "Manifest", "after the data\nof all ranks, fsync"),
+    ("forge_ckpt", "Rename", "to the final name,\nfsync of the store"),
+    ("forge_train", "Announce", "event and votes"),
+    ("forge_ckpt", "Retention", "older steps\nare removed"),
+]
+_STOP = [
+    ("forge_resilience", "Signal", "from Slurm, a terminal\nor a user"),
+    ("forge_resilience", "Flag", "set by the handler,\none line printed"),
+    ("forge_resilience", "Vote", "one rank is enough,\nall stop at one step"),
+    ("forge_ckpt", "Save", "committed before\nthe ranks end"),
+    ("forge_train", "Exit", "75 on all ranks"),
+    ("forge_resilience", "Judge", "by the code: again,\nwithout a node, or end"),
+    ("forge_resilience", "Requeue", "the same command"),
+    ("forge_ckpt", "Resume", "newest checkpoint,\nany number of ranks"),
+]
+
+
 def architecture(dark: bool = False) -> str:
     """The packages in their layers, and below them the way of a batch through a training step."""
     colors = DARK if dark else LIGHT
@@ -103,9 +137,25 @@ def architecture(dark: bool = False) -> str:
         axes.set(xlim=(0, 6), ylim=(-3.8, 5.3))
         axes.set_axis_off()
         _draw_packages(axes, colors)
-        _draw_step(axes, colors)
-        target = io.StringIO()
-        figure.savefig(target, format="svg", facecolor=colors.paper, metadata={"Date": None})
+        _draw_steps(axes, "A training step", _STEPS, colors)
+        return _svg(figure, colors)
+
+
+def life(title: str, steps: list[tuple[str, str, str]], dark: bool = False) -> str:
+    """Eight steps in two rows."""
+    colors = DARK if dark else LIGHT
+    with matplotlib.rc_context(_STYLE):
+        figure = Figure(figsize=(8.4, 3.25))
+        axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
+        axes.set(xlim=(0, 6), ylim=(-3.8, -0.05))
+        axes.set_axis_off()
+        _draw_steps(axes, title, steps, colors)
+        return _svg(figure, colors)
+
+
+def _svg(figure: Figure, colors: Palette) -> str:
+    target = io.StringIO()
+    figure.savefig(target, format="svg", facecolor=colors.paper, metadata={"Date": None})
     return target.getvalue()
 
 
@@ -115,11 +165,11 @@ def _draw_packages(axes: Any, colors: Palette) -> None:
         _box(axes, place, package, text, colors.fills[package], colors)
 
 
-def _draw_step(axes: Any, colors: Palette) -> None:
+def _draw_steps(axes: Any, title: str, steps: list[tuple[str, str, str]], colors: Palette) -> None:
     """Two rows of four boxes, with arrows between them."""
-    _title(axes, -0.15, "A training step", "The color is that of the package.", colors)
+    _title(axes, -0.15, title, "The color is that of the package.", colors)
     width, gap = 1.3, (6 - 4 * 1.3) / 3
-    for number, (package, step, text) in enumerate(_STEPS):
+    for number, (package, step, text) in enumerate(steps):
         row, column = divmod(number, 4)
         x, y = column * (width + gap), -1.85 - 1.9 * row
         _box(axes, [x, y, width, 1.3], f"{number + 1}. {step}", text, colors.fills[package], colors)
@@ -166,7 +216,12 @@ def _arrow(axes: Any, points: list[tuple[float, float]], colors: Palette) -> Non
 
 
 #: Name of the file in docs/, and the function that draws it.
-DIAGRAMS = {"architecture": architecture}
+DIAGRAMS: dict[str, Callable[..., str]] = {
+    "architecture": architecture,
+    "life-of-a-batch": partial(life, "Life of a batch", _BATCH),
+    "life-of-a-checkpoint": partial(life, "Life of a checkpoint", _CHECKPOINT),
+    "life-of-a-stop": partial(life, "Life of a stop", _STOP),
+}
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, version
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import tyro
@@ -77,11 +77,16 @@ def _dispatch(args: list[str]) -> int:
 
 def run_verb(args: list[str]) -> int:
     """Run a verb with its arguments, for its exit code. JobError for what it rejects, SystemExit after help."""
-    verb, rest = (args[0], args[1:]) if args else ("--help", [])
+    if not args:
+        return _first_lines()
+    verb, rest = args[0], args[1:]
     if verb in ("--help", "-h"):
         return _help()
+    if verb == "--version":
+        return _version()
     if verb in (*VERBS, *OF_LAB):
         _check_doubles(rest)
+
     if verb in VERBS:
         return VERBS[verb](rest)
     mounted = _mounted()
@@ -184,6 +189,8 @@ class ExplainFlags(ProcessFlags):
     """write learning rates and batch over the run here, .png, .svg or .pdf"""
     parameters: bool = False
     """list the model's parameters: shape, kind, weight decay, optimizer"""
+    changed: bool = False
+    """print only the keys whose values are not defaults"""
 
 
 def explain(args: list[str]) -> int:
@@ -223,7 +230,7 @@ def explain(args: list[str]) -> int:
     if nproc is not None:
         job, of_layout = _on_processes(job, nproc)
         lines += of_layout
-    print_explanation(job, Console())
+    print_explanation(job, Console(), flags.changed)
 
     if job.config.data.phases:
         lines += phase_lines(job.config)
@@ -324,10 +331,24 @@ def keys(args: list[str]) -> int:
     return call_verb(show, args, "keys", keys.__doc__)
 
 
+def schema(args: list[str]) -> int:
+    """Print the JSON schema of a configuration file, for editors: `forge-train schema > forge.schema.json`."""
+    import json
+
+    from forge_train.report.json_schema import json_schema
+
+    def show() -> int:
+        print(json.dumps(json_schema(), indent=1))
+        return ExitCode.DONE
+
+    return call_verb(show, args, "schema", schema.__doc__)
+
+
 VERBS: dict[str, Callable[[list[str]], int]] = {
     "run": run,
     "explain": explain,
     "keys": keys,
+    "schema": schema,
     "plan": plan,
     "slurm": slurm,
     "import": import_,
@@ -364,6 +385,36 @@ def _layers(args: list[str], verb: str, description: str, own: type) -> tuple[La
         print("keys of CONFIG.toml, each also a flag: --KEY VALUE\n")
         print_keys("", Console(), layers.values)
         raise
+
+
+def _first_lines() -> int:
+    """What a user of the bare command needs, in twelve lines."""
+    print(_FIRST_LINES)
+    return ExitCode.DONE
+
+
+_FIRST_LINES = """\
+usage: forge-train VERB ...
+
+  forge-train run CONFIG.toml             train, or go on from the newest checkpoint
+  forge-train run CONFIG.toml --nproc 2   the same with two processes; --train.steps 100 sets a key
+  forge-train explain CONFIG.toml         every value and where it comes from; --changed: only what you set
+  forge-train plan CONFIG.toml --gpus 8   memory and time on GPUs, and better layouts
+  forge-train slurm CONFIG.toml           a batch script that survives preemption
+  forge-train report RUN                  a page of curves and events of a run
+  forge-train import FOLDER, export RUN   from and to the format of Hugging Face
+
+forge-train --help lists all verbs and exit codes; forge-train VERB --help the flags of one; forge-train keys all keys"""
+
+
+def _version() -> int:
+    """Versions of the installed packages that decide what a run computes; imports none of them."""
+    own = "forge-train forge-lab forge-train-core forge-parallel forge-moe forge-data forge-ckpt forge-resilience forge-vlm"
+    print("Python", sys.version.split()[0])
+    for name in [*own.split(), "torch", "transformers", "datasets"]:
+        with contextlib.suppress(PackageNotFoundError):
+            print(name, version(name))
+    return ExitCode.DONE
 
 
 def _help() -> int:

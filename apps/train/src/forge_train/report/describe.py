@@ -36,8 +36,7 @@ def key_rows() -> Iterator[KeyRow]:
         for key, kind, item, cls in (row for t in tables for row in dotted_fields(t, section)):
             if key not in seen:
                 seen.add(key)
-                help = item.metadata.get("help") or _text_below(item.name, cls)
-                yield KeyRow(key, type_name(kind), _default(item), help)
+                yield KeyRow(key, type_name(kind), _default(item), help_of(item, cls))
 
 
 def print_keys(prefix: str, console: Console, values: Mapping[str, Any] | None = None) -> int:
@@ -58,14 +57,19 @@ def print_keys(prefix: str, console: Console, values: Mapping[str, Any] | None =
     return 0
 
 
-def print_explanation(job: ResolvedJob, console: Console) -> None:
-    """The resolved configuration, one line per key: value and where it came from."""
+def print_explanation(job: ResolvedJob, console: Console, changed: bool = False) -> None:
+    """The resolved configuration, one line per key: value and where it came from.
+
+    changed: only the keys whose values are not defaults.
+    """
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("key", no_wrap=True)  # never cut: keys are there to be copied
     table.add_column("value", overflow="fold")
     table.add_column("origin", overflow="fold")
     for key, value in job.values().items():
         origin = job.origin(key)
+        if changed and origin == "default":
+            continue
         style = "dim" if origin == "default" else None
         table.add_row(key, _show(value), origin, style=style)
     console.print(table)
@@ -80,10 +84,12 @@ def keys_as_markdown() -> str:
     return "\n".join(lines) + "\n"
 
 
-def _text_below(name: str, cls: type) -> str:
-    """The text below a field in the source of the class that declares it."""
-    owner = next(base for base in cls.__mro__ if name in inspect.get_annotations(base))
-    return " ".join(_texts_of(owner).get(name, "").split())
+def help_of(item: dataclasses.Field[Any], cls: type) -> str:
+    """What a field means: its `help`, or the text below it in the source of the class that declares it."""
+    if item.metadata.get("help"):
+        return str(item.metadata["help"])
+    owner = next(base for base in cls.__mro__ if item.name in inspect.get_annotations(base))
+    return " ".join(_texts_of(owner).get(item.name, "").split())
 
 
 @functools.cache

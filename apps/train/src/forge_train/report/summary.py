@@ -58,7 +58,8 @@ def print_summary(trainer: Trainer, result: RunResult, args: Sequence[str]) -> N
         rates = f"; the learning rate goes from {last[1]:.4g} to {after:.4g}"
     print(f"  {command} {again} --train.steps {2 * total}   # go on from here{rates}")
     other = shlex.quote(f"{paths.path}-2")
-    print(f"  {command} {again} --run.dir {other} --optimizer.lr 1e-3   # another run")
+    lr = trainer.config.optimizer.lr / 2
+    print(f"  {command} {again} --run.dir {other} --optimizer.lr {lr:g}   # another run")
 
 
 def _is_cut(trainer: Trainer) -> bool:
