@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-_MARK = re.compile(r"# (type|noqa|fmt|language|pragma|mypy|----|\([\w\s,.*/+-]+\)$|\([A-Z])")  # for tools, and shapes
+_MARK = re.compile(
+    r"# (type|noqa|fmt|language|pragma|mypy|----|\([\w\s,.*/+-]+\)$|\([A-Z])"
+)  # for tools, and shapes
 
 
 def sources(packages: list[str]) -> list[Path]:

@@ -38,10 +38,10 @@ THERE = {
 }
 
 
-def rows() -> dict[str, list[tuple[str, str, str]]]:
+def rows(page: str = PAGE) -> dict[str, list[tuple[str, str, str]]]:
     """{section: (key there, key here or "gone", remark)}."""
     found: dict[str, list[tuple[str, str, str]]] = {}
-    for part in PAGE.split("\n## ")[1:]:
+    for part in page.split("\n## ")[1:]:
         title, _, body = part.partition("\n")
         cells = re.findall(r"^\| `([^`]+)` \| (`[^`]+`|gone) \| ?(.*?) ?\|$", body, re.MULTILINE)
         found[title] = [(there, here.strip("`"), remark) for there, here, remark in cells]
@@ -66,3 +66,12 @@ def test_keys_and_names_on_the_right_exist() -> None:
     names = {title: part[0][2] for title, part in rows().items()}
     assert set(re.findall(r"`(\w+)`", names["optimizer"])) <= OPTIMIZERS.built_in.keys()
     assert set(re.findall(r"`(\w+)`", names["scheduler"])) <= SCHEDULES.built_in.keys()
+
+
+@pytest.mark.parametrize("name", ["from-torchtitan", "from-hf-trainer"])
+def test_keys_of_other_pages_exist(name: str) -> None:
+    found = rows((Path(__file__).parents[2] / f"docs/{name}.md").read_text(encoding="utf-8"))
+    mapped = [(here, remark) for part in found.values() for _, here, remark in part]
+    assert len(mapped) > 20
+    assert {here for here, _ in mapped} - {"gone"} <= {row.key for row in key_rows()}
+    assert all(remark for here, remark in mapped if here == "gone")
