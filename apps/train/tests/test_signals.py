@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from forge_ckpt import Store
 from forge_testing import forge_train, wait_for_step, write_job
-from forge_train import read_run
+from forge_train import Callback, Trainer, load_job, read_run
 
 pytestmark = pytest.mark.lane("test")
 
@@ -189,3 +190,24 @@ process.end(75, True, True)
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (75, "left the block\n", "")
+
+
+def test_a_signal_after_an_error_does_not_end_the_save_that_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fails(Callback):
+        def after_step(self, step: int) -> None:
+            raise RuntimeError("a mistake")
+
+    before, leave, handlers = signal.getsignal(signal.SIGTERM), Store.__exit__, []
+
+    def exit_store(store: Store, *args: object) -> None:
+        handlers.append(signal.getsignal(signal.SIGTERM))
+        leave(store, *args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Store, "__exit__", exit_store)
+    with pytest.raises(RuntimeError, match="a mistake"):
+        Trainer(load_job(write_job(tmp_path)), callbacks=[Fails()]).fit()
+    assert handlers
+    assert before not in handlers
+    assert signal.getsignal(signal.SIGTERM) == before

@@ -227,8 +227,9 @@ class Trainer:
         run_on_all_ranks(run.agreement, lambda: run.folder.create(run.meshes.rank))
         alerts = run.config.resilience.alerts
         stack.enter_context(follow(run.folder.events, alerts, run.meshes.rank))
-        store = stack.enter_context(open_store(run))
+        # before the store, which waits for a save at the end: a signal must not end that
         self._stop = stop or stack.enter_context(StopSignal(announce=run.meshes.rank == 0))
+        store = stack.enter_context(open_store(run))
         changed = run_on_all_ranks(run.agreement, lambda: run.folder.allowed_changes(run.job))
 
         names = self._build()
