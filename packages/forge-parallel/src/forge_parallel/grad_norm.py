@@ -26,7 +26,7 @@ def global_count(num_valid: float, meshes: Meshes) -> Tensor:
     the ranks that read the same sequences only one is added (`meshes.is_batch_leader`). A sum of token losses divided
     by it gives the gradient of one mean over the step, however labels are distributed over ranks and
     micro-batches. Cost: one all-reduce of one float64, no host sync.
-    Usage: `loss = loss_sum / global_count(n, meshes)`.
+    Usage: `loss = loss_sum / global_count(n, meshes)`. forge-train sends the same count with its votes.
     """
     count = torch.tensor(num_valid if meshes.is_batch_leader else 0, dtype=torch.float64)
     if meshes.device.type == "cuda":
@@ -108,8 +108,7 @@ def global_grad_norm(
 def clip_grads_(parameters: Iterable[Tensor], norm: Tensor, max_norm: float | None) -> None:
     """Multiply all gradients in place by min(1, max_norm / (norm + 1e-6)); None or inf: do nothing.
 
-    A non-finite norm scales by itself: the update is poisoned rather than silently skipped, and the
-    caller sees it in the norm. No host sync, but one with gradients on the host of an accelerator. Raises
+    A norm that is not finite makes all gradients so, and the caller sees it in the norm: it masks the step, or stops. No host sync, but one with gradients on the host of an accelerator. Raises
     ValueError for `max_norm` <= 0.
     """
     _require_positive(max_norm)

@@ -248,7 +248,8 @@ class ResilienceConfig(Checked):
     rollback: RollbackConfig = dataclasses.field(default_factory=RollbackConfig)
     watch: WatchConfig = dataclasses.field(default_factory=WatchConfig)
     save_limit_seconds: float = field(300.0, between=(0.001, 65_000))
-    """longest time that a save may take: a batch job is told to stop so long, and a minute, before its limit"""
+    """longest time from a stop signal to the end of a save, in seconds: two steps, an evaluation that is due, a save that is
+    under way and the last one; a batch job is told to stop so long, and a minute, before its limit"""
 
 
 @dataclass(frozen=True)
