@@ -4,7 +4,7 @@
     python scripts/copy_shared.py --check    # exit code 1 if a copy differs from its master, or belongs to no topic
 
 A package uses a topic if it has the file `_shared/TOPIC.py`; to begin, create an empty one. A copy starts with a line that
-names its master, and is not edited. A topic imports the standard library, torch and other topics alone, these by
+names its master, and is not edited. A topic imports the standard library, torch, numpy and other topics alone, these by
 `from .TOPIC import ...`. Its tests are in tests/shared.
 
 Seen to fail: a line added to a copy, a master removed, a master that no package uses.

@@ -236,9 +236,9 @@ MISTAKES: tuple[Mistake, ...] = (
     # forge-data
     Mistake(
         "the epoch's permutation always uses epoch 0",
-        f"{_DATA}/packing.py",
-        "self._permutation = epoch, Permutation(self._n, self.seed, epoch)",
-        "self._permutation = epoch, Permutation(self._n, self.seed, 0)",
+        f"{_DATA}/order.py",
+        "self._permutation = epoch, Permutation(self._n, self._seed, epoch)",
+        "self._permutation = epoch, Permutation(self._n, self._seed, 0)",
     ),
     Mistake(
         "a label of a conversation has the weight of the token before it",
@@ -278,7 +278,7 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "files of prepared tokens are not synced before their sidecar",
-        f"{_DATA}/tokens/writer.py",
+        f"{_DATA}/_shared/hashed_files.py",
         "        os.fsync(self._file.fileno())\n",
         "",
     ),
@@ -491,14 +491,14 @@ MISTAKES: tuple[Mistake, ...] = (
     ),
     Mistake(
         "a window of streamed pictures begins at its last sample",
-        f"{_VLM}/data/streaming.py",
-        "place, samples = batch[0][0], [",
-        "place, samples = batch[-1][0], [",
+        f"{_VLM}/_shared/sharded_rows.py",
+        "place = batch[0][0]",
+        "place = batch[-1][0]",
     ),
     Mistake(
         "rows of a window are shuffled by how many shards a process reads",
         f"{_VLM}/data/streaming.py",
-        'order_of(len(rows), _seed(self.seed, f"window {shard}"), place)',
+        'self._order(f"window {shard}", len(rows), place)',
         "order_of(len(rows), len(self._shards), place)",
     ),
     Mistake(

@@ -1,9 +1,12 @@
 """Built-in text and token files; what is wrong on disk is said in one sentence."""
 
+import ast
+import importlib.util
 import json
 import pickle
 import shutil
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,7 +21,9 @@ from forge_data import (
     open_source,
     verify,
 )
+from forge_data.kinds import CACHED, is_streamed
 from forge_data.prepare import prepare
+from forge_data.sources.open import _MODULES
 from forge_data.tokens import raw as raw_files
 from forge_testing.problems import rejects
 
@@ -266,6 +271,47 @@ def test_open_source_by_import_path(tmp_path, monkeypatch):
     with rejects("name", "my_source:half", "incomplete"):
         open_source(SourceConfig(name="my_source:half"))
     sys.modules.pop("my_source")
+
+
+def write_source(folder, name, module):
+    """A distribution with the entry point `corpora` of forge.sources."""
+    (folder / f"{module}.py").write_text(
+        "from forge_data import BuiltinCorpus\n"
+        "class Corpus(BuiltinCorpus):\n"
+        "    @property\n    def max_token_id(self):\n        raise AssertionError('reads all files')\n"
+        "def build(config, streaming=False):\n    return Corpus(config.split)\n"
+    )
+    info = folder / f"{name}-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[forge.sources]\ncorpora = {module}:build\n")
+
+
+def test_open_source_by_entry_point(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    with rejects("name", "corpora", "unknown"):
+        SourceConfig(name="corpora")
+    write_source(tmp_path, "first", "first_source")
+    config = SourceConfig(name="corpora", split="validation")
+    assert open_source(config).split == "validation"  # without a look at all ids
+    assert is_streamed(SourceConfig(name="corpora", options={"streaming": True}))
+
+    write_source(tmp_path, "second", "second_source")
+    with rejects("name", "corpora", "duplicate"):
+        open_source(config)
+    (tmp_path / "second-1.dist-info" / "entry_points.txt").write_text("")
+    (tmp_path / "first_source.py").write_text("import no_such_module\n")
+    sys.modules.pop("first_source")
+    with rejects("name", "corpora", "not_importable"):
+        open_source(config)
+
+
+def test_kinds_with_a_cache_have_a_module_of_their_own():
+    assert {*_MODULES} == {*CACHED}
+    for name in _MODULES.values():
+        tree = ast.parse(Path(importlib.util.find_spec(name).origin).read_text())
+        functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+        assert {"open_source", "open_header"} <= functions
 
 
 def test_folders_beside_token_files_say_where_those_are(folder, tmp_path):

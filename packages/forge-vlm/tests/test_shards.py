@@ -107,7 +107,7 @@ def epoch_of(stream, shard, samples):
 
 def test_every_sample_comes_once_an_epoch_of_its_shard(tmp_path):
     stream = stream_of(tars(tmp_path))
-    pieces = [len([*stream._order[shard::3]]) for shard in range(3)]
+    pieces = [len([*stream._dealt[shard::3]]) for shard in range(3)]
     found = [epoch_of(stream, shard, 9 * n) for shard, n in enumerate(pieces)]
     assert sorted(n for shard in found for n in shard) == list(range(45))
     # packed by themselves, in another order than that of the files
@@ -177,7 +177,7 @@ def test_memory_is_that_of_windows(tmp_path):
     """However far it reads, a shard holds one window: so many samples, and no bytes of pictures."""
     stream = stream_of(tars(tmp_path))
     rows_of(stream, range(90))
-    held = [s for shard in stream._shards.values() for row in shard.window.rows for s in row]
+    held = [s for window, _ in stream._shards.values() for row in window.rows for s in row]
     assert len(held) <= 3 * SIZES["shuffle_window"]
     assert not any(isinstance(p.content, bytes) for s in held for p in s.pictures)
 

@@ -47,6 +47,7 @@ MODULES = {
 }
 #: Name -> the module below forge_data that has it, and its name there.
 NAMES = {
+    "DOCUMENT_KINDS": "kinds.DOCUMENTS",
     "PIECE": "prepare.read.SLICE",
     "Part": "prepare.plan.FileRange",
     "Parts": "prepare.folder.ChunkFolder",

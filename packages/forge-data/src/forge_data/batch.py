@@ -19,6 +19,12 @@ __all__ = ["FILLER_INSTANCE", "IGNORE", "PAD_DOCUMENT", "Batch", "Ragged", "fill
 IGNORE = -100  # label of a position with nothing to learn
 PAD_DOCUMENT = -1
 FILLER_INSTANCE = -1  # id and source of a row that is no instance of any stream
+#: Values of filler that are not 0.
+_FILLER = {
+    "labels": IGNORE,
+    "document_ids": PAD_DOCUMENT,
+    **dict.fromkeys(("instance_ids", "source"), FILLER_INSTANCE),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -168,20 +174,12 @@ class Batch:
 
         Extras that are tensors are zero in filler; ragged ones have no entries.
         """
-        filler = filler_batch(rows, self.tokens.size(1))
-        ends = {
-            name: getattr(filler, name)
-            for name in ("tokens", "labels", "document_ids", "instance_ids")
-        }
-        if self.source is not None:
-            ends["source"] = torch.full((rows,), FILLER_INSTANCE)
+        given = {name: getattr(self, name) for name in _ROWS}
         joined: dict[str, Any] = {
-            name: torch.cat([getattr(self, name), value]) for name, value in ends.items()
+            n: None if v is None else _extended(v, rows, _FILLER.get(n, 0))
+            for n, v in given.items()
         }
-        joined["positions"] = _with_zeros(self.positions, rows)
-        if self.weights is not None:
-            joined["weights"] = _with_zeros(self.weights, rows)
-        extras = {name: _with_zeros(value, rows) for name, value in self.extras.items()}
+        extras = {name: _extended(value, rows) for name, value in self.extras.items()}
         return replace(self, **joined, extras=extras, label_weight=self.label_weight, staging=None)
 
     def _map(self, change: Callable[[Any], Any], label_weight: float = -1.0) -> Batch:
@@ -278,12 +276,12 @@ def filler_batch(rows: int, seq_len: int) -> Batch:
     )
 
 
-def _with_zeros(value: Any, rows: int) -> Any:
-    """A tensor with `rows` rows of zeros at the end; Ragged with `rows` rows without entries."""
+def _extended(value: Any, rows: int, fill: int = 0) -> Any:
+    """A tensor with `rows` rows of `fill` at the end; Ragged with `rows` rows without entries."""
     if isinstance(value, Ragged):
         empty = Ragged(value.values[:0], torch.zeros(rows + 1, dtype=torch.int64))
         return value.followed_by(empty)
-    return torch.cat([value, value.new_zeros(rows, *value.shape[1:])])
+    return torch.cat([value, value.new_full((rows, *value.shape[1:]), fill)])
 
 
 def _move(value: Any, device: torch.device) -> Any:

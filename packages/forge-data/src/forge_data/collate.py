@@ -53,3 +53,32 @@ def joined_rows(rows: Sequence[torch.Tensor], empty: torch.Tensor) -> Ragged:
     """Ragged of the entries of each row, (n, ...) each; `empty` has the shape of no entry."""
     offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
     return Ragged(torch.cat([empty, *rows]), torch.from_numpy(offsets))
+
+
+def scatter(
+    count: int, found: Iterable[tuple[np.ndarray, Mapping[str, Any]]], like: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Rows that several readers found, put to their places (n,) among `count`, with the names, shapes and dtypes of `like`.
+
+    Ragged rows that no reader found are empty; other values are undefined there.
+    """
+    out = {n: _rows_like(v, count) for n, v in like.items() if not isinstance(v, Ragged)}
+    empty = {n: v.values[:0] for n, v in like.items() if isinstance(v, Ragged)}
+    entries = {name: [none] * count for name, none in empty.items()}
+    for where, arrays in found:
+        for name, value in arrays.items():
+            if name not in entries:
+                out[name][where] = value
+                continue
+            ragged = as_ragged(value)
+            for i, row in enumerate(where.tolist()):
+                entries[name][row] = ragged[i : i + 1].values
+    return out | {name: joined_rows(rows, empty[name]) for name, rows in entries.items()}
+
+
+def _rows_like(value: Any, rows: int) -> Any:
+    """Rows of an array's, or a tensor's, shape and dtype, without values."""
+    shape = (rows, *value.shape[1:])
+    if isinstance(value, torch.Tensor):
+        return torch.empty(shape, dtype=value.dtype)
+    return np.empty(shape, value.dtype)

@@ -70,26 +70,9 @@ def prepare(
         workers: Processes that tokenize.
         shard: I/N, do part I (from 0) of N in OUTPUT.parts, for `forge-data merge OUTPUT` when all are done.
     """
+    options = {**locals(), "shard": None if shard is None else _parse_shard(shard)}
     with _progress() as progress:
-        result = prepare_files(
-            inputs,
-            output,
-            tokenizer=tokenizer,
-            eos=eos,
-            bos=bos,
-            validation_every=validation_every,
-            validation_fraction=validation_fraction,
-            deduplicate=deduplicate,
-            document=document,
-            text_field=text_field,
-            ignore_keys=ignore_keys,
-            strict=strict,
-            overwrite=overwrite,
-            workers=workers,
-            shard=None if shard is None else _parse_shard(shard),
-            progress=progress,
-        )
-
+        result = prepare_files(**options, progress=progress)
     _print_result(result)
 
 

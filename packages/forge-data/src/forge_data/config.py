@@ -11,21 +11,22 @@ from typing import Any, Literal
 from forge_data._shared.fields import field
 from forge_data._shared.problems import Problem, raise_problems
 from forge_data.kinds import (
-    CACHED,
     TABLES,
     BorderConfig,
     ChatConfig,
     HuggingFaceConfig,
     TextConfig,
-    chat_problems,
+    choice_problems,
     foreign_tables,
+    integer_problem,
+    is_int,
+    is_weight,
     kind_problems,
     path_problems,
-    raw_problems,
     streaming_problems,
 )
 from forge_data.packing_config import PackingConfig
-from forge_data.phases import PhaseConfig, is_int, is_weight, phase_problems
+from forge_data.phases import PhaseConfig, phase_problems
 
 DTYPES = ("uint8", "uint16", "uint32", "int32", "int64")
 BUILT_IN = ("builtin", "tokens", "megatron", *TABLES)
@@ -135,49 +136,31 @@ class DataConfig:
 
 
 def _source_problems(c: SourceConfig) -> Iterator[Problem]:
-    if not _is_known(str(c.name)):
+    name = str(c.name)
+    known = c.name in BUILT_IN or _IMPORT_PATH.fullmatch(name)
+    if not known and not entry_points(group=SOURCES_GROUP, name=name):
         rule = f'must be one of {", ".join(BUILT_IN)}, an entry point of {SOURCES_GROUP} or an import path "module:attr"'
         fix = 'use name = "tokens" with a path to token files, or name = "builtin"'
         yield Problem("name", "unknown", c.name, rule, fix)
 
-    if c.name == "tokens" and not c.path:
-        rule = "must name token files when name is 'tokens'"
-        fix = "set path to a folder written by `forge-data prepare`"
-        yield Problem("path", "missing", c.path, rule, fix)
-    if c.name == "chat":
-        yield from chat_problems(c.chat, c.verify)
     yield from path_problems(c.path or "")
 
     if c.name in BUILT_IN and c.options:
         rule = f"must be empty when name is {c.name!r}, which is built in"
         fix = "use the keys of the source itself, or name a source of your own"
         yield Problem("options", "excludes", c.options, rule, fix)
-    if c.name == "builtin":
-        yield from _builtin_problems(c)
 
-    if c.name in CACHED:
-        yield from kind_problems(c)
+    yield from kind_problems(c)
     yield from foreign_tables(c)
-    yield from raw_problems(c)
-
-    if c.dtype is not None and c.dtype not in DTYPES:
-        fix = "use the dtype the file was written with, or remove it when the file has a sidecar"
-        yield Problem("dtype", "unknown", c.dtype, f"must be one of {', '.join(DTYPES)}", fix)
-    if c.split not in SPLITS:
-        rule = 'must be "train" or "validation"'
-        yield Problem("split", "unknown", c.split, rule, 'use split = "train"')
-    if c.verify not in VERIFY:
-        rule = f"must be one of {', '.join(VERIFY)}"
-        yield Problem("verify", "unknown", c.verify, rule, 'use verify = "touch"')
+    yield from choice_problems(c)
 
 
 def _share_problems(c: TrainingSourceConfig) -> Iterator[Problem]:
     if c.weight is not None and not is_weight(c.weight):
         rule = "must be a finite number of at least 0"
         yield Problem("weight", "range", c.weight, rule, "use 1.0")
-    if c.max_epochs is not None and not is_int(c.max_epochs, 1, 1 << 20):
-        rule = "must be an integer from 1 to 2**20"
-        yield Problem("max_epochs", "range", c.max_epochs, rule, "use 4")
+    if c.max_epochs is not None:
+        yield from integer_problem("max_epochs", c.max_epochs, 1, 1 << 20, "use 4")
 
 
 def _mixture_problems(c: DataConfig) -> Iterator[Problem]:
@@ -204,32 +187,12 @@ def _mixture_problems(c: DataConfig) -> Iterator[Problem]:
     yield from phase_problems(c)
 
 
-def _is_known(name: str) -> bool:
-    if name in BUILT_IN or _IMPORT_PATH.fullmatch(name):
-        return True
-    return any(entry.name == name for entry in entry_points(group=SOURCES_GROUP))
-
-
-def _builtin_problems(c: SourceConfig) -> Iterator[Problem]:
-    """Problems of keys that only token files have."""
-    rule = "must not be given when name is 'builtin', whose text comes with Python"
-    if c.path is not None:
-        fix = 'remove path, or set name = "tokens"'
-        yield Problem("path", "excludes", c.path, rule, fix)
-    if c.dtype is not None:
-        yield Problem("dtype", "excludes", c.dtype, rule, "remove dtype")
-    if c.verify in VERIFY[1:]:
-        yield Problem("verify", "excludes", c.verify, rule, "remove verify")
-
-
 def prefetch_problems(prefetch: int | None, num_workers: int) -> Iterator[Problem]:
     """Problems of the number of steps that are read ahead."""
     if prefetch is None:
         return
-    if not is_int(prefetch, 0, MAX_PREFETCH):
-        rule = f"must be an integer of at least 0 and at most {MAX_PREFETCH}"
-        yield Problem("prefetch", "range", prefetch, rule, "use 2")
-    elif prefetch < num_workers:
+    yield from integer_problem("prefetch", prefetch, 0, MAX_PREFETCH, "use 2")
+    if is_int(prefetch, 0, num_workers - 1):
         rule = f"must be at least num_workers {num_workers}, or workers have nothing to read"
         yield Problem("prefetch", "below_workers", prefetch, rule, f"use {2 * num_workers}")
 
@@ -240,10 +203,7 @@ def _data_problems(c: DataConfig) -> Iterator[Problem]:
         ("num_workers", 0, MAX_WORKERS, "use num_workers = 0 to read in the training process"),
         ("worker_restarts", 0, 1 << 20, "use 3"),
     ):
-        value = getattr(c, name)
-        if not is_int(value, least, most):
-            rule = f"must be an integer of at least {least} and at most {most}"
-            yield Problem(name, "range", value, rule, fix)
+        yield from integer_problem(name, getattr(c, name), least, most, fix)
 
     workers = c.num_workers if is_int(c.num_workers, 0, MAX_WORKERS) else 0
     yield from prefetch_problems(c.prefetch, workers)
@@ -253,9 +213,8 @@ def _data_problems(c: DataConfig) -> Iterator[Problem]:
             "worker_timeout_seconds", "range", c.worker_timeout_seconds, rule, "use 600.0"
         )
 
-    if c.seed is not None and not is_int(c.seed, 0, 2**63 - 1):
-        rule = "must be an integer of at least 0 and below 2**63"
-        yield Problem("seed", "range", c.seed, rule, "use 0")
+    if c.seed is not None:
+        yield from integer_problem("seed", c.seed, 0, 2**63 - 1, "use 0")
 
     tables = {"sources": c.sources, "phases": c.phases}
     wrong = {name: value for name, value in tables.items() if not isinstance(value, dict)}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from forge_data._shared.fields import field
 from forge_data._shared.problems import Problem, raise_problems
@@ -26,19 +26,31 @@ def path_problems(path: str | Path, key: str = "path") -> Iterator[Problem]:
         yield Problem(key, "file_name", str(path), rule, "correct it")
 
 
-def special_problems(tokenizer: str, eos: str | None, bos: str | None) -> Iterator[Problem]:
-    """Problems of the tokens that begin and end documents."""
-    for key, value in (("eos", eos), ("bos", bos)):
-        if value is not None and tokenizer == "byte":
-            rule = "must not be given with the byte tokenizer, which has an end and no begin token"
-            yield Problem(key, "excludes", value, rule, "remove it")
+def is_int(value: Any, minimum: int, maximum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
 
 
-def every_problems(every: Any) -> Iterator[Problem]:
-    """The problem of a number of documents of which one is held out."""
-    if type(every) is not int or every < 0 or every == 1:
-        rule = "must be 0 (none) or at least 2"
-        yield Problem("validation_every", "range", every, rule, "use 20 for 5 %")
+def is_weight(value: Any) -> bool:
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return number and 0 <= value < float("inf")
+
+
+def integer_problem(key: str, value: Any, least: int, most: int, fix: str) -> Iterator[Problem]:
+    """The problem of a value that is not an integer in a range."""
+    if not is_int(value, least, most):
+        yield Problem(key, "range", value, f"must be an integer from {least} to {most}", fix)
+
+
+def choice_problems(config: Any) -> Iterator[Problem]:
+    """A problem for each field of a dataclass that is neither a value of its Literal nor its default."""
+    for name, hint in get_type_hints(type(config)).items():
+        choices = next(
+            (get_args(h) for h in (hint, *get_args(hint)) if get_origin(h) is Literal), ()
+        )
+        value = getattr(config, name)
+        if choices and value not in (*choices, getattr(type(config), name)):
+            rule = f"must be one of {', '.join(choices)}"
+            yield Problem(name, "unknown", value, rule, "name one of them")
 
 
 #: Formats of token ids that are read where they are.
@@ -60,35 +72,15 @@ class BorderConfig:
 
     def _problems(self) -> Iterator[Problem]:
         for name, value in vars(self).items():
-            good = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _LAST_ID
-            if value is not None and not good:
-                rule = f"must be an id from 0 to {_LAST_ID}"
-                yield Problem(name, "range", value, rule, "give the one of the tokenizer")
+            if value is not None:
+                yield from integer_problem(name, value, 0, _LAST_ID, "give the id of the tokenizer")
         if self.eos_id is not None and self.bos_id is not None:
             rule = f"must not be given with bos_id {self.bos_id}: each sets where documents begin"
             yield Problem("eos_id", "excludes", self.eos_id, rule, "remove one of them")
 
 
-def raw_problems(config: Any) -> Iterator[Problem]:
-    """Problems of a source of one of these formats, without those of its table."""
-    name = config.name
-    if name not in RAW_KINDS:
-        return
-    if not config.path:
-        rule = f"must name files of {name} when name is {name!r}"
-        yield Problem("path", "missing", config.path, rule, "set path")
-    if config.dtype is not None and name != "nanogpt":
-        rule = f"must not be given when name is {name!r}, whose files contain it"
-        yield Problem("dtype", "excludes", config.dtype, rule, "remove dtype")
-    if config.verify != "touch":
-        rule = f"must be 'touch' when name is {name!r}, which has no digests"
-        yield Problem("verify", "excludes", config.verify, rule, "remove verify")
-
-
 IGNORED = "keys of records that are left out although they hold content that is not read, such as tools or messages.loss"
 STRICT = "any key of a record that is not read is an error"
-TRAIN_ON = ("assistant", "last", "all")
-TOO_LONG = ("refuse", "truncate", "skip")
 
 
 @dataclass(frozen=True)
@@ -131,21 +123,7 @@ def _problems(c: ChatConfig) -> Iterator[Problem]:
         if getattr(c, key) == "":
             fix = "use 'messages', or remove it"
             yield Problem(key, "no_key", "", "must name a key of the records", fix)
-    for key, choices in (("train_on", TRAIN_ON), ("too_long", TOO_LONG)):
-        if (value := getattr(c, key)) not in choices:
-            rule = f"must be one of {', '.join(choices)}"
-            yield Problem(key, "unknown", value, rule, f"use {choices[0]!r}")
-
-
-def chat_problems(chat: ChatConfig, verify: str) -> Iterator[Problem]:
-    """Problems of a source of name chat, without those of its table."""
-    if chat.tokenizer is None:
-        rule = "must name a tokenizer of transformers when name is 'chat'"
-        fix = "set it to the folder of the model that is trained"
-        yield Problem("chat.tokenizer", "missing", ..., rule, fix)
-    if verify != "touch":
-        rule = "must be 'touch' when name is 'chat', whose tokens are always compared"
-        yield Problem("verify", "excludes", verify, rule, "remove verify")
+    yield from choice_problems(c)
 
 
 #: Kinds with a table of their own, which is a field of SourceConfig by the same name.
@@ -153,6 +131,26 @@ TABLES = ("huggingface", "text", "chat", "nanogpt", "npy")
 #: Kinds whose tokens are in a cache, from which they are read like token files.
 CACHED = ("huggingface", "text", "chat")
 DOCUMENTS = ("file", "line", "blank_line")
+#: What `path` names, of kinds that need one.
+_PATHS = {
+    "tokens": "a folder written by `forge-data prepare`, or a raw file of ids,",
+    "text": "text files",
+    "huggingface": "a folder, or a set of the hub,",
+    "chat": "conversations",
+    **dict.fromkeys(RAW_KINDS, "files of token ids"),
+}
+_FITTING = "whose tokens have the type that fits"
+_RAW = {"dtype": "whose files contain it", "verify": "which has no digests"}
+#: Keys that a kind does not take, and why.
+_NOT_TAKEN = {
+    "builtin": dict.fromkeys(("path", "dtype", "verify"), "whose text comes with Python"),
+    "text": {"dtype": _FITTING},
+    "huggingface": {"dtype": _FITTING},
+    "chat": {"dtype": _FITTING, "verify": "whose tokens are always compared"},
+    "megatron": _RAW,
+    "nanogpt": {"verify": _RAW["verify"]},
+    "npy": _RAW,
+}
 EOS_HELP = 'token that ends a document, or "" for no token (default: that of the tokenizer)'
 BOS_HELP = (
     'token that begins a document, or "" for no token (default: as the tokenizer begins a text)'
@@ -199,7 +197,7 @@ class TextConfig:
     document: Literal["file", "line", "blank_line"] = "file"
     """unit of a document in .txt and .md files"""
     text_field: str = "text"
-    """key of the text in records"""
+    """key of the text in JSON lines, column of the text in csv and parquet"""
     validation_every: int = 0
     """every N-th document is of the split validation (default: as folders train/ and validation/ say)"""
     ignore_keys: list[str] = field(list, IGNORED)
@@ -211,9 +209,9 @@ class TextConfig:
         raise_problems("text", _text_problems(self))
 
 
-def foreign_tables(config: Any) -> Iterator[Problem]:
+def foreign_tables(config: Any, tables: Sequence[str] = TABLES) -> Iterator[Problem]:
     """Problems of keys off their defaults in the table of another kind than `config.name`."""
-    for kind in TABLES:
+    for kind in tables:
         own = getattr(config, kind)
         for key, value in vars(own).items():
             if config.name != kind and value != getattr(type(own)(), key):
@@ -223,15 +221,20 @@ def foreign_tables(config: Any) -> Iterator[Problem]:
 
 
 def kind_problems(config: Any) -> Iterator[Problem]:
-    """Problems of a source whose tokens are in a cache, without those of its table."""
-    name, table = config.name, config.huggingface
-    if not config.path:
-        kinds = {"huggingface": "a folder or a name of the hub", "chat": "conversations"}
-        rule = f"must name {kinds.get(name, 'text files')} when name is {name!r}"
+    """Problems of the keys of a source with its name, without those of its table."""
+    name, table = str(config.name), config.huggingface
+    if name in _PATHS and not config.path:
+        rule = f"must name {_PATHS[name]} when name is {name!r}"
         yield Problem("path", "missing", config.path, rule, "set path")
-    if config.dtype is not None:
-        rule = f"must not be given when name is {name!r}, whose tokens have the type that fits"
-        yield Problem("dtype", "excludes", config.dtype, rule, "remove dtype")
+    for key, why in _NOT_TAKEN.get(name, {}).items():
+        if (value := getattr(config, key)) != getattr(type(config), key):
+            rule = f"must not be given when name is {name!r}, {why}"
+            yield Problem(key, "excludes", value, rule, f"remove {key}")
+
+    if name == "chat" and config.chat.tokenizer is None:
+        rule = "must name a tokenizer of transformers when name is 'chat'"
+        fix = "set it to the folder of the model that is trained"
+        yield Problem("chat.tokenizer", "missing", ..., rule, fix)
     if name == "huggingface" and table.streaming and config.verify != "touch":
         rule = "must be 'touch' when streaming, which has no digests"
         yield Problem("verify", "excludes", config.verify, rule, "remove it")
@@ -277,7 +280,10 @@ def _tokenizer_problems(config: Any) -> Iterator[Problem]:
     if not config.tokenizer:
         rule = 'must be "byte" or the path of a JSON file'
         yield Problem("tokenizer", "empty", config.tokenizer, rule, 'use "byte"')
-    yield from special_problems(config.tokenizer, config.eos, config.bos)
+    for key, value in (("eos", config.eos), ("bos", config.bos)):
+        if value is not None and config.tokenizer == "byte":
+            rule = "must not be given with the byte tokenizer, which has an end and no begin token"
+            yield Problem(key, "excludes", value, rule, "remove it")
     yield from option_problems(config.ignore_keys, config.strict)
     if not config.text_field:
         yield Problem("text_field", "empty", config.text_field, "must name a column", 'use "text"')
@@ -295,9 +301,12 @@ def _hugging_face_problems(config: HuggingFaceConfig) -> Iterator[Problem]:
 
     for key, most in (("virtual_shards", 1 << 16), ("shuffle_window", 1 << 24)):
         value = getattr(config, key)
-        if type(value) is not int or not 1 <= value <= most:
-            yield Problem(key, "range", value, f"must be an integer from 1 to {most}", "use 256")
-        elif not config.streaming and value != getattr(HuggingFaceConfig, key):
+        yield from integer_problem(key, value, 1, most, "use 256")
+        if (
+            not config.streaming
+            and is_int(value, 1, most)
+            and value != getattr(HuggingFaceConfig, key)
+        ):
             fix = "remove it, or set streaming = true"
             yield Problem(key, "requires", value, "must not be given without streaming", fix)
 
@@ -311,7 +320,7 @@ def _hugging_face_problems(config: HuggingFaceConfig) -> Iterator[Problem]:
 
 def _text_problems(config: TextConfig) -> Iterator[Problem]:
     yield from _tokenizer_problems(config)
-    if config.document not in DOCUMENTS:
-        rule = f"must be one of {', '.join(DOCUMENTS)}"
-        yield Problem("document", "unknown", config.document, rule, "use file")
-    yield from every_problems(config.validation_every)
+    yield from choice_problems(config)
+    if not is_int(every := config.validation_every, 0, 1 << 60) or every == 1:
+        rule = "must be 0 (none) or at least 2"
+        yield Problem("validation_every", "range", every, rule, "use 20 for 5 %")

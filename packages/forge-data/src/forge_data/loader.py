@@ -116,7 +116,8 @@ class Loader(IterableDataset[Batch]):
         self.num_workers = num_workers
         self.micro_batch = micro_batch
         self.num_micro_batches = num_micro_batches or fullest
-        self._rows = _rows_of_rank(global_batch // micro_batch, rank, world_size, micro_batch)
+        micro_batches = np.arange(global_batch).reshape(-1, micro_batch)
+        self._rows = np.array_split(micro_batches, world_size)[rank].ravel()  # first ranks one more
         self._part = part_at(stream, 0)
 
         self.began = 0
@@ -537,12 +538,3 @@ def _without_places(
     arrays = dict(arrays)
     places = arrays.pop(PLACES, None)
     return make_batch(arrays, ids, digest), places
-
-
-def _rows_of_rank(
-    num_micro_batches: int, rank: int, world_size: int, micro_batch: int
-) -> np.ndarray:
-    """Offsets in the global batch of a rank's rows: consecutive micro-batches, the first ranks one more."""
-    each, more = divmod(num_micro_batches, world_size)
-    first = rank * each + min(rank, more)
-    return np.arange(first * micro_batch, (first + each + (rank < more)) * micro_batch)

@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 
 from forge_data._shared.problems import invalid
 from forge_data.batch import Ragged
-from forge_data.collate import as_ragged, joined_rows
+from forge_data.collate import as_ragged, scatter
 from forge_data.mixture import MIXTURE_VERSION, Mixture, Phase
 from forge_data.places import PLACES, num_shards_of, sharded
 from forge_data.protocols import Stream
@@ -59,9 +58,8 @@ class MixedStream:
         self._first_shards = np.cumsum([0, *map(num_shards_of, self.streams)])  # (streams + 1,)
         self.num_shards = int(self._first_shards[-1])
         self._empty = self._agreed()
-        self._ragged = {n: v for n, v in self._empty.items() if isinstance(v, Ragged)}
-        for name in self._ragged:
-            del self._empty[name]
+        if self.num_shards:
+            self._empty[PLACES] = np.empty((0, 3), np.int64)
 
     @property
     def end(self) -> int | None:
@@ -89,30 +87,23 @@ class MixedStream:
     def arrays(self, instance_ids: np.ndarray) -> dict[str, Any]:
         """Rows of these instances (N, ...), as the streams give them, and `source` (N,)."""
         sources, own = self.mixture.locate(np.asarray(instance_ids))
-        out = {name: _rows_like(value, len(sources)) for name, value in self._empty.items()}
-        places = np.full((len(sources), 3), -1)
-        entries: dict[str, list[Any]] = {name: [None] * len(sources) for name in self._ragged}
+        rows = self._rows_by_source(sources, own)
+        return {**scatter(len(sources), rows, self._empty), "source": sources}
+
+    def _rows_by_source(
+        self, sources: np.ndarray, own: np.ndarray
+    ) -> Iterator[tuple[np.ndarray, dict[str, Any]]]:
+        """Where the rows of each source are among (N,), and its arrays."""
         for number in np.unique(sources):
             where = np.flatnonzero(sources == number)
-            found = self.streams[number].arrays(own[where])
-            if "weights" in out and "weights" not in found:
-                out["weights"][where] = 1.0
-
-            for name, value in found.items():
-                if name == PLACES:
-                    places[where] = value
-                    places[where, 0] += self._first_shards[number]
-                elif name in entries:
-                    ragged = as_ragged(value)
-                    for i, row in enumerate(where):
-                        entries[name][row] = ragged[i : i + 1].values
-                elif name != "source":
-                    out[name][where] = value
-
-        for name, rows in entries.items():
-            empty = self._ragged[name].values
-            out[name] = joined_rows([empty if row is None else row for row in rows], empty)
-        return {**out, "source": sources, **({PLACES: places} if self.num_shards else {})}
+            found = dict(self.streams[number].arrays(own[where]))
+            found.pop("source", None)
+            if "weights" in self._empty:
+                found.setdefault("weights", 1.0)
+            if self.num_shards:
+                first = np.array([self._first_shards[number], 0, 0])
+                found[PLACES] = np.asarray(found[PLACES]) + first if PLACES in found else -1
+            yield where, found
 
     def shards_of(self, instance_ids: np.ndarray) -> np.ndarray:
         """The shard (N,) of each instance, counted through all streams; -1 in a stream without shards."""
@@ -203,15 +194,15 @@ def seed_of(seed: int, name: str) -> int:
     return int.from_bytes(digest[:8], "big") >> 1
 
 
+def source_names(stream: Any, instance_ids: np.ndarray) -> list[str]:
+    """The names of the sources of sample indices (N,) of any stream: in a mixture as configured, else that of the class."""
+    if hasattr(stream, "names_of"):
+        names: list[str] = stream.names_of(instance_ids)
+        return names
+    return [type(getattr(stream, "source", stream)).__name__]
+
+
 def _kind(value: Any) -> str:
     if isinstance(value, Ragged):
         return f"ragged {_kind(value.values)}"
     return f"{value.dtype} {tuple(value.shape[1:])}".removeprefix("torch.")
-
-
-def _rows_like(value: Any, rows: int) -> Any:
-    """Rows of an array's, or a tensor's, shape and dtype, without values."""
-    shape = (rows, *value.shape[1:])
-    if isinstance(value, torch.Tensor):
-        return torch.empty(shape, dtype=value.dtype)
-    return np.empty(shape, value.dtype)

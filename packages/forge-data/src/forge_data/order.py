@@ -12,20 +12,23 @@ Source: Black and Rogaway, "Ciphers with Arbitrary Finite Domains" (CT-RSA 2002)
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 import numpy as np
 
 from forge_data._shared.problems import invalid
 
-__all__ = ["ORDER_VERSION", "Permutation", "epochs_of"]
+__all__ = ["ORDER_VERSION", "EpochOrder", "Permutation", "epochs_of"]
 
 ORDER_VERSION = 1  # part of every fingerprint: raise it whenever an order would change
 _ROUNDS = 12
 _MAX_N = 1 << 62
+_BLOCK = 128  # positions of an epoch whose order is computed at once
+_BLOCKS_AHEAD = 8
 
 
 def epochs_of(instance_ids: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
-    """(epoch, place in it), both (N,) int64, of instances (N,) with n an epoch. ValueError for one below 0."""
+    """(epoch, place in it), both (N,) int64, of sample indices (N,) with n an epoch. ValueError for one below 0."""
     ids = np.asarray(instance_ids, dtype=np.int64)
     if ids.size and ids.min() < 0:
         raise invalid("instance", "range", int(ids.min()), "must be at least 0", "count from 0")
@@ -79,6 +82,61 @@ class Permutation:
         for key in self._keys:
             left, right = right, left ^ (_mix(right + key) >> (np.uint64(64) - half))
         return (left << half) | right
+
+
+class EpochOrder:
+    """Rows with n an epoch: sample index i is row `permutation(seed, i // n)(i % n)`.
+
+    Keeps the blocks of the last call and some ahead. Usage: `EpochOrder(1000, seed=0).rows(np.arange(8))`.
+    """
+
+    def __init__(self, n: int, seed: int) -> None:
+        self._n, self._seed = n, seed
+        self._permutation: tuple[int, Permutation] | None = None  # of the epoch of the last call
+        self._blocks: dict[tuple[int, int], np.ndarray] = {}  # (epoch, block) -> rows
+
+    def rows(self, instance_ids: np.ndarray) -> np.ndarray:
+        """The rows (N,) of sample indices (N,)."""
+        epochs, within = epochs_of(instance_ids, self._n)
+        if epochs.size and epochs[0] == epochs.max() == epochs.min():
+            return self._rows_of_epoch(int(epochs[0]), within)
+        rows = np.empty_like(within)
+        for epoch in np.unique(epochs):
+            chosen = epochs == epoch
+            rows[chosen] = self._rows_of_epoch(int(epoch), within[chosen])
+        return rows
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return EpochOrder, (self._n, self._seed)  # without what was computed
+
+    def _rows_of_epoch(self, epoch: int, positions: np.ndarray) -> np.ndarray:
+        """Rows at positions (N,) of an epoch."""
+        first, last = int(positions.min()) // _BLOCK, int(positions.max()) // _BLOCK
+        if last > first + 1:
+            return self._order(epoch)(positions)
+        # Of few positions a permutation takes as long as of a block, of which the next steps read the rest. Eight blocks
+        # cost about two, and are taken where the one before them was read.
+        wanted = [(epoch, block) for block in range(first, last + 1)]
+        # a copy, as a thread that read ahead may still read when another begins
+        blocks = {k: v for k, v in self._blocks.items() if k[0] == epoch and k[1] >= first - 1}
+        for key in wanted:
+            if key not in blocks:
+                ahead = _BLOCKS_AHEAD if (epoch, key[1] - 1) in blocks else 1
+                start, stop = key[1] * _BLOCK, min((key[1] + ahead) * _BLOCK, self._n)
+                rows = self._order(epoch)(np.arange(start, stop))
+                for at in range(0, stop - start, _BLOCK):
+                    blocks[epoch, key[1] + at // _BLOCK] = rows[at : at + _BLOCK]
+
+        found = np.concatenate([blocks[key] for key in wanted])[positions - first * _BLOCK]
+        blocks.pop((epoch, first - 1), None)
+        self._blocks = blocks
+        return found
+
+    def _order(self, epoch: int) -> Permutation:
+        known = self._permutation  # another thread may set it to another epoch's
+        if known is None or known[0] != epoch:
+            known = self._permutation = epoch, Permutation(self._n, self._seed, epoch)
+        return known[1]
 
 
 def _mix(x: np.ndarray) -> np.ndarray:

@@ -18,7 +18,7 @@ import numpy as np
 from forge_data._shared.problems import invalid
 from forge_data.batch import IGNORE, PAD_DOCUMENT
 from forge_data.config import MAX_SEQ_LEN, MAX_TOKENS_AT_ONCE
-from forge_data.order import ORDER_VERSION, Permutation, epochs_of
+from forge_data.order import ORDER_VERSION, EpochOrder, epochs_of
 from forge_data.packing_plan import PackingPlan
 from forge_data.phased_stream import PhasedStream
 from forge_data.protocols import Source
@@ -27,8 +27,6 @@ __all__ = ["PackedStream", "packing_report"]
 
 POLICY = "concatenate_and_split-1"  # part of every fingerprint: raise it when a row would change
 _OFFSETS_AT_ONCE = 1 << 20
-_BLOCK = 128  # positions of an epoch whose order is computed at once
-_BLOCKS_AHEAD = 8
 ARRAYS = ("tokens", "labels", "positions", "document_ids")
 
 
@@ -67,10 +65,7 @@ class PackedStream:
         self.plan = plan
         self._n = -(-source.num_tokens // seq_len) if plan is None else plan.num_rows
         self._count = np.arange(seq_len)
-        self._permutation: tuple[int, Permutation] | None = None  # of the epoch of the last call
-        self._blocks: dict[
-            tuple[int, int], np.ndarray
-        ] = {}  # (epoch, block) -> rows, from those of the last call on
+        self._order = EpochOrder(self._n, seed)
 
     def __len__(self) -> int:
         """Instances per epoch."""
@@ -78,16 +73,9 @@ class PackedStream:
 
     def rows(self, instance_ids: np.ndarray) -> np.ndarray:
         """The rows (N,) of the packed source for instances (N,)."""
-        epochs, within = epochs_of(instance_ids, self._n)
-        if not self.shuffle:
-            return within
-        if epochs.size and epochs[0] == epochs.max() == epochs.min():
-            return self._rows_of_epoch(int(epochs[0]), within)
-        rows = np.empty_like(within)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            rows[chosen] = self._rows_of_epoch(int(epoch), within[chosen])
-        return rows
+        return (
+            self._order.rows(instance_ids) if self.shuffle else epochs_of(instance_ids, self._n)[1]
+        )
 
     def instance(self, i: int) -> dict[str, np.ndarray]:
         """Instance i as int64 arrays (S,): tokens, labels, positions, document_ids."""
@@ -184,34 +172,6 @@ class PackedStream:
     def __reduce__(self) -> tuple[Any, ...]:
         # Without what was computed: a worker gets the arguments alone.
         return PackedStream, (self.source, self.seq_len, self.seed, self.shuffle, self.plan)
-
-    def _rows_of_epoch(self, epoch: int, positions: np.ndarray) -> np.ndarray:
-        """Rows at positions (N,) of an epoch."""
-        first, last = int(positions.min()) // _BLOCK, int(positions.max()) // _BLOCK
-        if last > first + 1:
-            return self._order(epoch)(positions)
-        # Of few positions a permutation takes as long as of a block, of which the next steps read the rest. Eight blocks
-        # cost about two, and are taken where the one before them was read.
-        wanted = [(epoch, block) for block in range(first, last + 1)]
-        # a copy, as a thread that read ahead may still read when another begins
-        blocks = {k: v for k, v in self._blocks.items() if k[0] == epoch and k[1] >= first - 1}
-        for key in wanted:
-            if key not in blocks:
-                ahead = _BLOCKS_AHEAD if (epoch, key[1] - 1) in blocks else 1
-                start, stop = key[1] * _BLOCK, min((key[1] + ahead) * _BLOCK, self._n)
-                rows = self._order(epoch)(np.arange(start, stop))
-                for at in range(0, stop - start, _BLOCK):
-                    blocks[epoch, key[1] + at // _BLOCK] = rows[at : at + _BLOCK]
-        found = np.concatenate([blocks[key] for key in wanted])[positions - first * _BLOCK]
-        blocks.pop((epoch, first - 1), None)
-        self._blocks = blocks
-        return found
-
-    def _order(self, epoch: int) -> Permutation:
-        known = self._permutation  # another thread may set it to another epoch's
-        if known is None or known[0] != epoch:
-            known = self._permutation = epoch, Permutation(self._n, self.seed, epoch)
-        return known[1]
 
     def _concatenated(self, rows: np.ndarray, tokens: np.ndarray, labels: np.ndarray) -> _Borders:
         """Fill tokens and labels (N, S) of rows (N,)."""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from forge_data._shared.fields import field
 from forge_data._shared.problems import Problem, raise_problems
+from forge_data.kinds import choice_problems, foreign_tables, integer_problem
 
 __all__ = ["BestFitConfig", "FirstFitConfig", "PackingConfig"]
 
@@ -53,7 +54,8 @@ class PackingConfig:
     """settings of best_fit only"""
 
     def __post_init__(self) -> None:
-        raise_problems("packing", _packing_problems(self))
+        problems = [*choice_problems(self), *foreign_tables(self, PACKINGS[1:])]
+        raise_problems("packing", problems)
 
     @property
     def window(self) -> int:
@@ -63,18 +65,4 @@ class PackingConfig:
 
 
 def _window_problems(window: Any) -> Iterator[Problem]:
-    is_integer = isinstance(window, int) and not isinstance(window, bool)
-    if not is_integer or not 1 <= window <= _MAX_WINDOW:
-        rule = f"must be an integer from 1 to {_MAX_WINDOW}"
-        yield Problem("window", "range", window, rule, "use 65536")
-
-
-def _packing_problems(c: PackingConfig) -> Iterator[Problem]:
-    if c.name not in PACKINGS:
-        rule = f"must be one of {', '.join(PACKINGS)}"
-        yield Problem("name", "unknown", c.name, rule, 'use name = "best_fit"')
-    for name, default in (("first_fit", FirstFitConfig()), ("best_fit", BestFitConfig())):
-        window = getattr(c, name).window
-        if c.name != name and window != default.window:
-            rule = f"is a key of name {name!r}, and name is {c.name!r}"
-            yield Problem(f"{name}.window", "foreign", window, rule, f"remove it, or use {name}")
+    return integer_problem("window", window, 1, _MAX_WINDOW, "use 65536")

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from forge_data._shared.problems import invalid
-from forge_data.mixed_stream import add_apart
+from forge_data.mixed_stream import add_apart, source_names
 from forge_data.protocols import Stream
 
 __all__ = ["Part", "PhasedStream", "part_at", "parts_of"]
@@ -35,11 +35,7 @@ class Part:
 
     def names_of(self, instance_ids: np.ndarray) -> list[str]:
         """The names of the sources of these instances."""
-        offered = getattr(self.stream, "names_of", None)
-        if offered is None:
-            return [type(getattr(self.stream, "source", self.stream)).__name__]
-        found: list[str] = offered(np.asarray(instance_ids) - self.start)
-        return found
+        return source_names(self.stream, np.asarray(instance_ids) - self.start)
 
 
 class PhasedStream:

@@ -6,11 +6,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from forge_data._renamed import renamed
 from forge_data._shared.fields import field
 from forge_data._shared.problems import Problem, raise_problems
+from forge_data.kinds import integer_problem, is_weight
 
 if TYPE_CHECKING:
     from forge_data.config import DataConfig
@@ -103,15 +104,13 @@ def _own_problems(c: PhaseConfig) -> Iterator[Problem]:
         rule = f"or start_instance must be given, one of them, and {len(given)} are"
         yield Problem("start_tokens", "one_of", ..., rule, "give the tokens before it")
     for name, value in given.items():
-        if not is_int(value, 1, _LARGEST):
-            rule, fix = "must be an integer of at least 1", "give what is before it"
-            yield Problem(name, "range", value, rule, fix)
+        yield from integer_problem(name, value, 1, _LARGEST, "give what is before it")
 
     for name, most in (("seq_len", _MAX_SEQ_LEN), ("global_batch", _MAX_GLOBAL_BATCH)):
         value = getattr(c, name)
-        if value is not None and not is_int(value, 1, most):
-            rule = f"must be an integer from 1 to {most}"
-            yield Problem(name, "range", value, rule, "leave it out to keep the one before")
+        if value is not None:
+            fix = "leave it out to keep the one before"
+            yield from integer_problem(name, value, 1, most, fix)
     for name, weight in c.weights.items():
         if not is_weight(weight):
             rule = "must be a finite number of at least 0"
@@ -151,18 +150,6 @@ def phase_problems(c: DataConfig) -> Iterator[Problem]:
             rule = f"and phases.{before.name} begin at the same place, {segment.start}"
             fix = "make them one phase, or move them apart by more than a row"
             yield Problem(key, "same_start", ..., rule, fix)
-
-
-def is_int(value: Any, minimum: int, maximum: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and minimum <= value <= maximum
-
-
-def is_weight(value: Any) -> bool:
-    return (
-        isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        and 0 <= value < float("inf")
-    )
 
 
 __getattr__ = partial(renamed, __name__)

@@ -11,12 +11,11 @@ from typing import Any, cast
 import numpy as np
 
 from forge_data._shared.problems import Problem
+from forge_data._shared.sharded_rows import PLACES
 from forge_data.protocols import ShardedStream, Stream
 
 __all__ = ["PLACES", "Places"]
 
-#: Name under which a sharded stream gives, for each row, its shard and that shard's place: int64 (N, 3).
-PLACES = "shard_places"
 _LAST = 2**62
 
 

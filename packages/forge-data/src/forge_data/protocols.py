@@ -15,6 +15,11 @@ class Source(Protocol):
 
     `documents` holds the sorted int64 start offset of each document, the first 0; `tokenizer` is a
     spec for `load_tokenizer`; `vocab_size` and `tokenizer` are None if they were not recorded.
+
+    Workers get a source by a fork, or pickled where the system has no fork, so it must be picklable; keep maps of files out
+    of the pickle.
+    A thread may call `read` while the training process does. A source may also have `summary()`, a line for the start of a
+    run, and `ends`, words on the tokens that begin and end its documents.
     """
 
     vocab_size: int | None

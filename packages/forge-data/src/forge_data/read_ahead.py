@@ -26,9 +26,9 @@ class ReadAhead:
 
     def fetch(self) -> Any:
         """What `read` returned for the next step; waits for it."""
-        found = self._found.get()
-        if isinstance(found, _Failed):
-            raise found.error
+        found, error = self._found.get()
+        if error is not None:
+            raise error
         self._room.release()
         return found
 
@@ -36,11 +36,6 @@ class ReadAhead:
         """End the thread after the step that it reads now; not waited for, as a read may hang."""
         self._ended.set()
         self._room.release()
-
-
-class _Failed:
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
 
 
 def _run(
@@ -52,8 +47,8 @@ def _run(
     step = 0
     while room.acquire() and not ended.is_set():
         try:
-            found.put(read(step))
+            found.put((read(step), None))
         except BaseException as error:
-            found.put(_Failed(error))
+            found.put((None, error))
             return
         step += 1

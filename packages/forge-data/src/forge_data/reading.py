@@ -12,6 +12,7 @@ import numpy as np
 from forge_data._shared.problems import invalid
 from forge_data.errors import InvalidData
 from forge_data.ledger import Ledger
+from forge_data.mixed_stream import source_names
 from forge_data.protocols import Stream
 
 
@@ -49,7 +50,8 @@ def read_rows(stream: Stream, ids: np.ndarray) -> Mapping[str, Any]:
     except (InvalidData, MemoryError):
         raise
     except Exception as error:
-        rule = f"could not be read, as the code of its source raised {type(error).__name__}: {error} ({_line_of(error)})"
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        rule = f"could not be read, as the code of its source raised {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
         where, fix = _first_bad(stream, ids), "correct it"
         raise invalid("", "source_error", ..., rule, fix, where=where, kind=InvalidData) from error
 
@@ -60,14 +62,7 @@ def name_instances(stream: Stream, ids: np.ndarray) -> str:
         return "no instance"
     first, last = int(ids.min()), int(ids.max())
     what = f"instance {first}" if first == last else f"instances {first}..{last}"
-    sources = _sources_of(stream, ids)
-    return f"{what} of source {sources}"
-
-
-def _sources_of(stream: Any, ids: np.ndarray) -> str:
-    if hasattr(stream, "names_of"):
-        return ", ".join(stream.names_of(ids))
-    return type(getattr(stream, "source", stream)).__name__
+    return f"{what} of source {', '.join(source_names(stream, ids))}"
 
 
 def _first_bad(stream: Stream, ids: np.ndarray) -> str:
@@ -78,9 +73,3 @@ def _first_bad(stream: Stream, ids: np.ndarray) -> str:
         except Exception:
             return name_instances(stream, ids[i : i + 1])
     return name_instances(stream, ids)
-
-
-def _line_of(error: Exception) -> str:
-    """Where an error was raised, as file:line."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return f"{frames[-1].filename}:{frames[-1].lineno}"

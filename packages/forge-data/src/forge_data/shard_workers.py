@@ -8,10 +8,8 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 
-from forge_data.batch import Ragged
-from forge_data.collate import as_ragged, joined_rows
+from forge_data.collate import as_ragged, scatter
 from forge_data.places import owners
 from forge_data.protocols import ShardedStream
 from forge_data.reading import Steps
@@ -38,36 +36,17 @@ class ShardWorkers:
         self._workers: list[Workers] = []
         for number in range(num_workers):
             own = _OwnSteps(**vars(steps), stream=stream, number=number, count=num_workers)
-            told = partial(_tell, lost, number)
-            self._workers.append(Workers(stream, own, 1, each, timeout_seconds, told))
+            report = partial(_report, lost, number)
+            self._workers.append(Workers(stream, own, 1, each, timeout_seconds, report))
 
     def fetch(self) -> dict[str, Any]:
         """The stream's arrays of the next step; raises the error of a worker that could not read them."""
         ids = self._steps.ids(self._step)
         owner = owners(self._stream, ids, len(self._workers))
-        out: dict[str, Any] = {}
-        entries: dict[str, list[Any]] = {}  # of each row of a ragged extra
-        empty: dict[str, Any] = {}
-
-        for number, workers in enumerate(self._workers):
-            where = torch.from_numpy(np.flatnonzero(owner == number))
-            for name, rows in workers.fetch().items():
-                rows = as_ragged(rows)
-                if isinstance(rows, Ragged):
-                    empty[name] = rows.values[:0]
-                    own = entries.setdefault(name, [empty[name]] * len(ids))
-                    for i, row in enumerate(where.tolist()):
-                        own[row] = rows[i : i + 1].values
-                    continue
-                rows = torch.as_tensor(rows)
-                if name not in out:
-                    out[name] = rows.new_empty(len(ids), *rows.shape[1:])
-                out[name][where] = rows
-
+        found = [(np.flatnonzero(owner == n), w.fetch()) for n, w in enumerate(self._workers)]
         self._step += 1
-        for name, each in entries.items():
-            out[name] = joined_rows(each, empty[name])
-        return out
+        like = {name: as_ragged(value) for name, value in found[0][1].items()}
+        return scatter(len(ids), found, like)
 
     def close(self) -> None:
         """End and join the processes."""
@@ -88,5 +67,5 @@ class _OwnSteps(Steps):
         return ids[owners(self.stream, ids, self.count) == self.number]
 
 
-def _tell(lost: Callable[[WorkerLoss], None], number: int, loss: WorkerLoss) -> None:
+def _report(lost: Callable[[WorkerLoss], None], number: int, loss: WorkerLoss) -> None:
     lost(replace(loss, worker=number))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 
 from forge_data._shared.atomic import new_folder, write_file
 from forge_data._shared.cache import digest_of, entry_of, once
+from forge_data._shared.hashed_files import HashedFile
 from forge_data._shared.paths import read_regular
 from forge_data.packing_config import PackingConfig
 from forge_data.packing_plan import PARTS, PLAN_VERSION, PackingPlan, digest_of_parts, plan_windows
@@ -119,15 +119,14 @@ def _mapped(folder: Path, header: dict[str, Any]) -> StoredPlan:
 
 def _write(folder: Path, source: Source, known: dict[str, Any]) -> None:
     """Plan window by window into files."""
-    window, digests, num_pieces, num_cut, num_rows = known["window"], {}, 0, 0, 0
+    window, num_pieces, num_cut, num_rows = known["window"], 0, 0, 0
     with contextlib.ExitStack() as stack:
-        files = {name: stack.enter_context((folder / f"{name}.bin").open("xb")) for name in PARTS}
-        hashes = {name: hashlib.sha256() for name in PARTS}
+        files = {n: HashedFile(folder / f"{n}.bin") for n in PARTS}
+        for file in files.values():
+            stack.callback(file.close)
 
         def add(name: str, values: np.ndarray) -> None:
-            content = np.ascontiguousarray(values, "<i8").data
-            files[name].write(content)
-            hashes[name].update(content)
+            files[name].write(np.ascontiguousarray(values, "<i8").data)
 
         for first in range(0, source.num_documents, window):
             starts = np.asarray(source.documents[first : first + window + 1], np.int64)
@@ -143,9 +142,6 @@ def _write(folder: Path, source: Source, known: dict[str, Any]) -> None:
             num_rows += part.num_rows
 
         add("rows", np.array([num_pieces]))
-        for name, file in files.items():
-            file.flush()
-            os.fsync(file.fileno())
-            digests[name] = hashes[name].hexdigest()
+        digests = {name: file.finish() for name, file in files.items()}
     header = {**known, "num_rows": num_rows, "num_cut": num_cut, "sha256": digests}
     write_file(folder / _HEADER, json.dumps(header))

@@ -104,9 +104,10 @@ class Workers:
             except _Gone as gone:
                 steps = list(worker.asked)
                 # one that dies may close its socket before it has a status; one that hangs is not waited for
-                worker.end(time.monotonic() + (0 if gone.cause else _END_SECONDS))
+                cause = str(gone)
+                worker.end(time.monotonic() + (0 if cause else _END_SECONDS))
                 reading = name_instances(self._stream, self._steps.ids(worker.reading))
-                loss = WorkerLoss(index, worker.pid, gone.cause or worker.ended_by(), reading)
+                loss = WorkerLoss(index, worker.pid, cause or worker.ended_by(), reading)
                 self._lost(loss)
                 self._workers[index] = _Worker(self._stream, self._steps, index)
                 for again in steps:
@@ -123,10 +124,6 @@ def processes() -> Any:
 
 class _Gone(Exception):
     """A worker died (cause ""), or gives no answer."""
-
-    def __init__(self, cause: str = "") -> None:
-        super().__init__(cause)
-        self.cause = cause
 
 
 @dataclass

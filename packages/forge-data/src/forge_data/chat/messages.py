@@ -13,13 +13,12 @@ from typing import Any, NamedTuple
 from forge_data._shared.jsonl import parse
 from forge_data._shared.problems import Problem, ProblemError, raise_problems
 from forge_data._shared.record_keys import Keys, RecordKeys
-from forge_data.config import SPLITS
 from forge_data.errors import InvalidData, invalid_data
 from forge_data.io.datasets_library import load_saved, one_sentence, require_library
 from forge_data.io.files import COMPRESSIONS, files_below, open_bytes
 from forge_data.io.parquet import open_parquet
 from forge_data.kinds import ChatConfig
-from forge_data.tokens.format import check_split
+from forge_data.tokens.format import check_split, folder_of_split
 
 __all__ = [
     "ROLES",
@@ -55,13 +54,7 @@ def find_conversations(path: Path, split: str) -> list[Path]:
         rule = f"must be {kinds} or a folder of them, but nothing is there"
         raise invalid_data("path", "not_found", name, rule, "check it")
 
-    folders = [folder for folder in SPLITS if (path / folder).is_dir()]
-    if folders:
-        path = path / split
-    elif split == "validation":
-        rule = "must hold train/ and validation/ for split validation"
-        fix = "make them, or give validation a path of its own with split train"
-        raise invalid_data("path", "no_splits", name, rule, fix)
+    path = folder_of_split(path, split, "make it")
 
     if not path.is_dir():  # FIFOs and devices are never files of a split
         found = [path] if path.is_file() and path.name.endswith(_PLAIN) else []
@@ -69,16 +62,12 @@ def find_conversations(path: Path, split: str) -> list[Path]:
         saved = (path / _SAVED_SET).is_file()
         endings = (".arrow",) if saved else _PLAIN
         named = files_below(path, lambda name: name.endswith(endings))
-        found = [file for file in named if _is_data(file, path)]
+        found = [file for file in named if "/cache-" not in f"/{file.relative_to(path)}"]
 
     if not found:
         rule = f"must be {kinds}, a folder of them, or a set saved by datasets"
         raise invalid_data("path", "no_files", str(path), rule, "check it")
     return found
-
-
-def _is_data(file: Path, folder: Path) -> bool:
-    return not any(part.startswith("cache-") for part in file.relative_to(folder).parts)
 
 
 def read_records(files: list[Path]) -> Iterator[Record]:

@@ -12,18 +12,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from forge_data._shared.atomic import new_folder, write_file
+from forge_data._shared.hashed_files import HashedFile
 from forge_data._shared.record_keys import RecordKeys
 from forge_data.batch import IGNORE, PAD_DOCUMENT
-from forge_data.order import ORDER_VERSION, Permutation, epochs_of
-from forge_data.packing import check_tokens_at_once
+from forge_data.order import ORDER_VERSION, EpochOrder
+from forge_data.packing import ARRAYS, check_tokens_at_once
 from forge_data.packing_plan import PLAN_VERSION, plan_rows
 from forge_data.tokens.cache import Entry
 from forge_data.tokens.files import TokenFiles
@@ -32,8 +33,6 @@ from forge_data.tokens.writer import TokenWriter
 
 __all__ = ["ChatStream", "Rendered", "Rendering", "cached", "cut_to_nothing", "offsets_digest"]
 
-
-ARRAYS = ("tokens", "labels", "positions", "document_ids")
 WEIGHTS, COUNTS = "weights.bin", "chat.json"
 UNTRAINED, TRAINED_TOKENS = "unlearnt", "learnt_tokens"  # language: keys of chat.json
 
@@ -102,17 +101,14 @@ def _write(
     keys: RecordKeys,
 ) -> None:
     writer = TokenWriter(folder, vocab_size, tokenizer)
-    digest = hashlib.sha256()
     names = (UNTRAINED, TRAINED_TOKENS, "weighted", "with_specials", "answers", "without_end")
     counts = dict.fromkeys(names, 0)
 
     try:
-        with (folder / WEIGHTS).open("xb") as file:
+        with closing(HashedFile(folder / WEIGHTS)) as file:
             for ids, weights, holds_specials, ends in rendered:
                 writer.add([ids])
-                content = weights.astype("<f4").tobytes()
-                file.write(content)
-                digest.update(content)
+                file.write(weights.astype("<f4").tobytes())
 
                 # the first token of a conversation is no label
                 counts[UNTRAINED] += not weights[1:].any()
@@ -122,10 +118,9 @@ def _write(
                 counts["without_end"] += ends.count(None)
                 counts["weighted"] += not np.isin(weights, (0.0, 1.0)).all()
 
-            file.flush()
-            os.fsync(file.fileno())
+            digest = file.finish()
 
-        content_of = {**counts, "not_read": keys.counts, "sha256": digest.hexdigest()}
+        content_of = {**counts, "not_read": keys.counts, "sha256": digest}
         write_file(folder / COUNTS, json.dumps(content_of))
         writer.finish()
     finally:
@@ -174,7 +169,7 @@ class ChatStream:
         self.warnings: list[str] = []  # for the user
         self.source_lines: list[str] = []  # lines that describe the source
         self._weighted = rendered.counts["weighted"] > 0
-        self._permutation: tuple[int, Permutation] | None = None  # of the epoch of the last call
+        self._order = EpochOrder(len(self), seed)
 
     def __len__(self) -> int:
         """Instances per epoch."""
@@ -186,12 +181,7 @@ class ChatStream:
 
     def rows(self, instance_ids: np.ndarray) -> np.ndarray:
         """The rows (N,) of the plan for instances (N,)."""
-        epochs, within = epochs_of(instance_ids, len(self))
-        rows = np.empty_like(within)
-        for epoch in np.unique(epochs):
-            chosen = epochs == epoch
-            rows[chosen] = self._order(int(epoch))(within[chosen])
-        return rows
+        return self._order.rows(instance_ids)
 
     def arrays(self, instance_ids: np.ndarray) -> dict[str, np.ndarray]:
         """Instances as int64 arrays (N, S), `source` (N,), 0, and `weights` (N, S) fp32 if any differ from 1."""
@@ -229,12 +219,6 @@ class ChatStream:
         cut = np.flatnonzero(taken < lengths)
         lost = sum(int((weights[firsts[i] : stops[i]] > 0).sum()) for i in cut)
         return len(kept), int(taken.sum()), int(self._rendered.counts[TRAINED_TOKENS]) - lost
-
-    def _order(self, epoch: int) -> Permutation:
-        known = self._permutation  # another thread may set it to another epoch's
-        if known is None or known[0] != epoch:
-            known = self._permutation = epoch, Permutation(len(self), self.seed, epoch)
-        return known[1]
 
     def _fill(self, row: int, out: Mapping[str, np.ndarray]) -> None:
         """Write row `row` into arrays (S,) of padding."""

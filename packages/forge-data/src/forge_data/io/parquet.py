@@ -11,6 +11,7 @@ from forge_data._shared.problems import invalid
 from forge_data._shared.record_keys import Keys, RecordKeys
 from forge_data._shared.table_files import check_parquet
 from forge_data.errors import InvalidData, invalid_data
+from forge_data.io.text_column import check_column, no_text
 
 __all__ = ["open_parquet", "read_parquet", "row_group_bytes"]
 
@@ -79,7 +80,15 @@ def require_pyarrow(path: Path) -> None:
 def _opened(path: Path, column: str) -> Iterator[Any]:
     """A ParquetFile whose `column` holds strings."""
     with open_parquet(path) as file:
-        _check_column(path, file.schema_arrow, column)
+        schema = file.schema_arrow
+
+        def kind() -> str:
+            from pyarrow.types import is_dictionary
+
+            own = schema.field(column).type
+            return str(own.value_type if is_dictionary(own) else own)
+
+        check_column(path, schema.names, column, kind)
         yield file
 
 
@@ -102,23 +111,6 @@ def open_parquet(path: Path) -> Iterator[Any]:
     with file:
         check_parquet(path, file.metadata, InvalidData)
         yield file
-
-
-def _check_column(path: Path, schema: Any, column: str) -> None:
-    from pyarrow import types
-
-    fix = "name the one with the text with text_field (--text_field)"
-    count = schema.names.count(column)
-    if count != 1:
-        names, code = ", ".join(schema.names)[:200], "duplicate" if count else "missing"
-        rule = f"must be one of its columns, {names}" + f", and is {count} of them" * bool(count)
-        raise invalid_data("text_field", code, column, rule, fix, where=path)
-    kind = schema.field(column).type
-    values = kind.value_type if types.is_dictionary(kind) else kind
-    kinds = ("is_string", "is_large_string", "is_string_view")  # the last since pyarrow 16
-    if not any(getattr(types, name, lambda _: False)(values) for name in kinds):
-        rule = f"is a column of type {str(kind)[:60]}, which must be string"
-        raise invalid_data("text_field", "type", column, rule, fix, where=path)
 
 
 def _other_columns(group: Any, read: set[str]) -> dict[str, int]:
@@ -152,9 +144,7 @@ def _batches(path: Path, file: Any, group: int, column: str) -> Iterator[Any]:
 def _strings(path: Path, column: str, batch: Any, row: int) -> list[str]:
     """The strings of an array whose first row is row `row` of the file."""
     if batch.null_count:
-        where = f"{path} row {row + batch.is_null().to_pylist().index(True)}"
-        rule, fix = "must be a string", "give it text or leave the row out"
-        raise invalid_data(column, "null", None, rule, fix, where=where)
+        raise no_text(path, row + batch.is_null().to_pylist().index(True), column)
     try:
         strings: list[str] = batch.to_pylist()
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""Checks of the columns of a set of the `datasets` library: the one with the text, and the others."""
+"""Checks of the columns of a table: the one with the text, and the others."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ if TYPE_CHECKING:
 __all__ = ["check_column", "check_other_columns", "no_text"]
 
 
-def check_column(where: Any, names: Sequence[str], field: str, kind: Callable[[], str]) -> None:
-    """Raise InvalidData unless `field` is among the names of columns, and of a `kind` that holds strings."""
-    fix, key = "name its text in huggingface.text_field", "text_field"
-    if field not in names:
+def check_column(
+    where: Any, names: Sequence[str], field: str, kind: Callable[[], str] | None = None
+) -> None:
+    """Raise InvalidData unless `field` names one column, of a `kind` that holds strings."""
+    fix, key = "name the one with the text in text_field (--text_field)", "text_field"
+    if (count := [*names].count(field)) != 1:
         rule = f"must be one of its columns, {', '.join(names)[:200] or 'none'}"
-        raise invalid_data(key, "missing", field, rule, fix, where=where)
-    if kind() not in ("string", "large_string", "string_view", "null"):
-        rule = f"must be a column of text, and holds {kind()}"
+        rule += f", and is {count} of them" * bool(count)
+        code = "duplicate" if count else "missing"
+        raise invalid_data(key, code, field, rule, fix, where=where)
+    if kind is not None and kind() not in ("string", "large_string", "string_view", "null"):
+        rule = f"must be a column of text, and holds {kind()[:60]}"
         raise invalid_data(key, "type", field, rule, fix, where=where)
 
 

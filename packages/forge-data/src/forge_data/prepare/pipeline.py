@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 
 from forge_data._shared.atomic import new_folder
 from forge_data._shared.paths import user_path
-from forge_data._shared.problems import Problem, invalid, raise_problems
-from forge_data._shared.record_keys import option_problems
+from forge_data._shared.problems import Problem, ProblemError, invalid, raise_problems
 from forge_data.config import SPLITS
-from forge_data.kinds import every_problems, path_problems, special_problems
+from forge_data.kinds import TextConfig, path_problems
 from forge_data.prepare.assemble import assemble
 from forge_data.prepare.chunks import Counts
 from forge_data.prepare.folder import ChunkFolder
 from forge_data.prepare.plan import Plan, Settings, make_plan
-from forge_data.prepare.read import DOCUMENT_KINDS, find_inputs, not_read
+from forge_data.prepare.read import find_inputs, not_read
 from forge_data.prepare.workers import run_chunks
 from forge_data.tokenizer import (
     ByteTokenizer,
@@ -90,7 +89,8 @@ def prepare(
     `validation_every` N, every N-th document is written to `output/validation`, the others to
     `output/train`; `validation_fraction` does the same by a digest of the text, so that it depends neither
     on order nor on shards; with neither all go to `output` itself. `deduplicate` drops each document whose
-    text an earlier one has. `document` is the chunk in text files: "file", "line" or "blank_line".
+    text an earlier one has. `document` says what a document of a text file is: the "file", a "line",
+    or what stands between blank lines ("blank_line").
     Of records whose other keys hold what would be lost (media, messages, weights) those in `ignore_keys` are left out, and
     others are an error; with `strict` any other key is.
 
@@ -116,9 +116,14 @@ def prepare(
 
     problems += _split_problems(validation_every, validation_fraction)
     problems += _work_problems(workers, shard)
-    problems += _text_problems(paths, document)
-    problems += special_problems(tokenizer, eos, bos)
-    problems += option_problems(ignore_keys, strict)
+    if not paths:
+        rule = "must name at least one file or folder"
+        problems.append(Problem("inputs", "missing", ..., rule, "name one"))
+    text = (tokenizer, eos, bos, document, text_field, validation_every, ignore_keys, strict)
+    try:
+        TextConfig(*text)  # type: ignore[arg-type]
+    except ProblemError as error:
+        problems += error.problems
     raise_problems("", problems)
 
     encoder = document_tokenizer(tokenizer, eos, bos)
@@ -157,17 +162,14 @@ def prepare(
 
             mine = list(plan.chunks) if shard is None else plan.of_shard(shard[0])
             if shard is not None and not mine:
-                _warn_of_nothing(shard, len(plan.chunks))
+                words = "shard %d/%d has nothing to do, as the text is %d chunk%s of work"
+                many = "s" * (len(plan.chunks) != 1)
+                _log.warning(words, *shard, len(plan.chunks), many)
             done = _tokenize(work, plan, mine, encoder, workers, progress)
             if shard is not None:
                 name = f"shard {shard[0]}/{shard[1]}"
                 return Prepared(work.folder, {name: done.tokens}, {name: done.documents}, {}, ends)
             return _finish(work, plan, target, progress, ends)
-
-
-def _warn_of_nothing(shard: tuple[int, int], chunks: int) -> None:
-    words = "shard %d/%d has nothing to do, as the text is %d chunk%s of work"
-    _log.warning(words, *shard, chunks, "s" * (chunks != 1))
 
 
 def merge(
@@ -291,7 +293,6 @@ def _portable(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _split_problems(validation_every: int, validation_fraction: float) -> Iterator[Problem]:
-    yield from every_problems(validation_every)
     if not 0 <= validation_fraction < 1:
         rule = "must be from 0 (none) to under 1"
         yield Problem("validation_fraction", "range", validation_fraction, rule, "use 0.05")
@@ -306,11 +307,3 @@ def _work_problems(workers: int, shard: tuple[int, int] | None) -> Iterator[Prob
     if shard is not None and not 0 <= shard[0] < shard[1]:
         rule, fix = "must be I/N with I from 0 to N-1", f"use 0/{max(1, shard[1])}"
         yield Problem("shard", "range", shard, rule, fix)
-
-
-def _text_problems(inputs: Sequence[Path], document: str) -> Iterator[Problem]:
-    if not inputs:
-        yield Problem("inputs", "missing", ..., "must name at least one file or folder", "name one")
-    if document not in DOCUMENT_KINDS:
-        rule = f"must be one of {', '.join(DOCUMENT_KINDS)}"
-        yield Problem("document", "unknown", document, rule, "use file")

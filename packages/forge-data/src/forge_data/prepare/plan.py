@@ -19,10 +19,10 @@ from forge_data.prepare.read import format_of
 
 __all__ = ["Chunk", "FileRange", "Plan", "Settings", "changed_meanwhile", "make_plan", "read_plan"]
 
-_VERSION = 1  # of chunk files: another one makes other keys, so that old files are not used
+_VERSION = 1  # of chunk files: raise it when a file would give other documents, so that old chunks are not used
 SMALLEST, LARGEST = 1 << 20, 1 << 26  # bytes of text in a chunk: what a kill can lose per worker
 _CHUNKS = 64  # wanted of small inputs
-_PACKED = 4  # text in a packed file, of its size; a guess
+_UNPACKED_RATIO = 4  # text in a packed file, of its size; a guess
 _LINE_END = {"line": re.compile(rb"\n"), "blank_line": re.compile(rb"\n\r?\n")}
 _SCAN = 1 << 16
 
@@ -184,10 +184,14 @@ def _file_ranges(
     if kind == "parquet" and not compression:
         yield from _row_groups(path, state, settings.text_field, chunk_bytes)
         return
-    # A line end in a quoted field of CSV ends no row.
-    document = {"records": "line", "csv": "file"}.get(kind, settings.document)
+    # A line end in a quoted field of CSV ends no row. All kinds stand here, so that a new one raises.
+    documents = {"text": settings.document, "records": "line", "csv": "file", "parquet": "file"}
+    document = documents[kind]
     if compression or document == "file" or size <= chunk_bytes:
-        yield FileRange(str(path), None, size, state), size * (_PACKED if compression else 1)
+        yield (
+            FileRange(str(path), None, size, state),
+            size * (_UNPACKED_RATIO if compression else 1),
+        )
         return
     start = 0
     for stop in _boundaries(path, size, _LINE_END[document], chunk_bytes):

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from io import BufferedReader, TextIOWrapper
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from forge_data._shared.jsonl import parse
 from forge_data._shared.problems import Problem
@@ -16,12 +16,14 @@ from forge_data._shared.record_keys import Keys, RecordKeys
 from forge_data.errors import InvalidData, invalid_data
 from forge_data.io.files import COMPRESSIONS, files_below, open_bytes
 from forge_data.io.parquet import read_parquet
+from forge_data.io.text_column import check_column
+from forge_data.kinds import DOCUMENTS
 
 __all__ = [
-    "DOCUMENT_KINDS",
     "SLICE",
     "DocumentSlice",
     "Format",
+    "Kind",
     "find_inputs",
     "format_of",
     "not_read",
@@ -31,12 +33,12 @@ __all__ = [
 ]
 
 _RECORDS = (".jsonl", ".ndjson", ".json")
-_TEXT = (".txt", ".md", ".jsonl", ".ndjson", ".csv")
+_ENDINGS = (".txt", ".md", ".jsonl", ".ndjson", ".csv")
 #: Archives: their files would become one document together with their headers.
 _TAR = (".tar", ".tgz", ".tbz2", ".txz", ".tzst", *(f".tar{packed}" for packed in COMPRESSIONS))
 #: Endings of names that are looked for in folders. What is .json there often describes the others; packed, it is lines.
-_PACKED = tuple(text + packed for text in (*_TEXT, ".json") for packed in COMPRESSIONS)
-SUFFIXES = (*_TEXT, *_PACKED, ".parquet")
+_PACKED_ENDINGS = tuple(text + packed for text in (*_ENDINGS, ".json") for packed in COMPRESSIONS)
+SUFFIXES = (*_ENDINGS, *_PACKED_ENDINGS, ".parquet")
 #: First bytes of supported formats -> name and the ending that names them.
 _READ = {
     b"PAR1": ("parquet", ".parquet"),
@@ -51,7 +53,6 @@ _NOT_READ = {
     b"PK\x03\x04": ("zip", "unpack it with unzip"),
     b"%PDF": ("PDF", "extract its text, for example with pdftotext"),
 }
-DOCUMENT_KINDS = ("file", "line", "blank_line")
 SLICE = 1 << 20  # characters of a slice when the whole file is one document
 _LONGEST_FIELD = 2**31 - 1  # of CSV, in characters
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")  # json makes one character of a pair
@@ -59,10 +60,15 @@ _HEAD = 4096  # bytes that identify other formats
 _REPORT = 1 << 16  # characters between two reports
 
 
-class Format(NamedTuple):
-    """The format that a file name stands for: `kind` "text", "records", "csv" or "parquet", `compression` one of COMPRESSIONS or None."""
+#: What the ending of a name stands for. Another one also needs an ending in `format_of` and `_ENDINGS`, a reader in
+#: `read_documents` or `read_text`, and its boundaries in `plan._file_ranges`.
+Kind = Literal["text", "records", "csv", "parquet"]
 
-    kind: str
+
+class Format(NamedTuple):
+    """The format that a file name stands for: `compression` is one of COMPRESSIONS or None."""
+
+    kind: Kind
     compression: str | None
 
 
@@ -70,8 +76,10 @@ def format_of(path: Path) -> Format:
     """The format of a file by the ending of its name, in any case. Unknown endings are text."""
     compression = COMPRESSIONS.get(path.suffix.lower())
     suffix = (Path(path.stem).suffix if compression else path.suffix).lower()
-    kind = {".parquet": "parquet", ".csv": "csv"}.get(suffix, "text")
-    return Format("records" if suffix in _RECORDS else kind, compression)
+    if suffix in _RECORDS:
+        return Format("records", compression)
+    kinds: dict[str, Kind] = {".parquet": "parquet", ".csv": "csv"}
+    return Format(kinds.get(suffix, "text"), compression)
 
 
 def find_inputs(inputs: Sequence[Path]) -> list[Path]:
@@ -94,7 +102,7 @@ def find_inputs(inputs: Sequence[Path]) -> list[Path]:
             if file.name.lower().endswith(_TAR):
                 raise tar_error(file)
         if not found:
-            rule = f"must hold {', '.join(_TEXT)} files (also with {', '.join(COMPRESSIONS)}) or .parquet files"
+            rule = f"must hold {', '.join(_ENDINGS)} files (also with {', '.join(COMPRESSIONS)}) or .parquet files"
             fix, name = "name other files one by one", str(path)
             raise invalid_data("inputs", "no_files", name, rule, fix)
         files.extend(found)
@@ -140,8 +148,8 @@ def read_documents(
     if kind == "parquet":
         texts = read_parquet(path, text_field, report, part, keys)
         return (DocumentSlice(text, last=True) for text in texts)
-    document = document if kind == "text" else kind
-    return read_text(path, document, text_field, compression, report, part, keys)
+    layout = document if kind == "text" else kind
+    return read_text(path, layout, text_field, compression, report, part, keys)
 
 
 def _check_format(path: Path, kind: str, compression: str | None) -> None:
@@ -176,15 +184,15 @@ class DocumentSlice(NamedTuple):
 
 def read_text(
     path: Path,
-    document: str,
+    layout: str,
     text_field: str,
     compression: str | None,
     report: Callable[[int], None],
     part: tuple[int, int] | None = None,
     keys: RecordKeys | None = None,
 ) -> Iterator[DocumentSlice]:
-    """Read the documents of a text file. `document` is one of DOCUMENT_KINDS, or "records" of JSON lines and "csv" for the
-    texts in `text_field`, whose other keys `keys` count.
+    """Read the documents of a text file. `layout` is one of DOCUMENTS, or "records" of JSON lines and "csv" for the texts
+    in `text_field`, whose other keys `keys` count.
 
     `part` is a range of bytes that starts and ends where documents do. Raises InvalidData for bytes that
     are not UTF-8, text of UTF-16, a tar, lines that are not JSON objects with a text and rows that are not those of the header.
@@ -198,12 +206,12 @@ def read_text(
 
         slices: Iterator[DocumentSlice]
         keys = keys or RecordKeys(kind=InvalidData)
-        if document == "records":
+        if layout == "records":
             slices = _records(path, text, text_field, start, keys)
-        elif document == "csv":
+        elif layout == "csv":
             slices = _rows(path, text, text_field, keys)
         else:
-            slices = {"file": _whole, "line": _lines, "blank_line": _paragraphs}[document](text)
+            slices = dict(zip(DOCUMENTS, (_whole, _lines, _paragraphs)))[layout](text)
 
         characters = 0
         try:
@@ -308,14 +316,7 @@ def _rows(
     rows = csv.reader(text, strict=True)
     try:
         names = next(rows, [])
-        if names.count(column) != 1:
-            rule = f"must be one of its columns, {', '.join(names)[:200] or 'none'}"
-            if column in names:
-                rule = f"must be one column, and {names.count(column)} have that name"
-            code = "duplicate" if column in names else "missing"
-            fix = "name the one with the text with text_field (--text_field)"
-            raise invalid_data("text_field", code, column, rule, fix, where=path)
-
+        check_column(path, names, column)
         index = names.index(column)
         for row in rows:
             if len(row) != len(names) and row:  # an empty line has no fields

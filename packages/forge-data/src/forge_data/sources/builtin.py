@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,36 @@ from forge_data.tokens.format import check_range, check_split
 _EVERY = 16  # one topic of this many is held out
 
 
-class BuiltinCorpus:
+class TokensInMemory:
+    """Documents (n,) of ids in memory, read-only, as a `Source`."""
+
+    vocab_size: int | None = None
+    tokenizer: dict[str, Any] | None = None
+
+    def __init__(self, documents: Sequence[np.ndarray]) -> None:
+        lengths = [len(ids) for ids in documents]
+        self._tokens = np.concatenate(documents)  # (num_tokens,)
+        self.documents = np.cumsum([0, *lengths[:-1]], dtype=np.int64)
+        self.num_tokens, self.num_documents = len(self._tokens), len(lengths)
+        for array in (self._tokens, self.documents):
+            array.flags.writeable = False
+
+    @property
+    def max_token_id(self) -> int:
+        """The largest id that occurs."""
+        return int(self._tokens.max())
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Ids of tokens start..stop-1, a read-only view."""
+        check_range(start, stop, self.num_tokens)
+        return self._tokens[start:stop]
+
+    def fingerprint(self) -> dict[str, str | int]:
+        """Nothing: what is in memory has no name."""
+        return {}
+
+
+class BuiltinCorpus(TokensInMemory):
     """`pydoc_data.topics` as bytes: a document per topic in sorted order, each ended by EOS.
 
     Every 16th topic is in the validation split. Topics differ in length by a factor of a hundred, so
@@ -28,36 +58,10 @@ class BuiltinCorpus:
         check_split(split)
         tokenizer = ByteTokenizer()
         self.split = split
-        self.vocab_size: int | None = tokenizer.vocab_size
-        self.tokenizer: dict[str, Any] | None = tokenizer.spec()
-        texts = _texts_of(split)
+        self.vocab_size, self.tokenizer = tokenizer.vocab_size, tokenizer.spec()
         end = np.array([tokenizer.eos_id], np.uint16)
-        parts = [part for text in texts for part in (np.frombuffer(text, np.uint8), end)]
-        self._tokens = np.concatenate(parts).astype(np.uint16)  # (num_tokens,)
-        lengths = np.array([len(text) + 1 for text in texts], dtype=np.int64)
-        self.documents = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)[:-1]])
-        for array in (self._tokens, self.documents):
-            array.flags.writeable = False
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the chosen split."""
-        return len(self._tokens)
-
-    @property
-    def num_documents(self) -> int:
-        """Documents of the chosen split."""
-        return len(self.documents)
-
-    @property
-    def max_token_id(self) -> int:
-        """The largest id that occurs."""
-        return int(self._tokens.max())
-
-    def read(self, start: int, stop: int) -> np.ndarray:
-        """Ids of tokens start..stop-1 as read-only uint16, a view."""
-        check_range(start, stop, self.num_tokens)
-        return self._tokens[start:stop]
+        texts = [np.frombuffer(text, np.uint8) for text in _texts_of(split)]
+        super().__init__([np.concatenate([text, end]) for text in texts])
 
     def fingerprint(self) -> dict[str, str | int]:
         """Digests of the tokens and of the document offsets."""

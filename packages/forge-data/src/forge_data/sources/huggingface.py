@@ -26,7 +26,7 @@ from forge_data.io.text_column import check_column, check_other_columns, no_text
 from forge_data.text_shards import TextShards
 from forge_data.tokenizer import ByteTokenizer, JsonTokenizer, begin_key, document_ids
 from forge_data.tokens.cache import CachedTokens, Entry, Header, open_cached, tokenizer_of
-from forge_data.tokens.format import STATISTICS, write_json
+from forge_data.tokens.format import STATISTICS, digest_of, write_json
 from forge_data.tokens.writer import TokenWriter
 
 if TYPE_CHECKING:
@@ -219,8 +219,7 @@ def _of_names(files: list[str], contents: list[str] | None = None) -> dict[str, 
 
 
 def _digest(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()[:16]
+    return digest_of(path)[:16]
 
 
 def _digest_of_ends(path: Path) -> str:

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from itertools import zip_longest
 from typing import Any
 
@@ -28,7 +28,9 @@ from forge_data.tokens.files import TokenFiles
 from forge_data.tokens.raw import IdShards
 from forge_data.tokens.raw_formats import open_megatron, open_nanogpt, open_npy
 
-#: Kinds that are imported when a config names them: some need an extra.
+#: Kinds of text, those of `CACHED`: their modules are imported when a config names them, as some need an extra. A module
+#: defines `open_source(config)` and `open_header(config)`, which reads no text; it may define `check_source(config)`, which
+#: raises what `open_source` finds before it tokenizes.
 _MODULES = {
     "chat": "forge_data.chat.source",
     "huggingface": "forge_data.sources.huggingface",
@@ -41,14 +43,16 @@ _REQUIRED_FOR_PACKING = ("num_tokens", "num_documents", "documents", "read")
 def open_source(config: SourceConfig) -> Any:
     """The source of a config: a `Source`, or one that makes its own stream.
 
-    An entry point of `forge.sources` or an import path is called as `source(config, **config.options)`.
+    An entry point of `forge.sources` or an import path is called as `source(config, **config.options)`; built-in
+    names come first. A factory with an option `streaming` makes, where it is true, a stream without length, which
+    needs a weight in a mixture and has no `max_epochs`.
     The source may have `stream(seq_len, seed)`, a `Stream` of rows without packing (see `open_stream`),
     instead of `num_tokens`, `num_documents`, `documents` and `read`.
 
     Opening token files reads sizes, sidecar and document offsets, and tokens according to `verify`. Text and sets of
     Hugging Face are tokenized into a cache first, which can take long (`open_header` does not).
-    Raises InvalidData for missing or damaged files, ValueError for a name that cannot be imported and for
-    options that the source does not take.
+    Raises InvalidData for missing or damaged files, ValueError for a name that cannot be imported or that two distributions
+    have, and for options that the source does not take.
     Usage: `open_source(SourceConfig(name="tokens", path="tokens/books"))`.
     """
     if config.name == "builtin":
@@ -70,7 +74,8 @@ def open_source(config: SourceConfig) -> Any:
 
     source = factory(config, **config.options)
     wanted = _REQUIRED if hasattr(source, "stream") else (*_REQUIRED, *_REQUIRED_FOR_PACKING)
-    missing = [name for name in wanted if not hasattr(source, name)]
+    # on the type first: a property may read all files
+    missing = [n for n in wanted if not hasattr(type(source), n) and not hasattr(source, n)]
     if missing:
         rule = f"must define {', '.join(wanted)}, but lacks {', '.join(missing)}"
         raise invalid("name", "incomplete", config.name, rule, "add them")
@@ -79,7 +84,8 @@ def open_source(config: SourceConfig) -> Any:
 
 def open_header(config: SourceConfig, *, check: bool = False) -> Any:
     """What `open_source` gives, or of a source that it would tokenize only `vocab_size`, `tokenizer`, a bound as
-    `max_token_id`, and `num_tokens` where the cache has it: nothing is tokenized. Raises as `open_source`.
+    `max_token_id`, and `num_tokens` where the cache has it: nothing is tokenized. A source of your own is opened in full. Raises as
+    `open_source`.
 
     `check` also raises what `open_source` finds before it tokenizes, as a set may lack a split or its column; it loads
     the set. Usage: `open_header(SourceConfig("text", "books")).vocab_size`.
@@ -242,18 +248,15 @@ def _phases(
 
 
 def _load_factory(name: str) -> Any:
-    """The callable of an entry point of `forge.sources`, or of `module:attr`."""
-    module, colon, attribute = name.partition(":")
-    if not colon:
-        (entry,) = (e for e in entry_points(group=SOURCES_GROUP) if e.name == name)
-        return entry.load()
+    """The callable of a name in `forge.sources`, or of `module:attr`."""
+    found = [EntryPoint(name, name, SOURCES_GROUP)] if ":" in name else [*entry_points(group=SOURCES_GROUP, name=name)]  # fmt: skip
+    if len({entry.value for entry in found}) != 1:
+        owners = ", ".join(entry.dist.name for entry in found if entry.dist is not None)
+        rule = f"must belong to a single distribution in {SOURCES_GROUP}, not to {owners}"
+        raise invalid("name", "duplicate", name, rule, 'name it as "module:attr"')
     try:
-        found: Any = importlib.import_module(module)
-        for part in attribute.split("."):
-            found = getattr(found, part)
+        return found[0].load()
     except (ImportError, AttributeError) as error:
+        rule = f"must be importable ({error})"
         fix = "check the spelling and that the module is on the Python path"
-        raise invalid(
-            "name", "not_importable", name, f"must be importable ({error})", fix
-        ) from error
-    return found
+        raise invalid("name", "not_importable", name, rule, fix) from error

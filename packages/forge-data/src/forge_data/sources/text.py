@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from forge_data._shared.cache import say
 from forge_data._shared.paths import user_path
-from forge_data.config import SPLITS
 from forge_data.errors import InvalidData, invalid_data
 from forge_data.prepare.pipeline import prepare
 from forge_data.prepare.plan import changed_meanwhile
@@ -23,6 +22,7 @@ from forge_data.tokens.cache import (
     open_cached,
     tokenizer_of,
 )
+from forge_data.tokens.format import folder_of_split
 
 if TYPE_CHECKING:
     from forge_data.config import SourceConfig
@@ -45,14 +45,7 @@ def open_source(config: SourceConfig) -> CachedTokens:
         prepare(
             files,
             folder,
-            tokenizer=table.tokenizer,
-            eos=table.eos,
-            bos=table.bos,
-            validation_every=table.validation_every,
-            document=table.document,
-            text_field=table.text_field,
-            ignore_keys=table.ignore_keys,
-            strict=table.strict,
+            **{key: value for key, value in vars(table).items() if key != "cache"},
             workers=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
             progress=lambda now: progress(now.done, now.total) if now.stage == "tokenize" else None,
         )
@@ -118,16 +111,4 @@ def _folder_of_split(path: Path, split: str, validation_every: int) -> Path:
     if validation_every:
         return path
 
-    if any((path / folder).is_dir() for folder in SPLITS):
-        if not (path / split).is_dir():
-            rule, fix = f"must hold a folder {split}/", "make it, or set text.validation_every = 20"
-            raise invalid_data("path", "no_split", name, rule, fix)
-        return path / split
-
-    if split == "validation":
-        rule = "must hold train/ and validation/ for split validation"
-        fix = (
-            "set text.validation_every = 20, or give validation a path of its own with split train"
-        )
-        raise invalid_data("path", "no_splits", name, rule, fix)
-    return path
+    return folder_of_split(path, split, "make it, or set text.validation_every = 20")

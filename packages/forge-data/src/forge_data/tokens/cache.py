@@ -26,8 +26,9 @@ from forge_data.tokens.format import SIDECAR
 
 __all__ = ["CachedTokens", "Entry", "Header", "file_states", "open_cached", "tokenizer_of"]
 
-#: Of the content of entries; another one makes new entries.
-CACHE_VERSION = 1
+CACHE_VERSION = (
+    1  # of entries: raise it when a file would give other documents, so that new ones are made
+)
 _TICK_NS = 20_000_000  # longer than the step of a local file system's time stamps
 _SECONDS_BETWEEN_LINES = 10.0
 T = TypeVar("T")

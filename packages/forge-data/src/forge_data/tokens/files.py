@@ -18,7 +18,6 @@ from forge_data.tokens.format import (
     BLOCKS,
     DIGEST_BYTES,
     DOCUMENTS,
-    ITEM_SIZE,
     PREPARE_AGAIN,
     SIDECAR,
     TOKENIZER,
@@ -31,6 +30,7 @@ from forge_data.tokens.format import (
     check_range,
     check_size,
     check_split,
+    folder_of_split,
     read_sidecar,
     read_statistics,
     waiting_parts,
@@ -90,12 +90,7 @@ class TokenFiles:
             raise invalid("verify", "requires", "full", rule, fix, where=self.path)
 
         check_not_packed(self.path)
-        size = self.path.stat().st_size
-        if size == 0 or size % ITEM_SIZE[dtype]:
-            rule = f"bytes must be a positive multiple of {ITEM_SIZE[dtype]} for dtype {dtype}"
-            fix, path = "give the dtype it was written with", self.path
-            raise invalid_data("", "length", size, rule, fix, where=path)
-
+        self._shard = Shard.of_file(self.path, dtype)
         self.vocab_size: int | None = None
         self.tokenizer: dict[str, Any] | None = None
         self._tokens = _map(self.path, dtype)
@@ -105,7 +100,7 @@ class TokenFiles:
         if dtype is not None and dtype != sidecar.dtype:
             rule = f"must agree with the sidecar of {self.path}, which records {sidecar.dtype!r}"
             raise invalid("dtype", "mismatch", dtype, rule, "remove dtype")
-        check_size(self.path / TOKENS, sidecar.num_tokens, ITEM_SIZE[sidecar.dtype])
+        check_size(self.path / TOKENS, sidecar.num_tokens, np.dtype(sidecar.dtype).itemsize)
         check_size(self.path / DOCUMENTS, sidecar.num_documents, 8)
         self.vocab_size = sidecar.vocab_size
         self.tokenizer = _absolute(sidecar.tokenizer, self.path)
@@ -120,7 +115,7 @@ class TokenFiles:
         tokens, digests = self.path / TOKENS, self.path / BLOCKS
         check_digest(self.path / DOCUMENTS, sidecar.sha256[DOCUMENTS])
         if sidecar.block_bytes is not None:
-            size = sidecar.num_tokens * ITEM_SIZE[sidecar.dtype]
+            size = sidecar.num_tokens * np.dtype(sidecar.dtype).itemsize
             check_size(digests, -(-size // sidecar.block_bytes), DIGEST_BYTES)
             check_digest(digests, sidecar.sha256[BLOCKS])
             self._blocks = VerifiedBlocks(tokens, digests, sidecar.block_bytes)
@@ -138,7 +133,7 @@ class TokenFiles:
     @cached_property
     def _scan(self) -> Scan:
         """Digest and largest id of a raw file, as they were at the first use."""
-        return scan_shard(Shard(self.path, self._tokens.dtype.name, 0, self.num_tokens))
+        return scan_shard(self._shard)
 
     @property
     def num_tokens(self) -> int:
@@ -256,17 +251,7 @@ def resolve_split(path: Path, split: str) -> Path:
         rule = "must be a folder of token files or a regular file"
         raise invalid_data("path", "not_a_file", name, rule, "check it")
 
-    fix = f"{PREPARE_AGAIN} --validation_every 20"
-    if any((path / name).is_dir() for name in SPLITS):
-        if not (path / split).is_dir():
-            rule = f"must hold a folder {split}/"
-            raise invalid_data("path", "no_split", name, rule, fix)
-        return path / split
-
-    if split == "validation":
-        rule = "must hold train/ and validation/ for split validation"
-        fix = f"{fix}, or give validation a path of its own with split train"
-        raise invalid_data("path", "no_splits", name, rule, fix)
+    path = folder_of_split(path, split, f"{PREPARE_AGAIN} --validation_every 20")
     if path.name == TOKENS and (path.parent / SIDECAR).is_file():
         return path.parent  # the file inside a prepared folder: use its sidecar
     return path

@@ -17,7 +17,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
 
 import numpy as np
 
@@ -33,27 +34,12 @@ __all__ = ["check_not_packed", "check_range", "check_split"]
 
 FORMAT = "forge-tokens"
 VERSION = 1
-TOKENS, DOCUMENTS, BLOCKS, SIDECAR, TOKENIZER = (
-    "tokens.bin",
-    "documents.bin",
-    "blocks.bin",
-    "tokens.json",
-    "tokenizer.json",
-)
-ITEM_SIZE = {"uint8": 1, "uint16": 2, "uint32": 4, "int32": 4, "int64": 8}
+TOKENS, DOCUMENTS, BLOCKS = "tokens.bin", "documents.bin", "blocks.bin"
+SIDECAR, TOKENIZER = "tokens.json", "tokenizer.json"
 STATISTICS = "statistics.json"
 _MAX_BYTES = 1 << 20  # of a sidecar or statistics; usual ones have some hundreds
 _BLOCK_BYTES = range(1 << 10, (1 << 26) + 1)
 PREPARE_AGAIN = "prepare the text again with `forge-data prepare`"
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "dtype": str,
-    "vocab_size": int,
-    "tokenizer": (dict, type(None)),
-    "num_tokens": int,
-    "num_documents": int,
-    "max_token_id": int,
-    "sha256": dict,
-}
 BLOCK_BYTES = 1 << 17  # Linux's readahead reads as much; 256 bytes of digests per MiB of tokens
 DIGEST_BYTES = hashlib.sha256().digest_size
 _OFFSETS_AT_ONCE = 1 << 22
@@ -83,6 +69,15 @@ class Sidecar:
         if self.block_bytes is None:
             del content["block_bytes"]
         write_json(folder / SIDECAR, content)
+
+
+def _classes(hint: Any) -> tuple[type, ...]:
+    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    return tuple(get_origin(kind) or kind for kind in kinds)
+
+
+#: The classes of each value that every sidecar has.
+_TYPES = {n: _classes(h) for n, h in get_type_hints(Sidecar).items() if n != "block_bytes"}
 
 
 def read_sidecar(folder: Path) -> Sidecar:
@@ -128,11 +123,8 @@ def _problems(sidecar: Sidecar) -> Iterator[Problem]:
         if not isinstance(sidecar.sha256.get(name), str):
             yield Problem(f"sha256.{name}", "missing", ..., "must be given", again)
 
-    for key, count in (
-        ("num_tokens", sidecar.num_tokens),
-        ("num_documents", sidecar.num_documents),
-    ):
-        if count < 1:
+    for key in ("num_tokens", "num_documents"):
+        if (count := getattr(sidecar, key)) < 1:
             yield Problem(key, "range", count, "must be at least 1", again)
 
     if not 0 <= sidecar.max_token_id < sidecar.vocab_size:
@@ -305,6 +297,21 @@ def check_split(split: str) -> None:
     if split not in SPLITS:
         rule = 'must be "train" or "validation"'
         raise invalid("split", "unknown", split, rule, 'use "train"')
+
+
+def folder_of_split(path: Path, split: str, fix: str) -> Path:
+    """`path/split` of a folder with splits, else `path`. Raises InvalidData for a split that is not there; `fix` makes it."""
+    name = str(path)
+    if any((path / folder).is_dir() for folder in SPLITS):
+        if not (path / split).is_dir():
+            rule = f"must hold a folder {split}/"
+            raise invalid_data("path", "no_split", name, rule, fix)
+        return path / split
+    if split == "validation":
+        rule = "must hold train/ and validation/ for split validation"
+        fix = f"{fix}, or give validation a path of its own with split train"
+        raise invalid_data("path", "no_splits", name, rule, fix)
+    return path
 
 
 def check_range(start: int, stop: int, num_tokens: int) -> None:

@@ -41,6 +41,16 @@ class Shard:
     offset: int
     count: int
 
+    @classmethod
+    def of_file(cls, path: Path, dtype: str) -> Shard:
+        """All of a file without a header. Raises InvalidData unless it has one id or more, and all of the last."""
+        size, item = path.stat().st_size, np.dtype(dtype).itemsize
+        if size == 0 or size % item:
+            rule = f"bytes must be a positive multiple of {item} for dtype {dtype}"
+            fix = "copy it again, or give the dtype it was written with"
+            raise invalid_data("", "length", size, rule, fix, where=path)
+        return cls(path, dtype, 0, size // item)
+
     def check_size(self) -> None:
         """Raise InvalidData unless the file ends with the last id, and has one."""
         size = self.path.stat().st_size

@@ -61,7 +61,6 @@ def open_nanogpt(
 
 
 def _nanogpt_shard(path: Path, dtype: str | None) -> Shard:
-    size = path.stat().st_size
     with path.open("rb") as file:
         words = np.frombuffer(
             file.read(4 * _HEADER_WORDS).ljust(4 * _HEADER_WORDS, b"\xff"), "<i4"
@@ -88,13 +87,7 @@ def _nanogpt_shard(path: Path, dtype: str | None) -> Shard:
         rule, fix = "must be ids, and begins as a .npy file", 'use name = "npy", and end it in .npy'
         raise invalid_data("", "header", ..., rule, fix, where=path)
 
-    kind = dtype or "uint16"
-    item = np.dtype(kind).itemsize
-    if size == 0 or size % item:
-        rule = f"bytes must be a positive multiple of {item} for {kind}"
-        fix = "copy it again, or give the dtype it was written with"
-        raise invalid_data("", "length", size, rule, fix, where=path)
-    return Shard(path, kind, 0, size // item)
+    return Shard.of_file(path, dtype or "uint16")
 
 
 def open_npy(

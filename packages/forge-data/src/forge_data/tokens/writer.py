@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
 from forge_data._shared.atomic import write_file
+from forge_data._shared.hashed_files import HashedFile
 from forge_data.tokens.format import (
     BLOCK_BYTES,
     BLOCKS,
@@ -24,35 +24,14 @@ from forge_data.tokens.format import (
 
 def smallest_dtype(vocab_size: int) -> str:
     """The narrowest unsigned type that holds ids under `vocab_size`."""
-    return next(
-        t for t, bits in (("uint8", 8), ("uint16", 16), ("uint32", 32)) if vocab_size <= 1 << bits
-    )
-
-
-class _HashedFile:
-    def __init__(self, path: Path) -> None:
-        self._file: BinaryIO = path.open("xb")
-        self._digest = hashlib.sha256()
-
-    def write(self, content: bytes) -> None:
-        self._file.write(content)
-        self._digest.update(content)
-
-    def finish(self) -> str:
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return self._digest.hexdigest()
-
-    def close(self) -> None:
-        self._file.close()
+    return np.min_scalar_type(max(vocab_size - 1, 0)).name
 
 
 class _BlockDigests:
     """Writes the sha256 of each `BLOCK_BYTES` of the content."""
 
     def __init__(self, path: Path) -> None:
-        self._file = _HashedFile(path)
+        self._file = HashedFile(path)
         self._digest, self._room = hashlib.sha256(), BLOCK_BYTES
 
     def feed(self, content: bytes) -> None:
@@ -92,8 +71,8 @@ class TokenWriter:
         self._tokenizer = tokenizer
         self._dtype = smallest_dtype(vocab_size)
         self._max = 0
-        self._tokens = _HashedFile(folder / TOKENS)
-        self._documents = _HashedFile(folder / DOCUMENTS)
+        self._tokens = HashedFile(folder / TOKENS)
+        self._documents = HashedFile(folder / DOCUMENTS)
         self._blocks = _BlockDigests(folder / BLOCKS)
 
     def add(self, documents: Sequence[np.ndarray]) -> None:

@@ -9,10 +9,8 @@ OUTPUT.parts.lock            held by the one that prepares
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import io
 import json
-import os
 import shutil
 import sys
 from collections import Counter
@@ -26,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from forge_vlm._shared.atomic import install_folder, new_file, restore_folder, write_file
+from forge_vlm._shared.hashed_files import HashedFile
 from forge_vlm._shared.locks import locked
 from forge_vlm._shared.paths import user_path
 from forge_vlm._shared.problems import Problem, ProblemError, raise_problems
@@ -325,7 +324,7 @@ def _join(
     the files were opened."""
     folder.mkdir()
     files = {
-        name: _File(folder / f"{name}.bin")
+        name: HashedFile(folder / f"{name}.bin")
         for name in (*COLUMNS, "samples", "pictures", "caps", "media")
     }
     totals: Counter[str] = Counter()
@@ -338,7 +337,7 @@ def _join(
             pictures[:, 1] += totals["media"]
             arrays = {**found, "samples": samples, "pictures": pictures}
             for name, file in files.items():
-                file.add(arrays[name])
+                file.write(arrays[name].tobytes())
 
             totals["tokens"] += len(arrays["tokens"])
             totals["pictures"] += len(pictures)
@@ -372,28 +371,8 @@ def _join(
         "unread": dict(unread),
         "counts": dict(totals),
         "bytes": {f"{name}.bin": file.size for name, file in files.items()},
-        "sha256": {f"{name}.bin": file.close() for name, file in files.items()},
+        "sha256": {f"{name}.bin": file.finish() for name, file in files.items()},
     }
     write_file(folder / MANIFEST, json.dumps(about, indent=2))
 
     return about
-
-
-class _File:
-    """A file that is written once, with its digest."""
-
-    def __init__(self, path: Path) -> None:
-        self._file, self._digest, self.size = path.open("xb"), hashlib.sha256(), 0
-
-    def add(self, values: np.ndarray) -> None:
-        content = values.tobytes()
-        self._file.write(content)
-        self._digest.update(content)
-        self.size += len(content)
-
-    def close(self) -> str:
-        """Sync and close it; its digest."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        self._file.close()
-        return self._digest.hexdigest()

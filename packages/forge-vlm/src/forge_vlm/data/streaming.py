@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import sys
-import threading
-from collections.abc import Iterator, Mapping
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from forge_vlm._renamed import renamed
 from forge_vlm._shared.paths import files_named, user_path
 from forge_vlm._shared.problems import Problem, raise_problems
 from forge_vlm._shared.record_keys import RecordKeys
+from forge_vlm._shared.sharded_rows import PLACES, ShardedRows
 from forge_vlm.data.files import InvalidSample, folder_of, invalid, opened, readable
 from forge_vlm.data.formats import lines_of, open_records
 from forge_vlm.data.options import fit_problems, problems
@@ -111,7 +111,6 @@ def _digest_of_ends(files: list[Path]) -> str:
 
 
 _VERSION = 2  # part of every fingerprint: raise it when a row would change
-_RECORD_BITS = 32  # of a place: turn << 32 | record, so that it rises while the shard is read
 _LIMITS = {"virtual_shards": 1 << 16, "shuffle_window": 1 << 20}
 
 
@@ -161,16 +160,13 @@ def _problems(options: Mapping[str, Any], given: Mapping[str, int]) -> Iterator[
             yield Problem(name, "size", value, rule, "leave it out")
 
 
-class PackedShards:
+class PackedShards(ShardedRows):
     """The endless stream of rows of chunks without an index: sample index i is row `i // V` of shard `i % V`.
 
-    Chunks are dealt out to V = min(virtual_shards, P) shards by the seed. A shard reads its chunks in another order in each
-    of its epochs, and takes `shuffle_window` samples at a time, which are packed by themselves and whose rows are shuffled;
-    so rows depend on files, options and seed only. An epoch is one of a shard. `len` raises TypeError.
-
-    A row costs its images within the window that was read last, and forward the windows up to it, tokenized;
-    `load_places` says where to begin. A shard that this process reads holds an index of one chunk, and the tokens of one
-    window; images of a tar are read with their row, those in lines of JSON are held with their window.
+    As `ShardedRows`, of samples: those of a window are packed by themselves and the rows shuffled; so rows depend on files,
+    options and seed only. A row costs its images, and the tokens of the windows up to it. A shard that this process reads
+    holds an index of one chunk, and the tokens of one window; images of a tar are read with their row, those in lines of
+    JSON are held with their window.
     """
 
     def __init__(
@@ -184,48 +180,20 @@ class PackedShards:
         shuffle_window: int = 256,
     ) -> None:
         self.pieces, self.reader = pieces, reader
-        self.seq_len, self.seed, self.shuffle_window = seq_len, seed, shuffle_window
-        self.num_shards = min(virtual_shards, len(pieces))
+        self.seq_len, self.seed = seq_len, seed
         self.source_lines = [
             f"{len(pieces)} pieces of {len(pieces.files)} files, whose samples and keys are not counted, as they are read "
             "while the run trains"
         ]
         self.left_out = 0  # samples that this process did not take, as too long or damaged
-        self._order = order_of(len(pieces), _seed(seed, "pieces"), 0)
-        self._lock = threading.Lock()  # a thread that read ahead may still read when another begins
-        self.load_places(np.zeros((self.num_shards, 2), np.int64))
-
-    def __len__(self) -> int:
-        raise TypeError(
-            "rows of a streaming source with pictures are known when they are read; give a number of instances, or prepare "
-            "the files"
-        )
-
-    def shards_of(self, instance_ids: np.ndarray) -> np.ndarray:
-        """The shard (N,) of each sample index."""
-        shards: np.ndarray = np.asarray(instance_ids, np.int64) % self.num_shards
-        return shards
-
-    def load_places(self, table: np.ndarray) -> None:
-        """Begin each shard at its place (V, 2); rows before are read from the start."""
-        with self._lock:
-            self._table = np.array(table, np.int64)
-            self._shards: dict[int, _Shard] = {}
+        super().__init__(len(pieces), virtual_shards, shuffle_window)
 
     def arrays(self, instance_ids: np.ndarray) -> dict[str, Any]:
         """As `arrays_of`, and `shard_places` (N, 3): the place of each sequence's window."""
-        ids = np.asarray(instance_ids, np.int64)
-        places = np.zeros((len(ids), 3), np.int64)
-        rows: list[list[Sample]] = [[] for _ in ids]
-        with self._lock:
-            for i in np.argsort(ids, kind="stable"):
-                row, shard = divmod(int(ids[i]), self.num_shards)
-                window = self._window(shard, row)
-                rows[i] = window.rows[row - window.first]
-                places[i] = shard, window.first, window.place
+        rows, places = self.read_rows(instance_ids, operator.getitem)
         options = self.reader.identity
         found = arrays_of(rows, self.seq_len, self.reader, options["positions"], weighted=True)
-        return {**found, "shard_places": places}
+        return {**found, PLACES: places}
 
     def model_problems(self, model: Any, where: str) -> list[Problem]:
         """As `fit_problems`, of the rows' options."""
@@ -244,107 +212,46 @@ class PackedShards:
             "order.seed": self.seed,
         }
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_lock": None, "_shards": {}}
+    def _order(self, name: str, count: int, epoch: int) -> np.ndarray:
+        digest = hashlib.sha256(f"forge-vlm shards:{self.seed}:{name}".encode()).digest()
+        return order_of(count, int.from_bytes(digest[:8], "big") >> 1, epoch)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _lock=threading.Lock())
+    def _items(self, piece: int, start: int) -> Iterator[tuple[int, Sample]]:
+        """Samples that fit, with the numbers of their records."""
+        records = self.pieces.open(piece)
+        for number in range(start, len(records)):
+            found = records[number]
+            sample, good = self.reader.sample(found)
+            if sample.branches is not None:
+                rule = "are not read by streaming"
+                fix = "prepare the files, or write a record for each answer"
+                raise invalid("branches", "streaming", ..., rule, fix, where=found.name)
 
-    def _window(self, shard: int, row: int) -> _Window:
-        """The window of a shard that has a row."""
-        if shard not in self._shards or row < self._shards[shard].window.first:
-            first, place = map(int, self._table[shard])
-            if row < first:  # before what was loaded
-                first = place = 0
-            self._shards[shard] = _Shard(self._windows(shard, first, place))
-        try:
-            return self._shards[shard].window_of(row)
-        except BaseException:
-            del self._shards[shard]  # its generator has ended; another begins at the same place
-            raise
+            if not good and self.reader.corrupt == "skip":
+                self._leave_out(f"{found.name} has a picture that is missing or damaged")
+            elif len(sample.tokens) <= self.seq_len:
+                yield number, sample
+            elif self.reader.identity["too_long"] == "raise":
+                raise too_long(found.name, len(sample.tokens), self.seq_len, 0)
+            else:
+                self._leave_out(f"{found.name} has more tokens than seq_len {self.seq_len}")
 
-    def _windows(self, shard: int, first: int, place: int) -> Iterator[_Window]:
-        """The windows of a shard, from the one on that begins at `place` and has row `first`; without end."""
-        pieces = self._order[shard :: self.num_shards]
-        turn, record = place >> _RECORD_BITS, place & ((1 << _RECORD_BITS) - 1)
-        while True:  # an epoch of the shard, or the rest of one
-            whole, before = turn % len(pieces) == 0 and record == 0, first
-            samples = self._samples(shard, pieces, turn, record)
-            while batch := list(islice(samples, self.shuffle_window)):
-                window = self._pack(shard, first, batch)
-                yield window
-                first += len(window.rows)
-            if whole and first == before:
-                rule = f"of {self.num_shards} must hold samples of at most {self.seq_len} tokens, and its files have none"
-                fix = "remove empty files, raise seq_len, or use fewer virtual_shards"
-                raise invalid("shard", "empty", shard, rule, fix)
-            turn, record = (turn // len(pieces) + 1) * len(pieces), 0
-
-    def _samples(
-        self, shard: int, pieces: np.ndarray, turn: int, record: int
-    ) -> Iterator[tuple[int, Sample]]:
-        """(place, sample) from a place to the end of its epoch."""
-        epoch = turn // len(pieces)
-        order = order_of(len(pieces), _seed(self.seed, f"shard {shard}"), epoch)
-        for k in range(turn, (epoch + 1) * len(pieces)):
-            records = self.pieces.open(int(pieces[order[k % len(pieces)]]))
-            for number in range(record, len(records)):
-                found = records[number]
-                sample, good = self.reader.sample(found)
-                if sample.branches is not None:
-                    rule = "are not read by streaming"
-                    fix = "prepare the files, or write a record for each answer"
-                    raise invalid("branches", "streaming", ..., rule, fix, where=found.name)
-
-                if not good and self.reader.corrupt == "skip":
-                    self._leave_out(f"{found.name} has a picture that is missing or damaged")
-                elif len(sample.tokens) <= self.seq_len:
-                    yield k << _RECORD_BITS | number, sample
-                elif self.reader.identity["too_long"] == "raise":
-                    raise too_long(found.name, len(sample.tokens), self.seq_len, 0)
-                else:
-                    self._leave_out(f"{found.name} has more tokens than seq_len {self.seq_len}")
-
-            record = 0
-
-    def _pack(self, shard: int, first: int, batch: list[tuple[int, Sample]]) -> _Window:
-        """The rows of some samples, shuffled."""
-        place, samples = batch[0][0], [sample for _, sample in batch]
-        lengths = np.array([len(sample.tokens) for sample in samples])
+    def _pack(self, shard: int, place: int, items: Sequence[Sample]) -> list[list[Sample]]:
+        lengths = np.array([len(sample.tokens) for sample in items])
         rows = plan_rows(lengths, self.seq_len, self.reader.identity["pack"])
-        order = order_of(len(rows), _seed(self.seed, f"window {shard}"), place)
-        return _Window(first, place, [[samples[i] for i in rows[row]] for row in order])
+        order = self._order(f"window {shard}", len(rows), place)
+        return [[items[i] for i in rows[row]] for row in order]
+
+    def _no_rows(self, shard: int, pieces: Sequence[int]) -> InvalidSample:
+        rule = f"of {self.num_shards} must hold samples of at most {self.seq_len} tokens, and its files have none"
+        fix = "remove empty files, raise seq_len, or use fewer virtual_shards"
+        error: InvalidSample = invalid("shard", "empty", shard, rule, fix)
+        return error
 
     def _leave_out(self, why: str) -> None:
         if not self.left_out:
             print(f"data: {why}, and it is left out; others are counted", file=sys.stderr)
         self.left_out += 1
-
-
-class _Window:
-    """Rows that were packed together: the first one's number in the shard, and where their samples begin."""
-
-    def __init__(self, first: int, place: int, rows: list[list[Sample]]) -> None:
-        self.first, self.place, self.rows = first, place, rows
-
-
-class _Shard:
-    """The window of a shard that was read last, and those after it."""
-
-    def __init__(self, windows: Iterator[_Window]) -> None:
-        self._windows = windows
-        self.window = next(windows)
-
-    def window_of(self, row: int) -> _Window:
-        while row >= self.window.first + len(self.window.rows):
-            self.window = next(self._windows)
-        return self.window
-
-
-def _seed(seed: int, name: str) -> int:
-    """A seed of its own for each use."""
-    digest = hashlib.sha256(f"forge-vlm shards:{seed}:{name}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _digest(options: Mapping[str, Any]) -> str:

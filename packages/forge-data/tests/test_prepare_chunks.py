@@ -12,6 +12,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -129,6 +130,26 @@ def test_units_are_ranges_that_end_where_documents_end(tmp_path, document):
     ]
     whole = chunks.read_documents(path, document, "text", lambda done: None)
     assert found == [piece.text for piece in whole]
+
+
+ENDINGS = {"text": "txt", "records": "jsonl", "csv": "csv", "parquet": "parquet"}
+
+
+@pytest.mark.parametrize("kind", get_args(read.Kind))
+def test_files_of_each_kind_are_divided_where_documents_end(tmp_path, kind):
+    """Lines of text and records end documents; a line of csv may end inside of a quoted field."""
+    path = tmp_path / f"a.{ENDINGS[kind]}"
+    if kind == "parquet":
+        pytest.importorskip("pyarrow")
+        from pyarrow import parquet, table
+
+        parquet.write_table(table({"text": ["a" * 900] * 4}), path, row_group_size=1, compression="none", use_dictionary=False)  # fmt: skip
+    else:
+        path.write_text(('"a\nb"\n' if kind == "csv" else "some text\n") * 400)
+    units = plan.make_plan([path], settings(document="line")).chunks
+    assert read.format_of(path).kind == kind
+    assert (len(units) > 1) == (kind != "csv")
+    assert sum(unit.size for unit in units) == path.stat().st_size
 
 
 def test_one_line_without_an_end_is_one_unit(tmp_path):
