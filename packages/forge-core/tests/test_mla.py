@@ -22,7 +22,7 @@ from forge_core import (
     initialize,
 )
 from forge_core.lora import LoRAConfig, lora
-from forge_core.model import LatentAttention, MLAConfig
+from forge_core.model import LatentAttention, MLAConfig, attention_ops
 from forge_testing.problems import rejects
 
 pytestmark = pytest.mark.lane("test")
@@ -167,6 +167,34 @@ def test_forward_and_gradients_equal_the_definition(case: str, rows: str) -> Non
     got, wanted = found
     for name in wanted:
         assert error(got[name], wanted[name]) < 1e-5, name
+
+
+@pytest.mark.parametrize("narrow", [True, False])
+@pytest.mark.parametrize("rows", LENGTHS)
+def test_values_are_padded_only_where_no_kernel_takes_them(
+    monkeypatch: pytest.MonkeyPatch, rows: str, narrow: bool
+) -> None:
+    """`takes_narrow_values` asks torch's checks; tests/null_gpu has its answers on sm_90."""
+    layer, config = layer_of("plain queries"), config_of("plain queries")
+    x = torch.randn(B, S, M, generator=torch.Generator().manual_seed(1))
+    widths = []
+    real = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+        widths.append((q.size(-1), v.size(-1)))
+        return real(q, k, v, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    monkeypatch.setattr(attention_ops, "takes_narrow_values", lambda *given: narrow)
+    out = layer(x, context(LENGTHS[rows]))
+    assert set(widths) == {(9, 6 if narrow else 9)}
+    assert error(out, reference(layer, config, x, LENGTHS[rows])) < 1e-5
+
+    # an attention of other code is given one width
+    layer.attend = lambda q, k, v, ctx: widths.append((q.size(-1), v.size(-1))) or v
+    widths.clear()
+    assert layer(x).shape == x.shape
+    assert widths == [(9, 9)]
 
 
 def model_of(case: str) -> Transformer:

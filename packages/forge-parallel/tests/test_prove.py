@@ -257,6 +257,17 @@ def test_bf16_is_compared_with_fp32_and_with_one_rank() -> None:
     assert len(found) == 4
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cudnn_attention_is_proved_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes heads of a multiple of 8 dims; the settings of a proof leave it out of `auto`."""
+    monkeypatch.setattr(sys.modules[__name__], "HEAD", 8)
+    layouts = [{"sdpa": "cudnn"}]
+    options: dict[str, Any] = {"device": "cuda", "precision": "bf16", "nproc": 1}
+    (result,) = prove(Model, vocab_size=VOCAB, layouts=layouts, **options)
+    assert result.verdict == "green", result
+
+
 @pytest.mark.slow
 @pytest.mark.lane("ci")
 def test_sums_in_bf16_and_wrong_roles_are_red_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

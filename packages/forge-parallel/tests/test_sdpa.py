@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -55,3 +58,28 @@ def test_what_the_device_has_not_is_refused_before_a_group_starts() -> None:
     assert_problem(ProblemError([problem]), "sdpa", "flash", "precision")
     assert sdpa_problem("flash", cuda, "bf16") is None
     assert sdpa_problem("efficient", cuda, "fp32") is None
+
+
+@pytest.fixture
+def deterministic() -> Iterator[Callable[..., None]]:
+    yield partial(torch.use_deterministic_algorithms, True)
+    torch.use_deterministic_algorithms(False)
+
+
+def test_cudnn_is_left_out_under_deterministic_algorithms(
+    monkeypatch: pytest.MonkeyPatch, deterministic: Callable[..., None]
+) -> None:
+    """Its backward adds in any order; asked for by name, torch's own setting says whether to warn or to raise."""
+    for name in ("RANK", "WORLD_SIZE", "SLURM_JOB_ID"):
+        monkeypatch.delenv(name, raising=False)
+    enabled, cuda = torch.backends.cuda.cudnn_sdp_enabled, torch.device("cuda")
+    for warn_only in (None, True, False):
+        if warn_only is not None:
+            deterministic(warn_only=warn_only)
+        with launch(ParallelConfig(device="cpu", precision="fp32")):
+            assert enabled() == (warn_only is None)
+        assert enabled()
+        problem = sdpa_problem("cudnn", cuda, "bf16")
+        assert (problem is None) == (warn_only is not False)
+    assert problem is not None
+    assert_problem(ProblemError([problem]), "sdpa", "cudnn", "deterministic")

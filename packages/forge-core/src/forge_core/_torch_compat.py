@@ -52,12 +52,19 @@ def constant_when_compiled(function: F) -> F:
     return function
 
 
-@cache
+@constant_when_compiled
 def has_triton() -> bool:
     """Whether torch can compile kernels for the GPU that is there."""
     from torch.utils._triton import has_triton as found  # private, torch 2.2 to 2.15
 
     return bool(found())
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """Leave out what sees each operator (selective recomputation): torch compiles nothing below such a mode."""
+    from torch.utils._python_dispatch import _disable_current_modes  # private, 2.11 to 2.15
+
+    return _disable_current_modes()
 
 
 def takes_kernel(x: Tensor) -> bool:
@@ -69,6 +76,38 @@ def takes_kernel(x: Tensor) -> bool:
 def on_device_of(x: Tensor) -> AbstractContextManager[object]:
     """Make the device of x the current one, on which Triton launches. Tensors of the CPU are for its interpreter."""
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+
+
+@constant_when_compiled
+def takes_narrow_values(
+    device: torch.device,
+    dtype: torch.dtype,
+    width: int,
+    values: int,
+    causal: bool,
+    masked: bool,
+    grad: bool,
+) -> bool:
+    """Whether torch's attention is best given values that are narrower than queries and keys, by torch's own checks.
+
+    In its order of speed: cuDNN takes some pairs of widths (192 and 128 on sm_90 and newer), where it is allowed; flash
+    attention only one width; the memory-efficient kernel any. On the CPU flash attention has one width, too.
+    """
+    if device.type != "cuda":
+        return False
+    cuda = torch.backends.cuda
+    # not of the size of the call: the checks read widths, strides and dtypes
+    wide, narrow = (
+        torch.empty(n, dtype=dtype, device=device).expand(1, 1, 2, n) for n in (width, values)
+    )
+    mask = torch.ones(2, 2, dtype=torch.bool, device=device) if masked else None
+    wide, narrow = (t.detach().requires_grad_(grad) for t in (wide, narrow))
+    given = cuda.SDPAParams(wide, wide, narrow, mask, 0.0, causal, False)
+    if cuda.can_use_cudnn_attention(given):
+        return True
+    if cuda.can_use_flash_attention(cuda.SDPAParams(wide, wide, wide, mask, 0.0, causal, False)):
+        return False
+    return bool(cuda.can_use_efficient_attention(given))
 
 
 @constant_when_compiled

@@ -14,7 +14,6 @@ needs when its support ends.
     _python_dispatch.TorchDispatchMode            all        documented, but in a private module
     _SetExcludeDispatchKeyGuard                   all        an alias below autograd that keeps the version counter
     PipelineStage methods                         see below  bugs of stages, fixed in 2.12 and 2.15
-    aten flash kernels                            all        their log-sum-exp; the CUDA ones have never run
     _torchdynamo_disable, eval_frame              to 2.11    exempts a function without an import of the compiler
     _dynamo.lookup_backend, config, counters      all        options of one graph; counts of compilations
     cuda.memory._record_memory_history            all        documented as experimental; never run: needs a GPU
@@ -37,8 +36,6 @@ from torch import Tensor
 from torch.utils import _python_dispatch
 
 F = TypeVar("F", bound=Callable[..., Any])
-Boundaries = tuple[Tensor, Tensor, int, int]
-"""Cumulative lengths of queries and of keys, int32 on the device, and the longest of each."""
 
 
 def require_attributes(owner: Any, *names: str) -> None:
@@ -396,64 +393,6 @@ def tensors_of(values: Any) -> list[Tensor]:
     from torch.utils._pytree import tree_leaves
 
     return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
-
-
-def flash_cpu(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-    """Attention (N, H, L, D) and its log-sum-exp (N, H, L) on the CPU."""
-    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    return found[0], found[1]
-
-
-def flash_cpu_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v (N, H, L, D) for any out and lse that hold these keys."""
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad, q, k, v, out, lse, 0.0, causal)
-
-
-def flash_varlen(
-    q: Tensor, k: Tensor, v: Tensor, boundaries: Boundaries, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """Attention (T, H, D) of concatenated sequences, and its log-sum-exp (H, T): CUDA, 16 bits.
-
-    k and v may have fewer heads. The call is that of torch 2.13's own varlen_attn. Never run: it needs a GPU.
-    """
-    call = torch.ops.aten._flash_attention_forward
-    out, lse, *_ = call(**_varlen_arguments(q, k, v, boundaries, causal), return_debug_mask=False)
-    return out, lse
-
-
-def flash_varlen_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    boundaries: Boundaries,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `flash_varlen` for any out and lse that hold these keys. Never run: it needs a GPU."""
-    dropout = {
-        "rng_state": torch.zeros(2, dtype=torch.uint64, device=q.device),
-        "unused": q.new_empty(0),
-    }
-    found = {"grad_out": grad, "out": out, "logsumexp": lse}
-    call = torch.ops.aten._flash_attention_backward
-    return call(**found, **_varlen_arguments(q, k, v, boundaries, causal), **dropout)
-
-
-def _varlen_arguments(
-    q: Tensor, k: Tensor, v: Tensor, boundaries: Boundaries, causal: bool
-) -> dict[str, Any]:
-    """The arguments of both flash kernels by name: 2.11 to 2.15 have the same names, and more arguments in new places.
-
-    A version that renames one raises an error in the call, where a position would take another value in silence.
-    """
-    queries, keys, longest, most = boundaries
-    lengths = {"cum_seq_q": queries, "cum_seq_k": keys, "max_q": longest, "max_k": most}
-    return {"query": q, "key": k, "value": v, **lengths, "dropout_p": 0.0, "is_causal": causal}
 
 
 def disable_compile(function: F) -> F:

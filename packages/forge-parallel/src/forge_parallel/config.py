@@ -153,8 +153,9 @@ class ParallelConfig:
     )
     sdpa: Literal["auto", "flash", "efficient", "cudnn", "math"] = field(
         "auto",
-        "kernel of torch's attention; auto: the fastest that fits a call; cpu has flash and math; packed rows and "
-        "windows in 16 bits on CUDA, soft-caps and sinks have functions of their own",
+        "kernel of torch's attention; auto: the fastest that fits a call, without cuDNN under torch's deterministic "
+        "algorithms (its backward adds in any order); cpu has flash and math; packed rows and windows in 16 bits on CUDA, "
+        "soft-caps and sinks have functions of their own",
     )
     compile: bool = field(False, "torch.compile each block")
     reshard_after_forward: bool = field(

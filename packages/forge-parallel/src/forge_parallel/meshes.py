@@ -281,12 +281,10 @@ def _warm_up(meshes: Meshes) -> None:
 def sdpa_kernel(name: str) -> Iterator[None]:
     """Let torch's attention take only this kernel: flash, efficient, cudnn or math; "auto" leaves it to choose.
 
-    The setting is the process's, as `torch.nn.attention.sdpa_kernel`'s is, and is put back at the end. A call that
-    the kernel cannot compute (a window in fp32 has a mask, which CUDA's flash has not) raises torch's "No viable backend".
+    Under deterministic algorithms "auto" leaves cuDNN out, whose backward adds in any order. The setting is the
+    process's, as `torch.nn.attention.sdpa_kernel`'s is, and is put back at the end. A call that the kernel cannot compute
+    (a window in fp32 has a mask, which CUDA's flash has not) raises torch's "No viable backend".
     """
-    if name == "auto":
-        yield
-        return
     cuda = torch.backends.cuda
     switches = {
         "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
@@ -295,10 +293,15 @@ def sdpa_kernel(name: str) -> Iterator[None]:
         "math": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
     }
     before = {kind: enabled() for kind, (enabled, _) in switches.items()}
+    chosen = before | {
+        "cudnn": before["cudnn"] and not torch.are_deterministic_algorithms_enabled()
+    }
+    if name != "auto":
+        chosen = {kind: kind == name for kind in switches}
 
     try:
         for kind, (_, enable) in switches.items():
-            enable(kind == name)
+            enable(chosen[kind])
         yield
     finally:
         for kind, (_, enable) in switches.items():

@@ -354,7 +354,7 @@ _HALF_ONLY = ("flash", "cudnn")
 
 
 def sdpa_problem(name: str, device: torch.device, precision: str) -> Problem | None:
-    """A problem if the device does not have the kernel, or does not have it in this precision."""
+    """A problem if the device does not have the kernel, or not in this precision or under deterministic algorithms."""
     if name == "auto":
         return None
     if device.type == "cpu" and name not in _ON_CPU:
@@ -366,4 +366,8 @@ def sdpa_problem(name: str, device: torch.device, precision: str) -> Problem | N
             "use efficient or math, or auto",
         )
         return Problem("sdpa", "precision", name, rule, fix)
+    strict = not torch.is_deterministic_algorithms_warn_only_enabled()
+    if name == "cudnn" and torch.are_deterministic_algorithms_enabled() and strict:
+        rule = "adds in any order in its backward, and torch.use_deterministic_algorithms is set"
+        return Problem("sdpa", "deterministic", name, rule, "use flash or auto")
     return None

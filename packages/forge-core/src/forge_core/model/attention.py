@@ -15,6 +15,7 @@ from forge_core._shared.module_arguments import config_arguments
 from forge_core._shared.problems import invalid
 from forge_core._torch_compat import not_compiled
 from forge_core.flops import linear_flops
+from forge_core.model.attention_flex import attend_flex, dense_blocks, flex_computes
 from forge_core.model.attention_ops import (
     MASKS,
     AttentionSpec,
@@ -55,13 +56,16 @@ class LocalAttention:
     """Attention of unsharded sequences in this process; computes every field of its spec.
 
     Each token sees its sequence so far, or its document so far where ctx.document_ids split the sequence. A mask of
-    its own holds (B, H, S, S) scores and is given the full sequences of ctx. A `ctx.mask` takes the place of all that.
+    its own is given the full sequences of ctx; it holds (B, H, S, S) scores, or (B or 1, S, S) bool on CUDA. A `ctx.mask`
+    takes the place of all that.
     """
 
     #: Of how many ranks each has a part of a sequence's tokens.
     ranks_of_row = 1
     #: Whether it computes the mask of a context.
     takes_mask = True
+    #: Whether values may be narrower than queries and keys.
+    takes_narrow_values = True
 
     def __init__(self, spec: AttentionSpec) -> None:
         self.spec = spec
@@ -75,6 +79,8 @@ class LocalAttention:
             return ctx.mask.attend(q, k, v, self.spec, sinks)
         if self._mask is not None:
             mask = self._visible(self._mask, ctx, q.size(1), q.device)
+            if flex_computes(q):
+                return _attend_by_flex(ctx, q, k, v, mask, self.spec, sinks)
             q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, S, D)
             return reference_attention(q, k, v, mask, self.spec, sinks).transpose(1, 2)
         if ctx.document_ids is None:
@@ -130,6 +136,14 @@ def _attend_documents_of(ctx: TokenContext, q: Tensor, k: Tensor, v: Tensor, *re
     plan = ctx.segments()
     assert plan is not None
     return attend_documents(q, k, v, plan, *rest)
+
+
+@not_compiled  # within a compiled block it is compiled by itself
+def _attend_by_flex(
+    ctx: TokenContext, q: Tensor, k: Tensor, v: Tensor, mask: Tensor, *rest: Any
+) -> Tensor:
+    blocks = ctx.once(("blocks", id(mask)), lambda: dense_blocks(mask))
+    return attend_flex(q, k, v, blocks, *rest)
 
 
 class RotaryMixer(WithPoints):

@@ -1,8 +1,8 @@
 """What an attention computes (`AttentionSpec`), and the operations that compute it.
 
     operation             each token sees                         backends, see `choose_backend`
-    attend_sequences      its sequence, up to itself              sdpa, varlen, windowed, reference
-    attend_documents      its document, up to itself              varlen, by_length
+    attend_sequences      its sequence, up to itself              sdpa, varlen, windowed, flex, reference
+    attend_documents      its document, up to itself              varlen, flex, by_length
     attend_segments       its segment, in full (image patches)    varlen, by_length
     attend_masked         what a mask of the caller allows        sdpa, reference
 
@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from dataclasses import field as plain_field
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -32,7 +32,15 @@ from forge_core._config import is_size, number_problems, switch_problems
 from forge_core._renamed import renamed
 from forge_core._shared.fields import field
 from forge_core._shared.problems import Problem, invalid, raise_problems
-from forge_core._torch_compat import constant_when_compiled, not_compiled, varlen, varlen_computes
+from forge_core._torch_compat import (
+    constant_when_compiled,
+    not_compiled,
+    takes_narrow_values,
+    varlen,
+    varlen_computes,
+)
+from forge_core.model.attention_flex import attend_flex, causal_blocks, flex_computes
+from forge_core.model.attention_sinks import sdpa_with_sinks, varlen_with_sinks
 from forge_core.registry import Registry
 
 
@@ -52,15 +60,15 @@ class AttentionSpec:
     )
     softcap: float | None = field(
         None,
-        "scores x become softcap * tanh(x / softcap); holds the scores of a sequence; empty: no cap",
+        "scores x become softcap * tanh(x / softcap); holds a sequence's scores on CPUs; empty: no cap",
     )
     sinks: bool = field(
         False,
-        "a learned logit per head that takes part of the softmax; holds the scores of a sequence",
+        "a learned logit per head that takes part of the softmax, and has no value",
     )
     mask: str = field(
         "causal",
-        "who sees whom: causal, or the import path of mask(ctx, queries, keys); holds a sequence's scores",
+        "who sees whom: causal, or the import path of mask(ctx, queries, keys); holds a sequence's scores on CPUs",
     )
 
     def __post_init__(self) -> None:
@@ -68,7 +76,7 @@ class AttentionSpec:
 
     @property
     def needs_scores(self) -> bool:
-        """Whether no fused kernel computes it, so that the scores of a sequence are held."""
+        """Whether `F.scaled_dot_product_attention` does not compute it: a soft-cap, sinks, or a mask of its own."""
         return self.softcap is not None or self.sinks or self.mask != "causal"
 
     def beyond(self, computed: tuple[str, ...]) -> dict[str, Any]:
@@ -182,19 +190,38 @@ class SegmentPlan:
 
     borders = cu_seqlens  # its name in 0.1; goes in 0.3.0
 
+    def blocks(self, window: int | None, device: torch.device) -> Any:
+        """The block mask of FlexAttention, made once on a device."""
+        key = ("blocks", window, device)
+        if key not in self._on_device:
+            numbers, size = None, sum(self.lengths) // self.rows
+            if not self.whole_rows:
+                lengths = torch.tensor(self.lengths)
+                numbers = torch.arange(len(lengths)).repeat_interleave(lengths)
+                numbers = numbers.view(self.rows, size).to(device, non_blocking=True)
+            self._on_device[key] = causal_blocks(numbers, size, window, device)
+        return self._on_device[key]
+
+
+@lru_cache(maxsize=8)
+def _sequence_plan(size: int) -> SegmentPlan:
+    """The plan of one sequence of one segment; the next layers find its block masks."""
+    return SegmentPlan.of_lengths([[size]])
+
 
 # ---- operations
 
 
 def choose_backend(
     q: Tensor, spec: AttentionSpec, plan: SegmentPlan | None = None
-) -> Literal["varlen", "by_length", "reference", "windowed", "sdpa"]:
+) -> Literal["varlen", "by_length", "reference", "flex", "windowed", "sdpa"]:
     """Choose the backend that computes a spec for q (B, S, H, D), within the segments of a plan if there is one.
 
-    varlen       one kernel call for all segments, or sequences with a window shorter than S: CUDA in bf16 or fp16, D a
-                 multiple of 8 up to 256
+    varlen       one kernel call for all segments, or sequences with sinks or a window shorter than S: CUDA in bf16 or
+                 fp16, D a multiple of 8 up to 256, no soft-cap; narrower values are padded
+    flex         soft-cap, other sinks: on CUDA with Triton, D at least 16
     by_length    the other segments: one call of a backend below for each length that occurs
-    reference    soft-cap, sinks: the scores (B, H, S, S) are held
+    reference    other soft-caps, and sinks on CUDA: the scores (B, H, S, S) are held
     windowed     another window shorter than S: the mask is (W, 2 W) whatever S is
     sdpa         all else: torch's fused kernels
 
@@ -206,10 +233,15 @@ def choose_backend(
     # flash attention: outside `scaled_dot_product_attention` no caller pads other widths to a multiple of 8
     by_varlen = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
     by_varlen = by_varlen and q.size(-1) % 8 == 0 and q.size(-1) <= 256
-    by_varlen = by_varlen and not spec.needs_scores and varlen_computes(spec.window)
+    by_varlen = by_varlen and spec.softcap is None
+    by_varlen = by_varlen and (spec.sinks or varlen_computes(spec.window))
+    if spec.needs_scores and not by_varlen and flex_computes(q):
+        return "flex"
     if plan is not None and not plan.whole_rows:
         return "varlen" if by_varlen else "by_length"
-    if spec.needs_scores:
+    if spec.sinks and by_varlen:
+        return "varlen"
+    if spec.softcap is not None or (spec.sinks and q.is_cuda):
         return "reference"
     if spec.window is None or spec.window >= q.size(1):
         return "sdpa"
@@ -226,7 +258,9 @@ def attend_sequences(
     *,
     causal: bool = True,
 ) -> Tensor:
-    """Attention inside each sequence: q (B, S, H, D), k and v (B, S, K, D), sinks (H,) -> (B, S, H, D).
+    """Attention inside each sequence: q (B, S, H, D), k and v (B, S, K, D), sinks (H,) -> like q.
+
+    Values may be narrower, v (B, S, K, V) -> (B, S, H, V); see `sdpa` and `choose_backend` for where they are padded.
 
     With causal=False each token sees the full sequence. ValueError for that with a soft-cap, sinks or a window, and for
     a spec with a mask of its own.
@@ -238,17 +272,22 @@ def attend_sequences(
     if backend == "varlen":
         batch, size = q.shape[:2]
         cu_seqlens = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * size
-        return _varlen(q, k, v, cu_seqlens, size, spec, causal)
+        return _varlen(q, k, v, cu_seqlens, size, spec, sinks, causal)
+    if backend == "flex":
+        return _by_flex(q, k, v, None, spec, sinks)
 
+    attend = partial(sdpa, scale=spec.scale)
+    if spec.sinks and sinks is not None:
+        attend = partial(sdpa_with_sinks, sinks=sinks, scale=spec.scale)
     q, k, v = (t.transpose(1, 2) for t in (q, k, v))  # (B, H or K, S, D), views
     if backend == "reference":
         index = torch.arange(q.size(2), device=q.device)
         out = reference_attention(q, k, v, visible(index, index, spec.window), spec, sinks)
     elif backend == "windowed":
         assert spec.window is not None
-        out = _windowed(q, k, v, spec.window, spec.scale)
+        out = _windowed(q, k, v, spec.window, attend)
     else:
-        out = sdpa(q, k, v, is_causal=causal, scale=spec.scale)
+        out = attend(q, k, v, is_causal=causal)
     return out.transpose(1, 2)
 
 
@@ -263,17 +302,20 @@ def attend_documents(
     *,
     causal: bool = True,
 ) -> Tensor:
-    """Attention inside the segments of a plan: q (B, S, H, D), k, v (B, S, K, D) -> like q.
+    """Attention inside the segments of a plan: q (B, S, H, D), k and v (B, S, K, D or V) -> (B, S, H, D or V).
 
     No work is spent across boundaries. Where equal lengths are not neighbors, `by_length` gathers q, k, v and the
     output once more.
     """
     backend = choose_backend(q, spec, plan)
+    if backend == "flex":
+        return _by_flex(q, k, v, plan, spec, sinks)
     if backend not in ("varlen", "by_length"):
         return attend_sequences(q, k, v, spec, sinks, causal=causal)
 
     if backend == "varlen":
-        return _varlen(q, k, v, plan.cu_seqlens(q.device), max(plan.lengths), spec, causal)
+        cu_seqlens = plan.cu_seqlens(q.device)
+        return _varlen(q, k, v, cu_seqlens, max(plan.lengths), spec, sinks, causal)
     attend = partial(attend_sequences, spec=spec, sinks=sinks, causal=causal)
     batch = q.shape[:2]
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))  # (B S, H or K, D)
@@ -356,18 +398,30 @@ def mix_values(weights: Tensor, v: Tensor) -> Tensor:
 
 
 def sdpa(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Attention with shared key/value heads: q (B, H, S, D), k and v (B, K, T, D) -> like q.
+    """Attention with shared key/value heads: q (B, H, S, D), k (B, K, T, D), v (B, K, T, V) -> (B, H, S, V), V <= D.
 
-    `options` are those of `F.scaled_dot_product_attention`. On CUDA keys and values are repeated to H heads in fp32
+    Narrower values are padded to D, unless a kernel takes them that is as fast (`takes_narrow_values`). `options` are those of `F.scaled_dot_product_attention`. On CUDA keys and values are repeated to H heads in fp32
     (only torch's math kernel shares heads there), and where only the memory-efficient kernel is allowed, which has no
     shared heads.
     """
+    width, values = q.size(-1), v.size(-1)
+    if values < width:
+        causal, masked = options.get("is_causal", False), options.get("attn_mask") is not None
+        grad = torch.is_grad_enabled() and (q.requires_grad or v.requires_grad)
+        if not takes_narrow_values(q.device, q.dtype, width, values, causal, masked, grad):
+            return sdpa(q, k, _padded(v, width), **options)[..., :values]
+
     groups = q.size(1) // k.size(1)
     # repeated heads cost (B, H, T, D); the math kernel would cost (B, H, S, T)
     if groups > 1 and q.is_cuda and (q.dtype == torch.float32 or not _a_kernel_shares_heads()):
         k, v = (t.repeat_interleave(groups, dim=1) for t in (k, v))  # (B, H, T, D)
         groups = 1
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=groups > 1, **options)
+
+
+def _padded(v: Tensor, width: int) -> Tensor:
+    """v (..., V) with zeros up to a width."""
+    return v if v.size(-1) == width else F.pad(v, (0, width - v.size(-1)))
 
 
 # Dynamo cannot read the switches, which last as long as a model
@@ -385,17 +439,39 @@ def _varlen(
     cu_seqlens: Tensor,
     longest: int,
     spec: AttentionSpec,
+    sinks: Tensor | None,
     causal: bool,
 ) -> Tensor:
     """Attention inside segments of cumulative lengths cu_seqlens: shapes as `attend_sequences`."""
     batch = q.shape[:2]
-    q, k, v = (t.flatten(0, 1) for t in (q, k, v))  # (B S, H or K, D)
-    out = varlen(q, k, v, cu_seqlens, longest, spec.scale, spec.window, causal)
-    return out.unflatten(0, batch)
+    width = v.size(-1)
+    q, k, v = (t.flatten(0, 1) for t in (q, k, _padded(v, q.size(-1))))  # (B S, H or K, D)
+    if spec.sinks and sinks is not None:
+        out = varlen_with_sinks(q, k, v, sinks, cu_seqlens, longest, spec.scale, spec.window)
+    else:
+        out = varlen(q, k, v, cu_seqlens, longest, spec.scale, spec.window, causal)
+    return out[..., :width].unflatten(0, batch)
 
 
-def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None) -> Tensor:
-    """Windowed attention in chunks of W queries, each with its own W keys and those before: shapes as `sdpa`.
+@not_compiled  # within a compiled block it is compiled by itself, and its block mask is of host integers
+def _by_flex(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    plan: SegmentPlan | None,
+    spec: AttentionSpec,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention inside segments of a plan, or sequences, by FlexAttention: shapes as `attend_sequences`."""
+    plan = _sequence_plan(q.size(1)) if plan is None else plan
+    return attend_flex(q, k, v, plan.blocks(spec.window, q.device), spec, sinks)
+
+
+def _windowed(
+    q: Tensor, k: Tensor, v: Tensor, window: int, attend: Callable[..., Tensor]
+) -> Tensor:
+    """Windowed attention in chunks of W queries, each with its own W keys and those before, by calls of `attend`: shapes
+    as `sdpa`.
 
     Keys and values are copied once more.
     """
@@ -406,20 +482,20 @@ def _windowed(q: Tensor, k: Tensor, v: Tensor, window: int, scale: float | None)
     mask = visible(query, torch.arange(2 * window, device=q.device), window)  # (W, 2 W)
 
     # the first chunk has none before it
-    out = [sdpa(*(t[:, :, :window] for t in (q, k, v)), is_causal=True, scale=scale)]
+    out = [attend(*(t[:, :, :window] for t in (q, k, v)), is_causal=True)]
     if chunks > 1:
         full = [t[:, :, : chunks * window].unflatten(2, (chunks, window)) for t in (q, k, v)]
         pairs = [torch.cat((t[:, :, :-1], t[:, :, 1:]), dim=3) for t in full[1:]]
         # (B, H or K, N, W or 2 W, D) -> (B N, H or K, W or 2 W, D)
         merged = [t.transpose(1, 2).flatten(0, 1) for t in (full[0][:, :, 1:], *pairs)]
-        later = sdpa(*merged, attn_mask=mask, scale=scale)
+        later = attend(*merged, attn_mask=mask)
         out.append(later.unflatten(0, (q.size(0), -1)).transpose(1, 2).flatten(2, 3))
 
     rest = size - chunks * window
     if rest:
         keys, values = (t[:, :, (chunks - 1) * window :] for t in (k, v))
         last = mask[:rest, : window + rest]
-        out.append(sdpa(q[:, :, chunks * window :], keys, values, attn_mask=last, scale=scale))
+        out.append(attend(q[:, :, chunks * window :], keys, values, attn_mask=last))
     return torch.cat(out, dim=2)
 
 

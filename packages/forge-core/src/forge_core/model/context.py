@@ -41,7 +41,10 @@ class TokenMask(Protocol):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, sinks: Tensor | None
     ) -> Tensor:
-        """Attend under this mask: q (B, S, H, D), k and v (B, S, K, D), sinks (H,) -> like q."""
+        """Attend under this mask: q (B, S, H, D), k and v (B, S, K, D), sinks (H,) -> like q.
+
+        Values may be narrower (latent attention): v (B, S, K, V) -> (B, S, H, V).
+        """
         ...
 
 

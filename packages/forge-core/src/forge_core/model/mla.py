@@ -93,9 +93,10 @@ class LatentAttention(RotaryMixer):
     Keywords are the fields of `TransformerConfig`, `device` and `dtype`; `LatentAttention(config)` takes a config.
 
     Without cached tokens, keys and values of every head are computed, and `attend` is used as in `Attention`: q, k and
-    v (B, S, H, W) of one width, the narrower of q and v padded with zeros. With cached tokens the projection from the
-    latent is absorbed into queries and outputs instead: all heads attend to the same keys, the latents. A cache holds
-    L + R elements per token, whatever the number of heads.
+    v (B, S, H, W) of one width, the narrower of q and v padded with zeros; an `attend` with `takes_narrow_values` true is
+    given values of their own width, where that is the narrower. With cached tokens the projection from the latent is
+    absorbed into queries and outputs instead: all heads attend to the same keys, the latents. A cache holds L + R
+    elements per token, whatever the number of heads.
 
     Scores are scaled by (N + R) ** -0.5, or `config.attention.scale`, times YaRN's `score_factor`. `config.qkv_bias` is
     a bias in the projections to the latents.
@@ -194,9 +195,12 @@ class LatentAttention(RotaryMixer):
         k_plain, v = kv.split((c.qk_nope_head_dim, c.v_head_dim), dim=-1)
         k = torch.cat((k_plain, k_rotated.expand(-1, -1, k_plain.size(2), -1)), dim=-1)
         q, k, v = self.point("q", q), self.point("k", k), self.point("v", v)
-        # fused kernels take one width for queries, keys and values
-        width = max(c.qk_head_dim, c.v_head_dim)
-        q, k, v = (F.pad(t, (0, width - t.size(-1))) for t in (q, k, v))  # (B, S, H, width)
+        # most fused kernels take one width: those of `attention_ops` pad values where it is needed
+        short = c.v_head_dim - c.qk_head_dim
+        if short > 0:
+            q, k = F.pad(q, (0, short)), F.pad(k, (0, short))
+        elif short and cache is None and not getattr(self.attend, "takes_narrow_values", False):
+            v = F.pad(v, (0, -short))  # (B, S, H, width)
         if cache is None:
             out = self.attend(q, k, v, ctx)
         else:

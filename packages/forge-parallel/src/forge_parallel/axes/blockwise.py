@@ -19,17 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from forge_parallel._shared.problems import invalid
-from forge_parallel._torch_compat import (
+from forge_parallel._shared.flash import (
     Boundaries,
     flash_cpu,
     flash_cpu_backward,
     flash_varlen,
     flash_varlen_backward,
-    function_output,
-    start_all_gather,
-    start_reduce_scatter,
 )
+from forge_parallel._shared.problems import invalid
+from forge_parallel._torch_compat import function_output, start_all_gather, start_reduce_scatter
 
 
 class Tile(NamedTuple):
@@ -128,7 +126,7 @@ class TileBatch:
         """`cu_seqlens` of queries and of keys, and the longest run of each."""
         queries, longest = self.queries.boundaries(batch, device)
         keys, most = self.keys.boundaries(batch, device)
-        return queries, keys, longest, most
+        return Boundaries(queries, keys, longest, most)
 
 
 class Tiling:
@@ -269,7 +267,7 @@ def blockwise_attention(
     `exchange` provides the keys of each part, if not all are on this rank. Scores are scaled by D ** -0.5. Tiles run in
     flash kernels on CPU and, in 16 bits with D a multiple of 8 up to
     256, on CUDA (there one varlen call for all tiles of a kind); fp64, and fp32 on CUDA, run as plain matmuls that
-    hold the scores of a call. The CUDA path has never run (`_torch_compat.flash_varlen`); there the order of sums over
+    hold the scores of a call. The CUDA path has never run (`_shared.flash.flash_varlen`); there the order of sums over
     packed sequences varies, except under torch.use_deterministic_algorithms. Merging and sums of gradients are in fp32.
     Saved for backward: q, keys and values (own ones, or all of them if `exchange` gathers them), the output, 4 bytes
     per query and head. Raises ValueError if v does not have the shape of k, or H is no multiple of K.

@@ -6,7 +6,6 @@ Shapes: B sequences, S tokens of a sequence, H query heads, K key/value heads, D
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from forge_core import KVCache
 from forge_core.model import AttentionSpec, attend_masked
+from forge_core.model.attention_flex import attend_flex
 from forge_vlm._renamed import renamed
 from forge_vlm._shared.problems import invalid
 from forge_vlm.sequence.plan import SPAN_INPUTS, SequencePlan
@@ -146,24 +146,6 @@ def flex_mask(mask: SequenceMask, window: int | None = None) -> Any:
 
     rows, size = mask.documents.shape
     return create_block_mask(sees, rows, None, size, size, device=mask.documents.device)
-
-
-def attend_flex(q: Tensor, k: Tensor, v: Tensor, mask: Any, spec: AttentionSpec) -> Tensor:
-    """Attention under a block mask: shapes as `attend_dense`. On the CPU it has no backward."""
-    q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-    options = {"block_mask": mask, "scale": spec.scale, "enable_gqa": q.size(1) != k.size(1)}
-    seen: Tensor = _flex(torch.compiler.is_compiling() or q.device.type == "cpu")(
-        q, k, v, **options
-    )
-    return seen.transpose(1, 2)
-
-
-@cache
-def _flex(plain: bool) -> Any:
-    """FlexAttention; by itself it would hold all scores, so outside of compiled code it is compiled."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    return flex_attention if plain else torch.compile(flex_attention, dynamic=False)
 
 
 def planned_spans(
