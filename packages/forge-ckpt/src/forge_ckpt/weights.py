@@ -14,10 +14,9 @@ from forge_ckpt._shared.names import match_names
 from forge_ckpt._shared.paths import user_path
 from forge_ckpt._shared.problems import Problem, invalid, raise_problems
 from forge_ckpt.errors import mismatch
-from forge_ckpt.files import Directory
 from forge_ckpt.manifest import Manifest
 from forge_ckpt.rank_group import RankGroup
-from forge_ckpt.read.load import broadcast_manifest
+from forge_ckpt.read.load import broadcast_manifest, open_on_rank
 from forge_ckpt.read.planner import ForgeLoadPlanner
 from forge_ckpt.read.reader import ForgeReader, Staged, fill, metadata_of
 from forge_ckpt.read.tensors import step_path
@@ -86,7 +85,7 @@ def load_weights(
 
         report = load_weights("runs/a/checkpoints", model, ["*", "!head.*"])
 
-    ``path`` is a step (``.../step-00000100``) or a store, whose newest committed step is read; ``key`` is
+    ``path`` is a step (``.../step-00000100``) or a store, whose newest step is read; ``key`` is
     the model's name in the state that was saved. ``patterns`` are those of fnmatch on the model's names; one
     with ``!`` excludes, from all if there are no others. A tensor that is copied must have the saved shape;
     its dtype may be another one. ``names`` are those of the whole model where ``model`` is this rank's part
@@ -122,7 +121,7 @@ def load_weights(
         metadata = metadata_of(table)
         planner.set_up_planner({key: filled}, metadata)
         plan = create_default_local_load_plan(wanted, metadata)
-        reader.use(Directory(chosen), table)
+        reader.use(open_on_rank(ranks, chosen), table)
         return reader.stage(plan, planner)
 
     try:

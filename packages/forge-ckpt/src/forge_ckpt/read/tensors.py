@@ -26,7 +26,7 @@ def read_tensors(
 
         for name, tensor in read_tensors("runs/a/checkpoints", ["model.*"]): ...
 
-    ``path`` is a step (``.../step-00000100``) or a store, whose newest committed step is read.
+    ``path`` is a step (``.../step-00000100``) or a store, whose newest step is read (or is corrupt).
     ``patterns`` are those of fnmatch on dotted names. Each tensor is compared with its digests before it
     is yielded, and nothing is kept of it: memory is one tensor, and one chunk where ranks cut it along
     another dim than the first.
@@ -168,15 +168,15 @@ def _start(chunk: Chunk, entry: TensorEntry) -> int:
 
 
 def step_path(path: Path) -> Path:
-    """``path`` if it is a step, else the newest committed step of the store there."""
+    """``path`` if it is a step, else the newest step of the store there, whether it is sound or not."""
     if (path / manifest.NAME).is_file():
         return path
     if not path.is_dir():
         fix = "give a checkpoint (step-...) or a store of them"
         raise invalid("path", "not_found", str(path), "is not a directory", fix)
     refuse_foreign(path)
-    steps = directories.committed_steps(path)
-    if not steps:
-        rule, fix = "holds no committed checkpoint", "give a store that was saved to"
+    newest = directories.newest_step(path)
+    if newest is None:
+        rule, fix = "holds no checkpoint", "give a store that was saved to"
         raise invalid("path", "empty", str(path), rule, fix)
-    return directories.step_directory(path, steps[-1])
+    return directories.step_directory(path, newest)

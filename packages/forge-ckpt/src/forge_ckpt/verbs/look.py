@@ -93,10 +93,11 @@ def steps_of(directory: Path) -> list[int]:
 def chosen(directory: Path, step: int | None) -> int:
     """``step`` if the directory has it; without one the newest."""
     steps = steps_of(directory)
-    if step is not None and step not in steps:
+    found = directories.newest_step(directory) if step is None else step
+    if found is None or found not in steps:
         fix = f"use one of {', '.join(map(str, steps))}"
         raise invalid("step", "not_found", step, f"is not in {directory}", fix)
-    return steps[-1] if step is None else step
+    return found
 
 
 def ls(directory: StorePath, /, json: bool = False) -> int:

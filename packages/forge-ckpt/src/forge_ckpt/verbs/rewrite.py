@@ -24,6 +24,7 @@ from forge_ckpt.verbs.look import (
     CheckpointPath,
     StepNumber,
     StorePath,
+    chosen,
     print_json,
     print_line,
     progress,
@@ -136,14 +137,16 @@ def prune(
     lock = None if dry_run else Lock(directory)
 
     try:
-        steps = directories.committed_steps(directory)
-        old = retention.outdated_by(steps[-1]) if steps else []
-        if old and not dry_run:
-            path = directories.step_directory(directory, steps[-1])
-            _, error = verified(path, steps[-1])
-            if error is not None:
-                untouched = Problem("", "newest", ..., "is corrupt, and nothing was removed")
-                raise CorruptCheckpoint([*error.problems, untouched], error.where)
+        steps, newest = directories.committed_steps(directory), chosen(directory, None)
+        try:
+            old = retention.outdated_by(newest)
+            path = directories.step_directory(directory, newest)
+            if old and not dry_run and (found := verified(path, newest)[1]):
+                raise found
+        except CorruptCheckpoint as error:
+            untouched = Problem("", "newest", ..., "is corrupt, and nothing was removed")
+            raise CorruptCheckpoint([*error.problems, untouched], error.where) from None
+        if not dry_run:
             retention.remove(old)
             old = [step for step in old if step not in directories.list_steps(directory)]
     finally:

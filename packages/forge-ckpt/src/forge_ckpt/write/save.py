@@ -82,7 +82,7 @@ class PlannedSave:
 
         ``written`` is called on rank 0 before the commit, on others after their own file is on disk. If
         one rank fails, nothing is committed and all ranks raise; if one dies, the others raise
-        RuntimeError, and the next open removes the written files.
+        RuntimeError, and the next open removes the written files unless they are committed.
         """
 
         def write() -> list[list[Any]]:
@@ -181,7 +181,6 @@ def _plan(
 
 def _check_space(directory: Path, needed: int) -> None:
     """Raise OSError if the disk has less room than ``needed`` bytes."""
-    directory.mkdir(parents=True, exist_ok=True)
     total, _, free = shutil.disk_usage(directory)
     if total and free < needed:  # a file system that reports no size reports no room either
         raise OSError(

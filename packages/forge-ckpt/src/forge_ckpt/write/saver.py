@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
@@ -29,7 +30,7 @@ from forge_ckpt.write.writer import ForgeWriter
 
 logger = logging.getLogger("forge_ckpt")
 Content = Callable[[], dict[str, Any]]
-# (group, step, reason) -> whether the step was there; sets a corrupt step aside
+# (group, step, reason) -> whether the step was there; it is quarantined
 Quarantine = Callable[[RankGroup, int, str], bool]
 
 
@@ -147,15 +148,17 @@ class Saver:
 
         Raises StepExists if both are sound and differ.
         """
+        path = directories.step_directory(self._root, step)
         with self.reported(step, watch):
             save = self._plan(step, repeat, content, metrics)
             try:
                 with self._explained(step):
                     save.write_and_commit(self._group, lambda: None)
-                self._keep_one(step, repeat)
+                    self._keep_one(step, repeat)
             finally:
                 save.discard()
-                if self._group.rank == 0:
+                # without the step itself the copy is the only good one, and the next open commits it
+                if self._group.rank == 0 and os.path.lexists(path):
                     shutil.rmtree(repeat, ignore_errors=True)
             self._retain(self._group, step)
 
@@ -251,22 +254,24 @@ class Saver:
 
     @contextlib.contextmanager
     def _explained(self, step: int) -> Iterator[None]:
+        """Name the step in an OSError, and whether it was saved."""
         try:
             yield
         except OSError as error:
-            raise OSError(
-                error.errno,
-                f"step {step} was not saved in {self._root}: {error.strerror or error}; older checkpoints are "
-                "untouched; make room or raise the limit, then save again",
-            ) from error
+            reason = str(error.strerror or error)
+            happened = f"step {step} was not saved in {self._root}: "
+            if directories.NOT_DURABLE in reason:
+                happened = f"step {step} in {self._root}: "
+            text = "older checkpoints are untouched; make room or raise the limit, then save again"
+            raise OSError(error.errno, f"{happened}{reason}; {text}") from error
 
     def _keep_one(self, step: int, repeat: Path) -> None:
         target = directories.step_directory(self._root, step)
 
         def compare() -> tuple[bool, str | None]:
-            wanted = _content(repeat, step)
+            wanted = _content_key(repeat, step)
             try:
-                return _content(target, step) == wanted, None
+                return _content_key(target, step) == wanted, None
             except CorruptCheckpoint as error:
                 return False, str(error)
 
@@ -291,6 +296,7 @@ class Saver:
         )
 
 
-def _content(path: Path, step: int) -> tuple[Any, ...]:
+def _content_key(path: Path, step: int) -> tuple[Any, ...]:
+    """A key that is equal for checkpoints of the same bits."""
     with ForgeReader(path, step=step).opened() as table:
         return table.content()
